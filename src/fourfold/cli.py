@@ -1,0 +1,99 @@
+"""The `fourfold` command: names, one help line each; a command is imported only when called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fourfold import __version__
+from fourfold.errors import UserError, nearest
+
+# name -> what it answers; the order is the order of work.
+COMMANDS = {
+    "demo": "the main job on this machine, start to end",
+    "models": "which model shapes are known, and how large they are",
+    "clusters": "which GPUs and clusters are known; 'clusters new' describes yours",
+    "flops": "MFU, HFU and TFLOPs of a measured speed, under every convention",
+    "completion": "a completion script for bash, zsh or fish",
+}
+_EPILOG = """\
+Data goes to stdout, progress to stderr. Exit code: 0 done; 1 the asked thing failed, findings
+were found, or nothing fits; 2 bad request. 'fourfold COMMAND --help' teaches each command.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors, so that every bad request reads the same."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, way_out=f"see '{self.prog} --help'")
+
+
+def command_parser(name: str) -> Parser:
+    """The parser of one command; imports that command's file and nothing else."""
+    module = importlib.import_module(f"fourfold.commands.{name}")
+    parser = Parser(
+        prog=f"fourfold {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=getattr(module, "EXAMPLES", None),
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
+    return parser
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    return (
+        "usage: fourfold COMMAND [options]\n\n"
+        "How should this model be laid out on these GPUs, will it fit, how fast does it run?\n\n"
+        f"commands:\n{rows}\n\noptions:\n  --help     this page\n  --version  version of fourfold\n\n"
+        f"{_EPILOG}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Never shows a traceback for something the user can fix."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has enough; keep Python from complaining when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        if len(words) > 1 and words[0] == "help":
+            return _dispatch([words[1], "--help"])
+        print(_overview(), end="")
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(f"fourfold {__version__}")
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        raise UserError(
+            "unknown command", field="command", value=name, way_out=nearest(name, COMMANDS)
+        )
+    try:
+        args = command_parser(name).parse_args(rest)
+    except SystemExit as leaving:  # argparse leaves this way after --help
+        return int(leaving.code or 0)
+    return args.run(args)

@@ -1,0 +1,136 @@
+"""MFU, HFU and TFLOPs of a measured speed, under every convention that people publish.
+
+Give tokens/s over all GPUs, or seconds per step with a global batch. Without a speed only the FLOPs
+per token are printed. A percentage is against the GPU's dense peak in the run's precision (fp8 against
+the fp8 peak). HFU counts what the recompute policy runs again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fourfold.commands import flags
+from fourfold.cost.flops import CONVENTIONS, Question, utilisation_pct
+from fourfold.cost.params import model_params
+from fourfold.errors import UserError
+from fourfold.show.table import json_text, render
+from fourfold.spec import catalog, codec
+from fourfold.spec.batch import Batch
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+
+EXAMPLES = """\
+examples:
+  fourfold flops --model mpt-7b --seq-len 2048 --tokens-per-s 85144 --gpus 8 --gpu h100-80gb
+  fourfold flops --model llama-3.1-8b --seq-len 8192 --step-s 6.1 --global-batch 128 --gpus 8 \\
+      --gpu h100-80gb --precision fp8 --recompute selective
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="NAME", help="a preset or a config.json")
+    parser.add_argument(
+        "--gpu", metavar="ID", help="for MFU and HFU: h100-80gb ('fourfold clusters')"
+    )
+    speed = parser.add_mutually_exclusive_group()
+    speed.add_argument("--tokens-per-s", type=float, metavar="X", help="over all GPUs")
+    speed.add_argument("--step-s", type=float, metavar="X", help="with --global-batch")
+    flags.add_layout(parser)
+    flags.add_format(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    answer = _answer(args)
+    if args.format == "json":
+        print(json_text(answer))
+        return 0
+    rows = [
+        [
+            name,
+            f"{row['flops_per_token'] / 1e9:.3f}",
+            _cell(row.get("tflops_gpu")),
+            _cell(row.get("mfu_pct")),
+            _cell(row.get("hfu_pct")),
+            CONVENTIONS[name].formula,
+        ]
+        for name, row in answer["conventions"].items()
+    ]
+    headings = ["convention", "GFLOP/token", "TFLOP/s/GPU", "MFU %", "HFU %", "formula"]
+    print(render(headings, rows, args.format))
+    if args.format != "csv":
+        print(f"\n{_conditions(answer)}")
+    return 0
+
+
+def _answer(args: argparse.Namespace) -> dict[str, Any]:
+    table = flags.run_table(args)
+    layout = Layout.from_plain(table.get("layout", {}), "layout")
+    policy = codec.decode(Policy, table.get("policy", {}), "policy")
+    batch = codec.decode(Batch, {"seq_len": None, **table.get("batch", {})}, "batch")
+    model = catalog.model(args.model)
+    gpus = table.get("gpus", layout.world)
+    if gpus < 1:
+        raise UserError("must be 1 or more", field="gpus", value=gpus)
+    tokens_per_s = _tokens_per_s(args, batch)
+    device = catalog.device(args.gpu) if args.gpu else None
+    ask = Question(model=model, seq_len=batch.seq_len, layout=layout, policy=policy)
+    answer: dict[str, Any] = {
+        "model": model.name,
+        "params": model_params(model, batch.seq_len),
+        "seq_len": batch.seq_len,
+        "gpus": gpus,
+        "precision": policy.precision,
+        "recompute": policy.recompute,
+    }
+    if device is not None:
+        answer |= {"gpu": device.id, "peak_flops": device.peak(policy.precision)}
+    if tokens_per_s is not None:
+        answer["tokens_per_s"] = tokens_per_s
+    answer["conventions"] = {}
+    for name, convention in CONVENTIONS.items():
+        count = convention.count(ask)
+        row = {"flops_per_token": count.printed}
+        if tokens_per_s is not None:
+            row["tflops_gpu"] = count.printed * tokens_per_s / gpus / 1e12
+            if device is not None:
+                peak = device.peak(policy.precision)
+                row["mfu_pct"] = utilisation_pct(count.model, tokens_per_s / gpus, peak)
+                row["hfu_pct"] = utilisation_pct(count.hardware, tokens_per_s / gpus, peak)
+        answer["conventions"][name] = {key: _rounded(value) for key, value in row.items()}
+    return answer
+
+
+def _tokens_per_s(args: argparse.Namespace, batch: Batch) -> float | None:
+    if args.step_s is not None:
+        if not 0 < args.step_s < 1e12:
+            raise UserError("must be above 0", field="step-s", value=args.step_s)
+        if args.global_batch is None:
+            raise UserError(
+                "is missing", field="global-batch", way_out="--step-s needs --global-batch"
+            )
+        return batch.tokens / args.step_s
+    if args.tokens_per_s is not None and not 0 < args.tokens_per_s < 1e18:
+        raise UserError("must be above 0", field="tokens-per-s", value=args.tokens_per_s)
+    return args.tokens_per_s
+
+
+def _rounded(value: float) -> float:
+    """Ten digits: enough for every check, without the noise of binary fractions."""
+    return float(f"{value:.10g}")
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _conditions(answer: dict[str, Any]) -> str:
+    text = (
+        f"{answer['model']}: {answer['params']:,} parameters at {answer['seq_len']} tokens; "
+        f"{answer['precision']}, recompute {answer['recompute']}; {answer['gpus']} GPUs"
+    )
+    if "gpu" in answer:
+        text += f" of {answer['gpu']} at {answer['peak_flops'] / 1e12:g} TFLOP/s dense"
+    if "tokens_per_s" in answer:
+        text += f"; {answer['tokens_per_s']:,.0f} tokens/s"
+    return text

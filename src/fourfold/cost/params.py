@@ -1,0 +1,172 @@
+"""How many parameters, in the whole model and on each rank of a layout? Exact, from shapes alone.
+
+Every parameter tensor is listed once, by the name and global shape that the engine also uses; counts
+are sums over that list. A tied output layer is the embedding itself and is listed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+
+# How tensor parallelism cuts a tensor: by rows (dim 0), by columns (dim 1), by whole KV heads (dim 0,
+# a head is kept on several ranks when there are fewer heads than ranks), or not at all.
+Cut = Literal["rows", "columns", "kv", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One parameter: `shape` is global, [out, in] for matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut = "whole"
+
+    @property
+    def count(self) -> int:
+        return prod(self.shape)
+
+
+def layer_tensors(model: ModelShape) -> Iterator[Tensor]:
+    """Parameters of one decoder layer; names are relative to the layer."""
+    hidden, ffn = model.hidden, model.ffn
+    width, kv_width = model.attention_width, model.kv_width
+    yield from _norm(model, "attention_norm")
+    yield from _linear(model, "attention.q", width, hidden, "rows")
+    yield from _linear(model, "attention.k", kv_width, hidden, "kv")
+    yield from _linear(model, "attention.v", kv_width, hidden, "kv")
+    yield from _linear(model, "attention.out", hidden, width, "columns")
+    yield from _norm(model, "mlp_norm")
+    if model.gated:
+        yield from _linear(model, "mlp.gate", ffn, hidden, "rows")
+    yield from _linear(model, "mlp.up", ffn, hidden, "rows")
+    yield from _linear(model, "mlp.down", hidden, ffn, "columns")
+
+
+def embedding_tensors(model: ModelShape, seq_len: int) -> Iterator[Tensor]:
+    """What the first stage holds besides its layers."""
+    yield Tensor("embedding.weight", (model.vocab, model.hidden), "rows")
+    if model.positions.kind == "learned":
+        yield Tensor("positions.weight", (model.positions.length or seq_len, model.hidden))
+    if model.embedding_norm:
+        yield from _norm(model, "embedding_norm")
+
+
+def head_tensors(model: ModelShape) -> Iterator[Tensor]:
+    """What the last stage holds besides its layers; a tied head has no tensor of its own."""
+    yield from _norm(model, "final_norm")
+    if not model.tied:
+        yield Tensor("head.weight", (model.vocab, model.hidden), "rows")
+
+
+def tensors(model: ModelShape, seq_len: int) -> Iterator[Tensor]:
+    """Every parameter of the model, once, under its global name."""
+    yield from embedding_tensors(model, seq_len)
+    for layer in range(model.layers):
+        for tensor in layer_tensors(model):
+            yield Tensor(f"layers.{layer}.{tensor.name}", tensor.shape, tensor.cut)
+    yield from head_tensors(model)
+
+
+def _norm(model: ModelShape, name: str) -> Iterator[Tensor]:
+    yield Tensor(f"{name}.weight", (model.hidden,))
+    if model.norm == "layernorm":
+        yield Tensor(f"{name}.bias", (model.hidden,))
+
+
+def _linear(model: ModelShape, name: str, outs: int, ins: int, cut: Cut) -> Iterator[Tensor]:
+    yield Tensor(f"{name}.weight", (outs, ins), cut)
+    if model.bias:
+        # The bias of a column-cut matrix is added once, after the sum over ranks: it stays whole.
+        yield Tensor(f"{name}.bias", (outs,), "whole" if cut == "columns" else cut)
+
+
+def layer_params(model: ModelShape) -> int:
+    return sum(tensor.count for tensor in layer_tensors(model))
+
+
+def layer_matmul_params(model: ModelShape) -> int:
+    """Weights of one layer that take part in a matrix product."""
+    return sum(tensor.count for tensor in layer_tensors(model) if len(tensor.shape) == 2)
+
+
+def model_params(model: ModelShape, seq_len: int) -> int:
+    """All parameters; `seq_len` matters only where learned positions follow the run (MPT)."""
+    ends = [*embedding_tensors(model, seq_len), *head_tensors(model)]
+    return model.layers * layer_params(model) + sum(tensor.count for tensor in ends)
+
+
+def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
+    """(start, stop) of one part when `size` is cut into equal ceilings, the last parts short or empty.
+
+    The rule of torch.chunk, FSDP2 and DTensor, so that planner and engine agree on odd sizes.
+    """
+    each = -(-size // parts)
+    start = min(size, part * each)
+    return start, min(size, start + each)
+
+
+def tp_shape(model: ModelShape, tensor: Tensor, tp: int, rank: int) -> tuple[int, ...]:
+    """The part of a tensor that tensor-parallel rank `rank` holds."""
+    if tensor.cut == "whole" or tp == 1:
+        return tensor.shape
+    if tensor.cut == "kv" and model.kv_heads < tp:
+        return (model.head_size, *tensor.shape[1:])
+    dim = 1 if tensor.cut == "columns" else 0
+    start, stop = chunk(tensor.shape[dim], tp, rank)
+    return (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
+
+
+def stage_tensors(
+    model: ModelShape, seq_len: int, stages: tuple[range, ...], stage: int
+) -> Iterator[Tensor]:
+    """Parameters a stage holds. A tied embedding is also held by the last stage."""
+    if stage == 0:
+        yield from embedding_tensors(model, seq_len)
+    for layer in stages[stage]:
+        for tensor in layer_tensors(model):
+            yield Tensor(f"layers.{layer}.{tensor.name}", tensor.shape, tensor.cut)
+    if stage == len(stages) - 1:
+        yield from head_tensors(model)
+        if model.tied and stage > 0:
+            yield Tensor("embedding.weight", (model.vocab, model.hidden), "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class RankParams:
+    """`held` sit on the rank during compute, `owned` are its shard of the optimizer's update.
+
+    `owned` adds up to the model's count over the ranks of one replica, but for what tensor parallelism
+    keeps whole (norms, some biases, KV heads fewer than ranks). A tied copy is held, never owned.
+    """
+
+    held: int
+    owned: int
+
+
+def rank_params(
+    model: ModelShape,
+    layout: Layout,
+    *,
+    seq_len: int,
+    stages: tuple[range, ...],
+    rank: int,
+    zero: int,
+) -> RankParams:
+    """Parameters of one rank. The optimizer is sharded over shard x cp (context ranks share weights)."""
+    place = layout.coordinates(rank)
+    parts = layout.shard * layout.cp if zero >= 1 else 1
+    part = (place["dp"] % layout.shard) * layout.cp + place["cp"] if zero >= 1 else 0
+    held = owned = 0
+    for tensor in stage_tensors(model, seq_len, stages, place["pp"]):
+        shape = tp_shape(model, tensor, layout.tp, place["tp"])
+        start, stop = chunk(shape[0], parts, part)
+        held += prod(shape)
+        tied_copy = place["pp"] > 0 and tensor.name == "embedding.weight"
+        owned += 0 if tied_copy else (stop - start) * prod(shape[1:])
+    return RankParams(held, owned)

@@ -1,0 +1,48 @@
+"""What a user can fix: an error that states field, value, rule and way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A bad request. `field` grows a path while it travels out of nested data."""
+
+    def __init__(
+        self, rule: str, *, field: str = "", value: object = None, way_out: str = ""
+    ) -> None:
+        super().__init__(rule)
+        self.rule = rule
+        self.field = field
+        self.value = value
+        self.way_out = way_out
+
+    def within(self, path: str) -> UserError:
+        """The same error, seen from the table `path` that holds the field."""
+        field = f"{path}.{self.field}" if path and self.field else path or self.field
+        return UserError(self.rule, field=field, value=self.value, way_out=self.way_out)
+
+    def __str__(self) -> str:
+        where = self.field
+        if self.value is not None:
+            where = f"{where}={shorten(self.value)}" if where else shorten(self.value)
+        text = f"{where}: {self.rule}" if where else self.rule
+        return f"{text}; {self.way_out}" if self.way_out else text
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """A value as one short printable line, whatever the user typed."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text if text and text.isprintable() else ascii(text)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """'did you mean ...' for a misspelt name, else the list of names."""
+    import difflib  # 10 ms, only paid on an error
+
+    names = sorted(known)
+    close = difflib.get_close_matches(word[:200], names, n=1, cutoff=0.55)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"known: {', '.join(names)}" if names else "nothing is known here"

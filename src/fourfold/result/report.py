@@ -1,0 +1,59 @@
+"""What did a run measure? Facts only: MFU and friends are computed when the report is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fourfold.spec.run import RunSpec
+
+Outcome = Literal["ok", "oom", "crashed", "hung", "nonfinite", "illegal", "cancelled"]
+OUTCOMES: tuple[Outcome, ...] = (
+    "ok", "oom", "crashed", "hung", "nonfinite", "illegal", "cancelled",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One optimizer step. `loss` is None on ranks that do not see it or when it was not read."""
+
+    step: int
+    seconds: float
+    loss: float | None = None
+    grad_norm: float | None = None
+    warmup: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Peak bytes of one rank: live tensors, and what the allocator reserved (0 where it has none)."""
+
+    rank: int
+    stage: int
+    peak_bytes: int
+    reserved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Who failed first, where it stood and what it said; rank -1 when nobody could tell."""
+
+    rank: int
+    stage: int
+    phase: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """`environment` holds versions, device, hosts and variables as texts."""
+
+    spec: RunSpec
+    outcome: Outcome
+    environment: tuple[tuple[str, str], ...] = ()
+    steps: tuple[StepReport, ...] = ()
+    memory: tuple[RankMemory, ...] = ()
+    start_s: float = 0.0
+    failure: Failure | None = None
+    started_at: str = ""
+    repeat: int = 0

@@ -1,0 +1,1 @@
+"""Show: tables as text, Markdown, CSV and JSON; plots."""

@@ -1,0 +1,77 @@
+"""How is a table printed? Text for terminals, Markdown, CSV, JSON: one list of rows, four forms."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from fourfold.errors import UserError
+
+# A number with thousands commas, a sign and a short unit, alone in its cell.
+_NUMBER = re.compile(r"[+~-]?[0-9][0-9,]*(\.[0-9]+)?(e[+-]?[0-9]+)?( ?[A-Za-z%/]{1,8})?\Z")
+FORMATS = ("text", "md", "csv", "json")
+
+
+def render(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str) -> str:
+    """Cells are ready texts; numbers are right-aligned in text and Markdown."""
+    if style == "csv":
+        return csv_text([headings, *rows])
+    if style == "md":
+        cells = [[_escaped(cell) for cell in row] for row in (headings, *rows)]
+        return _lined(cells, "| ", " | ", " |", rule=_markdown_rule)
+    if style == "text":
+        return _lined([list(headings), *map(list, rows)], "", "  ", "", rule=_text_rule)
+    raise UserError(
+        "unknown format", field="format", value=style, way_out=f"one of {', '.join(FORMATS)}"
+    )
+
+
+def json_text(data: Any) -> str:
+    """JSON for other tools; NaN and infinities are bugs here, not values."""
+    return json.dumps(data, indent=2, allow_nan=False)
+
+
+def csv_text(rows: Sequence[Sequence[str]]) -> str:
+    import csv
+    import io
+
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue().rstrip("\n")
+
+
+def _lined(cells: list[list[str]], left: str, between: str, right: str, *, rule: Any) -> str:
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    numeric = [
+        len(cells) > 1 and all(_is_number(row[i]) for row in cells[1:]) for i in range(len(widths))
+    ]
+    lines = []
+    for row in cells:
+        padded = [
+            cell.rjust(width) if right_side else cell.ljust(width)
+            for cell, width, right_side in zip(row, widths, numeric, strict=True)
+        ]
+        lines.append(f"{left}{between.join(padded)}{right}".rstrip())
+    lines.insert(1, rule(widths, numeric))
+    return "\n".join(lines)
+
+
+def _text_rule(widths: list[int], numeric: list[bool]) -> str:
+    return "  ".join("-" * width for width in widths)
+
+
+def _markdown_rule(widths: list[int], numeric: list[bool]) -> str:
+    marks = [
+        "-" * (max(width, 3) - 1) + (":" if right else "-") for width, right in zip(widths, numeric)
+    ]
+    return f"| {' | '.join(marks)} |"
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|").replace("\n", " ")
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell == "-" or _NUMBER.match(cell) is not None

@@ -1,0 +1,74 @@
+"""How much goes into a step? Sequence length in tokens, batches in sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.errors import UserError
+from fourfold.spec import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ramp:
+    """Batch ramp-up: from `start` by `increment` sequences, over `samples` sequences in all."""
+
+    start: int
+    increment: int
+    samples: int
+
+    def __post_init__(self) -> None:
+        check.whole(start=self.start, increment=self.increment, samples=self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """`micro_batch` need not divide the share of a data-parallel rank; 0 means 'auto'."""
+
+    seq_len: int
+    micro_batch: int = 1
+    global_batch: int = 1
+    ramp: Ramp | None = None
+
+    def __post_init__(self) -> None:
+        check.whole(1, 2**32, seq_len=self.seq_len, global_batch=self.global_batch)
+        check.whole(0, 2**32, micro_batch=self.micro_batch)
+        if self.ramp is None:
+            return
+        if self.ramp.start > self.global_batch:
+            raise UserError(
+                f"must not exceed global_batch={self.global_batch}",
+                field="ramp.start",
+                value=self.ramp.start,
+            )
+        if (self.global_batch - self.ramp.start) % self.ramp.increment:
+            raise UserError(
+                f"must divide global_batch - start = {self.global_batch - self.ramp.start}",
+                field="ramp.increment",
+                value=self.ramp.increment,
+            )
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_len * self.global_batch
+
+    def shares(self, dp: int) -> tuple[int, ...]:
+        """Sequences of each data-parallel rank; the first ranks take one more if need be."""
+        base, more = divmod(self.global_batch, dp)
+        return tuple(base + (rank < more) for rank in range(dp))
+
+    def micro_sizes(self, share: int) -> tuple[int, ...]:
+        """48 with micro batch 11 -> 11, 11, 11, 11, 4."""
+        full, rest = divmod(share, self.micro_batch)
+        return (self.micro_batch,) * full + ((rest,) if rest else ())
+
+    def micro_count(self, dp: int) -> int:
+        """Micro batches of the busiest data-parallel rank."""
+        return -(-(-(-self.global_batch // dp)) // self.micro_batch)
+
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """(global batch, sequences at that size) of each ramp stage; the last stage has 0 = open."""
+        if self.ramp is None or self.ramp.start == self.global_batch:
+            return ((self.global_batch, 0),)
+        sizes = range(self.ramp.start, self.global_batch, self.ramp.increment)
+        each = self.ramp.samples // len(sizes)
+        return (*((size, each) for size in sizes), (self.global_batch, 0))

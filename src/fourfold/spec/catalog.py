@@ -1,0 +1,143 @@
+"""What is known by name? Models, devices and clusters, from data files shipped with the package.
+
+A path to a file stands in for a name everywhere: a Hugging Face config.json or a model TOML for a
+model, a TOML file for a device or a cluster.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fourfold import files
+from fourfold.errors import UserError, nearest
+from fourfold.spec import codec
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.device import Device
+from fourfold.spec.model import FAMILIES, ModelShape
+
+_PATHLIKE = re.compile(r"[/\\]|\.(json|toml)\Z")
+
+
+@functools.cache
+def _data(name: str) -> dict[str, Any]:
+    text = resources.files("fourfold").joinpath("data", name).read_text(encoding="utf-8")
+    return codec.parse_toml(text)
+
+
+@functools.cache
+def _folder(name: str) -> dict[str, str]:
+    """Stem -> file name of a data folder."""
+    entries = resources.files("fourfold").joinpath("data", name).iterdir()
+    found = (entry.name for entry in entries)
+    return {file[: -len(".toml")]: f"{name}/{file}" for file in found if file.endswith(".toml")}
+
+
+def model_names() -> dict[str, str]:
+    """Every preset -> its family, in the order of the files."""
+    return {
+        name: family for family in FAMILIES for name in _data(f"models/{family}.toml")["models"]
+    }
+
+
+def shape(family: str, **fields: Any) -> ModelShape:
+    """A model of a family from its sizes; what is not given is the family's habit."""
+    if family not in FAMILIES:
+        raise UserError(
+            "unknown family", field="family", value=family, way_out=nearest(family, FAMILIES)
+        )
+    defaults = dict(_data(f"models/{family}.toml")["defaults"])
+    per_hidden = defaults.pop("ffn_per_hidden", None)
+    table = {"family": family, **defaults, **{k: v for k, v in fields.items() if v is not None}}
+    given, habit = table.get("positions"), defaults["positions"]
+    if isinstance(given, dict) and given.get("kind", habit["kind"]) == habit["kind"]:
+        table["positions"] = {**habit, **given}
+    table.setdefault("kv_heads", table.get("heads"))
+    if per_hidden and "hidden" in table:
+        table.setdefault("ffn", per_hidden * table["hidden"])
+    return codec.decode(ModelShape, table)
+
+
+def model(name: str) -> ModelShape:
+    """A preset by name, or the shape in a config.json or TOML file."""
+    if not isinstance(name, str) or not name:
+        raise UserError("must be a name or a path", field="model", value=name)
+    if _PATHLIKE.search(name):
+        return _model_file(name)
+    families = model_names()
+    key = name.lower()
+    if key not in families:
+        raise UserError(
+            "unknown model",
+            field="model",
+            value=name,
+            way_out=f"{nearest(key, families)} ('fourfold models' lists all; "
+            "the path of a config.json works too)",
+        )
+    preset = _data(f"models/{families[key]}.toml")["models"][key]
+    return shape(families[key], name=key, **preset)
+
+
+def _model_file(path: str) -> ModelShape:
+    text = files.read_text(path, field="model")
+    try:
+        if path.endswith(".toml"):
+            return codec.from_toml(ModelShape, text)
+        data = codec.parse_json(text)
+        if isinstance(data, dict) and data.get("type") == "ModelShape":
+            return codec.load(ModelShape, data)
+        from fourfold.spec.hf import shape_from_config
+
+        return shape_from_config(data, name=Path(path).parent.name or "custom")
+    except UserError as error:
+        raise error.within(f"model {path}") from None
+
+
+def device_names() -> tuple[str, ...]:
+    return tuple(_data("devices.toml")["devices"])
+
+
+def device(name: str) -> Device:
+    """A GPU by id ('h100-80gb'), or from a TOML file with the fields of Device."""
+    if _PATHLIKE.search(name):
+        return codec.from_toml(Device, files.read_text(name, field="gpu"))
+    table = _data("devices.toml")["devices"]
+    key = name.lower()
+    if key not in table:
+        raise UserError(
+            "unknown GPU, and a peak is never guessed",
+            field="gpu",
+            value=name,
+            way_out=f"known: {', '.join(table)}; to add one, write a TOML file with the fields of "
+            "'fourfold clusters --gpu h100-80gb --format json' and name its path",
+        )
+    return codec.decode(Device, {"id": key, **table[key]})
+
+
+def cluster_names() -> tuple[str, ...]:
+    return tuple(sorted(_folder("clusters")))
+
+
+def cluster(name: str) -> Cluster:
+    """A cluster by name ('jean-zay'), or from a TOML file ('fourfold clusters new' writes one)."""
+    if _PATHLIKE.search(name):
+        return cluster_from(codec.parse_toml(files.read_text(name, field="cluster")))
+    known = _folder("clusters")
+    if name.lower() not in known:
+        raise UserError(
+            "unknown cluster",
+            field="cluster",
+            value=name,
+            way_out=f"{nearest(name.lower(), known)}; 'fourfold clusters new' writes a file for yours",
+        )
+    return cluster_from(_data(known[name.lower()]))
+
+
+def cluster_from(data: dict[str, Any]) -> Cluster:
+    """In a cluster file `device` may be an id of the catalogue or a whole table."""
+    if isinstance(data.get("device"), str):
+        data = data | {"device": codec.encode(device(data["device"]))}
+    return codec.load(Cluster, data)

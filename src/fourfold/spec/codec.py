@@ -1,0 +1,228 @@
+"""Frozen dataclasses <-> plain data <-> JSON and TOML, with errors that name field and way out.
+
+A type may define `from_plain(data, path)` / `to_plain()` for a text form of its own. A string given
+for a number is read by the function in its `Annotated[...]`, if it has one ("80GiB").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import tomllib
+import types
+import typing
+from typing import Any, Literal, TypeVar
+
+from fourfold.errors import UserError, nearest
+from fourfold.spec.toml import toml_text
+
+T = TypeVar("T")
+SCHEMA_VERSION = 1
+# Whole numbers beyond this are not exact as JSON numbers elsewhere, and mean nothing here.
+MAX_INT = 2**63 - 1
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def decode(cls: type[T], data: object, path: str = "") -> T:
+    """Plain data -> an instance of the dataclass `cls`; unknown and missing fields are refused."""
+    special = getattr(cls, "from_plain", None)
+    if special is not None:
+        return special(data, path)
+    return decode_fields(cls, data, path)
+
+
+def decode_fields(cls: type[T], data: object, path: str = "") -> T:
+    """The field-by-field form of `decode`, for types whose `from_plain` has tidied the data."""
+    if not isinstance(data, dict):
+        raise UserError("must be a table", field=path, value=data, way_out=f"fields: {_names(cls)}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        if key not in fields:
+            raise UserError(
+                "unknown field", field=_join(path, key), way_out=nearest(str(key), fields)
+            )
+        if value is not None:
+            values[key] = _decode_value(_hints(cls)[key], value, _join(path, key))
+    for name, field in fields.items():
+        no_default = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        if name not in values and no_default:
+            raise UserError("is missing", field=_join(path, name), way_out=f"add {name} = ...")
+    try:
+        return cls(**values)
+    except UserError as error:
+        raise error.within(path) from None
+
+
+def _names(cls: type) -> str:
+    return ", ".join(field.name for field in dataclasses.fields(cls))
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _decode_value(hint: Any, value: object, path: str) -> Any:
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin is typing.Annotated:
+        if isinstance(value, str):
+            try:
+                return arguments[1](value)
+            except UserError as error:
+                raise error.within(path) from None
+        return _decode_value(arguments[0], value, path)
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = (argument for argument in arguments if argument is not type(None))
+        return _decode_value(inner, value, path)
+    if origin is Literal:
+        return _decode_choice(arguments, value, path)
+    if origin is tuple:
+        return _decode_tuple(arguments, value, path)
+    if dataclasses.is_dataclass(hint):
+        return decode(typing.cast(type, hint), value, path)
+    return _decode_scalar(hint, value, path)
+
+
+def _decode_choice(choices: tuple[Any, ...], value: object, path: str) -> Any:
+    if value in choices and isinstance(value, str):
+        return value
+    raise UserError(
+        "is not one of the choices", field=path, value=value, way_out=f"one of {', '.join(choices)}"
+    )
+
+
+def _decode_tuple(arguments: tuple[Any, ...], value: object, path: str) -> tuple[Any, ...]:
+    if arguments == (tuple[str, str], Ellipsis):  # a table of names, stored as sorted pairs
+        if not isinstance(value, dict):
+            raise UserError("must be a table of texts", field=path, value=value)
+        for key, text in value.items():
+            if not isinstance(text, str):
+                raise UserError(
+                    "must be text", field=_join(path, key), value=text, way_out='put it in "quotes"'
+                )
+        return tuple(sorted((str(key), text) for key, text in value.items()))
+    if not isinstance(value, list):
+        raise UserError("must be a list", field=path, value=value, way_out="write [..., ...]")
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        hints = [arguments[0]] * len(value)
+    else:
+        hints = list(arguments)
+    if len(hints) != len(value):
+        raise UserError(f"must have {len(hints)} entries", field=path, value=value)
+    pairs = zip(hints, value, strict=True)
+    return tuple(_decode_value(hint, item, f"{path}[{i}]") for i, (hint, item) in enumerate(pairs))
+
+
+def _decode_scalar(hint: Any, value: object, path: str) -> Any:
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > MAX_INT:
+            raise UserError("is too large", field=path, value=value, way_out="at most 2^63 - 1")
+        return value
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not (abs(value) <= 1e300 and math.isfinite(value)):
+            raise UserError("must be a finite number", field=path, value=value)
+        return float(value)
+    if hint is str and isinstance(value, str):
+        return value
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[hint]
+    raise UserError(f"must be {wanted}", field=path, value=value)
+
+
+def encode(value: Any, *, sparse: bool = False) -> Any:
+    """An instance -> plain data. `sparse` leaves out what equals its default (for hashes)."""
+    if hasattr(value, "to_plain"):
+        return value.to_plain()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain: dict[str, Any] = {}
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name)
+            if item is None or (sparse and item == _default_of(field)):
+                continue
+            if _hints(type(value))[field.name] == tuple[tuple[str, str], ...]:
+                plain[field.name] = dict(item)
+            else:
+                plain[field.name] = encode(item, sparse=sparse)
+        return plain
+    if isinstance(value, tuple):
+        return [encode(item, sparse=sparse) for item in value]
+    return value
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def dump(value: Any) -> dict[str, Any]:
+    """Plain data of a stored file: schema version and type first."""
+    return {"schema": SCHEMA_VERSION, "type": type(value).__name__, **encode(value)}
+
+
+def load(cls: type[T], data: object) -> T:
+    """Read what `dump` wrote. Hand-written files may leave `schema` and `type` out."""
+    if not isinstance(data, dict):
+        raise UserError(f"must be a table with the fields of {cls.__name__}", value=data)
+    data = dict(data)
+    version = data.pop("schema", SCHEMA_VERSION)
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise UserError("must be a version number", field="schema", value=version)
+    if version > SCHEMA_VERSION:
+        raise UserError(
+            f"was written by a newer fourfold (this one reads up to {SCHEMA_VERSION})",
+            field="schema",
+            value=version,
+            way_out="update fourfold",
+        )
+    kind = data.pop("type", cls.__name__)
+    if kind != cls.__name__:
+        raise UserError(f"this file must hold a {cls.__name__}", field="type", value=kind)
+    return decode(cls, data)
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(dump(value), indent=2) + "\n"
+
+
+def to_toml(value: Any) -> str:
+    return toml_text(dump(value))
+
+
+def parse_json(text: str) -> object:
+    """JSON text -> plain data; NaN and Infinity are no JSON and refused."""
+
+    def refuse(word: str) -> None:
+        raise UserError(f"{word} is not a number in JSON", way_out="write a finite number")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"is not JSON ({error})", way_out="check the file's syntax") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise UserError(f"is not TOML ({error})", way_out="check the file's syntax") from None
+
+
+def from_json(cls: type[T], text: str) -> T:
+    return load(cls, parse_json(text))
+
+
+def from_toml(cls: type[T], text: str) -> T:
+    return load(cls, parse_toml(text))

@@ -1,0 +1,68 @@
+"""What is one accelerator? Dense peaks in FLOP/s, memory in bytes, bandwidth in bytes/s, watts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fourfold.errors import UserError
+from fourfold.spec import check
+from fourfold.units import bytes_from, bytes_per_s_from
+
+Size = Annotated[int, bytes_from]
+Rate = Annotated[float, bytes_per_s_from]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Dense matrix FLOP/s by precision; None: the device has no such unit."""
+
+    fp64: float | None = None
+    fp32: float | None = None
+    tf32: float | None = None
+    fp16: float | None = None
+    bf16: float | None = None
+    fp8: float | None = None
+    fp4: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in PEAK_NAMES:
+            value = getattr(self, name)
+            if value is not None:
+                check.positive(**{name: value})
+
+
+PEAK_NAMES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """`sms` = streaming multiprocessors (compute units on AMD, cores on a CPU)."""
+
+    id: str
+    name: str
+    peak_flops_per_s: Peaks
+    memory_bytes: Size
+    memory_bytes_per_s: Rate
+    sms: int
+    power_w: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check.whole(1, 2**60, memory_bytes=self.memory_bytes)
+        check.whole(1, 2**20, sms=self.sms)
+        check.positive(memory_bytes_per_s=self.memory_bytes_per_s, power_w=self.power_w)
+
+    def peak(self, precision: str) -> float:
+        """Dense FLOP/s of a policy's precision ('bf16-mixed' counts against bf16)."""
+        unit = precision.split("-")[0]
+        value = getattr(self.peak_flops_per_s, unit, None) if unit in PEAK_NAMES else None
+        if value is None:
+            known = [name for name in PEAK_NAMES if getattr(self.peak_flops_per_s, name)]
+            raise UserError(
+                f"{self.id} has no peak for it",
+                field="precision",
+                value=precision,
+                way_out=f"one of {', '.join(known)}",
+            )
+        return value

@@ -1,0 +1,161 @@
+"""How are the ranks divided? pp x dp x cp x tp, outermost first: `pp2 dp2x4 cp1 tp8`.
+
+dp = replicate x shard: `dp2x4` keeps two copies of a state sharded over four ranks, `dp8` shards
+over eight. What is sharded (nothing, optimizer, gradients, weights) is the policy's `sharding`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from fourfold.errors import UserError, nearest
+from fourfold.spec import check
+
+AXES = ("pp", "dp", "cp", "tp")
+_WORD = re.compile(r"(pp|dp|cp|tp|ep)([0-9]{1,9})(?:x([0-9]{1,9}))?\Z")
+_MAX_RANKS = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of the axes; `order` is their placement, outermost (slowest link) first."""
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        check.whole(
+            1,
+            _MAX_RANKS,
+            pp=self.pp,
+            replicate=self.replicate,
+            shard=self.shard,
+            cp=self.cp,
+            tp=self.tp,
+        )
+        if self.ep != 1:
+            raise UserError(
+                "expert parallelism is not built yet", field="ep", value=self.ep, way_out="ep = 1"
+            )
+        if sorted(self.order) != sorted(AXES):
+            raise UserError(
+                "must name pp, dp, cp and tp once each",
+                field="order",
+                value=" ".join(self.order),
+                way_out="order = 'pp dp cp tp'",
+            )
+
+    @property
+    def dp(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def size(self, axis: str) -> int:
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}[axis]
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks between neighbours on an axis: product of the axes inside it."""
+        stride = 1
+        for inner in self.order[self.order.index(axis) + 1 :]:
+            stride *= self.size(inner)
+        return stride
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        return {axis: rank // self.stride(axis) % self.size(axis) for axis in AXES}
+
+    def __str__(self) -> str:
+        dp = f"{self.replicate}x{self.shard}" if self.replicate > 1 else f"{self.shard}"
+        sizes = {"pp": str(self.pp), "dp": dp, "cp": str(self.cp), "tp": str(self.tp)}
+        return " ".join(f"{axis}{sizes[axis]}" for axis in self.order)
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """`pp2 dp2x4 cp1 tp8`; axes that are left out are 1, the order of words is the placement."""
+        sizes: dict[str, int] = {}
+        order: list[str] = []
+        for word in text.split():
+            match = _WORD.match(word)
+            axis = match.group(1) if match else ""
+            if match is None or axis in order or (match.group(3) and axis != "dp"):
+                raise UserError(
+                    "is not a layout",
+                    field="layout",
+                    value=text,
+                    way_out="write it as 'pp2 dp2x4 cp1 tp8'",
+                )
+            order.append(axis)
+            if axis == "dp":
+                first, second = int(match.group(2)), match.group(3)
+                sizes |= {"replicate": first, "shard": int(second)} if second else {"shard": first}
+            else:
+                sizes[axis] = int(match.group(2))
+        if not order:
+            raise UserError(
+                "is empty", field="layout", value=text, way_out="write 'dp8' or 'pp2 dp2 tp2'"
+            )
+        return cls(**sizes, order=_whole_order([axis for axis in order if axis != "ep"]))
+
+    @classmethod
+    def from_plain(cls, data: object, path: str = "") -> Layout:
+        """A text, or a table with pp, dp (a number or 'RxS'), cp, tp and order."""
+        try:
+            if isinstance(data, str):
+                return cls.parse(data)
+            if not isinstance(data, dict):
+                raise UserError("must be a table or a text", value=data, way_out="layout = 'dp8'")
+            return cls._from_table(data)
+        except UserError as error:
+            if error.field == "layout":
+                raise
+            raise error.within(path) from None
+
+    @classmethod
+    def _from_table(cls, table: dict[str, object]) -> Layout:
+        known = (*AXES, "replicate", "shard", "ep", "order")
+        for key in table:
+            if key not in known:
+                raise UserError("unknown field", field=str(key), way_out=nearest(str(key), known))
+        layout = cls()
+        dp = table.get("dp")
+        if isinstance(dp, str):
+            layout = replace(cls.parse(f"dp{dp}"), order=AXES)
+        elif dp is not None:
+            layout = cls(shard=_int("dp", dp))
+        for axis in ("pp", "cp", "tp", "ep", "replicate", "shard"):
+            if axis in table:
+                layout = replace(layout, **{axis: _int(axis, table[axis])})
+        order = table.get("order")
+        if isinstance(order, str):
+            order = order.split()
+        if order is not None:
+            if not isinstance(order, list) or not all(isinstance(axis, str) for axis in order):
+                raise UserError("must be axis names", field="order", value=order)
+            layout = replace(layout, order=tuple(order))
+        return layout
+
+    def to_plain(self) -> dict[str, object]:
+        dp = f"{self.replicate}x{self.shard}" if self.replicate > 1 else self.shard
+        plain: dict[str, object] = {"pp": self.pp, "dp": dp, "cp": self.cp, "tp": self.tp}
+        return plain if self.order == AXES else plain | {"order": " ".join(self.order)}
+
+
+def _whole_order(named: list[str]) -> tuple[str, ...]:
+    """Axes the text left out have size 1, so where they stand changes nothing."""
+    if named == [axis for axis in AXES if axis in named]:
+        return AXES
+    return (*(axis for axis in AXES if axis not in named), *named)
+
+
+def _int(field: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise UserError("must be a whole number", field=field, value=value)

@@ -1,0 +1,121 @@
+"""How is the work done? Number formats, sharding, schedule, recompute, overlap: all that changes
+speed and memory but not which model is trained.
+
+`precision` names a bundle of five formats; each can be overridden on its own.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from fourfold.errors import UserError
+from fourfold.spec import check
+
+Precision = Literal["fp32", "fp64", "bf16-pure", "bf16-mixed", "fp16", "fp8", "fp4"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp4"]
+Sharding = Literal["zero0", "zero1", "zero2", "zero3"]
+CpKind = Literal["ring", "allgather", "ulysses"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Attention = Literal["auto", "flash", "cudnn", "efficient", "fused", "unfused"]
+
+DTYPE_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
+# param (what the optimizer updates), compute, reduce (between ranks), grad (accumulation),
+# optimizer (moments). bf16-pure keeps everything in bf16; the mixed ones keep fp32 masters.
+BUNDLES: dict[str, tuple[Dtype, Dtype, Dtype, Dtype, Dtype]] = {
+    "fp64": ("fp64", "fp64", "fp64", "fp64", "fp64"),
+    "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
+    "bf16-pure": ("bf16", "bf16", "bf16", "bf16", "bf16"),
+    "bf16-mixed": ("fp32", "bf16", "fp32", "fp32", "fp32"),
+    "fp16": ("fp32", "fp16", "fp16", "fp16", "fp32"),
+    "fp8": ("fp32", "fp8", "fp32", "fp32", "fp32"),
+    "fp4": ("fp32", "fp4", "fp32", "fp32", "fp32"),
+}
+PRECISION_ALIASES = {"bf16": "bf16-mixed", "amp_bf16": "bf16-mixed", "amp_fp8": "fp8"}
+_RECOMPUTE = re.compile(r"none|full|selective|every-[1-9][0-9]{0,4}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """The five formats a policy comes down to."""
+
+    param: Dtype
+    compute: Dtype
+    reduce: Dtype
+    grad: Dtype
+    optimizer: Dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """`recompute`: none, full, selective (attention core), every-N (each N-th layer in full)."""
+
+    precision: Precision = "bf16-mixed"
+    param_dtype: Dtype | None = None
+    compute_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    grad_dtype: Dtype | None = None
+    optimizer_dtype: Dtype | None = None
+    sharding: Sharding = "zero1"
+    sequence_parallel: bool = True
+    cp_kind: CpKind = "ring"
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    recompute: str = "none"
+    attention: Attention = "auto"
+    optimizer: Literal["adamw", "adamw-plain"] = "adamw"
+    compile: bool = False
+    async_tp: bool = False
+    prefetch: int = 1
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    fused_projections: bool = True
+    loss_chunks: int = 1
+    offload: Literal["none", "activations"] = "none"
+    env: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        check.whole(1, 1024, virtual_stages=self.virtual_stages, loss_chunks=self.loss_chunks)
+        check.whole(0, 64, prefetch=self.prefetch)
+        if not _RECOMPUTE.fullmatch(self.recompute):
+            raise UserError(
+                "is not a kind of recompute",
+                field="recompute",
+                value=self.recompute,
+                way_out="one of none, full, selective, every-2, every-3, ...",
+            )
+        for name, _ in self.env:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,200}", name):
+                raise UserError("is not a variable's name", field="env", value=name)
+
+    @property
+    def dtypes(self) -> Dtypes:
+        param, compute, reduce, grad, optimizer = BUNDLES[self.precision]
+        return Dtypes(
+            self.param_dtype or param,
+            self.compute_dtype or compute,
+            self.reduce_dtype or reduce,
+            self.grad_dtype or grad,
+            self.optimizer_dtype or optimizer,
+        )
+
+    @property
+    def recompute_share(self) -> float:
+        """Share of layers whose whole forward runs twice."""
+        if self.recompute.startswith("every-"):
+            return 1.0 / int(self.recompute[len("every-") :])
+        return 1.0 if self.recompute == "full" else 0.0
+
+    @property
+    def zero(self) -> int:
+        return int(self.sharding[-1])
+
+    @classmethod
+    def from_plain(cls, data: object, path: str = "") -> Policy:
+        """Like any table, but `precision = "bf16"` means bf16-mixed, as in published tables."""
+        from fourfold.spec.codec import decode_fields
+
+        if isinstance(data, dict) and isinstance(data.get("precision"), str):
+            data = data | {"precision": PRECISION_ALIASES.get(data["precision"], data["precision"])}
+        return decode_fields(cls, data, path)

@@ -1,0 +1,120 @@
+"""What is one run? Everything that decides its result, in one hashable value."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from fourfold.errors import UserError
+from fourfold.spec import check, codec
+from fourfold.spec.batch import Batch
+from fourfold.spec.device import Size
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
+from fourfold.units import seconds_from
+
+Seconds = Annotated[float, seconds_from]
+# What a person may change without making it another run.
+_NOT_HASHED = ("note", "tag")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A failure on purpose, for tests of failure; `where` (an expression) picks runs of a sweep."""
+
+    kind: Literal["hang", "crash", "oom", "nonfinite"]
+    rank: int = 0
+    step: int = 0
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        check.whole(0, rank=self.rank, step=self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """`memory_limit` is bytes of one rank; limits in seconds end a run that is silent for longer."""
+
+    model: ModelShape
+    gpus: int
+    layout: Layout = field(default_factory=Layout)
+    batch: Batch = field(default_factory=lambda: Batch(seq_len=2048))
+    policy: Policy = field(default_factory=Policy)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    steps: int = 10
+    warmup: int = 3
+    seed: int = 0
+    memory_limit: Size | None = None
+    start_limit_s: Seconds = 600.0
+    step_limit_s: Seconds = 300.0
+    note: str = ""
+    tag: str = ""
+    fault: Fault | None = None
+
+    def __post_init__(self) -> None:
+        check.whole(1, 2**24, gpus=self.gpus)
+        check.whole(1, 10**7, steps=self.steps)
+        check.whole(0, 10**7, warmup=self.warmup)
+        check.whole(0, 2**63 - 1, seed=self.seed)
+        check.positive(start_limit_s=self.start_limit_s, step_limit_s=self.step_limit_s)
+        if self.memory_limit is not None:
+            check.whole(1, 2**60, memory_limit=self.memory_limit)
+        if self.layout.world != self.gpus:
+            raise UserError(
+                f"pp x dp x cp x tp = {self.layout.world} must equal gpus={self.gpus}",
+                field="layout",
+                value=str(self.layout),
+                way_out="leave dp out: it is what tp, cp and pp leave",
+            )
+
+    @property
+    def run_id(self) -> str:
+        """Hash of what decides the result; fields added later at their default do not change it."""
+        plain = {k: v for k, v in codec.encode(self, sparse=True).items() if k not in _NOT_HASHED}
+        plain["layout"] = codec.encode(self.layout)
+        text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @classmethod
+    def from_plain(cls, data: object, path: str = "") -> RunSpec:
+        """A table in which `model` may be a name or a path, and dp may be left out."""
+        if not isinstance(data, dict):
+            raise UserError("must be a table with the fields of RunSpec", field=path, value=data)
+        table: dict[str, Any] = dict(data)
+        if isinstance(table.get("model"), str):
+            from fourfold.spec.catalog import model
+
+            table["model"] = codec.encode(model(table["model"]))
+        table["layout"], table["gpus"] = _fill_dp(table.get("layout", {}), table.get("gpus"))
+        return codec.decode_fields(cls, table, path)
+
+
+def _fill_dp(layout: object, gpus: object) -> tuple[object, object]:
+    """dp is what tp, cp and pp leave of `gpus`; without `gpus`, the layout says how many."""
+    named_dp = isinstance(layout, str) and "dp" in layout
+    if isinstance(layout, dict):
+        named_dp = bool({"dp", "shard", "replicate"} & layout.keys())
+    parsed = Layout.from_plain(layout, "layout")
+    if gpus is None:
+        return parsed.to_plain(), parsed.world
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        raise UserError("must be a whole number from 1", field="gpus", value=gpus)
+    if not named_dp:
+        parsed = fill_dp(parsed, gpus)
+    return parsed.to_plain(), gpus
+
+
+def fill_dp(layout: Layout, gpus: int) -> Layout:
+    """The layout with dp chosen so that it uses all `gpus`."""
+    used = layout.pp * layout.cp * layout.tp
+    if gpus % used:
+        raise UserError(
+            f"pp x cp x tp = {used} must divide it",
+            field="gpus",
+            value=gpus,
+            way_out=f"{gpus - gpus % used or used} GPUs would do",
+        )
+    return replace(layout, replicate=1, shard=gpus // used)

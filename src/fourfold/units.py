@@ -1,0 +1,77 @@
+"""Sizes, times and rates as people write them ("80GiB", "1.5ms"), base units inside.
+
+GB = 1e9 bytes, GiB = 2^30 bytes; the two are never mixed up silently.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from fourfold.errors import UserError
+
+_BYTES = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_RATES = {
+    "": 1.0, "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "tb/s": 1e12,
+    "kbit/s": 1e3 / 8, "mbit/s": 1e6 / 8, "gbit/s": 1e9 / 8, "tbit/s": 1e12 / 8,
+}  # fmt: skip
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*\Z")
+
+
+def _parse(text: str, units: dict[str, float], kind: str, example: str) -> float:
+    match = _NUMBER_AND_UNIT.match(text)
+    scale = units.get(match.group(2).lower()) if match else None
+    if match is None or scale is None:
+        names = ", ".join(unit for unit in units if unit)
+        raise UserError(
+            f"is not a {kind}", value=text, way_out=f"write a number and one of {names}: {example}"
+        )
+    value = float(match.group(1)) * scale
+    if not math.isfinite(value):
+        raise UserError(f"is too large for a {kind}", value=text, way_out=f"such as {example}")
+    return value
+
+
+def bytes_from(text: str) -> int:
+    """'80GiB' -> 85899345920."""
+    return round(_parse(text, _BYTES, "size", "80GiB or 40GB"))
+
+
+def seconds_from(text: str) -> float:
+    """'10us' -> 1e-5."""
+    return _parse(text, _SECONDS, "time", "30s or 15us")
+
+
+def bytes_per_s_from(text: str) -> float:
+    """'100Gbit/s' -> 1.25e10, '300GB/s' -> 3e11."""
+    return _parse(text, _RATES, "rate", "300GB/s or 400Gbit/s")
+
+
+def show_bytes(count: float) -> str:
+    """Bytes for people, in binary units: 1536 -> '1.50 KiB'."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """Seconds for people: 0.0012 -> '1.20 ms'."""
+    if abs(seconds) >= 1:
+        return f"{seconds:.2f} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.2f} us"
+
+
+def show_count(count: float) -> str:
+    """Parameters and FLOPs for people: 6738415616 -> '6.74B'."""
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.2f}{unit}"
+    return f"{count:.0f}"
