@@ -14,7 +14,6 @@ from fourfold.errors import UserError, nearest
 
 # name -> what it answers; the order is the order of work.
 COMMANDS = {
-    "demo": "the main job on this machine, start to end",
     "models": "which model shapes are known, and how large they are",
     "clusters": "which GPUs and clusters are known; 'clusters new' describes yours",
     "flops": "MFU, HFU and TFLOPs of a measured speed, under every convention",
@@ -54,7 +53,8 @@ def _overview() -> str:
     return (
         "usage: fourfold COMMAND [options]\n\n"
         "How should this model be laid out on these GPUs, will it fit, how fast does it run?\n\n"
-        f"commands:\n{rows}\n\noptions:\n  --help     this page\n  --version  version of fourfold\n\n"
+        f"commands:\n{rows}\n\n"
+        "options:\n  --help     this page\n  --version  version of fourfold\n\n"
         f"{_EPILOG}"
     )
 

@@ -1,8 +1,8 @@
 """MFU, HFU and TFLOPs of a measured speed, under every convention that people publish.
 
-Give tokens/s over all GPUs, or seconds per step with a global batch. Without a speed only the FLOPs
-per token are printed. A percentage is against the GPU's dense peak in the run's precision (fp8 against
-the fp8 peak). HFU counts what the recompute policy runs again.
+Give tokens/s over all GPUs, or seconds per step with a global batch. Without a speed only the
+FLOPs per token are printed. A percentage is against the GPU's dense peak in the run's precision
+(fp8 against the fp8 peak). HFU counts what the recompute policy runs again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which model shapes are known, and how large are they?
 
-Without a name: every preset. With a name, or the path of a Hugging Face config.json: its shape and exact
-parameter count, and with layout flags what each pipeline stage and rank holds.
+Without a name: every preset. With a name, or the path of a Hugging Face config.json: its shape and
+exact parameter count, and with layout flags what each pipeline stage and rank holds.
 """
 
 from __future__ import annotations
@@ -149,5 +149,5 @@ def _stages_text(answer: dict[str, Any], style: str) -> str:
     table = render(["stage", "first rank", "layers", "held", "owned by its optimizer"], rows, style)
     if style == "csv":
         return table
-    total = f"{answer['name']}: {answer['params']:,} parameters; {answer['layout']}; {answer['sharding']}"
-    return f"{table}\n\n{total}"
+    total = f"{answer['name']}: {answer['params']:,} parameters"
+    return f"{table}\n\n{total}; {answer['layout']}; {answer['sharding']}"

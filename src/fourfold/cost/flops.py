@@ -1,7 +1,8 @@
-"""How many FLOPs does a token take, by whose convention? Forward and backward, matrix products only.
+"""How many FLOPs does a token take, by whose convention? Forward and backward, matrix products.
 
-L layers, d hidden, w attention width (heads x head size, = d in most models), s sequence, V vocabulary,
-N parameters. Every published figure names one of these; they differ by up to 1.7x for one run.
+L layers, d hidden, w attention width (heads x head size, = d in most models), s sequence,
+V vocabulary, N parameters. Every published figure follows one of these; for one run they differ by
+up to 1.7x.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ def _attention(ask: Question) -> float:
 
 
 def _again(ask: Question, layers_forward: float, attention_forward: float) -> float:
-    """FLOPs run a second time: whole layers under full or every-n, the attention core if selective."""
+    """FLOPs run twice: whole layers under full or every-n, the attention core if selective."""
     if ask.policy.recompute == "selective":
         return attention_forward
     return ask.policy.recompute_share * layers_forward
 
 
 def _mpt(ask: Question) -> FlopsPerToken:
-    """6 N + 12 L d s; the tables' HFU is 8 N + 16 L d s with recompute (embedding counted again too)."""
+    """6 N + 12 L d s; HFU is 8 N + 16 L d s with recompute (the embedding counted again too)."""
     forward = 2.0 * model_params(ask.model, ask.seq_len) + _attention(ask)
     hardware = 3 * forward + _again(ask, forward, _attention(ask))
     return FlopsPerToken(model=3 * forward, hardware=hardware, printed=3 * forward)
@@ -70,7 +71,7 @@ def _six_n(ask: Question) -> FlopsPerToken:
 
 
 def _megatron(ask: Question, factor: float) -> float:
-    """factor L h^2 (1 + s/(6h) + V/(16 L h)), Narayanan et al. 2021: MLP of 4h, no grouped heads."""
+    """factor L h^2 (1 + s/(6h) + V/(16 L h)), Narayanan et al. 2021: MLP of 4h, no GQA."""
     layers, hidden = ask.model.layers, ask.model.hidden
     shape = 1 + ask.seq_len / (6 * hidden) + ask.model.vocab / (16 * layers * hidden)
     return factor * layers * hidden**2 * shape
@@ -98,7 +99,7 @@ def _megatron_old(ask: Question) -> FlopsPerToken:
 
 
 def _matmuls(ask: Question, attention_forward: float) -> FlopsPerToken:
-    """Weights in matrix products, logits, and attention; recompute repeats layers, never the logits."""
+    """Matrix weights, logits and attention; recompute repeats layers, never the logits."""
     layers_forward = 2.0 * ask.model.layers * layer_matmul_params(ask.model) + attention_forward
     forward = layers_forward + 2.0 * ask.model.vocab * ask.model.hidden
     hardware = 3 * forward + _again(ask, layers_forward, attention_forward)

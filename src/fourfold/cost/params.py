@@ -1,7 +1,7 @@
 """How many parameters, in the whole model and on each rank of a layout? Exact, from shapes alone.
 
-Every parameter tensor is listed once, by the name and global shape that the engine also uses; counts
-are sums over that list. A tied output layer is the embedding itself and is listed once.
+Every parameter tensor is listed once, by the name and global shape that the engine also uses;
+counts are sums over that list. A tied output layer is the embedding itself and is listed once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 
-# How tensor parallelism cuts a tensor: by rows (dim 0), by columns (dim 1), by whole KV heads (dim 0,
-# a head is kept on several ranks when there are fewer heads than ranks), or not at all.
+# How tensor parallelism cuts a tensor: by rows (dim 0), by columns (dim 1), by whole KV heads
+# (dim 0, a head is kept on several ranks when there are fewer heads than ranks), or not at all.
 Cut = Literal["rows", "columns", "kv", "whole"]
 
 
@@ -102,7 +102,7 @@ def model_params(model: ModelShape, seq_len: int) -> int:
 
 
 def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
-    """(start, stop) of one part when `size` is cut into equal ceilings, the last parts short or empty.
+    """(start, stop) of one part when `size` is cut into equal ceilings, the last ones short.
 
     The rule of torch.chunk, FSDP2 and DTensor, so that planner and engine agree on odd sizes.
     """
@@ -141,8 +141,9 @@ def stage_tensors(
 class RankParams:
     """`held` sit on the rank during compute, `owned` are its shard of the optimizer's update.
 
-    `owned` adds up to the model's count over the ranks of one replica, but for what tensor parallelism
-    keeps whole (norms, some biases, KV heads fewer than ranks). A tied copy is held, never owned.
+    `owned` adds up to the model's count over the ranks of one replica, but for what tensor
+    parallelism keeps whole (norms, some biases, KV heads fewer than ranks). A tied copy is held,
+    never owned.
     """
 
     held: int
@@ -158,7 +159,7 @@ def rank_params(
     rank: int,
     zero: int,
 ) -> RankParams:
-    """Parameters of one rank. The optimizer is sharded over shard x cp (context ranks share weights)."""
+    """Parameters of one rank; the optimizer is sharded over shard x cp (which share weights)."""
     place = layout.coordinates(rank)
     parts = layout.shard * layout.cp if zero >= 1 else 1
     part = (place["dp"] % layout.shard) * layout.cp + place["cp"] if zero >= 1 else 0

@@ -38,7 +38,7 @@ def _counts(layers: int, stages: int, first: float, last: float) -> list[int]:
     """Water filling: give each layer to the emptiest stage.
 
     With equal layers this is optimal: the maximum only rises when every stage would exceed it.
-    Every stage keeps at least one layer where there are enough, so that no rank idles through a step.
+    Every stage keeps at least one layer where there are enough, so that no rank is idle.
     """
     extra = [0.0] * stages
     extra[0] += first

@@ -15,7 +15,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Interval bounds hold 80% of measured runs; `parts` add up to `step_s`, `memory` to the peak."""
+    """The interval holds 80% of measured runs; `parts` add up to `step_s`, `memory` to the peak."""
 
     step_s: float
     step_s_low: float

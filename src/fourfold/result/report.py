@@ -26,7 +26,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Peak bytes of one rank: live tensors, and what the allocator reserved (0 where it has none)."""
+    """Peak bytes of a rank: live tensors, and what the allocator reserved (0 where it has none)."""
 
     rank: int
     stage: int

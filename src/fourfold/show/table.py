@@ -64,7 +64,8 @@ def _text_rule(widths: list[int], numeric: list[bool]) -> str:
 
 def _markdown_rule(widths: list[int], numeric: list[bool]) -> str:
     marks = [
-        "-" * (max(width, 3) - 1) + (":" if right else "-") for width, right in zip(widths, numeric)
+        "-" * (max(width, 3) - 1) + (":" if right else "-")
+        for width, right in zip(widths, numeric, strict=True)
     ]
     return f"| {' | '.join(marks)} |"
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fourfold.errors import UserError
 from fourfold.spec import check
 
+MAX_RAMP_STAGES = 10_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ramp:
@@ -46,6 +48,13 @@ class Batch:
                 field="ramp.increment",
                 value=self.ramp.increment,
             )
+        if (self.global_batch - self.ramp.start) // self.ramp.increment > MAX_RAMP_STAGES:
+            raise UserError(
+                f"makes more than {MAX_RAMP_STAGES} stages",
+                field="ramp.increment",
+                value=self.ramp.increment,
+                way_out="choose a larger increment",
+            )
 
     @property
     def tokens(self) -> int:
@@ -63,10 +72,11 @@ class Batch:
 
     def micro_count(self, dp: int) -> int:
         """Micro batches of the busiest data-parallel rank."""
-        return -(-(-(-self.global_batch // dp)) // self.micro_batch)
+        share = (self.global_batch + dp - 1) // dp
+        return (share + self.micro_batch - 1) // self.micro_batch
 
     def stages(self) -> tuple[tuple[int, int], ...]:
-        """(global batch, sequences at that size) of each ramp stage; the last stage has 0 = open."""
+        """(global batch, sequences at that size) of each ramp stage; 0 in the last one: open."""
         if self.ramp is None or self.ramp.start == self.global_batch:
             return ((self.global_batch, 0),)
         sizes = range(self.ramp.start, self.global_batch, self.ramp.increment)

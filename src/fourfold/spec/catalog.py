@@ -131,7 +131,7 @@ def cluster(name: str) -> Cluster:
             "unknown cluster",
             field="cluster",
             value=name,
-            way_out=f"{nearest(name.lower(), known)}; 'fourfold clusters new' writes a file for yours",
+            way_out=f"{nearest(name.lower(), known)} ('fourfold clusters new' describes yours)",
         )
     return cluster_from(_data(known[name.lower()]))
 

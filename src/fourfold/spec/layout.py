@@ -7,7 +7,7 @@ over eight. What is sharded (nothing, optimizer, gradients, weights) is the poli
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fourfold.errors import UserError, nearest
 from fourfold.spec import check
@@ -79,7 +79,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """`pp2 dp2x4 cp1 tp8`; axes that are left out are 1, the order of words is the placement."""
+        """`pp2 dp2x4 cp1 tp8`; axes left out are 1, the order of words is the placement."""
         sizes: dict[str, int] = {}
         order: list[str] = []
         for word in text.split():
@@ -124,23 +124,24 @@ class Layout:
         for key in table:
             if key not in known:
                 raise UserError("unknown field", field=str(key), way_out=nearest(str(key), known))
-        layout = cls()
+        sizes: dict[str, int] = {}
         dp = table.get("dp")
         if isinstance(dp, str):
-            layout = replace(cls.parse(f"dp{dp}"), order=AXES)
+            parsed = cls.parse(f"dp{dp}")
+            sizes = {"replicate": parsed.replicate, "shard": parsed.shard}
         elif dp is not None:
-            layout = cls(shard=_int("dp", dp))
+            sizes = {"shard": _int("dp", dp)}
         for axis in ("pp", "cp", "tp", "ep", "replicate", "shard"):
             if axis in table:
-                layout = replace(layout, **{axis: _int(axis, table[axis])})
+                sizes[axis] = _int(axis, table[axis])
         order = table.get("order")
         if isinstance(order, str):
             order = order.split()
-        if order is not None:
-            if not isinstance(order, list) or not all(isinstance(axis, str) for axis in order):
-                raise UserError("must be axis names", field="order", value=order)
-            layout = replace(layout, order=tuple(order))
-        return layout
+        if order is None:
+            order = list(AXES)
+        if not isinstance(order, list) or not all(isinstance(axis, str) for axis in order):
+            raise UserError("must be axis names", field="order", value=order)
+        return cls(**sizes, order=tuple(order))
 
     def to_plain(self) -> dict[str, object]:
         dp = f"{self.replicate}x{self.shard}" if self.replicate > 1 else self.shard

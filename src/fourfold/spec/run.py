@@ -36,7 +36,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """`memory_limit` is bytes of one rank; limits in seconds end a run that is silent for longer."""
+    """`memory_limit` is bytes of one rank; the limits in seconds end a run that stays silent."""
 
     model: ModelShape
     gpus: int

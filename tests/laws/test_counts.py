@@ -1,0 +1,116 @@
+"""Laws of counting: shards add up to the whole, stages lose no layer, recompute only adds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fourfold.cost.flops import CONVENTIONS, Question
+from fourfold.cost.params import (
+    chunk,
+    model_params,
+    rank_params,
+    stage_tensors,
+    tensors,
+    tp_shape,
+)
+from fourfold.cost.stages import head_cost, split_layers, stage_layers
+from fourfold.spec import Layout, ModelShape, Policy, catalog
+
+models = st.sampled_from(sorted(catalog.model_names())).map(catalog.model)
+small = st.sampled_from([name for name in catalog.model_names() if "tiny" in name]).map(
+    catalog.model
+)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 300))
+def test_chunks_tile_the_whole(size: int, parts: int) -> None:
+    pieces = [chunk(size, parts, part) for part in range(parts)]
+    assert pieces[0][0] == 0
+    assert pieces[-1][1] == size
+    assert all(left[1] == right[0] for left, right in pairwise(pieces))
+
+
+@given(st.integers(1, 130), st.integers(1, 64), st.floats(0, 5), st.floats(0, 9))
+def test_stages_hold_every_layer_once_and_are_balanced(
+    layers: int, stages: int, first: float, last: float
+) -> None:
+    assume(stages <= layers)
+    cut = split_layers(layers, stages, first, last)
+    assert [layer for part in cut for layer in part] == list(range(layers))
+    assert all(len(part) >= 1 for part in cut)
+    cost = [len(part) for part in cut]
+    extra = [0.0] * stages
+    extra[0] += first
+    extra[-1] += last
+    worst = max(count + more for count, more in zip(cost, extra, strict=True))
+    # Moving any one layer to any other stage does not lower the costliest stage below the optimum:
+    # no stage that exceeds the bound could give a layer to one that stays under it.
+    for giver in range(stages):
+        if cost[giver] + extra[giver] == worst and cost[giver] > 1:
+            assert all(cost[taker] + 1 + extra[taker] >= worst for taker in range(stages))
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, st.integers(1, 4096))
+def test_the_listed_tensors_are_the_count(model: ModelShape, seq_len: int) -> None:
+    listed = list(tensors(model, seq_len))
+    assert sum(tensor.count for tensor in listed) == model_params(model, seq_len)
+    assert len({tensor.name for tensor in listed}) == len(listed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    small,
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 3, 4)),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
+def test_owned_shards_add_up(model: ModelShape, tp: int, pp: int, shard: int, cp: int) -> None:
+    layout = Layout(pp=pp, shard=shard, cp=cp, tp=tp)
+    stages = stage_layers(model, pp, 64)
+    owned = sum(
+        rank_params(model, layout, seq_len=64, stages=stages, rank=rank, zero=3).owned
+        for rank in range(layout.world)
+    )
+    # What tensor parallelism keeps whole is owned once per tp rank; KV heads once per sharing rank.
+    expected = 0
+    for tensor in tensors(model, 64):
+        for rank in range(tp):
+            count = 1
+            for size in tp_shape(model, tensor, tp, rank):
+                count *= size
+            expected += count
+    assert owned == expected
+    if tp == 1:
+        assert owned == model_params(model, 64)
+
+
+@settings(max_examples=40, deadline=None)
+@given(models, st.integers(1, 16))
+def test_stages_hold_every_tensor_and_tied_ones_twice(model: ModelShape, pp: int) -> None:
+    assume(pp <= model.layers)
+    cut = stage_layers(model, pp, 128)
+    held = [tensor.name for stage in range(pp) for tensor in stage_tensors(model, 128, cut, stage)]
+    twice = 1 if model.tied and pp > 1 else 0
+    assert held.count("embedding.weight") == 1 + twice
+    assert len(held) - twice == len(set(held)) == len(list(tensors(model, 128)))
+    assert head_cost(model, 128) > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, st.integers(1, 10**6), st.sampled_from(("none", "selective", "every-4", "full")))
+def test_conventions_are_ordered(model: ModelShape, seq_len: int, recompute: str) -> None:
+    ask = Question(
+        model=model, seq_len=seq_len, layout=Layout(), policy=Policy(recompute=recompute)
+    )
+    counts = {name: convention.count(ask) for name, convention in CONVENTIONS.items()}
+    for count in counts.values():
+        assert 0 < count.model <= count.hardware
+    assert counts["causal"].model < counts["full-attention"].model
+    assert counts["6n"].model < counts["mpt"].model
+    if recompute == "full":
+        assert counts["mpt"].hardware * 3 == counts["mpt"].model * 4

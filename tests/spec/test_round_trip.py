@@ -1,0 +1,173 @@
+"""Does every type survive JSON and TOML, and does a mistake in a file name its field?"""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fourfold.errors import UserError
+from fourfold.result import RunReport, StepReport
+from fourfold.spec import (
+    Batch,
+    Cluster,
+    Device,
+    Fault,
+    Layout,
+    ModelShape,
+    Policy,
+    Ramp,
+    RunSpec,
+    catalog,
+    codec,
+)
+from fourfold.spec.policy import BUNDLES, Dtype
+
+names = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+models = st.sampled_from(sorted(catalog.model_names())).map(catalog.model)
+axes = st.permutations(("pp", "dp", "cp", "tp")).map(tuple)
+sizes = st.integers(1, 64)
+layouts = st.builds(Layout, pp=sizes, replicate=sizes, shard=sizes, cp=sizes, tp=sizes, order=axes)
+ramps = st.builds(Ramp, start=st.just(8), increment=st.just(8), samples=st.integers(1, 10**6))
+batches = st.builds(
+    Batch,
+    seq_len=st.integers(1, 10**6),
+    micro_batch=st.integers(0, 64),
+    global_batch=st.integers(2, 100).map(lambda n: 8 * n),
+    ramp=st.none() | ramps,
+)
+dtypes = st.none() | st.sampled_from(typing.get_args(Dtype))
+policies = st.builds(
+    Policy,
+    precision=st.sampled_from(sorted(BUNDLES)),
+    grad_dtype=dtypes,
+    sharding=st.sampled_from(("zero0", "zero1", "zero2", "zero3")),
+    recompute=st.sampled_from(("none", "full", "selective", "every-3")),
+    virtual_stages=st.integers(1, 8),
+    compile=st.booleans(),
+    env=st.dictionaries(st.text(string.ascii_uppercase, min_size=1, max_size=9), names).map(
+        lambda table: tuple(sorted(table.items()))
+    ),
+)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> RunSpec:
+    layout = draw(layouts.filter(lambda layout: layout.world <= 2**24))
+    return RunSpec(
+        model=draw(models),
+        gpus=layout.world,
+        layout=layout,
+        batch=draw(batches),
+        policy=draw(policies),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        memory_limit=draw(st.none() | st.integers(1, 2**40)),
+        step_limit_s=draw(st.floats(0.1, 1e6)),
+        note=draw(names),
+        fault=draw(st.none() | st.just(Fault(kind="hang", rank=1, step=2))),
+    )
+
+
+reports = st.builds(
+    RunReport,
+    spec=runs(),
+    outcome=st.sampled_from(("ok", "oom", "hung")),
+    environment=st.just((("torch", "2.13.0"),)),
+    steps=st.lists(
+        st.builds(StepReport, step=st.integers(0, 99), seconds=st.floats(0, 1e3), loss=st.none())
+    ).map(tuple),
+)
+
+
+@pytest.mark.parametrize("values", [models, layouts, batches, policies, runs(), reports], ids=str)
+def test_json_and_toml_both_ways(values: st.SearchStrategy[Any]) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(values)
+    def check(value: Any) -> None:
+        for write, read in ((codec.to_json, codec.from_json), (codec.to_toml, codec.from_toml)):
+            again = read(type(value), write(value))
+            assert again == value
+            assert hash(again) == hash(value)
+
+    check()
+
+
+@pytest.mark.parametrize("name", catalog.cluster_names())
+def test_every_cluster_and_device_round_trips(name: str) -> None:
+    cluster = catalog.cluster(name)
+    assert codec.from_toml(Cluster, codec.to_toml(cluster)) == cluster
+    assert codec.from_json(Device, codec.to_json(cluster.device)) == cluster.device
+
+
+@given(layouts)
+def test_layout_prints_and_parses(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+    ranks = {tuple(layout.coordinates(rank).items()) for rank in range(min(layout.world, 512))}
+    assert len(ranks) == min(layout.world, 512)
+
+
+def test_layout_text_of_the_documentation() -> None:
+    layout = Layout.parse("pp2 dp2x4 cp1 tp8")
+    assert (layout.pp, layout.replicate, layout.shard, layout.tp, layout.world) == (2, 2, 4, 8, 128)
+    assert Layout.parse("dp8").shard == 8
+    assert str(Layout(shard=8)) == "pp1 dp8 cp1 tp1"
+
+
+@pytest.mark.parametrize("cls", [ModelShape, Layout, Batch, Policy, RunSpec, Device, Cluster])
+def test_unknown_fields_are_refused_with_the_nearest(cls: type) -> None:
+    field = next(field.name for field in dataclasses.fields(cls) if field.name != "type")
+    with pytest.raises(UserError, match=r"unknown field.*did you mean"):
+        codec.load(cls, {"gpus": 1, f"{field}x": 1} if cls is RunSpec else {f"{field}x": 1})
+
+
+def test_a_newer_file_is_refused_and_says_so() -> None:
+    with pytest.raises(UserError, match="newer fourfold"):
+        codec.load(Batch, {"schema": 99, "seq_len": 1})
+
+
+def test_run_file_of_the_documentation() -> None:
+    run = codec.from_toml(
+        RunSpec,
+        """
+        model = "llama-tiny"
+        gpus = 4
+        steps = 6
+        warmup = 2
+        memory_limit = "2GiB"
+        [layout]
+        tp = 2
+        pp = 2
+        [batch]
+        seq_len = 128
+        micro_batch = 3
+        global_batch = 16
+        [policy]
+        precision = "bf16"
+        recompute = "none"
+        """,
+    )
+    assert run.layout == Layout(pp=2, tp=2)
+    assert run.policy.precision == "bf16-mixed"
+    assert run.memory_limit == 2**31
+    assert run.batch.micro_sizes(16) == (3, 3, 3, 3, 3, 1)
+
+
+@given(runs(), names)
+def test_run_id_ignores_notes_and_defaults_only(run: RunSpec, note: str) -> None:
+    assert dataclasses.replace(run, note=note, tag=note).run_id == run.run_id
+    assert dataclasses.replace(run, seed=(run.seed + 1) % 2**63).run_id != run.run_id
+    assert codec.from_json(RunSpec, codec.to_json(run)).run_id == run.run_id
+
+
+@given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 64))
+def test_no_sequence_is_lost(global_batch: int, micro_batch: int, dp: int) -> None:
+    batch = Batch(seq_len=8, micro_batch=micro_batch, global_batch=global_batch)
+    shares = batch.shares(dp)
+    assert sum(shares) == global_batch
+    assert sum(sum(batch.micro_sizes(share)) for share in shares) == global_batch
+    assert batch.micro_count(dp) == len(batch.micro_sizes(shares[0]))

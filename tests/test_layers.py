@@ -1,0 +1,105 @@
+"""Who may import whom? The direction of imports, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "fourfold"
+
+# folder -> folders it may import from; top-level modules (errors, units, files) are everybody's.
+SPEC = {"spec"}
+RESULT = SPEC | {"result"}
+COST = RESULT | {"cost"}
+ALLOWED = {
+    "spec": SPEC,
+    "result": RESULT,
+    "cost": COST,
+    "search": COST | {"search"},
+    "show": COST | {"show"},
+    "launch": RESULT | {"launch"},
+    "tables": COST | {"tables"},
+    "collect": COST | {"collect"},
+    "commands": COST | {"search", "show", "launch", "tables", "collect", "commands"},
+}
+# The engine may also ask these questions; nothing else of cost and search.
+ENGINE_ALLOWED = RESULT | {"engine"}
+ENGINE_MODULES = {
+    "fourfold.search.legal",
+    "fourfold.cost.params",
+    "fourfold.cost.stages",
+    "fourfold.cost.flops",
+    "fourfold.cost.pipeline",
+    "fourfold.cost.trace",
+}
+SHARED = {"errors", "units", "files", "__init__"}
+# Imported where they are used, never while a module loads: they cost 0.1 to 6 s.
+LATE = {"numpy", "rich", "plotly", "matplotlib", "torch"}
+# The vectorised cost model and search are reached only through commands that need NumPy anyway.
+NUMPY_FOLDERS = {"cost", "search"}
+
+
+def _modules() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        relative = path.relative_to(SOURCE)
+        found.append((relative.parts[0] if len(relative.parts) > 1 else "", path))
+    return found
+
+
+def _imports(tree: ast.AST) -> list[str]:
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, "relative imports hide the direction"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def test_imports_follow_the_arrows() -> None:
+    wrong = []
+    for folder, path in _modules():
+        if not folder:
+            continue
+        for name in _imports(ast.parse(path.read_text())):
+            parts = name.split(".")
+            if parts[0] != "fourfold" or len(parts) == 1 or parts[1] in SHARED | {"__version__"}:
+                continue
+            if folder == "engine":
+                legal = parts[1] in ENGINE_ALLOWED or ".".join(parts[:3]) in ENGINE_MODULES
+            else:
+                legal = parts[1] in ALLOWED[folder]
+            if not legal:
+                wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_engine_imports_torch() -> None:
+    for folder, path in _modules():
+        names = {name.split(".")[0] for name in _imports(ast.parse(path.read_text()))}
+        assert folder == "engine" or "torch" not in names, path
+
+
+def test_heavy_libraries_are_imported_late() -> None:
+    for folder, path in _modules():
+        if folder == "engine":
+            continue
+        body = ast.parse(path.read_text()).body
+        top = {name.split(".")[0] for node in body for name in _imports_of(node)}
+        heavy = top & LATE
+        if folder in NUMPY_FOLDERS:
+            heavy -= {"numpy"}
+        assert not heavy, f"{path.relative_to(SOURCE)} imports {heavy} while loading"
+
+
+def _imports_of(node: ast.stmt) -> list[str]:
+    return _imports(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+
+
+def test_the_rules_can_fail() -> None:
+    assert _imports(ast.parse("import torch\nfrom fourfold.engine import step")) == [
+        "torch",
+        "fourfold.engine.step",
+    ]

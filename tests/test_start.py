@@ -1,0 +1,58 @@
+"""Do the light commands start light? As a ratio to a bare interpreter, measured in the same run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src"
+COMMANDS = (
+    ["--help"],
+    ["flops", "--help"],
+    ["flops", "--model", "mpt-7b", "--seq-len", "2048"],
+    ["models"],
+    ["models", "llama-3.1-8b"],
+)
+HEAVY = ("torch", "numpy", "rich", "plotly", "matplotlib")
+RATIO = 12
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(SOURCE)}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_heavy_modules_stay_out(words: list[str]) -> None:
+    program = (
+        "import sys; from fourfold.cli import main; code = main(sys.argv[1:]);"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr);"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], env=_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "[]"
+
+
+def _best_of_nine(*words: str) -> float:
+    seconds = []
+    for _ in range(9):
+        started_at = time.perf_counter()
+        subprocess.run(
+            [sys.executable, *words], env=_environment(), capture_output=True, check=True
+        )
+        seconds.append(time.perf_counter() - started_at)
+    return min(seconds)
+
+
+def test_start_up_is_within_twelve_bare_interpreters() -> None:
+    bare = _best_of_nine("-c", "pass")
+    for words in (["--help"], ["flops", "--model", "mpt-7b", "--seq-len", "2048"], ["models"]):
+        ratio = _best_of_nine("-m", "fourfold", *words) / bare
+        assert ratio < RATIO, f"{words}: {ratio:.1f} bare interpreters"
