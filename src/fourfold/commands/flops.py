@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 from fourfold.commands import flags
-from fourfold.cost.flops import CONVENTIONS, Question, utilisation_pct
+from fourfold.cost.flops import CONVENTIONS, Question, convention, utilisation_pct
 from fourfold.cost.params import model_params
 from fourfold.errors import UserError
 from fourfold.show.table import json_text, render
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", metavar="ID", help="for MFU and HFU: h100-80gb ('fourfold clusters')"
     )
+    parser.add_argument("--convention", metavar="ID", help=f"only one of {', '.join(CONVENTIONS)}")
     speed = parser.add_mutually_exclusive_group()
     speed.add_argument("--tokens-per-s", type=float, metavar="X", help="over all GPUs")
     speed.add_argument("--step-s", type=float, metavar="X", help="with --global-batch")
@@ -64,10 +65,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace) -> dict[str, Any]:
+    if args.seq_len is None:
+        raise UserError("is missing", field="seq-len", way_out="add --seq-len N")
     table = flags.run_table(args)
     layout = Layout.from_plain(table.get("layout", {}), "layout")
     policy = codec.decode(Policy, table.get("policy", {}), "policy")
-    batch = codec.decode(Batch, {"seq_len": None, **table.get("batch", {})}, "batch")
+    batch = codec.decode(Batch, table["batch"], "batch")
     model = catalog.model(args.model)
     gpus = table.get("gpus", layout.world)
     if gpus < 1:
@@ -88,8 +91,9 @@ def _answer(args: argparse.Namespace) -> dict[str, Any]:
     if tokens_per_s is not None:
         answer["tokens_per_s"] = tokens_per_s
     answer["conventions"] = {}
-    for name, convention in CONVENTIONS.items():
-        count = convention.count(ask)
+    asked = (convention(args.convention),) if args.convention else CONVENTIONS.values()
+    for rule in asked:
+        count = rule.count(ask)
         row = {"flops_per_token": count.printed}
         if tokens_per_s is not None:
             row["tflops_gpu"] = count.printed * tokens_per_s / gpus / 1e12
@@ -97,7 +101,7 @@ def _answer(args: argparse.Namespace) -> dict[str, Any]:
                 peak = device.peak(policy.precision)
                 row["mfu_pct"] = utilisation_pct(count.model, tokens_per_s / gpus, peak)
                 row["hfu_pct"] = utilisation_pct(count.hardware, tokens_per_s / gpus, peak)
-        answer["conventions"][name] = {key: _rounded(value) for key, value in row.items()}
+        answer["conventions"][rule.id] = row
     return answer
 
 
@@ -115,11 +119,6 @@ def _tokens_per_s(args: argparse.Namespace, batch: Batch) -> float | None:
     return args.tokens_per_s
 
 
-def _rounded(value: float) -> float:
-    """Ten digits: enough for every check, without the noise of binary fractions."""
-    return float(f"{value:.10g}")
-
-
 def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -127,7 +126,7 @@ def _cell(value: float | None) -> str:
 def _conditions(answer: dict[str, Any]) -> str:
     text = (
         f"{answer['model']}: {answer['params']:,} parameters at {answer['seq_len']} tokens; "
-        f"{answer['precision']}, recompute {answer['recompute']}; {answer['gpus']} GPUs"
+        f"{answer['precision']}, recompute {answer['recompute']}; GPUs: {answer['gpus']}"
     )
     if "gpu" in answer:
         text += f" of {answer['gpu']} at {answer['peak_flops'] / 1e12:g} TFLOP/s dense"
