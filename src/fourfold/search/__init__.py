@@ -1,0 +1,1 @@
+"""Choose: what is legal, what there is to choose from, and what is fastest."""

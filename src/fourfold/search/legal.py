@@ -1,0 +1,322 @@
+"""Why can this layout not run? One answer for planner, sweep, verify and engine.
+
+`why_not` asks every rule of search/rules.py about one run and explains each broken one; a search
+asks the same rules about whole columns (search/candidates.py). Memory is not asked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fourfold.search.rules import RULES, ULYSSES, Case, Reason, micro_count
+from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, stack_rules
+from fourfold.spec.batch import Batch
+from fourfold.spec.device import Device
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One broken rule: which, and what to say about it."""
+
+    reason: Reason
+    field: str
+    value: object
+    rule: str
+    way_out: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.field}={self.value}: {self.rule}"
+        return f"{text}; {self.way_out}" if self.way_out else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where it should run: whose engine, on how many ranks of what; None: not asked."""
+
+    stack: str = "fourfold"
+    gpus: int | None = None
+    device: Device | None = None
+
+
+def case_of(
+    model: ModelShape, layout: Layout, batch: Batch, policy: Policy, target: Target
+) -> Case:
+    kind = "every" if policy.recompute.startswith("every-") else policy.recompute
+    return Case(
+        model=model,
+        stack=stack_rules(target.stack),
+        gpus=target.gpus,
+        device=target.device,
+        policy=policy,
+        pp=layout.pp,
+        replicate=layout.replicate,
+        shard=layout.shard,
+        cp=layout.cp,
+        tp=layout.tp,
+        seq_len=batch.seq_len,
+        micro_batch=batch.micro_batch or 1,  # 0 = auto: at least one sequence will be tried
+        batch_sizes=tuple(size for size, _ in batch.stages()),
+        zero=policy.zero,
+        cp_kind=CP_KINDS.index(policy.cp_kind),
+        schedule=SCHEDULES.index(policy.schedule),
+        virtual_stages=policy.virtual_stages,
+        recompute=RECOMPUTE_KINDS.index(kind),
+        sequence_parallel=int(policy.sequence_parallel),
+    )
+
+
+def why_not(
+    model: ModelShape,
+    layout: Layout,
+    batch: Batch,
+    policy: Policy,
+    target: Target | None = None,
+) -> tuple[Refusal, ...]:
+    """Every broken rule, in the order of REASONS; empty: legal. Memory is not asked here."""
+    case = case_of(model, layout, batch, policy, target or Target())
+    return tuple(
+        Refusal(reason, *_TEXTS[reason](case))
+        for reason, is_broken in RULES.items()
+        if is_broken(case)
+    )
+
+
+# What a broken rule says: field, value, rule, way out.
+Words = tuple[str, object, str, str]
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _few(values: list[int], near: int, count: int = 6) -> str:
+    """The values nearest to `near`, in order."""
+    return ", ".join(str(v) for v in sorted(sorted(values, key=lambda v: abs(v - near))[:count]))
+
+
+def _choice(c: Case, field: str, value: object, allowed: tuple[object, ...]) -> Words:
+    words = ", ".join(str(item) for item in allowed) or "nothing"
+    return field, value, f"{c.stack.name} does not run it", f"it runs {words}"
+
+
+def _world(c: Case) -> Words:
+    product = c.pp * c.dp * c.cp * c.tp
+    rule = f"pp {c.pp} x dp {c.dp} x cp {c.cp} x tp {c.tp} = {product} must equal it"
+    inner = c.pp * c.cp * c.tp
+    fits = c.gpus is not None and c.gpus % inner == 0
+    return "gpus", c.gpus, rule, f"dp = {c.gpus // inner}" if fits and c.gpus else "change an axis"
+
+
+def _family(c: Case) -> Words:
+    return _choice(c, "model.family", c.model.family, c.stack.families)
+
+
+def _precision(c: Case) -> Words:
+    return _choice(c, "policy.precision", c.policy.precision, c.stack.precisions)
+
+
+def _device_precision(c: Case) -> Words:
+    assert c.device is not None
+    rule = f"{c.device.id} has no matrix unit for it"
+    return "policy.precision", c.policy.precision, rule, "precision = bf16"
+
+
+def _axis(c: Case) -> Words:
+    sizes = {"tp": c.tp, "cp": c.cp, "pp": c.pp}
+    axis = next(name for name, size in sizes.items() if size > 1 and name not in c.stack.axes)
+    return f"layout.{axis}", sizes[axis], f"{c.stack.name} has no such axis", f"{axis} = 1"
+
+
+def _cp_kind(c: Case) -> Words:
+    return _choice(c, "policy.cp_kind", CP_KINDS[c.cp_kind], c.stack.cp_kinds)
+
+
+def _schedule(c: Case) -> Words:
+    return _choice(c, "policy.schedule", SCHEDULES[c.schedule], c.stack.schedules)
+
+
+def _recompute(c: Case) -> Words:
+    kind = RECOMPUTE_KINDS[c.recompute]
+    return _choice(c, "policy.recompute", kind, c.stack.recompute)
+
+
+def _sharding(c: Case) -> Words:
+    allowed = tuple(f"zero{stage}" for stage in c.stack.zeros)
+    return _choice(c, "policy.sharding", f"zero{c.zero}", allowed)
+
+
+def _zero_pipeline(c: Case) -> Words:
+    allowed = ", ".join(f"zero{stage}" for stage in c.stack.pipeline_zeros)
+    rule = f"{c.stack.name} does not shard this much with a pipeline (pp={c.pp})"
+    return "policy.sharding", f"zero{c.zero}", rule, f"{allowed}, or pp = 1"
+
+
+def _hybrid(c: Case) -> Words:
+    value = f"{c.replicate}x{c.shard}"
+    if not c.stack.hybrid:
+        return "layout.dp", value, f"{c.stack.name} has no hybrid sharding", f"dp = {c.dp}"
+    return "layout.dp", value, "zero0 shards nothing", f"dp = {c.dp}, or sharding = zero1"
+
+
+def _positions(c: Case) -> Words:
+    rows = c.model.positions.length
+    rule = f"exceeds the model's {rows} learned positions"
+    return "batch.seq_len", c.seq_len, rule, f"at most {rows}, or a model with rope or alibi"
+
+
+def _heads(c: Case) -> Words:
+    heads = c.model.heads
+    return "layout.tp", c.tp, f"must divide heads={heads}", f"tp: {_few(divisors(heads), c.tp)}"
+
+
+def _kv_heads(c: Case) -> Words:
+    kv, heads = c.model.kv_heads, c.model.heads
+    legal = [d for d in divisors(heads) if kv % d == 0 or (c.stack.copies_kv_heads and d % kv == 0)]
+    rule = f"must divide kv_heads={kv}"
+    rule += " or be a multiple of it" if c.stack.copies_kv_heads else f" for {c.stack.name}"
+    return "layout.tp", c.tp, rule, f"tp: {_few(legal, c.tp)}"
+
+
+def _ffn(c: Case) -> Words:
+    both = [d for d in divisors(c.model.heads) if c.model.ffn % d == 0]
+    return "layout.tp", c.tp, f"must divide ffn={c.model.ffn}", f"tp: {_few(both, c.tp)}"
+
+
+def _ulysses_heads(c: Case) -> Words:
+    each = c.model.heads // c.tp
+    rule = f"ulysses deals heads/tp = {each} query heads"
+    if not c.stack.copies_kv_heads:
+        each = max(1, c.model.kv_heads // c.tp)
+        rule += f" and kv_heads/tp = {each} key heads"
+    way_out = f"cp: {_few(divisors(each), c.cp)}, or cp_kind = ring"
+    return "layout.cp", c.cp, f"{rule} to the ranks; it must divide them", way_out
+
+
+def _seq_cp(c: Case) -> Words:
+    pieces = c.cp if c.cp_kind == ULYSSES else 2 * c.cp
+    each = "one piece" if c.cp_kind == ULYSSES else "two pieces (zig-zag)"
+    rule = f"must be a multiple of {pieces}: each of cp={c.cp} ranks takes {each}"
+    return "batch.seq_len", c.seq_len, rule, f"seq_len = {-(-c.seq_len // pieces) * pieces}"
+
+
+def _seq_tp(c: Case) -> Words:
+    rule = f"seq_len / cp = {c.seq_len // c.cp} must be a multiple of tp={c.tp}"
+    way_out = "sequence_parallel = false, or another tp"
+    return "policy.sequence_parallel", True, rule, way_out
+
+
+def _async_tp(c: Case) -> Words:
+    return "policy.async_tp", True, "needs sequence_parallel = true", "switch one of them"
+
+
+def _stages(c: Case) -> Words:
+    return "layout.pp", c.pp, f"exceeds layers={c.model.layers}", f"pp = {c.model.layers} at most"
+
+
+def _virtual_stages(c: Case) -> Words:
+    most = max(1, c.model.layers // c.pp)
+    rule = f"pp x virtual_stages = {c.pp * c.virtual_stages} exceeds layers={c.model.layers}"
+    return "policy.virtual_stages", c.virtual_stages, rule, f"at most {most}"
+
+
+def _needs_interleaving(c: Case) -> Words:
+    rule = f"schedule {SCHEDULES[c.schedule]} runs one chunk a rank"
+    way_out = "schedule = interleaved or zero-bubble"
+    return "policy.virtual_stages", c.virtual_stages, rule, way_out
+
+
+def _needs_virtual_stages(c: Case) -> Words:
+    return "policy.schedule", "interleaved", "needs virtual_stages above 1", "virtual_stages = 2"
+
+
+def _needs_pipeline(c: Case) -> Words:
+    looped = SCHEDULES[c.schedule]
+    if c.virtual_stages > 1:
+        return "policy.virtual_stages", c.virtual_stages, "needs pp above 1", "virtual_stages = 1"
+    return "policy.schedule", looped, "needs pp above 1", "schedule = 1f1b"
+
+
+def _compiled_zero_bubble(c: Case) -> Words:
+    rule = "splits the backward, which compiled blocks do not allow"
+    return "policy.schedule", "zero-bubble", rule, "compile = false, or schedule = interleaved"
+
+
+def _bad_size(c: Case, is_bad: Callable[[int], bool]) -> tuple[int, str]:
+    """The first batch size that breaks a rule, and what to call it."""
+    size = next(size for size in c.batch_sizes if is_bad(size))
+    return size, "global_batch" if size == c.batch_sizes[-1] else "ramp stage"
+
+
+def _dp_batch(c: Case) -> Words:
+    size, what = _bad_size(c, lambda size: c.dp > size)
+    rule = f"exceeds {what} {size}: some ranks would have no sequence"
+    return "layout.dp", c.dp, rule, f"dp = {size} at most"
+
+
+def _equal_shares(c: Case) -> Words:
+    size, what = _bad_size(c, lambda size: size % c.dp != 0)
+    rule = f"must divide {what} {size} for {c.stack.name}"
+    return "layout.dp", c.dp, rule, _reachable(size, c.dp)
+
+
+def _micro_divides(c: Case) -> Words:
+    whole = c.dp * c.micro_batch
+    size, what = _bad_size(c, lambda size: size % whole != 0)
+    rule = f"dp x micro_batch = {whole} must divide {what} {size} for {c.stack.name}"
+    return "batch.micro_batch", c.micro_batch, rule, _reachable(size, whole)
+
+
+def _reachable(size: int, step: int) -> str:
+    below, above = size // step * step, -(-size // step) * step
+    return f"nearest batches: {f'{below}, ' if below else ''}{above}"
+
+
+def _fill(c: Case) -> Words:
+    size, what = _bad_size(c, lambda size: micro_count(c, size) < c.pp)
+    rule = f"{what} {size} gives {micro_count(c, size)} micro batches, fewer than the stages"
+    return "layout.pp", c.pp, rule, f"pp = {micro_count(c, size)} at most for {c.stack.name}"
+
+
+def _whole_rounds(c: Case) -> Words:
+    size, what = _bad_size(c, lambda size: micro_count(c, size) % c.pp != 0)
+    rule = f"{what} {size} gives {micro_count(c, size)} micro batches, not a multiple of pp={c.pp}"
+    return "policy.schedule", "interleaved", rule, f"for {c.stack.name}: another micro_batch or pp"
+
+
+_TEXTS: dict[Reason, Callable[[Case], Words]] = {
+    "world": _world,
+    "family": _family,
+    "precision": _precision,
+    "device-precision": _device_precision,
+    "axis": _axis,
+    "cp-kind": _cp_kind,
+    "schedule": _schedule,
+    "recompute": _recompute,
+    "sharding": _sharding,
+    "zero-pipeline": _zero_pipeline,
+    "hybrid": _hybrid,
+    "positions": _positions,
+    "heads": _heads,
+    "kv-heads": _kv_heads,
+    "ffn": _ffn,
+    "ulysses-heads": _ulysses_heads,
+    "seq-cp": _seq_cp,
+    "seq-tp": _seq_tp,
+    "async-tp": _async_tp,
+    "stages": _stages,
+    "virtual-stages": _virtual_stages,
+    "needs-interleaving": _needs_interleaving,
+    "needs-virtual-stages": _needs_virtual_stages,
+    "needs-pipeline": _needs_pipeline,
+    "compiled-zero-bubble": _compiled_zero_bubble,
+    "dp-batch": _dp_batch,
+    "equal-shares": _equal_shares,
+    "micro-divides": _micro_divides,
+    "fill": _fill,
+    "whole-rounds": _whole_rounds,
+}

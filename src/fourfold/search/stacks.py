@@ -1,0 +1,111 @@
+"""What can each training stack run? Facts of public engines, read from their documentation in 2026.
+
+A stack's name may carry a year or a flavour ("megatron-lm-2024"): the longest known prefix counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.errors import UserError
+
+CP_KINDS = ("ring", "allgather", "ulysses")
+SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero-bubble")
+RECOMPUTE_KINDS = ("none", "full", "selective", "every")
+PRECISIONS = ("fp32", "fp64", "bf16-pure", "bf16-mixed", "fp16", "fp8", "fp4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Limits of one engine; the defaults are those of an engine that can do everything.
+
+    `batch_rule`: "any" micro batch; "shares": equal shares for all dp ranks, any micro batch in
+    them; "whole": dp x micro batch divides the global batch.
+    """
+
+    name: str
+    axes: tuple[str, ...] = ("tp", "cp", "pp")
+    cp_kinds: tuple[str, ...] = CP_KINDS
+    schedules: tuple[str, ...] = SCHEDULES
+    recompute: tuple[str, ...] = RECOMPUTE_KINDS
+    precisions: tuple[str, ...] = PRECISIONS
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    pipeline_zeros: tuple[int, ...] = (0, 1, 2, 3)
+    hybrid: bool = True
+    families: tuple[str, ...] = ("mpt", "gpt", "llama", "nemotron")
+    batch_rule: str = "any"
+    copies_kv_heads: bool = True
+    fills_pipeline: bool = False  # needs as many micro batches as stages
+    whole_rounds: bool = False  # interleaving needs micro batches in multiples of the stages
+    compiles_zero_bubble: bool = True
+
+
+STACKS: dict[str, Stack] = {
+    stack.name: stack
+    for stack in (
+        Stack(name="generic"),
+        Stack(
+            name="fourfold",
+            families=("mpt", "gpt", "llama"),
+            precisions=tuple(name for name in PRECISIONS if name != "fp4"),
+            compiles_zero_bubble=False,  # splitting a backward fails on compiled blocks
+        ),
+        Stack(
+            name="megatron",
+            schedules=("1f1b", "interleaved"),
+            precisions=("fp32", "bf16-mixed", "fp16", "fp8", "fp4"),
+            pipeline_zeros=(
+                0,
+                1,
+            ),  # its FSDP replaces the distributed optimizer and has no pipeline
+            batch_rule="whole",
+            whole_rounds=True,
+        ),
+        Stack(
+            name="torchtitan",
+            cp_kinds=("allgather", "ulysses"),
+            zeros=(0, 2, 3),
+            pipeline_zeros=(0, 2, 3),
+            precisions=("fp32", "bf16-mixed", "fp8", "fp4"),
+            families=("llama", "gpt"),
+            batch_rule="whole",
+            copies_kv_heads=False,
+            fills_pipeline=True,
+            compiles_zero_bubble=False,
+        ),
+        Stack(
+            name="nanotron",
+            cp_kinds=("ring", "allgather"),
+            schedules=("1f1b", "gpipe"),
+            recompute=("none", "full"),
+            precisions=("fp32", "bf16-mixed", "fp16"),
+            zeros=(0, 1),
+            pipeline_zeros=(0, 1),
+            hybrid=False,
+            families=("llama",),
+            batch_rule="whole",
+            copies_kv_heads=False,
+        ),
+        Stack(
+            name="llm-foundry",
+            axes=(),
+            recompute=("none", "full"),
+            precisions=("fp32", "bf16-pure", "bf16-mixed", "fp16", "fp8"),
+            zeros=(0, 2, 3),
+            families=("mpt", "llama"),
+            batch_rule="shares",
+        ),
+    )
+}
+_ALIASES = {"nemo": "megatron"}
+
+
+def stack_rules(name: str) -> Stack:
+    """The rules behind a stack's name; a name nobody knows has those of `generic`."""
+    if not name.strip():
+        raise UserError("is empty", field="stack", value=name, way_out="--stack megatron")
+    key = name.lower()
+    for prefix in sorted((*STACKS, *_ALIASES), key=len, reverse=True):
+        if key == prefix or key.startswith(f"{prefix}-"):
+            return STACKS[_ALIASES.get(prefix, prefix)]
+    return STACKS["generic"]

@@ -1,0 +1,225 @@
+"""Each rule of legality refuses what it should, with field, rule and way out, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fourfold.search.legal import Target, why_not
+from fourfold.search.rules import REASONS, RULES
+from fourfold.search.stacks import STACKS, stack_rules
+from fourfold.spec import catalog
+from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+
+LLAMA = catalog.model("llama-3.1-8b")  # 32 layers, 32 heads, 8 kv heads, ffn 14336
+GPT3 = catalog.model("gpt-3-175b")  # 96 layers, 96 heads, learned positions 2048
+BATCH = Batch(seq_len=2048, micro_batch=1, global_batch=64)
+A100 = catalog.device("a100-80gb")
+
+
+def reasons(
+    model=LLAMA, layout="dp1", *, batch=BATCH, stack="generic", gpus=None, device=None, **policy
+):
+    target = Target(stack=stack, gpus=gpus, device=device)
+    refused = why_not(model, Layout.parse(layout), batch, Policy(**policy), target)
+    for refusal in refused:
+        assert refusal.rule
+        assert refusal.field
+        assert str(refusal.value) in str(refusal)
+    return [refusal.reason for refusal in refused]
+
+
+def batch(**fields):
+    return replace(BATCH, **fields)
+
+
+CASES = [
+    ("world", {"layout": "dp2 tp2", "gpus": 8}, {"layout": "dp4 tp2", "gpus": 8}),
+    (
+        "family",
+        {"model": catalog.model("nemotron-4-15b"), "stack": "fourfold"},
+        {"model": catalog.model("nemotron-4-15b"), "stack": "megatron"},
+    ),
+    (
+        "precision",
+        {"precision": "fp4", "stack": "fourfold"},
+        {"precision": "fp8", "stack": "fourfold"},
+    ),
+    (
+        "device-precision",
+        {"precision": "fp8", "device": A100},
+        {"precision": "fp8", "device": catalog.device("h100-80gb")},
+    ),
+    (
+        "axis",
+        {"layout": "tp2", "stack": "llm-foundry"},
+        {"layout": "dp2", "stack": "llm-foundry", "sharding": "zero3"},
+    ),
+    (
+        "cp-kind",
+        {"layout": "cp2", "stack": "torchtitan", "cp_kind": "ring"},
+        {"layout": "cp2", "stack": "torchtitan", "cp_kind": "ulysses"},
+    ),
+    (
+        "schedule",
+        {"layout": "pp2", "stack": "nanotron", "schedule": "zero-bubble"},
+        {"layout": "pp2", "stack": "nanotron", "schedule": "gpipe"},
+    ),
+    (
+        "recompute",
+        {"stack": "nanotron", "recompute": "every-2"},
+        {"stack": "nanotron", "recompute": "full"},
+    ),
+    (
+        "sharding",
+        {"layout": "dp2", "stack": "nanotron", "sharding": "zero3"},
+        {"layout": "dp2", "stack": "nanotron", "sharding": "zero1"},
+    ),
+    (
+        "zero-pipeline",
+        {"layout": "pp2 dp2", "stack": "megatron", "sharding": "zero3"},
+        {"layout": "pp2 dp2", "stack": "fourfold", "sharding": "zero3"},
+    ),
+    ("hybrid", {"layout": "dp2x2", "sharding": "zero0"}, {"layout": "dp2x2", "sharding": "zero1"}),
+    ("hybrid", {"layout": "dp2x2", "stack": "nanotron"}, {"layout": "dp4", "stack": "nanotron"}),
+    ("positions", {"model": GPT3, "batch": batch(seq_len=4096)}, {"model": GPT3}),
+    (
+        "heads",
+        {"model": replace(GPT3, ffn=49150), "layout": "tp5", "sequence_parallel": False},
+        {"model": GPT3, "layout": "tp32"},
+    ),
+    (
+        "kv-heads",
+        {"layout": "tp16", "stack": "torchtitan", "sharding": "zero0"},
+        {"layout": "tp16"},
+    ),
+    ("ffn", {"model": replace(LLAMA, ffn=14338), "layout": "tp4"}, {"layout": "tp4"}),
+    (
+        "ulysses-heads",
+        {"layout": "cp3 tp4", "cp_kind": "ulysses", "batch": batch(seq_len=12288)},
+        {"layout": "cp4 tp4", "cp_kind": "ulysses"},
+    ),
+    (
+        "ulysses-heads",
+        {"layout": "cp4 tp4", "cp_kind": "ulysses", "stack": "torchtitan", "sharding": "zero0"},
+        {"layout": "cp2 tp4", "cp_kind": "ulysses", "stack": "torchtitan", "sharding": "zero0"},
+    ),
+    (
+        "seq-cp",
+        {"layout": "cp4", "batch": batch(seq_len=2052)},
+        {"layout": "cp4", "cp_kind": "ulysses", "batch": batch(seq_len=2052)},
+    ),
+    (
+        "seq-tp",
+        {"layout": "tp8", "batch": batch(seq_len=1001)},
+        {"layout": "tp8", "batch": batch(seq_len=1001), "sequence_parallel": False},
+    ),
+    (
+        "async-tp",
+        {"layout": "tp2", "async_tp": True, "sequence_parallel": False},
+        {"layout": "tp2", "async_tp": True},
+    ),
+    ("stages", {"layout": "pp33"}, {"layout": "pp32"}),
+    (
+        "virtual-stages",
+        {"layout": "pp16", "schedule": "interleaved", "virtual_stages": 3},
+        {"layout": "pp16", "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    (
+        "needs-interleaving",
+        {"layout": "pp2", "virtual_stages": 2},
+        {"layout": "pp2", "schedule": "zero-bubble", "virtual_stages": 2},
+    ),
+    (
+        "needs-virtual-stages",
+        {"layout": "pp2", "schedule": "interleaved"},
+        {"layout": "pp2", "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    ("needs-pipeline", {"schedule": "zero-bubble"}, {"layout": "pp2", "schedule": "zero-bubble"}),
+    (
+        "compiled-zero-bubble",
+        {"layout": "pp2", "schedule": "zero-bubble", "compile": True, "stack": "fourfold"},
+        {"layout": "pp2", "schedule": "zero-bubble", "stack": "fourfold"},
+    ),
+    ("dp-batch", {"layout": "dp65"}, {"layout": "dp63"}),
+    (
+        "equal-shares",
+        {"layout": "dp3", "stack": "llm-foundry", "sharding": "zero3"},
+        {
+            "layout": "dp4",
+            "batch": batch(micro_batch=11),
+            "stack": "llm-foundry",
+            "sharding": "zero3",
+        },
+    ),
+    (
+        "micro-divides",
+        {"layout": "dp4", "batch": batch(micro_batch=3), "stack": "megatron"},
+        {"layout": "dp4", "batch": batch(micro_batch=3), "stack": "fourfold"},
+    ),
+    (
+        "fill",
+        {"layout": "pp4 dp32", "stack": "torchtitan", "sharding": "zero2"},
+        {"layout": "pp4 dp32", "stack": "fourfold", "sharding": "zero2"},
+    ),
+    (
+        "whole-rounds",
+        {"layout": "pp4 dp32", "stack": "megatron", "schedule": "interleaved", "virtual_stages": 2},
+        {"layout": "pp4 dp16", "stack": "megatron", "schedule": "interleaved", "virtual_stages": 2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("reason", "bad", "good"), CASES, ids=[case[0] for case in CASES])
+def test_rule_refuses_the_bad_and_only_that(reason: str, bad: dict, good: dict) -> None:
+    assert reasons(**bad) == [reason]
+    assert reasons(**good) == []
+
+
+def test_every_reason_has_a_rule_and_a_case() -> None:
+    assert tuple(RULES) == REASONS
+    assert {case[0] for case in CASES} == set(REASONS)
+
+
+def test_all_broken_rules_are_named_at_once() -> None:
+    refused = reasons(layout="pp33 tp5 dp100", stack="megatron", gpus=8)
+    assert refused == ["world", "heads", "ffn", "seq-tp", "stages", "dp-batch", "micro-divides"]
+
+
+def test_every_stage_of_a_ramp_is_asked() -> None:
+    ramp = Batch(
+        seq_len=2048,
+        micro_batch=2,
+        global_batch=2048,
+        ramp=Ramp(start=192, increment=32, samples=10**6),
+    )
+    assert reasons(layout="dp32", batch=replace(ramp, ramp=None), stack="megatron") == []
+    refused = why_not(LLAMA, Layout.parse("dp32"), ramp, Policy(), Target(stack="megatron"))
+    assert [r.reason for r in refused] == ["micro-divides"]
+    assert "ramp stage 224" in refused[0].rule
+    assert reasons(layout="dp16", batch=ramp, stack="megatron") == []
+    assert reasons(layout="dp32", batch=ramp, stack="fourfold") == []
+    assert reasons(layout="dp193", batch=ramp, stack="fourfold") == ["dp-batch"]
+
+
+def test_way_out_of_a_bad_tp_is_legal() -> None:
+    refused = why_not(GPT3, Layout.parse("tp5"), BATCH, Policy(sequence_parallel=False))
+    assert refused[0].way_out == "tp: 1, 2, 3, 4, 6, 8"
+
+
+def test_stack_names_carry_years_and_flavours() -> None:
+    assert stack_rules("megatron-deepspeed-2022b").name == "megatron"
+    assert stack_rules("nemo-2025").name == "megatron"
+    assert stack_rules("llm-foundry-2023").name == "llm-foundry"
+    assert stack_rules("somebody-elses").name == "generic"
+    assert set(STACKS) == {
+        "generic",
+        "fourfold",
+        "megatron",
+        "torchtitan",
+        "nanotron",
+        "llm-foundry",
+    }
