@@ -1,0 +1,233 @@
+"""A config.json gives an exact shape or a refusal. Counts were checked against transformers 5.22
+(models built on the meta device, tied weights counted once)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.cost.params import model_params
+from fourfold.errors import UserError
+from fourfold.spec import catalog
+from fourfold.spec.hf import _TYPES, shape_from_config
+from fourfold.spec.model import RopeScaling
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 300,
+    "n_positions": 128, "attn_pdrop": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "summary_first_dropout": 0.1, "activation_function": "gelu_new",
+}  # fmt: skip
+BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 300}
+MPT = {"model_type": "mpt", "d_model": 64, "n_layers": 3, "n_heads": 4, "vocab_size": 300}
+NEOX = {
+    "model_type": "gpt_neox", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "vocab_size": 300, "use_parallel_residual": False, "rotary_pct": 1.0,
+}  # fmt: skip
+BIAS = {"attention_bias": True, "mlp_bias": True}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+EXACT = [
+    (LLAMA, 177_088),
+    (LLAMA | {"tie_word_embeddings": True, "head_dim": 32} | BIAS, 196_960),
+    (LLAMA | {"model_type": "mistral", "sliding_window": None}, 177_088),
+    (LLAMA | {"model_type": "phi3"}, 177_088),
+    (LLAMA | {"model_type": "nemotron"}, 143_744),
+    (LLAMA | {"model_type": "nemotron", "head_dim": 24} | BIAS, 163_664),
+    (LLAMA | {"model_type": "arcee"}, 143_296),
+    (LLAMA | {"model_type": "starcoder2"}, 125_840),
+    (LLAMA | {"model_type": "starcoder2", "use_bias": False}, 124_544),
+    (GPT2, 177_472),
+    (GPT2 | {"n_inner": 100, "tie_word_embeddings": False}, 136_300),
+    (GPT2 | {"model_type": "gpt_bigcode"}, 158_752),
+    (GPT2 | {"model_type": "gpt_bigcode", "multi_query": False}, 177_472),
+    (NEOX, 188_480),
+    (BLOOM, 169_408),
+    (MPT, 167_104),
+    (
+        BLOOM | {"hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880},
+        176_247_271_424,
+    ),
+    (
+        GPT2 | {"n_embd": 12288, "n_layer": 96, "n_head": 96, "vocab_size": 50257}
+        | {"n_positions": 2048},
+        174_604_259_328,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "params"), EXACT)
+def test_counts_are_exact(config, params):
+    assert model_params(shape_from_config(config, "x"), 2048) == params
+
+
+PRESETS = {
+    "llama-2-7b": (4096, 11008, 32, 32, 32, 32000),
+    "llama-2-13b": (5120, 13824, 40, 40, 40, 32000),
+    "llama-2-70b": (8192, 28672, 80, 64, 8, 32000),
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256),
+    "llama-3.1-70b": (8192, 28672, 80, 64, 8, 128256),
+    "llama-3.1-405b": (16384, 53248, 126, 128, 8, 128256),
+    "llama-3.2-1b": (2048, 8192, 16, 32, 8, 128256),
+    "llama-3.2-3b": (3072, 8192, 28, 24, 8, 128256),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_published_config_is_the_preset(name):
+    hidden, ffn, layers, heads, kv_heads, vocab = PRESETS[name]
+    config = {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_act": "silu",
+        "num_key_value_heads": kv_heads, "vocab_size": vocab, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": name.startswith("llama-3.2"), "attention_dropout": 0.0,
+        "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"], "pretraining_tp": 1,
+        "rope_theta": 10000.0,
+    }  # fmt: skip
+    if name.startswith("llama-3"):
+        factor = 32.0 if name.startswith("llama-3.2") else 8.0
+        config |= {"rope_theta": 500000.0, "rope_scaling": LLAMA3 | {"factor": factor}}
+    assert shape_from_config(config, name) == catalog.model(name)
+
+
+def test_old_and_new_rope_forms_agree():
+    old = LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA3}
+    new = LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}}
+    assert shape_from_config(old) == shape_from_config(new)
+    assert shape_from_config(new).positions.scaling == RopeScaling(kind="llama3", factor=8.0)
+    linear = shape_from_config(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+    assert linear.positions.scaling is not None
+    assert (linear.positions.scaling.kind, linear.positions.scaling.factor) == ("linear", 4.0)
+    plain = shape_from_config(
+        LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    )
+    assert (plain.positions.theta, plain.positions.scaling) == (7.0, None)
+
+
+def test_mpt_as_llm_foundry_reads_it():
+    alibi = shape_from_config(MPT)
+    assert (alibi.positions.kind, alibi.norm, alibi.bias) == ("alibi", "layernorm-nobias", False)
+    learned = shape_from_config(
+        MPT | {"attn_config": {"alibi": False}, "max_seq_len": 512, "no_bias": False}
+    )
+    assert (learned.positions.length, learned.norm, learned.bias) == (512, "layernorm", True)
+    grouped = {"attn_type": "grouped_query_attention", "kv_n_heads": 2, "sliding_window_size": -1}
+    assert shape_from_config(MPT | {"attn_config": grouped}).kv_heads == 2
+    assert shape_from_config(MPT | {"attn_config": {"attn_type": "multiquery_attention"}}).kv_heads
+
+
+REFUSED = [
+    (LLAMA | {"num_local_experts": 8}, "num_local_experts", "experts"),
+    (LLAMA | {"n_routed_experts": 64}, "n_routed_experts", "experts"),
+    (LLAMA | {"moe_intermediate_size": 64}, "moe_intermediate_size", "experts"),
+    (LLAMA | {"attention_dropout": 0.1}, "attention_dropout", "dropout"),
+    (LLAMA | {"hidden_dropout_prob": 0.1}, "hidden_dropout_prob", "dropout"),
+    (GPT2 | {"attn_pdrop": 0.1}, "attn_pdrop", "dropout"),
+    (GPT2 | {"resid_pdrop": 0.1}, "resid_pdrop", "dropout"),
+    (GPT2 | {"embd_pdrop": 0.1}, "embd_pdrop", "dropout"),
+    (BLOOM | {"hidden_dropout": 0.1}, "hidden_dropout", "dropout"),
+    (MPT | {"attn_config": {"attn_pdrop": 0.1}}, "attn_config.attn_pdrop", "dropout"),
+    (MPT | {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln", "queries"),
+    (MPT | {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv", "clipped"),
+    (MPT | {"ffn_config": {"ffn_type": "mptglu"}}, "ffn_config.ffn_type", "modelled"),
+    (LLAMA | {"layerdrop": 0.1}, "layerdrop", "dropout"),
+    (LLAMA | {"model_type": "mistral", "sliding_window": 4096}, "sliding_window", "window"),
+    (LLAMA | {"layer_types": ["sliding_attention"] * 3}, "layer_types", "full attention"),
+    (LLAMA | {"attention_bias": True}, "attention_bias", "part of the linears"),
+    (LLAMA | {"mlp_bias": True}, "mlp_bias", "part of the linears"),
+    (LLAMA | {"qk_norm": True}, "qk_norm", "queries"),
+    (LLAMA | {"use_qk_norm": True}, "use_qk_norm", "queries"),
+    (NEOX | {"use_parallel_residual": True}, "use_parallel_residual", "side by side"),
+    (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor", "part of a head"),
+    (NEOX | {"rotary_pct": 0.25}, "rotary_pct", "part of a head"),
+    (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.type", "modelled"),
+    (LLAMA | {"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.rope_type", "modelled"),
+    (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type", "mod"),
+    (LLAMA | {"rope_parameters": {"full_attention": {}}}, "rope_parameters", "per kind of layer"),
+    (LLAMA | {"hidden_act": "gelu"}, "hidden_act", "modelled"),
+    (GPT2 | {"activation_function": "quick_gelu"}, "activation_function", "modelled"),
+    (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config", "quantised"),
+    (LLAMA | {"vision_config": {"x": 1}}, "vision_config", "text"),
+    (LLAMA | {"is_encoder_decoder": True}, "is_encoder_decoder", "decoder"),
+    (LLAMA | {"kv_lora_rank": 512}, "kv_lora_rank", "latent"),
+    (LLAMA | {"model_type": "qwen2_moe"}, "model_type", "known: arcee"),
+    ({}, "model_type", "missing"),
+    (LLAMA | {"hidden_size": -64}, "hidden_size", "from 1"),
+    (LLAMA | {"hidden_size": 64.0}, "hidden_size", "whole number"),
+    (LLAMA | {"hidden_size": 10**30}, "hidden_size", "2^63"),
+    (LLAMA | {"num_hidden_layers": 2**40}, "num_hidden_layers", "from 1 to"),
+    (LLAMA | {"num_attention_heads": True}, "num_attention_heads", "whole number"),
+    (LLAMA | {"num_attention_heads": 5}, "num_attention_heads", "must divide"),
+    (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads", "must divide"),
+    (LLAMA | {"rms_norm_eps": float("nan")}, "rms_norm_eps", "finite"),
+    (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps", "above 0"),
+    (LLAMA | {"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor", "above 0"),
+    (LLAMA | {"rope_scaling": LLAMA3 | {"factor": "8"}}, "rope_scaling.factor", "number"),
+    (LLAMA | {"rope_scaling": [1]}, "rope_scaling", "object"),
+    (LLAMA | {"tie_word_embeddings": "no"}, "tie_word_embeddings", "true or false"),
+    (LLAMA | {"n_embd": 65}, "n_embd", "contradicts"),
+]
+
+
+@pytest.mark.parametrize(("config", "field", "reason"), REFUSED)
+def test_refusals_name_field_and_reason(config, field, reason):
+    with pytest.raises(UserError) as caught:
+        shape_from_config(config, "x")
+    assert caught.value.field == field
+    assert reason in str(caught.value)
+
+
+def test_partial_rotation_is_counted_for_nemotron():
+    config = LLAMA | {"model_type": "nemotron", "partial_rotary_factor": 0.5}
+    assert model_params(shape_from_config(config), 2048) == 143_744
+    with pytest.raises(UserError):
+        shape_from_config(config | {"partial_rotary_factor": 1.5})
+
+
+def test_a_path_stands_for_a_name(tmp_path: Path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    shape = catalog.model(str(folder / "config.json"))
+    assert (shape.name, model_params(shape, 1)) == ("my-model", 177_088)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+_KEYS = sorted(
+    {key for config, _ in EXACT for key in config}
+    | {"rope_scaling", "rope_parameters", "rope_theta", "attn_config", "layer_types", "no_bias"}
+)
+
+
+@given(st.sampled_from([config for config, _ in EXACT]), st.dictionaries(
+    st.sampled_from(_KEYS) | st.text(max_size=12), _JSON, max_size=4))  # fmt: skip
+def test_garbage_is_a_user_error_or_a_shape(config, changes):
+    try:
+        shape = shape_from_config(config | changes, "x")
+    except UserError:
+        return
+    assert model_params(shape, 2048) > 0
+
+
+@given(_JSON)
+def test_any_json_is_handled(data):
+    with pytest.raises(UserError):
+        shape_from_config(data, "x")
+
+
+def test_every_type_is_tried_above():
+    assert {config["model_type"] for config, _ in EXACT} == set(_TYPES)
