@@ -1,0 +1,138 @@
+"""Conditions mean what they say, refuse what they must, and agree on values and on columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.errors import UserError
+from fourfold.spec.expression import NAMES, parse
+
+VALUES = {"dp": 4, "tp": 8, "pp": 12, "cp": 1, "vp": 1, "global_batch": 2048, "gpus": 384}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("dp % 4 == 0 and global_batch % 32 == 0", True),
+        ("dp % 3 == 0", False),
+        ("not dp == 4 or tp >= 8", True),
+        ("1 < dp <= 4", True),
+        ("4 < dp <= 4", False),
+        ("log2(dp) == 2", True),
+        ("ceil(global_batch / (dp * 3)) == 171", True),
+        ("-dp + 8 == 2 ** 2", True),
+        ("global_batch // 3 == 682", True),
+        ("dp != 4", False),
+        ("cp > 1 and 8 / (cp - 1) > 2", False),
+        ("cp == 1 or 8 / (cp - 1) > 2", True),
+        ("(dp * tp * pp == gpus)", True),
+    ],
+)
+def test_conditions_on_values_and_columns(text: str, answer: bool) -> None:
+    assert parse(text).holds(VALUES) is answer
+    columns = {name: np.array([value, value]) for name, value in VALUES.items()}
+    assert parse(text).holds(columns).tolist() == [answer, answer]
+
+
+def test_columns_answer_row_by_row_beside_scalars() -> None:
+    got = parse("dp > 1 and 12 % (dp - 1) == 0 or tp == 1").holds({"dp": np.arange(1, 7), "tp": 2})
+    assert got.tolist() == [False, True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("microbatch == 4", "unknown word 'microbatch'; did you mean 'micro_batch'?"),
+        ("import os", "where"),
+        ("__import__('os').system('x')", "not allowed"),
+        ("dp.real == 4", "not allowed"),
+        ("eval(dp) == 1", "cannot call 'eval'"),
+        ("log2(dp, tp) == 1", "cannot call 'log2'"),
+        ("dp", "is a number, not a condition"),
+        ("dp and tp", "'dp' is not a condition"),
+        ("(dp > 1) + 1 == 2", "is not a number"),
+        ("dp == 'x'", "not allowed"),
+        ("dp == True", "not allowed"),
+        ("dp in (1, 2)", "not allowed"),
+        ("dp if tp else pp", "not allowed"),
+        ("[dp for dp in tp] == 1", "not allowed"),
+        ("(lambda: dp)() == 1", "not allowed"),
+        ("dp == 1e999", "too large"),
+        ("dp == 9" + "9" * 400, "too large"),
+        ("", "must be a condition"),
+        ("(" * 60 + "dp" + ")" * 60 + " == ", "where"),
+        ("+".join(["dp"] * 100) + " == 1", "nested deeper"),
+        ("-" * 500 + "dp == 1", "nested deeper"),
+        ("dp == 1" * 200, "longer than"),
+        ("dp @ tp == 1", "not allowed"),
+        ("dp == 1\x00", "where"),
+    ],
+)
+def test_mistakes_are_refused_with_a_way_out(text: str, says: str) -> None:
+    with pytest.raises(UserError, match="where") as caught:
+        parse(text)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dp / (cp - 1) > 1", "dp % (cp - 1) == 0", "10 ** 10 ** 10 > 1", "(0 - dp) ** 0.5 > 1",
+     "log2(cp - 1) > 0", "dp // (cp - 1) > 1"],
+)  # fmt: skip
+def test_no_finite_answer_is_an_error(text: str) -> None:
+    condition = parse(text)
+    for values in (VALUES, {name: np.array([value] * 3) for name, value in VALUES.items()}):
+        with pytest.raises(UserError, match="where"):
+            condition.holds(values)
+
+
+def test_a_word_without_a_value_is_named() -> None:
+    with pytest.raises(UserError, match=r"'step_s' has no value here; known: dp, tp"):
+        parse("step_s < 3").holds({"dp": 1, "tp": 2, "step_s": None})
+
+
+NUMBER = st.deferred(
+    lambda: (
+        st.sampled_from(NAMES)
+        | st.integers(0, 99).map(str)
+        | st.tuples(NUMBER, st.sampled_from(["+", "-", "*", "/", "//", "%"]), NUMBER).map(
+            lambda part: f"({' '.join(part)})"
+        )
+        | NUMBER.map(lambda part: f"ceil({part})")
+    )
+)
+TRUTH = st.deferred(
+    lambda: (
+        st.tuples(NUMBER, st.sampled_from(["==", "<", ">=", "!="]), NUMBER).map(" ".join)
+        | st.tuples(TRUTH, st.sampled_from(["and", "or"]), TRUTH).map(lambda p: f"({' '.join(p)})")
+        | TRUTH.map(lambda part: f"not ({part})")
+    )
+)
+
+
+@given(
+    text=TRUTH,
+    rows=st.lists(st.lists(st.integers(0, 9), min_size=15, max_size=15), min_size=1, max_size=4),
+)
+def test_columns_agree_with_values(text: str, rows: list[list[int]]) -> None:
+    try:
+        condition = parse(text)
+    except UserError:
+        return  # deeper or longer than allowed
+    answers: list[bool] | None = []
+    for row in rows:
+        try:
+            answers.append(condition.holds(dict(zip(NAMES, row, strict=True))))
+        except UserError:
+            answers = None
+            break
+    columns = {name: np.array([row[i] for row in rows]) for i, name in enumerate(NAMES)}
+    if answers is None:
+        with pytest.raises(UserError):
+            condition.holds(columns)
+    else:
+        got = condition.holds(columns)
+        assert np.broadcast_to(got, len(rows)).tolist() == answers
