@@ -26,12 +26,28 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Peak bytes of a rank: live tensors, and what the allocator reserved (0 where it has none)."""
+    """Peak bytes of a rank: live tensors, and what the allocator reserved (0 where it has none).
+
+    `device_bytes`: in use on the whole device at the end. `retries`: allocations that only went
+    through after the cache was emptied.
+    """
 
     rank: int
     stage: int
     peak_bytes: int
     reserved_bytes: int = 0
+    device_bytes: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSteps:
+    """One rank's clock: seconds of each step, and of those without waiting (empty: not known)."""
+
+    rank: int
+    host: str = ""
+    step_s: tuple[float, ...] = ()
+    busy_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +62,20 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """`environment` holds versions, device, hosts and variables as texts."""
+    """`environment` holds versions, device, hosts and variables as texts.
+
+    `start_s`: from launch until the first step could begin. `window_s`: wall clock over the timed
+    steps together, beside the sum of their own times.
+    """
 
     spec: RunSpec
     outcome: Outcome
     environment: tuple[tuple[str, str], ...] = ()
     steps: tuple[StepReport, ...] = ()
     memory: tuple[RankMemory, ...] = ()
+    ranks: tuple[RankSteps, ...] = ()
     start_s: float = 0.0
+    window_s: float = 0.0
     failure: Failure | None = None
     started_at: str = ""
     repeat: int = 0

@@ -3,6 +3,7 @@
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import Device, Peaks
+from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape, Positions, RopeScaling
 from fourfold.spec.policy import DTYPE_BYTES, Dtypes, Policy
@@ -16,7 +17,9 @@ __all__ = [
     "Device",
     "Dtypes",
     "Fault",
+    "Job",
     "Layout",
+    "Limits",
     "Link",
     "ModelShape",
     "Peaks",

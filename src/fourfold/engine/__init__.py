@@ -1,0 +1,1 @@
+"""Run: the only folder that imports torch. Started by `launch`, spoken to through two files."""

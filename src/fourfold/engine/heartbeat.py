@@ -1,0 +1,126 @@
+"""Where does this rank stand, and what was it doing when it fell silent?
+
+The main thread writes the phase it enters; a second thread writes four times a second that the rank
+lives, so one that is stopped or holds the interpreter lock shows as a line that no longer moves.
+When the launcher asks (DUMP_FILE) that thread dumps the stacks and torch's flight recorder.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import threading
+import time
+from pathlib import Path
+
+from fourfold.result.job import ALIVE_BYTES, DUMP_FILE, WHERE_BYTES, beat_file, padded
+
+BEAT_EVERY_S = 0.25
+
+
+class Heart:
+    """One rank's beat, from start to end of its process."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.task, self.stage, self.phase = 0, 0, "start"
+        self.steps = self.marks = 0
+        with open(beat_file(folder, rank), "w+b") as stream:
+            stream.write(padded({}, WHERE_BYTES) + padded({}, ALIVE_BYTES))
+            stream.flush()
+            self._lines = mmap.mmap(stream.fileno(), WHERE_BYTES + ALIVE_BYTES)
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+
+    def start(self) -> None:
+        self.mark("start")
+        self._live()
+        self._thread.start()
+
+    def begin(self, task: int, stage: int = 0) -> None:
+        """A new task: its steps count from 0 again."""
+        self.task, self.stage, self.steps = task, stage, 0
+        self.mark("build")
+
+    def mark(self, phase: str) -> None:
+        """The main thread enters a phase: join, build, forward, backward, optimizer, ...
+
+        Written at once, a few microseconds: a process that is killed next can't say it later.
+        """
+        self.phase = phase
+        self.marks += 1
+        self._lines[:WHERE_BYTES] = padded(
+            {
+                "task": self.task,
+                "stage": self.stage,
+                "phase": phase[:64],
+                "steps": self.steps,
+                "marks": self.marks,
+            },
+            WHERE_BYTES,
+        )
+
+    def step_done(self) -> None:
+        self.steps += 1
+        self.mark(self.phase)
+
+    def _live(self) -> None:
+        alive: dict[str, object] = {"rank": self.rank, "pid": os.getpid(), "at": time.time()}
+        line = padded(alive | {"groups": _collectives_by_group()}, ALIVE_BYTES)
+        if line.startswith(b"{}"):  # too many groups for the line; the rest still matters
+            line = padded(alive, ALIVE_BYTES)
+        self._lines[WHERE_BYTES:] = line
+
+    def stop(self) -> None:
+        self._leaving.set()
+        self._thread.join()
+        self._live()
+        self._lines.close()
+
+    def _run(self) -> None:
+        dumped = False
+        while not self._leaving.wait(BEAT_EVERY_S):
+            self._live()
+            if not dumped and (self.folder / DUMP_FILE).exists():
+                dumped = True
+                self._dump()
+
+    def _dump(self) -> None:
+        """Stacks first: they need nothing from torch, whose recorder may itself be stuck."""
+        with open(self.folder / f"stack-{self.rank}.txt", "w") as stream:
+            faulthandler.dump_traceback(stream, all_threads=True)
+        record = flight_record()
+        if record:
+            (self.folder / f"flight-{self.rank}.json").write_text(record)
+
+
+def _collectives_by_group() -> dict[str, str]:
+    """Group name -> collectives started; empty before torch.distributed is up."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return {}
+    counts: dict[str, str] = {}
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        try:
+            counts[str(name)] = str(group._get_sequence_number_for_group())  # type: ignore[attr]
+        except RuntimeError:
+            continue  # a backend without a counter (the fake one), or a group going away
+    return counts
+
+
+def flight_record() -> str:
+    """torch's record of the last collectives of this rank as JSON, '' where it keeps none."""
+    from torch._C import _distributed_c10d as c10d
+
+    # NCCL and the other backends keep separate recorders, under names that changed over versions.
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is None:
+            continue
+        record = dump(includeCollectives=True, onlyActive=False).decode()
+        if json.loads(record).get("entries"):
+            return record
+    return ""

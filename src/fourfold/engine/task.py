@@ -1,0 +1,86 @@
+"""What does one rank know while it works on one task of a job?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold import files
+from fourfold.engine.heartbeat import Heart
+from fourfold.result.job import answer_file
+from fourfold.spec import codec
+from fourfold.spec.job import Job
+from fourfold.spec.run import RunSpec
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among the others, in torchrun's words; not `by_address`: they meet by a file."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    by_address: bool = False
+    started_at: float = 0.0
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    job: Job
+    index: int
+    place: Place
+    folder: Path
+    heart: Heart
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.job.specs[self.index]
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    def device(self, wanted: str) -> torch.device:
+        """`auto` takes a GPU per local rank where there are enough."""
+        if wanted == "auto":
+            enough = torch.cuda.is_available() and (
+                torch.cuda.device_count() >= self.place.local_world
+            )
+            wanted = "cuda" if enough else "cpu"
+        return (
+            torch.device("cuda", self.place.local_rank) if wanted == "cuda" else torch.device("cpu")
+        )
+
+    def join(self, device: torch.device) -> None:
+        """Meet the other ranks. By a file on one host: no port to be taken by somebody else."""
+        self.heart.mark("join")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        where: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        if self.place.by_address:
+            dist.init_process_group(backend, rank=self.rank, world_size=self.place.world, **where)
+            return
+        store = dist.FileStore(str(self.folder / f"store-{self.index}"), self.place.world)
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.place.world, **where
+        )
+
+    def leave(self) -> None:
+        self.heart.mark("leave")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def answer(self, value: Any) -> None:
+        """What the command asked for; rank 0 alone should call this."""
+        plain = value if isinstance(value, dict) else codec.dump(value)
+        files.write_text(answer_file(self.folder, self.index), json.dumps(plain, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Run: start the torch processes of a job, watch them, and make a report of whatever happens."""

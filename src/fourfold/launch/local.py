@@ -1,0 +1,168 @@
+"""How is a job run on this host? Start its ranks, watch them, end them, write the report.
+
+The ranks are forked by one worker process rather than by torchrun: torchrun's agent imports torch
+itself, reports one failure in its own words after its own time-outs, and leaves its ranks running
+when it is killed. The variables are torchrun's, so ranks started by torchrun or srun work too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.launch.gather import job_report
+from fourfold.launch.outcomes import fallen, silent
+from fourfold.launch.ranks import Ranks
+from fourfold.launch.watch import Silence
+from fourfold.result.job import DUMP_FILE, JOB_FILE, REPORT_FILE, JobReport, facts_file
+from fourfold.result.report import Failure, Outcome
+from fourfold.spec import codec
+from fourfold.spec.job import Job
+
+Progress = Callable[[str], None]
+End = tuple[Outcome, Failure | None]
+_POLL_S = 0.05
+# After the first bad exit the others may still say what they saw; after a hang they dump stacks.
+_LAST_WORDS_S = 2.0
+_DUMP_S = 3.0
+_TRACES = ("beat-*", "failure-*", "stack-*", "flight-*", "store-*", DUMP_FILE)
+
+
+def run_job(job: Job, folder: Path, *, progress: Progress | None = None) -> JobReport:
+    """Do every task of the job; a failed one is an entry in the report, the next ones still run.
+
+    Ctrl-C and SIGTERM end the ranks, write the report with what is left as `cancelled`, and then
+    raise KeyboardInterrupt.
+    """
+    require_torch()
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in (*_TRACES, "facts-*", "answer-*", "*.log", REPORT_FILE):
+        for path in folder.glob(pattern):
+            path.unlink()
+    files.write_text(folder / JOB_FILE, codec.to_json(job))
+    began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    ends: dict[int, End] = {}
+    todo = list(range(job.tasks))
+    try:
+        with _signals_raise():
+            while todo:
+                batch = _batch(job, todo)
+                ends |= _run_batch(job, batch, folder, progress)
+                todo = [task for task in todo if task not in ends]
+                if todo:
+                    _set_aside(folder, max(ends))
+    except KeyboardInterrupt:
+        words = Failure(rank=-1, stage=0, phase="", message="stopped by the user")
+        stopped: End = ("cancelled", words)
+        ends |= dict.fromkeys((task for task in todo if task not in ends), stopped)
+        raise
+    finally:
+        report = job_report(job, folder, ends, time.monotonic() - began, started_at)
+        files.write_text(folder / REPORT_FILE, codec.to_json(report))
+    return report
+
+
+def require_torch() -> None:
+    """Found without importing it: that takes seconds, and this process never needs it."""
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(
+            "this command runs models and needs torch, which is not installed",
+            way_out="pip install '.[run]' (the ./fourfold script does it by itself)",
+        )
+
+
+def _batch(job: Job, todo: list[int]) -> list[int]:
+    """The next tasks that can share one start: same number of ranks, same environment."""
+    first = todo[0]
+    batch = []
+    for task in todo:
+        if job.processes(task) != job.processes(first):
+            break
+        if job.task_env(task) != job.task_env(first):
+            break
+        batch.append(task)
+    return batch
+
+
+def _run_batch(
+    job: Job, batch: list[int], folder: Path, progress: Progress | None
+) -> dict[int, End]:
+    """Outcomes of the tasks that ended, at least one; the rest must be started again."""
+    ranks = Ranks(job, batch, folder)
+    try:
+        outcome, failure = _watch(job, ranks, progress)
+    finally:
+        ranks.end()
+    ends: dict[int, End] = {}
+    for task in batch:
+        done = all(facts_file(folder, task, rank).exists() for rank in range(ranks.scene.ranks))
+        if done:
+            ends[task] = ("ok", None)
+        else:
+            ends[task] = (outcome, failure)
+            break
+    return ends
+
+
+def _watch(job: Job, ranks: Ranks, progress: Progress | None) -> End:
+    silence = Silence(job, progress)
+    scene = ranks.scene
+    while True:
+        host_gone = ranks.poll()
+        if any(code for code, _ in scene.exits.values()) or (host_gone and not ranks.all_ended):
+            _wait_for(lambda: ranks.poll() or ranks.all_ended, _LAST_WORDS_S)
+            return fallen(scene)
+        if ranks.all_ended:
+            return "ok", None
+        limit = silence.broken(scene)
+        if limit:
+            (scene.folder / DUMP_FILE).touch()
+            _wait_for(lambda: _dumped(scene.folder, scene.ranks), _DUMP_S)
+            ranks.poll()
+            return "hung", silent(scene, silence.seconds, limit)
+        time.sleep(_POLL_S)
+
+
+def _dumped(folder: Path, ranks: int) -> bool:
+    return len(list(folder.glob("stack-*.txt"))) >= ranks
+
+
+def _wait_for(done: Callable[[], bool], limit_s: float) -> None:
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until and not done():
+        time.sleep(_POLL_S)
+
+
+def _set_aside(folder: Path, task: int) -> None:
+    """Keep what a failed task left behind, out of the way of the next start."""
+    aside = folder / f"failed-{task}"
+    for pattern in _TRACES:
+        for path in folder.glob(pattern):
+            aside.mkdir(exist_ok=True)
+            shutil.move(path, aside / path.name)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM acts like Ctrl-C while ranks run. Only the main thread may set handlers."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

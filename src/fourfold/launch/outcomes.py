@@ -1,0 +1,176 @@
+"""What happened, and who was first? From exit codes, the ranks' own words, and silence."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fourfold.errors import UserError
+from fourfold.result.job import Beat, RankFailure, failure_file, log_file
+from fourfold.result.report import Failure, Outcome
+from fourfold.spec import codec
+
+# Errors that only say that somebody else is gone: consequences, not causes.
+_PEER_GONE = re.compile(
+    r"closed by peer|connection (was )?(reset|closed|refused)|broken pipe|remote process exited"
+    r"|ncclRemoteError|communicator was aborted|DistNetworkError|DistStoreError|Gloo connect"
+    r"|Timed ?out|wait timeout",
+    re.IGNORECASE,
+)
+# Python functions in which a rank waits for the others; such a rank is not the one that is missing.
+_WAITING = re.compile(
+    r"torch[/\\]distributed|torch[/\\]autograd|_functional_collectives", re.IGNORECASE
+)
+_TAIL_LINES, _TAIL_CHARS = 15, 1500
+# Ranks give a sign every quarter second; one this old, beside fresh ones, is of a stopped rank.
+STALE_S = 3.0
+
+
+@dataclass(slots=True)
+class Scene:
+    """What the launcher has seen of one set of ranks."""
+
+    folder: Path
+    ranks: int
+    exits: dict[int, tuple[int, float]] = field(default_factory=dict)
+    beats: dict[int, Beat] = field(default_factory=dict)
+    kernel_kills: int = 0
+
+    def stands(self, rank: int) -> tuple[int, str]:
+        """Stage and phase of a rank's last beat."""
+        beat = self.beats.get(rank)
+        return (beat.stage, beat.phase) if beat else (0, "start")
+
+
+def fallen(scene: Scene) -> tuple[Outcome, Failure]:
+    """After at least one rank ended badly: the earliest cause that is no consequence."""
+    causes: list[tuple[float, Outcome, Failure]] = []
+    consequences: list[tuple[float, Outcome, Failure]] = []
+    for rank, (code, at) in scene.exits.items():
+        said = own_words(scene.folder, rank)
+        if said is not None:
+            late = said.outcome == "crashed" and _PEER_GONE.search(said.failure.message)
+            failure = _with_tail(said.failure, scene.folder)
+            (consequences if late else causes).append((said.at, said.outcome, failure))
+        elif code != 0:
+            causes.append((at, *_silent_end(scene, rank, code)))
+    for _, outcome, failure in sorted(causes or consequences, key=lambda item: item[0]):
+        return outcome, failure
+    return "crashed", Failure(
+        rank=-1, stage=0, phase="start", message=tail(log_file(scene.folder, -1))
+    )
+
+
+def own_words(folder: Path, rank: int) -> RankFailure | None:
+    try:
+        return codec.from_json(RankFailure, failure_file(folder, rank).read_text(encoding="utf-8"))
+    except (OSError, UserError):
+        return None
+
+
+def _silent_end(scene: Scene, rank: int, code: int) -> tuple[Outcome, Failure]:
+    stage, phase = scene.stands(rank)
+    outcome: Outcome = "crashed"
+    if code < 0:
+        message = f"ended by signal {-code} ({_signal_name(-code)})"
+        if code == -signal.SIGKILL and scene.kernel_kills:
+            outcome, message = "oom", f"{message}, sent by the kernel: the host ran out of memory"
+    else:
+        message = f"exit code {code}"
+    failure = Failure(rank=rank, stage=stage, phase=phase, message=message)
+    return outcome, _with_tail(failure, scene.folder)
+
+
+def silent(scene: Scene, waited_s: float, limit: str) -> Failure:
+    """After a time limit: the first rank that did not arrive where the others wait."""
+    rank, how = missing_rank(scene)
+    stage, phase = scene.stands(rank)
+    others = len(scene.beats) - 1
+    message = f"no progress for {waited_s:.0f} s ({limit}); rank {rank} {how}"
+    if others > 0:
+        message += f"; {others} other ranks wait"
+    return Failure(rank=rank, stage=stage, phase=phase, message=message)
+
+
+def missing_rank(scene: Scene) -> tuple[int, str]:
+    """The lowest suspect, by the strongest evidence there is: no beat, a still beat, a collective
+    that others started and it did not, a stack that waits for nobody, the fewest phases passed.
+    """
+    absent = [rank for rank in range(scene.ranks) if rank not in scene.beats]
+    if absent:
+        return absent[0], "never came up"
+    newest = max(beat.at for beat in scene.beats.values())
+    still = [rank for rank, beat in scene.beats.items() if newest - beat.at > STALE_S]
+    if still:
+        age_s = newest - scene.beats[min(still)].at
+        return min(still), f"is stopped or stuck: its last sign is {age_s:.0f} s old"
+    behind = _behind(scene.beats)
+    busy = [rank for rank in scene.beats if not _waits(scene.folder, rank)]
+    both = [rank for rank in busy if rank in behind]
+    if both or behind:
+        rank = min(both or behind)
+        return rank, f"has not started {behind[rank]}"
+    if busy and len(busy) < len(scene.beats):
+        return min(busy), "is busy outside any collective"
+    fewest = min(scene.beats.values(), key=lambda beat: (beat.marks, beat.rank))
+    return fewest.rank, "has passed the fewest phases"
+
+
+def _behind(beats: Mapping[int, Beat]) -> dict[int, str]:
+    """Rank -> the collective of a group that another of its ranks has started and it has not."""
+    most: dict[str, int] = {}
+    for beat in beats.values():
+        for group, count in beat.groups:
+            most[group] = max(most.get(group, 0), int(count))
+    return {
+        rank: f"collective {int(count) + 1} of group {group}"
+        for rank, beat in sorted(beats.items())
+        for group, count in beat.groups
+        if int(count) < most[group]
+    }
+
+
+def _waits(folder: Path, rank: int) -> bool:
+    """Whether the dumped stack of the main thread stands inside torch's communication."""
+    try:
+        text = (folder / f"stack-{rank}.txt").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    main = text.split("Thread 0x")[-1].splitlines()
+    return bool(main[1:]) and bool(_WAITING.search("\n".join(main[1:4])))
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log, for a report that must stand alone."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_TAIL_LINES:])[-_TAIL_CHARS:]
+
+
+def _with_tail(failure: Failure, folder: Path) -> Failure:
+    end = tail(log_file(folder, failure.rank))
+    message = f"{failure.message}\n{end}" if end and end not in failure.message else failure.message
+    return Failure(
+        rank=failure.rank, stage=failure.stage, phase=failure.phase, message=message.strip()
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def kernel_kills() -> int:
+    """Processes the kernel has killed for memory in our control group; 0 where it does not say."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.events").read_text().splitlines()
+        return int(dict(line.split() for line in lines).get("oom_kill", "0"))
+    except (OSError, ValueError):
+        return 0

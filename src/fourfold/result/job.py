@@ -1,0 +1,107 @@
+"""What comes out of the torch processes? Small files in the job's folder, and one report.
+
+Each rank writes a beat (where it stands, every quarter second), its facts when a task is done, or
+its failure; the launcher makes `report.json` from them, also when ranks were killed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.result.report import Failure, Outcome, RankMemory, RankSteps, RunReport, StepReport
+from fourfold.spec import codec
+
+JOB_FILE = "job.json"
+REPORT_FILE = "report.json"
+# The launcher makes this file to ask every rank for its stack and its last collectives.
+DUMP_FILE = "dump-request"
+# A beat is two lines of fixed length, rewritten in place: where the rank stands (by its main
+# thread, whenever that changes), and that it lives (by its heart).
+WHERE_BYTES, ALIVE_BYTES = 256, 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Where a rank stands. `marks` counts phases passed; `groups` the collectives of each group."""
+
+    rank: int
+    pid: int
+    at: float
+    task: int
+    stage: int
+    phase: str
+    steps: int
+    marks: int
+    groups: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """What a rank says of its own end; `at` tells causes from consequences."""
+
+    outcome: Outcome
+    failure: Failure
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What one rank measured in one task; `environment` is filled by rank 0 alone."""
+
+    memory: RankMemory
+    times: RankSteps
+    steps: tuple[StepReport, ...] = ()
+    start_s: float = 0.0
+    window_s: float = 0.0
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReport:
+    """`runs` has one entry per run of the job; `answers` are files beside the report."""
+
+    job: str
+    outcome: Outcome
+    seconds: float
+    runs: tuple[RunReport, ...] = ()
+    answers: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+
+def beat_file(folder: Path, rank: int) -> Path:
+    return folder / f"beat-{rank}.json"
+
+
+def failure_file(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}.json"
+
+
+def facts_file(folder: Path, task: int, rank: int) -> Path:
+    return folder / f"facts-{task}-{rank}.json"
+
+
+def answer_file(folder: Path, task: int) -> Path:
+    return folder / f"answer-{task}.json"
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """stdout and stderr of a rank; rank -1 is the process that starts the ranks of a host."""
+    return folder / (f"rank-{rank}.log" if rank >= 0 else "host.log")
+
+
+def padded(plain: Mapping[str, object], width: int) -> bytes:
+    """One JSON line of exactly `width` bytes; '{}' when it can't fit."""
+    line = json.dumps(plain).encode()
+    return (line if len(line) < width else b"{}").ljust(width - 1) + b"\n"
+
+
+def read_beat(path: Path) -> Beat | None:
+    """None when the rank has not written yet, or is writing right now."""
+    try:
+        where, alive = path.read_bytes().splitlines()
+        return codec.decode(Beat, json.loads(where) | json.loads(alive))
+    except (OSError, ValueError):
+        return None

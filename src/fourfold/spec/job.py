@@ -1,0 +1,68 @@
+"""What goes into the torch processes? One job: its kind, one or many runs, and how it may end.
+
+The job file and the report that comes back (`fourfold.result.job`) are the whole seam between a
+command and the processes that import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fourfold.errors import UserError
+from fourfold.spec import check
+from fourfold.spec.run import RunSpec
+
+# ping: every rank joins and answers; finds a rank that can't come up before a long run does.
+JobKind = Literal["run", "train", "verify", "trace", "dryrun", "calibrate", "ping"]
+# These start as many processes as their run has ranks; the others simulate ranks or need none.
+_ONE_PROCESS_PER_RANK = ("run", "train", "ping")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Seconds of silence that end a job: until the first step is done, and between steps."""
+
+    start_s: float = 600.0
+    step_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check.positive(start_s=self.start_s, step_s=self.step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """`ranks` 0: as many processes as each run has ranks. `options` belong to the kind of job."""
+
+    job: JobKind
+    specs: tuple[RunSpec, ...] = ()
+    ranks: int = 0
+    options: tuple[tuple[str, str], ...] = ()
+    limits: Limits | None = None
+
+    def __post_init__(self) -> None:
+        check.whole(0, 2**24, ranks=self.ranks)
+        if self.job in _ONE_PROCESS_PER_RANK and not self.specs:
+            raise UserError(f"a '{self.job}' job needs at least one run", field="specs")
+
+    @property
+    def tasks(self) -> int:
+        """Things to do one after the other; a job without runs is one task."""
+        return max(1, len(self.specs))
+
+    def processes(self, task: int) -> int:
+        if self.ranks:
+            return self.ranks
+        return self.specs[task].gpus if self.job in _ONE_PROCESS_PER_RANK else 1
+
+    def task_limits(self, task: int) -> Limits:
+        if self.limits is not None or not self.specs:
+            return self.limits or Limits()
+        spec = self.specs[task]
+        return Limits(start_s=spec.start_limit_s, step_s=spec.step_limit_s)
+
+    def task_env(self, task: int) -> dict[str, str]:
+        return dict(self.specs[task].policy.env) if self.specs else {}
+
+    def option(self, name: str, default: str = "") -> str:
+        return dict(self.options).get(name, default)

@@ -1,0 +1,202 @@
+"""Ranks that fail for real: each ends in an outcome that names the rank, and leaves no process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fourfold.launch.local import run_job
+from fourfold.result.job import Beat, JobReport, beat_file, read_beat
+from fourfold.spec import codec
+from fourfold.spec.batch import Batch
+from fourfold.spec.catalog import model
+from fourfold.spec.job import Job
+from fourfold.spec.layout import Layout
+from fourfold.spec.run import Fault, RunSpec
+
+SOURCE = Path(__file__).parents[2] / "src"
+FOREVER = 1_000_000
+
+
+def spec(ranks: int = 2, **fields: object) -> RunSpec:
+    plain: dict = {"steps": 2, "warmup": 1, "device": "cpu", "start_limit_s": 120.0} | fields
+    return RunSpec(
+        model=model("llama-tiny"),
+        gpus=ranks,
+        layout=Layout(shard=ranks),
+        batch=Batch(seq_len=32, global_batch=4),
+        **plain,
+    )
+
+
+def alive(pid: int) -> bool:
+    """Running, not merely waiting to be reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+
+
+def wait_for(done, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.02)
+
+
+class Launched:
+    """A launcher in its own process, with ranks that have made steps."""
+
+    def __init__(self, folder: Path, run: RunSpec) -> None:
+        folder.mkdir()
+        self.folder, self.run = folder / "job", run
+        (folder / "run.toml").write_text(codec.to_toml(run))
+        command = [sys.executable, "-m", "fourfold.launch", "--job", "ping"]
+        self.process = subprocess.Popen(
+            [*command, str(folder / "run.toml"), str(self.folder)],
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_for(lambda: all(beat and beat.steps > 2 for beat in self.beats()))
+        self.ranks = [beat.pid for beat in self.beats() if beat]
+        self.worker = int(
+            Path(f"/proc/{self.ranks[0]}/stat").read_text().rsplit(")", 1)[1].split()[1]
+        )
+
+    def beats(self) -> list[Beat | None]:
+        return [read_beat(beat_file(self.folder, rank)) for rank in range(self.run.gpus)]
+
+    def report(self) -> JobReport:
+        return codec.from_json(JobReport, (self.folder / "report.json").read_text())
+
+    def all_gone(self) -> bool:
+        return not any(alive(pid) for pid in (self.worker, *self.ranks))
+
+
+def test_every_rank_answers(tmp_path: Path) -> None:
+    report = run_job(Job(job="ping", specs=(spec(3),)), tmp_path)
+    assert report.outcome == "ok"
+    assert report.failure is None
+    (run,) = report.runs
+    assert [step.warmup for step in run.steps] == [True, False, False]
+    assert len(run.ranks) == 3
+    assert run.start_s > 0
+    assert codec.from_json(JobReport, (tmp_path / "report.json").read_text()) == report
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "words"),
+    [
+        ("crash", "crashed", "SIGSEGV"),
+        ("oom", "oom", "allocate"),
+        ("nonfinite", "nonfinite", "nan"),
+        ("hang", "hung", "step limit 2 s"),
+    ],
+)
+def test_a_fault_is_an_outcome(tmp_path: Path, kind, outcome, words) -> None:
+    fault = Fault(kind=kind, rank=1, step=1)
+    report = run_job(Job(job="ping", specs=(spec(fault=fault, step_limit_s=2.0),)), tmp_path)
+    (run,) = report.runs
+    assert run.outcome == report.outcome == outcome
+    assert run.failure is not None
+    assert words in run.failure.message
+    if kind != "nonfinite":  # the sum is NaN on every rank at once
+        assert run.failure.rank == 1
+        assert run.failure.phase == "prepare"
+    if kind == "hang":
+        assert (tmp_path / "stack-0.txt").exists()
+        entries = json.loads((tmp_path / "flight-0.json").read_text())["entries"]
+        assert entries[-1]["collective_seq_id"] == 2
+
+
+def test_a_failed_run_does_not_cost_the_others(tmp_path: Path) -> None:
+    bad = spec(fault=Fault(kind="crash", rank=0, step=0))
+    report = run_job(Job(job="ping", specs=(spec(), bad, spec(3), spec())), tmp_path)
+    assert [run.outcome for run in report.runs] == ["ok", "crashed", "ok", "ok"]
+    assert [len(run.ranks) for run in report.runs] == [2, 0, 3, 2]
+    assert (tmp_path / "failed-1").is_dir()
+
+
+def test_kill_of_a_rank(tmp_path: Path) -> None:
+    launched = Launched(tmp_path / "x", spec(4, steps=FOREVER))
+    os.kill(launched.ranks[2], signal.SIGKILL)
+    assert launched.process.wait(30) == 1
+    failure = launched.report().failure
+    assert launched.report().outcome == "crashed"
+    assert failure is not None
+    assert failure.rank == 2
+    assert "SIGKILL" in failure.message
+    assert launched.all_gone()
+
+
+def test_stop_of_a_rank(tmp_path: Path) -> None:
+    launched = Launched(tmp_path / "x", spec(4, steps=FOREVER, step_limit_s=4.0))
+    os.kill(launched.ranks[3], signal.SIGSTOP)
+    assert launched.process.wait(60) == 1
+    failure = launched.report().failure
+    assert launched.report().outcome == "hung"
+    assert failure is not None
+    assert failure.rank == 3
+    assert "stopped" in failure.message
+    assert launched.all_gone()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_the_user_stops_it(tmp_path: Path, sig) -> None:
+    launched = Launched(tmp_path / "x", spec(2, steps=FOREVER))
+    launched.process.send_signal(sig)
+    assert launched.process.wait(30) == 130
+    assert launched.report().outcome == "cancelled"
+    assert launched.all_gone()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_kill_of_the_launcher(tmp_path: Path, stopped) -> None:
+    """Also when a rank is stopped at that moment: it can't watch anything itself."""
+    launched = Launched(tmp_path / "x", spec(3, steps=FOREVER))
+    if stopped:
+        os.kill(launched.ranks[1], signal.SIGSTOP)
+    launched.process.kill()
+    launched.process.wait()
+    wait_for(launched.all_gone, 20)
+
+
+def test_kill_of_the_worker(tmp_path: Path) -> None:
+    launched = Launched(tmp_path / "x", spec(2, steps=FOREVER))
+    os.kill(launched.worker, signal.SIGKILL)
+    assert launched.process.wait(30) == 1
+    assert launched.report().outcome == "crashed"
+    wait_for(launched.all_gone, 10)
+
+
+def test_kill_of_the_launcher_while_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(codec.to_toml(spec(2, steps=FOREVER)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fourfold.launch", "--job", "ping", "run.toml", "job"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(lambda: (tmp_path / "job" / "host.log").exists())
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: children.read_text().split())
+    workers = [int(word) for word in children.read_text().split()]
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(alive, workers)), 20)
+
+
+def test_a_job_that_can_not_start(tmp_path: Path) -> None:
+    report = run_job(Job(job="ping", specs=(spec(device="cuda"),)), tmp_path)
+    assert report.outcome == "crashed"
+    assert report.failure is not None
+    assert "CUDA" in report.failure.message or "cuda" in report.failure.message

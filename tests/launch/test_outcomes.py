@@ -1,0 +1,145 @@
+"""Who was first? Exit codes, the ranks' words and silence -> outcome and rank; no processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fourfold.errors import UserError
+from fourfold.launch import local
+from fourfold.launch.outcomes import Scene, fallen, missing_rank
+from fourfold.launch.watch import Silence
+from fourfold.result.job import (
+    Beat,
+    RankFailure,
+    beat_file,
+    failure_file,
+    log_file,
+    padded,
+    read_beat,
+)
+from fourfold.result.report import Failure
+from fourfold.spec import codec
+from fourfold.spec.batch import Batch
+from fourfold.spec.catalog import model
+from fourfold.spec.job import Job, Limits
+from fourfold.spec.run import RunSpec
+
+
+def beat(rank: int, **fields) -> Beat:
+    plain: dict = {"pid": 1, "at": 100.0, "task": 0, "stage": rank, "phase": "forward"}
+    return Beat(rank=rank, **(plain | {"steps": 1, "marks": 9} | fields))
+
+
+def say(folder: Path, rank: int, outcome, message: str, at: float) -> None:
+    failure = Failure(rank=rank, stage=0, phase="backward", message=message)
+    record = RankFailure(outcome=outcome, failure=failure, at=at)
+    failure_file(folder, rank).write_text(codec.to_json(record))
+
+
+def test_lost_peers_are_consequences(tmp_path: Path) -> None:
+    scene = Scene(folder=tmp_path, ranks=3, beats={2: beat(2)})
+    say(tmp_path, 0, "crashed", "RuntimeError: Connection closed by peer [127.0.0.1]", 9.0)
+    say(tmp_path, 1, "crashed", "RuntimeError: Connection reset by peer", 9.5)
+    scene.exits = {0: (1, 9.1), 1: (1, 9.6), 2: (-9, 10.0)}
+    outcome, failure = fallen(scene)
+    assert (outcome, failure.rank, failure.stage, failure.phase) == ("crashed", 2, 2, "forward")
+    assert "SIGKILL" in failure.message
+
+
+def test_the_earliest_cause_wins(tmp_path: Path) -> None:
+    log_file(tmp_path, 1).write_text("Traceback\n  last line\n")
+    say(tmp_path, 0, "crashed", "ValueError: late", 9.0)
+    say(tmp_path, 1, "oom", "MemoryLimitError: over", 8.0)
+    scene = Scene(folder=tmp_path, ranks=2, exits={0: (1, 9.0), 1: (1, 8.1)})
+    outcome, failure = fallen(scene)
+    assert (outcome, failure.rank) == ("oom", 1)
+    assert "last line" in failure.message
+
+
+def test_the_kernel_ran_out_of_memory(tmp_path: Path) -> None:
+    scene = Scene(folder=tmp_path, ranks=1, exits={0: (-9, 1.0)}, kernel_kills=1)
+    assert fallen(scene)[0] == "oom"
+
+
+def test_nobody_came_up(tmp_path: Path) -> None:
+    log_file(tmp_path, -1).write_text("ImportError: libcudart\n")
+    outcome, failure = fallen(Scene(folder=tmp_path, ranks=2))
+    assert (outcome, failure.rank) == ("crashed", -1)
+    assert "libcudart" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("beats", "rank", "words"),
+    [
+        ({0: beat(0)}, 1, "never came up"),
+        ({0: beat(0, at=50.0), 1: beat(1), 2: beat(2)}, 0, "50 s old"),
+        (
+            {r: beat(r, groups=(("dp", str(7 - (r == 1))),)) for r in range(3)},
+            1,
+            "collective 7 of group dp",
+        ),
+        ({r: beat(r, marks=9 - (r == 2)) for r in range(3)}, 2, "fewest phases"),
+    ],
+)
+def test_the_first_missing_rank(tmp_path: Path, beats, rank, words) -> None:
+    found, how = missing_rank(Scene(folder=tmp_path, ranks=3, beats=beats))
+    assert found == rank
+    assert words in how
+
+
+def test_a_stack_outside_collectives_is_the_missing_one(tmp_path: Path) -> None:
+    waits = 'Current thread 0x1:\n  File "heart"\n\nThread 0x2 (most recent call first):\n  File '
+    for rank in range(3):
+        where = '"data.py", line 3' if rank == 1 else '"/x/torch/distributed/c10d.py", line 9'
+        (tmp_path / f"stack-{rank}.txt").write_text(waits + where)
+    scene = Scene(folder=tmp_path, ranks=3, beats={rank: beat(rank) for rank in range(3)})
+    assert missing_rank(scene) == (1, "is busy outside any collective")
+
+
+def test_silence_has_two_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    job = Job(job="calibrate", ranks=1, limits=Limits(start_s=10.0, step_s=3.0))
+    silence = Silence(job)
+    scene = Scene(folder=tmp_path, ranks=1, beats={0: beat(0, steps=0)})
+    assert silence.broken(scene) == ""
+    clock[0] = 9.0
+    assert silence.broken(scene) == ""
+    clock[0] = 11.0
+    assert silence.broken(scene) == "start limit 10 s"
+    scene.beats[0] = beat(0, steps=1)
+    assert silence.broken(scene) == ""
+    clock[0] = 13.0
+    scene.beats[0] = beat(0, steps=2)
+    assert silence.broken(scene) == ""
+    clock[0] = 16.5
+    assert silence.broken(scene) == "step limit 3 s"
+
+
+def test_a_beat_is_two_lines(tmp_path: Path) -> None:
+    path = beat_file(tmp_path, 0)
+    where = padded({"task": 0, "stage": 1, "phase": "build", "steps": 0, "marks": 2}, 256)
+    path.write_bytes(where + padded({"rank": 0, "pid": 7, "at": 1.5, "groups": {"0": "4"}}, 1024))
+    assert read_beat(path) == Beat(
+        rank=0, pid=7, at=1.5, task=0, stage=1, phase="build", steps=0, marks=2,
+        groups=(("0", "4"),),
+    )  # fmt: skip
+    path.write_bytes(path.read_bytes()[:300])
+    assert read_beat(path) is None
+
+
+def test_jobs_round_trip() -> None:
+    run = RunSpec(model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=8))
+    job = Job(job="dryrun", specs=(run,), options=(("rank", "3"),))
+    assert codec.from_json(Job, codec.to_json(job)) == job
+    assert job.processes(0) == 1
+    with pytest.raises(UserError, match="needs at least one run"):
+        Job(job="run")
+
+
+def test_missing_torch_says_what_to_install(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(local.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install '\.\[run\]'"):
+        local.run_job(Job(job="calibrate"), tmp_path)
