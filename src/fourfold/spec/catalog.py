@@ -101,9 +101,9 @@ def device_names() -> tuple[str, ...]:
 
 
 def device(name: str) -> Device:
-    """A GPU by id ('h100-80gb'), or from a TOML file with the fields of Device."""
+    """A GPU by id ('h100-80gb'), or from a TOML or JSON file with the fields of Device."""
     if _PATHLIKE.search(name):
-        return codec.from_toml(Device, files.read_text(name, field="gpu"))
+        return codec.load(Device, _table_file(name, "gpu"))
     table = _data("devices.toml")["devices"]
     key = name.lower()
     if key not in table:
@@ -124,7 +124,7 @@ def cluster_names() -> tuple[str, ...]:
 def cluster(name: str) -> Cluster:
     """A cluster by name ('jean-zay'), or from a TOML file ('fourfold clusters new' writes one)."""
     if _PATHLIKE.search(name):
-        return cluster_from(codec.parse_toml(files.read_text(name, field="cluster")))
+        return cluster_from(_table_file(name, "cluster"))
     known = _folder("clusters")
     if name.lower() not in known:
         raise UserError(
@@ -136,8 +136,16 @@ def cluster(name: str) -> Cluster:
     return cluster_from(_data(known[name.lower()]))
 
 
-def cluster_from(data: dict[str, Any]) -> Cluster:
+def _table_file(path: str, field: str) -> Any:
+    text = files.read_text(path, field=field)
+    try:
+        return codec.parse_json(text) if path.endswith(".json") else codec.parse_toml(text)
+    except UserError as error:
+        raise error.within(f"{field} {path}") from None
+
+
+def cluster_from(data: Any) -> Cluster:
     """In a cluster file `device` may be an id of the catalogue or a whole table."""
-    if isinstance(data.get("device"), str):
+    if isinstance(data, dict) and isinstance(data.get("device"), str):
         data = data | {"device": codec.encode(device(data["device"]))}
     return codec.load(Cluster, data)

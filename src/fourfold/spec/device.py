@@ -37,7 +37,10 @@ PEAK_NAMES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """`sms` = streaming multiprocessors (compute units on AMD, cores on a CPU)."""
+    """`sms` = streaming multiprocessors (compute units on AMD, cores on a CPU).
+
+    `links` x `link_bytes_per_s`, one way, is what joins it to its peers (NVLink); 0: PCIe only.
+    """
 
     id: str
     name: str
@@ -46,12 +49,26 @@ class Device:
     memory_bytes_per_s: Rate
     sms: int
     power_w: float
+    links: int = 0
+    link_bytes_per_s: Rate | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
         check.whole(1, 2**60, memory_bytes=self.memory_bytes)
         check.whole(1, 2**20, sms=self.sms)
         check.positive(memory_bytes_per_s=self.memory_bytes_per_s, power_w=self.power_w)
+        check.whole(0, 1024, links=self.links)
+        if self.link_bytes_per_s is not None:
+            check.positive(link_bytes_per_s=self.link_bytes_per_s)
+        elif self.links:
+            raise UserError(
+                "is missing", field="link_bytes_per_s", way_out="give the rate of one link, one way"
+            )
+
+    @property
+    def peer_bytes_per_s(self) -> float:
+        """One way, over all links to its peers; 0 where it has none."""
+        return self.links * (self.link_bytes_per_s or 0.0)
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s of a policy's precision ('bf16-mixed' counts against bf16)."""

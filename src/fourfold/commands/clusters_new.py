@@ -1,0 +1,277 @@
+"""'clusters new': a cluster file from answers, `nvidia-smi topo -m` output and nccl-tests logs.
+
+Rates are never guessed: a flag, else a measurement, else links x the data sheet's rate of a link,
+else a question (on a terminal) or a refusal. A latency that nobody gave or measured is assumed, and
+the file says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold import files
+from fourfold.commands.clusters import cluster_text
+from fourfold.errors import UserError
+from fourfold.spec import catalog, codec
+from fourfold.spec.device import Device
+from fourfold.spec.nccl_tests import LinkFit, NcclLog, device_id, fit, parse_log
+from fourfold.spec.toml import toml_text
+from fourfold.spec.topology import HostTopology, parse_topo
+from fourfold.units import bytes_per_s_from
+
+# Typical of one NCCL step inside a host and between hosts; the shipped clusters assume the same.
+_ASSUMED = {"alone": "0us", "nvlink": "3us", "pcie": "5us", "network": "10us"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evidence:
+    """What is known before levels are built."""
+
+    args: argparse.Namespace
+    device: Device
+    topo: HostTopology | None
+    logs: tuple[NcclLog, ...]
+    hosts: int
+    host_gpus: int
+    nvlink_ranks: int
+
+    @property
+    def gpus(self) -> int:
+        return self.hosts * self.host_gpus
+
+    @property
+    def nics(self) -> int:
+        return self.args.nics or (self.topo.nics if self.topo else 0)
+
+
+def run_new(args: argparse.Namespace) -> int:
+    if args.out and os.path.lexists(args.out) and not args.force:
+        raise UserError(
+            "exists", field="out", value=args.out, way_out="add --force, or name another file"
+        )
+    name = args.name or (Path(args.out).stem if args.out else "")
+    name = name or _ask("name", "a name for the cluster", "--name NAME")
+    plain = _plain(_evidence(args), name)
+    cluster = catalog.cluster_from(plain)
+    text = toml_text(plain)
+    if args.out:
+        files.write_text(args.out, text)
+        print(cluster_text(cluster, args.format))
+        print(f"wrote {args.out}; use it as --cluster {_as_path(args.out)}", file=sys.stderr)
+    else:
+        print(cluster_text(cluster, "json") if args.format == "json" else text, end="")
+    return 0
+
+
+def _as_path(out: str) -> str:
+    return out if "/" in out or out.endswith(".toml") else f"./{out}"
+
+
+def _ask(field: str, question: str, flag: str) -> str:
+    """An answer from the terminal; without one the request is incomplete."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise UserError("is missing", field=field, way_out=f"add {flag}: {question}")
+    print(f"{question}? ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline().strip()
+    if not answer:
+        raise UserError("is missing", field=field, way_out=f"answer, or add {flag}")
+    return answer
+
+
+def _ask_count(field: str, question: str, flag: str) -> int:
+    answer = _ask(field, question, flag)
+    if not (answer.isascii() and answer.isdecimal()) or int(answer[:9]) < 1:
+        raise UserError("must be a whole number from 1", field=field, value=answer)
+    return int(answer[:9])
+
+
+def _evidence(args: argparse.Namespace) -> _Evidence:
+    for flag in ("hosts", "host_gpus", "nvlink_ranks", "nics"):
+        value = getattr(args, flag)
+        if value is not None and not 1 <= value <= 2**24:
+            name = flag.replace("_", "-")
+            raise UserError("must be from 1 to 2^24", field=name, value=value)
+    logs = tuple(_read_log(path) for path in args.nccl_tests or ())
+    device = catalog.device(args.gpu or _gpu_of(logs) or _ask("gpu", "which GPU", "--gpu ID"))
+    topo = None
+    if args.topo:
+        try:
+            topo = parse_topo(files.read_text(args.topo, field="topo"), device)
+        except UserError as error:
+            raise error.within(f"topo {args.topo}") from None
+    host_gpus = _host_gpus(args, topo, logs)
+    hosts = args.hosts or max((log.hosts for log in logs), default=0)
+    hosts = hosts or _ask_count("hosts", "how many hosts", "--hosts N")
+    island = args.nvlink_ranks or (topo.island if topo else host_gpus if device.links else 1)
+    return _Evidence(
+        args=args,
+        device=device,
+        topo=topo,
+        logs=logs,
+        hosts=hosts,
+        host_gpus=host_gpus,
+        nvlink_ranks=min(island, hosts * host_gpus),
+    )
+
+
+def _read_log(path: str) -> NcclLog:
+    try:
+        return parse_log(files.read_text(path, field="nccl-tests"), Path(path).name)
+    except UserError as error:
+        raise error.within("" if error.field else f"nccl-tests {path}") from None
+
+
+def _gpu_of(logs: tuple[NcclLog, ...]) -> str | None:
+    found = {device_id(log.device_name, catalog.device_names()) for log in logs}
+    return found.pop() if len(found) == 1 else None
+
+
+def _host_gpus(
+    args: argparse.Namespace, topo: HostTopology | None, logs: tuple[NcclLog, ...]
+) -> int:
+    seen = topo.gpus if topo else 0
+    if seen and args.host_gpus and args.host_gpus != seen:
+        raise UserError(
+            f"the topology shows {seen}",
+            field="host-gpus",
+            value=args.host_gpus,
+            way_out="leave --host-gpus out, or give the topology of the right host",
+        )
+    most = max((log.host_ranks for log in logs), default=0)
+    count = args.host_gpus or seen or most
+    count = count or _ask_count("host-gpus", "how many GPUs in one host", "--host-gpus N")
+    if most > count:
+        raise UserError(
+            f"a log of nccl-tests has {most} ranks on a host", field="host-gpus", value=count
+        )
+    return count
+
+
+def _plain(known: _Evidence, name: str) -> dict[str, Any]:
+    """The file as plain data: rates and times as people write them, a known GPU by its id."""
+    links: list[dict[str, Any]] = []
+    notes: list[str] = []
+    if known.nvlink_ranks > 1:
+        _add_level(known, links, notes, "nvlink", known.nvlink_ranks)
+    if known.host_gpus > known.nvlink_ranks:
+        _add_level(known, links, notes, "pcie", known.host_gpus)
+    if not links or links[-1]["ranks"] < known.gpus:
+        _add_level(known, links, notes, "network" if known.gpus > 1 else "alone", known.gpus)
+    shipped = known.device.id in catalog.device_names()
+    shipped = shipped and catalog.device(known.device.id) == known.device
+    price = known.args.price
+    return {
+        "schema": codec.SCHEMA_VERSION,
+        "name": name,
+        "device": known.device.id if shipped else codec.encode(known.device),
+        "gpus": known.gpus,
+        "host_gpus": known.host_gpus,
+        **({} if price is None else {"price_per_gpu_hour": price}),
+        "source": "; ".join(notes),
+        "links": links,
+    }
+
+
+def _add_level(
+    known: _Evidence, links: list[dict[str, Any]], notes: list[str], level: str, ranks: int
+) -> None:
+    measured = _measured(known, level)
+    rate, why = _rate(known, level, measured)
+    given = getattr(known.args, f"{level}_latency", None)
+    if given:
+        latency, source = given, "given"
+    elif measured is not None and measured.latency_s is not None:
+        latency, source = f"{measured.latency_s * 1e6:.4g}us", "measured"
+    else:
+        latency, source = _ASSUMED[level], "assumed"
+    links.append({"name": level, "ranks": ranks, "bytes_per_s": rate, "latency_s": latency})
+    notes.append(f"{level}: {why}, latency {source}")
+
+
+def _rate(known: _Evidence, level: str, measured: LinkFit | None) -> tuple[str, str]:
+    """(rate of one GPU, where it comes from)."""
+    args, device, topo = known.args, known.device, known.topo
+    if level == "network":
+        return _network_rate(known, measured)
+    if level == "alone":
+        return _show_rate(device.memory_bytes_per_s), "one GPU, its own memory"
+    given = args.nvlink if level == "nvlink" else args.pcie
+    if given:
+        return given, "given"
+    if measured is not None:
+        return _show_rate(measured.bytes_per_s), "measured with nccl-tests"
+    if level == "nvlink" and topo is not None and topo.nvlinks and device.link_bytes_per_s:
+        how = "through a switch" if topo.switched else "between GPUs"
+        each = device.link_bytes_per_s
+        return _show_rate(topo.nvlinks * each), f"{topo.nvlinks} links of {_show_rate(each)} {how}"
+    if level == "nvlink" and device.peer_bytes_per_s:
+        return _show_rate(device.peer_bytes_per_s), "data sheet"
+    return _ask(
+        level, f"{level} rate of one GPU, one way, such as 30GB/s", f"--{level} RATE"
+    ), "given"
+
+
+def _network_rate(known: _Evidence, measured: LinkFit | None) -> tuple[str, str]:
+    args = known.args
+    if args.network:
+        host, why = _parsed("network", args.network), f"{args.network} a host"
+    elif measured is not None:
+        return _show_rate(measured.bytes_per_s), "measured with nccl-tests"
+    elif args.nic_rate and known.nics:
+        host = known.nics * _parsed("nic-rate", args.nic_rate)
+        why = f"{known.nics} cards of {args.nic_rate} a host"
+    elif args.nic_rate:
+        raise UserError("is missing", field="nics", way_out="add --nics N, or --topo FILE")
+    else:
+        example = f"--nic-rate RATE ({known.nics} cards seen)" if known.nics else "--network RATE"
+        answer = _ask("network", "network rate of one host, such as 3200Gbit/s", example)
+        host, why = _parsed("network", answer), f"{answer} a host"
+    return _show_rate(host / known.host_gpus), why
+
+
+def _parsed(field: str, text: str) -> float:
+    try:
+        return bytes_per_s_from(text)
+    except UserError as error:
+        raise error.within(field) from None
+
+
+def _show_rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.6g}GB/s"
+
+
+def _measured(known: _Evidence, level: str) -> LinkFit | None:
+    """Median over the logs that used most ranks of this level."""
+    logs = [log for log in known.logs if _level_of(known, log) == level]
+    if not logs:
+        return None
+    most = max(log.ranks for log in logs)
+    fits = [_fit(known, log, level) for log in logs if log.ranks == most]
+    latencies = [each.latency_s for each in fits if each.latency_s is not None]
+    return LinkFit(
+        bytes_per_s=statistics.median(each.bytes_per_s for each in fits),
+        latency_s=statistics.median(latencies) if latencies else None,
+    )
+
+
+def _level_of(known: _Evidence, log: NcclLog) -> str:
+    """The level a log's slowest hop used. NVLink may span hosts (a rack of 72)."""
+    if log.ranks <= known.nvlink_ranks and (log.hosts == 1 or known.nvlink_ranks > known.host_gpus):
+        return "nvlink"
+    return "pcie" if log.hosts == 1 else "network"
+
+
+def _fit(known: _Evidence, log: NcclLog, level: str) -> LinkFit:
+    found = fit(log, crosses=level == "network")
+    if level != "network" or not known.nics:
+        return found
+    # Some ranks of a host had network cards to themselves that all ranks would have to share.
+    alone = log.op == "sendrecv" or log.host_ranks < known.host_gpus
+    share = min(1.0, known.nics / known.host_gpus) if alone else 1.0
+    return LinkFit(bytes_per_s=found.bytes_per_s * share, latency_s=found.latency_s)

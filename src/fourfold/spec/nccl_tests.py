@@ -1,0 +1,204 @@
+"""How fast are the links really? Latency and bandwidth fitted to nccl-tests logs.
+
+busbw (PERFORMANCE.md of nccl-tests) is what crosses the slowest link, in 1e9 bytes/s; times are in
+microseconds. A ring of n ranks takes n - 1 steps (all-reduce twice that) of one latency each.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+
+from fourfold.errors import UserError
+
+# How mpirun --tag-output and srun --label mark a line.
+_LABEL = re.compile(r"^\s*(\[[0-9]+,[0-9]+\]<std(out|err)>:|[0-9]+:) ?")
+_RANK = re.compile(
+    r"#\s+Rank\s+([0-9]+)\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device\s+[0-9]+"
+    r"\s+\[[^\]]*\]\s*(.*)"
+)
+# Name of the test -> (busbw / algbw of n ranks, latency steps of n ranks).
+_OPS = {
+    "all_reduce": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
+    "all_gather": (lambda n: (n - 1) / n, lambda n: n - 1),
+    "reduce_scatter": (lambda n: (n - 1) / n, lambda n: n - 1),
+    "alltoall": (lambda n: (n - 1) / n, lambda n: n - 1),
+    "broadcast": (lambda n: 1.0, lambda n: n - 1),
+    "reduce": (lambda n: 1.0, lambda n: n - 1),
+    "sendrecv": (lambda n: 1.0, lambda n: 1),
+}
+_NAME = re.compile(
+    r"\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast|reduce|sendrecv)_perf"
+)
+# Without a name in the log or on the file: told apart by their factor, most telling first.
+_BY_FACTOR = ("all_reduce", "all_gather", "sendrecv")
+# Sizes within this factor of the largest make the plateau; the rest says what latency costs.
+_PLATEAU = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    size_bytes: int
+    seconds: float
+    algbw: float
+    busbw: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclLog:
+    """One run of one test; bandwidths in bytes/s."""
+
+    op: str
+    hosts: int
+    ranks: int
+    device_name: str
+    points: tuple[Point, ...]
+
+    @property
+    def host_ranks(self) -> int:
+        return self.ranks // self.hosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFit:
+    """`bytes_per_s` is one rank's while all send; `latency_s` None: only large sizes were run."""
+
+    bytes_per_s: float
+    latency_s: float | None
+
+
+def parse_log(text: str, name: str = "") -> NcclLog:
+    """A log of nccl-tests; `name` (of its file) may say which test it was."""
+    lines = [_LABEL.sub("", line) for line in text.splitlines()]
+    ranks = [match.groups() for line in lines if (match := _RANK.match(line.strip()))]
+    if not ranks:
+        raise UserError(
+            "has no '#  Rank 0 ... on HOST device 0' lines",
+            way_out="give the whole output of all_reduce_perf or another of the nccl-tests",
+        )
+    if len({rank for rank, _, _ in ranks}) != len(ranks):
+        raise UserError(
+            "lists a rank twice: several runs in one file, or ranks that ran side by side",
+            way_out="give one run a file; build nccl-tests with MPI=1",
+        )
+    per_host = Counter(host for _, host, _ in ranks)
+    if len(set(per_host.values())) > 1:
+        raise UserError(
+            f"hosts have {min(per_host.values())} to {max(per_host.values())} ranks",
+            way_out="use the same number of GPUs on every host",
+        )
+    if len(ranks) < 2:
+        raise UserError("has one rank: nothing was sent", way_out="run it on 2 GPUs or more")
+    points = _points(lines)
+    op = _op("\n".join(lines), name, points, len(ranks))
+    device_name = ranks[0][2].strip()
+    return NcclLog(
+        op=op, hosts=len(per_host), ranks=len(ranks), device_name=device_name, points=points
+    )
+
+
+def _points(lines: list[str]) -> tuple[Point, ...]:
+    columns: dict[str, int] = {}
+    points = []
+    for line in lines:
+        words = line.split()
+        if words[:2] == ["#", "size"]:
+            # The first time, algbw and busbw are out of place; in-place columns follow them.
+            columns = {
+                word: words.index(word) - 1 for word in ("time", "algbw", "busbw") if word in words
+            }
+        elif columns and words and words[0].isdecimal() and len(columns) == 3:
+            point = _point(words, columns)
+            if point is not None:
+                points.append(point)
+    if not points:
+        raise UserError(
+            "has no line with a size, a time and a bandwidth above 0",
+            way_out="give the whole output, with sizes of 1 MiB and more",
+        )
+    return tuple(sorted(points, key=lambda point: point.size_bytes))
+
+
+def _point(words: list[str], columns: dict[str, int]) -> Point | None:
+    """None where the tool printed a size of 0, N/A or a bandwidth that rounded to 0."""
+    try:
+        size = int(words[0][:20])
+        time_us, algbw, busbw = (float(words[columns[key]]) for key in ("time", "algbw", "busbw"))
+    except (ValueError, IndexError):
+        return None
+    if not (size > 0 and 0 < time_us < 1e12 and 0 <= algbw < 1e9 and 0 <= busbw < 1e9):
+        return None
+    return Point(size_bytes=size, seconds=time_us * 1e-6, algbw=algbw * 1e9, busbw=busbw * 1e9)
+
+
+def _op(text: str, name: str, points: tuple[Point, ...], ranks: int) -> str:
+    named = _NAME.search(text) or _NAME.search(name)
+    if named:
+        return named.group(1)
+    for op in _OPS:  # a file called alltoall.log or nccl-sendrecv-2x8.txt
+        if op in name.lower().replace("-", "_"):
+            return op
+    widest = max(points, key=lambda point: point.busbw)
+    if widest.algbw > 0:
+        for op in _BY_FACTOR:
+            if abs(widest.busbw / widest.algbw / _OPS[op][0](ranks) - 1) < 0.02:
+                return op
+    raise UserError("does not say which test it was", way_out="name the file all_reduce_perf.log")
+
+
+def fit(log: NcclLog, *, crosses: bool) -> LinkFit:
+    """Bandwidth from the plateau of large sizes, latency from what small ones take beyond it.
+
+    `crosses`: the ranks left their inner level, so that a host's ranks shared what was measured.
+    """
+    factor, steps = _OPS[log.op][0](log.ranks), _OPS[log.op][1](log.ranks)
+    data = [(point.size_bytes * factor, point.seconds) for point in log.points]
+    bytes_per_s = _slope([pair for pair in data if pair[0] * _PLATEAU >= data[-1][0]])
+    small = [
+        (seconds - wire / bytes_per_s) / steps
+        for wire, seconds in data
+        if wire / bytes_per_s < seconds / 2
+    ]
+    latency_s = max(0.0, statistics.median(small)) if small else None
+    share = _share(log) if crosses else 1.0
+    return LinkFit(bytes_per_s=bytes_per_s * share, latency_s=latency_s)
+
+
+def _slope(pairs: list[tuple[float, float]]) -> float:
+    """Bytes/s of seconds = a + bytes / rate, each point weighted by 1 / seconds^2, a >= 0."""
+    best = max(wire / seconds for wire, seconds in pairs)
+    if len({wire for wire, _ in pairs}) < 2:
+        return best
+    weights = [1 / seconds**2 for _, seconds in pairs]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, pairs, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, pairs, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, pairs, strict=True))
+    joint = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, pairs, strict=True))
+    if joint <= 0 or mean_y - joint / spread * mean_x < 0:
+        return best  # noise, or faster than any line through the origin: what was reached
+    return spread / joint
+
+
+def _share(log: NcclLog) -> float:
+    """What one rank gets of the measured rate when every rank of a host sends at once.
+
+    A ring crosses a host's edge once, over all of its network cards together, so its busbw is the
+    host's. Ring send-receive loads one card of a host; all-to-all sends most of its bytes outside.
+    """
+    if log.op == "sendrecv":
+        return 1.0
+    if log.op == "alltoall":
+        return (log.ranks - log.host_ranks) / (log.ranks - 1)
+    return 1 / log.host_ranks
+
+
+def device_id(name: str, known: tuple[str, ...]) -> str | None:
+    """'NVIDIA H100 80GB HBM3' -> 'h100-80gb', if exactly one id has all its words in the name."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if words & {"pcie", "nvl"}:
+        return None
+    found = [known_id for known_id in known if set(known_id.split("-")) <= words]
+    return found[0] if len(found) == 1 else None

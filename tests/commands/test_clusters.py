@@ -1,0 +1,156 @@
+"""`fourfold clusters`: the catalogue, one entry, and files for clusters of one's own.
+
+The samples of tests/samples are composed in the tools' public formats, not measured.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.spec import catalog
+
+SAMPLES = Path(__file__).parents[1] / "samples"
+NEW = ["clusters", "new", "--name", "mine"]
+H100 = ["--gpu", "h100-80gb"]
+
+
+def text(capsys, *words: str, code: int = 0) -> str:
+    assert main(list(words)) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err
+
+
+def test_every_gpu_and_cluster_is_listed(capsys):
+    listed = text(capsys, "clusters")
+    for name in (*catalog.cluster_names(), *catalog.device_names()):
+        assert name in listed
+    data = json.loads(text(capsys, "clusters", "--format", "json"))
+    assert {row["name"] for row in data["clusters"]} == set(catalog.cluster_names())
+    assert {row["id"] for row in data["gpus"]} == set(catalog.device_names())
+
+
+@pytest.mark.parametrize("style", ["text", "md", "csv", "json"])
+def test_details(capsys, style):
+    assert "network" in text(capsys, "clusters", "jean-zay", "--format", style)
+    assert "989" in text(capsys, "clusters", "--gpu", "h100-80gb", "--format", style)
+
+
+def test_the_json_of_a_gpu_adds_one(capsys, tmp_path):
+    data = json.loads(text(capsys, "clusters", "--gpu", "h100-80gb", "--format", "json"))
+    data |= {"id": "h100-special", "memory_bytes": "120GiB"}
+    path = tmp_path / "special.json"
+    path.write_text(json.dumps(data))
+    assert "120.00" in text(capsys, "clusters", "--gpu", str(path))
+    out = tmp_path / "mine.toml"
+    text(capsys, *NEW, "--gpu", str(path), "--hosts", "2", "--host-gpus", "8",
+         "--network", "800Gbit/s", "--out", str(out))  # fmt: skip
+    assert catalog.cluster(str(out)).device == catalog.device(str(path))
+
+
+def test_a_file_from_answers(capsys, tmp_path):
+    out = tmp_path / "mine.toml"
+    words = [*NEW, *H100, "--hosts", "16", "--host-gpus", "8", "--network", "3200Gbit/s"]
+    text(capsys, *words, "--price", "2.5", "--out", str(out))
+    cluster = catalog.cluster(str(out))
+    assert (cluster.gpus, cluster.hosts, cluster.price_per_gpu_hour) == (128, 16, 2.5)
+    assert [(link.ranks, link.bytes_per_s) for link in cluster.links] == [(8, 450e9), (128, 50e9)]
+    before = out.read_bytes()
+    assert "--force" in text(capsys, *words, "--out", str(out), code=2)
+    assert out.read_bytes() == before
+    text(capsys, *words, "--hosts", "4", "--out", str(out), "--force")
+    assert catalog.cluster(str(out)).gpus == 32
+
+
+def test_a_rack_wide_nvlink_domain(capsys):
+    words = [*NEW, "--gpu", "gb200", "--hosts", "36", "--host-gpus", "4", "--nvlink-ranks", "72",
+             "--network", "1600Gbit/s", "--format", "json"]  # fmt: skip
+    links = json.loads(text(capsys, *words))["links"]
+    assert [(link["ranks"], link["bytes_per_s"]) for link in links] == [(72, 900e9), (144, 50e9)]
+
+
+def test_a_file_from_topology_and_logs(capsys, tmp_path):
+    out = tmp_path / "mine.toml"
+    logs = [str(SAMPLES / name) for name in ("all_reduce_1x8.log", "all_reduce_4x8.log")]
+    topo = str(SAMPLES / "topo_8xh100.txt")
+    text(capsys, *NEW, "--topo", topo, "--nccl-tests", *logs, "--out", str(out))
+    cluster = catalog.cluster(str(out))
+    assert (cluster.device.id, cluster.host_gpus, cluster.gpus) == ("h100-80gb", 8, 32)
+    inner, outer = cluster.links
+    assert inner.bytes_per_s == pytest.approx(362e9, rel=0.02)
+    assert inner.latency_s == pytest.approx(2.4e-6, rel=0.05)
+    assert outer.bytes_per_s == pytest.approx(336e9 / 8, rel=0.02)
+    assert "measured" in cluster.source
+
+
+def test_topology_alone_counts_links_and_cards(capsys):
+    topo = str(SAMPLES / "topo_8xh100.txt")
+    words = [*NEW, *H100, "--hosts", "2", "--topo", topo]
+    made = text(capsys, *words, "--nic-rate", "400Gbit/s")
+    assert 'bytes_per_s = "450GB/s"' in made
+    assert 'bytes_per_s = "50GB/s"' in made
+    assert "8 cards of 400Gbit/s" in made
+    assert "8 cards seen" in text(capsys, *words, code=2)
+
+
+def test_islands_need_the_rate_of_pcie(capsys):
+    topo = str(SAMPLES / "topo_8xa100_pairs.txt")
+    words = [*NEW, "--gpu", "a100-80gb", "--hosts", "1", "--topo", topo]
+    assert "--pcie RATE" in text(capsys, *words, code=2)
+    made = json.loads(text(capsys, *words, "--pcie", "25GB/s", "--format", "json"))
+    levels = [(link["name"], link["ranks"], link["bytes_per_s"]) for link in made["links"]]
+    assert levels == [("nvlink", 2, 300e9), ("pcie", 8, 25e9)]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "gpu: is missing"),
+        (["--gpu", "rtx-9090"], "a peak is never guessed; known: a100-40gb"),
+        (H100, "host-gpus: is missing"),
+        ([*H100, "--host-gpus", "8"], "hosts: is missing"),
+        ([*H100, "--host-gpus", "8", "--hosts", "2"], "network: is missing"),
+        ([*H100, "--host-gpus", "8", "--hosts", "0"], "hosts=0: must be from 1"),
+        ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "fast"], "is not a rate"),
+        ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "0"], "must be above 0"),
+        ([*H100, "--host-gpus", "8", "--hosts", "3", "--nvlink-ranks", "16"], "network"),
+        ([*H100, "--host-gpus", "4", "--topo", str(SAMPLES / "topo_8xh100.txt")], "shows 8"),
+        ([*H100, "--topo", str(SAMPLES / "all_reduce_1x8.log")], "is not the output of"),
+        ([*H100, "--topo", "/nowhere"], "cannot be read"),
+        (["--nccl-tests", str(SAMPLES / "topo_8xh100.txt")], "has no '#  Rank 0"),
+    ],
+)
+def test_incomplete_or_wrong_requests(capsys, words, reason):
+    assert reason in text(capsys, *NEW, *words, code=2)
+
+
+def test_flags_of_new_need_new(capsys):
+    assert "belongs to 'clusters new'" in text(capsys, "clusters", "--hosts", "2", code=2)
+    assert "not both" in text(capsys, "clusters", "jean-zay", *H100, code=2)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_questions_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", Terminal("mine\nh100-80gb\n8\n4\n1600Gbit/s\n"))
+    assert main(["clusters", "new"]) == 0
+    captured = capsys.readouterr()
+    assert 'name = "mine"' in captured.out
+    assert 'bytes_per_s = "25GB/s"' in captured.out
+    assert "how many hosts? " in captured.err
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    assert "is missing" in text(capsys, "clusters", "new", code=2)
+
+
+def test_the_shipped_clusters_agree_with_their_gpus():
+    for name in catalog.cluster_names():
+        cluster = catalog.cluster(name)
+        assert cluster.links[0].bytes_per_s == cluster.device.peer_bytes_per_s, name
+        assert cluster.source, name

@@ -1,0 +1,140 @@
+"""nccl-tests logs -> latency and bandwidth of a level."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.errors import UserError
+from fourfold.spec import catalog
+from fourfold.spec.nccl_tests import device_id, fit, parse_log
+
+SAMPLES = Path(__file__).parents[1] / "samples"
+FACTOR = {"all_reduce": lambda n: 2 * (n - 1) / n, "all_gather": lambda n: (n - 1) / n,
+          "sendrecv": lambda n: 1.0}  # fmt: skip
+STEPS = {
+    "all_reduce": lambda n: 2 * (n - 1),
+    "all_gather": lambda n: n - 1,
+    "sendrecv": lambda n: 1,
+}
+
+
+def log_text(op: str, hosts: int, per_host: int, latency_s: float, bytes_per_s: float) -> str:
+    """A log as the tools print it, for links that follow the model exactly."""
+    ranks = hosts * per_host
+    lines = [f"# Collective test starting: {op}_perf", "# Using devices"]
+    for rank in range(ranks):
+        host, device = divmod(rank, per_host)
+        lines.append(
+            f"#  Rank {rank:2d} Group  0 Pid {rank + 900:6d} on   worker-{host} device {device:2d} "
+            "[0x1b] NVIDIA H100 80GB HBM3"
+        )
+    lines.append(
+        "#       size         count      type   redop    root     time   algbw   busbw #wrong"
+    )
+    lines.append("#        (B)    (elements)                               (us)  (GB/s)  (GB/s)")
+    for exponent in range(10, 34):
+        size = 2**exponent
+        seconds = STEPS[op](ranks) * latency_s + size * FACTOR[op](ranks) / bytes_per_s
+        algbw = size / seconds / 1e9
+        lines.append(
+            f"{size:12d} {size // 4:12d} float sum -1 {seconds * 1e6:.2f} {algbw:.2f} "
+            f"{algbw * FACTOR[op](ranks):.2f} 0"
+        )
+    return "\n".join(lines)
+
+
+@given(
+    st.sampled_from(sorted(FACTOR)),
+    st.sampled_from([(1, 2), (1, 8), (2, 4), (4, 8), (2, 1)]),
+    st.floats(1e-6, 3e-5),
+    st.floats(5e9, 9e11),
+)
+def test_a_log_that_follows_the_model_is_read_back(op, shape, latency_s, bytes_per_s):
+    log = parse_log(log_text(op, *shape, latency_s, bytes_per_s))
+    assert (log.op, log.hosts, log.host_ranks) == (op, *shape)
+    found = fit(log, crosses=False)
+    assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=0.01)
+    assert found.latency_s == pytest.approx(latency_s, rel=0.05)
+
+
+def test_a_ring_between_hosts_is_shared_by_a_hosts_ranks():
+    log = parse_log((SAMPLES / "all_reduce_4x8.log").read_text(), "all_reduce_4x8.log")
+    found = fit(log, crosses=True)
+    assert (log.hosts, log.ranks, log.op) == (4, 32, "all_reduce")
+    assert found.bytes_per_s == pytest.approx(336e9 / 8, rel=0.02)
+    assert found.latency_s == pytest.approx(4.1e-6, rel=0.05)
+
+
+def test_the_test_is_told_by_its_factor_when_nothing_names_it():
+    text = (SAMPLES / "all_reduce_1x8.log").read_text()
+    assert parse_log(text).op == "all_reduce"
+    gather = log_text("all_gather", 1, 8, 2e-6, 3e11).replace("all_gather_perf", "?")
+    assert parse_log(gather).op == "all_gather"
+
+
+def test_labels_of_launchers_are_ignored():
+    text = (SAMPLES / "all_reduce_1x8.log").read_text()
+    tagged = "\n".join(f"[1,0]<stdout>:{line}" for line in text.splitlines())
+    labelled = "\n".join(f"0: {line}" for line in text.splitlines())
+    assert parse_log(tagged) == parse_log(labelled) == parse_log(text)
+
+
+def test_the_older_form_without_group_and_root():
+    text = (
+        "# nThread 1 nGpus 2 minBytes 1048576\n#\n# Using devices\n"
+        "#   Rank  0 Pid   1320 on  ip-10-0-0-1 device  0 [0x00] Tesla V100-SXM2-16GB\n"
+        "#   Rank  1 Pid   1320 on  ip-10-0-0-1 device  1 [0x00] Tesla V100-SXM2-16GB\n#\n"
+        "#       size         count      type   redop     time   algbw   busbw  error\n"
+        "     1048576        262144     float     sum    52.43   20.00   20.00  0e+00\n"
+        "   134217728      33554432     float     sum   3355.4   40.00   40.00  0e+00\n"
+    )
+    log = parse_log(text, "all_reduce.txt")
+    assert (log.ranks, len(log.points)) == (2, 2)
+    assert fit(log, crosses=False).bytes_per_s == pytest.approx(40e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda text: "", "has no '#  Rank 0"),
+        (lambda text: text + text, "lists a rank twice"),
+        (lambda text: "\n".join(text.splitlines()[:12]), "no line with a size"),
+        (lambda text: text.replace("node-a device  7", "node-b device  7"), "hosts have 1 to 7"),
+    ],
+)
+def test_refusals(change, reason):
+    text = (SAMPLES / "all_reduce_1x8.log").read_text()
+    with pytest.raises(UserError, match=reason):
+        parse_log(change(text))
+
+
+@given(st.integers(0, 3500), st.integers(0, 3500), st.text(max_size=6))
+def test_a_mutilated_log_is_read_or_refused(start, length, insert):
+    text = (SAMPLES / "all_reduce_1x8.log").read_text()
+    try:
+        log = parse_log(text[:start] + insert + text[start + length :])
+        found = fit(log, crosses=True)
+    except UserError:
+        return
+    assert found.bytes_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_driver_names(name, expected):
+    assert device_id(name, catalog.device_names()) == expected
