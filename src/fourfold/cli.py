@@ -17,6 +17,7 @@ COMMANDS = {
     "models": "which model shapes are known, and how large they are",
     "clusters": "which GPUs and clusters are known; 'clusters new' describes yours",
     "flops": "MFU, HFU and TFLOPs of a measured speed, under every convention",
+    "trace": "what every step of a parallel layer does: shapes, FLOPs, bytes, memory",
     "completion": "a completion script for bash, zsh or fish",
 }
 _EPILOG = """\

@@ -39,14 +39,19 @@ def read_text(path: str | Path, *, field: str = "file") -> str:
 
 
 def write_text(path: str | Path, text: str, *, field: str = "out") -> None:
-    """Write all of `text` or nothing: a reader never sees half a file, a crash loses no old one."""
+    """Write all of `text` or nothing, as UTF-8."""
+    write_bytes(path, text.encode("utf-8"), field=field)
+
+
+def write_bytes(path: str | Path, content: bytes, *, field: str = "out") -> None:
+    """Write all or nothing: a reader never sees half a file, a crash loses no old one."""
     path = Path(path)
     temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:64]}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, _mode_of(path))

@@ -1,0 +1,139 @@
+"""What does every step of a parallel layer do on one rank? Computed, without hardware.
+
+Tensors as `name [symbolic] = [numbers]`, their elements and bytes, FLOPs of one rank and of all,
+bytes sent and over which link, copied or view, live and peak memory after every step.
+
+In ulysses, allgather and ring the sequence is divided over the whole world (tp x cp x dp); mlp
+divides over tp; in mlp2d a rank holds tokens/dp (gathered over tp) and ffn/tp.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from fourfold import files
+from fourfold.commands import flags
+from fourfold.cost.trace import attention, mlp, ring
+from fourfold.cost.trace.ask import Ask
+from fourfold.cost.trace.groups import stretched
+from fourfold.cost.trace.step import Program
+from fourfold.cost.trace.walk import walk
+from fourfold.errors import UserError
+from fourfold.show import trace as show
+from fourfold.show.table import json_text
+from fourfold.spec import catalog
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.layout import Layout
+
+EXAMPLES = """\
+examples:
+  fourfold trace ulysses --tokens 60000 --hidden 16384 --heads 128 --tp 8 --dp 2 --attention naive
+  fourfold trace ring --model llama-3.1-8b --tokens 131072 --cp 16 --cluster nvidia-h100
+  fourfold trace mlp2d --tokens 60000 --hidden 16384 --ffn 53248 --layers 126 --tp 8 --dp 2
+"""
+# What a trace without --cluster runs on: hosts of 8 with NVLink, a network port for every GPU.
+GENERIC_CLUSTER = "nvidia-h100"
+DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")
+PROGRAMS: dict[str, Callable[[Ask], Program]] = {
+    "ulysses": attention.ulysses,
+    "allgather": attention.allgather,
+    "ring": ring.ring,
+    "mlp": mlp.mlp,
+    "mlp2d": mlp.mlp2d,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=PROGRAMS, metavar="KIND", help=", ".join(PROGRAMS))
+    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="of the sequence")
+    parser.add_argument("--model", metavar="NAME", help="a preset or config.json for the sizes")
+    sizes = parser.add_argument_group("sizes (each overrides the model's)")
+    for name, text in (
+        ("hidden", "width of the model"),
+        ("heads", "query heads"),
+        ("kv-heads", "key and value heads (default: as many as heads)"),
+        ("ffn", "width of the MLP"),
+        ("layers", "layers whose weights a rank holds, in mlp and mlp2d"),
+    ):
+        sizes.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    layout = parser.add_argument_group("layout")
+    for axis, text in (("tp", "tensor"), ("cp", "context"), ("dp", "data")):
+        layout.add_argument(
+            f"--{axis}", type=int, default=1, metavar="N", help=f"{text} parallel ranks"
+        )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of tensors and weights")
+    parser.add_argument(
+        "--attention",
+        choices=("flash", "naive"),
+        default="flash",
+        help="naive keeps the N x N scores",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="for link levels: a name or a TOML file (default: hosts of 8 H100, 400 Gbit/s a GPU)",
+    )
+    parser.add_argument("--picture", metavar="FILE.png", help="draw memory over the steps")
+    flags.add_format(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    program = PROGRAMS[args.kind](_ask(args))
+    cluster = _cluster(args.cluster, program.ranks)
+    rows = walk(program, cluster)
+    if args.picture:
+        from fourfold.show.trace_picture import picture
+
+        files.write_bytes(args.picture, picture(program, rows, args.picture), field="picture")
+    if args.format == "json":
+        print(json_text(show.plain(program, rows, cluster)))
+    elif args.format == "csv":
+        print(show.csv(rows))
+    else:
+        print(show.text(program, rows, cluster, args.format))
+    return 0
+
+
+def _ask(args: argparse.Namespace) -> Ask:
+    """Sizes from flags, else from the model; a size that the kind needs and nobody gave is asked
+    for by name."""
+    model = catalog.model(args.model) if args.model else None
+    needed = ("hidden", "ffn") if args.kind.startswith("mlp") else ("hidden", "heads")
+    sizes: dict[str, int] = {}
+    for name in ("hidden", "heads", "kv_heads", "ffn"):
+        value = getattr(args, name)
+        if value is None and model is not None:
+            value = getattr(model, name)
+        if value is not None:
+            sizes[name] = value
+        elif name in needed:
+            raise UserError(
+                "is missing",
+                field=name,
+                way_out=f"add --{name} N, or --model NAME ('fourfold models')",
+            )
+    if args.heads is not None and args.kv_heads is None:
+        sizes["kv_heads"] = args.heads
+    sizes.setdefault("kv_heads", sizes.get("heads", 1))
+    if args.layers is not None:
+        sizes["layers"] = args.layers
+    return Ask(
+        tokens=args.tokens,
+        layout=Layout(tp=args.tp, cp=args.cp, shard=args.dp),
+        dtype=args.dtype,
+        attention=args.attention,
+        **sizes,
+    )
+
+
+def _cluster(name: str | None, ranks: int) -> Cluster:
+    if name is None:
+        return stretched(catalog.cluster(GENERIC_CLUSTER), ranks)
+    cluster = catalog.cluster(name)
+    if ranks > cluster.gpus:
+        raise UserError(
+            f"the trace needs {ranks} ranks", field="cluster", value=f"{name} of {cluster.gpus}",
+            way_out="fewer ranks, or a larger cluster",
+        )  # fmt: skip
+    return cluster

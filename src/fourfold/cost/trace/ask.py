@@ -1,0 +1,95 @@
+"""What is asked of a trace? A layer's sizes, a layout and how attention runs; and what cannot be.
+
+A refusal names what would fit: sizes of the sequence group, or other kinds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from fourfold.errors import UserError
+from fourfold.spec import check
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Dtype
+
+Attention = Literal["flash", "naive"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Sizes of one layer; `layers` only multiplies the weights held."""
+
+    tokens: int
+    hidden: int
+    heads: int = 1
+    kv_heads: int = 1
+    ffn: int = 1
+    layers: int = 1
+    layout: Layout
+    dtype: Dtype = "bf16"
+    attention: Attention = "flash"
+
+    def __post_init__(self) -> None:
+        check.whole(1, 2**40, tokens=self.tokens)
+        check.whole(
+            1, 2**32, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn
+        )
+        check.whole(1, 100_000, layers=self.layers)
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.world
+
+
+def check_heads(ask: Ask) -> None:
+    """Rules of the shape alone."""
+    if ask.hidden % ask.heads:
+        raise UserError(
+            f"must divide hidden={ask.hidden}",
+            field="heads",
+            value=ask.heads,
+            way_out=f"such as {gcd(ask.hidden, ask.heads)}",
+        )
+    if ask.heads % ask.kv_heads:
+        raise UserError(
+            f"must divide heads={ask.heads}",
+            field="kv-heads",
+            value=ask.kv_heads,
+            way_out=f"such as {gcd(ask.heads, ask.kv_heads)}",
+        )
+
+
+def divided(field: str, value: int, parts: int, why: str) -> None:
+    """Refuse a size that does not split evenly: a shard of its own shape has no one symbol."""
+    if value % parts:
+        below = value - value % parts
+        near = f"{below} or {below + parts}" if below else f"{parts}"
+        raise UserError(
+            f"must be a multiple of {parts} ({why})", field=field, value=value, way_out=near
+        )
+
+
+def ulysses_fits(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Whole heads on every rank; a KV head may sit on several ranks, never on a part of one."""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def check_ulysses(ask: Ask) -> None:
+    if ulysses_fits(ask.heads, ask.kv_heads, ask.ranks):
+        return
+    fitting = [n for n in range(1, ask.heads + 1) if ulysses_fits(ask.heads, ask.kv_heads, n)]
+    below = [n for n in fitting if n <= ask.ranks]
+    near = ", ".join(map(str, below[-4:]))
+    if ask.heads % ask.ranks:
+        rule = f"ulysses gives every rank whole heads: ranks must divide heads={ask.heads}"
+    else:
+        rule = f"ranks must divide kv_heads={ask.kv_heads} or be a multiple of it"
+    raise UserError(
+        rule,
+        field="ranks",
+        value=ask.ranks,
+        way_out=f"a sequence group of {near} fits (at most {fitting[-1]}); allgather and ring "
+        "take any number of heads",
+    )

@@ -1,0 +1,166 @@
+"""What does a list of steps come to? Bytes, FLOPs, messages by link level, live and peak memory.
+
+`peak_bytes` is the highest so far, as an allocator reports it; `step_peak_bytes` is the step's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+
+from fourfold.cost.trace import size
+from fourfold.cost.trace.step import WORKSPACE_BYTES, Group, How, Op, Program, Send, Step, Tensor
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.policy import DTYPE_BYTES, Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    name: str
+    symbolic: str
+    shape: tuple[int, ...]
+    elements: int
+    bytes: int
+    dtype: Dtype
+    how: How
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Bytes one rank sends; `by_level` splits them over the links they cross."""
+
+    op: Op
+    group: str
+    bytes: int
+    by_level: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One step in numbers; FLOPs and bytes sent are those of all its `times`."""
+
+    name: str
+    formula: str
+    times: int
+    tensors: tuple[TensorRow, ...]
+    flops_rank: int
+    flops_all: int
+    messages: tuple[Message, ...]
+    live_bytes: int
+    step_peak_bytes: int
+    peak_bytes: int
+
+    @property
+    def comm_bytes(self) -> int:
+        return sum(message.bytes for message in self.messages)
+
+
+def walk(program: Program, cluster: Cluster) -> tuple[StepRow, ...]:
+    """Every step in numbers, in order."""
+    groups = {group.name: group for group in program.groups}
+    held: dict[str, int] = {}
+    rows: list[StepRow] = []
+    peak = 0
+    for step in program.steps:
+        if step.flops:
+            held.setdefault("workspace", WORKSPACE_BYTES)
+        tensors = tuple(tensor_row(tensor, program) for tensor in step.tensors)
+        top = _hold(held, tensors, step)
+        peak = max(peak, top)
+        flops = step.times * _flops(step, program)
+        messages = tuple(
+            _message(send, program, groups[send.group], cluster, step.times) for send in step.sends
+        )
+        rows.append(
+            StepRow(
+                name=step.name,
+                formula=step.formula,
+                times=step.times,
+                tensors=tensors,
+                flops_rank=flops,
+                flops_all=flops * program.ranks,
+                messages=messages,
+                live_bytes=sum(held.values()),
+                step_peak_bytes=top,
+                peak_bytes=peak,
+            )
+        )
+    return tuple(rows)
+
+
+def tensor_row(tensor: Tensor, program: Program) -> TensorRow:
+    dtype = tensor.dtype or program.dtype
+    shape = size.shape(tensor.dims, program.sizes)
+    count = prod(shape)
+    return TensorRow(
+        name=tensor.name,
+        symbolic=size.bracketed(tensor.dims),
+        shape=shape,
+        elements=count,
+        bytes=_bytes(count, dtype),
+        dtype=dtype,
+        how=tensor.how,
+    )
+
+
+def _hold(held: dict[str, int], tensors: tuple[TensorRow, ...], step: Step) -> int:
+    """Write the step's tensors one after the other into `held`; returns the step's peak."""
+    live = top = sum(held.values())
+    for tensor in tensors:
+        if tensor.how == "view":
+            continue
+        live += tensor.bytes
+        top = max(top, live)
+        live -= held.get(tensor.name, 0)
+        held[tensor.name] = tensor.bytes
+    for name in step.frees:
+        del held[name]
+    for source, target in step.moves:
+        held[target] = held.pop(source)
+    return top
+
+
+def _flops(step: Step, program: Program) -> int:
+    total = sum((size.ratio(term, program.sizes) for term in step.flops), Fraction(0))
+    assert total.denominator == 1, step.name
+    return total.numerator
+
+
+def _bytes(count: int, dtype: Dtype) -> int:
+    return int(count * DTYPE_BYTES[dtype])
+
+
+def _message(send: Send, program: Program, group: Group, cluster: Cluster, times: int) -> Message:
+    """A rank of n sends (n-1)/n of the buffer (all-reduce: twice that; send: all of it)."""
+    whole = times * _bytes(prod(size.shape(send.dims, program.sizes)), send.dtype or program.dtype)
+    n = group.size
+    if n == 1:
+        sent = 0
+    elif send.op == "send":
+        sent = whole
+    else:
+        sent = whole * (n - 1) // n * (2 if send.op == "all-reduce" else 1)
+    return Message(send.op, send.group, sent, _by_level(send.op, sent, group, cluster))
+
+
+def _by_level(op: Op, sent: int, group: Group, cluster: Cluster) -> dict[str, int]:
+    """An all-to-all sends each peer the same, over whatever link reaches it. The others go round
+    a ring, which runs at the pace of its slowest hop: all bytes are put down to that level."""
+    if sent == 0:
+        return {}
+    first, *peers = group.members[0]
+    if op != "all-to-all":
+        return {cluster.level(group.span).name: sent}
+    counts: dict[str, int] = {}
+    for peer in peers:
+        name = _level_between(cluster, first, peer)
+        counts[name] = counts.get(name, 0) + 1
+    return {name: sent * count // len(peers) for name, count in counts.items()}
+
+
+def _level_between(cluster: Cluster, one: int, other: int) -> str:
+    for link in cluster.links:
+        if one // link.ranks == other // link.ranks:
+            return link.name
+    return cluster.links[-1].name

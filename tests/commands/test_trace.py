@@ -1,0 +1,71 @@
+"""Does `fourfold trace` answer in every form, and refuse in words?"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+
+SIZES = ["--tokens", "4096", "--hidden", "512", "--heads", "8"]
+
+
+def test_json_has_the_agreed_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "ulysses", *SIZES, "--tp", "2", "--cp", "2", "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["ranks"] == 4
+    assert data["per_rank"] == {"heads": 2, "kv_heads": 2, "tokens": 1024}
+    assert data["groups"][0]["members"] == [[0, 1, 2, 3]]
+    step = data["steps"][1]
+    assert {"name", "tensors", "flops_rank", "flops_all", "comm_bytes", "live_bytes",
+            "peak_bytes"} <= step.keys()  # fmt: skip
+    assert {"name", "symbolic", "shape", "elements", "bytes"} <= step["tensors"][0].keys()
+
+
+@pytest.mark.parametrize("style", ["text", "md", "csv"])
+def test_every_form_prints(style: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "ring", *SIZES, "--cp", "4", "--format", style]) == 0
+    out = capsys.readouterr().out
+    assert "kv_next" in out
+    if style == "csv":
+        rows = list(csv.DictReader(io.StringIO(out)))
+        assert sum(int(row["comm_bytes"] or 0) for row in rows) == 3 * 2 * 1024 * 512 * 2
+
+
+def test_a_model_gives_sizes_and_flags_override(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trace", "allgather", "--tokens", "8192", "--model", "llama-3.1-8b", "--cp", "2"]
+    assert main([*words, "--kv-heads", "4", "--format", "json"]) == 0
+    sizes = json.loads(capsys.readouterr().out)["sizes"]
+    assert (sizes["hidden"], sizes["heads"], sizes["kv_heads"]) == (4096, 32, 4)
+
+
+def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.png"
+    assert main(["trace", "mlp", "--tokens", "64", "--hidden", "64", "--ffn", "256",
+                 "--picture", str(path)]) == 0  # fmt: skip
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["ulysses", "--tokens", "4096"], "hidden: is missing"),
+        (["mlp2d", "--tokens", "4096", "--hidden", "64"], "ffn: is missing"),
+        (["ulysses", *SIZES, "--cp", "3"], "a sequence group of 1, 2 fits"),
+        (["ring", *SIZES, "--cp", "0"], "cp=0"),
+        (["ring", "--tokens", "-8", "--hidden", "8", "--heads", "1"], "tokens=-8"),
+        (["ulysses", *SIZES, "--cluster", "nowhere"], "unknown cluster"),
+        (["ulysses", *SIZES, "--picture", "x.gif"], "is not a kind of picture"),
+        (["spiral", *SIZES], "invalid choice"),
+    ],
+)
+def test_bad_requests_exit_2(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", *words]) == 2
+    assert part in capsys.readouterr().err

@@ -1,0 +1,183 @@
+"""Do the numbers of a trace follow their symbols, whatever the sizes?"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from fractions import Fraction
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.cost.trace import size
+from fourfold.cost.trace.ask import Ask
+from fourfold.cost.trace.attention import allgather, ulysses
+from fourfold.cost.trace.groups import stretched
+from fourfold.cost.trace.mlp import mlp, mlp2d
+from fourfold.cost.trace.ring import ring
+from fourfold.cost.trace.step import WORKSPACE_BYTES, Program
+from fourfold.cost.trace.walk import StepRow, walk
+from fourfold.show import trace as show
+from fourfold.spec import catalog
+from fourfold.spec.layout import Layout
+
+PROGRAMS = {"ulysses": ulysses, "allgather": allgather, "ring": ring, "mlp": mlp, "mlp2d": mlp2d}
+POWERS = st.sampled_from([1, 2, 4, 8])
+
+
+@st.composite
+def asks(draw: st.DrawFn, kind: str) -> Ask:
+    """Sizes with room to halve the tokens and double the ranks."""
+    ranks = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    kv_heads = ranks * 2 * draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 4))
+    dp = 1 if kind == "mlp" else draw(st.sampled_from([n for n in (1, 2, 4) if ranks % n == 0]))
+    return Ask(
+        tokens=8 * ranks * draw(st.integers(1, 50)),
+        hidden=heads * 2 * draw(st.integers(1, 64)),
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=2 * ranks * draw(st.integers(1, 300)),
+        layers=draw(st.integers(1, 5)),
+        layout=Layout(tp=ranks // dp, shard=dp),
+        dtype=draw(st.sampled_from(["bf16", "fp32"])),
+        attention=draw(st.sampled_from(["naive", "flash"])),
+    )
+
+
+CASES = st.sampled_from(sorted(PROGRAMS)).flatmap(lambda kind: st.tuples(st.just(kind), asks(kind)))
+
+
+def trace(kind: str, ask: Ask) -> tuple[Program, tuple[StepRow, ...]]:
+    program = PROGRAMS[kind](ask)
+    return program, walk(program, stretched(catalog.cluster("nvidia-h100"), program.ranks))
+
+
+def expected_ratio(dims: str, old: dict[str, int], new: dict[str, int]) -> Fraction:
+    """How a printed symbolic shape says its count changes, read from the text alone."""
+    names = [dim.strip() for dim in dims.strip("[]").split(",")]
+    return prod((size.ratio(d, new) / size.ratio(d, old) for d in names), start=Fraction(1))
+
+
+@given(CASES)
+def test_halving_tokens_changes_every_tensor_as_its_symbols_say(case: tuple[str, Ask]) -> None:
+    kind, ask = case
+    _compare(trace(kind, ask), trace(kind, replace(ask, tokens=ask.tokens // 2)))
+
+
+@given(CASES)
+def test_doubling_ranks_changes_every_tensor_as_its_symbols_say(case: tuple[str, Ask]) -> None:
+    kind, ask = case
+    wider = replace(ask, layout=replace(ask.layout, tp=2 * ask.layout.tp))
+    _compare(trace(kind, ask), trace(kind, wider))
+
+
+def _compare(
+    old: tuple[Program, tuple[StepRow, ...]], new: tuple[Program, tuple[StepRow, ...]]
+) -> None:
+    sizes, changed = old[0].sizes, new[0].sizes
+    after = {(row.name, tensor.name): tensor for row in new[1] for tensor in row.tensors}
+    compared = 0
+    for row in old[1]:
+        for tensor in row.tensors:
+            other = after.get((row.name, tensor.name))
+            if other is None or other.symbolic != tensor.symbolic:
+                continue  # rounds of a ring that only one of the two has
+            ratio = expected_ratio(tensor.symbolic, sizes, changed)
+            assert other.elements == tensor.elements * ratio
+            assert other.bytes == tensor.bytes * ratio
+            compared += 1
+    assert compared >= 4
+
+
+@given(CASES)
+def test_flops_of_all_ranks_do_not_depend_on_their_number(case: tuple[str, Ask]) -> None:
+    kind, ask = case
+    _, rows = trace(kind, ask)
+    _, alone = trace(kind, replace(ask, layout=Layout()))
+    assert sum(row.flops_all for row in rows) == sum(row.flops_all for row in alone)
+    assert all(row.flops_all == row.flops_rank * ask.ranks for row in rows)
+    assert sum(row.comm_bytes for row in alone) == 0
+
+
+@given(asks("mlp2d"))
+def test_shards_add_up_to_the_whole(ask: Ask) -> None:
+    shards = {t.name: t for row in trace("mlp2d", ask)[1] for t in row.tensors}
+    whole = {
+        t.name: t for row in trace("mlp2d", replace(ask, layout=Layout()))[1] for t in row.tensors
+    }
+    tp, dp = ask.layout.tp, ask.layout.dp
+    for name, parts in {"W1": tp, "W2": tp, "input": dp, "intermediate": tp * dp,
+                        "input_part": tp * dp, "output": tp * dp}.items():  # fmt: skip
+        assert shards[name].elements * parts == whole[name].elements, name
+
+
+@given(asks("ulysses"), st.sampled_from(["ulysses", "allgather", "ring"]))
+def test_sequence_shards_add_up_to_the_whole(ask: Ask, kind: str) -> None:
+    shards = {(row.name, t.name): t for row in trace(kind, ask)[1] for t in row.tensors}
+    whole = trace(kind, replace(ask, layout=Layout()))[1]
+    for row in whole:
+        for tensor in row.tensors:
+            if tensor.name in ("input", "q", "k", "v", "output"):
+                assert shards[row.name, tensor.name].elements * ask.ranks == tensor.elements
+
+
+@given(CASES)
+def test_memory_is_what_is_held(case: tuple[str, Ask]) -> None:
+    """Replayed with nothing but the printed rows and the rule of names."""
+    program, rows = trace(*case)
+    held: dict[str, int] = {}
+    for step, row in zip(program.steps, rows, strict=True):
+        held |= {t.name: t.bytes for t in row.tensors if t.how != "view"}
+        held = {name: count for name, count in held.items() if name not in step.frees}
+        for source, target in step.moves:
+            held[target] = held.pop(source)
+        if row.flops_rank:
+            held["workspace"] = WORKSPACE_BYTES
+        assert row.live_bytes == sum(held.values())
+        assert row.live_bytes <= row.step_peak_bytes <= row.peak_bytes
+    peaks = [row.peak_bytes for row in rows]
+    assert peaks == sorted(peaks)
+
+
+@given(CASES)
+def test_text_json_and_csv_agree(case: tuple[str, Ask]) -> None:
+    program, rows = trace(*case)
+    cluster = stretched(catalog.cluster("nvidia-h100"), program.ranks)
+    data = json.loads(json.dumps(show.plain(program, rows, cluster)))
+    lines = list(csv.DictReader(io.StringIO(show.csv(rows))))
+    text = show.text(program, rows, cluster, "text")
+    assert len(lines) == sum(max(1, len(step["tensors"])) for step in data["steps"])
+    place = 0
+    for number, step in enumerate(data["steps"], 1):
+        first = lines[place]
+        assert (first["step"], first["name"]) == (str(number), step["name"])
+        for key in ("flops_rank", "flops_all", "comm_bytes", "live_bytes", "peak_bytes"):
+            assert int(first[key]) == step[key]
+        for tensor in step["tensors"]:
+            line = lines[place]
+            assert json.loads(line["shape"]) == tensor["shape"]
+            assert (int(line["elements"]), int(line["bytes"])) == (
+                tensor["elements"],
+                tensor["bytes"],
+            )
+            assert prod(tensor["shape"]) == tensor["elements"]
+            named = f"{tensor['name']} {tensor['symbolic']} = {tensor['shape']}"
+            assert named in text
+            assert f"{tensor['elements']:,}" in text
+            place += 1
+        assert f"{step['live_bytes'] / 1e9:.3f}" in text
+        assert f"{step['peak_bytes'] / 1e9:.3f}" in text
+    assert place == len(lines)
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 9))
+def test_a_size_is_its_product(one: int, other: int, factor: int) -> None:
+    sizes = {"tokens": one * other, "ranks": other}
+    assert size.whole(f"{factor}*tokens/ranks", sizes) == factor * one
+    with pytest.raises(AssertionError):
+        size.words("tokens + ranks")
