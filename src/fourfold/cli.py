@@ -18,6 +18,7 @@ COMMANDS = {
     "clusters": "which GPUs and clusters are known; 'clusters new' describes yours",
     "flops": "MFU, HFU and TFLOPs of a measured speed, under every convention",
     "trace": "what every step of a parallel layer does: shapes, FLOPs, bytes, memory",
+    "lint": "mistakes in published tables, found by rule, with the likely repair",
     "completion": "a completion script for bash, zsh or fish",
 }
 _EPILOG = """\

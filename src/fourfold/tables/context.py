@@ -1,0 +1,91 @@
+"""What does the text above a table say? Model shape, batch, sequence length, hardware.
+
+The notes write shapes as `NHIDDEN=14336 / NLAYERS=72 / GBS=512`, the scaling tables as
+`Llama-3.1-8B context length 8192` under a heading `H100 (94GB)`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.spec import catalog
+
+_SETTING = re.compile(r"\b(NHIDDEN|NLAYERS|NHEADS|GBS|MBS|SEQ_?LEN|VOCAB(?:_SIZE)?)\s*=\s*([0-9]+)")
+_FIELDS = {
+    "NHIDDEN": "hidden", "NLAYERS": "layers", "NHEADS": "heads", "GBS": "global_batch",
+    "MBS": "micro_batch", "SEQLEN": "seq_len", "SEQ_LEN": "seq_len",
+    "VOCAB": "vocab", "VOCAB_SIZE": "vocab",
+}  # fmt: skip
+_LENGTH = re.compile(r"\b(?:context|sequence) length\s*:?\s*([0-9]+)", re.IGNORECASE)
+_MODEL = re.compile(
+    r"\b((?:mpt|llama|gpt|bloom|nemotron)-[A-Za-z0-9.-]*[A-Za-z0-9])", re.IGNORECASE
+)
+_DEVICE = re.compile(
+    r"\b([abh][12]?00|gb[23]00|b300|h800|a800)[ _-]*\(?([0-9]+)\s*gb\b", re.IGNORECASE
+)
+_CONVENTION = re.compile(r"\bTFLOPs by ([a-z0-9-]+)")
+_PER_NODE = re.compile(r"\)\s*x\s*([0-9]+)\s*GPUs?\b|\b([0-9]+) GPUs per node", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What the text has stated; None where it is silent. `model` is a name of the catalogue."""
+
+    model: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocab: int | None = None
+    seq_len: int | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    hardware: str | None = None
+    gpus_per_node: int | None = None
+    convention: str = ""
+
+
+def after(previous: Context, lines: tuple[str, ...]) -> Context:
+    """The context of a table below `lines`.
+
+    Hardware holds until other hardware is named. A model's shape and batch belong to the tables
+    right below: any written line ends them, so that a shape never leaks to a table far away.
+    """
+    text = "\n".join(lines)
+    if not text.strip():
+        return previous
+    context = Context(hardware=previous.hardware, gpus_per_node=previous.gpus_per_node)
+    found: dict[str, Any] = {}
+    for name, digits in _SETTING.findall(text):
+        if int(digits) > 0:
+            found[_FIELDS[name]] = int(digits)  # the last one said stands
+    for digits in _LENGTH.findall(text):
+        found["seq_len"] = int(digits)
+    context = replace(context, **found)
+    for name in _CONVENTION.findall(text):
+        context = replace(context, convention=name)
+    for name in _MODEL.findall(text):
+        if name.lower() in catalog.model_names():
+            context = replace(context, model=name.lower())
+    return _hardware(context, text)
+
+
+def _hardware(context: Context, text: str) -> Context:
+    for name, size in _DEVICE.findall(text):
+        device = f"{name}-{size}gb".lower()
+        if device in catalog.device_names():
+            context = replace(context, hardware=device, gpus_per_node=None)
+    for one, other in _PER_NODE.findall(text):
+        context = replace(context, gpus_per_node=int(one or other))
+    return context
+
+
+def device_id(text: str) -> str | None:
+    """'h100_80gb' -> 'h100-80gb' when the catalogue knows it."""
+    name = text.strip().lower().replace("_", "-").replace(" ", "-")
+    try:
+        return catalog.device(name).id if name else None
+    except UserError:
+        return None

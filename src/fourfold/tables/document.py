@@ -1,0 +1,153 @@
+"""What is in a file of tables? Tables and the text between them, cell by cell as they stood.
+
+Cells are texts without the padding around them. Nothing is interpreted here, so that what is read
+can be written again unchanged; cells.py and records.py say what a cell means.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.spec import codec
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`rule` marks a line of dashes inside the body; `line` is where it stood (0: new)."""
+
+    cells: tuple[str, ...]
+    rule: bool = False
+    line: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """`marks` are the cells of the Markdown line under the headings (alignment); may be empty.
+
+    A row may have more or fewer cells than there are headings: published tables do.
+    """
+
+    headings: tuple[str, ...]
+    rows: tuple[Row, ...]
+    marks: tuple[str, ...] = field(default=(), compare=False)
+    line: int = field(default=0, compare=False)
+
+    @property
+    def data(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.rule)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    lines: tuple[str, ...]
+    line: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    blocks: tuple[Table | Text, ...]
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return tuple(block for block in self.blocks if isinstance(block, Table))
+
+
+def form_of(path: str | Path) -> str:
+    """md, csv or json, by the file's ending; anything else is read as Markdown."""
+    ending = Path(path).suffix.lower()
+    return {".csv": "csv", ".tsv": "csv", ".json": "json"}.get(ending, "md")
+
+
+def read_file(path: str | Path) -> Document:
+    """Read a file of tables. Bytes that are no UTF-8 become U+FFFD: tables with dashes in broken
+    encoding exist, and one such cell must not cost the other rows."""
+    form = form_of(path)
+    try:
+        text = files.read_text(path, field="table")
+    except UserError as error:
+        if "UTF-8" not in error.rule:
+            raise
+        text = Path(path).read_bytes().decode("utf-8", errors="replace")
+        if text.count("\ufffd") > max(20, len(text) // 20) or "\0" in text:
+            raise
+    try:
+        return parse(text, form)
+    except UserError as error:
+        raise error.within(str(path)) from None
+
+
+def parse(text: str, form: str) -> Document:
+    from fourfold.tables import csvtext, markdown
+
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    if form == "json":
+        return _from_plain(codec.parse_json(text))
+    return (csvtext if form == "csv" else markdown).parse(text)
+
+
+def write(document: Document, form: str) -> str:
+    """The document as md, csv, json or text; all but text can be read again."""
+    from fourfold.tables import csvtext, markdown
+
+    if form == "json":
+        return json.dumps(to_plain(document), indent=1) + "\n"
+    if form == "csv":
+        return csvtext.write(document)
+    if form in ("md", "text"):
+        return markdown.write(document, bare=form == "text")
+    raise UserError("unknown format", field="format", value=form, way_out="text, md, csv or json")
+
+
+def to_plain(document: Document) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA_VERSION,
+        "type": "Document",
+        "blocks": [_block_plain(block) for block in document.blocks],
+    }
+
+
+def _block_plain(block: Table | Text) -> dict[str, Any]:
+    if isinstance(block, Text):
+        return {"text": list(block.lines)}
+    return {
+        "headings": list(block.headings),
+        "rows": [{"rule": list(row.cells)} if row.rule else list(row.cells) for row in block.rows],
+    }
+
+
+def _from_plain(data: object) -> Document:
+    if not isinstance(data, dict) or not isinstance(data.get("blocks"), list):
+        raise UserError(
+            "must be a table with 'blocks'", field="document", way_out="write it with --format json"
+        )
+    return Document(tuple(_block(block, f"blocks[{i}]") for i, block in enumerate(data["blocks"])))
+
+
+def _block(data: object, path: str) -> Table | Text:
+    if isinstance(data, dict) and set(data) == {"text"}:
+        return Text(_texts(data["text"], f"{path}.text"))
+    if not isinstance(data, dict) or set(data) != {"headings", "rows"}:
+        raise UserError("must hold 'text', or 'headings' and 'rows'", field=path)
+    if not isinstance(data["rows"], list):
+        raise UserError("must be a list", field=f"{path}.rows")
+    rows = []
+    for number, row in enumerate(data["rows"]):
+        where = f"{path}.rows[{number}]"
+        if isinstance(row, dict) and set(row) == {"rule"}:
+            rows.append(Row(_texts(row["rule"], where), rule=True))
+        else:
+            rows.append(Row(_texts(row, where)))
+    return Table(_texts(data["headings"], f"{path}.headings"), tuple(rows))
+
+
+def _texts(data: object, path: str) -> tuple[str, ...]:
+    if not isinstance(data, list) or not all(isinstance(item, str) for item in data):
+        raise UserError("must be a list of texts", field=path)
+    return tuple(data)

@@ -1,0 +1,205 @@
+"""Tables of any style -> Records: one for each row, in scaling tables one for each cell."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from typing import Any
+
+from fourfold.tables import cells, styles
+from fourfold.tables.context import Context, after, device_id
+from fourfold.tables.document import Document, Row, Table, Text
+from fourfold.tables.record import Record, Status, Style
+
+_KINDS = {field.name: str(field.type) for field in dataclasses.fields(Record)}
+# The topology notes come from hosts of eight GPUs; used only where neither text nor rows say more.
+_DEFAULT_GPUS_PER_NODE = 8
+_MPT_SHARDING = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "zero0"}
+_HANGS = re.compile(r"\bh[au]ngs?\b", re.IGNORECASE)
+
+
+def contexts(document: Document) -> list[tuple[Table, Context]]:
+    """Every table with what the text above it says."""
+    context = Context()
+    found: list[tuple[Table, Context]] = []
+    for block in document.blocks:
+        if isinstance(block, Text):
+            context = after(context, block.lines)
+        else:
+            found.append((block, context))
+    return found
+
+
+def records(document: Document) -> list[Record]:
+    found: list[Record] = []
+    for number, (table, context) in enumerate(contexts(document)):
+        style = styles.style_of(table)
+        if style == "scaling":
+            found += _scaling(table, context, number)
+        elif style != "other":
+            found += _rows(table, context, number, style)
+    return _with_gpus(found)
+
+
+def _rows(table: Table, context: Context, number: int, style: Style) -> list[Record]:
+    fields = styles.columns(table, style)
+    found = []
+    for at, row in enumerate(table.data):
+        if any(cell for cell in row.cells):
+            found.append(_row(row, fields, context, (style, number, at)))
+    return found
+
+
+def _row(
+    row: Row, fields: tuple[str, ...], context: Context, place: tuple[Style, int, int]
+) -> Record:
+    style, number, at = place
+    texts = {name: text for name, text in zip(fields, row.cells, strict=False) if name}
+    values: dict[str, Any] = {"cells": texts, "status": _status(texts)}
+    for name, text in texts.items():
+        value = _value(name, text)
+        if value is not None:
+            values[name] = value
+    values |= _tidied(style, texts)
+    for name in ("layers", "hidden", "heads", "vocab", "seq_len", "hardware", "gpus_per_node"):
+        stated = getattr(context, name)
+        if stated is not None:
+            values.setdefault(name, stated)
+    values.setdefault("micro_batch", context.micro_batch)
+    values.setdefault("global_batch", context.global_batch)
+    values.setdefault("convention", context.convention)
+    values["model"] = context.model or ""
+    return Record(style=style, table=number, line=row.line, row=at, **values)
+
+
+def _value(name: str, text: str) -> Any:
+    kind = _KINDS.get(name, "")
+    if kind == "int | None":
+        return cells.whole(text)
+    if kind == "float | None":
+        return cells.number(text)
+    if kind == "bool | None":
+        return {"1": True, "true": True, "0": False, "false": False}.get(text.strip().lower())
+    if name == "hardware":
+        return device_id(text) or (text.strip() or None)
+    return text if kind == "str" else None
+
+
+def _tidied(style: Style, texts: dict[str, str]) -> dict[str, Any]:
+    """Columns whose printed form is not the field's: ZeRO digits, True and False, 1e14 FLOP/s."""
+    values: dict[str, Any] = {}
+    sharding = texts.get("sharding", "").strip()
+    if sharding.isdecimal():
+        values["sharding"] = f"zero{sharding}"
+    if style == "mpt":
+        values["family"] = "mpt"
+        values |= _mpt_layout(sharding)
+        shown = texts.get("recompute", "").strip().lower()
+        values["recompute"] = {"true": "full", "false": "none"}.get(shown, shown)
+        units = cells.number(texts.get("model_tflop", ""))
+        if units is not None:
+            values["tflops_gpu"] = units * 100.0
+    return values
+
+
+def _mpt_layout(sharding: str) -> dict[str, Any]:
+    """'FULL_SHARD' alone is data parallel; our own tables add other axes: 'FULL_SHARD pp2 tp2'."""
+    kind, _, axes = sharding.partition(" ")
+    values: dict[str, Any] = {"sharding": _MPT_SHARDING.get(kind, kind.lower())}
+    for axis in ("tp", "cp", "pp"):
+        size = re.search(rf"\b{axis}([0-9]+)\b", axes)
+        values[axis] = int(size.group(1)) if size else 1
+    return values
+
+
+def _status(texts: dict[str, str]) -> Status:
+    """A row's own status column, else what stands in place of its numbers."""
+    if "status" in texts:
+        word = texts["status"].strip().lower()
+        return word if word in ("ok", "oom", "fail", "hang") else "ok"  # type: ignore[return-value]
+    speeds = [texts[name] for name in ("step_s", "tflops_gpu", "tokens_s") if name in texts]
+    states = [cells.state(text) for text in [*speeds, texts.get("mem_gb", "")]]
+    for bad in ("oom", "fail", "hang"):
+        if bad in states:
+            return bad  # type: ignore[return-value]
+    if speeds and any(cells.number(text) is not None for text in speeds):
+        return "ok"
+    if _HANGS.search(texts.get("note", "")):
+        return "hang"
+    return "fail" if "xxxx" in {text.strip().lower() for text in speeds} else "absent"
+
+
+def _scaling(table: Table, context: Context, number: int) -> list[Record]:
+    gpus = styles.gpu_columns(table)
+    found = []
+    for at, row in enumerate(table.data):
+        axes = cells.layout(row.cells[0]) if row.cells else None
+        if axes is None:
+            continue
+        for column, count in gpus.items():
+            text = row.cells[column] if column < len(row.cells) else ""
+            found.append(_cell(axes, count, text, context, (number, at, row.line)))
+    return found
+
+
+def _cell(
+    axes: tuple[int, int, int, int],
+    gpus: int,
+    text: str,
+    context: Context,
+    place: tuple[int, int, int],
+) -> Record:
+    tp, cp, pp, micro = axes
+    number, at, line = place
+    states: dict[str, Status] = {"dash": "oom", "oom": "oom", "fail": "fail", "hang": "hang"}
+    return Record(
+        style="scaling",
+        table=number,
+        line=line,
+        row=at,
+        column=f"{gpus} GPU",
+        model=context.model or "",
+        convention=context.convention,
+        layers=context.layers,
+        hidden=context.hidden,
+        seq_len=context.seq_len,
+        hardware=context.hardware,
+        gpus=gpus,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        dp=gpus // (tp * cp * pp) or None,
+        micro_batch=micro,
+        global_batch=context.global_batch,
+        tflops_gpu=cells.number(text),
+        status="ok" if cells.number(text) is not None else states.get(cells.state(text), "absent"),
+        cells={"tflops_gpu": text},
+    )
+
+
+def _with_gpus(found: list[Record]) -> list[Record]:
+    """GPUs of rows that state nodes only: hosts of the size most rows of the file agree on."""
+    votes = Counter(
+        world // record.nodes
+        for record in found
+        if record.nodes and (world := axes_world(record)) and world % record.nodes == 0
+    )
+    common = votes.most_common(1)[0][0] if votes else _DEFAULT_GPUS_PER_NODE
+    filled = []
+    for record in found:
+        if record.gpus is None and record.nodes:
+            each = record.gpus_per_node or common
+            record = dataclasses.replace(record, gpus=record.nodes * each, gpus_per_node=each)
+        if record.style == "mpt" and record.gpus:
+            inner = (record.tp or 1) * (record.cp or 1) * (record.pp or 1)
+            record = dataclasses.replace(record, dp=record.gpus // inner or None)
+        filled.append(record)
+    return filled
+
+
+def axes_world(record: Record) -> int | None:
+    """dp x tp x cp x pp; axes without a column are 1, but a table without dp or tp says nothing."""
+    if record.dp is None or (record.tp is None and record.pp is None):
+        return None
+    return record.dp * (record.tp or 1) * (record.cp or 1) * (record.pp or 1)

@@ -1,0 +1,239 @@
+"""Was a value written in the wrong place? Exchanged columns, repeated rows, copied cells."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import combinations
+
+from fourfold.tables import cells
+from fourfold.tables.lint import Case, Finding, finding
+from fourfold.tables.record import Record
+from fourfold.tables.shape import hardware_ratio, shape_of
+from fourfold.tables.work import row_work
+
+# Two measurements agree in this many digits by chance about once in a hundred tables.
+_LEAST_DIGITS = 4
+_REFERENCE_DIGITS = 5
+# Without a twin row, exchanged columns are seen only when the columns' ranges lie this far apart.
+_APART = 1.15
+
+
+def config(record: Record) -> tuple[object, ...]:
+    """What was run, as far as the row says."""
+    return (
+        record.label, record.model, record.layers, record.hidden, record.heads, record.seq_len,
+        record.hardware, record.gpus, record.dp, record.tp, record.cp, record.pp,
+        record.virtual_stages, record.sharding, record.micro_batch, record.global_batch,
+        record.precision, record.recompute,
+    )  # fmt: skip
+
+
+def swapped_values(case: Case) -> Iterator[Finding]:
+    for number in range(len(case.tables)):
+        rows = [record for record in case.rows_of(number) if row_work(record) is not None]
+        if rows and rows[0].style == "topology":
+            yield from _swapped_by_range(rows)
+    yield from _swapped_by_twin(case)
+    for record in case.records:
+        if record.style == "reference":
+            yield from _swapped_reference(record)
+        elif record.style == "mpt":
+            yield from _swapped_utilisation(record)
+
+
+def _swapped_utilisation(record: Record) -> Iterator[Finding]:
+    shape = shape_of(record)
+    ratio = hardware_ratio(shape, record) if shape else None
+    if not (record.mfu_pct and record.hfu_pct and ratio) or record.hfu_pct >= record.mfu_pct:
+        return
+    if abs(record.mfu_pct / (record.hfu_pct * ratio) - 1) < 0.005:
+        yield finding(
+            record, "swapped-values", f"MFU {record.mfu_pct:g}, HFU {record.hfu_pct:g}",
+            f"HFU = {ratio:.3g} x MFU", "exchange MFU and HFU",
+        )  # fmt: skip
+
+
+def _swapped(record: Record, why: str) -> Finding:
+    return finding(
+        record, "swapped-values",
+        f"{record.text('step_s')} s, {record.text('tflops_gpu')} TFLOPs",
+        f"{record.text('tflops_gpu')} s, {record.text('step_s')} TFLOPs {why}",
+        "exchange Sec/it and TFLOPs",
+    )  # fmt: skip
+
+
+def _swapped_by_twin(case: Case) -> Iterator[Finding]:
+    """Seconds x TFLOPs does not change when the two are exchanged, so arithmetic cannot see it: a
+    row elsewhere in the file with the same two numbers the other way round can."""
+    rows = [record for record in case.records if row_work(record) is not None]
+    seen: dict[tuple[object, float, float], list[Record]] = defaultdict(list)
+    for record in rows:
+        seen[_model(record), record.step_s or 0, record.tflops_gpu or 0].append(record)
+    for record in rows:
+        mine = (_model(record), record.step_s or 0, record.tflops_gpu or 0)
+        twins = seen.get((mine[0], mine[2], mine[1]), [])
+        if not twins or record.step_s == record.tflops_gpu:
+            continue
+        # Which of the two is wrong: the one whose seconds fit worse to the other rows of the model.
+        others = [
+            row for row in rows
+            if _model(row) == _model(record)
+            and {row.step_s, row.tflops_gpu} != {record.step_s, record.tflops_gpu}
+        ]  # fmt: skip
+        if _misfit(record, others) > _misfit(twins[0], others) or (
+            not others and len(twins) >= len(seen[mine])
+            and record.line > twins[0].line
+        ):  # fmt: skip
+            yield _swapped(record, f"as in line {twins[0].line}")
+
+
+def _model(record: Record) -> tuple[object, ...]:
+    return (record.label, record.gpus, record.global_batch)
+
+
+def _misfit(record: Record, others: list[Record]) -> float:
+    """How far seconds and TFLOPs lie from the other rows' means, as a ratio."""
+    if not others:
+        return 0.0
+    seconds = sum(row.step_s or 0 for row in others) / len(others)
+    tflops = sum(row.tflops_gpu or 0 for row in others) / len(others)
+    ratio = (record.step_s or 1) / seconds * tflops / (record.tflops_gpu or 1)
+    return max(ratio, 1 / ratio)
+
+
+def _swapped_by_range(rows: list[Record]) -> Iterator[Finding]:
+    """Where all seconds exceed all TFLOPs (or the reverse), one row the other way round."""
+    for record in rows:
+        others = [row for row in rows if row is not record]
+        if len(others) < 3:
+            return
+        seconds = [row.step_s or 0.0 for row in others]
+        tflops = [row.tflops_gpu or 0.0 for row in others]
+        mine_s, mine_tflops = record.step_s or 0.0, record.tflops_gpu or 0.0
+        for high, low, mine_high, mine_low in (
+            (seconds, tflops, mine_s, mine_tflops),
+            (tflops, seconds, mine_tflops, mine_s),
+        ):
+            apart = min(high) > _APART * max(low)
+            if apart and mine_high < max(low) * 1.1 and mine_low > min(high) / 1.1:
+                yield _swapped(record, "like the other rows")
+
+
+def _swapped_reference(record: Record) -> Iterator[Finding]:
+    """tokens/s/GPU ties seconds to the batch, so here arithmetic does see it."""
+    if record.status != "ok" or not (record.step_s and record.tflops_gpu and record.tokens_s_gpu):
+        return
+    if not (record.global_batch and record.seq_len and record.gpus):
+        return
+    tokens = record.global_batch * record.seq_len / record.gpus / record.tokens_s_gpu
+    wrong = abs(record.step_s / tokens - 1) > 0.01
+    if wrong and abs(record.tflops_gpu / tokens - 1) < 0.001:
+        yield _swapped(record, "by tokens_s_gpu")
+
+
+def duplicate_row(case: Case) -> Iterator[Finding]:
+    """The same row twice in one table. Across tables rows repeat on purpose, as a baseline."""
+    for number, (table, _) in enumerate(case.tables):
+        seen: dict[tuple[object, ...], int] = {}
+        by_line = {record.line: record for record in case.rows_of(number)}
+        measured = {record.line for record in case.rows_of(number) if record.status == "ok"}
+        for row in table.data:
+            record = by_line.get(row.line)
+            if record is None or not any(row.cells):
+                continue
+            key = tuple(row.cells)
+            if record.style == "reference":
+                key = tuple(
+                    text for name, text in record.cells.items() if name not in ("row_id", "note")
+                )
+            if row.line not in measured:  # rows of '-' repeat without meaning anything
+                continue
+            if key in seen:
+                yield Finding(
+                    rule="duplicate-row", row=row.line, table=number + 1,
+                    place=record.row_id or f"line {row.line}",
+                    value=" | ".join(row.cells)[:120], expected="every row once",
+                    repair=f"remove it, or correct it: same as line {seen[key]}",
+                )  # fmt: skip
+            seen.setdefault(key, row.line)
+
+
+def copied_cell(case: Case) -> Iterator[Finding]:
+    for number in range(len(case.tables)):
+        rows = [record for record in case.rows_of(number) if record.status == "ok"]
+        if not rows:
+            continue
+        if rows[0].style == "scaling":
+            yield from _copies(rows, "tflops_gpu", _LEAST_DIGITS, _same_row_or_column)
+        elif rows[0].style == "topology":
+            yield from _copies(rows, "step_s", _LEAST_DIGITS, _other_config)
+            timeless = [record for record in rows if record.step_s is None]
+            yield from _copies(timeless, "tflops_gpu", _LEAST_DIGITS, _other_config)
+        elif rows[0].style == "reference":
+            yield from _copies(rows, "step_s", _REFERENCE_DIGITS, _one_thing_differs)
+            yield from _copies(rows, "tflops_gpu", _REFERENCE_DIGITS, _one_thing_differs)
+        elif rows[0].style == "mpt":
+            yield from _copies(rows, "tflops_gpu", _REFERENCE_DIGITS, _other_config)
+
+
+def _copies(
+    rows: list[Record], name: str, digits: int, related: Callable[[Record, Record], bool]
+) -> Iterator[Finding]:
+    # Trailing zeros are often dropped ('182.6'): the table's longest cell tells its precision.
+    shown = "model_tflop" if name == "tflops_gpu" and rows and rows[0].style == "mpt" else name
+    places = max((cells.decimals(record.text(shown)) for record in rows), default=0)
+    groups: dict[float, list[Record]] = defaultdict(list)
+    for record in rows:
+        value = getattr(record, name)
+        if value and _digits(record, value, shown, places) >= digits:
+            groups[value].append(record)
+    for same in groups.values():
+        for first, second in combinations(same, 2):
+            if related(first, second):
+                yield finding(
+                    second, "copied-cell", second.text(shown),
+                    f"a value of its own; {first.place} has the same {name}",
+                    "measure or look up both again",
+                )  # fmt: skip
+
+
+def _digits(record: Record, value: float, shown: str, places: int) -> int:
+    """Significant digits of a value. A file of the reference schema mixes sources, so there each
+    cell speaks for itself, and seconds worked out from coarse tokens/s are as coarse."""
+    if record.style != "reference":
+        return len(f"{value:.{places}f}".replace(".", "").lstrip("0"))
+    texts = [record.text(shown)]
+    if shown == "step_s":
+        texts.append(record.text("tokens_s_gpu") or texts[0])
+    return min(len(text.replace(".", "").lstrip("0")) for text in texts)
+
+
+def _same_row_or_column(one: Record, other: Record) -> bool:
+    """Not two lines of one layout in one column: that is a cell listed again."""
+    same_layout = (one.tp, one.cp, one.pp, one.micro_batch) == (
+        other.tp, other.cp, other.pp, other.micro_batch,
+    )  # fmt: skip
+    return same_layout != (one.gpus == other.gpus)
+
+
+def _other_config(one: Record, other: Record) -> bool:
+    return config(one) != config(other)
+
+
+def _one_thing_differs(one: Record, other: Record) -> bool:
+    """Same model and stack, and the same layout on other GPUs or another layout on as many."""
+    if (one.stack, *config(one)[:7]) != (other.stack, *config(other)[:7]):
+        return False
+    if config(one) == config(other):
+        return False
+    layout = (one.tp, one.cp, one.pp, one.virtual_stages, one.micro_batch, one.sharding)
+    same = layout == (
+        other.tp, other.cp, other.pp, other.virtual_stages, other.micro_batch, other.sharding,
+    )  # fmt: skip
+    return same or one.gpus == other.gpus
+
+
+CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
+    swapped_values, duplicate_row, copied_cell,
+)  # fmt: skip

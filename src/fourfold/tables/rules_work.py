@@ -1,0 +1,225 @@
+"""Do seconds, TFLOPs, GPUs and batch tell one story? Work per sequence, by model and convention."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from fourfold.cost.flops import ALIASES, CONVENTIONS
+from fourfold.tables.lint import Case, Finding, finding
+from fourfold.tables.record import Record
+from fourfold.tables.shape import Shape, flops_per_token, peak_tflops, shape_of
+from fourfold.tables.work import (
+    SLACK,
+    agree,
+    common_length,
+    matching,
+    possible,
+    rounding,
+    row_work,
+)
+
+# Some sources print a mean speed beside a mean time, or coarse tokens/s: 3% apart, no mistake.
+_LOOSE = 0.035
+_EXACT = 0.0005
+# Without a shape only the recompute factor (4/3) can be recognised as another convention.
+_RECOMPUTE_RATIOS = (0.75, 4 / 3)
+
+
+def topology_work(case: Case) -> Iterator[Finding]:
+    """Rows of one model in one table agree with each other; a lone row agrees with its shape."""
+    rows = [record for record in case.records if record.style == "topology"]
+    length = common_length(rows)
+    for group in _groups(rows):
+        works = [work for record in group if (work := row_work(record)) is not None]
+        usual = _consensus(group, works, length)
+        for record, work in zip(group, works, strict=True):
+            yield from _judge(record, work, usual, record.seq_len or length)
+
+
+def _groups(rows: Sequence[Record]) -> list[list[Record]]:
+    groups: dict[tuple[object, ...], list[Record]] = defaultdict(list)
+    for record in rows:
+        if row_work(record) is not None:
+            key = (record.table, record.label, record.layers, record.hidden, record.seq_len)
+            groups[key].append(record)
+    return list(groups.values())
+
+
+def _consensus(group: list[Record], works: list[float], length: int) -> float | None:
+    """The work that most rows share. Two rows that differ have none unless the shape decides."""
+    support = [sum(agree(one, work, 2 * SLACK) for one in works) for work in works]
+    best = max(support)
+    if best > len(works) / 2 and best > 1:
+        return works[support.index(best)]
+    for record, work in zip(group, works, strict=True):
+        shape = shape_of(record)
+        if shape and matching(record, shape, work, record.seq_len or length):
+            return work
+    return None
+
+
+def _judge(record: Record, work: float, usual: float | None, seq_len: int) -> Iterator[Finding]:
+    shape = shape_of(record)
+    slack = 2 * SLACK + rounding(record)
+    if usual is not None and agree(work, usual, slack):
+        if shape is None or possible(record, shape, work, seq_len):
+            return
+        if record.convention in CONVENTIONS:
+            yield _convention(record, record.convention, _names(record, shape, work, seq_len))
+            return
+    elif usual is None and (shape is None or possible(record, shape, work, seq_len)):
+        return
+    names = _names(record, shape, work, seq_len) if shape and usual is not None else []
+    if names:
+        yield _convention(record, _usual_rule(record, shape, usual, seq_len), names)
+    elif usual is not None and any(agree(work / usual, x, 0.01) for x in _RECOMPUTE_RATIOS):
+        yield _convention(record, "the table's other rows", ["a count with other recompute"])
+    else:
+        yield _off(record, work, usual or _likely(record, shape, seq_len))
+
+
+def _names(record: Record, shape: Shape | None, work: float, seq_len: int) -> list[str]:
+    """Every convention of the catalogue that explains the row, also when the table states one."""
+    if shape is None:
+        return []
+    slack = SLACK + rounding(record)
+    counts = {rule: seq_len * flops_per_token(shape, record, rule, seq_len) for rule in CONVENTIONS}
+    return [rule for rule, count in counts.items() if agree(work, count, slack)]
+
+
+def _usual_rule(record: Record, shape: Shape | None, usual: float | None, seq_len: int) -> str:
+    names = _names(record, shape, usual, seq_len) if usual is not None else []
+    return names[0] if names else "the table's other rows"
+
+
+def _likely(record: Record, shape: Shape | None, seq_len: int) -> float | None:
+    if shape is None:
+        return None
+    rule = record.convention if record.convention in CONVENTIONS else "megatron-recompute"
+    return seq_len * flops_per_token(shape, record, rule, seq_len)
+
+
+def _convention(record: Record, stated: str, names: list[str]) -> Finding:
+    likely = ", ".join(names) if names else "no known convention"
+    return finding(
+        record, "convention-mix", f"{record.text('tflops_gpu') or record.tflops_gpu} by {likely}",
+        f"by {stated}", f"restate the row by {stated}",
+    )  # fmt: skip
+
+
+def _off(record: Record, work: float, usual: float | None) -> Finding:
+    ratio = work / usual if usual else None
+    value = (
+        f"{record.text('tflops_gpu')} TFLOPs x {record.text('step_s')} s x {record.gpus} GPUs / "
+        f"{record.global_batch} = {work:.4g}"
+    )
+    expected = f"{usual:.4g} FLOPs per sequence" if usual else "FLOPs of the model's shape"
+    if ratio is None or usual is None:
+        return finding(record, "work-constant", value, expected, "check the row against its log")
+    return finding(record, "work-constant", value, expected, _fixes(record, ratio))
+
+
+def _fixes(record: Record, ratio: float) -> str:
+    """Each column that could be the wrong one, with the value that would make the row right."""
+    fixes = []
+    tflops = (record.tflops_gpu or 0.0) / ratio
+    peak = peak_tflops(record)
+    if peak is None or tflops <= peak:
+        fixes.append(f"TFLOPs {tflops:.2f}")
+    fixes.append(f"Sec/it {(record.step_s or 0.0) / ratio:.2f}")
+    batch = (record.global_batch or 0) * ratio
+    if round(batch) != record.global_batch and abs(batch / max(1, round(batch)) - 1) < SLACK:
+        fixes.append(f"GBS {round(batch)}")
+    return " or ".join(fixes)
+
+
+def reference_work(case: Case) -> Iterator[Finding]:
+    """Reference schema: TFLOPs against tokens/s/GPU under the convention that the row names."""
+    groups: dict[tuple[object, ...], list[tuple[Record, float]]] = defaultdict(list)
+    for record in case.records:
+        residual = _residual(record)
+        if record.style == "reference" and residual is not None:
+            groups[record.table, record.stack, record.convention].append((record, residual))
+    for group in groups.values():
+        exact = sum(abs(residual) <= _EXACT for _, residual in group)
+        slack = SLACK if exact >= 0.9 * (len(group) - 1) and len(group) > 2 else _LOOSE
+        for record, residual in group:
+            if abs(residual) > slack:
+                yield _reference_finding(record, residual)
+
+
+def _residual(record: Record) -> float | None:
+    rule = ALIASES.get(record.convention, record.convention)
+    shape = shape_of(record)
+    if record.status != "ok" or rule not in CONVENTIONS or shape is None or not record.seq_len:
+        return None
+    if not (record.tflops_gpu and record.tokens_s_gpu) or record.tokens_s_gpu <= 0:
+        return None
+    per_token = record.tflops_gpu * 1e12 / record.tokens_s_gpu
+    return per_token / flops_per_token(shape, record, rule, record.seq_len) - 1
+
+
+def _reference_finding(record: Record, residual: float) -> Finding:
+    shape = shape_of(record)
+    tflops, speed, seq_len = (
+        record.tflops_gpu or 0.0,
+        record.tokens_s_gpu or 1.0,
+        record.seq_len or 1,
+    )
+    names = _names(record, shape, tflops * 1e12 / speed * seq_len, seq_len)
+    if names:
+        return _convention(record, record.convention, names)
+    right = tflops / (1 + residual)
+    return finding(
+        record, "work-constant", f"{tflops:g} TFLOPs at {speed:g} tokens/s/GPU",
+        f"{right:.4g} TFLOPs by {record.convention}",
+        f"tflops_gpu {right:.4g} or tokens_s_gpu {speed * (1 + residual):.6g}",
+    )  # fmt: skip
+
+
+def mpt_work(case: Case) -> Iterator[Finding]:
+    """MPT tables: Model TFLOP and MFU follow from tokens/s by 6 N + 12 L d s."""
+    for record in case.records:
+        shape = shape_of(record)
+        if record.style != "mpt" or shape is None or not (record.tokens_s and record.gpus):
+            continue
+        if not record.seq_len or record.tokens_s < 1:
+            continue
+        speed = record.tokens_s / record.gpus
+        right = flops_per_token(shape, record, "mpt", record.seq_len) * speed / 1e12
+        slack = 0.001 + 1 / record.tokens_s  # printed MFU has two digits, tokens/s is cut off
+        peak = peak_tflops(record)
+        printed = [(record.tflops_gpu, "Model TFLOP", 100.0, record.text("model_tflop"))]
+        if peak is not None and record.mfu_pct is not None:
+            printed.append((record.mfu_pct * peak / 100, "MFU", peak / 100, record.text("mfu_pct")))
+        for tflops, name, unit, text in printed:
+            half = 0.5 * 10.0 ** -len(text.partition(".")[2]) * unit if text else 0.0
+            if tflops is not None and abs(tflops - right) > right * slack + half:
+                yield _mpt_finding(record, shape, (name, text), tflops, right / unit)
+
+
+def _mpt_finding(
+    record: Record, shape: Shape, cell: tuple[str, str], tflops: float, right: float
+) -> Finding:
+    seq_len = record.seq_len or 1
+    per_sequence = tflops * 1e12 * (record.gpus or 1) / (record.tokens_s or 1.0) * seq_len
+    counts = {
+        rule: seq_len * flops_per_token(shape, record, rule, seq_len)
+        for rule in CONVENTIONS
+        if rule != "mpt"
+    }
+    names = [rule for rule, count in counts.items() if agree(per_sequence, count, 0.002)]
+    name, text = cell
+    rule = "convention-mix" if names else "work-constant"
+    value = f"{name} {text}" + (f" by {', '.join(names)}" if names else "")
+    return finding(
+        record,
+        rule,
+        value,
+        f"{right:.4g} by mpt (6 N + 12 L d s)",
+        f"{name} {right:.4g}, or tokens/s",
+    )
+
+
+CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (topology_work, reference_work, mpt_work)

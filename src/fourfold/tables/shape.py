@@ -1,0 +1,139 @@
+"""Which model shape stands behind a published row, and how sure is that?
+
+Rows are built from their shape columns or the shape in the text; a name counts only where the
+catalogue knows it. The topology notes never print their vocabulary: it is assumed, and said so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from fourfold.cost.flops import CONVENTIONS, Question, convention
+from fourfold.cost.params import layer_params, model_params
+from fourfold.errors import UserError
+from fourfold.spec import catalog
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
+from fourfold.tables.record import Record
+
+# BLOOM's padded vocabulary and length, those of all topology notes; used where a table is silent.
+NOTES_VOCAB = 250_880
+NOTES_SEQ_LEN = 2048
+# Vocabularies in use, for bounds where none is stated.
+_LEAST_VOCAB, _MOST_VOCAB = 32_000, 262_144
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    model: ModelShape
+    vocab_known: bool
+    from_name: bool
+
+
+def named_shape(record: Record) -> ModelShape | None:
+    """The catalogue's shape of the row's name: 'mpt-7b', '7b' in an MPT table, the text's model."""
+    known = catalog.model_names()
+    names = [record.label.lower(), record.model]
+    if record.style == "mpt":
+        names.insert(0, f"mpt-{record.label.lower()}")
+    for name in names:
+        if name in known:
+            return _named(name)
+    return None
+
+
+@functools.cache
+def _named(name: str) -> ModelShape:
+    return catalog.model(name)
+
+
+def shape_of(record: Record) -> Shape | None:
+    if record.layers and record.hidden:
+        built = _built(record)
+        return Shape(built, record.vocab is not None, False) if built else None
+    named = named_shape(record)
+    return Shape(named, True, True) if named else None
+
+
+def _built(record: Record) -> ModelShape | None:
+    named = named_shape(record)
+    family = record.family or (named.family if named else "gpt")
+    hidden = record.hidden or 1
+    heads = record.heads if record.heads and hidden % record.heads == 0 else 1
+    fields = {
+        "layers": record.layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": record.kv_heads or (named.kv_heads if named and named.heads == heads else None),
+        "ffn": record.ffn or (named.ffn if named and named.hidden == hidden else None),
+        "vocab": record.vocab or NOTES_VOCAB,
+        "tied": record.tied if record.tied is not None else (named.tied if named else None),
+    }
+    return _shape(family, tuple(fields.items()))
+
+
+@functools.cache
+def _shape(family: str, fields: tuple[tuple[str, int | bool | None], ...]) -> ModelShape | None:
+    try:
+        return catalog.shape(family, **dict(fields))
+    except UserError:
+        return None
+
+
+def params_range(shape: Shape, seq_len: int) -> tuple[float, float]:
+    """Labels count with or without embeddings; without a stated vocabulary both ends are wide."""
+    layers = float(shape.model.layers * layer_params(shape.model))
+    most = shape.model if shape.vocab_known else _with_vocab(shape.model, _MOST_VOCAB)
+    return layers, float(model_params(most, seq_len))
+
+
+def _with_vocab(model: ModelShape, vocab: int) -> ModelShape:
+    return dataclasses.replace(model, vocab=vocab)
+
+
+def flops_range(shape: Shape, record: Record, rule: str, seq_len: int) -> tuple[float, float]:
+    """Bounds of the convention's FLOPs per token; equal where the vocabulary is stated."""
+    models = [shape.model]
+    if not shape.vocab_known:
+        models = [_with_vocab(shape.model, _LEAST_VOCAB), _with_vocab(shape.model, _MOST_VOCAB)]
+    counts = [_flops(model, record, rule, seq_len) for model in models]
+    return min(counts), max(counts)
+
+
+def flops_per_token(shape: Shape, record: Record, rule: str, seq_len: int) -> float:
+    """With the assumed vocabulary where none is stated."""
+    return _flops(shape.model, record, rule, seq_len)
+
+
+def _flops(model: ModelShape, record: Record, rule: str, seq_len: int) -> float:
+    layout = Layout(pp=record.pp or 1, shard=record.dp or 1, cp=record.cp or 1, tp=record.tp or 1)
+    ask = Question(model=model, seq_len=seq_len, layout=layout, policy=Policy())
+    return convention(rule).count(ask).printed
+
+
+def hardware_ratio(shape: Shape, record: Record) -> float | None:
+    """HFU over MFU in the MPT convention for the row's recompute, None where it is not stated."""
+    try:
+        policy = Policy(recompute=record.recompute or "none")
+    except UserError:
+        return None
+    ask = Question(
+        model=shape.model, seq_len=record.seq_len or NOTES_SEQ_LEN, layout=Layout(), policy=policy
+    )
+    count = CONVENTIONS["mpt"].count(ask)
+    return count.hardware / count.model
+
+
+def peak_tflops(record: Record) -> float | None:
+    """The device's dense peak in the row's precision; its largest one where that is unclear."""
+    if record.hardware not in catalog.device_names():
+        return None
+    device = catalog.device(record.hardware)
+    try:
+        return device.peak((record.precision or "bf16").removeprefix("amp_")) / 1e12
+    except UserError:
+        peaks = dataclasses.asdict(device.peak_flops_per_s).values()
+        return max(peak for peak in peaks if peak) / 1e12

@@ -1,0 +1,122 @@
+"""Tables read, written and read again are equal, cell by cell, with every trap of the styles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.errors import UserError
+from fourfold.tables.document import Document, Row, Table, Text, parse, read_file, write
+from fourfold.tables.styles import columns, repaired_headings, style_of
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SAMPLES = GOLDEN / "raw_samples.md"
+FORMS = ("md", "csv", "json")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["raw_samples.md", "bloom.csv", "mpt.csv", "par4d.csv"])
+def test_read_write_read_is_the_same(name: str, form: str) -> None:
+    document = read_file(GOLDEN / name)
+    again = parse(write(document, form), form)
+    assert again == document
+    for table, other in zip(document.tables, again.tables, strict=True):
+        assert [row.cells for row in other.rows] == [row.cells for row in table.rows]
+
+
+def test_every_sample_table_is_recognised() -> None:
+    tables = read_file(SAMPLES).tables
+    assert [style_of(table) for table in tables] == ["mpt"] * 3 + ["topology"] * 14 + [
+        "scaling"
+    ] * 3
+
+
+def test_cells_are_the_text_that_stands_in_the_file() -> None:
+    lines = SAMPLES.read_text(encoding="utf-8").split("\n")
+    for table in read_file(SAMPLES).tables:
+        for row in table.rows:
+            parts = lines[row.line - 1].strip().strip("|").split("|")
+            assert row.cells == tuple(part.strip() for part in parts)
+
+
+def test_twenty_cells_under_nineteen_headings() -> None:
+    table = read_file(SAMPLES).tables[2]
+    assert len(table.headings) == 19
+    assert {len(row.cells) for row in table.rows} == {20}
+    headings = repaired_headings(table, "mpt")
+    assert headings[5:8] == ("HFU", "Model TFLOP", "MicroBatchSize")
+    named = dict(zip(columns(table, "mpt"), table.rows[0].cells, strict=True))
+    assert (named["model_tflop"], named["micro_batch"]) == ("1.525992", "4")
+    assert named["params"] == "64862437376"
+
+
+def test_rules_inside_the_body_stay_where_they_were() -> None:
+    table = read_file(SAMPLES).tables[17]
+    assert [at for at, row in enumerate(table.rows) if row.rule][:3] == [3, 7, 8]
+    assert len(table.data) == 13
+
+
+def test_a_single_dash_is_a_value_and_no_rule() -> None:
+    document = parse("| a | b |\n|---|---|\n| - | - |\n|--|--|\n", "md")
+    assert [row.rule for row in document.tables[0].rows] == [False, True]
+
+
+def test_tables_without_outer_pipes_and_with_escaped_pipes() -> None:
+    document = parse("a | b\n--|--\n1 | x\\|y\n\nend\n", "md")
+    assert document.tables[0].rows[0].cells == ("1", "x|y")
+    assert document.blocks[1] == Text(("", "end"))
+    assert parse(write(document, "md"), "md") == document
+
+
+def test_fenced_code_is_text() -> None:
+    text = "```\n| a | b |\n|---|---|\n| 1 | 2 |\n```\n"
+    assert parse(text, "md").tables == ()
+    assert write(parse(text, "md"), "md") == text
+
+
+def test_text_above_a_csv_table_is_not_its_heading() -> None:
+    table = Table(("# GPUs", "GPU"), (Row(("8", "h100"), line=0),))
+    document = Document((Text(("first, second", "", "third")), table, table))
+    assert parse(write(document, "csv"), "csv") == document
+    foreign = parse("# GPUs,GPU\n8,h100\n", "csv")
+    assert foreign.tables[0].headings == ("# GPUs", "GPU")
+
+
+def test_broken_encoding_costs_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "scaling.md"
+    head = "| (TP, CP, PP, micro batch) | 4 GPU |\n|---|---|\n| (2, 1, 1, 1) | 446.72 |\n"
+    path.write_bytes(head.encode() + "| (2, 1, 1, 2) | ー |\n".encode("cp932"))
+    document = read_file(path)
+    assert len(document.tables[0].rows) == 2
+    assert parse(write(document, "md"), "md") == document
+
+
+def test_binary_and_wrong_json_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.md").write_bytes(bytes(range(256)) * 50)
+    with pytest.raises(UserError):
+        read_file(tmp_path / "x.md")
+    for text in ("[]", '{"blocks": [3]}', '{"blocks": [{"headings": ["a"], "rows": [[1]]}]}'):
+        with pytest.raises(UserError):
+            parse(text, "json")
+
+
+CELL = st.text(
+    st.characters(min_codepoint=32, max_codepoint=0x2FFF, exclude_categories=("Cs", "Cc", "Z")),
+    min_size=1,
+    max_size=8,
+).filter(lambda cell: "<br>" not in cell and cell == cell.strip() and not set(cell) <= set("-:"))
+
+
+@given(
+    headings=st.lists(CELL, min_size=1, max_size=5),
+    rows=st.lists(st.lists(CELL | st.sampled_from(["", "-", "a b"]), min_size=2, max_size=6)),
+    form=st.sampled_from(FORMS),
+)
+def test_any_table_survives(headings: list[str], rows: list[list[str]], form: str) -> None:
+    """Ragged rows, pipes, quotes, commas, backslashes, other scripts."""
+    table = Table(tuple(headings), tuple(Row(tuple(row)) for row in rows))
+    document = Document((table,))
+    assert parse(write(document, form), form) == document

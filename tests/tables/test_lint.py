@@ -1,0 +1,500 @@
+"""Lint finds published mistakes and planted faults of every rule, and nothing in clean tables."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fourfold.tables.document import Document, Row, Table, Text, read_file
+from fourfold.tables.lint import RULES, Finding, lint
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SAMPLES = read_file(GOLDEN / "raw_samples.md")
+MPT, TOPOLOGY, SCALING = SAMPLES.tables[0], SAMPLES.tables[6], SAMPLES.tables[17]
+SHAPED = (Text(("NLAYERS=72", "NHIDDEN=14336", "NHEADS=64")), SAMPLES.tables[16])
+HEADED = "NHIDDEN=14336 / NLAYERS=72 / GBS=2048"
+
+
+def reference(name: str, without: tuple[str, ...] = ()) -> Table:
+    table = read_file(GOLDEN / name).tables[0]
+    return Table(table.headings, tuple(row for row in table.rows if row.cells[0] not in without))
+
+
+BLOOM = reference("bloom.csv", ("bloom-r062",))
+PAR4D = reference("par4d.csv")
+MPT_ROWS = reference("mpt.csv")
+
+
+def numbered(*blocks: Table | Text) -> Document:
+    """The blocks with lines of their own, as if read from a file."""
+    line, found = 0, []
+    for block in blocks:
+        if isinstance(block, Text):
+            found.append(block)
+            line += len(block.lines)
+            continue
+        rows = tuple(Row(r.cells, r.rule, line + 3 + i) for i, r in enumerate(block.rows))
+        found.append(Table(block.headings, rows, block.marks, line + 1))
+        line += 3 + len(rows)
+    return Document(tuple(found))
+
+
+def cell(table: Table, row: int, heading: str) -> str:
+    return table.data[row].cells[table.headings.index(heading)]
+
+
+def put(table: Table, row: int, values: dict[str, str]) -> Table:
+    """The table with some cells of its row-th data row replaced."""
+    changed = list(table.data[row].cells)
+    for heading, text in values.items():
+        changed[table.headings.index(heading)] = text
+    rows = list(table.data)
+    rows[row] = Row(tuple(changed))
+    return Table(table.headings, tuple(rows), table.marks)
+
+
+def rules(*blocks: Table | Text, row: int | None = None) -> set[str]:
+    """Ids of the findings; of one data row of the last table only, when asked."""
+    document = numbered(*blocks)
+    line = None if row is None else document.tables[-1].data[row].line
+    return {item.rule for item in lint(document) if line is None or item.row == line}
+
+
+# --- the published tables
+
+
+def test_the_published_mistakes_are_found() -> None:
+    found = {(item.rule, item.row) for item in lint(SAMPLES)}
+    assert found == {
+        ("heading-count", 28),  # 19 headings over 20 cells
+        ("memory-order", 113),  # 65GB with micro batch 2, 56GB with 4
+        ("gpus-axes", 120),  # 40 nodes, DP 8 x TP 8 x PP 10
+        ("batch-heading", 128),
+        ("batch-heading", 129),  # GBS 2048 under a heading of 512
+        ("size-label", 129),  # 10 layers are no 18B
+    }
+
+
+def test_the_repairs_are_the_true_values() -> None:
+    found: dict[str, Finding] = {item.rule: item for item in lint(SAMPLES)}
+    assert found["gpus-axes"].repair.startswith("DP 4")
+    assert found["batch-heading"].repair.startswith("512 in the row")
+    assert "28.3B" in found["size-label"].repair
+    assert "Model TFLOP" in found["heading-count"].repair
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        (MPT,), (SAMPLES.tables[1],), (TOPOLOGY,), SHAPED, (SCALING,), (SAMPLES.tables[18],),
+        (SAMPLES.tables[19],), (PAR4D,), (BLOOM,), (MPT_ROWS,),
+        *((table,) for table in SAMPLES.tables[3:12]),
+    ],
+)  # fmt: skip
+def test_clean_tables_give_nothing(blocks: tuple[Table | Text, ...]) -> None:
+    assert rules(*blocks) == set()
+
+
+def test_the_zero_rows_of_the_notes() -> None:
+    """ZeRO-1's columns are exchanged (the same run stands right elsewhere), ZeRO-0 counts by the
+    old formula."""
+    headings = ("Nodes", "Size", "ZS", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs")
+    main = ("48", "181B", "1", "4", "8", "12")
+    good = [
+        (*main, "1", "2048", "29GB", "143.31", "112.49"),
+        (*main, "2", "2048", "37GB", "134.02", "120.29"),
+        ("48", "181B", "1", "8", "8", "6", "1", "2048", "38GB", "139.82", "115.31"),
+        ("48", "181B", "1", "8", "8", "6", "2", "2048", "44GB", "131.02", "123.05"),
+    ]
+    odd = [
+        ("48", "181B", "0", "4", "8", "12", "2", "2048", "72GB", "137.34", "113.02"),
+        ("48", "181B", "1", "4", "8", "12", "2", "2048", "37GB", "120.29", "134.02"),
+    ]
+    text = Text(("NHIDDEN=14336 / NLAYERS=72",))
+    first = Table(headings, tuple(map(Row, good)))
+    second = Table(headings, (*map(Row, good[:1]), *map(Row, odd)))
+    document = numbered(text, first, text, second)
+    rows = document.tables[1].data
+    assert [(item.rule, item.row) for item in lint(document)] == [
+        ("convention-mix", rows[1].line),
+        ("swapped-values", rows[2].line),
+    ]
+
+
+def test_copies_in_the_scaling_table() -> None:
+    headings = ("(TP, CP, PP, micro batch)", "4 GPU", "8 GPU", "16 GPU")
+    rows = (
+        Row(("(4, 1, 1, 1)", "365.75", "436.77", "295.71")),
+        Row(("(4, 1, 1, 2)", "365.75", "436.77", "402.10")),
+        Row(("(2, 2, 1, 1)", "299.95", "299.95", "-")),
+    )
+    document = numbered(Table(headings, rows))
+    found = [(item.rule, item.place) for item in lint(document)]
+    assert found == [
+        ("copied-cell", "line 4, 4 GPU"),
+        ("copied-cell", "line 4, 8 GPU"),
+        ("copied-cell", "line 5, 8 GPU"),
+    ]
+
+
+# --- planted faults
+
+INDEX = st.integers(min_value=0, max_value=200)
+
+
+def changed_number(text: str, factor: float) -> str:
+    places = len(text.partition(".")[2])
+    return f"{float(text) * factor:.{places}f}"
+
+
+@settings(deadline=None)
+@given(INDEX, st.sampled_from(["DP", "TP", "PP"]), st.integers(2, 5))
+def test_axes(at: int, axis: str, factor: int) -> None:
+    row = at % len(TOPOLOGY.data)
+    value = str(int(cell(TOPOLOGY, row, axis)) * factor)
+    assert "gpus-axes" in rules(put(TOPOLOGY, row, {axis: value}), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX, st.sampled_from(["tp", "dp", "pp", "n_gpus"]))
+def test_axes_of_the_reference_schema(at: int, axis: str) -> None:
+    row = at % len(BLOOM.data)
+    value = str(int(cell(BLOOM, row, axis)) * 3)
+    assert "gpus-axes" in rules(put(BLOOM, row, {axis: value}), row=row)
+
+
+def test_a_value_in_a_column_too_small_for_its_layout() -> None:
+    planted = put(SCALING, 3, {"8 GPU": "151.65"})
+    assert "gpus-axes" in rules(planted, row=3)
+
+
+@settings(deadline=None)
+@given(INDEX, st.integers(1, 400))
+def test_batch_reach(at: int, less: int) -> None:
+    row = at % len(TOPOLOGY.data)
+    batch = int(cell(TOPOLOGY, row, "GBS")) - less
+    assume(batch % int(cell(TOPOLOGY, row, "DP")))
+    assert "batch-reach" in rules(put(TOPOLOGY, row, {"GBS": str(batch)}), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX, st.integers(1, 9))
+def test_batch_reach_of_grad_accum(at: int, more: int) -> None:
+    row = at % len(MPT.data)
+    value = str(int(cell(MPT, row, "GradAccum")) + more)
+    assert "batch-reach" in rules(put(MPT, row, {"GradAccum": value}), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX, st.sampled_from(["512", "1024", "4096"]))
+def test_batch_heading(at: int, heading: str) -> None:
+    table = SAMPLES.tables[8]
+    text = Text((f"NHIDDEN=14400 / NLAYERS=78 / GBS={heading}",))
+    assert "batch-heading" in rules(text, table, row=at % len(table.data))
+    assert rules(Text(("NHIDDEN=14400 / NLAYERS=78 / GBS=2048",)), table) == set()
+
+
+@settings(deadline=None)
+@given(INDEX, st.integers(1, 10**6))
+def test_batch_tokens(at: int, more: int) -> None:
+    row = at % len(MPT.data)
+    value = str(int(cell(MPT, row, "GlobalBatchSize (T)")) + more)
+    assert "batch-tokens" in rules(put(MPT, row, {"GlobalBatchSize (T)": value}), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX, st.sampled_from([5, 7, 11, 13, 48, 100]))
+def test_layers_stages(at: int, stages: int) -> None:
+    """GPUs are changed along, so that only the layers can tell."""
+    text, table = SHAPED
+    row = at % len(table.data)
+    nodes = int(cell(table, row, "DP")) * stages
+    planted = put(table, row, {"PP": str(stages), "Nodes": str(nodes)})
+    assert "layers-stages" in rules(text, planted, row=row)
+
+
+@settings(deadline=None)
+@given(INDEX, st.sampled_from([0.5, 0.8, 0.9, 1.1, 1.5, 10.0]))
+def test_size_label(at: int, factor: float) -> None:
+    text, table = SHAPED
+    row = at % len(table.data)
+    label = f"{round(181 * factor)}B"
+    assert "size-label" in rules(text, put(table, row, {"Size": label}), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX, st.integers(1, 10**9))
+def test_parameter_count(at: int, more: int) -> None:
+    row = at % len(MPT.data)
+    value = str(int(cell(MPT, row, "NumParams")) + more)
+    assert "size-label" in rules(put(MPT, row, {"NumParams": value}), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX)
+def test_shape_under_a_known_name(at: int) -> None:
+    row = at % len(MPT_ROWS.data)
+    value = str(int(cell(MPT_ROWS, row, "n_layers")) + 8)
+    assert "size-label" in rules(put(MPT_ROWS, row, {"n_layers": value}), row=row)
+
+
+FACTOR = st.sampled_from([0.5, 0.9, 0.96, 1.05, 1.2, 2.0])
+
+
+@settings(deadline=None)
+@given(INDEX, FACTOR, st.sampled_from(["TFLOPs", "Sec/it"]))
+def test_work_of_topology_rows(at: int, factor: float, heading: str) -> None:
+    text, table = SHAPED
+    row = at % len(table.data)
+    planted = put(table, row, {heading: changed_number(cell(table, row, heading), factor)})
+    assert rules(text, planted, row=row) & {"work-constant", "convention-mix"}
+    assert rules(planted, row=row) & {"work-constant", "convention-mix"}  # without a shape, too
+
+
+@settings(deadline=None)
+@given(INDEX, FACTOR)
+def test_work_of_a_lone_row(at: int, factor: float) -> None:
+    assume(abs(factor - 1) > 0.06)  # without its vocabulary a lone row is known to a few percent
+    text, table = SHAPED
+    row = at % len(table.data)
+    alone = Table(table.headings, (table.data[row],))
+    planted = put(alone, 0, {"TFLOPs": changed_number(cell(alone, 0, "TFLOPs"), factor)})
+    assert rules(text, alone) == set()
+    assert rules(text, planted, row=0) & {"work-constant", "convention-mix"}
+
+
+@given(INDEX, FACTOR, st.sampled_from([BLOOM, PAR4D, MPT_ROWS]))
+@settings(max_examples=40, deadline=None)
+def test_work_of_reference_rows(at: int, factor: float, table: Table) -> None:
+    row = at % len(table.data)
+    assume(cell(table, row, "tflops_gpu"))
+    planted = put(
+        table, row, {"tflops_gpu": changed_number(cell(table, row, "tflops_gpu"), factor)}
+    )
+    assert rules(planted, row=row) & {"work-constant", "convention-mix", "utilisation"}
+
+
+@settings(deadline=None)
+@given(INDEX, FACTOR, st.sampled_from(["MFU", "Model TFLOP"]))
+def test_work_of_mpt_rows(at: int, factor: float, heading: str) -> None:
+    row = at % len(MPT.data)
+    planted = put(MPT, row, {heading: changed_number(cell(MPT, row, heading), factor)})
+    assert rules(planted, row=row) & {"work-constant", "convention-mix"}
+
+
+@settings(deadline=None)
+@given(INDEX, st.sampled_from(["megatron-old", "megatron-norecompute", "causal"]))
+def test_convention_mix(at: int, convention: str) -> None:
+    """One row restated by another formula; 181B at 2048 tokens."""
+    ratios = {"megatron-old": 113.02 * 137.34 / (120.29 * 134.02), "megatron-norecompute": 0.75}
+    text, table = SHAPED
+    row = at % len(table.data)
+    factor = ratios.get(convention, 0.75 * 0.9882)
+    planted = put(table, row, {"TFLOPs": changed_number(cell(table, row, "TFLOPs"), factor)})
+    assert rules(text, planted, row=row) == {"convention-mix"}
+
+
+@settings(deadline=None)
+@given(INDEX, st.sampled_from(["causal", "mpt"]))
+def test_convention_other_than_stated(at: int, stated: str) -> None:
+    row = at % len(PAR4D.data)
+    assume(cell(PAR4D, row, "tflops_gpu"))
+    assert "convention-mix" in rules(put(PAR4D, row, {"flop_rule": stated}), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX)
+def test_mfu_by_six_n(at: int) -> None:
+    """MFU that leaves attention out, as the tables' mfu* column did."""
+    row = at % len(MPT.data)
+    params, speed = int(cell(MPT, row, "NumParams")), int(cell(MPT, row, "Throughput (T/s)"))
+    mfu = 6 * params * speed / int(cell(MPT, row, "# GPUs")) / 989.5e12 * 100
+    assume(abs(mfu / float(cell(MPT, row, "MFU")) - 1) > 0.01)
+    planted = put(MPT, row, {"MFU": f"{mfu:.2f}"})
+    assert "convention-mix" in rules(planted, row=row)
+
+
+@settings(deadline=None)
+@given(INDEX, st.sampled_from(["Throughput (S/s)", "Throughput (T/s/GPU)"]), st.integers(3, 90))
+def test_throughput(at: int, heading: str, more: int) -> None:
+    row = at % len(MPT.data)
+    value = str(int(cell(MPT, row, heading)) + more)
+    assert "throughput" in rules(put(MPT, row, {heading: value}), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX, FACTOR)
+def test_throughput_of_the_reference_schema(at: int, factor: float) -> None:
+    row = at % len(BLOOM.data)
+    assume(cell(BLOOM, row, "step_s"))
+    planted = put(BLOOM, row, {"step_s": changed_number(cell(BLOOM, row, "step_s"), factor)})
+    assert "throughput" in rules(planted, row=row)
+
+
+@settings(deadline=None)
+@given(INDEX, st.sampled_from([0.9, 1.02, 1.3]))
+def test_hfu(at: int, factor: float) -> None:
+    row = at % len(MPT.data)
+    planted = put(MPT, row, {"HFU": changed_number(cell(MPT, row, "HFU"), factor)})
+    assert "hfu-mfu" in rules(planted, row=row)
+
+
+@settings(deadline=None)
+@given(INDEX)
+def test_utilisation(at: int) -> None:
+    row = at % len(BLOOM.data)
+    assert "utilisation" in rules(put(BLOOM, row, {"tflops_gpu": "313.5"}), row=row)
+    row = at % len(MPT.data)
+    assert "utilisation" in rules(put(MPT, row, {"HFU": "104.3"}), row=row)
+    row = at % len(TOPOLOGY.data)
+    assert "utilisation" in rules(put(TOPOLOGY, row, {"Sec/it": "-3.5"}), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX)
+def test_memory_device(at: int) -> None:
+    row = at % len(BLOOM.data)
+    assume(cell(BLOOM, row, "status") == "ok")
+    assert "memory-device" in rules(put(BLOOM, row, {"mem_gb": "97"}), row=row)
+
+
+def test_memory_order() -> None:
+    planted = put(SAMPLES.tables[8], 1, {"Mem": "65GB"})
+    assert "memory-order" in rules(planted, row=1)
+
+
+@settings(deadline=None)
+@given(INDEX)
+def test_swapped_seconds_and_tflops(at: int) -> None:
+    row = at % len(TOPOLOGY.data)
+    values = {"Sec/it": cell(TOPOLOGY, row, "TFLOPs"), "TFLOPs": cell(TOPOLOGY, row, "Sec/it")}
+    assert rules(put(TOPOLOGY, row, values), row=row) == {"swapped-values"}
+
+
+@settings(deadline=None)
+@given(INDEX)
+def test_swapped_in_the_reference_schema(at: int) -> None:
+    row = at % len(BLOOM.data)
+    assume(cell(BLOOM, row, "step_s"))
+    values = {"step_s": cell(BLOOM, row, "tflops_gpu"), "tflops_gpu": cell(BLOOM, row, "step_s")}
+    assert "swapped-values" in rules(put(BLOOM, row, values), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX)
+def test_swapped_mfu_and_hfu(at: int) -> None:
+    row = at % len(MPT.data)
+    values = {"MFU": cell(MPT, row, "HFU"), "HFU": cell(MPT, row, "MFU")}
+    assert "swapped-values" in rules(put(MPT, row, values), row=row)
+
+
+@pytest.mark.parametrize("table", [MPT, TOPOLOGY, SCALING, BLOOM, PAR4D])
+def test_duplicate_row(table: Table) -> None:
+    rows = table.data
+    twice = Table(table.headings, (*rows, rows[0]))
+    assert "duplicate-row" in rules(twice, row=len(rows))
+
+
+@settings(deadline=None)
+@given(INDEX, INDEX, INDEX, st.booleans())
+def test_copied_scaling_cells(at: int, to: int, column: int, across: bool) -> None:
+    headings = SCALING.headings
+    numbers = [
+        (row, heading)
+        for row in range(len(SCALING.data))
+        for heading in headings[1:]
+        if len(cell(SCALING, row, heading)) > 3
+    ]
+    row, heading = numbers[at % len(numbers)]
+    if across:
+        others = [(row, h) for h in headings[2:] if h != heading]
+    else:
+        others = [(r, heading) for r in range(len(SCALING.data)) if r != row]
+    target = others[to % len(others)]
+    planted = put(SCALING, target[0], {target[1]: cell(SCALING, row, heading)})
+    lines = {item.row for item in lint(numbered(planted)) if item.rule == "copied-cell"}
+    data = numbered(planted).tables[0].data
+    assert {data[row].line, data[target[0]].line} & lines
+
+
+@settings(deadline=None)
+@given(INDEX, INDEX)
+def test_copied_topology_cells(at: int, to: int) -> None:
+    count = len(TOPOLOGY.data)
+    row, target = at % count, to % count
+    assume(row != target)
+    planted = put(TOPOLOGY, target, {"Sec/it": cell(TOPOLOGY, row, "Sec/it")})
+    assert "copied-cell" in rules(planted)
+
+
+@given(INDEX, INDEX)
+@settings(max_examples=25, deadline=None)
+def test_copied_reference_cells(at: int, to: int) -> None:
+    """All measured cells of a row written under another layout on as many GPUs."""
+    measured = [r for r in range(len(PAR4D.data)) if cell(PAR4D, r, "step_s")]
+    row = measured[at % len(measured)]
+    same = ("cluster", "seq_len", "n_gpus")
+    others = [
+        r for r in measured
+        if r != row and all(cell(PAR4D, r, name) == cell(PAR4D, row, name) for name in same)
+    ]  # fmt: skip
+    assume(others)
+    target = others[to % len(others)]
+    names = ("step_s", "tokens_s_gpu", "tflops_gpu")
+    planted = put(PAR4D, target, {name: cell(PAR4D, row, name) for name in names})
+    assert "copied-cell" in rules(planted)
+
+
+@settings(deadline=None)
+@given(INDEX)
+def test_heading_count(at: int) -> None:
+    row = at % len(TOPOLOGY.data)
+    rows = list(TOPOLOGY.data)
+    rows[row] = Row(rows[row].cells[:3] + rows[row].cells[4:])
+    assert "heading-count" in rules(Table(TOPOLOGY.headings, tuple(rows)), row=row)
+
+
+PLANTED: dict[str, Callable[..., None]] = {
+    "heading-count": test_heading_count, "gpus-axes": test_axes, "batch-reach": test_batch_reach,
+    "batch-heading": test_batch_heading, "batch-tokens": test_batch_tokens,
+    "layers-stages": test_layers_stages, "size-label": test_size_label,
+    "work-constant": test_work_of_topology_rows, "convention-mix": test_convention_mix,
+    "throughput": test_throughput, "hfu-mfu": test_hfu, "utilisation": test_utilisation,
+    "memory-device": test_memory_device, "memory-order": test_memory_order,
+    "swapped-values": test_swapped_seconds_and_tflops, "duplicate-row": test_duplicate_row,
+    "copied-cell": test_copied_scaling_cells,
+}  # fmt: skip
+
+
+def test_every_rule_has_its_planted_fault() -> None:
+    assert set(PLANTED) == set(RULES)
+
+
+def test_traps_give_no_alarm() -> None:
+    """OOM, fail, xxxx, GB, dashes of all kinds, empty rows, uneven parts that are stated."""
+    headings = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
+    rows = (
+        ("48", "181B", "8", "8", "6", "8", "2048", "OOM", "", "", "OOM"),
+        ("48", "181B", "8", "8", "6", "8", "2048", "GB", "fail", "fail", ""),
+        ("48", "181B", "8", "8", "6", "8", "2048", "GB", "xxxx", "xxxx", "always hangs"),
+        ("48", "181B", "8", "8", "6", "8", "2048", "\u30fc", "\u00e3\u0192\u00bc", "\ufffd[", ""),
+        ("48", "181B", "4", "8", "12", "3", "2048", "40GB", "", "", "micro 3+3+2"),
+        ("35", "181B", "7", "8", "5", "1", "2044", "40GB", "", "", "stages 15+15+14+14+14"),
+        ("", "", "", "", "", "", "", "", "", "", ""),
+        ("", "", "", "", "", "", "", "", "", "", ""),
+    )
+    table = Table(headings, tuple(map(Row, rows)))
+    assert rules(Text((HEADED.replace(" / GBS=2048", ""),)), table) == set()
+
+
+def test_copied_cells_of_the_golden_csv_are_what_the_source_prints() -> None:
+    """The lint of a CSV sees the same rows as the csv module does."""
+    text = (GOLDEN / "par4d.csv").read_text(encoding="utf-8")
+    rows = list(csv.reader(io.StringIO(text)))
+    assert [row.cells[0] for row in PAR4D.rows] == [row[0] for row in rows[1:]]
