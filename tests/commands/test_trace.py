@@ -69,3 +69,16 @@ def test_bad_requests_exit_2(
 ) -> None:
     assert main(["trace", *words]) == 2
     assert part in capsys.readouterr().err
+
+
+def test_a_layer_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trace", "layer", "--model", "llama-3.1-8b", "--tokens", "8192", "--tp", "2", "--cp",
+             "2", "--dp", "2", "--cp-kind", "ulysses", "--sharding", "zero3"]  # fmt: skip
+    assert main([*words, "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["ranks"] == 8
+    assert [group["size"] for group in data["groups"]] == [2, 2, 4]
+    assert main([*words, "--sharding", "zero9"]) == 2
+    assert main(["trace", "layer", "--tokens", "8192"]) == 2
+    assert main([*words, "--attention", "naive"]) == 2
+    assert main(["trace", "ring", *SIZES, "--sharding", "zero3"]) == 2

@@ -4,38 +4,44 @@ Tensors as `name [symbolic] = [numbers]`, their elements and bytes, FLOPs of one
 bytes sent and over which link, copied or view, live and peak memory after every step.
 
 In ulysses, allgather and ring the sequence is divided over the whole world (tp x cp x dp); mlp
-divides over tp; in mlp2d a rank holds tokens/dp (gathered over tp) and ffn/tp.
+divides over tp; in mlp2d a rank holds tokens/dp (gathered over tp) and ffn/tp; layer is a whole
+decoder layer of a model under tp x cp x dp, forward and backward.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 
 from fourfold import files
 from fourfold.commands import flags
 from fourfold.cost.trace import attention, mlp, ring
 from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.groups import stretched
-from fourfold.cost.trace.step import Program
+from fourfold.cost.trace.layer import layer
+from fourfold.cost.trace.layer_ask import LayerAsk
+from fourfold.cost.trace.step import CP_KINDS, KINDS, Kind, Program
 from fourfold.cost.trace.walk import walk
 from fourfold.errors import UserError
 from fourfold.show import trace as show
 from fourfold.show.table import json_text
-from fourfold.spec import catalog
+from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
 
 EXAMPLES = """\
 examples:
   fourfold trace ulysses --tokens 60000 --hidden 16384 --heads 128 --tp 8 --dp 2 --attention naive
   fourfold trace ring --model llama-3.1-8b --tokens 131072 --cp 16 --cluster nvidia-h100
+  fourfold trace layer --model llama-3.1-70b --tokens 32768 --tp 8 --cp 2 --dp 4 --sharding zero3
   fourfold trace mlp2d --tokens 60000 --hidden 16384 --ffn 53248 --layers 126 --tp 8 --dp 2
 """
 # What a trace without --cluster runs on: hosts of 8 with NVLink, a network port for every GPU.
 GENERIC_CLUSTER = "nvidia-h100"
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")
-PROGRAMS: dict[str, Callable[[Ask], Program]] = {
+PROGRAMS: dict[Kind, Callable[[Ask], Program]] = {
     "ulysses": attention.ulysses,
     "allgather": attention.allgather,
     "ring": ring.ring,
@@ -45,7 +51,7 @@ PROGRAMS: dict[str, Callable[[Ask], Program]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=PROGRAMS, metavar="KIND", help=", ".join(PROGRAMS))
+    parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--tokens", type=int, required=True, metavar="N", help="of the sequence")
     parser.add_argument("--model", metavar="NAME", help="a preset or config.json for the sizes")
     sizes = parser.add_argument_group("sizes (each overrides the model's)")
@@ -62,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         layout.add_argument(
             f"--{axis}", type=int, default=1, metavar="N", help=f"{text} parallel ranks"
         )
+    only = parser.add_argument_group("of kind layer")
+    only.add_argument("--cp-kind", choices=CP_KINDS, help="default: ring")
+    only.add_argument("--sharding", metavar="X", help="zero0, zero1 (default), zero2 or zero3")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of tensors and weights")
     parser.add_argument(
         "--attention",
@@ -79,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    program = PROGRAMS[args.kind](_ask(args))
+    program = _program(args)
     cluster = _cluster(args.cluster, program.ranks)
     rows = walk(program, cluster)
     if args.picture:
@@ -93,6 +102,46 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(show.text(program, rows, cluster, args.format))
     return 0
+
+
+def _program(args: argparse.Namespace) -> Program:
+    if args.kind == "layer":
+        return layer(_layer_ask(args))
+    for name in ("cp_kind", "sharding"):
+        if getattr(args, name) is not None:
+            raise UserError(
+                "belongs to kind layer", field=name.replace("_", "-"), value=getattr(args, name)
+            )
+    return PROGRAMS[args.kind](_ask(args))
+
+
+def _layer_ask(args: argparse.Namespace) -> LayerAsk:
+    """A layer of a preset; sizes given as flags change its shape."""
+    if args.model is None:
+        raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
+    if args.attention != "flash":
+        raise UserError(
+            "a layer with its backward is traced with flash attention",
+            field="attention",
+            value=args.attention,
+            way_out="naive belongs to ulysses, allgather and ring",
+        )
+    model = catalog.model(args.model)
+    names = ("hidden", "heads", "kv_heads", "ffn")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    policy = codec.decode(Policy, {"sharding": args.sharding or "zero1"}, "policy")
+    return LayerAsk(
+        model=replace(model, **given),
+        tokens=args.tokens,
+        layout=_layout(args),
+        dtype=args.dtype,
+        cp_kind=args.cp_kind or "ring",
+        sharding=policy.sharding,
+    )
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    return Layout(tp=args.tp, cp=args.cp, shard=args.dp)
 
 
 def _ask(args: argparse.Namespace) -> Ask:
@@ -120,7 +169,7 @@ def _ask(args: argparse.Namespace) -> Ask:
         sizes["layers"] = args.layers
     return Ask(
         tokens=args.tokens,
-        layout=Layout(tp=args.tp, cp=args.cp, shard=args.dp),
+        layout=_layout(args),
         dtype=args.dtype,
         attention=args.attention,
         **sizes,

@@ -71,25 +71,23 @@ def divided(field: str, value: int, parts: int, why: str) -> None:
         )
 
 
-def ulysses_fits(heads: int, kv_heads: int, ranks: int) -> bool:
-    """Whole heads on every rank; a KV head may sit on several ranks, never on a part of one."""
-    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often a KV head is sent when they do not deal out evenly: just enough, at most to every
+    query head."""
+    if kv_heads % ranks == 0:
+        return 1
+    return ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
 
 
-def check_ulysses(ask: Ask) -> None:
-    if ulysses_fits(ask.heads, ask.kv_heads, ask.ranks):
+def check_ulysses(heads: int, ranks: int) -> None:
+    """Whole query heads on every rank; KV heads are repeated where they do not deal out."""
+    if heads % ranks == 0:
         return
-    fitting = [n for n in range(1, ask.heads + 1) if ulysses_fits(ask.heads, ask.kv_heads, n)]
-    below = [n for n in fitting if n <= ask.ranks]
-    near = ", ".join(map(str, below[-4:]))
-    if ask.heads % ask.ranks:
-        rule = f"ulysses gives every rank whole heads: ranks must divide heads={ask.heads}"
-    else:
-        rule = f"ranks must divide kv_heads={ask.kv_heads} or be a multiple of it"
+    fitting = [n for n in range(1, min(heads, ranks) + 1) if heads % n == 0]
     raise UserError(
-        rule,
+        f"ulysses gives every rank whole heads: ranks must divide heads={heads}",
         field="ranks",
-        value=ask.ranks,
-        way_out=f"a sequence group of {near} fits (at most {fitting[-1]}); allgather and ring "
-        "take any number of heads",
+        value=ranks,
+        way_out=f"a sequence group of {', '.join(map(str, fitting[-4:]))} fits (at most {heads}); "
+        "allgather and ring take any number of heads",
     )

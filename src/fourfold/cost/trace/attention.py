@@ -6,7 +6,7 @@ All-gather: every rank keeps its queries and gathers all keys and values (Llama 
 
 from __future__ import annotations
 
-from fourfold.cost.trace.ask import Ask, check_heads, check_ulysses, divided
+from fourfold.cost.trace.ask import Ask, check_heads, check_ulysses, divided, kv_copies
 from fourfold.cost.trace.groups import world_group
 from fourfold.cost.trace.step import Kind, Program, Send, Step, Tensor
 
@@ -25,9 +25,9 @@ FLASH_NOTES = (
 def ulysses(ask: Ask) -> Program:
     """Tokens to heads, attention over the whole sequence, heads to tokens."""
     check_heads(ask)
-    check_ulysses(ask)
+    check_ulysses(ask.heads, ask.ranks)
     divided("tokens", ask.tokens, ask.ranks, "every rank holds the same share")
-    copies = ask.ranks // ask.kv_heads if ask.kv_heads % ask.ranks else 1
+    copies = kv_copies(ask.heads, ask.kv_heads, ask.ranks)
     kv = "kv_heads/ranks" if copies == 1 else "kv_heads*kv_copies/ranks"
     q_sent = ("ranks", _N, "heads/ranks", "head_size")
     kv_sent = ("ranks", _N, kv, "head_size")
@@ -75,7 +75,7 @@ def ulysses(ask: Ask) -> Program:
     }
     notes = NAIVE_NOTES if ask.attention == "naive" else FLASH_NOTES
     if copies > 1:
-        notes += (f"kv_copies: fewer KV heads than ranks, each is sent to {copies} ranks",)
+        notes += (f"kv_copies: KV heads do not deal out to the ranks, each is sent {copies} times",)
     more = {"kv_copies": copies} if copies > 1 else {}
     return program(ask, "ulysses", steps, per_rank, notes, **more)
 
