@@ -10,7 +10,7 @@ from fractions import Fraction
 from math import prod
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.cost.trace import size
@@ -26,7 +26,6 @@ from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
 
 PROGRAMS = {"ulysses": ulysses, "allgather": allgather, "ring": ring, "mlp": mlp, "mlp2d": mlp2d}
-POWERS = st.sampled_from([1, 2, 4, 8])
 
 
 @st.composite
@@ -63,12 +62,14 @@ def expected_ratio(dims: str, old: dict[str, int], new: dict[str, int]) -> Fract
     return prod((size.ratio(d, new) / size.ratio(d, old) for d in names), start=Fraction(1))
 
 
+@settings(max_examples=60, deadline=None)
 @given(CASES)
 def test_halving_tokens_changes_every_tensor_as_its_symbols_say(case: tuple[str, Ask]) -> None:
     kind, ask = case
     _compare(trace(kind, ask), trace(kind, replace(ask, tokens=ask.tokens // 2)))
 
 
+@settings(max_examples=60, deadline=None)
 @given(CASES)
 def test_doubling_ranks_changes_every_tensor_as_its_symbols_say(case: tuple[str, Ask]) -> None:
     kind, ask = case
@@ -94,6 +95,7 @@ def _compare(
     assert compared >= 4
 
 
+@settings(max_examples=60, deadline=None)
 @given(CASES)
 def test_flops_of_all_ranks_do_not_depend_on_their_number(case: tuple[str, Ask]) -> None:
     kind, ask = case
@@ -104,6 +106,7 @@ def test_flops_of_all_ranks_do_not_depend_on_their_number(case: tuple[str, Ask])
     assert sum(row.comm_bytes for row in alone) == 0
 
 
+@settings(max_examples=60, deadline=None)
 @given(asks("mlp2d"))
 def test_shards_add_up_to_the_whole(ask: Ask) -> None:
     shards = {t.name: t for row in trace("mlp2d", ask)[1] for t in row.tensors}
@@ -116,6 +119,7 @@ def test_shards_add_up_to_the_whole(ask: Ask) -> None:
         assert shards[name].elements * parts == whole[name].elements, name
 
 
+@settings(max_examples=60, deadline=None)
 @given(asks("ulysses"), st.sampled_from(["ulysses", "allgather", "ring"]))
 def test_sequence_shards_add_up_to_the_whole(ask: Ask, kind: str) -> None:
     shards = {(row.name, t.name): t for row in trace(kind, ask)[1] for t in row.tensors}
@@ -126,6 +130,7 @@ def test_sequence_shards_add_up_to_the_whole(ask: Ask, kind: str) -> None:
                 assert shards[row.name, tensor.name].elements * ask.ranks == tensor.elements
 
 
+@settings(max_examples=60, deadline=None)
 @given(CASES)
 def test_memory_is_what_is_held(case: tuple[str, Ask]) -> None:
     """Replayed with nothing but the printed rows and the rule of names."""
@@ -144,6 +149,7 @@ def test_memory_is_what_is_held(case: tuple[str, Ask]) -> None:
     assert peaks == sorted(peaks)
 
 
+@settings(max_examples=60, deadline=None)
 @given(CASES)
 def test_text_json_and_csv_agree(case: tuple[str, Ask]) -> None:
     program, rows = trace(*case)
@@ -175,6 +181,7 @@ def test_text_json_and_csv_agree(case: tuple[str, Ask]) -> None:
     assert place == len(lines)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 9))
 def test_a_size_is_its_product(one: int, other: int, factor: int) -> None:
     sizes = {"tokens": one * other, "ranks": other}
