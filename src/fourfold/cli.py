@@ -19,6 +19,7 @@ COMMANDS = {
     "flops": "MFU, HFU and TFLOPs of a measured speed, under every convention",
     "trace": "what every step of a parallel layer does: shapes, FLOPs, bytes, memory",
     "lint": "mistakes in published tables, found by rule, with the likely repair",
+    "calibrate": "what this machine can do: a hardware profile for plan and demo",
     "completion": "a completion script for bash, zsh or fish",
 }
 _EPILOG = """\

@@ -28,6 +28,7 @@ class Place:
     world: int
     local_rank: int
     local_world: int
+    cores: int = 1
     by_address: bool = False
     started_at: float = 0.0
     variables: tuple[tuple[str, str], ...] = ()

@@ -86,6 +86,7 @@ def _place(rank: int, world: int) -> Place:
         world=int(os.environ["WORLD_SIZE"]),
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
         by_address="MASTER_ADDR" in os.environ,
         started_at=float(os.environ.get("FOURFOLD_STARTED_AT", time.time())),
         variables=_variables(),

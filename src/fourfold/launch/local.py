@@ -37,6 +37,18 @@ _DUMP_S = 3.0
 _TRACES = ("beat-*", "failure-*", "stack-*", "flight-*", "store-*", DUMP_FILE)
 
 
+class JobError(RuntimeError):
+    """A job without which the command has no answer did not end well."""
+
+
+def must_be_ok(report: JobReport) -> None:
+    if report.outcome == "ok":
+        return
+    said = report.failure
+    where = f" (rank {said.rank}, {said.phase or 'start'}): {said.message}" if said else ""
+    raise JobError(f"{report.job} {report.outcome}{where}")
+
+
 def run_job(job: Job, folder: Path, *, progress: Progress | None = None) -> JobReport:
     """Do every task of the job; a failed one is an entry in the report, the next ones still run.
 

@@ -47,9 +47,9 @@ class Silence:
             return
         self._said_at = now
         beats = scene.beats.values()
-        slowest = min(beats, key=lambda beat: (beat.task, beat.steps, beat.marks), default=None)
-        if slowest is None:
+        busiest = max(beats, key=lambda beat: (beat.task, beat.marks), default=None)
+        if busiest is None:
             self._say(f"starting {scene.ranks} ranks")
             return
         of = f"run {task + 1} of {self._job.tasks}, " if self._job.tasks > 1 else ""
-        self._say(f"{of}{slowest.steps} steps done, rank {slowest.rank} in {slowest.phase}")
+        self._say(f"{of}{busiest.steps} steps done, now {busiest.phase}")

@@ -1,0 +1,21 @@
+"""How many GPUs could ranks of this host use? Asked without torch: importing it takes seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+
+def gpu_count() -> int:
+    """CUDA_VISIBLE_DEVICES where it is set, else what the driver's tool lists; 0 without either."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        ids = [word.strip() for word in visible.split(",") if word.strip()]
+        return len(ids[: ids.index("-1")] if "-1" in ids else ids)
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())

@@ -1,0 +1,245 @@
+"""What can this machine do? Raw measurements of one device and its links, and what follows.
+
+Seconds per call and bytes per rank, as measured; rates are computed on reading. A CPU is shared by
+the ranks on it, so its rates are kept for each number of ranks that work at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.errors import UserError
+from fourfold.spec.cluster import Cluster, Link
+from fourfold.spec.device import PEAK_NAMES, Device, Peaks
+
+# What the power limit costs is in the measured sustained rate; a device made from a profile must
+# not be slowed for it a second time, so its limit is one that never binds.
+_UNBOUND_POWER_W = 1e4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmPoint:
+    """One matrix product [m, k] x [k, n]."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+    @property
+    def flops_per_s(self) -> float:
+        return 2.0 * self.m * self.n * self.k / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPoint:
+    """Causal attention of `heads` heads over `seq_len` tokens, forward and backward apart."""
+
+    kernel: str
+    dtype: str
+    batch: int
+    heads: int
+    head_size: int
+    seq_len: int
+    forward_s: float
+    backward_s: float
+
+    @property
+    def flops_per_s(self) -> float:
+        """Both ways, counting the causal half: 2 + 5 products of s x s/2 x head size."""
+        pairs = self.batch * self.heads * self.seq_len**2 / 2
+        return 2.0 * 7.0 * pairs * self.head_size / (self.forward_s + self.backward_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPoint:
+    """`moved_bytes` were read and as many written."""
+
+    moved_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return 2.0 * self.moved_bytes / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePoint:
+    """`payload_bytes`: the whole tensor (gathered output, scattered input); p2p: the message."""
+
+    op: str
+    ranks: int
+    payload_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPoint:
+    """What one rank gets while `ranks` of them work on this host at once."""
+
+    ranks: int
+    dtype: str
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """`layer_launch_s`: one small layer forward and backward, all launching and no work."""
+
+    device: str
+    device_name: str
+    host: str
+    torch: str
+    made_at: str
+    measured_s: float
+    cores: int
+    units: int
+    memory_bytes: int
+    power_w: float
+    gemms: tuple[GemmPoint, ...]
+    attentions: tuple[AttentionPoint, ...]
+    copies: tuple[CopyPoint, ...]
+    launch_s: float
+    layer_launch_s: float
+    burst_flops_per_s: float
+    sustained_flops_per_s: float
+    sustained_over_s: float
+    shared: tuple[SharedPoint, ...] = ()
+    collectives: tuple[CollectivePoint, ...] = ()
+
+    def peak(self, dtype: str) -> float | None:
+        """The fastest product seen in this format; None when it was not measured."""
+        seen = [point.flops_per_s for point in self.gemms if point.dtype == dtype]
+        seen += [p.flops_per_s for p in self.shared if p.ranks == 1 and p.dtype == dtype]
+        return max(seen, default=None)
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Of the largest copy: small ones stay in a cache."""
+        return max(self.copies, key=lambda point: point.moved_bytes).bytes_per_s
+
+
+def device_of(profile: HardwareProfile, ranks: int = 1) -> Device:
+    """One rank's device when `ranks` of them share the host; every peak is a measured one."""
+    share = _share(profile, ranks)
+    peaks = {name: peak * share for name in PEAK_NAMES if (peak := profile.peak(name)) is not None}
+    shared = _shared(profile, ranks)
+    bandwidth = shared.bytes_per_s if shared else profile.memory_bytes_per_s * share
+    on_cpu = profile.device == "cpu"
+    return Device(
+        id=f"{profile.device}-this",
+        name=profile.device_name,
+        peak_flops_per_s=Peaks(**peaks),
+        memory_bytes=profile.memory_bytes // (ranks if on_cpu else 1),
+        memory_bytes_per_s=bandwidth,
+        sms=max(1, profile.units // (ranks if on_cpu else 1)),
+        power_w=_UNBOUND_POWER_W,
+        source=f"fourfold calibrate on {profile.host}, {profile.made_at}, torch {profile.torch}, "
+        f"as one of {ranks} ranks; the power limit is in the sustained rate",
+    )
+
+
+def cluster_of(profile: HardwareProfile, ranks: int = 1) -> Cluster:
+    """This host as a cluster of `ranks` ranks, with the link they were measured to have."""
+    rate, latency_s = link_of(profile, ranks)
+    link = Link(name="host", ranks=ranks, bytes_per_s=rate, latency_s=latency_s)
+    device = device_of(profile, ranks)
+    return Cluster(
+        name=f"{profile.host}-{profile.device}",
+        device=device,
+        gpus=ranks,
+        host_gpus=ranks,
+        links=(link,),
+        source=device.source,
+    )
+
+
+def link_of(profile: HardwareProfile, ranks: int) -> tuple[float, float]:
+    """Bytes/s and latency of a link, from all-reduces: a ring moves 2 (n-1)/n of the payload.
+
+    One rank has no link; it gets the memory's rate and the launch time, which it never uses.
+    """
+    points = _all_reduces(profile, ranks)
+    if not points:
+        return profile.memory_bytes_per_s, profile.launch_s
+    n = points[0].ranks
+    large, start_s = points[-1], min(point.seconds for point in points)
+    moving_s = large.seconds - start_s if large.seconds > 2.0 * start_s else large.seconds
+    return 2.0 * (n - 1) / n * large.payload_bytes / moving_s, start_s / (2.0 * (n - 1))
+
+
+def knobs_of(profile: HardwareProfile) -> dict[str, float]:
+    """Where a calibration of this machine starts, by the planner's names: shares of measured peaks.
+
+    Only what was measured is named; a fit on runs moves them from here.
+    """
+    knobs = {
+        "gemm": min(0.98, profile.sustained_flops_per_s / profile.burst_flops_per_s),
+        "align": _alignment_loss(profile),
+        "host_s": profile.layer_launch_s,
+    }
+    long = [point for point in profile.attentions if point.head_size >= 64]
+    if long:
+        best = max(long, key=lambda point: point.seq_len * point.flops_per_s)
+        own_peak = profile.peak(best.dtype)
+        assert own_peak is not None, "attention is measured in a format whose products were"
+        knobs["flash"] = best.flops_per_s / own_peak * (best.seq_len + 512.0) / best.seq_len
+    points = _all_reduces(profile, 0)
+    if points:
+        knobs |= {"nvlink": 0.98, "latency_s": link_of(profile, points[0].ranks)[1]}
+    return knobs
+
+
+def _alignment_loss(profile: HardwareProfile) -> float:
+    """Speed lost per power of two that the width misses 64, from products of nearly equal size."""
+    losses = []
+    for odd in profile.gemms:
+        for even in profile.gemms:
+            near = all(
+                abs(a - b) <= 0.03 * b
+                for a, b in ((odd.m, even.m), (odd.n, even.n), (odd.k, even.k))
+            )
+            missed = _missed_powers(odd)
+            if odd.dtype == even.dtype and near and missed and not _missed_powers(even):
+                losses.append((1.0 - odd.flops_per_s / even.flops_per_s) / missed)
+    return max(0.0, sorted(losses)[len(losses) // 2]) if losses else 0.0
+
+
+def _missed_powers(point: GemmPoint) -> int:
+    def missed(size: int) -> int:
+        return max(0, 7 - (size & -size).bit_length())
+
+    return missed(point.n) + missed(point.k)
+
+
+def _all_reduces(profile: HardwareProfile, ranks: int) -> list[CollectivePoint]:
+    """All-reduces over the measured number of ranks nearest to the asked one, small ones first."""
+    points = [point for point in profile.collectives if point.op == "all-reduce"]
+    if not points or ranks == 1:
+        return []
+    nearest = min({point.ranks for point in points}, key=lambda n: (abs(n - ranks), n))
+    of_them = [point for point in points if point.ranks == nearest]
+    return sorted(of_them, key=lambda point: point.payload_bytes)
+
+
+def _shared(profile: HardwareProfile, ranks: int) -> SharedPoint | None:
+    return next((point for point in profile.shared if point.ranks == ranks), None)
+
+
+def _share(profile: HardwareProfile, ranks: int) -> float:
+    """What part of the lone rank's speed is left to each of `ranks` ranks; GPUs are not shared."""
+    if profile.device != "cpu" or ranks == 1:
+        return 1.0
+    alone, shared = _shared(profile, 1), _shared(profile, ranks)
+    if alone is None:
+        raise UserError(
+            "the profile has no measurement with several ranks",
+            field="ranks",
+            value=ranks,
+            way_out="calibrate again",
+        )
+    if shared is not None:
+        return min(1.0, shared.flops_per_s / alone.flops_per_s)
+    return min(1.0, 1.0 / ranks)  # more ranks than measured: the cores are full already

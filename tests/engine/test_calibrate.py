@@ -1,0 +1,49 @@
+"""The calibrate job on this CPU: every kind of measurement is there and makes a usable cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fourfold.launch.local import run_job
+from fourfold.result.job import answer_file
+from fourfold.result.profile import HardwareProfile, cluster_of, knobs_of
+from fourfold.spec import codec
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.job import Job
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> HardwareProfile:
+    folder: Path = tmp_path_factory.mktemp("calibrate")
+    options = (("device", "cpu"), ("quick", "true"), ("seconds", "1.5"))
+    report = run_job(Job(job="calibrate", ranks=2, options=options), folder)
+    assert report.outcome == "ok", report.failure
+    return codec.from_json(HardwareProfile, answer_file(folder, 0).read_text())
+
+
+def test_everything_was_measured(profile: HardwareProfile) -> None:
+    assert {"fp32", "bf16"} <= {point.dtype for point in profile.gemms}
+    assert {"flash", "unfused"} == {point.kernel for point in profile.attentions}
+    assert {point.ranks for point in profile.shared} == {1, 2}
+    ops = {point.op for point in profile.collectives}
+    assert ops == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "p2p"}
+    assert profile.launch_s < profile.layer_launch_s
+    assert profile.sustained_flops_per_s > 0
+    assert profile.memory_bytes > 2**28
+
+
+def test_rates_are_of_this_world(profile: HardwareProfile) -> None:
+    """Between a slow phone and ten times the largest CPU: a wrong unit falls out."""
+    peak = profile.peak("fp32")
+    assert peak is not None
+    assert 1e8 < peak < 1e14
+    assert 1e8 < profile.memory_bytes_per_s < 1e13
+
+
+def test_the_cluster_can_be_planned_for(profile: HardwareProfile) -> None:
+    cluster = cluster_of(profile, 2)
+    assert codec.from_toml(Cluster, codec.to_toml(cluster)) == cluster
+    assert cluster.device.id == "cpu-this"
+    assert set(knobs_of(profile)) == {"gemm", "align", "host_s", "flash", "nvlink", "latency_s"}
