@@ -20,6 +20,9 @@ COMMANDS = {
     "trace": "what every step of a parallel layer does: shapes, FLOPs, bytes, memory",
     "lint": "mistakes in published tables, found by rule, with the likely repair",
     "calibrate": "what this machine can do: a hardware profile for plan and demo",
+    "predict": "a table of runs -> seconds, memory and fit of each",
+    "fit": "measured runs -> a calibration; or which runs would teach most",
+    "score": "a calibration against measured tables: errors, ranking, regret, coverage",
     "completion": "a completion script for bash, zsh or fish",
 }
 _EPILOG = """\

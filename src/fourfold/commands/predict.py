@@ -1,0 +1,73 @@
+"""Predict step time, memory and fit of every row of a table in the reference schema.
+
+Writes one line per row: row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,
+mem_gb,fits,reason. The interval holds 80% of measured runs. A row that cannot be expressed keeps
+its line, blank but for the reason. mem_gb is in GiB, of the rank the stack prints (rank 0 for
+nanotron, the fullest elsewhere); fits looks at the fullest stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+HELP = "a table of runs in the reference schema -> seconds, memory and fit of each"
+EXAMPLES = """\
+example:
+  fourfold predict rows.csv --out predicted.csv
+  fourfold predict rows.csv --out predicted.csv --calibration mine.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rows", metavar="ROWS.csv", help="runs to predict, reference schema")
+    parser.add_argument("--out", required=True, metavar="OUT.csv", help="where the answers go")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="from 'fourfold fit'; default: the shipped one"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from fourfold import files
+    from fourfold.cost.calibration import load, shipped
+    from fourfold.cost.predict import predict
+    from fourfold.cost.rows import parse
+    from fourfold.cost.table import read_table
+
+    calibration = load(args.calibration) if args.calibration else shipped()
+    table = read_table(args.rows)
+    if table.length > 50_000:
+        print(f"predicting {table.length} rows", file=sys.stderr)
+    rows = parse(table)
+    answers = predict(rows, calibration)
+    files.write_text(args.out, _csv(table.column("row_id"), answers))
+    told = int(rows.usable.sum())
+    print(
+        f"{told} of {table.length} rows predicted, {int(answers.fits.sum())} fit; "
+        f"calibration {calibration.name}; written to {args.out}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _csv(row_ids: list[str], answers) -> str:  # type: ignore[no-untyped-def]
+    import csv
+    import io
+
+    from fourfold.cost.predict import FIELDS
+
+    numeric = (
+        answers.step_s, answers.low_s, answers.high_s, answers.tokens_s_gpu, answers.tflops_gpu,
+        answers.mfu_pct, answers.mem_gb,
+    )  # fmt: skip
+    texts = [["" if v != v else f"{v:.6g}" for v in column.tolist()] for column in numeric]
+    known = [value == value for value in answers.step_s.tolist()]
+    verdict = [
+        ("1" if fits else "0") if told else ""
+        for fits, told in zip(answers.fits.tolist(), known, strict=True)
+    ]
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(FIELDS)
+    writer.writerows(zip(row_ids, *texts, verdict, answers.reasons, strict=True))
+    return stream.getvalue()

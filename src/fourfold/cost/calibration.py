@@ -1,0 +1,188 @@
+"""What did measured rows teach? One entry of knobs per (stack, cluster), with its evidence.
+
+A file holds the entries, their residuals and their cross-validated errors; it holds no measured
+value and no row. Errors are percent, knobs are as in `knobs`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from importlib import resources
+from math import exp
+from typing import Any
+
+from fourfold import files
+from fourfold.cost.habits import family_of, year_of
+from fourfold.cost.knobs import BY_NAME, KNOBS
+from fourfold.errors import UserError
+
+SCHEMA = 1
+GENERIC_HALF = 0.2  # 80% half width (log) of a calibration without any rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Knobs of one stack on one cluster.
+
+    `informed` says for each knob how much the rows narrowed its prior (0 nothing, 1 all);
+    `low` and `high` are the 10% and 90% quantiles of log(measured / predicted), cross-validated;
+    `ranges` are the calibrated ranges of the features in `interval`; `residuals_pct` are sorted.
+    """
+
+    stack: str
+    cluster: str
+    generation: str
+    knobs: dict[str, float]
+    informed: dict[str, float]
+    free_time: tuple[str, ...] = ()
+    free_memory: tuple[str, ...] = ()
+    rows_time: int = 0
+    rows_memory: int = 0
+    low: float = -GENERIC_HALF
+    high: float = GENERIC_HALF
+    errors_pct: dict[str, float] = field(default_factory=dict)
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    residuals_pct: tuple[float, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return f"{self.stack}|{self.cluster}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Entries by key, and the spread of a stack or cluster nobody measured."""
+
+    name: str
+    sources: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    generic_low: float = -GENERIC_HALF
+    generic_high: float = GENERIC_HALF
+
+    def entry(self, stack: str, cluster: str, generation: str) -> tuple[Entry, str]:
+        """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
+        for known in self.entries:
+            if known.stack == stack and known.cluster == cluster:
+                return known, ""
+        blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
+        wide = replace(blended, low=self.generic_low, high=self.generic_high)
+        return wide, "generic calibration: no rows of this stack on this cluster"
+
+
+def similarity(entry: Entry, *, stack: str, cluster: str, generation: str) -> float:
+    """How much one key says about another: same engine, same machine, same GPU, same years."""
+    weight = 1.0 + 4.0 * (family_of(entry.stack) == family_of(stack) != "")
+    weight += 4.0 * (entry.cluster == cluster != "")
+    mine, other = year_of(entry.stack), year_of(stack)
+    if mine is not None and other is not None:
+        weight *= exp(-abs(mine - other) / 1.5)
+    return weight * (1.0 if entry.generation == generation else 0.5)
+
+
+def blend(entries: tuple[Entry, ...], *, stack: str, cluster: str, generation: str) -> Entry:
+    """Prior of a key from the others: knob by knob, weighted by likeness and information.
+
+    The physical default counts as one more, fully informed entry.
+    """
+    from math import log
+
+    knobs: dict[str, float] = {}
+    for knob in KNOBS:
+        top, bottom = log(knob.default), 1.0
+        for entry in entries:
+            if entry.stack == stack and entry.cluster == cluster:
+                continue
+            like = similarity(entry, stack=stack, cluster=cluster, generation=generation)
+            share = like * entry.informed.get(knob.name, 0.0)
+            top += share * log(entry.knobs[knob.name])
+            bottom += share
+        knobs[knob.name] = exp(top / bottom)
+    return Entry(
+        stack=stack,
+        cluster=cluster,
+        generation=generation,
+        knobs=knobs,
+        informed=dict.fromkeys(knobs, 0.0),
+    )
+
+
+def generation_of(hardware: str) -> str:
+    """'a100-80gb' -> 'a100'; parts of one generation share it ('h100', 'h800', 'h200' -> 'h')."""
+    head = hardware.lower().split("-")[0]
+    for prefix, name in (("gb", "b"), ("b", "b"), ("h", "h"), ("a", "a"), ("mi", "mi")):
+        if head.startswith(prefix):
+            return name
+    return head
+
+
+def to_json(calibration: Calibration) -> str:
+    """The file's text."""
+    data = {"schema": SCHEMA, "type": "Calibration", **asdict(calibration)}
+    data["entries"] = [_rounded(entry) for entry in data["entries"]]
+    return json.dumps(data, indent=1, sort_keys=False) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits: more would only make files differ between machines."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def from_json(text: str, where: str) -> Calibration:
+    """A calibration from a file's text; says what is wrong with it."""
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("type") != "Calibration":
+            raise ValueError("not a calibration file")
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"schema {data.get('schema')} (this version reads {SCHEMA})")
+        entries = tuple(_entry(item) for item in data["entries"])
+        return Calibration(
+            name=str(data["name"]),
+            sources=tuple(data["sources"]),
+            entries=entries,
+            generic_low=float(data["generic_low"]),
+            generic_high=float(data["generic_high"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"cannot be used ({error})",
+            field="calibration",
+            value=where,
+            way_out="make one with 'fourfold fit ROWS.csv --out FILE'",
+        ) from None
+
+
+def _entry(item: dict[str, Any]) -> Entry:
+    knobs = {knob.name: knob.default for knob in KNOBS}
+    for name, value in item["knobs"].items():
+        if name not in BY_NAME:
+            raise ValueError(f"unknown knob {name}")
+        if not (isinstance(value, int | float) and 0 < value < 1e12):
+            raise ValueError(f"knob {name} must be a positive number")
+        knobs[name] = float(value)
+    ranges = {name: (float(low), float(high)) for name, (low, high) in item["ranges"].items()}
+    kept = {
+        "free_time": tuple(item["free_time"]),
+        "free_memory": tuple(item["free_memory"]),
+        "residuals_pct": tuple(item["residuals_pct"]),
+        "knobs": knobs,
+        "ranges": ranges,
+    }
+    return Entry(**{**item, **kept})
+
+
+def load(path: str) -> Calibration:
+    return from_json(files.read_text(path, field="calibration"), path)
+
+
+def shipped() -> Calibration:
+    """The calibration that comes with the package."""
+    file = resources.files("fourfold").joinpath("data", "calibrations", "shipped.json")
+    return from_json(file.read_text(encoding="utf-8"), "shipped.json")

@@ -1,0 +1,145 @@
+"""What does the cost model need to know of a run? One NumPy array per fact, one element per run.
+
+Counts are plain numbers, memory is bytes, rates are bytes/s and FLOP/s; every array is float64 of
+the same length. All formulas in this package broadcast over these arrays, so a question about one
+layout and a question about a million are the same call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+# Codes of the closed choices; a column holds the index of the word.
+ATTENTION = ("flash", "fused", "unfused", "flash1", "flash3")
+CP_KIND = ("ring", "allgather", "ulysses")
+SCHEDULE = ("1f1b", "interleaved", "gpipe", "zero-bubble")
+PRECISION = ("bf16", "fp16", "fp8", "fp4", "fp32", "fp64")
+
+
+def code(words: tuple[str, ...], word: str) -> float:
+    """Index of a word in one of the tuples above."""
+    return float(words.index(word))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Runs as struct of arrays. Build with `columns(n, **facts)`."""
+
+    # model
+    layers: Floats
+    hidden: Floats
+    heads: Floats
+    kv_heads: Floats
+    ffn: Floats
+    vocab: Floats
+    tied: Floats
+    gated: Floats
+    # batch
+    seq: Floats
+    micro: Floats
+    batch: Floats
+    # layout: ranks per axis; shard = ranks over which ZeRO divides (dp x cp unless hybrid)
+    gpus: Floats
+    tp: Floats
+    cp: Floats
+    pp: Floats
+    vpp: Floats
+    dp: Floats
+    shard: Floats
+    # policy
+    zero: Floats
+    sp: Floats
+    full_ckpt: Floats  # share of layers recomputed whole, 0..1
+    attn_ckpt: Floats  # 1 when only the attention core is recomputed
+    attention: Floats  # index in ATTENTION
+    fused_norm: Floats
+    fused_host: Floats  # 1 when compiled or graphed: fewer launches, fewer passes over memory
+    precision: Floats  # index in PRECISION
+    block_scale: Floats  # fp8/fp4 scales per block (mxfp8, nvfp4) instead of per tensor
+    cp_kind: Floats
+    schedule: Floats
+    grad_bytes: Floats  # bytes of one gradient element on the wire
+    acc_bytes: Floats  # bytes of one gradient element held in memory
+    opt_bytes: Floats  # optimizer bytes a parameter (fp32 master + two moments = 12)
+    overlap_dp: Floats  # 1: gradient reduction and parameter gather run under compute
+    overlap_tp: Floats  # 1: tensor-parallel collectives run in pieces under their GEMMs
+    balanced: Floats  # 1: the engine gives the last stage fewer layers to pay for the head
+    # hardware
+    peak: Floats  # FLOP/s of a 16-bit GEMM
+    peak_low: Floats  # FLOP/s of a GEMM in the precision asked for
+    clock: Floats  # sustained clock share under the power limit, 0..1
+    hbm: Floats
+    sms: Floats
+    link: Floats  # one-way bytes/s of a GPU inside its NVLink domain
+    domain: Floats  # ranks in the NVLink domain
+    node: Floats  # ranks that share the node's network
+    net: Floats  # one-way bytes/s of a whole node by its data sheet
+    net_seen: Floats  # bytes/s of an all-reduce over the whole job, measured in it; 0 unknown
+    slow: Floats  # 1: the network was in its slow state
+    capacity: Floats  # bytes of device memory
+
+    def __len__(self) -> int:
+        return int(self.layers.shape[0])
+
+    def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Columns:
+        """The runs at these places, in that order."""
+        return Columns(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+
+# What a fact is when nobody says: a bf16 run with flash attention, fp32 gradients, plain 1F1B.
+DEFAULTS: dict[str, float] = {
+    "tied": 0,
+    "gated": 1,
+    "vpp": 1,
+    "cp": 1,
+    "zero": 1,
+    "sp": 1,
+    "full_ckpt": 0,
+    "attn_ckpt": 0,
+    "attention": 0,
+    "fused_norm": 1,
+    "fused_host": 0,
+    "precision": 0,
+    "block_scale": 0,
+    "cp_kind": 0,
+    "schedule": 0,
+    "grad_bytes": 4,
+    "acc_bytes": 4,
+    "opt_bytes": 12,
+    "overlap_dp": 0,
+    "overlap_tp": 0,
+    "balanced": 0,
+    "net_seen": 0,
+    "slow": 0,
+}
+
+
+def columns(n: int, **facts: ArrayLike) -> Columns:
+    """Columns of n runs; scalars are repeated, missing facts take DEFAULTS.
+
+    `shard` defaults to dp x cp, `domain` to `node`, `peak_low` to `peak`, `clock` to 1,
+    `kv_heads` to `heads`.
+    """
+    full = {name: _repeat(value, n) for name, value in {**DEFAULTS, **facts}.items()}
+    full.setdefault("kv_heads", full["heads"])
+    full.setdefault("shard", full["dp"] * full["cp"])
+    full.setdefault("domain", full["node"])
+    full.setdefault("peak_low", full["peak"])
+    full.setdefault("clock", np.ones(n))
+    return Columns(**full)
+
+
+def _repeat(value: ArrayLike, n: int) -> Floats:
+    return np.ascontiguousarray(np.broadcast_to(np.asarray(value, dtype=np.float64), (n,)))
+
+
+def joined(parts: list[Columns]) -> Columns:
+    """Several sets of runs as one."""
+    return Columns(
+        **{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Columns)}
+    )

@@ -1,0 +1,75 @@
+"""What does an engine do when nobody says? The usual values of each training stack.
+
+Bytes are per element. Sources: the engines' own defaults and the notes of the published tables.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """Defaults of a stack. `grad_bytes` travel, `acc_bytes` are held."""
+
+    grad_bytes: float = 4.0
+    acc_bytes: float = 4.0
+    sharding: str = "zero1"
+    recompute: str = "none"
+    sequence_parallel: bool = True
+    overlap_dp: bool = False
+    overlap_tp: bool = False
+    balanced: bool = False
+    compiled: bool = False
+    whole_layers: float = 0.0  # share of layers that "selective" recomputes whole; 0 = core only
+    shard_group: int = 0  # ZeRO-3 group on large jobs; 0 = all data-parallel ranks
+    reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
+
+
+# by the stack's name without its year; the longest matching prefix counts
+HABITS: dict[str, Habits] = {
+    "": Habits(),
+    "llm-foundry": Habits(sharding="zero3", sequence_parallel=False),
+    # fp16 gradients are all-reduced: as much traffic as scattering fp32
+    "megatron-deepspeed": Habits(recompute="full", sequence_parallel=False),
+    "megatron-lm": Habits(),
+    "megatron-lm-2025": Habits(grad_bytes=2.0, overlap_dp=True, overlap_tp=True),
+    "megatron-kwai": Habits(),
+    "megatron-bridge": Habits(grad_bytes=2.0, overlap_dp=True, overlap_tp=True),
+    "nemo": Habits(grad_bytes=2.0, overlap_dp=True, overlap_tp=True),
+    "nanotron": Habits(balanced=True, reports_rank0=True),
+    "aleph": Habits(),
+    "maxtext": Habits(
+        sharding="zero3", recompute="full", sequence_parallel=False, overlap_dp=True,
+        compiled=True, shard_group=128,
+    ),
+    "internevo": Habits(grad_bytes=2.0, sequence_parallel=False, overlap_dp=True),
+    "fms-fsdp": Habits(
+        grad_bytes=2.0, sharding="zero3", sequence_parallel=False, whole_layers=0.5
+    ),
+    "fms-fsdp-2024-compile": Habits(
+        grad_bytes=2.0, sharding="zero3", sequence_parallel=False, whole_layers=0.5, compiled=True
+    ),
+    "torchtitan": Habits(sharding="zero3", overlap_dp=True),
+}  # fmt: skip
+
+
+def habits(stack: str) -> Habits:
+    """Usual values of a stack; an unknown one gets the generic row."""
+    names = [name for name in HABITS if stack.startswith(name)]
+    return HABITS[max(names, key=len)]
+
+
+def is_known(stack: str) -> bool:
+    return any(name and stack.startswith(name) for name in HABITS)
+
+
+def family_of(stack: str) -> str:
+    """'nemo-2024' -> 'nemo': the engine without its year."""
+    return re.sub(r"-20\d\d.*", "", stack)
+
+
+def year_of(stack: str) -> int | None:
+    found = re.search(r"20\d\d", stack)
+    return int(found[0]) if found else None

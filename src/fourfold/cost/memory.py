@@ -1,0 +1,92 @@
+"""How many bytes does each stage hold at its peak, and of what? Does it fit?
+
+Activations after Korthikanti et al. (arXiv 2205.05198); ZeRO state after Rajbhandari et al.
+(arXiv 1910.02054). A stage i of p holds min(m, p - i) micro batches under 1F1B. Broadcasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.cost.columns import ATTENTION, SCHEDULE, Columns
+from fourfold.cost.gemm import Floats, Knobs
+from fourfold.cost.layer import layer_params
+from fourfold.cost.pipeline import stage_layers
+
+GIB = 2.0**30
+_FUSED = ATTENTION.index("fused")
+_UNFUSED = ATTENTION.index("unfused")
+# The driver and the CUDA context leave about 98.8% of the nominal size (79.1 of 80 GiB).
+USABLE = 0.988
+_GPIPE = SCHEDULE.index("gpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes at the peak: of the first and last stage, of the fullest one, and by kind there."""
+
+    first_bytes: Floats
+    last_bytes: Floats
+    worst_bytes: Floats
+    parts: dict[str, Floats]
+
+
+def kept_bytes(c: Columns, knobs: Knobs) -> Floats:
+    """Activation bytes one layer keeps for the backward of one micro batch."""
+    tokens = c.micro * c.seq / c.cp
+    split = np.where(c.sp > 0, c.tp, 1.0)
+    norms = np.where(c.fused_norm > 0, 4.0, 6.0)
+    on_hidden = 2.0 * norms * c.hidden / split
+    gathered = np.where((c.sp > 0) & (c.tp > 1), 4.0 * c.hidden * knobs["gathered"], 0.0)
+    kv = 2.0 * c.hidden * c.kv_heads / c.heads
+    on_shards = 2.0 * (2.0 * c.hidden + kv + (2.0 + c.gated) * c.ffn) / c.tp
+    per_score = np.where(c.attention == _FUSED, 5.0, np.where(c.attention == _UNFUSED, 9.0, 0.0))
+    per_score = per_score * np.where(c.attn_ckpt > 0, 0.2, 1.0)
+    scores = per_score * c.heads * c.seq / c.tp
+    return tokens * (on_hidden + gathered + on_shards + scores) * knobs["act"]
+
+
+def state_bytes(c: Columns, knobs: Knobs, *, params: Floats) -> Floats:
+    """Weights, gradients and optimizer of `params` parameters, divided as ZeRO says."""
+    parted = [np.where(c.zero >= stage, c.shard, 1.0) for stage in (1, 2, 3)]
+    each = c.opt_bytes / parted[0] + c.acc_bytes / parted[1] + 2.0 / parted[2]
+    return params * each * knobs["state"]
+
+
+def memory(c: Columns, knobs: Knobs) -> Memory:
+    """Peak bytes of every run's first, last and fullest stage."""
+    per_layer = layer_params(c)
+    embed = c.vocab * c.hidden / c.tp
+    split = stage_layers(c, head_in_layers=embed / per_layer)
+    tokens = c.micro * c.seq / c.cp
+    micros = np.ceil(c.batch / (c.dp * c.micro))
+    kept = kept_bytes(c, knobs)
+    saved = 2.0 * tokens * c.hidden
+    layer_kept = c.full_ckpt * saved + (1.0 - c.full_ckpt) * kept
+    extra_v = np.where(c.vpp > 1, 1.0 + (c.pp - 1.0) / (c.pp * c.vpp), 1.0)
+    flight = np.where(c.schedule == _GPIPE, micros, np.minimum(micros, c.pp * extra_v))
+    logits = tokens * c.vocab * (10.0 * knobs["logits"] / c.tp + 4.0 * knobs["whole_logits"])
+    working = np.where(c.full_ckpt > 0, kept, 0.0)
+    unsharded = np.where(c.zero >= 3, 2.0 * (2.0 * per_layer + embed), 0.0)
+    base = knobs["base_gib"] * GIB
+    alone = c.pp == 1
+    first_params = split.first * per_layer + embed * np.where(alone & (c.tied < 1), 2.0, 1.0)
+    last_params = split.last * per_layer + embed
+    act_first = split.first * flight * layer_kept + working
+    first_state = state_bytes(c, knobs, params=first_params)
+    first = first_state + act_first + unsharded + base + np.where(alone, logits, 0.0)
+    act_last = split.last * layer_kept + working
+    last_state = state_bytes(c, knobs, params=last_params)
+    last = np.where(alone, first, last_state + act_last + unsharded + base + logits)
+    worst = np.maximum(first, last)
+    at_first = first >= last
+    parts = {
+        "state": np.where(at_first, first_state, last_state),
+        "activations": np.where(at_first, act_first, act_last),
+        "logits": np.where(at_first & ~alone, 0.0, logits),
+        "gathered_weights": unsharded + np.zeros_like(worst),
+        "base": base + np.zeros_like(worst),
+    }
+    return Memory(first, last, worst, parts)

@@ -1,0 +1,55 @@
+"""How long does a pipeline of unequal stages take? Seconds of a step from seconds per stage.
+
+1F1B and GPipe: m slots of the slowest stage and one pass through the others (Narayanan et al.,
+arXiv 2104.04473). Interleaved: the fill shrinks by the virtual stages. Zero-bubble H1: a third of
+the fill remains (Qi et al., arXiv 2401.10241). Broadcasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.cost.columns import SCHEDULE, Columns
+from fourfold.cost.gemm import Floats
+
+_ZERO_BUBBLE = SCHEDULE.index("zero-bubble")
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """Layers of the first, of the fullest middle and of the last stage."""
+
+    first: Floats
+    middle: Floats
+    last: Floats
+
+
+def stage_layers(c: Columns, *, head_in_layers: Floats) -> StageLayers:
+    """Equal stages with the remainder in the first ones, or (balanced engines) fewer in the last
+    one by what the head costs, counted in layers."""
+    even = np.ceil(c.layers / c.pp)
+    last_even = np.floor(c.layers / c.pp)
+    fair = (c.layers + head_in_layers) / c.pp
+    last = np.maximum(0.0, np.round(fair - head_in_layers))
+    rest = np.where(c.pp > 1, (c.layers - last) / np.maximum(1.0, c.pp - 1.0), c.layers)
+    uneven = (c.balanced > 0) & (c.pp > 1)
+    first = np.where(uneven, np.ceil(rest), even)
+    middle = np.where(uneven, np.ceil(rest), even)
+    return StageLayers(first, middle, np.where(uneven, last, np.where(c.pp > 1, last_even, even)))
+
+
+def pipeline_s(
+    c: Columns, *, first: Floats, middle: Floats, last: Floats, total: Floats, slots: Floats
+) -> Floats:
+    """Seconds of `slots` micro batches (may be fractional: a smaller last one counts its share).
+
+    first, middle, last: seconds of one micro batch there; total: sum over all stages.
+    """
+    inner = np.where(c.pp > 2, middle, 0.0)
+    slowest = np.maximum(np.maximum(first, last), inner)
+    fill = np.maximum(0.0, total - slowest)
+    kept = np.where(c.schedule == _ZERO_BUBBLE, 1.0 / 3.0, 1.0 / np.maximum(1.0, c.vpp))
+    single = slots * total
+    return np.where(c.pp > 1, slots * slowest + fill * kept, single)

@@ -1,0 +1,104 @@
+"""How does the cost model see a RunSpec? Facts of one run, Columns of many, one cluster and stack.
+
+    columns = columns_of(specs, cluster=catalog.cluster("jean-zay"), stack="megatron-lm-2024")
+    seconds = estimate(columns, entry.knobs).step_s
+
+A search over many layouts is faster with `columns(n, **arrays)` and `machine_facts`, `stack_facts`
+and `model_facts` below for what all candidates share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fourfold.cost.columns import ATTENTION, CP_KIND, PRECISION, SCHEDULE, Columns, columns
+from fourfold.cost.habits import habits
+from fourfold.cost.hardware import device_facts, fabric_facts
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import DTYPE_BYTES, Policy
+from fourfold.spec.run import RunSpec
+
+
+def model_facts(model: ModelShape) -> dict[str, float]:
+    return {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "ffn": model.ffn,
+        "vocab": model.vocab,
+        "tied": float(model.tied),
+        "gated": float(model.gated),
+    }
+
+
+def machine_facts(cluster: Cluster, precision: str) -> dict[str, float]:
+    """Device and links of a cluster; `precision` as in Policy ('bf16-mixed' counts as bf16)."""
+    return device_facts(cluster.device, precision.split("-")[0]) | fabric_facts(
+        cluster.device, cluster, float(cluster.host_gpus)
+    )
+
+
+def stack_facts(stack: str) -> dict[str, float]:
+    """What the engine does whatever the policy says."""
+    usual = habits(stack)
+    return {"balanced": float(usual.balanced), "overlap_tp": float(usual.overlap_tp)}
+
+
+def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
+    """Formats, sharding, recompute, schedule and overlap of a policy under a stack."""
+    usual, dtypes = habits(stack), policy.dtypes
+    kind = "flash" if policy.attention in ("auto", "cudnn", "efficient") else policy.attention
+    precision = policy.precision.split("-")[0]
+    schedule = "interleaved" if policy.virtual_stages > 1 else policy.schedule
+    reduce_bytes = DTYPE_BYTES[dtypes.reduce]
+    # Named engines reduce in what they are known to; only a stated format overrides that.
+    wire = reduce_bytes if policy.reduce_dtype or stack == "fourfold" else usual.grad_bytes
+    master = 4.0 if dtypes.param == "fp32" and dtypes.compute != "fp32" else 0.0
+    moments = 2.0 * DTYPE_BYTES[dtypes.optimizer]
+    return {
+        "zero": policy.zero,
+        "sp": float(policy.sequence_parallel),
+        "full_ckpt": policy.recompute_share,
+        "attn_ckpt": float(policy.recompute == "selective"),
+        "attention": ATTENTION.index(kind),
+        "precision": PRECISION.index(precision),
+        "block_scale": float(precision == "fp4"),
+        "cp_kind": CP_KIND.index(policy.cp_kind),
+        "schedule": SCHEDULE.index(schedule),
+        "vpp": policy.virtual_stages,
+        "grad_bytes": min(wire, 2.0) if policy.precision == "bf16-pure" else wire,
+        "acc_bytes": DTYPE_BYTES[dtypes.grad],
+        "opt_bytes": master + moments,
+        "overlap_dp": float(usual.overlap_dp and policy.overlap_grad_reduce),
+        "overlap_tp": float(usual.overlap_tp or policy.async_tp),
+        "fused_host": float(usual.compiled or policy.compile),
+        "balanced": float(usual.balanced),
+    }
+
+
+def run_facts(spec: RunSpec, cluster: Cluster, stack: str) -> dict[str, float]:
+    """Every fact of one run; a micro batch of 0 ('auto') is priced as 1."""
+    layout, batch = spec.layout, spec.batch
+    return {
+        **model_facts(spec.model),
+        **machine_facts(cluster, spec.policy.precision),
+        **policy_facts(spec.policy, stack),
+        "seq": batch.seq_len,
+        "micro": max(1, batch.micro_batch),
+        "batch": batch.global_batch,
+        "gpus": spec.gpus,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "shard": layout.shard * layout.cp,
+    }
+
+
+def columns_of(specs: Sequence[RunSpec], *, cluster: Cluster, stack: str) -> Columns:
+    """Columns of runs on one cluster under one stack."""
+    facts = [run_facts(spec, cluster, stack) for spec in specs]
+    names = facts[0] if facts else {}
+    return columns(len(facts), **{name: [fact[name] for fact in facts] for name in names})

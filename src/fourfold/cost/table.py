@@ -1,0 +1,113 @@
+"""How is a table of runs read? CSV in the reference schema -> one list of texts per column.
+
+Columns may come in any order, may be missing (all blank) and more may be there (ignored).
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold import files
+from fourfold.errors import UserError
+
+SCHEMA: tuple[str, ...] = (
+    "row_id", "source", "stack", "cluster", "hardware", "gpus_per_node", "family", "model",
+    "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "tied", "seq_len",
+    "n_gpus", "tp", "cp", "pp", "vpp", "dp", "sharding", "sequence_parallel", "mbs", "gbs",
+    "precision", "act_ckpt", "attention", "net_gbs", "net_node_gbs", "step_s", "tokens_s_gpu",
+    "tflops_gpu", "flop_rule", "mem_gb", "status", "note",
+)  # fmt: skip
+T = TypeVar("T")
+BATCH = 4096
+# Without these nothing can be said about a row.
+NEEDED = ("hardware", "n_layers", "d_model", "n_heads", "vocab", "seq_len", "n_gpus", "gbs")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Texts by column; `name` is the file's stem (a source is one file)."""
+
+    name: str
+    texts: dict[str, list[str]]
+    length: int
+
+    def column(self, name: str) -> list[str]:
+        return self.texts[name]
+
+    def take(self, index: Sequence[int]) -> Table:
+        texts = {name: [cells[i] for i in index] for name, cells in self.texts.items()}
+        return Table(self.name, texts, len(index))
+
+
+def read_table(path: str | Path) -> Table:
+    """A table from a CSV file; says which needed column is missing."""
+    text = files.read_text(path, field="rows")
+    reader = csv.reader(text.splitlines())
+    try:
+        header = [name.strip().lstrip("\ufeff") for name in next(reader, [])]
+        if not header:
+            raise UserError(
+                "is empty", field="rows", value=str(path), way_out="give it a heading line"
+            )
+        _check_header(header, str(path))
+        return _columnar(Path(path).stem, header, reader)
+    except csv.Error as error:
+        raise UserError(
+            f"is not CSV ({error})", field="rows", value=str(path), way_out="save it as plain CSV"
+        ) from None
+
+
+def _check_header(header: list[str], path: str) -> None:
+    missing = [name for name in NEEDED if name not in header]
+    if missing:
+        raise UserError(
+            f"lacks the columns {', '.join(missing)}",
+            field="rows",
+            value=path,
+            way_out=f"the reference schema is: {' '.join(SCHEMA)}",
+        )
+
+
+def _columnar(name: str, header: list[str], reader: Iterator[list[str]]) -> Table:
+    """A batch at a time: a list of all records would cost more than the model itself."""
+    width = len(header)
+    cells: list[list[str]] = [[] for _ in header]
+    while batch := list(itertools.islice(reader, BATCH)):
+        square = [
+            record if len(record) == width else (record + [""] * width)[:width]
+            for record in batch
+            if record
+        ]
+        for column, values in zip(cells, zip(*square, strict=True), strict=bool(square)):
+            column.extend(values)
+    length = len(cells[0])
+    blank = [""] * length
+    by_name = dict(zip(header, cells, strict=True))
+    return Table(name, {column: by_name.get(column, blank) for column in SCHEMA}, length)
+
+
+def each(cells: Sequence[str], ask: Callable[[str], T]) -> list[T]:
+    """ask(cell) for every cell; each different text is asked once."""
+    answers = {cell: ask(cell) for cell in set(cells)}
+    return [answers[cell] for cell in cells]
+
+
+def numbers(cells: Sequence[str]) -> NDArray[np.float64]:
+    """Texts as numbers; blank and unreadable ones are NaN, infinite ones too."""
+    values = np.array(each(cells, _number), dtype=np.float64)
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _number(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        return float("nan")

@@ -1,0 +1,166 @@
+"""Do the single formulas say what their sources say?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fourfold.cost.attention import attention_s
+from fourfold.cost.columns import ATTENTION, SCHEDULE, Columns, columns
+from fourfold.cost.counting import all_params, flops_per_token
+from fourfold.cost.estimate import PARTS, estimate
+from fourfold.cost.flops import CONVENTIONS, Question
+from fourfold.cost.gemm import gemm_s, misalignment, tile_waves
+from fourfold.cost.hardware import device_facts, fabric_facts
+from fourfold.cost.knobs import KNOBS, defaults
+from fourfold.cost.memory import memory
+from fourfold.cost.params import model_params
+from fourfold.cost.pipeline import pipeline_s
+from fourfold.cost.power import clock_share
+from fourfold.cost.specs import model_facts
+from fourfold.cost.traffic import group_rate, ranks_within
+from fourfold.spec import catalog
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+
+
+def runs(n: int = 1, **facts: object) -> Columns:
+    """Llama-8B-like runs on H100 nodes of 8."""
+    device = catalog.device("h100-80gb")
+    machine = device_facts(device, "bf16") | fabric_facts(device, None, 8.0)
+    base = {
+        "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336,
+        "vocab": 128256, "seq": 8192, "micro": 1, "batch": 128, "gpus": 8, "tp": 1, "cp": 1, "pp": 1, "dp": 8,
+    }  # fmt: skip
+    return columns(n, **{**base, **machine, **facts})
+
+
+def test_a_shard_off_64_elements_costs_per_power_of_two() -> None:
+    assert misalignment(np.array([64.0, 1800.0, 150.0, 7.0])).tolist() == [0.0, 3.0, 5.0, 6.0]
+
+
+def test_a_wave_more_costs_a_wave() -> None:
+    sms, wave = np.array([108.0]), 1.0
+    full = tile_waves(np.array([256.0 * 108]), np.array([128.0]), sms=sms, wave=wave)
+    spilled = tile_waves(np.array([256.0 * 108 + 1]), np.array([128.0]), sms=sms, wave=wave)
+    assert 1.2 < spilled[0] / full[0] <= 2.0
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    one = {"rate": 7e14, "hbm": np.array([3e12]), "sms": np.array([132.0]), "knobs": defaults()}
+    m, n, k = np.array([1.0]), np.array([8192.0]), np.array([8192.0])
+    assert gemm_s(m, n, k, **one)[0] >= 2 * 8192 * 8192 / 3e12
+
+
+def test_hidden_14400_on_tp8_costs_more_per_flop_than_14336() -> None:
+    knobs = defaults()
+    both = runs(
+        2, hidden=[14336, 14400], ffn=[4 * 14336, 4 * 14400], heads=[64, 96], kv_heads=[64, 96],
+        gated=0, seq=2048, tp=8, dp=1, attention=ATTENTION.index("fused"), vocab=250880,
+    )  # fmt: skip
+    step = estimate(both, knobs).step_s
+    flops = both.hidden**2
+    assert 1.12 < (step[1] / flops[1]) / (step[0] / flops[0]) < 1.4
+
+
+def test_fused_softmax_needs_heads_over_tp_times_micro_in_fours() -> None:
+    facts = {
+        "heads": 24,
+        "kv_heads": 24,
+        "hidden": 6144,
+        "tp": 8,
+        "dp": 1,
+        "attention": ATTENTION.index("fused"),
+    }
+    c = runs(2, micro=[1, 4], **facts)
+    forward, _ = attention_s(c, defaults(), micro=c.micro)
+    assert forward[0] > forward[1] / 4 * 1.3  # 3 heads on a rank: falls back to slow kernels
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE)
+def test_pipeline_of_equal_stages_is_the_published_bubble(schedule: str) -> None:
+    pp, micros, stage = 8.0, 64.0, 0.5
+    vpp = 4.0 if schedule == "interleaved" else 1.0
+    c = runs(pp=pp, vpp=vpp, schedule=SCHEDULE.index(schedule), gpus=64)
+    each = np.array([stage])
+    got = pipeline_s(
+        c, first=each, middle=each, last=each, total=each * pp, slots=np.array([micros])
+    )
+    fill = {"1f1b": 1, "gpipe": 1, "interleaved": 1 / vpp, "zero-bubble": 1 / 3}[schedule]
+    assert got[0] == pytest.approx(stage * (micros + (pp - 1) * fill))
+
+
+def test_the_slowest_stage_sets_the_beat() -> None:
+    c = runs(pp=4, gpus=32)
+    one, slow = np.array([1.0]), np.array([2.0])
+    got = pipeline_s(c, first=one, middle=one, last=slow, total=np.array([5.0]), slots=one * 10)
+    assert got[0] == pytest.approx(10 * 2 + 3)
+
+
+def test_groups_that_share_a_node_share_its_network() -> None:
+    c = runs(tp=8, gpus=64)
+    knobs = defaults()
+    alone = group_rate(runs(tp=1, gpus=64), knobs, np.array([64.0]), np.array([1.0]))
+    shared = group_rate(c, knobs, np.array([8.0]), np.array([8.0]))
+    assert shared[0] == pytest.approx(alone[0] / 8)
+    assert ranks_within(16.0, 4.0, 8.0) == 2.0
+
+
+def test_parts_add_up_to_the_step() -> None:
+    c = runs(3, tp=[1, 2, 8], dp=[8, 4, 1], pp=1, micro=[1, 3, 2], batch=[128, 100, 7])
+    times = estimate(c, defaults())
+    assert tuple(times.parts) == PARTS
+    assert np.allclose(sum(times.parts.values()), times.step_s)
+    assert all(np.all(times.parts[name] >= -1e-12) for name in PARTS)
+
+
+def test_an_uneven_last_micro_batch_costs_less_than_a_whole_one() -> None:
+    c = runs(3, dp=1, gpus=1, micro=11, batch=[44, 48, 55])
+    step = estimate(c, defaults()).step_s
+    assert step[0] < step[1] < step[2]
+
+
+def test_a_question_can_be_asked_for_many_knobs_at_once() -> None:
+    c = runs(4, micro=[1, 2, 4, 8])
+    several = {**defaults(), "gemm": np.array([[0.6], [0.8]])}
+    step = estimate(c, several).step_s
+    assert step.shape == (2, 4)
+    assert np.allclose(step[1], estimate(c, {**defaults(), "gemm": 0.8}).step_s)
+
+
+def test_a_hot_h200_loses_a_fifth_and_an_a100_nothing() -> None:
+    assert clock_share(catalog.device("a100-80gb")) == 1.0
+    assert pytest.approx(clock_share(catalog.device("h200")), rel=0.03) == 672 / 814
+
+
+def test_sharding_divides_state_stage_by_stage() -> None:
+    c = runs(4, zero=[0, 1, 2, 3])
+    state = memory(c, defaults()).parts["state"]
+    assert state[0] > state[1] > state[2] > state[3]
+    assert state[0] / state[3] == pytest.approx(8.0)
+
+
+def test_recompute_and_cp_shrink_activations() -> None:
+    c = runs(3, full_ckpt=[0, 1, 0], cp=[1, 1, 2], dp=[8, 8, 4], gpus=8)
+    held = memory(c, defaults()).parts["activations"]
+    assert held[1] < held[0] / 3
+    assert held[2] == pytest.approx(held[0] / 2)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mpt-7b", "gpt-3-175b", "llama-3.2-1b"])
+def test_counting_over_columns_is_counting_one_model(name: str) -> None:
+    model = catalog.model(name)
+    c = runs(**model_facts(model), seq=2048)
+    learned = np.array([float(model.positions.kind == "learned")])
+    assert all_params(c, learned_positions=learned)[0] == model_params(model, 2048)
+    ask = Question(model=model, seq_len=2048, layout=Layout(), policy=Policy())
+    for rule, convention in CONVENTIONS.items():
+        got = flops_per_token(c, rule, learned_positions=learned)
+        assert got is not None
+        assert got[0] == pytest.approx(convention.count(ask).printed, rel=1e-9), rule
+
+
+def test_every_knob_has_a_default_inside_its_bounds() -> None:
+    for knob in KNOBS:
+        assert knob.low < knob.default < knob.high, knob.name
+        assert 0 < knob.spread <= 1.0, knob.name
