@@ -30,7 +30,8 @@ def runs(n: int = 1, **facts: object) -> Columns:
     machine = device_facts(device, "bf16") | fabric_facts(device, None, 8.0)
     base = {
         "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336,
-        "vocab": 128256, "seq": 8192, "micro": 1, "batch": 128, "gpus": 8, "tp": 1, "cp": 1, "pp": 1, "dp": 8,
+        "vocab": 128256, "seq": 8192, "micro": 1, "batch": 128,
+        "gpus": 8, "tp": 1, "cp": 1, "pp": 1, "dp": 8,
     }  # fmt: skip
     return columns(n, **{**base, **machine, **facts})
 
