@@ -1,0 +1,124 @@
+"""Do the scripts offer what the parsers take? bash for real, zsh and fish where installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import COMMANDS, main
+from fourfold.commands.completion import candidates
+from fourfold.spec import catalog
+
+SOURCE = Path(__file__).parents[2] / "src"
+MPT = ["mpt-760m", "mpt-7b", "mpt-70b"]
+CASES = [
+    (["fl"], ["flops"]),
+    (["flops", "--mod"], ["--model"]),
+    (["flops", "--model", "llama-3.2"], ["llama-3.2-1b", "llama-3.2-3b", "llama-3.2-1b-untied",
+                                         "llama-3.2-3b-untied"]),
+    (["flops", "--model=mpt-7"], ["--model=mpt-760m", "--model=mpt-7b", "--model=mpt-70b"]),
+    (["flops", "--format", "="], ["text", "md", "csv", "json"]),
+    (["flops", "--format", "=", "j"], ["json"]),
+    (["flops", "--gpu", "h2"], ["h200"]),
+    (["flops", "--precision", "bf16-"], ["bf16-pure", "bf16-mixed"]),
+    (["flops", "--sharding", ""], ["zero0", "zero1", "zero2", "zero3"]),
+    (["models", "bloom"], ["bloom-176b"]),
+    (["models", "mpt-7b", ""], []),
+    (["clusters", "je"], ["jean-zay"]),
+    (["clusters", "--format", "json", "n"], ["nvidia-b200", "nvidia-gb200", "nvidia-gb300",
+                                             "nvidia-h100", "new"]),
+    (["clusters", "--out", ""], []),
+    (["completion", ""], ["bash", "zsh", "fish"]),
+    (["completion", "--c"], []),
+    (["nonsense", ""], []),
+    (["help", "mod"], ["models"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "expected"), CASES)
+def test_candidates(words, expected):
+    assert candidates(words) == expected
+
+
+def test_all_commands_and_all_of_their_flags_complete():
+    assert set(COMMANDS) < set(candidates([""]))
+    for command in COMMANDS:
+        assert "--help" in candidates([command, "--"])
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A `fourfold` on PATH that runs this source."""
+    path = tmp_path / "fourfold"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH="{SOURCE}" exec "{sys.executable}" -m fourfold "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def _shell(words: list[str], program: Path) -> str:
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_fills_in_what_is_typed(program):
+    script = """
+eval "$(fourfold completion bash)"
+COMP_WORDS=(fourfold flops --gpu h100-) COMP_CWORD=3
+_fourfold
+printf '%s\\n' "${COMPREPLY[@]}"
+COMP_WORDS=(fourfold cl) COMP_CWORD=1
+_fourfold
+printf '%s\\n' "${COMPREPLY[@]}"
+complete -p fourfold
+"""
+    printed = _shell(["bash", "-c", script], program).splitlines()
+    gpus = [name for name in catalog.device_names() if name.startswith("h100-")]
+    assert printed[:-1] == [*gpus, "clusters"]
+    assert printed[-1].startswith("complete -o bashdefault -o default -F _fourfold")
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_takes_the_script(program):
+    script = """
+autoload -Uz compinit; compinit -D -u
+eval "$(fourfold completion zsh)"
+print -r -- "$_comps[fourfold]"
+compadd() { shift; print -rl -- "${(P@)1}" }
+words=(fourfold models mpt-7) CURRENT=3
+_fourfold
+"""
+    printed = _shell(["zsh", "-f", "-c", script], program).split()
+    assert printed == ["_fourfold", "mpt-760m", "mpt-7b", "mpt-70b"]
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes(program, tmp_path):
+    (tmp_path / "fourfold.fish").write_text(_shell([str(program), "completion", "fish"], program))
+    script = f"source {tmp_path}/fourfold.fish; complete -C 'fourfold models mpt-7'"
+    printed = _shell(["fish", "--no-config", "-c", script], program).split()
+    assert sorted(printed) == sorted(MPT)
+
+
+def test_no_heavy_module_is_imported(program):
+    code = (
+        "import sys; from fourfold.cli import main; main(['completion', 'words', 'pl']);"
+        "main(['completion', 'bash']);"
+        "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules), sorted(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+
+
+def test_a_shell_must_be_named(capsys):
+    assert main(["completion"]) == 2
+    assert "bash|zsh|fish" in capsys.readouterr().err
+    assert main(["completion", "tcsh"]) == 2
+    assert "bash|zsh|fish" in capsys.readouterr().err
