@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -68,20 +70,38 @@ def _overview() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Never shows a traceback for something the user can fix."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file name need not be text; printing one must not fail.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _dispatch(words)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is None when the caller closed it
+            sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _say(f"error: {error}", 2)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+        return _say("stopped", 130)
     except BrokenPipeError:
-        # The reader (head, less) has enough; keep Python from complaining when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # the reader (head, less) has enough
         return 0
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _drop_stdout()
+        return _say(f"error: stdout: cannot be written ({error.strerror}); free some space", 1)
+
+
+def _say(message: str, code: int) -> int:
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # nobody is left to tell
+            print(message, file=sys.stderr)
+    return code
+
+
+def _drop_stdout() -> None:
+    """Keep Python from complaining when it closes a stdout that takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(words: list[str]) -> int:

@@ -32,7 +32,10 @@ class UserError(ValueError):
 
 def shorten(value: object, limit: int = 80) -> str:
     """A value as one short printable line, whatever the user typed."""
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # whole numbers of 4300 digits and more, deep nesting
+        text = f"({type(value).__name__} too large to print)"
     text = text if text and text.isprintable() else ascii(text)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 

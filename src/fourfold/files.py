@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -13,49 +14,71 @@ MAX_TEXT_BYTES = 512 * 2**20
 
 
 def read_text(path: str | Path, *, field: str = "file") -> str:
-    """The file's text, or an error that names the file and the reason."""
+    """The file's text, or an error that names file and reason. A pipe is read to its end."""
     try:
-        path = Path(path)
-        if path.is_dir():
-            raise UserError(
-                "is a folder", field=field, value=str(path), way_out="name a file in it"
-            )
-        if path.stat().st_size > MAX_TEXT_BYTES:
-            raise UserError(
-                "is over 512 MiB", field=field, value=str(path), way_out="name a text file"
-            )
-        return path.read_text(encoding="utf-8")
+        # A named pipe without a writer would block for ever; without blocking it reads as empty.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as stream:
+            problem = _not_text(os.fstat(handle), os.isatty(handle), path)
+            if problem:
+                raise UserError(problem[0], field=field, value=str(path), way_out=problem[1])
+            os.set_blocking(handle, True)
+            content = stream.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
+            raise UserError(_TOO_LARGE[0], field=field, value=str(path), way_out=_TOO_LARGE[1])
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UserError:
+        raise
     except UnicodeDecodeError:
         raise UserError(
             "is not UTF-8 text", field=field, value=str(path), way_out="name a text file"
         ) from None
     except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(
             f"cannot be read ({reason})", field=field, value=str(path), way_out="check the path"
         ) from None
 
 
+_TOO_LARGE = ("is over 512 MiB", "name a text file")
+
+
+def _not_text(status: os.stat_result, terminal: bool, path: str | Path) -> tuple[str, str] | None:
+    """(rule, way out) for what cannot be a text: folders, disks, /dev/zero."""
+    if stat.S_ISDIR(status.st_mode):
+        return "is a folder", "name a file in it"
+    if stat.S_ISBLK(status.st_mode) or (
+        stat.S_ISCHR(status.st_mode) and not terminal and str(path) != os.devnull
+    ):
+        return "is a device", "name a text file"
+    return _TOO_LARGE if status.st_size > MAX_TEXT_BYTES else None
+
+
 def write_text(path: str | Path, text: str, *, field: str = "out") -> None:
-    """Write all of `text` or nothing, as UTF-8."""
-    write_bytes(path, text.encode("utf-8"), field=field)
+    """Write all of `text` or nothing, as UTF-8; odd bytes of a file name are escaped."""
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"), field=field)
 
 
 def write_bytes(path: str | Path, content: bytes, *, field: str = "out") -> None:
     """Write all or nothing: a reader never sees half a file, a crash loses no old one."""
-    path = Path(path)
     temporary = ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:64]}.", dir=path.parent)
+        # The target of a link is replaced, not the link.
+        target = Path(os.path.realpath(path))
+        special = target.exists() and not (target.is_file() or target.is_dir())
+        if special or str(path).startswith("/dev/"):
+            # A pipe or /dev/stdout is written to: replacing it would destroy it.
+            with open(path, "ab", buffering=0) as stream:
+                stream.write(content)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:32]}.", dir=target.parent)
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, _mode_of(path))
-        os.replace(temporary, path)
+        os.chmod(temporary, _mode_of(target))
+        os.replace(temporary, target)
     except (OSError, ValueError) as error:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)

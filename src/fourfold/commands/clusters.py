@@ -164,8 +164,8 @@ def cluster_text(cluster: Cluster, style: str) -> str:
         return table
     price = cluster.price_per_gpu_hour
     conditions = [
-        f"{cluster.name}: {cluster.gpus:,} x {cluster.device.id} in {cluster.hosts:,} hosts of "
-        f"{cluster.host_gpus}",
+        f"{cluster.name}: {cluster.gpus:,} x {cluster.device.id} in {cluster.hosts:,} "
+        f"{'host' if cluster.hosts == 1 else 'hosts'} of {cluster.host_gpus}",
         *([f"{price:g} a GPU-hour"] if price is not None else []),
     ]
     return f"{table}\n\n{'; '.join(conditions)}" + (f"\n{cluster.source}" if cluster.source else "")

@@ -57,6 +57,8 @@ def run_new(args: argparse.Namespace) -> int:
         )
     name = args.name or (Path(args.out).stem if args.out else "")
     name = name or _ask("name", "a name for the cluster", "--name NAME")
+    if not name.isprintable() or len(name) > 100:
+        raise UserError("must be one short line of text", field="name", value=name)
     plain = _plain(_evidence(args), name)
     cluster = catalog.cluster_from(plain)
     text = toml_text(plain)

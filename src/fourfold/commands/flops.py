@@ -113,10 +113,18 @@ def _tokens_per_s(args: argparse.Namespace, batch: Batch) -> float | None:
             raise UserError(
                 "is missing", field="global-batch", way_out="--step-s needs --global-batch"
             )
-        return batch.tokens / args.step_s
-    if args.tokens_per_s is not None and not 0 < args.tokens_per_s < 1e18:
-        raise UserError("must be above 0", field="tokens-per-s", value=args.tokens_per_s)
+        return _in_range("step-s", args.step_s, batch.tokens / args.step_s)
+    if args.tokens_per_s is not None:
+        _in_range("tokens-per-s", args.tokens_per_s, args.tokens_per_s)
     return args.tokens_per_s
+
+
+def _in_range(field: str, value: float, tokens_per_s: float) -> float:
+    if not 0 < tokens_per_s < 1e18:
+        raise UserError(
+            "must give a speed above 0 and below 1e18 tokens/s", field=field, value=value
+        )
+    return tokens_per_s
 
 
 def _cell(value: float | None) -> str:

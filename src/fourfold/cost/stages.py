@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from functools import cache
+from itertools import accumulate
 
 from fourfold.cost.params import layer_matmul_params
 from fourfold.spec.model import ModelShape
@@ -30,8 +31,8 @@ def split_layers(layers: int, stages: int, first: float, last: float) -> tuple[r
     """
     counts = _counts(layers, stages, first, last)
     assert sum(counts) == layers
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+    stops = list(accumulate(counts))
+    return tuple(range(stop - count, stop) for stop, count in zip(stops, counts, strict=True))
 
 
 def _counts(layers: int, stages: int, first: float, last: float) -> list[int]:

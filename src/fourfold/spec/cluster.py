@@ -45,6 +45,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         check.whole(1, 2**24, gpus=self.gpus, host_gpus=self.host_gpus)
+        if self.price_per_gpu_hour is not None and self.price_per_gpu_hour < 0:
+            raise UserError(
+                "must not be negative", field="price_per_gpu_hour", value=self.price_per_gpu_hour
+            )
         if not self.links:
             raise UserError(
                 "needs at least one level", field="links", way_out="add a [[links]] table"

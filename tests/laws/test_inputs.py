@@ -1,0 +1,257 @@
+"""Whatever is typed or lies in a file: exit 0, 1 or 2, never a traceback, no user file changed.
+
+2,000 random or mutilated inputs in this process and 50 in processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import string
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fourfold.cli import main
+from fourfold.spec import catalog, codec
+
+SOURCE = Path(__file__).parents[2] / "src"
+SAMPLES = Path(__file__).parents[1] / "samples"
+COMMANDS = ("models", "flops", "clusters", "completion")
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "rope_theta": 1e4,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "attention_dropout": 0.0, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+FILES = {
+    "config.json": json.dumps(CONFIG, indent=1),
+    "gpt2.json": json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4,
+                             "vocab_size": 512, "n_positions": 128, "attn_pdrop": 0.0}),
+    "model.toml": codec.to_toml(catalog.model("llama-tiny")),
+    "gpu.toml": codec.to_toml(catalog.device("h100-80gb")),
+    "cluster.toml": codec.to_toml(catalog.cluster("jean-zay")),
+    "topo.txt": (SAMPLES / "topo_8xh100.txt").read_text(),
+    "nccl.log": (SAMPLES / "all_reduce_1x8.log").read_text(),
+}  # fmt: skip
+NEW = ["clusters", "new", "--name", "x", "--gpu", "h100-80gb", "--hosts", "2"]
+# How each file reaches a command.
+READERS = {
+    "config.json": [["models", "./config.json"],
+                    ["flops", "--model", "./config.json", "--seq-len", "64"]],
+    "gpt2.json": [["models", "./gpt2.json", "--tp", "2", "--format", "json"]],
+    "model.toml": [["models", "./model.toml"], ["models", "./model.toml", "--pp", "2"]],
+    "gpu.toml": [["clusters", "--gpu", "./gpu.toml"],
+                 ["flops", "--model", "mpt-7b", "--seq-len", "64", "--tokens-per-s", "9", "--gpu",
+                  "./gpu.toml", "--format", "json"]],
+    "cluster.toml": [["clusters", "./cluster.toml"],
+                     ["clusters", "./cluster.toml", "--format", "json"]],
+    "topo.txt": [[*NEW, "--nic-rate", "400Gbit/s", "--topo", "topo.txt"]],
+    "nccl.log": [[*NEW, "--network", "1GB/s", "--nccl-tests", "nccl.log"]],
+}  # fmt: skip
+
+
+def outcome(words: list[str]) -> tuple[int, str]:
+    """Exit code and stderr of one call in this process; a traceback is this test's failure."""
+    out, err = io.StringIO(), io.StringIO()
+    stdin, sys.stdin = sys.stdin, io.StringIO("")
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(words)
+    finally:
+        sys.stdin = stdin
+    return code, err.getvalue()
+
+
+def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
+    found = sorted(folder.iterdir())
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+
+@contextlib.contextmanager
+def folder_of(files: dict[str, bytes]):
+    """A working folder with these files, which must look the same afterwards."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        for file, content in files.items():
+            Path(file).write_bytes(content)
+        before = snapshot(Path(name))
+        yield
+        assert snapshot(Path(name)) == before
+
+
+def check(words: list[str]) -> None:
+    code, err = outcome(words)
+    assert code in (0, 1, 2), words
+    assert (code == 2) == err.startswith("error: "), (words, err)
+    assert "Traceback" not in err
+
+
+many = settings(
+    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+numbers = st.one_of(
+    st.integers().map(str),
+    st.integers(-3, 70).map(str),
+    st.floats().map(str),
+    st.sampled_from(
+        ["1e9", "0x10", "1_000", "", " ", "-0", "1" * 5000, "nan", "2x4", "3us", "9GB/s"]
+    ),
+)
+names = st.one_of(
+    st.sampled_from([*catalog.model_names(), *catalog.device_names(), *catalog.cluster_names()]),
+    st.sampled_from(["new", "all", "text", "json", "csv", "md", "bf16", "fp8", "zero3", "full"]),
+    st.sampled_from(["./config.json", "./model.toml", "./gpu.toml", "./cluster.toml", "/", "..",
+                     "./nowhere.json", "/dev/null", "nccl.log", "topo.txt", "bash", "words"]),
+    st.text(max_size=12),
+)  # fmt: skip
+FLAGS = [
+    "--model", "--gpu", "--tokens-per-s", "--step-s", "--gpus", "--dp", "--tp", "--cp", "--pp",
+    "--micro-batch", "--seq-len", "--global-batch", "--sharding", "--recompute", "--cp-kind",
+    "--schedule", "--virtual-stages", "--precision", "--format", "--name", "--hosts", "--host-gpus",
+    "--nvlink-ranks", "--nvlink", "--network", "--nics", "--nic-rate", "--price", "--topo",
+    "--nccl-tests", "--help", "--version", "--nonsense", "-x", "--",
+]  # fmt: skip
+
+
+@st.composite
+def command_lines(draw) -> list[str]:
+    words = [draw(st.sampled_from(COMMANDS) | names)]
+    for _ in range(draw(st.integers(0, 5))):
+        words += draw(
+            st.one_of(
+                st.tuples(st.sampled_from(FLAGS), numbers | names),
+                st.tuples(st.sampled_from(FLAGS)),
+                st.tuples(names),
+            )
+        )
+    # The one flag pair that may write: an existing file, and no --force.
+    if draw(st.booleans()):
+        words += ["--out", "cluster.toml"]
+    return [word.replace("\0", "") for word in words]
+
+
+def mutilated(text: str) -> st.SearchStrategy[bytes]:
+    """Cut, doubled, overwritten and foreign bytes; values replaced by other kinds of value."""
+    spans = st.tuples(st.integers(0, len(text)), st.integers(0, 60))
+    junk = st.one_of(
+        st.text(max_size=8),
+        st.sampled_from(["{", "}", "[[", "]]", '"', "=", ",", "\n", "null", "NaN", "1e999", "-1",
+                         "[]", "true", "9" * 400, '{"a":' * 50, "\\ud800", "0x" + "f" * 5000]),
+    )  # fmt: skip
+
+    def spliced(change: tuple[tuple[int, int], str, bool]) -> bytes:
+        (start, length), insert, keep = change
+        stop = start if keep else start + length
+        return (text[:start] + insert + text[stop:]).encode("utf-8", errors="surrogatepass")
+
+    return st.one_of(st.tuples(spans, junk, st.booleans()).map(spliced), st.binary(max_size=200))
+
+
+def revalued(text: str) -> st.SearchStrategy[bytes]:
+    """A JSON or TOML text with one value swapped for another kind of value."""
+    marks = [i for i, letter in enumerate(text) if letter in ":="]
+    values = ["-1", "0", "1", "1.5", "true", "null", '""', '"llama"', "[]", "{}", "1e400", "9" * 30,
+              '"80GiB"', "[[[]]]", '"\\u0000"', "nan", "inf", "99999999"]  # fmt: skip
+
+    def swapped(change: tuple[int, str]) -> bytes:
+        mark, value = change
+        stop = mark + 1
+        while stop < len(text) and text[stop] not in ",\n}":
+            stop += 1
+        return f"{text[: mark + 1]} {value}{text[stop:]}".encode()
+
+    if not marks:
+        return st.just(text.encode())
+    return st.tuples(st.sampled_from(marks), st.sampled_from(values)).map(swapped)
+
+
+@st.composite
+def file_cases(draw) -> tuple[list[str], str, bytes]:
+    file = draw(st.sampled_from(sorted(FILES)))
+    content = draw(mutilated(FILES[file]) | revalued(FILES[file]))
+    return draw(st.sampled_from(READERS[file])), file, content
+
+
+ALL = {file: text.encode() for file, text in FILES.items()}
+
+
+@settings(many, max_examples=800)
+@given(command_lines())
+def test_any_command_line(words):
+    with folder_of(ALL):
+        check(words)
+
+
+@settings(many, max_examples=1200)
+@given(file_cases())
+def test_any_file(case):
+    words, file, content = case
+    with folder_of({file: content}):
+        check(words)
+
+
+@st.composite
+def either(draw) -> tuple[list[str], dict[str, bytes]]:
+    if draw(st.booleans()):
+        return draw(command_lines()), ALL
+    words, file, content = draw(file_cases())
+    return words, {file: content}
+
+
+@settings(many, max_examples=50)
+@given(either())
+def test_fifty_in_processes_of_their_own(case):
+    words, files = case
+    words = [word.encode("utf-8", errors="ignore").decode() for word in words]
+    with folder_of(files):
+        done = subprocess.run(
+            [sys.executable, "-m", "fourfold", *words],
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=120,
+        )
+    assert done.returncode in (0, 1, 2), (words, done.stderr)
+    assert b"Traceback" not in done.stderr, words
+
+
+def test_the_readers_work_when_nothing_is_mutilated():
+    with folder_of(ALL):
+        for ways in READERS.values():
+            for words in ways:
+                assert outcome(words) == (0, ""), words
+
+
+@pytest.mark.parametrize("path", ["./loop.json", "./folder.json", "./locked.json", "./pipe.json"])
+def test_things_that_are_no_files(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.symlink("loop.json", "loop.json")
+    os.mkdir("folder.json")
+    os.mkfifo("pipe.json")
+    Path("locked.json").touch(mode=0o000)
+    check(["models", path])
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_and_a_closed_stdout():
+    program = f'PYTHONPATH="{SOURCE}" "{sys.executable}" -m fourfold'
+    done = subprocess.run(["sh", "-c", f"{program} models > /dev/full"], capture_output=True)
+    assert (done.returncode, b"No space left" in done.stderr) == (1, True), done.stderr
+    assert b"Traceback" not in done.stderr
+    for ending in (">&-", "| head -1", "2>&-"):
+        done = subprocess.run(["sh", "-c", f"{program} models {ending}"], capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b""), (ending, done.stderr)
+
+
+def test_words_of_every_letter():
+    for letter in string.printable + "\x7f\u00e9\u2028\ud800":
+        check(["models", letter])
+        check(["clusters", "--gpu", letter])
