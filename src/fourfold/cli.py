@@ -51,7 +51,8 @@ def command_parser(name: str) -> Parser:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
-    parser.set_defaults(run=module.run)
+    # Completion asks every command's parser; commands do not import this module.
+    parser.set_defaults(run=module.run, parsers=dict.fromkeys(COMMANDS, command_parser))
     return parser
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cli import COMMANDS, main
+from fourfold.cli import COMMANDS, command_parser, main
 from fourfold.commands.completion import candidates
 from fourfold.spec import catalog
 
+PARSERS = dict.fromkeys(COMMANDS, command_parser)
 SOURCE = Path(__file__).parents[2] / "src"
 MPT = ["mpt-760m", "mpt-7b", "mpt-70b"]
 CASES = [
@@ -42,13 +43,13 @@ CASES = [
 
 @pytest.mark.parametrize(("words", "expected"), CASES)
 def test_candidates(words, expected):
-    assert candidates(words) == expected
+    assert candidates(words, PARSERS) == expected
 
 
 def test_all_commands_and_all_of_their_flags_complete():
-    assert set(COMMANDS) < set(candidates([""]))
+    assert set(COMMANDS) < set(candidates([""], PARSERS))
     for command in COMMANDS:
-        assert "--help" in candidates([command, "--"])
+        assert "--help" in candidates([command, "--"], PARSERS)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from fourfold.errors import UserError
 from fourfold.spec import catalog, policy
@@ -56,6 +56,8 @@ function __fourfold_complete
 end
 complete -c fourfold -f -n 'count (__fourfold_complete) >/dev/null' -a '(__fourfold_complete)'
 """
+# Command -> what makes its parser, given its name.
+Parsers = Mapping[str, Callable[[str], argparse.ArgumentParser]]
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
@@ -67,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.shell == "words":
-        print("".join(f"{word}\n" for word in candidates(args.words)), end="")
+        print("".join(f"{word}\n" for word in candidates(args.words, args.parsers)), end="")
         return 0
     if args.shell not in _SCRIPTS or args.words:
         raise UserError(
@@ -80,30 +82,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def candidates(words: list[str]) -> list[str]:
+def candidates(words: list[str], parsers: Parsers) -> list[str]:
     """What may stand where the last word is; nothing for a place that takes any text or a file."""
-    from fourfold.cli import COMMANDS
-
     # bash cuts '--format=json' into three words.
     *before, current = [word for word in words[:-1] if word != "="] + (words[-1:] or [""])
     current = "" if current == "=" else current
     if not before or before == ["help"]:
-        found: Iterable[str] = (*COMMANDS, *(() if before else ("help", "--help", "--version")))
-    elif before[0] not in COMMANDS:
+        found: Iterable[str] = (*parsers, *(() if before else ("help", "--help", "--version")))
+    elif before[0] not in parsers:
         found = ()
     else:
         flag, equals, typed = current.partition("=")
         if current.startswith("--") and equals:
-            values = _after(before[0], [*before[1:], flag], typed)
+            values = _after(before[0], [*before[1:], flag], typed, parsers)
             return [f"{flag}={value}" for value in values if value.startswith(typed)]
-        found = _after(before[0], before[1:], current)
+        found = _after(before[0], before[1:], current, parsers)
     return [word for word in found if word.startswith(current)]
 
 
-def _after(command: str, before: list[str], current: str) -> tuple[str, ...]:
-    from fourfold.cli import command_parser
-
-    actions = command_parser(command)._actions
+def _after(command: str, before: list[str], current: str, parsers: Parsers) -> tuple[str, ...]:
+    actions = parsers[command](command)._actions
     options = {name: action for action in actions for name in action.option_strings}
     last = options.get(before[-1]) if before else None
     if last is not None and last.nargs != 0:
