@@ -82,3 +82,27 @@ def test_a_layer_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "layer", "--tokens", "8192"]) == 2
     assert main([*words, "--attention", "naive"]) == 2
     assert main(["trace", "ring", *SIZES, "--sharding", "zero3"]) == 2
+
+
+def test_a_context_parallel_trace_ends_in_a_recommendation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["trace", "ring", "--model", "llama-3.1-8b", "--tokens", "65536", "--cp", "64"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "recommendation: allgather" in out
+    assert "refused: ulysses: ranks=64" in out
+    assert main([*words, "--format", "json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["recommendation"]
+    assert chosen["best"] == "allgather"
+    assert {choice["kind"] for choice in chosen["choices"]} == {"ulysses", "allgather", "ring"}
+
+
+def test_another_rank_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last rank of a ring sees all its queries in every round."""
+    words = ["trace", "ring", *SIZES, "--cp", "4", "--rank", "3", "--format", "json"]
+    assert main(words) == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    blocks = [t["shape"] for step in steps for t in step["tensors"] if t["name"] == "block"]
+    assert blocks == [[8, 1024, 64]] * len(blocks)
+    assert main(["trace", "ring", *SIZES, "--cp", "4", "--rank", "4"]) == 2

@@ -11,25 +11,28 @@ decoder layer of a model under tp x cp x dp, forward and backward.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fourfold import files
 from fourfold.commands import flags
-from fourfold.cost.trace import attention, mlp, ring
 from fourfold.cost.trace.ask import Ask
+from fourfold.cost.trace.build import build
 from fourfold.cost.trace.groups import stretched
-from fourfold.cost.trace.layer import layer
 from fourfold.cost.trace.layer_ask import LayerAsk
-from fourfold.cost.trace.step import CP_KINDS, KINDS, Kind, Program
+from fourfold.cost.trace.step import CP_KINDS, KINDS, Program
 from fourfold.cost.trace.walk import walk
 from fourfold.errors import UserError
 from fourfold.show import trace as show
+from fourfold.show import trace_advice
 from fourfold.show.table import json_text
 from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
+
+if TYPE_CHECKING:
+    from fourfold.cost.trace.advice import Advice
 
 EXAMPLES = """\
 examples:
@@ -41,13 +44,6 @@ examples:
 # What a trace without --cluster runs on: hosts of 8 with NVLink, a network port for every GPU.
 GENERIC_CLUSTER = "nvidia-h100"
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")
-PROGRAMS: dict[Kind, Callable[[Ask], Program]] = {
-    "ulysses": attention.ulysses,
-    "allgather": attention.allgather,
-    "ring": ring.ring,
-    "mlp": mlp.mlp,
-    "mlp2d": mlp.mlp2d,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         layout.add_argument(
             f"--{axis}", type=int, default=1, metavar="N", help=f"{text} parallel ranks"
         )
+    layout.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is shown")
     only = parser.add_argument_group("of kind layer")
     only.add_argument("--cp-kind", choices=CP_KINDS, help="default: ring")
     only.add_argument("--sharding", metavar="X", help="zero0, zero1 (default), zero2 or zero3")
@@ -95,24 +92,40 @@ def run(args: argparse.Namespace) -> int:
         from fourfold.show.trace_picture import picture
 
         files.write_bytes(args.picture, picture(program, rows, args.picture), field="picture")
+    advice = _advice(args, cluster)
     if args.format == "json":
-        print(json_text(show.plain(program, rows, cluster)))
+        answer = show.plain(program, rows, cluster)
+        print(json_text(answer | ({"recommendation": codec.encode(advice)} if advice else {})))
     elif args.format == "csv":
         print(show.csv(rows))
     else:
         print(show.text(program, rows, cluster, args.format))
+        if advice is not None:
+            print(f"\n{trace_advice.text(advice, program, cluster, args.format)}")
     return 0
+
+
+def _advice(args: argparse.Namespace, cluster: Cluster) -> Advice | None:
+    """Which kind to take; only where there is a sequence group to divide over."""
+    if args.kind not in CP_KINDS or args.format == "csv":
+        return None
+    ask = _ask(args)
+    if ask.ranks == 1:
+        return None
+    from fourfold.cost.trace.advice import advise  # NumPy: only paid here
+
+    return advise(ask, cluster)
 
 
 def _program(args: argparse.Namespace) -> Program:
     if args.kind == "layer":
-        return layer(_layer_ask(args))
+        return build("layer", _layer_ask(args))
     for name in ("cp_kind", "sharding"):
         if getattr(args, name) is not None:
             raise UserError(
                 "belongs to kind layer", field=name.replace("_", "-"), value=getattr(args, name)
             )
-    return PROGRAMS[args.kind](_ask(args))
+    return build(args.kind, _ask(args))
 
 
 def _layer_ask(args: argparse.Namespace) -> LayerAsk:
@@ -134,6 +147,7 @@ def _layer_ask(args: argparse.Namespace) -> LayerAsk:
         model=replace(model, **given),
         tokens=args.tokens,
         layout=_layout(args),
+        rank=args.rank,
         dtype=args.dtype,
         cp_kind=args.cp_kind or "ring",
         sharding=policy.sharding,
@@ -170,6 +184,7 @@ def _ask(args: argparse.Namespace) -> Ask:
     return Ask(
         tokens=args.tokens,
         layout=_layout(args),
+        rank=args.rank,
         dtype=args.dtype,
         attention=args.attention,
         **sizes,

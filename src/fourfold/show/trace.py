@@ -28,6 +28,7 @@ def plain(program: Program, rows: Sequence[StepRow], cluster: Cluster) -> dict[s
     return {
         "kind": program.kind,
         "ranks": program.ranks,
+        "rank": program.rank,
         "dtype": program.dtype,
         "sizes": program.sizes,
         "per_rank": program.per_rank,
@@ -115,7 +116,7 @@ def _header(program: Program, cluster: Cluster) -> str:
     share = ", ".join(f"{value:,} {name}" for name, value in program.per_rank.items())
     lines = [
         f"trace {program.kind}: {program.ranks:,} ranks, {program.dtype}; {sizes}",
-        f"a rank has {share}; rank 0 is shown",
+        f"a rank has {share}; rank {program.rank} is shown",
     ]
     for group in program.groups:
         if group.size > 1:

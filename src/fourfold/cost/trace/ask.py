@@ -19,7 +19,7 @@ Attention = Literal["flash", "naive"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """Sizes of one layer; `layers` only multiplies the weights held."""
+    """Sizes of one layer; `layers` only multiplies the weights held, `rank` is the one shown."""
 
     tokens: int
     hidden: int
@@ -30,8 +30,10 @@ class Ask:
     layout: Layout
     dtype: Dtype = "bf16"
     attention: Attention = "flash"
+    rank: int = 0
 
     def __post_init__(self) -> None:
+        check.whole(0, self.ranks - 1, rank=self.rank)
         check.whole(1, 2**40, tokens=self.tokens)
         check.whole(
             1, 2**32, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn
@@ -41,6 +43,11 @@ class Ask:
     @property
     def ranks(self) -> int:
         return self.layout.world
+
+    @property
+    def wide(self) -> Dtype:
+        """What sums are kept in."""
+        return "fp64" if self.dtype == "fp64" else "fp32"
 
 
 def check_heads(ask: Ask) -> None:

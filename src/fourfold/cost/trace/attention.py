@@ -84,26 +84,86 @@ def allgather(ask: Ask) -> Program:
     """Every rank gathers all keys and values and attends with its own queries."""
     check_sequence(ask, "allgather")
     whole = ("tokens", "kv_heads", "head_size")
-    steps = (
-        hold(),
-        project(),
-        Step(
-            name="gather keys, values",
-            formula="k_all = all_gather(k), v_all = all_gather(v)",
-            tensors=(Tensor("k_all", whole, "received"), Tensor("v_all", whole, "received")),
-            sends=(Send("all-gather", GROUP, whole),) * 2,
-        ),
-        *_attend(ask, heads="heads", queries=_N, suffix="_all"),
-        Step(
-            name="join heads",
-            formula="out = reorder(out): heads of one token side by side",
-            tensors=(
-                Tensor("out", (_N, "hidden"), "copied" if ask.attention == "naive" else "view"),
-            ),
-        ),
-        output("out"),
+    gather = Step(
+        name="gather keys, values",
+        formula="k_all = all_gather(k), v_all = all_gather(v)",
+        tensors=(Tensor("k_all", whole, "received"), Tensor("v_all", whole, "received")),
+        sends=(Send("all-gather", GROUP, whole),) * 2,
     )
+    if ask.attention == "naive":
+        attend = (*_attend(ask, heads="heads", queries=_N, suffix="_all"), join())
+    else:
+        attend = (_in_order(), *_spans(ask), cast(ask), join())
+    steps = (hold(), project(), gather, *attend, output("out"))
     return program(ask, "allgather", steps, whole_heads(ask), notes_of(ask))
+
+
+def _in_order() -> Step:
+    """Tokens were dealt out from both ends; keys are put back into the order of the sequence."""
+    whole = ("tokens", "kv_heads", "head_size")
+    return Step(
+        name="put in order",
+        formula="k_all, v_all = tokens in the order of the sequence",
+        tensors=(Tensor("k_all", whole, "copied"), Tensor("v_all", whole, "copied")),
+    )
+
+
+def _spans(ask: Ask) -> tuple[Step, ...]:
+    """Each half of the queries against all keys before it, and causally against its own.
+
+    Half i of 2 x ranks sees i chunks of keys whole and half of its own: over both halves that is
+    the same on every rank.
+    """
+    halves = tuple(Tensor(t.name, t.dims, dtype=t.dtype) for t in block(ask, f"{_N}/2"))
+    start = Step(
+        name="start sums",
+        formula="out_fp32 = 0, lse = -inf",
+        tensors=sums(ask),
+    )
+    attend = Step(
+        name="attend",
+        formula="out_fp32, lse += attention(half of q, keys before it and its own), both halves",
+        tensors=halves,
+        flops=("2*tokens*tokens*hidden/ranks",),
+        frees=tuple(tensor.name for tensor in halves),
+    )
+    return start, attend
+
+
+def sums(ask: Ask) -> tuple[Tensor, ...]:
+    """Running result of attention in blocks."""
+    out = Tensor("out_fp32", ("heads", _N, "head_size"), dtype=ask.wide)
+    row = Tensor("lse", ("heads", _N), dtype=ask.wide)
+    return (out, row) if ask.attention == "flash" else (out,)
+
+
+def block(ask: Ask, queries: str) -> tuple[Tensor, ...]:
+    """One block's result; with a softmax also its row sums and its share of the sum, widened."""
+    out = Tensor("block", ("heads", queries, "head_size"))
+    if ask.attention == "naive":
+        return (out,)
+    return (
+        out,
+        Tensor("block_lse", ("heads", queries), dtype=ask.wide),
+        Tensor("block_fp32", ("heads", queries, "head_size"), dtype=ask.wide),
+    )
+
+
+def cast(ask: Ask) -> Step:
+    return Step(
+        name="cast",
+        formula=f"out = {ask.dtype}(out_fp32)",
+        tensors=(Tensor("out", ("heads", _N, "head_size"), "copied"),),
+        frees=("out_fp32",),
+    )
+
+
+def join() -> Step:
+    return Step(
+        name="join heads",
+        formula="out = reorder(out): heads of one token side by side",
+        tensors=(Tensor("out", (_N, "hidden"), "copied"),),
+    )
 
 
 def check_sequence(ask: Ask, kind: str) -> None:
@@ -148,6 +208,7 @@ def program(
         groups=(world_group(GROUP, ask.ranks),),
         steps=steps,
         per_rank=per_rank,
+        rank=ask.rank,
         notes=notes,
     )
 
@@ -187,7 +248,7 @@ def _attend(ask: Ask, *, heads: str, queries: str, suffix: str) -> tuple[Step, .
     queried = f"q{suffix}" if queries == "tokens" else "q"
     if ask.attention == "flash":
         out = Tensor("out", (queries, heads, "head_size"))
-        row = Tensor("lse", (heads, queries), dtype="fp32")
+        row = Tensor("lse", (heads, queries), dtype=ask.wide)
         attend = Step(
             name="attend",
             formula=f"out = attention({queried}, k{suffix}, v{suffix}), lse = its row sums",

@@ -51,6 +51,7 @@ def layer(ask: LayerAsk) -> Program:
             "tokens": ask.tokens // ask.cp,
             "ffn": model.ffn // ask.tp,
         },
+        rank=ask.rank,
         notes=_notes(ask),
     )
 

@@ -25,8 +25,10 @@ class LayerAsk:
     dtype: Dtype = "bf16"
     cp_kind: CpKind = "ring"
     sharding: Sharding = "zero1"
+    rank: int = 0
 
     def __post_init__(self) -> None:
+        check.whole(0, self.layout.world - 1, rank=self.rank)
         check.whole(1, 2**40, tokens=self.tokens)
 
     @property

@@ -12,7 +12,7 @@ from fourfold.cost.trace.step import Kind, Program, Send, Step, Tensor
 from fourfold.errors import UserError
 
 _NOTES = (
-    "forward only, batch 1; the activation function works in place and its FLOPs are not counted",
+    "forward only, batch 1; the activation function works in place, its FLOPs are not counted",
 )
 
 
@@ -28,9 +28,10 @@ def mlp(ask: Ask) -> Program:
     divided("ffn", ask.ffn, ask.layout.tp, "columns of W1 are cut over tp")
     summed = Step(
         name="sum",
-        formula="output = all_reduce(output) over tp, in place",
-        tensors=(Tensor("output", ("tokens", "hidden"), "view"),),
+        formula="output = all_reduce(partial) over tp",
+        tensors=(Tensor("output", ("tokens", "hidden"), "received"),),
         sends=(Send("all-reduce", "tp", ("tokens", "hidden")),),
+        frees=("partial",),
     )
     steps = (_hold(Tensor("input", ("tokens", "hidden"))), *_products("tokens"), summed)
     return _program(ask, "mlp", steps, {"tokens": ask.tokens, "ffn": ask.ffn // ask.layout.tp})
@@ -85,7 +86,6 @@ def _hold(source: Tensor) -> Step:
 
 def _products(tokens: str) -> tuple[Step, Step]:
     product = (f"2*{tokens}*hidden*ffn/tp",)
-    partial = "output" if tokens == "tokens" else "partial"
     up = Step(
         name="up",
         formula="intermediate = act(input x W1), one layer",
@@ -94,8 +94,8 @@ def _products(tokens: str) -> tuple[Step, Step]:
     )
     down = Step(
         name="down",
-        formula=f"{partial} = intermediate x W2, this rank's share of the sum",
-        tensors=(Tensor(partial, (tokens, "hidden")),),
+        formula="partial = intermediate x W2, this rank's share of the sum",
+        tensors=(Tensor("partial", (tokens, "hidden")),),
         flops=product,
     )
     return up, down
@@ -115,5 +115,6 @@ def _program(ask: Ask, kind: Kind, steps: tuple[Step, ...], per_rank: dict[str, 
         groups=(axis_groups(ask.layout, ("tp",)), axis_groups(ask.layout, ("dp",))),
         steps=steps,
         per_rank=per_rank,
+        rank=ask.rank,
         notes=notes,
     )

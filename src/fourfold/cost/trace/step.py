@@ -68,6 +68,10 @@ class Group:
     def size(self) -> int:
         return len(self.members[0])
 
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The group that `rank` is in."""
+        return next(ranks for ranks in self.members if rank in ranks)
+
     @property
     def span(self) -> int:
         """Neighbouring ranks from the group's first to its last."""
@@ -85,4 +89,5 @@ class Program:
     groups: tuple[Group, ...]
     steps: tuple[Step, ...]
     per_rank: dict[str, int]
+    rank: int = 0
     notes: tuple[str, ...] = field(default=())

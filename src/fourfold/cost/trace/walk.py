@@ -141,20 +141,21 @@ def _message(send: Send, program: Program, group: Group, cluster: Cluster, times
         sent = whole
     else:
         sent = whole * (n - 1) // n * (2 if send.op == "all-reduce" else 1)
-    return Message(send.op, send.group, sent, _by_level(send.op, sent, group, cluster))
+    by_level = _by_level(send.op, sent, group, cluster, program.rank)
+    return Message(send.op, send.group, sent, by_level)
 
 
-def _by_level(op: Op, sent: int, group: Group, cluster: Cluster) -> dict[str, int]:
+def _by_level(op: Op, sent: int, group: Group, cluster: Cluster, rank: int) -> dict[str, int]:
     """An all-to-all sends each peer the same, over whatever link reaches it. The others go round
     a ring, which runs at the pace of its slowest hop: all bytes are put down to that level."""
     if sent == 0:
         return {}
-    first, *peers = group.members[0]
     if op != "all-to-all":
         return {cluster.level(group.span).name: sent}
+    peers = [peer for peer in group.of(rank) if peer != rank]
     counts: dict[str, int] = {}
     for peer in peers:
-        name = _level_between(cluster, first, peer)
+        name = _level_between(cluster, rank, peer)
         counts[name] = counts.get(name, 0) + 1
     return {name: sent * count // len(peers) for name, count in counts.items()}
 

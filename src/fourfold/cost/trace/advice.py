@@ -1,0 +1,288 @@
+"""Which kind of context parallelism wins for this shape on these links, and up to what length?
+
+Seconds of one layer's attention, forward and backward, from the planner's kernel and link rates
+and the bytes of the traces. Ulysses and all-gather wait for their messages; a ring hides its hops
+behind the blocks it computes, but joins every block in fp32 and launches every round anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost import knobs as planner_knobs
+from fourfold.cost.attention import attention_s
+from fourfold.cost.columns import Columns, columns
+from fourfold.cost.hardware import device_facts, fabric_facts
+from fourfold.cost.trace import attention
+from fourfold.cost.trace.ask import Ask, kv_copies
+from fourfold.cost.trace.ring import ring
+from fourfold.cost.trace.walk import walk
+from fourfold.cost.traffic import group_rate, hop_s, p2p_rate
+from fourfold.errors import UserError
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.policy import DTYPE_BYTES
+
+Floats = NDArray[np.float64]
+PROGRAMS = {"ulysses": attention.ulysses, "allgather": attention.allgather, "ring": ring}
+KINDS = tuple(PROGRAMS)
+# Memory passes in bytes per element, read and written, of what the engine does around its kernels.
+JOIN_BYTES = 26.0  # scale the fp32 sum, scale the block, add: per element of a block
+ADD_BYTES = 10.0  # add a 16-bit gradient to its fp32 sum
+COPY_BYTES = 8.0  # two 16-bit copies: before an all-to-all and after it
+# About ten kernels, launched one by one at 10 us: exchange, attention, join.
+ROUND_S = 1e-4
+# Of a hop that could hide, this much does not (cost/layer.py has the same share).
+RING_EXPOSED = 0.3
+RING_HIDES = 0.7
+SHORTEST, LONGEST = 2**10, 2**26
+
+
+class Parts(NamedTuple):
+    """Seconds by length: kernels, messages waited for, messages hidden, copies and launches."""
+
+    attention_s: Floats
+    exposed_s: Floats
+    hidden_s: Floats
+    around_s: Floats
+
+    @property
+    def total_s(self) -> Floats:
+        return self.attention_s + self.exposed_s + self.around_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One kind at the asked length; `refused` says why it cannot be had, then the rest is 0.
+
+    `around_s` is copies, joins and launches; `peak_bytes` is the forward trace's, one layer.
+    """
+
+    kind: str
+    total_s: float = 0.0
+    attention_s: float = 0.0
+    exposed_s: float = 0.0
+    hidden_s: float = 0.0
+    around_s: float = 0.0
+    sent_bytes: float = 0.0
+    peak_bytes: int = 0
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two kinds over all lengths: `first` is faster at the shortest, and at each length of
+    `crossover_tokens` the other one takes over."""
+
+    first: str
+    second: str
+    crossover_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """`best` wins at the asked length; `pairs` say where that would change."""
+
+    best: str
+    reason: str
+    choices: tuple[Choice, ...]
+    pairs: tuple[Pair, ...]
+    from_tokens: int
+    to_tokens: int
+
+
+def advise(ask: Ask, cluster: Cluster) -> Advice:
+    """Compare the kinds at the asked length, and find the lengths at which their order changes."""
+    peaks, refused = _peaks(ask, cluster)
+    lengths = np.unique(np.round(np.geomspace(max(SHORTEST, 2 * ask.ranks), LONGEST, 400)))
+    scanned = {k: _parts(k, ask, cluster, lengths).total_s for k in KINDS if k not in refused}
+    here = {k: _parts(k, ask, cluster, np.array([float(ask.tokens)])) for k in scanned}
+    choices = tuple(
+        Choice(kind=kind, refused=refused[kind])
+        if kind in refused
+        else _choice(kind, here[kind], _sent(kind, ask, float(ask.tokens)), peaks[kind])
+        for kind in KINDS
+    )
+    taken = sorted((choice for choice in choices if not choice.refused), key=lambda c: c.total_s)
+    return Advice(
+        best=taken[0].kind if taken else "",
+        reason=_reason(taken),
+        choices=choices,
+        pairs=_pairs(lengths, scanned),
+        from_tokens=int(lengths[0]),
+        to_tokens=int(lengths[-1]),
+    )
+
+
+def _peaks(ask: Ask, cluster: Cluster) -> tuple[dict[str, int], dict[str, str]]:
+    """Peak bytes of each kind's trace; why a kind cannot be had, by its own rules or by memory."""
+    peaks: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    for kind, program_of in PROGRAMS.items():
+        try:
+            rows = walk(program_of(replace(ask, attention="flash")), cluster)
+        except UserError as error:
+            refused[kind] = str(error)
+            continue
+        peaks[kind] = rows[-1].peak_bytes
+        limit = cluster.device.memory_bytes
+        if peaks[kind] > limit:
+            refused[kind] = (
+                f"needs {peaks[kind] / 1e9:.1f} GB of {limit / 1e9:.1f} GB, forward alone"
+            )
+    return peaks, refused
+
+
+def _choice(kind: str, parts: Parts, sent_bytes: float, peak_bytes: int) -> Choice:
+    return Choice(
+        kind=kind,
+        total_s=float(parts.total_s[0]),
+        attention_s=float(parts.attention_s[0]),
+        exposed_s=float(parts.exposed_s[0]),
+        hidden_s=float(parts.hidden_s[0]),
+        around_s=float(parts.around_s[0]),
+        sent_bytes=sent_bytes,
+        peak_bytes=peak_bytes,
+    )
+
+
+def _reason(taken: list[Choice]) -> str:
+    """What the runner-up pays more for."""
+    if len(taken) < 2:
+        return "no other kind can be had" if taken else "no kind can be had"
+    best, second = taken[:2]
+    extra = {
+        "waits longer for its messages": second.exposed_s - best.exposed_s,
+        "runs attention in smaller pieces": second.attention_s - best.attention_s,
+        "spends more on copies, joins and launches": second.around_s - best.around_s,
+    }
+    why = max(extra, key=lambda words: extra[words])
+    percent = 100.0 * (second.total_s / best.total_s - 1.0)
+    return f"{second.kind} takes {percent:.1f}% longer: it {why}"
+
+
+def _pairs(lengths: Floats, scanned: Mapping[str, Floats]) -> tuple[Pair, ...]:
+    found = []
+    for one, other in itertools.combinations(scanned, 2):
+        ahead = scanned[one] < scanned[other]
+        first, second = (one, other) if ahead[0] else (other, one)
+        gap = scanned[one] - scanned[other]
+        changes = np.flatnonzero(ahead[1:] != ahead[:-1])
+        found.append(Pair(first, second, tuple(_zero(lengths, gap, int(i)) for i in changes)))
+    return tuple(found)
+
+
+def _zero(lengths: Floats, gap: Floats, i: int) -> int:
+    """The length between points i and i + 1 of the grid at which the gap closes."""
+    share = gap[i] / (gap[i] - gap[i + 1])
+    return int(np.ceil(lengths[i] * (lengths[i + 1] / lengths[i]) ** share))
+
+
+def _parts(kind: str, ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
+    return {"ulysses": _ulysses, "allgather": _allgather, "ring": _ring}[kind](
+        ask, cluster, lengths
+    )
+
+
+def _columns(ask: Ask, cluster: Cluster, lengths: Floats, *, by_heads: bool) -> Columns:
+    """The planner's question. Dividing heads is tensor parallelism to an attention kernel."""
+    ranks = ask.ranks
+    facts = device_facts(cluster.device, ask.dtype) | fabric_facts(
+        cluster.device, cluster, float(cluster.host_gpus)
+    )
+    return columns(
+        len(lengths),
+        layers=1, hidden=ask.hidden, heads=ask.heads, kv_heads=ask.kv_heads, ffn=1, vocab=1,
+        seq=lengths, micro=1, batch=1, gpus=ranks, pp=1, dp=1,
+        tp=ranks if by_heads else 1, cp=1 if by_heads else ranks,
+        **facts,
+    )  # fmt: skip
+
+
+def _knobs() -> dict[str, float]:
+    """The planner's, less its lump sum for attention in pieces: here each piece is counted."""
+    return planner_knobs.defaults() | {"cp_attention": 1.0}
+
+
+def _kernels(
+    ask: Ask, cluster: Cluster, lengths: Floats, *, by_heads: bool
+) -> tuple[Floats, Floats]:
+    asked = _columns(ask, cluster, lengths, by_heads=by_heads)
+    return attention_s(asked, _knobs(), micro=np.ones_like(lengths))
+
+
+def _sent(kind: str, ask: Ask, tokens: float) -> float:
+    """Bytes a rank sends, forward and backward, as the traces count them."""
+    item = DTYPE_BYTES[ask.dtype]
+    part, ranks = tokens / ask.ranks, ask.ranks
+    kv = part * 2.0 * ask.hidden * ask.kv_heads / ask.heads
+    if kind == "ulysses":
+        copies = kv_copies(ask.heads, ask.kv_heads, ranks)
+        return 2.0 * item * (2.0 * part * ask.hidden + kv * copies) * (ranks - 1) / ranks
+    if kind == "allgather":
+        return 2.0 * item * kv * (ranks - 1)
+    # Back: keys and values again, and their fp32 gradients, which also travel home.
+    return kv * (2.0 * item * (ranks - 1) + 4.0 * ranks)
+
+
+def _ulysses(ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
+    forward, backward = _kernels(ask, cluster, lengths, by_heads=True)
+    c = _columns(ask, cluster, lengths, by_heads=False)
+    size = np.full_like(lengths, float(ask.ranks))
+    sent = np.array([_sent("ulysses", ask, length) for length in lengths])
+    near = (np.minimum(size, c.domain) - 1.0) / np.maximum(1.0, size - 1.0)
+    knobs = _knobs()
+    inside_s = sent * near / (knobs["nvlink"] * c.link)
+    outside_s = sent * (1.0 - near) / (knobs["net"] * c.net / c.node)
+    # Links of different levels work at the same time; six messages, each with one latency.
+    wait_s = np.maximum(inside_s, outside_s) + 6.0 * hop_s(c, knobs, size, np.ones_like(size))
+    part = lengths / ask.ranks
+    copies = kv_copies(ask.heads, ask.kv_heads, ask.ranks)
+    moved = part * ask.hidden * (2.0 + 2.0 * copies * ask.kv_heads / ask.heads)
+    around = 2.0 * COPY_BYTES * moved / c.hbm + 2.0 * ROUND_S
+    return Parts(forward + backward, wait_s, np.zeros_like(lengths), around)
+
+
+def _allgather(ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
+    forward, backward = _kernels(ask, cluster, lengths, by_heads=False)
+    c = _columns(ask, cluster, lengths, by_heads=False)
+    size, one = np.full_like(lengths, float(ask.ranks)), np.ones_like(lengths)
+    sent = np.array([_sent("allgather", ask, length) for length in lengths])
+    knobs = _knobs()
+    hops = 2.0 * (size - 1.0) * hop_s(c, knobs, size, one)
+    wait_s = sent / group_rate(c, knobs, size, one) + hops
+    part, kv = lengths / ask.ranks, ask.hidden * ask.kv_heads / ask.heads
+    # Four blocks: either half of the queries against what lies before it, and against itself.
+    joined = 2.0 * part * ask.hidden * (JOIN_BYTES + ADD_BYTES)
+    ordered = 2.0 * lengths * kv * (COPY_BYTES + 2.0 * ADD_BYTES)
+    around = (joined + ordered) / c.hbm + 2.0 * 4.0 * ROUND_S
+    return Parts(forward + backward, wait_s, np.zeros_like(lengths), around)
+
+
+def _ring(ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
+    forward, backward = _kernels(ask, cluster, lengths, by_heads=False)
+    c = _columns(ask, cluster, lengths, by_heads=False)
+    size, one = np.full_like(lengths, float(ask.ranks)), np.ones_like(lengths)
+    knobs = _knobs()
+    # A hop is one message of one rank: where the ring leaves a host it has one rank's share of
+    # the network, not the host's.
+    stride = np.where(size > c.domain, c.domain, 1.0)
+    rate, latency = p2p_rate(c, knobs, stride), hop_s(c, knobs, size, one)
+    item = DTYPE_BYTES[ask.dtype]
+    kv = lengths / ask.ranks * 2.0 * ask.hidden * ask.kv_heads / ask.heads
+    there = (size - 1.0) * (kv * item / rate + latency)
+    back = (size - 1.0) * (kv * item / rate + latency) + size * (kv * 4.0 / rate + latency)
+    exposed = sum(
+        RING_EXPOSED * hops + np.maximum(0.0, hops - RING_HIDES * kernel)
+        for hops, kernel in ((there, forward), (back, backward))
+    )
+    part = lengths / ask.ranks
+    block = part * ask.hidden * (JOIN_BYTES + ADD_BYTES) + kv * ADD_BYTES
+    around = size * (block / c.hbm + 2.0 * ROUND_S)
+    hidden = np.maximum(0.0, there + back - exposed)
+    return Parts(forward + backward, np.asarray(exposed), hidden, around)
