@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +65,6 @@ def test_columns_agree_with_single_runs(rows, batch, model, stack, gpus) -> None
     single = [why_not(shape, *as_run(row, batch), target) for row in rows]
     case = case_of(shape, *as_run(rows[0], batch), target)
     columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    for reason, broken in broken_rules(replace(case, **columns)).items():
+    for reason, broken in broken_rules(case.with_columns(columns)).items():
         column = np.broadcast_to(np.asarray(broken, dtype=bool), len(rows))
         assert column.tolist() == [reason in {r.reason for r in refused} for refused in single]

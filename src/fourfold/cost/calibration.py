@@ -27,7 +27,8 @@ class Entry:
 
     `informed` says for each knob how much the rows narrowed its prior (0 nothing, 1 all);
     `low` and `high` are the 10% and 90% quantiles of log(measured / predicted), cross-validated;
-    `ranges` are the calibrated ranges of the features in `interval`; `residuals_pct` are sorted.
+    `ranges` are the calibrated ranges of the features in `interval`; `residuals_pct` are sorted;
+    `counts` are the rows behind each of `choices`.
     """
 
     stack: str
@@ -44,6 +45,7 @@ class Entry:
     errors_pct: dict[str, float] = field(default_factory=dict)
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     residuals_pct: tuple[float, ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from fourfold.cost.calibration import Calibration, Entry, blend
+from fourfold.cost.choices import counts
 from fourfold.cost.estimate import estimate
 from fourfold.cost.fit import Sample, fit_entries, sample
 from fourfold.cost.gemm import Floats
@@ -74,6 +75,7 @@ def _errors(entry: Entry, table: Rows, step: Floats, own: np.ndarray) -> Entry:
     return replace(
         entry,
         residuals_pct=tuple(float(v) for v in np.quantile(inside, picks).round(3)),
+        counts=counts(table.columns.take(np.flatnonzero(own))),
         errors_pct={
             "median": float(np.median(np.abs(inside))),
             "p90": float(np.percentile(np.abs(inside), 90)),

@@ -6,8 +6,8 @@ join comparisons by & and | (never `and`, `or`, `not`), each in parentheses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, Stack
@@ -60,6 +60,10 @@ class Case:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dp", self.replicate * self.shard)
+
+    def with_columns(self, columns: Mapping[str, Any]) -> Case:
+        """The same question about many runs: fields by name as columns."""
+        return replace(self, **columns)
 
 
 def broken_rules(case: Case) -> dict[Reason, Truth]:

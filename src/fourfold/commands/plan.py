@@ -1,0 +1,224 @@
+"""Which layout of this model on these GPUs is fastest, does it fit, and how sure is that?
+
+Every legal layout is checked for memory and priced; the best are listed by seconds per step, with
+an interval, exposed seconds by part, ties, evidence, what would turn the order and which runs would
+settle it. Layout and policy flags fix what the search leaves open otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from fourfold.commands import flags
+from fourfold.errors import UserError
+from fourfold.show.table import json_text
+from fourfold.spec import catalog, codec
+from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+
+EXAMPLES = """\
+examples:
+  fourfold plan --model gpt-3-175b --cluster jean-zay --gpus 384 --seq-len 2048 --global-batch 2048
+  fourfold plan --model llama-3.1-8b --gpu h100-80gb --gpus 64 --seq-len 8192 --global-batch 512 \\
+      --stack megatron --tokens 1e12
+  fourfold plan --model bloom-176b --cluster jean-zay --max-nodes 48 --seq-len 2048 \\
+      --global-batch 2048 --ramp 192,16,9765625 --where "dp % 4 == 0" --top 5
+  fourfold plan ... --explain "pp12 dp4 tp8"
+  fourfold plan ... --export megatron --out settings.txt
+"""
+# Policy fields the search varies unless a flag, --set or --spec decides them.
+SEARCHED = ("sharding", "cp_kind", "virtual_stages", "recompute")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_run(parser)
+    add = parser.add_argument
+    add("--cluster", metavar="NAME", help="'fourfold clusters' lists them; or a TOML file")
+    add("--gpu", metavar="ID", help="instead of a cluster: GPUs of this kind on usual hosts")
+    add("--max-nodes", type=int, metavar="N", help="at most N hosts; fewer are tried too")
+    add("--stack", metavar="NAME", help="whose engine the numbers are for (default: the one "
+        "measured on the cluster, else fourfold)")  # fmt: skip
+    add("--ramp", metavar="START,INCREMENT,SAMPLES", help="batch ramp-up, in sequences")
+    add("--tokens", type=float, metavar="T", help="for days, GPU-hours and cost of a training")
+    add(
+        "--where",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="keep only layouts for which it holds, such as 'dp %% 4 == 0 and mem_gb < 70'",
+    )
+    add("--explore", action="store_true", help="also rank what no measured row backs")
+    add("--explain", metavar="LAYOUT", help="all about one layout, or why it is illegal")
+    add("--export", metavar="ENGINE", help="settings for megatron, torchtitan, nanotron, torchrun")
+    add("--out", metavar="FILE", help="where --export writes (default: standard output)")
+    add("--pick", type=int, default=1, metavar="N", help="which of the ranking --export writes")
+    add("--top", type=int, default=10, metavar="N", help="how many to list (default 10)")
+    add("--calibration", metavar="FILE", help="made by 'fourfold fit' (default: the shipped one)")
+    flags.add_format(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from fourfold.search.answer import answer
+    from fourfold.search.fewer import best_of
+    from fourfold.search.ramp import training
+    from fourfold.show.plan import plan_text
+
+    if args.top < 1 or args.pick < 1:
+        raise UserError("must be 1 or more", field="--top, --pick", value=min(args.top, args.pick))
+    ask, counts = question(args)
+    if args.explain:
+        return _explain(args, ask)
+    ranking = best_of(ask, counts)
+    train = training(ranking, tokens=args.tokens, top=max(args.top, args.pick))
+    if args.export:
+        return _export(args, ranking)
+    said = answer(ranking, train, top=args.top)
+    print(json_text(said) if args.format == "json" else plan_text(said, args.format))
+    return 0 if said["ranked"] else 1
+
+
+def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
+    """(the question at the largest number of GPUs, all numbers of GPUs to try)."""
+    from fourfold.cost import calibration as calibrations
+    from fourfold.search import question as questions
+    from fourfold.spec.expression import parse
+
+    table = flags.run_table(args)
+    fixed = _fixed(table)
+    known = calibrations.load(args.calibration) if args.calibration else calibrations.shipped()
+    cluster, counts = _machines(args, table)
+    stack = questions.match_stack(args.stack or "", cluster, known) if args.stack else ""
+    stack = stack or questions.default_stack(cluster, known)
+    plain = table.get("policy", {})
+    policy = codec.decode(Policy, plain, "policy")
+    entry, why = questions.entry_for(known, stack, cluster)
+    if not isinstance(table.get("model"), str):
+        raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
+    ask = questions.Question(
+        model=catalog.model(table["model"]),
+        cluster=cluster,
+        gpus=counts[0],
+        batch=_batch(args, table),
+        policy=questions.usual_policy(stack, policy, set(plain)),
+        stack=stack,
+        entry=entry,
+        calibration=known.name,
+        no_rows=why,
+        evidence=questions.evidence_for(known, entry),
+        fixed=fixed,
+        where=tuple(parse(text) for text in args.where),
+        explore=args.explore,
+    )
+    return ask, counts
+
+
+def _fixed(table: dict[str, Any]) -> dict[str, Any]:
+    """What the user decided: axes, micro batch and searched policy fields."""
+    layout = table.get("layout", {})
+    whole = Layout.from_plain(layout, "layout")
+    named = layout if isinstance(layout, dict) else {w[:2]: 0 for w in layout.split()}
+    fixed: dict[str, Any] = {axis: whole.size(axis) for axis in ("pp", "cp", "tp") if axis in named}
+    if {"dp", "shard", "replicate"} & set(named):
+        fixed |= {"dp": whole.dp, "replicate": whole.replicate}
+    if table.get("batch", {}).get("micro_batch"):
+        fixed["micro_batch"] = table["batch"]["micro_batch"]
+    policy = table.get("policy", {})
+    return fixed | {name: policy[name] for name in SEARCHED if name in policy}
+
+
+def _machines(args: argparse.Namespace, table: dict[str, Any]) -> tuple[Cluster, list[int]]:
+    """The cluster, and the numbers of GPUs to try, largest first."""
+    from fourfold.search.question import usual_cluster
+
+    gpus = table.get("gpus")
+    if args.max_nodes is not None and args.max_nodes < 1:
+        raise UserError("must be 1 or more", field="--max-nodes", value=args.max_nodes)
+    if gpus is not None and not 1 <= gpus <= 2**20:
+        raise UserError("must be from 1 to 1048576", field="gpus", value=gpus)
+    if args.cluster:
+        cluster = catalog.cluster(args.cluster)
+    elif args.gpu:
+        device = catalog.device(args.gpu)
+        most = gpus or 8 * (args.max_nodes or 0)
+        if not most:
+            raise UserError("is missing", field="gpus", way_out="add --gpus N or --max-nodes N")
+        cluster = usual_cluster(device, most)
+    else:
+        raise UserError(
+            "is missing", field="cluster", way_out="add --cluster NAME, or --gpu ID with --gpus N"
+        )
+    if args.max_nodes is None:
+        most = gpus or cluster.gpus
+        counts = [most]
+    else:
+        nodes = min(args.max_nodes, cluster.hosts)
+        most = min(gpus or cluster.gpus, nodes * cluster.host_gpus)
+        counts = [n * cluster.host_gpus for n in range(most // cluster.host_gpus, 0, -1)] or [most]
+    if most > cluster.gpus:
+        raise UserError(
+            f"{cluster.name} has {cluster.gpus}",
+            field="gpus",
+            value=most,
+            way_out=f"at most {cluster.gpus}, or describe a larger cluster in a file",
+        )
+    return cluster, counts
+
+
+def _batch(args: argparse.Namespace, table: dict[str, Any]) -> Batch:
+    plain = dict(table.get("batch", {}))
+    for name, flag in (("seq_len", "--seq-len"), ("global_batch", "--global-batch")):
+        if name not in plain:
+            raise UserError("is missing", field=name, way_out=f"add {flag} N")
+    plain.pop("micro_batch", None)
+    batch = codec.decode(Batch, plain, "batch")
+    if args.tokens is not None and not 0 < args.tokens < 1e18:
+        raise UserError("must be above 0", field="tokens", value=args.tokens)
+    if args.ramp is None:
+        return batch
+    words = args.ramp.split(",")
+    if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
+        raise UserError(
+            "must be three whole numbers", field="ramp", value=args.ramp, way_out="192,16,9765625"
+        )
+    start, increment, samples = (int(word) for word in words)
+    return replace(batch, ramp=Ramp(start=start, increment=increment, samples=samples))
+
+
+def _explain(args: argparse.Namespace, ask: Any) -> int:
+    from fourfold.search.explain import explain
+    from fourfold.show.plan import explain_text
+
+    layout = Layout.parse(args.explain)
+    if args.gpus is None and args.max_nodes is None and layout.world <= ask.cluster.gpus:
+        ask = replace(ask, gpus=layout.world)
+    said = explain(ask, layout, tokens=args.tokens)
+    print(json_text(said) if args.format == "json" else explain_text(said, args.format))
+    return 0 if said["legal"] and said["fits"] else 1
+
+
+def _export(args: argparse.Namespace, ranking: Any) -> int:
+    from fourfold import files
+    from fourfold.search import export
+    from fourfold.search.export.setup import SIZES, Setup
+
+    if args.pick > len(ranking):
+        raise UserError(f"only {len(ranking)} are ranked", field="--pick", value=args.pick)
+    ask, place = ranking.ask, args.pick - 1
+    micro = int(ranking.points["micro_batch"][place])
+    setup = Setup(
+        layout=ranking.layout(place),
+        batch=replace(ask.batch, micro_batch=micro),
+        policy=ranking.policy(place),
+        host_gpus=ask.cluster.host_gpus,
+        shape=tuple((name, getattr(ask.model, name)) for name in SIZES),
+    )
+    text = export.write(args.export, setup)
+    if args.out:
+        files.write_text(args.out, text)
+    else:
+        print(text, end="")
+    return 0

@@ -1,0 +1,223 @@
+"""What is there to choose from? Every layout of the ranks with every policy worth trying, as
+columns of whole numbers, and how many each rule refused.
+
+The grid: every factorisation of the ranks into pp x dp x cp x tp, every split of dp into copies
+and shards, every kind of context parallelism, virtual stages, sharding, recompute and micro batch.
+It is walked in two steps, layouts first, so that a million points cost no more than their layouts;
+counts are of the whole grid all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.search.legal import case_of, divisors
+from fourfold.search.question import Question
+from fourfold.search.rules import REASONS, RULES, Case, Reason
+from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
+from fourfold.spec.layout import Layout
+
+Ints = NDArray[np.int64]
+# Sequences in a micro batch: fine where a step matters, coarse above.
+MICRO_BATCHES = (
+    1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128,
+)  # fmt: skip
+RECOMPUTE = ("none", "selective", "full")
+LAYOUT_FIELDS = ("pp", "replicate", "shard", "cp", "tp")
+FIELDS = (*LAYOUT_FIELDS, "cp_kind", "virtual_stages", "schedule", "zero", "recompute",
+          "micro_batch")  # fmt: skip
+# Rules that read the micro batch, and the one that reads recompute; layouts settle all others.
+_MICRO_RULES: tuple[Reason, ...] = ("micro-divides", "fill", "whole-rounds")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Legal points in two steps: `layouts` (all fields but the last two) and, for each, which of
+    `micros` are legal; every kind of recompute goes with each. `refused` counts points of the
+    whole grid by the first broken rule in the order of REASONS."""
+
+    layouts: dict[str, Ints]
+    micros: Ints
+    legal_micros: NDArray[np.bool_]  # [layouts, micros]
+    kinds: Ints
+    looked_at: int
+    refused: dict[Reason, int]
+    values: dict[str, tuple[int | str, ...]]  # per axis, what was tried
+
+    @property
+    def legal(self) -> int:
+        return int(self.legal_micros.sum()) * len(self.kinds)
+
+    def points(self, rows: NDArray[np.intp]) -> dict[str, Ints]:
+        """Columns by FIELDS of every legal point of some layouts."""
+        row, place = np.nonzero(self.legal_micros[rows])
+        chosen = rows[row]
+        kinds = len(self.kinds)
+        columns = {name: np.repeat(column[chosen], kinds) for name, column in self.layouts.items()}
+        columns["micro_batch"] = np.repeat(self.micros[place], kinds)
+        columns["recompute"] = np.tile(self.kinds, len(row))
+        return columns
+
+    def smallest(self) -> dict[str, Ints]:
+        """Each layout at the point that needs least memory: one sequence, most recompute."""
+        count = len(self.legal_micros)
+        least = RECOMPUTE_KINDS.index("full") if len(self.kinds) > 1 else int(self.kinds[0])
+        first = self.micros[np.argmax(self.legal_micros, axis=1)]
+        return self.layouts | {"micro_batch": first, "recompute": np.full(count, least)}
+
+
+def candidates(ask: Question) -> Candidates:
+    """The whole grid of a question: legal points, and what was refused."""
+    case = case_of(ask.model, Layout(shard=ask.gpus), ask.batch, ask.policy, ask.target)
+    grid = _grid(ask)
+    micros, kinds = _micro_batches(ask), _recompute_kinds(ask)
+    share = -(-ask.batch.global_batch // (grid["replicate"] * grid["shard"]))
+    # A micro batch above a rank's share would run as the share itself: the same point again.
+    tried = (micros[None, :] <= share[:, None]) | (micros[None, :] == micros.min())
+    layout_rules = tuple(name for name in REASONS if name not in (*_MICRO_RULES, "recompute"))
+    reason = _first_reason(case.with_columns(grid), layout_rules)
+    weight = tried.sum(axis=1) * len(kinds)
+    refused = {name: int(weight[reason == i].sum()) for i, name in enumerate(REASONS)}
+    legal = reason < 0
+    layouts, tried = {name: column[legal] for name, column in grid.items()}, tried[legal]
+    micro_reason = _micro_reasons(case, layouts, micros)
+    kind_ok = (
+        _first_reason(case.with_columns({"pp": kinds, "recompute": kinds}), ("recompute",)) < 0
+    )
+    for i, name in enumerate(REASONS):
+        refused[name] += int((tried & (micro_reason == i)).sum()) * len(kinds)
+    legal_micros = tried & (micro_reason < 0)
+    refused["recompute"] += int(legal_micros.sum()) * int((~kind_ok).sum())
+    some = legal_micros.any(axis=1)
+    return Candidates(
+        layouts={name: column[some] for name, column in layouts.items()},
+        micros=micros,
+        legal_micros=legal_micros[some],
+        kinds=kinds[kind_ok],
+        looked_at=int(weight.sum()),
+        refused={name: count for name, count in refused.items() if count},
+        values=_values(grid, micros, kinds),
+    )
+
+
+def _first_reason(case: Case, rules: tuple[Reason, ...]) -> Ints:
+    """Place in REASONS of the first broken rule of some, -1 where all hold."""
+    count = len(case.pp)
+    reason = np.full(count, -1, dtype=np.int64)
+    for name in rules:
+        hit = np.broadcast_to(np.asarray(RULES[name](case), dtype=bool), count)
+        reason[hit & (reason < 0)] = REASONS.index(name)
+    return reason
+
+
+def _micro_reasons(case: Case, layouts: dict[str, Ints], micros: Ints) -> Ints:
+    """First broken micro-batch rule, [layouts, micros]; asked once per dp, pp and schedule."""
+    fields = ("replicate", "shard", "pp", "schedule")
+    dp = layouts["replicate"] * layouts["shard"]
+    key = (dp * 4096 + layouts["pp"]) * len(SCHEDULES) + layouts["schedule"]
+    _, first, back = np.unique(key, return_index=True, return_inverse=True)
+    rows = {name: np.repeat(layouts[name][first], len(micros)) for name in fields}
+    rows["micro_batch"] = np.tile(micros, len(first))
+    reason = _first_reason(case.with_columns(rows), _MICRO_RULES)
+    return reason.reshape(len(first), len(micros))[back.reshape(-1)]
+
+
+def _grid(ask: Question) -> dict[str, Ints]:
+    """Layouts x kinds of context parallelism x virtual stages x sharding."""
+    kinds = _decided(ask, "cp_kind", range(3), CP_KINDS.index)
+    zeros = np.array(_decided(ask, "sharding", range(4), lambda name: int(name[-1])))
+    virtual = {pp: _virtual_stages(ask, pp) for pp in divisors(ask.gpus)}
+    rows = [
+        (*layout, kind, count)
+        for layout in _layouts(ask)
+        for kind in (kinds if layout[3] > 1 else kinds[:1])
+        for count in virtual[layout[0]]
+    ]
+    table = np.array(rows, dtype=np.int64).reshape(-1, 7)
+    names = (*LAYOUT_FIELDS, "cp_kind", "virtual_stages")
+    grid = {name: np.repeat(table[:, i], len(zeros)) for i, name in enumerate(names)}
+    grid["zero"] = np.tile(zeros, len(table))
+    # ZeRO has nothing to divide over one rank, and zero0 divides nothing: one point, not four.
+    alone = (grid["shard"] * grid["cp"] == 1) & (grid["zero"] != zeros[0])
+    kept = ~alone & ((grid["zero"] > 0) | (grid["replicate"] == 1))
+    grid = {name: column[kept] for name, column in grid.items()}
+    plain = "1f1b" if ask.policy.schedule == "interleaved" else ask.policy.schedule
+    looped = "zero-bubble" if plain == "zero-bubble" else "interleaved"
+    codes = [SCHEDULES.index(name) for name in (looped, plain, "1f1b")]
+    in_pipe = np.where(grid["virtual_stages"] > 1, codes[0], codes[1])
+    return grid | {"schedule": np.where(grid["pp"] > 1, in_pipe, codes[2])}
+
+
+def _decided(
+    ask: Question, field: str, choices: range, code: Callable[[str], int]
+) -> tuple[int, ...]:
+    """The user's choice, or all of them."""
+    return (code(str(ask.fixed[field])),) if field in ask.fixed else tuple(choices)
+
+
+def _layouts(ask: Question) -> list[tuple[int, int, int, int, int]]:
+    """Every (pp, replicate, shard, cp, tp) whose product is the number of ranks."""
+    found = []
+    for tp in _sizes(ask, "tp", ask.gpus):
+        for cp in _sizes(ask, "cp", ask.gpus // tp):
+            for pp in _sizes(ask, "pp", ask.gpus // tp // cp):
+                dp = ask.gpus // tp // cp // pp
+                if ask.fixed.get("dp", dp) != dp:
+                    continue
+                copies = ask.fixed.get("replicate")
+                found += [
+                    (pp, replicate, dp // replicate, cp, tp)
+                    for replicate in ((copies,) if copies else divisors(dp)[:-1] or [1])
+                    if isinstance(replicate, int) and dp % replicate == 0
+                ]
+    return found
+
+
+def _sizes(ask: Question, axis: str, ranks: int) -> list[int]:
+    asked = ask.fixed.get(axis)
+    if asked is None:
+        return divisors(ranks)
+    return [asked] if isinstance(asked, int) and ranks % asked == 0 else []
+
+
+def _virtual_stages(ask: Question, pp: int) -> list[int]:
+    """1, and every count that makes the chunks smaller: others only add hand-overs."""
+    asked = ask.fixed.get("virtual_stages")
+    if isinstance(asked, int):
+        return [asked]
+    most = ask.model.layers // pp
+    if pp == 1 or most < 2:
+        return [1]
+    chunks = {virtual: -(-ask.model.layers // (pp * virtual)) for virtual in range(1, most + 1)}
+    smallest = {size: virtual for virtual, size in sorted(chunks.items(), reverse=True)}
+    return sorted({1, *smallest.values()})
+
+
+def _micro_batches(ask: Question) -> Ints:
+    asked = ask.fixed.get("micro_batch")
+    return np.array([asked] if isinstance(asked, int) and asked else MICRO_BATCHES, dtype=np.int64)
+
+
+def _recompute_kinds(ask: Question) -> Ints:
+    asked = str(ask.fixed["recompute"]) if "recompute" in ask.fixed else None
+    names = RECOMPUTE if asked is None else ("every" if asked.startswith("every") else asked,)
+    return np.array([RECOMPUTE_KINDS.index(name) for name in names], dtype=np.int64)
+
+
+def _values(grid: dict[str, Ints], micros: Ints, kinds: Ints) -> dict[str, tuple[int | str, ...]]:
+    """What was tried on each axis, for the report."""
+    dp = grid["replicate"] * grid["shard"]
+    axes = {"tp": grid["tp"], "cp": grid["cp"], "pp": grid["pp"], "dp": dp,
+            "dp copies": grid["replicate"], "virtual stages": grid["virtual_stages"],
+            "micro batch": micros}  # fmt: skip
+    values: dict[str, tuple[int | str, ...]] = {
+        name: tuple(np.unique(column).tolist()) for name, column in axes.items()
+    }
+    values["cp kind"] = tuple(CP_KINDS[i] for i in np.unique(grid["cp_kind"]))
+    values["sharding"] = tuple(f"zero{i}" for i in np.unique(grid["zero"]))
+    values["recompute"] = tuple(RECOMPUTE_KINDS[i] for i in kinds)
+    return values

@@ -1,0 +1,90 @@
+"""How much do the closed forms of a pipeline miss? The event simulation's answer for a few hundred
+candidates, as a ratio to the closed form on the same stage times.
+
+A ratio, because calibrations were fitted with the closed form: where that is exact (equal stages,
+equal micro batches, whole rounds) nothing changes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.columns import SCHEDULE, Columns
+from fourfold.cost.estimate import Times
+from fourfold.cost.pipeline import pipeline_s
+from fourfold.cost.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
+from fourfold.spec.policy import Schedule
+
+Floats = NDArray[np.float64]
+LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "fsdp_comm",
+               "host")  # fmt: skip
+# Events of one group above this are left to the closed form: a step of 48 stages is 25,000 events.
+MAX_EVENTS = 12_000
+# All groups together: about a second of work.
+MAX_EVENTS_IN_ALL = 150_000
+
+
+def pipeline_ratio(c: Columns, times: Times) -> Floats:
+    """Simulated over closed-form pipeline seconds, 1 where nothing is played."""
+    ratio = np.ones(len(c))
+    micros = np.ceil(np.ceil(c.batch / c.dp) / c.micro)
+    groups: dict[tuple[int, int, int, int], list[int]] = {}
+    for i in np.flatnonzero(c.pp > 1):
+        key = (int(c.pp[i]), int(c.vpp[i]), int(c.schedule[i]), int(micros[i]))
+        groups.setdefault(key, []).append(int(i))
+    spent = 0
+    for (pp, vpp, schedule, count), places in groups.items():
+        rounds = 1 if count <= SETTLED_ROUNDS * pp else 2
+        events = 2 * pp * vpp * min(count, rounds * (SETTLED_ROUNDS + 1) * pp)
+        if events > MAX_EVENTS or spent + events > MAX_EVENTS_IN_ALL:
+            continue
+        spent += events
+        index = np.array(places)
+        here = {name: part[index] for name, part in times.parts.items()}
+        ratio[index] = _group(c.take(index), here, schedule=SCHEDULE[schedule], micros=count)
+    return ratio
+
+
+def _group(c: Columns, parts: dict[str, Floats], *, schedule: Schedule, micros: int) -> Floats:
+    """The ratio of candidates with the same stages, virtual stages and number of micro batches."""
+    pp, vpp = int(c.pp[0]), int(c.vpp[0])
+    last = (np.ceil(c.batch / c.dp) - (micros - 1.0) * c.micro) / c.micro
+    slots = micros - 1.0 + last
+    layers_done = slots * c.layers / c.pp
+    layer = sum((parts[name] for name in LAYER_PARTS), np.zeros(len(c))) / layers_done
+    hop = parts["pp_comm"] / slots / vpp
+    whole = chunk_layers(c, pp * vpp) * layer + hop
+    whole[-1] += parts["head"] * c.pp / slots
+    forward = whole / (3.0 + c.full_ckpt)
+    weights = parts["gemm"] / layers_done / layer / 3.0 * whole
+    chunks = ChunkTimes(
+        forward=forward,
+        backward=whole - forward,
+        weights=np.minimum(weights, (whole - forward) / 2.0),
+        last=last,
+        hop=np.zeros(len(c)),
+        reduce=np.zeros((pp, len(c))),
+    )
+    played = step_s(schedule, chunks, stages=pp, virtual_stages=vpp, micros=micros)
+    ranks = whole.reshape(vpp, pp, len(c)).sum(axis=0)
+    middle = ranks[1:-1].max(axis=0) if pp > 2 else ranks[0]
+    closed = pipeline_s(
+        c, first=ranks[0], middle=middle, last=ranks[-1], total=ranks.sum(axis=0), slots=slots
+    )
+    return played / closed
+
+
+def chunk_layers(c: Columns, chunks: int) -> Floats:
+    """[chunks, candidates] layers of each chunk: equal, the remainder in the first ones; balanced
+    engines give the last one fewer, by what the head costs."""
+    fair = c.layers / chunks
+    base, more = np.floor(fair), c.layers - np.floor(fair) * chunks
+    counts = base + (np.arange(chunks)[:, None] < more)
+    head = c.vocab * c.hidden / (2.0 * c.hidden**2 * (1.0 + c.kv_heads / c.heads)
+                                 + (2.0 + c.gated) * c.hidden * c.ffn)  # fmt: skip
+    short = np.maximum(0.0, np.round((c.layers + head) / chunks - head))
+    rest = (c.layers - short) / max(1, chunks - 1)
+    lean = np.floor(rest) + (np.arange(chunks)[:, None] < (c.layers - short) % max(1, chunks - 1))
+    lean[-1] = short
+    return np.where(c.balanced > 0, lean, counts)

@@ -1,0 +1,138 @@
+"""What about this one layout? Why it is illegal and what is legal near it, or what it takes, where
+it stands and what makes the best one faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log2
+from typing import Any
+
+import numpy as np
+
+from fourfold.cost.memory import USABLE, memory
+from fourfold.search.answer import answer
+from fourfold.search.candidates import candidates
+from fourfold.search.legal import Refusal, why_not
+from fourfold.search.question import Question
+from fourfold.search.ramp import training
+from fourfold.search.rank import Ranking, point_columns, rank
+from fourfold.search.stacks import stack_rules
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+
+NEAREST = 4
+VARIANTS = 8
+
+
+def explain(ask: Question, layout: Layout, *, tokens: float | None) -> dict[str, Any]:
+    """All that is to be said, as plain data."""
+    only = {"pp": layout.pp, "cp": layout.cp, "tp": layout.tp, "dp": layout.dp}
+    only["replicate"] = layout.replicate
+    one = replace(ask, fixed=ask.fixed | only, where=())
+    refusals = _refusals(ask, layout)
+    fits_world = layout.world == ask.gpus
+    ranking = rank(one, variants=VARIANTS) if fits_world else None
+    said: dict[str, Any] = {
+        "layout": str(layout),
+        "legal": ranking is not None and ranking.grid.legal > 0,
+        "fits": ranking is not None and len(ranking) > 0,
+        "refusals": [] if ranking is not None and ranking.grid.legal else _plain(refusals),
+        "nearest": [],
+        "memory_bytes": ask.cluster.device.memory_bytes,
+    }
+    if not said["legal"]:
+        return said | {"nearest": nearest(ask, layout)}
+    assert ranking is not None
+    if not said["fits"]:
+        return said | {"nearest": _fitting(ask, layout), "smallest": _smallest(ranking)}
+    everything = rank(ask)
+    train = training(ranking, tokens=tokens, top=VARIANTS)
+    mine = answer(ranking, train, top=VARIANTS)
+    best = answer(everything, training(everything, tokens=tokens, top=1), top=1)
+    return said | {
+        "row": mine["ranked"][0],
+        "variants": mine["ranked"],
+        "ways": len(ranking.all_step_s),
+        "calibration": mine["calibration"],
+        "stack": ask.stack,
+        "rank": int(np.searchsorted(everything.all_step_s, ranking.closed_s[0])) + 1,
+        "of": len(everything.all_step_s),
+        "best": best["ranked"][0] if best["ranked"] else None,
+        "tie_width_pct": mine["tie_width_pct"],
+    }
+
+
+def _plain(refusals: tuple[Refusal, ...]) -> list[dict[str, Any]]:
+    names = ("reason", "field", "value", "rule", "way_out")
+    return [{name: getattr(one, name) for name in names} for one in refusals]
+
+
+def _refusals(ask: Question, layout: Layout) -> tuple[Refusal, ...]:
+    """Broken rules under the friendliest policy: what the user left open takes a legal value."""
+    rules = stack_rules(ask.stack)
+    policy, open_fields = ask.policy, {"sharding", "cp_kind"} - ask.fixed.keys()
+    changes: dict[str, Any] = {}
+    if "sharding" in open_fields:
+        zeros = rules.pipeline_zeros if layout.pp > 1 else rules.zeros
+        changes["sharding"] = f"zero{1 if 1 in zeros else zeros[-1]}"
+    if "cp_kind" in open_fields:
+        changes["cp_kind"] = rules.cp_kinds[0]
+    if "virtual_stages" in ask.fixed and policy.virtual_stages > 1 and policy.schedule == "1f1b":
+        changes["schedule"] = "interleaved"
+    policy = replace(policy, **changes)
+    batch = replace(ask.batch, micro_batch=_micro(ask))
+    return why_not(ask.model, layout, batch, _aligned(policy, layout), ask.target)
+
+
+def _micro(ask: Question) -> int:
+    asked = ask.fixed.get("micro_batch")
+    return asked if isinstance(asked, int) else 1
+
+
+def _aligned(policy: Policy, layout: Layout) -> Policy:
+    """Without a pipeline there is no schedule to choose."""
+    return policy if layout.pp > 1 else replace(policy, schedule="1f1b", virtual_stages=1)
+
+
+def _distance(layout: Layout, other: Layout) -> float:
+    """Doublings between two layouts, axis by axis."""
+    axes = ("pp", "dp", "cp", "tp")
+    return sum(abs(log2(layout.size(axis) / other.size(axis))) for axis in axes)
+
+
+def nearest(ask: Question, layout: Layout) -> list[str]:
+    """Legal layouts of the same ranks that need the fewest doublings from this one."""
+    open_ask = replace(ask, fixed={k: v for k, v in ask.fixed.items() if k == "micro_batch"})
+    legal = candidates(open_ask).layouts
+    found = {
+        Layout(pp=int(pp), shard=int(replicate * shard), cp=int(cp), tp=int(tp))
+        for pp, replicate, shard, cp, tp in zip(
+            *(legal[name] for name in ("pp", "replicate", "shard", "cp", "tp")), strict=True
+        )
+    }
+    order = sorted(found, key=lambda one: (_distance(one, layout), one.cp, str(one)))
+    return [str(one) for one in order[:NEAREST]]
+
+
+def _fitting(ask: Question, layout: Layout) -> list[str]:
+    """The fastest layouts that fit, nearest first."""
+    ranking = rank(ask)
+    found = dict.fromkeys(ranking.layout(i) for i in range(len(ranking)))
+    order = sorted(found, key=lambda one: _distance(one, layout))
+    return [str(one) for one in order[:NEAREST]]
+
+
+def _smallest(ranking: Ranking) -> dict[str, Any]:
+    """Bytes by kind of the variant that needs least."""
+    ask = ranking.ask
+    points = ranking.grid.smallest()
+    room = memory(point_columns(ask, points), ask.entry.knobs)
+    i = int(np.argmin(room.worst_bytes))
+    return {
+        "micro_batch": int(points["micro_batch"][i]),
+        "sharding": f"zero{int(points['zero'][i])}",
+        "recompute": "full",
+        "peak_bytes": float(room.worst_bytes[i]),
+        "limit_bytes": ask.cluster.device.memory_bytes * USABLE,
+        "memory_bytes": {name: float(part[i]) for name, part in room.parts.items()},
+    }

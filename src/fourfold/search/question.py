@@ -1,0 +1,127 @@
+"""What is asked of the planner? A model, machines, a batch, an engine, and what is left open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fourfold.cost.calibration import Calibration, Entry, generation_of
+from fourfold.cost.columns import Columns, columns
+from fourfold.cost.habits import habits, year_of
+from fourfold.cost.hardware import OTHER_FABRIC, USUAL_FABRIC
+from fourfold.cost.specs import machine_facts, model_facts, policy_facts, stack_facts
+from fourfold.search.legal import Target
+from fourfold.spec.batch import Batch
+from fourfold.spec.cluster import Cluster, Link
+from fourfold.spec.device import Device
+from fourfold.spec.expression import Expression
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """`policy` holds what the search does not vary; `fixed` names fields the user has decided."""
+
+    model: ModelShape
+    cluster: Cluster
+    gpus: int
+    batch: Batch
+    policy: Policy
+    stack: str
+    entry: Entry
+    calibration: str
+    no_rows: str  # why the calibration is a blend, '' when it has rows
+    evidence: dict[str, int]  # measured rows by choice; {}: the calibration does not say
+    fixed: dict[str, object]
+    where: tuple[Expression, ...] = ()
+    explore: bool = False
+
+    @property
+    def target(self) -> Target:
+        return Target(stack=self.stack, gpus=self.gpus, device=self.cluster.device)
+
+    def columns(self, n: int, **varied: Any) -> Columns:
+        """Columns of n candidates: what they share, and the arrays they differ in."""
+        shared = {
+            **model_facts(self.model),
+            **machine_facts(self.cluster, self.policy.precision),
+            **policy_facts(self.policy, self.stack),
+            **stack_facts(self.stack),
+            "seq": self.batch.seq_len,
+            "batch": self.batch.global_batch,
+            "gpus": self.gpus,
+        }
+        return columns(n, **{**shared, **varied})
+
+
+def usual_cluster(device: Device, gpus: int, host_gpus: int = 8) -> Cluster:
+    """Hosts of one GPU type with the fabric usual for its generation."""
+    link, network, domain = next(
+        (fabric for prefix, fabric in USUAL_FABRIC.items() if device.id.startswith(prefix)),
+        OTHER_FABRIC,
+    )
+    inner = min(domain, gpus) if domain > host_gpus else min(host_gpus, gpus)
+    links = [Link(name="nvlink", ranks=inner, bytes_per_s=link, latency_s=3e-6)]
+    if gpus > inner:
+        reach = -(-gpus // inner) * inner
+        links.append(Link(name="network", ranks=reach, bytes_per_s=network, latency_s=10e-6))
+    return Cluster(
+        name=f"{gpus} x {device.id}",
+        device=device,
+        gpus=gpus,
+        host_gpus=min(host_gpus, gpus),
+        links=tuple(links),
+        source="usual fabric of this GPU, not measured",
+    )
+
+
+def default_stack(cluster: Cluster, calibration: Calibration) -> str:
+    """The stack with most measured rows on the cluster, else our own engine."""
+    known = [entry for entry in calibration.entries if entry.cluster == cluster.name]
+    if not known:
+        return "fourfold"
+    return max(known, key=lambda entry: (entry.rows_time, entry.stack)).stack
+
+
+def match_stack(stack: str, cluster: Cluster, calibration: Calibration) -> str:
+    """'megatron' -> the measured stack that says most about it: on this cluster, else on this
+    generation of GPU, the newest. A full name, or one nobody measured, stays as it is."""
+    named = [e for e in calibration.entries if e.stack.startswith(f"{stack}-")]
+    if not named or any(e.stack == stack for e in calibration.entries):
+        return stack
+    generation = generation_of(cluster.device.id)
+
+    def says(entry: Entry) -> tuple[bool, bool, int, int]:
+        here, alike = entry.cluster == cluster.name, entry.generation == generation
+        return here, alike, 0 if here else year_of(entry.stack) or 0, entry.rows_time
+
+    return max(named, key=says).stack
+
+
+def usual_policy(stack: str, policy: Policy, decided: set[str]) -> Policy:
+    """The engine's habits where the user decided nothing."""
+    usual = habits(stack)
+    changes: dict[str, Any] = {}
+    if "sequence_parallel" not in decided and stack != "fourfold":
+        changes["sequence_parallel"] = usual.sequence_parallel
+    if "attention" not in decided and stack.startswith("megatron-deepspeed"):
+        # Its 2022 runs, all that is measured, had Megatron's fused softmax and no flash attention.
+        changes["attention"] = "fused"
+    return replace(policy, **changes)
+
+
+def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[Entry, str]:
+    """(knobs, why they are not this machine's own: '' when they are)."""
+    return calibration.entry(stack, cluster.name, generation_of(cluster.device.id))
+
+
+def evidence_for(calibration: Calibration, entry: Entry) -> dict[str, int]:
+    """Rows by choice: of the entry, or of all entries where it is a blend of them."""
+    if entry.counts or entry.rows_time:
+        return entry.counts
+    total: dict[str, int] = {}
+    for known in calibration.entries:
+        for name, count in known.counts.items():
+            total[name] = total.get(name, 0) + count
+    return total

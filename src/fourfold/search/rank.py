@@ -1,0 +1,266 @@
+"""Which layout is fastest? Memory of every legal point, closed-form seconds of every point that
+fits, event simulation of the best few hundred. Seconds per step decide, memory breaks ties.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.choices import choices
+from fourfold.cost.columns import Columns
+from fourfold.cost.estimate import Times, estimate
+from fourfold.cost.interval import bounds
+from fourfold.cost.memory import USABLE, Memory, memory
+from fourfold.search.candidates import FIELDS, LAYOUT_FIELDS, Candidates, candidates
+from fourfold.search.events import Floats, pipeline_ratio
+from fourfold.search.question import Question
+from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+
+CHUNK = 16384
+# The best by closed form, whose pipelines are then played event by event; of one layout a few, so
+# that a playing can still change which of them is best.
+PLAYED = 300
+PLAYED_VARIANTS = 3
+GB = 1e9
+_NOT_IN_PIPELINE = ("dp_comm", "optimizer", "fixed", "jitter")
+
+# Columns by FIELDS and by what was computed about them.
+Pool = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The best points in full, best first. `closed_s` is the closed form's answer alone."""
+
+    ask: Question
+    grid: Candidates
+    points: Pool
+    columns: Columns
+    times: Times
+    room: Memory
+    step_s: Floats
+    closed_s: Floats
+    low_s: Floats
+    high_s: Floats
+    priced: int
+    fitting: int
+    dropped: int  # by --where
+    set_aside: int  # without evidence, and no --explore
+    unproven_best: Pool  # the fastest of those, one row or none
+    all_step_s: Floats  # closed-form seconds of everything ranked, sorted
+
+    def __len__(self) -> int:
+        return len(self.step_s)
+
+    def layout(self, i: int) -> Layout:
+        return point_layout(self.points, i)
+
+    def policy(self, i: int) -> Policy:
+        return point_policy(self.ask, self.points, i)
+
+
+def point_layout(points: Pool, i: int) -> Layout:
+    pp, replicate, shard, cp, tp = (int(points[name][i]) for name in LAYOUT_FIELDS)
+    return Layout(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
+
+
+def point_policy(ask: Question, points: Pool, i: int) -> Policy:
+    """The question's policy with what the search chose."""
+    kind = RECOMPUTE_KINDS[int(points["recompute"][i])]
+    words: dict[str, Any] = {
+        "sharding": f"zero{int(points['zero'][i])}",
+        "cp_kind": CP_KINDS[int(points["cp_kind"][i])],
+        "schedule": SCHEDULES[int(points["schedule"][i])],
+        "virtual_stages": int(points["virtual_stages"][i]),
+        "recompute": ask.policy.recompute if kind == "every" else kind,
+    }
+    return replace(ask.policy, **words)
+
+
+def point_columns(ask: Question, points: Pool, **changed: Any) -> Columns:
+    """The cost model's columns for points of the grid."""
+    kind = points["recompute"]
+    is_every = kind == RECOMPUTE_KINDS.index("every")
+    whole = np.where(is_every, ask.policy.recompute_share, 0.0)
+    varied: dict[str, Any] = {
+        "pp": points["pp"],
+        "tp": points["tp"],
+        "cp": points["cp"],
+        "dp": points["replicate"] * points["shard"],
+        "shard": points["shard"] * points["cp"],
+        "micro": points["micro_batch"],
+        "vpp": points["virtual_stages"],
+        "zero": points["zero"],
+        "cp_kind": points["cp_kind"],
+        "schedule": points["schedule"],
+        "full_ckpt": np.where(kind == RECOMPUTE_KINDS.index("full"), 1.0, whole),
+        "attn_ckpt": kind == RECOMPUTE_KINDS.index("selective"),
+    }
+    return ask.columns(len(kind), **{**varied, **changed})
+
+
+def rank(ask: Question, *, variants: int = 1) -> Ranking:
+    """Everything legal and fitting, priced; the best in full, `variants` of each layout."""
+    grid = candidates(ask)
+    pool = _that_fit(ask, grid)
+    fitting = _size(pool)
+    pool = _where(ask, pool, priced=False)
+    pool["step_s"] = _chunked(ask, pool, lambda c: estimate(c, ask.entry.knobs).step_s)
+    priced = _size(pool)
+    pool = _where(ask, pool, priced=True)
+    proven = _only(pool, ~pool["unproven"])
+    use_all = ask.explore or not _size(proven)
+    ranked = pool if use_all else proven
+    aside = {} if use_all else _best(_only(pool, pool["unproven"]), 1, 1)
+    played = _best(ranked, PLAYED, max(PLAYED_VARIANTS, variants))
+    best = _full(ask, played, variants)
+    return Ranking(
+        ask=ask,
+        grid=grid,
+        **best,
+        priced=priced,
+        fitting=fitting,
+        dropped=fitting - _size(pool),
+        set_aside=_size(pool) - _size(ranked),
+        unproven_best=aside,
+        all_step_s=np.sort(ranked["step_s"]),
+    )
+
+
+def _size(pool: Pool) -> int:
+    return len(pool["pp"])
+
+
+def _only(pool: Pool, mask: NDArray[Any] | slice) -> Pool:
+    return {name: column[mask] for name, column in pool.items()}
+
+
+def _chunked(ask: Question, points: Pool, compute: Any) -> Floats:
+    """compute(columns) of every point, a cache-sized piece at a time."""
+    pieces = [
+        compute(point_columns(ask, _only(points, slice(start, start + CHUNK))))
+        for start in range(0, _size(points), CHUNK)
+    ]
+    return np.concatenate(pieces) if pieces else np.zeros(0)
+
+
+def _that_fit(ask: Question, grid: Candidates) -> Pool:
+    """Legal points whose fullest stage fits, with its bytes and whether rows back the choices."""
+    limit = ask.cluster.device.memory_bytes * USABLE
+
+    def peak(c: Columns) -> Floats:
+        return memory(c, ask.entry.knobs).worst_bytes
+
+    rows = np.flatnonzero(_chunked(ask, grid.smallest(), peak) < limit)
+    points: Pool = dict(grid.points(rows))
+    points["peak_bytes"] = _chunked(ask, points, peak)
+    points = _only(points, points["peak_bytes"] < limit)
+    points["unproven"] = _chunked(ask, points, lambda c: unproven(ask, c)).astype(bool)
+    return points
+
+
+def unproven(ask: Question, c: Columns) -> NDArray[np.bool_]:
+    """Which candidates make a choice that no measured row of the calibration makes."""
+    new = np.zeros(len(c), dtype=bool)
+    for name, made in choices(c).items():
+        if ask.evidence and not ask.evidence.get(name, 0):
+            new |= made
+    return new
+
+
+def _where(ask: Question, pool: Pool, *, priced: bool) -> Pool:
+    """What the user's conditions leave; those about seconds are asked once seconds are known."""
+    asked = [one for one in ask.where if ("step_s" in one.names) == priced]
+    if not asked or not _size(pool):
+        return pool
+    values = {
+        "dp": pool["replicate"] * pool["shard"],
+        "tp": pool["tp"],
+        "cp": pool["cp"],
+        "pp": pool["pp"],
+        "vp": pool["virtual_stages"],
+        "micro_batch": pool["micro_batch"],
+        "global_batch": ask.batch.global_batch,
+        "seq_len": ask.batch.seq_len,
+        "gpus": ask.gpus,
+        "nodes": -(-ask.gpus // ask.cluster.host_gpus),
+        "layers": ask.model.layers,
+        "hidden": ask.model.hidden,
+        "heads": ask.model.heads,
+        "mem_gb": pool["peak_bytes"] / GB,
+        "step_s": pool.get("step_s"),
+    }
+    held = np.ones(_size(pool), dtype=bool)
+    for one in asked:
+        held &= one.holds(values)
+    return _only(pool, held)
+
+
+def _layout_keys(points: Pool) -> list[tuple[int, ...]]:
+    """What makes two points the same layout: the sizes of the axes and the kind of cp."""
+    dp = points["replicate"] * points["shard"]
+    columns = (points["pp"], dp, points["cp"], points["tp"], points["cp_kind"])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _best(pool: Pool, keep: int, variants: int) -> Pool:
+    """The fastest points, at most `variants` of each layout. Splits of dp into copies that change
+    nothing else are one point: the faster, then the smaller, then the plainer stands for all."""
+    order = np.lexsort((pool["replicate"], pool["peak_bytes"], pool["step_s"]))
+    rest = [name for name in FIELDS if name not in LAYOUT_FIELDS]
+    chosen: list[int] = []
+    seen: set[tuple[int, ...]] = set()
+    used: dict[tuple[int, ...], int] = {}
+    for block in range(0, len(order), CHUNK):
+        part = order[block : block + CHUNK]
+        keys = _layout_keys(_only(pool, part))
+        others = zip(*(pool[name][part].tolist() for name in rest), strict=True)
+        for i, layout, other in zip(part.tolist(), keys, others, strict=True):
+            if used.get(layout, 0) < variants and (*layout, *other) not in seen:
+                seen.add((*layout, *other))
+                used[layout] = used.get(layout, 0) + 1
+                chosen.append(i)
+                if len(chosen) == keep:
+                    return _only(pool, np.array(chosen, dtype=np.intp))
+    return _only(pool, np.array(chosen, dtype=np.intp))
+
+
+def _full(ask: Question, points: Pool, variants: int) -> dict[str, Any]:
+    """Parts, memory by kind, simulated pipelines and intervals of a few points, best first."""
+    c = point_columns(ask, points)
+    times = estimate(c, ask.entry.knobs)
+    work = times.step_s - times.parts["fixed"] - times.parts["jitter"]
+    pipe = times.step_s - sum((times.parts[name] for name in _NOT_IN_PIPELINE), np.zeros(len(c)))
+    extra = pipe * (pipeline_ratio(c, times) - 1.0) * (1.0 + times.parts["jitter"] / work)
+    step = times.step_s + extra
+    parts = times.parts | {"bubble": times.parts["bubble"] + extra}
+    order = np.lexsort((points["peak_bytes"], step)) if len(c) else np.zeros(0, dtype=np.intp)
+    order = order[_first_few(_layout_keys(_only(points, order)), variants)]
+    sorted_c = c.take(order)
+    low, high = bounds(sorted_c, ask.entry, step[order])
+    return {
+        "points": _only(points, order),
+        "columns": sorted_c,
+        "times": Times(step[order], {name: part[order] for name, part in parts.items()}),
+        "room": memory(sorted_c, ask.entry.knobs),
+        "step_s": step[order],
+        "closed_s": times.step_s[order],
+        "low_s": low,
+        "high_s": high,
+    }
+
+
+def _first_few(keys: list[tuple[int, ...]], few: int) -> NDArray[np.bool_]:
+    """True for the first `few` of each key."""
+    used: dict[tuple[int, ...], int] = {}
+    kept = np.zeros(len(keys), dtype=bool)
+    for i, key in enumerate(keys):
+        used[key] = used.get(key, 0) + 1
+        kept[i] = used[key] <= few
+    return kept

@@ -1,0 +1,242 @@
+"""How does a plan read? The planner's plain data as a table with what makes it believable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fourfold.show.table import render
+
+GIB = 2**30
+
+
+def plan_text(answer: dict[str, Any], style: str) -> str:
+    """The ranking; text and Markdown also say how sure it is and what was looked at."""
+    table = render(*_table(answer), style)
+    if style == "csv":
+        return table
+    lines = [*_head(answer), "", table, "", *_belief(answer), "", *_search(answer)]
+    return "\n".join(lines)
+
+
+def _head(answer: dict[str, Any]) -> list[str]:
+    hosts = -(-answer["gpus"] // answer["host_gpus"])
+    cal = answer["calibration"]
+    lines = [
+        f"{answer['model']} ({answer['params'] / 1e9:.1f}B) on {answer['cluster']}: "
+        f"{answer['gpus']} x {answer['gpu']} ({hosts} host{'s' * (hosts > 1)}), "
+        f"{answer['global_batch']} sequences of {answer['seq_len']} tokens a step, "
+        f"{answer['precision']}"
+    ]
+    if cal["note"]:
+        lines.append(
+            f"seconds as {answer['stack']} would take them; {cal['note']}, so the 80% interval is "
+            f"{cal['interval_low_pct']:+.0f}% to {cal['interval_high_pct']:+.0f}%"
+        )
+    else:
+        lines.append(
+            f"seconds as {answer['stack']} takes them there: calibration '{cal['name']}' from "
+            f"{cal['rows']} measured rows, error on held-out layouts "
+            f"{cal['error_median_pct']:.1f}% median, {cal['error_p90_pct']:.1f}% in 9 of 10"
+        )
+    return lines
+
+
+def _table(answer: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    rows = answer["ranked"]
+    parts = [
+        name
+        for name in ("compute", "recompute", "tp", "cp", "pp", "dp", "host", "other")
+        if any(row["exposed_s"][name] > 0.0005 * row["step_s"] for row in rows)
+    ]
+    long = any(row["training_s"] for row in rows)
+    ramp = any(row["ramp_s"] for row in rows)
+    priced = any(row["cost"] is not None for row in rows) and long
+    headings = ["#", "layout", "micro", "sharding", "recompute", "s/step", "80% interval",
+                "GiB", "80% interval", "TFLOP/s/GPU", *(f"{name} s" for name in parts)]  # fmt: skip
+    headings += ["ramp h"] * ramp + ["days", "GPU-hours"] * long + ["cost"] * priced
+    return headings, [_cells(row, parts, ramp, long, priced) for row in rows]
+
+
+def _cells(
+    row: dict[str, Any], parts: list[str], ramp: bool, long: bool, priced: bool
+) -> list[str]:
+    cells = [
+        str(row["rank"]),
+        layout_text(row),
+        str(row["micro_batch"]),
+        row["policy"]["sharding"],
+        row["policy"]["recompute"],
+        _seconds(row["step_s"]),
+        f"{_seconds(row['step_s_low'])}-{_seconds(row['step_s_high'])}",
+        f"{row['peak_bytes'] / GIB:.1f}",
+        f"{row['peak_bytes_low'] / GIB:.0f}-{row['peak_bytes_high'] / GIB:.0f}"
+        + (" tight" if row["tight"] else ""),
+        f"{row['tflops_gpu']:.0f}",
+        *(_seconds(row["exposed_s"][name]) for name in parts),
+    ]
+    if ramp:
+        cells.append(f"{(row['ramp_s'] or 0.0) / 3600:.1f}")
+    if long:
+        cells += [f"{row['training_s'] / 86400:.1f}", f"{row['gpu_hours']:,.0f}"]
+    return [*cells, f"{row['cost']:,.0f}"] if priced else cells
+
+
+def layout_text(row: dict[str, Any]) -> str:
+    """`pp8 dp4 cp2 tp8 ulysses v4`: the layout and the kinds that go with it."""
+    words = [row["layout"]]
+    if " cp1 " not in f" {row['layout']} ":
+        words.append(row["policy"]["cp_kind"])
+    if row["policy"]["virtual_stages"] > 1:
+        words.append(f"v{row['policy']['virtual_stages']}")
+    if row["policy"]["schedule"] in ("gpipe", "zero-bubble") and not row["layout"].startswith(
+        "pp1 "
+    ):
+        words.append(row["policy"]["schedule"])
+    return " ".join(words)
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits are more than any prediction is worth; '-' for nothing."""
+    if abs(seconds) < 5e-4:
+        return "-"
+    if seconds >= 100:
+        return f"{seconds:.0f}"
+    return (
+        f"{seconds:.1f}"
+        if seconds >= 10
+        else f"{seconds:.2f}"
+        if seconds >= 0.1
+        else f"{seconds:.3f}"
+    )
+
+
+def _belief(answer: dict[str, Any]) -> list[str]:
+    rows = answer["ranked"]
+    if not rows:
+        return [f"nothing to rank: {answer['reason']}"]
+    tied, width = answer["tied_with_first"], answer["tie_width_pct"]
+    lines = [
+        f"1-{tied} can't be told apart: differences under {width:.1f}% are within the error"
+        if tied > 1
+        else f"1 is ahead by more than the {width:.1f}% that can be told apart"
+    ]
+    safe = next((row for row in rows if not row["tight"]), None)
+    if rows[0]["tight"]:
+        lines.append(
+            f"1 may not fit; the fastest here that surely does: {safe['rank']} "
+            f"({layout_text(safe)}, {_seconds(safe['step_s'])} s)"
+            if safe is not None
+            else "none of these surely fits: try --where 'mem_gb < ...'"
+        )
+    whose = " (rows of other stacks and clusters)" if answer["calibration"]["note"] else ""
+    lines.append(f"evidence for 1{whose}: {_evidence(rows[0])}")
+    if not answer["flips"] and len(rows) > 1:
+        lines.append(
+            "would flip: nothing that is still open in the calibration, one knob at a time"
+        )
+    for flip in answer["flips"]:
+        lines.append(
+            f"would flip: {flip['about']} ({flip['knob']}) at {flip['other']:.3g} instead of "
+            f"{flip['value']:.3g}: then {flip['winner']} ({flip['layout']}) leads by "
+            f"{100 * (flip['gain'] - 1):.0f}%"
+        )
+    if answer["deciding"]:
+        named = "; ".join(f"{layout_text(r)} micro {r['micro_batch']}" for r in answer["deciding"])
+        lines.append(f"runs that would decide: {named}")
+    new = answer["unproven_best"]
+    if new is not None:
+        lines.append(
+            f"set aside: {answer['set_aside']:,} that use what was never measured there; the "
+            f"fastest, {new['layout']} micro {new['micro_batch']} {new['sharding']} recompute "
+            f"{new['recompute']}, would take {_seconds(new['step_s'])} s "
+            f"(no rows: {', '.join(new['without_rows'])}); --explore ranks them"
+        )
+    return lines
+
+
+def _evidence(row: dict[str, Any]) -> str:
+    rows = [f"{name}: {count} measured rows" for name, count in row["evidence"].items()]
+    rows = [text.replace(": 1 measured rows", ": 1 measured row") for text in rows]
+    rows += [f"{text}: none" for text in row["outside"]]
+    return "; ".join(rows) or "the calibration file does not say"
+
+
+def _search(answer: dict[str, Any]) -> list[str]:
+    axes = "; ".join(f"{name} {_values(values)}" for name, values in answer["axes"].items())
+    refused = ", ".join(f"{name} {count:,}" for name, count in answer["refused"].items())
+    unfit = answer["legal"] - answer["fitting"]
+    lines = [
+        f"looked at {answer['candidates']:,} points: {axes}",
+        f"refused: {refused or 'none'}; legal {answer['legal']:,}, of which {unfit:,} do not fit",
+    ]
+    if answer["dropped_by_where"]:
+        lines.append(f"--where dropped {answer['dropped_by_where']:,}")
+    lines.append(
+        f"TFLOP/s count {answer['flop_rule']}; 80% intervals hold 8 of 10 measured runs; "
+        "tight = may not fit; pp s = bubble and hand-overs"
+    )
+    return lines
+
+
+def _values(values: list[Any]) -> str:
+    if len(values) > 4 and all(isinstance(value, int) for value in values):
+        return f"{len(values)} values {values[0]}-{values[-1]}"
+    return "/".join(str(value) for value in values)
+
+
+def explain_text(said: dict[str, Any], style: str) -> str:
+    """One layout in words and two small tables."""
+    if not said["legal"]:
+        lines = [f"{said['layout']} is illegal:"]
+        lines += [
+            f"  [{one['reason']}] {one['field']}={one['value']}: {one['rule']}; {one['way_out']}"
+            for one in said["refusals"]
+        ]
+        near = "; ".join(said["nearest"]) or "none with these GPUs and this batch"
+        return "\n".join([*lines, f"nearest legal: {near}"])
+    if not said["fits"]:
+        small = said["smallest"]
+        kinds = ", ".join(f"{n} {b / GIB:.1f}" for n, b in small["memory_bytes"].items())
+        return "\n".join(
+            [
+                f"{said['layout']} is legal but does not fit: at micro batch "
+                f"{small['micro_batch']}, {small['sharding']}, recompute {small['recompute']} its "
+                f"fullest rank needs {small['peak_bytes'] / GIB:.1f} GiB of "
+                f"{small['limit_bytes'] / GIB:.1f}",
+                f"GiB by kind: {kinds}",
+                f"nearest that fit: {'; '.join(said['nearest']) or 'none'}",
+            ]
+        )
+    return "\n".join(_explained(said, style))
+
+
+def _explained(said: dict[str, Any], style: str) -> list[str]:
+    row, best = said["row"], said["best"] or said["row"]
+    kinds = [*row["parts_s"]]
+    parts = [
+        [name, _seconds(row["parts_s"][name]), _seconds(best["parts_s"][name]),
+         f"{row['parts_s'][name] - best['parts_s'][name]:+.2f}"]
+        for name in kinds
+        if max(row["parts_s"][name], best["parts_s"][name]) > 0.0005 * row["step_s"]
+    ]  # fmt: skip
+    memory = [[name, f"{size / GIB:.2f}"] for name, size in row["memory_bytes"].items()]
+    return [
+        f"{layout_text(row)}, micro batch {row['micro_batch']}, {row['policy']['sharding']}, "
+        f"recompute {row['policy']['recompute']}: the best of {said['ways']:,} ways to run it",
+        f"{_seconds(row['step_s'])} s a step (80%: {_seconds(row['step_s_low'])} to "
+        f"{_seconds(row['step_s_high'])}), place {said['rank']:,} of {said['of']:,}; "
+        f"{row['tflops_gpu']:.0f} TFLOP/s/GPU; {100 * (row['step_s'] / best['step_s'] - 1):+.1f}% "
+        f"against the best, {layout_text(best)} micro {best['micro_batch']} "
+        f"(under {said['tie_width_pct']:.1f}% can't be told apart)",
+        "",
+        render(["part", "s", "best s", "difference"], parts, style),
+        "",
+        f"fullest rank {row['peak_bytes'] / GIB:.1f} GiB (80%: {row['peak_bytes_low'] / GIB:.0f} "
+        f"to {row['peak_bytes_high'] / GIB:.0f} of {said['memory_bytes'] / GIB:.0f}):",
+        render(["kind", "GiB"], memory, style),
+        "",
+        "its best variants:",
+        render(*_table({"ranked": said["variants"]}), style),
+        "",
+        f"evidence: {_evidence(row)}",
+    ]

@@ -1,0 +1,335 @@
+"""The planner covers what it says, prices as the cost model does, and says how sure it is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fourfold.cli import main
+from fourfold.cost import calibration as calibrations
+from fourfold.cost.estimate import estimate
+from fourfold.cost.memory import memory
+from fourfold.cost.specs import columns_of
+from fourfold.errors import UserError
+from fourfold.search.candidates import MICRO_BATCHES, candidates
+from fourfold.search.explain import explain
+from fourfold.search.judge import deciding, flips, memory_bounds, tie_width, tied_with_first
+from fourfold.search.legal import divisors, why_not
+from fourfold.search.question import (
+    Question,
+    default_stack,
+    entry_for,
+    evidence_for,
+    match_stack,
+    usual_cluster,
+    usual_policy,
+)
+from fourfold.search.ramp import training
+from fourfold.search.rank import rank
+from fourfold.spec import catalog
+from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.expression import parse
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+
+SHIPPED = calibrations.shipped()
+
+
+def ask(model: str = "llama-3.1-8b", gpus: int = 8, stack: str = "fourfold", **changed) -> Question:
+    cluster = changed.pop("cluster", None) or usual_cluster(catalog.device("h100-80gb"), gpus)
+    entry, why = entry_for(SHIPPED, stack, cluster)
+    base = Question(
+        model=catalog.model(model),
+        cluster=cluster,
+        gpus=gpus,
+        batch=Batch(seq_len=4096, global_batch=48),
+        policy=usual_policy(stack, Policy(), set()),
+        stack=stack,
+        entry=entry,
+        calibration="shipped",
+        no_rows=why,
+        evidence=evidence_for(SHIPPED, entry),
+        fixed={},
+    )
+    return replace(base, **changed)
+
+
+@pytest.mark.parametrize("stack", ["fourfold", "megatron", "torchtitan", "nanotron", "llm-foundry"])
+def test_the_grid_holds_exactly_what_why_not_allows(stack: str) -> None:
+    """Against a plain enumeration of 6 ranks, asked one run at a time."""
+    one = ask(gpus=6, stack=stack, model="llama-3.2-1b", policy=Policy())
+    one = replace(one, batch=Batch(seq_len=4096, global_batch=24))
+    grid = candidates(one)
+    points = grid.points(np.arange(len(grid.legal_micros)))
+    names = ("pp", "replicate", "shard", "cp", "tp", "cp_kind", "virtual_stages", "zero",
+             "recompute", "micro_batch")  # fmt: skip
+    got = set(zip(*(points[name].tolist() for name in names), strict=True))
+    wanted = set()
+    for tp, cp, pp in itertools.product(divisors(6), repeat=3):
+        if 6 % (tp * cp * pp):
+            continue
+        dp = 6 // (tp * cp * pp)
+        for copies in divisors(dp)[:-1] or [1]:
+            layout = Layout(pp=pp, replicate=copies, shard=dp // copies, cp=cp, tp=tp)
+            wanted |= _legal_points(one, layout)
+    assert got == wanted
+    assert grid.looked_at == grid.legal + sum(grid.refused.values())
+
+
+def _legal_points(one: Question, layout: Layout) -> set[tuple[int, ...]]:
+    found = set()
+    kinds = ("ring", "allgather", "ulysses") if layout.cp > 1 else ("ring",)
+    zeros = range(4) if layout.shard * layout.cp > 1 else range(1)
+    virtual = (1, 2, 3, 4, 6, 8, 16) if layout.pp > 1 else (1,)
+    micros = [m for m in MICRO_BATCHES if m <= -(-24 // layout.dp)] or [1]
+    recompute = {"none": 0, "full": 1, "selective": 2}
+    for kind, zero, v, how, micro in itertools.product(kinds, zeros, virtual, recompute, micros):
+        sizes = {-(-16 // (layout.pp * count)) for count in range(1, v)}
+        if v > 1 and (v > 16 // layout.pp or -(-16 // (layout.pp * v)) in sizes):
+            continue
+        if layout.replicate > 1 and zero == 0:
+            continue
+        policy = Policy(
+            cp_kind=kind,
+            sharding=f"zero{zero}",
+            virtual_stages=v,
+            schedule="interleaved" if v > 1 else "1f1b",
+            recompute=how,
+        )
+        batch = replace(one.batch, micro_batch=micro)
+        if not why_not(one.model, layout, batch, policy, one.target):
+            code = ("ring", "allgather", "ulysses").index(kind)
+            found.add((layout.pp, layout.replicate, layout.shard, layout.cp, layout.tp, code, v,
+                       zero, recompute[how], micro))  # fmt: skip
+    return found
+
+
+def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> None:
+    one = ask(gpus=16)
+    ranking = rank(one)
+    assert len(ranking) > 10
+    specs = [
+        RunSpec(
+            model=one.model,
+            gpus=16,
+            layout=ranking.layout(i),
+            batch=replace(one.batch, micro_batch=int(ranking.points["micro_batch"][i])),
+            policy=ranking.policy(i),
+        )
+        for i in range(len(ranking))
+    ]
+    for spec in specs:
+        assert not why_not(spec.model, spec.layout, spec.batch, spec.policy, one.target)
+    columns = columns_of(specs, cluster=one.cluster, stack="fourfold")
+    assert np.allclose(estimate(columns, one.entry.knobs).step_s, ranking.closed_s)
+    assert np.allclose(memory(columns, one.entry.knobs).worst_bytes, ranking.room.worst_bytes)
+    assert (np.diff(ranking.step_s) >= 0).all()
+    assert np.allclose(sum(ranking.times.parts.values()), ranking.step_s)
+    assert (ranking.room.worst_bytes < one.cluster.device.memory_bytes).all()
+    assert ((ranking.low_s < ranking.step_s) & (ranking.step_s < ranking.high_s)).all()
+    assert len({(str(s.layout), s.policy.cp_kind) for s in specs}) == len(specs)
+
+
+def test_flags_fix_an_axis_and_where_drops() -> None:
+    one = ask(gpus=16)
+    fixed = rank(replace(one, fixed={"tp": 4, "recompute": "full", "micro_batch": 3}))
+    assert len(fixed)
+    assert set(fixed.points["tp"].tolist()) == {4}
+    assert set(fixed.points["micro_batch"].tolist()) == {3}
+    assert {fixed.policy(i).recompute for i in range(len(fixed))} == {"full"}
+    few = rank(replace(one, where=(parse("dp % 4 == 0"), parse("step_s < 8 and mem_gb < 60"))))
+    assert len(few)
+    assert few.dropped
+    assert (few.columns.dp % 4 == 0).all()
+    assert (few.closed_s < 8).all()
+    assert (few.room.worst_bytes < 60e9).all()
+
+
+def test_every_nth_recompute_is_priced_between_none_and_full() -> None:
+    policy = {"policy": replace(Policy(), recompute="every-2")}
+    steps = [
+        rank(ask(fixed={"recompute": how, "tp": 2, "pp": 1, "cp": 1, "micro_batch": 1}, **more))
+        for how, more in (("none", {}), ("every-2", policy), ("full", {}))
+    ]
+    times = [float(ranking.step_s[0]) for ranking in steps]
+    assert times[0] < times[1] < times[2]
+    assert steps[1].policy(0).recompute == "every-2"
+
+
+def test_what_no_row_backs_is_set_aside_unless_explored() -> None:
+    cluster = catalog.cluster("jean-zay")
+    stack = default_stack(cluster, SHIPPED)
+    one = ask(
+        "gpt-3-175b", 384, stack, cluster=cluster, batch=Batch(seq_len=2048, global_batch=2048)
+    )
+    shy, bold = rank(one), rank(replace(one, explore=True))
+    assert {shy.policy(i).recompute for i in range(len(shy))} == {"full"}
+    assert shy.set_aside > 0
+    assert shy.unproven_best["step_s"][0] == bold.closed_s.min()
+    assert bold.set_aside == 0
+    assert len(bold.all_step_s) == len(shy.all_step_s) + shy.set_aside
+
+
+def test_ties_flips_and_deciding_runs_name_other_layouts() -> None:
+    ranking = rank(ask(gpus=16))
+    tied = tied_with_first(ranking)
+    width = np.exp(tie_width(ranking.ask.entry))
+    assert ranking.step_s[tied - 1] <= ranking.step_s[0] * width < ranking.step_s[tied]
+    for flip in flips(ranking):
+        assert flip.gain > 1
+        assert ranking.layout(flip.winner) != ranking.layout(0)
+    runs = deciding(ranking)
+    assert runs[0] == 0
+    assert 2 <= len(runs) <= 3
+    assert max(runs) < tied
+    low, high = memory_bounds(ranking.columns, ranking.ask.entry)
+    assert ((low < ranking.room.worst_bytes) & (ranking.room.worst_bytes < high)).all()
+
+
+def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
+    batch = Batch(seq_len=4096, global_batch=64, ramp=Ramp(start=16, increment=16, samples=4800))
+    ranking = rank(ask(gpus=16, batch=batch, stack="megatron"))
+    assert (16 % (ranking.columns.dp * ranking.columns.micro) == 0).all()
+    train = training(ranking, tokens=4096 * 10_000.0, top=5)
+    assert train.stages == 3
+    by_hand = 0.0
+    for size in (16, 32, 48):
+        spec = RunSpec(
+            model=ranking.ask.model,
+            gpus=16,
+            layout=ranking.layout(0),
+            batch=Batch(
+                seq_len=4096,
+                global_batch=size,
+                micro_batch=int(ranking.points["micro_batch"][0]),
+            ),
+            policy=ranking.policy(0),
+        )
+        columns = columns_of([spec], cluster=ranking.ask.cluster, stack="megatron")
+        by_hand += 1600 / size * float(estimate(columns, ranking.ask.entry.knobs).step_s[0])
+    assert train.ramp_s[0] == pytest.approx(by_hand)
+    assert train.total_s[0] == pytest.approx(by_hand + (10_000 - 4800) / 64 * ranking.step_s[0])
+
+
+def test_explain_names_broken_rules_and_legal_neighbours() -> None:
+    one = ask(gpus=16)
+    said = explain(one, Layout.parse("pp1 dp1 cp1 tp16"), tokens=None)
+    assert said["legal"]
+    bad = explain(replace(one, stack="torchtitan"), Layout.parse("tp16"), tokens=None)
+    assert [r["reason"] for r in bad["refusals"]] == ["kv-heads"]
+    assert not bad["legal"]
+    assert bad["nearest"][0] == "pp1 dp2 cp1 tp8"
+    for text in bad["nearest"]:
+        layout = Layout.parse(text)
+        assert layout.world == 16
+        policy = Policy(sharding="zero3", cp_kind="allgather")
+        assert not why_not(
+            one.model, layout, one.batch, policy, replace(one, stack="torchtitan").target
+        )
+    alone = explain(one, Layout.parse("dp3 tp2"), tokens=None)
+    assert [r["reason"] for r in alone["refusals"]] == ["world"]
+    full = explain(one, Layout.parse("dp8 tp2"), tokens=None)
+    assert full["fits"]
+    assert 1 <= full["rank"] <= full["of"]
+    assert full["row"]["step_s"] >= full["best"]["step_s"] * 0.999
+    huge = ask("llama-3.1-405b", 16, batch=Batch(seq_len=4096, global_batch=48))
+    big = explain(huge, Layout.parse("pp2 tp8"), tokens=None)
+    assert big["legal"]
+    assert not big["fits"]
+    assert big["smallest"]["peak_bytes"] > big["smallest"]["limit_bytes"]
+
+
+def test_stack_names_find_their_measured_kin() -> None:
+    h100 = catalog.cluster("nvidia-h100")
+    assert match_stack("nemo", h100, SHIPPED) == "nemo-2025"
+    assert match_stack("nemo-2024", h100, SHIPPED) == "nemo-2024"
+    assert match_stack("mine", h100, SHIPPED) == "mine"
+    assert default_stack(usual_cluster(catalog.device("h100-80gb"), 8), SHIPPED) == "fourfold"
+
+
+PLAN = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16",
+        "--seq-len", "4096", "--global-batch", "64"]  # fmt: skip
+
+
+def test_command_json_has_the_promised_fields(capsys) -> None:
+    assert main([*PLAN, "--format", "json", "--top", "4", "--tokens", "1e12"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["candidates"] == said["legal"] + sum(said["refused"].values())
+    assert len(said["ranked"]) == 4
+    first = said["ranked"][0]
+    names = {"layout", "policy", "micro_batch", "step_s", "step_s_low", "step_s_high", "peak_bytes",
+             "tflops_gpu", "gpu_hours"}  # fmt: skip
+    assert names <= first.keys()
+    steps = 1e12 / (64 * 4096)
+    assert first["gpu_hours"] == pytest.approx(first["step_s"] * steps * 16 / 3600)
+    assert sum(first["exposed_s"].values()) == pytest.approx(first["step_s"])
+    assert sum(first["memory_bytes"].values()) == pytest.approx(first["peak_bytes"])
+
+
+def test_command_text_says_what_makes_it_believable(capsys) -> None:
+    assert main(PLAN) == 0
+    text = capsys.readouterr().out
+    for words in ("can't be told apart", "evidence for 1", "runs that would decide", "looked at",
+                  "refused:", "80% interval", "set aside"):  # fmt: skip
+        assert words in text
+    for style in ("md", "csv"):
+        assert main([*PLAN, "--format", style]) == 0
+        assert "pp1 dp" in capsys.readouterr().out
+
+
+def test_command_exports_the_first_choice(capsys, tmp_path) -> None:
+    assert main([*PLAN, "--stack", "megatron", "--format", "json"]) == 0
+    first = json.loads(capsys.readouterr().out)["ranked"][0]
+    out = tmp_path / "settings.txt"
+    assert main([*PLAN, "--stack", "megatron", "--export", "megatron", "--out", str(out)]) == 0
+    from fourfold.search import export
+
+    back = export.read("megatron", out.read_text(), layers=32)
+    assert str(back.layout) == first["layout"]
+    assert back.batch.micro_batch == first["micro_batch"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--top", "0"], 2, "must be 1 or more"),
+        (["--where", "dpp > 1"], 2, "unknown word"),
+        (["--ramp", "1,2"], 2, "three whole numbers"),
+        (["--ramp", "24,7,100"], 2, "ramp.increment"),
+        (["--tokens", "-1"], 2, "above 0"),
+        (["--gpu", "h1000"], 2, "unknown GPU"),
+        (["--cluster", "jean-zay", "--gpus", "1000"], 2, "jean-zay has 416"),
+        (["--export", "jax"], 2, "one of megatron"),
+        (["--explain", "tp0x"], 2, "is not a layout"),
+        (["--model", "llama-3.1-405b"], 1, ""),
+        (["--where", "dp > 1000"], 1, ""),
+        (["--pp", "7"], 1, ""),
+        (["--precision", "fp4"], 1, ""),
+    ],
+)
+def test_bad_requests_and_empty_answers(words, code, says, capsys) -> None:
+    base = [*PLAN] if "--gpus" not in words else [w for w in PLAN if w not in ("--gpus", "16")]
+    if "--gpu" in words or "--cluster" in words:
+        base = [w for w in base if w not in ("--gpu", "h100-80gb")]
+    assert main([*base, *words]) == code
+    captured = capsys.readouterr()
+    assert says in captured.err
+    if code == 1:
+        assert "nothing to rank" in captured.out
+
+
+def test_missing_words_are_named() -> None:
+    for missing, said in (("--seq-len", "seq_len"), ("--model", "model"), ("--gpu", "cluster")):
+        words = list(PLAN)
+        at = words.index(missing)
+        del words[at : at + 2]
+        from fourfold.cli import command_parser
+
+        args = command_parser("plan").parse_args(words[1:])
+        with pytest.raises(UserError, match=f"{said}: is missing"):
+            args.run(args)
