@@ -107,6 +107,16 @@ def test_groups_that_share_a_node_share_its_network() -> None:
     assert ranks_within(16.0, 4.0, 8.0) == 2.0
 
 
+def test_groups_that_do_not_tile_a_host_pay_for_its_network() -> None:
+    """tp 3 on hosts of 8: some group spans two hosts, and everybody waits for it."""
+    knobs, one = defaults(), np.array([1.0])
+    inside = group_rate(runs(tp=4, gpus=48), knobs, np.array([4.0]), one)
+    across = group_rate(runs(tp=3, gpus=48), knobs, np.array([3.0]), one)
+    single = group_rate(runs(tp=3, gpus=6), knobs, np.array([3.0]), one)
+    assert across[0] < inside[0] / 4
+    assert single[0] == inside[0]
+
+
 def test_parts_add_up_to_the_step() -> None:
     c = runs(3, tp=[1, 2, 8], dp=[8, 4, 1], pp=1, micro=[1, 3, 2], batch=[128, 100, 7])
     times = estimate(c, defaults())

@@ -20,14 +20,21 @@ def ranks_within(size: ArrayLike, stride: ArrayLike, box: ArrayLike) -> Floats:
 
 
 def crosses(c: Columns, size: Floats, stride: Floats) -> np.ndarray:
-    """True where the group leaves its NVLink domain."""
-    return size > ranks_within(size, stride, c.domain)
+    """True where the group, or the worst of its like, leaves its NVLink domain."""
+    return (size > ranks_within(size, stride, c.domain)) | straddles(c, size, stride, c.domain)
+
+
+def straddles(c: Columns, size: Floats, stride: Floats, box: Floats) -> np.ndarray:
+    """True where groups that would fit into a box do not tile it: tp 3 on hosts of 8 puts ranks 6,
+    7 and 8 into one group, and a step waits for the slowest group."""
+    span = size * stride
+    return (size > 1) & (c.gpus > box) & (span <= box) & (np.mod(box, span) != 0)
 
 
 def group_rate(c: Columns, knobs: Knobs, size: Floats, stride: Floats) -> Floats:
     """One-way bytes/s of each rank in a ring over the group."""
     inside = np.minimum(knobs["nvlink"], 0.98) * c.link
-    here = ranks_within(size, stride, c.node)
+    here = np.where(straddles(c, size, stride, c.node), 1.0, ranks_within(size, stride, c.node))
     outside = node_rate(c, knobs, size, here) * here / c.node
     return np.where(crosses(c, size, stride), np.minimum(inside, outside), inside)
 
