@@ -26,9 +26,11 @@ def crosses(c: Columns, size: Floats, stride: Floats) -> np.ndarray:
 
 def straddles(c: Columns, size: Floats, stride: Floats, box: Floats) -> np.ndarray:
     """True where groups that would fit into a box do not tile it: tp 3 on hosts of 8 puts ranks 6,
-    7 and 8 into one group, and a step waits for the slowest group."""
+    7 and 8 into one group, and a step waits for the slowest group. Of a domain of 72 a job takes
+    equal shares: 128 GPUs are 64 in each of two."""
     span = size * stride
-    return (size > 1) & (c.gpus > box) & (span <= box) & (np.mod(box, span) != 0)
+    used = c.gpus / np.ceil(c.gpus / box)
+    return (size > 1) & (c.gpus > box) & (span <= used) & (np.mod(used, span) != 0)
 
 
 def group_rate(c: Columns, knobs: Knobs, size: Floats, stride: Floats) -> Floats:
