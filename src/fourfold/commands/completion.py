@@ -9,6 +9,7 @@ import argparse
 import typing
 from collections.abc import Callable, Iterable, Mapping
 
+from fourfold.cost.flops import ALIASES, CONVENTIONS
 from fourfold.errors import UserError
 from fourfold.spec import catalog, policy
 
@@ -134,6 +135,7 @@ def _values(command: str, action: argparse.Action) -> tuple[str, ...]:
     if action.dest == "cluster":
         return (*catalog.cluster_names(), *(("new",) if command == "clusters" else ()))
     return {
+        "convention": (*CONVENTIONS, *ALIASES),
         "precision": (*policy.BUNDLES, *policy.PRECISION_ALIASES),
         "sharding": typing.get_args(policy.Sharding),
         "cp_kind": typing.get_args(policy.CpKind),

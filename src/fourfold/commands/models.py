@@ -125,13 +125,15 @@ def _refuse_uneven(model: ModelShape, layout: Layout) -> None:
 
 def _shape_text(answer: dict[str, Any], style: str) -> str:
     shape = dict(answer["shape"])
-    positions = shape.pop("positions")
+    positions = dict(shape.pop("positions"))
     rows = [
         ["parameters", f"{answer['params']:,}"],
         ["of one layer", f"{answer['layer_params']:,}"],
     ]
     rows += [[key, str(value)] for key, value in shape.items() if key not in ("experts", "top_k")]
+    scaling = positions.pop("scaling", {})
     rows += [[f"positions.{key}", str(value)] for key, value in positions.items()]
+    rows += [[f"positions.scaling.{key}", str(value)] for key, value in scaling.items()]
     return render([answer["name"], "value"], rows, style)
 
 

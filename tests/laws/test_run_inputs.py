@@ -1,0 +1,93 @@
+"""A run described by flags, --spec and --set, however odd: a RunSpec or a UserError."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fourfold.cli import Parser
+from fourfold.commands import flags
+from fourfold.errors import UserError
+from fourfold.spec.run import RunSpec
+
+SPEC = """\
+model = "llama-tiny"
+gpus = 4
+steps = 6
+memory_limit = "2GiB"
+start_limit_s = "10min"
+[layout]
+tp = 2
+pp = 2
+order = "pp dp cp tp"
+[batch]
+seq_len = 128
+micro_batch = 3
+global_batch = 16
+[batch.ramp]
+start = 8
+increment = 4
+samples = 100
+[policy]
+precision = "bf16"
+recompute = "every-2"
+env = { NCCL_ALGO = "ring" }
+[fault]
+kind = "hang"
+rank = 1
+"""
+PATHS = [
+    "model", "gpus", "layout", "layout.dp", "layout.order", "layout.tp", "batch", "batch.ramp",
+    "batch.ramp.start", "batch.seq_len", "policy", "policy.env", "policy.env.A B", "policy.env.X",
+    "policy.precision", "policy.recompute", "memory_limit", "start_limit_s", "fault", "fault.where",
+    "", ".", "..", "a..b", "layout..tp", "model.hidden", "gpus.x", "schema", "type",
+]  # fmt: skip
+VALUES = [
+    "", "1", "-1", "0", "2x2", "true", "nan", "inf", "1e400", "[1, 2]", "{a = 1}", "{}", "'x'",
+    "1979-05-27", "07:32:00", "0x" + "f" * 5000, "9" * 25, "dp2 tp2", "pp2 pp2", "tp dp pp cp",
+    "1\nmodel = 2", "\x00", "=", "[" * 200, "llama-tiny", "./nowhere.json", "3us", "none\n",
+]  # fmt: skip
+
+
+def described(words: list[str]) -> RunSpec | None:
+    parser = Parser(allow_abbrev=False)
+    flags.add_run(parser)
+    try:
+        return flags.run_spec(parser.parse_args(words))
+    except UserError:
+        return None
+
+
+assignments = st.tuples(
+    st.sampled_from(PATHS) | st.text(max_size=8), st.sampled_from(VALUES) | st.text(max_size=8)
+).map(lambda pair: f"--set={pair[0]}={pair[1]}")
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(assignments, min_size=1, max_size=4))
+@example(["--set=layout=dp2 tp2", "--set=gpus=4"])
+@example(["--set="])
+def test_any_assignment(words):
+    described(["--model", "llama-tiny", "--seq-len", "64", *words])
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, len(SPEC)), st.integers(0, 40), st.sampled_from(VALUES) | st.text(max_size=6))
+def test_any_spec_file(start, length, insert):
+    content = (SPEC[:start] + insert + SPEC[start + length :]).encode(errors="surrogatepass")
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        Path("run.toml").write_bytes(content)
+        described(["--spec", "run.toml"])
+        assert Path("run.toml").read_bytes() == content
+
+
+def test_the_whole_file_is_a_run(tmp_path):
+    (tmp_path / "run.toml").write_text(SPEC)
+    run = described(["--spec", str(tmp_path / "run.toml"), "--set", "policy.compile=true"])
+    assert run is not None
+    assert (str(run.layout), run.policy.compile) == ("pp2 dp1 cp1 tp2", True)
+    assert (run.memory_limit, run.start_limit_s) == (2 * 2**30, 600.0)
