@@ -1,0 +1,1 @@
+"""A single-device decoder: no mesh, no rank, no collective. Parallelism is applied from outside."""

@@ -1,0 +1,132 @@
+"""What is the model? Embedding, layers by global index, final norm, head and loss, on one device.
+
+A stage of a pipeline is the same class with fewer layers and absent ends. Parameter names are those
+of cost/params.py whatever the cut: layers keep their global index, absent parts are None.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.engine.model.layers import Layer, Norm
+from fourfold.engine.model.positions import Tables
+from fourfold.spec.model import ModelShape
+
+IGNORE = -100  # torch's mark of a target that does not count
+
+
+class Embedding(nn.Module):
+    """A row of `weight` per token."""
+
+    def __init__(self, rows: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class LearnedPositions(Embedding):
+    """A row of `weight` per position, the same for every sequence."""
+
+
+class Loss(nn.Module):
+    """Sum of cross-entropy over the targets that count, in fp32 (fp64 for fp64 logits)."""
+
+    def forward(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        wide = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+        return F.cross_entropy(wide, targets_N, ignore_index=IGNORE, reduction="sum")
+
+
+class Head(nn.Module):
+    """Logits and loss. A tied head has no weight of its own and is handed the embedding's.
+
+    With `chunks` above 1 the tokens go through in that many parts and logits are computed again in
+    the backward pass, so that only one part's logits exist at a time.
+    """
+
+    def __init__(self, shape: ModelShape, chunks: int) -> None:
+        super().__init__()
+        self.chunks = chunks
+        self.entry: nn.Module = nn.Identity()
+        tied = shape.tied
+        self.weight = None if tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+        self.loss: nn.Module = Loss()
+
+    def forward(self, x_BSD: Tensor, tied: Tensor | None, targets_BS: Tensor | None) -> Tensor:
+        weight = self.weight if tied is None else tied
+        assert weight is not None
+        x_BSD = self.entry(x_BSD)
+        if targets_BS is None:
+            return F.linear(x_BSD, weight)
+        x_ND, targets_N = x_BSD.flatten(0, 1), targets_BS.flatten()
+        if self.chunks == 1:
+            return self._loss(x_ND, weight, targets_N)
+        total = x_ND.new_zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32))
+        parts = zip(
+            x_ND.tensor_split(self.chunks), targets_N.tensor_split(self.chunks), strict=True
+        )
+        for x, targets in parts:
+            total = total + checkpoint(
+                self._loss, x, weight, targets, use_reentrant=False, preserve_rng_state=False
+            )
+        return total
+
+    def _loss(self, x_ND: Tensor, weight: Tensor, targets_N: Tensor) -> Tensor:
+        return self.loss(F.linear(x_ND, weight), targets_N)
+
+
+class Decoder(nn.Module):
+    """All of the model, or the stage that holds `layers` and the ends it is given."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        seq_len: int,
+        layers: range | None = None,
+        *,
+        fused: bool = True,
+        loss_chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        layers = range(shape.layers) if layers is None else layers
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == shape.layers
+        holds_embedding = self.is_first or (self.is_last and shape.tied)
+        self.embedding = Embedding(shape.vocab, shape.hidden) if holds_embedding else None
+        learned = self.is_first and shape.positions.kind == "learned"
+        rows = shape.positions.length or seq_len
+        self.positions = LearnedPositions(rows, shape.hidden) if learned else None
+        self.embedding_norm = Norm(shape) if self.is_first and shape.embedding_norm else None
+        self.layers = nn.ModuleDict({str(i): Layer(shape, fused=fused) for i in layers})
+        self.final_norm = Norm(shape) if self.is_last else None
+        self.head = Head(shape, loss_chunks) if self.is_last else None
+
+    @property
+    def blocks(self) -> dict[int, Layer]:
+        """The layers of this stage by global index."""
+        return {int(i): layer for i, layer in self.layers.items() if isinstance(layer, Layer)}
+
+    def forward(self, x: Tensor, tables: Tables, targets_BS: Tensor | None = None) -> Tensor:
+        """Tokens (first stage) or activations in; activations, logits, or the loss sum out."""
+        if self.is_first:
+            x = self._embed(x, tables)
+        for layer in self.layers.values():
+            x = layer(x, tables)
+        if self.head is None:
+            return x
+        assert self.final_norm is not None
+        tied = None
+        if self.head.weight is None and self.embedding is not None:
+            tied = self.embedding.weight
+        return self.head(self.final_norm(x), tied, targets_BS)
+
+    def _embed(self, tokens_BS: Tensor, tables: Tables) -> Tensor:
+        assert self.embedding is not None
+        x_BSD = self.embedding(tokens_BS)
+        if self.positions is not None:
+            x_BSD = x_BSD + self.positions(tables.positions)
+        return x_BSD if self.embedding_norm is None else self.embedding_norm(x_BSD)

@@ -1,0 +1,152 @@
+"""What is one decoder layer? Norms, attention and MLP on one device.
+
+Shapes: B micro batch, S tokens, D hidden, H heads, K key/value heads, C head size, F MLP width.
+Parallelism replaces parts from outside: `entry` (what happens to a block's input), linears, the
+attention core. A linear may compute several published matrices at once; `parts` says which rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.engine.model.positions import Tables, alibi_bias, rotate
+from fourfold.spec.model import ModelShape
+
+Parts = tuple[tuple[str, int], ...]
+
+
+class Linear(nn.Module):
+    """One or more matrices with the same input, held as one: (("q", 64), ("k", 32), ("v", 32))."""
+
+    def __init__(self, ins: int, parts: Parts, *, bias: bool) -> None:
+        super().__init__()
+        self.parts = parts
+        outs = sum(rows for _, rows in parts)
+        self.weight = nn.Parameter(torch.empty(outs, ins))
+        self.bias = nn.Parameter(torch.empty(outs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Norm(nn.Module):
+    """LayerNorm with or without bias, or RMSNorm."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.eps = shape.norm_eps
+        self.root = shape.norm == "rmsnorm"
+        self.weight = nn.Parameter(torch.empty(shape.hidden))
+        has_bias = shape.norm == "layernorm"
+        self.bias = nn.Parameter(torch.empty(shape.hidden)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.root:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Core(nn.Module):
+    """Causal attention over whole sequences; context parallelism puts its own in this place."""
+
+    def forward(self, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, tables: Tables) -> Tensor:
+        grouped = q_BHSC.shape[1] != k_BKSC.shape[1]
+        if tables.slopes is None:
+            return F.scaled_dot_product_attention(
+                q_BHSC, k_BKSC, v_BKSC, is_causal=True, enable_gqa=grouped
+            )
+        where = tables.positions
+        bias = alibi_bias(tables.slopes, where, where).to(q_BHSC.dtype)
+        return F.scaled_dot_product_attention(
+            q_BHSC, k_BKSC, v_BKSC, attn_mask=bias, enable_gqa=grouped
+        )
+
+
+class Attention(nn.Module):
+    """`heads` and `kv_heads` are those at hand: tensor parallelism lowers them."""
+
+    qkv: Linear  # fused, or
+    q: Linear
+    k: Linear
+    v: Linear
+
+    def __init__(self, shape: ModelShape, *, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = shape.heads, shape.kv_heads, shape.head_size
+        self.rope = shape.positions.kind == "rope"
+        self.fused = fused
+        sizes = {"q": shape.attention_width, "k": shape.kv_width, "v": shape.kv_width}
+        self.entry: nn.Module = nn.Identity()
+        if fused:
+            self.qkv = Linear(shape.hidden, tuple(sizes.items()), bias=shape.bias)
+        else:
+            for name, rows in sizes.items():
+                setattr(self, name, Linear(shape.hidden, ((name, rows),), bias=shape.bias))
+        self.core: nn.Module = Core()
+        self.out = Linear(shape.attention_width, (("out", shape.hidden),), bias=shape.bias)
+
+    def forward(self, x_BSD: Tensor, tables: Tables) -> Tensor:
+        q, k, v = (self._heads(part) for part in self._project(self.entry(x_BSD)))
+        if self.rope:
+            q, k = rotate(q, tables), rotate(k, tables)
+        mixed_BHSC = self.core(q, k, v, tables)
+        return self.out(mixed_BHSC.transpose(1, 2).flatten(2))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not self.fused:
+            return self.q(x), self.k(x), self.v(x)
+        kv_width = self.kv_heads * self.head_size
+        return self.qkv(x).split([self.heads * self.head_size, kv_width, kv_width], dim=-1)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+
+class Mlp(nn.Module):
+    """GELU or squared ReLU with two matrices, or SwiGLU with a gate beside the up matrix."""
+
+    gate_up: Linear  # fused, or
+    gate: Linear
+    up: Linear
+
+    def __init__(self, shape: ModelShape, *, fused: bool) -> None:
+        super().__init__()
+        self.gated, self.fused = shape.gated, fused and shape.gated
+        self.squared = shape.activation == "relu2"
+        names = ("gate", "up") if shape.gated else ("up",)
+        self.entry: nn.Module = nn.Identity()
+        if self.fused:
+            parts = tuple((name, shape.ffn) for name in names)
+            self.gate_up = Linear(shape.hidden, parts, bias=shape.bias)
+        else:
+            for name in names:
+                setattr(self, name, Linear(shape.hidden, ((name, shape.ffn),), bias=shape.bias))
+        self.down = Linear(shape.ffn, (("down", shape.hidden),), bias=shape.bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_BSD = self.entry(x_BSD)
+        if not self.gated:
+            up = self.up(x_BSD)
+            return self.down(F.relu(up).square() if self.squared else F.gelu(up))
+        if self.fused:
+            gate, up = self.gate_up(x_BSD).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate(x_BSD), self.up(x_BSD)
+        return self.down(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, shape: ModelShape, *, fused: bool) -> None:
+        super().__init__()
+        self.attention_norm = Norm(shape)
+        self.attention = Attention(shape, fused=fused)
+        self.mlp_norm = Norm(shape)
+        self.mlp = Mlp(shape, fused=fused)
+
+    def forward(self, x_BSD: Tensor, tables: Tables) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), tables)
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))

@@ -1,0 +1,109 @@
+"""AdamW on this rank's shards (Loshchilov and Hutter 2019), as plain local tensors.
+
+Fused where torch has it; moments in another format than the weights are updated by a plain loop.
+Matrices decay, vectors (norms, biases) do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.engine.pieces import local
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamSettings:
+    """`max_norm` clips by the global norm of the gradient; None leaves gradients as they are."""
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_norm: float | None = 1.0
+
+
+def param_groups(tensors: list[Tensor], settings: AdamSettings) -> list[dict[str, Any]]:
+    matrices = [t for t in tensors if t.ndim > 1]
+    vectors = [t for t in tensors if t.ndim <= 1]
+    decays = ((matrices, settings.weight_decay), (vectors, 0.0))
+    return [{"params": some, "weight_decay": decay} for some, decay in decays if some]
+
+
+class Optimizer:
+    """`leaves` alias the local shards of `params`; empty shards have nothing to update."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        settings: AdamSettings,
+        *,
+        fused: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self.params = [p for p in params if local(p).numel()]
+        self.leaves = [local(p.detach()).requires_grad_() for p in self.params]
+        groups = param_groups(self.leaves, settings)
+        lr, betas, eps = settings.lr, settings.betas, settings.eps
+        self.inner: torch.optim.Optimizer
+        if all(leaf.dtype == dtype for leaf in self.leaves):
+            options = {"fused": True} if fused else {"fused": False, "foreach": False}
+            self.inner = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **options)
+        else:
+            self.inner = _MixedAdamW(groups, lr=lr, betas=betas, eps=eps, dtype=dtype)
+
+    def grads(self) -> list[Tensor]:
+        return [local(p.grad) for p in self.params if p.grad is not None]
+
+    def step(self) -> None:
+        """Update, then forget gradients."""
+        for param, leaf in zip(self.params, self.leaves, strict=True):
+            leaf.grad = None if param.grad is None else local(param.grad)
+        self.inner.step()
+        for param, leaf in zip(self.params, self.leaves, strict=True):
+            param.grad = leaf.grad = None
+
+
+class _MixedAdamW(torch.optim.Optimizer):
+    """Moments in `dtype`, arithmetic in the wider of the two formats, weights in their own."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.dtype = dtype
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, group)
+
+    def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[weight]
+        if not state:
+            state["step"] = 0
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(weight, dtype=self.dtype)
+        state["step"] += 1
+        (beta1, beta2), lr, eps = group["betas"], group["lr"], group["eps"]
+        wide = torch.promote_types(torch.promote_types(weight.dtype, self.dtype), torch.float32)
+        assert weight.grad is not None
+        grad = weight.grad.to(wide)
+        first = torch.lerp(state["exp_avg"].to(wide), grad, 1 - beta1)
+        second = torch.lerp(state["exp_avg_sq"].to(wide), grad * grad, 1 - beta2)
+        state["exp_avg"].copy_(first)
+        state["exp_avg_sq"].copy_(second)
+        scale = (second / (1 - beta2 ** state["step"])).sqrt_().add_(eps)
+        fresh = weight.to(wide) * (1 - lr * group["weight_decay"])
+        weight.copy_(fresh.addcdiv_(first, scale, value=-lr / (1 - beta1 ** state["step"])))

@@ -1,0 +1,137 @@
+"""Attention of some queries to some keys, with what is needed to join such blocks: the logsumexp.
+
+B batch, H query heads, K key/value heads, S queries, T keys, C head size. Fused kernels where they
+exist (CPU; CUDA in half precision), scores in memory otherwise (ALiBi, fp32 on CUDA).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Queries [q0, q1) look at keys [k0, k1): all of them, or causally along the diagonal."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    causal: bool
+
+
+def cut(x_BHSC: Tensor, span: tuple[int, int]) -> Tensor:
+    return x_BHSC[:, :, span[0] : span[1]]
+
+
+def _kernel(q: Tensor, bias: Tensor | None) -> str:
+    if bias is not None:
+        return "scores"
+    if q.device.type == "cpu":
+        return "cpu"
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
+    return "flash" if q.device.type == "cuda" and fits else "scores"
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out [B,H,S,C], logsumexp [B,H,S])."""
+    kernel = _kernel(q, bias)
+    if kernel == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if kernel == "flash":
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    scores = _scores(q, k, causal=causal, bias=bias)
+    lse = scores.logsumexp(dim=-1)
+    shares = (scores - lse[..., None]).exp()
+    out = shares @ v.to(shares.dtype)[:, :, None]
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of one block, where `out` and `lse` are those of all blocks joined."""
+    q, k, v = inputs
+    kernel = _kernel(q, bias)
+    if kernel == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal
+        )
+    if kernel == "flash":
+        # No dropout, so the generator's state is never read.
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
+        )
+    return _scores_backward(grad, inputs, out, lse, causal=causal, bias=bias)
+
+
+def _grouped(x_BHSC: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    return x_BHSC.unflatten(1, (kv_heads, -1)).to(dtype)
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _scores(q: Tensor, k: Tensor, *, causal: bool, bias: Tensor | None) -> Tensor:
+    """[B, K, H/K, S, T]; the bias, where there is one, holds the causal mask too."""
+    wide = _wide(q)
+    grouped = _grouped(q, k.shape[1], wide)
+    scores = (grouped @ k.to(wide)[:, :, None].transpose(-1, -2)) * q.shape[-1] ** -0.5
+    if bias is not None:
+        return scores + bias.to(wide).unflatten(0, (k.shape[1], -1))
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores
+
+
+def _scores_backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = inputs
+    wide, heads = _wide(q), k.shape[1]
+    shares = _scores(q, k, causal=causal, bias=bias) - lse.unflatten(1, (heads, -1))[..., None]
+    shares = shares.exp()
+    grad_, out_ = _grouped(grad, heads, wide), _grouped(out, heads, wide)
+    dv = (shares.transpose(-1, -2) @ grad_).sum(dim=2)
+    delta = (grad_ * out_).sum(dim=-1, keepdim=True)
+    dscores = shares * (grad_ @ v.to(wide)[:, :, None].transpose(-1, -2) - delta)
+    dscores = dscores * q.shape[-1] ** -0.5
+    dq = (dscores @ k.to(wide)[:, :, None]).flatten(1, 2)
+    dk = (dscores.transpose(-1, -2) @ _grouped(q, heads, wide)).sum(dim=2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class Joined:
+    """Blocks of the same queries, joined by their logsumexp in fp32 (fp64 for fp64)."""
+
+    def __init__(self, q: Tensor) -> None:
+        wide = _wide(q)
+        self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        self.lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
+
+    def add(self, queries: tuple[int, int], out: Tensor, lse: Tensor) -> None:
+        old_out, old_lse = cut(self.out, queries), cut(self.lse, queries)
+        new_lse = torch.logaddexp(old_lse, lse)
+        keep, take = (old_lse - new_lse).exp(), (lse - new_lse).exp()
+        old_out.mul_(keep[..., None]).add_(out * take[..., None])
+        old_lse.copy_(new_lse)

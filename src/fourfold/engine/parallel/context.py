@@ -1,0 +1,156 @@
+"""Context parallelism: each rank holds part of every sequence; only attention looks beyond it.
+
+Three kinds with the same result. `ring`: keys and values rotate (parallel/ring.py). `allgather`:
+keys and values of all ranks are gathered, their gradients summed and scattered. `ulysses`: an
+all-to-all turns parts of the sequence into parts of the heads and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.layers import Core
+from fourfold.engine.model.positions import Tables, alibi_bias
+from fourfold.engine.parallel import blocks
+from fourfold.engine.parallel.blocks import Joined, Span, cut
+from fourfold.engine.parallel.collectives import Gather, Transpose
+from fourfold.engine.parallel.ring import RingCore, zigzag
+from fourfold.engine.world import Group
+
+
+def token_positions(kind: str, seq_len: int, group: Group, device: torch.device) -> Tensor:
+    """Global positions of this rank's tokens. Ring and all-gather zig-zag for equal causal work."""
+    if group.size == 1:
+        return torch.arange(seq_len, device=device)
+    if kind == "ulysses":
+        each = seq_len // group.size
+        return torch.arange(group.rank * each, (group.rank + 1) * each, device=device)
+    return zigzag(seq_len, group.size, group.rank, device)
+
+
+class _Spans(torch.autograd.Function):
+    """Attention of local queries to gathered keys, block by block."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spans: tuple[Span, ...],
+        biases: tuple[Tensor | None, ...],
+    ) -> Tensor:
+        joined = Joined(q)
+        for span, bias in zip(spans, biases, strict=True):
+            keys, values = cut(k, span.keys), cut(v, span.keys)
+            out, lse = blocks.forward(
+                cut(q, span.queries), keys, values, causal=span.causal, bias=bias
+            )
+            joined.add(span.queries, out, lse)
+        out = joined.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, joined.lse)
+        ctx.spans, ctx.biases = spans, biases
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        (grad,) = grads
+        q, k, v, out, lse = ctx.saved_tensors
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        for span, bias in zip(ctx.spans, ctx.biases, strict=True):
+            part = blocks.backward(
+                cut(grad, span.queries),
+                (cut(q, span.queries), cut(k, span.keys), cut(v, span.keys)),
+                cut(out, span.queries),
+                cut(lse, span.queries),
+                causal=span.causal,
+                bias=bias,
+            )
+            cut(dq, span.queries).add_(part[0])
+            cut(dk, span.keys).add_(part[1])
+            cut(dv, span.keys).add_(part[2])
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+class AllGatherCore(nn.Module):
+    """Keys and values of the whole sequence on every rank, queries zig-zag."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
+        parts, chunk = self.group.size, q.shape[2] // 2
+        whole = Gather.apply(torch.stack([k, v]), self.group, 0).unflatten(0, (parts, 2))
+        k, v = (_in_order(whole[:, i], chunk) for i in range(2))
+        spans = _spans(self.group, chunk)
+        biases = tuple(self._bias(span, tables, k.shape[2]) for span in spans)
+        return _Spans.apply(q, k, v, spans, biases)
+
+    def _bias(self, span: Span, tables: Tables, seq_len: int) -> Tensor | None:
+        if tables.slopes is None:
+            return None
+        keys = torch.arange(seq_len, device=tables.slopes.device)
+        mine = zigzag(seq_len, self.group.size, self.group.rank, keys.device)
+        return alibi_bias(tables.slopes, mine[slice(*span.queries)], keys[slice(*span.keys)])
+
+
+def _in_order(parts_PBKSC: Tensor, chunk: int) -> Tensor:
+    """Zig-zag parts of all ranks -> the sequence: early chunks, then late ones backwards."""
+    early, late = parts_PBKSC.split(chunk, dim=3)
+    return torch.cat([*early.unbind(0), *reversed(late.unbind(0))], dim=2)
+
+
+def _spans(group: Group, chunk: int) -> tuple[Span, ...]:
+    """Each of the rank's two chunks looks at all keys before it, and causally at its own."""
+    spans = []
+    for half, place in enumerate((group.rank, 2 * group.size - 1 - group.rank)):
+        queries = (half * chunk, (half + 1) * chunk)
+        if place:
+            spans.append(Span(queries, (0, place * chunk), False))
+        spans.append(Span(queries, (place * chunk, (place + 1) * chunk), True))
+    return tuple(spans)
+
+
+class UlyssesCore(nn.Module):
+    """Whole sequences, part of the heads. Fewer KV heads than ranks are repeated just enough."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.inner = Core()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
+        ranks, heads, kv_heads = self.group.size, q.shape[1], k.shape[1]
+        kv = torch.stack([k, v])
+        if kv_heads % ranks:
+            times = ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
+            kv = kv.repeat_interleave(times, dim=2)
+        q = Transpose.apply(q, self.group, 1, 2)
+        kv = Transpose.apply(kv, self.group, 2, 3)
+        tables = self._whole(tables, q.shape[2], heads // ranks)
+        mixed = self.inner(q, kv[0], kv[1], tables)
+        return Transpose.apply(mixed, self.group, 2, 1)
+
+    def _whole(self, tables: Tables, seq_len: int, heads: int) -> Tables:
+        if tables.slopes is None:
+            return tables
+        positions = torch.arange(seq_len, device=tables.slopes.device)
+        first = self.group.rank * heads
+        return Tables(positions, slopes=tables.slopes[first : first + heads])
+
+
+CORES = {"ring": RingCore, "allgather": AllGatherCore, "ulysses": UlyssesCore}
+
+
+def apply_context(decoder: Decoder, kind: str, group: Group) -> None:
+    """Put the kind's attention core into every layer."""
+    if group.size == 1:
+        return
+    for layer in decoder.blocks.values():
+        layer.attention.core = CORES[kind](group)

@@ -1,0 +1,177 @@
+"""Tensor parallelism: each rank computes with a part of every matrix (Megatron's cuts).
+
+With sequence parallelism activations between blocks are cut along the sequence: blocks gather their
+input and scatter the sum of their output. Without it, input is copied and output summed. Vocabulary
+rows are cut too: no rank ever holds a tensor with the full vocabulary. Modules are local shards
+around a few collectives; DTensor's dispatch costs more than these models compute on CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.cost import params
+from fourfold.engine.model.decoder import IGNORE, Decoder, Embedding, LearnedPositions
+from fourfold.engine.model.layers import Linear
+from fourfold.engine.parallel.collectives import Copy, Gather, Sum, SumScatter, all_reduce
+from fourfold.engine.pieces import Block, tp_block
+from fourfold.engine.world import Group
+from fourfold.spec.model import ModelShape
+
+_SEQUENCE = 1  # activations are [batch, sequence, hidden]
+
+
+class Entry(nn.Module):
+    """Before column-cut matrices: gather the sequence, or mark the input as shared.
+
+    The place for async tensor parallelism: nothing would happen here, and the gather would be cut
+    into steps of the matrix product that follows.
+    """
+
+    def __init__(self, group: Group, *, sequence: bool) -> None:
+        super().__init__()
+        self.group, self.sequence = group, sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            Gather.apply(x, self.group, _SEQUENCE) if self.sequence else Copy.apply(x, self.group)
+        )
+
+
+class RowLinear(Linear):
+    """A matrix cut by columns: partial outputs add up, then the bias is added once."""
+
+    def __init__(self, whole: Linear, group: Group, *, sequence: bool) -> None:
+        nn.Module.__init__(self)
+        self.parts, self.weight, self.bias = whole.parts, whole.weight, whole.bias
+        self.group, self.sequence = group, sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _summed(F.linear(x, self.weight), self.group, sequence=self.sequence)
+        return y if self.bias is None else y + self.bias
+
+
+def _summed(y: Tensor, group: Group, *, sequence: bool) -> Tensor:
+    return SumScatter.apply(y, group, _SEQUENCE) if sequence else Sum.apply(y, group)
+
+
+class VocabEmbedding(Embedding):
+    """Rows `first`..`last` of the table; other ranks add the rest."""
+
+    def __init__(self, weight: nn.Parameter, block: Block, group: Group, *, sequence: bool) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.group, self.sequence = weight, group, sequence
+        self.first, self.last = block.rows
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        here = (tokens >= self.first) & (tokens < self.last)
+        rows = F.embedding(torch.where(here, tokens - self.first, 0), self.weight)
+        return _summed(rows * here[..., None], self.group, sequence=self.sequence)
+
+
+class SlicedPositions(LearnedPositions):
+    """Under sequence parallelism a rank adds the positions of its part of the sequence."""
+
+    def __init__(self, weight: nn.Parameter, group: Group) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.group = weight, group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mine = tokens.chunk(self.group.size)[self.group.rank]
+        return F.embedding(mine, self.weight)
+
+
+class VocabLoss(nn.Module):
+    """Cross-entropy of logits cut by vocabulary."""
+
+    def __init__(self, block: Block, group: Group) -> None:
+        super().__init__()
+        self.first, self.last, self.group = *block.rows, group
+
+    def forward(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        return _VocabCrossEntropy.apply(logits_NV, targets_N, (self.first, self.last), self.group)
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """Sum over counting targets of logsumexp - target's logit; saves logits and logsumexp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, rows: tuple[int, int], group: Group
+    ) -> Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        top = all_reduce(wide.amax(dim=-1), group, "max")
+        counts = targets != IGNORE
+        here = counts & (targets >= rows[0]) & (targets < rows[1])
+        column = torch.where(here, targets - rows[0], 0)
+        total = (wide - top[:, None]).exp().sum(dim=-1)
+        chosen = wide.gather(1, column[:, None])[:, 0] - top
+        both = all_reduce(torch.stack([total, chosen.masked_fill(~here, 0.0)]), group)
+        logsum, chosen = both[0].log(), both[1]
+        ctx.save_for_backward(logits, top + logsum, column, here, counts)
+        return (logsum - chosen).masked_fill(~counts, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,) = grads
+        logits, logsum, column, here, counts = ctx.saved_tensors
+        share = (logits.to(logsum.dtype) - logsum[:, None]).exp()
+        share.scatter_add_(1, column[:, None], -here[:, None].to(share.dtype))
+        share *= (grad * counts)[:, None]
+        return share.to(logits.dtype), None, None, None
+
+
+def apply_tensor(
+    decoder: Decoder, model: ModelShape, group: Group, *, seq_len: int, sequence: bool
+) -> None:
+    """Cut every matrix of a stage to this rank's part and put the collectives around."""
+    if group.size == 1:
+        return
+    blocks = {
+        tensor.name: tp_block(model, tensor, group.size, group.rank)[0]
+        for tensor in params.tensors(model, seq_len)
+    }
+    for path, module in list(decoder.named_modules()):
+        if isinstance(module, Linear):
+            _cut_linear(path, module, blocks)
+    for layer in decoder.blocks.values():
+        attention = layer.attention
+        attention.heads = model.heads // group.size
+        attention.kv_heads = max(1, model.kv_heads // group.size)
+        attention.out = RowLinear(attention.out, group, sequence=sequence)
+        layer.mlp.down = RowLinear(layer.mlp.down, group, sequence=sequence)
+        attention.entry = layer.mlp.entry = Entry(group, sequence=sequence)
+    _cut_ends(decoder, blocks, group, sequence=sequence)
+
+
+def _cut_linear(path: str, linear: Linear, blocks: dict[str, Block]) -> None:
+    """Keep this rank's rows and columns; still without values, so only sizes change."""
+    parent = path.rpartition(".")[0]
+    mine = [(part, blocks[f"{parent}.{part}.weight"]) for part, _ in linear.parts]
+    linear.parts = tuple((part, block.rows[1] - block.rows[0]) for part, block in mine)
+    outs = sum(rows for _, rows in linear.parts)
+    left, right = mine[0][1].columns
+    linear.weight = nn.Parameter(linear.weight.new_empty(outs, right - left))
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias.new_empty(outs))
+
+
+def _cut_ends(decoder: Decoder, blocks: dict[str, Block], group: Group, *, sequence: bool) -> None:
+    block = blocks["embedding.weight"]
+    rows = block.rows[1] - block.rows[0]
+    if decoder.embedding is not None:
+        weight = decoder.embedding.weight
+        cut = nn.Parameter(weight.new_empty(rows, weight.shape[1]))
+        decoder.embedding = VocabEmbedding(cut, block, group, sequence=sequence)
+    if decoder.positions is not None and sequence:
+        decoder.positions = SlicedPositions(decoder.positions.weight, group)
+    if decoder.head is not None:
+        if decoder.head.weight is not None:
+            weight = decoder.head.weight
+            decoder.head.weight = nn.Parameter(weight.new_empty(rows, weight.shape[1]))
+        decoder.head.entry = Entry(group, sequence=sequence)
+        decoder.head.loss = VocabLoss(block, group)

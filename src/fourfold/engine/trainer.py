@@ -1,0 +1,214 @@
+"""One rank of a training run: build its part of the model, run steps.
+
+The order of collectives on a rank, the same on all ranks that share a group:
+1. last stage: number of counting targets, summed over dp x cp
+2. for each action of the pipeline's list: transfers between stages; or a forward or backward pass,
+   in which per layer FSDP gathers weights (ahead by `policy.prefetch` layers), tensor parallelism
+   gathers / scatters (or sums) activations, context parallelism moves keys and values, and, in the
+   backward pass, FSDP reduces gradients
+3. gradients of shared weights: over tp, over ranks that share a KV head, over first and last stage
+4. two numbers over everyone: squares of the gradient and the loss
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.engine import gradients, init
+from fourfold.engine.compat import DTYPES
+from fourfold.engine.data import Source, Synthetic
+from fourfold.engine.gradients import Shared
+from fourfold.engine.init import InitRule
+from fourfold.engine.model.decoder import IGNORE
+from fourfold.engine.model.positions import Tables, make_tables
+from fourfold.engine.optimizer import AdamSettings, Optimizer
+from fourfold.engine.parallel.context import token_positions
+from fourfold.engine.parallel.data import before_backward
+from fourfold.engine.parallel.order import parallelize
+from fourfold.engine.parallel.pipeline import Link, Pipeline
+from fourfold.engine.parallel.schedule import actions
+from fourfold.engine.pieces import Piece, pieces
+from fourfold.engine.world import World
+from fourfold.spec.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Tensors: nothing waits for the device until somebody reads them. Equal on all ranks."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class Trainer:
+    """`materialize=False` leaves the model on the meta device until `materialize()` is called; a
+    dry run does that inside a FakeTensorMode."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        world: World,
+        *,
+        device: torch.device,
+        settings: AdamSettings | None = None,
+        source: Source | None = None,
+        rule: InitRule | None = None,
+        materialize: bool = True,
+    ) -> None:
+        self.spec, self.world, self.device = spec, world, device
+        self.settings = settings or AdamSettings()
+        self.rule = rule or InitRule()
+        self.source = source or Synthetic(
+            vocab=spec.model.vocab,
+            seq_len=spec.batch.seq_len,
+            global_batch=spec.batch.global_batch,
+            seed=spec.seed,
+        )
+        self.decoder = parallelize(spec, world)
+        self.sizes = micro_sizes(spec, world)
+        pp = spec.layout.pp
+        self.plan = actions(spec.policy.schedule, world.stage, pp, len(self.sizes))
+        if materialize:
+            self.materialize()
+
+    def materialize(self, *, initial: bool = True) -> None:
+        """Give parameters storage and (`initial`) their values; make tables and the optimizer."""
+        spec, world = self.spec, self.world
+        self.decoder.to_empty(device=self.device)
+        self.pieces = self.make_pieces()
+        if initial:
+            init.fill(self.pieces, seed=spec.seed, layers=spec.model.layers, rule=self.rule)
+        kind, seq_len = spec.policy.cp_kind, spec.batch.seq_len
+        self.positions = token_positions(kind, seq_len, world.cp, self.device)
+        self.tables = self.make_tables()
+        self.sequences = self._sequences()
+        self.shared = self.make_shared()
+        self.counted = self.make_counted()
+        self.optimizer = Optimizer(
+            list(self.decoder.parameters()),
+            self.settings,
+            fused=spec.policy.optimizer == "adamw",
+            dtype=DTYPES[spec.policy.dtypes.optimizer],
+        )
+
+    def make_pieces(self) -> list[Piece]:
+        spec = self.spec
+        place = self.world.shard_place(spec.policy.zero)
+        return pieces(self.decoder, spec.model, spec.batch.seq_len, place)
+
+    def make_tables(self) -> Tables:
+        """Places of this rank's tokens, slopes of its heads."""
+        model, tp = self.spec.model, self.world.tp
+        each = model.heads // tp.size
+        return make_tables(model, self.positions, range(tp.rank * each, (tp.rank + 1) * each))
+
+    def make_shared(self) -> list[Shared]:
+        return gradients.shared_gradients(self.pieces, self.spec, self.world)
+
+    def make_counted(self) -> list[Piece]:
+        return gradients.counted_once(self.pieces, self.spec, self.world)
+
+    def step(self, index: int) -> StepOutcome:
+        """One optimizer update on the batch of step `index`; no host synchronisation inside."""
+        with _no_collection():
+            loss = self.accumulate(index)
+            norm, loss = self.reduce(loss)
+            self.update(norm)
+        return StepOutcome(loss, norm)
+
+    def update(self, norm: Tensor) -> None:
+        """Clip by the global norm, change the weights, forget the gradients."""
+        gradients.clip(self.optimizer.grads(), norm, self.settings.max_norm)
+        self.optimizer.step()
+
+    def accumulate(self, index: int) -> Tensor:
+        """All micro batches forwards and backwards; this rank's part of the loss."""
+        world = self.world
+        batches = []
+        if world.is_first or world.is_last:
+            batches = [self.source.batch(index, s, self.positions) for s in self.sequences]
+        count = self.count_targets([t for _, t in batches]) if world.is_last else None
+
+        def forward(micro: int, x: Tensor | None) -> Tensor:
+            tokens, targets = batches[micro] if batches else (None, None)
+            given = tokens if x is None else x
+            if count is None:
+                return self.decoder(given, self.tables)
+            return self.decoder(given, self.tables, targets) / count
+
+        losses = Pipeline(self._link(), forward, self.before_backward).run(self.plan)
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+    def count_targets(self, targets: list[Tensor]) -> Tensor:
+        """Targets that count, over all ranks that see different tokens; never 0."""
+        count = torch.stack([(t != IGNORE).sum() for t in targets]).sum()
+        if self.world.batch.size > 1:
+            dist.all_reduce(count, group=self.world.batch.handle)
+        return count.clamp(min=1)
+
+    def before_backward(self, last: bool) -> None:
+        before_backward(self.decoder, self.spec.policy.zero, last=last)
+
+    def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Finish gradients; (global norm, loss), the same on every rank."""
+        for shared in self.shared:
+            shared.sum()
+        squares = gradients.squares(self.counted, self.device)
+        # Every tensor-parallel rank of the last stage has the same loss: one of them reports it.
+        mine = loss if self.world.is_last and self.world.tp.rank == 0 else torch.zeros_like(loss)
+        numbers = torch.stack([squares, mine.to(squares.dtype)])
+        if self.world.everyone.size > 1:
+            dist.all_reduce(numbers)
+        return numbers[0].sqrt(), numbers[1]
+
+    def _link(self) -> Link:
+        spec, world = self.spec, self.world
+        tokens = spec.batch.seq_len // spec.layout.cp
+        if spec.policy.sequence_parallel:
+            tokens //= spec.layout.tp
+        shapes = [(size, tokens, spec.model.hidden) for size in self.sizes]
+        dtype = DTYPES[spec.policy.dtypes.compute]
+        return Link(group=world.pp, shapes=shapes, dtype=dtype, device=self.device)
+
+    def _sequences(self) -> list[Tensor]:
+        """Numbers, within a step, of the sequences of each micro batch; -1 is padding."""
+        shares = self.spec.batch.shares(self.spec.layout.dp)
+        dp = self.world.place["dp"]
+        start, stop = sum(shares[:dp]), sum(shares[: dp + 1])
+        made = []
+        for size in self.sizes:
+            real = torch.arange(start, min(start + size, stop), device=self.device)
+            padding = torch.full((size - real.numel(),), -1, device=self.device)
+            made.append(torch.cat([real, padding]))
+            start = min(start + size, stop)
+        return made
+
+
+def micro_sizes(spec: RunSpec, world: World) -> tuple[int, ...]:
+    """Sequences of each micro batch of this rank.
+
+    Ranks meet in collectives with every micro batch, so all run as many as the busiest; a rank with
+    fewer sequences adds micro batches of one padding sequence, which counts nothing.
+    """
+    dp = spec.layout.dp
+    sizes = spec.batch.micro_sizes(spec.batch.shares(dp)[world.place["dp"]])
+    return sizes + (1,) * (spec.batch.micro_count(dp) - len(sizes))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage collection takes milliseconds at a moment of its own choosing: not inside a step."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

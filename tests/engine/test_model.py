@@ -1,0 +1,195 @@
+"""The model alone: sizes and names as counted, logits as an independent implementation's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fourfold.cost.params import model_params, tensors
+from fourfold.cost.stages import stage_layers
+from fourfold.engine import init
+from fourfold.engine.init import InitRule
+from fourfold.engine.model.decoder import IGNORE, Decoder
+from fourfold.engine.model.positions import alibi_slope, make_tables
+from fourfold.engine.pieces import Place, pieces, published
+from fourfold.spec.catalog import model, model_names, shape
+from fourfold.spec.model import ModelShape
+
+SEQ_LEN = 64
+
+
+def built(model_shape: ModelShape, *, fused: bool = True, seed: int = 3) -> Decoder:
+    decoder = Decoder(model_shape, SEQ_LEN, fused=fused)
+    held = pieces(decoder, model_shape, SEQ_LEN, Place())
+    init.fill(held, seed=seed, layers=model_shape.layers, rule=InitRule(vector_std=0.1))
+    return decoder
+
+
+def logits(decoder: Decoder, model_shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(tokens.shape[1])
+    tables = make_tables(model_shape, positions, range(model_shape.heads))
+    return decoder(tokens, tables).detach()
+
+
+@pytest.mark.parametrize("name", sorted(model_names()))
+@pytest.mark.parametrize("fused", [True, False])
+def test_every_preset_has_the_counted_parameters_under_the_counted_names(name, fused):
+    model_shape = model(name)
+    seq_len = 2048
+    with torch.device("meta"):
+        decoder = Decoder(model_shape, seq_len, fused=fused)
+    assert sum(p.numel() for p in decoder.parameters()) == model_params(model_shape, seq_len)
+    counted = {tensor.name: tensor.shape[0] for tensor in tensors(model_shape, seq_len)}
+    found = {name: rows for _, names in published(decoder) for name, rows in names}
+    assert found == counted
+
+
+def test_stages_together_have_every_parameter_once_and_the_tied_one_at_both_ends():
+    model_shape = model("gpt-tiny")
+    stages = stage_layers(model_shape, 3, SEQ_LEN)
+    names: list[str] = []
+    for layers in stages:
+        decoder = Decoder(model_shape, SEQ_LEN, layers)
+        names += [name for _, held in published(decoder) for name, _ in held]
+    expected = [tensor.name for tensor in tensors(model_shape, SEQ_LEN)]
+    assert sorted(names) == sorted([*expected, "embedding.weight"])
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "mpt-tiny", "gpt-tiny"])
+def test_fused_projections_and_loss_chunks_change_nothing_but_the_route(name):
+    model_shape = model(name)
+    tokens = torch.randint(0, model_shape.vocab, (2, 32), generator=torch.manual_seed(0))
+    separate, fused = built(model_shape, fused=False), built(model_shape)
+    torch.testing.assert_close(
+        logits(separate, model_shape, tokens), logits(fused, model_shape, tokens)
+    )
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = IGNORE
+    tables = make_tables(model_shape, torch.arange(32), range(model_shape.heads))
+    whole = fused(tokens, tables, targets)
+    fused.head.chunks = 5
+    torch.testing.assert_close(fused(tokens, tables, targets), whole)
+    expected = torch.nn.functional.cross_entropy(
+        logits(separate, model_shape, tokens).flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+    torch.testing.assert_close(whole, expected)
+
+
+def test_alibi_slopes_are_the_published_ones():
+    assert [alibi_slope(i, 8) for i in range(8)] == [2.0**-i for i in range(1, 9)]
+    twelve = [alibi_slope(i, 12) for i in range(12)]
+    assert twelve[:8] == [2.0**-i for i in range(1, 9)]
+    assert twelve[8:] == [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
+
+
+def test_logits_equal_transformers_llama():
+    transformers = pytest.importorskip("transformers", reason="development check only")
+    small = {"layers": 2, "hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab": 97}
+    scaling = {"kind": "llama3", "factor": 8.0, "original_length": 16}
+    model_shape = shape("llama", **small, positions={"kind": "rope", "scaling": scaling})
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=97, rms_norm_eps=model_shape.norm_eps,
+        max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, attn_implementation="eager",
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    )  # fmt: skip
+    names = {
+        "embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
+        "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+        "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj",
+        "attention.v": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
+        "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+    }  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    ours = built(model_shape, fused=False)
+    theirs.load_state_dict({_renamed(n, names, "model."): p for n, p in ours.named_parameters()})
+    _same_logits(ours, theirs, model_shape)
+
+
+def test_logits_equal_transformers_bloom():
+    transformers = pytest.importorskip("transformers", reason="development check only")
+    model_shape = shape(
+        "gpt", layers=2, hidden=48, heads=6, vocab=97, embedding_norm=True,
+        positions={"kind": "alibi"}, activation="gelu",
+    )  # fmt: skip
+    config = transformers.BloomConfig(
+        hidden_size=48, n_layer=2, n_head=6, vocab_size=97, layer_norm_epsilon=model_shape.norm_eps
+    )
+    theirs = transformers.BloomForCausalLM(config).eval()
+    for block in theirs.transformer.h:  # exact GELU, where BLOOM approximates by tanh
+        block.mlp.gelu_impl = torch.nn.GELU()
+    ours = built(model_shape, fused=False)
+    state = dict(ours.named_parameters())
+    names = {
+        "embedding.weight": "word_embeddings.weight", "embedding_norm": "word_embeddings_layernorm",
+        "layers": "h", "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+        "attention.out": "self_attention.dense", "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h", "final_norm": "ln_f",
+    }  # fmt: skip
+    plain = {n: p for n, p in state.items() if n.split(".")[-2] not in ("q", "k", "v")}
+    loaded = {f"transformer.{_renamed(n, names, '')}": p for n, p in plain.items()}
+    for layer in range(2):
+        for leaf in ("weight", "bias"):
+            parts = [state[f"layers.{layer}.attention.{part}.{leaf}"] for part in "qkv"]
+            # BLOOM interleaves q, k and v head by head.
+            heads = torch.stack([p.unflatten(0, (6, 8)) for p in parts], dim=1).flatten(0, 2)
+            loaded[f"transformer.h.{layer}.self_attention.query_key_value.{leaf}"] = heads
+    theirs.load_state_dict(loaded | {"lm_head.weight": state["embedding.weight"]})
+    _same_logits(ours, theirs, model_shape)
+
+
+def test_logits_equal_transformers_gpt2():
+    transformers = pytest.importorskip("transformers", reason="development check only")
+    model_shape = shape(
+        "gpt", layers=2, hidden=48, heads=4, vocab=97,
+        positions={"kind": "learned", "length": SEQ_LEN},
+    )  # fmt: skip
+    config = transformers.GPT2Config(
+        n_embd=48, n_layer=2, n_head=4, vocab_size=97, n_positions=SEQ_LEN,
+        activation_function="gelu", layer_norm_epsilon=model_shape.norm_eps,
+    )  # fmt: skip
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    ours = built(model_shape, fused=False)
+    state = dict(ours.named_parameters())
+    names = {
+        "embedding.weight": "wte.weight", "positions.weight": "wpe.weight", "layers": "h",
+        "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.out": "attn.c_proj",
+        "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj", "final_norm": "ln_f",
+    }  # fmt: skip
+    loaded = {}
+    for name, param in state.items():
+        if name.split(".")[-2] not in ("q", "k", "v"):
+            # GPT-2 stores matrices [in, out].
+            inner = name.startswith("layers") and param.ndim == 2
+            loaded[f"transformer.{_renamed(name, names, '')}"] = param.T if inner else param
+    for layer in range(2):
+        for leaf in ("weight", "bias"):
+            whole = torch.cat([state[f"layers.{layer}.attention.{part}.{leaf}"] for part in "qkv"])
+            loaded[f"transformer.h.{layer}.attn.c_attn.{leaf}"] = (
+                whole.T if whole.ndim == 2 else whole
+            )
+    theirs.load_state_dict(loaded | {"lm_head.weight": state["embedding.weight"]})
+    _same_logits(ours, theirs, model_shape)
+
+
+def _renamed(name: str, names: dict[str, str], prefix: str) -> str:
+    for ours, theirs in sorted(names.items(), key=lambda pair: -len(pair[0])):
+        if ours != "layers" and f".{ours}." in f".{name}.":
+            name = f".{name}.".replace(f".{ours}.", f".{theirs}.").strip(".")
+            break
+    else:
+        raise KeyError(name)
+    if name.startswith("layers."):
+        inner = names.get("layers")
+        return name.replace("layers.", f"{inner}.", 1) if inner else f"{prefix}{name}"
+    return name
+
+
+def _same_logits(ours: Decoder, theirs: torch.nn.Module, model_shape: ModelShape) -> None:
+    tokens = torch.randint(0, model_shape.vocab, (2, SEQ_LEN), generator=torch.manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    torch.testing.assert_close(logits(ours, model_shape, tokens), expected, rtol=1e-5, atol=1e-5)
