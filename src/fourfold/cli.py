@@ -26,6 +26,7 @@ COMMANDS = {
     "predict": "a table of runs -> seconds, memory and fit of each",
     "fit": "measured runs -> a calibration; or which runs would teach most",
     "score": "a calibration against measured tables: errors, ranking, regret, coverage",
+    "verify": "does every layout compute what one process computes? train both and compare",
     "completion": "a completion script for bash, zsh or fish",
 }
 _EPILOG = """\

@@ -30,7 +30,7 @@ def job_report(
     runs = tuple(
         run_report(job, task, folder, end, started_at)
         for task, end in whole.items()
-        if job.specs and job.job in ("run", "train", "ping")
+        if job.specs and job.job in ("run", "train", "ping", "verify")
     )
     answers = (answer_file(folder, task) for task in range(job.tasks))
     return JobReport(

@@ -1,0 +1,203 @@
+"""Does every layout compute what one process computes? Trains tiny models both ways and compares
+loss, every gradient, the global norm, and parameters after three clipped AdamW steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from fourfold.commands import flags, verify_cases
+from fourfold.commands.verify_cases import TINY, Wish, describe
+from fourfold.errors import UserError
+from fourfold.show.table import json_text, render
+from fourfold.spec.job import Job, Limits
+from fourfold.spec.layout import AXES, Layout
+from fourfold.spec.policy import BUNDLES, PRECISION_ALIASES
+from fourfold.spec.run import RunSpec
+
+EXAMPLES = """\
+examples:
+  fourfold verify --world 4                       every legal layout of 4 ranks, three families
+  fourfold verify --world 8 --sample 40 --seed 1  a stratified sample
+  fourfold verify --world 16 --layout "pp2 dp2 cp2 tp2" --set policy.cp_kind=ulysses
+  fourfold verify --world 4 --layout "dp2 tp2" --break norm-grad   must fail: it sees mistakes
+  fourfold verify --world 8 --device cuda         on your GPUs, over NCCL
+"""
+FAULTS = (
+    "loss-divisor", "tied-grad", "cp-positions", "norm-grad",
+    "layer-skip", "kv-head", "stale-weight", "norm-twice",
+)  # fmt: skip
+_HEADINGS = ("family", "layout", "policy", "loss", "norm", "grad", "param", "result")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", type=int, metavar="N", help="ranks (default: the layout's)")
+    parser.add_argument("--sample", type=int, metavar="K", help="only K layouts, stratified")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample, weights and tokens")
+    parser.add_argument("--layout", metavar="L", help="only this one, as 'pp2 dp2 tp2'")
+    parser.add_argument("--family", choices=tuple(TINY), action="append", help="only this family")
+    parser.add_argument("--axis", choices=AXES, help="only layouts with this axis above 1")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--break", dest="fault", choices=FAULTS, help="plant a fault: must fail")
+    parser.add_argument(
+        "--precision", choices=(*BUNDLES, *PRECISION_ALIASES), default="fp32", help="default: fp32"
+    )
+    parser.add_argument("--global-batch", type=int, metavar="N", help="sequences of one step")
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="need not divide anything")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="such as policy.cp_kind=ring",
+    )
+    parser.add_argument("--limit", type=float, default=180.0, metavar="S", help="seconds a layout")
+    flags.add_format(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    wish = _wish(args)
+    found, refused = verify_cases.cases(wish)
+    if not found:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in refused.items())
+        raise UserError(
+            f"no legal layout; refused for: {reasons or 'nothing matched'}",
+            field="layout",
+            value=args.layout or f"{wish.world} ranks",
+            way_out="change --world, --layout or --axis",
+        )
+    if args.sample is not None:
+        found = verify_cases.sample(found, args.sample, args.seed)
+    rows = _carry_out(found, args)
+    report = {
+        "layouts": rows,
+        "passed": sum(row["pass"] for row in rows),
+        "refused": dict(refused),
+        "total": len(rows),
+        "world": wish.world,
+        "device": args.device,
+        "precision": wish_precision(args),
+        "break": args.fault,
+    }
+    print(json_text(report) if args.format == "json" else _text(report, args.format))
+    return 0 if report["passed"] == report["total"] else 1
+
+
+def wish_precision(args: argparse.Namespace) -> str:
+    return PRECISION_ALIASES.get(args.precision, args.precision)
+
+
+def _wish(args: argparse.Namespace) -> Wish:
+    layout = Layout.parse(args.layout) if args.layout else None
+    world = args.world or (layout.world if layout else 0)
+    if world < 1:
+        raise UserError("is missing", field="world", way_out="add --world 4")
+    if layout and layout.world != world:
+        raise UserError(
+            f"has {layout.world} ranks, not --world {world}", field="layout", value=args.layout
+        )
+    fixed: dict[str, Any] = {"precision": wish_precision(args)}
+    for assignment in args.set:
+        path, _, text = assignment.partition("=")
+        name = path.strip().removeprefix("policy.")
+        if not text or "." in name:
+            raise UserError("must be policy.FIELD=VALUE", field="--set", value=assignment)
+        fixed[name] = flags.toml_value(text)
+    _checked(fixed)
+    return Wish(
+        world=world,
+        families=tuple(args.family or TINY),
+        layout=layout,
+        axis=args.axis,
+        global_batch=args.global_batch,
+        micro_batch=args.micro_batch,
+        fixed=tuple(fixed.items()),
+        device=args.device,
+        seed=args.seed,
+    )
+
+
+def _checked(fixed: dict[str, Any]) -> None:
+    """Unknown fields and values are refused here, with the codec's words."""
+    from fourfold.spec import codec
+    from fourfold.spec.policy import Policy
+
+    codec.decode(Policy, fixed, "policy")
+
+
+def _carry_out(found: list[RunSpec], args: argparse.Namespace) -> list[dict[str, Any]]:
+    from fourfold.launch.local import run_job
+
+    options = (("break", args.fault),) if args.fault else ()
+    limits = Limits(start_s=max(600.0, args.limit), step_s=args.limit)
+    job = Job(job="verify", specs=tuple(found), ranks=found[0].gpus, options=options, limits=limits)
+    with tempfile.TemporaryDirectory(prefix="fourfold-verify-") as name:
+        folder = Path(name)
+        report = run_job(job, folder, progress=_say)
+        ends = dict(enumerate(report.runs))
+        return [_row(i, spec, folder, ends.get(i)) for i, spec in enumerate(found)]
+
+
+def _say(line: str) -> None:
+    print(f"verify: {line}", file=sys.stderr)
+
+
+def _row(index: int, spec: RunSpec, folder: Path, end: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "family": spec.model.family,
+        "layout": str(spec.layout),
+        "policy": describe(spec),
+        "micro_batch": spec.batch.micro_batch,
+        "global_batch": spec.batch.global_batch,
+    }
+    path = folder / f"answer-{index}.json"
+    if path.exists():
+        return row | json.loads(path.read_text(encoding="utf-8"))
+    words = "no answer"
+    if end is not None and end.failure is not None:
+        failure = end.failure
+        words = f"{end.outcome}: rank {failure.rank} in {failure.phase}: {failure.message}"
+    empty = dict.fromkeys(("loss_diff", "norm_rel", "grad_rel", "param_rel"))
+    return row | empty | {"pass": False, "error": words}
+
+
+def _text(report: dict[str, Any], style: str) -> str:
+    rows = report["layouts"]
+    # All that failed; of what passed, the worst few of each family say enough.
+    shown = [row for row in rows if not row["pass"]]
+    shown += sorted((r for r in rows if r["pass"]), key=lambda r: -r["grad_rel"])[:12]
+    table = render(_HEADINGS, [_cells(row) for row in shown], style) if rows else ""
+    lines = [table, ""]
+    hidden = len(rows) - len(shown)
+    if hidden > 0:
+        lines.append(f"{hidden} more passed (--format json has all)")
+    for row in rows:
+        if row.get("error"):
+            lines.append(f"{row['family']} {row['layout']} {row['policy']}: {row['error']}")
+    lines.append(_summary(report))
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    gaps = [row["loss_diff"], row["norm_rel"], row["grad_rel"], row["param_rel"]]
+    numbers = ["-" if gap is None else f"{gap:.1e}" for gap in gaps]
+    result = "pass" if row["pass"] else "error" if row.get("error") else "FAIL"
+    return [row["family"], row["layout"], row["policy"], *numbers, result]
+
+
+def _summary(report: dict[str, Any]) -> str:
+    families = Counter(row["family"] for row in report["layouts"])
+    by_family = ", ".join(f"{family} {count}" for family, count in families.items())
+    refused = ", ".join(f"{reason} {count}" for reason, count in report["refused"].items())
+    fault = f", fault {report['break']} planted" if report["break"] else ""
+    return (
+        f"{report['passed']} of {report['total']} layouts equal one process ({by_family}); "
+        f"refused: {refused or 'none'}\n{report['world']} ranks, {report['device']}, "
+        f"{report['precision']}{fault}; limits: loss 1e-5, norm and gradients 1e-4, parameters 1e-3"
+    )

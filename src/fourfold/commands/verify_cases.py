@@ -1,0 +1,197 @@
+"""Which layouts does `verify` try? Every way to divide N ranks, with every choice it has.
+
+A choice that changes nothing in a layout (a schedule without stages, sharding over one rank) is not
+a layout of its own. Whether one is legal is for search/legal.py to say.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+from fourfold.errors import UserError
+from fourfold.search.legal import Target, why_not
+from fourfold.spec.batch import Batch
+from fourfold.spec.catalog import model
+from fourfold.spec.layout import AXES, Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+
+TINY = {"mpt": "mpt-tiny", "gpt": "gpt-tiny", "llama": "llama-tiny"}
+_SEQ_LEN = 32
+_GLOBAL_BATCH = 8
+# Of a sample: shares of layouts with one, two, and three or more axes above 1.
+_SHARES = {1: 0.2, 2: 0.4, 3: 0.4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the user asked for; None: anything."""
+
+    world: int
+    families: tuple[str, ...]
+    layout: Layout | None = None
+    axis: str | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    fixed: tuple[tuple[str, Any], ...] = ()
+    device: Literal["cpu", "cuda"] = "cpu"
+    seed: int = 0
+
+
+def layouts(world: int) -> Iterator[Layout]:
+    """Every way to write `world` as pp x replicate x shard x cp x tp."""
+    for sizes in _factors(world, 5):
+        pp, replicate, shard, cp, tp = sizes
+        if replicate > 1 and shard * cp == 1:
+            continue  # copies of one shard: that is dp with nothing sharded, zero0
+        yield Layout(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
+
+
+def _factors(number: int, slots: int) -> Iterator[tuple[int, ...]]:
+    if slots == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factors(number // first, slots - 1):
+                yield (first, *rest)
+
+
+def policies(layout: Layout, base: Policy) -> Iterator[Policy]:
+    """Every choice that a layout has: sharding, kind of context parallelism, schedule, sequence."""
+    zeros = ("zero0", "zero1", "zero2", "zero3") if layout.dp * layout.cp > 1 else ("zero1",)
+    if layout.replicate > 1:
+        zeros = zeros[1:]
+    kinds = ("ring", "allgather", "ulysses") if layout.cp > 1 else ("ring",)
+    schedules = ("gpipe", "1f1b") if layout.pp > 1 else ("1f1b",)
+    sequence = (True, False) if layout.tp > 1 else (False,)
+    for zero, kind, schedule, cut in product(zeros, kinds, schedules, sequence):
+        chosen: dict[str, Any] = {"sharding": zero, "cp_kind": kind, "schedule": schedule}
+        yield replace(base, **chosen, sequence_parallel=cut)
+
+
+def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
+    """(runs to make, refused by reason)."""
+    base = replace(Policy(precision="fp32"), **dict(wish.fixed))
+    kept: list[RunSpec] = []
+    refused: Counter[str] = Counter()
+    for family in wish.families:
+        shape = model(TINY[family])
+        for layout in (wish.layout,) if wish.layout else layouts(wish.world):
+            if wish.axis and layout.size(wish.axis) == 1:
+                continue
+            for policy in _wished(policies(layout, base), wish):
+                policy = _varied(policy, layout, wish)
+                batch = _batch(layout, wish)
+                target = Target(gpus=wish.world)
+                refusals = why_not(shape, layout, batch, policy, target)
+                if refusals:
+                    refused[refusals[0].reason] += 1
+                    continue
+                kept.append(
+                    RunSpec(
+                        model=shape,
+                        gpus=wish.world,
+                        layout=layout,
+                        batch=batch,
+                        policy=policy,
+                        device=wish.device,
+                        seed=wish.seed,
+                        steps=3,
+                        warmup=0,
+                    )
+                )
+    return kept, refused
+
+
+def _wished(found: Iterator[Policy], wish: Wish) -> Iterator[Policy]:
+    """Those that agree with what the user fixed; a choice the layout lacks stays as fixed."""
+    fixed = dict(wish.fixed)
+    seen = set()
+    for policy in found:
+        settled = replace(policy, **fixed)
+        if settled not in seen:
+            seen.add(settled)
+            yield settled
+
+
+def _varied(policy: Policy, layout: Layout, wish: Wish) -> Policy:
+    """Recompute, fused projections and loss chunks vary from layout to layout: they compose with
+    all axes alike, and a product with them would only be longer."""
+    fixed = dict(wish.fixed)
+    number = zlib.crc32(f"{layout} {policy}".encode())
+    choices: dict[str, Any] = {
+        "recompute": ("none", "full", "every-2", "selective")[number % 4],
+        "fused_projections": number // 4 % 3 != 0,
+        "loss_chunks": 1 + number // 12 % 2,
+    }
+    return replace(policy, **{k: v for k, v in choices.items() if k not in fixed})
+
+
+def _batch(layout: Layout, wish: Wish) -> Batch:
+    """At least two micro batches where the share of a rank allows; four for a pipeline."""
+    global_batch = wish.global_batch or max(_GLOBAL_BATCH, layout.dp)
+    share = -(-global_batch // layout.dp)
+    micro = wish.micro_batch or max(1, share // (4 if layout.pp > 1 else 2))
+    return Batch(seq_len=_SEQ_LEN, micro_batch=micro, global_batch=global_batch)
+
+
+def axes_above_one(layout: Layout) -> int:
+    return sum(layout.size(axis) > 1 for axis in AXES)
+
+
+def sample(found: Sequence[RunSpec], count: int, seed: int) -> list[RunSpec]:
+    """`count` runs, stratified: by number of axes above 1, then evenly by axes and family."""
+    if count < 1:
+        raise UserError("must be at least 1", field="sample", value=count)
+    strata: dict[int, list[RunSpec]] = {1: [], 2: [], 3: []}
+    for run in found:
+        strata[min(3, max(1, axes_above_one(run.layout)))].append(run)
+    # The rarest first, so that what it cannot fill goes to the others.
+    picked: list[RunSpec] = []
+    left = min(count, len(found))
+    weight = {level: _SHARES[level] for level in strata if strata[level]}
+    for level in sorted(weight, key=lambda level: len(strata[level])):
+        share = weight[level] / sum(w for other, w in weight.items() if other >= 0)
+        take = min(len(strata[level]), max(1, round(left * share)), left)
+        picked += _spread(strata[level], take, random.Random(f"{seed} {level}"))
+        left -= take
+        weight = {other: w for other, w in weight.items() if other != level}
+    return picked
+
+
+def _spread(runs: Sequence[RunSpec], count: int, chance: random.Random) -> list[RunSpec]:
+    """Round robin over (axes above 1, family), each in random order."""
+    groups: dict[tuple[object, ...], list[RunSpec]] = {}
+    for run in runs:
+        axes = tuple(axis for axis in AXES if run.layout.size(axis) > 1)
+        groups.setdefault((axes, run.model.family), []).append(run)
+    order = list(groups.values())
+    chance.shuffle(order)
+    for group in order:
+        chance.shuffle(group)
+    picked: list[RunSpec] = []
+    while len(picked) < count:
+        for group in order:
+            if group and len(picked) < count:
+                picked.append(group.pop())
+    return picked
+
+
+def describe(run: RunSpec) -> str:
+    """The policy in a few words: what applies to this layout."""
+    layout, policy = run.layout, run.policy
+    words = [policy.sharding] if layout.dp * layout.cp > 1 else []
+    words += [policy.cp_kind] if layout.cp > 1 else []
+    words += [policy.schedule] if layout.pp > 1 else []
+    words += ["sp" if policy.sequence_parallel else "no-sp"] if layout.tp > 1 else []
+    words += [f"recompute-{policy.recompute}"] if policy.recompute != "none" else []
+    words += [] if policy.fused_projections else ["unfused"]
+    words += [f"chunks-{policy.loss_chunks}"] if policy.loss_chunks > 1 else []
+    return " ".join(words)

@@ -1,0 +1,106 @@
+"""What must every layout compute? The same training in one process that uses no parallel code:
+one model, the whole batch at once, torch's own clipping and AdamW.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.engine import init
+from fourfold.engine.compat import DTYPES
+from fourfold.engine.data import Source
+from fourfold.engine.init import InitRule
+from fourfold.engine.model.decoder import IGNORE, Decoder
+from fourfold.engine.model.positions import make_tables
+from fourfold.engine.optimizer import AdamSettings, param_groups
+from fourfold.engine.pieces import Piece, Place, pieces
+from fourfold.spec.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """Losses and norms of each step, gradients of the first, parameters after the last; on CPU."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, Tensor]
+    params: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All that a comparison fixes besides the run: data, initial values, optimizer, steps."""
+
+    source: Source
+    settings: AdamSettings
+    rule: InitRule
+    steps: int
+
+
+def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
+    """The reference. Master weights and what is computed with are two models in mixed precision."""
+    dtypes = spec.policy.dtypes
+    masters = _model(spec, DTYPES[dtypes.param], device)
+    held = pieces(masters, spec.model, spec.batch.seq_len, Place())
+    init.fill(held, seed=spec.seed, layers=spec.model.layers, rule=recipe.rule)
+    mixed = dtypes.compute != dtypes.param
+    decoder = _model(spec, DTYPES[dtypes.compute], device) if mixed else masters
+    weights: list[Tensor] = list(masters.parameters())
+    settings = recipe.settings
+    optimizer = torch.optim.AdamW(
+        param_groups(weights, settings), lr=settings.lr, betas=settings.betas, eps=settings.eps
+    )
+    losses, norms, grads = [], [], {}
+    for step in range(recipe.steps):
+        if mixed:
+            _copy_weights(masters, decoder)
+        losses.append(_backward(decoder, spec, recipe.source, step, device))
+        if mixed:
+            _copy_grads(decoder, masters)
+        if step == 0:
+            grads = {piece.name: _grad(piece) for piece in held}
+        limit = float("inf") if settings.max_norm is None else settings.max_norm
+        norms.append(float(nn.utils.clip_grad_norm_(weights, limit)))
+        optimizer.step()
+        masters.zero_grad()
+        decoder.zero_grad()
+    params = {piece.name: piece.values.cpu().clone() for piece in held}
+    return Truth(losses, norms, grads, params)
+
+
+def _model(spec: RunSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
+    with torch.device("meta"):
+        decoder = Decoder(spec.model, spec.batch.seq_len, fused=False)
+    return decoder.to(dtype).to_empty(device=device)
+
+
+def _backward(
+    decoder: Decoder, spec: RunSpec, source: Source, step: int, device: torch.device
+) -> float:
+    positions = torch.arange(spec.batch.seq_len, device=device)
+    sequences = torch.arange(spec.batch.global_batch, device=device)
+    tokens, targets = source.batch(step, sequences, positions)
+    tables = make_tables(spec.model, positions, range(spec.model.heads))
+    loss = decoder(tokens, tables, targets) / (targets != IGNORE).sum()
+    loss.backward()
+    return float(loss.detach())
+
+
+def _grad(piece: Piece) -> Tensor:
+    assert piece.grad is not None, f"{piece.name} has no gradient"
+    return piece.grad.cpu().clone()
+
+
+@torch.no_grad()
+def _copy_weights(source: nn.Module, target: nn.Module) -> None:
+    for old, new in zip(source.parameters(), target.parameters(), strict=True):
+        new.copy_(old)
+
+
+def _copy_grads(source: nn.Module, target: nn.Module) -> None:
+    for old, new in zip(source.parameters(), target.parameters(), strict=True):
+        assert old.grad is not None
+        new.grad = old.grad.to(new.dtype)
