@@ -21,6 +21,8 @@ COMMANDS = {
     "clusters": "which GPUs and clusters are known; 'clusters new' describes yours",
     "flops": "MFU, HFU and TFLOPs of a measured speed, under every convention",
     "trace": "what every step of a parallel layer does: shapes, FLOPs, bytes, memory",
+    "runs": "what is stored: every run with outcome, speed and memory",
+    "report": "results as people publish them: MPT, topology and scaling tables",
     "lint": "mistakes in published tables, found by rule, with the likely repair",
     "calibrate": "what this machine can do: a hardware profile for plan and demo",
     "predict": "a table of runs -> seconds, memory and fit of each",

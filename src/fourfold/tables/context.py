@@ -13,9 +13,12 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 
-_SETTING = re.compile(r"\b(NHIDDEN|NLAYERS|NHEADS|GBS|MBS|SEQ_?LEN|VOCAB(?:_SIZE)?)\s*=\s*([0-9]+)")
+_SETTING = re.compile(
+    r"\b(NHIDDEN|NLAYERS|NHEADS|NKVHEADS|NFFN|GBS|MBS|SEQ_?LEN|VOCAB(?:_SIZE)?)\s*=\s*([0-9]+)"
+)
 _FIELDS = {
-    "NHIDDEN": "hidden", "NLAYERS": "layers", "NHEADS": "heads", "GBS": "global_batch",
+    "NHIDDEN": "hidden", "NLAYERS": "layers", "NHEADS": "heads", "NKVHEADS": "kv_heads",
+    "NFFN": "ffn", "GBS": "global_batch",
     "MBS": "micro_batch", "SEQLEN": "seq_len", "SEQ_LEN": "seq_len",
     "VOCAB": "vocab", "VOCAB_SIZE": "vocab",
 }  # fmt: skip
@@ -27,6 +30,8 @@ _DEVICE = re.compile(
     r"\b([abh][12]?00|gb[23]00|b300|h800|a800)[ _-]*\(?([0-9]+)\s*gb\b", re.IGNORECASE
 )
 _CONVENTION = re.compile(r"\bTFLOPs by ([a-z0-9-]+)")
+_FAMILY = re.compile(r"\bFAMILY\s*=\s*([a-z0-9]+)")
+_TIED = re.compile(r"\bTIED\s*=\s*([01])\b")
 _PER_NODE = re.compile(r"\)\s*x\s*([0-9]+)\s*GPUs?\b|\b([0-9]+) GPUs per node", re.IGNORECASE)
 
 
@@ -38,6 +43,10 @@ class Context:
     layers: int | None = None
     hidden: int | None = None
     heads: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    family: str | None = None
+    tied: bool | None = None
     vocab: int | None = None
     seq_len: int | None = None
     micro_batch: int | None = None
@@ -63,13 +72,27 @@ def after(previous: Context, lines: tuple[str, ...]) -> Context:
             found[_FIELDS[name]] = int(digits)  # the last one said stands
     for digits in _LENGTH.findall(text):
         found["seq_len"] = int(digits)
+    for name in _FAMILY.findall(text):
+        found["family"] = name
+    for digit in _TIED.findall(text):
+        found["tied"] = digit == "1"
     context = replace(context, **found)
     for name in _CONVENTION.findall(text):
         context = replace(context, convention=name)
-    for name in _MODEL.findall(text):
-        if name.lower() in catalog.model_names():
-            context = replace(context, model=name.lower())
-    return _hardware(context, text)
+    return _hardware(replace(context, model=_model(lines)), text)
+
+
+def _model(lines: tuple[str, ...]) -> str | None:
+    """The catalogue name said last; a shape in a line of its own after it takes its place."""
+    model = None
+    for line in lines:
+        names = [name.lower() for name in _MODEL.findall(line)]
+        known = [name for name in names if name in catalog.model_names()]
+        if known:
+            model = known[-1]
+        elif "NLAYERS" in line or "NHIDDEN" in line:
+            model = None
+    return model
 
 
 def _hardware(context: Context, text: str) -> Context:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fourfold.spec.model import ModelShape
+
 Style = Literal["mpt", "topology", "scaling", "reference", "other"]
 Status = Literal["ok", "oom", "fail", "hang", "absent"]
 
@@ -17,7 +19,8 @@ Status = Literal["ok", "oom", "fail", "hang", "absent"]
 class Record:
     """`line` is the row's line in the file, `column` the heading for styles with one result a cell.
 
-    `label` is the name or size in the row itself, `model` a catalogue name in the text above.
+    `label` is the name or size in the row itself, `model` a catalogue name in the text above;
+    `shape` is the whole shape where it is known (stored runs).
     """
 
     style: Style
@@ -65,7 +68,11 @@ class Record:
     params: int | None = None
     convention: str = ""
     status: Status = "ok"
+    measured_at: str = ""
+    predicted_s: float | None = None
+    offload: str = ""
     note: str = ""
+    shape: ModelShape | None = field(default=None, compare=False, repr=False)
     cells: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def text(self, name: str) -> str:

@@ -16,6 +16,12 @@ _KINDS = {field.name: str(field.type) for field in dataclasses.fields(Record)}
 # The topology notes come from hosts of eight GPUs; used only where neither text nor rows say more.
 _DEFAULT_GPUS_PER_NODE = 8
 _MPT_SHARDING = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "zero0"}
+_SPEEDS = ("step_s", "tflops_gpu", "model_tflop", "tokens_s", "mfu_pct")
+# What a row without a column of its own takes from the text above.
+_FROM_TEXT = (
+    "layers", "hidden", "heads", "kv_heads", "ffn", "family", "tied", "vocab", "seq_len",
+    "hardware", "gpus_per_node",
+)  # fmt: skip
 _HANGS = re.compile(r"\bh[au]ngs?\b", re.IGNORECASE)
 
 
@@ -62,13 +68,13 @@ def _row(
         if value is not None:
             values[name] = value
     values |= _tidied(style, texts)
-    for name in ("layers", "hidden", "heads", "vocab", "seq_len", "hardware", "gpus_per_node"):
+    for name in _FROM_TEXT:
         stated = getattr(context, name)
         if stated is not None:
             values.setdefault(name, stated)
     values.setdefault("micro_batch", context.micro_batch)
     values.setdefault("global_batch", context.global_batch)
-    values.setdefault("convention", context.convention)
+    values.setdefault("convention", context.convention or ("mpt" if style == "mpt" else ""))
     values["model"] = context.model or ""
     return Record(style=style, table=number, line=row.line, row=at, **values)
 
@@ -93,7 +99,6 @@ def _tidied(style: Style, texts: dict[str, str]) -> dict[str, Any]:
     if sharding.isdecimal():
         values["sharding"] = f"zero{sharding}"
     if style == "mpt":
-        values["family"] = "mpt"
         values |= _mpt_layout(sharding)
         shown = texts.get("recompute", "").strip().lower()
         values["recompute"] = {"true": "full", "false": "none"}.get(shown, shown)
@@ -118,7 +123,7 @@ def _status(texts: dict[str, str]) -> Status:
     if "status" in texts:
         word = texts["status"].strip().lower()
         return word if word in ("ok", "oom", "fail", "hang") else "ok"  # type: ignore[return-value]
-    speeds = [texts[name] for name in ("step_s", "tflops_gpu", "tokens_s") if name in texts]
+    speeds = [texts[name] for name in _SPEEDS if name in texts]
     states = [cells.state(text) for text in [*speeds, texts.get("mem_gb", "")]]
     for bad in ("oom", "fail", "hang"):
         if bad in states:
@@ -165,6 +170,12 @@ def _cell(
         hidden=context.hidden,
         seq_len=context.seq_len,
         hardware=context.hardware,
+        heads=context.heads,
+        kv_heads=context.kv_heads,
+        ffn=context.ffn,
+        vocab=context.vocab,
+        tied=context.tied,
+        family=context.family or "",
         gpus=gpus,
         tp=tp,
         cp=cp,

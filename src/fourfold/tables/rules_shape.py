@@ -17,7 +17,7 @@ from fourfold.units import show_count
 
 # Labels are rounded by hand and count embeddings in some tables: this much beyond rounding is fine.
 _LABEL_SLACK = 0.03
-_STATED_PARTS = re.compile(r"\b(stages|micro)\s+([0-9]+(?:\+[0-9]+)+)")
+_STATED_PARTS = re.compile(r"\b(stages|micro)\s+([0-9]+(?:\+[0-9]+)*)")
 _PROXY_LAYERS = re.compile(r"proxy([0-9]+)l\b")
 # Engines that split a batch unevenly; the others stop unless dp x micro batch divides it.
 _UNEVEN_STACKS = ("fourfold", "llm-foundry")

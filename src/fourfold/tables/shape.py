@@ -15,7 +15,7 @@ from fourfold.cost.params import layer_params, model_params
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
+from fourfold.spec.model import FAMILIES, ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.tables.record import Record
 
@@ -51,6 +51,8 @@ def _named(name: str) -> ModelShape:
 
 
 def shape_of(record: Record) -> Shape | None:
+    if record.shape is not None:
+        return Shape(record.shape, True, False)
     if record.layers and record.hidden:
         built = _built(record)
         return Shape(built, record.vocab is not None, False) if built else None
@@ -61,8 +63,12 @@ def shape_of(record: Record) -> Shape | None:
 def _built(record: Record) -> ModelShape | None:
     named = named_shape(record)
     family = record.family or (named.family if named else "gpt")
+    if family not in FAMILIES:
+        return None
     hidden = record.hidden or 1
     heads = record.heads if record.heads and hidden % record.heads == 0 else 1
+    if named is not None and _same(named, record):
+        return named
     fields = {
         "layers": record.layers,
         "hidden": hidden,
@@ -73,6 +79,13 @@ def _built(record: Record) -> ModelShape | None:
         "tied": record.tied if record.tied is not None else (named.tied if named else None),
     }
     return _shape(family, tuple(fields.items()))
+
+
+def _same(named: ModelShape, record: Record) -> bool:
+    """Whether nothing that the row says contradicts the catalogue's shape."""
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
+    said = {name: getattr(record, name) for name in names}
+    return all(value in (None, getattr(named, name)) for name, value in said.items())
 
 
 @functools.cache

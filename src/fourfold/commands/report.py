@@ -1,0 +1,92 @@
+"""Print results as people publish them, from stored runs and from tables, in any of three styles.
+
+SOURCE is a store (a folder of runs) or a file of tables (.md, .csv, .json); without one the store
+of --runs is taken. mpt: the 20 columns of the MPT benchmarks. topology: the BLOOM notes' columns.
+scaling: TFLOPs by layout and GPU count. A configuration measured again is shown with its newest
+figure, the older ones stand below. --out NAME writes NAME.csv and NAME.md in one go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fourfold import files
+from fourfold.commands import flags
+from fourfold.commands.runs import chosen_runs
+from fourfold.cost.flops import convention
+from fourfold.errors import UserError
+from fourfold.result.report import OUTCOMES
+from fourfold.result.store import INDEX, RUN_FILE
+from fourfold.show.table import json_text
+from fourfold.tables.document import Document, read_file, write
+from fourfold.tables.from_runs import record_of
+from fourfold.tables.publish import STYLE_CONVENTION, STYLES, plain_records, publish
+from fourfold.tables.record import Record
+from fourfold.tables.records import records
+
+EXAMPLES = """\
+examples:
+  fourfold report --style topology
+  fourfold report --style mpt --out results
+  fourfold report runs/ colleague/runs published.md --style scaling --format md
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="stores and files of tables")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="the store (default: runs)")
+    parser.add_argument("--style", choices=STYLES, default="topology", help="columns to print")
+    parser.add_argument("--convention", metavar="ID", help="how FLOPs are counted (see 'flops')")
+    parser.add_argument("--where", action="append", default=[], metavar="CONDITION")
+    parser.add_argument("--outcome", choices=OUTCOMES, action="append", help="only these outcomes")
+    parser.add_argument("--model", metavar="NAME", help="only this model")
+    parser.add_argument("--tag", metavar="TAG", help="only runs of this tag")
+    parser.add_argument("--out", metavar="NAME", help="write NAME.csv and NAME.md")
+    flags.add_format(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    rule = convention(args.convention or STYLE_CONVENTION[args.style]).id
+    found = _records(args)
+    if not found:
+        raise UserError(
+            "holds no results",
+            field="SOURCE",
+            value=" ".join(args.sources) or args.runs,
+            way_out="'fourfold sweep' and 'fourfold bench' fill a store; --runs names another",
+        )
+    document = publish(found, args.style, rule)
+    if args.out:
+        _write_both(document, args.out)
+    if args.format == "json":
+        plain = {"style": args.style, "convention": rule, "rows": plain_records(found, rule)}
+        print(json_text(plain))
+    elif not args.out:
+        print(write(document, args.format), end="")
+    return 0
+
+
+def _records(args: argparse.Namespace) -> list[Record]:
+    found: list[Record] = []
+    for source in args.sources or [args.runs]:
+        if Path(source).is_dir():
+            stored = chosen_runs(argparse.Namespace(**{**vars(args), "runs": source}))
+            found += [record_of(item.summary, at) for at, item in enumerate(stored)]
+        elif args.sources:
+            found += [r for r in records(read_file(source)) if r.status != "absent"]
+        else:
+            raise UserError(
+                "is no store yet", field="runs", value=source, way_out="run something first"
+            )
+    return found
+
+
+def _write_both(document: Document, name: str) -> None:
+    stem = name.removesuffix(".csv").removesuffix(".md")
+    if Path(stem).name in ("", INDEX, RUN_FILE):
+        raise UserError("must be a file's name", field="out", value=name, way_out="--out results")
+    for ending in ("csv", "md"):
+        files.write_text(f"{stem}.{ending}", write(document, ending))
+        print(f"wrote {stem}.{ending}", file=sys.stderr)

@@ -1,0 +1,177 @@
+"""What does a stored run say on one line? Facts from its file, read without building every type.
+
+Ten thousand runs are listed in seconds this way. Seconds are of the steps after warm-up, bytes of
+the fullest rank; ratios such as MFU are computed by whoever shows them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.result.report import RunReport
+from fourfold.result.timing import timing
+from fourfold.spec import codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """`model_json` is the whole shape as sorted JSON: equal texts are equal models."""
+
+    run_id: str
+    repeat: int
+    device: str
+    torch: str
+    outcome: str
+    model: str
+    model_json: str
+    layers: int
+    hidden: int
+    heads: int
+    gpus: int
+    nodes: int
+    pp: int
+    dp: int
+    replicate: int
+    cp: int
+    tp: int
+    order: str
+    virtual_stages: int
+    seq_len: int
+    micro_batch: int
+    global_batch: int
+    precision: str
+    sharding: str
+    recompute: str
+    offload: str
+    cp_kind: str
+    schedule: str
+    sequence_parallel: bool
+    env: tuple[tuple[str, str], ...]
+    tag: str
+    note: str
+    started_at: str
+    step_s: float | None
+    low_s: float | None
+    high_s: float | None
+    samples: int
+    start_s: float
+    loss: float | None
+    peak_bytes: int | None
+    peak_rank: int | None
+    peak_stage: int | None
+    retries: int
+    failure: str
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_len * self.global_batch
+
+    @property
+    def tokens_s_gpu(self) -> float | None:
+        return self.tokens / self.step_s / self.gpus if self.step_s else None
+
+    @property
+    def layout(self) -> str:
+        dp = f"{self.replicate}x{self.dp // self.replicate}" if self.replicate > 1 else f"{self.dp}"
+        sizes = {"pp": str(self.pp), "dp": dp, "cp": str(self.cp), "tp": str(self.tp)}
+        return " ".join(f"{axis}{sizes[axis]}" for axis in self.order.split())
+
+    def values(self) -> dict[str, float | None]:
+        """What a `where` condition may ask (spec/expression.py)."""
+        names = (
+            "dp", "tp", "cp", "pp", "micro_batch", "global_batch", "seq_len", "gpus", "nodes",
+            "layers", "hidden", "heads", "step_s",
+        )  # fmt: skip
+        found: dict[str, float | None] = {name: getattr(self, name) for name in names}
+        found["vp"] = self.virtual_stages
+        found["mem_gb"] = None if self.peak_bytes is None else self.peak_bytes / 1e9
+        return found
+
+
+def of_report(report: RunReport) -> Summary:
+    return summarise(codec.dump(report), report.spec.run_id)
+
+
+def summarise(plain: Any, run_id: str) -> Summary:
+    """From the plain data of a stored RunReport."""
+    try:
+        return _summary(plain, run_id)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"is not a stored run ({type(error).__name__}: {error})") from None
+
+
+def _summary(plain: dict[str, Any], run_id: str) -> Summary:
+    spec = plain["spec"]
+    model, layout, batch, policy = spec["model"], spec["layout"], spec["batch"], spec["policy"]
+    environment = plain.get("environment", {})
+    replicate, shard = _dp(layout["dp"])
+    steps = plain.get("steps", [])
+    timed = timing([step["seconds"] for step in steps if not step.get("warmup", False)])
+    losses = [step["loss"] for step in steps if step.get("loss") is not None]
+    fullest = max(plain.get("memory", []), key=lambda rank: rank["peak_bytes"], default=None)
+    known = fullest is not None and fullest["peak_bytes"] > 0
+    hosts = {rank.get("host", "") for rank in plain.get("ranks", [])}
+    failure = plain.get("failure")
+    return Summary(
+        run_id=run_id,
+        repeat=plain.get("repeat", 0),
+        device=environment.get("device", ""),
+        torch=environment.get("torch", ""),
+        outcome=plain["outcome"],
+        model=model.get("name", "custom"),
+        model_json=json.dumps(model, sort_keys=True),
+        layers=model["layers"],
+        hidden=model["hidden"],
+        heads=model["heads"],
+        gpus=spec["gpus"],
+        nodes=max(1, len(hosts)),
+        pp=layout["pp"],
+        dp=replicate * shard,
+        replicate=replicate,
+        cp=layout["cp"],
+        tp=layout["tp"],
+        order=layout.get("order", "pp dp cp tp"),
+        virtual_stages=policy.get("virtual_stages", 1),
+        seq_len=batch["seq_len"],
+        micro_batch=batch["micro_batch"],
+        global_batch=batch["global_batch"],
+        precision=policy["precision"],
+        sharding=policy["sharding"],
+        recompute=policy["recompute"],
+        offload=policy.get("offload", "none"),
+        cp_kind=policy.get("cp_kind", "ring"),
+        schedule=policy.get("schedule", "1f1b"),
+        sequence_parallel=bool(policy.get("sequence_parallel", True)),
+        env=tuple(sorted(policy.get("env", {}).items())),
+        tag=spec.get("tag", ""),
+        note=spec.get("note", ""),
+        started_at=plain.get("started_at", ""),
+        step_s=timed.step_s if timed and plain["outcome"] == "ok" else None,
+        low_s=timed.low_s if timed and plain["outcome"] == "ok" else None,
+        high_s=timed.high_s if timed and plain["outcome"] == "ok" else None,
+        samples=timed.samples if timed else 0,
+        start_s=plain.get("start_s", 0.0),
+        loss=losses[-1] if losses else None,
+        peak_bytes=fullest["peak_bytes"] if known else None,
+        peak_rank=fullest["rank"] if known else None,
+        peak_stage=fullest["stage"] if known else None,
+        retries=sum(rank.get("retries", 0) for rank in plain.get("memory", [])),
+        failure=_failure(failure) if failure else "",
+    )
+
+
+def _dp(value: int | str) -> tuple[int, int]:
+    if isinstance(value, int):
+        return 1, value
+    replicate, _, shard = value.partition("x")
+    return int(replicate), int(shard)
+
+
+def _failure(failure: dict[str, Any]) -> str:
+    first = str(failure.get("message", "")).strip().split("\n")[0][:160]
+    where = f"rank {failure['rank']}" if failure.get("rank", -1) >= 0 else ""
+    parts = [part for part in (where, failure.get("phase", ""), first) if part]
+    return ", ".join(parts)

@@ -1,0 +1,125 @@
+"""What follows from a record's own numbers? Seconds, tokens/s, TFLOPs, MFU: arithmetic only.
+
+A published or stored row has some of these; the rest is arithmetic with the model's shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from fourfold.cost.flops import ALIASES, CONVENTIONS, Question, convention, utilisation_pct
+from fourfold.cost.params import model_params
+from fourfold.errors import UserError
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
+from fourfold.tables.record import Record
+from fourfold.tables.shape import peak_tflops, shape_of
+
+
+def derive(record: Record, rule: str) -> Record:
+    """The record with what follows filled in; TFLOPs and MFU by the convention `rule`.
+
+    Figures already printed by that convention stay as they are: they may have been worked out from
+    more digits than the row shows.
+    """
+    record = _with_speed(record)
+    shape = shape_of(record)
+    if shape is None or not record.seq_len:
+        return record
+    record = _with_shape(record, shape.model)
+    ask = Question(
+        model=shape.model,
+        seq_len=record.seq_len or 1,
+        layout=_layout(record),
+        policy=_policy(record),
+    )
+    own = ALIASES.get(record.convention, record.convention)
+    if record.tokens_s_gpu is None and record.tflops_gpu and own in CONVENTIONS:
+        speed = record.tflops_gpu * 1e12 / convention(own).count(ask).printed
+        record = replace(record, tokens_s_gpu=speed)
+    if record.tokens_s_gpu is not None:
+        record = _with_utilisation(record, ask, None if own == rule else rule)
+    return _with_speed(record)
+
+
+def _with_shape(record: Record, model: ModelShape) -> Record:
+    return replace(
+        record,
+        label=record.label or model.name,
+        family=model.family,
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ffn=model.ffn,
+        vocab=model.vocab,
+        tied=model.tied,
+        params=record.params or model_params(model, record.seq_len or 1),
+    )
+
+
+def _with_utilisation(record: Record, ask: Question, restated: str | None) -> Record:
+    """TFLOPs, MFU and HFU where they are missing; all of them when restated by another rule."""
+    count = convention(restated or record.convention).count(ask)
+    speed = record.tokens_s_gpu or 0.0
+    found: dict[str, Any] = {"tflops_gpu": count.printed * speed / 1e12}
+    peak = peak_tflops(record)
+    if peak is not None:
+        found["mfu_pct"] = utilisation_pct(count.model, speed, peak * 1e12)
+        found["hfu_pct"] = utilisation_pct(count.hardware, speed, peak * 1e12)
+    if restated:
+        cells = {name: text for name, text in record.cells.items() if name not in _BY_CONVENTION}
+        return replace(record, convention=restated, cells=cells, **found)
+    missing: dict[str, Any] = {k: v for k, v in found.items() if getattr(record, k) is None}
+    return replace(record, **missing)
+
+
+_BY_CONVENTION = ("tflops_gpu", "model_tflop", "mfu_pct", "hfu_pct")
+
+
+def _with_speed(record: Record) -> Record:
+    """Seconds per step and tokens/s say the same thing once batch and GPUs are known."""
+    tokens = (record.global_batch or 0) * (record.seq_len or 0)
+    if not tokens or not record.gpus:
+        return record
+    if record.step_s:
+        total = tokens / record.step_s
+    elif record.tokens_s:
+        total = record.tokens_s
+    elif record.tokens_s_gpu:
+        total = record.tokens_s_gpu * record.gpus
+    else:
+        return record
+    return replace(
+        record,
+        step_s=record.step_s or tokens / total,
+        tokens_s=record.tokens_s or total,
+        tokens_s_gpu=record.tokens_s_gpu or total / record.gpus,
+    )
+
+
+def _layout(record: Record) -> Layout:
+    return Layout(pp=record.pp or 1, shard=record.dp or 1, cp=record.cp or 1, tp=record.tp or 1)
+
+
+def _policy(record: Record) -> Policy:
+    try:
+        return Policy(recompute=record.recompute or "none")
+    except UserError:
+        return Policy()
+
+
+def config(record: Record) -> tuple[object, ...]:
+    """What was run: records with equal configurations are repeats of each other."""
+    return tuple(getattr(record, name) for name in _CONFIG)
+
+
+_MEASURED = {
+    "style", "table", "line", "row", "column", "row_id", "batch_tokens", "step_s", "samples_s",
+    "tokens_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb", "status", "note",
+    "cells", "shape", "measured_at", "predicted_s", "convention", "grad_accum", "params", "nodes",
+}  # fmt: skip
+_CONFIG = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _MEASURED)

@@ -1,0 +1,241 @@
+"""How are results published? Records -> a document in the MPT, topology or scaling style.
+
+One table for what can be compared: one model, sequence length, precision and device. What was
+measured again is shown with its newest figure; the older ones stand in the text below the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from fourfold.cost.params import model_params
+from fourfold.tables import styles
+from fourfold.tables.derive import config, derive
+from fourfold.tables.document import Document, Row, Table, Text
+from fourfold.tables.published import figure, gigabytes, mpt_cells, size
+from fourfold.tables.record import Record
+from fourfold.tables.shape import shape_of
+
+STYLES = ("mpt", "topology", "scaling")
+# The convention that the publishers of each style use; the megatron forms assume full recompute.
+STYLE_CONVENTION = {"mpt": "mpt", "topology": "full-attention", "scaling": "full-attention"}
+
+
+def publish(records: Iterable[Record], style: str, rule: str) -> Document:
+    """A document that reads back: its own lint finds nothing in it."""
+    filled = [derive(record, rule) for record in records]
+    blocks: list[Table | Text] = []
+    above: tuple[str, ...] = ()
+    for key, group in _grouped(filled, _MPT_GROUP if style == "mpt" else _GROUP).items():
+        newest, older = _newest(group)
+        table = _WRITERS[style](newest)
+        if table is None:
+            continue
+        assert key
+        blocks += [Text((*above, _heading(newest[0], style, rule), "")), table]
+        above = ("", *_below(newest, older, style), "")
+    if above:
+        blocks.append(Text(above[:-1]))
+    return Document(tuple(blocks))
+
+
+_GROUP = (
+    "label", "family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "seq_len",
+    "hardware", "precision", "recompute",
+)  # fmt: skip
+_MPT_GROUP = ("hardware", "precision")
+
+
+def _grouped(
+    records: Sequence[Record], names: tuple[str, ...]
+) -> dict[tuple[object, ...], list[Record]]:
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(getattr(record, name) for name in names), []).append(record)
+    return groups
+
+
+def _newest(group: list[Record]) -> tuple[list[Record], dict[tuple[object, ...], list[Record]]]:
+    """The newest record of each configuration, and the older ones by configuration.
+
+    A repeat that failed does not hide a figure that was measured.
+    """
+    by_config: dict[tuple[object, ...], list[Record]] = {}
+    for record in group:
+        by_config.setdefault(config(record), []).append(record)
+    newest, older = [], {}
+    for key, same in by_config.items():
+        same.sort(key=lambda record: (record.status == "ok", record.measured_at, record.row))
+        newest.append(same[-1])
+        if len(same) > 1:
+            older[key] = same[:-1]
+    return newest, older
+
+
+def _heading(record: Record, style: str, rule: str) -> str:
+    """What the columns do not say, in the words that the reader of tables knows."""
+    if style == "mpt":
+        return f"{record.hardware or 'unknown device'}, {record.precision}; MFU and HFU by {rule}"
+    shape = shape_of(record)
+    parts = [record.label or "unknown model"]
+    if shape is not None:
+        model = shape.model
+        parts.append(
+            f"FAMILY={model.family} / NLAYERS={model.layers} / NHIDDEN={model.hidden} / "
+            f"NHEADS={model.heads} / NKVHEADS={model.kv_heads} / NFFN={model.ffn} / "
+            f"VOCAB={model.vocab} / TIED={int(model.tied)} / SEQLEN={record.seq_len}"
+        )
+    said = [record.precision, record.recompute and f"recompute {record.recompute}", record.hardware]
+    parts.append(", ".join(filter(None, said)))
+    return (
+        ": ".join(parts[:2])
+        + "".join(f"; {part}" for part in parts[2:] if part)
+        + (f"; TFLOPs by {rule}")
+    )
+
+
+def _below(
+    newest: list[Record], older: dict[tuple[object, ...], list[Record]], style: str
+) -> list[str]:
+    lines = []
+    for same in _grouped([r for r in newest if r.step_s], _COMPARABLE).values():
+        if len(same) > 1:
+            best = min(same, key=lambda record: record.step_s or 0.0)
+            lines.append(f"Best by seconds per iteration{_what(best)}: {_told(best)}")
+            loud = max(same, key=lambda record: record.tflops_gpu or 0.0)
+            if loud is not best and (loud.tflops_gpu or 0) > (best.tflops_gpu or 0) * 1.001:
+                lines[-1] += f" (most TFLOPs: {_told(loud)})"
+    for record in newest:
+        if config(record) in older:
+            old = older[config(record)]
+            was = ", ".join(_figure_of(one, style) for one in reversed(old[-4:]))
+            was += f" and {len(old) - 4} more" if len(old) > 4 else ""
+            lines.append(
+                f"Measured again: {_axes(record)}: {_figure_of(record, style)}, before {was}"
+            )
+    return lines or [f"{len(newest)} configurations"]
+
+
+# Seconds per iteration compare within these.
+_COMPARABLE = ("label", "seq_len", "global_batch", "hardware")
+
+
+def _what(record: Record) -> str:
+    return f" ({record.label}, {record.seq_len} tokens, global batch {record.global_batch})"
+
+
+def _axes(record: Record) -> str:
+    sizes = f"dp{record.dp} tp{record.tp} cp{record.cp or 1} pp{record.pp}"
+    return f"{sizes} micro batch {record.micro_batch} on {record.gpus} GPUs"
+
+
+def _told(record: Record) -> str:
+    return f"{_axes(record)}, {figure(record.step_s)} s, {figure(record.tflops_gpu)} TFLOPs"
+
+
+def _figure_of(record: Record, style: str) -> str:
+    value = record.tflops_gpu if style == "scaling" else record.step_s
+    return figure(value) if value is not None else record.status
+
+
+def _mpt(group: list[Record]) -> Table | None:
+    order = sorted(group, key=lambda r: (-(r.params or 0), -(r.seq_len or 0), -(r.gpus or 0)))
+    return Table(styles.MPT_HEADINGS, tuple(Row(mpt_cells(record)) for record in order))
+
+
+def _topology(group: list[Record]) -> Table | None:
+    known = [record for record in group if record.gpus]
+    if not known:
+        return None
+    nodes = any((record.nodes or 1) > 1 for record in known)
+    zero = len({record.sharding for record in known}) > 1 or known[0].sharding not in ("", "zero1")
+    columns: list[tuple[str, Callable[[Record], str]]] = [
+        ("Nodes", lambda r: str(r.nodes or "")) if nodes else ("GPUs", lambda r: str(r.gpus)),
+        ("Size", _size),
+    ]
+    if zero:
+        columns.append(("ZS", lambda r: r.sharding.removeprefix("zero")))
+    columns += [("DP", lambda r: _int(r.dp)), ("TP", lambda r: _int(r.tp))]
+    if any((record.cp or 1) > 1 for record in known):
+        columns.append(("CP", lambda r: _int(r.cp)))
+    columns.append(("PP", lambda r: _int(r.pp)))
+    if any((record.virtual_stages or 1) > 1 for record in known):
+        columns.append(("VP", lambda r: _int(r.virtual_stages or 1)))
+    columns += [
+        ("MBS", lambda r: _int(r.micro_batch)),
+        ("GBS", lambda r: _int(r.global_batch)),
+        ("Mem", lambda r: "OOM" if r.status == "oom" else gigabytes(r.mem_gb)),
+        ("Sec/it", lambda r: figure(r.step_s) if r.status == "ok" else _word(r)),
+        ("TFLOPs", lambda r: figure(r.tflops_gpu) if r.status == "ok" else ""),
+        ("Notes", lambda r: r.note),
+    ]
+    order = sorted(known, key=lambda r: (r.gpus or 0, r.pp or 0, r.tp or 0, r.micro_batch or 0))
+    rows = tuple(Row(tuple(write(record) for _, write in columns)) for record in order)
+    return Table(tuple(name for name, _ in columns), rows)
+
+
+def _size(record: Record) -> str:
+    shape = shape_of(record)
+    if shape is None:
+        return record.label
+    return size(model_params(shape.model, record.seq_len or 2048))
+
+
+def _int(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _word(record: Record) -> str:
+    return {"fail": "fail", "hang": "hang"}.get(record.status, "")
+
+
+def _scaling(group: list[Record]) -> Table | None:
+    """Rows (TP, CP, PP, micro batch), columns GPU counts; '-' did not fit or failed."""
+    cells: dict[tuple[int, int, int, int], dict[int, Record]] = {}
+    for record in group:
+        if record.gpus and record.tp and record.pp and record.micro_batch is not None:
+            layout = (record.tp, record.cp or 1, record.pp, record.micro_batch)
+            known = cells.setdefault(layout, {}).get(record.gpus)
+            if known is None or (record.status == "ok", record.measured_at) > (
+                known.status == "ok", known.measured_at,
+            ):  # fmt: skip
+                cells[layout][record.gpus] = record
+    if not cells:
+        return None
+    counts = sorted({gpus for row in cells.values() for gpus in row})
+    headings = ("(TP, CP, PP, micro batch)", *(f"{count} GPU" for count in counts))
+    rows: list[Row] = []
+    before = None
+    for layout in sorted(cells, key=lambda axes: (-axes[0], axes[1:3], axes[3])):
+        if before is not None and layout[:3] != before:
+            rows.append(Row(tuple("---" for _ in headings), rule=True))
+        before = layout[:3]
+        shown = [_scaling_cell(cells[layout].get(count)) for count in counts]
+        rows.append(Row((str(layout), *shown)))
+    return Table(headings, tuple(rows))
+
+
+def _scaling_cell(record: Record | None) -> str:
+    if record is None or record.status == "absent":
+        return ""
+    return figure(record.tflops_gpu) if record.status == "ok" else "-"
+
+
+_WRITERS: dict[str, Callable[[list[Record]], Table | None]] = {
+    "mpt": _mpt, "topology": _topology, "scaling": _scaling,
+}  # fmt: skip
+
+
+def plain_records(records: Iterable[Record], rule: str) -> list[dict[str, object]]:
+    """For other tools: every record, none merged, base units."""
+    names = (
+        "row_id", "label", "hardware", "gpus", "nodes", "dp", "tp", "cp", "pp", "virtual_stages",
+        "sharding", "precision", "recompute", "seq_len", "micro_batch", "global_batch", "step_s",
+        "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb", "params", "status", "note",
+        "measured_at", "predicted_s",
+    )  # fmt: skip
+    return [
+        {name: getattr(full, name) for name in names}
+        for full in (replace(derive(record, rule), cells={}) for record in records)
+    ]

@@ -1,0 +1,98 @@
+"""The report and runs commands over a store of runs and over published tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.result.report import Failure, RankMemory, RunReport, StepReport
+from fourfold.result.store import Store
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+from fourfold.tables.styles import MPT_HEADINGS
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    root = tmp_path / "runs"
+    for number, (tp, micro) in enumerate(((1, 1), (1, 2), (2, 1), (2, 2))):
+        table = {
+            "model": "mpt-tiny",
+            "gpus": 4,
+            "layout": {"tp": tp},
+            "batch": {"seq_len": 64, "micro_batch": micro, "global_batch": 8},
+            "policy": {"precision": "fp32", "sharding": "zero3"},
+            "tag": "first" if tp == 1 else "second",
+        }
+        bad = number == 3
+        report = RunReport(
+            spec=codec.load(RunSpec, table),
+            outcome="oom" if bad else "ok",
+            environment=(("device", "CPU"), ("torch", "2.13")),
+            steps=tuple(StepReport(step=i, seconds=0.1 + number / 10) for i in range(3)),
+            memory=(RankMemory(rank=0, stage=0, peak_bytes=10**7 * (number + 1)),),
+            failure=Failure(rank=2, stage=0, phase="step", message="limit") if bad else None,
+            started_at=f"2026-01-0{number + 1}T00:00:00+00:00",
+        )
+        Store(root).keep(report)
+    return root
+
+
+def test_runs_are_listed_filtered_and_sorted(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed(*words: str) -> dict:
+        assert main(["runs", "--runs", str(store), "--format", "json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    everything = listed()
+    assert everything["total"] == 4
+    assert everything["outcomes"] == {"ok": 3, "oom": 1}
+    assert [row["step_s"] for row in listed("--where", "tp == 1")["runs"]] == [0.1, 0.2]
+    assert listed("--where", "step_s < 0.25 and mem_gb > 0.015")["total"] == 1
+    assert listed("--where", "step_s > 0")["total"] == 3  # the failed one has none
+    assert listed("--tag", "second", "--outcome", "oom")["runs"][0]["failure"].startswith("rank 2")
+    assert [row["peak_bytes"] for row in listed("--sort", "peak_bytes")["runs"]][-1] == 4 * 10**7
+    assert main(["runs", "--runs", str(store), "--where", "colour == 1"]) == 2
+    assert main(["runs", "--runs", str(store)]) == 0
+    assert "4 runs in" in capsys.readouterr().out
+
+
+def test_report_writes_both_files(store: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    assert main(["report", "--runs", str(store), "--style", "mpt", "--out", str(out)]) == 0
+    lines = (tmp_path / "results.csv").read_text().splitlines()
+    rows = list(csv.reader(line for line in lines if line and not line.startswith("#")))
+    assert tuple(rows[0]) == MPT_HEADINGS
+    assert len(rows) == 5
+    assert main(["lint", str(tmp_path / "results.md"), str(tmp_path / "results.csv")]) == 0
+
+
+@pytest.mark.parametrize("style", ["mpt", "topology", "scaling"])
+@pytest.mark.parametrize("form", ["text", "md", "csv", "json"])
+def test_every_style_and_form(
+    store: Path, style: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["report", str(store), str(GOLDEN / "raw_samples.md"), "--style", style]
+    assert main([*words, "--format", form]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_report_as_json_keeps_every_row(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--runs", str(store), "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["status"] for row in rows].count("oom") == 1
+    assert all(row["tflops_gpu"] > 0 for row in rows if row["status"] == "ok")
+
+
+def test_no_results_is_a_bad_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--runs", str(tmp_path / "none")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["report", "--runs", str(tmp_path / "empty")]) == 2
+    assert "no store yet" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""The run store: complete or not there, many writers, repeats kept, a cache that may be lost."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fourfold.result.job import REPORT_FILE, JobReport
+from fourfold.result.report import Failure, Outcome, RankMemory, RunReport, StepReport
+from fourfold.result.store import INDEX, RUN_FILE, WORK, RunKey, Store, key_of
+from fourfold.result.summary import of_report
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+
+
+def spec(micro_batch: int = 2, **fields: object) -> RunSpec:
+    table = {
+        "model": "llama-tiny",
+        "gpus": 4,
+        "layout": {"tp": 2},
+        "batch": {"seq_len": 64, "micro_batch": micro_batch, "global_batch": 8},
+        "policy": {"precision": "fp32"},
+    }
+    return codec.load(RunSpec, table | fields)
+
+
+def report(micro_batch: int = 2, outcome: Outcome = "ok", **fields: object) -> RunReport:
+    steps = [
+        StepReport(step=i, seconds=9.0 if i < 2 else 0.5 + i / 100, warmup=i < 2) for i in range(9)
+    ]
+    return RunReport(
+        spec=spec(micro_batch, **fields),
+        outcome=outcome,
+        environment=(("device", "Some CPU @ 2"), ("torch", "2.13.0+cpu")),
+        steps=tuple(steps),
+        memory=(
+            RankMemory(rank=0, stage=0, peak_bytes=10),
+            RankMemory(rank=1, stage=0, peak_bytes=30),
+        ),
+        started_at="2026-01-02T03:04:05+00:00",
+        failure=None if outcome == "ok" else Failure(rank=1, stage=0, phase="step", message="no"),
+    )
+
+
+def test_a_kept_run_reads_back_whole(tmp_path: Path) -> None:
+    store = Store(tmp_path / "runs")
+    kept = store.keep(report())
+    (found,) = store.runs()
+    assert found == kept
+    assert found.report() == report()
+    assert found.name == f"{spec().run_id}_some-cpu-2_2-13-0-cpu_0"
+    assert [path.name for path in found.folder.iterdir()] == [RUN_FILE]
+
+
+def test_summary_takes_steps_after_warmup_and_the_fullest_rank() -> None:
+    summary = of_report(report())
+    assert summary.step_s == pytest.approx(0.55)
+    assert summary.low_s is not None
+    assert summary.low_s < 0.55 < (summary.high_s or 0)
+    assert (summary.peak_bytes, summary.peak_rank) == (30, 1)
+    assert (summary.layout, summary.dp) == ("pp1 dp2 cp1 tp2", 2)
+    assert summary.tokens_s_gpu == pytest.approx(64 * 8 / 0.55 / 4)
+    assert of_report(report(outcome="hung")).step_s is None
+
+
+def test_repeats_are_kept_beside_each_other(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    names = [store.keep(report()).name for _ in range(3)]
+    assert [name.rpartition("_")[2] for name in names] == ["0", "1", "2"]
+    assert [stored.report().repeat for stored in store.runs()] == [0, 1, 2]
+    other = replace(report(), environment=(("device", "Other"), ("torch", "2.13.0+cpu")))
+    assert store.keep(other).summary.repeat == 0
+
+
+def test_a_failed_run_keeps_its_logs_a_good_one_does_not(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for outcome, kept in (("ok", [RUN_FILE]), ("crashed", ["rank-0.log", RUN_FILE])):
+        place = store.workplace()
+        (place / "rank-0.log").write_text("words")
+        (place / "beat-0.json").write_text("{}")
+        stored = store.keep(report(outcome=outcome), place)  # type: ignore[arg-type]
+        assert sorted(path.name for path in stored.folder.iterdir()) == kept
+
+
+def _write(root: str, count: int) -> None:
+    store = Store(root)
+    for _ in range(count):
+        store.keep(report())
+
+
+def test_many_writers_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write, args=(str(tmp_path), 12)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert sorted(stored.summary.repeat for stored in Store(tmp_path).runs()) == list(range(48))
+    assert list((tmp_path / WORK).iterdir()) == []
+
+
+def test_the_index_is_only_a_cache(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for micro_batch in (1, 2, 3):
+        store.keep(report(micro_batch))
+    first = store.runs()
+    assert (tmp_path / INDEX).exists()
+    assert store.runs() == first
+    (tmp_path / INDEX).write_text("{damaged")
+    assert store.runs() == first
+    (tmp_path / INDEX).unlink()
+    assert store.runs() == first
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    kept = store.keep(report())
+    store.runs()
+    plain = json.loads((kept.folder / RUN_FILE).read_text())
+    (kept.folder / RUN_FILE).write_text(json.dumps(plain | {"outcome": "oom"}))
+    assert store.runs()[0].summary.outcome == "oom"
+    (kept.folder / RUN_FILE).write_text("{}")
+    unreadable: list[str] = []
+    assert store.runs(unreadable=unreadable) == []
+    assert kept.name in unreadable[0]
+
+
+def test_a_half_made_folder_is_no_run(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    place = store.workplace()
+    (place / RUN_FILE).write_text("{")
+    assert store.runs() == []
+    assert store.leftovers() == []  # its owner, this process, lives
+
+
+def _dead_pid() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_what_a_dead_writer_left_is_recovered_or_cleared(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    finished, half, cancelled = store.workplace(), store.workplace(), store.workplace()
+    good = JobReport(job="run", outcome="ok", seconds=1.0, runs=(report(),))
+    stopped = JobReport(job="run", outcome="cancelled", seconds=1.0, runs=(report(3, "cancelled"),))
+    (finished / REPORT_FILE).write_text(codec.to_json(good))
+    (cancelled / REPORT_FILE).write_text(codec.to_json(stopped))
+    (half / REPORT_FILE).write_text(codec.to_json(good)[:200])
+    owner = json.dumps({"host": os.uname().nodename, "pid": _dead_pid(), "born": "1"})
+    for place in (finished, half, cancelled):
+        (place / "owner.json").write_text(owner)
+    assert set(store.leftovers()) == {finished, half, cancelled}
+    recovered = [store.recover(place) for place in (finished, half, cancelled)]
+    assert recovered[0] is not None
+    assert recovered[1:] == [None, None]
+    assert [stored.name for stored in store.runs()] == [recovered[0].name]
+    assert list((tmp_path / WORK).iterdir()) == []
+
+
+def test_another_hosts_work_is_left_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    place = store.workplace()
+    (place / "owner.json").write_text(json.dumps({"host": "elsewhere", "pid": 1, "born": "1"}))
+    assert store.leftovers() == []
+
+
+def test_note_and_tag_do_not_change_the_key() -> None:
+    assert key_of(report(note="a", tag="b")) == key_of(report())
+    assert RunKey("0" * 16, "NVIDIA H200", "2.13", 1).name == "0" * 16 + "_nvidia-h200_2-13_1"
