@@ -24,6 +24,7 @@ COMMANDS = {
     "runs": "what is stored: every run with outcome, speed and memory",
     "report": "results as people publish them: MPT, topology and scaling tables",
     "lint": "mistakes in published tables, found by rule, with the likely repair",
+    "dryrun": "what any rank of any world would hold, compute and send, without hardware",
     "calibrate": "what this machine can do: a hardware profile for plan and demo",
     "predict": "a table of runs -> seconds, memory and fit of each",
     "fit": "measured runs -> a calibration; or which runs would teach most",

@@ -24,7 +24,11 @@ _TOO_MUCH_BYTES = 2**50
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient norm is NaN or infinite."""
+    """A loss or a gradient norm is NaN or infinite; `here`: it may come from this rank."""
+
+    def __init__(self, message: str, *, here: bool = True) -> None:
+        super().__init__(message)
+        self.here = here
 
 
 class MemoryLimitError(RuntimeError):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fourfold import files
-from fourfold.engine.failure import outcome_of
+from fourfold.engine.failure import NonFiniteError, outcome_of
 from fourfold.engine.heartbeat import Heart
 from fourfold.engine.task import Place, Task
 from fourfold.result.job import RankFacts, RankFailure, facts_file, failure_file
@@ -36,7 +36,10 @@ def work(
     try:
         for index in tasks:
             heart.begin(index)
-            facts = perform(Task(job, index, place, folder, heart)) or _no_facts(place.rank)
+            # The first task's start includes that of the processes.
+            began_at = place.started_at if index == tasks[0] else time.time()
+            task = Task(job, index, place, folder, heart, began_at)
+            facts = perform(task) or _no_facts(place.rank)
             files.write_text(facts_file(folder, index, place.rank), codec.to_json(facts))
         heart.mark("done")
     except BaseException as error:
@@ -61,6 +64,7 @@ def _say_why(folder: Path, heart: Heart, error: BaseException) -> None:
     failure = Failure(
         rank=heart.rank, stage=heart.stage, phase=heart.phase, message=text[:_MESSAGE_CHARS]
     )
-    record = RankFailure(outcome=outcome_of(error), failure=failure, at=at)
+    echo = isinstance(error, NonFiniteError) and not error.here
+    record = RankFailure(outcome=outcome_of(error), failure=failure, at=at, echo=echo)
     files.write_text(failure_file(folder, heart.rank), codec.to_json(record))
     traceback.print_exception(error)

@@ -41,6 +41,7 @@ class Task:
     place: Place
     folder: Path
     heart: Heart
+    began_at: float
 
     @property
     def spec(self) -> RunSpec:
@@ -81,7 +82,8 @@ class Task:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def answer(self, value: Any) -> None:
-        """What the command asked for; rank 0 alone should call this."""
+    def answer(self, value: Any, part: int | None = None) -> None:
+        """What the command asked for. One rank answers, or several give numbered parts."""
         plain = value if isinstance(value, dict) else codec.dump(value)
-        files.write_text(answer_file(self.folder, self.index), json.dumps(plain, indent=2) + "\n")
+        path = answer_file(self.folder, self.index, part)
+        files.write_text(path, json.dumps(plain, indent=2) + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fourfold.errors import UserError
-from fourfold.result.job import JobReport, RankFacts, answer_file, facts_file
+from fourfold.result.job import JobReport, RankFacts, facts_file
 from fourfold.result.report import Failure, Outcome, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.job import Job
@@ -32,13 +32,12 @@ def job_report(
         for task, end in whole.items()
         if job.specs and job.job in ("run", "train", "ping", "verify")
     )
-    answers = (answer_file(folder, task) for task in range(job.tasks))
     return JobReport(
         job=job.job,
         outcome=worst[0],
         seconds=seconds,
         runs=runs,
-        answers=tuple(path.name for path in answers if path.exists()),
+        answers=tuple(sorted(path.name for path in folder.glob("answer-*.json"))),
         failure=worst[1],
     )
 
@@ -57,6 +56,8 @@ def run_report(
         steps=_steps(facts),
         memory=tuple(fact.memory for fact in facts),
         ranks=tuple(fact.times for fact in facts),
+        samples=first.samples if first else (),
+        probes=first.probes if first else (),
         start_s=max((fact.start_s for fact in facts), default=0.0),
         window_s=max((fact.window_s for fact in facts), default=0.0),
         failure=end[1],

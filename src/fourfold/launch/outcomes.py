@@ -52,7 +52,8 @@ def fallen(scene: Scene) -> tuple[Outcome, Failure]:
     for rank, (code, at) in scene.exits.items():
         said = own_words(scene.folder, rank)
         if said is not None:
-            late = said.outcome == "crashed" and _PEER_GONE.search(said.failure.message)
+            gone = said.outcome == "crashed" and _PEER_GONE.search(said.failure.message)
+            late = said.echo or gone
             failure = _with_tail(said.failure, scene.folder)
             (consequences if late else causes).append((said.at, said.outcome, failure))
         elif code != 0:

@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.result.report import Failure, Outcome, RankMemory, RankSteps, RunReport, StepReport
+from fourfold.result.report import (
+    DeviceSample,
+    Failure,
+    Outcome,
+    ProbeReport,
+    RankMemory,
+    RankSteps,
+    RunReport,
+    StepReport,
+)
 from fourfold.spec import codec
 
 JOB_FILE = "job.json"
@@ -40,22 +49,25 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """What a rank says of its own end; `at` tells causes from consequences."""
+    """What a rank says of its own end, and when. `echo`: it knows that the cause is elsewhere."""
 
     outcome: Outcome
     failure: Failure
     at: float
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What one rank measured in one task; `environment` is filled by rank 0 alone."""
+    """What one rank measured in one task; rank 0 alone adds samples, probes and environment."""
 
     memory: RankMemory
     times: RankSteps
     steps: tuple[StepReport, ...] = ()
     start_s: float = 0.0
     window_s: float = 0.0
+    samples: tuple[DeviceSample, ...] = ()
+    probes: tuple[ProbeReport, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -83,8 +95,8 @@ def facts_file(folder: Path, task: int, rank: int) -> Path:
     return folder / f"facts-{task}-{rank}.json"
 
 
-def answer_file(folder: Path, task: int) -> Path:
-    return folder / f"answer-{task}.json"
+def answer_file(folder: Path, task: int, part: int | None = None) -> Path:
+    return folder / (f"answer-{task}.json" if part is None else f"answer-{task}-{part}.json")
 
 
 def log_file(folder: Path, rank: int) -> Path:

@@ -42,12 +42,36 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSteps:
-    """One rank's clock: seconds of each step, and of those without waiting (empty: not known)."""
+    """One rank's clock: seconds of each step, and of those without waiting (empty: not known).
+
+    `recompiles`: graphs compiled while steps were timed; there should be none.
+    """
 
     rank: int
     host: str = ""
     step_s: tuple[float, ...] = ()
     busy_s: tuple[float, ...] = ()
+    recompiles: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSample:
+    """A look at rank 0's device while it worked; `throttle` as the driver writes it, '' unknown."""
+
+    at_s: float
+    clock_hz: float
+    power_w: float
+    temperature_c: float
+    throttle: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeReport:
+    """Known work before and after the steps: a changed rate means a changed machine."""
+
+    when: Literal["before", "after"]
+    flops_per_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +98,8 @@ class RunReport:
     steps: tuple[StepReport, ...] = ()
     memory: tuple[RankMemory, ...] = ()
     ranks: tuple[RankSteps, ...] = ()
+    samples: tuple[DeviceSample, ...] = ()
+    probes: tuple[ProbeReport, ...] = ()
     start_s: float = 0.0
     window_s: float = 0.0
     failure: Failure | None = None

@@ -1,0 +1,248 @@
+"""The run job: build the trainer of a spec, run warm-up and timed steps, keep the raw facts.
+
+On CUDA steps are timed by events, without a synchronisation in the window; on CPU by the wall
+clock, with the rank's own CPU seconds beside it (time without waiting). On CPU the ledger counts
+live bytes while building and in the first two steps: later ones hold the same, and it slows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.engine import compat, probe
+from fourfold.engine.account import count_of, mark_phases, watch
+from fourfold.engine.clock import synchronize
+from fourfold.engine.environment import environment
+from fourfold.engine.failure import NonFiniteError, strike
+from fourfold.engine.ledger import Ledger
+from fourfold.engine.sampler import Sampler
+from fourfold.engine.task import Task
+from fourfold.engine.trainer import Trainer
+from fourfold.engine.world import World
+from fourfold.errors import UserError
+from fourfold.result.job import RankFacts
+from fourfold.result.report import ProbeReport, RankMemory, RankSteps, StepReport
+from fourfold.search.legal import Target, why_not
+from fourfold.spec.run import RunSpec
+
+# The optimizer's state exists from the second step on; from then on every step holds the same.
+_COUNTED_STEPS = 2
+
+
+def perform(task: Task) -> RankFacts:
+    spec = task.spec
+    compat.quiet()
+    refuse(spec)
+    device = task.device(spec.device)
+    _limit_memory(spec, device)
+    task.join(device)
+    task.heart.stage = spec.layout.coordinates(task.rank)["pp"]
+    task.heart.mark("build")
+    ledger = Ledger(limit_bytes=spec.memory_limit) if device.type == "cpu" else None
+    with ledger or contextlib.nullcontext():
+        world = World.create(spec.layout, device.type)
+        world.warm(device)
+        trainer = Trainer(spec, world, device=device)
+        if ledger is not None:
+            watch(trainer, ledger)
+    synchronize(device)
+    start_s = time.time() - task.began_at
+    facts = _measured(Steps(task, trainer, ledger), start_s)
+    task.leave()
+    return facts
+
+
+def refuse(spec: RunSpec) -> None:
+    """Raise what `why_not` says: a rank that starts an impossible layout hangs its peers."""
+    if spec.batch.micro_batch == 0:
+        raise UserError(
+            "'auto' must be chosen before a run", field="batch.micro_batch", way_out="give a number"
+        )
+    for said in why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus)):
+        raise UserError(said.rule, field=said.field, value=said.value, way_out=said.way_out)
+
+
+def _limit_memory(spec: RunSpec, device: torch.device) -> None:
+    if spec.memory_limit is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, spec.memory_limit / total), device)
+
+
+@dataclass(slots=True)
+class Ticks:
+    """Clock readings between steps: n + 1 of them around n steps."""
+
+    device: torch.device
+    wall: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    events: list[torch.cuda.Event] = field(default_factory=list)
+
+    def tick(self) -> None:
+        self.wall.append(time.perf_counter())
+        self.busy.append(time.process_time())
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.events.append(event)
+
+    def step_s(self) -> list[float]:
+        """Only after the device has caught up."""
+        if self.events:
+            pairs = zip(self.events, self.events[1:], strict=False)
+            return [first.elapsed_time(last) / 1e3 for first, last in pairs]
+        return [b - a for a, b in zip(self.wall, self.wall[1:], strict=False)]
+
+    def busy_s(self) -> list[float]:
+        if self.events:
+            return []  # a GPU's waiting is inside its communication kernels, which no clock shows
+        return [b - a for a, b in zip(self.busy, self.busy[1:], strict=False)]
+
+
+class Steps:
+    """The trainer's steps, in order, with their results kept unread on the device."""
+
+    def __init__(self, task: Task, trainer: Trainer, ledger: Ledger | None) -> None:
+        self.task, self.trainer, self.ledger = task, trainer, ledger
+        self.results: list[tuple[Tensor, Tensor]] = []
+        self.peak_bytes = 0
+        check = self._must_be_finite if trainer.device.type == "cpu" else None
+        self._step = mark_phases(trainer, self._mark, check)
+
+    def run(self, count: int) -> Ticks:
+        """The next `count` steps."""
+        ticks = Ticks(self.trainer.device)
+        ticks.tick()
+        for _ in range(count):
+            self._one()
+            ticks.tick()
+            self.task.heart.step_done()
+        return ticks
+
+    def _one(self) -> None:
+        index, spec = len(self.results), self.task.spec
+        counting = self.ledger is not None and index < _COUNTED_STEPS
+        with self.ledger if counting and self.ledger else contextlib.nullcontext():
+            if counting and self.ledger is not None:
+                self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
+                self.ledger.begin()
+            strike(spec.fault, rank=self.task.rank, step=index, poison=self._poison)
+            self.results.append(self._step(index))
+        if counting and self.ledger is not None:
+            self.ledger.mark("end")
+            self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
+
+    def _mark(self, phase: str) -> None:
+        self.task.heart.mark(phase)
+        if self.ledger is not None and len(self.results) < _COUNTED_STEPS:
+            self.ledger.mark(phase)
+
+    def _poison(self) -> None:
+        """What a bad cosmic ray or a bad kernel does: one weight is not a number."""
+        with torch.no_grad():
+            self.trainer.optimizer.leaves[0].view(-1)[0] = math.nan
+
+    def _must_be_finite(self, norm: Tensor) -> None:
+        """Before the update spreads it to every weight: who holds a bad weight is the source."""
+        if math.isfinite(float(norm)):
+            return
+        own = all(bool(torch.isfinite(leaf).all()) for leaf in self.trainer.optimizer.leaves)
+        where = "this rank's weights are finite" if own else "weights of this rank are not finite"
+        step = len(self.results)
+        raise NonFiniteError(f"gradient norm {float(norm)} in step {step}; {where}", here=not own)
+
+    def read(self) -> list[tuple[float, float]]:
+        """Loss and gradient norm of every step; waits for the device."""
+        found = [(float(loss), float(norm)) for loss, norm in self.results]
+        for step, (loss, norm) in enumerate(found):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise NonFiniteError(f"loss {loss}, gradient norm {norm} in step {step}")
+        return found
+
+
+def _measured(steps: Steps, start_s: float) -> RankFacts:
+    task, spec, device = steps.task, steps.task.spec, steps.trainer.device
+    warm = steps.run(spec.warmup)
+    synchronize(device)
+    probes = [_probe("before", task, device)]
+    gc.collect()
+    graphs, sampler = _graphs(), Sampler(device) if task.rank == 0 else None
+    dist.barrier()  # nobody's first step waits for another's preparations
+    synchronize(device)
+    began = time.perf_counter()
+    timed = steps.run(spec.steps)
+    synchronize(device)
+    window_s = time.perf_counter() - began
+    samples = sampler.stop() if sampler is not None else ()
+    probes.append(_probe("after", task, device))
+    if steps.ledger is not None and task.job.option("count") == "true":
+        task.answer(count_of(steps.ledger, steps.trainer), part=task.rank)
+    values = steps.read()
+    seconds = [*warm.step_s(), *timed.step_s()]
+    return RankFacts(
+        memory=_memory(task, device, steps.peak_bytes),
+        times=RankSteps(
+            rank=task.rank,
+            host=socket.gethostname(),
+            step_s=tuple(seconds),
+            busy_s=(*warm.busy_s(), *timed.busy_s()),
+            recompiles=_graphs() - graphs,
+        ),
+        steps=tuple(
+            StepReport(
+                step=i, seconds=seconds[i], loss=loss, grad_norm=norm, warmup=i < spec.warmup
+            )
+            for i, (loss, norm) in enumerate(values)
+        ),
+        start_s=start_s,
+        window_s=window_s,
+        samples=samples,
+        probes=tuple(one for one in probes if one is not None),
+        environment=environment(device, task.place) if task.rank == 0 else (),
+    )
+
+
+def _memory(task: Task, device: torch.device, ledger_bytes: int) -> RankMemory:
+    stage = task.heart.stage
+    if device.type == "cpu":
+        return RankMemory(rank=task.rank, stage=stage, peak_bytes=ledger_bytes)
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    return RankMemory(
+        rank=task.rank,
+        stage=stage,
+        peak_bytes=torch.cuda.max_memory_allocated(device),
+        reserved_bytes=torch.cuda.max_memory_reserved(device),
+        device_bytes=total - free,
+        retries=stats.get("num_alloc_retries", 0),
+    )
+
+
+def _probe(
+    when: Literal["before", "after"], task: Task, device: torch.device
+) -> ProbeReport | None:
+    """Option `probe_s`: that many seconds of products and copies, on all ranks at once."""
+    seconds = float(task.job.option("probe_s", "0"))
+    if seconds == 0:
+        return None
+    task.heart.mark(f"probe {when}")
+    dist.barrier()
+    dtype, side = ("bf16", 8192) if device.type == "cuda" else ("fp32", 512)
+    product = probe.gemm(dtype, (side, side, side), device, seconds / 2)
+    assert product is not None, "every device multiplies in this format"
+    copied = probe.copy(2**28 if device.type == "cuda" else 2**26, device, seconds / 2)
+    return ProbeReport(when=when, flops_per_s=product.flops_per_s, bytes_per_s=copied.bytes_per_s)
+
+
+def _graphs() -> int:
+    """Graphs torch.compile has made so far in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

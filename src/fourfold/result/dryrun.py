@@ -1,0 +1,114 @@
+"""What would a rank hold, compute and send? Counted by running the engine on fake tensors.
+
+Bytes and FLOPs of one step of one rank. `state_bytes` + `activation_bytes` = `peak_bytes`: weights,
+gradients and optimizer state, and all the rest, at the fullest moment of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Payload bytes of a step: whole tensors of collectives, messages of send and recv."""
+
+    axis: str
+    op: str
+    bytes: int
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Bytes of one kind at the peak: parameters, gradients, optimizer, gathered, activations."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Large:
+    """A tensor that was there at the peak, what made it and in which phase."""
+
+    bytes: int
+    kind: str
+    shape: str
+    dtype: str
+    op: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCount:
+    """`params` are the weights this rank's stage and tp shard hold, before dp shards them.
+
+    `micro_batches` of the step; `counted_at` the two smaller numbers that were really run when the
+    rest follows a straight line (empty: all were run).
+    """
+
+    stage: int
+    rank: int
+    params: int
+    state_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    peak_phase: str
+    flops: int
+    comm: tuple[Traffic, ...]
+    kinds: tuple[Kind, ...]
+    largest: tuple[Large, ...]
+    micro_batches: int
+    counted_at: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+def extrapolated(few: RankCount, more: RankCount, micro_batches: int) -> RankCount:
+    """The count at `micro_batches` from two smaller ones: each quantity is a straight line.
+
+    Exact for FLOPs and traffic once the pipeline is full, since further micro batches are alike;
+    for memory too, with slope 0 under 1f1b but for the tokens kept.
+    """
+    step = more.micro_batches - few.micro_batches
+    ahead = micro_batches - more.micro_batches
+    assert step > 0
+    assert ahead >= 0
+
+    def at(first: int, second: int) -> int:
+        return second + (second - first) * ahead // step
+
+    before = {(one.axis, one.op): one for one in few.comm}
+    comm = []
+    for one in more.comm:
+        old = before[one.axis, one.op]
+        comm.append(
+            Traffic(
+                axis=one.axis,
+                op=one.op,
+                bytes=at(old.bytes, one.bytes),
+                calls=at(old.calls, one.calls),
+            )
+        )
+    state = at(few.state_bytes, more.state_bytes)
+    peak = at(few.peak_bytes, more.peak_bytes)
+    return RankCount(
+        stage=more.stage,
+        rank=more.rank,
+        params=more.params,
+        state_bytes=state,
+        activation_bytes=peak - state,
+        peak_bytes=peak,
+        peak_phase=more.peak_phase,
+        flops=at(few.flops, more.flops),
+        comm=tuple(comm),
+        kinds=tuple(
+            Kind(name=kind.name, bytes=kind.bytes + (peak - more.peak_bytes))
+            if kind.name == "activations"
+            else kind
+            for kind in more.kinds
+        ),
+        largest=more.largest,
+        micro_batches=micro_batches,
+        counted_at=(few.micro_batches, more.micro_batches),
+        seconds=few.seconds + more.seconds,
+    )
