@@ -17,6 +17,7 @@ from fourfold.errors import UserError, nearest
 # name -> what it answers; the order is the order of work.
 COMMANDS = {
     "plan": "which layout is fastest on these GPUs, does it fit, how sure is that",
+    "advise": "which hidden size, heads, vocabulary and micro batch suit a GPU",
     "models": "which model shapes are known, and how large they are",
     "clusters": "which GPUs and clusters are known; 'clusters new' describes yours",
     "flops": "MFU, HFU and TFLOPs of a measured speed, under every convention",

@@ -1,0 +1,264 @@
+"""Which sizes suit a GPU? What a hidden size, head count, MLP width, vocabulary or micro batch
+loses to tiles, waves and kernel rules, and the nearest value that loses less.
+
+Rates are those of one layer's compute (no communication) under the cost model's own formulas, as
+FLOP/s, so that sizes with different work compare fairly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fourfold.cost.attention import attention_s
+from fourfold.cost.columns import ATTENTION, Columns, columns
+from fourfold.cost.gemm import misalignment, tile_waves
+from fourfold.cost.hardware import device_facts
+from fourfold.cost.layer import head_s, layer_times
+from fourfold.search.events import Floats
+from fourfold.search.legal import divisors
+from fourfold.spec.device import Device
+
+# A value is good enough to name when it gives this share of what the best nearby would.
+SHARE_OF_GAIN = 2.0 / 3.0
+# Losses below this are within what the model knows.
+WORTH_SAYING = 1.02
+# A head size that costs the attention core this much more per FLOP is called slow.
+SLOW_ATTENTION = 1.10
+WINDOW = 0.04
+# A width whose only head sizes lie outside is no model anybody trains.
+USUAL_HEAD_SIZES = range(48, 289)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One layer on one rank: the sizes that decide how its kernels fit the GPU."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    gated: bool
+    seq_len: int
+    micro_batch: int
+    tp: int
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The GPU, the knobs and the kind of attention that the advice is for."""
+
+    device: Device
+    precision: str
+    knobs: dict[str, float]
+    attention: str  # a word of ATTENTION
+
+    def columns(self, shapes: Sequence[Shape]) -> Columns:
+        names = ("hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tp")
+        facts: dict[str, Any] = {name: [getattr(s, name) for s in shapes] for name in names}
+        facts |= {"seq": [s.seq_len for s in shapes], "micro": [s.micro_batch for s in shapes]}
+        idle = {"layers": 1, "batch": 1, "gpus": 1, "pp": 1, "dp": 1, "link": 1e12, "net": 1e12}
+        idle |= {"node": 8, "net_seen": 0}
+        facts |= {"attention": ATTENTION.index(self.attention)}
+        return columns(
+            len(shapes), **idle, **facts, **device_facts(self.device, self.precision.split("-")[0])
+        )
+
+
+def layer_rates(shapes: Sequence[Shape], kernels: Kernels) -> Floats:
+    """FLOP/s of one rank in the compute of one layer, both ways."""
+    c = kernels.columns(shapes)
+    times = layer_times(c, kernels.knobs, micro=c.micro)
+    seconds = times.gemm + times.attention + times.elementwise
+    kv = c.hidden * c.kv_heads / c.heads
+    weights = 2.0 * c.hidden * (c.hidden + kv) + (2.0 + c.gated) * c.hidden * c.ffn
+    tokens = c.micro * c.seq
+    return tokens * (6.0 * weights + 12.0 * c.hidden * c.seq) / c.tp / seconds
+
+
+def auto_heads(hidden: int, tp: int, head_size: int = 128) -> int:
+    """Heads that divide hidden and go evenly to the ranks, of a size next to the usual 128."""
+    counts = [d for d in divisors(hidden) if d % tp == 0] or divisors(hidden)
+    return min(counts, key=lambda n: ((hidden // n) % 8 != 0, abs(hidden // n - head_size)))
+
+
+def _advice(asked: int, values: list[int], rates: Floats, notes: list[str]) -> dict[str, Any]:
+    """The asked value among its neighbours: what it loses and the nearest that loses little."""
+    mine = float(rates[values.index(asked)])
+    best = float(rates.max())
+    enough = mine + SHARE_OF_GAIN * (best - mine)
+    good = [v for v, rate in zip(values, rates, strict=True) if rate >= enough]
+    near = min(good, key=lambda v: (abs(v - asked), v))
+    gain = float(rates[values.index(near)]) / mine
+    return {
+        "asked": asked,
+        "tflops_gpu": mine / 1e12,
+        "loses_pct": 100.0 * (1.0 - mine / best),
+        "better": {"value": near, "gain": gain} if gain > WORTH_SAYING else None,
+        "notes": notes,
+        "table": [
+            {"value": v, "tflops_gpu": float(r) / 1e12, "against_asked": float(r) / mine}
+            for v, r in zip(values, rates, strict=True)
+        ],
+    }
+
+
+def _alignment(name: str, size: int, tp: int) -> list[str]:
+    """Why a dimension that tensor parallelism divides is slow."""
+    if size % tp:
+        return [f"{name} {size} does not divide by tp {tp}"]
+    part = size // tp
+    step = int(np.gcd(part, 64))
+    if step == 64:
+        return []
+    return [f"{name}/tp = {part} is a multiple of {step}, not of 64 (128 bytes in 16 bits)"]
+
+
+def _groups(shape: Shape, heads: int) -> int:
+    """Key heads for another number of heads: all of them, or as many as asked."""
+    return heads if shape.kv_heads == shape.heads else shape.kv_heads
+
+
+def hidden_advice(shape: Shape, kernels: Kernels, *, free_heads: bool) -> dict[str, Any]:
+    """Hidden sizes near the asked one; heads and MLP follow it where the user left them open."""
+    step = int(np.lcm(64, shape.tp)) if free_heads else int(np.lcm(64, shape.heads))
+    low, high = int(shape.hidden * (1 - WINDOW)), int(shape.hidden * (1 + WINDOW))
+    sizes = {shape.hidden, *range(-(-low // step) * step, high + 1, step)}
+    ratio = shape.ffn / shape.hidden
+    wide = {h: round(ratio * h / shape.tp) * shape.tp for h in sizes}
+    shapes = {
+        h: replace(
+            shape,
+            hidden=h,
+            heads=shape.heads if h == shape.hidden or not free_heads else auto_heads(h, shape.tp),
+            ffn=shape.ffn if h == shape.hidden else wide[h],
+        )
+        for h in sorted(sizes)
+    }
+    plain = {
+        h: replace(s, kv_heads=_groups(shape, s.heads))
+        for h, s in shapes.items()
+        if h == shape.hidden
+        or (s.head_size in USUAL_HEAD_SIZES and s.heads % _groups(shape, s.heads) == 0)
+    }
+    rates = layer_rates(list(plain.values()), kernels)
+    said = _advice(shape.hidden, list(plain), rates, _alignment("hidden", shape.hidden, shape.tp))
+    for row in said["table"]:
+        row |= {"heads": plain[row["value"]].heads, "head_size": plain[row["value"]].head_size}
+    return said | {"gemms": gemm_losses(shape, kernels)}
+
+
+def gemm_losses(shape: Shape, kernels: Kernels) -> list[dict[str, Any]]:
+    """The layer's products on one rank, [tokens, in] x [in, out]: what alignment and what tiles and
+    waves cost against a product that fills the GPU."""
+    tokens = float(shape.micro_batch * shape.seq_len)
+    kv = 2 * shape.hidden * shape.kv_heads / shape.heads
+    up = (1 + shape.gated) * shape.ffn / shape.tp
+    sizes = {
+        "attention in": ((shape.hidden + kv) / shape.tp, float(shape.hidden)),
+        "attention out": (float(shape.hidden), shape.hidden / shape.tp),
+        "mlp in": (up, float(shape.hidden)),
+        "mlp out": (float(shape.hidden), shape.ffn / shape.tp),
+    }
+    found = []
+    for name, (out, into) in sizes.items():
+        m, n, k = np.array([tokens]), np.array([out]), np.array([into])
+        skew = float((misalignment(n) + misalignment(k))[0])
+        aligned = max(0.25, 1.0 - kernels.knobs["align"] * skew)
+        sms = np.array([float(kernels.device.sms)])
+        area = tile_waves(m, n, sms=sms, wave=kernels.knobs["wave"])[0]
+        found.append(
+            {
+                "name": name,
+                "tokens": int(tokens),
+                "out": out,
+                "into": into,
+                "alignment_loss_pct": 100.0 * (1.0 - aligned),
+                "wave_loss_pct": 100.0 * (1.0 - 2.0 * tokens * out / float(area)),
+            }
+        )
+    return found
+
+
+def heads_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
+    """Head counts that divide hidden and tp; the attention core is judged beside the layer."""
+    even = [n for n in divisors(shape.hidden) if n % shape.tp == 0]
+    counts = sorted({shape.heads, *(n for n in even if 32 <= shape.hidden // n <= 320)})
+    ratio = max(1, shape.heads // shape.kv_heads)
+    shapes = [replace(shape, heads=n, kv_heads=max(1, n // ratio)) for n in counts]
+    rates = layer_rates(shapes, kernels)
+    c = kernels.columns(shapes)
+    forward, backward = attention_s(c, kernels.knobs, micro=c.micro)
+    core = (forward + backward) / (forward + backward).min()
+    mine = counts.index(shape.heads)
+    notes = []
+    size = shape.head_size
+    if size % 8:
+        notes.append(f"head size {size} is no multiple of 8: matrix units need that alignment")
+    elif size % 32:
+        notes.append(f"head size {size} is padded to {-(-size // 32) * 32} by flash kernels")
+    if shape.heads % shape.tp:
+        notes.append(f"heads {shape.heads} do not divide by tp {shape.tp}")
+    if kernels.attention == "flash":
+        plain = layer_rates(shapes, replace(kernels, attention="fused"))
+        loss = float(plain.max() / plain[mine])
+        if loss > WORTH_SAYING:
+            notes.append(f"with Megatron's fused softmax instead of flash: {loss:.2f}x the layer")
+    said = _advice(shape.heads, counts, rates, notes)
+    for row, loss in zip(said["table"], core, strict=True):
+        row |= {"head_size": shape.hidden // row["value"], "attention_loss": float(loss)}
+    is_slow = core[mine] >= SLOW_ATTENTION or rates[mine] * WORTH_SAYING < rates.max()
+    good = [n for n, loss in zip(counts, core, strict=True) if loss < 1.0 + (core[mine] - 1.0) / 2]
+    near = min(good, key=lambda n: abs(n - shape.heads), default=shape.heads)
+    said |= {
+        "verdict": "slow" if is_slow else "fine",
+        "head_size": size,
+        "attention_loss": float(core[mine]),
+    }
+    if is_slow and said["better"] is None and near != shape.heads:
+        gain = float(rates[counts.index(near)] / rates[mine])
+        said["better"] = {"value": near, "gain": gain}
+    return said
+
+
+def ffn_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
+    step = int(np.lcm(64, shape.tp))
+    low, high = int(shape.ffn * (1 - WINDOW)), int(shape.ffn * (1 + WINDOW))
+    sizes = sorted({shape.ffn, *range(-(-low // step) * step, high + 1, step)})
+    rates = layer_rates([replace(shape, ffn=f) for f in sizes], kernels)
+    return _advice(shape.ffn, sizes, rates, _alignment("ffn", shape.ffn, shape.tp))
+
+
+def vocab_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
+    """Padding a vocabulary costs work and may still save time; only padding upwards is safe."""
+    step = 64 * shape.tp
+    padded = -(-shape.vocab // step) * step
+    sizes = sorted({shape.vocab, padded, -(-shape.vocab // (2 * step)) * 2 * step})
+    c = kernels.columns([replace(shape, vocab=v) for v in sizes])
+    seconds = head_s(c, kernels.knobs, tokens=c.micro * c.seq)
+    # The useful work is that of the asked vocabulary whatever the padding.
+    rates = 6.0 * c.micro * c.seq * shape.vocab * c.hidden / c.tp / seconds
+    return _advice(shape.vocab, sizes, rates, _alignment("vocabulary", shape.vocab, shape.tp))
+
+
+def micro_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
+    """Micro batches up to 16 by rate; tokens fill tiles and waves in steps."""
+    sizes = sorted({*range(1, 17), shape.micro_batch})
+    rates = layer_rates([replace(shape, micro_batch=m) for m in sizes], kernels)
+    notes = []
+    per_rank = shape.heads // shape.tp * shape.micro_batch
+    if per_rank % 4:
+        notes.append(
+            f"(heads/tp) x micro batch = {per_rank} is no multiple of 4: Megatron's fused softmax "
+            "falls back to separate kernels (flash attention does not care)"
+        )
+    said = _advice(shape.micro_batch, sizes, rates, notes)
+    return said | {"kernel_rule": per_rank % 4 == 0}

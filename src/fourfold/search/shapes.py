@@ -1,0 +1,100 @@
+"""Which model should a budget buy? Shapes of about the asked parameter count, each laid out at its
+best on the machines, compared by days for the same tokens."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from fourfold.cost.params import model_params
+from fourfold.search.advise import auto_heads
+from fourfold.search.legal import divisors
+from fourfold.search.question import Question
+from fourfold.search.rank import Ranking, rank
+from fourfold.spec.model import ModelShape
+
+# Depth over width of published decoders (hidden/layers) runs from 60 to 250.
+ASPECTS = (64, 96, 128, 160, 200, 240)
+TOLERANCE = 0.06
+
+
+def shapes_near(base: ModelShape, params: float, seq_len: int, tp: int) -> list[ModelShape]:
+    """Shapes of the base's family within a few percent of `params`, aligned for tp."""
+    found: dict[tuple[int, int], ModelShape] = {}
+    step = 128 * max(1, tp // 2)
+    for aspect in ASPECTS:
+        width = (params * aspect / _per_layer(base)) ** (1.0 / 3.0)
+        for hidden in {
+            max(step, round(width / step) * step + shift * step) for shift in (-1, 0, 1)
+        }:
+            model = _shape(base, hidden, params, seq_len, tp)
+            if model is not None:
+                found[model.layers, hidden] = model
+    return [found[key] for key in sorted(found)]
+
+
+def _per_layer(base: ModelShape) -> float:
+    """Parameters of a layer over hidden squared."""
+    mlp = (3 if base.gated else 2) * base.ffn / base.hidden
+    return 2.0 + 2.0 * base.kv_heads / base.heads + mlp
+
+
+def _shape(
+    base: ModelShape, hidden: int, params: float, seq_len: int, tp: int
+) -> ModelShape | None:
+    heads = auto_heads(hidden, tp)
+    groups = max(1, heads // max(1, base.heads // base.kv_heads))
+    kv_heads = max((d for d in divisors(heads) if d <= groups), default=1)
+    ffn = round(base.ffn / base.hidden * hidden / (64 * tp)) * 64 * tp
+    wide = replace(
+        base, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=max(64 * tp, ffn), layers=1,
+        head_dim=None, name="custom",
+    )  # fmt: skip
+    each = model_params(replace(wide, layers=2), seq_len) - model_params(wide, seq_len)
+    layers = round((params - model_params(wide, seq_len)) / each) + 1
+    if not 1 <= layers <= 400:
+        return None
+    model = replace(wide, layers=layers, name=f"{layers} x {hidden}")
+    off = abs(model_params(model, seq_len) / params - 1.0)
+    return model if off <= TOLERANCE else None
+
+
+def compare(ask: Question, models: list[ModelShape], *, tokens: float) -> list[dict[str, Any]]:
+    """Days of each model for the tokens, fastest first; those that do not fit come last."""
+    rows = []
+    # Copies of shards and virtual stages move all shapes alike: left out to be quick.
+    fixed = {"replicate": 1, "virtual_stages": 1} | ask.fixed
+    for place, model in enumerate(models):
+        print(f"{model.name} ({place + 1} of {len(models)})", file=sys.stderr)
+        rows.append(_row(rank(replace(ask, model=model, fixed=fixed)), tokens))
+    return sorted(rows, key=lambda row: (row["days"] is None, row["days"] or 0.0))
+
+
+def _row(ranking: Ranking, tokens: float) -> dict[str, Any]:
+    ask = ranking.ask
+    model = ask.model
+    row: dict[str, Any] = {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "ffn": model.ffn,
+        "params": model_params(model, ask.batch.seq_len),
+        "days": None,
+        "gpu_hours": None,
+        "layout": None,
+        "step_s": None,
+    }
+    if not len(ranking):
+        return row
+    step_s = float(ranking.step_s[0])
+    total_s = step_s * tokens / ask.batch.tokens
+    return row | {
+        "days": total_s / 86400.0,
+        "gpu_hours": total_s * ask.gpus / 3600.0,
+        "layout": str(ranking.layout(0)),
+        "micro_batch": int(ranking.points["micro_batch"][0]),
+        "step_s": step_s,
+        "days_per_1e21_flop": total_s / 86400.0 / (6.0 * row["params"] * tokens / 1e21),
+    }
