@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sample is not None:
         found = verify_cases.sample(found, args.sample, args.seed)
     rows = _carry_out(found, args)
+    limits = [row.pop("limits") for row in rows if "limits" in row]
     report = {
         "layouts": rows,
         "passed": sum(row["pass"] for row in rows),
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         "device": args.device,
         "precision": wish_precision(args),
         "break": args.fault,
+        "limits": limits[0] if limits else {},
     }
     print(json_text(report) if args.format == "json" else _text(report, args.format))
     return 0 if report["passed"] == report["total"] else 1
@@ -196,8 +198,9 @@ def _summary(report: dict[str, Any]) -> str:
     by_family = ", ".join(f"{family} {count}" for family, count in families.items())
     refused = ", ".join(f"{reason} {count}" for reason, count in report["refused"].items())
     fault = f", fault {report['break']} planted" if report["break"] else ""
+    limits = ", ".join(f"{what} {limit:g}" for what, limit in report["limits"].items())
     return (
         f"{report['passed']} of {report['total']} layouts equal one process ({by_family}); "
         f"refused: {refused or 'none'}\n{report['world']} ranks, {report['device']}, "
-        f"{report['precision']}{fault}; limits: loss 1e-5, norm and gradients 1e-4, parameters 1e-3"
+        f"{report['precision']}{fault}; limits: {limits}"
     )

@@ -57,6 +57,7 @@ class Limits:
     """The largest relative differences that count as equal."""
 
     loss: float
+    norm: float
     grad: float
     param: float
 
@@ -64,8 +65,8 @@ class Limits:
 def limits_of(policy: Policy) -> Limits:
     """fp32 and fp64 must agree to rounding; formats of 16 bits to what their rounding does here."""
     if policy.dtypes.compute in ("fp32", "fp64"):
-        return Limits(loss=1e-5, grad=1e-4, param=1e-3)
-    return Limits(loss=1e-3, grad=1e-1, param=1e-1)
+        return Limits(loss=1e-5, norm=1e-5, grad=1e-4, param=1e-3)
+    return Limits(loss=1e-3, norm=1e-2, grad=1e-1, param=1e-1)
 
 
 def verdict(findings: Sequence[RankFindings], truth: Truth, limits: Limits) -> dict[str, Any]:
@@ -75,7 +76,8 @@ def verdict(findings: Sequence[RankFindings], truth: Truth, limits: Limits) -> d
     grad, worst_grad = _worst([f.grads for f in findings], truth.grads)
     param, worst_param = _worst([f.params for f in findings], truth.params)
     missing = _unseen(findings, truth)
-    passed = loss <= limits.loss and max(norm, grad) <= limits.grad and param <= limits.param
+    passed = loss <= limits.loss and norm <= limits.norm
+    passed = passed and grad <= limits.grad and param <= limits.param
     row: dict[str, Any] = {
         "loss_diff": _json(loss),
         "norm_rel": _json(norm),
@@ -84,6 +86,8 @@ def verdict(findings: Sequence[RankFindings], truth: Truth, limits: Limits) -> d
         "worst_grad": worst_grad,
         "worst_param": worst_param,
         "pass": passed and not missing,
+        "limits": {"loss": limits.loss, "norm": limits.norm}
+        | {"grad": limits.grad, "param": limits.param},
     }
     if missing:
         row["error"] = f"no rank holds all of {missing[0]} ({len(missing)} tensors in all)"

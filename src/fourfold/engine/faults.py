@@ -99,8 +99,11 @@ def _stale_weight(trainer: Trainer) -> None:
 
 
 def _norm_twice(trainer: Trainer) -> None:
-    """Weights that several ranks hold count as often as they are held."""
-    trainer.make_counted = lambda: list(trainer.pieces)
+    """Weights that tensor ranks share, and a tied embedding's copy, count as often as held."""
+    make = trainer.make_counted
+    world, zero = trainer.world, trainer.spec.policy.zero
+    copies = world.batch if zero == 0 else world.replicas
+    trainer.make_counted = lambda: make() if copies.rank else list(trainer.pieces)
 
 
 FAULTS: dict[str, Callable[[Trainer], None]] = {

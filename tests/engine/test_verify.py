@@ -1,0 +1,98 @@
+"""Real ranks against one process: a sample of layouts, planted faults, and failures contained."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def verify(*words: str, rc: int = 0) -> dict:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "fourfold", "verify", *words, "--format", "json"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == rc, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_a_sample_of_four_ranks_equals_one_process():
+    report = verify("--world", "4", "--sample", "14", "--seed", "3")
+    assert report["passed"] == report["total"] == 14
+    for row in report["layouts"]:
+        assert row["loss_diff"] <= 1e-5
+        assert row["grad_rel"] <= 1e-4
+        assert row["param_rel"] <= 1e-3
+    assert {row["family"] for row in report["layouts"]} == {"mpt", "gpt", "llama"}
+
+
+def test_micro_batches_need_not_divide_anything():
+    # 7 sequences over 2 replicas: 4 and 3, in micro batches of 3: 3 + 1 and 3 + one of padding.
+    words = ("--layout", "pp2 dp2", "--family", "gpt", "--global-batch", "7", "--micro-batch", "3")
+    report = verify(*words)
+    assert report["passed"] == report["total"] == 8
+
+
+def test_fp64_agrees_far_beyond_fp32():
+    report = verify("--layout", "cp2 tp2", "--family", "llama", "--precision", "fp64",
+                    "--set", "policy.sharding=zero3")  # fmt: skip
+    assert report["passed"] == report["total"] == 6
+    assert max(row["grad_rel"] for row in report["layouts"]) < 1e-12
+
+
+# fault -> (layout and family where it acts, where it can't)
+ACTS = {
+    "loss-divisor": (("dp2", "llama"), ("tp2", "llama")),
+    "tied-grad": (("pp2", "gpt"), ("pp2", "llama")),
+    "cp-positions": (("cp2", "mpt"), ("dp2", "mpt")),
+    "norm-grad": (("tp2", "llama"), ("dp2", "llama")),
+    "layer-skip": (("pp2", "llama"), ("tp2", "llama")),
+    "kv-head": (("tp4", "llama"), ("tp4", "gpt")),
+    "stale-weight": (("dp2", "gpt"), ("pp2", "gpt")),
+    "norm-twice": (("tp2", "llama"), ("dp2", "llama")),
+}
+
+
+@pytest.mark.parametrize("fault", ACTS)
+def test_a_planted_fault_is_seen_where_it_acts(fault):
+    (layout, family), _ = ACTS[fault]
+    words = ("--layout", layout, "--family", family, "--set", "policy.sequence_parallel=true")
+    report = verify(*words, "--set", "policy.sharding=zero2", "--break", fault, rc=1)
+    assert report["passed"] == 0
+    for row in report["layouts"]:
+        assert "error" not in row, "it must fail through the numbers"
+        gaps = (row["loss_diff"], row["norm_rel"], row["grad_rel"], row["param_rel"])
+        assert any(gap > limit for gap, limit in zip(gaps, (1e-5, 1e-5, 1e-4, 1e-3), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ACTS)
+def test_a_planted_fault_changes_nothing_where_it_cannot_act(fault):
+    _, (layout, family) = ACTS[fault]
+    report = verify("--layout", layout, "--family", family, "--break", fault)
+    assert report["passed"] == report["total"]
+
+
+@pytest.mark.slow
+def test_eight_ranks_stratified():
+    report = verify("--world", "8", "--sample", "40", "--seed", "1")
+    assert report["passed"] == report["total"] == 40
+    sizes = [[word for word in row["layout"].split() if not word.endswith("1") or "x" in word]
+             for row in report["layouts"]]  # fmt: skip
+    assert sum(len(words) >= 3 for words in sizes) >= 12
+    assert report["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_four_axes_at_once(kind):
+    report = verify("--world", "16", "--layout", "pp2 dp2 cp2 tp2", "--family", "llama",
+                    "--set", f"policy.cp_kind={kind}", "--set", "policy.schedule=1f1b")  # fmt: skip
+    assert report["passed"] == report["total"] == 8
