@@ -16,6 +16,7 @@ from fourfold.errors import UserError, nearest
 
 # name -> what it answers; the order is the order of work.
 COMMANDS = {
+    "demo": "the main job on this machine, start to end",
     "plan": "which layout is fastest on these GPUs, does it fit, how sure is that",
     "advise": "which hidden size, heads, vocabulary and micro batch suit a GPU",
     "models": "which model shapes are known, and how large they are",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.commands import flags
-from fourfold.commands.progress import end_line, to_stderr
+from fourfold.commands.progress import end_line, progress_lines
 from fourfold.errors import UserError
 from fourfold.launch.devices import gpu_count
 from fourfold.launch.local import JobError, must_be_ok, run_job
@@ -83,7 +83,7 @@ def measure(*, quick: bool, device: str) -> HardwareProfile:
         limits=Limits(start_s=300.0, step_s=120.0),
     )
     with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
-        report = run_job(job, Path(name), progress=to_stderr)
+        report = run_job(job, Path(name), progress=progress_lines())
         end_line()
         must_be_ok(report)
         return codec.from_json(HardwareProfile, files.read_text(answer_file(Path(name), 0)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from fourfold import files
 from fourfold.commands import flags
-from fourfold.commands.progress import end_line, to_stderr
+from fourfold.commands.progress import end_line, progress_lines
 from fourfold.errors import UserError
 from fourfold.launch.local import JobError, must_be_ok, run_job
 from fourfold.result.dryrun import RankCount
@@ -90,7 +90,7 @@ def count(spec: RunSpec, ranks: list[int]) -> list[RankCount]:
         limits=_LIMITS,
     )
     with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
-        report = run_job(job, Path(name), progress=to_stderr)
+        report = run_job(job, Path(name), progress=progress_lines())
         end_line()
         must_be_ok(report)
         texts = (files.read_text(answer_file(Path(name), 0, rank)) for rank in ranks)

@@ -1,15 +1,27 @@
-"""Progress on stderr: one line that is rewritten on a terminal, plain lines elsewhere."""
+"""Progress on stderr: one line that is rewritten on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
+
+# In a log file a line every few seconds says enough.
+_LOG_EVERY_S = 10.0
 
 
-def to_stderr(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text[:100]}", end="", file=sys.stderr, flush=True)
-    else:
-        print(text, file=sys.stderr, flush=True)
+def progress_lines() -> Callable[[str], None]:
+    """A function that shows where the work stands; quick repeats are dropped off a terminal."""
+    last_at = [-_LOG_EVERY_S]
+
+    def show(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text[:100]}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - last_at[0] >= _LOG_EVERY_S:
+            last_at[0] = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    return show
 
 
 def end_line() -> None:

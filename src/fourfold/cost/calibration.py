@@ -120,7 +120,7 @@ def generation_of(hardware: str) -> str:
 
 def to_json(calibration: Calibration) -> str:
     """The file's text."""
-    data = {"schema": SCHEMA, "type": "Calibration", **asdict(calibration)}
+    data: dict[str, Any] = {"schema": SCHEMA, "type": "Calibration", **asdict(calibration)}
     data["entries"] = [_rounded(entry) for entry in data["entries"]]
     return json.dumps(data, indent=1, sort_keys=False) + "\n"
 
@@ -170,7 +170,7 @@ def _entry(item: dict[str, Any]) -> Entry:
             raise ValueError(f"knob {name} must be a positive number")
         knobs[name] = float(value)
     ranges = {name: (float(low), float(high)) for name, (low, high) in item["ranges"].items()}
-    kept = {
+    kept: dict[str, Any] = {
         "free_time": tuple(item["free_time"]),
         "free_memory": tuple(item["free_memory"]),
         "residuals_pct": tuple(item["residuals_pct"]),

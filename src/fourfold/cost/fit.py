@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,7 +132,8 @@ def _fit_part(
         knobs, share = _solve(entry.knobs, free, misfit, scale)
     field = "free_time" if names == TIME else "free_memory"
     informed = {**entry.informed, **dict.fromkeys(names, 0.0), **share}
-    return replace(entry, knobs=knobs, informed=informed, **{field: free})
+    changed: dict[str, Any] = {field: free}
+    return replace(entry, knobs=knobs, informed=informed, **changed)
 
 
 def _solve(

@@ -7,12 +7,13 @@ the shards to 128 bytes: the same guide, and the BigScience head-count tables. B
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Knobs = Mapping[str, ArrayLike]
+Knobs = Mapping[str, Any]
 
 # (rows, columns, relative speed) of the tiles libraries choose from; speeds as measured by NVIDIA
 # for large products, the smaller ones re-read their inputs more often.
@@ -31,7 +32,7 @@ def misalignment(size: Floats) -> Floats:
     return np.log2(64.0 / np.gcd(whole, 64))
 
 
-def tile_waves(m: Floats, n: Floats, *, sms: Floats, wave: ArrayLike) -> Floats:
+def tile_waves(m: Floats, n: Floats, *, sms: Floats, wave: Floats | float) -> Floats:
     """Time of the best tiling in units of (SM-FLOP / K): min over tiles of waves x tile area.
 
     A wave of tiles takes as long as one tile; `wave` in 0..1 says how much of the last, partly
@@ -49,7 +50,7 @@ def tile_waves(m: Floats, n: Floats, *, sms: Floats, wave: ArrayLike) -> Floats:
 
 
 def gemm_s(
-    m: Floats, n: Floats, k: Floats, *, rate: ArrayLike, hbm: Floats, sms: Floats, knobs: Knobs
+    m: Floats, n: Floats, k: Floats, *, rate: Floats | float, hbm: Floats, sms: Floats, knobs: Knobs
 ) -> Floats:
     """Seconds of one product at `rate` FLOP/s for a perfect shape; never faster than memory."""
     skew = misalignment(n) + misalignment(k)

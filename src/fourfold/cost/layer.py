@@ -66,7 +66,8 @@ def layer_gemm_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, F
         (c.hidden, c.ffn / c.tp),
     )
     pairs = [linear_s(c, knobs, tokens=tokens, wide=n, deep=k) for n, k in shapes]
-    return sum(f for f, _ in pairs), sum(b for _, b in pairs)
+    none = np.zeros(())
+    return sum((f for f, _ in pairs), start=none), sum((b for _, b in pairs), start=none)
 
 
 def head_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> Floats:

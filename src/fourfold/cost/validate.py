@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,8 +78,10 @@ def merged(parts: list[Predictions], fold: NDArray[np.int64]) -> Floats:
 def _merge_all(parts: list[Predictions], fold: NDArray[np.int64], rows: Rows) -> Predictions:
     names = ("step_s", "low_s", "high_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "mem_gb",
              "worst_gb", "fits")  # fmt: skip
-    chosen = [np.choose(fold, [getattr(part, name) for part in parts]) for name in names]
-    return Predictions(*chosen, rows.reasons)
+    chosen: dict[str, Any] = {
+        name: np.choose(fold, [getattr(part, name) for part in parts]) for name in names
+    }
+    return Predictions(**chosen, reasons=rows.reasons)
 
 
 def with_spread(

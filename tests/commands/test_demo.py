@@ -1,0 +1,90 @@
+"""Does the demo plan sensibly from a profile, and does the whole of it run?"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.commands import demo
+from fourfold.cost.knobs import BY_NAME
+from fourfold.cost.measured import calibration_of
+from fourfold.result.profile import (
+    AttentionPoint,
+    CollectivePoint,
+    CopyPoint,
+    GemmPoint,
+    HardwareProfile,
+    SharedPoint,
+    cluster_of,
+)
+from fourfold.search.legal import Target, why_not
+
+
+@pytest.fixture
+def profile() -> HardwareProfile:
+    """A host of about 40 GFLOP/s; four ranks get a quarter each."""
+    return HardwareProfile(
+        device="cpu",
+        device_name="a test's host",
+        host="here",
+        torch="2.13.0",
+        made_at="2026-01-01T00:00:00+00:00",
+        units=4,
+        cores=4,
+        power_w=65.0,
+        memory_bytes=16 * 2**30,
+        gemms=(GemmPoint(dtype="fp32", m=512, n=512, k=512, seconds=2 * 512**3 / 4e10),),
+        attentions=(
+            AttentionPoint(
+                kernel="flash", dtype="fp32", batch=1, heads=4, head_size=64, seq_len=256,
+                forward_s=1e-3, backward_s=3e-3,
+            ),
+        ),
+        copies=(CopyPoint(moved_bytes=2**28, seconds=0.05),),
+        collectives=(
+            CollectivePoint(op="all_reduce", ranks=4, payload_bytes=1024, seconds=2e-4),
+            CollectivePoint(op="all_reduce", ranks=4, payload_bytes=2**24, seconds=0.03),
+        ),
+        shared=(
+            SharedPoint(ranks=1, dtype="fp32", flops_per_s=4e10, bytes_per_s=1e10),
+            SharedPoint(ranks=4, dtype="fp32", flops_per_s=1e10, bytes_per_s=3e9),
+        ),
+        launch_s=2e-5,
+        layer_launch_s=1e-3,
+        burst_flops_per_s=4e10,
+        sustained_flops_per_s=3.8e10,
+        sustained_over_s=5.0,
+        measured_s=20.0,
+    )  # fmt: skip
+
+
+def test_a_profile_becomes_a_calibration_within_the_knobs_limits(profile: HardwareProfile) -> None:
+    (entry,) = calibration_of(profile, cluster_of(profile, 4)).entries
+    assert entry.stack == "fourfold"
+    assert entry.knobs["host_s"] == pytest.approx(1e-3)
+    for name, value in entry.knobs.items():
+        assert BY_NAME[name].low <= value <= BY_NAME[name].high
+
+
+def test_the_plan_is_legal_diverse_and_sorted(profile: HardwareProfile) -> None:
+    scene = demo.scene(0)
+    planned = demo._plan(scene, cluster_of(profile, scene.ranks), profile, 3)
+    assert len(planned) == 3
+    assert len({str(spec.layout) for spec, _ in planned}) == 3
+    seconds = [said["step_s"] for _, said in planned]
+    assert seconds == sorted(seconds)
+    for spec, said in planned:
+        target = Target(gpus=spec.gpus)
+        assert not why_not(spec.model, spec.layout, spec.batch, spec.policy, target)
+        assert said["step_s_low"] < said["step_s"] < said["step_s_high"]
+
+
+@pytest.mark.slow
+def test_the_whole_demo_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--layouts", "2", "--steps", "2", "--format", "json"]) == 0
+    runs = json.loads(capfd.readouterr().out)["runs"]
+    assert [run["outcome"] for run in runs] == ["ok", "ok"]
+    # The layout changes the speed, never the mathematics.
+    assert runs[0]["loss"] == pytest.approx(runs[1]["loss"], rel=1e-5)
