@@ -117,6 +117,14 @@ def test_groups_that_do_not_tile_a_host_pay_for_its_network() -> None:
     assert single[0] == inside[0]
 
 
+def test_a_step_waits_for_the_rank_with_the_largest_share() -> None:
+    """100 sequences over 16 ranks: most have 6, four have 7, and 7 decide."""
+    uneven, even = (
+        estimate(runs(dp=16, gpus=16, micro=1, batch=b), defaults()) for b in (100, 112)
+    )
+    assert uneven.step_s[0] == pytest.approx(even.step_s[0])
+
+
 def test_parts_add_up_to_the_step() -> None:
     c = runs(3, tp=[1, 2, 8], dp=[8, 4, 1], pp=1, micro=[1, 3, 2], batch=[128, 100, 7])
     times = estimate(c, defaults())

@@ -72,11 +72,12 @@ def run(args: argparse.Namespace) -> int:
     ask, counts = question(args)
     if args.explain:
         return _explain(args, ask)
-    ranking = best_of(ask, counts)
+    ranking, tried = best_of(ask, counts, least=max(args.top, args.pick))
     train = training(ranking, tokens=args.tokens, top=max(args.top, args.pick))
     if args.export:
         return _export(args, ranking)
     said = answer(ranking, train, top=args.top)
+    said["tried_gpus"] = [{"gpus": gpus, "step_s": step_s} for gpus, step_s in tried.items()]
     print(json_text(said) if args.format == "json" else plan_text(said, args.format))
     return 0 if said["ranked"] else 1
 

@@ -50,8 +50,10 @@ class Times:
 
 def estimate(c: Columns, knobs: Knobs) -> Times:
     """Closed-form step time of every run."""
-    whole = np.floor(c.batch / (c.dp * c.micro))
-    rest = c.batch / c.dp - whole * c.micro
+    # Shares that do not come out even differ by one sequence; all wait for the largest.
+    share = np.ceil(c.batch / c.dp)
+    whole = np.floor(share / c.micro)
+    rest = share - whole * c.micro
     layer = layer_times(c, knobs, micro=c.micro)
     main = _one_micro(c, knobs, layer, c.micro)
     slots = whole

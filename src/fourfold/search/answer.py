@@ -57,6 +57,8 @@ def answer(ranking: Ranking, train: Training, *, top: int) -> dict[str, Any]:
         "fitting": ranking.fitting,
         "dropped_by_where": ranking.dropped,
         "set_aside": ranking.set_aside,
+        "ranked_in_all": len(ranking.all_step_s),
+        "played": ranking.played,
         "axes": {name: list(values) for name, values in ranking.grid.values.items()},
         "refused": dict(ranking.grid.refused),
         "flop_rule": FLOP_RULE,

@@ -2,7 +2,8 @@
 candidates, as a ratio to the closed form on the same stage times.
 
 A ratio, because calibrations were fitted with the closed form: where that is exact (equal stages,
-equal micro batches, whole rounds) nothing changes.
+equal micro batches, whole rounds) nothing changes. For the same reason hand-overs between stages
+are part of a chunk's time here, as the closed form has them, and not a stream of their own.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ MAX_EVENTS = 12_000
 MAX_EVENTS_IN_ALL = 150_000
 
 
-def pipeline_ratio(c: Columns, times: Times) -> Floats:
-    """Simulated over closed-form pipeline seconds, 1 where nothing is played."""
+def pipeline_ratio(c: Columns, times: Times) -> tuple[Floats, int]:
+    """(simulated over closed-form pipeline seconds, how many were played); 1 where none was."""
     ratio = np.ones(len(c))
     micros = np.ceil(np.ceil(c.batch / c.dp) / c.micro)
     groups: dict[tuple[int, int, int, int], list[int]] = {}
     for i in np.flatnonzero(c.pp > 1):
         key = (int(c.pp[i]), int(c.vpp[i]), int(c.schedule[i]), int(micros[i]))
         groups.setdefault(key, []).append(int(i))
-    spent = 0
+    spent = played = 0
     for (pp, vpp, schedule, count), places in groups.items():
         rounds = 1 if count <= SETTLED_ROUNDS * pp else 2
         events = 2 * pp * vpp * min(count, rounds * (SETTLED_ROUNDS + 1) * pp)
         if events > MAX_EVENTS or spent + events > MAX_EVENTS_IN_ALL:
             continue
         spent += events
+        played += len(places)
         index = np.array(places)
         here = {name: part[index] for name, part in times.parts.items()}
         ratio[index] = _group(c.take(index), here, schedule=SCHEDULE[schedule], micros=count)
-    return ratio
+    return ratio, played
 
 
 def _group(c: Columns, parts: dict[str, Floats], *, schedule: Schedule, micros: int) -> Floats:

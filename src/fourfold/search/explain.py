@@ -31,7 +31,7 @@ def explain(ask: Question, layout: Layout, *, tokens: float | None) -> dict[str,
     one = replace(ask, fixed=ask.fixed | only, where=())
     refusals = _refusals(ask, layout)
     fits_world = layout.world == ask.gpus
-    ranking = rank(one, variants=VARIANTS) if fits_world else None
+    ranking = rank(one, least=VARIANTS) if fits_world else None
     said: dict[str, Any] = {
         "layout": str(layout),
         "legal": ranking is not None and ranking.grid.legal > 0,

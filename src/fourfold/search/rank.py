@@ -4,6 +4,8 @@ fits, event simulation of the best few hundred. Seconds per step decide, memory 
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 
 CHUNK = 16384
+PATIENCE_S = 2.0
 # The best by closed form, whose pipelines are then played event by event; of one layout a few, so
 # that a playing can still change which of them is best.
 PLAYED = 300
@@ -46,9 +49,9 @@ class Ranking:
     room: Memory
     step_s: Floats
     closed_s: Floats
+    played: int  # pipelines that were simulated
     low_s: Floats
     high_s: Floats
-    priced: int
     fitting: int
     dropped: int  # by --where
     set_aside: int  # without evidence, and no --explore
@@ -105,26 +108,29 @@ def point_columns(ask: Question, points: Pool, **changed: Any) -> Columns:
     return ask.columns(len(kind), **{**varied, **changed})
 
 
-def rank(ask: Question, *, variants: int = 1) -> Ranking:
-    """Everything legal and fitting, priced; the best in full, `variants` of each layout."""
+def rank(ask: Question, *, least: int = 10) -> Ranking:
+    """Everything legal and fitting, priced; the best in full, one way to run each layout, or more
+    where there are fewer layouts than `least`."""
     grid = candidates(ask)
     pool = _that_fit(ask, grid)
     fitting = _size(pool)
     pool = _where(ask, pool, priced=False)
-    pool["step_s"] = _chunked(ask, pool, lambda c: estimate(c, ask.entry.knobs).step_s)
-    priced = _size(pool)
+    pool["step_s"] = _chunked(
+        ask, pool, lambda c: estimate(c, ask.entry.knobs).step_s, "layouts priced:"
+    )
     pool = _where(ask, pool, priced=True)
     proven = _only(pool, ~pool["unproven"])
     use_all = ask.explore or not _size(proven)
     ranked = pool if use_all else proven
     aside = {} if use_all else _best(_only(pool, pool["unproven"]), 1, 1)
-    played = _best(ranked, PLAYED, max(PLAYED_VARIANTS, variants))
-    best = _full(ask, played, variants)
+    played = _best(ranked, PLAYED, PLAYED_VARIANTS)
+    if _size(played) < PLAYED_VARIANTS * least:
+        played = _best(ranked, PLAYED, max(PLAYED_VARIANTS, least))
+    best = _full(ask, played, least)
     return Ranking(
         ask=ask,
         grid=grid,
         **best,
-        priced=priced,
         fitting=fitting,
         dropped=fitting - _size(pool),
         set_aside=_size(pool) - _size(ranked),
@@ -141,12 +147,15 @@ def _only(pool: Pool, mask: NDArray[Any] | slice) -> Pool:
     return {name: column[mask] for name, column in pool.items()}
 
 
-def _chunked(ask: Question, points: Pool, compute: Any) -> Floats:
-    """compute(columns) of every point, a cache-sized piece at a time."""
-    pieces = [
-        compute(point_columns(ask, _only(points, slice(start, start + CHUNK))))
-        for start in range(0, _size(points), CHUNK)
-    ]
+def _chunked(ask: Question, points: Pool, compute: Any, telling: str = "") -> Floats:
+    """compute(columns) of every point, a cache-sized piece at a time; long work tells how far."""
+    pieces, size = [], _size(points)
+    told_at = time.monotonic()
+    for start in range(0, size, CHUNK):
+        pieces.append(compute(point_columns(ask, _only(points, slice(start, start + CHUNK)))))
+        if telling and time.monotonic() - told_at > PATIENCE_S:
+            told_at = time.monotonic()
+            print(f"{telling} {min(start + CHUNK, size):,} of {size:,}", file=sys.stderr)
     return np.concatenate(pieces) if pieces else np.zeros(0)
 
 
@@ -159,7 +168,7 @@ def _that_fit(ask: Question, grid: Candidates) -> Pool:
 
     rows = np.flatnonzero(_chunked(ask, grid.smallest(), peak) < limit)
     points: Pool = dict(grid.points(rows))
-    points["peak_bytes"] = _chunked(ask, points, peak)
+    points["peak_bytes"] = _chunked(ask, points, peak, "layouts checked for memory:")
     points = _only(points, points["peak_bytes"] < limit)
     points["unproven"] = _chunked(ask, points, lambda c: unproven(ask, c)).astype(bool)
     return points
@@ -231,17 +240,18 @@ def _best(pool: Pool, keep: int, variants: int) -> Pool:
     return _only(pool, np.array(chosen, dtype=np.intp))
 
 
-def _full(ask: Question, points: Pool, variants: int) -> dict[str, Any]:
+def _full(ask: Question, points: Pool, least: int) -> dict[str, Any]:
     """Parts, memory by kind, simulated pipelines and intervals of a few points, best first."""
     c = point_columns(ask, points)
     times = estimate(c, ask.entry.knobs)
     work = times.step_s - times.parts["fixed"] - times.parts["jitter"]
     pipe = times.step_s - sum((times.parts[name] for name in _NOT_IN_PIPELINE), np.zeros(len(c)))
-    extra = pipe * (pipeline_ratio(c, times) - 1.0) * (1.0 + times.parts["jitter"] / work)
+    ratio, played = pipeline_ratio(c, times)
+    extra = pipe * (ratio - 1.0) * (1.0 + times.parts["jitter"] / work)
     step = times.step_s + extra
     parts = times.parts | {"bubble": times.parts["bubble"] + extra}
     order = np.lexsort((points["peak_bytes"], step)) if len(c) else np.zeros(0, dtype=np.intp)
-    order = order[_first_few(_layout_keys(_only(points, order)), variants)]
+    order = order[_first_few(_layout_keys(_only(points, order)), least)]
     sorted_c = c.take(order)
     low, high = bounds(sorted_c, ask.entry, step[order])
     return {
@@ -251,16 +261,20 @@ def _full(ask: Question, points: Pool, variants: int) -> dict[str, Any]:
         "room": memory(sorted_c, ask.entry.knobs),
         "step_s": step[order],
         "closed_s": times.step_s[order],
+        "played": played,
         "low_s": low,
         "high_s": high,
     }
 
 
-def _first_few(keys: list[tuple[int, ...]], few: int) -> NDArray[np.bool_]:
-    """True for the first `few` of each key."""
+def _first_few(keys: list[tuple[int, ...]], least: int) -> NDArray[np.bool_]:
+    """True for the first of each key, or for the first few, as many as give `least` in all."""
     used: dict[tuple[int, ...], int] = {}
-    kept = np.zeros(len(keys), dtype=bool)
+    place = np.zeros(len(keys), dtype=np.int64)
     for i, key in enumerate(keys):
         used[key] = used.get(key, 0) + 1
-        kept[i] = used[key] <= few
-    return kept
+        place[i] = used[key]
+    few = 1
+    while (place <= few).sum() < min(least, len(keys)):
+        few += 1
+    return place <= few

@@ -14,7 +14,8 @@ def plan_text(answer: dict[str, Any], style: str) -> str:
     table = render(*_table(answer), style)
     if style == "csv":
         return table
-    lines = [*_head(answer), "", table, "", *_belief(answer), "", *_search(answer)]
+    shown = ["", table] if answer["ranked"] else []
+    lines = [*_head(answer), *shown, "", *_belief(answer), "", *_search(answer)]
     return "\n".join(lines)
 
 
@@ -115,18 +116,20 @@ def _belief(answer: dict[str, Any]) -> list[str]:
     if not rows:
         return [f"nothing to rank: {answer['reason']}"]
     tied, width = answer["tied_with_first"], answer["tie_width_pct"]
-    lines = [
-        f"1-{tied} can't be told apart: differences under {width:.1f}% are within the error"
-        if tied > 1
-        else f"1 is ahead by more than the {width:.1f}% that can be told apart"
-    ]
+    if tied > 1:
+        first = f"1-{tied} can't be told apart: differences under {width:.1f}% are within the error"
+    elif len(rows) > 1:
+        first = f"1 is ahead by more than the {width:.1f}% that can be told apart"
+    else:
+        first = "it is the only one"
+    lines = [first]
     safe = next((row for row in rows if not row["tight"]), None)
     if rows[0]["tight"]:
         lines.append(
             f"1 may not fit; the fastest here that surely does: {safe['rank']} "
             f"({layout_text(safe)}, {_seconds(safe['step_s'])} s)"
             if safe is not None
-            else "none of these surely fits: try --where 'mem_gb < ...'"
+            else f"none of these surely fits; --where 'mem_gb < {_sure_gb(answer):.0f}' finds some"
         )
     whose = " (rows of other stacks and clusters)" if answer["calibration"]["note"] else ""
     lines.append(f"evidence for 1{whose}: {_evidence(rows[0])}")
@@ -154,6 +157,12 @@ def _belief(answer: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _sure_gb(answer: dict[str, Any]) -> float:
+    """GB below which the upper end of the memory interval would fit."""
+    row = answer["ranked"][0]
+    return 0.98 * answer["memory_bytes"] * row["peak_bytes"] / row["peak_bytes_high"] / 1e9
+
+
 def _evidence(row: dict[str, Any]) -> str:
     rows = [f"{name}: {count} measured rows" for name, count in row["evidence"].items()]
     rows = [text.replace(": 1 measured rows", ": 1 measured row") for text in rows]
@@ -168,7 +177,13 @@ def _search(answer: dict[str, Any]) -> list[str]:
     lines = [
         f"looked at {answer['candidates']:,} points: {axes}",
         f"refused: {refused or 'none'}; legal {answer['legal']:,}, of which {unfit:,} do not fit",
+        f"ranked {answer['ranked_in_all']:,}; pipelines of the best {answer['played']} were played "
+        "event by event",
     ]
+    others = [one for one in answer.get("tried_gpus", []) if one["gpus"] != answer["gpus"]]
+    if others:
+        named = ", ".join(f"{one['gpus']}: {_seconds(one['step_s'])} s" for one in others[:6])
+        lines.append(f"fewer GPUs, best of each: {named}{', ...' if len(others) > 6 else ''}")
     if answer["dropped_by_where"]:
         lines.append(f"--where dropped {answer['dropped_by_where']:,}")
     lines.append(
