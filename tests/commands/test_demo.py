@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from fourfold.cli import main
 from fourfold.commands import demo
+from fourfold.cost import calibration
 from fourfold.cost.knobs import BY_NAME
 from fourfold.cost.measured import calibration_of
 from fourfold.result.profile import (
@@ -20,6 +22,7 @@ from fourfold.result.profile import (
     cluster_of,
 )
 from fourfold.search.legal import Target, why_not
+from fourfold.spec import codec
 
 
 @pytest.fixture
@@ -88,3 +91,15 @@ def test_the_whole_demo_runs(capfd: pytest.CaptureFixture[str]) -> None:
     assert [run["outcome"] for run in runs] == ["ok", "ok"]
     # The layout changes the speed, never the mathematics.
     assert runs[0]["loss"] == pytest.approx(runs[1]["loss"], rel=1e-5)
+
+
+def test_plan_takes_the_files_calibrate_writes(
+    profile: HardwareProfile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = cluster_of(profile, 4)
+    (tmp_path / "this.toml").write_text(codec.to_toml(cluster))
+    (tmp_path / "this.json").write_text(calibration.to_json(calibration_of(profile, cluster)))
+    words = ["plan", "--model", "llama-mini", "--seq-len", "128", "--global-batch", "16"]
+    words += ["--precision", "fp32", "--cluster", str(tmp_path / "this.toml")]
+    assert main([*words, "--calibration", str(tmp_path / "this.json")]) == 0
+    assert "knows kernels and links, no run" in capsys.readouterr().out

@@ -29,8 +29,9 @@ from fourfold.units import show_bytes, show_seconds
 EXAMPLES = """\
 examples:
   fourfold calibrate --quick
-  fourfold calibrate --out profile.json --cluster-out this.toml --ranks 4
-  fourfold plan --model llama-tiny --cluster this.toml --seq-len 128 --global-batch 16
+  fourfold calibrate --out profile.json --cluster-out this.toml --calibration-out this.json
+  fourfold plan --model llama-mini --cluster this.toml --calibration this.json --seq-len 128 \\
+      --global-batch 16 --precision fp32
 """
 _QUICK_S, _WHOLE_S = 11.0, 130.0
 _CPU_RANKS = 4
@@ -42,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the profile as JSON")
     parser.add_argument(
         "--cluster-out", metavar="FILE", help="write this host as a cluster file for plan"
+    )
+    parser.add_argument(
+        "--calibration-out", metavar="FILE", help="write what plan and predict start from here"
     )
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="ranks of that cluster (default: all measured)"
@@ -58,6 +62,11 @@ def run(args: argparse.Namespace) -> int:
     ranks = _ranks(args.ranks, profile)
     if args.out:
         files.write_text(args.out, codec.to_json(profile))
+    if args.calibration_out:
+        from fourfold.cost import calibration, measured
+
+        known = measured.calibration_of(profile, cluster_of(profile, ranks))
+        files.write_text(args.calibration_out, calibration.to_json(known))
     if args.cluster_out:
         files.write_text(args.cluster_out, codec.to_toml(cluster_of(profile, ranks)))
     if args.format == "json":

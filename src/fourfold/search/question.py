@@ -113,7 +113,10 @@ def usual_policy(stack: str, policy: Policy, decided: set[str]) -> Policy:
 
 def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[Entry, str]:
     """(knobs, why they are not this machine's own: '' when they are)."""
-    return calibration.entry(stack, cluster.name, generation_of(cluster.device.id))
+    entry, why = calibration.entry(stack, cluster.name, generation_of(cluster.device.id))
+    if not why and not entry.rows_time:
+        why = f"calibration '{calibration.name}' knows kernels and links, no run"
+    return entry, why
 
 
 def evidence_for(calibration: Calibration, entry: Entry) -> dict[str, int]:

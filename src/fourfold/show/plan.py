@@ -34,10 +34,15 @@ def _head(answer: dict[str, Any]) -> list[str]:
             f"{cal['interval_low_pct']:+.0f}% to {cal['interval_high_pct']:+.0f}%"
         )
     else:
+        held_out = "too few to hold any out for an error"
+        if cal["error_median_pct"] is not None:
+            held_out = (
+                f"error on held-out layouts {cal['error_median_pct']:.1f}% median, "
+                f"{cal['error_p90_pct']:.1f}% in 9 of 10"
+            )
         lines.append(
             f"seconds as {answer['stack']} takes them there: calibration '{cal['name']}' from "
-            f"{cal['rows']} measured rows, error on held-out layouts "
-            f"{cal['error_median_pct']:.1f}% median, {cal['error_p90_pct']:.1f}% in 9 of 10"
+            f"{cal['rows']} measured rows, {held_out}"
         )
     return lines
 
