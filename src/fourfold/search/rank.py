@@ -52,6 +52,7 @@ class Ranking:
     played: int  # pipelines that were simulated
     low_s: Floats
     high_s: Floats
+    priced: int
     fitting: int
     dropped: int  # by --where
     set_aside: int  # without evidence, and no --explore
@@ -118,6 +119,7 @@ def rank(ask: Question, *, least: int = 10) -> Ranking:
     pool["step_s"] = _chunked(
         ask, pool, lambda c: estimate(c, ask.entry.knobs).step_s, "layouts priced:"
     )
+    priced = _size(pool)
     pool = _where(ask, pool, priced=True)
     proven = _only(pool, ~pool["unproven"])
     use_all = ask.explore or not _size(proven)
@@ -131,6 +133,7 @@ def rank(ask: Question, *, least: int = 10) -> Ranking:
         ask=ask,
         grid=grid,
         **best,
+        priced=priced,
         fitting=fitting,
         dropped=fitting - _size(pool),
         set_aside=_size(pool) - _size(ranked),
