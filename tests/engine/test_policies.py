@@ -1,0 +1,158 @@
+"""Policies do what they name: bytes, collectives and FLOPs as a ledger counts them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from fourfold.cost.params import layer_matmul_params
+from fourfold.engine.dryrun import count_rank
+from fourfold.result.dryrun import RankCount
+from fourfold.spec import Batch, Layout, Policy, RunSpec
+from fourfold.spec.catalog import shape
+from fourfold.spec.policy import BUNDLES
+
+# Weights outweigh activations here, as they do where sharding matters.
+HEAVY = shape("llama", layers=3, hidden=256, ffn=512, heads=4, kv_heads=2, vocab=512)
+# Activations outweigh weights here.
+LONG = shape("llama", layers=4, hidden=32, ffn=64, heads=4, kv_heads=2, vocab=64)
+FP32 = Policy(precision="fp32")
+
+
+@functools.cache
+def count(model, layout: str, batch: Batch, policy: Policy, rank: int = 0) -> RankCount:
+    parsed = Layout.parse(layout)
+    spec = RunSpec(model=model, gpus=parsed.world, layout=parsed, batch=batch, policy=policy)
+    return count_rank(spec, rank)
+
+
+def traffic(counted: RankCount, axis: str) -> dict[str, int]:
+    return {line.op: line.bytes for line in counted.comm if line.axis == axis}
+
+
+def peaks(layout: str, micros: int, **fields: str) -> list[int]:
+    batch = Batch(seq_len=16, micro_batch=1, global_batch=4 * micros)
+    zeros = ("zero0", "zero1", "zero2", "zero3")
+    return [
+        count(HEAVY, layout, batch, replace(FP32, sharding=zero, **fields)).peak_bytes
+        for zero in zeros
+    ]
+
+
+@pytest.mark.parametrize("layout", ["dp4", pytest.param("pp2 dp4", marks=pytest.mark.slow)])
+def test_each_level_of_sharding_needs_less_memory(layout):
+    zero0, zero1, zero2, zero3 = peaks(layout, micros=4)
+    assert zero0 > zero1 > zero2 > zero3
+
+
+def test_with_one_micro_batch_gradients_are_reduced_at_once_either_way():
+    zero0, zero1, zero2, zero3 = peaks("dp4", micros=1)
+    assert zero0 > zero1 == zero2 > zero3
+
+
+def test_sharding_changes_what_is_sent_how_often():
+    batch = Batch(seq_len=16, micro_batch=1, global_batch=16)
+    calls = {
+        zero: {
+            line.op: line.calls
+            for line in count(HEAVY, "dp4", batch, replace(FP32, sharding=zero)).comm
+            if line.axis == "dp"
+        }
+        for zero in ("zero0", "zero1", "zero2", "zero3")
+    }
+    groups, micros = HEAVY.layers + 1, 4  # every layer, and what is left
+    assert "reduce-scatter" not in calls["zero0"]
+    assert calls["zero1"]["reduce-scatter"] == groups
+    assert calls["zero2"]["reduce-scatter"] == calls["zero3"]["reduce-scatter"] == groups * micros
+    assert calls["zero1"]["all-gather"] == calls["zero2"]["all-gather"] == groups
+    # Forward and backward of each micro batch gather; the last layer and the ends only once.
+    assert calls["zero3"]["all-gather"] == micros * (2 * (HEAVY.layers - 1) + 2)
+
+
+def test_context_parallel_kinds_send_what_they_should():
+    ranks, seq_len, wide = 4, 64, 4  # fp32
+    batch = Batch(seq_len=seq_len, micro_batch=2, global_batch=2)
+    tokens = 2 * seq_len // ranks
+    layers, kv = LONG.layers, 2 * tokens * LONG.kv_width * wide
+    sent = {
+        kind: traffic(count(LONG, "cp4", batch, replace(FP32, cp_kind=kind)), "cp")
+        for kind in ("ring", "allgather", "ulysses")
+    }
+    # Keys and values hop P-1 times each way, their gradients P times (home again).
+    assert sent["ring"] == {"all-to-all": layers * kv * ((ranks - 1) * 2 + ranks)}
+    assert sent["allgather"] == {
+        "all-gather": layers * kv * ranks,
+        "reduce-scatter": layers * kv * ranks,
+    }
+    # Queries and output, and keys and values repeated to one head a rank; there and back.
+    heads = tokens * LONG.attention_width * wide
+    repeated = kv * ranks // LONG.kv_heads
+    assert sent["ulysses"] == {"all-to-all": 2 * layers * (2 * heads + repeated)}
+
+
+def test_sequence_parallelism_gathers_and_scatters_where_tensor_parallelism_sums():
+    batch = Batch(seq_len=64, micro_batch=2, global_batch=2)
+    on = traffic(count(LONG, "tp2", batch, FP32), "tp")
+    off = traffic(count(LONG, "tp2", batch, replace(FP32, sequence_parallel=False)), "tp")
+    activation = 2 * 64 * LONG.hidden * 4
+    # Forward: two gathers a layer and one before the logits; backward: the scatters' gathers, and
+    # the embedding's. Scatters are their mirror.
+    assert on["all-gather"] == activation * (4 * LONG.layers + 2)
+    assert on["reduce-scatter"] == activation * (4 * LONG.layers + 2)
+    assert off["all-reduce"] > activation * (4 * LONG.layers + 2)
+    assert set(off) == {"all-reduce"}
+
+
+def held(schedule: str, micros: int, layout: str = "pp4") -> int:
+    batch = Batch(seq_len=256, micro_batch=1, global_batch=micros)
+    return count(LONG, layout, batch, replace(FP32, schedule=schedule)).activation_bytes
+
+
+def test_gpipe_holds_every_micro_batch_and_1f1b_no_more_than_stages():
+    one_more = held("gpipe", 6) - held("gpipe", 5)
+    assert held("gpipe", 7) - held("gpipe", 6) == one_more > 0
+    # Two more micro batches add their tokens and targets, no activations.
+    assert held("1f1b", 8) - held("1f1b", 6) < 0.02 * one_more
+    gap = held("gpipe", 8) - held("1f1b", 8)
+    assert gap == pytest.approx(4 * one_more, rel=0.05)
+
+
+@pytest.mark.parametrize(("kind", "share"), [("full", 1.0), ("every-2", 0.5)])
+def test_recompute_adds_exactly_the_forward_flops_of_its_layers(kind, share):
+    """But for the last product of a layer: nothing in the backward pass needs its result."""
+    batch = Batch(seq_len=64, micro_batch=2, global_batch=4)
+    none = count(LONG, "dp1", batch, FP32)
+    again = count(LONG, "dp1", batch, replace(FP32, recompute=kind))
+    tokens = 4 * 64
+    products = 2 * tokens * (layer_matmul_params(LONG) - LONG.ffn * LONG.hidden)
+    attention = 4 * tokens * 64 * LONG.attention_width  # every pair is counted, masked or not
+    assert again.flops - none.flops == share * LONG.layers * (products + attention)
+    assert again.peak_bytes < none.peak_bytes
+
+
+def test_chunked_loss_holds_a_part_of_the_logits():
+    wide = replace(LONG, vocab=4096)
+    batch = Batch(seq_len=256, micro_batch=1, global_batch=1)
+    whole = count(wide, "dp1", batch, FP32)
+    parts = count(wide, "dp1", batch, replace(FP32, loss_chunks=8))
+    logits = 256 * 4096 * 4
+    assert whole.activation_bytes - parts.activation_bytes > 2 * logits
+    assert parts.flops - whole.flops == 2 * 256 * 4096 * LONG.hidden
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [name for name in BUNDLES if name not in ("fp8", "fp4")])
+def test_every_format_is_held_in_its_own_size(precision):
+    policy = Policy(precision=precision, sharding="zero1")
+    counted = count(HEAVY, "dp2", Batch(seq_len=16, micro_batch=1, global_batch=4), policy)
+    kinds = {kind.name: kind.bytes for kind in counted.kinds}
+    sizes = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+    dtypes = policy.dtypes
+    shard = counted.params // 2
+    # The rank's shard, and what of the whole is gathered at the fullest moment.
+    gathered = kinds["parameters"] - shard * sizes[dtypes.param]
+    assert 0 < gathered <= counted.params * sizes[dtypes.compute]
+    moments = 2 * shard * sizes[dtypes.optimizer]
+    assert moments <= kinds["optimizer"] < moments * 1.001
