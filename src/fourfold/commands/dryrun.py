@@ -23,7 +23,7 @@ from fourfold.errors import UserError
 from fourfold.launch.local import JobError, must_be_ok, run_job
 from fourfold.result.dryrun import RankCount
 from fourfold.result.job import answer_file
-from fourfold.result.unseen import unseen_parts
+from fourfold.result.unseen import RESERVED_RATIO, unseen_parts
 from fourfold.search.legal import Target, why_not
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec
@@ -99,7 +99,7 @@ def count(spec: RunSpec, ranks: list[int]) -> list[RankCount]:
 
 def answer(spec: RunSpec, counts: list[RankCount]) -> dict[str, Any]:
     worst = max(counts, key=lambda count: count.peak_bytes)
-    unseen = unseen_parts(spec, worst.peak_bytes)
+    unseen = unseen_parts(spec)
     return {
         "model": spec.model.name,
         "layout": str(spec.layout),
@@ -151,7 +151,7 @@ def _moved(count: RankCount, axis: str) -> int:
 
 def _conditions(spec: RunSpec, counts: list[RankCount]) -> str:
     worst = max(counts, key=lambda count: count.peak_bytes)
-    unseen = unseen_parts(spec, worst.peak_bytes)
+    unseen = unseen_parts(spec)
     total = worst.peak_bytes + sum(part.bytes for part in unseen)
     lines = [
         f"{spec.model.name} on {spec.gpus} ranks, {spec.layout}; per rank and step; "
@@ -165,6 +165,11 @@ def _conditions(spec: RunSpec, counts: list[RankCount]) -> str:
     ]
     lines.append(f"on a GPU about {total / 1e9:.1f} GB; a dry run cannot see:")
     lines += [f"  {show_bytes(part.bytes):>10}  {part.name} ({part.source})" for part in unseen]
+    low, high = RESERVED_RATIO
+    lines.append(
+        f"torch's allocator may reserve {low:g} to {high:g} times the peak (measured on an H200) "
+        "and gives it back when short"
+    )
     if _extrapolation(counts):
         lines.append(_extrapolation(counts))
     return "\n".join(lines)

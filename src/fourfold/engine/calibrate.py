@@ -145,7 +145,7 @@ def _plan(device: torch.device, quick: bool) -> Plan:
 def _shapes(plan: Plan) -> Iterator[tuple[int, int, int]]:
     squares = [(n, n, n) for n in _SQUARES]
     for m, n, k in (*squares, *_SKINNY, *_UNALIGNED):
-        small_on_gpu = plan.device.type == "cuda" and m * n * k < 2**24
+        small_on_gpu = plan.device.type == "cuda" and m * n * k < 2**28
         if 2 * m * n * k <= plan.flops_per_s * plan.call_s and not small_on_gpu:
             yield m, n, k
 
@@ -195,9 +195,14 @@ def _gemms(
             if point is not None:
                 found.append(point)
             done()
-            if point is None or point.flops_per_s < plan.flops_per_s * _HOPELESS:
+            if point is None or _hopeless(point, plan):
                 break  # no unit for this format here: not worth the grid
     return found
+
+
+def _hopeless(point: GemmPoint, plan: Plan) -> bool:
+    """A GPU refuses formats it lacks; a CPU emulates them, a hundred times slower."""
+    return plan.device.type == "cpu" and point.flops_per_s < plan.flops_per_s * _HOPELESS
 
 
 def _attentions(

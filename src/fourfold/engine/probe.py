@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -133,21 +133,18 @@ def _host_seconds(work: Callable[[], object], device: torch.device, budget_s: fl
 def burst_and_sustained(
     dtype: str, shape: tuple[int, int, int], device: torch.device, seconds: float
 ) -> tuple[float, float]:
-    """FLOP/s of the first and of the last tenth of a long run of one product."""
+    """FLOP/s of a long run of one product: at its best, and over its last third."""
     work = product(dtype, shape, device)
     work()
     synchronize(device)
     flops = 2.0 * shape[0] * shape[1] * shape[2]
-    rates: list[tuple[float, float]] = []
-    began = time.perf_counter()
-    while (now := time.perf_counter()) < began + seconds or len(rates) < 10:
-        calls = max(1, round(0.02 * (rates[-1][1] / flops))) if rates else 1
+    rates: list[float] = []
+    until = time.perf_counter() + seconds
+    while (now := time.perf_counter()) < until or len(rates) < 6:
+        calls = max(1, round(0.05 * rates[-1] / flops)) if rates else 1
         for _ in range(calls):
             work()
         synchronize(device)
-        rates.append((now - began, calls * flops / (time.perf_counter() - now)))
-    return _mean(rates[: max(1, len(rates) // 10)]), _mean(rates[-max(1, len(rates) // 10) :])
-
-
-def _mean(rates: Sequence[tuple[float, float]]) -> float:
-    return sum(rate for _, rate in rates) / len(rates)
+        rates.append(calls * flops / (time.perf_counter() - now))
+    last = rates[-(len(rates) // 3) :]
+    return sorted(rates)[len(rates) * 9 // 10], sum(last) / len(last)
