@@ -46,7 +46,7 @@ CASES = [
     (
         "precision",
         {"precision": "fp4", "stack": "fourfold"},
-        {"precision": "fp8", "stack": "fourfold"},
+        {"precision": "fp16", "stack": "fourfold"},
     ),
     (
         "device-precision",
@@ -141,8 +141,8 @@ CASES = [
     ("needs-pipeline", {"schedule": "zero-bubble"}, {"layout": "pp2", "schedule": "zero-bubble"}),
     (
         "compiled-zero-bubble",
-        {"layout": "pp2", "schedule": "zero-bubble", "compile": True, "stack": "fourfold"},
-        {"layout": "pp2", "schedule": "zero-bubble", "stack": "fourfold"},
+        {"layout": "pp2", "schedule": "zero-bubble", "compile": True, "stack": "torchtitan"},
+        {"layout": "pp2", "schedule": "zero-bubble", "stack": "torchtitan"},
     ),
     ("dp-batch", {"layout": "dp65"}, {"layout": "dp63"}),
     (

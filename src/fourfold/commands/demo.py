@@ -107,7 +107,7 @@ def _plan(
         explore=True,
     )
     found = rank(ask)
-    _say(f"   {found.priced:,} plans priced; {found.fitting:,} fit")
+    _say(f"   {found.grid.legal:,} legal plans, {found.fitting:,} fit")
     planned: dict[str, tuple[RunSpec, dict[str, float]]] = {}
     for i in range(len(found)):
         layout = found.layout(i)
