@@ -106,3 +106,11 @@ def test_another_rank_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = [t["shape"] for step in steps for t in step["tensors"] if t["name"] == "block"]
     assert blocks == [[8, 1024, 64]] * len(blocks)
     assert main(["trace", "ring", *SIZES, "--cp", "4", "--rank", "4"]) == 2
+
+
+def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trace", "ring", "--hidden", "512", "--heads", "8", "--tokens", "65536", "--run"]
+    assert main([*words, "--cp", "64"]) == 2
+    assert "at most 32" in capsys.readouterr().err
+    assert main([*words, "--cp", "2", "--rank", "1"]) == 2
+    assert "rank 0" in capsys.readouterr().err

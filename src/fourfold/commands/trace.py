@@ -1,4 +1,4 @@
-"""What does every step of a parallel layer do on one rank? Computed, without hardware.
+"""What does every step of a parallel layer do on one rank? Computed, or run with --run.
 
 Tensors as `name [symbolic] = [numbers]`, their elements and bytes, FLOPs of one rank and of all,
 bytes sent and over which link, copied or view, live and peak memory after every step.
@@ -11,38 +11,48 @@ decoder layer of a model under tp x cp x dp, forward and backward.
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold import files
 from fourfold.commands import flags
+from fourfold.commands.progress import end_line, progress_lines
 from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.build import build
-from fourfold.cost.trace.groups import stretched
+from fourfold.cost.trace.groups import generic_cluster
 from fourfold.cost.trace.layer_ask import LayerAsk
-from fourfold.cost.trace.step import CP_KINDS, KINDS, Program
+from fourfold.cost.trace.step import CP_KINDS, KINDS, WORKSPACE_BYTES, Program
 from fourfold.cost.trace.walk import walk
 from fourfold.errors import UserError
+from fourfold.launch.devices import gpu_count
+from fourfold.launch.local import JobError, must_be_ok, run_job
+from fourfold.result.job import answer_file
+from fourfold.result.trace import TraceMeasure
 from fourfold.show import trace as show
-from fourfold.show import trace_advice
+from fourfold.show import trace_advice, trace_run
 from fourfold.show.table import json_text
 from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 
 if TYPE_CHECKING:
     from fourfold.cost.trace.advice import Advice
 
+# One process per rank: more than this starves any host of memory and cores.
+MAX_LOCAL_RANKS = 32
 EXAMPLES = """\
 examples:
   fourfold trace ulysses --tokens 60000 --hidden 16384 --heads 128 --tp 8 --dp 2 --attention naive
   fourfold trace ring --model llama-3.1-8b --tokens 131072 --cp 16 --cluster nvidia-h100
   fourfold trace layer --model llama-3.1-70b --tokens 32768 --tp 8 --cp 2 --dp 4 --sharding zero3
+  fourfold trace ring --tokens 512 --hidden 256 --heads 8 --cp 4 --dtype fp32 --run
   fourfold trace mlp2d --tokens 60000 --hidden 16384 --ffn 53248 --layers 126 --tp 8 --dp 2
 """
-# What a trace without --cluster runs on: hosts of 8 with NVLink, a network port for every GPU.
-GENERIC_CLUSTER = "nvidia-h100"
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")
 
 
@@ -80,19 +90,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="for link levels: a name or a TOML file (default: hosts of 8 H100, 400 Gbit/s a GPU)",
     )
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        dest="run_steps",
+        help="do the steps on this host, one process per rank; computed beside measured",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of --run"
+    )
     parser.add_argument("--picture", metavar="FILE.png", help="draw memory over the steps")
     flags.add_format(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    program = _program(args)
+    ask = _layer_ask(args) if args.kind == "layer" else _ask(args)
+    program = build(args.kind, ask)
     cluster = _cluster(args.cluster, program.ranks)
     rows = walk(program, cluster)
     if args.picture:
         from fourfold.show.trace_picture import picture
 
         files.write_bytes(args.picture, picture(program, rows, args.picture), field="picture")
-    advice = _advice(args, cluster)
+    if args.run_steps:
+        return _run_steps(args, ask, program, cluster)
+    advice = _advice(ask, args, cluster)
     if args.format == "json":
         answer = show.plain(program, rows, cluster)
         print(json_text(answer | ({"recommendation": codec.encode(advice)} if advice else {})))
@@ -105,27 +127,70 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _advice(args: argparse.Namespace, cluster: Cluster) -> Advice | None:
+def _run_steps(
+    args: argparse.Namespace, ask: Ask | LayerAsk, program: Program, cluster: Cluster
+) -> int:
+    """Computed beside measured; exit 1 when a shape or a byte differs."""
+    if args.rank:
+        raise UserError("a run shows rank 0", field="rank", value=args.rank, way_out="--rank 0")
+    try:
+        measured = _measure(args, ask)
+    except JobError as error:
+        print(f"trace: {error}", file=sys.stderr)
+        return 1
+    workspace = 0 if measured.peaks_from == "ledger" else WORKSPACE_BYTES
+    rows = walk(program, cluster, workspace_bytes=workspace)
+    found = trace_run.pairs(program, rows, measured)
+    if args.format == "json":
+        answer = show.plain(program, rows, cluster)
+        print(json_text(answer | {"measured": trace_run.plain(found, measured)}))
+    elif args.format == "csv":
+        print(show.csv(rows))
+    else:
+        print(f"{show.header(program, cluster)}\n")
+        print(trace_run.text(found, measured, args.format))
+    return 1 if measured.wrong else 0
+
+
+def _measure(args: argparse.Namespace, ask: Ask | LayerAsk) -> TraceMeasure:
+    """One process per rank on this host; gone when it returns."""
+    ranks = ask.layout.world
+    gpus = gpu_count() if args.device != "cpu" else 0
+    if args.device == "cuda" and gpus < ranks:
+        raise UserError(
+            f"{gpus} visible on this host", field="ranks", value=ranks, way_out="--device cpu"
+        )
+    if ranks > MAX_LOCAL_RANKS:
+        raise UserError(
+            f"a run starts one process per rank on this host, at most {MAX_LOCAL_RANKS}",
+            field="ranks",
+            value=ranks,
+            way_out="leave --run out: any number can be computed",
+        )
+    device = "cuda" if gpus >= ranks else "cpu"
+    options = {"ask": codec.to_json(ask), "device": device, "kind": args.kind}
+    job = Job(
+        job="trace",
+        ranks=ranks,
+        options=tuple(sorted(options.items())),
+        limits=Limits(start_s=300.0, step_s=300.0),
+    )
+    with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
+        report = run_job(job, Path(name), progress=progress_lines())
+        end_line()
+        must_be_ok(report)
+        return codec.from_json(TraceMeasure, files.read_text(answer_file(Path(name), 0)))
+
+
+def _advice(ask: Ask | LayerAsk, args: argparse.Namespace, cluster: Cluster) -> Advice | None:
     """Which kind to take; only where there is a sequence group to divide over."""
-    if args.kind not in CP_KINDS or args.format == "csv":
+    if isinstance(ask, LayerAsk) or args.kind not in CP_KINDS or args.format == "csv":
         return None
-    ask = _ask(args)
     if ask.ranks == 1:
         return None
     from fourfold.cost.trace.advice import advise  # NumPy: only paid here
 
     return advise(ask, cluster)
-
-
-def _program(args: argparse.Namespace) -> Program:
-    if args.kind == "layer":
-        return build("layer", _layer_ask(args))
-    for name in ("cp_kind", "sharding"):
-        if getattr(args, name) is not None:
-            raise UserError(
-                "belongs to kind layer", field=name.replace("_", "-"), value=getattr(args, name)
-            )
-    return build(args.kind, _ask(args))
 
 
 def _layer_ask(args: argparse.Namespace) -> LayerAsk:
@@ -151,6 +216,7 @@ def _layer_ask(args: argparse.Namespace) -> LayerAsk:
         dtype=args.dtype,
         cp_kind=args.cp_kind or "ring",
         sharding=policy.sharding,
+        last=args.run_steps,
     )
 
 
@@ -164,6 +230,11 @@ def _ask(args: argparse.Namespace) -> Ask:
     model = catalog.model(args.model) if args.model else None
     needed = ("hidden", "ffn") if args.kind.startswith("mlp") else ("hidden", "heads")
     sizes: dict[str, int] = {}
+    for name in ("cp_kind", "sharding"):
+        if getattr(args, name) is not None:
+            raise UserError(
+                "belongs to kind layer", field=name.replace("_", "-"), value=getattr(args, name)
+            )
     for name in ("hidden", "heads", "kv_heads", "ffn"):
         value = getattr(args, name)
         if value is None and model is not None:
@@ -193,7 +264,7 @@ def _ask(args: argparse.Namespace) -> Ask:
 
 def _cluster(name: str | None, ranks: int) -> Cluster:
     if name is None:
-        return stretched(catalog.cluster(GENERIC_CLUSTER), ranks)
+        return generic_cluster(ranks)
     cluster = catalog.cluster(name)
     if ranks > cluster.gpus:
         raise UserError(

@@ -100,7 +100,7 @@ def csv(rows: Sequence[StepRow]) -> str:
 
 def text(program: Program, rows: Sequence[StepRow], cluster: Cluster, style: str) -> str:
     """Header, a block per step, a table of all steps."""
-    parts = [_header(program, cluster)]
+    parts = [header(program, cluster)]
     if style == "text":
         width = max(len(_named(tensor)) for row in rows for tensor in row.tensors)
         blocks = (_block(number, row, width) for number, row in enumerate(rows, 1))
@@ -111,7 +111,7 @@ def text(program: Program, rows: Sequence[StepRow], cluster: Cluster, style: str
     return "\n\n".join(parts)
 
 
-def _header(program: Program, cluster: Cluster) -> str:
+def header(program: Program, cluster: Cluster) -> str:
     sizes = ", ".join(f"{name} {value:,}" for name, value in program.sizes.items())
     share = ", ".join(f"{value:,} {name}" for name, value in program.per_rank.items())
     lines = [

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fourfold.cost.trace.step import Group
+from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
 
@@ -24,6 +25,14 @@ def axis_groups(layout: Layout, axes: Sequence[str], name: str = "") -> Group:
         key = tuple(size for axis, size in place.items() if axis not in axes)
         found.setdefault(key, []).append(rank)
     return Group(name or "x".join(axes), tuple(tuple(ranks) for ranks in found.values()))
+
+
+# What a trace without a cluster runs on: hosts of 8 with NVLink, a network port for every GPU.
+GENERIC_CLUSTER = "nvidia-h100"
+
+
+def generic_cluster(ranks: int) -> Cluster:
+    return stretched(catalog.cluster(GENERIC_CLUSTER), ranks)
 
 
 def stretched(cluster: Cluster, ranks: int) -> Cluster:

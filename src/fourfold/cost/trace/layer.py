@@ -5,6 +5,7 @@ Weights and gradients in the trace's dtype; sharded over dp x cp as the policy s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from fourfold.cost.trace.groups import axis_groups
@@ -33,7 +34,7 @@ def layer(ask: LayerAsk) -> Program:
     if ask.shards > 1:
         count = sum(prod(shape(dims, sizes)) for _, dims in _weights(ask))
         sizes["weights"] = -(-count // ask.shards) * ask.shards  # padded to equal parts
-    steps = (_hold(ask), *_gather(ask), *forward(ask), *_again(ask), *backward(ask), *_reduce(ask))
+    steps = (_hold(ask), *_forward(ask), *_again(ask), *backward(ask), *_reduce(ask))
     return Program(
         kind="layer",
         ranks=ask.layout.world,
@@ -78,38 +79,51 @@ def _weights(ask: LayerAsk) -> tuple[tuple[str, tuple[str, ...]], ...]:
     )
 
 
-def _sharded(ask: LayerAsk) -> bool:
-    return ask.sharding == "zero3" and ask.shards > 1
+def _part(ask: LayerAsk) -> str:
+    """What a rank keeps between steps: one part of dp x cp, or under zero0 everything."""
+    return "weights" if ask.sharding == "zero0" else "weights/dp/cp"
 
 
 def _hold(ask: LayerAsk) -> Step:
     tables = ()
     if ask.rope:
         tables = (Tensor("cos_sin", ("2", ask.here, "head_size"), dtype="fp32"),)
-    if _sharded(ask):
-        weights = (Tensor("weights_part", ("weights/dp/cp",)),)
-        cut = "this rank's cut over tp, one part of dp x cp"
+    if ask.shards > 1:
+        weights = (Tensor("weights_part", (_part(ask),)),)
     else:
         weights = tuple(Tensor(*weight) for weight in _weights(ask))
-        cut = "this rank's cut over tp"
     return Step(
         name="hold",
-        formula=f"x: tokens of this rank; weights: {cut}",
+        formula="x: tokens of this rank; weights: this rank's cut over tp, as it is kept",
         tensors=(Tensor("x", (ask.part, "hidden")), *tables, *weights),
     )
 
 
+def _forward(ask: LayerAsk) -> tuple[Step, ...]:
+    """The buffer of the gathered parts is let go with the layer, not with the copy."""
+    steps = (*_gather(ask), *forward(ask))
+    if not steps[0].sends:
+        return steps
+    first, *middle, last = steps
+    return (replace(first, frees=()), *middle, replace(last, frees=(*last.frees, "gathered")))
+
+
 def _gather(ask: LayerAsk, name: str = "gather weights") -> tuple[Step, ...]:
     """All parts in one message, then copied to where the matrices are used."""
-    if not _sharded(ask):
+    if ask.shards == 1:
         return ()
+    matrices = tuple(Tensor(matrix, dims, "copied") for matrix, dims in _weights(ask))
+    if ask.sharding == "zero0":
+        step = Step(
+            name="unpack weights",
+            formula="weights_part is whole under zero0; the matrices are copied out of it",
+            tensors=matrices,
+        )
+        return (step,)
     step = Step(
         name=name,
         formula="gathered = all_gather(weights_part) over dp x cp, cut into matrices",
-        tensors=(
-            Tensor("gathered", ("weights",), "received"),
-            *(Tensor(matrix, dims, "copied") for matrix, dims in _weights(ask)),
-        ),
+        tensors=(Tensor("gathered", ("weights",), "received"), *matrices),
         sends=(Send("all-gather", _SHARDS, ("weights",)),),
         frees=("gathered",),
     )
@@ -117,8 +131,9 @@ def _gather(ask: LayerAsk, name: str = "gather weights") -> tuple[Step, ...]:
 
 
 def _again(ask: LayerAsk) -> tuple[Step, ...]:
-    """Between forward and backward the other layers need the room."""
-    if not _sharded(ask):
+    """Under zero3 the other layers need the room between forward and backward; the last layer's
+    backward comes at once, so its weights stay."""
+    if ask.sharding != "zero3" or ask.shards == 1 or ask.last:
         return ()
     drop = Step(
         name="drop weights",
@@ -134,21 +149,21 @@ def _reduce(ask: LayerAsk) -> tuple[Step, ...]:
         return ()
     names = tuple(f"d_{name}" for name, _ in _weights(ask) if name != "norms")
     packed = Tensor("d_weights", ("weights",), "copied")
+    names += tuple(name for name, _ in _weights(ask))
     if ask.sharding == "zero0":
         step = Step(
             name="sum gradients",
-            formula="d_weights = all_reduce(all gradients) over dp x cp",
+            formula="d_weights = all_reduce(all gradients) over dp x cp; the matrices end",
             tensors=(packed,),
             sends=(Send("all-reduce", _SHARDS, ("weights",)),),
             frees=names,
         )
         return (step,)
-    drop = tuple(name for name, _ in _weights(ask)) if _sharded(ask) else ()
     step = Step(
         name="sum gradients",
-        formula="d_weights_part = reduce_scatter(all gradients) over dp x cp",
+        formula="d_weights_part = reduce_scatter(all gradients) over dp x cp; the matrices end",
         tensors=(packed, Tensor("d_weights_part", ("weights/dp/cp",), "received")),
         sends=(Send("reduce-scatter", _SHARDS, ("weights",)),),
-        frees=(*names, "d_weights", *drop),
+        frees=(*names, "d_weights"),
     )
     return (step,)

@@ -17,7 +17,7 @@ from fourfold.spec.policy import CpKind, Dtype, Sharding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAsk:
-    """One layer of `model`, one sequence of `tokens`."""
+    """One layer of `model`, one sequence of `tokens`; the `last` layer keeps gathered weights."""
 
     model: ModelShape
     tokens: int
@@ -26,6 +26,7 @@ class LayerAsk:
     cp_kind: CpKind = "ring"
     sharding: Sharding = "zero1"
     rank: int = 0
+    last: bool = False
 
     def __post_init__(self) -> None:
         check.whole(0, self.layout.world - 1, rank=self.rank)
@@ -59,6 +60,11 @@ class LayerAsk:
         if self.cp == 1 or self.cp_kind != "ulysses":
             return 1
         return kv_copies(self.model.heads // self.tp, self.kv_rank, self.cp)
+
+    @property
+    def wide(self) -> Dtype:
+        """What sums are kept in."""
+        return "fp64" if self.dtype == "fp64" else "fp32"
 
     # Symbolic sizes, shared by forward and backward.
     @property

@@ -145,15 +145,16 @@ def _rotate(ask: LayerAsk) -> tuple[Step, ...]:
             name=f"rotate {name}, back",
             formula=f"d_{name} = rotary'(d_{name}), fp32 inside",
             tensors=(
-                Tensor("wide", ("4", ask.here, heads, "head_size"), dtype="fp32"),
+                Tensor("wide", ("4", ask.here, heads, "head_size"), dtype=ask.wide),
                 Tensor(f"d_{name}", (ask.here, heads, "head_size")),
             ),
             frees=("wide",),
         )
         for name, heads in (("q", "heads/tp"), ("k", ask.kv))
     )
-    # Ulysses copied k and v before attention, so qkv ended there.
-    kept = () if ask.cp > 1 and ask.cp_kind == "ulysses" else ("qkv",)
+    # Where keys and values were copied before attention, qkv ended there.
+    copied = ask.cp_kind == "ulysses" or (ask.cp_kind == "allgather" and ask.rope)
+    kept = () if ask.cp > 1 and copied else ("qkv",)
     join = Step(
         name="join, back",
         formula="d_qkv = [d_q, d_k, d_v]",

@@ -57,7 +57,7 @@ def _whole(ask: LayerAsk) -> Step:
         formula="out = attention(q, k, v)",
         tensors=(
             Tensor("out", (ask.here, "heads/tp", _C)),
-            Tensor("lse", ("heads/tp", ask.here), dtype="fp32"),
+            Tensor("lse", ("heads/tp", ask.here), dtype=ask.wide),
         ),
         flops=_FORWARD,
     )
@@ -68,7 +68,7 @@ def _gradients(ask: LayerAsk, queries: str, keys: str, heads: str, kv: str) -> t
     grouped = ask.model.heads != ask.model.kv_heads
     spread = (Tensor("d_kv_spread", ("2", keys, heads, _C)),) if grouped else ()
     return (
-        Tensor("d_q_fp32", (queries, heads, _C), dtype="fp32"),
+        Tensor("d_q_fp32", (queries, heads, _C), dtype=ask.wide),
         *spread,
         Tensor("d_q", (queries, heads, _C)),
         Tensor("d_k", (keys, kv, _C)),
@@ -111,7 +111,7 @@ def _ulysses(ask: LayerAsk) -> tuple[Step, ...]:
             formula="out_heads = attention(q_turned, kv_turned)",
             tensors=(
                 Tensor("out_heads", ("tokens", "heads/tp/cp", _C)),
-                Tensor("lse", ("heads/tp/cp", "tokens"), dtype="fp32"),
+                Tensor("lse", ("heads/tp/cp", "tokens"), dtype=ask.wide),
             ),
             flops=_FORWARD,
         ),
@@ -190,8 +190,8 @@ def _ulysses_back(ask: LayerAsk) -> tuple[Step, ...]:
 
 def _joined(ask: LayerAsk) -> tuple[Tensor, Tensor]:
     return (
-        Tensor("out_fp32", ("heads/tp", ask.here, _C), dtype="fp32"),
-        Tensor("lse", ("heads/tp", ask.here), dtype="fp32"),
+        Tensor("out_fp32", ("heads/tp", ask.here, _C), dtype=ask.wide),
+        Tensor("lse", ("heads/tp", ask.here), dtype=ask.wide),
     )
 
 
@@ -199,17 +199,32 @@ def _block(ask: LayerAsk, queries: str) -> tuple[Tensor, ...]:
     """A block's result and its fp32 share of the sum, beside the running one."""
     return (
         Tensor("block", ("heads/tp", queries, _C)),
-        Tensor("block_fp32", ("heads/tp", queries, _C), dtype="fp32"),
+        Tensor("block_fp32", ("heads/tp", queries, _C), dtype=ask.wide),
     )
 
 
-def _cast(ask: LayerAsk, frees: tuple[str, ...]) -> Step:
-    return Step(
+def _cast(ask: LayerAsk, frees: tuple[str, ...]) -> tuple[Step, Step]:
+    """The sum in the layer's dtype, kept for backward, and once more token by token."""
+    cast = Step(
         name="cast",
-        formula=f"out = {ask.dtype}(out_fp32)",
-        tensors=(Tensor("out", (ask.here, "heads/tp", _C), "copied"),),
+        formula=f"out_heads = {ask.dtype}(out_fp32)",
+        tensors=(Tensor("out_heads", ("heads/tp", ask.here, _C), "copied"),),
         frees=("out_fp32", *frees),
     )
+    join = Step(
+        name="join heads",
+        formula="out = reorder(out_heads): heads of one token side by side",
+        tensors=(Tensor("out", (ask.here, "heads/tp", _C), "copied"),),
+        frees=gathered_ends(ask),
+    )
+    return cast, join
+
+
+def gathered_ends(ask: LayerAsk) -> tuple[str, ...]:
+    """Where keys and values were copied, their own ones end; q does too if it is not a view."""
+    if ask.cp_kind == "allgather" and ask.rope:
+        return ("qkv", "k")
+    return ()
 
 
 def _allgather(ask: LayerAsk) -> tuple[Step, ...]:
@@ -236,19 +251,19 @@ def _allgather(ask: LayerAsk) -> tuple[Step, ...]:
             flops=_FORWARD,
             frees=("block", "block_fp32"),
         ),
-        _cast(ask, ("kv_all",)),
+        *_cast(ask, ("kv_all",)),
     )
 
 
 def _allgather_back(ask: LayerAsk) -> tuple[Step, ...]:
     whole = ("tokens", ask.kv, _C)
     sums = (
-        Tensor("d_q_fp32", (ask.here, "heads/tp", _C), dtype="fp32"),
-        Tensor("d_kv_fp32", ("2", *whole), dtype="fp32"),
+        Tensor("d_q_fp32", (ask.here, "heads/tp", _C), dtype=ask.wide),
+        Tensor("d_kv_fp32", ("2", *whole), dtype=ask.wide),
         Tensor("d_q_block", (f"{ask.here}/2", "heads/tp", _C)),
         Tensor("d_kv_block", ("2", *whole)),
     )
-    kept = _kept(ask)
+    kept = ("q",) if ask.rope else ()
     return (
         Step(
             name="attend, back",
@@ -259,7 +274,11 @@ def _allgather_back(ask: LayerAsk) -> tuple[Step, ...]:
                 Tensor("d_kv_all", ("2", *whole)),
             ),
             flops=_BACKWARD,
-            frees=(*(t.name for t in sums), "d_out", "out", "lse", "k_all", "v_all", *kept),
+            frees=(
+                *(t.name for t in sums),
+                *("d_out", "out", "out_heads", "lse", "k_all", "v_all"),
+                *kept,
+            ),
         ),
         Step(
             name="sum keys, values",
@@ -300,7 +319,7 @@ def _ring(ask: LayerAsk) -> tuple[Step, ...]:
             flops=("2*tokens*tokens*heads*head_size/cp/cp/tp",),
             frees=("block", "block_fp32"),
         ),
-        _cast(ask, ("kv",)),
+        *_cast(ask, ("kv",)),
     )
 
 
@@ -311,22 +330,22 @@ def _ring_back(ask: LayerAsk) -> tuple[Step, ...]:
         Tensor("d_q_block", (ask.here, "heads/tp", _C)),
         Tensor("d_kv_block", kv),
     )
-    traveller = Send("send", "cp", kv, "fp32")
+    traveller = Send("send", "cp", kv, ask.wide)
     return (
         Step(
             name="pack, back",
             formula="kv = [k, v]; sums of gradients start at 0",
             tensors=(
                 Tensor("kv", kv, "copied"),
-                Tensor("d_q_fp32", (ask.here, "heads/tp", _C), dtype="fp32"),
-                Tensor("d_kv_fp32", kv, dtype="fp32"),
+                Tensor("d_q_fp32", (ask.here, "heads/tp", _C), dtype=ask.wide),
+                Tensor("d_kv_fp32", kv, dtype=ask.wide),
             ),
         ),
         Step(
             name="rounds, back",
             formula="kv and its gradient travel on while the next block is computed",
             tensors=(Tensor("kv_next", kv, "received"), *block,
-                     Tensor("d_kv_next", kv, "received", "fp32")),
+                     Tensor("d_kv_next", kv, "received", ask.wide)),
             flops=round_flops,
             sends=(Send("send", "cp", kv), traveller),
             frees=("d_q_block", "d_kv_block"),
@@ -336,12 +355,12 @@ def _ring_back(ask: LayerAsk) -> tuple[Step, ...]:
         Step(
             name="last round, back",
             formula="the gradient's last hop brings it home",
-            tensors=(*block, Tensor("d_kv_next", kv, "received", "fp32"),
+            tensors=(*block, Tensor("d_kv_next", kv, "received", ask.wide),
                      Tensor("d_q", (ask.here, "heads/tp", _C)),
                      Tensor("d_k", (ask.here, ask.kv, _C)), Tensor("d_v", (ask.here, ask.kv, _C))),
             flops=round_flops,
             sends=(traveller,),
             frees=("d_q_block", "d_kv_block", "d_kv_next", "d_kv_fp32", "d_q_fp32", "kv", "d_out",
-                   "out", "lse", *_kept(ask)),
+                   "out", "out_heads", "lse", *_kept(ask)),
         ),
     )  # fmt: skip

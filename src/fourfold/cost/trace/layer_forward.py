@@ -68,7 +68,7 @@ def _rotate(ask: LayerAsk) -> tuple[Step, ...]:
             name=f"rotate {name}",
             formula=f"{name} = rotary({name}), fp32 inside",
             tensors=(
-                Tensor("wide", ("4", ask.here, heads, "head_size"), dtype="fp32"),
+                Tensor("wide", ("4", ask.here, heads, "head_size"), dtype=ask.wide),
                 Tensor(name, (ask.here, heads, "head_size")),
             ),
             frees=("wide",),

@@ -56,7 +56,9 @@ class StepRow:
         return sum(message.bytes for message in self.messages)
 
 
-def walk(program: Program, cluster: Cluster) -> tuple[StepRow, ...]:
+def walk(
+    program: Program, cluster: Cluster, *, workspace_bytes: int = WORKSPACE_BYTES
+) -> tuple[StepRow, ...]:
     """Every step in numbers, in order."""
     groups = {group.name: group for group in program.groups}
     held: dict[str, int] = {}
@@ -64,7 +66,7 @@ def walk(program: Program, cluster: Cluster) -> tuple[StepRow, ...]:
     peak = 0
     for step in program.steps:
         if step.flops:
-            held.setdefault("workspace", WORKSPACE_BYTES)
+            held.setdefault("workspace", workspace_bytes)
         tensors = tuple(tensor_row(tensor, program) for tensor in step.tensors)
         top = _hold(held, tensors, step)
         peak = max(peak, top)
@@ -89,6 +91,20 @@ def walk(program: Program, cluster: Cluster) -> tuple[StepRow, ...]:
     return tuple(rows)
 
 
+def item_bytes(dtype: Dtype) -> int:
+    return int(DTYPE_BYTES[dtype])
+
+
+def payload_bytes(step: Step, program: Program) -> int:
+    """Whole buffers of a step's messages, as one counts calls; a group of one sends none."""
+    sizes = {group.name: group.size for group in program.groups}
+    return step.times * sum(
+        prod(size.shape(send.dims, program.sizes)) * item_bytes(send.dtype or program.dtype)
+        for send in step.sends
+        if sizes[send.group] > 1
+    )
+
+
 def tensor_row(tensor: Tensor, program: Program) -> TensorRow:
     dtype = tensor.dtype or program.dtype
     shape = size.shape(tensor.dims, program.sizes)
@@ -98,7 +114,7 @@ def tensor_row(tensor: Tensor, program: Program) -> TensorRow:
         symbolic=size.bracketed(tensor.dims),
         shape=shape,
         elements=count,
-        bytes=_bytes(count, dtype),
+        bytes=count * item_bytes(dtype),
         dtype=dtype,
         how=tensor.how,
     )
@@ -127,13 +143,10 @@ def _flops(step: Step, program: Program) -> int:
     return total.numerator
 
 
-def _bytes(count: int, dtype: Dtype) -> int:
-    return int(count * DTYPE_BYTES[dtype])
-
-
 def _message(send: Send, program: Program, group: Group, cluster: Cluster, times: int) -> Message:
     """A rank of n sends (n-1)/n of the buffer (all-reduce: twice that; send: all of it)."""
-    whole = times * _bytes(prod(size.shape(send.dims, program.sizes)), send.dtype or program.dtype)
+    count = prod(size.shape(send.dims, program.sizes))
+    whole = times * count * item_bytes(send.dtype or program.dtype)
     n = group.size
     if n == 1:
         sent = 0

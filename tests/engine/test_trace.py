@@ -1,0 +1,107 @@
+"""Do the steps of a trace, really done by 4 gloo ranks, have the shapes and bytes computed?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fourfold.cost.trace.ask import Ask
+from fourfold.cost.trace.build import build
+from fourfold.cost.trace.groups import generic_cluster
+from fourfold.cost.trace.layer_ask import LayerAsk
+from fourfold.cost.trace.step import Kind
+from fourfold.cost.trace.walk import walk
+from fourfold.launch.local import run_job
+from fourfold.result.job import answer_file
+from fourfold.result.trace import TraceMeasure
+from fourfold.show import trace_run
+from fourfold.spec import catalog, codec
+from fourfold.spec.job import Job, Limits
+from fourfold.spec.layout import Layout
+
+WORLD = Layout(tp=2, shard=2)
+
+
+def measure(kind: Kind, ask: Ask | LayerAsk, folder: Path) -> TraceMeasure:
+    options = (("ask", codec.to_json(ask)), ("device", "cpu"), ("kind", kind))
+    limits = Limits(start_s=120.0, step_s=120.0)
+    report = run_job(Job(job="trace", ranks=4, options=options, limits=limits), folder)
+    assert report.outcome == "ok", report.failure
+    return codec.from_json(TraceMeasure, answer_file(folder, 0).read_text())
+
+
+def ask(attention: str, **changes: object) -> Ask:
+    fields = {
+        "tokens": 256,
+        "hidden": 256,
+        "heads": 8,
+        "kv_heads": 4,
+        "ffn": 128,
+        "layers": 2,
+        "layout": WORLD,
+        "dtype": "fp32",
+        "attention": attention,
+    }
+    return Ask(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "question"),
+    [
+        ("ulysses", ask("naive")),
+        ("ring", ask("flash")),
+        pytest.param("ulysses", ask("flash", kv_heads=2), marks=pytest.mark.slow),
+        pytest.param("ulysses", ask("naive", kv_heads=8), marks=pytest.mark.slow),
+        pytest.param("ring", ask("naive"), marks=pytest.mark.slow),
+        pytest.param("allgather", ask("naive"), marks=pytest.mark.slow),
+        pytest.param("allgather", ask("flash"), marks=pytest.mark.slow),
+        pytest.param("mlp", ask("flash", layout=Layout(tp=4)), marks=pytest.mark.slow),
+        pytest.param("mlp2d", ask("flash"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_shape_and_byte_is_as_computed(kind: Kind, question: Ask, tmp_path: Path) -> None:
+    measured = measure(kind, question, tmp_path)
+    assert measured.wrong == ()
+    program = build(kind, question)
+    rows = walk(program, generic_cluster(4), workspace_bytes=0)
+    tensors = [t for row in rows for t in row.tensors if t.name != "block_fp32"]
+    assert measured.checked == 4 * len(tensors)
+    pairs = trace_run.pairs(program, rows, measured)
+    for pair in pairs:
+        assert pair.live_bytes == pair.measured.live_bytes
+        # The engine's joins also make vectors of one number a row, which no list names.
+        assert abs(trace_run.off_pct(pair)) < (3.0 if question.attention == "flash" else 0.01)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "sharding"),
+    [
+        (Layout(tp=2, cp=2), "ring", "zero1"),
+        pytest.param(Layout(tp=2, cp=2), "allgather", "zero0", marks=pytest.mark.slow),
+        pytest.param(Layout(cp=2, shard=2), "ulysses", "zero3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_sends_and_holds_what_was_computed(
+    layout: Layout, kind: str, sharding: str, tmp_path: Path
+) -> None:
+    """On a CPU the norm is not one kernel and keeps its scaled input too: two tensors more."""
+    question = LayerAsk(
+        model=catalog.model("llama-tiny"),
+        tokens=512,
+        layout=layout,
+        dtype="fp32",
+        cp_kind=kind,  # type: ignore[arg-type]
+        sharding=sharding,  # type: ignore[arg-type]
+        last=True,
+    )
+    measured = measure("layer", question, tmp_path)
+    assert measured.wrong == ()
+    program = build("layer", question)
+    rows = walk(program, generic_cluster(4), workspace_bytes=0)
+    forward, _ = trace_run.pairs(program, rows, measured)
+    part = 512 // layout.cp // layout.tp
+    norms = 2 * part * question.model.hidden * 4
+    vectors = 8 * 512 * 8
+    kept = forward.measured.live_bytes - forward.live_bytes
+    assert norms - vectors <= kept <= norms + vectors
