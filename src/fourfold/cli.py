@@ -23,6 +23,7 @@ COMMANDS = {
     "clusters": "which GPUs and clusters are known; 'clusters new' describes yours",
     "flops": "MFU, HFU and TFLOPs of a measured speed, under every convention",
     "trace": "what every step of a parallel layer does: shapes, FLOPs, bytes, memory",
+    "sweep": "many runs, every outcome kept, resumed where it stopped",
     "runs": "what is stored: every run with outcome, speed and memory",
     "report": "results as people publish them: MPT, topology and scaling tables",
     "lint": "mistakes in published tables, found by rule, with the likely repair",

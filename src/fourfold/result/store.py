@@ -80,7 +80,8 @@ class Store:
     """A root folder of runs; made when the first run is kept."""
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
+        # Absolute: processes started for a work folder are later found by its name.
+        self.root = Path(root).absolute()
 
     # --- writing
 
@@ -164,6 +165,16 @@ class Store:
             raise UserError(
                 f"cannot be read ({error.strerror})", field="runs", value=str(self.root)
             ) from None
+
+    def named(self, prefix: str) -> list[Stored]:
+        """The few runs whose key begins so, read from their own files, in order of repeats."""
+        found = []
+        for name in self._names():
+            if name.startswith(prefix):
+                with contextlib.suppress(OSError, ValueError):
+                    plain = json.loads((self.root / name / RUN_FILE).read_bytes())
+                    found.append(Stored(name, self.root / name, summarise(plain, name[:16])))
+        return sorted(found, key=lambda stored: stored.summary.repeat)
 
     def runs(
         self,

@@ -24,6 +24,7 @@ class Summary:
     repeat: int
     device: str
     torch: str
+    host: str
     outcome: str
     model: str
     model_json: str
@@ -120,6 +121,7 @@ def _summary(plain: dict[str, Any], run_id: str) -> Summary:
         repeat=plain.get("repeat", 0),
         device=environment.get("device", ""),
         torch=environment.get("torch", ""),
+        host=environment.get("host", ""),
         outcome=plain["outcome"],
         model=model.get("name", "custom"),
         model_json=json.dumps(model, sort_keys=True),
@@ -171,7 +173,10 @@ def _dp(value: int | str) -> tuple[int, int]:
 
 
 def _failure(failure: dict[str, Any]) -> str:
-    first = str(failure.get("message", "")).strip().split("\n")[0][:160]
+    lines = str(failure.get("message", "")).strip().split("\n")
+    # Of a traceback the last line says what happened; of words the first one does.
+    is_trace = any(line.lstrip().startswith(("Traceback", "File ")) for line in lines)
+    first = (lines[-1] if is_trace else lines[0]).strip()[:160]
     where = f"rank {failure['rank']}" if failure.get("rank", -1) >= 0 else ""
     parts = [part for part in (where, failure.get("phase", ""), first) if part]
     return ", ".join(parts)

@@ -1,0 +1,129 @@
+"""How are many runs done so that nothing is lost? One after the other, each stored when it is over.
+
+Resuming is the default: what the store has finished on this machine is not run again, what was
+interrupted is. A failed run is an entry like any other; only Ctrl-C ends the whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fourfold.launch.devices import gpu_count
+from fourfold.launch.leftovers import end_processes_of
+from fourfold.launch.local import run_job
+from fourfold.result.machine import Machine, this_machine
+from fourfold.result.report import Failure, Outcome, RunReport
+from fourfold.result.store import Store, Stored
+from fourfold.result.summary import Summary
+from fourfold.spec.job import Job, JobKind
+from fourfold.spec.run import RunSpec
+
+Say = Callable[[str], None]
+# (spec, folder, say) -> the report; tests put their own here.
+Runner = Callable[[RunSpec, Path, Say], RunReport]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One run of the campaign; `resumed`: it was in the store already."""
+
+    spec: RunSpec
+    stored: Stored
+    resumed: bool
+
+    @property
+    def outcome(self) -> str:
+        return self.stored.summary.outcome
+
+
+def launch_run(spec: RunSpec, folder: Path, say: Say, job: JobKind = "run") -> RunReport:
+    return run_job(Job(job=job, specs=(spec,)), folder, progress=say).runs[0]
+
+
+def kind_of(spec: RunSpec) -> str:
+    """Where a run will be: `auto` takes GPUs where there are enough."""
+    if spec.device != "auto":
+        return spec.device
+    return "cuda" if gpu_count() >= spec.gpus else "cpu"
+
+
+class Campaign:
+    """A store, the machine it is filled from, and what counts as finished."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        runner: Runner = launch_run,
+        say: Say = lambda text: None,
+        again: Sequence[str] = (),
+    ) -> None:
+        self.store, self.runner, self.say = store, runner, say
+        self.again = {"cancelled", *again}
+        self._machines: dict[str, Machine] = {}
+
+    def clear_up(self) -> list[Stored]:
+        """End what a killed campaign left running; keep runs that it finished but did not store."""
+        kept = []
+        for place in self.store.leftovers():
+            ended = end_processes_of(place)
+            if ended:
+                self.say(f"ended {ended} processes of a stopped sweep")
+            stored = self.store.recover(place)
+            if stored is not None:
+                self.say(f"kept {stored.name}, finished by a stopped sweep")
+                kept.append(stored)
+        return kept
+
+    def machine(self, spec: RunSpec) -> Machine:
+        kind = kind_of(spec)
+        if kind not in self._machines:
+            self._machines[kind] = this_machine(kind)
+        return self._machines[kind]
+
+    def finished(self, spec: RunSpec) -> list[Stored]:
+        """Stored runs of this spec, torch and machine, oldest first; interrupted ones are not."""
+        machine = self.machine(spec)
+        found = self.store.named(f"{spec.run_id}_")
+        return [stored for stored in found if self._counts(stored.summary, machine)]
+
+    def _counts(self, summary: Summary, machine: Machine) -> bool:
+        here = summary.host == socket.gethostname() or summary.device == machine.device
+        return here and summary.torch == machine.torch and summary.outcome not in self.again
+
+    def run(self, spec: RunSpec, repeats: int = 1) -> list[Done]:
+        """Until the store holds `repeats` finished runs of the spec."""
+        known = self.finished(spec)[-repeats:]
+        done = [Done(spec, stored, True) for stored in known]
+        while len(done) < repeats:
+            done.append(Done(spec, self._run_once(spec), False))
+        return done
+
+    def _run_once(self, spec: RunSpec) -> Stored:
+        place = self.store.workplace()
+        try:
+            report = self.runner(spec, place, self.say)
+        except BaseException:  # stopped by the user: an unfinished run leaves nothing
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        return self.store.keep(self._named(report), place)
+
+    def refuse(self, spec: RunSpec, reason: str) -> Done:
+        """An illegal run is a row too, with its reason; it needs no process."""
+        for stored in self.finished(spec):
+            return Done(spec, stored, True)
+        failure = Failure(rank=-1, stage=0, phase="", message=reason)
+        outcome: Outcome = "illegal"
+        report = RunReport(spec=spec, outcome=outcome, failure=failure)
+        return Done(spec, self.store.keep(self._named(report)), False)
+
+    def _named(self, report: RunReport) -> RunReport:
+        """A run that died before it could say where it was still ran on this machine."""
+        machine = self.machine(report.spec)
+        said = dict(report.environment)
+        missing = {"device": machine.device, "torch": machine.torch, "host": socket.gethostname()}
+        return replace(report, environment=tuple(sorted({**missing, **said}.items())))

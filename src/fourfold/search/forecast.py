@@ -1,0 +1,91 @@
+"""What will these runs take, before any of them runs? Seconds per step with interval, and bytes.
+
+On a cluster of the catalogue the shipped calibration answers; on this machine a hardware profile
+does ('fourfold calibrate'). Without either a rough guess of a CPU keeps the order of magnitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fourfold.cost import calibration as calibrations
+from fourfold.cost.estimate import estimate
+from fourfold.cost.interval import bounds
+from fourfold.cost.memory import memory
+from fourfold.cost.specs import columns_of
+from fourfold.result.profile import HardwareProfile, cluster_of, knobs_of
+from fourfold.search.question import entry_for
+from fourfold.spec.cluster import Cluster, Link
+from fourfold.spec.device import Device, Peaks
+from fourfold.spec.run import RunSpec
+
+# Imports, process groups, building the model: what one start of torch takes before its first step.
+START_S = 8.0
+# One core of a recent server in fp32, and its share of the memory's rate; within a factor of three.
+_CORE_FLOPS_PER_S, _CORE_BYTES_PER_S = 30e9, 5e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    step_s: float
+    low_s: float
+    high_s: float
+    peak_bytes: float
+
+    def run_s(self, spec: RunSpec) -> float:
+        """The whole run: start, warm-up and steps."""
+        return START_S + self.step_s * (spec.steps + spec.warmup)
+
+
+def forecast(
+    specs: Sequence[RunSpec],
+    *,
+    cluster: Cluster | None = None,
+    profile: HardwareProfile | None = None,
+    cores: int = 1,
+) -> list[Forecast]:
+    """One answer for each spec, in their order. `cores` is this host's, for the rough guess."""
+    answers: dict[int, Forecast] = {}
+    by_ranks: dict[int, list[int]] = {}
+    for at, spec in enumerate(specs):
+        by_ranks.setdefault(spec.gpus, []).append(at)
+    for ranks, places in by_ranks.items():
+        group = [specs[at] for at in places]
+        here = cluster or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
+        known = calibrations.shipped()
+        entry, _ = entry_for(known, "fourfold", here)
+        if profile is not None:
+            entry = replace(entry, knobs={**entry.knobs, **knobs_of(profile)})
+        columns = columns_of(group, cluster=here, stack="fourfold")
+        step_s = estimate(columns, entry.knobs).step_s
+        low_s, high_s = bounds(columns, entry, step_s)
+        worst = memory(columns, entry.knobs).worst_bytes
+        for i, at in enumerate(places):
+            answers[at] = Forecast(
+                step_s=float(step_s[i]),
+                low_s=float(low_s[i]),
+                high_s=float(high_s[i]),
+                peak_bytes=float(worst[i]),
+            )
+    return [answers[at] for at in range(len(specs))]
+
+
+def rough_cpu(ranks: int, cores: int) -> Cluster:
+    """This host as a cluster, guessed from its cores alone."""
+    share = max(0.25, cores / ranks)
+    peak = _CORE_FLOPS_PER_S * share
+    device = Device(
+        id="cpu-guess",
+        name="CPU, guessed",
+        peak_flops_per_s=Peaks(
+            fp64=peak / 2, fp32=peak, tf32=peak, fp16=peak, bf16=peak, fp8=peak, fp4=peak
+        ),
+        memory_bytes=2**34,
+        memory_bytes_per_s=_CORE_BYTES_PER_S * share,
+        sms=max(1, round(share)),
+        power_w=1e4,
+        source="a guess from the number of cores",
+    )
+    link = Link(name="host", ranks=ranks, bytes_per_s=1e9, latency_s=1e-4)
+    return Cluster(name="cpu-guess", device=device, gpus=ranks, host_gpus=ranks, links=(link,))

@@ -1,0 +1,247 @@
+"""Which runs does a sweep ask for? The product of its axes, less what `where` and `max_nodes` drop.
+
+An axis is any field of a run, by its short name (tp, micro_batch, precision), its path
+(policy.compile) or "env.NAME". Every combination becomes a run or a reason why it cannot be one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.errors import UserError, nearest
+from fourfold.spec import codec
+from fourfold.spec.batch import Batch
+from fourfold.spec.expression import Expression, parse
+from fourfold.spec.layout import AXES, Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+
+_RESERVED = ("where", "max_nodes", "gpus_per_node")
+_DEFAULT_GPUS_PER_NODE = 8
+MAX_COMBINATIONS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """One point of the product: what was varied, and the run it makes or why it makes none."""
+
+    varied: tuple[tuple[str, Any], ...]
+    spec: RunSpec | None
+    refusal: str = ""
+
+    @property
+    def label(self) -> str:
+        return told(self.varied) or "the run"
+
+
+def told(varied: tuple[tuple[str, Any], ...]) -> str:
+    """'tp=2 micro_batch=3'; a table's own fields in its place."""
+    pairs: list[tuple[str, Any]] = []
+    for name, value in varied:
+        pairs += list(value.items()) if isinstance(value, dict) else [(name, value)]
+    return " ".join(f"{name}={value}" for name, value in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """A base run as plain data, the axes in the order written, and what drops combinations."""
+
+    base: dict[str, Any]
+    axes: tuple[tuple[str, tuple[Any, ...]], ...]
+    where: tuple[Expression, ...] = ()
+    max_nodes: int | None = None
+    gpus_per_node: int = _DEFAULT_GPUS_PER_NODE
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """`dropped` combinations were not asked for after all; `same` make a run already listed."""
+
+    combinations: tuple[Combination, ...]
+    dropped: int
+    same: int
+
+    @property
+    def total(self) -> int:
+        return len(self.combinations)
+
+
+def read_sweep(data: Mapping[str, Any]) -> Sweep:
+    """A sweep file as plain data: a run's table with a [sweep] table in it."""
+    base = copy.deepcopy(dict(data))
+    table = base.pop("sweep", None)
+    if not isinstance(table, dict):
+        raise UserError(
+            "is missing", field="sweep", way_out="add [sweep] with lists: tp = [1, 2] (a single "
+            "run is 'fourfold bench --spec FILE')",
+        )  # fmt: skip
+    flat = dict(_flat(table))
+    rules = {name: base.pop(name, flat.pop(name, None)) for name in _RESERVED}
+    axes = []
+    for name, values in flat.items():
+        if not isinstance(values, list):
+            values = [values]
+        if not values:
+            raise UserError("is empty", field=f"sweep.{name}", way_out=f"{name} = [1, 2]")
+        axes.append((name, tuple(values)))
+        path_of(name)
+    return Sweep(
+        base=base,
+        axes=tuple(axes),
+        where=tuple(parse(text) for text in _conditions(rules["where"])),
+        max_nodes=_count("max_nodes", rules["max_nodes"]),
+        gpus_per_node=_count("gpus_per_node", rules["gpus_per_node"]) or _DEFAULT_GPUS_PER_NODE,
+    )
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """env.X = [...] without quotes is a table in TOML; it means the same."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _conditions(value: Any) -> list[str]:
+    if value is None:
+        return []
+    conditions = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in conditions):
+        raise UserError("must be conditions", field="where", value=value, way_out='["dp % 4 == 0"]')
+    return conditions
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError("must be a whole number from 1", field=name, value=value)
+    return value
+
+
+def path_of(name: str) -> str:
+    """The field that an axis means: 'tp' -> 'layout.tp', 'env.X' -> 'policy.env.X'."""
+    if name.startswith("env."):
+        return f"policy.{name}"
+    if "." in name:
+        head = name.split(".")[0]
+        if head in ("layout", "batch", "policy", "model", "fault"):
+            return name
+    short = _short_names()
+    if name not in short:
+        raise UserError("is no field of a run", field=f"sweep.{name}", way_out=nearest(name, short))
+    return short[name]
+
+
+def _short_names() -> dict[str, str]:
+    names = {field.name: f"policy.{field.name}" for field in dataclasses.fields(Policy)}
+    names |= {field.name: f"batch.{field.name}" for field in dataclasses.fields(Batch)}
+    names |= {axis: f"layout.{axis}" for axis in (*AXES, "order")}
+    names |= {field.name: field.name for field in dataclasses.fields(RunSpec)}
+    del names["env"]
+    return names
+
+
+def expand(sweep: Sweep) -> Expansion:
+    """Every combination once, in the order of the axes; the last axis runs fastest."""
+    count = math.prod(len(values) for _, values in sweep.axes)
+    if count > MAX_COMBINATIONS:
+        raise UserError(
+            f"are more than {MAX_COMBINATIONS:,}", field="combinations", value=f"{count:,}"
+        )
+    found: list[Combination] = []
+    seen: set[str] = set()
+    dropped = same = 0
+    for values in itertools.product(*(values for _, values in sweep.axes)):
+        varied = tuple(zip((name for name, _ in sweep.axes), values, strict=True))
+        table = _table(sweep.base, varied)
+        combination = _combination(table, varied)
+        if not _asked_for(sweep, table, combination):
+            dropped += 1
+            continue
+        if combination.spec is not None:
+            if combination.spec.run_id in seen:
+                same += 1
+                continue
+            seen.add(combination.spec.run_id)
+        found.append(combination)
+    return Expansion(tuple(found), dropped, same)
+
+
+def _table(base: Mapping[str, Any], varied: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    table = copy.deepcopy(dict(base))
+    for name, value in varied:
+        *parents, leaf = path_of(name).split(".")
+        inner = table
+        for parent in parents:
+            known = inner.get(parent)
+            if isinstance(known, str) and parent == "layout":
+                known = _layout_table(known)
+            inner[parent] = dict(known) if isinstance(known, dict) else {}
+            inner = inner[parent]
+        inner[leaf] = value
+    batch = table.get("batch")
+    if isinstance(batch, dict) and batch.get("micro_batch") == "auto":
+        batch["micro_batch"] = 0
+    return table
+
+
+def _layout_table(text: str) -> dict[str, Any]:
+    """A layout written as text, as a table whose axes can vary; dp only where it was named."""
+    table = Layout.parse(text).to_plain()
+    return table if "dp" in text else {name: size for name, size in table.items() if name != "dp"}
+
+
+def _combination(table: dict[str, Any], varied: tuple[tuple[str, Any], ...]) -> Combination:
+    """Axes that do not multiply to the GPUs are a refusal; any other mistake ends the sweep."""
+    if "model" not in table:
+        raise UserError("is missing", field="model", way_out='model = "llama-tiny"')
+    try:
+        spec = codec.load(RunSpec, table)
+    except UserError as error:
+        if error.field in ("gpus", "layout") and "x cp x tp" in error.rule:
+            return Combination(varied, None, str(error))
+        raise
+    fault = spec.fault
+    if fault is not None and fault.where:
+        holds = parse(fault.where).holds(values_of(spec, _DEFAULT_GPUS_PER_NODE))
+        kept = dataclasses.replace(fault, where="") if holds else None
+        spec = dataclasses.replace(spec, fault=kept)
+    return Combination(varied, spec)
+
+
+def _asked_for(sweep: Sweep, table: dict[str, Any], combination: Combination) -> bool:
+    spec = combination.spec
+    values = values_of(spec, sweep.gpus_per_node) if spec else _loose_values(sweep, table)
+    if sweep.max_nodes is not None and (values["nodes"] or 0) > sweep.max_nodes:
+        return False
+    return all(condition.holds(values) for condition in sweep.where)
+
+
+def values_of(spec: RunSpec, gpus_per_node: int) -> dict[str, float | None]:
+    """What a condition may ask about a run that has not run."""
+    return {
+        "dp": spec.layout.dp, "tp": spec.layout.tp, "cp": spec.layout.cp, "pp": spec.layout.pp,
+        "vp": spec.policy.virtual_stages, "micro_batch": spec.batch.micro_batch,
+        "global_batch": spec.batch.global_batch, "seq_len": spec.batch.seq_len, "gpus": spec.gpus,
+        "nodes": -(-spec.gpus // gpus_per_node), "layers": spec.model.layers,
+        "hidden": spec.model.hidden, "heads": spec.model.heads,
+    }  # fmt: skip
+
+
+def _loose_values(sweep: Sweep, table: dict[str, Any]) -> dict[str, float | None]:
+    """The same for axes that do not divide the GPUs: dp is then a fraction, and `dp % 4 == 0` or
+    `dp >= 1` can drop the combination before it counts as illegal."""
+    layout = table.get("layout", {})
+    sizes = {axis: layout.get(axis, 1) for axis in ("tp", "cp", "pp")}
+    gpus = int(table["gpus"])
+    whole = codec.load(RunSpec, {**table, "layout": {}, "gpus": gpus})
+    dp = gpus / math.prod(sizes.values())
+    return values_of(whole, sweep.gpus_per_node) | sizes | {"dp": dp}

@@ -1,0 +1,107 @@
+"""kill -9 at random moments of a sweep: nothing finished is lost or run again, nothing is half
+written, no process is left. Moments are drawn anew each time and shown when something is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fourfold.result.store import WORK, Store
+
+SWEEP = """
+model = "llama-tiny"
+gpus = {gpus}
+steps = 2
+warmup = 1
+device = "cpu"
+[batch]
+seq_len = 32
+global_batch = 4
+[policy]
+precision = "fp32"
+[sweep]
+seed = {seeds}
+"""
+
+
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "fourfold", "sweep", "sweep.toml", "--runs", "runs"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([*words, "--format", "json"], cwd=folder, **quiet)
+
+
+def _workers(folder: Path) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                command = Path("/proc", name, "cmdline").read_bytes()
+                state = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if str(folder / "runs" / WORK).encode() in command and state != "Z":
+                found.append(int(name))
+    return found
+
+
+def _stored(folder: Path) -> dict[str, tuple[int, str]]:
+    """Name -> (time of writing, outcome). Every listed run must be whole."""
+    unreadable: list[str] = []
+    runs = Store(folder / "runs").runs(unreadable=unreadable)
+    assert unreadable == []
+    for stored in runs:
+        stored.report()
+    return {
+        stored.name: ((stored.folder / "run.json").stat().st_mtime_ns, stored.summary.outcome)
+        for stored in runs
+    }
+
+
+def _torture(folder: Path, *, gpus: int, kills: int, longest_s: float) -> None:
+    seeds = list(range(4))
+    (folder / "sweep.toml").write_text(SWEEP.format(gpus=gpus, seeds=seeds))
+    chosen = random.Random()
+    moments, before = [], {}
+    for _ in range(kills):
+        sweep = _start(folder)
+        moments.append(chosen.uniform(0.05, longest_s))
+        time.sleep(moments[-1])
+        os.kill(sweep.pid, signal.SIGKILL)
+        sweep.wait()
+        after = _stored(folder)
+        assert before.items() <= after.items(), f"lost or run again, moments {moments}"
+        before = after
+    last = subprocess.run(
+        [sys.executable, "-m", "fourfold", "sweep", "sweep.toml", "--runs", "runs",
+         "--format", "json"],
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert last.returncode == 0, last.stderr
+    data = json.loads(last.stdout)
+    assert (data["total"], data["ok"]) == (4, 4), (moments, data)
+    final = _stored(folder)
+    assert before.items() <= final.items(), f"lost or run again, moments {moments}"
+    assert len(final) == 4, f"a finished run was run again, moments {moments}"
+    assert list((folder / "runs" / WORK).iterdir()) == []
+    assert _workers(folder) == [], f"orphans, moments {moments}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_kills_of_one_rank_runs(tmp_path: Path) -> None:
+    _torture(tmp_path, gpus=1, kills=20, longest_s=9.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_three_kills_of_four_rank_runs(tmp_path: Path) -> None:
+    _torture(tmp_path, gpus=4, kills=3, longest_s=15.0)

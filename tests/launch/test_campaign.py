@@ -1,0 +1,135 @@
+"""Many runs, none lost: resuming, repeats, refusals and what a killed campaign left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fourfold.launch.campaign import Campaign
+from fourfold.launch.leftovers import end_processes_of
+from fourfold.result.job import REPORT_FILE, JobReport
+from fourfold.result.report import Outcome, RunReport, StepReport
+from fourfold.result.store import WORK, Store
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+
+
+def spec(micro_batch: int = 1) -> RunSpec:
+    table = {
+        "model": "llama-tiny",
+        "gpus": 1,
+        "device": "cpu",
+        "batch": {"seq_len": 64, "micro_batch": micro_batch, "global_batch": 4},
+    }
+    return codec.load(RunSpec, table)
+
+
+class Fake:
+    """A runner that counts, and ends as it is told."""
+
+    def __init__(self, outcome: Outcome = "ok") -> None:
+        self.calls: list[int] = []
+        self.outcome: Outcome = outcome
+
+    def __call__(self, spec: RunSpec, folder: Path, say: object) -> RunReport:
+        self.calls.append(spec.batch.micro_batch)
+        assert folder.is_dir()
+        return RunReport(spec=spec, outcome=self.outcome, steps=(StepReport(step=0, seconds=1.0),))
+
+
+def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
+    fake = Fake()
+    for round_ in range(3):
+        campaign = Campaign(Store(tmp_path), runner=fake)
+        done = [campaign.run(spec(n)) for n in (1, 2, 3)]
+        assert [one.resumed for (one,) in done] == [round_ > 0] * 3
+    assert fake.calls == [1, 2, 3]
+    assert len(Store(tmp_path).runs()) == 3
+
+
+@pytest.mark.parametrize("outcome", ["oom", "crashed", "hung", "nonfinite"])
+def test_failures_are_results_until_asked_again(tmp_path: Path, outcome: Outcome) -> None:
+    fake = Fake(outcome)
+    assert Campaign(Store(tmp_path), runner=fake).run(spec())[0].outcome == outcome
+    assert Campaign(Store(tmp_path), runner=fake).run(spec())[0].resumed
+    again = Campaign(Store(tmp_path), runner=fake, again=[outcome]).run(spec())
+    assert [(one.resumed, one.stored.summary.repeat) for one in again] == [(False, 1)]
+
+
+def test_interrupted_runs_are_run_again(tmp_path: Path) -> None:
+    Campaign(Store(tmp_path), runner=Fake("cancelled")).run(spec())
+    fake = Fake()
+    assert Campaign(Store(tmp_path), runner=fake).run(spec())[0].outcome == "ok"
+    assert fake.calls == [1]
+
+
+def test_repeats_are_filled_up(tmp_path: Path) -> None:
+    fake = Fake()
+    Campaign(Store(tmp_path), runner=fake).run(spec())
+    done = Campaign(Store(tmp_path), runner=fake).run(spec(), repeats=3)
+    assert [one.resumed for one in done] == [True, False, False]
+    assert len(fake.calls) == 3
+
+
+def test_another_torch_or_machine_runs_its_own(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    elsewhere = (("device", "Other CPU"), ("torch", "9.9"), ("host", "elsewhere"))
+    store.keep(RunReport(spec=spec(), outcome="ok", environment=elsewhere))
+    fake = Fake()
+    Campaign(store, runner=fake).run(spec())
+    assert fake.calls == [1]
+
+
+def test_ctrl_c_leaves_nothing_half_done(tmp_path: Path) -> None:
+    def stopped(spec: RunSpec, folder: Path, say: object) -> RunReport:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Campaign(Store(tmp_path), runner=stopped).run(spec())
+    assert Store(tmp_path).runs() == []
+    assert list((tmp_path / WORK).iterdir()) == []
+
+
+def test_an_illegal_run_is_stored_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        done = Campaign(Store(tmp_path), runner=Fake()).refuse(spec(), "tp=3: no")
+    (stored,) = Store(tmp_path).runs()
+    assert (done.outcome, stored.summary.failure) == ("illegal", "tp=3: no")
+
+
+def test_workers_of_a_killed_campaign_are_ended(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    place = store.workplace()
+    finished = store.workplace()
+    report = RunReport(spec=spec(), outcome="ok", steps=(StepReport(step=0, seconds=1.0),))
+    job = JobReport(job="run", outcome="ok", seconds=1.0, runs=(report,))
+    (finished / REPORT_FILE).write_text(codec.to_json(job))
+    sleeper = "import time; time.sleep(600)"
+    words = ["fourfold.engine.worker", str(place / "job.json")]
+    worker = subprocess.Popen([sys.executable, "-c", sleeper, *words])
+    other = subprocess.Popen(
+        [sys.executable, "-c", sleeper, "fourfold.engine.worker", "/x/job.json"]
+    )
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    owner = json.dumps({"host": os.uname().nodename, "pid": gone.pid, "born": "1"})
+    for folder in (place, finished):
+        (folder / "owner.json").write_text(owner)
+    said: list[str] = []
+    kept = Campaign(store, runner=Fake(), say=said.append).clear_up()
+    try:
+        assert worker.wait(timeout=20) == -9
+        assert other.poll() is None
+        assert len(kept) == 1
+        assert any("ended 1 processes" in line for line in said)
+        assert list((tmp_path / WORK).iterdir()) == []
+        assert end_processes_of(place) == 0
+    finally:
+        for process in (worker, other):
+            process.kill()
+            process.wait()
