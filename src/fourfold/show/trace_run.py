@@ -74,7 +74,8 @@ def text(found: Sequence[Pair], measured: TraceMeasure, style: str) -> str:
 
 
 def verdict(measured: TraceMeasure) -> str:
-    where = f"{measured.ranks} ranks on {measured.device}, torch {measured.torch}"
+    ranks = "1 rank" if measured.ranks == 1 else f"{measured.ranks} ranks"
+    where = f"{ranks} on {measured.device}, torch {measured.torch}"
     lines = [*(f"differs: {one}" for one in measured.wrong)]
     state = f"{len(measured.wrong)} differences" if measured.wrong else "all equal"
     what = (
