@@ -40,6 +40,7 @@ _UNALIGNED = (
     (4096, 4095, 4096),
     (4096, 4096, 4104),
 )
+_ALWAYS = 512
 _HEADS = {"cpu": 2, "cuda": 16}
 _LENGTHS = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384)}
 # A format that runs at less than this share of the first look is emulated.
@@ -58,6 +59,9 @@ class Plan:
     call_s: float
     copy_bytes: tuple[int, ...]
     quick: bool
+
+    def allows(self, m: int, n: int, k: int) -> bool:
+        return 2 * m * n * k <= self.flops_per_s * self.call_s
 
 
 def perform(task: Task) -> None:
@@ -114,7 +118,7 @@ def _group(**how: Any) -> dist.ProcessGroup:
 
 def _plan(device: torch.device, quick: bool) -> Plan:
     """Formats by device, and the size of a call by a first look at its speed."""
-    look = probe.gemm("fp32", (512, 512, 512), device, 0.02)
+    look = probe.gemm("fp32", (512, 512, 512), device, 0.2)
     assert look is not None, "every device multiplies in fp32"
     call_s = (0.01 if quick else 0.04) if device.type == "cuda" else (0.1 if quick else 0.4)
     if device.type == "cuda":
@@ -122,8 +126,8 @@ def _plan(device: torch.device, quick: bool) -> Plan:
         look = probe.gemm("bf16", (4096, 4096, 4096), device, 0.05) or look
         return Plan(
             device=device,
-            dtypes=dtypes[:3] if quick else dtypes,
-            kernels=("flash", "cudnn", "efficient", "unfused"),
+            dtypes=("bf16", "fp8") if quick else dtypes,
+            kernels=("flash", "cudnn") if quick else ("flash", "cudnn", "efficient", "unfused"),
             work_dtype="bf16",
             flops_per_s=look.flops_per_s,
             call_s=call_s,
@@ -146,7 +150,8 @@ def _shapes(plan: Plan) -> Iterator[tuple[int, int, int]]:
     squares = [(n, n, n) for n in _SQUARES]
     for m, n, k in (*squares, *_SKINNY, *_UNALIGNED):
         small_on_gpu = plan.device.type == "cuda" and m * n * k < 2**28
-        if 2 * m * n * k <= plan.flops_per_s * plan.call_s and not small_on_gpu:
+        always = m == n == k and m <= _ALWAYS  # also when neighbours spoilt the first look
+        if (plan.allows(m, n, k) or always) and not small_on_gpu:
             yield m, n, k
 
 
@@ -154,6 +159,12 @@ def _alone(
     plan: Plan, seconds: float, mark: Callable[[str], None], done: Callable[[], None]
 ) -> dict[str, Any]:
     """Everything one rank can measure alone, as fields of HardwareProfile."""
+    mark("sustained")  # first: a burst can only be seen while the device is cool
+    side = max(side for side in _SQUARES if side == _SQUARES[0] or plan.allows(side, side, side))
+    burst, sustained = probe.burst_and_sustained(
+        plan.work_dtype, (side, side, side), plan.device, seconds * _SUSTAINED
+    )
+    done()
     gemms = _gemms(plan, seconds * _GEMM, mark, done)
     attentions = _attentions(plan, seconds * _ATTENTION, mark, done)
     copies: list[CopyPoint] = []
@@ -162,23 +173,16 @@ def _alone(
         copies.append(probe.copy(count_bytes, plan.device, seconds * _COPY / len(plan.copy_bytes)))
         done()
     mark("launch")
-    launch_s = probe.launch_s(plan.device, seconds * _LAUNCH / 2)
-    layer_launch_s = probe.layer_launch_s(plan.device, seconds * _LAUNCH / 2)
-    mark("sustained")
-    largest = max((p for p in gemms if p.dtype == plan.work_dtype), key=lambda p: p.flops_per_s)
-    burst, sustained = probe.burst_and_sustained(
-        plan.work_dtype, (largest.m, largest.n, largest.k), plan.device, seconds * _SUSTAINED
-    )
-    done()
     return {
         "gemms": tuple(gemms),
         "attentions": tuple(attentions),
         "copies": tuple(copies),
-        "launch_s": launch_s,
-        "layer_launch_s": layer_launch_s,
+        "launch_s": probe.launch_s(plan.device, seconds * _LAUNCH / 2),
+        "layer_launch_s": probe.layer_launch_s(plan.device, seconds * _LAUNCH / 2),
         "burst_flops_per_s": burst,
         "sustained_flops_per_s": sustained,
         "sustained_over_s": seconds * _SUSTAINED,
+        "sustained_dtype": plan.work_dtype,
     }
 
 
@@ -208,7 +212,8 @@ def _hopeless(point: GemmPoint, plan: Plan) -> bool:
 def _attentions(
     plan: Plan, seconds: float, mark: Callable[[str], None], done: Callable[[], None]
 ) -> list[AttentionPoint]:
-    lengths = _LENGTHS[plan.device.type][: 3 if plan.quick else None]
+    lengths = _LENGTHS[plan.device.type]
+    lengths = lengths[1:3] if plan.quick else lengths
     heads = (64, 128) if plan.quick else (64, 96, 128)
     count = _HEADS[plan.device.type]
     wanted = []
@@ -216,7 +221,7 @@ def _attentions(
         for head in heads:
             for length in lengths:
                 flops = 14.0 * count * length * length * head
-                if flops <= 2.0 * plan.flops_per_s * plan.call_s:
+                if flops <= 2.0 * plan.flops_per_s * plan.call_s or length == lengths[0]:
                     wanted.append((kernel, (1, count, length, head)))
     found = []
     for kernel, sizes in wanted:

@@ -106,13 +106,15 @@ class HardwareProfile:
     burst_flops_per_s: float
     sustained_flops_per_s: float
     sustained_over_s: float
+    sustained_dtype: str = "fp32"
     shared: tuple[SharedPoint, ...] = ()
     collectives: tuple[CollectivePoint, ...] = ()
 
     def peak(self, dtype: str) -> float | None:
-        """The fastest product seen in this format; None when it was not measured."""
+        """The fastest product seen in this format, cool or hot; None when it was not measured."""
         seen = [point.flops_per_s for point in self.gemms if point.dtype == dtype]
         seen += [p.flops_per_s for p in self.shared if p.ranks == 1 and p.dtype == dtype]
+        seen += [self.burst_flops_per_s] if dtype == self.sustained_dtype else []
         return max(seen, default=None)
 
     @property
@@ -176,7 +178,7 @@ def knobs_of(profile: HardwareProfile) -> dict[str, float]:
     Only what was measured is named; a fit on runs moves them from here.
     """
     knobs = {
-        "gemm": min(0.98, profile.sustained_flops_per_s / profile.burst_flops_per_s),
+        "gemm": _sustained_share(profile),
         "align": _alignment_loss(profile),
         "host_s": profile.layer_launch_s,
     }
@@ -190,6 +192,13 @@ def knobs_of(profile: HardwareProfile) -> dict[str, float]:
     if points:
         knobs |= {"nvlink": 0.98, "latency_s": link_of(profile, points[0].ranks)[1]}
     return knobs
+
+
+def _sustained_share(profile: HardwareProfile) -> float:
+    """A long run's speed against the fastest product ever seen in its format."""
+    peak = profile.peak(profile.sustained_dtype)
+    assert peak is not None, "the burst itself is one"
+    return min(0.98, profile.sustained_flops_per_s / peak)
 
 
 def _alignment_loss(profile: HardwareProfile) -> float:
