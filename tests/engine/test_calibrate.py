@@ -35,11 +35,11 @@ def test_everything_was_measured(profile: HardwareProfile) -> None:
 
 
 def test_rates_are_of_this_world(profile: HardwareProfile) -> None:
-    """Between a slow phone and ten times the largest CPU: a wrong unit falls out."""
+    """No CPU is this fast: a wrong unit falls out. How slow it may be is up to its neighbours."""
     peak = profile.peak("fp32")
     assert peak is not None
-    assert 1e8 < peak < 1e14
-    assert 1e8 < profile.memory_bytes_per_s < 1e13
+    assert 0 < peak < 1e14
+    assert 0 < profile.memory_bytes_per_s < 1e13
 
 
 def test_the_cluster_can_be_planned_for(profile: HardwareProfile) -> None:
