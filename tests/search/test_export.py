@@ -44,7 +44,8 @@ def told(engine: str, one: Setup) -> Setup:
         policy = replace(policy, sharding="zero0")
     if engine == "megatron" and policy.zero == 0:
         policy = replace(policy, overlap_grad_reduce=False, overlap_param_gather=False)
-    return replace(one, policy=policy, shape=() if engine in ("torchtitan", "torchrun") else SHAPE)
+    shape = () if engine in ("torchtitan", "torchrun") else SHAPE
+    return replace(one, policy=policy, shape=shape)
 
 
 @given(
@@ -151,3 +152,14 @@ def test_broken_files_are_user_errors() -> None:
                 export.read(engine, text, layers=32)
     with pytest.raises(UserError, match="one of megatron, torchtitan, nanotron, torchrun"):
         export.write("jax", setup())
+
+
+def test_our_own_run_file_is_a_run_file() -> None:
+    from fourfold.spec import codec
+    from fourfold.spec.run import RunSpec
+
+    text = export.write("torchrun", replace(setup(), model="llama-3.1-8b"))
+    spec = codec.load(RunSpec, codec.parse_toml(text))
+    assert spec.model == MODEL
+    assert spec.layout == setup().layout
+    assert export.read("torchrun", text, layers=32).model == "llama-3.1-8b"

@@ -40,7 +40,7 @@ from fourfold.spec.run import RunSpec
 SHIPPED = calibrations.shipped()
 
 
-def ask(model: str = "llama-3.1-8b", gpus: int = 8, stack: str = "fourfold", **changed) -> Question:
+def ask(model: str = "llama-3.1-8b", gpus: int = 8, stack: str = "generic", **changed) -> Question:
     cluster = changed.pop("cluster", None) or usual_cluster(catalog.device("h100-80gb"), gpus)
     entry, why = entry_for(SHIPPED, stack, cluster)
     base = Question(
@@ -125,7 +125,7 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
     ]
     for spec in specs:
         assert not why_not(spec.model, spec.layout, spec.batch, spec.policy, one.target)
-    columns = columns_of(specs, cluster=one.cluster, stack="fourfold")
+    columns = columns_of(specs, cluster=one.cluster, stack="generic")
     assert np.allclose(estimate(columns, one.entry.knobs).step_s, ranking.closed_s)
     assert np.allclose(memory(columns, one.entry.knobs).worst_bytes, ranking.room.worst_bytes)
     assert (np.diff(ranking.step_s) >= 0).all()
@@ -156,6 +156,17 @@ def test_flags_fix_an_axis_and_where_drops() -> None:
     assert (few.columns.dp % 4 == 0).all()
     assert (few.closed_s < 8).all()
     assert (few.room.worst_bytes < 60e9).all()
+
+
+def test_a_named_schedule_decides_the_virtual_stages() -> None:
+    pipe = {"pp": 4, "tp": 2, "cp": 1}
+    plain = rank(ask(gpus=16, fixed=pipe | {"schedule": "1f1b"}))
+    assert set(plain.points["virtual_stages"].tolist()) == {1}
+    looped = rank(ask(gpus=16, fixed=pipe | {"schedule": "interleaved"}))
+    assert min(looped.points["virtual_stages"].tolist()) > 1
+    held = replace(Policy(), schedule="gpipe")
+    gpipe = rank(ask(gpus=16, fixed=pipe | {"schedule": "gpipe"}, policy=held, explore=True))
+    assert {gpipe.policy(i).schedule for i in range(len(gpipe))} == {"gpipe"}
 
 
 def test_every_nth_recompute_is_priced_between_none_and_full() -> None:
@@ -272,7 +283,7 @@ def test_stack_names_find_their_measured_kin() -> None:
     assert match_stack("nemo", h100, SHIPPED) == "nemo-2025"
     assert match_stack("nemo-2024", h100, SHIPPED) == "nemo-2024"
     assert match_stack("mine", h100, SHIPPED) == "mine"
-    assert default_stack(usual_cluster(catalog.device("h100-80gb"), 8), SHIPPED) == "fourfold"
+    assert default_stack(usual_cluster(catalog.device("h100-80gb"), 8), SHIPPED) == "generic"
 
 
 PLAN = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16",

@@ -31,7 +31,7 @@ examples:
   fourfold plan ... --export megatron --out settings.txt
 """
 # Policy fields the search varies unless a flag, --set or --spec decides them.
-SEARCHED = ("sharding", "cp_kind", "virtual_stages", "recompute")
+SEARCHED = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="ID", help="instead of a cluster: GPUs of this kind on usual hosts")
     add("--max-nodes", type=int, metavar="N", help="at most N hosts; fewer are tried too")
     add("--stack", metavar="NAME", help="whose engine the numbers are for (default: the one "
-        "measured on the cluster, else fourfold)")  # fmt: skip
+        "measured on the cluster, else any; 'fourfold' is our own)")  # fmt: skip
     add("--ramp", metavar="START,INCREMENT,SAMPLES", help="batch ramp-up, in sequences")
     add("--tokens", type=float, metavar="T", help="for days, GPU-hours and cost of a training")
     add(
@@ -216,6 +216,7 @@ def _export(args: argparse.Namespace, ranking: Any) -> int:
         policy=ranking.policy(place),
         host_gpus=ask.cluster.host_gpus,
         shape=tuple((name, getattr(ask.model, name)) for name in SIZES),
+        model=args.model or "",
     )
     text = export.write(args.export, setup)
     if args.out:

@@ -190,11 +190,12 @@ def _virtual_stages(ask: Question, pp: int) -> list[int]:
     if isinstance(asked, int):
         return [asked]
     most = ask.model.layers // pp
-    if pp == 1 or most < 2:
+    if pp == 1 or most < 2 or ask.fixed.get("schedule") in ("1f1b", "gpipe"):
         return [1]
     chunks = {virtual: -(-ask.model.layers // (pp * virtual)) for virtual in range(1, most + 1)}
     smallest = {size: virtual for virtual, size in sorted(chunks.items(), reverse=True)}
-    return sorted({1, *smallest.values()})
+    counts = sorted({1, *smallest.values()})
+    return counts[1:] if ask.fixed.get("schedule") == "interleaved" else counts
 
 
 def _micro_batches(ask: Question) -> Ints:

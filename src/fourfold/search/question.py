@@ -77,10 +77,10 @@ def usual_cluster(device: Device, gpus: int, host_gpus: int = 8) -> Cluster:
 
 
 def default_stack(cluster: Cluster, calibration: Calibration) -> str:
-    """The stack with most measured rows on the cluster, else our own engine."""
+    """The stack with most measured rows on the cluster, else no engine in particular."""
     known = [entry for entry in calibration.entries if entry.cluster == cluster.name]
     if not known:
-        return "fourfold"
+        return "generic"
     return max(known, key=lambda entry: (entry.rows_time, entry.stack)).stack
 
 

@@ -22,6 +22,7 @@ def plan_text(answer: dict[str, Any], style: str) -> str:
 def _head(answer: dict[str, Any]) -> list[str]:
     hosts = -(-answer["gpus"] // answer["host_gpus"])
     cal = answer["calibration"]
+    stack = "a typical engine" if answer["stack"] == "generic" else answer["stack"]
     lines = [
         f"{answer['model']} ({answer['params'] / 1e9:.1f}B) on {answer['cluster']}: "
         f"{answer['gpus']} x {answer['gpu']} ({hosts} host{'s' * (hosts > 1)}), "
@@ -30,7 +31,7 @@ def _head(answer: dict[str, Any]) -> list[str]:
     ]
     if cal["note"]:
         lines.append(
-            f"seconds as {answer['stack']} would take them; {cal['note']}, so the 80% interval is "
+            f"seconds as {stack} would take them; {cal['note']}, so the 80% interval is "
             f"{cal['interval_low_pct']:+.0f}% to {cal['interval_high_pct']:+.0f}%"
         )
     else:
@@ -41,7 +42,7 @@ def _head(answer: dict[str, Any]) -> list[str]:
                 f"{cal['error_p90_pct']:.1f}% in 9 of 10"
             )
         lines.append(
-            f"seconds as {answer['stack']} takes them there: calibration '{cal['name']}' from "
+            f"seconds as {stack} takes them there: calibration '{cal['name']}' from "
             f"{cal['rows']} measured rows, {held_out}"
         )
     return lines

@@ -13,13 +13,15 @@ from fourfold.spec.policy import Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One run in fourfold's words. `shape` holds model sizes by the names of ModelShape."""
+    """One run in fourfold's words. `shape` holds model sizes by the names of ModelShape; `model` is
+    the name or path the user gave, '' where a file does not say."""
 
     layout: Layout
     batch: Batch
     policy: Policy
     host_gpus: int
     shape: tuple[tuple[str, int], ...]
+    model: str = ""
 
     @property
     def hosts(self) -> int:

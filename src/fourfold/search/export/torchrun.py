@@ -3,6 +3,8 @@ launch line for many hosts as a comment."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from fourfold.search.export.setup import Setup
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch
@@ -12,7 +14,8 @@ from fourfold.spec.toml import toml_text
 
 
 def write(setup: Setup) -> str:
-    table = {
+    table: dict[str, Any] = {"model": setup.model} if setup.model else {}
+    table |= {
         "gpus": setup.layout.world,
         "layout": setup.layout.to_plain(),
         "batch": codec.encode(setup.batch, sparse=True),
@@ -20,8 +23,8 @@ def write(setup: Setup) -> str:
     }
     launch = f"torchrun --nnodes {setup.hosts} --nproc-per-node {setup.per_host}"
     head = [
-        f"# {setup.layout} on {setup.hosts} hosts of {setup.per_host} GPUs; add a line",
-        "# model = NAME, then: fourfold bench --spec THIS.toml",
+        f"# {setup.layout} on {setup.hosts} hosts of {setup.per_host} GPUs",
+        "# fourfold bench --spec THIS.toml",
         f"# on several hosts the same workers start under: {launch}",
     ]
     return "\n".join([*head, toml_text(table)])
@@ -39,4 +42,5 @@ def read(text: str, *, layers: int) -> Setup:
         policy=codec.decode(Policy, table.get("policy", {}), "policy"),
         host_gpus=int(words[host + 1]) if host >= 0 else layout.world,
         shape=(),
+        model=str(table.get("model", "")),
     )
