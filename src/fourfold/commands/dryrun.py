@@ -9,7 +9,6 @@ line.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from dataclasses import replace
@@ -20,6 +19,7 @@ from fourfold import files
 from fourfold.commands import flags
 from fourfold.commands.progress import end_line, progress_lines
 from fourfold.errors import UserError
+from fourfold.launch.devices import core_count
 from fourfold.launch.local import JobError, must_be_ok, run_job
 from fourfold.result.dryrun import RankCount
 from fourfold.result.job import answer_file
@@ -85,7 +85,7 @@ def count(spec: RunSpec, ranks: list[int]) -> list[RankCount]:
     job = Job(
         job="dryrun",
         specs=(replace(spec, device="cpu"),),
-        ranks=min(len(ranks), os.cpu_count() or 1),
+        ranks=min(len(ranks), core_count()),
         options=(("ranks", ",".join(map(str, ranks))),),
         limits=_LIMITS,
     )

@@ -48,7 +48,7 @@ def perform(task: Task) -> RankFacts:
     task.join(device)
     task.heart.stage = spec.layout.coordinates(task.rank)["pp"]
     task.heart.mark("build")
-    ledger = Ledger(limit_bytes=spec.memory_limit) if device.type == "cpu" else None
+    ledger = Ledger(limit_bytes=spec.memory_limit) if _counts(spec, device) else None
     with ledger or contextlib.nullcontext():
         world = World.create(spec.layout, device.type)
         world.warm(device)
@@ -70,6 +70,14 @@ def refuse(spec: RunSpec) -> None:
         )
     for said in why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus)):
         raise UserError(said.rule, field=said.field, value=said.value, way_out=said.way_out)
+
+
+def _counts(spec: RunSpec, device: torch.device) -> bool:
+    """Whether a ledger runs. Compiled code hides from it, and it keeps steps from being compiled,
+    so there it runs only when a limit must be held."""
+    if device.type != "cpu":
+        return False
+    return not spec.policy.compile or spec.memory_limit is not None
 
 
 def _limit_memory(spec: RunSpec, device: torch.device) -> None:

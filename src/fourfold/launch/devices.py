@@ -1,9 +1,16 @@
-"""How many GPUs could ranks of this host use? Asked without torch: importing it takes seconds."""
+"""What could ranks of this host use? Asked without torch: importing it takes seconds."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+
+
+def core_count() -> int:
+    """Cores this process may run on; a container may give fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def gpu_count() -> int:

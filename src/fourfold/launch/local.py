@@ -30,7 +30,7 @@ from fourfold.spec.job import Job
 
 Progress = Callable[[str], None]
 End = tuple[Outcome, Failure | None]
-_POLL_S = 0.05
+_POLL_S = 0.1  # often enough to be prompt, seldom enough not to take a core from the ranks
 # After the first bad exit the others may still say what they saw; after a hang they dump stacks.
 _LAST_WORDS_S = 2.0
 _DUMP_S = 3.0

@@ -26,7 +26,7 @@ _WAITING = re.compile(
 )
 _TAIL_LINES, _TAIL_CHARS = 15, 1500
 # Ranks give a sign every quarter second; one this old, beside fresh ones, is of a stopped rank.
-STALE_S = 3.0
+STALE_S = 5.0
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import fourfold
+from fourfold.launch.devices import core_count
 from fourfold.launch.outcomes import Scene, kernel_kills
 from fourfold.result.job import JOB_FILE, beat_file, log_file, read_beat
 from fourfold.spec.job import Job
@@ -60,7 +61,6 @@ class Ranks:
             beat = read_beat(beat_file(self.scene.folder, rank))
             if beat is not None:
                 self.scene.beats[rank] = beat
-        self.scene.kernel_kills = kernel_kills() - self._kills_before
         return gone
 
     def _read_exits(self) -> None:
@@ -72,6 +72,7 @@ class Ranks:
         for line in lines:
             end = json.loads(line)
             self.scene.exits.setdefault(end["rank"], (end["code"], end["at"]))
+            self.scene.kernel_kills = kernel_kills() - self._kills_before
 
     def end(self) -> None:
         """Whatever state they are in, stopped ones too; returns when they are gone."""
@@ -97,9 +98,7 @@ def worker_env(job: Job, task: int) -> dict[str, str]:
     paths = [source, *filter(None, [env.get("PYTHONPATH", "")])]
     defaults = {
         # As torchrun: without a bound every rank would start a thread per core.
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // job.processes(task)))
-        if hasattr(os, "sched_getaffinity")
-        else "1",
+        "OMP_NUM_THREADS": str(max(1, core_count() // job.processes(task))),
         # Ranks of one host meet on the loopback device, whatever the host's name resolves to.
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         # torch keeps its last collectives, to be dumped when a limit passes.
