@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.spec import catalog, codec
+
 SOURCE = Path(__file__).parents[2] / "src"
 
 
@@ -96,3 +98,30 @@ def test_four_axes_at_once(kind):
     report = verify("--world", "16", "--layout", "pp2 dp2 cp2 tp2", "--family", "llama",
                     "--set", f"policy.cp_kind={kind}", "--set", "policy.schedule=1f1b")  # fmt: skip
     assert report["passed"] == report["total"] == 8
+
+
+@pytest.mark.slow
+def test_alibi_and_an_odd_vocabulary_under_every_kind_of_context_parallelism(tmp_path):
+    shape = catalog.shape(
+        "gpt", name="bloom-odd", layers=3, hidden=48, heads=6, vocab=301, embedding_norm=True,
+        positions={"kind": "alibi"},
+    )  # fmt: skip
+    path = tmp_path / "model.toml"
+    path.write_text(codec.to_toml(shape))
+    report = verify("--layout", "cp2 tp2", "--model", str(path), "--set", "policy.sharding=zero2")
+    # Three heads on each tensor rank cannot be dealt to two context ranks.
+    assert report["refused"] == {"ulysses-heads": 2}
+    assert report["passed"] == report["total"] == 4
+    report = verify("--layout", "cp2 pp2", "--model", str(path), "--set", "policy.sharding=zero3")
+    assert report["passed"] == report["total"] == 6
+
+
+def test_a_layout_that_crashes_is_a_row_and_the_others_still_run():
+    # cuDNN attention does not exist on CPU, and is used only without context parallelism.
+    report = verify("--world", "2", "--family", "gpt", "--sample", "3", "--set",
+                    "policy.attention=cudnn", "--set", "policy.sharding=zero1", rc=1)  # fmt: skip
+    assert report["total"] == 3
+    failed = [row for row in report["layouts"] if not row["pass"]]
+    assert failed
+    assert all("crashed: rank" in row["error"] for row in failed)
+    assert all(row["grad_rel"] is None for row in failed)

@@ -16,6 +16,8 @@ from fourfold.commands import flags, verify_cases
 from fourfold.commands.verify_cases import TINY, Wish, describe
 from fourfold.errors import UserError
 from fourfold.show.table import json_text, render
+from fourfold.spec import check
+from fourfold.spec.catalog import model
 from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.policy import BUNDLES, PRECISION_ALIASES
@@ -33,6 +35,7 @@ FAULTS = (
     "loss-divisor", "tied-grad", "cp-positions", "norm-grad",
     "layer-skip", "kv-head", "stale-weight", "norm-twice",
 )  # fmt: skip
+_MAX_WORLD = 64  # ranks are processes of this machine
 _HEADINGS = ("family", "layout", "policy", "loss", "norm", "grad", "param", "result")
 
 
@@ -42,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sample, weights and tokens")
     parser.add_argument("--layout", metavar="L", help="only this one, as 'pp2 dp2 tp2'")
     parser.add_argument("--family", choices=tuple(TINY), action="append", help="only this family")
+    parser.add_argument(
+        "--model", action="append", metavar="NAME", help="another (small) model: a preset or a file"
+    )
     parser.add_argument("--axis", choices=AXES, help="only layouts with this axis above 1")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--break", dest="fault", choices=FAULTS, help="plant a fault: must fail")
@@ -97,13 +103,15 @@ def wish_precision(args: argparse.Namespace) -> str:
 
 def _wish(args: argparse.Namespace) -> Wish:
     layout = Layout.parse(args.layout) if args.layout else None
-    world = args.world or (layout.world if layout else 0)
-    if world < 1:
+    world = args.world if args.world is not None else (layout.world if layout else 0)
+    if args.world is None and layout is None:
         raise UserError("is missing", field="world", way_out="add --world 4")
     if layout and layout.world != world:
         raise UserError(
             f"has {layout.world} ranks, not --world {world}", field="layout", value=args.layout
         )
+    check.whole(1, _MAX_WORLD, world=world)
+    names = args.model or [TINY[family] for family in args.family or TINY]
     fixed: dict[str, Any] = {"precision": wish_precision(args)}
     for assignment in args.set:
         path, _, text = assignment.partition("=")
@@ -114,7 +122,7 @@ def _wish(args: argparse.Namespace) -> Wish:
     _checked(fixed)
     return Wish(
         world=world,
-        families=tuple(args.family or TINY),
+        models=tuple(model(name) for name in names),
         layout=layout,
         axis=args.axis,
         global_batch=args.global_batch,
@@ -153,6 +161,7 @@ def _say(line: str) -> None:
 def _row(index: int, spec: RunSpec, folder: Path, end: Any) -> dict[str, Any]:
     row: dict[str, Any] = {
         "family": spec.model.family,
+        "model": spec.model.name,
         "layout": str(spec.layout),
         "policy": describe(spec),
         "micro_batch": spec.batch.micro_batch,

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from fourfold.errors import UserError
 from fourfold.search.legal import Target, why_not
 from fourfold.spec.batch import Batch
-from fourfold.spec.catalog import model
 from fourfold.spec.layout import AXES, Layout
+from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
@@ -34,7 +34,7 @@ class Wish:
     """What the user asked for; None: anything."""
 
     world: int
-    families: tuple[str, ...]
+    models: tuple[ModelShape, ...]
     layout: Layout | None = None
     axis: str | None = None
     global_batch: int | None = None
@@ -81,8 +81,7 @@ def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
     base = replace(Policy(precision="fp32"), **dict(wish.fixed))
     kept: list[RunSpec] = []
     refused: Counter[str] = Counter()
-    for family in wish.families:
-        shape = model(TINY[family])
+    for shape in wish.models:
         for layout in (wish.layout,) if wish.layout else layouts(wish.world):
             if wish.axis and layout.size(wish.axis) == 1:
                 continue

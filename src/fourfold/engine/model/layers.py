@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fourfold.engine.model.positions import Tables, alibi_bias, rotate
 from fourfold.spec.model import ModelShape
@@ -49,19 +50,28 @@ class Norm(nn.Module):
 
 
 class Core(nn.Module):
-    """Causal attention over whole sequences; context parallelism puts its own in this place."""
+    """Causal attention over whole sequences; context parallelism puts its own in this place.
+
+    `backends`: which of torch's kernels may be used; None: torch chooses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backends: list[SDPBackend] | None = None
 
     def forward(self, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, tables: Tables) -> Tensor:
-        grouped = q_BHSC.shape[1] != k_BKSC.shape[1]
+        if self.backends is None:
+            return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)
+        with sdpa_kernel(self.backends):
+            return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
         if tables.slopes is None:
-            return F.scaled_dot_product_attention(
-                q_BHSC, k_BKSC, v_BKSC, is_causal=True, enable_gqa=grouped
-            )
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         where = tables.positions
-        bias = alibi_bias(tables.slopes, where, where).to(q_BHSC.dtype)
-        return F.scaled_dot_product_attention(
-            q_BHSC, k_BKSC, v_BKSC, attn_mask=bias, enable_gqa=grouped
-        )
+        bias = alibi_bias(tables.slopes, where, where).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
 
 
 class Attention(nn.Module):

@@ -2,7 +2,7 @@
 
 1. pipeline  cut: build only this stage's layers and ends
 2. tensor    cut matrices, put collectives around blocks
-3. context   replace the attention core
+3. context   replace the attention core; then say which kernels it may use
 4. recompute wrap what is left, so that collectives inside are repeated too
 5. compile   one graph per layer, recompute inside
 6. data      shard last: what a layer's parameters are is now settled
@@ -13,18 +13,34 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from fourfold.cost.stages import stage_layers
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.layers import Core
 from fourfold.engine.parallel.context import apply_context
 from fourfold.engine.parallel.data import apply_data
 from fourfold.engine.parallel.recompute import apply_recompute
 from fourfold.engine.parallel.regional import apply_compile
 from fourfold.engine.parallel.tensor import apply_tensor
 from fourfold.engine.world import World
+from fourfold.errors import UserError
 from fourfold.spec.run import RunSpec
 
+# Ring and all-gather attention bring their own kernels (parallel/blocks.py).
+KERNELS: dict[str, list[SDPBackend] | None] = {
+    "auto": None,
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+    "fused": [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+    ],
+    "unfused": [SDPBackend.MATH],
+}
 Step = Callable[[Decoder, RunSpec, World], None]
 
 
@@ -52,6 +68,13 @@ def _context(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_context(decoder, spec.policy.cp_kind, world.cp)
 
 
+def _attention(decoder: Decoder, spec: RunSpec, world: World) -> None:
+    backends = KERNELS[spec.policy.attention]
+    for module in decoder.modules():
+        if isinstance(module, Core):
+            module.backends = backends
+
+
 def _recompute(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_recompute(decoder, spec.policy.recompute)
 
@@ -64,11 +87,31 @@ def _data(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_data(decoder, world.data_mesh(spec.policy.zero), spec.policy)
 
 
-ORDER: tuple[Step, ...] = (_tensor, _context, _recompute, _compile, _data)
+ORDER: tuple[Step, ...] = (_tensor, _context, _attention, _recompute, _compile, _data)
+
+
+def refuse_unbuilt(spec: RunSpec) -> None:
+    """Choices that the planner knows and this engine does not run yet."""
+    policy = spec.policy
+    formats = (policy.dtypes.param, policy.dtypes.compute, policy.dtypes.reduce)
+    formats += (policy.dtypes.grad, policy.dtypes.optimizer)
+    unbuilt = (
+        ("policy.schedule", policy.schedule, policy.schedule not in ("gpipe", "1f1b")),
+        ("policy.virtual_stages", policy.virtual_stages, policy.virtual_stages > 1),
+        ("policy.precision", policy.precision, any(name not in DTYPES for name in formats)),
+        ("policy.async_tp", policy.async_tp, policy.async_tp and spec.layout.tp > 1),
+        ("policy.offload", policy.offload, policy.offload != "none"),
+        ("batch.ramp", spec.batch.ramp, spec.batch.ramp is not None),
+    )
+    for field, value, is_unbuilt in unbuilt:
+        if is_unbuilt:
+            rule = "the engine does not run it yet"
+            raise UserError(rule, field=field, value=value, way_out="leave it at its default")
 
 
 def parallelize(spec: RunSpec, world: World) -> Decoder:
     """The stage of this rank with every axis applied; still on the meta device."""
+    refuse_unbuilt(spec)
     decoder = cut_stage(spec, world)
     for apply in ORDER:
         apply(decoder, spec, world)

@@ -1,0 +1,255 @@
+"""Run by test_oracles.py in a process of its own: forks two ranks, prints one JSON of differences.
+
+The oracles are torch's own: the DTensor plan for tensor parallelism, its schedules for pipelines.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from fourfold.cost.stages import stage_layers
+from fourfold.engine import compat, init
+from fourfold.engine.init import InitRule
+from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.layers import Core
+from fourfold.engine.model.positions import Tables, make_tables, rotate
+from fourfold.engine.pieces import Place, pieces
+from fourfold.engine.trainer import Trainer
+from fourfold.engine.world import World
+from fourfold.spec import Batch, Layout, ModelShape, Policy, RunSpec
+from fourfold.spec.catalog import model
+
+SEQ_LEN, SEQUENCES, RANKS = 32, 4, 2
+RULE = InitRule(vector_std=0.1)
+CPU = torch.device("cpu")
+
+
+class Twin(nn.Module):
+    """llama-tiny out of torch's own modules, as torch's plans expect them."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleDict({str(i): TwinLayer(shape) for i in range(shape.layers)})
+        self.final_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+
+    def forward(self, tokens: Tensor, tables: Tables) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers.values():
+            x = layer(x, tables)
+        return self.head(self.final_norm(x))
+
+
+class TwinLayer(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.attention = TwinAttention(shape)
+        self.mlp_norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+        self.mlp = TwinMlp(shape)
+
+    def forward(self, x: Tensor, tables: Tables) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), tables)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class TwinAttention(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.size = shape.head_size
+        self.q = nn.Linear(shape.hidden, shape.attention_width, bias=False)
+        self.k = nn.Linear(shape.hidden, shape.kv_width, bias=False)
+        self.v = nn.Linear(shape.hidden, shape.kv_width, bias=False)
+        self.out = nn.Linear(shape.attention_width, shape.hidden, bias=False)
+        self.core = Core()
+
+    def forward(self, x: Tensor, tables: Tables) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        mixed = self.core(rotate(q, tables), rotate(k, tables), v, tables)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class TwinMlp(nn.Module):
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def spec(layout: str, **policy: object) -> RunSpec:
+    parsed = Layout.parse(layout)
+    batch = Batch(seq_len=SEQ_LEN, micro_batch=1, global_batch=SEQUENCES)
+    fields = {"precision": "fp32", **policy}
+    shape = model("llama-tiny")
+    return RunSpec(
+        model=shape, gpus=RANKS, layout=parsed, batch=batch, policy=Policy(**fields), device="cpu"
+    )
+
+
+def ours(run: RunSpec) -> tuple[Trainer, float]:
+    """Our trainer after one accumulation, and its loss."""
+    trainer = Trainer(run, World.create(run.layout, "cpu"), device=CPU, rule=RULE)
+    _, loss = trainer.reduce(trainer.accumulate(0))
+    return trainer, float(loss)
+
+
+def filled(decoder: Decoder, shape: ModelShape) -> Decoder:
+    held = pieces(decoder, shape, SEQ_LEN, Place())
+    init.fill(held, seed=0, layers=shape.layers, rule=RULE)
+    return decoder
+
+
+def data(trainer: Trainer) -> tuple[Tensor, Tensor, Tables]:
+    positions = torch.arange(SEQ_LEN)
+    tokens, targets = trainer.source.batch(0, torch.arange(SEQUENCES), positions)
+    return tokens, targets, make_tables(trainer.spec.model, positions, range(4))
+
+
+def worst(trainer: Trainer, grads: dict[str, Tensor]) -> float:
+    """The largest difference of a gradient, relative to the largest gradient of its tensor."""
+    gaps = [0.0]
+    for piece in trainer.pieces:
+        want = grads[piece.name]
+        rows, columns = slice(*piece.block.rows), slice(*piece.block.columns)
+        part = want[rows] if want.ndim == 1 else want[rows, columns]
+        assert piece.grad is not None
+        gaps.append(float((piece.grad - part).abs().max() / want.abs().max()))
+    return max(gaps)
+
+
+def tensor_plan() -> dict[str, float]:
+    trainer, loss = ours(spec("tp2"))
+    shape = trainer.spec.model
+    twin = Twin(shape)
+    source = dict(filled(Decoder(shape, SEQ_LEN, fused=False), shape).named_parameters())
+    twin.load_state_dict(source)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    parallelize_module(
+        twin,
+        mesh,
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "final_norm": SequenceParallel(),
+            "head": ColwiseParallel(
+                input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+            ),
+        },
+    )
+    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    with_tables = PrepareModuleInput(
+        input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+    )
+    for layer in twin.layers.values():
+        plan = {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
+        plan |= {"attention": with_tables, "mlp": whole}
+        plan |= {f"attention.{part}": ColwiseParallel() for part in "qkv"}
+        plan |= {f"mlp.{part}": ColwiseParallel() for part in ("gate", "up")}
+        plan |= {
+            name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.out", "mlp.down")
+        }
+        parallelize_module(layer, mesh, plan)
+    tokens, targets, tables = data(trainer)
+    with loss_parallel():
+        logits = twin(tokens, tables)
+        theirs = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        theirs.backward()
+    grads = {name: _whole(param.grad) for name, param in twin.named_parameters()}
+    return {"loss": abs(loss - float(_whole(theirs))), "grad": worst(trainer, grads)}
+
+
+def _whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def schedules() -> dict[str, float]:
+    gaps = {}
+    for kind, name in (("gpipe", "GPipe"), ("1f1b", "1F1B")):
+        trainer, loss = ours(spec("pp2", schedule=kind, fused_projections=False))
+        shape, rank = trainer.spec.model, dist.get_rank()
+        tokens, targets, tables = data(trainer)
+        layers = stage_layers(shape, RANKS, SEQ_LEN)[rank]
+        decoder = filled(Decoder(shape, SEQ_LEN, layers, fused=False), shape)
+        stage = PipelineStage(_Bound(decoder, tables), rank, RANKS, CPU)
+
+        def loss_of(logits: Tensor, wanted: Tensor, all_: int = targets.numel()) -> Tensor:
+            flat = logits.flatten(0, 1)
+            return nn.functional.cross_entropy(flat, wanted.flatten(), reduction="sum") / all_
+
+        schedule = get_schedule_class(name)(stage, SEQUENCES, loss_fn=loss_of, scale_grads=False)
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(tokens, return_outputs=False)
+        else:
+            schedule.step(target=targets, losses=losses, return_outputs=False)
+            gaps[f"{kind} loss"] = abs(loss - float(torch.stack(losses).sum().detach()))
+        grads = {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
+        gaps[f"{kind} grad"] = worst(trainer, grads)
+    return gaps
+
+
+class _Bound(nn.Module):
+    """A stage of one argument, as torch's schedules call it."""
+
+    def __init__(self, decoder: Decoder, tables: Tables) -> None:
+        super().__init__()
+        self.decoder, self.tables = decoder, tables
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x, self.tables)
+
+
+def rank_main(which: str, rank: int, store: str, folder: str) -> None:
+    compat.quiet()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    gaps = {"tensor": tensor_plan, "pipeline": schedules}[which]()
+    Path(folder, f"{rank}.json").write_text(json.dumps(gaps))
+
+
+def main(which: str) -> None:
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            fork.Process(target=rank_main, args=(which, r, f"{folder}/store", folder))
+            for r in range(RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        found = [json.loads(Path(folder, f"{r}.json").read_text()) for r in range(RANKS)]
+    print(json.dumps({key: max(one.get(key, 0.0) for one in found) for key in found[-1]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
