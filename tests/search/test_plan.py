@@ -209,6 +209,18 @@ def test_played_pipelines_stay_near_the_closed_form() -> None:
     assert np.any(ratio != 1.0)
 
 
+def test_the_layout_bloom_was_trained_on_is_among_the_first() -> None:
+    """TP 4, PP 12, DP 8, micro batch 2 on 384 A100; the calibration has no row with TP 4."""
+    cluster = catalog.cluster("jean-zay")
+    batch = Batch(seq_len=2048, global_batch=2048)
+    stack = "megatron-deepspeed-2022"
+    ranking = rank(ask("bloom-176b", 384, stack, cluster=cluster, batch=batch))
+    found = [str(ranking.layout(i)) for i in range(len(ranking))].index("pp12 dp8 cp1 tp4")
+    assert found < 10
+    assert ranking.step_s[found] < 1.1 * ranking.step_s[0]
+    assert ranking.points["micro_batch"][found] == 2
+
+
 def test_ties_flips_and_deciding_runs_name_other_layouts() -> None:
     ranking = rank(ask(gpus=16))
     tied = tied_with_first(ranking)
@@ -344,6 +356,7 @@ def test_command_exports_the_first_choice(capsys, tmp_path) -> None:
         (["--where", "dp > 1000"], 1, ""),
         (["--pp", "7"], 1, ""),
         (["--precision", "fp4"], 1, ""),
+        (["--stack", "nanotron", "--recompute", "every-3"], 1, ""),
     ],
 )
 def test_bad_requests_and_empty_answers(words, code, says, capsys) -> None:

@@ -65,7 +65,7 @@ class Candidates:
     def smallest(self) -> dict[str, Ints]:
         """Each layout at the point that needs least memory: one sequence, most recompute."""
         count = len(self.legal_micros)
-        least = RECOMPUTE_KINDS.index("full") if len(self.kinds) > 1 else int(self.kinds[0])
+        least = int(self.kinds[0]) if len(self.kinds) == 1 else RECOMPUTE_KINDS.index("full")
         first = self.micros[np.argmax(self.legal_micros, axis=1)]
         return self.layouts | {"micro_batch": first, "recompute": np.full(count, least)}
 
@@ -92,7 +92,7 @@ def candidates(ask: Question) -> Candidates:
         refused[name] += int((tried & (micro_reason == i)).sum()) * len(kinds)
     legal_micros = tried & (micro_reason < 0)
     refused["recompute"] += int(legal_micros.sum()) * int((~kind_ok).sum())
-    some = legal_micros.any(axis=1)
+    some = legal_micros.any(axis=1) & kind_ok.any()
     return Candidates(
         layouts={name: column[some] for name, column in layouts.items()},
         micros=micros,
