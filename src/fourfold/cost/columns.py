@@ -68,6 +68,7 @@ class Columns:
     opt_bytes: Floats  # optimizer bytes a parameter (fp32 master + two moments = 12)
     overlap_dp: Floats  # 1: gradient reduction and parameter gather run under compute
     overlap_tp: Floats  # 1: tensor-parallel collectives run in pieces under their GEMMs
+    split_loss: Floats  # 1: logits and loss are divided over tp, 0: gathered whole on every rank
     balanced: Floats  # 1: the engine gives the last stage fewer layers to pay for the head
     # hardware
     peak: Floats  # FLOP/s of a 16-bit GEMM
@@ -113,6 +114,7 @@ DEFAULTS: dict[str, float] = {
     "opt_bytes": 12,
     "overlap_dp": 0,
     "overlap_tp": 0,
+    "split_loss": 1,
     "balanced": 0,
     "net_seen": 0,
     "slow": 0,

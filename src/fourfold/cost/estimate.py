@@ -19,7 +19,7 @@ from fourfold.cost.columns import PRECISION, Columns
 from fourfold.cost.gemm import Floats, Knobs
 from fourfold.cost.layer import LayerTimes, head_s, layer_times
 from fourfold.cost.pipeline import pipeline_s, stage_layers
-from fourfold.cost.traffic import group_rate, half_collective_s, hop_s, p2p_rate
+from fourfold.cost.traffic import crosses, group_rate, half_collective_s, p2p_rate
 
 PARTS = (
     "gemm",
@@ -112,7 +112,9 @@ def gradient_s(c: Columns, knobs: Knobs, *, params: Floats, window: Floats) -> F
     rate = group_rate(c, knobs, size, c.tp)
     gather = np.where(c.zero >= 1, 2.0, c.grad_bytes)
     move = params * (c.grad_bytes + gather) * (size - 1.0) / size / rate
-    move = move + 2.0 * (size - 1.0) * hop_s(c, knobs, size, c.tp)
+    hops = (size - 1.0) * np.where(c.zero >= 1, 2.0, 1.0) * c.layers / c.pp
+    hop = knobs["dp_hop_s"] * np.where(c.slow > 0, knobs["slow_hop"], 1.0)
+    move = move + hops * hop * np.where(crosses(c, size, c.tp), 1.0, 0.2)
     paid = knobs["dp_exposed"] * move
     hidden = np.maximum(0.1 * paid, paid - 0.6 * window)
     paid = np.where((c.zero < 1) | (c.overlap_dp > 0), hidden, paid)
@@ -136,8 +138,10 @@ def _assemble(
     dp = gradient_s(c, knobs, params=params, window=window)
     shards = np.where(c.zero >= 1, c.shard, 1.0)
     optimizer = 45.0 * params / (c.hbm * shards)
-    work = pipe + dp + optimizer
     nodes = np.maximum(1.0, c.gpus / c.node)
+    # Stages on different nodes meet at every micro batch and wait for the later one.
+    waits = np.where((nodes > 1) & (c.pp > 1), slots * knobs["noise_s"] * nodes**0.75, 0.0)
+    work = pipe + waits + dp + optimizer
     jitter = work * knobs["jitter"] * np.log2(nodes)
     step = work + jitter + knobs["fixed_s"]
     spent = slots * per_stage
@@ -155,7 +159,7 @@ def _assemble(
         "dp_comm": dp + np.zeros_like(step),
         "optimizer": optimizer + np.zeros_like(step),
         "fixed": knobs["fixed_s"] + np.zeros_like(step),
-        "jitter": jitter,
+        "jitter": jitter + waits,
     }
     known = sum(parts.values())
     parts["bubble"] = step - known

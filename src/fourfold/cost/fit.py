@@ -20,7 +20,7 @@ from fourfold.cost.gemm import Floats
 from fourfold.cost.habits import habits
 from fourfold.cost.interval import ranges
 from fourfold.cost.knobs import BY_NAME, MEMORY, TIME
-from fourfold.cost.memory import GIB, USABLE, memory
+from fourfold.cost.memory import GIB, limit_bytes, memory
 from fourfold.cost.minimise import Prior, minimise
 from fourfold.cost.rows import Rows
 
@@ -124,10 +124,18 @@ def fit_one(rows: Sample, prior: Entry) -> Entry:
 def _fit_part(
     entry: Entry, names: tuple[str, ...], misfit: Misfit, *, scale: float, most: int
 ) -> Entry:
-    """Fit all knobs of a part, keep the `most` informed ones free, fit those again."""
+    """Fit all knobs of a part, keep free the `most` that the rows move furthest, fit again.
+
+    Distance counts in prior spreads: a knob that ends at its prior costs nothing when it is fixed
+    there.
+    """
     knobs, share = _solve(entry.knobs, names, misfit, scale)
-    free = tuple(sorted(names, key=lambda name: -share[name])[:most])
-    free = tuple(name for name in names if name in free and share[name] > 0.01)
+    moved = {
+        name: abs(np.log(knobs[name] / entry.knobs[name])) / BY_NAME[name].spread for name in names
+    }
+    taught = [name for name in names if share[name] > 0.01]
+    free = tuple(sorted(taught, key=lambda name: -moved[name])[:most])
+    free = tuple(name for name in names if name in free)
     if len(free) < len(names) and free:
         knobs, share = _solve(entry.knobs, free, misfit, scale)
     field = "free_time" if names == TIME else "free_memory"
@@ -175,7 +183,6 @@ def memory_misfit(rows: Sample) -> Misfit:
     """Log residuals of printed memory, and a hinge for runs that ran or did not fit."""
     has_mem, has_label = np.isfinite(rows.mem_gb), np.isfinite(rows.fits)
     measured = np.log(np.where(has_mem, rows.mem_gb, 1.0) * GIB)
-    limit = np.log(rows.columns.capacity * USABLE)
     side = np.where(rows.fits > 0, 1.0, -1.0)
     # Each verdict counts half in total: tables have far more of one kind than of the other.
     ran = max(1.0, float(np.sum(rows.fits == 1)))
@@ -186,7 +193,7 @@ def memory_misfit(rows: Sample) -> Misfit:
         got = memory(rows.columns, knobs)
         printed = printed_bytes(rows, got.first_bytes, got.worst_bytes)
         size = np.where(has_mem, (np.log(printed) - measured) / MEMORY_SCALE, 0.0)
-        over = side * (np.log(got.worst_bytes) - limit) / LABEL_SCALE
+        over = np.log(got.worst_bytes / limit_bytes(rows.columns, knobs)) * side / LABEL_SCALE
         hinge = np.where(has_label, weight * np.sqrt(2.0 * np.logaddexp(0.0, over)), 0.0)
         return np.concatenate([size, hinge], axis=-1)
 

@@ -95,6 +95,7 @@ def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
     half = half_collective_s(
         c, knobs, 2.0 * tokens * c.hidden, size=c.tp, stride=np.ones_like(c.tp)
     )
+    half = half + np.where(c.tp > 1, knobs["call_s"], 0.0)
     half = half * np.where(c.overlap_tp > 0, knobs["tp_hidden"], 1.0)
     tp_f, tp_b = 4.0 * half, np.where(c.sp > 0, 5.0, 4.0) * half
     cp_f = np.where(c.cp > 1, _cp_s(c, knobs, tokens=tokens, attention=attn_f), 0.0)

@@ -38,11 +38,15 @@ def kept_bytes(c: Columns, knobs: Knobs) -> Floats:
     tokens = c.micro * c.seq / c.cp
     split = np.where(c.sp > 0, c.tp, 1.0)
     norms = np.where(c.fused_norm > 0, 4.0, 6.0)
-    on_hidden = 2.0 * norms * c.hidden / split
+    on_hidden = 2.0 * norms * c.hidden * knobs["kept_hidden"] / split
     gathered = np.where((c.sp > 0) & (c.tp > 1), 4.0 * c.hidden * knobs["gathered"], 0.0)
     kv = 2.0 * c.hidden * c.kv_heads / c.heads
     on_shards = 2.0 * (2.0 * c.hidden + kv + (2.0 + c.gated) * c.ffn) / c.tp
-    per_score = np.where(c.attention == _FUSED, 5.0, np.where(c.attention == _UNFUSED, 9.0, 0.0))
+    # 2 bytes each: scores (unfused), masked scores, softmax; gpt-like models keep dropout masks.
+    drop = np.where(c.gated > 0, 0.0, 2.0)
+    fused, unfused = 3.0 + drop, 7.0 + drop
+    per_score = np.where(c.attention == _FUSED, fused, 0.0)
+    per_score = np.where(c.attention == _UNFUSED, unfused, per_score)
     per_score = per_score * np.where(c.attn_ckpt > 0, 0.2, 1.0)
     scores = per_score * c.heads * c.seq / c.tp
     return tokens * (on_hidden + gathered + on_shards + scores) * knobs["act"]
@@ -53,6 +57,11 @@ def state_bytes(c: Columns, knobs: Knobs, *, params: Floats) -> Floats:
     parted = [np.where(c.zero >= stage, c.shard, 1.0) for stage in (1, 2, 3)]
     each = c.opt_bytes / parted[0] + c.acc_bytes / parted[1] + 2.0 / parted[2]
     return params * each * knobs["state"]
+
+
+def limit_bytes(c: Columns, knobs: Knobs) -> Floats:
+    """Bytes above which a run does not fit: what the driver leaves, less the learned margin."""
+    return c.capacity * USABLE * knobs["room"]
 
 
 def memory(c: Columns, knobs: Knobs) -> Memory:
@@ -67,7 +76,11 @@ def memory(c: Columns, knobs: Knobs) -> Memory:
     layer_kept = c.full_ckpt * saved + (1.0 - c.full_ckpt) * kept
     extra_v = np.where(c.vpp > 1, 1.0 + (c.pp - 1.0) / (c.pp * c.vpp), 1.0)
     flight = np.where(c.schedule == _GPIPE, micros, np.minimum(micros, c.pp * extra_v))
-    logits = tokens * c.vocab * (10.0 * knobs["logits"] / c.tp + 4.0 * knobs["whole_logits"])
+    # A gathered loss holds the gathered copy beside the shards it came from.
+    whole = np.where(c.tp > 1, 1.15, 1.0)
+    share = np.where(c.split_loss > 0, 1.0 / c.tp, whole)
+    each = 10.0 * knobs["logits"] * share + 4.0 * knobs["whole_logits"]
+    logits = tokens * c.vocab * each
     working = np.where(c.full_ckpt > 0, kept, 0.0)
     unsharded = np.where(c.zero >= 3, 2.0 * (2.0 * per_layer + embed), 0.0)
     base = knobs["base_gib"] * GIB

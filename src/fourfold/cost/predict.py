@@ -17,7 +17,7 @@ from fourfold.cost.counting import flops_per_token
 from fourfold.cost.estimate import estimate
 from fourfold.cost.habits import habits
 from fourfold.cost.interval import bounds, outside
-from fourfold.cost.memory import GIB, USABLE, memory
+from fourfold.cost.memory import GIB, limit_bytes, memory
 from fourfold.cost.rows import Rows
 from fourfold.cost.table import each
 
@@ -48,7 +48,10 @@ class Predictions:
 def predict(rows: Rows, calibration: Calibration) -> Predictions:
     """Answer every row that can be expressed."""
     n = rows.table.length
-    out = {name: np.full(n, np.nan) for name in ("step", "low", "high", "mem", "worst", "beyond")}
+    out = {
+        name: np.full(n, np.nan)
+        for name in ("step", "low", "high", "mem", "worst", "limit", "beyond")
+    }
     reasons = list(rows.reasons)
     for index, entry, why in _groups(rows, calibration):
         for start in range(0, len(index), CHUNK):
@@ -60,8 +63,7 @@ def predict(rows: Rows, calibration: Calibration) -> Predictions:
     _finish_reasons(rows, out, reasons)
     tokens = rows.columns.batch * rows.columns.seq / (rows.columns.gpus * out["step"])
     tflops, mfu = _rates(rows, tokens)
-    with np.errstate(invalid="ignore"):
-        fits = out["worst"] * GIB < rows.columns.capacity * USABLE
+    fits = np.nan_to_num(out["worst"], nan=2.0) < np.nan_to_num(out["limit"], nan=1.0)
     return Predictions(
         out["step"], out["low"], out["high"], tokens, tflops, mfu, out["mem"], out["worst"], fits,
         reasons,
@@ -90,6 +92,7 @@ def _answer(rows: Rows, part: NDArray[np.intp], entry: Entry, out: dict[str, Flo
     out["step"][part], out["low"][part], out["high"][part] = step, low, high
     out["mem"][part] = (room.first_bytes if rank0 else room.worst_bytes) / GIB
     out["worst"][part] = room.worst_bytes / GIB
+    out["limit"][part] = limit_bytes(c, entry.knobs) / GIB
     out["beyond"][part] = outside(c, entry.ranges)
 
 

@@ -163,6 +163,7 @@ def _policy(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
     facts["block_scale"] = np.array([w.block_scale for w in words], dtype=np.float64)
     facts["overlap_dp"] = np.array([h.overlap_dp for h in stack], dtype=np.float64)
     facts["overlap_tp"] = np.array([h.overlap_tp for h in stack], dtype=np.float64)
+    facts["split_loss"] = np.array([h.split_loss for h in stack], dtype=np.float64)
     facts["balanced"] = np.array([h.balanced for h in stack], dtype=np.float64)
     facts["schedule"] = np.where(facts["vpp"] > 1, 1.0, 0.0)
     draft.assume(

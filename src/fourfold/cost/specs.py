@@ -75,6 +75,7 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "overlap_tp": float(usual.overlap_tp or policy.async_tp),
         "fused_host": float(usual.compiled or policy.compile),
         "balanced": float(usual.balanced),
+        "split_loss": float(usual.split_loss),
     }
 
 

@@ -14,7 +14,7 @@ from fourfold.cost.columns import Columns
 from fourfold.cost.estimate import estimate
 from fourfold.cost.gemm import Floats
 from fourfold.cost.knobs import BY_NAME, TIME
-from fourfold.cost.memory import USABLE, memory
+from fourfold.cost.memory import limit_bytes, memory
 
 NOISE = 0.05  # log error of one measured run under a good model
 STEP = 1e-3
@@ -34,7 +34,7 @@ def sensitivities(c: Columns, entry: Entry) -> Floats:
 def suggest(c: Columns, entry: Entry, count: int) -> list[int]:
     """Places of the `count` most telling runs among the candidates, best first."""
     slopes = sensitivities(c, entry)
-    fits = memory(c, entry.knobs).worst_bytes < 0.97 * USABLE * c.capacity
+    fits = memory(c, entry.knobs).worst_bytes < 0.97 * limit_bytes(c, entry.knobs)
     allowed = fits if int(fits.sum()) >= count else np.ones(len(c), dtype=bool)
     covariance = np.eye(slopes.shape[1])
     chosen: list[int] = []
