@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.cost.columns import ATTENTION, Columns
+from fourfold.cost.columns import ATTENTION, CP_KIND, Columns
 from fourfold.cost.gemm import Floats, Knobs, misalignment
 
 _FLASH = ATTENTION.index("flash")
 _FUSED = ATTENTION.index("fused")
 _UNFUSED = ATTENTION.index("unfused")
 _FLASH1 = ATTENTION.index("flash1")
+_RING = CP_KIND.index("ring")
+_ALLGATHER = CP_KIND.index("allgather")
 _FLASH3 = ATTENTION.index("flash3")
 
 
@@ -29,7 +31,11 @@ def attention_s(c: Columns, knobs: Knobs, *, micro: Floats) -> tuple[Floats, Flo
     flash_f, flash_b = _flash(c, knobs, pairs=pairs, head=head)
     square_f, square_b = _square(c, knobs, pairs=pairs, head=head, micro=micro)
     is_flash = (c.attention != _FUSED) & (c.attention != _UNFUSED)
-    uneven = np.where(c.cp > 1, knobs["cp_attention"], 1.0)
+    # A ring computes in pieces. Gathered keys leave whole rows, cut unevenly by the mask; Ulysses
+    # leaves whole sequences of fewer heads.
+    pieces = np.where(c.cp_kind == _ALLGATHER, np.sqrt(knobs["cp_attention"]), 1.0)
+    pieces = np.where(c.cp_kind == _RING, knobs["cp_attention"], pieces)
+    uneven = np.where(c.cp > 1, pieces, 1.0)
     forward = np.where(is_flash, flash_f, square_f) * uneven
     backward = np.where(is_flash, flash_b, square_b) * uneven
     return forward, backward
@@ -39,7 +45,7 @@ def _flash(c: Columns, knobs: Knobs, *, pairs: Floats, head: Floats) -> tuple[Fl
     """Head sizes are padded to 32; small heads and short rows keep the tensor cores less busy."""
     padded = 32.0 * np.ceil(head / 32.0)
     small = np.where(padded < 128.0, 1.25 * padded / (padded + 32.0), 1.0) ** knobs["small_head"]
-    rows = c.seq / c.cp
+    rows = np.where(c.cp_kind == _RING, c.seq / c.cp, c.seq)
     kernel = np.where(c.attention == _FLASH1, knobs["flash1"], 1.0)
     kernel = np.where(c.attention == _FLASH3, 1.6, kernel)
     rate = c.peak * c.clock * knobs["flash"] * kernel * small * rows / (rows + 512.0)

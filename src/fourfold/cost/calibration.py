@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
-from math import exp
+from math import exp, log
 from typing import Any
 
 from fourfold import files
@@ -18,6 +18,7 @@ from fourfold.cost.knobs import BY_NAME, KNOBS
 from fourfold.errors import UserError
 
 SCHEMA = 1
+SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
 GENERIC_HALF = 0.2  # 80% half width (log) of a calibration without any rows
 
 
@@ -85,21 +86,24 @@ def similarity(entry: Entry, *, stack: str, cluster: str, generation: str) -> fl
 def blend(entries: tuple[Entry, ...], *, stack: str, cluster: str, generation: str) -> Entry:
     """Prior of a key from the others: knob by knob, weighted by likeness and information.
 
-    The physical default counts as one more, fully informed entry.
+    The physical default counts as one more, fully informed entry of the same year. Engines get
+    better by the year, so each knob may have a small slope over the years.
     """
-    from math import log
-
-    knobs: dict[str, float] = {}
+    kin = [
+        (entry, similarity(entry, stack=stack, cluster=cluster, generation=generation))
+        for entry in entries
+        if (entry.stack, entry.cluster) != (stack, cluster)
+    ]
+    year = year_of(stack)
+    knobs = {}
     for knob in KNOBS:
-        top, bottom = log(knob.default), 1.0
-        for entry in entries:
-            if entry.stack == stack and entry.cluster == cluster:
-                continue
-            like = similarity(entry, stack=stack, cluster=cluster, generation=generation)
-            share = like * entry.informed.get(knob.name, 0.0)
-            top += share * log(entry.knobs[knob.name])
-            bottom += share
-        knobs[knob.name] = exp(top / bottom)
+        weights, ages, logs = [1.0], [0.0], [log(knob.default)]
+        for entry, like in kin:
+            other = year_of(entry.stack)
+            weights.append(like * entry.informed.get(knob.name, 0.0))
+            ages.append(float(other - year) if year and other else 0.0)
+            logs.append(log(entry.knobs[knob.name]))
+        knobs[knob.name] = exp(_level(weights, ages, logs))
     return Entry(
         stack=stack,
         cluster=cluster,
@@ -107,6 +111,17 @@ def blend(entries: tuple[Entry, ...], *, stack: str, cluster: str, generation: s
         knobs=knobs,
         informed=dict.fromkeys(knobs, 0.0),
     )
+
+
+def _level(weights: list[float], ages: list[float], logs: list[float]) -> float:
+    """Weighted mean of the logs at age 0, with a ridge-limited slope over age."""
+    total = sum(weights)
+    age = sum(w * a for w, a in zip(weights, ages, strict=True)) / total
+    mean = sum(w * y for w, y in zip(weights, logs, strict=True)) / total
+    rows = list(zip(weights, ages, logs, strict=True))
+    both = sum(w * (a - age) * (y - mean) for w, a, y in rows)
+    spread = sum(w * (a - age) ** 2 for w, a, _ in rows)
+    return mean - age * both / (spread + SLOPE_RIDGE)
 
 
 def generation_of(hardware: str) -> str:

@@ -67,7 +67,9 @@ class Columns:
     acc_bytes: Floats  # bytes of one gradient element held in memory
     opt_bytes: Floats  # optimizer bytes a parameter (fp32 master + two moments = 12)
     overlap_dp: Floats  # 1: gradient reduction and parameter gather run under compute
+    prefetch: Floats  # 1: ZeRO-3 gathers the next layer while this one computes
     overlap_tp: Floats  # 1: tensor-parallel collectives run in pieces under their GEMMs
+    eager: Floats  # 1: activation, rope and residual are plain framework calls, not fused kernels
     split_loss: Floats  # 1: logits and loss are divided over tp, 0: gathered whole on every rank
     balanced: Floats  # 1: the engine gives the last stage fewer layers to pay for the head
     # hardware
@@ -113,7 +115,9 @@ DEFAULTS: dict[str, float] = {
     "acc_bytes": 4,
     "opt_bytes": 12,
     "overlap_dp": 0,
+    "prefetch": 1,
     "overlap_tp": 0,
+    "eager": 0,
     "split_loss": 1,
     "balanced": 0,
     "net_seen": 0,

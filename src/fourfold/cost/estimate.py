@@ -40,6 +40,12 @@ PARTS = (
 )
 
 
+BUCKET_BYTES = 100e6  # gradient reducers use 25 to 400 MB; this explains nanotron best
+
+
+NEAR_HOP = 0.2  # a hop over NVLink against one over the network
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds per step and where they go."""
@@ -110,11 +116,20 @@ def gradient_s(c: Columns, knobs: Knobs, *, params: Floats, window: Floats) -> F
     """
     size = c.dp * c.cp
     rate = group_rate(c, knobs, size, c.tp)
-    gather = np.where(c.zero >= 1, 2.0, c.grad_bytes)
-    move = params * (c.grad_bytes + gather) * (size - 1.0) / size / rate
-    hops = (size - 1.0) * np.where(c.zero >= 1, 2.0, 1.0) * c.layers / c.pp
+    whole = (c.zero < 1) | (c.shard < size)  # every rank needs the whole sum: an all-reduce
+    reduce = params * c.grad_bytes * np.where(whole, 2.0, 1.0) * (size - 1.0) / size / rate
+    # An all-reduce goes up a tree, bucket by bucket, but around a ring when the fabric is in its
+    # slow state; ZeRO scatters and gathers layer by layer around rings.
+    ring = size - 1.0
+    tree = np.where(c.slow > 0, 2.0 * ring, 2.0 * np.log2(np.maximum(size, 1.0)))
+    per_stage = c.layers / c.pp
+    hops = np.where(whole, tree * params * c.grad_bytes / BUCKET_BYTES, ring * per_stage)
+    hops = hops * np.where(crosses(c, size, c.tp), 1.0, NEAR_HOP)
+    gather = 2.0 * params * (c.shard - 1.0) / c.shard / group_rate(c, knobs, c.shard, c.tp)
+    turns = (c.shard - 1.0) * per_stage * np.where(crosses(c, c.shard, c.tp), 1.0, NEAR_HOP)
     hop = knobs["dp_hop_s"] * np.where(c.slow > 0, knobs["slow_hop"], 1.0)
-    move = move + hops * hop * np.where(crosses(c, size, c.tp), 1.0, 0.2)
+    sharded = (c.zero >= 1) & (c.shard > 1)
+    move = reduce + hops * hop + np.where(sharded, gather + turns * hop, 0.0)
     paid = knobs["dp_exposed"] * move
     hidden = np.maximum(0.1 * paid, paid - 0.6 * window)
     paid = np.where((c.zero < 1) | (c.overlap_dp > 0), hidden, paid)

@@ -22,6 +22,7 @@ class Habits:
     overlap_tp: bool = False
     balanced: bool = False
     split_loss: bool = True
+    eager: bool = False
     compiled: bool = False
     whole_layers: float = 0.0  # share of layers that "selective" recomputes whole; 0 = core only
     shard_group: int = 0  # ZeRO-3 group on large jobs; 0 = all data-parallel ranks
@@ -39,9 +40,9 @@ HABITS: dict[str, Habits] = {
     "megatron-kwai": Habits(),
     "megatron-bridge": Habits(grad_bytes=2.0, overlap_dp=True, overlap_tp=True),
     "nemo": Habits(grad_bytes=2.0, overlap_dp=True, overlap_tp=True),
-    "nanotron": Habits(balanced=True, overlap_tp=True, reports_rank0=True),
+    "nanotron": Habits(balanced=True, overlap_tp=True, eager=True, reports_rank0=True),
     # bf16 gradients held, and logits gathered over tp before the loss
-    "aleph": Habits(grad_bytes=2.0, acc_bytes=2.0, split_loss=False),
+    "aleph": Habits(grad_bytes=2.0, acc_bytes=2.0, split_loss=False, eager=True),
     "maxtext": Habits(
         sharding="zero3", recompute="full", sequence_parallel=False, overlap_dp=True,
         compiled=True, shard_group=128,

@@ -23,7 +23,7 @@ class Knob:
 
 
 KNOBS: tuple[Knob, ...] = (
-    Knob("gemm", "time", 0.82, 0.1, 0.3, 0.98, "share of the sustained peak a large GEMM reaches"),
+    Knob("gemm", "time", 0.82, 0.1, 0.3, 1.1, "share of the sustained peak a large GEMM reaches"),
     Knob("align", "time", 0.12, 0.25, 0.02, 0.3, "speed lost per power of two a shard misses 64"),
     Knob("wave", "time", 0.9, 0.05, 0.3, 1.0, "how much of a partly filled wave of tiles is paid"),
     Knob("flash", "time", 0.45, 0.4, 0.08, 0.95, "share of the peak flash attention reaches"),
@@ -34,19 +34,19 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         "elem", "time", 1.6, 0.35, 0.5, 6.0, "memory passes of element-wise work over the counted"
     ),
-    Knob("norm", "time", 5.0, 0.4, 1.0, 20.0, "memory passes of an unfused norm"),
+    Knob("norm", "time", 6.5, 0.4, 1.0, 20.0, "memory passes of an unfused norm"),
     Knob("fp8", "time", 0.75, 0.15, 0.3, 1.2, "fp8 and fp4 GEMM efficiency against 16 bits"),
     Knob("nvlink", "time", 0.7, 0.25, 0.1, 1.3, "share of the link rate inside the domain"),
     Knob("net", "time", 0.65, 0.3, 0.1, 1.3, "share of the node network a collective reaches"),
     Knob("call_s", "time", 3e-5, 0.7, 2e-6, 1e-3, "start of a tp collective, incl. its last rank"),
     Knob("latency_s", "time", 6e-6, 0.4, 2e-6, 1e-4, "one hop of a collective"),
-    Knob("net_latency_s", "time", 3e-5, 0.5, 3e-6, 3e-4, "one hop of a collective across nodes"),
+    Knob("net_latency_s", "time", 4e-5, 0.5, 3e-6, 3e-4, "one hop of a collective across nodes"),
     Knob(
         "cp_attention", "time", 1.3, 0.25, 0.8, 4.0, "attention in pieces under cp, against whole"
     ),
     Knob("dp_exposed", "time", 0.7, 0.5, 0.05, 3.0, "gradient traffic paid once per step"),
     Knob("dp_hop_s", "time", 5e-6, 0.7, 5e-7, 2e-4, "hop of gradient traffic, per layer"),
-    Knob("host_s", "time", 1.5e-3, 0.5, 1e-4, 2e-2, "launching one layer, both ways"),
+    Knob("host_s", "time", 2.5e-3, 0.5, 1e-4, 2e-2, "launching one layer, both ways"),
     Knob("tp_hidden", "time", 0.4, 0.3, 0.05, 1.0, "tp traffic still paid where it is overlapped"),
     Knob("micro_s", "time", 1e-3, 1.0, 5e-5, 0.1, "hand-over of a micro batch between stages"),
     Knob("fixed_s", "time", 30e-3, 0.6, 1e-3, 0.5, "once per step: data, logging, clipping"),

@@ -11,6 +11,7 @@ import numpy as np
 
 from fourfold.cost.attention import attention_s
 from fourfold.cost.columns import PRECISION, Columns
+from fourfold.cost.context import context_s
 from fourfold.cost.elementwise import elementwise_s
 from fourfold.cost.gemm import Floats, Knobs, gemm_s
 from fourfold.cost.host import floor, host_layer_s
@@ -77,15 +78,6 @@ def head_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> Floats:
     return forward + backward + 9.6 * tokens * wide * knobs["elem"] / c.hbm
 
 
-def _cp_s(c: Columns, knobs: Knobs, *, tokens: Floats, attention: Floats) -> Floats:
-    """Exposed forward seconds of ring context parallelism; each hop hides behind attention."""
-    hop = 4.0 * tokens * (c.hidden * c.kv_heads / c.heads) / c.tp
-    ring = (c.cp - 1.0) * (
-        hop / group_rate(c, knobs, c.cp, c.tp) + 4.0 * hop_s(c, knobs, c.cp, c.tp)
-    )
-    return 0.3 * ring + np.maximum(0.0, ring - 0.7 * attention)
-
-
 def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
     """Everything one layer does for one micro batch."""
     tokens = micro * c.seq / c.cp
@@ -98,8 +90,8 @@ def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
     half = half + np.where(c.tp > 1, knobs["call_s"], 0.0)
     half = half * np.where(c.overlap_tp > 0, knobs["tp_hidden"], 1.0)
     tp_f, tp_b = 4.0 * half, np.where(c.sp > 0, 5.0, 4.0) * half
-    cp_f = np.where(c.cp > 1, _cp_s(c, knobs, tokens=tokens, attention=attn_f), 0.0)
-    cp_b = np.where(c.cp > 1, _cp_s(c, knobs, tokens=2.0 * tokens, attention=attn_b), 0.0)
+    cp_f = context_s(c, knobs, tokens=tokens, attention=attn_f, backward=False)
+    cp_b = context_s(c, knobs, tokens=tokens, attention=attn_b, backward=True)
     forward = gemm_f + attn_f + elem_f + tp_f + cp_f
     recompute = c.full_ckpt * forward + c.attn_ckpt * (1.0 - c.full_ckpt) * attn_f
     params = layer_params(c)
@@ -127,5 +119,6 @@ def _fsdp_s(c: Columns, knobs: Knobs, *, params: Floats, busy: Floats) -> Floats
     rate = group_rate(c, knobs, size, c.tp)
     move = params * (4.0 + c.grad_bytes) * (size - 1.0) / size / rate
     move = move + 0.75 * (size - 1.0) * hop_s(c, knobs, size, c.tp)
-    both = (busy**4 + move**4) ** 0.25 + 0.2 * knobs["dp_exposed"] * move
-    return np.where((c.zero >= 3) & (size > 1), both, busy)
+    together = (busy**4 + move**4) ** 0.25 + 0.2 * knobs["dp_exposed"] * move
+    paid = np.where(c.prefetch > 0, together, busy + move)
+    return np.where((c.zero >= 3) & (size > 1), paid, busy)

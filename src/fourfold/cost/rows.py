@@ -163,6 +163,7 @@ def _policy(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
     facts["block_scale"] = np.array([w.block_scale for w in words], dtype=np.float64)
     facts["overlap_dp"] = np.array([h.overlap_dp for h in stack], dtype=np.float64)
     facts["overlap_tp"] = np.array([h.overlap_tp for h in stack], dtype=np.float64)
+    facts["eager"] = np.array([h.eager for h in stack], dtype=np.float64)
     facts["split_loss"] = np.array([h.split_loss for h in stack], dtype=np.float64)
     facts["balanced"] = np.array([h.balanced for h in stack], dtype=np.float64)
     facts["schedule"] = np.where(facts["vpp"] > 1, 1.0, 0.0)
@@ -239,6 +240,8 @@ def _hardware(draft: _Draft, words: list[NoteWords]) -> None:
     seen = np.nan_to_num(numbers(table.column("net_gbs"))) * 1e9
     several = facts["gpus"] > facts["node"]
     facts["net_seen"] = np.where(several & (seen > 0), seen, 0.0)
+    inside = np.nan_to_num(numbers(table.column("net_node_gbs"))) * 1e9
+    facts["link"] = np.where(inside > 0, np.minimum(facts["link"], inside), facts["link"])
     # In the slow state the measured rate falls with the nodes; where it does not, the state was
     # fast whatever the note says (nanotron, 512 GPUs).
     nodes = facts["gpus"] / facts["node"]

@@ -73,9 +73,11 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "opt_bytes": master + moments,
         "overlap_dp": float(usual.overlap_dp and policy.overlap_grad_reduce),
         "overlap_tp": float(usual.overlap_tp or policy.async_tp),
+        "prefetch": float(policy.prefetch > 0),
         "fused_host": float(usual.compiled or policy.compile),
         "balanced": float(usual.balanced),
         "split_loss": float(usual.split_loss),
+        "eager": float(usual.eager),
     }
 
 
