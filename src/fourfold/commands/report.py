@@ -9,23 +9,32 @@ figure, the older ones stand below. --out NAME writes NAME.csv and NAME.md in on
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fourfold import files
 from fourfold.commands import flags
 from fourfold.commands.runs import chosen_runs
 from fourfold.cost.flops import convention
 from fourfold.errors import UserError
+from fourfold.result.profile import HardwareProfile
 from fourfold.result.report import OUTCOMES
 from fourfold.result.store import INDEX, RUN_FILE
 from fourfold.show.table import json_text
-from fourfold.tables.document import Document, read_file, write
+from fourfold.spec import catalog, codec
+from fourfold.tables.document import Document, Table, Text, read_file, write
 from fourfold.tables.from_runs import record_of
 from fourfold.tables.publish import STYLE_CONVENTION, STYLES, plain_records, publish
 from fourfold.tables.record import Record
 from fourfold.tables.records import records
 
+if TYPE_CHECKING:
+    from fourfold.search.running_score import Score
+
+# Reading a whole run takes a millisecond; more than this many say nothing new about the planner.
+_MOST_SCORED = 1000
 EXAMPLES = """\
 examples:
   fourfold report --style topology
@@ -43,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outcome", choices=OUTCOMES, action="append", help="only these outcomes")
     parser.add_argument("--model", metavar="NAME", help="only this model")
     parser.add_argument("--tag", metavar="TAG", help="only runs of this tag")
+    parser.add_argument("--cluster", metavar="NAME", help="score the planner on this cluster")
+    parser.add_argument("--profile", metavar="FILE", help="or on this machine ('calibrate --out')")
     parser.add_argument("--out", metavar="NAME", help="write NAME.csv and NAME.md")
     flags.add_format(parser)
 
@@ -58,14 +69,43 @@ def run(args: argparse.Namespace) -> int:
             way_out="'fourfold sweep' and 'fourfold bench' fill a store; --runs names another",
         )
     document = publish(found, args.style, rule)
+    score = _score(args)
+    if score is not None:
+        document = Document((*document.blocks[:-1], _with_line(document.blocks[-1], str(score))))
     if args.out:
         _write_both(document, args.out)
     if args.format == "json":
         plain = {"style": args.style, "convention": rule, "rows": plain_records(found, rule)}
-        print(json_text(plain))
+        print(json_text(plain | ({"score": dataclasses.asdict(score)} if score else {})))
     elif not args.out:
         print(write(document, args.format), end="")
     return 0
+
+
+def _with_line(last: Table | Text, line: str) -> Text:
+    assert isinstance(last, Text)
+    return Text((*last.lines, line))
+
+
+def _score(args: argparse.Namespace) -> Score | None:
+    """The planner against the stored runs, where something says what it would have predicted."""
+    from fourfold.search.running_score import score_runs
+
+    if not (args.cluster or args.profile):
+        return None
+    cluster = catalog.cluster(args.cluster) if args.cluster else None
+    text = files.read_text(args.profile, field="profile") if args.profile else ""
+    profile = codec.from_json(HardwareProfile, text) if text else None
+    stored = [
+        item
+        for source in args.sources or [args.runs]
+        if Path(source).is_dir()
+        for item in chosen_runs(argparse.Namespace(**{**vars(args), "runs": source}))
+        if item.summary.step_s
+    ]
+    newest = sorted(stored, key=lambda item: item.summary.started_at)[-_MOST_SCORED:]
+    pairs = [(item.report().spec, item.summary.step_s or 0.0) for item in newest]
+    return score_runs(pairs, cluster=cluster, profile=profile)
 
 
 def _records(args: argparse.Namespace) -> list[Record]:

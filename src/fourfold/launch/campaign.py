@@ -95,6 +95,10 @@ class Campaign:
         here = summary.host == socket.gethostname() or summary.device == machine.device
         return here and summary.torch == machine.torch and summary.outcome not in self.again
 
+    def run_new(self, spec: RunSpec) -> Stored:
+        """Once more, whatever the store has: the next repeat."""
+        return self._run_once(spec)
+
     def run(self, spec: RunSpec, repeats: int = 1) -> list[Done]:
         """Until the store holds `repeats` finished runs of the spec."""
         known = self.finished(spec)[-repeats:]

@@ -57,6 +57,9 @@ def forecast(
         entry, _ = entry_for(known, "fourfold", here)
         if profile is not None:
             entry = replace(entry, knobs={**entry.knobs, **knobs_of(profile)})
+        if here.device.id.startswith("cpu"):
+            # No CUDA context, no communicator buffers: only tensors count there.
+            entry = replace(entry, knobs={**entry.knobs, "base_gib": 0.0})
         columns = columns_of(group, cluster=here, stack="fourfold")
         step_s = estimate(columns, entry.knobs).step_s
         low_s, high_s = bounds(columns, entry, step_s)

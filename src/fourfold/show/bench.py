@@ -1,0 +1,180 @@
+"""What does one run say, in full? Speed with interval, utilisation, memory, machine, prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fourfold.cost.flops import CONVENTIONS, Question, utilisation_pct
+from fourfold.errors import UserError
+from fourfold.result.quality import flags, straggler
+from fourfold.result.report import RunReport
+from fourfold.result.summary import of_report
+from fourfold.spec import catalog
+from fourfold.spec.device import Device
+from fourfold.spec.nccl_tests import device_id
+from fourfold.units import show_bytes, show_seconds
+
+
+def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
+    """Everything that follows from a report, in base units."""
+    spec, summary = report.spec, of_report(report)
+    device = device or _device(summary.device)
+    plain: dict[str, Any] = {
+        "run_id": spec.run_id,
+        "outcome": report.outcome,
+        "model": spec.model.name,
+        "layout": str(spec.layout),
+        "seq_len": spec.batch.seq_len,
+        "micro_batch": spec.batch.micro_batch,
+        "global_batch": spec.batch.global_batch,
+        "precision": spec.policy.precision,
+        "recompute": spec.policy.recompute,
+        "sharding": spec.policy.sharding,
+        "device": summary.device,
+        "torch": summary.torch,
+        "start_s": report.start_s,
+        "peak_bytes": summary.peak_bytes,
+        "reserved_bytes": max((rank.reserved_bytes for rank in report.memory), default=0),
+        "device_bytes": max((rank.device_bytes for rank in report.memory), default=0),
+        "loss": summary.loss,
+        "flags": flags(report) if report.outcome == "ok" else [],
+        "raw_step_s": [step.seconds for step in report.steps],
+        "warmup": spec.warmup,
+    }
+    if summary.step_s and summary.tokens_s_gpu:
+        plain |= {
+            "step_s": summary.step_s,
+            "step_s_low": summary.low_s,
+            "step_s_high": summary.high_s,
+            "timed_steps": summary.samples,
+            "window_s": report.window_s,
+            "samples_s": spec.batch.global_batch / summary.step_s,
+            "tokens_s": spec.batch.tokens / summary.step_s,
+            "tokens_s_gpu": summary.tokens_s_gpu,
+            "conventions": _conventions(report, summary.tokens_s_gpu, device),
+        }
+    return plain | _machine(report) | _failure(report)
+
+
+def _device(name: str) -> Device | None:
+    known = device_id(name, catalog.device_names())
+    return catalog.device(known) if known else None
+
+
+def _conventions(report: RunReport, speed: float, device: Device | None) -> dict[str, Any]:
+    spec = report.spec
+    ask = Question(
+        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
+    )
+    peak = None
+    if device is not None:
+        try:
+            peak = device.peak(spec.policy.precision)
+        except UserError:
+            peak = None  # a format this device has no unit for has no utilisation
+    found: dict[str, Any] = {}
+    for name, convention in CONVENTIONS.items():
+        count = convention.count(ask)
+        row = {"tflops_gpu": count.printed * speed / 1e12}
+        if peak is not None:
+            row["mfu_pct"] = utilisation_pct(count.model, speed, peak)
+            row["hfu_pct"] = utilisation_pct(count.hardware, speed, peak)
+        found[name] = row
+    return found
+
+
+def _machine(report: RunReport) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    if report.samples:
+        for name in ("clock_hz", "power_w", "temperature_c"):
+            values = [getattr(sample, name) for sample in report.samples]
+            plain[name] = {"low": min(values), "high": max(values)}
+        plain["throttle"] = sorted({sample.throttle for sample in report.samples})
+    for probe in report.probes:
+        rates = {"flops_per_s": probe.flops_per_s, "bytes_per_s": probe.bytes_per_s}
+        plain[f"probe_{probe.when}"] = rates
+    slowest = straggler(report)
+    if slowest is not None:
+        plain["straggler"] = {"rank": slowest[0], "busy_share": slowest[1]}
+    return plain
+
+
+def _failure(report: RunReport) -> dict[str, Any]:
+    failure = report.failure
+    if failure is None:
+        return {}
+    return {
+        "failure": {
+            "rank": failure.rank,
+            "stage": failure.stage,
+            "phase": failure.phase,
+            "message": failure.message,
+        }
+    }
+
+
+def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
+    """The same for a reader: one line for each quantity."""
+    lines = [["outcome", plain["outcome"], ""]]
+    if "step_s" in plain:
+        spread = f"{show_seconds(plain['step_s_low'])} to {show_seconds(plain['step_s_high'])}"
+        lines += [
+            ["sec/it", show_seconds(plain["step_s"]), f"median of {plain['timed_steps']} steps; "
+             f"95%: {spread}"],
+            ["samples/s", f"{plain['samples_s']:,.2f}", ""],
+            ["tokens/s", f"{plain['tokens_s']:,.0f}", ""],
+            ["tokens/s/GPU", f"{plain['tokens_s_gpu']:,.0f}", ""],
+        ]  # fmt: skip
+        lines += _utilisation_rows(plain["conventions"][convention], convention)
+    predicted = plain.get("predicted")
+    if predicted:
+        note = (
+            f"{show_seconds(predicted['step_s_low'])} to {show_seconds(predicted['step_s_high'])}"
+        )
+        if "step_s" in plain:
+            note += f"; off by {100 * (predicted['step_s'] / plain['step_s'] - 1):+.0f}%"
+        lines.append(["predicted sec/it", show_seconds(predicted["step_s"]), note])
+        lines.append(["predicted memory", show_bytes(predicted["peak_bytes"]), predicted["basis"]])
+    if plain["peak_bytes"]:
+        reserved = plain["reserved_bytes"]
+        note = f"reserved {show_bytes(reserved)}" if reserved else "live tensors"
+        lines.append(["memory", show_bytes(plain["peak_bytes"]), f"fullest rank; {note}"])
+    lines += _machine_rows(plain)
+    for flag in plain["flags"]:
+        lines.append(["flag", flag, ""])
+    if "failure" in plain:
+        said = plain["failure"]
+        where = f"rank {said['rank']}, stage {said['stage']}, {said['phase']}"
+        lines.append(["failed at", where, said["message"].strip().split("\n")[-1][:200]])
+    return lines
+
+
+def _utilisation_rows(count: dict[str, float], convention: str) -> list[list[str]]:
+    lines = [["TFLOPs/GPU", f"{count['tflops_gpu']:.4g}", f"by {convention}"]]
+    if "mfu_pct" in count:
+        lines.append(["MFU", f"{count['mfu_pct']:.2f} %", f"by {convention}"])
+        lines.append(["HFU", f"{count['hfu_pct']:.2f} %", "with what the policy recomputes"])
+    return lines
+
+
+def _machine_rows(plain: dict[str, Any]) -> list[list[str]]:
+    lines = []
+    for name, unit, scale in (
+        ("clock_hz", "MHz", 1e6), ("power_w", "W", 1.0), ("temperature_c", "C", 1.0),
+    ):  # fmt: skip
+        if name in plain:
+            low, high = plain[name]["low"] / scale, plain[name]["high"] / scale
+            lines.append(
+                [name.rpartition("_")[0], f"{low:.0f} to {high:.0f} {unit}", "in the window"]
+            )
+    if "probe_before" in plain and "probe_after" in plain:
+        before, after = plain["probe_before"], plain["probe_after"]
+        for name, unit in (("flops_per_s", "GFLOP/s"), ("bytes_per_s", "GB/s")):
+            text = f"{before[name] / 1e9:,.1f} / {after[name] / 1e9:,.1f} {unit}"
+            lines.append([f"probe {name.split('_')[0]}", text, "before / after the steps"])
+    if "straggler" in plain:
+        said = plain["straggler"]
+        lines.append(
+            ["waits least", f"rank {said['rank']}", f"{100 * said['busy_share']:.0f}% busy"]
+        )
+    return lines

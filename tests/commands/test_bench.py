@@ -1,0 +1,122 @@
+"""The bench and diff commands with a runner in the launcher's place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.commands import bench, bench_auto
+from fourfold.result.report import Failure, RankMemory, RunReport, StepReport
+from fourfold.spec.run import RunSpec
+
+RUN = ["bench", "--model", "llama-tiny", "--gpus", "2", "--seq-len", "64", "--global-batch", "16"]
+CPU = ["--precision", "fp32", "--set", "device=cpu"]
+
+
+@pytest.fixture
+def speed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds per step; more than four sequences at once do not fit."""
+    seconds = [0.5]
+
+    def fake(probe_s: float) -> object:
+        def run(spec: RunSpec, folder: Path, say: object) -> RunReport:
+            steps = tuple(StepReport(step=i, seconds=seconds[0]) for i in range(spec.steps))
+            fits = spec.batch.micro_batch <= 4
+            return RunReport(
+                spec=spec,
+                outcome="ok" if fits else "oom",
+                environment=(("device", "NVIDIA H200"), ("torch", "2.13")),
+                steps=steps if fits else (),
+                memory=(RankMemory(rank=0, stage=0, peak_bytes=10**6),),
+                failure=None
+                if fits
+                else Failure(rank=1, stage=0, phase="forward", message="limit"),
+            )
+
+        return run
+
+    monkeypatch.setattr(bench, "_runner", fake)
+    return seconds
+
+
+def test_one_run_in_full(
+    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RUN, *CPU, "--micro-batch", "2", "--runs", str(tmp_path)]
+    assert main([*words, "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["outcome"], data["step_s"], data["tokens_s_gpu"]) == ("ok", 0.5, 1024.0)
+    assert data["conventions"]["mpt"]["mfu_pct"] > 0
+    assert data["predicted"]["step_s"] > 0
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    for word in ("sec/it", "samples/s", "tokens/s/GPU", "TFLOPs/GPU", "MFU", "HFU", "memory"):
+        assert word in out
+
+
+def test_out_of_memory_gets_a_post_mortem(
+    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RUN, *CPU, "--micro-batch", "8", "--runs", str(tmp_path), "--format", "json"]
+    assert main(words) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["failure"]["rank"] == 1
+    changes = [fix["change"] for fix in data["post_mortem"]["fixes"]]
+    assert {"micro_batch = 4", "recompute = full", "layout = pp1 dp1 cp1 tp2"} <= set(changes)
+
+
+def test_auto_finds_the_largest_that_fits(
+    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RUN, *CPU, "--micro-batch", "0", "--runs", str(tmp_path), "--format", "json"]
+    assert main(words) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["micro_batch"] == 4
+    assert {"micro_batch": 8, "fits": False} in data["micro_batch_trials"]
+    assert len(data["micro_batch_trials"]) <= bench_auto.MOST_TRIALS
+
+
+def test_the_search_for_auto_is_bounded_and_right() -> None:
+    for count in (1, 2, 7, 30):
+        for truth in range(count + 1):
+            for guess in range(count):
+                sizes = list(range(1, count + 1))
+                found, trials = bench_auto.largest_fitting(sizes, guess, lambda n, t=truth: n <= t)
+                assert len(trials) <= bench_auto.MOST_TRIALS
+                assert found is None or found <= truth
+                if len(trials) < bench_auto.MOST_TRIALS:
+                    assert (found or 0) == truth
+
+
+def test_an_illegal_run_fails_with_its_reason(
+    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RUN, *CPU, "--micro-batch", "1", "--pp", "2", "--schedule", "interleaved"]
+    assert main([*words, "--runs", str(tmp_path)]) == 1
+    assert "illegal:" in capsys.readouterr().err
+
+
+def test_diff_needs_repeats_to_decide(
+    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(micro: str, step_s: float) -> None:
+        speed[:] = [step_s]
+        assert main([*RUN, *CPU, "--micro-batch", micro, "--runs", str(tmp_path)]) == 0
+
+    measure("1", 0.5)
+    measure("2", 0.6)
+    capsys.readouterr()
+    runs = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
+    words = ["diff", runs[0][:16], runs[1][:16], "--runs", str(tmp_path), "--format", "json"]
+    assert main(words) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["verdict"] == "can't tell"
+    assert first["settings"][0]["name"] == "batch.micro_batch"
+    measure("1", 0.501)
+    capsys.readouterr()
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "different"
+    assert main(["diff", "zz", runs[0], "--runs", str(tmp_path)]) == 2
