@@ -25,7 +25,7 @@ WORLD = Layout(tp=2, shard=2)
 
 def measure(kind: Kind, ask: Ask | LayerAsk, folder: Path) -> TraceMeasure:
     options = (("ask", codec.to_json(ask)), ("device", "cpu"), ("kind", kind))
-    limits = Limits(start_s=120.0, step_s=120.0)
+    limits = Limits(start_s=400.0, step_s=400.0)
     report = run_job(Job(job="trace", ranks=4, options=options, limits=limits), folder)
     assert report.outcome == "ok", report.failure
     return codec.from_json(TraceMeasure, answer_file(folder, 0).read_text())
@@ -67,11 +67,14 @@ def test_every_shape_and_byte_is_as_computed(kind: Kind, question: Ask, tmp_path
     rows = walk(program, generic_cluster(4), workspace_bytes=0)
     tensors = [t for row in rows for t in row.tensors if t.name != "block_fp32"]
     assert measured.checked == 4 * len(tensors)
-    pairs = trace_run.pairs(program, rows, measured)
-    for pair in pairs:
+    for row, pair in zip(rows, trace_run.pairs(program, rows, measured), strict=True):
         assert pair.live_bytes == pair.measured.live_bytes
-        # The engine's joins also make vectors of one number a row, which no list names.
-        assert abs(trace_run.off_pct(pair)) < (3.0 if question.attention == "flash" else 0.01)
+        # gloo may hold a sent buffer while the next is made; the engine's joins also make vectors
+        # of one number a row, which no list names.
+        sent = max(t.bytes for t in row.tensors) if row.messages else 0
+        vectors = pair.peak_bytes // 50 if question.attention == "flash" else 0
+        over = pair.measured.peak_bytes - pair.peak_bytes
+        assert 0 <= over <= sent + vectors, pair
 
 
 @pytest.mark.parametrize(

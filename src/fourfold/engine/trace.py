@@ -30,6 +30,8 @@ from fourfold.spec import codec
 
 # Made and dropped inside the engine's joining of blocks: counted in peaks, never seen by name.
 _INSIDE = ("block_fp32",)
+# A busy host may keep gloo's thread waiting; what is still held after this is held for good.
+_LET_GO_S = 10.0
 
 
 def perform(task: Task) -> None:
@@ -101,7 +103,7 @@ def _counted(stage: Stage, device: torch.device) -> tuple[list[StepMeasure], lis
             if device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(device) - before
             _end(step, stage)
-            live = ledger.live_bytes
+            live = _settled(ledger, row.live_bytes)
             seen = StepMeasure(
                 name=step.name,
                 seconds=0.0,
@@ -113,6 +115,15 @@ def _counted(stage: Stage, device: torch.device) -> tuple[list[StepMeasure], lis
             wrong += _wrong_counts(step, stage, replace(seen, live_bytes=live), row)
             steps.append(seen)
     return steps, wrong
+
+
+def _settled(ledger: Ledger, expected_bytes: int) -> int:
+    """Live bytes once messages are over: gloo's own thread lets go of a sent buffer a moment after
+    the wait for it returns."""
+    until = time.monotonic() + _LET_GO_S
+    while ledger.live_bytes > expected_bytes and time.monotonic() < until:
+        time.sleep(0.001)
+    return ledger.live_bytes
 
 
 def _timed(stage: Stage, device: torch.device) -> list[float]:
