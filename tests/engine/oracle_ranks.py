@@ -5,6 +5,7 @@ The oracles are torch's own: the DTensor plan for tensor parallelism, its schedu
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import sys
@@ -33,6 +34,8 @@ from fourfold.engine.init import InitRule
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, make_tables, rotate
+from fourfold.engine.parallel import order
+from fourfold.engine.parallel.regional import apply_compile
 from fourfold.engine.pieces import Place, pieces
 from fourfold.engine.trainer import Trainer
 from fourfold.engine.world import World
@@ -217,6 +220,32 @@ def schedules() -> dict[str, float]:
     return gaps
 
 
+def compiled() -> dict[str, float]:
+    """Compiled layers against the same layers run as they are; no code is generated (aot_eager)."""
+    order.apply_compile = functools.partial(apply_compile, backend="aot_eager")
+    gaps = {}
+    for layout, fields in (
+        ("tp2", {"recompute": "full"}),
+        ("tp2", {"sequence_parallel": False}),
+        ("cp2", {"cp_kind": "ring", "sharding": "zero3"}),
+        ("cp2", {"cp_kind": "allgather", "recompute": "full"}),
+        ("cp2", {"cp_kind": "ulysses"}),
+        ("dp2", {"recompute": "every-2", "sharding": "zero3"}),
+        ("pp2", {"recompute": "selective"}),
+    ):
+        trainer, loss = ours(spec(layout, compile=True, **fields))
+        plain, expected = ours(spec(layout, **fields))
+        label = f"{layout} {fields}"
+        gaps[f"{label} loss"] = abs(loss - expected)
+        pairs = zip(trainer.pieces, plain.pieces, strict=True)
+        gaps[f"{label} grad"] = max(
+            float((have.grad - want.grad).abs().max() / want.grad.abs().max().clamp(min=1e-9))
+            for have, want in pairs
+            if have.grad is not None and want.grad is not None
+        )
+    return gaps
+
+
 class _Bound(nn.Module):
     """A stage of one argument, as torch's schedules call it."""
 
@@ -232,7 +261,7 @@ def rank_main(which: str, rank: int, store: str, folder: str) -> None:
     compat.quiet()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    gaps = {"tensor": tensor_plan, "pipeline": schedules}[which]()
+    gaps = {"tensor": tensor_plan, "pipeline": schedules, "compiled": compiled}[which]()
     Path(folder, f"{rank}.json").write_text(json.dumps(gaps))
 
 

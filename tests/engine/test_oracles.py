@@ -1,4 +1,6 @@
-"""Our tensor parallelism against torch's DTensor plan, our pipeline against torch's schedules."""
+"""Tensor parallelism against torch's DTensor plan, pipelines against torch's schedules, compiled
+layers against the same run eagerly.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("which", ["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "which", ["tensor", "pipeline", pytest.param("compiled", marks=pytest.mark.slow)]
+)
 def test_loss_and_gradients_equal_those_of_torchs_own(which):
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
