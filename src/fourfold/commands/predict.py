@@ -9,6 +9,7 @@ nanotron, the fullest elsewhere); fits looks at the fullest stage.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 
 HELP = "a table of runs in the reference schema -> seconds, memory and fit of each"
@@ -35,12 +36,14 @@ def run(args: argparse.Namespace) -> int:
     from fourfold.cost.table import read_table
 
     calibration = load(args.calibration) if args.calibration else shipped()
+    gc.disable()  # a large table is millions of texts and no cycles: walking them costs seconds
     table = read_table(args.rows)
     if table.length > 50_000:
         print(f"predicting {table.length} rows", file=sys.stderr)
     rows = parse(table)
     answers = predict(rows, calibration)
     files.write_text(args.out, _csv(table.column("row_id"), answers))
+    gc.enable()
     told = int(rows.usable.sum())
     print(
         f"{told} of {table.length} rows predicted, {int(answers.fits.sum())} fit; "

@@ -27,6 +27,8 @@ SCHEMA: tuple[str, ...] = (
 )  # fmt: skip
 T = TypeVar("T")
 BATCH = 4096
+PLAIN_BYTES = 2**20
+MARK = "\x1f"  # the unit separator of ASCII; no table has it
 # Without these nothing can be said about a row.
 NEEDED = ("hardware", "n_layers", "d_model", "n_heads", "vocab", "seq_len", "n_gpus", "gbs")
 
@@ -58,7 +60,8 @@ def read_table(path: str | Path) -> Table:
                 "is empty", field="rows", value=str(path), way_out="give it a heading line"
             )
         _check_header(header, str(path))
-        return _columnar(Path(path).stem, header, reader)
+        stem = Path(path).stem
+        return _plain(stem, header, text) or _columnar(stem, header, reader)
     except csv.Error as error:
         raise UserError(
             f"is not CSV ({error})", field="rows", value=str(path), way_out="save it as plain CSV"
@@ -74,6 +77,31 @@ def _check_header(header: list[str], path: str) -> None:
             value=path,
             way_out=f"the reference schema is: {' '.join(SCHEMA)}",
         )
+
+
+def _plain(name: str, header: list[str], text: str) -> Table | None:
+    """A large file cut in one go, lines with quotes apart: half the time of the CSV reader.
+
+    None where that could go wrong: a quoted line break, a line with another number of cells.
+    """
+    if len(text) < PLAIN_BYTES or MARK in text:
+        return None
+    width = len(header)
+    lines = [line for line in text.splitlines() if line]
+    for i, line in enumerate(lines):
+        if '"' not in line:
+            if line.count(",") != width - 1:
+                return None
+            lines[i] = line.replace(",", MARK)
+            continue
+        cells = next(csv.reader([line]))
+        if line.count('"') % 2 or len(cells) != width:
+            return None
+        lines[i] = MARK.join(cells)
+    flat = MARK.join(lines).split(MARK)
+    found = {column: flat[width + i :: width] for i, column in enumerate(header)}
+    blank = [""] * (len(lines) - 1)
+    return Table(name, {column: found.get(column, blank) for column in SCHEMA}, len(lines) - 1)
 
 
 def _columnar(name: str, header: list[str], reader: Iterator[list[str]]) -> Table:
