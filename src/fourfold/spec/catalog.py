@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import re
-from importlib import resources
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fourfold import files
 from fourfold.errors import UserError, nearest
@@ -19,21 +19,21 @@ from fourfold.spec.cluster import Cluster
 from fourfold.spec.device import Device
 from fourfold.spec.model import FAMILIES, ModelShape
 
+# A plain path: importlib.resources takes 15 ms to import, and the package is never a zip.
+_DATA = Path(__file__).parent.parent / "data"
+T = TypeVar("T")
 _PATHLIKE = re.compile(r"[/\\]|\.(json|toml)\Z")
 
 
 @functools.cache
 def _data(name: str) -> dict[str, Any]:
-    text = resources.files("fourfold").joinpath("data", name).read_text(encoding="utf-8")
-    return codec.parse_toml(text)
+    return codec.parse_toml((_DATA / name).read_text(encoding="utf-8"))
 
 
 @functools.cache
 def _folder(name: str) -> dict[str, str]:
     """Stem -> file name of a data folder."""
-    entries = resources.files("fourfold").joinpath("data", name).iterdir()
-    found = (entry.name for entry in entries)
-    return {file[: -len(".toml")]: f"{name}/{file}" for file in found if file.endswith(".toml")}
+    return {file.stem: f"{name}/{file.name}" for file in (_DATA / name).glob("*.toml")}
 
 
 def model_names() -> dict[str, str]:
@@ -67,18 +67,18 @@ def model(name: str) -> ModelShape:
         raise UserError("must be a name or a path", field="model", value=name)
     if _PATHLIKE.search(name):
         return _model_file(name)
-    families = model_names()
     key = name.lower()
-    if key not in families:
-        raise UserError(
-            "unknown model",
-            field="model",
-            value=name,
-            way_out=f"{nearest(key, families)} ('fourfold models' lists all; "
-            "the path of a config.json works too)",
-        )
-    preset = _data(f"models/{families[key]}.toml")["models"][key]
-    return shape(families[key], name=key, **preset)
+    for family in FAMILIES:  # a family's file is read only if those before it lack the name
+        preset = _data(f"models/{family}.toml")["models"].get(key)
+        if preset is not None:
+            return shape(family, name=key, **preset)
+    raise UserError(
+        "unknown model",
+        field="model",
+        value=name,
+        way_out=f"{nearest(key, model_names())} ('fourfold models' lists all; "
+        "the path of a config.json works too)",
+    )
 
 
 def _model_file(path: str) -> ModelShape:
@@ -103,7 +103,7 @@ def device_names() -> tuple[str, ...]:
 def device(name: str) -> Device:
     """A GPU by id ('h100-80gb'), or from a TOML or JSON file with the fields of Device."""
     if _PATHLIKE.search(name):
-        return codec.load(Device, _table_file(name, "gpu"))
+        return _from_file(name, "gpu", lambda data: codec.load(Device, data))
     table = _data("devices.toml")["devices"]
     key = name.lower()
     if key not in table:
@@ -124,7 +124,7 @@ def cluster_names() -> tuple[str, ...]:
 def cluster(name: str) -> Cluster:
     """A cluster by name ('jean-zay'), or from a TOML file ('fourfold clusters new' writes one)."""
     if _PATHLIKE.search(name):
-        return cluster_from(_table_file(name, "cluster"))
+        return _from_file(name, "cluster", cluster_from)
     known = _folder("clusters")
     if name.lower() not in known:
         raise UserError(
@@ -136,10 +136,10 @@ def cluster(name: str) -> Cluster:
     return cluster_from(_data(known[name.lower()]))
 
 
-def _table_file(path: str, field: str) -> Any:
+def _from_file(path: str, field: str, build: Callable[[Any], T]) -> T:
     text = files.read_text(path, field=field)
     try:
-        return codec.parse_json(text) if path.endswith(".json") else codec.parse_toml(text)
+        return build(codec.parse_json(text) if path.endswith(".json") else codec.parse_toml(text))
     except UserError as error:
         raise error.within(f"{field} {path}") from None
 

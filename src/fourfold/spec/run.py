@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -73,6 +71,9 @@ class RunSpec:
     @property
     def run_id(self) -> str:
         """Hash of what decides the result; fields added later at their default do not change it."""
+        import hashlib
+        import json
+
         plain = {k: v for k, v in codec.encode(self, sparse=True).items() if k not in _NOT_HASHED}
         plain["layout"] = codec.encode(self.layout)
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
