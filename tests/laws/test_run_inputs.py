@@ -91,3 +91,11 @@ def test_the_whole_file_is_a_run(tmp_path):
     assert run is not None
     assert (str(run.layout), run.policy.compile) == ("pp2 dp1 cp1 tp2", True)
     assert (run.memory_limit, run.start_limit_s) == (2 * 2**30, 600.0)
+
+
+def test_text_stays_text():
+    run = described(["--model", "llama-tiny", "--set", "policy.env.CUDA_LAUNCH_BLOCKING=1",
+                     "--set", "tag=2024", "--set", 'note="5"'])  # fmt: skip
+    assert run is not None
+    assert run.policy.env == (("CUDA_LAUNCH_BLOCKING", "1"),)
+    assert (run.tag, run.note) == ("2024", "5")

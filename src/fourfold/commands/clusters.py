@@ -15,7 +15,6 @@ from fourfold.show.table import json_text, render
 from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.device import PEAK_NAMES, Device
-from fourfold.units import show_seconds
 
 EXAMPLES = """\
 examples:
@@ -156,10 +155,10 @@ def cluster_text(cluster: Cluster, style: str) -> str:
     if style == "json":
         return json_text(codec.dump(cluster))
     rows = [
-        [link.name, f"{link.ranks:,}", _rate(link.bytes_per_s), show_seconds(link.latency_s)]
+        [link.name, f"{link.ranks:,}", _rate(link.bytes_per_s), f"{link.latency_s * 1e6:.4g}"]
         for link in cluster.links
     ]
-    table = render(["level", "GPUs", "GB/s/GPU one way", "latency"], rows, style)
+    table = render(["level", "GPUs", "GB/s/GPU one way", "latency us"], rows, style)
     if style == "csv":
         return table
     price = cluster.price_per_gpu_hour

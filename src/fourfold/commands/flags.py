@@ -66,7 +66,11 @@ def run_table(args: argparse.Namespace) -> dict[str, Any]:
     """The run as plain data: the spec file, overlaid by flags, overlaid by --set."""
     table: dict[str, Any] = {}
     if getattr(args, "spec", None):
-        table = codec.parse_toml(files.read_text(args.spec, field="spec"))
+        text = files.read_text(args.spec, field="spec")
+        try:
+            table = codec.parse_toml(text)
+        except UserError as error:
+            raise error.within(f"spec {args.spec}") from None
     if getattr(args, "model", None):
         table["model"] = args.model
     for flag, (path, _, _) in _LAYOUT_FLAGS.items():
@@ -77,7 +81,10 @@ def run_table(args: argparse.Namespace) -> dict[str, Any]:
         path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise UserError("must be FIELD=VALUE", field="--set", value=assignment)
-        put(table, path.strip(), toml_value(text))
+        path, value = path.strip(), toml_value(text)
+        is_text = path in ("note", "tag") or path.startswith("policy.env.")
+        # A shell eats the quotes of policy.env.X="1".
+        put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
     return table
 
 

@@ -15,10 +15,8 @@ from fourfold.cost.flops import CONVENTIONS, Question, convention, utilisation_p
 from fourfold.cost.params import model_params
 from fourfold.errors import UserError
 from fourfold.show.table import json_text, render
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
 
 EXAMPLES = """\
 examples:
@@ -29,7 +27,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="NAME", help="a preset or a config.json")
     parser.add_argument(
         "--gpu", metavar="ID", help="for MFU and HFU: h100-80gb ('fourfold clusters')"
     )
@@ -37,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speed = parser.add_mutually_exclusive_group()
     speed.add_argument("--tokens-per-s", type=float, metavar="X", help="over all GPUs")
     speed.add_argument("--step-s", type=float, metavar="X", help="with --global-batch")
-    flags.add_layout(parser)
+    flags.add_run(parser)
     flags.add_format(parser)
 
 
@@ -65,19 +62,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace) -> dict[str, Any]:
-    if args.seq_len is None:
+    spec, given = flags.run_spec(args), flags.run_table(args).get("batch", {})
+    if "seq_len" not in given:
         raise UserError("is missing", field="seq-len", way_out="add --seq-len N")
-    table = flags.run_table(args)
-    layout = Layout.from_plain(table.get("layout", {}), "layout")
-    policy = codec.decode(Policy, table.get("policy", {}), "policy")
-    batch = codec.decode(Batch, table["batch"], "batch")
-    model = catalog.model(args.model)
-    gpus = table.get("gpus", layout.world)
-    if gpus < 1:
-        raise UserError("must be 1 or more", field="gpus", value=gpus)
-    tokens_per_s = _tokens_per_s(args, batch)
+    model, batch, policy, gpus = spec.model, spec.batch, spec.policy, spec.gpus
+    tokens_per_s = _tokens_per_s(args, batch, batch_given="global_batch" in given)
     device = catalog.device(args.gpu) if args.gpu else None
-    ask = Question(model=model, seq_len=batch.seq_len, layout=layout, policy=policy)
+    ask = Question(model=model, seq_len=batch.seq_len, layout=spec.layout, policy=policy)
     answer: dict[str, Any] = {
         "model": model.name,
         "params": model_params(model, batch.seq_len),
@@ -105,11 +96,11 @@ def _answer(args: argparse.Namespace) -> dict[str, Any]:
     return answer
 
 
-def _tokens_per_s(args: argparse.Namespace, batch: Batch) -> float | None:
+def _tokens_per_s(args: argparse.Namespace, batch: Batch, *, batch_given: bool) -> float | None:
     if args.step_s is not None:
         if not 0 < args.step_s < 1e12:
             raise UserError("must be above 0", field="step-s", value=args.step_s)
-        if args.global_batch is None:
+        if not batch_given:
             raise UserError(
                 "is missing", field="global-batch", way_out="--step-s needs --global-batch"
             )

@@ -1,12 +1,14 @@
 """Which model shapes are known, and how large are they?
 
 Without a name: every preset. With a name, or the path of a Hugging Face config.json: its shape and
-exact parameter count, and with layout flags what each pipeline stage and rank holds.
+exact parameter count, and with layout flags what the first rank of each pipeline stage (or --rank)
+holds and owns. A stage has more or fewer layers where embedding and output layer take their time.
 """
 
 from __future__ import annotations
 
 import argparse
+from math import gcd
 from typing import Any
 
 from fourfold.commands import flags
@@ -15,15 +17,17 @@ from fourfold.cost.stages import stage_layers
 from fourfold.errors import UserError
 from fourfold.show.table import json_text, render
 from fourfold.spec import catalog, codec
+from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 EXAMPLES = """\
 examples:
   fourfold models
   fourfold models llama-3.1-8b
   fourfold models gpt-181b --tp 8 --pp 12 --dp 4 --sharding zero1
+  fourfold models gpt-3-175b --gpus 64 --tp 8 --pp 4 --rank 63
   fourfold models ./config.json --format json
 """
 DEFAULT_SEQ_LEN = 2048
@@ -31,24 +35,25 @@ DEFAULT_SEQ_LEN = 2048
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="a preset, or the path of a config.json")
+    parser.add_argument("--rank", type=int, metavar="R", help="one rank, not the first of a stage")
     flags.add_layout(parser)
     flags.add_format(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    seq_len = DEFAULT_SEQ_LEN if args.seq_len is None else args.seq_len
-    if not 1 <= seq_len <= 2**32:
-        raise UserError("must be from 1 to 2^32", field="seq-len", value=seq_len)
-    if args.name is None:
-        return _list_all(args.format, seq_len)
-    model = catalog.model(args.name)
     table = flags.run_table(args)
-    layout = Layout.from_plain(table.get("layout", {}), "layout")
-    policy = codec.decode(Policy, table.get("policy", {}), "policy")
-    answer = _describe(model, layout, policy, seq_len)
+    table.setdefault("batch", {}).setdefault("seq_len", DEFAULT_SEQ_LEN)
+    if args.name is None:
+        if "layout" in table or "gpus" in table or args.rank is not None:
+            raise UserError("is missing", field="name", way_out="a layout is of one model: name it")
+        return _list_all(args.format, codec.decode(Batch, table["batch"], "batch").seq_len)
+    spec = codec.decode(RunSpec, table | {"model": args.name})
+    answer = _describe(spec.model, spec.batch.seq_len)
+    if spec.gpus > 1 or args.rank is not None:
+        answer |= _shares(spec, args.rank)
     if args.format == "json":
         print(json_text(answer))
-    elif layout.world == 1:
+    elif "stages" not in answer:
         print(_shape_text(answer, args.format))
     else:
         print(_stages_text(answer, args.format))
@@ -58,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _list_all(style: str, seq_len: int) -> int:
     shapes = [catalog.model(name) for name in catalog.model_names()]
     if style == "json":
-        print(json_text([_describe(shape, Layout(), Policy(), seq_len) for shape in shapes]))
+        print(json_text([_describe(shape, seq_len) for shape in shapes]))
         return 0
     rows = [
         [
@@ -86,40 +91,58 @@ def _list_all(style: str, seq_len: int) -> int:
     return 0
 
 
-def _describe(model: ModelShape, layout: Layout, policy: Policy, seq_len: int) -> dict[str, Any]:
-    answer: dict[str, Any] = {
+def _describe(model: ModelShape, seq_len: int) -> dict[str, Any]:
+    return {
         "name": model.name,
         "params": model_params(model, seq_len),
         "layer_params": layer_params(model),
         "seq_len": seq_len,
         "shape": codec.encode(model),
     }
-    if layout.world > 1:
-        _refuse_uneven(model, layout)
-        stages = stage_layers(model, layout.pp, seq_len)
-        answer |= {"layout": str(layout), "sharding": policy.sharding, "stages": []}
-        for stage, layers in enumerate(stages):
-            rank = stage * layout.stride("pp")
-            count = rank_params(
-                model, layout, seq_len=seq_len, stages=stages, rank=rank, zero=policy.zero
-            )
-            answer["stages"].append(
-                {"stage": stage, "rank": rank, "layers": len(layers), "held": count.held,
-                 "owned": count.owned}
-            )  # fmt: skip
-    return answer
+
+
+def _shares(spec: RunSpec, rank: int | None) -> dict[str, Any]:
+    """What one rank, or the first of every stage, holds and owns."""
+    model, layout, seq_len = spec.model, spec.layout, spec.batch.seq_len
+    _refuse_uneven(model, layout)
+    if rank is not None and not 0 <= rank < layout.world:
+        raise UserError(f"must be from 0 to {layout.world - 1}", field="rank", value=rank)
+    stages = stage_layers(model, layout.pp, seq_len)
+    firsts = [stage * layout.stride("pp") for stage in range(layout.pp)]
+    rows = []
+    for each in firsts if rank is None else [rank]:
+        count = rank_params(
+            model, layout, seq_len=seq_len, stages=stages, rank=each, zero=spec.policy.zero
+        )
+        stage = layout.coordinates(each)["pp"]
+        rows.append(
+            {"stage": stage, "rank": each, "layers": len(stages[stage]), "held": count.held,
+             "owned": count.owned}
+        )  # fmt: skip
+    return {"layout": str(layout), "sharding": spec.policy.sharding, "stages": rows}
 
 
 def _refuse_uneven(model: ModelShape, layout: Layout) -> None:
     if layout.pp > model.layers:
-        raise UserError(f"exceeds layers={model.layers}", field="pp", value=layout.pp)
+        raise UserError(
+            f"exceeds layers={model.layers}",
+            field="pp",
+            value=layout.pp,
+            way_out=f"pp = {model.layers} or fewer",
+        )
     if model.heads % layout.tp:
-        raise UserError(f"must divide heads={model.heads}", field="tp", value=layout.tp)
+        raise UserError(
+            f"must divide heads={model.heads}",
+            field="tp",
+            value=layout.tp,
+            way_out=f"tp = {gcd(model.heads, layout.tp)} would do",
+        )
     if model.kv_heads % layout.tp and layout.tp % model.kv_heads:
         raise UserError(
             f"must divide kv_heads={model.kv_heads} or be a multiple of it",
             field="tp",
             value=layout.tp,
+            way_out=f"tp = {gcd(model.kv_heads, layout.tp)} would do",
         )
 
 
@@ -148,8 +171,12 @@ def _stages_text(answer: dict[str, Any], style: str) -> str:
         ]
         for row in answer["stages"]
     ]
-    table = render(["stage", "first rank", "layers", "held", "owned by its optimizer"], rows, style)
+    table = render(["stage", "rank", "layers", "held", "owned"], rows, style)
     if style == "csv":
         return table
     total = f"{answer['name']}: {answer['params']:,} parameters"
-    return f"{table}\n\n{total}; {answer['layout']}; {answer['sharding']}"
+    meaning = (
+        "held: of its stage and tensor shard, while it computes; owned: its share of the "
+        "optimizer's\nupdate (under zero3 also all it keeps between uses; a tied copy is not owned)"
+    )
+    return f"{table}\n\n{total}; {answer['layout']}; {answer['sharding']}\n{meaning}"

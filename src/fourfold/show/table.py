@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +10,14 @@ from fourfold.errors import UserError
 
 # A number with thousands commas, a sign and a short unit, alone in its cell.
 _NUMBER = re.compile(r"[+~-]?[0-9][0-9,]*(\.[0-9]+)?(e[+-]?[0-9]+)?( ?[A-Za-z%/]{1,8})?\Z")
+_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?\Z")
 FORMATS = ("text", "md", "csv", "json")
 
 
 def render(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str) -> str:
     """Cells are ready texts; numbers are right-aligned in text and Markdown."""
     if style == "csv":
-        return csv_text([headings, *rows])
+        return csv_text([headings, *([_plain_number(cell) for cell in row] for row in rows)])
     if style == "md":
         cells = [[_escaped(cell) for cell in row] for row in (headings, *rows)]
         return _lined(cells, "| ", " | ", " |", rule=_markdown_rule)
@@ -30,6 +30,8 @@ def render(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str) -
 
 def json_text(data: Any) -> str:
     """JSON for other tools; NaN and infinities are bugs here, not values."""
+    import json
+
     return json.dumps(data, indent=2, allow_nan=False)
 
 
@@ -40,6 +42,11 @@ def csv_text(rows: Sequence[Sequence[str]]) -> str:
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(rows)
     return buffer.getvalue().rstrip("\n")
+
+
+def _plain_number(cell: str) -> str:
+    """'4,608' -> '4608': other programs read a CSV's cell as the number it is."""
+    return cell.replace(",", "") if _THOUSANDS.match(cell) else cell
 
 
 def _lined(cells: list[list[str]], left: str, between: str, right: str, *, rule: Any) -> str:

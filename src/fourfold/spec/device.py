@@ -80,6 +80,6 @@ class Device:
                 f"{self.id} has no peak for it",
                 field="precision",
                 value=precision,
-                way_out=f"one of {', '.join(known)}",
+                way_out=f"it has {', '.join(known)}",
             )
         return value

@@ -116,6 +116,8 @@ class Layout:
         except UserError as error:
             if error.field == "layout":
                 raise
+            if error.field == "shard" and isinstance(data, dict) and "shard" not in data:
+                error = UserError(error.rule, field="dp", value=error.value, way_out="dp = 1")
             raise error.within(path) from None
 
     @classmethod

@@ -1,0 +1,73 @@
+"""Do 'models' and 'flops' mean the run that was asked for? GPUs and axes must agree."""
+
+from __future__ import annotations
+
+import json
+from math import ceil
+
+import pytest
+
+from fourfold.cli import main
+
+
+def _json(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main([*words, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def _error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 2
+    return capsys.readouterr().err
+
+
+def test_gpus_fill_dp(capsys) -> None:
+    answer = _json(capsys, "models", "gpt-181b", "--tp", "8", "--pp", "12", "--gpus", "384")
+    assert answer["layout"] == "pp12 dp4 cp1 tp8"
+    assert [row["rank"] for row in answer["stages"]] == list(range(0, 384, 32))
+
+
+def test_any_rank_with_an_odd_vocabulary(capsys) -> None:
+    layout = ("--gpus", "16", "--tp", "8", "--pp", "2", "--sharding", "zero0")
+    words = ("models", "gpt-3-175b", *layout)
+    first, last = (_json(capsys, *words, "--rank", rank)["stages"][0] for rank in ("0", "7"))
+    rows = ceil(50257 / 8)
+    assert first["held"] - last["held"] == (rows - (50257 - 7 * rows)) * 12288
+    assert "from 0 to 15" in _error(capsys, *words, "--rank", "16")
+
+
+@pytest.mark.parametrize("command", [["models", "mpt-7b"], ["flops", "--model", "mpt-7b"]])
+def test_axes_must_make_the_gpus(command, capsys) -> None:
+    words = [*command, "--seq-len", "64", "--gpus", "8"]
+    assert "must equal gpus=8" in _error(capsys, *words, "--tp", "4", "--dp", "4")
+    assert "must divide it" in _error(capsys, *words, "--tp", "3")
+
+
+def test_a_layout_needs_a_model(capsys) -> None:
+    assert "name: is missing" in _error(capsys, "models", "--tp", "2")
+
+
+def test_flops_of_a_spec_file(tmp_path, capsys) -> None:
+    spec = tmp_path / "run.toml"
+    spec.write_text('model = "mpt-7b"\ngpus = 8\n[batch]\nseq_len = 2048\nglobal_batch = 256\n')
+    words = ("--step-s", str(256 * 2048 / 85144), "--gpu", "h100-80gb")
+    answer = _json(capsys, "flops", "--spec", str(spec), *words)
+    assert answer["conventions"]["mpt"]["mfu_pct"] == pytest.approx(46.44, abs=0.005)
+    assert "seq-len: is missing" in _error(capsys, "flops", "--model", "mpt-7b")
+    assert "batch" in _error(capsys, "flops", "--model", "mpt-7b", "--set", "batch=3")
+
+
+def test_dp_is_called_dp(capsys) -> None:
+    assert "layout.dp=0" in _error(capsys, "models", "mpt-7b", "--dp", "0")
+
+
+def test_a_broken_spec_file_is_named(tmp_path, capsys) -> None:
+    (tmp_path / "run.toml").write_text("{")
+    assert f"spec {tmp_path}/run.toml" in _error(capsys, "flops", "--spec", f"{tmp_path}/run.toml")
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cluster"])
+def test_a_broken_hardware_file_is_named(kind, tmp_path, capsys) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("nme = 1\n")
+    words = ["clusters", "--gpu", str(path)] if kind == "gpu" else ["clusters", str(path)]
+    assert f"error: {kind} {path}.nme: unknown field" in _error(capsys, *words)
