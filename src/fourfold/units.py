@@ -16,9 +16,12 @@ _BYTES: dict[str, float] = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+# 'Gb' is a gigabit on a network card's box and a gigabyte in a hurry: a factor of 8.
+_BIT_OR_BYTE = re.compile(r"[kKMGT]b(/s)?\Z")
 _RATES = {
     "": 1.0, "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "tb/s": 1e12,
     "kbit/s": 1e3 / 8, "mbit/s": 1e6 / 8, "gbit/s": 1e9 / 8, "tbit/s": 1e12 / 8,
+    "mbps": 1e6 / 8, "gbps": 1e9 / 8, "tbps": 1e12 / 8,
 }  # fmt: skip
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*\Z")
 
@@ -31,7 +34,13 @@ def _parse(text: str, units: dict[str, float], kind: str, example: str) -> float
         raise UserError(
             f"is not a {kind}", value=text, way_out=f"write a number and one of {names}: {example}"
         )
-    value = float(match.group(1)) * scale
+    if _BIT_OR_BYTE.match(match.group(2)):
+        raise UserError(
+            "could mean bits or bytes", value=text, way_out=f"write B for bytes: {example}"
+        )
+    # Dividing keeps 5us at 5e-06; 5 * 1e-6 is 4.9999999999999996e-06.
+    number = float(match.group(1))
+    value = number * scale if scale >= 1 else number / round(1 / scale)
     if not math.isfinite(value):
         raise UserError(f"is too large for a {kind}", value=text, way_out=f"such as {example}")
     return value

@@ -154,3 +154,18 @@ def test_the_shipped_clusters_agree_with_their_gpus():
         cluster = catalog.cluster(name)
         assert cluster.links[0].bytes_per_s == cluster.device.peer_bytes_per_s, name
         assert cluster.source, name
+
+
+def test_a_tray_of_four_behind_a_switch_may_be_part_of_a_rack(tmp_path, capsys):
+    names = [f"GPU{i}" for i in range(4)]
+    rows = [[name, *("X" if name == peer else "NV18" for peer in names)] for name in names]
+    (tmp_path / "topo.txt").write_text("\n".join("\t".join(row) for row in [["", *names], *rows]))
+    words = ["clusters", "new", "--name", "x", "--gpu", "gb200", "--hosts", "36", "--network"]
+    words += ["1600Gbit/s", "--topo", str(tmp_path / "topo.txt"), "--format", "json"]
+    assert main(words) == 0
+    assert "--nvlink-ranks 72" in capsys.readouterr().err
+    assert main([*words, "--nvlink-ranks", "72"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert [link["ranks"] for link in json.loads(captured.out)["links"]] == [72, 144]
+    assert captured.out.endswith("}\n")

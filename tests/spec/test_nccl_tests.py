@@ -138,3 +138,20 @@ def test_a_mutilated_log_is_read_or_refused(start, length, insert):
 )
 def test_driver_names(name, expected):
     assert device_id(name, catalog.device_names()) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda text: text.replace("0 OK", "12 FAILED"), "12 FAILED"),
+        (
+            lambda text: text + "node-a: Test NCCL failure common.cu:1005 'unhandled'",
+            "NCCL failure",
+        ),
+        (lambda text: "\n".join(text.splitlines()[:24]), "before a link is full"),
+    ],
+)
+def test_a_run_that_failed_or_stopped_early_is_no_measurement(change, reason):
+    text = (SAMPLES / "all_reduce_1x8.log").read_text()
+    with pytest.raises(UserError, match=reason):
+        parse_log(change(text))

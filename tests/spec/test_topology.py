@@ -106,3 +106,9 @@ def test_mutilated_output_is_read_or_refused(start, length, insert):
     except UserError:
         return
     assert 1 <= topo.island <= topo.gpus <= 8
+
+
+def test_a_row_that_the_heading_does_not_name_is_refused():
+    text = (SAMPLES / "topo_8xh100.txt").read_text()
+    with pytest.raises(UserError, match="has a row for GPU1"):
+        parse_topo(text.replace("GPU1", "GPUx", 1), H100)

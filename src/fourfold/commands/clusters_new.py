@@ -18,7 +18,7 @@ from typing import Any
 from fourfold import files
 from fourfold.commands.clusters import cluster_text
 from fourfold.errors import UserError
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, check, codec
 from fourfold.spec.device import Device
 from fourfold.spec.nccl_tests import LinkFit, NcclLog, device_id, fit, parse_log
 from fourfold.spec.toml import toml_text
@@ -67,7 +67,7 @@ def run_new(args: argparse.Namespace) -> int:
         print(cluster_text(cluster, args.format))
         print(f"wrote {args.out}; use it as --cluster {_as_path(args.out)}", file=sys.stderr)
     else:
-        print(cluster_text(cluster, "json") if args.format == "json" else text, end="")
+        print(cluster_text(cluster, "json") if args.format == "json" else text.rstrip("\n"))
     return 0
 
 
@@ -110,6 +110,10 @@ def _evidence(args: argparse.Namespace) -> _Evidence:
     host_gpus = _host_gpus(args, topo, logs)
     hosts = args.hosts or max((log.hosts for log in logs), default=0)
     hosts = hosts or _ask_count("hosts", "how many hosts", "--hosts N")
+    if topo is not None and topo.switched and topo.gpus <= 4 and not args.nvlink_ranks:
+        # Hosts of 4 join their GPUs directly; a switch there is a rack's (NVL72).
+        say = "note: NVLink is taken to end at the host; where its switch joins hosts (NVL72), add"
+        print(f"{say} --nvlink-ranks 72", file=sys.stderr)
     island = args.nvlink_ranks or (topo.island if topo else host_gpus if device.links else 1)
     return _Evidence(
         args=args,
@@ -224,7 +228,9 @@ def _network_rate(known: _Evidence, measured: LinkFit | None) -> tuple[str, str]
     if args.network:
         host, why = _parsed("network", args.network), f"{args.network} a host"
     elif measured is not None:
-        return _show_rate(measured.bytes_per_s), "measured with nccl-tests"
+        used = max(log.host_ranks for log in known.logs if _level_of(known, log) == "network")
+        part = f" on {used} of {known.host_gpus} GPUs a host" if used < known.host_gpus else ""
+        return _show_rate(measured.bytes_per_s), f"measured with nccl-tests{part}"
     elif args.nic_rate and known.nics:
         host = known.nics * _parsed("nic-rate", args.nic_rate)
         why = f"{known.nics} cards of {args.nic_rate} a host"
@@ -239,9 +245,11 @@ def _network_rate(known: _Evidence, measured: LinkFit | None) -> tuple[str, str]
 
 def _parsed(field: str, text: str) -> float:
     try:
-        return bytes_per_s_from(text)
+        rate = bytes_per_s_from(text)
+        check.positive(rate=rate)
     except UserError as error:
-        raise error.within(field) from None
+        raise UserError(error.rule, field=field, value=text, way_out=error.way_out) from None
+    return rate
 
 
 def _show_rate(bytes_per_s: float) -> str:

@@ -34,6 +34,11 @@ _NAME = re.compile(
 )
 # Without a name in the log or on the file: told apart by their factor, most telling first.
 _BY_FACTOR = ("all_reduce", "all_gather", "sendrecv")
+# A run that failed prints sizes up to the failure: its largest are no plateau.
+_FAILED = re.compile(
+    r"Test (NCCL|CUDA) failure|Out of bounds values\s*:\s*[0-9]+\s+FAILED|unhandled \w+ error"
+)
+_LEAST_BYTES = 2**20
 # Sizes within this factor of the largest make the plateau; the rest says what latency costs.
 _PLATEAU = 16
 
@@ -92,6 +97,17 @@ def parse_log(text: str, name: str = "") -> NcclLog:
     if len(ranks) < 2:
         raise UserError("has one rank: nothing was sent", way_out="run it on 2 GPUs or more")
     points = _points(lines)
+    failure = _FAILED.search(text)
+    if failure:
+        raise UserError(
+            f"says '{failure.group()}'", way_out="give the log of a run that ended without errors"
+        )
+    if points[-1].size_bytes < _LEAST_BYTES:
+        raise UserError(
+            "stops before a link is full",
+            value=f"{points[-1].size_bytes} bytes",
+            way_out="run it with sizes of 1 MiB and more (-e 1G)",
+        )
     op = _op("\n".join(lines), name, points, len(ranks))
     device_name = ranks[0][2].strip()
     return NcclLog(

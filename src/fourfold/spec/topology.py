@@ -81,8 +81,15 @@ def _matrix(text: str) -> tuple[list[str], dict[str, dict[str, str]]]:
         raise UserError("names a device twice", way_out="give one host's output")
     rows: dict[str, dict[str, str]] = {}
     for words in lines[heads[0] + 1 :]:
-        if not words or words[0] not in names or len(words) < 2 or not _CELL.match(words[1]):
+        if len(words) < 2 or not _CELL.match(words[1]):
             continue
+        if words[0] not in names:
+            if not _GPU.match(words[0]):
+                continue
+            raise UserError(
+                f"has a row for {words[0]}, which its first line does not name",
+                way_out="give the whole output of one host, unwrapped",
+            )
         cells = words[1 : len(names) + 1]
         if words[0] in rows or len(cells) < len(names) or not all(map(_CELL.fullmatch, cells)):
             raise UserError(
