@@ -231,3 +231,23 @@ def test_any_json_is_handled(data):
 
 def test_every_type_is_tried_above():
     assert {config["model_type"] for config, _ in EXACT} == set(_TYPES)
+
+
+def test_starcoder2_takes_its_head_size():
+    config = next(config for config, _ in EXACT if config["model_type"] == "starcoder2")
+    config = config | {"head_dim": 32}
+    assert shape_from_config(config).head_size == 32
+
+
+def test_bloom_has_one_width():
+    config = next(config for config, _ in EXACT if config["model_type"] == "bloom")
+    with pytest.raises(UserError, match="always 4 x hidden"):
+        shape_from_config(config | {"n_inner": 77})
+
+
+def test_the_switches_of_blooms_own_file_are_no_dropout():
+    config = next(config for config, _ in EXACT if config["model_type"] == "bloom")
+    switches = {"bias_dropout_fusion": True, "masked_softmax_fusion": True, "skip_bias_add": True}
+    assert shape_from_config(config | switches) == shape_from_config(config)
+    with pytest.raises(UserError, match="dropout is not modelled"):
+        shape_from_config(config | switches | {"hidden_dropout": 0.1})

@@ -196,13 +196,23 @@ def _starcoder2(config: Config) -> dict[str, Any]:
     return {
         **fields,
         "kv_heads": config.whole("kv_heads", "num_key_value_heads", default=2),
+        "head_dim": _head_dim(config),
         "positions": rope(config),
         "bias": config.flag("use_bias", default=True),
     }
 
 
 def _bloom(config: Config) -> dict[str, Any]:
-    return {**_gpt(config), "positions": {"kind": "alibi"}, "embedding_norm": True}
+    """Its MLP is 4 x hidden by construction; the type has no field for another width."""
+    fields = _gpt(config)
+    if fields["ffn"] != 4 * fields["hidden"]:
+        raise UserError(
+            "BLOOM's MLP is always 4 x hidden",
+            field="n_inner",
+            value=fields["ffn"],
+            way_out="leave n_inner out",
+        )
+    return {**fields, "positions": {"kind": "alibi"}, "embedding_norm": True}
 
 
 def _mpt(config: Config) -> dict[str, Any]:
