@@ -1,0 +1,58 @@
+"""Does the bootstrap install once, and again after the pins or the folder changed?"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def _checkout(folder: Path) -> Path:
+    """A checkout whose environment's python only writes down how it was called."""
+    binaries = folder / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    (folder / ".venv" / ".made").touch()
+    (binaries / "python").write_text('#!/bin/sh\necho "$*" >>"$(dirname "$0")/calls"\n')
+    (binaries / "python").chmod(0o755)
+    (folder / "scripts").mkdir()
+    for name in ("fourfold", "scripts/environment", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def _calls(folder: Path, *words: str) -> list[str]:
+    """What the environment's python was asked to do by one ./fourfold call."""
+    calls = folder / ".venv" / "bin" / "calls"
+    calls.unlink(missing_ok=True)
+    done = subprocess.run(
+        [str(folder / "fourfold"), *words],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [
+        line.split(" ", 3)[2] if "pip" in line else "run"
+        for line in calls.read_text().split("\n")[:-1]
+    ]
+
+
+def test_installs_once_and_again_after_a_move(tmp_path: Path) -> None:
+    here = _checkout(tmp_path / "a folder")
+    assert _calls(here, "models") == ["install", "run"]
+    assert _calls(here, "models") == ["run"]
+    there = here.rename(tmp_path / "moved")
+    assert _calls(there, "models") == ["install", "run"]
+    with (there / "constraints.txt").open("a") as pins:
+        pins.write("# another\n")
+    assert _calls(there, "models") == ["install", "run"]
+
+
+def test_torch_comes_with_the_first_command_that_needs_it(tmp_path: Path) -> None:
+    here = _checkout(tmp_path / "here")
+    assert _calls(here, "trace", "ring", "--tokens", "64") == ["install", "run"]
+    assert _calls(here, "verify", "--help") == ["run"]
+    assert _calls(here, "verify") == ["install", "run"]
+    assert _calls(here, "verify") == ["run"]
