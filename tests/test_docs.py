@@ -87,3 +87,10 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_commands_named_anywhere_exist() -> None:
+    """Also in ```sh blocks and in the text, where nothing is run."""
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(r"`?(?:\./|\$ |`)fourfold ([a-z]+)\b", page.read_text()):
+            assert name in COMMANDS, f"{page.name} names 'fourfold {name}'"
