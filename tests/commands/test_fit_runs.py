@@ -1,0 +1,75 @@
+"""Does the planner learn from reports of our own runs?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.result import RankMemory, RunReport, StepReport
+from fourfold.spec import Batch, Layout, Policy, RunSpec, catalog, codec
+
+WORDS = ["--cluster", "mosaic-h100"]
+
+
+def _report(micro_batch: int, seconds: float, outcome: str = "ok") -> RunReport:
+    spec = RunSpec(
+        model=catalog.model("llama-3.2-1b"),
+        gpus=8,
+        layout=Layout(shard=8),
+        batch=Batch(seq_len=4096, micro_batch=micro_batch, global_batch=64),
+        policy=Policy(precision="bf16-mixed", sharding="zero3"),
+    )
+    slow_start = StepReport(step=0, seconds=50 * seconds, warmup=True)
+    steps = (slow_start, *(StepReport(step=i, seconds=seconds) for i in range(1, 6)))
+    memory = (RankMemory(rank=0, stage=0, peak_bytes=20 * 2**30),)
+    return RunReport(spec=spec, outcome=outcome, steps=steps, memory=memory)  # type: ignore[arg-type]
+
+
+def _store(folder: Path, reports: list[RunReport]) -> None:
+    for i, report in enumerate(reports):
+        (folder / f"run-{i}").mkdir(parents=True)
+        (folder / f"run-{i}" / "run.json").write_text(codec.to_json(report))
+
+
+def _entry(path: Path) -> dict[str, object]:
+    (entry,) = json.loads(path.read_text())["entries"]
+    return entry
+
+
+def test_slower_runs_give_a_slower_machine(tmp_path: Path) -> None:
+    for name, scale in (("fast", 1.0), ("slow", 1.6)):
+        _store(
+            tmp_path / name, [_report(m, scale * s) for m, s in ((1, 0.66), (2, 0.62), (4, 0.6))]
+        )
+        out = str(tmp_path / f"{name}.json")
+        assert main(["fit", "--runs", str(tmp_path / name), *WORDS, "--out", out]) == 0
+    fast, slow = _entry(tmp_path / "fast.json"), _entry(tmp_path / "slow.json")
+    assert fast["stack"] == "fourfold"
+    assert fast["cluster"] == "mosaic-h100"
+    assert fast["rows_time"] == slow["rows_time"] == 3
+    seconds = [_predicted(tmp_path / f"{name}.json", tmp_path) for name in ("fast", "slow")]
+    assert 1.2 < seconds[1] / seconds[0] < 1.8
+
+
+def _predicted(calibration: Path, folder: Path) -> float:
+    out = folder / "plan.json"
+    words = ["plan", "--model", "llama-3.2-1b", *WORDS, "--gpus", "8", "--seq-len", "4096"]
+    words += ["--global-batch", "64", "--micro-batch", "2", "--dp", "8", "--sharding", "zero3"]
+    words += ["--recompute", "none", "--stack", "fourfold", "--calibration", str(calibration)]
+    with out.open("w") as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", stream)
+        assert main([*words, "--format", "json"]) == 0
+    return json.loads(out.read_text())["ranked"][0]["step_s"]
+
+
+def test_failed_runs_teach_no_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    crashed = replace(_report(1, 1.0), outcome="crashed")
+    _store(tmp_path / "runs", [crashed])
+    out = str(tmp_path / "out.json")
+    assert main(["fit", "--runs", str(tmp_path / "runs"), *WORDS, "--out", out]) == 2
+    assert "holds no report of a run" in capsys.readouterr().err
+    assert not Path(out).exists()
