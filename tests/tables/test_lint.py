@@ -498,3 +498,18 @@ def test_copied_cells_of_the_golden_csv_are_what_the_source_prints() -> None:
     text = (GOLDEN / "par4d.csv").read_text(encoding="utf-8")
     rows = list(csv.reader(io.StringIO(text)))
     assert [row.cells[0] for row in PAR4D.rows] == [row[0] for row in rows[1:]]
+
+
+def test_chance_in_large_tables_is_not_told() -> None:
+    """Four hundred measurements with two decimals agree somewhere by chance; a copy into the next
+    row is still seen while chance would not put one there."""
+    headings = ("GPUs", "DP", "TP", "PP", "MBS", "GBS", "Sec/it", "Notes")
+    spread = [f"{20 + (n * 7919 % 10007) * 0.01:.2f}" for n in range(400)]
+    rows = [
+        ("8", "1", "4", "2", str(n + 1), "1024", spread[n], f"micro {n + 1}") for n in range(400)
+    ]
+    rows[37] = (*rows[37][:6], rows[301][6], rows[37][7])
+    table = Table(headings, tuple(map(Row, rows)))
+    assert "copied-cell" not in rules(table)
+    rows[38] = (*rows[38][:6], rows[37][6], rows[38][7])
+    assert "copied-cell" in rules(Table(headings, tuple(map(Row, rows))), row=38)

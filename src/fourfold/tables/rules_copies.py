@@ -12,9 +12,12 @@ from fourfold.tables.record import Record
 from fourfold.tables.shape import hardware_ratio, shape_of
 from fourfold.tables.work import row_work
 
-# Two measurements agree in this many digits by chance about once in a hundred tables.
+# Fewer digits than this agree by chance too often to mean anything.
 _LEAST_DIGITS = 4
 _REFERENCE_DIGITS = 5
+# Equal values that chance alone would give a table; above this, equality says little.
+_MOST_BY_CHANCE = 0.5
+_NEAR = 20
 # Without a twin row, exchanged columns are seen only when the columns' ranges lie this far apart.
 _APART = 1.15
 
@@ -78,7 +81,7 @@ def _swapped_by_twin(case: Case) -> Iterator[Finding]:
         # Which of the two is wrong: the one whose seconds fit worse to the other rows of the model.
         others = [
             row for row in rows
-            if _model(row) == _model(record)
+            if (row.label, row.gpus) == (record.label, record.gpus)
             and {row.step_s, row.tflops_gpu} != {record.step_s, record.tflops_gpu}
         ]  # fmt: skip
         if _misfit(record, others) > _misfit(twins[0], others) or (
@@ -89,7 +92,9 @@ def _swapped_by_twin(case: Case) -> Iterator[Finding]:
 
 
 def _model(record: Record) -> tuple[object, ...]:
-    return (record.label, record.gpus, record.global_batch)
+    """The same run: a twin under other axes would only be a coincidence."""
+    axes = (record.dp, record.tp, record.cp, record.pp, record.micro_batch)
+    return (record.label, record.gpus, record.global_batch, *axes)
 
 
 def _misfit(record: Record, others: list[Record]) -> float:
@@ -183,19 +188,54 @@ def _copies(
     # Trailing zeros are often dropped ('182.6'): the table's longest cell tells its precision.
     shown = "model_tflop" if name == "tflops_gpu" and rows and rows[0].style == "mpt" else name
     places = max((cells.decimals(record.text(shown)) for record in rows), default=0)
+    counted = [
+        record
+        for record in rows
+        if (value := getattr(record, name)) and _digits(record, value, shown, places) >= digits
+    ]
     groups: dict[float, list[Record]] = defaultdict(list)
-    for record in rows:
-        value = getattr(record, name)
-        if value and _digits(record, value, shown, places) >= digits:
-            groups[value].append(record)
+    for record in counted:
+        groups[getattr(record, name)].append(record)
+    told = _by_chance(counted, name, related, 10.0**-places)
     for same in groups.values():
         for first, second in combinations(same, 2):
-            if related(first, second):
+            if told(first, second):
                 yield finding(
                     second, "copied-cell", second.text(shown),
                     f"a value of its own; {first.place} has the same {name}",
                     "measure or look up both again",
                 )  # fmt: skip
+
+
+def _by_chance(
+    rows: list[Record], name: str, related: Callable[[Record, Record], bool], unit: float
+) -> Callable[[Record, Record], bool]:
+    """Which equal pairs to tell of. In a table of hundreds of cells some agree by chance; there
+    only neighbours count, since a slip of the hand lands next to its source."""
+
+    def neighbours(one: Record, other: Record) -> bool:
+        return abs(one.row - other.row) <= 1 and related(one, other)
+
+    for told in (related, neighbours):
+        if _expected(rows, name, told, unit) <= _MOST_BY_CHANCE:
+            return told
+    return lambda one, other: False
+
+
+def _expected(
+    rows: list[Record], name: str, told: Callable[[Record, Record], bool], unit: float
+) -> float:
+    """Equal pairs that chance would give, from pairs that differ by a few last digits: each of the
+    distances 1 to _NEAR holds twice as many pairs as the distance 0."""
+    ordered = sorted(rows, key=lambda record: getattr(record, name))
+    values = [getattr(record, name) for record in ordered]
+    near = 0
+    for i, value in enumerate(values):
+        j = i + 1
+        while j < len(values) and values[j] - value <= (_NEAR + 0.5) * unit:
+            near += values[j] - value > 0.5 * unit and told(ordered[i], ordered[j])
+            j += 1
+    return near / (2 * _NEAR)
 
 
 def _digits(record: Record, value: float, shown: str, places: int) -> int:
