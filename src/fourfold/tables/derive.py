@@ -6,10 +6,18 @@ A published or stored row has some of these; the rest is arithmetic with the mod
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import replace
 from typing import Any
 
-from fourfold.cost.flops import ALIASES, CONVENTIONS, Question, convention, utilisation_pct
+from fourfold.cost.flops import (
+    ALIASES,
+    CONVENTIONS,
+    FlopsPerToken,
+    Question,
+    convention,
+    utilisation_pct,
+)
 from fourfold.cost.params import model_params
 from fourfold.errors import UserError
 from fourfold.spec.layout import Layout
@@ -30,22 +38,23 @@ def derive(record: Record, rule: str) -> Record:
     if shape is None or not record.seq_len:
         return record
     record = _with_shape(record, shape.model)
-    ask = Question(
-        model=shape.model,
-        seq_len=record.seq_len or 1,
-        layout=_layout(record),
-        policy=_policy(record),
-    )
+    ask = (shape.model, record.seq_len or 1, record.tp or 1, record.pp or 1, record.recompute)
     own = ALIASES.get(record.convention, record.convention)
     if record.tokens_s_gpu is None and record.tflops_gpu and own in CONVENTIONS:
-        speed = record.tflops_gpu * 1e12 / convention(own).count(ask).printed
+        speed = record.tflops_gpu * 1e12 / _count(own, ask).printed
         record = replace(record, tokens_s_gpu=speed)
     if record.tokens_s_gpu is not None:
         record = _with_utilisation(record, ask, None if own == rule else rule)
     return _with_speed(record)
 
 
+# What a count depends on: model, sequence length, tp, pp, recompute.
+Ask = tuple[ModelShape, int, int, int, str]
+
+
 def _with_shape(record: Record, model: ModelShape) -> Record:
+    if record.shape is not None and record.params is not None:
+        return record  # a stored run brings all of it
     return replace(
         record,
         label=record.label or model.name,
@@ -61,9 +70,9 @@ def _with_shape(record: Record, model: ModelShape) -> Record:
     )
 
 
-def _with_utilisation(record: Record, ask: Question, restated: str | None) -> Record:
+def _with_utilisation(record: Record, ask: Ask, restated: str | None) -> Record:
     """TFLOPs, MFU and HFU where they are missing; all of them when restated by another rule."""
-    count = convention(restated or record.convention).count(ask)
+    count = _count(restated or record.convention, ask)
     speed = record.tokens_s_gpu or 0.0
     found: dict[str, Any] = {"tflops_gpu": count.printed * speed / 1e12}
     peak = peak_tflops(record)
@@ -83,6 +92,8 @@ _BY_CONVENTION = ("tflops_gpu", "model_tflop", "mfu_pct", "hfu_pct")
 def _with_speed(record: Record) -> Record:
     """Seconds per step and tokens/s say the same thing once batch and GPUs are known."""
     tokens = (record.global_batch or 0) * (record.seq_len or 0)
+    if record.step_s and record.tokens_s and record.tokens_s_gpu:
+        return record
     if not tokens or not record.gpus:
         return record
     if record.step_s:
@@ -101,15 +112,16 @@ def _with_speed(record: Record) -> Record:
     )
 
 
-def _layout(record: Record) -> Layout:
-    return Layout(pp=record.pp or 1, shard=record.dp or 1, cp=record.cp or 1, tp=record.tp or 1)
-
-
-def _policy(record: Record) -> Policy:
+@functools.lru_cache(maxsize=4096)
+def _count(rule: str, ask: Ask) -> FlopsPerToken:
+    """A sweep asks the same few questions thousands of times."""
+    model, seq_len, tp, pp, recompute = ask
     try:
-        return Policy(recompute=record.recompute or "none")
+        policy = Policy(recompute=recompute or "none")
     except UserError:
-        return Policy()
+        policy = Policy()
+    question = Question(model=model, seq_len=seq_len, layout=Layout(tp=tp, pp=pp), policy=policy)
+    return convention(rule).count(question)
 
 
 def config(record: Record) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from fourfold.cost.params import model_params
 from fourfold.cost.stages import stage_layers
 from fourfold.result.summary import Summary
 from fourfold.spec import catalog, codec
@@ -18,6 +19,11 @@ _STATUS: dict[str, Status] = {"ok": "ok", "oom": "oom", "hung": "hang"}
 @functools.lru_cache(maxsize=4096)
 def model_of(model_json: str) -> ModelShape:
     return codec.decode(ModelShape, codec.parse_json(model_json))
+
+
+@functools.lru_cache(maxsize=4096)
+def _params(model_json: str, seq_len: int) -> int:
+    return model_params(model_of(model_json), seq_len)
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,7 +72,9 @@ def record_of(summary: Summary, number: int) -> Record:
         global_batch=summary.global_batch,
         batch_tokens=summary.tokens,
         step_s=summary.step_s,
+        tokens_s=summary.tokens / summary.step_s if summary.step_s else None,
         tokens_s_gpu=summary.tokens_s_gpu,
+        params=_params(summary.model_json, summary.seq_len),
         mem_gb=None if summary.peak_bytes is None else summary.peak_bytes / 1e9,
         status=_STATUS.get(summary.outcome, "fail"),
         note="; ".join(filter(None, notes(summary, model))),
