@@ -69,6 +69,7 @@ def many() -> list[Record]:
     for outcome in ("oom", "crashed", "hung", "nonfinite", "illegal"):
         bad = made(run("llama-tiny", 4, 7, tp=4), 0.0, outcome=outcome)  # type: ignore[arg-type]
         found.append(replace(bad, seq_len=128))
+    found.append(made(run("llama-tiny", 8, 1, pp=8), 0.0, outcome="illegal"))  # 4 layers
     return found
 
 

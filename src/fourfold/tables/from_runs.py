@@ -98,7 +98,8 @@ def notes(summary: Summary, model: ModelShape) -> list[str]:
     parts = _micro_parts(summary)
     if parts:
         said.append(f"micro {parts}")
-    if summary.pp > 1 and summary.virtual_stages == 1 and model.layers % summary.pp:
+    uneven = 1 < summary.pp <= model.layers and model.layers % summary.pp != 0
+    if uneven and summary.virtual_stages == 1:
         stages = stage_layers(model, summary.pp, summary.seq_len)
         said.append("stages " + "+".join(str(len(stage)) for stage in stages))
     if summary.cp > 1:

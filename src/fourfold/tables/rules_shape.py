@@ -189,7 +189,9 @@ def batch_tokens(case: Case) -> Iterator[Finding]:
 def layers_stages(case: Case) -> Iterator[Finding]:
     for record in case.records:
         shape = shape_of(record)
-        if shape is None or not record.pp or record.pp == 1 or record.status == "absent":
+        # A row that did not run may say so truthfully, whatever its layout.
+        ran = record.status == "ok" or (record.status == "oom" and record.style != "scaling")
+        if shape is None or not record.pp or record.pp == 1 or not ran:
             continue
         layers, chunks = shape.model.layers, record.pp * (record.virtual_stages or 1)
         stated = _stated(record, "stages")
