@@ -69,10 +69,12 @@ def backward(
             grad, q, k, v, out, lse, 0.0, causal
         )
     if kernel == "flash":
-        # No dropout, so the generator's state is never read.
+        # No dropout, so the generator's state is never read. The kernel reads the logsumexp as if
+        # it were contiguous, without a look at its strides: half of the queries is a slice.
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        lse, lengths = lse.contiguous(), (q.shape[2], k.shape[2])
         return _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
+            grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed
         )
     return _scores_backward(grad, inputs, out, lse, causal=causal, bias=bias)
 
