@@ -15,6 +15,7 @@ from typing import Any
 from fourfold.commands import flags, verify_cases
 from fourfold.commands.verify_cases import TINY, Wish, describe
 from fourfold.errors import UserError
+from fourfold.launch.devices import gpu_count
 from fourfold.show.table import json_text, render
 from fourfold.spec import check
 from fourfold.spec.catalog import model
@@ -89,16 +90,12 @@ def run(args: argparse.Namespace) -> int:
         "total": len(rows),
         "world": wish.world,
         "device": args.device,
-        "precision": wish_precision(args),
+        "precision": found[0].policy.precision,
         "break": args.fault,
         "limits": limits[0] if limits else {},
     }
     print(json_text(report) if args.format == "json" else _text(report, args.format))
     return 0 if report["passed"] == report["total"] else 1
-
-
-def wish_precision(args: argparse.Namespace) -> str:
-    return PRECISION_ALIASES.get(args.precision, args.precision)
 
 
 def _wish(args: argparse.Namespace) -> Wish:
@@ -111,15 +108,16 @@ def _wish(args: argparse.Namespace) -> Wish:
             f"has {layout.world} ranks, not --world {world}", field="layout", value=args.layout
         )
     check.whole(1, _MAX_WORLD, world=world)
+    _checked_sizes(args, world)
     names = args.model or [TINY[family] for family in args.family or TINY]
-    fixed: dict[str, Any] = {"precision": wish_precision(args)}
+    fixed: dict[str, Any] = {"precision": args.precision}
     for assignment in args.set:
         path, _, text = assignment.partition("=")
         name = path.strip().removeprefix("policy.")
         if not text or "." in name:
             raise UserError("must be policy.FIELD=VALUE", field="--set", value=assignment)
         fixed[name] = flags.toml_value(text)
-    _checked(fixed)
+    fixed = _checked(fixed)
     return Wish(
         world=world,
         models=tuple(model(name) for name in names),
@@ -133,12 +131,26 @@ def _wish(args: argparse.Namespace) -> Wish:
     )
 
 
-def _checked(fixed: dict[str, Any]) -> None:
-    """Unknown fields and values are refused here, with the codec's words."""
+def _checked(fixed: dict[str, Any]) -> dict[str, Any]:
+    """Unknown fields and values are refused here, with the codec's words; aliases are resolved."""
     from fourfold.spec import codec
     from fourfold.spec.policy import Policy
 
-    codec.decode(Policy, fixed, "policy")
+    policy = codec.decode(Policy, fixed, "policy")
+    return {name: getattr(policy, name) for name in fixed}
+
+
+def _checked_sizes(args: argparse.Namespace, world: int) -> None:
+    """0 is a mistake, not the absence of a wish; and GPUs are counted before ranks start."""
+    asked = {"global_batch": args.global_batch, "micro_batch": args.micro_batch}
+    check.whole(**{name: size for name, size in asked.items() if size is not None})
+    if args.device == "cuda" and (gpus := gpu_count()) < world:
+        raise UserError(
+            f"needs a GPU for each of {world} ranks, and this machine has {gpus}",
+            field="device",
+            value="cuda",
+            way_out=f"--world {gpus}, or --device cpu" if gpus else "--device cpu",
+        )
 
 
 def _carry_out(found: list[RunSpec], args: argparse.Namespace) -> list[dict[str, Any]]:
