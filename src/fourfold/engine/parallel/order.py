@@ -101,6 +101,9 @@ def refuse_unbuilt(spec: RunSpec) -> None:
         ("policy.precision", policy.precision, any(name not in DTYPES for name in formats)),
         ("policy.async_tp", policy.async_tp, policy.async_tp and spec.layout.tp > 1),
         ("policy.offload", policy.offload, policy.offload != "none"),
+        # FSDP always overlaps its messages; a run that says otherwise would be mislabelled.
+        ("policy.overlap_grad_reduce", False, not policy.overlap_grad_reduce),
+        ("policy.overlap_param_gather", False, not policy.overlap_param_gather),
         ("batch.ramp", spec.batch.ramp, spec.batch.ramp is not None),
     )
     for field, value, is_unbuilt in unbuilt:
