@@ -231,7 +231,9 @@ def _hardware(draft: _Draft, words: list[NoteWords]) -> None:
     found = {key: _machine(*key) for key in set(names)}
     machines = [found[key] for key in names]
     draft.refuse(np.array([m is None for m in machines], dtype=bool), "hardware is not a known GPU")
-    usual = next((m for m in machines if m is not None), {"peak": 1.0, "node": 1.0})
+    # Only its names of facts are used: a table without one known GPU still has all columns.
+    usual = next((m for m in machines if m is not None), None) or _machine("h100-80gb", "", "", 8.0)
+    assert usual is not None, "this GPU is in the catalogue"
     for fact in usual:
         facts[fact] = np.array([1.0 if m is None else m[fact] for m in machines])
     strange = [m is not None and m["unknown_cluster"] > 0 for m in machines]
