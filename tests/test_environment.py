@@ -54,5 +54,5 @@ def test_torch_comes_with_the_first_command_that_needs_it(tmp_path: Path) -> Non
     here = _checkout(tmp_path / "here")
     assert _calls(here, "trace", "ring", "--tokens", "64") == ["install", "run"]
     assert _calls(here, "verify", "--help") == ["run"]
-    assert _calls(here, "verify") == ["install", "run"]
+    assert _calls(here, "trace", "ring", "--tokens", "64", "--run") == ["install", "run"]
     assert _calls(here, "verify") == ["run"]
