@@ -1,1 +1,1 @@
-"""One file per command: HELP, add_arguments(parser) and run(args) -> exit code."""
+"""One file per command: a docstring (its help), add_arguments(parser), run(args) -> exit code."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -141,8 +141,6 @@ def _plan(
 
 
 def _measure(specs: list[RunSpec], steps: int) -> list[RunReport]:
-    from dataclasses import replace
-
     timed = tuple(replace(spec, steps=steps, warmup=2) for spec in specs)
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
         report = run_job(Job(job="run", specs=timed), Path(folder), progress=progress_lines())

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fourfold.cost.calibration import Calibration
     from fourfold.cost.rows import Rows
 
-HELP = "measured runs -> a calibration; --suggest K names the runs that would teach most"
 EXAMPLES = """\
 examples:
   fourfold fit measured.csv --out mine.json

@@ -12,7 +12,6 @@ import argparse
 import gc
 import sys
 
-HELP = "a table of runs in the reference schema -> seconds, memory and fit of each"
 EXAMPLES = """\
 example:
   fourfold predict rows.csv --out predicted.csv

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fourfold.cost.accuracy import Score
 
-HELP = "a calibration against measured tables: errors, ranking, regret, fit, coverage"
 EXAMPLES = """\
 examples:
   fourfold score tests/golden/mpt.csv tests/golden/bloom.csv

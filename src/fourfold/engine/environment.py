@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fourfold.engine.task import Place
+from fourfold.result.machine import cpu_name
 
 
 def machine_facts(device: torch.device, cores: int) -> dict[str, Any]:
@@ -86,13 +87,3 @@ def host_memory_bytes() -> int:
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdecimal() else total
-
-
-def cpu_name() -> str:
-    """The model's name where the system tells it, else the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()

@@ -20,14 +20,3 @@ def positive(**fields: float) -> None:
     for name, value in fields.items():
         if not value > 0:
             raise UserError("must be above 0", field=name, value=value)
-
-
-def one_of(choices: tuple[str, ...], /, **fields: str) -> None:
-    for name, value in fields.items():
-        if value not in choices:
-            raise UserError(
-                "is not one of the choices",
-                field=name,
-                value=value,
-                way_out=f"one of {', '.join(choices)}",
-            )
