@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fourfold.engine.ledger import STATE_KINDS, Ledger
+from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.pieces import local
 from fourfold.engine.trainer import Trainer
 from fourfold.engine.world import World
@@ -33,11 +34,11 @@ def axes_of(world: World, model: ModelShape) -> dict[str, str]:
 
 def owners_of(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """State as of now: what outlives a step, or (gradients) is on its way to the optimizer."""
-    for parameter in trainer.decoder.parameters():
+    for parameter in trainer.parameters():
         yield "parameters", local(parameter.detach())
         if parameter.grad is not None:
             yield "gradients", local(parameter.grad)
-    for parameter in _fsdp_parameters(trainer.decoder):
+    for parameter in _fsdp_parameters(trainer.chunks):
         # Not yet reduced: whole, in the accumulation format.
         if parameter.unsharded_accumulated_grad is not None:
             yield "gradients", parameter.unsharded_accumulated_grad_data
@@ -47,8 +48,8 @@ def owners_of(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
                 yield "optimizer", value
 
 
-def _fsdp_parameters(decoder: torch.nn.Module) -> Iterator[Any]:
-    for module in decoder.modules():
+def _fsdp_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, FSDPModule):
             group = module._get_fsdp_state()._fsdp_param_group
             yield from group.fsdp_params if group is not None else ()
@@ -73,9 +74,9 @@ def mark_phases(
     """
     before, reduce, update = trainer.before_backward, trainer.reduce, trainer.update
 
-    def before_backward(last: bool) -> None:
+    def before_backward(chunk: Decoder, last: bool) -> None:
         mark("backward")
-        before(last)
+        before(chunk, last)
 
     def marked_reduce(loss: Tensor) -> tuple[Tensor, Tensor]:
         mark("reduce")
@@ -98,7 +99,8 @@ def mark_phases(
         ("update", marked_update),
     ):
         setattr(trainer, name, method)
-    trainer.decoder.register_forward_pre_hook(lambda *_: mark("forward"))
+    for chunk in trainer.chunks:
+        chunk.register_forward_pre_hook(lambda *_: mark("forward"))
     return step
 
 
@@ -110,7 +112,7 @@ def count_of(ledger: Ledger, trainer: Trainer, seconds: float = 0.0) -> RankCoun
     return RankCount(
         stage=trainer.world.stage,
         rank=trainer.world.rank,
-        params=sum(parameter.numel() for parameter in trainer.decoder.parameters()),
+        params=sum(parameter.numel() for parameter in trainer.parameters()),
         state_bytes=state,
         activation_bytes=ledger.peak_bytes - state,
         peak_bytes=ledger.peak_bytes,

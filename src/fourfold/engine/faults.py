@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fourfold.engine.gradients import Shared
-from fourfold.engine.model.decoder import IGNORE
+from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import Tables, make_tables
 from fourfold.engine.pieces import Block, Piece
 from fourfold.engine.trainer import Trainer
@@ -65,9 +65,10 @@ def _cp_positions(trainer: Trainer) -> None:
 
 def _layer_skip(trainer: Trainer) -> None:
     """The cut between stages loses the layer before it."""
-    if not trainer.world.is_last:
-        *_, last = trainer.decoder.layers.values()
-        last.forward = lambda x, tables: x
+    for chunk in trainer.chunks:
+        if not chunk.is_last:
+            *_, last = chunk.layers.values()
+            last.forward = lambda x, tables: x
 
 
 def _kv_head(trainer: Trainer) -> None:
@@ -89,11 +90,11 @@ def _stale_weight(trainer: Trainer) -> None:
     """Gathered weights outlive the update: the next step computes with the old ones."""
     original = trainer.before_backward
 
-    def before_backward(last: bool) -> None:
-        original(last)
+    def before_backward(chunk: Decoder, last: bool) -> None:
+        original(chunk, last)
         if trainer.world.batch.size > 1:
-            assert isinstance(trainer.decoder, FSDPModule)
-            trainer.decoder.set_reshard_after_backward(False)
+            assert isinstance(chunk, FSDPModule)
+            chunk.set_reshard_after_backward(False)
 
     trainer.before_backward = before_backward
 

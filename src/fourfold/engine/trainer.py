@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.engine import gradients, init
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.data import Source, Synthetic
 from fourfold.engine.gradients import Shared
 from fourfold.engine.init import InitRule
-from fourfold.engine.model.decoder import IGNORE
+from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import Tables, make_tables
 from fourfold.engine.optimizer import AdamSettings, Optimizer
 from fourfold.engine.parallel.context import token_positions
@@ -48,7 +48,8 @@ class StepOutcome:
 
 
 class Trainer:
-    """`materialize=False` leaves the model on the meta device until `materialize()` is called; a
+    """`chunks` are the parts of the model on this rank: one, or one per virtual stage.
+    `materialize=False` leaves the model on the meta device until `materialize()` is called; a
     dry run does that inside a FakeTensorMode."""
 
     def __init__(
@@ -71,7 +72,7 @@ class Trainer:
             global_batch=spec.batch.global_batch,
             seed=spec.seed,
         )
-        self.decoder = parallelize(spec, world)
+        self.chunks = parallelize(spec, world)
         self.sizes = micro_sizes(spec, world)
         pp = spec.layout.pp
         self.plan = actions(spec.policy.schedule, world.stage, pp, len(self.sizes))
@@ -81,7 +82,8 @@ class Trainer:
     def materialize(self, *, initial: bool = True) -> None:
         """Give parameters storage and (`initial`) their values; make tables and the optimizer."""
         spec, world = self.spec, self.world
-        self.decoder.to_empty(device=self.device)
+        for chunk in self.chunks:
+            chunk.to_empty(device=self.device)
         self.pieces = self.make_pieces()
         if initial:
             init.fill(self.pieces, seed=spec.seed, layers=spec.model.layers, rule=self.rule)
@@ -92,16 +94,20 @@ class Trainer:
         self.shared = self.make_shared()
         self.counted = self.make_counted()
         self.optimizer = Optimizer(
-            list(self.decoder.parameters()),
+            list(self.parameters()),
             self.settings,
             fused=spec.policy.optimizer == "adamw",
             dtype=DTYPES[spec.policy.dtypes.optimizer],
         )
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
     def make_pieces(self) -> list[Piece]:
-        spec = self.spec
-        place = self.world.shard_place(spec.policy.zero)
-        return pieces(self.decoder, spec.model, spec.batch.seq_len, place)
+        model, seq_len = self.spec.model, self.spec.batch.seq_len
+        place = self.world.shard_place(self.spec.policy.zero)
+        return [piece for chunk in self.chunks for piece in pieces(chunk, model, seq_len, place)]
 
     def make_tables(self) -> Tables:
         """Places of this rank's tokens, slopes of its heads."""
@@ -136,14 +142,15 @@ class Trainer:
             batches = [self.source.batch(index, s, self.positions) for s in self.sequences]
         count = self.count_targets([t for _, t in batches]) if world.is_last else None
 
-        def forward(micro: int, x: Tensor | None) -> Tensor:
+        def forward(chunk: Decoder, micro: int, x: Tensor | None) -> Tensor:
             tokens, targets = batches[micro] if batches else (None, None)
-            given = tokens if x is None else x
-            if count is None:
-                return self.decoder(given, self.tables)
-            return self.decoder(given, self.tables, targets) / count
+            given = tokens if chunk.is_first else x
+            if count is None or not chunk.is_last:
+                return chunk(given, self.tables)
+            return chunk(given, self.tables, targets) / count
 
-        losses = Pipeline(self._link(), forward, self.before_backward).run(self.plan)
+        pipeline = Pipeline(self.chunks, self._link(), forward, self.before_backward)
+        losses = pipeline.run(self.plan)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def count_targets(self, targets: list[Tensor]) -> Tensor:
@@ -153,8 +160,9 @@ class Trainer:
             dist.all_reduce(count, group=self.world.batch.handle)
         return count.clamp(min=1)
 
-    def before_backward(self, last: bool) -> None:
-        before_backward(self.decoder, self.spec.policy.zero, last=last)
+    def before_backward(self, chunk: Decoder, last: bool) -> None:
+        """`last`: the step's last backward pass through this chunk."""
+        before_backward(chunk, self.spec.policy.zero, last=last)
 
     def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Finish gradients; (global norm, loss), the same on every rank."""

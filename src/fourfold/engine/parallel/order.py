@@ -1,6 +1,6 @@
 """How does a model become a parallel one? Each axis is applied from outside, in this order.
 
-1. pipeline  cut: build only this stage's layers and ends
+1. pipeline  cut: build only the layers and ends of this rank's stage (of each virtual stage)
 2. tensor    cut matrices, put collectives around blocks
 3. context   replace the attention core; then say which kernels it may use
 4. recompute wrap what is left, so that collectives inside are repeated too
@@ -44,10 +44,10 @@ KERNELS: dict[str, list[SDPBackend] | None] = {
 Step = Callable[[Decoder, RunSpec, World], None]
 
 
-def cut_stage(spec: RunSpec, world: World) -> Decoder:
-    """This stage's modules, without storage."""
+def cut_chunk(spec: RunSpec, stage: int) -> Decoder:
+    """The modules of one of pp x virtual stages, without storage."""
     model, policy, seq_len = spec.model, spec.policy, spec.batch.seq_len
-    layers = stage_layers(model, spec.layout.pp, seq_len)[world.stage]
+    layers = stage_layers(model, spec.layout.pp * policy.virtual_stages, seq_len)[stage]
     with torch.device("meta"):
         decoder = Decoder(
             model,
@@ -112,10 +112,15 @@ def refuse_unbuilt(spec: RunSpec) -> None:
             raise UserError(rule, field=field, value=value, way_out="leave it at its default")
 
 
-def parallelize(spec: RunSpec, world: World) -> Decoder:
-    """The stage of this rank with every axis applied; still on the meta device."""
+def parallelize(spec: RunSpec, world: World) -> list[Decoder]:
+    """The chunks of this rank with every axis applied; still on the meta device.
+
+    Chunk c of pipeline rank r is virtual stage c x pp + r; without virtual stages there is one.
+    """
     refuse_unbuilt(spec)
-    decoder = cut_stage(spec, world)
-    for apply in ORDER:
-        apply(decoder, spec, world)
-    return decoder
+    pp = spec.layout.pp
+    chunks = [cut_chunk(spec, c * pp + world.stage) for c in range(spec.policy.virtual_stages)]
+    for chunk in chunks:
+        for apply in ORDER:
+            apply(chunk, spec, world)
+    return chunks

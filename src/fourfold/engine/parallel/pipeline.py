@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.parallel.schedule import Action, Compute, Exchange, Transfer
 from fourfold.engine.world import Group
 
-# (micro batch, input) -> output of the stage; the loss on the last one.
-Forward = Callable[[int, Tensor | None], Tensor]
+# (chunk, micro batch, input) -> output of the chunk; the loss of the last one.
+Forward = Callable[[Decoder, int, Tensor | None], Tensor]
+# (chunk, whether this is the step's last backward pass through it)
+BeforeBackward = Callable[[Decoder, bool], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +38,13 @@ class Pipeline:
     """One step of one rank. `forward` gets None for the input on the first stage."""
 
     def __init__(
-        self, link: Link, forward: Forward, before_backward: Callable[[bool], None]
+        self,
+        chunks: Sequence[Decoder],
+        link: Link,
+        forward: Forward,
+        before_backward: BeforeBackward,
     ) -> None:
+        (self.chunk,) = chunks
         self.link, self.forward, self.before_backward = link, forward, before_backward
         self.is_first = link.group.rank == 0
         self.is_last = link.group.rank == link.group.size - 1
@@ -62,12 +70,12 @@ class Pipeline:
         return losses
 
     def _forward(self, micro: int) -> list[Tensor]:
-        output = self.forward(micro, self.inputs.get(micro))
+        output = self.forward(self.chunk, micro, self.inputs.get(micro))
         self.outputs[micro] = output
         return [output.detach()] if self.is_last else []
 
     def _backward(self, micro: int, *, last: bool) -> None:
-        self.before_backward(last)
+        self.before_backward(self.chunk, last)
         output = self.outputs.pop(micro)
         torch.autograd.backward(output, None if self.is_last else self.grads.pop(micro))
         if not self.is_first:
