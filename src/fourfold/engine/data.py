@@ -19,8 +19,9 @@ from fourfold.engine.model.decoder import IGNORE
 class Source(Protocol):
     """`sequences` count from 0 within the step; -1 is padding, whose targets do not count."""
 
-    def batch(self, step: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, targets), both [len(sequences), len(positions)]."""
+    def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, targets), both [len(sequences), len(positions)]; `first` is the number of
+        sequences of all steps before this one."""
         ...
 
 
@@ -30,13 +31,12 @@ class Synthetic:
 
     vocab: int
     seq_len: int
-    global_batch: int
     seed: int = 0
     masked: float = 0.0
 
-    def batch(self, step: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         stream = counter.key(self.seed, "tokens")
-        number = (sequences + step * self.global_batch)[:, None]
+        number = (sequences + first)[:, None]
         index = number * (self.seq_len + 1) + positions
         tokens = counter.below(stream, index, self.vocab)
         targets = counter.below(stream, index + 1, self.vocab)

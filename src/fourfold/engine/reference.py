@@ -81,8 +81,8 @@ def _backward(
     decoder: Decoder, spec: RunSpec, source: Source, step: int, device: torch.device
 ) -> float:
     positions = torch.arange(spec.batch.seq_len, device=device)
-    sequences = torch.arange(spec.batch.global_batch, device=device)
-    tokens, targets = source.batch(step, sequences, positions)
+    sequences = torch.arange(spec.batch.global_batch_at(step), device=device)
+    tokens, targets = source.batch(spec.batch.sequences_before(step), sequences, positions)
     tables = make_tables(spec.model, positions, range(spec.model.heads))
     loss = decoder(tokens, tables, targets) / (targets != IGNORE).sum()
     loss.backward()

@@ -69,7 +69,6 @@ class Trainer:
         self.source = source or Synthetic(
             vocab=spec.model.vocab,
             seq_len=spec.batch.seq_len,
-            global_batch=spec.batch.global_batch,
             seed=spec.seed,
         )
         self.chunks = parallelize(spec, world)
@@ -139,7 +138,8 @@ class Trainer:
         world = self.world
         batches = []
         if world.is_first or world.is_last:
-            batches = [self.source.batch(index, s, self.positions) for s in self.sequences]
+            first = self.spec.batch.sequences_before(index)
+            batches = [self.source.batch(first, s, self.positions) for s in self.sequences]
         count = self.count_targets([t for _, t in batches]) if world.is_last else None
 
         def forward(chunk: Decoder, micro: int, x: Tensor | None) -> Tensor:

@@ -42,7 +42,6 @@ def recipe(spec: RunSpec) -> Recipe:
     source = Synthetic(
         vocab=spec.model.vocab,
         seq_len=spec.batch.seq_len,
-        global_batch=spec.batch.global_batch,
         seed=spec.seed,
         masked=_MASKED,
     )

@@ -82,3 +82,22 @@ class Batch:
         sizes = range(self.ramp.start, self.global_batch, self.ramp.increment)
         each = self.ramp.samples // len(sizes)
         return (*((size, each) for size in sizes), (self.global_batch, 0))
+
+    def global_batch_at(self, step: int) -> int:
+        """Sequences of step `step` (from 0): a stage of the ramp ends with a whole step."""
+        return self._reached(step)[0]
+
+    def sequences_before(self, step: int) -> int:
+        """Sequences of all steps before step `step`."""
+        return self._reached(step)[1]
+
+    def _reached(self, step: int) -> tuple[int, int]:
+        """(global batch at `step`, sequences before it)."""
+        seen = 0
+        for size, sequences in self.stages()[:-1]:
+            steps = -(-sequences // size)
+            if step < steps:
+                return size, seen + step * size
+            step -= steps
+            seen += steps * size
+        return self.global_batch, seen + step * self.global_batch
