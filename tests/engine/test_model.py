@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fourfold.cost.params import model_params, tensors
 from fourfold.cost.stages import stage_layers
@@ -73,6 +75,44 @@ def test_fused_projections_and_loss_chunks_change_nothing_but_the_route(name):
         logits(separate, model_shape, tokens).flatten(0, 1), targets.flatten(), reduction="sum"
     )
     torch.testing.assert_close(whole, expected)
+
+
+class Narrow(TorchDispatchMode):
+    """Names of operators that made something in fewer bits than fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                self.seen |= {f"{func} {leaf.dtype}"} if leaf.dtype != torch.float64 else set()
+        return out
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        {"kind": "rope", "scaling": {"kind": "llama3", "factor": 8.0, "original_length": 16}},
+        {"kind": "alibi"},
+        {"kind": "learned", "length": 32},
+    ],
+    ids=["rope", "alibi", "learned"],
+)
+def test_nothing_of_an_fp64_model_goes_through_fewer_bits(positions):
+    gated = {"ffn": 48, "kv_heads": 2} if positions["kind"] == "rope" else {}
+    family = "llama" if gated else "gpt"
+    model_shape = shape(
+        family, layers=1, hidden=32, heads=4, vocab=40, positions=positions, **gated
+    )
+    decoder = built(model_shape).to(torch.float64)
+    tokens = torch.randint(0, 40, (2, 32), generator=torch.manual_seed(0))
+    with Narrow() as narrow:
+        tables = make_tables(model_shape, torch.arange(32), range(4), torch.float64)
+        decoder(tokens, tables, tokens.roll(-1, 1)).backward()
+    assert not narrow.seen
 
 
 def test_alibi_slopes_are_the_published_ones():

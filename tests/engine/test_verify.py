@@ -38,8 +38,27 @@ def test_a_sample_of_four_ranks_equals_one_process():
 def test_micro_batches_need_not_divide_anything():
     # 7 sequences over 2 replicas: 4 and 3, in micro batches of 3: 3 + 1 and 3 + one of padding.
     words = ("--layout", "pp2 dp2", "--family", "gpt", "--global-batch", "7", "--micro-batch", "3")
-    report = verify(*words)
+    report = verify(*words, "--precision", "fp64")
     assert report["passed"] == report["total"] == 8
+    assert set(report["limits"].values()) == {1e-9}
+    assert report["micro_batches"] == "dp 0: 3, 1; dp 1: 3 and 1 of padding"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ("pp2 dp1 cp2 tp2", ("48", "11")),  # 11, 11, 11, 11, 4
+        ("pp2 dp2 tp2", ("13", "5")),  # 5, 2 and 5, 1
+        ("pp2 dp2 tp2", ("5", "4")),  # one micro batch for two stages: 3 and 2
+    ],
+)
+def test_uneven_batches_under_three_axes_in_fp64(layout, sizes):
+    words = ("--global-batch", sizes[0], "--micro-batch", sizes[1], "--precision", "fp64")
+    report = verify("--layout", layout, *words, "--sample", "12")
+    assert report["passed"] == report["total"] == 12
+    for gap in ("loss_diff", "norm_rel", "grad_rel", "param_rel"):
+        assert max(row[gap] for row in report["layouts"]) <= 1e-9
 
 
 def test_fp64_agrees_far_beyond_fp32():

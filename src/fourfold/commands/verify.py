@@ -16,6 +16,7 @@ from fourfold.commands import flags, verify_cases
 from fourfold.commands.verify_cases import TINY, Wish, describe
 from fourfold.errors import UserError
 from fourfold.launch.devices import gpu_count
+from fourfold.show.micro import micro_words
 from fourfold.show.table import json_text, render
 from fourfold.spec import check
 from fourfold.spec.catalog import model
@@ -93,9 +94,15 @@ def run(args: argparse.Namespace) -> int:
         "precision": found[0].policy.precision,
         "break": args.fault,
         "limits": limits[0] if limits else {},
+        "micro_batches": _same({micro_words(run.batch, run.layout.dp) for run in found}),
     }
     print(json_text(report) if args.format == "json" else _text(report, args.format))
     return 0 if report["passed"] == report["total"] else 1
+
+
+def _same(words: set[str]) -> str | None:
+    """What all layouts have in common; None where they differ."""
+    return words.pop() if len(words) == 1 else None
 
 
 def _wish(args: argparse.Namespace) -> Wish:
@@ -178,6 +185,7 @@ def _row(index: int, spec: RunSpec, folder: Path, end: Any) -> dict[str, Any]:
         "policy": describe(spec),
         "micro_batch": spec.batch.micro_batch,
         "global_batch": spec.batch.global_batch,
+        "micro_sizes": [list(sizes) for sizes in spec.batch.micro_plan(spec.layout.dp)],
     }
     path = folder / f"answer-{index}.json"
     if path.exists():
@@ -219,9 +227,11 @@ def _summary(report: dict[str, Any]) -> str:
     by_family = ", ".join(f"{family} {count}" for family, count in families.items())
     refused = ", ".join(f"{reason} {count}" for reason, count in report["refused"].items())
     fault = f", fault {report['break']} planted" if report["break"] else ""
+    sizes = report["micro_batches"]
+    micro = f"\nmicro batches, in sequences: {sizes}" if sizes else ""
     limits = ", ".join(f"{what} {limit:g}" for what, limit in report["limits"].items())
     return (
         f"{report['passed']} of {report['total']} layouts equal one process ({by_family}); "
         f"refused: {refused or 'none'}\n{report['world']} ranks, {report['device']}, "
-        f"{report['precision']}{fault}; limits: {limits}"
+        f"{report['precision']}{fault}; limits: {limits}{micro}"
     )

@@ -14,6 +14,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+# Formats of products alone: everything around them computes in this one.
+_AROUND = {"fp8": "bf16"}
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
@@ -25,6 +27,11 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\..*")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+
+def activation_dtype(compute: str) -> torch.dtype:
+    """What activations and gathered weights are in, given the format of matrix products."""
+    return DTYPES[_AROUND.get(compute, compute)]
 
 
 def group_name(group: dist.ProcessGroup) -> str:

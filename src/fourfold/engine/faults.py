@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from fourfold.engine.compat import activation_dtype
 from fourfold.engine.gradients import Shared
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import Tables, make_tables
@@ -58,7 +59,9 @@ def _cp_positions(trainer: Trainer) -> None:
 
     def make() -> Tables:
         own = torch.arange(trainer.positions.numel(), device=trainer.device)
-        return make_tables(model, own, range(world.tp.rank * each, (world.tp.rank + 1) * each))
+        heads = range(world.tp.rank * each, (world.tp.rank + 1) * each)
+        dtype = activation_dtype(trainer.spec.policy.dtypes.compute)
+        return make_tables(model, own, heads, dtype)
 
     trainer.make_tables = make
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.engine import init
-from fourfold.engine.compat import DTYPES
+from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.data import Source
 from fourfold.engine.init import InitRule
 from fourfold.engine.model.decoder import IGNORE, Decoder
@@ -47,7 +47,7 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
     held = pieces(masters, spec.model, spec.batch.seq_len, Place())
     init.fill(held, seed=spec.seed, layers=spec.model.layers, rule=recipe.rule)
     mixed = dtypes.compute != dtypes.param
-    decoder = _model(spec, DTYPES[dtypes.compute], device) if mixed else masters
+    decoder = _model(spec, activation_dtype(dtypes.compute), device) if mixed else masters
     weights: list[Tensor] = list(masters.parameters())
     settings = recipe.settings
     optimizer = torch.optim.AdamW(
@@ -83,7 +83,8 @@ def _backward(
     positions = torch.arange(spec.batch.seq_len, device=device)
     sequences = torch.arange(spec.batch.global_batch_at(step), device=device)
     tokens, targets = source.batch(spec.batch.sequences_before(step), sequences, positions)
-    tables = make_tables(spec.model, positions, range(spec.model.heads))
+    dtype = activation_dtype(spec.policy.dtypes.compute)
+    tables = make_tables(spec.model, positions, range(spec.model.heads), dtype)
     loss = decoder(tokens, tables, targets) / (targets != IGNORE).sum()
     loss.backward()
     return float(loss.detach())

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fourfold.engine import gradients, init
-from fourfold.engine.compat import DTYPES
+from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.data import Source, Synthetic
 from fourfold.engine.gradients import Shared
 from fourfold.engine.init import InitRule
@@ -112,7 +112,9 @@ class Trainer:
         """Places of this rank's tokens, slopes of its heads."""
         model, tp = self.spec.model, self.world.tp
         each = model.heads // tp.size
-        return make_tables(model, self.positions, range(tp.rank * each, (tp.rank + 1) * each))
+        heads = range(tp.rank * each, (tp.rank + 1) * each)
+        dtype = activation_dtype(self.spec.policy.dtypes.compute)
+        return make_tables(model, self.positions, heads, dtype)
 
     def make_shared(self) -> list[Shared]:
         return gradients.shared_gradients(self.pieces, self.spec, self.world)
@@ -182,7 +184,7 @@ class Trainer:
         if spec.policy.sequence_parallel:
             tokens //= spec.layout.tp
         shapes = [(size, tokens, spec.model.hidden) for size in self.sizes]
-        dtype = DTYPES[spec.policy.dtypes.compute]
+        dtype = activation_dtype(spec.policy.dtypes.compute)
         return Link(group=world.pp, shapes=shapes, dtype=dtype, device=self.device)
 
     def _sequences(self) -> list[Tensor]:

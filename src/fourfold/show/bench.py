@@ -9,6 +9,7 @@ from fourfold.errors import UserError
 from fourfold.result.quality import flags, straggler
 from fourfold.result.report import RunReport
 from fourfold.result.summary import of_report
+from fourfold.show.micro import micro_words
 from fourfold.spec import catalog
 from fourfold.spec.device import Device
 from fourfold.spec.nccl_tests import device_id
@@ -27,6 +28,8 @@ def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
         "seq_len": spec.batch.seq_len,
         "micro_batch": spec.batch.micro_batch,
         "global_batch": spec.batch.global_batch,
+        "micro_sizes": [list(sizes) for sizes in spec.batch.micro_plan(spec.layout.dp)],
+        "micro_words": micro_words(spec.batch, spec.layout.dp),
         "precision": spec.policy.precision,
         "recompute": spec.policy.recompute,
         "sharding": spec.policy.sharding,
@@ -116,6 +119,7 @@ def _failure(report: RunReport) -> dict[str, Any]:
 def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
     """The same for a reader: one line for each quantity."""
     lines = [["outcome", plain["outcome"], ""]]
+    lines.append(["micro batches", plain["micro_words"], "sequences each, in a step"])
     if "step_s" in plain:
         spread = f"{show_seconds(plain['step_s_low'])} to {show_seconds(plain['step_s_high'])}"
         lines += [

@@ -70,6 +70,10 @@ class Batch:
         full, rest = divmod(share, self.micro_batch)
         return (self.micro_batch,) * full + ((rest,) if rest else ())
 
+    def micro_plan(self, dp: int) -> tuple[tuple[int, ...], ...]:
+        """For each data-parallel rank the sizes of its micro batches; padding is not among them."""
+        return tuple(self.micro_sizes(share) for share in self.shares(dp))
+
     def micro_count(self, dp: int) -> int:
         """Micro batches of the busiest data-parallel rank."""
         share = (self.global_batch + dp - 1) // dp

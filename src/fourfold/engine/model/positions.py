@@ -24,22 +24,33 @@ class Tables(NamedTuple):
     slopes: Tensor | None = None
 
 
-def make_tables(shape: ModelShape, positions_S: Tensor, heads: range) -> Tables:
-    """Tables of the tokens at `positions_S` and of the given range of global heads."""
+def make_tables(
+    shape: ModelShape, positions_S: Tensor, heads: range, dtype: torch.dtype = torch.float32
+) -> Tables:
+    """Tables of the tokens at `positions_S` and of the given range of global heads.
+
+    In fp32 whatever activations are in, in fp64 for fp64: a position of 100,000 has no bf16.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
     if shape.positions.kind == "rope":
-        angles = positions_S.to(torch.float32)[:, None] * frequencies(shape, positions_S.device)
+        pairs = frequencies(shape, positions_S.device, wide)
+        angles = positions_S.to(wide)[:, None] * pairs
         angles = torch.cat([angles, angles], dim=-1)
         return Tables(positions_S, angles.cos(), angles.sin())
     if shape.positions.kind == "alibi":
         slopes = [alibi_slope(head, shape.heads) for head in heads]
-        return Tables(positions_S, slopes=torch.tensor(slopes, device=positions_S.device))
+        return Tables(
+            positions_S, slopes=torch.tensor(slopes, dtype=wide, device=positions_S.device)
+        )
     return Tables(positions_S)
 
 
-def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
+def frequencies(
+    shape: ModelShape, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Rotary frequencies, one per pair of channels: theta^(-2i/D), stretched if scaled."""
     size = shape.head_size
-    pairs = torch.arange(0, size, 2, dtype=torch.float32, device=device)
+    pairs = torch.arange(0, size, 2, dtype=dtype, device=device)
     plain = 1.0 / (shape.positions.theta ** (pairs / size))
     scaling = shape.positions.scaling
     if scaling is None:

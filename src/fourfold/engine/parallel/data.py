@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from fourfold.engine.compat import DTYPES
+from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.model.decoder import Decoder
 from fourfold.spec.policy import Dtypes, Policy
 
@@ -45,10 +45,10 @@ def apply_data(decoder: Decoder, mesh: DeviceMesh, policy: Policy) -> None:
 def _formats(dtypes: Dtypes) -> MixedPrecisionPolicy:
     """FSDP accumulates unreduced gradients in its reduce dtype, so that is our accumulation dtype.
 
-    Inputs are not cast: positions and rotary tables stay fp32.
+    Inputs are not cast: positions and rotary tables stay as wide as they are.
     """
     return MixedPrecisionPolicy(
-        param_dtype=DTYPES[dtypes.compute],
+        param_dtype=activation_dtype(dtypes.compute),
         reduce_dtype=DTYPES[dtypes.grad],
         cast_forward_inputs=False,
     )
