@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.engine.parallel import blocks
-from fourfold.engine.parallel.context import _Spans, _spans
+from fourfold.engine.parallel.context import _Spans, spans_of
 
 _BATCH, _HEADS, _KV_HEADS, _TOKENS, _SIZE = 2, 4, 2, 64, 16
 
@@ -51,7 +51,7 @@ def worst_gradient(ranks: int, dtype: torch.dtype, device: str) -> float:
     for rank in range(ranks):
         mine = [x.to(dtype).requires_grad_() for x in (zigzag(q, rank, ranks), k, v)]
         group: Any = SimpleNamespace(rank=rank, size=ranks)
-        spans = _spans(group, _TOKENS // (2 * ranks))
+        spans = spans_of(group, _TOKENS // (2 * ranks))
         out = _Spans.apply(*mine, spans, (None,) * len(spans))
         found = torch.autograd.grad(out, mine, zigzag(grad, rank, ranks).to(dtype))
         gaps.append(far(found[0], zigzag(want[0], rank, ranks)))

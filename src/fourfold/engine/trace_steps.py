@@ -24,8 +24,8 @@ from fourfold.engine.parallel.collectives import (
     start_exchange,
     wait,
 )
-from fourfold.engine.parallel.context import _in_order, _spans
-from fourfold.engine.parallel.ring import _start_rotate, span_of
+from fourfold.engine.parallel.context import in_order, spans_of
+from fourfold.engine.parallel.ring import span_of, start_rotate
 from fourfold.engine.world import Group
 
 
@@ -161,7 +161,7 @@ def gather(s: Stage) -> None:
 def put_in_order(s: Stage) -> None:
     for name in ("k_all", "v_all"):
         parts = s.t[name].unflatten(0, (s.ranks, -1)).transpose(1, 2)[:, None]
-        s.t[name] = _in_order(parts, s.tokens // 2)[0].transpose(0, 1)
+        s.t[name] = in_order(parts, s.tokens // 2)[0].transpose(0, 1)
 
 
 def start_sums(s: Stage) -> None:
@@ -172,7 +172,7 @@ def start_sums(s: Stage) -> None:
 def attend_spans(s: Stage) -> None:
     assert s.joined is not None
     q, k, v = (batched(s.t[name]) for name in ("q", "k_all", "v_all"))
-    for span in _spans(s.group, s.tokens // 2):
+    for span in spans_of(s.group, s.tokens // 2):
         s.t.pop("block", None)
         s.t.pop("block_lse", None)
         _add_block(s, cut(q, span.queries), cut(k, span.keys), cut(v, span.keys), span)
@@ -198,7 +198,7 @@ def pack(s: Stage) -> None:
 def attend_round(s: Stage) -> None:
     number, kv = s.round, s.t["kv"]
     s.round += 1
-    following = _start_rotate(kv, s.group) if s.round < s.ranks else None
+    following = start_rotate(kv, s.group) if s.round < s.ranks else None
     if s.ask.attention == "naive":
         s.t["scores"] = _product(s.t["q"].transpose(0, 1), kv[0].permute(1, 2, 0))
         s.t["block"] = _product(s.t["scores"], kv[1].transpose(0, 1))

@@ -87,8 +87,8 @@ class AllGatherCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
         parts, chunk = self.group.size, q.shape[2] // 2
         whole = Gather.apply(torch.stack([k, v]), self.group, 0).unflatten(0, (parts, 2))
-        k, v = (_in_order(whole[:, i], chunk) for i in range(2))
-        spans = _spans(self.group, chunk)
+        k, v = (in_order(whole[:, i], chunk) for i in range(2))
+        spans = spans_of(self.group, chunk)
         biases = tuple(self._bias(span, tables, k.shape[2]) for span in spans)
         return _Spans.apply(q, k, v, spans, biases)
 
@@ -100,13 +100,13 @@ class AllGatherCore(nn.Module):
         return alibi_bias(tables.slopes, mine[slice(*span.queries)], keys[slice(*span.keys)])
 
 
-def _in_order(parts_PBKSC: Tensor, chunk: int) -> Tensor:
+def in_order(parts_PBKSC: Tensor, chunk: int) -> Tensor:
     """Zig-zag parts of all ranks -> the sequence: early chunks, then late ones backwards."""
     early, late = parts_PBKSC.split(chunk, dim=3)
     return torch.cat([*early.unbind(0), *reversed(late.unbind(0))], dim=2)
 
 
-def _spans(group: Group, chunk: int) -> tuple[Span, ...]:
+def spans_of(group: Group, chunk: int) -> tuple[Span, ...]:
     """Each of the rank's two chunks looks at all keys before it, and causally at its own."""
     spans = []
     for half, place in enumerate((group.rank, 2 * group.size - 1 - group.rank)):

@@ -37,7 +37,7 @@ def span_of(step: int, rank: int, ranks: int, tokens: int) -> Span:
     return Span((half, tokens), (0, tokens), False)  # our early chunk lies before all of theirs
 
 
-def _start_rotate(x: Tensor, group: Group) -> Tensor:
+def start_rotate(x: Tensor, group: Group) -> Tensor:
     """Send to the next rank, receive from the one before; must be waited for."""
     rows = x.shape[0]
     sent, received = [0] * group.size, [0] * group.size
@@ -69,7 +69,7 @@ class _Ring(torch.autograd.Function):
         tokens, kv = q.shape[2], torch.stack([k, v])
         bias, joined = _Bias(slopes, tokens, group), Joined(q)
         for step in range(group.size):
-            following = _start_rotate(kv, group) if step + 1 < group.size else None
+            following = start_rotate(kv, group) if step + 1 < group.size else None
             span = span_of(step, group.rank, group.size, tokens)
             out, lse = blocks.forward(
                 cut(q, span.queries),
@@ -96,7 +96,7 @@ class _Ring(torch.autograd.Function):
         dkv = torch.zeros_like(kv, dtype=wide)
         arriving: Tensor | None = None
         for step in range(group.size):
-            following = _start_rotate(kv, group) if step + 1 < group.size else None
+            following = start_rotate(kv, group) if step + 1 < group.size else None
             span = span_of(step, group.rank, group.size, tokens)
             part = blocks.backward(
                 cut(grad, span.queries),
@@ -112,7 +112,7 @@ class _Ring(torch.autograd.Function):
                 dkv = wait(arriving)
             cut(dkv[0], span.keys).add_(part[1])
             cut(dkv[1], span.keys).add_(part[2])
-            arriving = _start_rotate(dkv, group)
+            arriving = start_rotate(dkv, group)
             if following is not None:
                 kv = wait(following)
         assert arriving is not None
