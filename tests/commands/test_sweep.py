@@ -67,6 +67,78 @@ def test_counts_add_up_and_resuming_runs_nothing(
     assert len(ran) == 6
 
 
+def test_impossible_axes_are_stored_like_other_refusals(
+    tmp_path: Path, file: str, ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", file, "--runs", str(tmp_path / "runs")]) == 0
+    out = capsys.readouterr().out
+    assert "12 of 12 accounted for: 5 ok, 1 oom, 6 illegal" in out
+    stored = [item.summary for item in Store(tmp_path / "runs").runs()]
+    refused = [item for item in stored if item.outcome == "illegal"]
+    assert len(stored) == 12
+    assert len(refused) == 6
+    assert all("must divide it" in item.failure and item.gpus == 4 for item in refused)
+
+
+def test_predictions_are_kept_with_the_runs(
+    tmp_path: Path, file: str, ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sweep", file, "--runs", str(tmp_path / "runs")]
+    assert main(words) == 0
+    stored = Store(tmp_path / "runs").runs()
+    for item in stored:
+        said = item.report().predicted
+        assert (said is None) == (item.summary.outcome == "illegal")
+        if said is not None:
+            assert 0 < said.step_s_low < said.step_s < said.step_s_high
+            assert said.peak_bytes < said.limit_bytes
+            assert said.basis == "a rough guess from the cores"
+    (bad,) = [item for item in stored if item.summary.outcome == "oom"]
+    assert [one.change for one in bad.report().remedies][:1]
+    capsys.readouterr()
+    assert main(["report", "--runs", str(tmp_path / "runs"), "--format", "json"]) == 0
+    (score,) = json.loads(capsys.readouterr().out)["scores"]
+    assert (score["runs"], score["fit_runs"], score["fit_right"]) == (5, 6, 5)
+    assert score["missed_oom"] == 1
+    assert main(["report", "--runs", str(tmp_path / "runs")]) == 0
+    out = capsys.readouterr().out
+    assert "Planner's score (a rough guess from the cores): median error" in out
+    assert "fit right in 5 of 6, 1 out-of-memory not foreseen" in out
+
+
+def test_conditions_on_predictions_skip_runs(
+    tmp_path: Path, file: str, ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sweep", file, "--runs", str(tmp_path / "runs"), "--format", "json"]
+    assert main([*words, "--dry-run"]) == 0
+    planned = json.loads(capsys.readouterr().out)["planned"]
+    sizes = sorted(row["peak_bytes"] / 1e9 for row in planned)
+    middle = (sizes[2] + sizes[3]) / 2
+    assert main([*words, "--where", f"mem_gb < {middle!r}"]) == 0
+    said = capsys.readouterr()
+    data = json.loads(said.out)
+    assert len(ran) == 3
+    assert (data["total"], data["dropped"], data["counts"]["illegal"]) == (9, 3, 6)
+    assert all(one["peak_bytes"] / 1e9 > middle for one in data["skipped"])
+    assert "does not hold: predicted mem_gb" in said.err
+    assert main([*words, "--where", "step_s < 0", "--where", "tp < 8"]) == 2
+
+
+def test_auto_is_decided_run_by_run(
+    tmp_path: Path, ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SWEEP.replace("tp = [1, 8]", "").replace("[1, 2, 3]", '["auto"]')
+    (tmp_path / "auto.toml").write_text(text)
+    words = ["sweep", str(tmp_path / "auto.toml"), "--runs", str(tmp_path / "runs")]
+    assert main([*words, "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["runs"]
+    assert [(row["outcome"], row["micro_batch"]) for row in rows] == [("ok", 3), ("ok", 2)]
+    trials = len(ran)
+    assert main(words) == 0
+    assert "micro_batch=auto (micro_batch=2)" in capsys.readouterr().out
+    assert len(ran) == trials
+
+
 def test_the_dry_run_lists_refusals_first_and_runs_nothing(
     tmp_path: Path, file: str, ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:

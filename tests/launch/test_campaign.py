@@ -13,6 +13,7 @@ import pytest
 from fourfold.launch.campaign import Campaign
 from fourfold.launch.leftovers import end_processes_of
 from fourfold.result.job import REPORT_FILE, JobReport
+from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.report import Outcome, RunReport, StepReport
 from fourfold.result.store import WORK, Store
 from fourfold.spec import codec
@@ -100,6 +101,50 @@ def test_an_illegal_run_is_stored_once(tmp_path: Path) -> None:
         done = Campaign(Store(tmp_path), runner=Fake()).refuse(spec(), "tp=3: no")
     (stored,) = Store(tmp_path).runs()
     assert (done.outcome, stored.summary.failure) == ("illegal", "tp=3: no")
+
+
+class Seer:
+    """Says the same of every run."""
+
+    def predicted(self, spec: RunSpec) -> Prediction:
+        return Prediction(
+            step_s=2.0, step_s_low=1.0, step_s_high=4.0, peak_bytes=10.0, basis="a seer"
+        )
+
+    def remedies(self, report: RunReport) -> tuple[Remedy, ...]:
+        return (Remedy(change="less", fits=True, peak_bytes=1.0, step_s=3.0, slower_pct=50.0),)
+
+
+def test_what_was_predicted_is_kept(tmp_path: Path) -> None:
+    for number, outcome in enumerate(("ok", "oom"), start=1):
+        fake = Fake("ok" if outcome == "ok" else "oom")
+        (done,) = Campaign(Store(tmp_path), runner=fake, foresight=Seer()).run(spec(number))
+        report = done.stored.report()
+        assert report.predicted == Seer().predicted(spec())
+        assert len(report.remedies) == (outcome == "oom")
+        assert done.stored.summary.predicted_by == "a seer"
+        assert [path.name for path in done.stored.folder.iterdir()] == ["run.json"]
+
+
+def test_a_killed_campaign_keeps_what_was_predicted(tmp_path: Path) -> None:
+    """The launcher's report is whole, and then the campaign dies before the run is stored."""
+
+    class KilledError(BaseException):
+        pass
+
+    def runner(spec: RunSpec, folder: Path, say: object) -> RunReport:
+        report = RunReport(spec=spec, outcome="ok", steps=(StepReport(step=0, seconds=1.0),))
+        job = JobReport(job="run", outcome="ok", seconds=1.0, runs=(report,))
+        (folder / REPORT_FILE).write_text(codec.to_json(job))
+        folder.rename(tmp_path / "moved")  # what a dead process leaves is out of its reach
+        raise KilledError
+
+    store = Store(tmp_path)
+    with pytest.raises(KilledError):
+        Campaign(store, runner=runner, foresight=Seer()).run(spec())
+    kept = store.recover(tmp_path / "moved")
+    assert kept is not None
+    assert kept.report().predicted == Seer().predicted(spec())
 
 
 def test_workers_of_a_killed_campaign_are_ended(tmp_path: Path) -> None:

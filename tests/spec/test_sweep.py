@@ -8,6 +8,7 @@ import pytest
 
 from fourfold.errors import UserError
 from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import expand, path_of, read_sweep
 
 BASE: dict[str, Any] = {
@@ -60,9 +61,25 @@ def test_conditions_and_nodes_drop() -> None:
 
 def test_axes_that_do_not_fit_are_refused_or_dropped() -> None:
     found = sweep("tp = [1, 3]")
-    assert [c.spec is None for c in found.combinations] == [False, True]
-    assert "must divide it" in found.combinations[1].refusal
+    assert [bool(c.spec.refused) for c in found.combinations] == [False, True]
+    refused = found.combinations[1].spec
+    assert "must divide it" in refused.refused
+    assert (refused.gpus, str(refused.layout)) == (4, "pp1 dp1 cp1 tp3")
+    assert codec.from_json(RunSpec, codec.to_json(refused)) == refused
     assert sweep("tp = [1, 3]\nwhere = ['dp == ceil(dp)']").dropped == 1
+
+
+def test_a_layout_as_text_may_be_impossible_too() -> None:
+    found = sweep("layout = ['tp3', 'dp2 tp2', 'dp4 tp2']")
+    assert [bool(c.spec.refused) for c in found.combinations] == [True, False, True]
+    assert sweep("layout = ['tp3', 'dp2 tp2']\nwhere = ['dp == ceil(dp)']").dropped == 1
+    assert sweep("layout = ['dp2 tp2', 'dp4 tp2']\nwhere = ['dp == 4']").dropped == 1
+
+
+def test_conditions_on_predictions_are_left_to_who_predicts() -> None:
+    found = sweep("tp = [1, 2]\nwhere = ['tp == 1', 'mem_gb < 70 or step_s < 1']")
+    assert (found.total, found.dropped) == (1, 1)
+    assert [one.text for one in found.foreseen] == ["mem_gb < 70 or step_s < 1"]
 
 
 def test_the_same_run_is_listed_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from fourfold import files
@@ -39,10 +40,12 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="text", help="form of the output")
 
 
-def add_layout(parser: argparse.ArgumentParser) -> None:
-    """The layout flags of DESIGN: the same names in every command."""
+def add_layout(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
+    """The layout flags: the same names in every command. `without`: flags it has in its own way."""
     group = parser.add_argument_group("layout, batch and policy")
     for flag, (_, kind, text) in _LAYOUT_FLAGS.items():
+        if flag in without:
+            continue
         group.add_argument(flag, type=kind, metavar="N" if kind is int else "X", help=text)
 
 

@@ -12,7 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from fourfold.commands import flags
+from fourfold.commands.foresight import read_profile
 from fourfold.errors import UserError
+from fourfold.result.profile import cluster_of
 from fourfold.show.table import json_text
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch, Ramp
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--cluster", metavar="NAME", help="'fourfold clusters' lists them; or a TOML file")
     add("--gpu", metavar="ID", help="instead of a cluster: GPUs of this kind on usual hosts")
+    add("--profile", metavar="FILE", help="instead of both: this machine, from 'calibrate --out'")
     add("--max-nodes", type=int, metavar="N", help="at most N hosts; fewer are tried too")
     add("--stack", metavar="NAME", help="whose engine the numbers are for (default: the one "
         "measured on the cluster, else any; 'fourfold' is our own)")  # fmt: skip
@@ -84,14 +87,13 @@ def run(args: argparse.Namespace) -> int:
 
 def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
     """(the question at the largest number of GPUs, all numbers of GPUs to try)."""
-    from fourfold.cost import calibration as calibrations
     from fourfold.search import question as questions
     from fourfold.spec.expression import parse
 
     table = flags.run_table(args)
     fixed = _fixed(table)
-    known = calibrations.load(args.calibration) if args.calibration else calibrations.shipped()
     cluster, counts = _machines(args, table)
+    known = _known(args, cluster)
     stack = questions.match_stack(args.stack or "", cluster, known) if args.stack else ""
     stack = stack or questions.default_stack(cluster, known)
     plain = table.get("policy", {})
@@ -115,6 +117,18 @@ def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
         explore=args.explore,
     )
     return ask, counts
+
+
+def _known(args: argparse.Namespace, cluster: Cluster) -> Any:
+    """The calibration: a file, what a profile of this machine says, or the shipped one."""
+    from fourfold.cost import calibration as calibrations
+    from fourfold.cost.measured import calibration_of
+
+    if args.calibration:
+        return calibrations.load(args.calibration)
+    if args.profile:
+        return calibration_of(read_profile(args.profile), cluster)
+    return calibrations.shipped()
 
 
 def _fixed(table: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +156,8 @@ def _machines(args: argparse.Namespace, table: dict[str, Any]) -> tuple[Cluster,
         raise UserError("must be from 1 to 1048576", field="gpus", value=gpus)
     if args.cluster:
         cluster = catalog.cluster(args.cluster)
+    elif args.profile:
+        cluster = cluster_of(read_profile(args.profile), gpus or 1)
     elif args.gpu:
         device = catalog.device(args.gpu)
         most = gpus or 8 * (args.max_nodes or 0)
@@ -150,7 +166,10 @@ def _machines(args: argparse.Namespace, table: dict[str, Any]) -> tuple[Cluster,
         cluster = usual_cluster(device, most)
     else:
         raise UserError(
-            "is missing", field="cluster", way_out="add --cluster NAME, or --gpu ID with --gpus N"
+            "is missing",
+            field="cluster",
+            way_out="add --cluster NAME, --gpu ID with "
+            "--gpus N, or --profile FILE ('fourfold calibrate --out FILE')",
         )
     if args.max_nodes is None:
         most = gpus or cluster.gpus

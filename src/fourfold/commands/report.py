@@ -3,7 +3,8 @@
 SOURCE is a store (a folder of runs) or a file of tables (.md, .csv, .json); without one the store
 of --runs is taken. mpt: the 20 columns of the MPT benchmarks. topology: the BLOOM notes' columns.
 scaling: TFLOPs by layout and GPU count. A configuration measured again is shown with its newest
-figure, the older ones stand below. --out NAME writes NAME.csv and NAME.md in one go.
+figure, the older ones stand below. Last comes how well the runs were predicted before they ran.
+--out NAME writes NAME.csv and NAME.md in one go.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from fourfold import files
 from fourfold.commands import flags
+from fourfold.commands.bench_auto import TRIAL_TAG
+from fourfold.commands.foresight import Foresight
 from fourfold.commands.runs import chosen_runs
 from fourfold.cost.flops import convention
 from fourfold.errors import UserError
-from fourfold.result.profile import HardwareProfile
 from fourfold.result.report import OUTCOMES
-from fourfold.result.store import INDEX, RUN_FILE
+from fourfold.result.store import INDEX, RUN_FILE, Stored
 from fourfold.show.table import json_text
-from fourfold.spec import catalog, codec
 from fourfold.tables.document import Document, Table, Text, read_file, write
 from fourfold.tables.from_runs import record_of
 from fourfold.tables.publish import STYLE_CONVENTION, STYLES, plain_records, publish
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outcome", choices=OUTCOMES, action="append", help="only these outcomes")
     parser.add_argument("--model", metavar="NAME", help="only this model")
     parser.add_argument("--tag", metavar="TAG", help="only runs of this tag")
-    parser.add_argument("--cluster", metavar="NAME", help="score the planner on this cluster")
+    parser.add_argument("--cluster", metavar="NAME", help="score by what is predicted there today")
     parser.add_argument("--profile", metavar="FILE", help="or on this machine ('calibrate --out')")
     parser.add_argument("--out", metavar="NAME", help="write NAME.csv and NAME.md")
     flags.add_format(parser)
@@ -69,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
             way_out="'fourfold sweep' and 'fourfold bench' fill a store; --runs names another",
         )
     document = publish(found, args.style, rule)
-    score = _score(args)
-    if score is not None:
+    judged = _scores(args)
+    for score in judged:
         document = Document((*document.blocks[:-1], _with_line(document.blocks[-1], str(score))))
     if args.out:
         _write_both(document, args.out)
     if args.format == "json":
         plain = {"style": args.style, "convention": rule, "rows": plain_records(found, rule)}
-        print(json_text(plain | ({"score": dataclasses.asdict(score)} if score else {})))
+        print(json_text(plain | {"scores": [dataclasses.asdict(score) for score in judged]}))
     elif not args.out:
         print(write(document, args.format), end="")
     return 0
@@ -87,32 +88,39 @@ def _with_line(last: Table | Text, line: str) -> Text:
     return Text((*last.lines, line))
 
 
-def _score(args: argparse.Namespace) -> Score | None:
-    """The planner against the stored runs, where something says what it would have predicted."""
-    from fourfold.search.running_score import score_runs
+def _scores(args: argparse.Namespace) -> list[Score]:
+    """The planner against the stored runs: by what was said before each, or, with a cluster or a
+    profile, by what would be said today."""
+    from fourfold.search.running_score import Judged, kept, scores
 
-    if not (args.cluster or args.profile):
-        return None
-    cluster = catalog.cluster(args.cluster) if args.cluster else None
-    text = files.read_text(args.profile, field="profile") if args.profile else ""
-    profile = codec.from_json(HardwareProfile, text) if text else None
     stored = [
         item
         for source in args.sources or [args.runs]
         if Path(source).is_dir()
-        for item in chosen_runs(argparse.Namespace(**{**vars(args), "runs": source}))
-        if item.summary.step_s
+        for item in _measured(args, source)
+        if item.summary.outcome in ("ok", "oom")
     ]
+    if not (args.cluster or args.profile):
+        return scores(kept([item.summary for item in stored]))
+    ahead = Foresight(cluster=args.cluster, profile=args.profile)
     newest = sorted(stored, key=lambda item: item.summary.started_at)[-_MOST_SCORED:]
-    pairs = [(item.report().spec, item.summary.step_s or 0.0) for item in newest]
-    return score_runs(pairs, cluster=cluster, profile=profile)
+    said = ahead.predictions([item.report().spec for item in newest]) if newest else []
+    pairs = zip(said, newest, strict=True)
+    return scores([Judged(one, item.summary) for one, item in pairs])
+
+
+def _measured(args: argparse.Namespace, source: str) -> list[Stored]:
+    """What the filters let through; short trials that only asked whether a run fits are no
+    measurements."""
+    found = chosen_runs(argparse.Namespace(**{**vars(args), "runs": source}))
+    return [item for item in found if args.tag or item.summary.tag != TRIAL_TAG]
 
 
 def _records(args: argparse.Namespace) -> list[Record]:
     found: list[Record] = []
     for source in args.sources or [args.runs]:
         if Path(source).is_dir():
-            stored = chosen_runs(argparse.Namespace(**{**vars(args), "runs": source}))
+            stored = _measured(args, source)
             found += [record_of(item.summary, at) for at, item in enumerate(stored)]
         elif args.sources:
             found += [r for r in records(read_file(source)) if r.status != "absent"]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
 import subprocess
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fourfold.engine.task import Place
-from fourfold.result.machine import cpu_name
+from fourfold.result.machine import cpu_name, host_memory_bytes
 
 
 def machine_facts(device: torch.device, cores: int) -> dict[str, Any]:
@@ -77,13 +75,3 @@ def driver_facts(device: torch.device) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(names, (word.strip() for word in done.stdout.split(",")), strict=False))
-
-
-def host_memory_bytes() -> int:
-    """What this process may use: the machine's memory, or the control group's limit on it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total

@@ -11,20 +11,32 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
+from fourfold import files
 from fourfold.launch.devices import gpu_count
 from fourfold.launch.leftovers import end_processes_of
 from fourfold.launch.local import run_job
 from fourfold.result.machine import Machine, this_machine
+from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.report import Failure, Outcome, RunReport
-from fourfold.result.store import Store, Stored
+from fourfold.result.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.summary import Summary
+from fourfold.spec import codec
 from fourfold.spec.job import Job, JobKind
 from fourfold.spec.run import RunSpec
 
 Say = Callable[[str], None]
 # (spec, folder, say) -> the report; tests put their own here.
 Runner = Callable[[RunSpec, Path, Say], RunReport]
+
+
+class Foresight(Protocol):
+    """Who says what a run will take, and after an out-of-memory what would have fitted."""
+
+    def predicted(self, spec: RunSpec) -> Prediction | None: ...
+
+    def remedies(self, report: RunReport) -> tuple[Remedy, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +73,10 @@ class Campaign:
         runner: Runner = launch_run,
         say: Say = lambda text: None,
         again: Sequence[str] = (),
+        foresight: Foresight | None = None,
     ) -> None:
         self.store, self.runner, self.say = store, runner, say
+        self.foresight = foresight
         self.again = {"cancelled", *again}
         self._machines: dict[str, Machine] = {}
 
@@ -109,12 +123,18 @@ class Campaign:
 
     def _run_once(self, spec: RunSpec) -> Stored:
         place = self.store.workplace()
+        predicted = self.foresight.predicted(spec) if self.foresight else None
+        if predicted is not None:
+            files.write_text(place / PREDICTED_FILE, codec.to_json(predicted))
         try:
             report = self.runner(spec, place, self.say)
         except BaseException:  # stopped by the user: an unfinished run leaves nothing
             shutil.rmtree(place, ignore_errors=True)
             raise
-        return self.store.keep(self._named(report), place)
+        report = replace(self._named(report), predicted=predicted)
+        if report.outcome == "oom" and self.foresight is not None:
+            report = replace(report, remedies=self.foresight.remedies(report))
+        return self.store.keep(report, place)
 
     def refuse(self, spec: RunSpec, reason: str) -> Done:
         """An illegal run is a row too, with its reason; it needs no process."""

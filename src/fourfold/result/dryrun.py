@@ -29,7 +29,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Large:
-    """A tensor that was there at the peak, what made it and in which phase."""
+    """A tensor that was there at the peak, what made it and in which phase; '' is not known."""
 
     bytes: int
     kind: str
@@ -37,6 +37,7 @@ class Large:
     dtype: str
     op: str
     phase: str
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ runs apart, and a sweep knows which of its runs were finished here.
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -49,3 +50,13 @@ def gpu_name() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip().split("\n")[0].strip()
+
+
+def host_memory_bytes() -> int:
+    """What this process may use: the machine's memory, or the control group's limit on it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fourfold.result.prediction import Prediction, Remedy
+from fourfold.result.shortage import Shortage
 from fourfold.spec.run import RunSpec
 
 Outcome = Literal["ok", "oom", "crashed", "hung", "nonfinite", "illegal", "cancelled"]
@@ -89,7 +91,8 @@ class RunReport:
     """`environment` holds versions, device, hosts and variables as texts.
 
     `start_s`: from launch until the first step could begin. `window_s`: wall clock over the timed
-    steps together, beside the sum of their own times.
+    steps together, beside the sum of their own times. `predicted`: before it ran. After an
+    out-of-memory: `shortage`, what the failing rank held, and `remedies`, what would fit.
     """
 
     spec: RunSpec
@@ -105,3 +108,6 @@ class RunReport:
     failure: Failure | None = None
     started_at: str = ""
     repeat: int = 0
+    predicted: Prediction | None = None
+    shortage: Shortage | None = None
+    remedies: tuple[Remedy, ...] = ()

@@ -24,11 +24,14 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.job import REPORT_FILE, JobReport
+from fourfold.result.prediction import Prediction
 from fourfold.result.report import RunReport
 from fourfold.result.summary import Summary, summarise
 from fourfold.spec import codec
 
 RUN_FILE = "run.json"
+# Written before a run starts: a prediction that outlives a killed sweep.
+PREDICTED_FILE = "predicted.json"
 WORK = ".work"
 INDEX = ".index.json"
 _INDEX_VERSION = 1
@@ -258,8 +261,15 @@ def _finished(place: Path) -> RunReport | None:
             continue
         report = found if isinstance(found, RunReport) else next(iter(found.runs), None)
         if report is not None and report.outcome != "cancelled":
-            return report
+            return dataclasses.replace(report, predicted=report.predicted or _predicted(place))
     return None
+
+
+def _predicted(place: Path) -> Prediction | None:
+    try:
+        return codec.from_json(Prediction, (place / PREDICTED_FILE).read_text(encoding="utf-8"))
+    except (OSError, UserError):
+        return None
 
 
 def _orphaned(place: Path) -> bool:

@@ -50,6 +50,8 @@ class Summary:
     cp_kind: str
     schedule: str
     sequence_parallel: bool
+    compiled: bool
+    attention: str
     env: tuple[tuple[str, str], ...]
     tag: str
     note: str
@@ -65,6 +67,12 @@ class Summary:
     peak_stage: int | None
     retries: int
     failure: str
+    predicted_s: float | None = None
+    predicted_low_s: float | None = None
+    predicted_high_s: float | None = None
+    predicted_bytes: float | None = None
+    predicted_limit_bytes: float | None = None
+    predicted_by: str = ""
 
     @property
     def tokens(self) -> int:
@@ -147,6 +155,8 @@ def _summary(plain: dict[str, Any], run_id: str) -> Summary:
         cp_kind=policy.get("cp_kind", "ring"),
         schedule=policy.get("schedule", "1f1b"),
         sequence_parallel=bool(policy.get("sequence_parallel", True)),
+        compiled=bool(policy.get("compile", False)),
+        attention=str(policy.get("attention", "")),
         env=tuple(sorted(policy.get("env", {}).items())),
         tag=spec.get("tag", ""),
         note=spec.get("note", ""),
@@ -162,7 +172,21 @@ def _summary(plain: dict[str, Any], run_id: str) -> Summary:
         peak_stage=fullest["stage"] if known else None,
         retries=sum(rank.get("retries", 0) for rank in plain.get("memory", [])),
         failure=_failure(failure) if failure else "",
+        **_predicted(plain.get("predicted")),
     )
+
+
+def _predicted(said: dict[str, Any] | None) -> dict[str, Any]:
+    if said is None:
+        return {}
+    return {
+        "predicted_s": said["step_s"],
+        "predicted_low_s": said["step_s_low"],
+        "predicted_high_s": said["step_s_high"],
+        "predicted_bytes": said["peak_bytes"],
+        "predicted_limit_bytes": said.get("limit_bytes") or None,
+        "predicted_by": said.get("basis", ""),
+    }
 
 
 def _dp(value: int | str) -> tuple[int, int]:

@@ -1,18 +1,24 @@
 """A run went out of memory: what would make it fit, and what would that cost? Predicted, ranked.
 
-Each fix changes one thing. Those that fit come first, the fastest of them on top.
+Each fix changes one thing, or two where no single one is enough. Those that fit come first, the
+fastest of them on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
+from fourfold.result.prediction import Remedy
 from fourfold.search.forecast import Forecast
 from fourfold.search.legal import Target, why_not
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
+
+# What a reader looks at, and a stored run keeps.
+MOST = 8
+Forecaster = Callable[[list[RunSpec]], list[Forecast]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +27,10 @@ class Fix:
     spec: RunSpec
 
 
-def fixes(spec: RunSpec) -> list[Fix]:
-    """Legal runs of the same work on the same ranks, each one change away."""
+def fixes(spec: RunSpec, *, two: bool = False) -> list[Fix]:
+    """Legal runs of the same work on the same ranks, one change away, or (`two`) exactly two."""
     found = []
-    for words, changed in _changes(spec):
+    for words, changed in _pairs(spec) if two else _changes(spec):
         refused = why_not(
             changed.model, changed.layout, changed.batch, changed.policy, Target(gpus=changed.gpus)
         )
@@ -52,6 +58,17 @@ def _changes(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
             yield f"layout = {layout}", replace(spec, layout=layout)
 
 
+def _pairs(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+    """Two changes of different kinds; the same pair in the other order is not told again."""
+    seen = {spec.run_id}
+    for first, changed in _changes(spec):
+        for second, again in _changes(changed):
+            other = second.partition(" = ")[0]
+            if other not in first.partition(" = ")[0] and again.run_id not in seen:
+                seen.add(again.run_id)
+                yield f"{first}, {second}", again
+
+
 def _moved(layout: Layout, axis: str) -> Layout | None:
     """Twice as much of an axis, half as much data parallelism."""
     if layout.shard % 2:
@@ -64,14 +81,27 @@ def _moved(layout: Layout, axis: str) -> Layout | None:
         return None
 
 
-def ranked(
-    found: list[Fix], answers: list[Forecast], limit_bytes: float
-) -> list[tuple[Fix, Forecast, bool]]:
-    """(fix, forecast, whether it fits), those that fit first, by seconds per step."""
-    rows = [
-        (fix, answer, answer.peak_bytes <= limit_bytes)
-        for fix, answer in zip(found, answers, strict=True)
-    ]
-    return sorted(
-        rows, key=lambda row: (not row[2], row[1].step_s if row[2] else row[1].peak_bytes)
-    )
+def remedies(
+    spec: RunSpec, forecasts: Forecaster, *, limit_bytes: float, used_bytes: float = 0.0
+) -> tuple[Remedy, ...]:
+    """What would fit, fastest first, then what would come nearest. `used_bytes`: what the run held
+    when it failed; where that is more than predicted, every prediction is raised in proportion."""
+    (own,) = forecasts([spec])
+    raised = max(1.0, used_bytes / own.peak_bytes) if own.peak_bytes else 1.0
+    for two in (False, True):
+        found = fixes(spec, two=two)
+        answers = forecasts([fix.spec for fix in found]) if found else []
+        rows = [
+            Remedy(
+                change=fix.words,
+                fits=answer.peak_bytes * raised <= limit_bytes,
+                peak_bytes=answer.peak_bytes * raised,
+                step_s=answer.step_s,
+                slower_pct=100 * (answer.step_s / own.step_s - 1),
+            )
+            for fix, answer in zip(found, answers, strict=True)
+        ]
+        if any(row.fits for row in rows):
+            break
+    rows.sort(key=lambda row: (not row.fits, row.step_s if row.fits else row.peak_bytes))
+    return tuple(rows[:MOST])

@@ -1,20 +1,24 @@
 """What will these runs take, before any of them runs? Seconds per step with interval, and bytes.
 
-On a cluster of the catalogue the shipped calibration answers; on this machine a hardware profile
-does ('fourfold calibrate'). Without either a rough guess of a CPU keeps the order of magnitude.
+On a cluster of the catalogue the shipped calibration answers, or one that is given; on this machine
+a hardware profile does ('fourfold calibrate'), with the same knobs as in 'plan'. Without any, a
+rough guess of a CPU keeps the order of magnitude.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fourfold.cost import calibration as calibrations
+from fourfold.cost.calibration import Calibration
 from fourfold.cost.estimate import estimate
 from fourfold.cost.interval import bounds
+from fourfold.cost.measured import calibration_of
 from fourfold.cost.memory import memory
 from fourfold.cost.specs import columns_of
-from fourfold.result.profile import HardwareProfile, cluster_of, knobs_of
+from fourfold.result.prediction import Prediction
+from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.search.question import entry_for
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import Device, Peaks
@@ -33,9 +37,20 @@ class Forecast:
     high_s: float
     peak_bytes: float
 
-    def run_s(self, spec: RunSpec) -> float:
-        """The whole run: start, warm-up and steps."""
-        return START_S + self.step_s * (spec.steps + spec.warmup)
+    def prediction(self, *, limit_bytes: float, basis: str) -> Prediction:
+        return Prediction(
+            step_s=self.step_s,
+            step_s_low=self.low_s,
+            step_s_high=self.high_s,
+            peak_bytes=self.peak_bytes,
+            limit_bytes=limit_bytes,
+            basis=basis,
+        )
+
+
+def run_s(spec: RunSpec, step_s: float) -> float:
+    """The whole run: start, warm-up and steps."""
+    return START_S + step_s * (spec.steps + spec.warmup)
 
 
 def forecast(
@@ -43,6 +58,7 @@ def forecast(
     *,
     cluster: Cluster | None = None,
     profile: HardwareProfile | None = None,
+    calibration: Calibration | None = None,
     cores: int = 1,
 ) -> list[Forecast]:
     """One answer for each spec, in their order. `cores` is this host's, for the rough guess."""
@@ -53,13 +69,8 @@ def forecast(
     for ranks, places in by_ranks.items():
         group = [specs[at] for at in places]
         here = cluster or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
-        known = calibrations.shipped()
-        entry, _ = entry_for(known, "fourfold", here)
-        if profile is not None:
-            entry = replace(entry, knobs={**entry.knobs, **knobs_of(profile)})
-        if here.device.id.startswith("cpu"):
-            # No CUDA context, no communicator buffers: only tensors count there.
-            entry = replace(entry, knobs={**entry.knobs, "base_gib": 0.0})
+        known = calibration or (calibration_of(profile, here) if profile else None)
+        entry, _ = entry_for(known or calibrations.shipped(), "fourfold", here)
         columns = columns_of(group, cluster=here, stack="fourfold")
         step_s = estimate(columns, entry.knobs).step_s
         low_s, high_s = bounds(columns, entry, step_s)

@@ -116,6 +116,9 @@ def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[E
     entry, why = calibration.entry(stack, cluster.name, generation_of(cluster.device.id))
     if not why and not entry.rows_time:
         why = f"calibration '{calibration.name}' knows kernels and links, no run"
+    if cluster.device.id.startswith("cpu"):
+        # No CUDA context, no communicator buffers: only tensors count there.
+        entry = replace(entry, knobs={**entry.knobs, "base_gib": 0.0})
     return entry, why
 
 

@@ -1,4 +1,8 @@
-"""How well did the planner predict the runs that were measured since? Errors and regret."""
+"""How well did the planner predict the runs that were measured since? Errors, fit and regret.
+
+A run is judged by what was said before it ran, kept with it, or by what would be said today. Time
+needs an outcome `ok`; whether a run fits is also answered by an out-of-memory.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +11,125 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fourfold.result.profile import HardwareProfile
-from fourfold.search.forecast import Forecast, forecast
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.run import RunSpec
+from fourfold.result.prediction import Prediction
+from fourfold.result.summary import Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A prediction and the run it was about."""
+
+    said: Prediction
+    run: Summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """`inside_pct`: measured times within the stated 80% interval. `regret`: time of the planner's
-    first choice over the best time, the median over groups of comparable runs; None without any."""
+    """`bias_pct`: median of predicted over measured, less 100%. `inside_pct`: measured times within
+    the stated 80% interval. `fit_right` of `fit_runs`: the verdict "fits" or "does not" was true;
+    `missed_oom` were said to fit and did not. `regret`: time of the planner's first choice over the
+    best time, the median over groups of comparable runs. None: no run could tell."""
 
-    runs: int
-    median_error_pct: float
-    inside_pct: float
-    regret: float | None
     basis: str
+    runs: int
+    median_error_pct: float | None
+    bias_pct: float | None
+    inside_pct: float | None
+    memory_runs: int
+    memory_error_pct: float | None
+    memory_bias_pct: float | None
+    fit_runs: int
+    fit_right: int
+    missed_oom: int
+    regret: float | None
 
     def __str__(self) -> str:
-        text = (
-            f"Planner's score ({self.basis}): median error {self.median_error_pct:.1f}% over "
-            f"{self.runs} runs, {self.inside_pct:.0f}% within its interval"
-        )
-        return (
-            text if self.regret is None else f"{text}, regret of its first choice {self.regret:.3f}"
-        )
+        parts = []
+        if self.median_error_pct is not None:
+            parts.append(
+                f"median error {self.median_error_pct:.1f}% (bias {self.bias_pct:+.1f}%) over "
+                f"{self.runs} runs, {self.inside_pct:.0f}% within its 80% interval"
+            )
+        if self.memory_error_pct is not None:
+            parts.append(
+                f"memory {self.memory_error_pct:.1f}% (bias {self.memory_bias_pct:+.1f}%) over "
+                f"{self.memory_runs}"
+            )
+        if self.fit_runs:
+            missed = f", {self.missed_oom} out-of-memory not foreseen" if self.missed_oom else ""
+            parts.append(f"fit right in {self.fit_right} of {self.fit_runs}{missed}")
+        if self.regret is not None:
+            parts.append(f"regret of its first choice {self.regret:.3f}")
+        return f"Planner's score ({self.basis}): {'; '.join(parts)}"
 
 
-def score_runs(
-    pairs: Sequence[tuple[RunSpec, float]],
-    *,
-    cluster: Cluster | None = None,
-    profile: HardwareProfile | None = None,
-) -> Score | None:
-    """(run, measured seconds per step) against what would be predicted today."""
-    if not pairs:
-        return None
-    answers = forecast([spec for spec, _ in pairs], cluster=cluster, profile=profile)
-    errors = [
-        abs(answer.step_s / step_s - 1) for answer, (_, step_s) in zip(answers, pairs, strict=True)
-    ]
+def kept(runs: Sequence[Summary]) -> list[Judged]:
+    """Runs with what was said before they ran."""
+    found = []
+    for run in runs:
+        if run.predicted_s is None or run.predicted_bytes is None:
+            continue
+        said = Prediction(
+            step_s=run.predicted_s,
+            step_s_low=run.predicted_low_s or 0.0,
+            step_s_high=run.predicted_high_s or 0.0,
+            peak_bytes=run.predicted_bytes,
+            limit_bytes=run.predicted_limit_bytes or 0.0,
+            basis=run.predicted_by,
+        )
+        found.append(Judged(said, run))
+    return found
+
+
+def scores(judged: Sequence[Judged]) -> list[Score]:
+    """One for each basis, the most used first; what no run can judge is left out."""
+    by_basis: dict[str, list[Judged]] = defaultdict(list)
+    for one in judged:
+        by_basis[one.said.basis].append(one)
+    found = [_score(basis, group) for basis, group in by_basis.items()]
+    found = [score for score in found if score.runs or score.fit_runs]
+    return sorted(found, key=lambda score: (-score.runs, score.basis))
+
+
+def _score(basis: str, group: Sequence[Judged]) -> Score:
+    timed = [one for one in group if one.run.step_s]
+    ratios = [one.said.step_s / (one.run.step_s or 1.0) for one in timed]
     inside = [
-        answer.low_s <= step_s <= answer.high_s
-        for answer, (_, step_s) in zip(answers, pairs, strict=True)
+        one.said.step_s_low <= (one.run.step_s or 0.0) <= one.said.step_s_high for one in timed
+    ]
+    full = [one for one in timed if one.run.peak_bytes]
+    sizes = [one.said.peak_bytes / (one.run.peak_bytes or 1) for one in full]
+    verdicts = [
+        (bool(one.said.fits), one.run.outcome == "ok")
+        for one in group
+        if one.said.fits is not None and one.run.outcome in ("ok", "oom")
     ]
     return Score(
-        runs=len(pairs),
-        median_error_pct=100 * median(errors),
-        inside_pct=100 * sum(inside) / len(inside),
-        regret=_regret(pairs, answers),
-        basis=cluster.name if cluster else profile.device_name if profile else "a rough guess",
+        basis=basis,
+        runs=len(timed),
+        median_error_pct=_median_pct([abs(ratio - 1) for ratio in ratios]),
+        bias_pct=_median_pct([ratio - 1 for ratio in ratios]),
+        inside_pct=100 * sum(inside) / len(inside) if inside else None,
+        memory_runs=len(full),
+        memory_error_pct=_median_pct([abs(ratio - 1) for ratio in sizes]),
+        memory_bias_pct=_median_pct([ratio - 1 for ratio in sizes]),
+        fit_runs=len(verdicts),
+        fit_right=sum(said == was for said, was in verdicts),
+        missed_oom=sum(said and not was for said, was in verdicts),
+        regret=_regret(timed),
     )
 
 
-def _regret(pairs: Sequence[tuple[RunSpec, float]], answers: Sequence[Forecast]) -> float | None:
+def _median_pct(values: Sequence[float]) -> float | None:
+    return 100 * median(values) if values else None
+
+
+def _regret(timed: Sequence[Judged]) -> float | None:
     groups: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
-    for (spec, step_s), answer in zip(pairs, answers, strict=True):
-        key = (spec.model, spec.gpus, spec.batch.seq_len, spec.batch.global_batch)
-        groups[key].append((answer.step_s, step_s))
+    for one in timed:
+        run = one.run
+        key = (run.model_json, run.device, run.gpus, run.seq_len, run.global_batch, run.precision)
+        groups[key].append((one.said.step_s, run.step_s or 0.0))
     ratios = [
         min(group)[1] / min(measured for _, measured in group)
         for group in groups.values()

@@ -9,8 +9,9 @@ from fourfold.errors import UserError
 from fourfold.result.quality import flags, straggler
 from fourfold.result.report import RunReport
 from fourfold.result.summary import of_report
+from fourfold.show import post_mortem
 from fourfold.show.micro import micro_words
-from fourfold.spec import catalog
+from fourfold.spec import catalog, codec
 from fourfold.spec.device import Device
 from fourfold.spec.nccl_tests import device_id
 from fourfold.units import show_bytes, show_seconds
@@ -44,6 +45,10 @@ def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
         "raw_step_s": [step.seconds for step in report.steps],
         "warmup": spec.warmup,
     }
+    if report.predicted is not None:
+        plain["predicted"] = codec.encode(report.predicted)
+    if report.outcome == "oom":
+        plain["post_mortem"] = post_mortem.facts(report)
     if summary.step_s and summary.tokens_s_gpu:
         plain |= {
             "step_s": summary.step_s,

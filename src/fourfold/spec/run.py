@@ -34,7 +34,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """`memory_limit` is bytes of one rank; the limits in seconds end a run that stays silent."""
+    """`memory_limit` is bytes of one rank; the limits in seconds end a run that stays silent.
+
+    `refused`: why these axes can't be a run at all. Such a spec is only kept, never started; its
+    layout need not multiply to `gpus`.
+    """
 
     model: ModelShape
     gpus: int
@@ -51,6 +55,7 @@ class RunSpec:
     note: str = ""
     tag: str = ""
     fault: Fault | None = None
+    refused: str = ""
 
     def __post_init__(self) -> None:
         check.whole(1, 2**24, gpus=self.gpus)
@@ -60,7 +65,7 @@ class RunSpec:
         check.positive(start_limit_s=self.start_limit_s, step_limit_s=self.step_limit_s)
         if self.memory_limit is not None:
             check.whole(1, 2**60, memory_limit=self.memory_limit)
-        if self.layout.world != self.gpus:
+        if self.layout.world != self.gpus and not self.refused:
             raise UserError(
                 f"pp x dp x cp x tp = {self.layout.world} must equal gpus={self.gpus}",
                 field="layout",

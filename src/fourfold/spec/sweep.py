@@ -25,15 +25,16 @@ from fourfold.spec.run import RunSpec
 _RESERVED = ("where", "max_nodes", "gpus_per_node")
 _DEFAULT_GPUS_PER_NODE = 8
 MAX_COMBINATIONS = 1_000_000
+# Words of a condition whose values are predictions before a run has run.
+FORESEEN = frozenset({"mem_gb", "step_s"})
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One point of the product: what was varied, and the run it makes or why it makes none."""
+    """One point of the product: what was varied, and the run it makes (`spec.refused`: or not)."""
 
     varied: tuple[tuple[str, Any], ...]
-    spec: RunSpec | None
-    refusal: str = ""
+    spec: RunSpec
 
     @property
     def label(self) -> str:
@@ -61,11 +62,15 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """`dropped` combinations were not asked for after all; `same` make a run already listed."""
+    """`dropped` combinations were not asked for after all; `same` make a run already listed.
+
+    `foreseen` are the conditions on predicted values (FORESEEN), which nobody here can answer.
+    """
 
     combinations: tuple[Combination, ...]
     dropped: int
     same: int
+    foreseen: tuple[Expression, ...] = ()
 
     @property
     def total(self) -> int:
@@ -166,13 +171,13 @@ def expand(sweep: Sweep) -> Expansion:
         if not _asked_for(sweep, table, combination):
             dropped += 1
             continue
-        if combination.spec is not None:
-            if combination.spec.run_id in seen:
-                same += 1
-                continue
-            seen.add(combination.spec.run_id)
+        if combination.spec.run_id in seen:
+            same += 1
+            continue
+        seen.add(combination.spec.run_id)
         found.append(combination)
-    return Expansion(tuple(found), dropped, same)
+    foreseen = tuple(one for one in sweep.where if one.names & FORESEEN)
+    return Expansion(tuple(found), dropped, same, foreseen)
 
 
 def _table(base: Mapping[str, Any], varied: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
@@ -207,7 +212,7 @@ def _combination(table: dict[str, Any], varied: tuple[tuple[str, Any], ...]) -> 
         spec = codec.load(RunSpec, table)
     except UserError as error:
         if error.field in ("gpus", "layout") and "x cp x tp" in error.rule:
-            return Combination(varied, None, str(error))
+            return Combination(varied, _impossible(table, str(error)))
         raise
     fault = spec.fault
     if fault is not None and fault.where:
@@ -217,12 +222,21 @@ def _combination(table: dict[str, Any], varied: tuple[tuple[str, Any], ...]) -> 
     return Combination(varied, spec)
 
 
+def _impossible(table: dict[str, Any], reason: str) -> RunSpec:
+    """The asked axes as they were asked, dp 1 where it was left to be the rest."""
+    layout = Layout.from_plain(table.get("layout", {}), "layout").to_plain()
+    return codec.load(RunSpec, {**table, "layout": layout, "refused": reason, "fault": None})
+
+
 def _asked_for(sweep: Sweep, table: dict[str, Any], combination: Combination) -> bool:
     spec = combination.spec
-    values = values_of(spec, sweep.gpus_per_node) if spec else _loose_values(sweep, table)
+    values = values_of(spec, sweep.gpus_per_node)
+    if spec.refused:
+        values = _loose_values(sweep, table, spec)
     if sweep.max_nodes is not None and (values["nodes"] or 0) > sweep.max_nodes:
         return False
-    return all(condition.holds(values) for condition in sweep.where)
+    asked = (condition for condition in sweep.where if not condition.names & FORESEEN)
+    return all(condition.holds(values) for condition in asked)
 
 
 def values_of(spec: RunSpec, gpus_per_node: int) -> dict[str, float | None]:
@@ -236,12 +250,12 @@ def values_of(spec: RunSpec, gpus_per_node: int) -> dict[str, float | None]:
     }  # fmt: skip
 
 
-def _loose_values(sweep: Sweep, table: dict[str, Any]) -> dict[str, float | None]:
+def _loose_values(sweep: Sweep, table: dict[str, Any], spec: RunSpec) -> dict[str, float | None]:
     """The same for axes that do not divide the GPUs: dp is then a fraction, and `dp % 4 == 0` or
     `dp >= 1` can drop the combination before it counts as illegal."""
-    layout = table.get("layout", {})
-    sizes = {axis: layout.get(axis, 1) for axis in ("tp", "cp", "pp")}
-    gpus = int(table["gpus"])
-    whole = codec.load(RunSpec, {**table, "layout": {}, "gpus": gpus})
-    dp = gpus / math.prod(sizes.values())
-    return values_of(whole, sweep.gpus_per_node) | sizes | {"dp": dp}
+    named = table.get("layout", {})
+    layout = Layout.from_plain(named, "layout")
+    sizes: dict[str, float | None] = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
+    dp_named = "dp" in named or (isinstance(named, dict) and {"shard", "replicate"} & named.keys())
+    dp = layout.dp if dp_named else spec.gpus / (layout.tp * layout.cp * layout.pp)
+    return values_of(spec, sweep.gpus_per_node) | sizes | {"dp": dp}

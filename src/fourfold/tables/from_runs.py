@@ -65,6 +65,7 @@ def record_of(summary: Summary, number: int) -> Record:
         precision=summary.precision,
         recompute=summary.recompute,
         offload=summary.offload,
+        variant=_variant(summary),
         stack="fourfold",
         shape=model,
         micro_batch=summary.micro_batch,
@@ -80,6 +81,18 @@ def record_of(summary: Summary, number: int) -> Record:
         note="; ".join(filter(None, notes(summary, model))),
         measured_at=summary.started_at,
     )
+
+
+def _variant(summary: Summary) -> str:
+    """Settings that make another configuration, though the published columns do not show them."""
+    said = [f"{name}={value}" for name, value in summary.env]
+    said += [summary.attention, "compiled" if summary.compiled else ""]
+    said.append(f"copies {summary.replicate}" if summary.replicate > 1 else "")
+    said.append(summary.cp_kind if summary.cp > 1 else "")
+    said.append(summary.schedule if summary.pp > 1 else "")
+    said.append("" if summary.sequence_parallel or summary.tp == 1 else "no sequence parallel")
+    said.append(summary.order if summary.gpus > 1 else "")
+    return " ".join(filter(None, said))
 
 
 def _micro_count(summary: Summary) -> int | None:
@@ -106,6 +119,8 @@ def notes(summary: Summary, model: ModelShape) -> list[str]:
         said.append(f"cp {summary.cp_kind}")
     if summary.schedule != "1f1b":
         said.append(summary.schedule)
+    if summary.compiled:
+        said.append("compiled")
     said += [f"{name}={value}" for name, value in summary.env]
     if summary.retries:
         said.append(f"{summary.retries} allocator retries")

@@ -20,7 +20,7 @@ class Record:
     """`line` is the row's line in the file, `column` the heading for styles with one result a cell.
 
     `label` is the name or size in the row itself, `model` a catalogue name in the text above;
-    `shape` is the whole shape where it is known (stored runs).
+    `shape` is the whole shape and `variant` what no column says of the settings (stored runs).
     """
 
     style: Style
@@ -71,6 +71,7 @@ class Record:
     measured_at: str = ""
     predicted_s: float | None = None
     offload: str = ""
+    variant: str = ""
     note: str = ""
     shape: ModelShape | None = field(default=None, compare=False, repr=False)
     cells: dict[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -1,0 +1,143 @@
+"""The planner's best as a sweep: the same question as 'plan', predictions kept beside results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.launch import campaign
+from fourfold.result.profile import (
+    CollectivePoint,
+    CopyPoint,
+    GemmPoint,
+    HardwareProfile,
+    SharedPoint,
+)
+from fourfold.result.report import RunReport, StepReport
+from fourfold.result.store import Store
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+
+QUESTION = [
+    "--model", "llama-tiny", "--gpus", "4", "--seq-len", "64", "--global-batch", "8",
+    "--precision", "fp32",
+]  # fmt: skip
+
+
+PROFILE = HardwareProfile(
+    device="cpu",
+    device_name="a cpu",
+    host="here",
+    torch="2.13",
+    made_at="2026-01-02T03:04:05",
+    measured_s=1.0,
+    cores=4,
+    units=4,
+    memory_bytes=2**30,
+    power_w=0.0,
+    gemms=(GemmPoint(dtype="fp32", m=1024, n=1024, k=1024, seconds=0.02),),
+    attentions=(),
+    copies=(CopyPoint(moved_bytes=2**28, seconds=0.03),),
+    launch_s=5e-6,
+    layer_launch_s=1e-3,
+    burst_flops_per_s=1.2e11,
+    sustained_flops_per_s=1e11,
+    sustained_over_s=10.0,
+    shared=(
+        SharedPoint(ranks=1, dtype="fp32", flops_per_s=1e11, bytes_per_s=2e10),
+        SharedPoint(ranks=4, dtype="fp32", flops_per_s=2.5e10, bytes_per_s=6e9),
+    ),
+    collectives=tuple(
+        CollectivePoint(op="all-reduce", ranks=4, payload_bytes=size, seconds=seconds)
+        for size, seconds in ((1024, 6e-4), (2**24, 0.02))
+    ),
+)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> list[str]:
+    path = tmp_path / "profile.json"
+    path.write_text(codec.to_json(PROFILE))
+    return ["--profile", str(path)]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
+    seen: list[RunSpec] = []
+
+    def runner(spec: RunSpec, folder: Path, say: object) -> RunReport:
+        seen.append(spec)
+        return RunReport(spec=spec, outcome="ok", steps=(StepReport(step=0, seconds=0.5),))
+
+    monkeypatch.setattr(campaign.Campaign.__init__, "__kwdefaults__", {
+        **campaign.Campaign.__init__.__kwdefaults__, "runner": runner,
+    })  # fmt: skip
+    return seen
+
+
+def test_the_top_of_the_plan_is_measured(
+    tmp_path: Path, profile: list[str], ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*QUESTION, *profile, "--format", "json"]
+    assert main(["plan", *asked, "--stack", "fourfold", "--top", "3"]) == 0
+    ranked = json.loads(capsys.readouterr().out)["ranked"]
+    words = ["sweep", "--from-plan", "3", *asked, "--runs", str(tmp_path / "runs")]
+    words += ["--set", "steps=4", "--set", "device=cpu"]
+    assert main([*words, "--dry-run"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert ran == []
+    assert [row["layout"] for row in planned["planned"]] == [row["layout"] for row in ranked]
+    assert planned["predicted_s"] > sum(row["step_s"] for row in ranked)
+    assert main(words) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["total"] == data["ok"] == len(ran) == 3
+    for spec, row, said in zip(ran, ranked, data["runs"], strict=True):
+        assert (str(spec.layout), spec.batch.micro_batch) == (row["layout"], row["micro_batch"])
+        assert (spec.policy.sharding, spec.steps) == (row["policy"]["sharding"], 4)
+        assert said["predicted"]["step_s"] == row["step_s"]
+    stored = Store(tmp_path / "runs").runs()
+    assert {item.summary.predicted_by for item in stored} == {
+        "plan on here-cpu, calibration profile of here"
+    }
+    assert main(words) == 0  # resumed: nothing runs again, predictions stay
+    again = json.loads(capsys.readouterr().out)
+    assert len(ran) == 3
+    assert all(row["resumed"] for row in again["runs"])
+    text = [*words[: words.index("--format")], "--runs", str(tmp_path / "runs")]
+    assert main([*text, "--set", "steps=4", "--set", "device=cpu"]) == 0
+    assert "predicted sec/it" in capsys.readouterr().out
+
+
+def test_constraints_bind_the_plan(
+    tmp_path: Path, profile: list[str], ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sweep", "--from-plan", "9", *QUESTION, *profile, "--runs", str(tmp_path / "runs")]
+    assert main([*words, "--tp", "2", "--micro-batch", "1", "--where", "pp == 1"]) == 0
+    assert {(spec.layout.tp, spec.layout.pp, spec.batch.micro_batch) for spec in ran} == {(2, 1, 1)}
+    capsys.readouterr()
+    assert main([*words, "--set", "memory_limit=1000"]) == 2
+    assert "finds no layout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--from-plan", "0", *QUESTION],
+        ["--from-plan", "2", *QUESTION, "-m", "llama-tiny"],
+        ["--from-plan", "2", *QUESTION[2:]],
+        ["-m", "llama-tiny", "--seq-len", "64"],
+    ],
+)
+def test_bad_requests(words: list[str], profile: list[str], ran: list[RunSpec]) -> None:
+    assert main(["sweep", *words, *profile]) == 2
+    assert ran == []
+
+
+def test_without_knowing_the_machine(
+    ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "--from-plan", "2", *QUESTION, "--set", "device=cpu"]) == 2
+    assert "calibrate" in capsys.readouterr().err
