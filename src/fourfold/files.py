@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from fourfold.errors import UserError
 
@@ -90,6 +93,36 @@ def write_bytes(path: str | Path, content: bytes, *, field: str = "out") -> None
             value=str(path),
             way_out="check folder, permissions and free space",
         ) from None
+
+
+@contextlib.contextmanager
+def pending(path: str | Path, *, field: str = "out") -> Iterator[BinaryIO]:
+    """A stream whose content becomes the file `path` when the block ends well, else nothing does;
+    for what is too large for `write_bytes`."""
+    import tempfile
+
+    temporary = ""
+    try:
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:32]}.", dir=target.parent)
+        with os.fdopen(handle, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, _mode_of(target))
+        os.replace(temporary, target)
+        temporary = ""
+    except OSError as error:
+        raise UserError(
+            f"cannot be written ({error.strerror or error})",
+            field=field,
+            value=str(path),
+            way_out="check folder, permissions and free space",
+        ) from None
+    finally:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
 
 
 def _mode_of(path: Path) -> int:

@@ -27,6 +27,7 @@ from fourfold.show import post_mortem
 from fourfold.show.table import json_text, render
 from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
+from fourfold.spec.tokens import read_info, require_fit
 
 EXAMPLES = """\
 examples:
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", default="runs", metavar="DIR", help="the store (default: runs)")
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps")
     parser.add_argument("--warmup", type=int, metavar="N", help="steps before them, at least")
+    parser.add_argument("--data", metavar="NAME", help="a token file (default: synthetic tokens)")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="runs (1)")
     parser.add_argument("--probe-s", type=float, default=1.0, metavar="S", help="0: no probes")
     parser.add_argument("--tag", metavar="TEXT", help="a word kept with the run")
@@ -82,10 +84,14 @@ def _spec(args: argparse.Namespace) -> RunSpec:
     spec = flags.run_spec(args)
     changes: dict[str, Any] = {
         name: getattr(args, name)
-        for name in ("steps", "warmup", "tag", "note")
+        for name in ("steps", "warmup", "tag", "note", "data")
         if getattr(args, name) is not None
     }
-    return dataclasses.replace(spec, **changes)
+    spec = dataclasses.replace(spec, **changes)
+    if spec.data:
+        vocab, seq_len = spec.model.vocab, spec.batch.seq_len
+        require_fit(read_info(spec.data), name=spec.data, vocab=vocab, seq_len=seq_len)
+    return spec
 
 
 def _runner(probe_s: float) -> Any:
@@ -104,8 +110,9 @@ def _show(args: argparse.Namespace, answers: list[dict[str, Any]], rule: str) ->
     for plain in answers:
         head = f"{plain['model']}, {plain['layout']}, micro batch {plain['micro_batch']}"
         if args.format != "csv":
+            data = "" if plain["data"] == "synthetic" else f", data {plain['data']}"
             print(f"{head}, global batch {plain['global_batch']} x {plain['seq_len']} tokens, "
-                  f"{plain['precision']}\n")  # fmt: skip
+                  f"{plain['precision']}{data}\n")  # fmt: skip
         print(render(["quantity", "value", "note"], shown.rows(plain, rule), args.format))
         print(post_mortem.text(plain.get("post_mortem", {}), args.format), end="")
         if args.format != "csv":

@@ -85,7 +85,7 @@ def run_table(args: argparse.Namespace) -> dict[str, Any]:
         if not equals or not path:
             raise UserError("must be FIELD=VALUE", field="--set", value=assignment)
         path, value = path.strip(), toml_value(text)
-        is_text = path in ("note", "tag") or path.startswith("policy.env.")
+        is_text = path in ("note", "tag", "data") or path.startswith("policy.env.")
         # A shell eats the quotes of policy.env.X="1".
         put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
     return table

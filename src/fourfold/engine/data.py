@@ -1,11 +1,13 @@
-"""What tokens does a step see? Synthetic ones, fresh each step: f(seed, sequence, position).
+"""What tokens does a step see? Those of a file, or synthetic ones, fresh each step: f(seed,
+sequence, position).
 
-Any rank can make exactly the sequences and positions it needs, on its own device, with no host
-synchronisation; ranks that share data (tensor and pipeline peers) make the same.
+Any rank can make exactly the sequences and positions it needs, with no host synchronisation; ranks
+that share data (tensor and pipeline peers) make the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +16,9 @@ from torch import Tensor
 
 from fourfold.engine import counter
 from fourfold.engine.model.decoder import IGNORE
+from fourfold.engine.token_file import TokenFile
+from fourfold.spec.run import RunSpec
+from fourfold.spec.tokens import read_info
 
 
 class Source(Protocol):
@@ -23,6 +28,30 @@ class Source(Protocol):
         """(tokens, targets), both [len(sequences), len(positions)]; `first` is the number of
         sequences of all steps before this one."""
         ...
+
+    def ahead(self, first: int, sequences: Sequence[Tensor], positions: Tensor) -> None:
+        """Batches that will be asked for next; one that comes without warning is right too."""
+        ...
+
+
+def source_of(spec: RunSpec) -> Source:
+    """What a run reads."""
+    vocab, seq_len, seed = spec.model.vocab, spec.batch.seq_len, spec.seed
+    if spec.data:
+        return TokenFile(spec.data, vocab=vocab, seq_len=seq_len, seed=seed)
+    return Synthetic(vocab=vocab, seq_len=seq_len, seed=seed)
+
+
+def data_facts(spec: RunSpec) -> dict[str, str]:
+    """Which tokens a run saw, for its report."""
+    if not spec.data:
+        return {}
+    info = read_info(spec.data)
+    return {
+        "data.sha256": info.sha256,
+        "data.tokens": str(info.tokens),
+        "data.tokenizer": info.tokenizer,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +73,9 @@ class Synthetic:
         if self.masked > 0.0:
             drop = drop | self._masked(number, index)
         return tokens, torch.where(drop, IGNORE, targets)
+
+    def ahead(self, first: int, sequences: Sequence[Tensor], positions: Tensor) -> None:
+        """Made on the device in no time when they are asked for."""
 
     def _masked(self, number: Tensor, index: Tensor) -> Tensor:
         """Sequence i drops between none and twice the share of its targets."""

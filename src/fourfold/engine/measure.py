@@ -22,6 +22,7 @@ from torch import Tensor
 from fourfold.engine import compat, probe
 from fourfold.engine.account import count_of, mark_phases, watch
 from fourfold.engine.clock import synchronize
+from fourfold.engine.data import data_facts
 from fourfold.engine.environment import environment
 from fourfold.engine.failure import NonFiniteError, strike
 from fourfold.engine.ledger import Ledger
@@ -215,8 +216,14 @@ def _measured(steps: Steps, start_s: float) -> RankFacts:
         window_s=window_s,
         samples=samples,
         probes=tuple(one for one in probes if one is not None),
-        environment=environment(device, task.place) if task.rank == 0 else (),
+        environment=_environment(task, device) if task.rank == 0 else (),
     )
+
+
+def _environment(task: Task, device: torch.device) -> tuple[tuple[str, str], ...]:
+    """Where it ran, on which tokens."""
+    facts = dict(environment(device, task.place)) | data_facts(task.spec)
+    return tuple(sorted(facts.items()))
 
 
 def _memory(task: Task, device: torch.device, ledger_bytes: int) -> RankMemory:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fourfold.engine import gradients, init
 from fourfold.engine.compat import DTYPES, activation_dtype
-from fourfold.engine.data import Source, Synthetic
+from fourfold.engine.data import Source, source_of
 from fourfold.engine.gradients import Shared
 from fourfold.engine.init import InitRule
 from fourfold.engine.model.decoder import IGNORE, Decoder
@@ -66,11 +66,7 @@ class Trainer:
         self.spec, self.world, self.device = spec, world, device
         self.settings = settings or AdamSettings()
         self.rule = rule or InitRule()
-        self.source = source or Synthetic(
-            vocab=spec.model.vocab,
-            seq_len=spec.batch.seq_len,
-            seed=spec.seed,
-        )
+        self.source = source or source_of(spec)
         self.chunks = parallelize(spec, world)
         self.sizes = micro_sizes(spec, world)
         pp = spec.layout.pp
@@ -142,6 +138,8 @@ class Trainer:
         if world.is_first or world.is_last:
             first = self.spec.batch.sequences_before(index)
             batches = [self.source.batch(first, s, self.positions) for s in self.sequences]
+            first = self.spec.batch.sequences_before(index + 1)
+            self.source.ahead(first, self.sequences, self.positions)
         count = self.count_targets([t for _, t in batches]) if world.is_last else None
 
         def forward(chunk: Decoder, micro: int, x: Tensor | None) -> Tensor:

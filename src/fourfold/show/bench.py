@@ -32,6 +32,7 @@ def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
         "micro_sizes": [list(sizes) for sizes in spec.batch.micro_plan(spec.layout.dp)],
         "micro_words": micro_words(spec.batch, spec.layout.dp),
         "precision": spec.policy.precision,
+        "data": spec.data or "synthetic",
         "recompute": spec.policy.recompute,
         "sharding": spec.policy.sharding,
         "device": summary.device,

@@ -38,6 +38,7 @@ class RunSpec:
 
     `refused`: why these axes can't be a run at all. Such a spec is only kept, never started; its
     layout need not multiply to `gpus`.
+    `data` names a token file ('fourfold data make'); without it tokens are synthetic.
     """
 
     model: ModelShape
@@ -56,6 +57,7 @@ class RunSpec:
     tag: str = ""
     fault: Fault | None = None
     refused: str = ""
+    data: str = ""
 
     def __post_init__(self) -> None:
         check.whole(1, 2**24, gpus=self.gpus)
