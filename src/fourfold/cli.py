@@ -25,6 +25,7 @@ COMMANDS = {
     "trace": "what every step of a parallel layer does: shapes, FLOPs, bytes, memory",
     "bench": "one run: how fast, how sure, what to doubt",
     "sweep": "many runs, every outcome kept, resumed where it stopped",
+    "data": "token files: make one from text, look at one",
     "runs": "what is stored: every run with outcome, speed and memory",
     "diff": "what differs between two stored runs, and whether it matters",
     "report": "results as people publish them: MPT, topology and scaling tables",

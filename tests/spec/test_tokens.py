@@ -21,15 +21,17 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         writer.end_document()
         writer.add(np.array([], dtype=np.int64))
         writer.end_document()
+        writer.add(np.array([3], dtype=np.uint8))
+        writer.end_document()
     info = read_info(name)
-    assert (info.tokens, info.documents, info.end, info.dtype) == (6, 2, 4, "uint16")
+    assert (info.tokens, info.documents, info.end, info.dtype) == (7, 2, 4, "uint16")
     assert (tmp_path / "deep" / "data.bin").read_bytes() == b"".join(
-        n.to_bytes(2, "little") for n in (0, 1, 2, 3, 4, 4)
+        n.to_bytes(2, "little") for n in (0, 1, 2, 3, 4, 3, 4)
     )
-    assert info.unigram_nats == pytest.approx(4 / 6 * math.log(6) + 2 / 6 * math.log(3))
+    assert info.unigram_nats == pytest.approx(3 / 7 * math.log(7) + 4 / 7 * math.log(7 / 2))
     assert read_info(f"{name}.bin") == read_info(f"{name}.json") == info
-    assert info.windows(5) == 1
-    assert info.windows(6) == 0
+    assert info.windows(6) == 1
+    assert info.windows(7) == 0
 
 
 def test_wide_tokens_take_four_bytes(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_a_failure_leaves_the_old_pair_and_no_rest(tmp_path: Path) -> None:
     name = str(tmp_path / "data")
     write_array(name, range(100), vocab=100)
     before = read_info(name)
-    with pytest.raises(UserError, match="not below vocab=100"):
+    with pytest.raises(UserError, match="from 0 to vocab - 1 = 99"):
         write_array(name, [1, 100], vocab=100)
     assert read_info(name) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.json"]

@@ -102,7 +102,7 @@ def candidates(words: list[str], parsers: Parsers) -> list[str]:
 
 
 def _after(command: str, before: list[str], current: str, parsers: Parsers) -> tuple[str, ...]:
-    actions = parsers[command](command)._actions
+    actions, before = _within(parsers[command](command), before)
     options = {name: action for action in actions for name in action.option_strings}
     last = options.get(before[-1]) if before else None
     if last is not None and last.nargs != 0:
@@ -116,6 +116,18 @@ def _after(command: str, before: list[str], current: str, parsers: Parsers) -> t
         if not word.startswith("-") and not (i and _takes_value(options.get(before[i - 1])))
     )
     return _values(command, free[given]) if given < len(free) else ()
+
+
+def _within(
+    parser: argparse.ArgumentParser, before: list[str]
+) -> tuple[list[argparse.Action], list[str]]:
+    """The arguments that count here: those of 'data make' once 'make' was typed."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for i, word in enumerate(before):
+                if word in action.choices:
+                    return action.choices[word]._actions, before[i + 1 :]
+    return parser._actions, before
 
 
 def _takes_value(action: argparse.Action | None) -> bool:

@@ -1,0 +1,159 @@
+"""`fourfold data`: token files from texts, and what they say of themselves."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.cli import main
+from fourfold.commands.data_make import pieces
+from fourfold.spec.tokens import read_info
+
+
+def ran(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["data", *words]) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err + captured.out
+
+
+def tokens(name: str) -> list[int]:
+    return np.fromfile(f"{name}.bin", f"<u{2 if read_info(name).dtype == 'uint16' else 4}").tolist()
+
+
+@pytest.fixture
+def name(tmp_path: Path) -> str:
+    return str(tmp_path / "corpus")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"caf\xc3\xa9\r\n")
+    return str(path)
+
+
+def test_bytes_are_tokens_and_256_ends_a_document(capsys, name, text, tmp_path):
+    (tmp_path / "empty").touch()
+    ran(capsys, "make", "--out", name, text, str(tmp_path / "empty"), text)
+    assert tokens(name) == [*b"caf\xc3\xa9\r\n", 256] * 2
+    info = read_info(name)
+    assert (info.documents, info.vocab, info.tokenizer, info.dtype) == (2, 257, "bytes", "uint16")
+    shown = ran(capsys, "show", name)
+    assert re.search(r"checksum +matches", shown)
+    assert f"{info.unigram_nats:.4f} nats" in shown
+    assert "caf\\xe9" in shown
+    data = json.loads(ran(capsys, "show", name, "--format", "json"))
+    assert data["first_tokens"] == tokens(name)
+    assert data["distinct_tokens"] == 8
+
+
+def test_a_vocabulary_of_256_has_a_zero_byte_for_the_end(capsys, name, text):
+    ran(capsys, "make", "--out", name, "--vocab", "256", text)
+    assert tokens(name)[-1] == 0
+    assert read_info(name).vocab == 256
+    assert "needs 257" in ran(capsys, "make", "--out", f"{name}2", "--vocab", "255", text, code=2)
+
+
+def test_stdin_is_a_text(capsys, name, monkeypatch):
+    content = bytes(range(256)) * (20 * 2**10)  # more than one chunk
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+    ran(capsys, "make", "--out", name, "-")
+    assert tokens(name) == [*content, 256]
+
+
+def test_what_cannot_be_made_is_refused_and_leaves_nothing(capsys, name, text, tmp_path):
+    (tmp_path / "empty").touch()
+    for words, said in (
+        ([str(tmp_path / "nothing")], "No such file"),
+        ([str(tmp_path)], "is a folder"),
+        (["/dev/zero"], "is a device"),
+        ([str(tmp_path / "empty")], "hold no text"),
+        ([text, "--end-token", "x"], "by themselves"),
+    ):
+        assert said in ran(capsys, "make", "--out", name, *words, code=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.txt"]
+
+
+def test_an_old_file_is_kept_unless_forced(capsys, name, text):
+    ran(capsys, "make", "--out", name, text)
+    assert "add --force" in ran(capsys, "make", "--out", name, text, code=2)
+    ran(capsys, "make", "--out", name, "--force", text, text)
+    assert read_info(name).documents == 2
+
+
+def test_damage_is_found(capsys, name, tmp_path):
+    path = tmp_path / "long"
+    path.write_bytes(b"x" * (3 * 2**20))
+    ran(capsys, "make", "--out", name, str(path))
+    with open(f"{name}.bin", "r+b") as stream:
+        stream.seek(3 * 2**20)
+        stream.write(b"\xff")
+    assert "ends match" in ran(capsys, "show", name, "--quick")
+    assert "differs" in ran(capsys, "show", name, code=1)
+    with open(f"{name}.bin", "ab") as stream:
+        stream.write(b"\0")
+    assert "make it again" in ran(capsys, "show", name, code=2)
+
+
+@given(st.lists(st.text(alphabet="ab \n.\u00e9", max_size=30)), st.integers(1, 12))
+def test_pieces_are_the_text(texts, size):
+    found = list(pieces(iter(texts), size))
+    assert "".join(found) == "".join(texts)
+    assert all(len(piece) <= 2 * size for piece in found)
+
+
+def test_a_tokenizer_needs_its_package(capsys, name, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    said = ran(capsys, "make", "--out", name, "--tokenizer", "t.json", text, code=2)
+    assert "pip install '.[tokenizers]'" in said
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    package = pytest.importorskip("tokenizers")
+    made = package.Tokenizer(package.models.BPE())
+    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["the cat sat on the mat, the end. " * 20], trainer)
+    made.enable_truncation(4)  # a file may ask for it; a corpus does not want it
+    made.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path / "tokenizer.json")
+
+
+def test_a_tokenizer_file_makes_the_tokens(capsys, name, tokenizer, tmp_path, monkeypatch):
+    package = pytest.importorskip("tokenizers")
+    body = "the cat sat\n\non the mat.\n  \u00e9nd\n" * 300
+    path = tmp_path / "cats.txt"
+    path.write_text(body, encoding="utf-8")
+    monkeypatch.setattr("fourfold.commands.data_make.pieces.__defaults__", (100,))
+    ran(capsys, "make", "--out", name, "--tokenizer", tokenizer, str(path), str(path))
+    whole = package.Tokenizer.from_file(tokenizer)
+    whole.no_truncation()
+    one = [*whole.encode(body).ids, whole.token_to_id("<|endoftext|>")]
+    assert tokens(name) == one * 2
+    assert len(one) < len(body.encode())
+    assert read_info(name).tokenizer.startswith("tokenizer.json ")
+    path.write_bytes(b"\xff\xfe")
+    for words, said in (
+        ([str(path)], "is not UTF-8"),
+        ([str(path), "--end-token", "<nope>"], "no such token"),
+        ([str(path), "--vocab", "20"], "needs"),
+    ):
+        made = ["make", "--out", f"{name}2", "--tokenizer", tokenizer, *words]
+        assert said in ran(capsys, *made, code=2)
+    wrong = ran(capsys, "make", "--out", f"{name}2", "--tokenizer", str(path), "x", code=2)
+    assert "No such file" in wrong
