@@ -16,7 +16,7 @@ SPEC = RunSpec(
     gpus=4,
     layout=Layout(shard=2, tp=2),
     batch=Batch(seq_len=16, micro_batch=1, global_batch=4),
-    policy=Policy(precision="fp32"),
+    policy=Policy(precision="fp32", sharding="zero2"),
 )
 
 
@@ -29,6 +29,7 @@ SPEC = RunSpec(
         ("precision", "fp8"),
         ("async_tp", True),
         ("offload", "activations"),
+        ("grad_dtype", "bf16"),
         ("overlap_grad_reduce", False),
         ("overlap_param_gather", False),
     ],
@@ -37,3 +38,16 @@ def test_choices_the_engine_does_not_run_are_refused_by_name(field: str, value: 
     refuse_unbuilt(SPEC)
     with pytest.raises(UserError, match=rf"policy\.{field}=.*does not run it yet"):
         refuse_unbuilt(replace(SPEC, policy=replace(SPEC.policy, **{field: value})))
+
+
+def test_a_format_is_refused_only_where_another_would_run() -> None:
+    """zero2 adds gradients up in the weights' format; copies are summed in that of gradients."""
+    zero1 = replace(SPEC, policy=Policy(grad_dtype="bf16", reduce_dtype="bf16"))
+    refuse_unbuilt(zero1)
+    for sharding, field in (("zero2", "grad_dtype"), ("zero3", "grad_dtype")):
+        with pytest.raises(UserError, match=rf"policy\.{field}"):
+            refuse_unbuilt(replace(zero1, policy=replace(zero1.policy, sharding=sharding)))
+    copies = Policy(sharding="zero0", reduce_dtype="bf16")
+    with pytest.raises(UserError, match=r"policy\.reduce_dtype"):
+        refuse_unbuilt(replace(SPEC, policy=copies))
+    refuse_unbuilt(replace(SPEC, gpus=2, layout=Layout(tp=2), policy=copies))

@@ -31,12 +31,15 @@ class RankFindings:
     params: dict[str, float] = field(default_factory=dict)
     seen: list[tuple[str, tuple[int, int], tuple[int, int]]] = field(default_factory=list)
 
-    def look(self, pieces: Iterable[Piece], truth: Truth, *, at_grads: bool) -> None:
+    def look(
+        self, pieces: Iterable[Piece], truth: Truth, *, at_grads: bool, scale: float = 1.0
+    ) -> None:
+        """`scale`: what the loss was multiplied by before the backward pass."""
         found, wanted = (self.grads, truth.grads) if at_grads else (self.params, truth.params)
         for piece in pieces:
             have = piece.grad if at_grads else piece.values
             want = _cut(wanted[piece.name], piece)
-            gap = want.abs().max() if have is None else (have.cpu() - want).abs().max()
+            gap = want.abs().max() if have is None else (have.cpu() / scale - want).abs().max()
             found[piece.name] = max(found.get(piece.name, 0.0), _finite(float(gap)))
             if not at_grads:
                 self.seen.append((piece.name, piece.block.rows, piece.block.columns))

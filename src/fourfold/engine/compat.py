@@ -8,14 +8,14 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from fourfold.spec.formats import AROUND
+
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-# Formats of products alone: everything around them computes in this one.
-_AROUND = {"fp8": "bf16"}
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
@@ -31,7 +31,7 @@ def quiet() -> None:
 
 def activation_dtype(compute: str) -> torch.dtype:
     """What activations and gathered weights are in, given the format of matrix products."""
-    return DTYPES[_AROUND.get(compute, compute)]
+    return DTYPES[AROUND.get(compute, compute)]
 
 
 def group_name(group: dist.ProcessGroup) -> str:

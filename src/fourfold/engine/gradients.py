@@ -82,9 +82,16 @@ def squares(pieces: Sequence[Piece], device: torch.device) -> Tensor:
     return norms.to(torch.float64).square().sum()
 
 
-def clip(grads: list[Tensor], norm: Tensor, max_norm: float | None) -> None:
-    """Scale all gradients so that the global norm is at most `max_norm` (torch's formula)."""
-    if max_norm is None or not grads:
+def clip(
+    grads: list[Tensor], norm: Tensor, max_norm: float | None, loss_scale: Tensor | None = None
+) -> None:
+    """Scale all gradients so that the global norm is at most `max_norm` (torch's formula), in the
+    same pass back from the scale of the loss. `norm` is that of the gradients without it."""
+    if not grads or (max_norm is None and loss_scale is None):
         return
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = torch.ones_like(norm)
+    if max_norm is not None:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if loss_scale is not None:
+        scale = scale / loss_scale
     torch._foreach_mul_(grads, scale.to(grads[0].dtype))

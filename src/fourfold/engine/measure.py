@@ -123,6 +123,7 @@ class Steps:
     def __init__(self, task: Task, trainer: Trainer, ledger: Ledger | None) -> None:
         self.task, self.trainer, self.ledger = task, trainer, ledger
         self.results: list[tuple[Tensor, Tensor]] = []
+        self.scales: list[Tensor] = []
         self.peak_bytes = 0
         check = self._must_be_finite if trainer.device.type == "cpu" else None
         self._step = mark_phases(trainer, self._mark, check)
@@ -145,6 +146,8 @@ class Steps:
                 self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
                 self.ledger.begin()
             strike(spec.fault, rank=self.task.rank, step=index, poison=self._poison)
+            if self.trainer.scaler is not None:
+                self.scales.append(self.trainer.scaler.scale.clone())
             self.results.append(self._step(index))
         if counting and self.ledger is not None:
             self.ledger.mark("end")
@@ -165,15 +168,24 @@ class Steps:
         if math.isfinite(float(norm)):
             return
         own = all(bool(torch.isfinite(leaf).all()) for leaf in self.trainer.optimizer.leaves)
+        scaler = self.trainer.scaler
+        if own and scaler is not None and not scaler.collapsed():
+            return  # too large a scale: this step is skipped and the scale lowered
         where = "this rank's weights are finite" if own else "weights of this rank are not finite"
         step = len(self.results)
         raise NonFiniteError(f"gradient norm {float(norm)} in step {step}; {where}", here=not own)
 
     def read(self) -> list[tuple[float, float]]:
-        """Loss and gradient norm of every step; waits for the device."""
+        """Loss and gradient norm of every step; waits for the device.
+
+        A norm that is not finite is no failure where the loss was scaled and could still be scaled
+        by less; no scale helps a loss.
+        """
         found = [(float(loss), float(norm)) for loss, norm in self.results]
+        scaler = self.trainer.scaler
+        forgiven = scaler is not None and not scaler.collapsed()
         for step, (loss, norm) in enumerate(found):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if not (math.isfinite(loss) and (forgiven or math.isfinite(norm))):
                 raise NonFiniteError(f"loss {loss}, gradient norm {norm} in step {step}")
         return found
 
@@ -208,7 +220,13 @@ def _measured(steps: Steps, start_s: float) -> RankFacts:
         ),
         steps=tuple(
             StepReport(
-                step=i, seconds=seconds[i], loss=loss, grad_norm=norm, warmup=i < spec.warmup
+                step=i,
+                seconds=seconds[i],
+                loss=loss,
+                grad_norm=norm if math.isfinite(norm) else None,
+                warmup=i < spec.warmup,
+                skipped=not math.isfinite(norm),
+                loss_scale=float(steps.scales[i]) if steps.scales else None,
             )
             for i, (loss, norm) in enumerate(values)
         ),

@@ -49,8 +49,11 @@ class Optimizer:
         groups = param_groups(self.leaves, settings)
         lr, betas, eps = settings.lr, settings.betas, settings.eps
         self.inner: torch.optim.Optimizer
-        if all(leaf.dtype == dtype for leaf in self.leaves):
-            options = {"fused": True} if fused else {"fused": False, "foreach": False}
+        same = all(leaf.dtype == dtype for leaf in self.leaves)
+        if same and fused:
+            self.inner = _FusedAdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        elif same:
+            options = {"fused": False, "foreach": False}
             self.inner = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **options)
         else:
             self.inner = _MixedAdamW(groups, lr=lr, betas=betas, eps=eps, dtype=dtype)
@@ -58,13 +61,24 @@ class Optimizer:
     def grads(self) -> list[Tensor]:
         return [local(p.grad) for p in self.params if p.grad is not None]
 
-    def step(self) -> None:
-        """Update, then forget gradients."""
+    def step(self, overflow: Tensor | None = None) -> None:
+        """Update, then forget gradients. Where `overflow` is 1 nothing is updated: fused kernels
+        read that on the device, a plain loop waits for it here."""
         for param, leaf in zip(self.params, self.leaves, strict=True):
             leaf.grad = None if param.grad is None else local(param.grad)
-        self.inner.step()
+        if isinstance(self.inner, _FusedAdamW):
+            self.inner.found_inf = overflow
+            self.inner.step()
+        elif overflow is None or not bool(overflow):
+            self.inner.step()
         for param, leaf in zip(self.params, self.leaves, strict=True):
             param.grad = leaf.grad = None
+
+
+class _FusedAdamW(torch.optim.AdamW):
+    """torch's; its kernels look for this tensor and leave everything alone where it is 1."""
+
+    found_inf: Tensor | None = None
 
 
 class _MixedAdamW(torch.optim.Optimizer):

@@ -1,5 +1,5 @@
 """What must every layout compute? The same training in one process that uses no parallel code:
-one model, the whole batch at once, torch's own clipping and AdamW.
+one model, the whole batch at once, torch's own clipping, AdamW and scaling of the loss.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.optimizer import AdamSettings, param_groups
 from fourfold.engine.pieces import Piece, Place, pieces
+from fourfold.engine.scaler import ScalerSettings
 from fourfold.spec.run import RunSpec
 
 
@@ -53,18 +54,24 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
     optimizer = torch.optim.AdamW(
         param_groups(weights, settings), lr=settings.lr, betas=settings.betas, eps=settings.eps
     )
+    first = ScalerSettings().initial
+    scaler = torch.amp.GradScaler(device.type, init_scale=first, enabled=dtypes.compute == "fp16")
     losses, norms, grads = [], [], {}
     for step in range(recipe.steps):
         if mixed:
             _copy_weights(masters, decoder)
-        losses.append(_backward(decoder, spec, recipe.source, step, device))
+        loss = _loss(decoder, spec, recipe.source, step, device)
+        scaler.scale(loss).backward()
+        losses.append(float(loss.detach()))
         if mixed:
             _copy_grads(decoder, masters)
+        scaler.unscale_(optimizer)
         if step == 0:
             grads = {piece.name: _grad(piece) for piece in held}
         limit = float("inf") if settings.max_norm is None else settings.max_norm
         norms.append(float(nn.utils.clip_grad_norm_(weights, limit)))
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         masters.zero_grad()
         decoder.zero_grad()
     params = {piece.name: piece.values.cpu().clone() for piece in held}
@@ -77,17 +84,15 @@ def _model(spec: RunSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
     return decoder.to(dtype).to_empty(device=device)
 
 
-def _backward(
+def _loss(
     decoder: Decoder, spec: RunSpec, source: Source, step: int, device: torch.device
-) -> float:
+) -> Tensor:
     positions = torch.arange(spec.batch.seq_len, device=device)
     sequences = torch.arange(spec.batch.global_batch_at(step), device=device)
     tokens, targets = source.batch(spec.batch.sequences_before(step), sequences, positions)
     dtype = activation_dtype(spec.policy.dtypes.compute)
     tables = make_tables(spec.model, positions, range(spec.model.heads), dtype)
-    loss = decoder(tokens, tables, targets) / (targets != IGNORE).sum()
-    loss.backward()
-    return float(loss.detach())
+    return decoder(tokens, tables, targets) / (targets != IGNORE).sum()
 
 
 def _grad(piece: Piece) -> Tensor:

@@ -35,6 +35,7 @@ from fourfold.engine.parallel.order import parallelize
 from fourfold.engine.parallel.pipeline import Link, Pipeline
 from fourfold.engine.parallel.schedule import actions
 from fourfold.engine.pieces import Piece, pieces
+from fourfold.engine.scaler import LossScaler, ScalerSettings
 from fourfold.engine.world import World
 from fourfold.spec.run import RunSpec
 
@@ -61,10 +62,12 @@ class Trainer:
         settings: AdamSettings | None = None,
         source: Source | None = None,
         rule: InitRule | None = None,
+        scaling: ScalerSettings | None = None,
         materialize: bool = True,
     ) -> None:
         self.spec, self.world, self.device = spec, world, device
         self.settings = settings or AdamSettings()
+        self.scaling = scaling or ScalerSettings()
         self.rule = rule or InitRule()
         self.source = source or source_of(spec)
         self.chunks = parallelize(spec, world)
@@ -94,6 +97,9 @@ class Trainer:
             fused=spec.policy.optimizer == "adamw",
             dtype=DTYPES[spec.policy.dtypes.optimizer],
         )
+        # Only fp16 has too few exponents for gradients.
+        small = spec.policy.dtypes.compute == "fp16"
+        self.scaler = LossScaler(self.scaling, self.device) if small else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for chunk in self.chunks:
@@ -128,8 +134,15 @@ class Trainer:
 
     def update(self, norm: Tensor) -> None:
         """Clip by the global norm, change the weights, forget the gradients."""
-        gradients.clip(self.optimizer.grads(), norm, self.settings.max_norm)
-        self.optimizer.step()
+        grads, max_norm = self.optimizer.grads(), self.settings.max_norm
+        if self.scaler is None:
+            gradients.clip(grads, norm, max_norm)
+            self.optimizer.step()
+            return
+        overflow = self.scaler.overflow(norm)
+        gradients.clip(grads, norm, max_norm, self.scaler.scale)
+        self.optimizer.step(overflow)
+        self.scaler.update(overflow)
 
     def accumulate(self, index: int) -> Tensor:
         """All micro batches forwards and backwards; this rank's part of the loss."""
@@ -147,11 +160,15 @@ class Trainer:
             given = tokens if chunk.is_first else x
             if count is None or not chunk.is_last:
                 return chunk(given, self.tables)
-            return chunk(given, self.tables, targets) / count
+            loss = chunk(given, self.tables, targets) / count
+            return loss if self.scaler is None else self.scaler.scaled(loss)
 
         pipeline = Pipeline(self.chunks, self._link(), forward, self.before_backward)
         losses = pipeline.run(self.plan)
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        if not losses:
+            return torch.zeros((), device=self.device)
+        loss = torch.stack(losses).sum()
+        return loss if self.scaler is None else self.scaler.unscaled(loss)
 
     def count_targets(self, targets: list[Tensor]) -> Tensor:
         """Targets that count, over all ranks that see different tokens; never 0."""
@@ -165,7 +182,8 @@ class Trainer:
         before_backward(chunk, self.spec.policy.zero, last=last)
 
     def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Finish gradients; (global norm, loss), the same on every rank."""
+        """Finish gradients; (global norm, loss), the same on every rank. Gradients keep the scale
+        of the loss, the two numbers do not."""
         for shared in self.shared:
             shared.sum()
         squares = gradients.squares(self.counted, self.device)
@@ -174,7 +192,17 @@ class Trainer:
         numbers = torch.stack([squares, mine.to(squares.dtype)])
         if self.world.everyone.size > 1:
             dist.all_reduce(numbers)
-        return numbers[0].sqrt(), numbers[1]
+        norm = numbers[0].sqrt()
+        return norm if self.scaler is None else self.scaler.unscaled(norm), numbers[1]
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers by name that a checkpoint must hold besides tensors and counts."""
+        return {} if self.scaler is None else self.scaler.scalars()
+
+    def restore_scalars(self, scalars: dict[str, float]) -> None:
+        """Take back what `scalars` gave; without a scaled loss its scale means nothing."""
+        if self.scaler is not None:
+            self.scaler.restore(scalars)
 
     def _link(self) -> Link:
         spec, world = self.spec, self.world

@@ -95,7 +95,8 @@ def _step(trainer: Trainer, step: int, truth: Truth, found: RankFindings) -> Non
     """A trainer's step, with a look at the gradients before they are clipped."""
     norm, loss = trainer.reduce(trainer.accumulate(step))
     if step == 0:
-        found.look(trainer.pieces, truth, at_grads=True)
+        scale = 1.0 if trainer.scaler is None else float(trainer.scaler.scale)
+        found.look(trainer.pieces, truth, at_grads=True, scale=scale)
     trainer.update(norm)
     found.losses.append(float(loss))
     found.norms.append(float(norm))

@@ -88,6 +88,8 @@ def _steps(facts: list[RankFacts]) -> tuple[StepReport, ...]:
                 loss=next(losses, None),
                 grad_norm=next(norms, None),
                 warmup=same[0].warmup,
+                skipped=any(step.skipped for step in same),
+                loss_scale=same[0].loss_scale,
             )
         )
     return tuple(merged)

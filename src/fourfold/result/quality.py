@@ -33,6 +33,9 @@ def flags(report: RunReport) -> list[str]:
         found.append(
             f"wall clock {report.window_s:.3g} s over steps that take {sum(timed):.3g} s together"
         )
+    lost = sum(step.skipped for step in report.steps if not step.warmup)
+    if lost:
+        found.append(f"{lost} of {len(timed)} timed steps changed no weights (fp16 overflow)")
     known = timing(timed)
     if known is not None and known.dropped:
         found.append(f"{known.dropped} more steps of warm-up than asked")

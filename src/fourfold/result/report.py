@@ -17,13 +17,19 @@ OUTCOMES: tuple[Outcome, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One optimizer step. `loss` is None on ranks that do not see it or when it was not read."""
+    """One optimizer step. `loss` is None on ranks that do not see it or when it was not read.
+
+    `skipped`: a gradient of fp16 overflowed and weights stayed as they were; the norm is None then.
+    `loss_scale`: what the loss was multiplied by, where it was.
+    """
 
     step: int
     seconds: float
     loss: float | None = None
     grad_norm: float | None = None
     warmup: bool = False
+    skipped: bool = False
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

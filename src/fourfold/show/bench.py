@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from fourfold.cost.flops import CONVENTIONS, Question, utilisation_pct
@@ -13,6 +14,7 @@ from fourfold.show import post_mortem
 from fourfold.show.micro import micro_words
 from fourfold.spec import catalog, codec
 from fourfold.spec.device import Device
+from fourfold.spec.formats import running
 from fourfold.spec.nccl_tests import device_id
 from fourfold.units import show_bytes, show_seconds
 
@@ -33,6 +35,7 @@ def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
         "micro_words": micro_words(spec.batch, spec.layout.dp),
         "precision": spec.policy.precision,
         "data": spec.data or "synthetic",
+        "formats": dataclasses.asdict(running(spec.policy, spec.layout)),
         "recompute": spec.policy.recompute,
         "sharding": spec.policy.sharding,
         "device": summary.device,
@@ -45,6 +48,8 @@ def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
         "flags": flags(report) if report.outcome == "ok" else [],
         "raw_step_s": [step.seconds for step in report.steps],
         "warmup": spec.warmup,
+        "skipped_steps": sum(step.skipped for step in report.steps),
+        "loss_scale": report.steps[-1].loss_scale if report.steps else None,
     }
     if report.predicted is not None:
         plain["predicted"] = codec.encode(report.predicted)
@@ -136,6 +141,7 @@ def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
             ["tokens/s/GPU", f"{plain['tokens_s_gpu']:,.0f}", ""],
         ]  # fmt: skip
         lines += _utilisation_rows(plain["conventions"][convention], convention)
+    lines += _format_rows(plain)
     predicted = plain.get("predicted")
     if predicted:
         note = (
@@ -156,6 +162,26 @@ def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
         said = plain["failure"]
         where = f"rank {said['rank']}, stage {said['stage']}, {said['phase']}"
         lines.append(["failed at", where, said["message"].strip().split("\n")[-1][:200]])
+    return lines
+
+
+def _format_rows(plain: dict[str, Any]) -> list[list[str]]:
+    """Every format the run used, by what it held; and what fp16's loss scaling did."""
+    said = plain["formats"]
+    inside = said["products"]
+    if said["activations"] != inside:
+        inside = f"{inside} products, {said['activations']} around them"
+    sent = " and ".join(dict.fromkeys(name for name in (said["reduce"], said["copies"]) if name))
+    grads = f"added in {said['grads']}" + (f", sent in {sent}" if sent else "")
+    lines = [
+        ["weights, moments", f"{said['weights']}, {said['moments']}", "what the optimizer keeps"],
+        ["computed in", inside, ""],
+        ["gradients", grads, ""],
+    ]
+    if plain["loss_scale"] is not None:
+        skipped, steps = plain["skipped_steps"], len(plain["raw_step_s"])
+        lines.append(["loss scale", f"{plain['loss_scale']:g}", f"{skipped} of {steps} steps "
+                      "skipped for overflow"])  # fmt: skip
     return lines
 
 

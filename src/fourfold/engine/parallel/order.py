@@ -26,6 +26,7 @@ from fourfold.engine.parallel.regional import apply_compile
 from fourfold.engine.parallel.tensor import apply_tensor
 from fourfold.engine.world import World
 from fourfold.errors import UserError
+from fourfold.spec.formats import Formats, running
 from fourfold.spec.run import RunSpec
 
 # Ring and all-gather attention bring their own kernels (parallel/blocks.py).
@@ -90,9 +91,13 @@ def _data(decoder: Decoder, spec: RunSpec, world: World) -> None:
 ORDER: tuple[Step, ...] = (_tensor, _context, _attention, _recompute, _compile, _data)
 
 
+def _unsent(asked: str | None, real: Formats) -> bool:
+    return asked is not None and any(one not in (None, asked) for one in (real.reduce, real.copies))
+
+
 def refuse_unbuilt(spec: RunSpec) -> None:
     """Choices that the planner knows and this engine does not run yet."""
-    policy = spec.policy
+    policy, real = spec.policy, running(spec.policy, spec.layout)
     formats = (policy.dtypes.param, policy.dtypes.compute, policy.dtypes.reduce)
     formats += (policy.dtypes.grad, policy.dtypes.optimizer)
     unbuilt = (
@@ -101,6 +106,9 @@ def refuse_unbuilt(spec: RunSpec) -> None:
         ("policy.precision", policy.precision, any(name not in DTYPES for name in formats)),
         ("policy.async_tp", policy.async_tp, policy.async_tp and spec.layout.tp > 1),
         ("policy.offload", policy.offload, policy.offload != "none"),
+        # Explicitly asked for, and something else would run (spec/formats.py).
+        ("policy.grad_dtype", policy.grad_dtype, policy.grad_dtype not in (None, real.grads)),
+        ("policy.reduce_dtype", policy.reduce_dtype, _unsent(policy.reduce_dtype, real)),
         # FSDP always overlaps its messages; a run that says otherwise would be mislabelled.
         ("policy.overlap_grad_reduce", False, not policy.overlap_grad_reduce),
         ("policy.overlap_param_gather", False, not policy.overlap_param_gather),

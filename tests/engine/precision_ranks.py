@@ -1,0 +1,183 @@
+"""Run by test_precision.py in a process of its own: forks four ranks, prints what each one saw."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fourfold.engine import compat
+from fourfold.engine.account import _fsdp_parameters
+from fourfold.engine.model.layers import Norm
+from fourfold.engine.scaler import ScalerSettings
+from fourfold.engine.trainer import Trainer
+from fourfold.engine.world import World
+from fourfold.spec import Batch, Layout, Policy, RunSpec
+from fourfold.spec.catalog import shape
+
+RANKS = 4
+# fp16 is slow on CPUs.
+TINY = shape("llama", layers=2, hidden=16, ffn=32, heads=4, kv_heads=4, vocab=32)
+CPU = torch.device("cpu")
+NAMES = {dtype: name for name, dtype in compat.DTYPES.items()}
+
+
+def spec(layout: str, **policy: Any) -> RunSpec:
+    parsed = Layout.parse(layout)
+    batch = Batch(seq_len=8, micro_batch=1, global_batch=2 * parsed.dp)
+    return RunSpec(
+        model=TINY,
+        gpus=RANKS,
+        layout=parsed,
+        batch=batch,
+        policy=Policy(**policy),
+        device="cpu",
+    )
+
+
+def made(run: RunSpec, **options: Any) -> Trainer:
+    return Trainer(run, World.create(run.layout, "cpu"), device=CPU, **options)
+
+
+def scaled_steps(run: RunSpec) -> list[dict[str, Any]]:
+    """Steps of fp16 from a scale that is far too large, which doubles after two good ones."""
+    trainer = made(run, scaling=ScalerSettings(initial=2.0**26, interval=2))
+    assert trainer.scaler is not None
+    seen = []
+    for index in range(12):
+        before = [leaf.detach().clone() for leaf in trainer.optimizer.leaves]
+        scale = float(trainer.scaler.scale)
+        done = trainer.step(index)
+        pairs = zip(before, trainer.optimizer.leaves, strict=True)
+        states = list(trainer.optimizer.inner.state.values())
+        seen.append(
+            {
+                "scale": scale,
+                "finite": bool(torch.isfinite(done.grad_norm)),
+                "loss": float(done.loss),
+                "changed": any(not torch.equal(old, new) for old, new in pairs),
+                "updates": float(states[0]["step"]) if states else 0.0,
+                "weights_finite": all(bool(torch.isfinite(leaf).all()) for leaf in before),
+            }
+        )
+    return seen
+
+
+def scaler() -> dict[str, Any]:
+    found = {
+        f"{layout} {zero}": scaled_steps(spec(layout, precision="fp16", sharding=zero))
+        for layout, zero in (
+            ("dp4", "zero0"), ("dp4", "zero1"), ("dp2 cp2", "zero2"), ("dp2x2", "zero3"),
+            ("pp2 tp2", "zero1"),
+        )
+    }  # fmt: skip
+    plain = spec("dp4", precision="fp16", optimizer="adamw-plain")
+    return found | {"dp4 plain": scaled_steps(plain)}
+
+
+class Sent(TorchDispatchMode):
+    """Formats of gradients in collectives by operator; the two numbers of a step are too small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d.") and "reduce" in name:
+            flat = torch.utils._pytree.tree_leaves(args)
+            for one in flat:
+                if isinstance(one, torch.Tensor) and one.numel() > 2 and one.is_floating_point():
+                    self.seen.setdefault(name.split(".")[1], set()).add(NAMES[one.dtype])
+        return func(*args, **(kwargs or {}))
+
+
+def formats_of(run: RunSpec) -> dict[str, Any]:
+    """What real tensors of a second step are in."""
+    trainer = made(run)
+    trainer.step(0)
+    chunk = trainer.chunks[0]
+    inside: set[str] = set()
+    norm = next(module for module in chunk.modules() if isinstance(module, Norm))
+    norm.register_forward_hook(
+        lambda module, args, out: inside.update({NAMES[out.dtype], NAMES[module.weight.dtype]})
+    )
+    held: set[str] = set()
+    original = trainer.before_backward
+
+    def before_backward(chunk: Any, *args: Any, **kwargs: Any) -> None:
+        for one in _fsdp_parameters([chunk]):
+            if one.unsharded_accumulated_grad is not None:
+                held.add(NAMES[one.unsharded_accumulated_grad_data.dtype])
+            elif one.sharded_param.grad is not None:
+                held.add(NAMES[one.sharded_param.grad.dtype])
+            elif one._unsharded_param.grad is not None:
+                held.add(NAMES[one._unsharded_param.grad.dtype])
+        original(chunk, *args, **kwargs)
+
+    trainer.before_backward = before_backward  # type: ignore[method-assign]
+    with Sent() as sent:
+        trainer.step(1)
+    assert isinstance(chunk, FSDPModule)
+    states = [s for s in trainer.optimizer.inner.state.values() if s]
+    moments = {NAMES[s[name].dtype] for s in states for name in ("exp_avg", "exp_avg_sq")}
+    return {
+        "weights": sorted({NAMES[leaf.dtype] for leaf in trainer.optimizer.leaves}),
+        "activations": sorted(inside),
+        "grads": sorted(held),
+        "sent": {op: sorted(names) for op, names in sent.seen.items()},
+        "moments": sorted(moments),
+    }
+
+
+def formats() -> dict[str, Any]:
+    mixed = {"param_dtype": "fp32", "compute_dtype": "bf16", "optimizer_dtype": "bf16"}
+    runs = {
+        f"{layout} {zero} {precision}": spec(layout, precision=precision, sharding=zero)
+        for layout, zero in (
+            ("dp4", "zero0"), ("dp4", "zero1"), ("dp4", "zero2"), ("dp4", "zero3"),
+            ("dp2x2", "zero2"), ("tp4", "zero1"),
+        )
+        for precision in ("bf16-mixed", "fp16")
+    }  # fmt: skip
+    runs["dp4 zero3 bf16-pure"] = spec("dp4", precision="bf16-pure", sharding="zero3")
+    runs["dp4 zero1 own"] = spec("dp4", sharding="zero1", reduce_dtype="bf16", **mixed)
+    return {name: formats_of(run) for name, run in runs.items()}
+
+
+CHECKS: dict[str, Callable[[], Any]] = {"scaler": scaler, "formats": formats}
+
+
+def rank_main(rank: int, folder: str) -> None:
+    compat.quiet()
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    found = {name: check() for name, check in CHECKS.items()}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [fork.Process(target=rank_main, args=(rank, folder)) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            sys.exit(1)
+        print(json.dumps([json.loads(Path(folder, f"{r}.json").read_text()) for r in range(RANKS)]))
+
+
+if __name__ == "__main__":
+    main()

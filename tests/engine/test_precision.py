@@ -1,0 +1,95 @@
+"""Formats are what the report says, and fp16 survives overflow: looked at on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from fourfold.engine.scaler import LossScaler, ScalerSettings
+from fourfold.spec import Layout, Policy
+from fourfold.spec.formats import running
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """What each of four ranks saw, by check."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "precision_ranks.py")],
+        env=environment, capture_output=True, text=True, check=False, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_an_overflow_skips_the_step_on_every_rank_and_the_scale_recovers(ranks):
+    for name, steps in ranks[0]["scaler"].items():
+        for other in ranks[1:]:
+            decisions = [(step["scale"], step["finite"]) for step in other["scaler"][name]]
+            assert decisions == [(step["scale"], step["finite"]) for step in steps], name
+        for rank in ranks:
+            for step in rank["scaler"][name]:
+                assert step["changed"] == step["finite"], name
+                assert step["weights_finite"], name
+        finite = [step["finite"] for step in steps]
+        assert not any(finite[:6]), name
+        assert sum(finite) >= 3, name
+        assert steps[-1]["updates"] == sum(finite), name
+        scales = [step["scale"] for step in steps]
+        # It doubled after two good steps, where the second was not the last.
+        assert any(b == 2 * a for a, b in pairwise(scales)) or sum(finite) == 3, name
+        # The loss does not know the scale.
+        assert all(3.0 < step["loss"] < 4.0 for step in steps), name
+
+
+def policy_of(name: str) -> tuple[Policy, Layout]:
+    layout, zero, precision = name.split()
+    own = {"compute_dtype": "bf16", "optimizer_dtype": "bf16", "reduce_dtype": "bf16"}
+    fields = own if precision == "own" else {"precision": precision}
+    return Policy(sharding=zero, **fields), Layout.parse(layout)
+
+
+def test_real_tensors_have_the_formats_the_report_names(ranks):
+    for name, seen in ranks[0]["formats"].items():
+        policy, layout = policy_of(name)
+        said = running(policy, layout)
+        assert seen["weights"] == [said.weights], name
+        assert seen["activations"] == [said.activations] == [said.products], name
+        assert seen["grads"] == [said.grads], name
+        assert seen["moments"] == [said.moments], name
+        sent = dict(seen["sent"])
+        if layout.dp == 1:
+            # Norm weights over tensor ranks, in the format they are kept in; no data parallelism.
+            assert said.reduce is said.copies is None
+            assert sent == {"allreduce_": [said.weights]}
+        elif policy.zero == 0:
+            assert sent == {"allreduce_": [said.reduce]}, name
+        else:
+            assert sent.pop("_reduce_scatter_base_") == [said.reduce], name
+            assert sent == ({"allreduce_": [said.copies]} if said.copies else {}), name
+
+
+def test_the_scale_halves_doubles_and_collapses():
+    scaler = LossScaler(ScalerSettings(initial=4.0, interval=2, largest=8.0), torch.device("cpu"))
+
+    def after(norm: float) -> float:
+        scaler.update(scaler.overflow(torch.tensor(norm)))
+        return float(scaler.scale)
+
+    assert [after(1.0), after(1.0), after(1.0), after(1.0), after(1.0)] == [4.0, 8.0, 8.0, 8.0, 8.0]
+    assert [after(float("inf")), after(1.0), after(float("nan"))] == [4.0, 4.0, 2.0]
+    kept = scaler.scalars()
+    assert [after(float("inf")), after(float("inf"))] == [1.0, 0.5]
+    assert scaler.collapsed()
+    scaler.restore(kept)
+    assert not scaler.collapsed()
+    assert [after(1.0), after(1.0)] == [2.0, 4.0]
