@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from fourfold.errors import UserError
 from fourfold.result.report import Outcome
@@ -33,6 +35,22 @@ class NonFiniteError(RuntimeError):
 
 class MemoryLimitError(RuntimeError):
     """Live bytes passed the run's memory_limit."""
+
+
+def check_finite(
+    norm: Tensor, leaves: Sequence[Tensor], step: int, *, forgiven: bool = False
+) -> None:
+    """Before the update spreads it to every weight: who holds a bad weight is the source.
+
+    `forgiven`: with finite weights it is too large a scale; the step is skipped, the scale lowered.
+    """
+    if math.isfinite(float(norm)):
+        return
+    own = all(bool(torch.isfinite(leaf).all()) for leaf in leaves)
+    if own and forgiven:
+        return
+    where = "this rank's weights are finite" if own else "weights of this rank are not finite"
+    raise NonFiniteError(f"gradient norm {float(norm)} in step {step}; {where}", here=not own)
 
 
 def outcome_of(error: BaseException) -> Outcome:

@@ -24,7 +24,7 @@ from fourfold.engine.account import count_of, mark_phases, watch
 from fourfold.engine.clock import synchronize
 from fourfold.engine.data import data_facts
 from fourfold.engine.environment import environment
-from fourfold.engine.failure import NonFiniteError, strike
+from fourfold.engine.failure import NonFiniteError, check_finite, strike
 from fourfold.engine.ledger import Ledger
 from fourfold.engine.sampler import Sampler
 from fourfold.engine.task import Task
@@ -164,16 +164,8 @@ class Steps:
             self.trainer.optimizer.leaves[0].view(-1)[0] = math.nan
 
     def _must_be_finite(self, norm: Tensor) -> None:
-        """Before the update spreads it to every weight: who holds a bad weight is the source."""
-        if math.isfinite(float(norm)):
-            return
-        own = all(bool(torch.isfinite(leaf).all()) for leaf in self.trainer.optimizer.leaves)
-        scaler = self.trainer.scaler
-        if own and scaler is not None and not scaler.collapsed():
-            return  # too large a scale: this step is skipped and the scale lowered
-        where = "this rank's weights are finite" if own else "weights of this rank are not finite"
-        step = len(self.results)
-        raise NonFiniteError(f"gradient norm {float(norm)} in step {step}; {where}", here=not own)
+        leaves = self.trainer.optimizer.leaves
+        check_finite(norm, leaves, len(self.results), forgiven=self.trainer.may_overflow)
 
     def read(self) -> list[tuple[float, float]]:
         """Loss and gradient norm of every step; waits for the device.
@@ -182,8 +174,7 @@ class Steps:
         by less; no scale helps a loss.
         """
         found = [(float(loss), float(norm)) for loss, norm in self.results]
-        scaler = self.trainer.scaler
-        forgiven = scaler is not None and not scaler.collapsed()
+        forgiven = self.trainer.may_overflow
         for step, (loss, norm) in enumerate(found):
             if not (math.isfinite(loss) and (forgiven or math.isfinite(norm))):
                 raise NonFiniteError(f"loss {loss}, gradient norm {norm} in step {step}")

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from fourfold.engine.pieces import local
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamSettings:
@@ -46,6 +48,7 @@ class Optimizer:
     ) -> None:
         self.params = [p for p in params if local(p).numel()]
         self.leaves = [local(p.detach()).requires_grad_() for p in self.params]
+        self._leaf_of = dict(zip(self.params, self.leaves, strict=True))
         groups = param_groups(self.leaves, settings)
         lr, betas, eps = settings.lr, settings.betas, settings.eps
         self.inner: torch.optim.Optimizer
@@ -57,6 +60,38 @@ class Optimizer:
             self.inner = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **options)
         else:
             self.inner = _MixedAdamW(groups, lr=lr, betas=betas, eps=eps, dtype=dtype)
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+
+    def moments(self, param: nn.Parameter) -> dict[str, Tensor]:
+        """Both moments of a parameter's local shard by name; none before the first update."""
+        state = self.inner.state.get(self._leaf_of[param], {})
+        return {name: state[name] for name in MOMENTS if name in state}
+
+    @property
+    def updates(self) -> int:
+        """Updates so far, the same for all weights; waits for the device."""
+        states = [self.inner.state.get(leaf, {}) for leaf in self.leaves]
+        counts = {int(state["step"]) if state else 0 for state in states}
+        assert len(counts) <= 1, f"weights were updated different numbers of times: {counts}"
+        return counts.pop() if counts else 0
+
+    def restore(self, updates: int) -> None:
+        """As after so many updates, with moments of 0 for the caller to fill."""
+        self.inner.state.clear()
+        for leaf in self.leaves if updates else ():
+            state = self.inner.state[leaf]
+            if isinstance(self.inner, _MixedAdamW):
+                state["step"], dtype = updates, self.inner.dtype
+            else:
+                # torch's fused kernels count on the device, its plain loop on the host.
+                where = leaf.device if self.inner.defaults.get("fused") else torch.device("cpu")
+                state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=where)
+                dtype = leaf.dtype
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
 
     def grads(self) -> list[Tensor]:
         return [local(p.grad) for p in self.params if p.grad is not None]

@@ -195,6 +195,11 @@ class Trainer:
         norm = numbers[0].sqrt()
         return norm if self.scaler is None else self.scaler.unscaled(norm), numbers[1]
 
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a gradient that is not finite only means that the loss was scaled by too much."""
+        return self.scaler is not None and not self.scaler.collapsed()
+
     def scalars(self) -> dict[str, float]:
         """Numbers by name that a checkpoint must hold besides tensors and counts."""
         return {} if self.scaler is None else self.scaler.scalars()

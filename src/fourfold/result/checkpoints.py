@@ -1,0 +1,156 @@
+"""Which checkpoints does a folder hold, and which of them are whole?
+
+A checkpoint is written into a hidden folder and renamed when every byte is on the disk, so one that
+has its name is whole; sizes of its files are kept all the same, for copies that were cut short.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+from fourfold.spec.train import TrainSettings
+
+FORMAT = 1
+STATE_FILE = "state.json"
+LATEST_FILE = "latest"
+_NAME = re.compile(r"step-([0-9]{8,})\Z")
+# Unfinished or about to be deleted; never read, removed by the next start.
+_HIDDEN = (".saving-", ".pruned-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """All of a training that is not a tensor. `step`: steps done; `updates`: those that changed
+    the weights (an overflow in fp16 skips one). `scalars` are numbers by name, as texts."""
+
+    step: int
+    updates: int
+    sequences: int
+    spec: RunSpec
+    settings: TrainSettings | None = None
+    scalars: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+    saved_at: str = ""
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format > FORMAT:
+            raise UserError(
+                f"was written by a newer fourfold (this one reads up to {FORMAT})",
+                field="format",
+                value=self.format,
+                way_out="update fourfold",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    folder: Path
+    state: CheckpointState
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def saving_folder(root: Path, step: int) -> Path:
+    return root / f"{_HIDDEN[0]}{name_of(step)}"
+
+
+def read(folder: Path) -> Checkpoint:
+    """A checkpoint by its folder, with a reason when it is none or not whole."""
+    text = files.read_text(folder / STATE_FILE, field="checkpoint")
+    try:
+        state = codec.from_json(CheckpointState, text)
+    except UserError as error:
+        raise error.within(f"checkpoint {folder}") from None
+    for name, size in state.files:
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != int(size):
+            raise UserError(
+                f"its file {name} is missing or cut short",
+                field="checkpoint",
+                value=str(folder),
+                way_out="use another checkpoint, or copy this one again",
+            )
+    return Checkpoint(folder, state)
+
+
+def whole(root: Path) -> list[Checkpoint]:
+    """Checkpoints that can be loaded, oldest first; what is torn is left out."""
+    found = []
+    for path in sorted(root.glob("step-*"), key=lambda p: (len(p.name), p.name)):
+        if _NAME.fullmatch(path.name) is None:
+            continue
+        try:
+            found.append(read(path))
+        except UserError:
+            continue
+    return found
+
+
+def newest(root: Path) -> Checkpoint | None:
+    found = whole(root)
+    return found[-1] if found else None
+
+
+def clear_leftovers(root: Path) -> int:
+    """Remove what killed saves and prunings left; how many there were."""
+    left = [path for prefix in _HIDDEN for path in root.glob(f"{prefix}*")]
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return len(left)
+
+
+def publish(root: Path, state: CheckpointState, *, keep: int) -> Path:
+    """Give a written folder its name, point `latest` at it, remove old ones (`keep` 0: none)."""
+    made = saving_folder(root, state.step)
+    sizes = {path.name: str(path.stat().st_size) for path in sorted(made.iterdir())}
+    whole_state = replace(state, files=tuple(sizes.items()))
+    files.write_text(made / STATE_FILE, codec.to_json(whole_state), field="checkpoint")
+    _sync(made)
+    final = root / name_of(state.step)
+    if final.exists():  # the same step again, after going back to an earlier one
+        _discard(final)
+    os.rename(made, final)
+    _sync(root)
+    files.write_text(root / LATEST_FILE, f"{final.name}\n", field="checkpoint")
+    prune(root, keep)
+    return final
+
+
+def prune(root: Path, keep: int) -> None:
+    """Keep the newest `keep` whole checkpoints; torn ones do not count, and stay."""
+    if keep:
+        for old in whole(root)[:-keep]:
+            _discard(old.folder)
+
+
+def _discard(folder: Path) -> None:
+    """Renamed first: a kill halfway leaves no folder that looks like a checkpoint."""
+    hidden = folder.parent / f"{_HIDDEN[1]}{folder.name}"
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden)
+
+
+def _sync(folder: Path) -> None:
+    """Names are on the disk too, not only contents."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,84 @@
+"""How is a model trained? Steps, learning rate, AdamW, checkpoints and logs: all that a training
+adds to a run. Learning rates per update, the interval of saves in steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fourfold.errors import UserError
+from fourfold.spec import check
+
+LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """`max_norm` 0: gradients are not clipped. `save_every` 0: only at the end. `keep` 0: all.
+
+    `decay_steps` belongs to `wsd` (warm-up, stable, decay); 0 means a tenth of the steps.
+    """
+
+    steps: int
+    lr: float = 3e-4
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    lr_schedule: LrSchedule = "cosine"
+    decay_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    save_every: int = 100
+    keep: int = 2
+    async_save: bool = True
+    log_every: int = 10
+    tensorboard: bool = False
+    wandb: str = ""
+
+    def __post_init__(self) -> None:
+        check.whole(1, 10**9, steps=self.steps, log_every=self.log_every)
+        check.whole(0, 10**9, save_every=self.save_every, keep=self.keep)
+        check.whole(0, 10**9, warmup_steps=self.warmup_steps, decay_steps=self.decay_steps)
+        check.positive(lr=self.lr, eps=self.eps)
+        for name in ("min_lr", "weight_decay", "max_norm"):
+            if not getattr(self, name) >= 0:
+                raise UserError("must be 0 or more", field=name, value=getattr(self, name))
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError("must be from 0 to below 1", field=name, value=getattr(self, name))
+        if self.min_lr > self.lr:
+            raise UserError(f"must not exceed lr={self.lr:g}", field="min_lr", value=self.min_lr)
+        if self.warmup_steps + self.decay_steps > self.steps:
+            raise UserError(
+                f"warm-up and decay together must not exceed steps={self.steps}",
+                field="decay_steps" if self.decay_steps else "warmup_steps",
+                value=self.decay_steps or self.warmup_steps,
+                way_out="fewer warm-up steps, or more steps",
+            )
+
+
+def lr_at(settings: TrainSettings, step: int) -> float:
+    """The learning rate of update `step`, from 0: warm-up reaches `lr` with its last step, a decay
+    reaches `min_lr` with the last step of all."""
+    lr, low = settings.lr, settings.min_lr
+    if step < settings.warmup_steps:
+        return lr * (step + 1) / settings.warmup_steps
+    if settings.lr_schedule == "constant":
+        return lr
+    first = settings.warmup_steps
+    if settings.lr_schedule == "wsd":
+        decay = settings.decay_steps or max(1, settings.steps // 10)
+        first = max(first, settings.steps - decay)
+        if step < first:
+            return lr
+        # The first step of the decay is already below the plateau.
+        gone = min(1.0, (step - first + 1) / (settings.steps - first))
+        return lr + (low - lr) * gone
+    gone = min(1.0, (step - first) / max(1, settings.steps - 1 - first))
+    if settings.lr_schedule == "linear":
+        return lr + (low - lr) * gone
+    return low + (lr - low) * 0.5 * (1.0 + math.cos(math.pi * gone))

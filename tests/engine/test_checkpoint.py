@@ -1,0 +1,87 @@
+"""A checkpoint of any layout loads on any other, bit for bit; what could lose digits is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.engine.held import Slot, divide
+from fourfold.engine.planners import CheckpointError, DataOnlyReader
+
+HERE = Path(__file__).parent
+
+
+def ranks(which: str) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "checkpoint_ranks.py"), which],
+        env=environment, capture_output=True, text=True, check=False, timeout=590,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_state_moves_between_layouts_and_formats() -> None:
+    found = ranks("quick")
+    assert len(found["gaps"]) == 3
+    assert all(gap < 1e-9 for gap in found["gaps"].values()), found["gaps"]
+    formats = found["formats"]
+    assert formats["bf16 to fp32"] == formats["moments in bf16"] == 0.0
+    assert "would lose digits as torch.bfloat16" in formats["fp32 to bf16"]
+
+
+@pytest.mark.slow
+def test_every_layout_loads_what_every_other_saved() -> None:
+    found = ranks("pairs")
+    assert len(found["gaps"]) == 56
+    assert set(found["gaps"].values()) == {0.0}
+    assert found["apart"] > 1e-3
+    assert found["tensors"] % 3 == 0  # weights and both moments
+
+
+@pytest.mark.slow
+def test_the_curve_goes_on_from_layout_to_layout() -> None:
+    found = ranks("resume")
+    assert len(found["gaps"]) == 16
+    assert max(found["gaps"]) < 1e-9
+
+
+@pytest.mark.slow
+def test_copies_fusion_and_kinds_of_adamw_do_not_matter() -> None:
+    gaps = ranks("policies")["gaps"]
+    assert {gap for name, gap in gaps.items() if "next" not in name} == {0.0}
+    assert max(gaps.values()) < 1e-9
+
+
+def test_replicas_share_the_writing() -> None:
+    """Every rectangle once, and nobody writes much more than the others."""
+    slots = [Slot(f"t{i}", (8,), (0,), (8,), 32) for i in range(12)]
+    own = [[Slot("cut", (16,), (4 * rank,), (4,), 16)] for rank in range(4)]
+    held = [[*own[rank], *slots] for rank in range(4)]
+    chosen = divide(held)
+    written = [held[rank][number] for rank in range(4) for number in chosen[rank]]
+    assert sorted(map(repr, written)) == sorted(map(repr, {*slots, *(own[r][0] for r in range(4))}))
+    assert {len(some) for some in chosen} == {4}
+
+
+def test_a_hole_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="hold 4 of 16"):
+        divide([[Slot("cut", (16,), (0,), (4,), 16)]])
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("echo this must never run",)
+
+
+def test_metadata_with_code_is_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Evil()))
+    with pytest.raises(CheckpointError, match=r"system, which is no data"):
+        DataOnlyReader(str(tmp_path)).read_metadata()
