@@ -24,6 +24,7 @@ COMMANDS = {
     "flops": "MFU, HFU and TFLOPs of a measured speed, under every convention",
     "trace": "what every step of a parallel layer does: shapes, FLOPs, bytes, memory",
     "bench": "one run: how fast, how sure, what to doubt",
+    "train": "train a model: data, schedule, checkpoints, resumed on any layout",
     "sweep": "many runs, every outcome kept, resumed where it stopped",
     "data": "token files: make one from text, look at one",
     "runs": "what is stored: every run with outcome, speed and memory",

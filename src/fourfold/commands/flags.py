@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fourfold import files
@@ -65,9 +65,9 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add_layout(parser)
 
 
-def run_table(args: argparse.Namespace) -> dict[str, Any]:
-    """The run as plain data: the spec file, overlaid by flags, overlaid by --set."""
-    table: dict[str, Any] = {}
+def run_table(args: argparse.Namespace, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The run as plain data: the spec file (or what is `known`), then flags, then --set."""
+    table: dict[str, Any] = dict(known or {})
     if getattr(args, "spec", None):
         text = files.read_text(args.spec, field="spec")
         try:

@@ -34,15 +34,23 @@ def die_with_parent(parent: int, sig: signal.Signals) -> None:
 
 
 class Host:
-    """The ranks of this machine. SIGTERM, or the end of stdin, ends them all and this process."""
+    """The ranks of this machine. SIGTERM, SIGUSR2 (of the launcher, or of the kernel when that
+    dies), or the end of stdin, ends them all and this process."""
 
     def __init__(self, folder: Path, launcher: int) -> None:
         self.folder, self.launcher = folder, launcher
         self.pids: dict[int, int] = {}
         signal.signal(signal.SIGTERM, self._end)
+        signal.signal(signal.SIGUSR2, self._end)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
         if launcher:
-            die_with_parent(launcher, signal.SIGTERM)
+            die_with_parent(launcher, signal.SIGUSR2)
+
+    def be_patient(self) -> None:
+        """A batch system signals every process of a job at once: the launcher asks the ranks to
+        save, they hear it themselves too, and this process must not end them meanwhile."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def fork(self, ranks: range, become: Callable[[int], int]) -> None:
         """Start the ranks; `become(rank)` runs in the child and gives its exit code."""
@@ -57,7 +65,9 @@ class Host:
         """The child's whole life. Leaves by os._exit: the parent's cleanups are not its own."""
         code = 1
         try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
             die_with_parent(parent, signal.SIGKILL)
             log = os.open(log_file(self.folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)

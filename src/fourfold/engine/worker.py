@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     one_rank = "RANK" in os.environ and not args.launcher
     host = None if one_rank else Host(args.job.parent, args.launcher)
+    job = codec.from_json(Job, args.job.read_text(encoding="utf-8"))
+    if host is not None and job.patient:
+        host.be_patient()
     try:
         import torch  # noqa: F401  (the slow part; the ranks inherit it)
     except ModuleNotFoundError as error:
@@ -47,7 +50,6 @@ def main(argv: list[str] | None = None) -> int:
         return NO_TORCH_EXIT
     from fourfold.engine.rank import work
 
-    job = codec.from_json(Job, args.job.read_text(encoding="utf-8"))
     tasks = [int(word) for word in args.tasks.split(",")] if args.tasks else list(range(job.tasks))
     performer = importlib.import_module(PERFORMERS[job.job])
 

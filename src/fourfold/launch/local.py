@@ -23,7 +23,14 @@ from fourfold.launch.gather import job_report
 from fourfold.launch.outcomes import fallen, silent
 from fourfold.launch.ranks import Ranks
 from fourfold.launch.watch import Silence
-from fourfold.result.job import DUMP_FILE, JOB_FILE, REPORT_FILE, JobReport, facts_file
+from fourfold.result.job import (
+    DUMP_FILE,
+    JOB_FILE,
+    REPORT_FILE,
+    STOP_FILE,
+    JobReport,
+    facts_file,
+)
 from fourfold.result.report import Failure, Outcome
 from fourfold.spec import codec
 from fourfold.spec.job import Job
@@ -34,7 +41,8 @@ _POLL_S = 0.1  # often enough to be prompt, seldom enough not to take a core fro
 # After the first bad exit the others may still say what they saw; after a hang they dump stacks.
 _LAST_WORDS_S = 2.0
 _DUMP_S = 3.0
-_TRACES = ("beat-*", "failure-*", "stack-*", "flight-*", "store-*", DUMP_FILE)
+_SAME_REQUEST_S = 1.0  # signals closer together are one request
+_TRACES = ("beat-*", "failure-*", "stack-*", "flight-*", "store-*", DUMP_FILE, STOP_FILE)
 
 
 class JobError(RuntimeError):
@@ -53,7 +61,7 @@ def run_job(job: Job, folder: Path, *, progress: Progress | None = None) -> JobR
     """Do every task of the job; a failed one is an entry in the report, the next ones still run.
 
     Ctrl-C and SIGTERM end the ranks, write the report with what is left as `cancelled`, and then
-    raise KeyboardInterrupt.
+    raise KeyboardInterrupt. A training is first asked to save and end by itself; see `_signals`.
     """
     require_torch()
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +73,7 @@ def run_job(job: Job, folder: Path, *, progress: Progress | None = None) -> JobR
     ends: dict[int, End] = {}
     todo = list(range(job.tasks))
     try:
-        with _signals_raise():
+        with _signals(folder / STOP_FILE if job.patient else None, progress):
             while todo:
                 batch = _batch(job, todo)
                 ends |= _run_batch(job, batch, folder, progress)
@@ -164,17 +172,37 @@ def _set_aside(folder: Path, task: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM acts like Ctrl-C while ranks run. Only the main thread may set handlers."""
+def _signals(stop_file: Path | None, progress: Progress | None) -> Iterator[None]:
+    """SIGTERM acts like Ctrl-C while ranks run. Only the main thread may set handlers.
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
+    With a `stop_file` the first of them makes that file and only a later one raises; SIGUSR1 asks
+    and never raises. Slurm sends SIGUSR1 before a time limit and SIGTERM at it, `timeout` sends its
+    signal twice at once: neither may cut off the save that is under way.
+    """
+    asked_at: list[float] = []
+
+    def stop(number: int, _: object) -> None:
+        now = time.monotonic()
+        if stop_file is None or (asked_at and now - asked_at[0] > _SAME_REQUEST_S):
+            raise KeyboardInterrupt
+        asked_at.append(now)
+        ask(number, _)
+
+    def ask(number: int, _: object) -> None:
+        assert stop_file is not None
+        stop_file.touch()
+        if progress is not None:
+            progress(f"{signal.Signals(number).name}: saving after this step, then ending")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    handlers = {signal.SIGTERM: stop}
+    if stop_file is not None:
+        handlers |= {signal.SIGINT: stop, signal.SIGUSR1: ask}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """The processes of one start of a job: made, polled and always ended.
 
-Nothing outlives the launcher: the worker gets SIGTERM from the kernel when the launcher dies (a
+Nothing outlives the launcher: the worker gets a signal from the kernel when the launcher dies (a
 closed pipe tells it elsewhere than Linux) and ends its ranks; the ranks get SIGKILL when the worker
 dies; and whatever else they started is in the worker's process group, which is killed at the end.
 """
@@ -26,6 +26,8 @@ from fourfold.spec.job import Job
 _OUTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
 _END_S = 5.0
+# Not SIGTERM: a batch system sends that to every process, and a training then saves first.
+END_SIGNAL = signal.SIGUSR2
 
 
 class Ranks:
@@ -78,7 +80,7 @@ class Ranks:
         """Whatever state they are in, stopped ones too; returns when they are gone."""
         try:
             if self.process.poll() is None:
-                self.process.terminate()
+                self.process.send_signal(END_SIGNAL)
                 self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             pass

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from fourfold.launch.outcomes import Scene
+from fourfold.result.job import SLOW_PHASES
 from fourfold.spec.job import Job
 
 _SAY_EVERY_S = 2.0
@@ -26,7 +27,12 @@ class Silence:
     def broken(self, scene: Scene) -> str:
         """The name of the limit that has passed, '' while all is well."""
         beats = scene.beats.values()
-        progress = tuple((beat.rank, beat.task, beat.steps) for beat in beats if beat.steps)
+        progress = tuple(
+            # Ranks mark how far a long save or load has come; other phases prove nothing.
+            (beat.rank, beat.task, beat.steps, beat.marks if beat.phase in SLOW_PHASES else 0)
+            for beat in beats
+            if beat.steps or beat.phase in SLOW_PHASES
+        )
         if progress != self._progress:
             self._progress, self._changed_at = progress, time.monotonic()
         task = max((beat.task for beat in beats), default=0)

@@ -27,9 +27,13 @@ JOB_FILE = "job.json"
 REPORT_FILE = "report.json"
 # The launcher makes this file to ask every rank for its stack and its last collectives.
 DUMP_FILE = "dump-request"
+# The launcher makes this file to ask a training to save and end after the step it is in.
+STOP_FILE = "stop-request"
 # A beat is two lines of fixed length, rewritten in place: where the rank stands (by its main
 # thread, whenever that changes), and that it lives (by its heart).
 WHERE_BYTES, ALIVE_BYTES = 256, 1024
+# Phases that may outlast a step: in them every mark counts as progress.
+SLOW_PHASES = ("save", "load")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Literal
 from fourfold.errors import UserError
 from fourfold.spec import check
 from fourfold.spec.run import RunSpec
+from fourfold.spec.train import TrainSettings
 
 # ping: every rank joins and answers; finds a rank that can't come up before a long run does.
 JobKind = Literal["run", "train", "verify", "trace", "dryrun", "calibrate", "ping"]
@@ -32,18 +33,27 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """`ranks` 0: as many processes as each run has ranks. `options` belong to the kind of job."""
+    """`ranks` 0: as many processes as each run has ranks. `options` belong to the kind of job,
+    `train` to a training."""
 
     job: JobKind
     specs: tuple[RunSpec, ...] = ()
     ranks: int = 0
     options: tuple[tuple[str, str], ...] = ()
     limits: Limits | None = None
+    train: TrainSettings | None = None
 
     def __post_init__(self) -> None:
         check.whole(0, 2**24, ranks=self.ranks)
         if self.job in _ONE_PROCESS_PER_RANK and not self.specs:
             raise UserError(f"a '{self.job}' job needs at least one run", field="specs")
+        if self.job == "train" and (self.train is None or len(self.specs) != 1):
+            raise UserError("a 'train' job needs one run and its settings", field="train")
+
+    @property
+    def patient(self) -> bool:
+        """Whether a request to stop lets the ranks save and leave by themselves."""
+        return self.job == "train"
 
     @property
     def tasks(self) -> int:

@@ -1,0 +1,272 @@
+"""Train a model: the engine with data, a learning-rate schedule, checkpoints and a kept loss curve.
+
+A folder that has checkpoints is continued where it stands, on any layout and world that computes
+the same training. SIGTERM, SIGUSR1 and Ctrl-C save after the step under way and end with status 75;
+a second SIGTERM or Ctrl-C ends at once. --show prints what a folder holds without training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any, get_args
+
+from fourfold import files
+from fourfold.commands import flags, progress
+from fourfold.errors import UserError
+from fourfold.launch.leftovers import end_processes_of
+from fourfold.launch.local import run_job
+from fourfold.result import checkpoints, curve
+from fourfold.result.checkpoints import Checkpoint
+from fourfold.result.job import JobReport, answer_file
+from fourfold.result.training import TrainingFolder, changes, must_continue
+from fourfold.search.legal import Target, why_not
+from fourfold.show import train as shown
+from fourfold.show.table import json_text, render
+from fourfold.spec import codec
+from fourfold.spec.job import Job
+from fourfold.spec.run import RunSpec
+from fourfold.spec.train import LrSchedule, TrainSettings
+from fourfold.units import show_seconds
+
+EXAMPLES = """\
+examples:
+  fourfold train --model llama-tiny --gpus 1 --seq-len 128 --global-batch 16 --precision fp32 \\
+      --steps 300 --lr 1e-3 --warmup-steps 20 --out trained
+  fourfold train --out trained --gpus 4 --tp 2            (continue it on another layout)
+  fourfold train --show trained --plot loss.png
+
+exit status: 0 all steps done; 75 saved and ended early on request: run it again to continue;
+1 the training failed, the last checkpoint is whole; 2 bad request; 130 ended at once.
+"""
+STOPPED_EXIT = 75
+# flag -> (field of TrainSettings, type, help); a flag mirrors its field.
+_FLAGS: dict[str, tuple[str, Any, str]] = {
+    "--steps": ("steps", int, "steps in all, those before a resume included"),
+    "--lr": ("lr", float, "highest learning rate (3e-4)"),
+    "--min-lr": ("min_lr", float, "learning rate at the end of the decay (0)"),
+    "--warmup-steps": ("warmup_steps", int, "steps up to the highest rate (0)"),
+    "--lr-schedule": ("lr_schedule", str, "cosine (default), linear, constant or wsd"),
+    "--save-every": ("save_every", int, "steps between checkpoints (100); 0: only at the end"),
+    "--keep": ("keep", int, "checkpoints to keep (2); 0: all"),
+    "--log-every": ("log_every", int, "steps between looks at the loss (10)"),
+    "--wandb": ("wandb", str, "also log to this Weights & Biases project"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_run(parser)
+    group = parser.add_argument_group("training (other fields by --set train.beta2=0.95)")
+    group.add_argument("--out", metavar="DIR", help="the training's folder")
+    for flag, (_, kind, text) in _FLAGS.items():
+        name = "X" if kind is str else "N"
+        choices = get_args(LrSchedule) if flag == "--lr-schedule" else None
+        group.add_argument(flag, type=kind, metavar=name, choices=choices, help=text)
+    group.add_argument(
+        "--async",
+        dest="async_save",
+        action=argparse.BooleanOptionalAction,
+        help="write checkpoints while training goes on (default)",
+    )
+    group.add_argument(
+        "--tensorboard",
+        action=argparse.BooleanOptionalAction,
+        help="also write TensorBoard events",
+    )
+    which = group.add_mutually_exclusive_group()
+    which.add_argument("--resume", action="store_true", help="refuse to start from nothing")
+    which.add_argument("--fresh", action="store_true", help="forget what the folder holds")
+    group.add_argument("--show", metavar="DIR", help="only say what this folder holds")
+    group.add_argument("--plot", metavar="FILE", help="draw the loss curve: .png, .svg or .pdf")
+    flags.add_format(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.plot:
+        shown.must_be_picture(args.plot)
+    if args.show:
+        return _show_only(args)
+    if not args.out:
+        raise UserError("is missing", field="out", way_out="add --out DIR, the training's folder")
+    folder = TrainingFolder(args.out)
+    spec, settings = described(args, folder)
+    _must_be_legal(spec)
+    _must_have_packages(settings)
+    with folder.locked():
+        start = _prepared(args, folder, spec, settings)
+        if start is not None and start.step >= settings.steps:
+            print(f"all {settings.steps} steps are done", file=sys.stderr)
+            return _shown(args, folder, settings, {"outcome": "ok"})
+        folder.describe(spec, settings)
+        report = _trained(folder, spec, settings, start)
+        return _answered(args, folder, settings, report)
+
+
+def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec, TrainSettings]:
+    """What to train: a spec file or, without one, what the folder was trained with; then flags."""
+    known = {} if args.spec or args.fresh else folder.described()
+    if any(getattr(args, axis) is not None for axis in ("gpus", "dp", "tp", "cp", "pp")):
+        known.pop("layout", None)  # a new layout is asked for, not a change of one axis
+    table = flags.run_table(args, known)
+    plain = table.pop("train", {})
+    if not isinstance(plain, dict):
+        raise UserError("must be a table", field="train", value=plain)
+    for flag, (field, _, _) in _FLAGS.items():
+        value = getattr(args, flag[2:].replace("-", "_"))
+        if value is not None:
+            plain[field] = value
+    for field in ("async_save", "tensorboard"):
+        if getattr(args, field) is not None:
+            plain[field] = getattr(args, field)
+    if "steps" not in plain:
+        raise UserError("is missing", field="steps", way_out="add --steps N")
+    if "model" not in table:
+        raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
+    return codec.load(RunSpec, table), codec.decode(TrainSettings, plain, "train")
+
+
+def _must_be_legal(spec: RunSpec) -> None:
+    if spec.batch.micro_batch == 0:
+        raise UserError(
+            "'auto' is chosen by bench", field="batch.micro_batch", value=0, way_out="give a number"
+        )
+    for said in why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus)):
+        raise UserError(said.rule, field=said.field, value=said.value, way_out=said.way_out)
+
+
+def _must_have_packages(settings: TrainSettings) -> None:
+    """Before minutes of start-up, not after."""
+    for wanted, package in ((settings.tensorboard, "tensorboard"), (settings.wandb, "wandb")):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"needs the package {package}, which is not installed",
+                field=package,
+                way_out=f"pip install 'fourfold[{package}]', or leave --{package} out",
+            )
+
+
+def _prepared(
+    args: argparse.Namespace, folder: TrainingFolder, spec: RunSpec, settings: TrainSettings
+) -> Checkpoint | None:
+    """Clear what a killed training left; the checkpoint to continue from, None to begin."""
+    ended = end_processes_of(folder.job)
+    if ended:
+        print(f"ended {ended} processes of a killed training", file=sys.stderr)
+    if args.fresh:
+        folder.begin_anew()
+    if checkpoints.clear_leftovers(folder.checkpoints):
+        print("removed an unfinished checkpoint", file=sys.stderr)
+    start = folder.newest()
+    if start is None:
+        if args.resume:
+            raise UserError("holds no whole checkpoint", field="out", value=str(folder.root))
+        folder.metrics.unlink(missing_ok=True)
+        return None
+    must_continue(start.state, spec)
+    dropped = curve.cut(folder.metrics, start.step)
+    again = f"; {dropped} later steps are done again" if dropped else ""
+    print(f"continuing after step {start.step}{again}", file=sys.stderr)
+    for change in changes(start.state, spec, settings):
+        print(f"changed since then: {change}", file=sys.stderr)
+    return start
+
+
+def _trained(
+    folder: TrainingFolder, spec: RunSpec, settings: TrainSettings, start: Checkpoint | None
+) -> JobReport:
+    options = {"out": str(folder.root), "load": start.folder.name if start else ""}
+    job = Job(job="train", specs=(spec,), options=tuple(options.items()), train=settings)
+    report = run_job(job, folder.job, progress=_progress(folder, settings))
+    progress.end_line()
+    return report
+
+
+def _progress(folder: TrainingFolder, settings: TrainSettings) -> Callable[[str], None]:
+    """Where the training stands, from its own curve; before the first step, what the ranks say."""
+    show = progress.progress_lines()
+
+    def say(text: str) -> None:
+        point = curve.last(folder.metrics)
+        if point is None or "steps done" not in text or text.startswith("0 steps"):
+            show(text)
+            return
+        left_s = (settings.steps - point.step) * point.step_s
+        show(
+            f"step {point.step} of {settings.steps}, loss {point.loss:.4f}, lr {point.lr:.3g}, "
+            f"{point.tokens_per_s:,.0f} tokens/s, {show_seconds(left_s)} left"
+        )
+
+    return say
+
+
+def _answered(
+    args: argparse.Namespace, folder: TrainingFolder, settings: TrainSettings, report: JobReport
+) -> int:
+    plain: dict[str, Any] = {"outcome": report.outcome}
+    if report.failure is not None:
+        said = report.failure
+        plain["failure"] = {
+            "rank": said.rank, "stage": said.stage, "phase": said.phase, "message": said.message,
+        }  # fmt: skip
+        first_line = said.message.partition("\n")[0]
+        print(f"{report.outcome}: rank {said.rank}, {said.phase}: {first_line}", file=sys.stderr)
+        print(f"logs of the ranks: {folder.job}", file=sys.stderr)
+        _shown(args, folder, settings, plain)
+        return 1
+    stopped = _stopped(folder)
+    if stopped:
+        plain |= {"outcome": "stopped", "note": "as asked; the same command continues"}
+    _shown(args, folder, settings, plain)
+    return STOPPED_EXIT if stopped else 0
+
+
+def _stopped(folder: TrainingFolder) -> bool:
+    answer = codec.parse_json(files.read_text(answer_file(folder.job, 0), field="answer"))
+    assert isinstance(answer, dict)
+    return bool(answer["stopped"])
+
+
+def _show_only(args: argparse.Namespace) -> int:
+    folder = TrainingFolder(args.show)
+    table = folder.described()
+    if not table:
+        raise UserError(
+            "is not the folder of a training (it has no train.toml)",
+            field="show",
+            value=args.show,
+            way_out="name the --out of a 'fourfold train'",
+        )
+    settings = codec.decode(TrainSettings, table.get("train", {}), "train")
+    return _shown(args, folder, settings, {"outcome": "shown"})
+
+
+def _shown(
+    args: argparse.Namespace,
+    folder: TrainingFolder,
+    settings: TrainSettings,
+    plain: dict[str, Any],
+) -> int:
+    points = curve.read(folder.metrics)
+    newest = folder.newest()
+    plain = {
+        **plain,
+        "folder": str(folder.root),
+        "steps": settings.steps,
+        "checkpoint": newest.folder.name if newest else None,
+        **shown.facts(points),
+    }
+    if plain["outcome"] == "shown":
+        done = newest is not None and newest.step >= settings.steps
+        plain["outcome"] = "done" if done else "not finished"
+    if args.plot:
+        title = f"{folder.root.name}: {len(points):,} steps"
+        files.write_bytes(args.plot, shown.picture(points, title, args.plot), field="plot")
+    if args.format == "json":
+        print(json_text(plain))
+        return 0
+    print(render(["quantity", "value", "note"], shown.rows(plain), args.format))
+    if args.format != "csv":
+        print(f"\nkept in {folder.root}")
+    return 0

@@ -1,0 +1,146 @@
+"""What is in the folder of a training, and may it be continued as asked?
+
+train.toml (the run and its settings, also a --spec), metrics.jsonl, checkpoints/, job/ (logs of the
+ranks), tensorboard/. One training at a time may use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.result import checkpoints, curve
+from fourfold.result.checkpoints import Checkpoint, CheckpointState
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+from fourfold.spec.toml import toml_text
+from fourfold.spec.train import TrainSettings
+
+# Format -> formats that hold each of its values.
+_WIDER = {"bf16": ("fp32", "fp64"), "fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
+# Of the settings, what may change between starts without a word.
+_FREE_SETTINGS = (
+    "steps", "save_every", "keep", "async_save", "log_every", "tensorboard", "wandb",
+)  # fmt: skip
+
+
+class TrainingFolder:
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).absolute()
+        self.checkpoints = self.root / "checkpoints"
+        self.metrics = self.root / curve.METRICS_FILE
+        self.job = self.root / "job"
+        self.description = self.root / "train.toml"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Held until the process ends, however it ends."""
+        import fcntl
+
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"can't be used ({error.strerror})",
+                field="out",
+                value=str(self.root),
+                way_out="name a folder that can be written",
+            ) from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(handle, 200).decode(errors="replace").strip()
+            os.close(handle)
+            raise UserError(
+                f"another training uses this folder ({holder})",
+                field="out",
+                value=str(self.root),
+                way_out="wait for it, or name another folder",
+            ) from None
+        try:
+            os.truncate(handle, 0)
+            os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            yield
+        finally:
+            os.close(handle)
+
+    def describe(self, spec: RunSpec, settings: TrainSettings) -> None:
+        plain = codec.dump(spec) | {"train": codec.encode(settings)}
+        for name in ("steps", "warmup"):  # of a measurement; a training has its own
+            del plain[name]
+        files.write_text(self.description, toml_text(plain))
+
+    def described(self) -> dict[str, Any]:
+        """The table of train.toml; empty without one."""
+        if not self.description.exists():
+            return {}
+        return codec.parse_toml(files.read_text(self.description, field="out"))
+
+    def begin_anew(self) -> None:
+        """Forget everything an earlier training left here."""
+        for path in (self.checkpoints, self.root / "tensorboard", self.root / "wandb"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (self.metrics, self.root / "wandb-id"):
+            path.unlink(missing_ok=True)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def newest(self) -> Checkpoint | None:
+        return checkpoints.newest(self.checkpoints)
+
+
+def must_continue(state: CheckpointState, spec: RunSpec) -> None:
+    """Refuse a run that would train something else than the checkpoint did."""
+    for field, (old, new) in _identity(state.spec, spec).items():
+        if old != new:
+            raise UserError(
+                f"the checkpoints in this folder were trained with {old}",
+                field=field,
+                value=new,
+                way_out="keep it, name another --out, or start over with --fresh",
+            )
+    for kind in ("param", "optimizer"):
+        old, new = getattr(state.spec.policy.dtypes, kind), getattr(spec.policy.dtypes, kind)
+        if new != old and new not in _WIDER.get(old, ()):
+            raise UserError(
+                f"the checkpoint holds {old}, which would lose digits",
+                field=f"policy.{kind}_dtype",
+                value=new,
+                way_out=f"keep {old}, or a precision that holds it",
+            )
+
+
+def _identity(old: RunSpec, new: RunSpec) -> dict[str, tuple[Any, Any]]:
+    """What decides the training, whatever the layout: field -> (checkpoint's, asked)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    one, other = codec.encode(old.model), codec.encode(new.model)
+    for name in sorted({*one, *other} - {"name"}):
+        found[f"model.{name}"] = (one.get(name), other.get(name))
+    for name in ("seq_len", "global_batch", "ramp"):
+        found[f"batch.{name}"] = (getattr(old.batch, name), getattr(new.batch, name))
+    found["seed"] = (old.seed, new.seed)
+    return found
+
+
+def changes(state: CheckpointState, spec: RunSpec, settings: TrainSettings) -> list[str]:
+    """What differs from the checkpoint's run and matters to the curve, in words."""
+    said = []
+    if str(state.spec.layout) != str(spec.layout):
+        said.append(f"layout {state.spec.layout} -> {spec.layout}")
+    if state.spec.policy.precision != spec.policy.precision:
+        said.append(f"precision {state.spec.policy.precision} -> {spec.policy.precision}")
+    if state.settings is not None:
+        old, new = codec.encode(state.settings), codec.encode(settings)
+        said += [
+            f"{name} {old.get(name)} -> {new.get(name)}"
+            for name in new
+            if name not in _FREE_SETTINGS and old.get(name) != new.get(name)
+        ]
+    return said

@@ -1,0 +1,119 @@
+"""What came of a training? A short table, and the loss curve as a picture."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.result.curve import Point
+from fourfold.units import show_seconds
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def facts(points: Sequence[Point]) -> dict[str, Any]:
+    """What the curve says, in base units; speed over the last tenth of the steps."""
+    if not points:
+        return {"steps_done": 0}
+    recent = points[-max(1, len(points) // 10) :]
+    best = min(points, key=lambda point: point.loss)
+    step_s = median(point.step_s for point in recent)
+    mfu = [point.mfu_pct for point in recent if point.mfu_pct is not None]
+    return {
+        "steps_done": points[-1].step,
+        "first_loss": points[0].loss,
+        "last_loss": points[-1].loss,
+        "recent_loss": sum(point.loss for point in recent) / len(recent),
+        "recent_steps": len(recent),
+        "best_loss": best.loss,
+        "best_step": best.step,
+        "tokens": points[-1].tokens,
+        "sequences": points[-1].sequences,
+        "step_s": step_s,
+        "tokens_s": median(point.tokens_per_s for point in recent),
+        "mfu_pct": median(mfu) if mfu else None,
+        "trained_s": sum(point.step_s for point in points),
+    }
+
+
+def rows(plain: dict[str, Any]) -> list[list[str]]:
+    """The same for a reader: one line for each quantity."""
+    lines = [
+        ["outcome", plain["outcome"], plain.get("note", "")],
+        ["steps", f"{plain['steps_done']:,}", f"of {plain['steps']:,}"],
+    ]
+    if plain["steps_done"]:
+        recent = plain["recent_steps"]
+        lines += [
+            ["first loss", f"{plain['first_loss']:.4f}", ""],
+            ["last loss", f"{plain['recent_loss']:.4f}", f"mean of the last {recent:,} steps"],
+            ["best loss", f"{plain['best_loss']:.4f}", f"step {plain['best_step']:,}"],
+            ["tokens", f"{plain['tokens']:,}", f"{plain['sequences']:,} sequences"],
+            ["sec/it", show_seconds(plain["step_s"]), f"median of the last {recent:,} steps"],
+            ["tokens/s", f"{plain['tokens_s']:,.0f}", ""],
+        ]
+        if plain["mfu_pct"] is not None:
+            lines.append(["MFU", f"{plain['mfu_pct']:.2f} %", "by causal"])
+    lines.append(["checkpoint", plain["checkpoint"] or "none", plain.get("started", "")])
+    return lines
+
+
+def must_be_picture(path: str) -> str:
+    """The suffix of a picture's name; refuses what can't be drawn."""
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix not in SUFFIXES:
+        raise UserError(
+            "is not a kind of picture",
+            field="plot",
+            value=path,
+            way_out=f"end the name in one of {', '.join(SUFFIXES)}",
+        )
+    return suffix
+
+
+def picture(points: Sequence[Point], title: str, path: str) -> bytes:
+    """The drawn file's content; the suffix of `path` chooses the form."""
+    suffix = must_be_picture(path)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(
+            "needs matplotlib", field="plot", value=path, way_out="pip install fourfold[plots]"
+        ) from None
+    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+    axes = figure.subplots()
+    steps = [point.step for point in points]
+    losses = [point.loss for point in points]
+    axes.plot(steps, losses, color="#b8cbe0", linewidth=1.0, label="each step")
+    width = max(1, len(points) // 50)
+    if width > 1:
+        axes.plot(
+            steps, running_mean(losses, width), color="#3b6ea5", linewidth=1.8,
+            label=f"mean of {width} steps",
+        )  # fmt: skip
+    rate = axes.twinx()
+    rate.plot(steps, [point.lr for point in points], color="#d08770", linewidth=1.0, ls="--")
+    rate.set_ylabel("learning rate", color="#b0603f")
+    rate.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.set_title(title, fontsize=10)
+    axes.legend(frameon=False, loc="upper right")
+    for some in (axes, rate):
+        some.spines["top"].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix[1:], dpi=130)
+    return buffer.getvalue()
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of the last `width` values at each place, of fewer at the start."""
+    means, total = [], 0.0
+    for place, value in enumerate(values):
+        total += value - (values[place - width] if place >= width else 0.0)
+        means.append(total / min(width, place + 1))
+    return means

@@ -1,0 +1,217 @@
+"""The train command for real: stopped by a signal, resumed elsewhere, killed, out of room."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fourfold.result import checkpoints, curve
+from fourfold.result.job import beat_file, read_beat
+
+ROOT = Path(__file__).parents[2]
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+RUN = words(
+    "--model llama-tiny --seq-len 16 --global-batch 4 --micro-batch 2 --precision fp64 "
+    "--lr 1e-3 --log-every 1"
+)
+
+
+def start(out: Path, *words: str, limit: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "fourfold", "train", "--out", str(out), *words],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=limit,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 300) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout_s)
+    return process.returncode, out, err
+
+
+def train(out: Path, *words: str) -> tuple[int, str, str]:
+    return finish(start(out, *words))
+
+
+def wait_for(done: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 240
+    while not done():
+        assert time.monotonic() < until, "nothing happened"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def steps_done(out: Path) -> int:
+    point = curve.last(out / curve.METRICS_FILE)
+    return point.step if point else 0
+
+
+def rank_pids(out: Path, ranks: int) -> list[int]:
+    beats = [read_beat(beat_file(out / "job", rank)) for rank in range(ranks)]
+    return [beat.pid for beat in beats if beat is not None]
+
+
+def test_asked_to_stop_it_saves_and_another_layout_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(
+        out,
+        *RUN,
+        *words("--gpus 2 --steps 100000 --save-every 0 --lr-schedule constant"),
+    )
+    wait_for(lambda: steps_done(out) >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    code, printed, said = finish(process)
+    assert code == 75, said
+    assert "stopped" in printed
+    found = checkpoints.newest(out / "checkpoints")
+    assert found is not None
+    assert found.step == found.state.updates == steps_done(out)
+    assert found.state.sequences == 4 * found.step
+    last = found.step + 2
+    code, printed, said = train(out, "--gpus", "2", "--pp", "2", "--steps", str(last),
+                                "--format", "json")  # fmt: skip
+    assert code == 0, said
+    assert f"continuing after step {found.step}" in said
+    assert "layout pp1 dp2 cp1 tp1 -> pp2 dp1 cp1 tp1" in said
+    assert json.loads(printed)["steps_done"] == last
+    points = curve.read(out / curve.METRICS_FILE)
+    assert [point.step for point in points] == list(range(1, last + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path, number: int) -> None:
+    out = tmp_path / "out"
+    process = start(out, *RUN, *words("--gpus 2 --tp 2 --steps 100000"))
+    wait_for(lambda: steps_done(out) >= 2, process)
+    os.kill(rank_pids(out, 2)[1], number)
+    code, _, said = finish(process)
+    assert code == 75, said
+    found = checkpoints.newest(out / "checkpoints")
+    assert found is not None
+    assert found.step == steps_done(out)
+
+
+@pytest.mark.slow
+def test_a_batch_system_signals_everybody_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(out, *RUN, *["--gpus", "2", "--steps", "100000"])
+    wait_for(lambda: steps_done(out) >= 2, process)
+    host = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # as Slurm: a warning, then the time limit
+        for pid in (*rank_pids(out, 2), host, process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    code, _, said = finish(process)
+    assert code == 75, said
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = "--gpus 1 --steps 100000 --save-every 1 --keep 0 --set fault.kind=hang"
+    process = start(out, *RUN, *words.split(), "--set", "fault.step=3")
+    wait_for(lambda: steps_done(out) >= 3, process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None  # it waits for a step that never ends
+    process.send_signal(signal.SIGTERM)
+    code, _, _ = finish(process, 30)
+    assert code == 130
+    found = checkpoints.newest(out / "checkpoints")
+    assert found is not None
+    assert found.step == 3
+
+
+@pytest.mark.slow
+def test_nothing_finite_is_lost_to_a_nan(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = "--gpus 2 --steps 9 --save-every 2 --set fault.kind=nonfinite --set fault.step=5"
+    code, printed, said = train(out, *RUN, *words.split(), "--format", "json")
+    assert code == 1
+    assert json.loads(printed)["outcome"] == "nonfinite", said
+    found = checkpoints.newest(out / "checkpoints")
+    assert found is not None
+    assert found.step == 4
+    assert steps_done(out) in (5, 6)  # the bad weight may be of a token that step 6 has not
+
+
+@pytest.fixture
+def small_files() -> Callable[[], None]:
+    """What a full disk does, without one: no file may grow beyond this many bytes."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+
+    return limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["--async", "--no-async"])
+def test_no_room_is_an_outcome_and_the_old_checkpoint_stays(tmp_path, how, small_files) -> None:
+    out = tmp_path / "out"
+    code, _, said = train(out, *RUN, *["--gpus", "1", "--steps", "2"])
+    assert code == 0, said
+    process = start(out, "--steps", "8", "--save-every", "2", how, limit=small_files)
+    code, _, said = finish(process)
+    assert code == 1, said
+    assert re.search(r"checkpoint of step 4 could not be written.*File too large", said), said
+    assert "the last good one is step-00000002" in said
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000002",
+    ]
+    code, _, said = train(out, "--steps", "5")
+    assert code == 0, said
+    assert "continuing after step 2" in said
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_of_a_save(tmp_path: Path) -> None:
+    """kill -9 of every process while a checkpoint is being written, 20 times in one training."""
+    out, chance = tmp_path / "out", random.Random(4)
+    every, moments, before = 2, [], 0
+    for kill in range(20):
+        process = start(out, *RUN, *f"--gpus 2 --steps 100000 --save-every {every}".split())
+        least = before + chance.choice((1, 2, 3))
+        wait_for(lambda least=least: steps_done(out) >= least and _saving(out), process)
+        time.sleep(chance.random() * 0.06)
+        moments.append(_saving(out))
+        reached = steps_done(out)
+        for pid in (*rank_pids(out, 2), process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+        found = checkpoints.newest(out / "checkpoints")
+        before = found.step if found else 0
+        # At most one interval is lost, and what the save under way would have held.
+        assert reached - before <= 2 * every, (kill, reached, before)
+    assert sum(moments) >= 10, moments
+    code, _, said = train(out, "--gpus", "2", "--tp", "2", "--steps", str(before + 3))
+    assert code == 0, said
+    assert f"continuing after step {before}" in said if before else True
+    points = curve.read(out / curve.METRICS_FILE)
+    assert [point.step for point in points] == list(range(1, before + 4))
+
+
+def _saving(out: Path) -> bool:
+    return any((out / "checkpoints").glob(".saving-*"))
