@@ -11,6 +11,8 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 from fourfold import files
@@ -28,6 +30,7 @@ from fourfold.show.table import json_text, render
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
+from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.spec.train import LrSchedule, TrainSettings
 from fourfold.units import show_seconds
 
@@ -60,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_run(parser)
     group = parser.add_argument_group("training (other fields by --set train.beta2=0.95)")
     group.add_argument("--out", metavar="DIR", help="the training's folder")
+    group.add_argument("--data", metavar="NAME", help="a token file (default: synthetic tokens)")
     for flag, (_, kind, text) in _FLAGS.items():
         name = "X" if kind is str else "N"
         choices = get_args(LrSchedule) if flag == "--lr-schedule" else None
@@ -94,8 +98,9 @@ def run(args: argparse.Namespace) -> int:
     spec, settings = described(args, folder)
     _must_be_legal(spec)
     _must_have_packages(settings)
+    data = _data(spec)
     with folder.locked():
-        start = _prepared(args, folder, spec, settings)
+        start = _prepared(args, folder, spec, settings, data.sha256 if data else "")
         if start is not None and start.step >= settings.steps:
             print(f"all {settings.steps} steps are done", file=sys.stderr)
             return _shown(args, folder, settings, {"outcome": "ok"})
@@ -110,6 +115,8 @@ def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec
     if any(getattr(args, axis) is not None for axis in ("gpus", "dp", "tp", "cp", "pp")):
         known.pop("layout", None)  # a new layout is asked for, not a change of one axis
     table = flags.run_table(args, known)
+    if args.data:
+        table["data"] = args.data
     plain = table.pop("train", {})
     if not isinstance(plain, dict):
         raise UserError("must be a table", field="train", value=plain)
@@ -124,7 +131,19 @@ def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec
         raise UserError("is missing", field="steps", way_out="add --steps N")
     if "model" not in table:
         raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
-    return codec.load(RunSpec, table), codec.decode(TrainSettings, plain, "train")
+    spec = codec.load(RunSpec, table)
+    if spec.data:  # the ranks, and the next start, may work in another folder
+        spec = replace(spec, data=str(Path(spec.data).absolute()))
+    return spec, codec.decode(TrainSettings, plain, "train")
+
+
+def _data(spec: RunSpec) -> TokenInfo | None:
+    """The token file, once it is seen to fit the model; None for synthetic tokens."""
+    if not spec.data:
+        return None
+    info = read_info(spec.data)
+    require_fit(info, name=spec.data, vocab=spec.model.vocab, seq_len=spec.batch.seq_len)
+    return info
 
 
 def _must_be_legal(spec: RunSpec) -> None:
@@ -148,7 +167,11 @@ def _must_have_packages(settings: TrainSettings) -> None:
 
 
 def _prepared(
-    args: argparse.Namespace, folder: TrainingFolder, spec: RunSpec, settings: TrainSettings
+    args: argparse.Namespace,
+    folder: TrainingFolder,
+    spec: RunSpec,
+    settings: TrainSettings,
+    data: str,
 ) -> Checkpoint | None:
     """Clear what a killed training left; the checkpoint to continue from, None to begin."""
     ended = end_processes_of(folder.job)
@@ -164,7 +187,7 @@ def _prepared(
             raise UserError("holds no whole checkpoint", field="out", value=str(folder.root))
         folder.metrics.unlink(missing_ok=True)
         return None
-    must_continue(start.state, spec)
+    must_continue(start.state, spec, data)
     dropped = curve.cut(folder.metrics, start.step)
     again = f"; {dropped} later steps are done again" if dropped else ""
     print(f"continuing after step {start.step}{again}", file=sys.stderr)
@@ -193,9 +216,10 @@ def _progress(folder: TrainingFolder, settings: TrainSettings) -> Callable[[str]
             show(text)
             return
         left_s = (settings.steps - point.step) * point.step_s
+        left = f", {show_seconds(left_s)} left" if left_s else ", saving"
         show(
             f"step {point.step} of {settings.steps}, loss {point.loss:.4f}, lr {point.lr:.3g}, "
-            f"{point.tokens_per_s:,.0f} tokens/s, {show_seconds(left_s)} left"
+            f"{point.tokens_per_s:,.0f} tokens/s{left}"
         )
 
     return say
@@ -242,6 +266,15 @@ def _show_only(args: argparse.Namespace) -> int:
     return _shown(args, folder, settings, {"outcome": "shown"})
 
 
+def _unigram_nats(folder: TrainingFolder) -> float | None:
+    """What a model that knows only frequencies would reach; None without a readable token file."""
+    name = folder.described().get("data")
+    try:
+        return read_info(name).unigram_nats if name else None
+    except UserError:  # it has moved since
+        return None
+
+
 def _shown(
     args: argparse.Namespace,
     folder: TrainingFolder,
@@ -255,6 +288,7 @@ def _shown(
         "folder": str(folder.root),
         "steps": settings.steps,
         "checkpoint": newest.folder.name if newest else None,
+        "unigram_nats": _unigram_nats(folder),
         **shown.facts(points),
     }
     if plain["outcome"] == "shown":

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 import fourfold
 from fourfold.engine.clock import synchronize
+from fourfold.engine.data import data_facts
 from fourfold.engine.failure import NonFiniteError
 from fourfold.engine.held import Held, divide, held
 from fourfold.engine.planners import (
@@ -48,6 +49,7 @@ def state_of(trainer: Trainer, step: int, settings: TrainSettings | None = None)
         sequences=trainer.spec.batch.sequences_before(step),
         spec=trainer.spec,
         settings=settings,
+        data=data_facts(trainer.spec).get("data.sha256", ""),
         scalars=tuple(sorted((name, repr(value)) for name, value in trainer.scalars().items())),
         versions=(("fourfold", fourfold.__version__), ("torch", str(torch.__version__))),
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),

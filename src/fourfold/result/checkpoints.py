@@ -29,13 +29,15 @@ _HIDDEN = (".saving-", ".pruned-")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
     """All of a training that is not a tensor. `step`: steps done; `updates`: those that changed
-    the weights (an overflow in fp16 skips one). `scalars` are numbers by name, as texts."""
+    the weights (an overflow in fp16 skips one). `data` is the checksum of the tokens, '' for
+    synthetic ones. `scalars` are numbers by name, as texts."""
 
     step: int
     updates: int
     sequences: int
     spec: RunSpec
     settings: TrainSettings | None = None
+    data: str = ""
     scalars: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()
     versions: tuple[tuple[str, str], ...] = ()

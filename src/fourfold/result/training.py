@@ -96,9 +96,11 @@ class TrainingFolder:
         return checkpoints.newest(self.checkpoints)
 
 
-def must_continue(state: CheckpointState, spec: RunSpec) -> None:
-    """Refuse a run that would train something else than the checkpoint did."""
-    for field, (old, new) in _identity(state.spec, spec).items():
+def must_continue(state: CheckpointState, spec: RunSpec, data: str = "") -> None:
+    """Refuse a run that would train something else than the checkpoint did; `data` is the checksum
+    of its tokens, whose file may have moved."""
+    tokens = {"data": (state.data or "synthetic tokens", data or "synthetic tokens")}
+    for field, (old, new) in (_identity(state.spec, spec) | tokens).items():
         if old != new:
             raise UserError(
                 f"the checkpoints in this folder were trained with {old}",

@@ -56,6 +56,10 @@ def rows(plain: dict[str, Any]) -> list[list[str]]:
             ["sec/it", show_seconds(plain["step_s"]), f"median of the last {recent:,} steps"],
             ["tokens/s", f"{plain['tokens_s']:,.0f}", ""],
         ]
+        if plain.get("unigram_nats") is not None:
+            gap = plain["recent_loss"] - plain["unigram_nats"]
+            note = f"entropy of single tokens; the last loss is {gap:+.4f}"
+            lines.insert(4, ["unigram", f"{plain['unigram_nats']:.4f}", note])
         if plain["mfu_pct"] is not None:
             lines.append(["MFU", f"{plain['mfu_pct']:.2f} %", "by causal"])
     lines.append(["checkpoint", plain["checkpoint"] or "none", plain.get("started", "")])
