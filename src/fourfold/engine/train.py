@@ -143,16 +143,17 @@ class Training:
         self.task.heart.step_done()
 
     def _check(self, norm: Tensor) -> None:
-        check_finite(norm, self.trainer.optimizer.leaves, self.done)
+        leaves, forgiven = self.trainer.optimizer.leaves, self.trainer.may_overflow
+        check_finite(norm, leaves, self.done + 1, forgiven=forgiven)
 
     def _read(self) -> None:
         """Take the window off the device, keep it, and go on only if all of it is finite."""
         synchronize(self.trainer.device)
         numbers = torch.stack([torch.stack([a.double(), b.double()]) for a, b in self.window])
         first = self.done - len(self.window)
-        points, bad = [], ""
+        points, bad, forgiven = [], "", self.trainer.may_overflow
         for offset, (loss, norm) in enumerate(numbers.tolist()):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if not (math.isfinite(loss) and (forgiven or math.isfinite(norm))):
                 bad = f"loss {loss}, gradient norm {norm} in step {first + offset + 1}"
                 break
             points.append(self._point(first + offset, loss, norm, self.ticks.step_s()[offset]))
@@ -169,7 +170,7 @@ class Training:
         return Point(
             step=index + 1,
             loss=loss,
-            grad_norm=norm,
+            grad_norm=norm if math.isfinite(norm) else None,
             lr=lr_at(self.settings, index),
             tokens=sequences * batch.seq_len,
             sequences=sequences,
