@@ -1,0 +1,215 @@
+"""Hugging Face weights: out and in again without a change, cut as any layout cuts; the logits of
+transformers, where it is installed, are ours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("safetensors")
+
+from fourfold.cost.params import tensors
+from fourfold.engine import hf, init
+from fourfold.engine.hf import HfWeights, fill
+from fourfold.engine.hf_export import Export, export
+from fourfold.engine.init import InitRule
+from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.positions import make_tables
+from fourfold.engine.pieces import Place, pieces, tp_block
+from fourfold.errors import UserError
+from fourfold.spec import catalog
+from fourfold.spec.hf import shape_from_config
+from fourfold.spec.hf_tensors import approximation, export_type
+from fourfold.spec.hf_write import config_of
+from fourfold.spec.model import ModelShape, Positions, RopeScaling
+
+SEQ_LEN = 32
+TINY = {
+    "llama": catalog.model("llama-tiny"),
+    "llama-tied": replace(catalog.model("llama-tiny"), tied=True),
+    "llama-biased": replace(catalog.model("llama-tiny"), bias=True, kv_heads=1, head_dim=24),
+    "llama-3.1": replace(
+        catalog.model("llama-tiny"),
+        positions=Positions(
+            kind="rope", theta=5e5, scaling=RopeScaling(kind="llama3", factor=8, original_length=8)
+        ),
+    ),
+    "llama-linear": replace(
+        catalog.model("llama-tiny"),
+        positions=Positions(kind="rope", scaling=RopeScaling(kind="linear", factor=2.0)),
+    ),
+    "gpt": catalog.model("gpt-tiny"),
+    "gpt-untied": replace(catalog.model("gpt-tiny"), tied=False, ffn=96, norm_eps=1e-3),
+    "mpt-learned": catalog.model("mpt-tiny"),
+    "mpt-alibi": replace(
+        catalog.model("mpt-tiny"),
+        positions=Positions(kind="alibi"),
+        norm="layernorm-nobias",
+        bias=False,
+    ),
+    "mpt-six-heads": catalog.shape(
+        "mpt", layers=2, hidden=48, heads=6, vocab=64, bias=False, norm="layernorm-nobias",
+        positions={"kind": "alibi"},
+    ),
+    "rotary-gpt": catalog.shape(
+        "gpt", layers=2, hidden=32, heads=4, kv_heads=2, vocab=64, positions={"kind": "rope"}
+    ),
+}  # fmt: skip
+
+
+def built(shape: ModelShape, seed: int = 3) -> tuple[Decoder, dict[str, Tensor]]:
+    """A model with all of its values spread, and its published tensors."""
+    decoder = Decoder(shape, SEQ_LEN)
+    held = pieces(decoder, shape, SEQ_LEN, Place())
+    init.fill(held, seed=seed, layers=shape.layers, rule=InitRule(vector_std=0.1))
+    return decoder, {piece.name: piece.values.clone() for piece in held}
+
+
+def exported(shape: ModelShape, out: Path, **fields: object) -> dict[str, Tensor]:
+    _, values = built(shape)
+    what = Export(model=shape, seq_len=SEQ_LEN, **({"dtype": torch.float32} | fields))
+    export(lambda names: {name: values[name] for name in names}, what, out, lambda text: None)
+    return values
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_out_and_in_again_changes_nothing(name: str, tmp_path: Path) -> None:
+    shape = TINY[name]
+    values = exported(shape, tmp_path / "out")
+    weights = HfWeights(tmp_path / "out")
+    weights.require(shape, SEQ_LEN)
+    weights.require(weights.shape, SEQ_LEN)
+    decoder = Decoder(shape, SEQ_LEN, fused=False)
+    held = pieces(decoder, shape, SEQ_LEN, Place())
+    fill(held, weights, shape)
+    assert {piece.name for piece in held} == set(values)
+    assert all(torch.equal(piece.values, values[piece.name]) for piece in held)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt", "mpt-alibi"])
+def test_a_rank_reads_only_its_rectangles(name: str, tmp_path: Path) -> None:
+    shape = TINY[name]
+    values = exported(shape, tmp_path / "out", file_bytes=20_000)
+    weights = HfWeights(tmp_path / "out")
+    assert len(set(weights._files.values())) > 3
+    for tensor in tensors(shape, SEQ_LEN):
+        for rank in range(4):
+            block, _ = tp_block(shape, tensor, 4, rank)
+            matrix = len(tensor.shape) > 1
+            part = weights.rectangle(shape, tensor.name, block, matrix=matrix)
+            whole = values[tensor.name][slice(*block.rows)]
+            assert torch.equal(part, whole[:, slice(*block.columns)] if matrix else whole)
+
+
+def test_reading_in_small_parts_is_the_same(tmp_path: Path, monkeypatch) -> None:
+    values = exported(TINY["gpt"], tmp_path / "out")
+    monkeypatch.setattr(hf, "_READ_BYTES", 3000)
+    held = pieces(Decoder(TINY["gpt"], SEQ_LEN), TINY["gpt"], SEQ_LEN, Place())
+    fill(held, HfWeights(tmp_path / "out"), TINY["gpt"])
+    assert all(torch.equal(piece.values, values[piece.name]) for piece in held)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = TINY[name]
+    exported(shape, tmp_path / "out", file_bytes=100_000)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(report.values()), report
+    tokens = torch.randint(0, shape.vocab, (3, SEQ_LEN), generator=torch.manual_seed(0))
+    decoder, _ = built(shape)
+    tables = make_tables(shape, torch.arange(SEQ_LEN), range(shape.heads))
+    with torch.no_grad():
+        ours, wanted = decoder(tokens, tables), theirs.eval()(tokens).logits
+    assert (ours - wanted).abs().max() < 1e-4
+    assert ours.std() > 0.05
+    # And back: what transformers saves is what we read.
+    theirs.save_pretrained(tmp_path / "again")
+    _, values = built(shape)
+    held = pieces(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, Place())
+    weights = HfWeights(tmp_path / "again")
+    weights.require(shape, SEQ_LEN)
+    fill(held, weights, shape)
+    assert all(torch.equal(piece.values, values[piece.name]) for piece in held)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_config_describes_the_shape(name: str) -> None:
+    shape = TINY[name]
+    config = config_of(shape, seq_len=SEQ_LEN, dtype="float32")
+    found = shape_from_config(config, name=shape.name)
+    rows = shape.positions.length or SEQ_LEN
+    learned = shape.positions.kind == "learned"
+    positions = replace(shape.positions, length=rows) if learned else shape.positions
+    wanted = replace(
+        shape,
+        family=found.family,
+        positions=positions,
+        # Written out where the format has the field.
+        head_dim=found.head_dim and shape.head_size,
+    )
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("bloom-176b", {}, "embedding_norm is False"),
+        ("mpt-tiny", {"bias": False}, "gpt2 comes nearest, but there bias is True"),
+        ("mpt-tiny", {"kv_heads": 2}, "kv_heads = heads is True"),
+        ("llama-tiny", {"positions": Positions(kind="alibi")}, "positions is rope"),
+        ("llama-tiny", {"activation": "relu2"}, "activation is swiglu"),
+    ],
+)
+def test_shapes_without_a_public_format_are_refused_with_the_reason(name, change, words) -> None:
+    with pytest.raises(UserError, match=words):
+        export_type(replace(catalog.model(name), **change))
+
+
+def test_another_form_of_gelu_is_said() -> None:
+    assert "gelu_new" in approximation("gpt2", {})
+    assert approximation("gpt2", {"activation_function": "gelu"}) == ""
+    assert approximation("llama", {}) == approximation("mpt", {}) == ""
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    shape = TINY["llama"]
+    exported(shape, tmp_path / "out")
+    weights = HfWeights(tmp_path / "out")
+    for change, words in (
+        ({"hidden": 128, "head_dim": 16}, r"embed_tokens.weight is \[512, 64\]"),
+        ({"kv_heads": 4}, "kv_heads = 2, the model 4"),
+        ({"norm_eps": 1e-6}, "norm_eps"),
+        ({"tied": True}, "tied"),
+        ({"positions": Positions(kind="rope", theta=5.0)}, "positions"),
+        ({"layers": 3}, r"does not have: model.layers.3"),
+        ({"layers": 5}, r"no tensor model.layers.4"),
+    ):
+        with pytest.raises(UserError, match=words):
+            weights.require(replace(shape, **change), SEQ_LEN)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with pytest.raises(UserError, match="No such file"):
+        HfWeights(folder)
+    exported(TINY["llama"], folder)
+    whole = (folder / hf.WHOLE).read_bytes()
+    (folder / hf.WHOLE).write_bytes(whole[:-10])
+    with pytest.raises(UserError, match="cannot be read"):
+        HfWeights(folder)
+    (folder / hf.WHOLE).unlink()
+    with pytest.raises(UserError, match="has neither"):
+        HfWeights(folder)
+    config = json.loads((folder / hf.CONFIG).read_text())
+    (folder / hf.CONFIG).write_text(json.dumps(config | {"model_type": "phi3"}))
+    with pytest.raises(UserError, match="type 'phi3' are not read"):
+        HfWeights(folder)
