@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fourfold.commands import bench_auto, flags, foresight, progress
+from fourfold.commands import bench_auto, bench_rank, flags, foresight, progress
 from fourfold.commands.foresight import Foresight
 from fourfold.cost.flops import convention
 from fourfold.errors import UserError
@@ -34,6 +34,8 @@ examples:
   fourfold bench --model llama-tiny --gpus 4 --tp 2 --seq-len 128 --global-batch 16 --precision fp32
   fourfold bench --spec run.toml --repeat 3
   fourfold bench --model llama-3.2-1b-untied --gpus 1 --seq-len 4096 --micro-batch 0   (0: auto)
+  fourfold bench --as-rank 0 --world 512 --layout "pp4 dp16 tp8" --layout "tp8 zero3" \\
+      --model llama-3.1-70b --seq-len 4096 --global-batch 512
 """
 
 
@@ -50,9 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--convention", default="causal", metavar="ID", help="see 'flops'")
     foresight.add_arguments(parser)
     flags.add_format(parser)
+    bench_rank.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if bench_rank.is_asked(args):
+        return bench_rank.run(args)
     rule = convention(args.convention).id
     if args.repeat < 1:
         raise UserError("must be 1 or more", field="repeat", value=args.repeat)

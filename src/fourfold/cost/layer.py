@@ -97,7 +97,7 @@ def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
     params = layer_params(c)
     accumulate = 10.0 * params / c.hbm
     busy = forward + gemm_b + attn_b + elem_b + tp_b + cp_b + recompute + accumulate
-    gathered = _fsdp_s(c, knobs, params=params, busy=busy)
+    gathered = fsdp_s(c, knobs, params=params, busy=busy)
     total = floor(gathered, host_layer_s(c, knobs))
     return LayerTimes(
         gemm=gemm_f + gemm_b,
@@ -113,7 +113,7 @@ def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
     )
 
 
-def _fsdp_s(c: Columns, knobs: Knobs, *, params: Floats, busy: Floats) -> Floats:
+def fsdp_s(c: Columns, knobs: Knobs, *, params: Floats, busy: Floats) -> Floats:
     """Layer seconds under ZeRO-3: two weight gathers and a gradient scatter beside the compute."""
     size = c.shard
     rate = group_rate(c, knobs, size, c.tp)

@@ -29,6 +29,7 @@ PERFORMERS = {
     "trace": "fourfold.engine.trace",
     "dryrun": "fourfold.engine.dryrun",
     "calibrate": "fourfold.engine.calibrate",
+    "stand-in": "fourfold.engine.stand_in",
     "ping": "fourfold.engine.ping",
 }
 NO_TORCH_EXIT = 78

@@ -30,7 +30,7 @@ def job_report(
     runs = tuple(
         run_report(job, task, folder, end, started_at)
         for task, end in whole.items()
-        if job.specs and job.job in ("run", "train", "ping", "verify")
+        if job.specs and job.job in ("run", "train", "ping", "verify", "stand-in")
     )
     return JobReport(
         job=job.job,

@@ -1,0 +1,242 @@
+"""A world of which only one rank exists: its collectives answer at once, with sane values.
+
+What another rank would have sent is made from what this rank has: gathered parts are copies of its
+own, a reduced shard is its own part, a received activation is normal noise. Values keep their
+size, so that kernels meet ordinary numbers (zeros draw less power, and not-a-numbers spread), and
+one kernel fills one message. Every message is counted by group and kind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr]
+from torch.futures import Future
+from torch.profiler import record_function
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+BACKEND = "lone"
+FILL = "lone::fill"  # what a profile calls the making of received values
+# A received gradient: small, as gradients are, and far from the smallest number of any format.
+_GRADIENT_SCALE = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """What was written in another rank's place: `parts` copies of `elements`, or noise."""
+
+    kind: str
+    elements: int
+    parts: int
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Book:
+    """Messages since the last `clear`, by (group's name, kind): payload bytes and calls.
+
+    Fills also by `phase`, which whoever runs the steps sets.
+    """
+
+    traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    fills: Counter[tuple[str, str, Fill]] = field(default_factory=Counter)
+    phase: str = ""
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+
+    def clear(self) -> None:
+        for counts in (self.traffic, self.calls, self.fills):
+            counts.clear()
+
+
+class Messages:
+    """The messages of one step: in all, and of every interval between two phases' beginnings.
+
+    Keys are (group's name, kind): payload bytes, calls under `kind calls`.
+    """
+
+    def __init__(self, book: Book) -> None:
+        book.clear()
+        self._book = book
+        self._phase, self._before = "", Counter[tuple[str, str]]()
+        self.intervals: dict[str, list[Counter[tuple[str, str]]]] = {}
+        self.total = Counter[tuple[str, str]]()
+        self.fills = Counter[tuple[str, str, Fill]]()
+
+    def note(self, phase: str) -> None:
+        now, before = self._now(), self._before
+        moved = Counter({key: count - before[key] for key, count in now.items()})
+        self.intervals.setdefault(self._phase, []).append(moved)
+        self._phase, self._before = phase, now
+
+    def close(self) -> None:
+        self.total, self.fills = self._now(), self._book.fills.copy()
+
+    def _now(self) -> Counter[tuple[str, str]]:
+        calls = {(group, f"{kind} calls"): n for (group, kind), n in self._book.calls.items()}
+        return Counter({**self._book.traffic, **calls})
+
+    def of(self, key: tuple[str, str]) -> dict[str, list[float]]:
+        """By phase, what each of its intervals moved."""
+        return {
+            phase: [float(one[key]) for one in counts] for phase, counts in self.intervals.items()
+        }
+
+
+class LoneGroup(dist.ProcessGroup):
+    """A group of a world whose other ranks do not exist."""
+
+    def __init__(self, rank: int, size: int, book: Book) -> None:
+        super().__init__(rank, size)  # type: ignore[args]  (torch's stub knows another one)
+        self._place, self._ranks, self._book = rank, size, book
+
+    def size(self) -> int:
+        return self._ranks
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    @property
+    def pg_name(self) -> str:
+        return self.group_name
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch calls it so)
+        return BACKEND
+
+    def _done(self, op: str, payload: Sequence[Tensor] = ()) -> Any:
+        if payload and self._ranks > 1:
+            key = (self.group_name, op)
+            self._book.traffic[key] += sum(t.numel() * t.element_size() for t in payload)
+            self._book.calls[key] += 1
+        future: Future[None] = Future()
+        future.set_result(None)
+        return _create_work_from_future(future)
+
+    def _fill(self, kind: str, target: Tensor, parts: int = 1) -> None:
+        """Note a fill; groups of one rank only hand their own values back."""
+        if self._ranks > 1:
+            made = Fill(kind, target.numel() // parts, parts, target.dtype)
+            self._book.fills[self._book.phase, self.group_name, made] += 1
+
+    # torch hands everything over by position: tensors first, then what a real group would need.
+    # In place, nothing arrives.
+
+    def allreduce(self, *args: Any, **_: Any) -> Any:
+        return self._done("all-reduce", args[0])
+
+    def allreduce_coalesced(self, *args: Any, **_: Any) -> Any:
+        return self._done("all-reduce", args[0])
+
+    def broadcast(self, *args: Any, **_: Any) -> Any:
+        return self._done("broadcast", args[0])
+
+    def barrier(self, *args: Any, **_: Any) -> Any:
+        return self._done("barrier")
+
+    def send(self, *args: Any, **_: Any) -> Any:
+        return self._done("send", args[0])
+
+    # Something arrives.
+
+    def recv(self, *args: Any, **_: Any) -> Any:
+        """From the rank before come activations, from the one after their gradients."""
+        tensors, source = args[0], args[1]
+        for tensor in tensors:
+            self._fill("noise", tensor)
+            receive(tensor, 1.0 if source < self._place else _GRADIENT_SCALE)
+        return self._done("recv", tensors)
+
+    def allgather(self, *args: Any, **_: Any) -> Any:
+        """Lists of parts, one list for each input."""
+        for parts, own in zip(args[0], args[1], strict=True):
+            for part in parts:
+                self._fill("copies", part)
+                copy(part, own)
+        return self._done("all-gather", [part for parts in args[0] for part in parts])
+
+    def _allgather_base(self, *args: Any, **_: Any) -> Any:
+        return self.allgather_into_tensor_coalesced([args[0]], [args[1]])
+
+    def allgather_into_tensor_coalesced(self, *args: Any, **_: Any) -> Any:
+        for whole, own in zip(args[0], args[1], strict=True):
+            self._fill("copies", whole, self._ranks)
+            gather(whole, own, self._ranks)
+        return self._done("all-gather", args[0])
+
+    def _reduce_scatter_base(self, *args: Any, **_: Any) -> Any:
+        return self.reduce_scatter_tensor_coalesced([args[0]], [args[1]])
+
+    def reduce_scatter_tensor_coalesced(self, *args: Any, **_: Any) -> Any:
+        for part, whole in zip(args[0], args[1], strict=True):
+            self._fill("copies", part)
+            copy(part, whole.view(self._ranks, -1)[self._place])
+        return self._done("reduce-scatter", args[1])
+
+    def alltoall_base(self, *args: Any, **_: Any) -> Any:
+        """As much as this rank sends arrives, but where the parts are uneven."""
+        got, own = args[0], args[1]
+        self._fill("copies" if got.numel() == own.numel() else "noise", got)
+        if got.numel() == own.numel():
+            copy(got, own)
+        else:
+            receive(got, 1.0)
+        return self._done("all-to-all", [max(got, own, key=Tensor.numel)])
+
+    # torch 2.13 calls some of them by new names.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+
+@torch.no_grad()
+def gather(output: Tensor, part: Tensor, parts: int) -> None:
+    """Every part of `output` becomes a copy of this rank's, which may itself lie inside it."""
+    rows, own = output.detach().view(parts, -1), part.detach().reshape(-1)
+    at, each = own.data_ptr() - rows.data_ptr(), own.numel() * own.element_size()
+    with record_function(FILL):
+        if not 0 <= at < parts * each:
+            rows.copy_(own)
+            return
+        place = at // each
+        rows[:place].copy_(own)
+        rows[place + 1 :].copy_(own)
+
+
+@torch.no_grad()
+def copy(output: Tensor, own: Tensor) -> None:
+    with record_function(FILL):
+        if output.data_ptr() != own.data_ptr():
+            output.detach().view(-1).copy_(own.detach().reshape(-1))
+
+
+@torch.no_grad()
+def receive(tensor: Tensor, scale: float) -> None:
+    values = tensor.detach()
+    with record_function(FILL):
+        if values.is_floating_point():
+            values.normal_(0.0, scale)
+        else:
+            values.zero_()  # a place in a table: 0 is in every range
+
+
+def join(rank: int, world: int) -> Book:
+    """Make the default process group, as `rank` of `world`; what travels is noted in the book."""
+    book = Book()
+
+    def make(store: Any, place: int, size: int, timeout: Any) -> LoneGroup:
+        return LoneGroup(place, size, book)
+
+    dist.Backend.register_backend(BACKEND, make, devices=["cpu", "cuda"])
+    dist.init_process_group(BACKEND, rank=rank, world_size=world, store=FakeStore())
+    return book

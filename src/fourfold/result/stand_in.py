@@ -1,0 +1,83 @@
+"""What did one rank of a large world do, with real kernels and without its peers? Seconds, bytes.
+
+A stand-in is no run of its layout: nothing travels between ranks. It is an answer of its own kind,
+never a row of the run store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.result.dryrun import Traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTime:
+    """Seconds of one phase of a step, of one micro batch (or of the step, for what it has once).
+
+    `filled_s` of them went into values that peers would have sent; they are already taken off.
+    """
+
+    name: str
+    seconds: float
+    filled_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BareKernel:
+    """A kernel timed alone: seconds and FLOPs of a call, calls of one micro batch of the stage."""
+
+    part: str
+    name: str
+    makes: str
+    when: str
+    shape: str
+    calls: int
+    seconds: float
+    flops: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePart:
+    """Where the device's time went while a forward and a backward pass were watched."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIn:
+    """`ran` of the step's `micro_batches` were run; the rest repeats the steady ones.
+
+    `step_s`: measured steps with `ran` micro batches, fills in them. `compute_s`: a whole step
+    without fills. `phases` of one micro batch: embed, layers, head, their backwards; of the step:
+    data, between, reduce, optimizer. `peak_bytes` as measured, plus what the micro batches that
+    were not run would keep. `watched`: forward and backward passes that `parts` are of.
+    """
+
+    rank: int
+    world: int
+    stage: int
+    layers: int
+    micro_batches: int
+    ran: int
+    step_s: tuple[float, ...]
+    compute_s: float
+    phases: tuple[PhaseTime, ...]
+    kernels: tuple[BareKernel, ...]
+    update_s: float
+    update_elements: int
+    comm: tuple[Traffic, ...]
+    flops: int
+    peak_bytes: int
+    reserved_bytes: int
+    retries: int
+    peaks_from: str
+    device: str
+    torch: str
+    parts: tuple[DevicePart, ...] = ()
+    watched: tuple[int, int] = (0, 0)
+
+    def phase(self, name: str) -> PhaseTime:
+        found = (phase for phase in self.phases if phase.name == name)
+        return next(found, PhaseTime(name=name, seconds=0.0))

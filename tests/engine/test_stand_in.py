@@ -1,0 +1,112 @@
+"""Does one rank alone hold, compute and send what the same rank does among its peers?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fourfold.launch.local import run_job
+from fourfold.result.dryrun import RankCount
+from fourfold.result.job import answer_file
+from fourfold.result.report import RunReport
+from fourfold.result.stand_in import StandIn
+from fourfold.spec import codec
+from fourfold.spec.job import Job
+from fourfold.spec.run import RunSpec
+
+
+def spec(layout: str, *, batch: int = 12, micro: int = 1, **policy: object) -> RunSpec:
+    table = {
+        "model": policy.pop("model", "llama-tiny"),
+        "layout": layout,
+        "device": "cpu",
+        "steps": 1,
+        "warmup": 2,
+        "batch": {"seq_len": 64, "global_batch": batch, "micro_batch": micro},
+        "policy": {"precision": "fp32", **policy},
+    }
+    return codec.load(RunSpec, table)
+
+
+def among_peers(specs: list[RunSpec], folder: Path) -> list[tuple[RunReport, dict[int, RankCount]]]:
+    """Every run, with the count of each of its ranks."""
+    job = Job(job="run", specs=tuple(specs), options=(("count", "true"),))
+    report = run_job(job, folder)
+    assert report.outcome == "ok", report.failure
+    found = []
+    for task, one in enumerate(report.runs):
+        parts = {rank: answer_file(folder, task, rank) for rank in range(one.spec.gpus)}
+        counts = {
+            rank: codec.from_json(RankCount, path.read_text()) for rank, path in parts.items()
+        }
+        found.append((one, counts))
+    return found
+
+
+def alone(
+    asked: list[tuple[RunSpec, int]], folder: Path, micro_batches: tuple[int, ...] = ()
+) -> list[StandIn]:
+    """All micro batches are run unless so many are named."""
+    ranks = ",".join(str(rank) for _, rank in asked)
+    to_run = ",".join(map(str, micro_batches or (0,) * len(asked)))
+    options = (("ranks", ranks), ("micro_batches", to_run))
+    job = Job(job="stand-in", specs=tuple(one for one, _ in asked), options=options)
+    report = run_job(job, folder)
+    assert report.outcome == "ok", report.failure
+    assert [run.outcome for run in report.runs] == ["ok"] * len(asked)
+    return [
+        codec.from_json(StandIn, answer_file(folder, task).read_text())
+        for task in range(len(asked))
+    ]
+
+
+def compare(asked: list[tuple[RunSpec, int]], folder: Path) -> None:
+    specs = list(dict.fromkeys(one for one, _ in asked))
+    real = dict(zip(specs, among_peers(specs, folder / "real"), strict=True))
+    for (one, rank), found in zip(asked, alone(asked, folder / "alone"), strict=True):
+        run, counts = real[one]
+        count, words = counts[rank], f"{one.layout} rank {rank}"
+        assert found.stage == count.stage, words
+        assert found.flops == count.flops, words
+        assert found.peak_bytes == run.memory[rank].peak_bytes, words
+        sent = {(one.axis, one.op): (one.bytes, one.calls) for one in found.comm}
+        assert sent == {(one.axis, one.op): (one.bytes, one.calls) for one in count.comm}, words
+
+
+def test_a_rank_alone_is_the_rank_among_its_peers(tmp_path: Path) -> None:
+    compare([(spec("pp2 tp2"), 3), (spec("dp2 tp2", sharding="zero3"), 0)], tmp_path)
+
+
+@pytest.mark.slow
+def test_first_middle_and_last_stages_and_every_kind_of_split(tmp_path: Path) -> None:
+    four = {"model": "llama-tiny", "batch": 8}
+    compare([(spec("pp4", **four), rank) for rank in range(4)], tmp_path / "pp")
+    asked = [
+        (spec("cp2 dp2", cp_kind="ring", sharding="zero2", micro=2), 3),
+        (spec("cp4", cp_kind="allgather", sharding="zero0"), 1),
+        (spec("cp2 tp2", cp_kind="ulysses", recompute="full"), 2),
+        (spec("dp2x2", sharding="zero3", recompute="every-2", loss_chunks=3), 1),
+        (spec("pp2 dp2", schedule="gpipe", recompute="selective", fused_projections=False), 1),
+        (spec("dp4", batch=10, micro=2), 3),
+    ]
+    compare(asked, tmp_path / "kinds")
+
+
+def test_what_is_not_run_is_continued(tmp_path: Path) -> None:
+    """Fewer micro batches, continued, are all of them in FLOPs, traffic and memory."""
+    one = spec("pp2 dp2 tp2", batch=20)
+    few, whole = alone([(one, 5), (one, 5)], tmp_path, (4, 0))
+    assert (few.ran, few.micro_batches, whole.ran) == (4, 10, 10)
+    assert (few.flops, few.comm) == (whole.flops, whole.comm)
+    assert few.peak_bytes == whole.peak_bytes
+    for found in (few, whole):
+        once = ("data", "reduce", "optimizer", "once")
+        micro_s = sum(phase.seconds for phase in found.phases if phase.name not in once)
+        step_s = sum(phase.seconds for phase in found.phases if phase.name in once)
+        assert found.compute_s == pytest.approx(found.micro_batches * micro_s + step_s)
+        assert found.phase("layers").seconds > 0
+        assert found.phase("layers back").seconds > 0
+        assert all(kernel.seconds > 0 for kernel in found.kernels)
+        assert {part.name for part in found.parts} >= {"matrix products", "attention"}
+        assert found.watched == (1, 1)
