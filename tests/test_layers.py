@@ -30,6 +30,7 @@ ENGINE_MODULES = {
     "fourfold.cost.stages",
     "fourfold.cost.flops",
     "fourfold.cost.pipeline",
+    "fourfold.cost.schedule",
     "fourfold.cost.trace",
 }
 SHARED = {"errors", "units", "files", "__init__"}

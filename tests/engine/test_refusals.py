@@ -23,9 +23,6 @@ SPEC = RunSpec(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("schedule", "interleaved"),
-        ("schedule", "zero-bubble"),
-        ("virtual_stages", 2),
         ("precision", "fp8"),
         ("async_tp", True),
         ("offload", "activations"),

@@ -100,6 +100,21 @@ def test_a_straight_line_is_exact() -> None:
     assert with_micro_batches(run, 4).batch.micro_sizes(10) == (3, 3, 3, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "virtual"), [("interleaved", 2), ("zero-bubble", 1)])
+def test_a_straight_line_is_exact_for_other_schedules(schedule, virtual) -> None:
+    policy = Policy(precision="fp32", schedule=schedule, virtual_stages=virtual)
+    batch = Batch(seq_len=16, micro_batch=3, global_batch=65)
+    run = spec("pp2 dp2", batch=batch, policy=policy)
+    plain = replace(run, policy=Policy(precision="fp32"))
+    for rank in (0, 3):
+        line, whole = count_rank(run, rank), dryrun._count(run, rank)
+        assert line.counted_at
+        assert (line.flops, line.comm) == (whole.flops, whole.comm)
+        assert line.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+        assert line.flops == count_rank(plain, rank).flops
+
+
 def test_a_tensor_added_inside_the_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     run = spec("dp2")
     before = count_rank(run, 0)

@@ -1,4 +1,4 @@
-"""Lists of actions against each other: they pair up, keep order, and hold what they promise."""
+"""Lists of steps against each other: they pair up, keep order, and hold what they promise."""
 
 from __future__ import annotations
 
@@ -6,64 +6,98 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.engine.parallel.schedule import Compute, Exchange, actions, held_at_once
+from fourfold.cost.schedule import Action, held_at_once, rank_actions
+from fourfold.engine.parallel.schedule import Exchange, Transfer, plan
 
-PEER = {
-    "send-output": (1, "receive-input"),
-    "receive-input": (-1, "send-output"),
-    "send-grad": (-1, "receive-grad"),
-    "receive-grad": (1, "send-grad"),
-}
+KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
-def play(kind: str, stages: int, micros: int) -> None:
-    """Rendezvous semantics: an exchange ends when every transfer in it met its counterpart, which
-    must be the next one between the two ranks in that direction."""
-    plans = [list(actions(kind, stage, stages, micros)) for stage in range(stages)]
-    open_: list[list] = [[] for _ in plans]
-    done: list[list[Compute]] = [[] for _ in plans]
+def counterpart(transfer: Transfer, rank: int) -> Transfer:
+    kind, chunk, micro = transfer.kind, transfer.chunk, transfer.micro
+    return Transfer(not transfer.is_send, kind, chunk, micro, rank)
+
+
+def play(schedule: str, stages: int, virtual: int, micros: int) -> list[list[Action]]:
+    """The strictest meeting: an exchange holds its rank until every transfer in it met its
+    counterpart, which must be the next one between the two ranks in that direction."""
+    run = {"stages": stages, "virtual_stages": virtual, "micros": micros}
+    plans = [plan(schedule, rank=rank, **run) for rank in range(stages)]
+    open_: list[list[Transfer]] = [[] for _ in plans]
+    done: list[list[Action]] = [[] for _ in plans]
+    arrived: list[set[tuple[str, int, int]]] = [set() for _ in plans]
     while any(plans) or any(open_):
         moved = False
-        for stage in range(stages):
-            if not open_[stage] and plans[stage]:
-                action = plans[stage].pop(0)
+        for rank in range(stages):
+            if not open_[rank] and plans[rank]:
+                step = plans[rank].pop(0)
                 moved = True
-                if isinstance(action, Compute):
-                    done[stage].append(action)
+                if isinstance(step, Exchange):
+                    open_[rank] = list(step.transfers)
                 else:
-                    open_[stage] = list(action.transfers)
-        for stage in range(stages):
-            for transfer in list(open_[stage]):
-                step, what = PEER[transfer.what]
-                other = open_[stage + step]
-                match = next((t for t in other if t.what == what), None)
-                if match is not None:
-                    assert match.micro == transfer.micro, "neighbours disagree about whose turn"
-                    other.remove(match)
-                    open_[stage].remove(transfer)
-                    moved = True
+                    must_have_input(step, arrived[rank], stages * virtual)
+                    done[rank].append(step)
+        for rank in range(stages):
+            for transfer in list(open_[rank]):
+                theirs = [t for t in open_[transfer.peer] if t.peer == rank]
+                match = next((t for t in theirs if t.is_send != transfer.is_send), None)
+                if match is None:
+                    continue
+                assert match == counterpart(transfer, rank), "two ranks disagree about the turn"
+                open_[rank].remove(transfer)
+                open_[transfer.peer].remove(match)
+                to = transfer.peer if transfer.is_send else rank
+                arrived[to].add((transfer.kind, transfer.chunk, transfer.micro))
+                moved = True
         assert moved, f"deadlock: {open_}"
-    for computed in done:
-        for kind_ in ("forward", "backward"):
-            assert [c.micro for c in computed if c.kind == kind_] == list(range(micros))
+    return done
 
 
-@given(kind=st.sampled_from(["gpipe", "1f1b"]), stages=st.integers(1, 9), micros=st.integers(1, 20))
-def test_schedules_never_deadlock_and_do_everything_once(kind, stages, micros):
-    play(kind, stages, micros)
+def must_have_input(action: Action, arrived: set[tuple[str, int, int]], chunks: int) -> None:
+    kind, chunk, micro = action
+    if kind == "F":
+        assert chunk == 0 or ("F", chunk, micro) in arrived
+    elif kind in "BI":
+        assert chunk == chunks - 1 or ("B", chunk, micro) in arrived
+
+
+@given(
+    schedule=st.sampled_from(KINDS),
+    stages=st.integers(1, 7),
+    virtual=st.integers(2, 4),
+    micros=st.integers(1, 20),
+)
+def test_no_list_can_deadlock_and_each_runs_what_the_planner_simulates(
+    schedule, stages, virtual, micros
+):
+    if schedule in ("gpipe", "1f1b") or stages == 1:
+        virtual = 1
+    done = play(schedule, stages, virtual, micros)
+    run = {"stages": stages, "virtual_stages": virtual, "micros": micros}
+    assert done == [rank_actions(schedule, rank=rank, **run) for rank in range(stages)]
+
+
+def test_pairs_meet_in_one_message_where_both_have_something_to_send():
+    """In the steady state of 1F1B neighbours send each other something: one batch, both ways."""
+    steps = plan("1f1b", stages=2, virtual_stages=1, micros=8, rank=1)
+    both = [
+        s for s in steps if isinstance(s, Exchange) and len({t.is_send for t in s.transfers}) > 1
+    ]
+    assert len(both) >= 5
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("micros", [1, 3, 12])
-def test_gpipe_holds_every_micro_batch_and_1f1b_at_most_the_stages_ahead(stages, micros):
-    for stage in range(stages):
-        assert held_at_once(actions("gpipe", stage, stages, micros)) == micros
-        expected = min(micros, stages - stage)
-        assert held_at_once(actions("1f1b", stage, stages, micros)) == expected
+def test_what_each_schedule_holds(stages, micros):
+    for rank in range(stages):
+        run = {"stages": stages, "virtual_stages": 1, "micros": micros, "rank": rank}
+        assert held_at_once(rank_actions("gpipe", **run)) == micros
+        assert held_at_once(rank_actions("1f1b", **run)) == min(micros, stages - rank)
+        # Weights wait in the drain: nobody holds more than the first rank of 1F1B.
+        assert held_at_once(rank_actions("zero-bubble", **run)) <= min(micros, stages)
 
 
 def test_one_stage_exchanges_nothing():
     for kind in ("gpipe", "1f1b"):
-        plan = actions(kind, 0, 1, 3)
-        assert not any(isinstance(action, Exchange) for action in plan)
-        assert held_at_once(plan) == 1
+        steps = plan(kind, stages=1, virtual_stages=1, micros=3, rank=0)
+        assert not any(isinstance(step, Exchange) for step in steps)
+        assert held_at_once([step for step in steps if isinstance(step, Action)]) == 1

@@ -25,6 +25,8 @@ from fourfold.spec.run import RunSpec
 TINY = {"mpt": "mpt-tiny", "gpt": "gpt-tiny", "llama": "llama-tiny"}
 _SEQ_LEN = 32
 _GLOBAL_BATCH = 8
+# Schedules of a pipeline and their virtual stages.
+_SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
 # Of a sample: shares of layouts with one, two, and three or more axes above 1.
 _SHARES = {1: 0.2, 2: 0.4, 3: 0.4}
 
@@ -69,10 +71,11 @@ def policies(layout: Layout, base: Policy) -> Iterator[Policy]:
     if layout.replicate > 1:
         zeros = zeros[1:]
     kinds = ("ring", "allgather", "ulysses") if layout.cp > 1 else ("ring",)
-    schedules = ("gpipe", "1f1b") if layout.pp > 1 else ("1f1b",)
+    schedules = _SCHEDULES if layout.pp > 1 else {"1f1b": 1}
     sequence = (True, False) if layout.tp > 1 else (False,)
     for zero, kind, schedule, cut in product(zeros, kinds, schedules, sequence):
         chosen: dict[str, Any] = {"sharding": zero, "cp_kind": kind, "schedule": schedule}
+        chosen["virtual_stages"] = schedules[schedule]
         yield replace(base, **chosen, sequence_parallel=cut)
 
 
@@ -86,7 +89,7 @@ def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
             if wish.axis and layout.size(wish.axis) == 1:
                 continue
             for policy in _wished(policies(layout, base), wish):
-                policy = _varied(policy, layout, wish)
+                policy = _varied(policy, layout, shape, wish)
                 batch = _batch(layout, wish)
                 target = Target(gpus=wish.world)
                 refusals = why_not(shape, layout, batch, policy, target)
@@ -115,14 +118,17 @@ def _wished(found: Iterator[Policy], wish: Wish) -> Iterator[Policy]:
     seen = set()
     for policy in found:
         settled = replace(policy, **fixed)
+        virtual = fixed.get("virtual_stages", _SCHEDULES[settled.schedule])
+        settled = replace(settled, virtual_stages=virtual)
         if settled not in seen:
             seen.add(settled)
             yield settled
 
 
-def _varied(policy: Policy, layout: Layout, wish: Wish) -> Policy:
-    """Recompute, fused projections and loss chunks vary from layout to layout: they compose with
-    all axes alike, and a product with them would only be longer."""
+def _varied(policy: Policy, layout: Layout, shape: ModelShape, wish: Wish) -> Policy:
+    """Recompute, fused projections, loss chunks and a zero-bubble pipeline's virtual stages vary
+    from layout to layout: they compose with all axes alike, and a product with them would only be
+    longer."""
     fixed = dict(wish.fixed)
     number = zlib.crc32(f"{layout} {policy}".encode())
     choices: dict[str, Any] = {
@@ -130,6 +136,8 @@ def _varied(policy: Policy, layout: Layout, wish: Wish) -> Policy:
         "fused_projections": number // 4 % 3 != 0,
         "loss_chunks": 1 + number // 12 % 2,
     }
+    if policy.schedule == "zero-bubble" and 2 * layout.pp <= shape.layers:
+        choices["virtual_stages"] = 1 + number // 24 % 2
     return replace(policy, **{k: v for k, v in choices.items() if k not in fixed})
 
 
@@ -189,6 +197,7 @@ def describe(run: RunSpec) -> str:
     words = [policy.sharding] if layout.dp * layout.cp > 1 else []
     words += [policy.cp_kind] if layout.cp > 1 else []
     words += [policy.schedule] if layout.pp > 1 else []
+    words += [f"virtual-{policy.virtual_stages}"] if policy.virtual_stages > 1 else []
     words += ["sp" if policy.sequence_parallel else "no-sp"] if layout.tp > 1 else []
     words += [f"recompute-{policy.recompute}"] if policy.recompute != "none" else []
     words += [] if policy.fused_projections else ["unfused"]

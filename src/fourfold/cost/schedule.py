@@ -1,5 +1,5 @@
 """In which order does each pipeline rank run its micro batches? Action lists, the same for a
-simulation and for an engine.
+simulation, a picture and the engine.
 
 Chunk c of a model cut into stages x virtual stages sits on rank c % stages. 1F1B and interleaving
 after Narayanan et al. (arXiv 2104.04473), zero-bubble H1 after Qi et al. (arXiv 2401.10241): its
@@ -14,7 +14,10 @@ from fourfold.spec.policy import Schedule
 
 
 class Action(NamedTuple):
-    """F forward, B whole backward, I backward to the input, W backward to the weights."""
+    """F forward, B whole backward, I backward to the input, W backward to the weights.
+
+    `chunk` counts over all ranks: of stages x virtual stages.
+    """
 
     kind: str
     chunk: int
@@ -27,12 +30,13 @@ def rank_actions(
     """Everything one pipeline rank does in a step, in order; compute only.
 
     Interleaving goes in rounds of `stages` micro batches. A last round that is cut short is planned
-    whole and its missing visits left out: what remains never waits in a circle.
+    whole and its missing visits left out: what remains never waits in a circle. One stage has
+    nobody to wait for: each backward follows its forward.
     """
     planned = micros if virtual_stages == 1 else -(-micros // stages) * stages
     order = _visits(stages, virtual_stages, planned)
     total = len(order)
-    if schedule == "gpipe":
+    if schedule == "gpipe" and stages > 1:
         warmup = total
     elif virtual_stages == 1:
         warmup = min(total, stages - rank - 1)
@@ -76,6 +80,18 @@ def _with_late_weights(actions: list[Action], *, delay: int) -> list[Action]:
         if started > delay:
             late.append(waiting.pop(0))
     return late + waiting
+
+
+def held_at_once(actions: list[Action]) -> int:
+    """The most visits of a micro batch to a chunk whose activations a rank holds.
+
+    A split backward lets go with its weights: until then inputs of all products are held.
+    """
+    held = most = 0
+    for action in actions:
+        held += {"F": 1, "I": 0}.get(action.kind, -1)
+        most = max(most, held)
+    return most
 
 
 def global_order(

@@ -74,9 +74,9 @@ def mark_phases(
     """
     before, reduce, update = trainer.before_backward, trainer.reduce, trainer.update
 
-    def before_backward(chunk: Decoder, last: bool) -> None:
+    def before_backward(chunk: Decoder, kind: str, last: bool) -> None:
         mark("backward")
-        before(chunk, last)
+        before(chunk, kind, last)
 
     def marked_reduce(loss: Tensor) -> tuple[Tensor, Tensor]:
         mark("reduce")

@@ -2,7 +2,7 @@
 
 The model is built and cut on the meta device, outside the fake mode (FSDP's meshes need real
 integers), then given fake CPU storage; a fake process group answers every collective at once. Long
-steps are counted with pp + 2 and 2 pp micro batches and continued as a straight line.
+steps are counted with few micro batches and continued as a straight line.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ def count_rank(spec: RunSpec, rank: int) -> RankCount:
     whole = spec.batch.micro_count(spec.layout.dp)
     # The fullest moment comes when gradients of one micro batch exist and pp full ones are in
     # flight; after that, and before an uneven last one, each adds only its own work and tokens.
-    few = spec.layout.pp + 2
-    more = max(few + 1, 2 * spec.layout.pp)
+    pp = spec.layout.pp
+    few = pp + 2
+    more = max(few + 1, 2 * pp)
+    if spec.policy.virtual_stages > 1:  # up to 2 pp in flight, and rounds of pp that end alike
+        few = 2 * pp + 2 + (whole - 2) % pp
+        more = few + pp
     if whole <= more + 1:
         return _count(spec, rank)
     counts = [_count(with_micro_batches(spec, count), rank) for count in (few, more)]

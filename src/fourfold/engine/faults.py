@@ -93,8 +93,8 @@ def _stale_weight(trainer: Trainer) -> None:
     """Gathered weights outlive the update: the next step computes with the old ones."""
     original = trainer.before_backward
 
-    def before_backward(chunk: Decoder, last: bool) -> None:
-        original(chunk, last)
+    def before_backward(chunk: Decoder, kind: str, last: bool) -> None:
+        original(chunk, kind, last)
         if trainer.world.batch.size > 1:
             assert isinstance(chunk, FSDPModule)
             chunk.set_reshard_after_backward(False)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fourfold.cost.schedule import Action
 from fourfold.engine import gradients, init
 from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.data import Source, source_of
@@ -30,10 +31,11 @@ from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import Tables, make_tables
 from fourfold.engine.optimizer import AdamSettings, Optimizer
 from fourfold.engine.parallel.context import token_positions
-from fourfold.engine.parallel.data import before_backward
+from fourfold.engine.parallel.data import backward_weights, before_backward
 from fourfold.engine.parallel.order import parallelize
-from fourfold.engine.parallel.pipeline import Link, Pipeline
-from fourfold.engine.parallel.schedule import actions
+from fourfold.engine.parallel.pipeline import Link, Passes, Pipeline
+from fourfold.engine.parallel.schedule import plan
+from fourfold.engine.parallel.split import LateWeights, apply_split
 from fourfold.engine.pieces import Piece, pieces
 from fourfold.engine.scaler import LossScaler, ScalerSettings
 from fourfold.engine.world import World
@@ -71,9 +73,18 @@ class Trainer:
         self.rule = rule or InitRule()
         self.source = source or source_of(spec)
         self.chunks = parallelize(spec, world)
+        self.late: dict[Decoder, LateWeights] = {}
+        if spec.policy.schedule == "zero-bubble":
+            self.late = {chunk: apply_split(chunk) for chunk in self.chunks}
         self.sizes = micro_sizes(spec, world)
-        pp = spec.layout.pp
-        self.plan = actions(spec.policy.schedule, world.stage, pp, len(self.sizes))
+        self.plan = plan(
+            spec.policy.schedule,
+            stages=spec.layout.pp,
+            virtual_stages=spec.policy.virtual_stages,
+            micros=len(self.sizes),
+            rank=world.stage,
+        )
+        self.executed: list[Action] = []
         if materialize:
             self.materialize()
 
@@ -146,7 +157,7 @@ class Trainer:
 
     def accumulate(self, index: int) -> Tensor:
         """All micro batches forwards and backwards; this rank's part of the loss."""
-        world = self.world
+        spec, world = self.spec, self.world
         batches = []
         if world.is_first or world.is_last:
             first = self.spec.batch.sequences_before(index)
@@ -163,8 +174,17 @@ class Trainer:
             loss = chunk(given, self.tables, targets) / count
             return loss if self.scaler is None else self.scaler.scaled(loss)
 
-        pipeline = Pipeline(self.chunks, self._link(), forward, self.before_backward)
+        passes = Passes(
+            forward=forward,
+            before=self.before_backward,
+            split=lambda chunk, micro: self.late[chunk].keep(micro),
+            weights=self.backward_weights,
+        )
+        numbers = range(world.stage, spec.layout.pp * len(self.chunks), spec.layout.pp)
+        chunks = dict(zip(numbers, self.chunks, strict=True))
+        pipeline = Pipeline(chunks, self._link(), passes)
         losses = pipeline.run(self.plan)
+        self.executed = pipeline.executed
         if not losses:
             return torch.zeros((), device=self.device)
         loss = torch.stack(losses).sum()
@@ -177,9 +197,13 @@ class Trainer:
             dist.all_reduce(count, group=self.world.batch.handle)
         return count.clamp(min=1)
 
-    def before_backward(self, chunk: Decoder, last: bool) -> None:
-        """`last`: the step's last backward pass through this chunk."""
-        before_backward(chunk, self.spec.policy.zero, last=last)
+    def before_backward(self, chunk: Decoder, kind: str, last: bool) -> None:
+        """`kind` B, or I and W of a split one; `last`: the step's last through this chunk."""
+        before_backward(chunk, self.spec.policy.zero, last=last, kind=kind)
+
+    def backward_weights(self, chunk: Decoder, micro: int) -> None:
+        late = self.late[chunk]
+        backward_weights(chunk, lambda layer: late.multiply(micro, layer))
 
     def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Finish gradients; (global norm, loss), the same on every rank. Gradients keep the scale

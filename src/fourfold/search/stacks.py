@@ -48,7 +48,7 @@ STACKS: dict[str, Stack] = {
             name="fourfold",
             # What src/fourfold/engine runs today, nothing it is only meant to run.
             families=("mpt", "gpt", "llama"),
-            schedules=("gpipe", "1f1b"),
+            compiles_zero_bubble=False,
             precisions=tuple(name for name in PRECISIONS if name not in ("fp8", "fp4")),
         ),
         Stack(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.engine.model.layers import Layer, Norm
+from fourfold.engine.model.layers import Layer, Norm, Product
 from fourfold.engine.model.positions import Tables
 from fourfold.spec.model import ModelShape
 
@@ -48,6 +48,8 @@ class Head(nn.Module):
     the backward pass, so that only one part's logits exist at a time.
     """
 
+    product: Product = staticmethod(F.linear)
+
     def __init__(self, shape: ModelShape, chunks: int) -> None:
         super().__init__()
         self.chunks = chunks
@@ -61,7 +63,7 @@ class Head(nn.Module):
         assert weight is not None
         x_BSD = self.entry(x_BSD)
         if targets_BS is None:
-            return F.linear(x_BSD, weight)
+            return self.product(x_BSD, weight, None)
         x_ND, targets_N = x_BSD.flatten(0, 1), targets_BS.flatten()
         if self.chunks == 1:
             return self._loss(x_ND, weight, targets_N)
@@ -76,7 +78,7 @@ class Head(nn.Module):
         return total
 
     def _loss(self, x_ND: Tensor, weight: Tensor, targets_N: Tensor) -> Tensor:
-        return self.loss(F.linear(x_ND, weight), targets_N)
+        return self.loss(self.product(x_ND, weight, None), targets_N)
 
 
 class Decoder(nn.Module):

@@ -7,6 +7,8 @@ attention core. A linear may compute several published matrices at once; `parts`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,10 +18,17 @@ from fourfold.engine.model.positions import Tables, alibi_bias, rotate
 from fourfold.spec.model import ModelShape
 
 Parts = tuple[tuple[str, int], ...]
+# (input, weight, bias) -> output
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Linear(nn.Module):
-    """One or more matrices with the same input, held as one: (("q", 64), ("k", 32), ("v", 32))."""
+    """One or more matrices with the same input, held as one: (("q", 64), ("k", 32), ("v", 32)).
+
+    `product` may be replaced by one whose weight gradients come later (parallel/split.py).
+    """
+
+    product: Product = staticmethod(F.linear)
 
     def __init__(self, ins: int, parts: Parts, *, bias: bool) -> None:
         super().__init__()
@@ -29,7 +38,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):

@@ -12,7 +12,7 @@ Reductions are sums: the loss is already divided by the global number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -98,9 +98,35 @@ def _set_wire_format(decoder: Decoder, dtypes: Dtypes) -> None:
         module.set_custom_reduce_scatter(_CastReduceScatter(DTYPES[dtypes.reduce]))
 
 
-def before_backward(decoder: Decoder, zero: int, *, last: bool) -> None:
-    """Say what the coming backward does with gradients and weights."""
+def before_backward(decoder: Decoder, zero: int, *, last: bool, kind: str = "B") -> None:
+    """Say what the coming backward does with gradients and weights.
+
+    `kind`: B a whole one; I only to the inputs, whose gradients of weights are not whole yet; W the
+    weights' part. `last`: the step's last that makes gradients of weights.
+    """
     assert isinstance(decoder, FSDPModule)
     decoder.set_is_last_backward(last)
-    decoder.set_requires_gradient_sync(last or zero >= 2)
+    decoder.set_requires_gradient_sync(kind != "I" and (last or zero >= 2))
     decoder.set_reshard_after_backward(last or zero == 3)
+
+
+def backward_weights(decoder: Decoder, multiply: Callable[[int | None], None]) -> None:
+    """A split backward's second part: `multiply` makes gradients of a layer (None: of the head).
+
+    No autograd runs here, so what FSDP does after a backward pass is called by hand, layer by
+    layer, as torch's own pipelines do: the next layer is multiplied while this one is reduced.
+    """
+    multiply(None)
+    for index, layer in reversed(decoder.blocks.items()):
+        multiply(index)
+        _after_backward(layer)
+    _after_backward(decoder)
+    assert isinstance(decoder, FSDPModule)
+    decoder._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _after_backward(module: nn.Module) -> None:
+    assert isinstance(module, FSDPModule)
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is not None:  # a stage in the middle has nothing of its own beside its layers
+        group.post_backward()

@@ -101,8 +101,6 @@ def refuse_unbuilt(spec: RunSpec) -> None:
     formats = (policy.dtypes.param, policy.dtypes.compute, policy.dtypes.reduce)
     formats += (policy.dtypes.grad, policy.dtypes.optimizer)
     unbuilt = (
-        ("policy.schedule", policy.schedule, policy.schedule not in ("gpipe", "1f1b")),
-        ("policy.virtual_stages", policy.virtual_stages, policy.virtual_stages > 1),
         ("policy.precision", policy.precision, any(name not in DTYPES for name in formats)),
         ("policy.async_tp", policy.async_tp, policy.async_tp and spec.layout.tp > 1),
         ("policy.offload", policy.offload, policy.offload != "none"),

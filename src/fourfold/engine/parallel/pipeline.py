@@ -7,21 +7,21 @@ anything is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.cost.schedule import Action
 from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.parallel.schedule import Action, Compute, Exchange, Transfer
+from fourfold.engine.parallel.schedule import Exchange, Step, Transfer
 from fourfold.engine.world import Group
 
-# (chunk, micro batch, input) -> output of the chunk; the loss of the last one.
-Forward = Callable[[Decoder, int, Tensor | None], Tensor]
-# (chunk, whether this is the step's last backward pass through it)
-BeforeBackward = Callable[[Decoder, bool], None]
+# (chunk, micro batch) by which activations and gradients are found.
+Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,68 +34,96 @@ class Link:
     device: torch.device
 
 
-class Pipeline:
-    """One step of one rank. `forward` gets None for the input on the first stage."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """What is done with a chunk. `forward` gets None for the input of the first one and gives the
+    loss of the last one. `before` is told which part of a backward pass (B, I or W) comes, and
+    whether it is the step's last that makes gradients of this chunk. `split` ends an I, `weights`
+    is a W: (chunk, micro batch)."""
 
-    def __init__(
-        self,
-        chunks: Sequence[Decoder],
-        link: Link,
-        forward: Forward,
-        before_backward: BeforeBackward,
-    ) -> None:
-        (self.chunk,) = chunks
-        self.link, self.forward, self.before_backward = link, forward, before_backward
-        self.is_first = link.group.rank == 0
-        self.is_last = link.group.rank == link.group.size - 1
-        self.inputs: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
-        self.grads: dict[int, Tensor] = {}
-        self.to_send: dict[int, Tensor] = {}
+    forward: Callable[[Decoder, int, Tensor | None], Tensor]
+    before: Callable[[Decoder, str, bool], None]
+    split: Callable[[Decoder, int], None]
+    weights: Callable[[Decoder, int], None]
+
+
+class Pipeline:
+    """One step of one rank. `chunks` by their number among those of all ranks."""
+
+    def __init__(self, chunks: Mapping[int, Decoder], link: Link, passes: Passes) -> None:
+        self.chunks, self.link, self.passes = chunks, link, passes
+        self.executed: list[Action] = []
+        self.losses: list[Tensor] = []
+        self.inputs: dict[Key, Tensor] = {}
+        self.outputs: dict[Key, Tensor] = {}
+        self.grads: dict[Key, Tensor] = {}
+        self.to_send: dict[Key, Tensor] = {}
+        self.receiving: dict[tuple[str, Key], dist.Work] = {}
         self.sending: list[tuple[dist.Work, Tensor]] = []
 
-    def run(self, plan: Sequence[Action]) -> list[Tensor]:
-        """Losses of the micro batches, detached; none but on the last stage."""
-        losses: list[Tensor] = []
-        backwards = sum(isinstance(a, Compute) and a.kind == "backward" for a in plan)
-        for action in plan:
-            if isinstance(action, Exchange):
-                self._exchange(action)
-            elif action.kind == "forward":
-                losses += self._forward(action.micro)
+    def run(self, plan: Sequence[Step]) -> list[Tensor]:
+        """Losses of the micro batches, detached; none but on the rank of the last chunk."""
+        steps = (step for step in plan if isinstance(step, Action))
+        left = Counter(step.chunk for step in steps if step.kind in "BW")
+        for step in plan:
+            if isinstance(step, Exchange):
+                self._exchange(step)
+                continue
+            if step.kind == "F":
+                self._forward(step)
             else:
-                backwards -= 1
-                self._backward(action.micro, last=backwards == 0)
+                left[step.chunk] -= step.kind in "BW"
+                self._backward(step, last=left[step.chunk] == 0)
+            self.executed.append(step)
         self._finish_sending()
-        return losses
+        return self.losses
 
-    def _forward(self, micro: int) -> list[Tensor]:
-        output = self.forward(self.chunk, micro, self.inputs.get(micro))
-        self.outputs[micro] = output
-        return [output.detach()] if self.is_last else []
+    def _forward(self, action: Action) -> None:
+        chunk, key = self.chunks[action.chunk], (action.chunk, action.micro)
+        self._wait("F", key)
+        output = self.passes.forward(chunk, action.micro, self.inputs.get(key))
+        self.outputs[key] = output
+        if chunk.is_last:
+            self.losses.append(output.detach())
+        else:
+            self.to_send[key] = output.detach()
 
-    def _backward(self, micro: int, *, last: bool) -> None:
-        self.before_backward(self.chunk, last)
-        output = self.outputs.pop(micro)
-        torch.autograd.backward(output, None if self.is_last else self.grads.pop(micro))
-        if not self.is_first:
-            grad = self.inputs.pop(micro).grad
+    def _backward(self, action: Action, *, last: bool) -> None:
+        chunk, key = self.chunks[action.chunk], (action.chunk, action.micro)
+        if action.kind == "W":
+            self.passes.before(chunk, "W", last)
+            self.passes.weights(chunk, action.micro)
+            return
+        self._wait("B", key)
+        self.passes.before(chunk, action.kind, last)
+        output = self.outputs.pop(key)
+        torch.autograd.backward(output, None if chunk.is_last else self.grads.pop(key))
+        if action.kind == "I":
+            self.passes.split(chunk, action.micro)
+        if not chunk.is_first:
+            grad = self.inputs.pop(key).grad
             assert grad is not None
-            self.to_send[micro] = grad
+            self.to_send[key] = grad
+
+    def _wait(self, kind: str, key: Key) -> None:
+        work = self.receiving.pop((kind, key), None)
+        if work is not None:
+            work.wait()
 
     def _exchange(self, exchange: Exchange) -> None:
-        """Post all transfers, wait for what is received; sends may be on their way for longer."""
-        self._finish_sending()
+        """Post all transfers. What is received is waited for where it is used; what is sent may be
+        on its way until this rank sends again."""
+        if any(transfer.is_send for transfer in exchange.transfers):
+            self._finish_sending()
         posted = [self._post(transfer) for transfer in exchange.transfers]
         works = dist.batch_isend_irecv([op for op, _ in posted])
-        receives = [t.what.startswith("receive") for t in exchange.transfers]
         if len(works) != len(posted):  # NCCL joins a batch into one piece of work
             works = [works[0]] * len(posted)
-        for work, (_, tensor), receive in zip(works, posted, receives, strict=True):
-            if receive:
-                work.wait()
-            else:
+        for work, (_, tensor), transfer in zip(works, posted, exchange.transfers, strict=True):
+            if transfer.is_send:
                 self.sending.append((work, tensor))
+            else:
+                self.receiving[transfer.kind, (transfer.chunk, transfer.micro)] = work
 
     def _finish_sending(self) -> None:
         for work, _ in self.sending:
@@ -104,19 +132,18 @@ class Pipeline:
 
     def _post(self, transfer: Transfer) -> tuple[dist.P2POp, Tensor]:
         group, micro = self.link.group, transfer.micro
-        if transfer.what == "send-output":
-            tensor, peer, op = self.outputs[micro].detach().contiguous(), 1, dist.isend
-        elif transfer.what == "send-grad":
-            tensor, peer, op = self.to_send.pop(micro).contiguous(), -1, dist.isend
-        elif transfer.what == "receive-input":
-            tensor, peer, op = self._buffer(micro), -1, dist.irecv
-            self.inputs[micro] = tensor.requires_grad_()
+        key = (transfer.chunk, micro)
+        if transfer.is_send:
+            # Its own output goes to the next chunk, the gradient of its input to the one before.
+            source = transfer.chunk + (-1 if transfer.kind == "F" else 1)
+            tensor = self.to_send.pop((source, micro)).contiguous()
         else:
-            tensor, peer, op = self._buffer(micro), 1, dist.irecv
-            self.grads[micro] = tensor
-        target = group.ranks[group.rank + peer]
+            link = self.link
+            tensor = torch.empty(link.shapes[micro], dtype=link.dtype, device=link.device)
+            if transfer.kind == "F":
+                self.inputs[key] = tensor.requires_grad_()
+            else:
+                self.grads[key] = tensor
+        op = dist.isend if transfer.is_send else dist.irecv
+        target = group.ranks[transfer.peer]
         return dist.P2POp(op, tensor.detach(), target, group=group.handle), tensor
-
-    def _buffer(self, micro: int) -> Tensor:
-        link = self.link
-        return torch.empty(link.shapes[micro], dtype=link.dtype, device=link.device)

@@ -51,7 +51,7 @@ class RowLinear(Linear):
         self.group, self.sequence = group, sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _summed(F.linear(x, self.weight), self.group, sequence=self.sequence)
+        y = _summed(self.product(x, self.weight, None), self.group, sequence=self.sequence)
         return y if self.bias is None else y + self.bias
 
 

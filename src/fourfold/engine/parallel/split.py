@@ -1,0 +1,107 @@
+"""A backward pass in two: gradients of inputs now, gradients of weights when nobody waits.
+
+Of every matrix product the first part keeps input and output's gradient, and the second multiplies
+them: dW = dY^T X, which needs no weights, so FSDP may have let go of them. Everything else (norms,
+embeddings, biases added apart) is cheap and stays in the first part. A recomputed layer is
+recomputed in the first part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fourfold.engine.model.decoder import Decoder, Head
+from fourfold.engine.model.layers import Linear, Product
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    weight: Tensor
+    bias: Tensor | None
+    x: Tensor
+    grad: Tensor
+
+    @torch.no_grad()
+    def multiply(self) -> None:
+        x, grad = self.x.flatten(0, -2), self.grad.flatten(0, -2)
+        _add(self.weight, grad.t() @ x)
+        if self.bias is not None:
+            _add(self.bias, grad.sum(dim=0))
+
+
+def _add(parameter: Tensor, grad: Tensor) -> None:
+    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+class LateWeights:
+    """What the weights of one chunk still have to do, by micro batch and layer (None: the head)."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int | None, list[_Late]] = {}
+        self._waiting: dict[int, dict[int | None, list[_Late]]] = {}
+
+    def product(self, layer: int | None) -> Product:
+        """Like F.linear; its backward keeps what the weight's gradient needs."""
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return _LateProduct.apply(x, weight, bias, self, layer)
+
+        return product
+
+    def add(self, layer: int | None, late: _Late) -> None:
+        self._kept.setdefault(layer, []).append(late)
+
+    def keep(self, micro: int) -> None:
+        """The backward pass of `micro` to the inputs is over."""
+        self._waiting[micro], self._kept = self._kept, {}
+
+    def multiply(self, micro: int, layer: int | None) -> None:
+        """Gradients of one layer's weights, added to what they have."""
+        waiting = self._waiting[micro]
+        for late in waiting.pop(layer, ()):
+            late.multiply()
+        if not waiting:
+            del self._waiting[micro]
+
+
+class _LateProduct(torch.autograd.Function):
+    """The weight is kept beside autograd: under recompute a saved one would be a nameless copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        late: LateWeights,
+        layer: int | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.late, ctx.layer = weight, bias, late, layer
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        (grad,) = grads
+        (x,) = ctx.saved_tensors
+        ctx.late.add(ctx.layer, _Late(ctx.weight, ctx.bias, x, grad))
+        d_x = grad @ ctx.weight if ctx.needs_input_grad[0] else None
+        return d_x, None, None, None, None
+
+
+def apply_split(decoder: Decoder) -> LateWeights:
+    """Let every matrix product of a chunk leave its weights for later."""
+    late = LateWeights()
+    for index, layer in decoder.blocks.items():
+        for module in layer.modules():
+            if isinstance(module, Linear):
+                module.product = late.product(index)
+    for module in decoder.modules():
+        if isinstance(module, Head):
+            module.product = late.product(None)
+    return late

@@ -1,0 +1,119 @@
+"""Every schedule, run by real ranks, against one process; in fp64, so that only exact order counts.
+
+One launch of four ranks runs all of them: starting ranks costs more than the tiny models do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fourfold.launch.local import run_job
+from fourfold.spec import Batch, Layout, Policy, RunSpec
+from fourfold.spec.catalog import model
+from fourfold.spec.job import Job, Limits
+
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2))
+RECOMPUTE = ("none", "full", "every-2", "selective")
+FP64 = Policy(precision="fp64", sequence_parallel=False)
+
+
+def spec(layout: str, sequences: tuple[int, int] = (8, 2), family: str = "llama", **policy):
+    """`sequences`: of a step, of a micro batch."""
+    where = Layout.parse(layout)
+    shape = model(f"{family}-tiny")
+    if where.pp * policy.get("virtual_stages", 1) > shape.layers:
+        shape = replace(shape, layers=8)
+    return RunSpec(
+        model=shape,
+        gpus=where.world,
+        layout=where,
+        batch=Batch(seq_len=16, global_batch=sequences[0], micro_batch=sequences[1]),
+        policy=replace(FP64, **policy),
+        device="cpu",
+        steps=3,
+        warmup=0,
+    )
+
+
+def must_equal_one_process(specs: list[RunSpec], folder: Path) -> None:
+    limits = Limits(start_s=300.0, step_s=120.0)
+    run_job(Job(job="verify", specs=tuple(specs), ranks=specs[0].gpus, limits=limits), folder)
+    for index, one in enumerate(specs):
+        answer = folder / f"answer-{index}.json"
+        assert answer.exists(), (one.layout, one.policy)
+        row = json.loads(answer.read_text())
+        gaps = [row[name] for name in ("loss_diff", "norm_rel", "grad_rel", "param_rel")]
+        assert row["pass"], (str(one.layout), one.policy, row)
+        assert max(gaps) <= 1e-9, (str(one.layout), one.policy, row)
+
+
+def named(schedule: tuple[str, int]) -> dict[str, object]:
+    return {"schedule": schedule[0], "virtual_stages": schedule[1]}
+
+
+def test_every_schedule_under_every_kind_of_recompute(tmp_path):
+    """The kinds meet tensor parallelism, tied ends, loss chunks and each level of sharding."""
+    layouts = ("pp2 tp2", "pp2 dp2", "pp4", "pp2 dp2")
+    specs = []
+    for number, schedule in enumerate(SCHEDULES):
+        for turn, recompute in enumerate(RECOMPUTE):
+            layout = layouts[(number + turn) % 4]
+            zero = f"zero{(number + turn) % 4}" if "dp" in layout else "zero1"
+            specs.append(
+                spec(
+                    layout,
+                    family=("llama", "gpt")[turn % 2],
+                    recompute=recompute,
+                    sharding=zero,
+                    sequence_parallel=turn == 0,
+                    loss_chunks=1 + number % 2,
+                    **named(schedule),
+                )
+            )
+    must_equal_one_process(specs, tmp_path)
+
+
+def test_micro_batches_of_any_number_and_size(tmp_path):
+    """Not a multiple of the stages, fewer than them, one; the last smaller; dp shares unequal."""
+    specs = [
+        spec(layout, sequences, sharding=zero, **named(schedule))
+        for schedule in SCHEDULES[2:]
+        for layout, sequences, zero in (
+            ("pp4", (7, 2), "zero1"),
+            ("pp4", (3, 2), "zero1"),
+            ("pp2 dp2", (7, 3), "zero2"),
+            ("pp2 dp2", (11, 2), "zero3"),
+            ("pp2 tp2", (2, 2), "zero1"),
+        )
+    ]
+    must_equal_one_process(specs, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_with_every_sharding(schedule, tmp_path):
+    specs = [
+        spec(layout, sharding=zero, recompute=recompute, prefetch=prefetch, **named(schedule))
+        for layout in ("pp2 dp2", "pp2 cp2")
+        for zero in ("zero0", "zero1", "zero2", "zero3")
+        for recompute, prefetch in (("none", 1), ("full", 0))
+    ]
+    specs += [spec("pp4", (9, 1), "mpt", recompute=kind, **named(schedule)) for kind in RECOMPUTE]
+    must_equal_one_process(specs, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_three_axes_and_copies_of_shards(schedule, tmp_path):
+    choices = (("gpt", "zero1"), ("llama", "zero2"), ("mpt", "zero3"), ("gpt", "zero0"))
+    specs = [
+        spec("pp2 dp2 tp2", (7, 2), family, sharding=zero, **named(schedule))
+        for family, zero in choices
+    ]
+    specs.append(replace(specs[0], policy=replace(specs[0].policy, sequence_parallel=True)))
+    specs.append(spec("pp2 dp2x2", (9, 2), sharding="zero2", **named(schedule)))
+    must_equal_one_process(specs, tmp_path)
