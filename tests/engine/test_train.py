@@ -115,9 +115,8 @@ def test_a_batch_system_signals_everybody_at_once(tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start(out, *RUN, *["--gpus", "2", "--steps", "100000"])
     wait_for(lambda: steps_done(out) >= 2, process)
-    host = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
     for number in (signal.SIGUSR1, signal.SIGTERM):  # as Slurm: a warning, then the time limit
-        for pid in (*rank_pids(out, 2), host, process.pid):
+        for pid in (*rank_pids(out, 2), *_children(process.pid), process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
     code, _, said = finish(process)
@@ -186,32 +185,77 @@ def test_no_room_is_an_outcome_and_the_old_checkpoint_stays(tmp_path, how, small
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_killed_at_random_moments_of_a_save(tmp_path: Path) -> None:
     """kill -9 of every process while a checkpoint is being written, 20 times in one training."""
     out, chance = tmp_path / "out", random.Random(4)
-    every, moments, before = 2, [], 0
+    every, before, caught, old = 2, 0, 0, set[int]()
     for kill in range(20):
-        process = start(out, *RUN, *f"--gpus 2 --steps 100000 --save-every {every}".split())
-        least = before + chance.choice((1, 2, 3))
-        wait_for(lambda least=least: steps_done(out) >= least and _saving(out), process)
-        time.sleep(chance.random() * 0.06)
-        moments.append(_saving(out))
-        reached = steps_done(out)
-        for pid in (*rank_pids(out, 2), process.pid):
+        how = ("--async", "--no-async")[kill % 2]
+        process = start(
+            out, *RUN, *words("--gpus 2 --steps 100000"), "--save-every", str(every), how
+        )
+        # Not by what the one before left behind: its curve and its half of a checkpoint.
+        wait_for(lambda old=old: len(set(rank_pids(out, 2)) - old) == 2, process)
+        old = set(rank_pids(out, 2))
+        least = before + chance.choice((1, 3, 5))
+        wait_for(lambda least=least: steps_done(out) >= least and bool(_saving(out)), process)
+        time.sleep(chance.random() * 0.04)
+        saving, reached = _saving(out), steps_done(out)
+        for pid in (process.pid, *_children(process.pid), *old):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
+        caught += bool(list((out / "checkpoints").glob(".saving-*")))
         found = checkpoints.newest(out / "checkpoints")
         before = found.step if found else 0
-        # At most one interval is lost, and what the save under way would have held.
-        assert reached - before <= 2 * every, (kill, reached, before)
-    assert sum(moments) >= 10, moments
-    code, _, said = train(out, "--gpus", "2", "--tp", "2", "--steps", str(before + 3))
+        # Steps wait for a foreground save; in the background they go on beside it.
+        assert (saving or reached) - before <= every, (kill, saving, reached, before)
+        assert how == "--async" or reached - before <= every, (kill, reached, before)
+    assert caught >= 8, f"only {caught} of 20 kills fell into a save"
+    code, _, said = train(out, *words("--gpus 2 --tp 2"), "--steps", str(before + 3))
     assert code == 0, said
-    assert f"continuing after step {before}" in said if before else True
+    assert f"continuing after step {before}" in said
     points = curve.read(out / curve.METRICS_FILE)
     assert [point.step for point in points] == list(range(1, before + 4))
 
 
-def _saving(out: Path) -> bool:
-    return any((out / "checkpoints").glob(".saving-*"))
+def _saving(out: Path) -> int:
+    """The step whose checkpoint is being written; 0 when none is."""
+    found = [int(path.name[-8:]) for path in (out / "checkpoints").glob(".saving-step-*")]
+    return max(found, default=0)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_real_text_is_learned_alike_on_one_process_and_on_eight(tmp_path: Path) -> None:
+    """300 steps on this repository's license; the loss ends below the entropy of single bytes."""
+    from fourfold.cli import main
+    from fourfold.spec.tokens import read_info
+
+    tokens = str(tmp_path / "license")
+    assert main(["data", "make", "--out", tokens, str(ROOT / "LICENSE")]) == 0
+    run = words(
+        "--model llama-tiny --seq-len 32 --global-batch 8 --micro-batch 4 --precision fp64 "
+        "--lr 3e-3 --warmup-steps 20 --steps 300 --save-every 100"
+    )
+    losses = []
+    for name, layout in (("one", "--gpus 1"), ("eight", "--gpus 8 --pp 2 --dp 2 --tp 2")):
+        code, _, said = finish(
+            start(tmp_path / name, *run, *words(layout), "--data", tokens), timeout_s=1400
+        )
+        assert code == 0, said
+        points = curve.read(tmp_path / name / curve.METRICS_FILE)
+        assert [point.step for point in points] == list(range(1, 301))
+        losses.append([point.loss for point in points])
+    entropy = read_info(tokens).unigram_nats
+    recent = sum(losses[0][-20:]) / 20
+    assert losses[0][0] > 5.5
+    assert recent < entropy - 0.3, (recent, entropy)
+    gap = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+    print(f"entropy {entropy:.4f}, last loss {recent:.4f}, largest difference {gap:.2e}")
+    assert gap < 1e-6

@@ -63,6 +63,8 @@ def test_a_torn_one_is_passed_over(tmp_path: Path, harm: str) -> None:
     newest = checkpoints.newest(tmp_path)
     assert newest is not None
     assert newest.step == 5
+    ((name, reason),) = checkpoints.torn(tmp_path)
+    assert (name, bool(reason)) == ("step-00000010", True)
     with pytest.raises(UserError):
         checkpoints.read(torn)
 

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     with folder.locked():
         start = _prepared(args, folder, spec, settings, data.sha256 if data else "")
         if start is not None and start.step >= settings.steps:
-            print(f"all {settings.steps} steps are done", file=sys.stderr)
+            print(f"{start.step} steps are done, {settings.steps} are asked for", file=sys.stderr)
             return _shown(args, folder, settings, {"outcome": "ok"})
         folder.describe(spec, settings)
         report = _trained(folder, spec, settings, start)
@@ -182,12 +182,21 @@ def _prepared(
     if checkpoints.clear_leftovers(folder.checkpoints):
         print("removed an unfinished checkpoint", file=sys.stderr)
     start = folder.newest()
+    for name, reason in checkpoints.torn(folder.checkpoints):
+        print(f"passed over {name}: {reason}", file=sys.stderr)
     if start is None:
         if args.resume:
-            raise UserError("holds no whole checkpoint", field="out", value=str(folder.root))
+            raise UserError(
+                "holds no whole checkpoint",
+                field="out",
+                value=str(folder.root),
+                way_out="leave --resume out to start from nothing",
+            )
         folder.metrics.unlink(missing_ok=True)
         return None
     must_continue(start.state, spec, data)
+    if start.step >= settings.steps:
+        return start
     dropped = curve.cut(folder.metrics, start.step)
     again = f"; {dropped} later steps are done again" if dropped else ""
     print(f"continuing after step {start.step}{again}", file=sys.stderr)

@@ -150,13 +150,13 @@ class Training:
         """Take the window off the device, keep it, and go on only if all of it is finite."""
         synchronize(self.trainer.device)
         numbers = torch.stack([torch.stack([a.double(), b.double()]) for a, b in self.window])
-        first = self.done - len(self.window)
+        first, seconds = self.done - len(self.window), self.ticks.step_s()
         points, bad, forgiven = [], "", self.trainer.may_overflow
         for offset, (loss, norm) in enumerate(numbers.tolist()):
             if not (math.isfinite(loss) and (forgiven or math.isfinite(norm))):
                 bad = f"loss {loss}, gradient norm {norm} in step {first + offset + 1}"
                 break
-            points.append(self._point(first + offset, loss, norm, self.ticks.step_s()[offset]))
+            points.append(self._point(first + offset, loss, norm, seconds[offset]))
         self.window = []
         if self._log is not None:
             self._log.add(points)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,15 +94,22 @@ def read(folder: Path) -> Checkpoint:
 
 def whole(root: Path) -> list[Checkpoint]:
     """Checkpoints that can be loaded, oldest first; what is torn is left out."""
-    found = []
+    return [found for found in _all(root) if isinstance(found, Checkpoint)]
+
+
+def torn(root: Path) -> list[tuple[str, str]]:
+    """Names of the others, and what is wrong with them."""
+    return [found for found in _all(root) if not isinstance(found, Checkpoint)]
+
+
+def _all(root: Path) -> Iterator[Checkpoint | tuple[str, str]]:
     for path in sorted(root.glob("step-*"), key=lambda p: (len(p.name), p.name)):
         if _NAME.fullmatch(path.name) is None:
             continue
         try:
-            found.append(read(path))
-        except UserError:
-            continue
-    return found
+            yield read(path)
+        except UserError as error:
+            yield path.name, error.rule
 
 
 def newest(root: Path) -> Checkpoint | None:

@@ -47,13 +47,14 @@ def rows(plain: dict[str, Any]) -> list[list[str]]:
         ["steps", f"{plain['steps_done']:,}", f"of {plain['steps']:,}"],
     ]
     if plain["steps_done"]:
-        recent = plain["recent_steps"]
+        count = plain["recent_steps"]
+        recent = f"last {count:,} steps" if count > 1 else "last step"
         lines += [
             ["first loss", f"{plain['first_loss']:.4f}", ""],
-            ["last loss", f"{plain['recent_loss']:.4f}", f"mean of the last {recent:,} steps"],
+            ["last loss", f"{plain['recent_loss']:.4f}", f"mean of the {recent}"],
             ["best loss", f"{plain['best_loss']:.4f}", f"step {plain['best_step']:,}"],
             ["tokens", f"{plain['tokens']:,}", f"{plain['sequences']:,} sequences"],
-            ["sec/it", show_seconds(plain["step_s"]), f"median of the last {recent:,} steps"],
+            ["sec/it", show_seconds(plain["step_s"]), f"median of the {recent}"],
             ["tokens/s", f"{plain['tokens_s']:,.0f}", ""],
         ]
         if plain.get("unigram_nats") is not None:
