@@ -237,6 +237,9 @@ def join(rank: int, world: int) -> Book:
     def make(store: Any, place: int, size: int, timeout: Any) -> LoneGroup:
         return LoneGroup(place, size, book)
 
-    dist.Backend.register_backend(BACKEND, make, devices=["cpu", "cuda"])
-    dist.init_process_group(BACKEND, rank=rank, world_size=world, store=FakeStore())
+    # A name can be given once in a process; each world has its own book, so its own name.
+    taken = dist.Backend.backend_list
+    name = next(name for i in range(len(taken) + 1) if (name := f"{BACKEND}{i}") not in taken)
+    dist.Backend.register_backend(name, make, devices=["cpu", "cuda"])
+    dist.init_process_group(name, rank=rank, world_size=world, store=FakeStore())
     return book

@@ -45,7 +45,7 @@ def perform(task: Task) -> RankFacts:
     compat.quiet()
     refuse(spec)
     device = task.device(spec.device)
-    _limit_memory(spec, device)
+    limit_memory(spec, device)
     task.join(device)
     task.heart.stage = spec.layout.coordinates(task.rank)["pp"]
     task.heart.mark("build")
@@ -81,7 +81,7 @@ def _counts(spec: RunSpec, device: torch.device) -> bool:
     return not spec.policy.compile or spec.memory_limit is not None
 
 
-def _limit_memory(spec: RunSpec, device: torch.device) -> None:
+def limit_memory(spec: RunSpec, device: torch.device) -> None:
     if spec.memory_limit is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, spec.memory_limit / total), device)

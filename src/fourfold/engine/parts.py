@@ -50,6 +50,7 @@ class Lens:
     begun: int = 0
     turned: int = 0
     watched: int = 0
+    refusal: str = ""
     _open: profile | None = None
     _seen: profile | None = None
 
@@ -69,8 +70,13 @@ class Lens:
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         synchronize(self.device)
-        self._open = profile(activities=activities)
-        self._open.start()
+        lens = profile(activities=activities)
+        try:
+            lens.start()
+        except RuntimeError as error:  # a driver may keep its counters to itself: told, not fatal
+            self.refusal, self.forwards = f"no profile: {error}", 2**62
+            return
+        self._open = lens
 
     def _end(self) -> None:
         assert self._open is not None
@@ -119,7 +125,8 @@ def _on_device(events: Sequence[Any]) -> dict[str, float]:
         if event.device_type() != DeviceType.CPU:
             continue
         named.add(event.name())
-        if not event.linked_correlation_id():
+        # The driver's own calls (cudaLaunchKernel) are numbered apart from operators.
+        if not event.linked_correlation_id() and not event.name().startswith("cu"):
             ranges = fills.get(event.start_thread_id())
             filled = ranges is not None and ranges.hold(event.start_ns())
             launched[event.correlation_id()] = "fills" if filled else kind_of(event.name())

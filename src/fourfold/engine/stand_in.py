@@ -25,7 +25,7 @@ from fourfold.engine.environment import environment
 from fourfold.engine.kernels import Kernel, Product, stage_kernels
 from fourfold.engine.ledger import Ledger
 from fourfold.engine.lone import Book, Fill, Messages
-from fourfold.engine.measure import Steps, refuse
+from fourfold.engine.measure import Steps, limit_memory, refuse
 from fourfold.engine.parts import Lens
 from fourfold.engine.pieces import local
 from fourfold.engine.task import Task
@@ -51,6 +51,7 @@ def perform(task: Task) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats(device)
+    limit_memory(task.spec, device)
     wanted = task.job.option("micro_batches")
     ran = micro_batches_to_run(task.spec, wanted.split(",")[task.index] if wanted else "")
     try:
@@ -150,6 +151,7 @@ def stand_in(task: Task, rank: int, ran: int, device: torch.device) -> StandIn:
         device=dict(environment(device, task.place)).get("device", device.type),
         torch=torch.__version__,
         parts=tuple(DevicePart(name=n, seconds=s) for n, s in found.lens.parts().items()),
+        parts_note=found.lens.refusal,
         watched=(found.lens.watched, found.lens.turned),
     )
 

@@ -77,6 +77,7 @@ class StandIn:
     torch: str
     parts: tuple[DevicePart, ...] = ()
     watched: tuple[int, int] = (0, 0)
+    parts_note: str = ""
 
     def phase(self, name: str) -> PhaseTime:
         found = (phase for phase in self.phases if phase.name == name)

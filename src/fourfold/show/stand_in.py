@@ -11,8 +11,9 @@ from fourfold.show.table import render
 from fourfold.units import show_bytes
 
 HEADINGS = [
-    "layout", "rank", "layers", "bare ms/layer", "engine", "gap", "planner",
-    "compute s/step", "planner", "peak", "planner", "traffic+bubble s", "step s", "planner",
+    "layout", "rank", "layers", "bare ms/layer", "engine ms/layer", "gap", "planner ms/layer",
+    "compute s", "planner compute s", "peak", "planner peak", "traffic+bubble s", "step s",
+    "planner step s",
 ]  # fmt: skip
 _FORWARD, _BACKWARD = ("embed", "layers", "head"), ("head back", "layers back", "embed back")
 _STEP_WORDS = {
@@ -200,6 +201,8 @@ def details(
     if found.parts and found.watched == (1, 1):
         heads = ["ms of one micro batch", "bare kernels", "engine", "gap", "gap %"]
         texts.append(f"\n{render(heads, part_rows(found), style)}")
+    elif found.parts_note:
+        texts.append(f"\n{found.parts_note}")
     if found.comm:
         heads = ["axis", "collective", "calls a step", "payload", "exposed s, modelled"]
         texts.append(f"\n{render(heads, comm_rows(found, whole), style)}")
