@@ -27,6 +27,7 @@ COMMANDS = {
     "train": "train a model: data, schedule, checkpoints, resumed on any layout",
     "sweep": "many runs, every outcome kept, resumed where it stopped",
     "data": "token files: make one from text, look at one",
+    "weights": "a training's weights as a Hugging Face folder",
     "runs": "what is stored: every run with outcome, speed and memory",
     "diff": "what differs between two stored runs, and whether it matters",
     "report": "results as people publish them: MPT, topology and scaling tables",

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("safetensors")
-
 from fourfold.cost.params import tensors
 from fourfold.engine import hf, init
 from fourfold.engine.hf import HfWeights, fill
@@ -20,7 +18,7 @@ from fourfold.engine.hf_export import Export, export
 from fourfold.engine.init import InitRule
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
-from fourfold.engine.pieces import Place, pieces, tp_block
+from fourfold.engine.pieces import Block, Place, pieces, tp_block
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.hf import shape_from_config
@@ -28,6 +26,7 @@ from fourfold.spec.hf_tensors import approximation, export_type
 from fourfold.spec.hf_write import config_of
 from fourfold.spec.model import ModelShape, Positions, RopeScaling
 
+pytest.importorskip("safetensors")
 SEQ_LEN = 32
 TINY = {
     "llama": catalog.model("llama-tiny"),
@@ -105,6 +104,17 @@ def test_a_rank_reads_only_its_rectangles(name: str, tmp_path: Path) -> None:
             part = weights.rectangle(shape, tensor.name, block, matrix=matrix)
             whole = values[tensor.name][slice(*block.rows)]
             assert torch.equal(part, whole[:, slice(*block.columns)] if matrix else whole)
+
+
+def test_values_are_written_in_the_asked_format_over_an_earlier_export(tmp_path: Path) -> None:
+    exported(TINY["llama"], tmp_path / "out", file_bytes=20_000)
+    values = exported(TINY["llama"], tmp_path / "out", dtype=torch.bfloat16)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [hf.CONFIG, hf.WHOLE]
+    weights = HfWeights(tmp_path / "out")
+    assert weights.config["torch_dtype"] == "bfloat16"
+    block = Block((0, 512), (0, 64))
+    found = weights.rectangle(TINY["llama"], "embedding.weight", block, matrix=True)
+    assert torch.equal(found, values["embedding.weight"].bfloat16())
 
 
 def test_reading_in_small_parts_is_the_same(tmp_path: Path, monkeypatch) -> None:

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 from fourfold import files
 from fourfold.commands import flags, progress
+from fourfold.commands.train_weights import begin_from
 from fourfold.errors import UserError
 from fourfold.launch.leftovers import end_processes_of
 from fourfold.launch.local import run_job
@@ -55,6 +56,7 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--save-every": ("save_every", int, "steps between checkpoints (100); 0: only at the end"),
     "--keep": ("keep", int, "checkpoints to keep (2); 0: all"),
     "--log-every": ("log_every", int, "steps between looks at the loss (10)"),
+    "--weights": ("weights", str, "begin from these: a Hugging Face folder (its --model too)"),
     "--wandb": ("wandb", str, "also log to this Weights & Biases project"),
 }
 
@@ -129,6 +131,8 @@ def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec
             plain[field] = getattr(args, field)
     if "steps" not in plain:
         raise UserError("is missing", field="steps", way_out="add --steps N")
+    if args.fresh or folder.newest() is None:
+        begin_from(table, plain)
     if "model" not in table:
         raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
     spec = codec.load(RunSpec, table)

@@ -5,7 +5,7 @@ Names, fusions and transposes are tables in spec/hf_tensors.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from fourfold import files
 from fourfold.cost import params
 from fourfold.engine.pieces import Block, Piece
+from fourfold.engine.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.spec import codec
 from fourfold.spec.hf import shape_from_config
@@ -116,9 +117,21 @@ def theirs(
         yield name, size[::-1] if held[0][1].transposed else size, ours
 
 
+def begin_from(trainer: Trainer, folder: str, tick: Callable[[], None]) -> None:
+    """Give a trainer the weights of a folder, if they are those of its model."""
+    weights, spec = HfWeights(folder), trainer.spec
+    weights.require(spec.model, spec.batch.seq_len)
+    fill(trainer.pieces, weights, spec.model, tick)
+
+
 @torch.no_grad()
-def fill(pieces: Iterable[Piece], weights: HfWeights, model: ModelShape) -> None:
-    """Write every piece's values into the parameters."""
+def fill(
+    pieces: Iterable[Piece],
+    weights: HfWeights,
+    model: ModelShape,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Write every piece's values into the parameters; `tick` is called after each."""
     for piece in pieces:
         (top, bottom), columns = piece.block.rows, piece.block.columns
         rows = max(1, _READ_BYTES // (4 * (columns[1] - columns[0])))
@@ -128,6 +141,7 @@ def fill(pieces: Iterable[Piece], weights: HfWeights, model: ModelShape) -> None
                 model, piece.name, Block((first, last), columns), matrix=len(piece.shape) > 1
             )
             piece.values[first - top : last - top].copy_(read)
+        tick()
 
 
 def safetensors() -> Any:

@@ -61,21 +61,22 @@ def export(source: Source, what: Export, out: Path, say: Callable[[str], None]) 
     index: dict[str, str] = {}
     total = 0
     try:
+        dtype = str(what.dtype).removeprefix("torch.")
+        config = config_of(what.model, seq_len=what.seq_len, dtype=dtype)
+        files.write_text(making / CONFIG, json.dumps(config, indent=2) + "\n")
         for number, tensors in enumerate(plan):
             file = f"model-{number + 1:05d}-of-{len(plan):05d}.safetensors"
             file = file if len(plan) > 1 else WHOLE
             say(f"{file}, {number + 1} of {len(plan)}")
             made = _made(source, tensors, what.dtype)
             save(made, making / file, metadata={"format": "pt"})
+            shutil.copymode(making / CONFIG, making / file)  # safetensors makes it ours alone
             _sync(making / file)
             index |= dict.fromkeys(made, file)
             total += sum(tensor.nbytes for tensor in made.values())
         if len(plan) > 1:
             plain = {"metadata": {"total_size": total}, "weight_map": index}
             files.write_text(making / INDEX, json.dumps(plain, indent=2) + "\n")
-        dtype = str(what.dtype).removeprefix("torch.")
-        config = config_of(what.model, seq_len=what.seq_len, dtype=dtype)
-        files.write_text(making / CONFIG, json.dumps(config, indent=2) + "\n")
         _publish(making, out)
     except OSError as error:
         raise UserError(

@@ -21,6 +21,7 @@ from fourfold.engine.checkpoint import Saver, state_of
 from fourfold.engine.clock import synchronize
 from fourfold.engine.environment import environment
 from fourfold.engine.failure import NonFiniteError, check_finite, strike
+from fourfold.engine.hf import begin_from
 from fourfold.engine.measure import Ticks, refuse
 from fourfold.engine.optimizer import AdamSettings
 from fourfold.engine.stop import StopRequest
@@ -79,10 +80,12 @@ def adam(settings: TrainSettings) -> AdamSettings:
 
 def _load(task: Task, trainer: Trainer, out: Path) -> int:
     """Steps already done: those of the checkpoint the command has chosen."""
-    name = task.job.option("load")
-    if not name:
-        return 0
+    name, settings = task.job.option("load"), task.job.train
     task.heart.mark("load")
+    if not name:
+        if settings is not None and settings.weights:
+            begin_from(trainer, settings.weights, lambda: task.heart.mark("load"))
+        return 0
     found = checkpoints.read(out / "checkpoints" / name)
     checkpoint.load(trainer, found, lambda: task.heart.mark("load"))
     return found.step

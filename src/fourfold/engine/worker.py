@@ -30,6 +30,7 @@ PERFORMERS = {
     "dryrun": "fourfold.engine.dryrun",
     "calibrate": "fourfold.engine.calibrate",
     "stand-in": "fourfold.engine.stand_in",
+    "weights": "fourfold.engine.weights",
     "ping": "fourfold.engine.ping",
 }
 NO_TORCH_EXIT = 78

@@ -27,7 +27,7 @@ from fourfold.spec.train import TrainSettings
 _WIDER = {"bf16": ("fp32", "fp64"), "fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
 # Of the settings, what may change between starts without a word.
 _FREE_SETTINGS = (
-    "steps", "save_every", "keep", "async_save", "log_every", "tensorboard", "wandb",
+    "steps", "save_every", "keep", "async_save", "log_every", "tensorboard", "wandb", "weights",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ class TrainSettings:
     """`max_norm` 0: gradients are not clipped. `save_every` 0: only at the end. `keep` 0: all.
 
     `decay_steps` belongs to `wsd` (warm-up, stable, decay); 0 means a tenth of the steps.
+    `weights` is a Hugging Face folder to begin from; a resume has its own.
     """
 
     steps: int
@@ -38,6 +39,7 @@ class TrainSettings:
     log_every: int = 10
     tensorboard: bool = False
     wandb: str = ""
+    weights: str = ""
 
     def __post_init__(self) -> None:
         check.whole(1, 10**9, steps=self.steps, log_every=self.log_every)

@@ -1,0 +1,94 @@
+"""Weights through the commands: a Hugging Face folder begins a training on another layout, and
+what that training exports is the same, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fourfold.cli import main
+from fourfold.engine import init
+from fourfold.engine.hf_export import Export, export
+from fourfold.engine.init import InitRule
+from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.pieces import Place, pieces
+from fourfold.spec import catalog
+from fourfold.spec.model import ModelShape
+
+safetensors = pytest.importorskip("safetensors.torch")
+SEQ_LEN = 32
+
+
+def folder(shape: ModelShape, out: Path) -> Path:
+    held = pieces(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, Place())
+    init.fill(held, seed=3, layers=shape.layers, rule=InitRule(vector_std=0.1))
+    values = {piece.name: piece.values for piece in held}
+    what = Export(model=shape, seq_len=SEQ_LEN, dtype=torch.float32, file_bytes=200_000)
+    export(lambda names: {name: values[name] for name in names}, what, out, lambda text: None)
+    return out
+
+
+def tensors(out: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in out.glob("*.safetensors"):
+        found |= safetensors.load_file(path)
+    return found
+
+
+def run(*words: str) -> int:
+    return main([str(word) for word in words])
+
+
+def test_in_on_one_layout_and_out_again_is_the_same(tmp_path, capsys):
+    weights = folder(catalog.model("gpt-tiny"), tmp_path / "gpt")
+    trained = tmp_path / "trained"
+    # A step that fp32 can't hold moves no weight, not even one that is 0.
+    still = ("--lr", "1e-60", "--set", "train.weight_decay=0.0", "--set", "device=cpu")
+    layout = ("--gpus", "4", "--tp", "2", "--pp", "2")
+    sizes = ("--seq-len", SEQ_LEN, "--global-batch", "2", "--precision", "fp32", "--steps", "1")
+    assert run("train", "--weights", weights, "--out", trained, *layout, *sizes, *still) == 0
+    capsys.readouterr()
+    out = tmp_path / "out"
+    assert run("weights", "export", trained, out, "--format", "json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["model_type"] == "gpt2"
+    assert said["files"] == ["config.json", "model.safetensors"]
+    before, after = tensors(weights), tensors(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+    config = json.loads((weights / "config.json").read_text())
+    assert json.loads((out / "config.json").read_text()) == config
+    assert run("weights", "export", trained, out) == 2
+    assert "add --force" in capsys.readouterr().err
+    (out / "notes.txt").touch()
+    assert run("weights", "export", trained, out, "--force") == 2
+    assert "notes.txt" in capsys.readouterr().err
+
+    # The checkpoint has its own weights: a resume does not need the folder any more.
+    for path in weights.iterdir():
+        path.unlink()
+    assert run("train", "--out", trained, "--gpus", "1", "--steps", "2") == 0
+
+
+def test_what_cannot_be_is_refused_before_torch_is_started(tmp_path, capsys):
+    sizes = ("--gpus", "1", "--steps", "1", "--seq-len", SEQ_LEN, "--out", tmp_path / "trained")
+    assert run("weights", "export", tmp_path, tmp_path / "out") == 2
+    assert "holds no whole checkpoint" in capsys.readouterr().err
+    assert run("train", "--weights", tmp_path / "nothing", *sizes) == 2
+    assert "cannot be read (No such file" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "phi3"}')
+    assert run("train", "--weights", tmp_path, *sizes) == 2
+    assert "'phi3' are not read" in capsys.readouterr().err
+
+
+def test_weights_of_another_model_end_the_training_with_the_reason(tmp_path, capsys):
+    weights = folder(catalog.model("llama-tiny"), tmp_path / "llama")
+    sizes = ("--gpus", "1", "--steps", "1", "--seq-len", SEQ_LEN, "--out", tmp_path / "trained")
+    assert run("train", "--weights", weights, "--model", "llama-mini", *sizes) == 1
+    said = capsys.readouterr().err
+    assert "illegal" in said
+    assert "the model 8" in said
