@@ -51,7 +51,7 @@ def spec_of(layout: str, sharding: Any, *, name: str = "llama-tiny", **policy: A
         model=model(name),
         gpus=parsed.world,
         layout=parsed,
-        batch=Batch(seq_len=SEQ_LEN, micro_batch=2, global_batch=10),
+        batch=Batch(seq_len=SEQ_LEN, micro_batch=2, global_batch=14),
         policy=Policy(**fields),
         device="cpu",
         seed=7,
@@ -154,6 +154,10 @@ def policies(folder: Path) -> dict[str, Any]:
         "adamw": [
             ("mpt-tiny", "dp4", {"optimizer": "adamw"}),
             ("mpt-tiny", "pp2 tp2", {"optimizer": "adamw-plain"}),
+        ],
+        "virtual stages": [
+            ("gpt-tiny", "pp2 dp2", {"schedule": "interleaved", "virtual_stages": 2}),
+            ("gpt-tiny", "pp2 tp2", {"schedule": "zero-bubble"}),
         ],
     }
     gaps: dict[str, Any] = {}

@@ -16,9 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from fourfold.engine.optimizer import Optimizer
+from fourfold.engine.train import adam
 from fourfold.result import checkpoints, curve
 from fourfold.result.job import beat_file, read_beat
+from fourfold.spec.train import TrainSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,6 +157,47 @@ def test_nothing_finite_is_lost_to_a_nan(tmp_path: Path) -> None:
     assert steps_done(out) in (5, 6)  # the bad weight may be of a token that step 6 has not
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "outcome"), [(signal.SIGKILL, "crashed"), (signal.SIGSTOP, "hung")]
+)
+def test_a_lost_rank_is_an_outcome_and_the_next_start_goes_on(tmp_path, number, outcome) -> None:
+    out = tmp_path / "out"
+    process = start(
+        out, *RUN, *words("--gpus 2 --steps 100000 --save-every 2 --set step_limit_s=8"),
+        "--format", "json",
+    )  # fmt: skip
+    wait_for(lambda: checkpoints.newest(out / "checkpoints") is not None, process)
+    os.kill(rank_pids(out, 2)[1], number)
+    code, printed, said = finish(process)
+    assert code == 1
+    plain = json.loads(printed)
+    assert (plain["outcome"], plain["failure"]["rank"]) == (outcome, 1), said
+    found = checkpoints.newest(out / "checkpoints")
+    assert found is not None
+    code, _, said = train(out, *words("--gpus 1 --save-every 0"), "--steps", str(found.step + 1))
+    assert code == 0, said
+    assert f"continuing after step {found.step}" in said
+
+
+def test_settings_reach_the_optimizer() -> None:
+    settings = TrainSettings(
+        steps=1, lr=0.1, beta1=0.5, beta2=0.6, eps=1e-3, weight_decay=0.2, max_norm=0.0
+    )
+    weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
+    twin = torch.nn.Parameter(weight.detach().clone())
+    mine = Optimizer([weight], adam(settings), fused=True, dtype=torch.float64)
+    torchs = torch.optim.AdamW([twin], lr=0.01, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2)
+    mine.set_lr(0.01)
+    for _ in range(3):
+        weight.grad, twin.grad = weight.detach() * 3, twin.detach() * 3
+        mine.step()
+        torchs.step()
+    torch.testing.assert_close(weight, twin, rtol=1e-12, atol=0)
+    assert mine.updates == 3
+    assert adam(settings).max_norm is None
+
+
 @pytest.fixture
 def small_files() -> Callable[[], None]:
     """What a full disk does, without one: no file may grow beyond this many bytes."""
@@ -212,6 +257,7 @@ def test_killed_at_random_moments_of_a_save(tmp_path: Path) -> None:
         # Steps wait for a foreground save; in the background they go on beside it.
         assert (saving or reached) - before <= every, (kill, saving, reached, before)
         assert how == "--async" or reached - before <= every, (kill, reached, before)
+    print(f"{caught} of 20 kills left half a checkpoint; the training stands at step {before}")
     assert caught >= 8, f"only {caught} of 20 kills fell into a save"
     code, _, said = train(out, *words("--gpus 2 --tp 2"), "--steps", str(before + 3))
     assert code == 0, said
