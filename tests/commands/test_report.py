@@ -91,6 +91,21 @@ def test_report_as_json_keeps_every_row(store: Path, capsys: pytest.CaptureFixtu
     assert all(row["tflops_gpu"] > 0 for row in rows if row["status"] == "ok")
 
 
+def test_one_run_is_shown_in_full(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = next(item for item in Store(store).runs() if item.summary.outcome == "oom")
+    words = ["runs", "show", bad.name[:12], "--runs", str(store)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "out of memory: rank 2 (stage 0) in step" in out
+    assert main([*words, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["post_mortem"]["rank"] == 2
+    good = next(item for item in Store(store).runs() if item.summary.outcome == "ok")
+    assert main(["diff", good.name, bad.name, "--runs", str(store)]) == 0
+    assert "B out of memory: rank 2" in capsys.readouterr().out
+    assert main(["runs", "list", "--runs", str(store)]) == 2
+    assert main(["runs", "show", "zz", "--runs", str(store)]) == 2
+
+
 def test_no_results_is_a_bad_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--runs", str(tmp_path / "none")]) == 2
     (tmp_path / "empty").mkdir()

@@ -14,6 +14,7 @@ from fourfold.launch.local import run_job
 from fourfold.result.dryrun import RankCount
 from fourfold.result.job import answer_file
 from fourfold.result.report import RunReport
+from fourfold.result.warmup import LEAD, MOST_STEPS, WINDOW
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
@@ -46,11 +47,12 @@ def one(folder: Path, run: RunSpec, **options: str) -> RunReport:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[RunSpec, RunReport, Path]]:
-    """Two layouts that use every axis and kind of sharding between them, in one start."""
+    """Layouts that use every axis and kind of sharding between them, in one start."""
     folder = tmp_path_factory.mktemp("run")
     runs = (
         spec("pp2 tp2", steps=2),
         spec("dp2 cp2", policy=Policy(precision="fp32", sharding="zero3", recompute="full")),
+        spec("dp2x2", settle=True, steps=1),
     )
     job = Job(job="run", specs=runs, options=(("count", "true"), ("probe_s", "0.02")))
     report = run_job(job, folder)
@@ -71,6 +73,33 @@ def test_the_report_holds_raw_facts(real) -> None:
     assert {"torch", "host", "device", "env.OMP_NUM_THREADS"} <= set(environment)
     assert report.window_s > 0
     assert report.spec == run
+
+
+def test_all_ranks_stop_warming_up_after_the_same_step(real) -> None:
+    _, report, _ = real[2]
+    assert report.warmup is not None
+    count = report.warmup.steps
+    assert LEAD + 2 * WINDOW <= count <= MOST_STEPS
+    assert report.warmup.ended in ("steady", "most steps", "most seconds")
+    assert [step.warmup for step in report.steps] == [True] * count + [False]
+    assert {len(rank.step_s) for rank in report.ranks} == {count + 1}
+    fixed = real[0][1].warmup
+    assert fixed is not None
+    assert (fixed.ended, fixed.steps) == ("count", 1)
+
+
+def test_links_of_the_layout_and_waits_for_data(real) -> None:
+    found = [{(link.axis, link.ranks, link.op) for link in done.links} for _, done, _ in real]
+    assert found[0] == {("tp", 2, "all-reduce"), ("pp", 2, "send")}
+    assert found[1] == {("cp", 2, "all-reduce"), ("dp", 4, "all-reduce")}
+    assert found[2] == {("dp", 2, "all-reduce"), ("dp copies", 2, "all-reduce")}
+    for _, report, _ in real:
+        assert all(link.level == "host" and link.bytes_per_s > 1e6 for link in report.links)
+        assert all(len(rank.data_s) == len(rank.step_s) for rank in report.ranks)
+        waits = [sum(rank.data_s) for rank in report.ranks]
+        assert max(waits) > 0
+        assert all(sum(r.data_s) <= sum(r.step_s) for r in report.ranks)
+        assert all(rank.compile_s == 0 for rank in report.ranks)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -138,6 +167,39 @@ def test_memory_limit_is_an_outcome(tmp_path: Path) -> None:
     assert report.failure is not None
     assert "memory_limit=1500000" in report.failure.message
     assert "largest:" in report.failure.message
+    short = report.shortage
+    assert short is not None
+    assert short.live_bytes > short.limit_bytes == 1_500_000
+    assert sum(kind.bytes for kind in short.kinds) == short.live_bytes
+    sizes = [one.bytes for one in short.largest]
+    assert sizes == sorted(sizes, reverse=True)
+    assert any(one.name == "embedding.weight" for one in short.largest)
+    assert all(one.op and one.dtype and one.phase for one in short.largest)
+
+
+def test_an_allocators_refusal_shows_what_was_held(tmp_path: Path) -> None:
+    """The second run of a job: what the first failure left is set aside."""
+    bad = spec("dp2", fault=Fault(kind="oom", rank=1, step=1))
+    job = Job(job="run", specs=(bad, spec("dp1")))
+    report, fine = run_job(job, tmp_path).runs
+    assert (report.outcome, fine.outcome) == ("oom", "ok")
+    assert report.failure is not None
+    assert report.failure.rank == 1
+    assert report.shortage is not None
+    assert report.shortage.asked_bytes == 2**50
+    assert {kind.name for kind in report.shortage.kinds} >= {"parameters", "optimizer"}
+
+
+@pytest.mark.slow
+def test_compiled_steps_on_a_cpu_are_measured_too(tmp_path: Path) -> None:
+    """Within a fifth of the same run uncompiled: fusing keeps fewer tensors, none is invented."""
+    plain = one(tmp_path / "a", spec("dp1", warmup=2))
+    policy = Policy(precision="fp32", compile=True)
+    compiled = one(tmp_path / "b", spec("dp1", warmup=2, policy=policy))
+    assert compiled.outcome == "ok", compiled.failure
+    assert 0.5 < compiled.memory[0].peak_bytes / plain.memory[0].peak_bytes < 1.2
+    assert compiled.ranks[0].compile_s > 1.0
+    assert compiled.ranks[0].recompiles == 0
 
 
 def test_an_illegal_run_is_an_outcome(tmp_path: Path) -> None:

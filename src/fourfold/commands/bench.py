@@ -1,8 +1,8 @@
 """Run one configuration and say how fast it is, how sure that is, and what to doubt.
 
 The run is kept in the store with every step's raw time, versions, variables, clocks and probes.
-Warm-up ends when steps no longer get faster, not only after a count. A prediction stands beside the
-measurement when a cluster, a profile of this machine or a known GPU gives one.
+Warm-up ends when step time and clock no longer drift, and the answer says how. A prediction stands
+beside the measurement: by a cluster, a profile of this machine, a known GPU, or the cores.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_run(parser)
     parser.add_argument("--runs", default="runs", metavar="DIR", help="the store (default: runs)")
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps")
-    parser.add_argument("--warmup", type=int, metavar="N", help="steps before them, at least")
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        metavar="N",
+        help="steps before them (default: until steady)",
+    )
     parser.add_argument("--data", metavar="NAME", help="a token file (default: synthetic tokens)")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="runs (1)")
     parser.add_argument("--probe-s", type=float, default=1.0, metavar="S", help="0: no probes")
@@ -92,6 +97,8 @@ def _spec(args: argparse.Namespace) -> RunSpec:
         for name in ("steps", "warmup", "tag", "note", "data")
         if getattr(args, name) is not None
     }
+    if args.warmup is not None:
+        changes["settle"] = False
     spec = dataclasses.replace(spec, **changes)
     if spec.data:
         vocab, seq_len = spec.model.vocab, spec.batch.seq_len
@@ -113,11 +120,8 @@ def _show(args: argparse.Namespace, answers: list[dict[str, Any]], rule: str) ->
         print(json_text(answers[0] if len(answers) == 1 else {"runs": answers}))
         return
     for plain in answers:
-        head = f"{plain['model']}, {plain['layout']}, micro batch {plain['micro_batch']}"
         if args.format != "csv":
-            data = "" if plain["data"] == "synthetic" else f", data {plain['data']}"
-            print(f"{head}, global batch {plain['global_batch']} x {plain['seq_len']} tokens, "
-                  f"{plain['precision']}{data}\n")  # fmt: skip
+            print(f"{shown.head(plain)}\n")
         print(render(["quantity", "value", "note"], shown.rows(plain, rule), args.format))
         print(post_mortem.text(plain.get("post_mortem", {}), args.format), end="")
         if args.format != "csv":

@@ -53,7 +53,7 @@ def decide(spec: RunSpec, campaign: Campaign) -> tuple[RunSpec, list[dict[str, A
         return (spec if spec.batch.micro_batch else with_micro(spec, 1)), []
     ahead = campaign.foresight
     guess = first_guess(_said(spec, sizes, ahead)) if isinstance(ahead, Foresight) else 0
-    short = replace(spec, steps=1, warmup=1, tag=TRIAL_TAG)
+    short = replace(spec, steps=1, warmup=1, settle=False, tag=TRIAL_TAG)
 
     def fits(size: int) -> bool:
         progress.end_line()

@@ -15,6 +15,8 @@ from fourfold.commands import flags
 from fourfold.errors import UserError
 from fourfold.result.compare import compare, differences, stored_spread
 from fourfold.result.store import RUN_FILE, Store, Stored
+from fourfold.show import bench as shown
+from fourfold.show import post_mortem
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec
 from fourfold.units import show_bytes, show_seconds
@@ -36,15 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     known = Store(args.runs).runs()
-    one, other = _chosen(args.a, known), _chosen(args.b, known)
+    one, other = repeats_of(args.a, known), repeats_of(args.b, known)
     first, second = one[-1].report(), other[-1].report()
     settings = differences(codec.encode(first.spec), codec.encode(second.spec))
     surroundings = differences(dict(first.environment), dict(second.environment))
     spread = None
     if one[-1].summary.device == other[-1].summary.device:
         spread = stored_spread([stored.summary for stored in known], one[-1].summary.device)
+    failed = {
+        name: post_mortem.facts(report)
+        for name, report in (("a", first), ("b", second))
+        if report.outcome == "oom"
+    }
     verdict = compare(_times(one), _times(other), spread)
-    results = _results(one[-1], other[-1])
+    results = _results(shown.facts(first), shown.facts(second))
     if args.format == "json":
         plain = {
             "settings": [_plain(row) for row in settings],
@@ -55,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
             "spread": verdict.spread,
             "verdict": verdict.verdict,
             "why": verdict.why,
+            "post_mortem": failed,
         }
         print(json_text(plain))
         return 0
@@ -66,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
     if args.format != "csv":
         ratio = f"B takes {verdict.ratio:.4f} x A's time; " if verdict.ratio else ""
         print(f"\n{verdict.verdict}: {ratio}{verdict.why}")
+        for name, said in failed.items():
+            print(f"\n{name.upper()} {post_mortem.text(said, args.format).strip()}")
     return 0
 
 
-def _chosen(text: str, known: list[Stored]) -> list[Stored]:
+def repeats_of(text: str, known: list[Stored]) -> list[Stored]:
     """The repeats that a folder or the beginning of an id names."""
     path = Path(text)
     if (path / RUN_FILE).is_file():
@@ -97,9 +107,27 @@ def _times(repeats: list[Stored]) -> list[float]:
     return [stored.summary.step_s for stored in repeats if stored.summary.step_s]
 
 
-def _results(one: Stored, other: Stored) -> list[tuple[str, Any, Any]]:
-    names = ("outcome", "step_s", "low_s", "high_s", "tokens_s_gpu", "peak_bytes", "loss")
-    return [(name, getattr(one.summary, name), getattr(other.summary, name)) for name in names]
+# Of a run's facts, in the order of reading.
+_COMPARED = (
+    "outcome", "step_s", "step_s_low", "step_s_high", "tokens_s_gpu", "peak_bytes",
+    "reserved_bytes", "device_bytes", "loss", "loss_step", "warmup_steps", "warmup_ended",
+    "data_wait_s", "compile_s", "recompiles", "retries",
+)  # fmt: skip
+
+
+def _results(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Everything either run has; what is 0 or unknown in both says nothing."""
+    rows = [(name, one.get(name), other.get(name)) for name in _COMPARED]
+    for name in ("step_s", "peak_bytes"):
+        said = [facts.get("predicted", {}).get(name) for facts in (one, other)]
+        rows.append((f"predicted_{name}", said[0], said[1]))
+    links = [{x["axis"]: x["bytes_per_s"] for x in facts["links"]} for facts in (one, other)]
+    for axis in dict.fromkeys([*links[0], *links[1]]):
+        rows.append(
+            (f"link_{axis.replace(' ', '_')}_bytes_per_s", links[0].get(axis), links[1].get(axis))
+        )
+    rows.append(("flags", "; ".join(one["flags"]), "; ".join(other["flags"])))
+    return [row for row in rows if row[0] in _COMPARED[:2] or row[1] or row[2]]
 
 
 def _plain(row: tuple[str, Any, Any]) -> dict[str, Any]:
@@ -112,9 +140,11 @@ def _text(value: Any) -> str:
 
 def _pretty(results: list[tuple[str, Any, Any]]) -> list[list[str]]:
     def told(name: str, value: Any) -> str:
-        if value is None:
+        if value is None or value == "":
             return "-"
-        if name.endswith("_s"):
+        if name.startswith("link_"):
+            return f"{value / 1e9:,.2f} GB/s"
+        if name.endswith(("_s", "_low", "_high")):
             return show_seconds(value)
         if name.endswith("_bytes"):
             return show_bytes(value)

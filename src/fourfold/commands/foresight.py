@@ -131,8 +131,11 @@ class Foresight:
     def remedies(self, report: RunReport) -> tuple[Remedy, ...]:
         from fourfold.search.fixes import remedies
 
+        spec, short = report.spec, report.shortage
+        limit = (short.limit_bytes if short else 0) or self.limit_bytes(spec)
+        used = float(short.live_bytes) if short else 0.0
         try:
-            return remedies(report.spec, self.forecasts, limit_bytes=self.limit_bytes(report.spec))
+            return remedies(spec, self.forecasts, limit_bytes=limit, used_bytes=used)
         except UserError:
             return ()
 

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 from fourfold.commands import flags
+from fourfold.errors import UserError
 from fourfold.result.report import OUTCOMES
 from fourfold.result.store import Store, Stored
 from fourfold.result.summary import Summary
@@ -25,6 +26,7 @@ examples:
   fourfold runs
   fourfold runs --where 'tp == 2 and micro_batch > 1' --outcome ok --sort step_s
   fourfold runs --tag first-try --format json
+  fourfold runs show 3fa2
 """
 _SORTS = ("started_at", "step_s", "peak_bytes", "model", "outcome")
 _HEADINGS = [
@@ -34,6 +36,10 @@ _HEADINGS = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words", nargs="*", metavar="show RUN", help="one run in full: the beginning of its id"
+    )
+    parser.add_argument("--convention", default="causal", metavar="ID", help="see 'flops'")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="the store (default: runs)")
     parser.add_argument(
         "--where",
@@ -50,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.words:
+        return _show(args)
     chosen = chosen_runs(args)
     chosen.sort(key=lambda stored: _order(stored.summary, args.sort))
     counts = Counter(stored.summary.outcome for stored in chosen)
@@ -61,6 +69,32 @@ def run(args: argparse.Namespace) -> int:
     if args.format != "csv":
         said = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
         print(f"\n{len(chosen)} runs in {args.runs}" + (f": {said}" if said else ""))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    """'show RUN': everything its report says, as 'bench' prints it."""
+    from fourfold.commands.diff import repeats_of
+    from fourfold.cost.flops import convention
+    from fourfold.show import bench, post_mortem
+
+    if len(args.words) != 2 or args.words[0] != "show":
+        raise UserError(
+            "must be 'show RUN', or nothing", field="runs", value=" ".join(args.words),
+            way_out="fourfold runs show 3fa2",
+        )  # fmt: skip
+    rule = convention(args.convention).id
+    *_, stored = repeats_of(args.words[1], Store(args.runs).runs())
+    plain = bench.facts(stored.report()) | {"folder": str(stored.folder)}
+    if args.format == "json":
+        print(json_text(plain))
+        return 0
+    if args.format != "csv":
+        print(f"{bench.head(plain)}\n")
+    print(render(["quantity", "value", "note"], bench.rows(plain, rule), args.format))
+    print(post_mortem.text(plain.get("post_mortem", {}), args.format), end="")
+    if args.format != "csv":
+        print(f"\n{plain['device']}, torch {plain['torch']}; kept in {plain['folder']}")
     return 0
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 from fourfold.errors import UserError
 from fourfold.result.report import Outcome
 from fourfold.spec.run import Fault
+
+if TYPE_CHECKING:
+    from fourfold.engine.ledger import Over
 
 # What allocators say when they raise a plain RuntimeError: torch on CPU, cuBLAS, CUDA, NCCL.
 _NO_MEMORY = re.compile(
@@ -34,7 +38,11 @@ class NonFiniteError(RuntimeError):
 
 
 class MemoryLimitError(RuntimeError):
-    """Live bytes passed the run's memory_limit."""
+    """Live bytes passed the run's memory_limit; `over`: the ledger's picture of that moment."""
+
+    def __init__(self, message: str, over: Over | None = None) -> None:
+        super().__init__(message)
+        self.over = over
 
 
 def check_finite(

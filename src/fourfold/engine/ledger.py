@@ -11,7 +11,7 @@ import heapq
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ _LARGEST = 10
 class Held:
     """One live storage: its size now, what it is for, and what made it, in which phase."""
 
+    key: int
     size: int
     kind: str
     op: str
@@ -53,6 +54,17 @@ class Peak:
     size: int
     kinds: dict[str, int]
     phase: str
+    largest: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The moment live bytes passed the limit; the tensor that did it is counted."""
+
+    size: int
+    limit_bytes: int
+    asked_bytes: int
+    kinds: dict[str, int]
     largest: tuple[Held, ...]
 
 
@@ -119,7 +131,8 @@ class Ledger(TorchDispatchMode):
         if key in self._held:
             return
         dtype = str(tensor.dtype).removeprefix("torch.")
-        held = Held(storage.nbytes(), "activations", op, tuple(tensor.shape), dtype, self.phase)
+        shape = tuple(tensor.shape)
+        held = Held(key, storage.nbytes(), "activations", op, shape, dtype, self.phase)
         self._held[key] = held, weakref.ref(storage, lambda _: self._forget(key))
         self._change(held, held.size)
 
@@ -153,13 +166,22 @@ class Ledger(TorchDispatchMode):
                 self._over(held)
 
     def _over(self, held: Held) -> None:
-        limit, self.limit_bytes = self.limit_bytes, None  # once: the way out also allocates
+        limit, self.limit_bytes = self.limit_bytes or 0, None  # once: the way out also allocates
+        for kind, tensor in self.owners():  # gradients may be newer than the last mark
+            self.own(kind, tensor)
         self._snapshot()
-        largest = "; ".join(map(str, self._peak.largest[:3]))
+        found = self.largest()
+        over = Over(self.live_bytes, limit, held.size, dict(self.kinds), found)
         raise MemoryLimitError(
             f"{self.live_bytes} live bytes pass memory_limit={limit} with {held}; "
-            f"largest: {largest}"
+            f"largest: {'; '.join(map(str, found[:3]))}",
+            over,
         )
+
+    def largest(self) -> tuple[Held, ...]:
+        """The largest storages that live now."""
+        held = (entry[0] for entry in self._held.values())
+        return tuple(map(replace, heapq.nlargest(_LARGEST, held, key=lambda one: one.size)))
 
     def _snapshot(self) -> None:
         """Who was there. A walk over all storages, so only where the peak turns, not on its way up.
@@ -171,11 +193,7 @@ class Ledger(TorchDispatchMode):
         if before is not None and before.size <= self.peak_bytes <= before.size * 1.01:
             largest = before.largest
         else:
-            held = (entry[0] for entry in self._held.values())
-            top = heapq.nlargest(_LARGEST, held, key=lambda one: one.size)
-            largest = tuple(
-                Held(one.size, one.kind, one.op, one.shape, one.dtype, one.phase) for one in top
-            )
+            largest = self.largest()
         self._peak = Peak(self.live_bytes, dict(self.kinds), self.phase, largest)
 
     # What operators do.

@@ -1,15 +1,21 @@
-"""What do ranks of this host get from each other, and leave to each other?"""
+"""What do ranks get from each other, and leave to each other? By host, or by a layout's axes."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from fourfold.engine import probe
 from fourfold.engine.clock import lower_quartile, reading
+from fourfold.engine.world import Group, World
 from fourfold.result.profile import CollectivePoint, SharedPoint
+from fourfold.result.report import LinkRate
+
+Level = Literal["host", "network"]
 
 _OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "p2p")
 
@@ -41,6 +47,68 @@ def collectives_of(
             took = _seconds_together(work, device, group, seconds / len(sizes) / len(_OPS))
             found.append(CollectivePoint(op=op, ranks=ranks, payload_bytes=payload, seconds=took))
     return found
+
+
+def axis_rates(world: World, device: torch.device, seconds: float) -> tuple[LinkRate, ...]:
+    """What this rank's groups get, axis by axis, while all groups of the axis talk at once.
+
+    Collective: every rank goes through the same axes in the same order.
+    """
+    found = []
+    hosts = _hosts(world)
+    groups = [(axis, group) for axis, group in _axes(world) if group.size > 1]
+    for axis, group in groups:
+        op = "send" if axis == "pp" else "all-reduce"
+        payload = 2**22 if device.type == "cpu" else 2**26
+        work = _in_group(op, payload, device, group)
+        dist.barrier()
+        took = _seconds_in(work, device, group, seconds / len(groups))
+        level: Level = "host" if len({hosts[rank] for rank in group.ranks}) == 1 else "network"
+        rate = LinkRate(
+            axis=axis, ranks=group.size, level=level, op=op, payload_bytes=payload, seconds=took
+        )
+        found.append(rate)
+    return tuple(found)
+
+
+def _axes(world: World) -> list[tuple[str, Group]]:
+    """Copies of sharded data parallelism talk in a group of their own."""
+    axes = [("tp", world.tp), ("cp", world.cp), ("dp", world.fsdp), ("pp", world.pp)]
+    return [*axes, ("dp copies", world.replicas)]
+
+
+def _hosts(world: World) -> list[str]:
+    found: list[str] = [""] * world.everyone.size
+    dist.all_gather_object(found, socket.gethostname())
+    return found
+
+
+def _in_group(op: str, payload: int, device: torch.device, group: Group) -> Callable[[], object]:
+    mine = torch.ones(payload // 4, device=device)
+    if op == "all-reduce":
+        return lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group.handle)
+    theirs = torch.empty_like(mine)
+    ahead = group.ranks[(group.rank + 1) % group.size]
+    behind = group.ranks[(group.rank - 1) % group.size]
+
+    def around() -> None:
+        send = dist.P2POp(dist.isend, mine, ahead, group.handle)
+        take = dist.P2POp(dist.irecv, theirs, behind, group.handle)
+        for part in dist.batch_isend_irecv([send, take]):
+            part.wait()
+
+    return around
+
+
+def _seconds_in(
+    work: Callable[[], object], device: torch.device, group: Group, budget_s: float
+) -> float:
+    """Seconds of a call. The group's first rank says how many calls its ranks make."""
+    work()
+    once_s = reading(work, device, 1)
+    calls = torch.tensor([max(2.0, min(100.0, budget_s / max(once_s, 1e-6)))], device=device)
+    dist.broadcast(calls, group.ranks[0], group=group.handle)
+    return lower_quartile([reading(work, device, 1) for _ in range(int(calls.item()))])
 
 
 def _collective(

@@ -3,6 +3,7 @@
 On CUDA steps are timed by events, without a synchronisation in the window; on CPU by the wall
 clock, with the rank's own CPU seconds beside it (time without waiting). On CPU the ledger counts
 live bytes while building and in the first two steps: later ones hold the same, and it slows them.
+Warm-up is a count, or ends by the rule of `result.warmup`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,21 @@ from fourfold.engine.account import count_of, mark_phases, watch
 from fourfold.engine.clock import synchronize
 from fourfold.engine.data import data_facts
 from fourfold.engine.environment import environment
-from fourfold.engine.failure import NonFiniteError, check_finite, strike
+from fourfold.engine.failure import NonFiniteError, check_finite, outcome_of, strike
 from fourfold.engine.ledger import Ledger
+from fourfold.engine.links import axis_rates
+from fourfold.engine.peak import Peak, allocator_peak, retries
 from fourfold.engine.sampler import Sampler
+from fourfold.engine.settle import Warmed, by_count, until_steady
+from fourfold.engine.shortage import of_allocator, of_ledger
 from fourfold.engine.task import Task
 from fourfold.engine.trainer import Trainer
+from fourfold.engine.wait import TimedSource
 from fourfold.engine.world import World
 from fourfold.errors import UserError
 from fourfold.result.job import RankFacts
-from fourfold.result.report import ProbeReport, RankMemory, RankSteps, StepReport
+from fourfold.result.report import LinkRate, ProbeReport, RankSteps, StepReport
+from fourfold.result.shortage import Shortage
 from fourfold.search.legal import Target, why_not
 from fourfold.spec.run import RunSpec
 
@@ -50,17 +57,32 @@ def perform(task: Task) -> RankFacts:
     task.heart.stage = spec.layout.coordinates(task.rank)["pp"]
     task.heart.mark("build")
     ledger = Ledger(limit_bytes=spec.memory_limit) if _counts(spec, device) else None
-    with ledger or contextlib.nullcontext():
-        world = World.create(spec.layout, device.type)
-        world.warm(device)
-        trainer = Trainer(spec, world, device=device)
-        if ledger is not None:
-            watch(trainer, ledger)
-    synchronize(device)
-    start_s = time.time() - task.began_at
-    facts = _measured(Steps(task, trainer, ledger), start_s)
+    trainer: Trainer | None = None
+    try:
+        with ledger or contextlib.nullcontext():
+            world = World.create(spec.layout, device.type)
+            world.warm(device)
+            trainer = Trainer(spec, world, device=device)
+            if ledger is not None:
+                watch(trainer, ledger)
+        synchronize(device)
+        start_s = time.time() - task.began_at
+        facts = _measured(Steps(task, trainer, ledger), start_s)
+    except BaseException as error:
+        if outcome_of(error) == "oom":
+            vars(error)["shortage"] = _shortage(device, ledger, trainer, error)
+        raise
     task.leave()
     return facts
+
+
+def _shortage(
+    device: torch.device, ledger: Ledger | None, trainer: Trainer | None, error: BaseException
+) -> Shortage | None:
+    """Here the exception still holds what was held."""
+    if device.type == "cuda":
+        return of_allocator(device, trainer, error)
+    return of_ledger(ledger, trainer, error) if ledger is not None else None
 
 
 def refuse(spec: RunSpec) -> None:
@@ -124,7 +146,10 @@ class Steps:
         self.task, self.trainer, self.ledger = task, trainer, ledger
         self.results: list[tuple[Tensor, Tensor]] = []
         self.scales: list[Tensor] = []
+        self.data_s: list[float] = []
         self.peak_bytes = 0
+        self._source = TimedSource(trainer.source)
+        trainer.source = self._source
         check = self._must_be_finite if trainer.device.type == "cpu" else None
         self._step = mark_phases(trainer, self._mark, check)
 
@@ -148,10 +173,22 @@ class Steps:
             strike(spec.fault, rank=self.task.rank, step=index, poison=self._poison)
             if self.trainer.scaler is not None:
                 self.scales.append(self.trainer.scaler.scale.clone())
-            self.results.append(self._step(index))
+            waited_s = self._source.seconds
+            self.results.append(self._counted(index))
+            self.data_s.append(self._source.seconds - waited_s)
         if counting and self.ledger is not None:
             self.ledger.mark("end")
             self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
+
+    def _counted(self, index: int) -> tuple[Tensor, Tensor]:
+        """Compiled steps on a CPU hide from the ledger; of the second one the allocator tells."""
+        hidden = self.ledger is None and self.trainer.device.type == "cpu"
+        if not hidden or index != _COUNTED_STEPS - 1:
+            return self._step(index)
+        with allocator_peak(self.trainer) as found:
+            done = self._step(index)
+        self.peak_bytes = max(self.peak_bytes, *found)
+        return done
 
     def _mark(self, phase: str) -> None:
         self.task.heart.mark(phase)
@@ -183,11 +220,14 @@ class Steps:
 
 def _measured(steps: Steps, start_s: float) -> RankFacts:
     task, spec, device = steps.task, steps.task.spec, steps.trainer.device
-    warm = steps.run(spec.warmup)
+    peak = Peak(device)
+    warm = _warm(steps)
     synchronize(device)
+    peak.note()
     probes = [_probe("before", task, device)]
+    peak.forget()
     gc.collect()
-    graphs, sampler = _graphs(), Sampler(device) if task.rank == 0 else None
+    graphs, failed, sampler = _graphs(), retries(device), Sampler(device) if not task.rank else None
     dist.barrier()  # nobody's first step waits for another's preparations
     synchronize(device)
     began = time.perf_counter()
@@ -195,36 +235,32 @@ def _measured(steps: Steps, start_s: float) -> RankFacts:
     synchronize(device)
     window_s = time.perf_counter() - began
     samples = sampler.stop() if sampler is not None else ()
+    recompiles, failed = _graphs() - graphs, retries(device) - failed
+    peak.note()
     probes.append(_probe("after", task, device))
     if steps.ledger is not None and task.job.option("count") == "true":
         task.answer(count_of(steps.ledger, steps.trainer), part=task.rank)
-    values = steps.read()
     seconds = [*warm.step_s(), *timed.step_s()]
     return RankFacts(
-        memory=_memory(task, device, steps.peak_bytes),
+        memory=peak.memory(
+            rank=task.rank, stage=task.heart.stage, counted_bytes=steps.peak_bytes, retries=failed
+        ),
         times=RankSteps(
             rank=task.rank,
             host=socket.gethostname(),
             step_s=tuple(seconds),
             busy_s=(*warm.busy_s(), *timed.busy_s()),
-            recompiles=_graphs() - graphs,
+            recompiles=recompiles,
+            data_s=tuple(steps.data_s),
+            compile_s=_compile_s(),
         ),
-        steps=tuple(
-            StepReport(
-                step=i,
-                seconds=seconds[i],
-                loss=loss,
-                grad_norm=norm if math.isfinite(norm) else None,
-                warmup=i < spec.warmup,
-                skipped=not math.isfinite(norm),
-                loss_scale=float(steps.scales[i]) if steps.scales else None,
-            )
-            for i, (loss, norm) in enumerate(values)
-        ),
+        steps=_step_reports(steps, seconds, warm.warmup.steps),
         start_s=start_s,
         window_s=window_s,
         samples=samples,
         probes=tuple(one for one in probes if one is not None),
+        links=_links(steps),
+        warmup=warm.warmup,
         environment=_environment(task, device) if task.rank == 0 else (),
     )
 
@@ -235,20 +271,37 @@ def _environment(task: Task, device: torch.device) -> tuple[tuple[str, str], ...
     return tuple(sorted(facts.items()))
 
 
-def _memory(task: Task, device: torch.device, ledger_bytes: int) -> RankMemory:
-    stage = task.heart.stage
-    if device.type == "cpu":
-        return RankMemory(rank=task.rank, stage=stage, peak_bytes=ledger_bytes)
-    free, total = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats(device)
-    return RankMemory(
-        rank=task.rank,
-        stage=stage,
-        peak_bytes=torch.cuda.max_memory_allocated(device),
-        reserved_bytes=torch.cuda.max_memory_reserved(device),
-        device_bytes=total - free,
-        retries=stats.get("num_alloc_retries", 0),
+def _warm(steps: Steps) -> Warmed:
+    """A fixed number of steps, or (`settle`) until they no longer drift."""
+    spec, task = steps.task.spec, steps.task
+    if not spec.settle:
+        return by_count(steps.run, spec.warmup)
+    device = steps.trainer.device
+    return until_steady(steps.run, least=spec.warmup, device=device, rank=task.rank)
+
+
+def _step_reports(steps: Steps, seconds: list[float], warm_steps: int) -> tuple[StepReport, ...]:
+    return tuple(
+        StepReport(
+            step=i,
+            seconds=seconds[i],
+            loss=loss,
+            grad_norm=norm if math.isfinite(norm) else None,
+            warmup=i < warm_steps,
+            skipped=not math.isfinite(norm),
+            loss_scale=float(steps.scales[i]) if steps.scales else None,
+        )
+        for i, (loss, norm) in enumerate(steps.read())
     )
+
+
+def _links(steps: Steps) -> tuple[LinkRate, ...]:
+    """With probes: a quarter of their time for the groups of the layout, after everything."""
+    seconds = float(steps.task.job.option("probe_s", "0")) / 4
+    if seconds == 0 or steps.trainer.world.everyone.size == 1:
+        return ()
+    steps.task.heart.mark("links")
+    return axis_rates(steps.trainer.world, steps.trainer.device, min(1.0, seconds))
 
 
 def _probe(
@@ -265,6 +318,12 @@ def _probe(
     assert product is not None, "every device multiplies in this format"
     copied = probe.copy(2**28 if device.type == "cuda" else 2**26, device, seconds / 2)
     return ProbeReport(when=when, flops_per_s=product.flops_per_s, bytes_per_s=copied.bytes_per_s)
+
+
+def _compile_s() -> float:
+    """Seconds torch.compile has taken so far in this process, by its own account."""
+    spent = torch._dynamo.utils.calculate_time_spent()
+    return float(spent.get("total_wall_time", spent.get("entire_frame_compile", 0.0)))
 
 
 def _graphs() -> int:

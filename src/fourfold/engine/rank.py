@@ -65,6 +65,10 @@ def _say_why(folder: Path, heart: Heart, error: BaseException) -> None:
         rank=heart.rank, stage=heart.stage, phase=heart.phase, message=text[:_MESSAGE_CHARS]
     )
     echo = isinstance(error, NonFiniteError) and not error.here
-    record = RankFailure(outcome=outcome_of(error), failure=failure, at=at, echo=echo)
+    # Put there by who could still ask what was held.
+    shortage = vars(error).get("shortage")
+    record = RankFailure(
+        outcome=outcome_of(error), failure=failure, at=at, echo=echo, shortage=shortage
+    )
     files.write_text(failure_file(folder, heart.rank), codec.to_json(record))
     traceback.print_exception(error)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fourfold.errors import UserError
+from fourfold.launch.outcomes import own_words
 from fourfold.result.job import JobReport, RankFacts, facts_file
-from fourfold.result.report import Failure, Outcome, RunReport, StepReport
+from fourfold.result.report import Failure, LinkRate, Outcome, RunReport, StepReport
+from fourfold.result.shortage import Shortage
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 
@@ -58,11 +60,33 @@ def run_report(
         ranks=tuple(fact.times for fact in facts),
         samples=first.samples if first else (),
         probes=first.probes if first else (),
+        links=_slowest([link for fact in facts for link in fact.links]),
+        warmup=first.warmup if first else None,
         start_s=max((fact.start_s for fact in facts), default=0.0),
         window_s=max((fact.window_s for fact in facts), default=0.0),
         failure=end[1],
         started_at=started_at,
+        shortage=_shortage(folder, task, end[1]) if end[0] == "oom" else None,
     )
+
+
+def _slowest(links: list[LinkRate]) -> tuple[LinkRate, ...]:
+    """One for each axis, level and kind: a step waits for its slowest group."""
+    found: dict[tuple[str, str, str], LinkRate] = {}
+    for link in links:
+        key = (link.axis, link.level, link.op)
+        if key not in found or link.seconds > found[key].seconds:
+            found[key] = link
+    return tuple(found.values())
+
+
+def _shortage(folder: Path, task: int, failure: Failure | None) -> Shortage | None:
+    """From the words of the rank that failed; another task's start sets them aside."""
+    for place in (folder / f"failed-{task}", folder):
+        said = own_words(place, failure.rank) if failure else None
+        if said is not None:
+            return said.shortage
+    return None
 
 
 def read_facts(folder: Path, task: int, rank: int) -> RankFacts | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from fourfold.result.report import (
     DeviceSample,
     Failure,
+    LinkRate,
     Outcome,
     ProbeReport,
     RankMemory,
@@ -21,6 +22,8 @@ from fourfold.result.report import (
     RunReport,
     StepReport,
 )
+from fourfold.result.shortage import Shortage
+from fourfold.result.warmup import Warmup
 from fourfold.spec import codec
 
 JOB_FILE = "job.json"
@@ -53,12 +56,14 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """What a rank says of its own end, and when. `echo`: it knows that the cause is elsewhere."""
+    """What a rank says of its own end, and when. `echo`: it knows that the cause is elsewhere.
+    `shortage`: what it held when memory ran out."""
 
     outcome: Outcome
     failure: Failure
     at: float
     echo: bool = False
+    shortage: Shortage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,8 @@ class RankFacts:
     samples: tuple[DeviceSample, ...] = ()
     probes: tuple[ProbeReport, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    links: tuple[LinkRate, ...] = ()
+    warmup: Warmup | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

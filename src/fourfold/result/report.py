@@ -7,6 +7,7 @@ from typing import Literal
 
 from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.shortage import Shortage
+from fourfold.result.warmup import Warmup
 from fourfold.spec.run import RunSpec
 
 Outcome = Literal["ok", "oom", "crashed", "hung", "nonfinite", "illegal", "cancelled"]
@@ -52,7 +53,8 @@ class RankMemory:
 class RankSteps:
     """One rank's clock: seconds of each step, and of those without waiting (empty: not known).
 
-    `recompiles`: graphs compiled while steps were timed; there should be none.
+    `recompiles`: graphs compiled while steps were timed; there should be none. `data_s`: of each
+    step, what the host waited for data. `compile_s`: compiling in all, by the compiler's own clock.
     """
 
     rank: int
@@ -60,6 +62,8 @@ class RankSteps:
     step_s: tuple[float, ...] = ()
     busy_s: tuple[float, ...] = ()
     recompiles: int = 0
+    data_s: tuple[float, ...] = ()
+    compile_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,28 @@ class ProbeReport:
     when: Literal["before", "after"]
     flops_per_s: float
     bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRate:
+    """What a group of the layout gets when all groups of its axis talk at once.
+
+    `level`: whether the group stays on one host. `op` all-reduce, or send to the next stage;
+    `payload_bytes` of the whole tensor.
+    """
+
+    axis: str
+    ranks: int
+    level: Literal["host", "network"]
+    op: str
+    payload_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Through each rank, one way: a ring's all-reduce moves 2 (n-1)/n of the payload."""
+        share = 2.0 * (self.ranks - 1) / self.ranks if self.op == "all-reduce" else 1.0
+        return share * self.payload_bytes / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +135,8 @@ class RunReport:
     ranks: tuple[RankSteps, ...] = ()
     samples: tuple[DeviceSample, ...] = ()
     probes: tuple[ProbeReport, ...] = ()
+    links: tuple[LinkRate, ...] = ()
+    warmup: Warmup | None = None
     start_s: float = 0.0
     window_s: float = 0.0
     failure: Failure | None = None

@@ -7,6 +7,7 @@ the fullest rank; ratios such as MFU are computed by whoever shows them.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,12 @@ from fourfold.errors import UserError
 from fourfold.result.report import RunReport
 from fourfold.result.timing import timing
 from fourfold.spec import codec
+
+# 'fourfold.engine.failure.MemoryLimitError: ...' says no more than its last word.
+_MODULE = re.compile(r"^(\w+\.)+(?=\w+: )")
+# Counted from 0; runs that end earlier give their last loss.
+LOSS_STEP = 4
+NO_LOSS: tuple[int | None, float | None] = (None, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +69,7 @@ class Summary:
     samples: int
     start_s: float
     loss: float | None
+    loss_step: int | None
     peak_bytes: int | None
     peak_rank: int | None
     peak_stage: int | None
@@ -119,7 +127,10 @@ def _summary(plain: dict[str, Any], run_id: str) -> Summary:
     replicate, shard = _dp(layout["dp"])
     steps = plain.get("steps", [])
     timed = timing([step["seconds"] for step in steps if not step.get("warmup", False)])
-    losses = [step["loss"] for step in steps if step.get("loss") is not None]
+    losses = [(i, step["loss"]) for i, step in enumerate(steps) if step.get("loss") is not None]
+    # The same step in every run, whatever their number of steps: weights and data are then alike.
+    last = losses[-1] if losses else NO_LOSS
+    loss_step, loss = next((one for one in losses if one[0] >= LOSS_STEP), last)
     fullest = max(plain.get("memory", []), key=lambda rank: rank["peak_bytes"], default=None)
     known = fullest is not None and fullest["peak_bytes"] > 0
     hosts = {rank.get("host", "") for rank in plain.get("ranks", [])}
@@ -166,7 +177,8 @@ def _summary(plain: dict[str, Any], run_id: str) -> Summary:
         high_s=timed.high_s if timed and plain["outcome"] == "ok" else None,
         samples=timed.samples if timed else 0,
         start_s=plain.get("start_s", 0.0),
-        loss=losses[-1] if losses else None,
+        loss=loss,
+        loss_step=loss_step,
         peak_bytes=fullest["peak_bytes"] if known else None,
         peak_rank=fullest["rank"] if known else None,
         peak_stage=fullest["stage"] if known else None,
@@ -200,7 +212,7 @@ def _failure(failure: dict[str, Any]) -> str:
     lines = str(failure.get("message", "")).strip().split("\n")
     # Of a traceback the last line says what happened; of words the first one does.
     is_trace = any(line.lstrip().startswith(("Traceback", "File ")) for line in lines)
-    first = (lines[-1] if is_trace else lines[0]).strip()[:160]
+    first = _MODULE.sub("", (lines[-1] if is_trace else lines[0]).strip())[:160]
     where = f"rank {failure['rank']}" if failure.get("rank", -1) >= 0 else ""
     parts = [part for part in (where, failure.get("phase", ""), first) if part]
     return ", ".join(parts)

@@ -88,6 +88,8 @@ def remedies(
     when it failed; where that is more than predicted, every prediction is raised in proportion."""
     (own,) = forecasts([spec])
     raised = max(1.0, used_bytes / own.peak_bytes) if own.peak_bytes else 1.0
+    # It ran out, whatever was predicted: what needs as much does not fit either.
+    limit_bytes = min(limit_bytes, 0.999 * own.peak_bytes * raised)
     for two in (False, True):
         found = fixes(spec, two=two)
         answers = forecasts([fix.spec for fix in found]) if found else []

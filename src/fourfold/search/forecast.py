@@ -19,6 +19,7 @@ from fourfold.cost.memory import memory
 from fourfold.cost.specs import columns_of
 from fourfold.result.prediction import Prediction
 from fourfold.result.profile import HardwareProfile, cluster_of
+from fourfold.result.warmup import LEAD, WINDOW
 from fourfold.search.question import entry_for
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import Device, Peaks
@@ -27,7 +28,7 @@ from fourfold.spec.run import RunSpec
 # Imports, process groups, building the model: what one start of torch takes before its first step.
 START_S = 8.0
 # One core of a recent server in fp32, and its share of the memory's rate; within a factor of three.
-_CORE_FLOPS_PER_S, _CORE_BYTES_PER_S = 30e9, 5e9
+_CORE_FLOPS_PER_S, _CORE_BYTES_PER_S, _GUESS_FACTOR = 30e9, 5e9, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,9 @@ class Forecast:
 
 def run_s(spec: RunSpec, step_s: float) -> float:
     """The whole run: start, warm-up and steps."""
-    return START_S + step_s * (spec.steps + spec.warmup)
+    least = LEAD + 2 * WINDOW
+    warmup = max(spec.warmup, least) if spec.settle else spec.warmup
+    return START_S + step_s * (spec.steps + warmup)
 
 
 def forecast(
@@ -74,6 +77,8 @@ def forecast(
         columns = columns_of(group, cluster=here, stack="fourfold")
         step_s = estimate(columns, entry.knobs).step_s
         low_s, high_s = bounds(columns, entry, step_s)
+        if cluster is None and profile is None:
+            low_s, high_s = step_s / _GUESS_FACTOR, step_s * _GUESS_FACTOR
         worst = memory(columns, entry.knobs).worst_bytes
         for i, at in enumerate(places):
             answers[at] = Forecast(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from statistics import median
 from typing import Any
 
 from fourfold.cost.flops import CONVENTIONS, Question, utilisation_pct
 from fourfold.errors import UserError
-from fourfold.result.quality import flags, straggler
+from fourfold.result.quality import flags, straggler, throttles
 from fourfold.result.report import RunReport
 from fourfold.result.summary import of_report
 from fourfold.show import post_mortem
@@ -45,6 +46,7 @@ def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
         "reserved_bytes": max((rank.reserved_bytes for rank in report.memory), default=0),
         "device_bytes": max((rank.device_bytes for rank in report.memory), default=0),
         "loss": summary.loss,
+        "loss_step": summary.loss_step,
         "flags": flags(report) if report.outcome == "ok" else [],
         "raw_step_s": [step.seconds for step in report.steps],
         "warmup": spec.warmup,
@@ -67,7 +69,36 @@ def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
             "tokens_s_gpu": summary.tokens_s_gpu,
             "conventions": _conventions(report, summary.tokens_s_gpu, device),
         }
-    return plain | _machine(report) | _failure(report)
+    return plain | _surroundings(report) | _machine(report) | _failure(report)
+
+
+def _surroundings(report: RunReport) -> dict[str, Any]:
+    """What the steps needed besides themselves: warm-up, data, compiling, links."""
+    plain: dict[str, Any] = {}
+    if report.warmup is not None:
+        plain["warmup_steps"] = report.warmup.steps
+        plain["warmup_ended"] = report.warmup.ended
+        plain["warmup_drift"] = report.warmup.drift
+        plain["warmup_clock_drift"] = report.warmup.clock_drift
+        plain["warmup_words"] = report.warmup.words
+    warm = [step.warmup for step in report.steps]
+    waits = [
+        [wait for wait, early in zip(rank.data_s, warm, strict=False) if not early]
+        for rank in report.ranks
+        if rank.data_s
+    ]
+    if any(waits):
+        plain["data_wait_s"] = max(median(one) for one in waits if one)
+    compile_s = max((rank.compile_s for rank in report.ranks), default=0.0)
+    if compile_s:
+        plain["compile_s"] = compile_s
+    plain["recompiles"] = sum(rank.recompiles for rank in report.ranks)
+    plain["retries"] = sum(rank.retries for rank in report.memory)
+    plain["memory"] = [codec.encode(rank) for rank in report.memory]
+    plain["links"] = [
+        codec.encode(link) | {"bytes_per_s": link.bytes_per_s} for link in report.links
+    ]
+    return plain
 
 
 def _device(name: str) -> Device | None:
@@ -104,6 +135,7 @@ def _machine(report: RunReport) -> dict[str, Any]:
             values = [getattr(sample, name) for sample in report.samples]
             plain[name] = {"low": min(values), "high": max(values)}
         plain["throttle"] = sorted({sample.throttle for sample in report.samples})
+        plain["throttled_by"] = sorted({w for s in report.samples for w in throttles(s.throttle)})
     for probe in report.probes:
         rates = {"flops_per_s": probe.flops_per_s, "bytes_per_s": probe.bytes_per_s}
         plain[f"probe_{probe.when}"] = rates
@@ -125,6 +157,15 @@ def _failure(report: RunReport) -> dict[str, Any]:
             "message": failure.message,
         }
     }
+
+
+def head(plain: dict[str, Any]) -> str:
+    """Which run, on one line."""
+    data = "" if plain["data"] == "synthetic" else f", data {plain['data']}"
+    return (
+        f"{plain['model']}, {plain['layout']}, micro batch {plain['micro_batch']}, global batch "
+        f"{plain['global_batch']} x {plain['seq_len']} tokens, {plain['precision']}{data}"
+    )
 
 
 def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
@@ -151,17 +192,57 @@ def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
             note += f"; off by {100 * (predicted['step_s'] / plain['step_s'] - 1):+.0f}%"
         lines.append(["predicted sec/it", show_seconds(predicted["step_s"]), note])
         lines.append(["predicted memory", show_bytes(predicted["peak_bytes"]), predicted["basis"]])
-    if plain["peak_bytes"]:
-        reserved = plain["reserved_bytes"]
-        note = f"reserved {show_bytes(reserved)}" if reserved else "live tensors"
-        lines.append(["memory", show_bytes(plain["peak_bytes"]), f"fullest rank; {note}"])
+    lines += _memory_rows(plain)
+    lines += _surrounding_rows(plain)
     lines += _machine_rows(plain)
     for flag in plain["flags"]:
         lines.append(["flag", flag, ""])
     if "failure" in plain:
         said = plain["failure"]
         where = f"rank {said['rank']}, stage {said['stage']}, {said['phase']}"
-        lines.append(["failed at", where, said["message"].strip().split("\n")[-1][:200]])
+        words = said["message"].strip().split("\n")[-1]
+        # The largest tensors have a table of their own.
+        lines.append(["failed at", where, words.partition("; largest:")[0][:160]])
+    return lines
+
+
+def _memory_rows(plain: dict[str, Any]) -> list[list[str]]:
+    """The fullest rank, and each stage's fullest where there are several."""
+    if not plain["peak_bytes"]:
+        return [["memory", "not measured", ""]] if plain["outcome"] == "ok" else []
+    reserved, device = plain["reserved_bytes"], plain["device_bytes"]
+    note = f"reserved {show_bytes(reserved)}" if reserved else "live tensors"
+    note += f", device {show_bytes(device)}" if device else ""
+    lines = [["memory", show_bytes(plain["peak_bytes"]), f"fullest rank; {note}"]]
+    stages: dict[int, dict[str, Any]] = {}
+    for rank in plain["memory"]:
+        if rank["peak_bytes"] > stages.get(rank["stage"], {"peak_bytes": -1})["peak_bytes"]:
+            stages[rank["stage"]] = rank
+    if len(stages) > 1:
+        told = [f"{at}: {show_bytes(rank['peak_bytes'])}" for at, rank in sorted(stages.items())]
+        lines.append(["memory by stage", "; ".join(told[:8]), "..." if len(told) > 8 else ""])
+    return lines
+
+
+def _surrounding_rows(plain: dict[str, Any]) -> list[list[str]]:
+    lines = []
+    if "warmup_words" in plain:
+        lines.append(["warm-up", f"{plain['warmup_steps']} steps", plain["warmup_words"]])
+    if "compile_s" in plain:
+        first = plain["raw_step_s"][0] if plain["raw_step_s"] else 0.0
+        note = f"the compiler's own clock; first step {show_seconds(first)}"
+        lines.append(["compiling", show_seconds(plain["compile_s"]), note])
+    if "data_wait_s" in plain:
+        share = ""
+        if "step_s" in plain:
+            share = f"{100 * plain['data_wait_s'] / plain['step_s']:.1f}% of a step"
+        lines.append(["data wait", show_seconds(plain["data_wait_s"]), share])
+    for link in plain["links"]:
+        text = f"{link['bytes_per_s'] / 1e9:,.2f} GB/s"
+        place = "within a host" if link["level"] == "host" else "between hosts"
+        lines.append([f"link {link['axis']}", text, f"{link['op']} of {link['ranks']}, {place}"])
+    if plain["loss"] is not None:
+        lines.append(["loss", f"{plain['loss']:.4f}", f"of step {plain['loss_step']}"])
     return lines
 
 

@@ -16,7 +16,7 @@ from fourfold.units import seconds_from
 
 Seconds = Annotated[float, seconds_from]
 # What a person may change without making it another run.
-_NOT_HASHED = ("note", "tag")
+_NOT_HASHED = ("note", "tag", "settle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,9 @@ class Fault:
 class RunSpec:
     """`memory_limit` is bytes of one rank; the limits in seconds end a run that stays silent.
 
-    `refused`: why these axes can't be a run at all. Such a spec is only kept, never started; its
-    layout need not multiply to `gpus`.
+    `settle`: warm-up goes on after `warmup` steps until they no longer drift; so it is for a run
+    whose table does not say `warmup`. `refused`: why these axes can't be a run at all; such a spec
+    is only kept, never started, and its layout need not multiply to `gpus`.
     `data` names a token file ('fourfold data make'); without it tokens are synthetic.
     """
 
@@ -58,6 +59,7 @@ class RunSpec:
     fault: Fault | None = None
     refused: str = ""
     data: str = ""
+    settle: bool = False
 
     def __post_init__(self) -> None:
         check.whole(1, 2**24, gpus=self.gpus)
@@ -96,6 +98,7 @@ class RunSpec:
             from fourfold.spec.catalog import model
 
             table["model"] = codec.encode(model(table["model"]))
+        table.setdefault("settle", "warmup" not in table)
         table["layout"], table["gpus"] = _fill_dp(table.get("layout", {}), table.get("gpus"))
         return codec.decode_fields(cls, table, path)
 
