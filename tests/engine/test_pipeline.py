@@ -6,12 +6,15 @@ One launch of four ranks runs all of them: starting ranks costs more than the ti
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fourfold.cli import main
 from fourfold.launch.local import run_job
+from fourfold.result.job import answer_file
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.catalog import model
 from fourfold.spec.job import Job, Limits
@@ -91,6 +94,36 @@ def test_micro_batches_of_any_number_and_size(tmp_path):
         )
     ]
     must_equal_one_process(specs, tmp_path)
+
+
+def drawn(path: Path) -> list[list[list[object]]]:
+    """The boxes of a page, rank by rank from left to right."""
+    boxes = re.findall(r'<rect x="([\d.]+)".*?data-rank="(\d+)" data-action="(\w) (\d+) (\d+)"',
+                       path.read_text())  # fmt: skip
+    rows: dict[int, list[tuple[float, list[object]]]] = {}
+    for x, rank, kind, chunk, micro in boxes:
+        rows.setdefault(int(rank), []).append((float(x), [kind, int(chunk), int(micro)]))
+    return [[action for _, action in sorted(rows[rank], key=lambda one: one[0])] for rank in rows]
+
+
+def test_the_timeline_is_the_executed_order(tmp_path):
+    """What `plan --explain --timeline` draws against what every rank of a real run did."""
+    runs = [spec("pp2 dp2", (14, 2), **named(schedule)) for schedule in SCHEDULES]
+    runs = [replace(run, steps=1, warmup=0) for run in runs]
+    report = run_job(Job(job="run", specs=tuple(runs), options=(("actions", "true"),)), tmp_path)
+    assert report.outcome == "ok", report.failure
+    for index, (schedule, virtual) in enumerate(SCHEDULES):
+        page = tmp_path / f"{index}.html"
+        words = ["plan", "--model", "llama-tiny", "--gpu", "h100-80gb", "--gpus", "4", "--stack",
+                 "fourfold", "--seq-len", "16", "--global-batch", "14", "--micro-batch", "2",
+                 "--schedule", schedule, "--virtual-stages", str(virtual), "--explain", "pp2 dp2",
+                 "--timeline", str(page)]  # fmt: skip
+        assert main(words) == 0
+        rows = drawn(page)
+        for rank in range(4):
+            answer = json.loads(answer_file(tmp_path, index, rank).read_text())
+            assert answer["actions"] == rows[answer["stage"]]
+            assert len(answer["actions"]) == 4 * virtual * (3 if schedule == "zero-bubble" else 2)
 
 
 @pytest.mark.slow

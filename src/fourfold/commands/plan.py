@@ -8,6 +8,7 @@ settle it. Layout and policy flags fix what the search leaves open otherwise.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ examples:
       --stack megatron --tokens 1e12
   fourfold plan --model bloom-176b --cluster jean-zay --max-nodes 48 --seq-len 2048 \\
       --global-batch 2048 --ramp 192,16,9765625 --where "dp % 4 == 0" --top 5
-  fourfold plan ... --explain "pp12 dp4 tp8"
+  fourfold plan ... --explain "pp12 dp4 tp8" --timeline schedule.html
   fourfold plan ... --export megatron --out settings.txt
 """
 # Policy fields the search varies unless a flag, --set or --spec decides them.
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--explore", action="store_true", help="also rank what no measured row backs")
     add("--explain", metavar="LAYOUT", help="all about one layout, or why it is illegal")
+    add("--timeline", metavar="FILE", help="with --explain: picture of the pipeline, .html or .png")
     add("--export", metavar="ENGINE", help="settings for megatron, torchtitan, nanotron, torchrun")
     add("--out", metavar="FILE", help="where --export writes (default: standard output)")
     add("--pick", type=int, default=1, metavar="N", help="which of the ranking --export writes")
@@ -75,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     ask, counts = question(args)
     if args.explain:
         return _explain(args, ask)
+    if args.timeline:
+        raise UserError("draws one layout", field="timeline", way_out="add --explain 'pp4 dp2'")
     ranking, tried = best_of(ask, counts, least=max(args.top, args.pick))
     train = training(ranking, tokens=args.tokens, top=max(args.top, args.pick))
     if args.export:
@@ -209,15 +213,31 @@ def _batch(args: argparse.Namespace, table: dict[str, Any]) -> Batch:
 
 
 def _explain(args: argparse.Namespace, ask: Any) -> int:
-    from fourfold.search.explain import explain
+    from fourfold.search.explain import explain_ranking, ways_to_run
     from fourfold.show.plan import explain_text
+    from fourfold.show.schedule_picture import checked_suffix
 
     layout = Layout.parse(args.explain)
+    if args.timeline:
+        checked_suffix(args.timeline)
     if args.gpus is None and args.max_nodes is None and layout.world <= ask.cluster.gpus:
         ask = replace(ask, gpus=layout.world)
-    said = explain(ask, layout, tokens=args.tokens)
+    ranking = ways_to_run(ask, layout)
+    said = explain_ranking(ask, layout, ranking, tokens=args.tokens)
+    if args.timeline and said["fits"]:
+        _draw(args.timeline, ranking)
     print(json_text(said) if args.format == "json" else explain_text(said, args.format))
     return 0 if said["legal"] and said["fits"] else 1
+
+
+def _draw(path: str, ranking: Any) -> None:
+    """Of the first of the ways to run the layout."""
+    from fourfold import files
+    from fourfold.search.timeline import timeline
+    from fourfold.show.schedule_picture import picture
+
+    files.write_bytes(path, picture(timeline(ranking), path), field="timeline")
+    print(f"timeline: {path}", file=sys.stderr)
 
 
 def _export(args: argparse.Namespace, ranking: Any) -> int:

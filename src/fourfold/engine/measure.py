@@ -14,7 +14,7 @@ import math
 import socket
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -240,6 +240,8 @@ def _measured(steps: Steps, start_s: float) -> RankFacts:
     probes.append(_probe("after", task, device))
     if steps.ledger is not None and task.job.option("count") == "true":
         task.answer(count_of(steps.ledger, steps.trainer), part=task.rank)
+    if task.job.option("actions") == "true":
+        task.answer(_executed(steps.trainer), part=task.rank)
     seconds = [*warm.step_s(), *timed.step_s()]
     return RankFacts(
         memory=peak.memory(
@@ -269,6 +271,11 @@ def _environment(task: Task, device: torch.device) -> tuple[tuple[str, str], ...
     """Where it ran, on which tokens."""
     facts = dict(environment(device, task.place)) | data_facts(task.spec)
     return tuple(sorted(facts.items()))
+
+
+def _executed(trainer: Trainer) -> dict[str, Any]:
+    """What this rank's pipeline did in the last step, in order: kind, chunk, micro batch."""
+    return {"stage": trainer.world.stage, "actions": [list(action) for action in trainer.executed]}
 
 
 def _warm(steps: Steps) -> Warmed:

@@ -29,7 +29,7 @@ MAX_EVENTS_IN_ALL = 150_000
 def pipeline_ratio(c: Columns, times: Times) -> tuple[Floats, int]:
     """(simulated over closed-form pipeline seconds, how many were played); 1 where none was."""
     ratio = np.ones(len(c))
-    micros = np.ceil(np.ceil(c.batch / c.dp) / c.micro)
+    micros = micro_count(c)
     groups: dict[tuple[int, int, int, int], list[int]] = {}
     for i in np.flatnonzero(c.pp > 1):
         key = (int(c.pp[i]), int(c.vpp[i]), int(c.schedule[i]), int(micros[i]))
@@ -48,8 +48,14 @@ def pipeline_ratio(c: Columns, times: Times) -> tuple[Floats, int]:
     return ratio, played
 
 
-def _group(c: Columns, parts: dict[str, Floats], *, schedule: Schedule, micros: int) -> Floats:
-    """The ratio of candidates with the same stages, virtual stages and number of micro batches."""
+def micro_count(c: Columns) -> Floats:
+    """Micro batches of the busiest rank."""
+    return np.ceil(np.ceil(c.batch / c.dp) / c.micro)
+
+
+def chunk_times(c: Columns, parts: dict[str, Floats], micros: int) -> tuple[ChunkTimes, Floats]:
+    """Seconds of each chunk, for candidates with the same stages, virtual stages and micro batches;
+    and forward plus backward [chunks, candidates]."""
     pp, vpp = int(c.pp[0]), int(c.vpp[0])
     last = (np.ceil(c.batch / c.dp) - (micros - 1.0) * c.micro) / c.micro
     slots = micros - 1.0 + last
@@ -68,11 +74,23 @@ def _group(c: Columns, parts: dict[str, Floats], *, schedule: Schedule, micros: 
         hop=np.zeros(len(c)),
         reduce=np.zeros((pp, len(c))),
     )
+    return chunks, whole
+
+
+def _group(c: Columns, parts: dict[str, Floats], *, schedule: Schedule, micros: int) -> Floats:
+    """The ratio of candidates with the same stages, virtual stages and number of micro batches."""
+    pp, vpp = int(c.pp[0]), int(c.vpp[0])
+    chunks, whole = chunk_times(c, parts, micros)
     played = step_s(schedule, chunks, stages=pp, virtual_stages=vpp, micros=micros)
     ranks = whole.reshape(vpp, pp, len(c)).sum(axis=0)
     middle = ranks[1:-1].max(axis=0) if pp > 2 else ranks[0]
     closed = pipeline_s(
-        c, first=ranks[0], middle=middle, last=ranks[-1], total=ranks.sum(axis=0), slots=slots
+        c,
+        first=ranks[0],
+        middle=middle,
+        last=ranks[-1],
+        total=ranks.sum(axis=0),
+        slots=micros - 1.0 + chunks.last,
     )
     return played / closed
 

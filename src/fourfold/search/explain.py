@@ -26,12 +26,21 @@ VARIANTS = 8
 
 def explain(ask: Question, layout: Layout, *, tokens: float | None) -> dict[str, Any]:
     """All that is to be said, as plain data."""
+    return explain_ranking(ask, layout, ways_to_run(ask, layout), tokens=tokens)
+
+
+def ways_to_run(ask: Question, layout: Layout) -> Ranking | None:
+    """Every way to run this layout, best first; None if it does not have the asked ranks."""
     only = {"pp": layout.pp, "cp": layout.cp, "tp": layout.tp, "dp": layout.dp}
     only["replicate"] = layout.replicate
     one = replace(ask, fixed=ask.fixed | only, where=())
+    return rank(one, least=VARIANTS) if layout.world == ask.gpus else None
+
+
+def explain_ranking(
+    ask: Question, layout: Layout, ranking: Ranking | None, *, tokens: float | None
+) -> dict[str, Any]:
     refusals = _refusals(ask, layout)
-    fits_world = layout.world == ask.gpus
-    ranking = rank(one, least=VARIANTS) if fits_world else None
     said: dict[str, Any] = {
         "layout": str(layout),
         "legal": ranking is not None and ranking.grid.legal > 0,

@@ -1,0 +1,39 @@
+"""What would the pipeline of one ranked layout look like? Its step, played with the planner's
+seconds."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold.cost.columns import SCHEDULE
+from fourfold.cost.timeline import Timeline, play
+from fourfold.errors import UserError
+from fourfold.search.events import chunk_times, micro_count
+from fourfold.search.rank import Ranking
+
+# More cannot be read, and a page of them is tens of megabytes.
+MOST_ACTIONS = 20_000
+
+
+def timeline(ranking: Ranking, place: int = 0) -> Timeline:
+    """Of the layout at `place`. Gradient reduction and optimizer come after and are not shown."""
+    index = np.array([place])
+    c = ranking.columns.take(index)
+    stages, virtual, micros = int(c.pp[0]), int(c.vpp[0]), int(micro_count(c)[0])
+    actions = 3 * stages * virtual * micros
+    if actions > MOST_ACTIONS:
+        raise UserError(
+            f"a picture of {actions:,} actions cannot be read ({MOST_ACTIONS:,} at most)",
+            field="timeline",
+            value=str(ranking.layout(place)),
+            way_out="a smaller --global-batch shows the same order",
+        )
+    times, _ = chunk_times(c, {n: part[index] for n, part in ranking.times.parts.items()}, micros)
+    return play(
+        f"{ranking.ask.model.name}, {ranking.layout(place)}",
+        SCHEDULE[int(c.schedule[0])],
+        times,
+        stages=stages,
+        virtual_stages=virtual,
+        micros=micros,
+    )
