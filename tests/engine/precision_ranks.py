@@ -7,6 +7,7 @@ import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,45 @@ def formats() -> dict[str, Any]:
     return {name: formats_of(run) for name, run in runs.items()}
 
 
-CHECKS: dict[str, Callable[[], Any]] = {"scaler": scaler, "formats": formats}
+def fp8() -> dict[str, Any] | None:
+    """Losses of five steps in fp8 and in bf16, and how many tensors of 8 bits were made."""
+    try:
+        import torchao  # noqa: F401
+    except ImportError:
+        return None
+    wide = shape("llama", layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, vocab=64)
+    found = {}
+    for layout, fields in (
+        ("dp2 tp2", {"sharding": "zero3", "recompute": "full"}),
+        ("pp2 cp2", {"sharding": "zero1", "fused_projections": False}),
+    ):
+        batch = Batch(seq_len=32, micro_batch=1, global_batch=4)
+        run = replace(spec(layout, **fields), model=wide, batch=batch)
+        for precision in ("bf16-mixed", "fp8"):
+            trainer = made(replace(run, policy=replace(run.policy, precision=precision)))
+            with Eights() as eights:
+                losses = [float(trainer.step(0).loss) for _ in range(5)]
+            found[f"{layout} {precision}"] = {"losses": losses, "eights": eights.count}
+    return found
+
+
+class Eights(TorchDispatchMode):
+    """Casts to formats of 8 bits, wherever they happen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__module__.startswith("torchao.") for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and "float8" in str(out.dtype):
+            self.count += 1
+        return out
+
+
+CHECKS: dict[str, Callable[[], Any]] = {"scaler": scaler, "formats": formats, "fp8": fp8}
 
 
 def rank_main(rank: int, folder: str) -> None:

@@ -78,6 +78,19 @@ def test_real_tensors_have_the_formats_the_report_names(ranks):
             assert sent == ({"allreduce_": [said.copies]} if said.copies else {}), name
 
 
+def test_fp8_trains_as_bf16_does(ranks):
+    pytest.importorskip("torchao")
+    for layout in ("dp2 tp2", "pp2 cp2"):
+        wide, narrow = (ranks[0]["fp8"][f"{layout} {name}"] for name in ("bf16-mixed", "fp8"))
+        assert wide["eights"] == 0
+        # Six operands of three products, in two or three linears a layer at least, every step.
+        assert narrow["eights"] >= 5 * 2 * 2 * 6
+        for bf16, eight in zip(wide["losses"], narrow["losses"], strict=True):
+            assert eight == pytest.approx(bf16, rel=0.01)
+        assert narrow["losses"] != wide["losses"]
+        assert narrow["losses"][-1] < narrow["losses"][0] - 0.02
+
+
 def test_the_scale_halves_doubles_and_collapses():
     scaler = LossScaler(ScalerSettings(initial=4.0, interval=2, largest=8.0), torch.device("cpu"))
 

@@ -23,7 +23,7 @@ SPEC = RunSpec(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("precision", "fp8"),
+        ("precision", "fp4"),
         ("async_tp", True),
         ("offload", "activations"),
         ("grad_dtype", "bf16"),

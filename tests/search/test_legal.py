@@ -16,6 +16,7 @@ from fourfold.spec.policy import Policy
 
 LLAMA = catalog.model("llama-3.1-8b")  # 32 layers, 32 heads, 8 kv heads, ffn 14336
 GPT3 = catalog.model("gpt-3-175b")  # 96 layers, 96 heads, learned positions 2048
+NARROW = catalog.shape("llama", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, vocab=64)
 BATCH = Batch(seq_len=2048, micro_batch=1, global_batch=64)
 A100 = catalog.device("a100-80gb")
 
@@ -143,6 +144,21 @@ CASES = [
         "compiled-zero-bubble",
         {"layout": "pp2", "schedule": "zero-bubble", "compile": True, "stack": "torchtitan"},
         {"layout": "pp2", "schedule": "zero-bubble", "stack": "torchtitan"},
+    ),
+    (
+        "fp8-sizes",
+        {"layout": "cp2", "precision": "fp8", "batch": batch(seq_len=2064), "stack": "fourfold"},
+        {"layout": "cp2", "precision": "fp8", "batch": batch(seq_len=2080), "stack": "fourfold"},
+    ),
+    (
+        "fp8-sizes",  # ffn / tp = 24
+        {"model": NARROW, "layout": "tp4", "precision": "fp8", "stack": "fourfold"},
+        {"model": NARROW, "layout": "tp2", "precision": "fp8", "stack": "fourfold"},
+    ),
+    (
+        "fp8-zero-bubble",
+        {"layout": "pp2", "schedule": "zero-bubble", "precision": "fp8", "stack": "fourfold"},
+        {"layout": "pp2", "schedule": "zero-bubble", "stack": "fourfold"},
     ),
     ("dp-batch", {"layout": "dp65"}, {"layout": "dp63"}),
     (

@@ -67,12 +67,15 @@ class Limits:
 
 def limits_of(policy: Policy) -> Limits:
     """fp32 and fp64 must agree to rounding. Formats of 16 bits round gradients by about 1e-2, and
-    Adam makes a whole step of a small gradient either way: parameters show only gross mistakes."""
+    Adam makes a whole step of a small gradient either way: parameters show only gross mistakes.
+    fp8 keeps two or three bits and scales whole micro batches and shards: the same, and coarser."""
     dtypes = policy.dtypes
     if {dtypes.param, dtypes.compute, dtypes.reduce, dtypes.grad, dtypes.optimizer} == {"fp64"}:
         return Limits(loss=1e-9, norm=1e-9, grad=1e-9, param=1e-9)
     if dtypes.compute in ("fp32", "fp64"):
         return Limits(loss=1e-5, norm=1e-5, grad=1e-4, param=1e-3)
+    if dtypes.compute == "fp8":
+        return Limits(loss=5e-3, norm=5e-2, grad=0.5, param=1.0)
     return Limits(loss=1e-3, norm=1e-2, grad=1e-1, param=0.5)
 
 

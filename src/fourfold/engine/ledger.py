@@ -201,8 +201,10 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # let it come down to local tensors first
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types) or any(
+            kind.__module__.startswith("torchao.") for kind in types
+        ):
+            return NotImplemented  # let it come down to plain local tensors first
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self._paused:

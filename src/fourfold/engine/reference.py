@@ -16,6 +16,7 @@ from fourfold.engine.init import InitRule
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.optimizer import AdamSettings, param_groups
+from fourfold.engine.parallel.float8 import apply_float8
 from fourfold.engine.pieces import Piece, Place, pieces
 from fourfold.engine.scaler import ScalerSettings
 from fourfold.spec.run import RunSpec
@@ -49,6 +50,8 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
     init.fill(held, seed=spec.seed, layers=spec.model.layers, rule=recipe.rule)
     mixed = dtypes.compute != dtypes.param
     decoder = _model(spec, activation_dtype(dtypes.compute), device) if mixed else masters
+    if dtypes.compute == "fp8":
+        apply_float8(decoder, device.type)
     weights: list[Tensor] = list(masters.parameters())
     settings = recipe.settings
     optimizer = torch.optim.AdamW(

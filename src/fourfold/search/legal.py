@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fourfold.search.rules import RULES, ULYSSES, Case, Reason, micro_count
+from fourfold.search.rules import RULES, ULYSSES, Case, Reason, fp8_sides, micro_count
 from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, stack_rules
 from fourfold.spec.batch import Batch
 from fourfold.spec.device import Device
@@ -246,6 +246,18 @@ def _compiled_zero_bubble(c: Case) -> Words:
     return "policy.schedule", "zero-bubble", rule, "compile = false, or schedule = interleaved"
 
 
+def _fp8_sizes(c: Case) -> Words:
+    multiple = c.stack.fp8_multiple
+    name, side = next((n, side) for n, side in fp8_sides(c).items() if side % multiple)
+    rule = f"{name} = {side} must be a multiple of {multiple} for products in fp8"
+    return "policy.precision", c.policy.precision, rule, "precision = bf16, or another tp, cp"
+
+
+def _fp8_zero_bubble(c: Case) -> Words:
+    rule = "splits the backward, which products in fp8 do not allow"
+    return "policy.schedule", "zero-bubble", rule, "precision = bf16, or schedule = interleaved"
+
+
 def _bad_size(c: Case, is_bad: Callable[[int], bool]) -> tuple[int, str]:
     """The first batch size that breaks a rule, and what to call it."""
     size = next(size for size in c.batch_sizes if is_bad(size))
@@ -314,6 +326,8 @@ _TEXTS: dict[Reason, Callable[[Case], Words]] = {
     "needs-virtual-stages": _needs_virtual_stages,
     "needs-pipeline": _needs_pipeline,
     "compiled-zero-bubble": _compiled_zero_bubble,
+    "fp8-sizes": _fp8_sizes,
+    "fp8-zero-bubble": _fp8_zero_bubble,
     "dp-batch": _dp_batch,
     "equal-shares": _equal_shares,
     "micro-divides": _micro_divides,

@@ -20,6 +20,7 @@ Reason = Literal[
     "recompute", "sharding", "zero-pipeline", "hybrid", "positions", "heads", "kv-heads", "ffn",
     "ulysses-heads", "seq-cp", "seq-tp", "async-tp", "stages", "virtual-stages",
     "needs-interleaving", "needs-virtual-stages", "needs-pipeline", "compiled-zero-bubble",
+    "fp8-sizes", "fp8-zero-bubble",
     "dp-batch", "equal-shares", "micro-divides", "fill", "whole-rounds",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -215,6 +216,37 @@ def _compiled_zero_bubble(c: Case) -> Truth:
     return split & (c.policy.compile and not c.stack.compiles_zero_bubble)
 
 
+def fp8_sides(c: Case) -> dict[str, Whole]:
+    """Sides of the matrices that a rank multiplies, and the tokens between them, by name. A KV head
+    that ranks share is not cut further."""
+    model, kv_heads = c.model, c.model.kv_heads // c.tp + (c.model.kv_heads < c.tp)
+    heads = model.attention_width // c.tp
+    fused = c.policy.fused_projections  # queries, keys and values are one matrix
+    keys = heads * fused + kv_heads * model.head_size * (1 + fused)
+    return {
+        "hidden": model.hidden,
+        "heads / tp x head size": heads,
+        f"{'(heads + 2 kv heads)' if fused else 'kv heads'} / tp x head size": keys,
+        "ffn / tp": model.ffn // c.tp,
+        "seq_len / cp": c.seq_len // c.cp,
+    }
+
+
+def _fp8_sizes(c: Case) -> Truth:
+    """Asked only where everything can be cut at all."""
+    odd: Truth = False
+    if c.policy.dtypes.compute != "fp8":
+        return odd
+    for side in fp8_sides(c).values():
+        odd = odd | (side % c.stack.fp8_multiple != 0)
+    return odd & (_heads(c) == 0) & (_kv_heads(c) == 0) & (_ffn(c) == 0)
+
+
+def _fp8_zero_bubble(c: Case) -> Truth:
+    in_fp8 = c.policy.dtypes.compute == "fp8" and not c.stack.splits_fp8
+    return (c.schedule == ZERO_BUBBLE) & (c.pp > 1) & in_fp8
+
+
 def _any_size(c: Case, is_broken: Callable[[int], Truth]) -> Truth:
     found: Truth = False
     for size in c.batch_sizes:
@@ -277,6 +309,8 @@ RULES: dict[Reason, Callable[[Case], Truth]] = {
     "needs-virtual-stages": _needs_virtual_stages,
     "needs-pipeline": _needs_pipeline,
     "compiled-zero-bubble": _compiled_zero_bubble,
+    "fp8-sizes": _fp8_sizes,
+    "fp8-zero-bubble": _fp8_zero_bubble,
     "dp-batch": _dp_batch,
     "equal-shares": _equal_shares,
     "micro-divides": _micro_divides,

@@ -38,6 +38,8 @@ class Stack:
     fills_pipeline: bool = False  # needs as many micro batches as stages
     whole_rounds: bool = False  # interleaving needs micro batches in multiples of the stages
     compiles_zero_bubble: bool = True
+    fp8_multiple: int = 1  # of which sides of a product in fp8 must be a multiple
+    splits_fp8: bool = True  # zero-bubble's divided backward in fp8
 
 
 STACKS: dict[str, Stack] = {
@@ -49,7 +51,9 @@ STACKS: dict[str, Stack] = {
             # What src/fourfold/engine runs today, nothing it is only meant to run.
             families=("mpt", "gpt", "llama"),
             compiles_zero_bubble=False,
-            precisions=tuple(name for name in PRECISIONS if name not in ("fp8", "fp4")),
+            precisions=tuple(name for name in PRECISIONS if name != "fp4"),
+            fp8_multiple=16,
+            splits_fp8=False,
         ),
         Stack(
             name="megatron",

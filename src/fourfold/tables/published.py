@@ -6,8 +6,26 @@ import math
 
 from fourfold.tables.record import Record
 
-_PRECISION = {"bf16-mixed": "amp_bf16", "bf16-pure": "bf16", "fp8": "amp_fp8"}
+# Our precision -> the MPT tables' Precision and MP Mode. `amp` keeps fp32 weights, DEFAULT reduces
+# gradients in fp32, PURE in what is computed with.
+_PRECISION = {
+    "bf16-mixed": ("amp_bf16", "DEFAULT"),
+    "bf16-pure": ("bf16", "PURE"),
+    "fp8": ("amp_fp8", "DEFAULT"),
+}
 _SHARDING = {"zero3": "FULL_SHARD", "zero2": "SHARD_GRAD_OP", "zero0": "NO_SHARD"}
+
+
+def precision_cells(precision: str, mode: str = "") -> tuple[str, str]:
+    """(Precision, MP Mode) of a precision, ours or already the tables' word with its own mode."""
+    return _PRECISION.get(precision, (precision, mode or "DEFAULT"))
+
+
+def precision_of(cell: str, mode: str) -> str:
+    """Our name for a row's two cells; words that name nothing of ours stay as they are."""
+    found = {cells: ours for ours, cells in _PRECISION.items()}
+    by_word = {word: ours for ours, (word, _) in _PRECISION.items() if word.startswith("amp_")}
+    return found.get((cell, mode), by_word.get(cell, cell))
 
 
 def figure(value: float | None) -> str:
@@ -67,8 +85,7 @@ def mpt_cells(record: Record) -> tuple[str, ...]:
         _cut(record.tokens_s) if good else "-",
         _cut(record.tokens_s_gpu) if good else "-",
         str((record.global_batch or 0) * (record.seq_len or 0)),
-        _PRECISION.get(record.precision, record.precision),
-        "PURE" if record.precision == "bf16-pure" else record.text("mp_mode") or "DEFAULT",
+        *precision_cells(record.precision, record.text("mp_mode")),
         _strategy(record),
         {"full": "True", "none": "False"}.get(record.recompute, record.recompute),
         record.text("offload") or str(record.offload not in ("", "none")),

@@ -17,6 +17,7 @@ from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import FAMILIES, ModelShape
 from fourfold.spec.policy import Policy
+from fourfold.tables.published import precision_of
 from fourfold.tables.record import Record
 
 # BLOOM's padded vocabulary and length, those of all topology notes; used where a table is silent.
@@ -146,7 +147,7 @@ def peak_tflops(record: Record) -> float | None:
         return None
     device = catalog.device(record.hardware)
     try:
-        return device.peak((record.precision or "bf16").removeprefix("amp_")) / 1e12
+        return device.peak(precision_of(record.precision or "bf16", record.text("mp_mode"))) / 1e12
     except UserError:
         peaks = dataclasses.asdict(device.peak_flops_per_s).values()
         return max(peak for peak in peaks if peak) / 1e12

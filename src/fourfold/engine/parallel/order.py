@@ -3,9 +3,10 @@
 1. pipeline  cut: build only the layers and ends of this rank's stage (of each virtual stage)
 2. tensor    cut matrices, put collectives around blocks
 3. context   replace the attention core; then say which kernels it may use
-4. recompute wrap what is left, so that collectives inside are repeated too
-5. compile   one graph per layer, recompute inside
-6. data      shard last: what a layer's parameters are is now settled
+4. fp8       replace the products of layers, as tensor parallelism left them
+5. recompute wrap what is left, so that collectives inside are repeated too
+6. compile   one graph per layer, recompute inside
+7. data      shard last: what a layer's parameters are is now settled
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
 from fourfold.engine.parallel.context import apply_context
 from fourfold.engine.parallel.data import apply_data
+from fourfold.engine.parallel.float8 import apply_float8
 from fourfold.engine.parallel.recompute import apply_recompute
 from fourfold.engine.parallel.regional import apply_compile
 from fourfold.engine.parallel.tensor import apply_tensor
@@ -76,6 +78,11 @@ def _attention(decoder: Decoder, spec: RunSpec, world: World) -> None:
             module.backends = backends
 
 
+def _float8(decoder: Decoder, spec: RunSpec, world: World) -> None:
+    if spec.policy.dtypes.compute == "fp8":
+        apply_float8(decoder, world.device_type)
+
+
 def _recompute(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_recompute(decoder, spec.policy.recompute)
 
@@ -88,7 +95,7 @@ def _data(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_data(decoder, world.data_mesh(spec.policy.zero), spec.policy)
 
 
-ORDER: tuple[Step, ...] = (_tensor, _context, _attention, _recompute, _compile, _data)
+ORDER: tuple[Step, ...] = (_tensor, _context, _attention, _float8, _recompute, _compile, _data)
 
 
 def _unsent(asked: str | None, real: Formats) -> bool:
@@ -98,10 +105,11 @@ def _unsent(asked: str | None, real: Formats) -> bool:
 def refuse_unbuilt(spec: RunSpec) -> None:
     """Choices that the planner knows and this engine does not run yet."""
     policy, real = spec.policy, running(spec.policy, spec.layout)
-    formats = (policy.dtypes.param, policy.dtypes.compute, policy.dtypes.reduce)
+    formats = (policy.dtypes.param, real.activations, policy.dtypes.reduce)
     formats += (policy.dtypes.grad, policy.dtypes.optimizer)
+    known = all(name in DTYPES for name in formats) and policy.dtypes.compute != "fp4"
     unbuilt = (
-        ("policy.precision", policy.precision, any(name not in DTYPES for name in formats)),
+        ("policy.precision", policy.precision, not known),
         ("policy.async_tp", policy.async_tp, policy.async_tp and spec.layout.tp > 1),
         ("policy.offload", policy.offload, policy.offload != "none"),
         # Explicitly asked for, and something else would run (spec/formats.py).

@@ -1,0 +1,66 @@
+"""One linear in fp8 against the same in bf16; and what is said where it can't run."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fourfold.engine.parallel import float8
+from fourfold.errors import UserError
+
+
+def relative(have: torch.Tensor, want: torch.Tensor) -> float:
+    return float((have.detach() - want.detach()).norm() / want.detach().norm())
+
+
+def results(product, bias: torch.Tensor | None) -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 16, 64, generator=chance).bfloat16().requires_grad_()
+    weight = torch.randn(48, 64, generator=chance).bfloat16().requires_grad_()
+    y = product(x, weight, bias)
+    y.backward(torch.randn(y.shape, generator=chance).bfloat16())
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [y, x.grad, weight.grad]
+
+
+# Some CPUs have no bf16 units, and torch says so once.
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_all_three_products_round_to_eight_bits_and_no_more():
+    pytest.importorskip("torchao")
+    bias = torch.ones(48, dtype=torch.bfloat16)
+    eight = results(float8.float8_product(emulate=True), bias)
+    for have, want in zip(eight, results(F.linear, bias), strict=True):
+        assert have.dtype == want.dtype == torch.bfloat16
+        # Products of e4m3 (3 bits) with e4m3 or e5m2 (2 bits).
+        assert 0.01 < relative(have, want) < 0.08
+
+
+def test_without_torchao_the_way_out_is_said(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UserError, match=r"precision=fp8: needs torchao.*fourfold\[fp8\]"):
+        float8.float8_product(emulate=True)
+
+
+def test_a_gpu_without_units_for_it_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    with pytest.raises(UserError, match=r"NVIDIA A100 .compute capability 8\.0. has no fp8"):
+        float8._emulates("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert float8._emulates("cuda") is False
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_compiled_layer_computes_the_same():
+    pytest.importorskip("torchao")
+    product = float8.float8_product(emulate=True)
+    compiled = torch.compile(product, fullgraph=True, dynamic=False)
+    for have, want in zip(results(compiled, None), results(product, None), strict=True):
+        assert relative(have, want) < 0.02
