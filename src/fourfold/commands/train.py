@@ -11,13 +11,10 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from fourfold import files
-from fourfold.commands import flags, progress
-from fourfold.commands.train_weights import begin_from
+from fourfold.commands import flags, progress, train_flags
 from fourfold.errors import UserError
 from fourfold.launch.leftovers import end_processes_of
 from fourfold.launch.local import run_job
@@ -32,7 +29,7 @@ from fourfold.spec import codec
 from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
-from fourfold.spec.train import LrSchedule, TrainSettings
+from fourfold.spec.train import TrainSettings
 from fourfold.units import show_seconds
 
 EXAMPLES = """\
@@ -46,46 +43,10 @@ exit status: 0 all steps done; 75 saved and ended early on request: run it again
 1 the training failed, the last checkpoint is whole; 2 bad request; 130 ended at once.
 """
 STOPPED_EXIT = 75
-# flag -> (field of TrainSettings, type, help); a flag mirrors its field.
-_FLAGS: dict[str, tuple[str, Any, str]] = {
-    "--steps": ("steps", int, "steps in all, those before a resume included"),
-    "--lr": ("lr", float, "highest learning rate (3e-4)"),
-    "--min-lr": ("min_lr", float, "learning rate at the end of the decay (0)"),
-    "--warmup-steps": ("warmup_steps", int, "steps up to the highest rate (0)"),
-    "--lr-schedule": ("lr_schedule", str, "cosine (default), linear, constant or wsd"),
-    "--save-every": ("save_every", int, "steps between checkpoints (100); 0: only at the end"),
-    "--keep": ("keep", int, "checkpoints to keep (2); 0: all"),
-    "--log-every": ("log_every", int, "steps between looks at the loss (10)"),
-    "--weights": ("weights", str, "begin from these: a Hugging Face folder (its --model too)"),
-    "--wandb": ("wandb", str, "also log to this Weights & Biases project"),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    flags.add_run(parser)
-    group = parser.add_argument_group("training (other fields by --set train.beta2=0.95)")
-    group.add_argument("--out", metavar="DIR", help="the training's folder")
-    group.add_argument("--data", metavar="NAME", help="a token file (default: synthetic tokens)")
-    for flag, (_, kind, text) in _FLAGS.items():
-        name = "X" if kind is str else "N"
-        choices = get_args(LrSchedule) if flag == "--lr-schedule" else None
-        group.add_argument(flag, type=kind, metavar=name, choices=choices, help=text)
-    group.add_argument(
-        "--async",
-        dest="async_save",
-        action=argparse.BooleanOptionalAction,
-        help="write checkpoints while training goes on (default)",
-    )
-    group.add_argument(
-        "--tensorboard",
-        action=argparse.BooleanOptionalAction,
-        help="also write TensorBoard events",
-    )
-    which = group.add_mutually_exclusive_group()
-    which.add_argument("--resume", action="store_true", help="refuse to start from nothing")
-    which.add_argument("--fresh", action="store_true", help="forget what the folder holds")
-    group.add_argument("--show", metavar="DIR", help="only say what this folder holds")
-    group.add_argument("--plot", metavar="FILE", help="draw the loss curve: .png, .svg or .pdf")
+    train_flags.add(parser)
     flags.add_format(parser)
 
 
@@ -97,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.out:
         raise UserError("is missing", field="out", way_out="add --out DIR, the training's folder")
     folder = TrainingFolder(args.out)
-    spec, settings = described(args, folder)
+    spec, settings = train_flags.described(args, folder)
     _must_be_legal(spec)
     _must_have_packages(settings)
     data = _data(spec)
@@ -109,36 +70,6 @@ def run(args: argparse.Namespace) -> int:
         folder.describe(spec, settings)
         report = _trained(folder, spec, settings, start)
         return _answered(args, folder, settings, report)
-
-
-def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec, TrainSettings]:
-    """What to train: a spec file or, without one, what the folder was trained with; then flags."""
-    known = {} if args.spec or args.fresh else folder.described()
-    if any(getattr(args, axis) is not None for axis in ("gpus", "dp", "tp", "cp", "pp")):
-        known.pop("layout", None)  # a new layout is asked for, not a change of one axis
-    table = flags.run_table(args, known)
-    if args.data:
-        table["data"] = args.data
-    plain = table.pop("train", {})
-    if not isinstance(plain, dict):
-        raise UserError("must be a table", field="train", value=plain)
-    for flag, (field, _, _) in _FLAGS.items():
-        value = getattr(args, flag[2:].replace("-", "_"))
-        if value is not None:
-            plain[field] = value
-    for field in ("async_save", "tensorboard"):
-        if getattr(args, field) is not None:
-            plain[field] = getattr(args, field)
-    if "steps" not in plain:
-        raise UserError("is missing", field="steps", way_out="add --steps N")
-    if args.fresh or folder.newest() is None:
-        begin_from(table, plain)
-    if "model" not in table:
-        raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
-    spec = codec.load(RunSpec, table)
-    if spec.data:  # the ranks, and the next start, may work in another folder
-        spec = replace(spec, data=str(Path(spec.data).absolute()))
-    return spec, codec.decode(TrainSettings, plain, "train")
 
 
 def _data(spec: RunSpec) -> TokenInfo | None:

@@ -84,7 +84,7 @@ def read_into(items: Sequence[Held], folder: Path, tick: Callable[[], None] | No
 def write(items: Sequence[Held], root: Path, state: CheckpointState, *, keep: int = 0) -> None:
     """A checkpoint by this process alone, of tensors it holds whole."""
     planner = HeldSavePlanner(items)
-    _write(planner, root, state, keep=keep, group=None, staged=False, coordinator=True)
+    _write(planner, root, state, keep=keep, group=None, staged=False)
 
 
 @torch.no_grad()
@@ -138,7 +138,6 @@ class Saver:
                     keep=self.keep,
                     group=self._group,
                     staged=self.background,
-                    coordinator=dist.get_rank() == 0,
                 )
             except BaseException as error:
                 self._error = error
@@ -215,7 +214,6 @@ def _write(
     keep: int,
     group: dist.ProcessGroup | None,
     staged: bool,
-    coordinator: bool,
 ) -> None:
     folder = checkpoints.saving_folder(root, state.step)
     writer = PublishingWriter(
@@ -228,7 +226,8 @@ def _write(
                 no_dist=group is None,
             )  # fmt: skip
     except BaseException as error:
-        if coordinator:  # gives the room back; every rank has left the folder by now
+        if group is None or dist.get_rank() == 0:
+            # Gives the room back; every rank has left the folder by now.
             shutil.rmtree(folder, ignore_errors=True)
         last = checkpoints.newest(root)
         kept = f"the last good one is {last.folder.name}" if last else "there is no earlier one"
