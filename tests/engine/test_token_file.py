@@ -105,6 +105,24 @@ def test_reading_ahead_changes_nothing(name: str) -> None:
     assert len(eager._ahead) == 2
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_cuda_nothing_waits_for_the_device(name: str) -> None:
+    plain, eager = source(name), source(name)
+    device = torch.device("cuda")
+    positions, micros = torch.arange(SEQ_LEN), [torch.tensor([0, 1]), torch.tensor([2, -1])]
+    there, moved = positions.to(device), [micro.to(device) for micro in micros]
+    found = []
+    for first in (0, 3, 6, 9):
+        found.append([eager.batch(first, micro, there) for micro in moved])
+        eager.ahead(first + 3, moved, there)
+        torch.cuda.set_sync_debug_mode("error")  # index tensors are known from here on
+    torch.cuda.set_sync_debug_mode("default")
+    for first, pairs in zip((0, 3, 6, 9), found, strict=True):
+        for micro, pair in zip(micros, pairs, strict=True):
+            for ours, wanted in zip(pair, plain.batch(first, micro, positions), strict=True):
+                assert torch.equal(ours.cpu(), wanted)
+
+
 def test_what_cannot_be_trained_on_is_refused(name: str, tmp_path: Path) -> None:
     for fields, words in (
         ({"vocab": 256}, "tokens up to 399"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import stat
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 _QUIET_S = 2.0
 _BYTES = 256
-# Texts go through a tokenizer in pieces of about this many characters.
-_PIECE = 2**20
+# Texts go through a tokenizer in pieces of about this many characters, several at once.
+_PIECE, _AT_ONCE = 2**18, 16
 # Where tokenizers never join what stands on both sides: before a line's end after a letter or
 # digit. Any line's end and any space are second and third best.
 _CUTS = (re.compile(r"(?<=\w)(?=\n)"), re.compile(r"(?=\n)"), re.compile(r"(?=\s)"))
@@ -172,8 +173,10 @@ def _from_file(path: str, end_token: str | None) -> Encoder:
     def encode(content: Iterator[bytes], source: str) -> Iterator[np.ndarray[Any, Any]]:
         import numpy as np
 
-        for piece in pieces(_decoded(content, source)):
-            yield np.array(made.encode(piece, add_special_tokens=False).ids, np.int64)
+        texts = pieces(_decoded(content, source))
+        while some := list(itertools.islice(texts, _AT_ONCE)):
+            for one in made.encode_batch_fast(some, add_special_tokens=False):
+                yield np.array(one.ids, np.int64)
 
     return Encoder(name, max(known.values()) + 1, _end_token(known, end_token, path), encode)
 
