@@ -12,6 +12,7 @@ from fourfold.launch import campaign
 from fourfold.result.report import RunReport, StepReport
 from fourfold.result.store import Store
 from fourfold.spec.run import RunSpec
+from fourfold.spec.token_write import write_array
 
 SWEEP = """
 gpus = 4
@@ -78,6 +79,21 @@ def test_impossible_axes_are_stored_like_other_refusals(
     assert len(stored) == 12
     assert len(refused) == 6
     assert all("must divide it" in item.failure and item.gpus == 4 for item in refused)
+
+
+def test_tokens_that_do_not_fit_are_refused_by_combination(
+    tmp_path: Path, ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = tmp_path / "tokens"
+    write_array(str(name), range(300), vocab=400)
+    text = f'model = "llama-tiny"\ngpus = 1\ndata = "{name}"\n[sweep]\nseq_len = [64, 300]\n'
+    (tmp_path / "sweep.toml").write_text(text)
+    words = ["sweep", str(tmp_path / "sweep.toml"), "--runs", str(tmp_path / "runs")]
+    assert main(words) == 0
+    assert "has 300 tokens, a sequence takes 301" in capsys.readouterr().err
+    assert [spec.batch.seq_len for spec in ran] == [64]
+    name.with_suffix(".json").unlink()
+    assert main(words) == 2
 
 
 def test_predictions_are_kept_with_the_runs(

@@ -35,6 +35,7 @@ from fourfold.show.table import json_text, render
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import Combination, Expansion, Sweep, expand, read_sweep, told
+from fourfold.spec.tokens import read_info, require_fit
 from fourfold.units import show_bytes, show_seconds
 
 EXAMPLES = """\
@@ -123,7 +124,15 @@ def _tagged(expansion: Expansion, tag: str) -> Expansion:
 
 def _refusal(spec: RunSpec) -> str:
     """Why a combination cannot run; '' when it can."""
-    reasons = why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus))
+    reasons: list[object] = [
+        *why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus))
+    ]
+    if spec.data:
+        info, vocab, seq_len = read_info(spec.data), spec.model.vocab, spec.batch.seq_len
+        try:
+            require_fit(info, name=spec.data, vocab=vocab, seq_len=seq_len)
+        except UserError as error:
+            reasons.append(error)
     return spec.refused or "; ".join(map(str, reasons))
 
 
