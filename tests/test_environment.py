@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +49,53 @@ def test_installs_once_and_again_after_a_move(tmp_path: Path) -> None:
     with (there / "constraints.txt").open("a") as pins:
         pins.write("# another\n")
     assert _calls(there, "models") == ["install", "run"]
+
+
+def _slow_install(folder: Path) -> Path:
+    """Installing takes a while, and says when it begins and ends."""
+    binaries = folder / ".venv" / "bin"
+    (binaries / "python").write_text(
+        '#!/bin/sh\nlog="$(dirname "$0")/calls"\n'
+        'case "$*" in *pip*) echo begin >>"$log"; sleep 1; echo end >>"$log" ;; '
+        '*) echo run >>"$log" ;; esac\n'
+    )
+    return binaries / "calls"
+
+
+def _start(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(folder / "fourfold"), "models"],
+        env={"PATH": "/usr/bin:/bin"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_first_uses_at_once_install_once(tmp_path: Path) -> None:
+    here = _checkout(tmp_path / "here")
+    calls = _slow_install(here)
+    started = [_start(here) for _ in range(3)]
+    said = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], said
+    lines = calls.read_text().split()
+    assert (lines.count("begin"), lines.count("end"), lines.count("run")) == (1, 1, 3)
+    assert lines.index("end") < lines.index("run")
+    assert sum("waiting for another first use" in text for text in said) <= 2
+
+
+def test_a_killed_first_use_holds_nobody_up(tmp_path: Path) -> None:
+    here = _checkout(tmp_path / "here")
+    calls = _slow_install(here)
+    first = _start(here)
+    while not calls.exists():
+        time.sleep(0.01)
+    first.kill()
+    second = _start(here)
+    said = second.communicate(timeout=60)[1]
+    first.communicate(timeout=60)
+    assert second.returncode == 0, said
+    # What the first had started ran to its end before the second began.
+    assert calls.read_text().split() == ["begin", "end", "begin", "end", "run"]
 
 
 def test_torch_comes_with_the_first_command_that_needs_it(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Reading and writing user files: writes are atomic, failures say what to do."""
+"""Reading and writing user files: writes are atomic, failures say what to do.
+
+An existing file is replaced only by a result of the same kind, known by its mark, or with --force.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from fourfold.errors import UserError
 
 # A spec, table or config larger than this is a mistake (a checkpoint, a device), not an input.
 MAX_TEXT_BYTES = 512 * 2**20
+# Where a result's mark is looked for, at both ends.
+_MARK_BYTES = 4096
 
 
 def read_text(path: str | Path, *, field: str = "file") -> str:
@@ -54,6 +59,24 @@ def _not_text(status: os.stat_result, terminal: bool, path: str | Path) -> tuple
     ):
         return "is a device", "name a text file"
     return _TOO_LARGE if status.st_size > MAX_TEXT_BYTES else None
+
+
+def require_mine(path: str | Path, *, mark: str, force: bool, field: str = "out") -> None:
+    """Refuse to replace what fourfold did not write. `mark`: a text near the beginning or the end
+    of every such result; '' for files that people edit, which are never replaced unasked."""
+    target = Path(path)
+    if force or not target.is_file():  # pipes and /dev/stdout are written to, not replaced
+        return
+    with open(target, "rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+        content = stream.read(_MARK_BYTES)
+        stream.seek(max(0, size - _MARK_BYTES))
+        content += stream.read()
+    if not size or (mark and mark.encode() in content):
+        return
+    what = "exists and is no earlier result of this command" if mark else "exists"
+    raise UserError(what, field=field, value=str(path), way_out="add --force, or name another file")
 
 
 def write_text(path: str | Path, text: str, *, field: str = "out") -> None:

@@ -91,6 +91,24 @@ def test_report_as_json_keeps_every_row(store: Path, capsys: pytest.CaptureFixtu
     assert all(row["tflops_gpu"] > 0 for row in rows if row["status"] == "ok")
 
 
+def test_only_earlier_results_are_replaced(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["report", "--runs", str(store), "--out", str(tmp_path / "results")]
+    assert main(words) == 0
+    before = (tmp_path / "results.md").read_text()
+    assert main([*words, "--style", "mpt"]) == 0  # its own, in whatever style
+    mine = "| my own table | kept by hand |\n"
+    (tmp_path / "results.md").write_text(mine)
+    csv_before = (tmp_path / "results.csv").read_text()
+    assert main(words) == 2
+    assert "--force" in capsys.readouterr().err
+    assert (tmp_path / "results.md").read_text() == mine
+    assert (tmp_path / "results.csv").read_text() == csv_before  # both or none
+    assert main([*words, "--force"]) == 0
+    assert (tmp_path / "results.md").read_text() == before
+
+
 def test_one_run_is_shown_in_full(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = next(item for item in Store(store).runs() if item.summary.outcome == "oom")
     words = ["runs", "show", bad.name[:12], "--runs", str(store)]

@@ -220,7 +220,7 @@ def test_who_holds_the_bad_weight_is_named(tmp_path: Path) -> None:
 
 def test_a_hang_names_the_missing_rank(tmp_path: Path) -> None:
     """Between stages there are only sends and receives; the stack tells who waits for nobody."""
-    run = spec("pp2", step_limit_s=6.0, fault=Fault(kind="hang", rank=1, step=1))
+    run = spec("pp4", step_limit_s=8.0, fault=Fault(kind="hang", rank=1, step=1))
     report = one(tmp_path, replace(run, warmup=2))
     assert report.outcome == "hung"
     assert report.failure is not None

@@ -98,6 +98,73 @@ def test_a_stack_outside_collectives_is_the_missing_one(tmp_path: Path) -> None:
     assert missing_rank(scene) == (1, "is busy outside any collective")
 
 
+# The lines ranks of a real pipeline stood at when one of them did not come: their stacks end in
+# our own code, since what waits below is compiled.
+PIPELINE = """\
+def _finish_sending(self):
+    for work, _ in self.sending:
+        work.wait()
+def _exchange(self, exchange):
+    dist.batch_isend_irecv(operations)
+def strike():
+    time.sleep(3600.0)
+def _forward(self, action):
+    output = self.passes.forward(chunk, action.micro)
+"""
+WAITS, POSTS, HANGS, COMPUTES = 3, 5, 7, 9
+
+
+def stacks(folder: Path, lines: dict[int, int]) -> None:
+    source = folder / "pipeline.py"
+    source.write_text(PIPELINE)
+    for rank, line in lines.items():
+        (folder / f"stack-{rank}.txt").write_text(
+            'Thread 0x00ff [heart] (most recent call first):\n  File "heart.py", line 9 in x\n\n'
+            f'Thread 0x00aa (most recent call first):\n  File "{source}", line {line} in f\n'
+            f'  File "{source}", line 4 in _exchange\n  File "/x/trainer.py", line 155 in step\n'
+        )
+
+
+def pipeline(folder: Path, hung: int, counts: tuple[int, ...], marks: tuple[int, ...]) -> Scene:
+    """A recorded pp4: sends and receives (older workers counted them) differ by stage."""
+    beats = {
+        rank: beat(rank, marks=marks[rank], groups=(("0", "4"), ("pp", str(counts[rank]))))
+        for rank in range(4)
+    }
+    return Scene(folder=folder, ranks=4, beats=beats)
+
+
+@pytest.mark.parametrize(
+    ("hung", "counts", "marks"),
+    [
+        (1, (18, 32, 33, 17), (28, 22, 22, 22)),
+        (2, (35, 67, 65, 34), (45, 43, 42, 42)),
+        (0, (16, 33, 33, 17), (22, 22, 22, 22)),
+        (3, (20, 37, 36, 16), (28, 27, 25, 22)),
+    ],
+)
+def test_a_hung_stage_is_not_taken_for_one_with_fewer_messages(
+    tmp_path: Path, hung, counts, marks
+) -> None:
+    scene = pipeline(tmp_path, hung, counts, marks)
+    stacks(tmp_path, {rank: HANGS if rank == hung else WAITS for rank in range(4)})
+    assert missing_rank(scene)[0] == hung
+
+
+def test_two_that_wait_for_nobody(tmp_path: Path) -> None:
+    """A rank that still computes is not the one the others wait for in a collective."""
+    counts = {0: 7, 1: 8, 2: 8}
+    beats = {rank: beat(rank, groups=(("dp", str(count)),)) for rank, count in counts.items()}
+    stacks(tmp_path, {0: HANGS, 1: POSTS, 2: COMPUTES})
+    found, how = missing_rank(Scene(folder=tmp_path, ranks=3, beats=beats))
+    assert (found, how) == (0, "has not started collective 8 of group dp")
+
+
+def test_without_stacks_the_first_stage_that_stands_still(tmp_path: Path) -> None:
+    beats = {rank: beat(rank, marks=marks) for rank, marks in enumerate((28, 22, 22, 22))}
+    assert missing_rank(Scene(folder=tmp_path, ranks=4, beats=beats))[0] == 1
+
+
 def test_silence_has_two_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])

@@ -50,10 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="ranks of that cluster (default: all measured)"
     )
+    flags.add_force(parser)
     flags.add_format(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    marks = ((args.out, '"type": "HardwareProfile"'), (args.cluster_out, "fourfold calibrate on"),
+             (args.calibration_out, '"type": "Calibration"'))  # fmt: skip
+    for path, mark in marks:
+        if path:  # before minutes are spent on measuring
+            files.require_mine(path, mark=mark, force=args.force)
     try:
         profile = measure(quick=args.quick, device=args.device)
     except JobError as error:

@@ -8,7 +8,6 @@ the file says so.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from dataclasses import dataclass
@@ -51,10 +50,8 @@ class _Evidence:
 
 
 def run_new(args: argparse.Namespace) -> int:
-    if args.out and os.path.lexists(args.out) and not args.force:
-        raise UserError(
-            "exists", field="out", value=args.out, way_out="add --force, or name another file"
-        )
+    if args.out:
+        files.require_mine(args.out, mark="", force=args.force)
     name = args.name or (Path(args.out).stem if args.out else "")
     name = name or _ask("name", "a name for the cluster", "--name NAME")
     if not name.isprintable() or len(name) > 100:

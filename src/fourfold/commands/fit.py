@@ -27,7 +27,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from fourfold.commands.flags import add_format
+    from fourfold.commands.flags import add_force, add_format
 
     parser.add_argument("rows", nargs="*", metavar="ROWS.csv", help="measured runs")
     parser.add_argument("--runs", metavar="DIR", help="also the run reports in this folder")
@@ -36,11 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prior", metavar="FILE", help="a calibration to start from")
     parser.add_argument("--suggest", type=int, metavar="K", help="name the K most telling runs")
     parser.add_argument("--name", metavar="TEXT", help="name of the calibration")
+    add_force(parser)
     add_format(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from fourfold.cost.calibration import load, shipped
+    from fourfold import files
+    from fourfold.cost.calibration import MARK, load, shipped
     from fourfold.cost.rows import parse
     from fourfold.cost.table import read_table
     from fourfold.errors import UserError
@@ -64,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         return _suggest(tables, prior or shipped(), args)
     if not args.out:
         raise UserError("is needed", field="--out", way_out="--out mine.json")
+    files.require_mine(args.out, mark=MARK, force=args.force)
     return _fit(tables, prior, args)
 
 

@@ -40,6 +40,12 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="text", help="form of the output")
 
 
+def add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--force", action="store_true", help="replace a file that is no earlier result"
+    )
+
+
 def add_layout(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
     """The layout flags: the same names in every command. `without`: flags it has in its own way."""
     group = parser.add_argument_group("layout, batch and policy")

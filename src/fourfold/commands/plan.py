@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pick", type=int, default=1, metavar="N", help="which of the ranking --export writes")
     add("--top", type=int, default=10, metavar="N", help="how many to list (default 10)")
     add("--calibration", metavar="FILE", help="made by 'fourfold fit' (default: the shipped one)")
+    flags.add_force(parser)
     flags.add_format(parser)
 
 
@@ -259,6 +260,7 @@ def _export(args: argparse.Namespace, ranking: Any) -> int:
     )
     text = export.write(args.export, setup)
     if args.out:
+        files.require_mine(args.out, mark="", force=args.force)
         files.write_text(args.out, text)
     else:
         print(text, end="")

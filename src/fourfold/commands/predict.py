@@ -12,6 +12,8 @@ import argparse
 import gc
 import sys
 
+from fourfold.commands.flags import add_force
+
 EXAMPLES = """\
 example:
   fourfold predict rows.csv --out predicted.csv
@@ -25,15 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", metavar="FILE", help="from 'fourfold fit'; default: the shipped one"
     )
+    add_force(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from fourfold import files
     from fourfold.cost.calibration import load, shipped
-    from fourfold.cost.predict import predict
+    from fourfold.cost.predict import FIELDS, predict
     from fourfold.cost.rows import parse
     from fourfold.cost.table import read_table
 
+    files.require_mine(args.out, mark=",".join(FIELDS), force=args.force)
     calibration = load(args.calibration) if args.calibration else shipped()
     gc.disable()  # a large table is millions of texts and no cycles: walking them costs seconds
     table = read_table(args.rows)

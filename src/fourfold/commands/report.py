@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # Reading a whole run takes a millisecond; more than this many say nothing new about the planner.
 _MOST_SCORED = 1000
+_MARK = "Written by 'fourfold report'"
 EXAMPLES = """\
 examples:
   fourfold report --style topology
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="NAME", help="score by what is predicted there today")
     parser.add_argument("--profile", metavar="FILE", help="or on this machine ('calibrate --out')")
     parser.add_argument("--out", metavar="NAME", help="write NAME.csv and NAME.md")
+    flags.add_force(parser)
     flags.add_format(parser)
 
 
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     for score in judged:
         document = Document((*document.blocks[:-1], _with_line(document.blocks[-1], str(score))))
     if args.out:
-        _write_both(document, args.out)
+        _write_both(document, args.out, force=args.force)
     if args.format == "json":
         plain = {"style": args.style, "convention": rule, "rows": plain_records(found, rule)}
         print(json_text(plain | {"scores": [dataclasses.asdict(score) for score in judged]}))
@@ -131,10 +133,13 @@ def _records(args: argparse.Namespace) -> list[Record]:
     return found
 
 
-def _write_both(document: Document, name: str) -> None:
+def _write_both(document: Document, name: str, *, force: bool) -> None:
     stem = name.removesuffix(".csv").removesuffix(".md")
     if Path(stem).name in ("", INDEX, RUN_FILE):
         raise UserError("must be a file's name", field="out", value=name, way_out="--out results")
+    signed = Document((*document.blocks[:-1], _with_line(document.blocks[-1], _MARK)))
+    for ending in ("csv", "md"):  # both or none: asked before the first is written
+        files.require_mine(f"{stem}.{ending}", mark=_MARK, force=force)
     for ending in ("csv", "md"):
-        files.write_text(f"{stem}.{ending}", write(document, ending))
+        files.write_text(f"{stem}.{ending}", write(signed, ending))
         print(f"wrote {stem}.{ending}", file=sys.stderr)

@@ -18,6 +18,7 @@ from fourfold.cost.knobs import BY_NAME, KNOBS
 from fourfold.errors import UserError
 
 SCHEMA = 1
+MARK = '"type": "Calibration"'  # in every file that to_json wrote
 SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
 GENERIC_HALF = 0.2  # 80% half width (log) of a calibration without any rows
 

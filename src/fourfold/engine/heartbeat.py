@@ -97,13 +97,18 @@ class Heart:
 
 
 def _collectives_by_group() -> dict[str, str]:
-    """Group name -> collectives started; empty before torch.distributed is up."""
+    """Group name -> collectives started; empty before torch.distributed is up.
+
+    Not of pipelines: sends and receives count too, and the middle stages have twice as many.
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         return {}
     counts: dict[str, str] = {}
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        if getattr(group, "group_desc", "") == "pp":
+            continue
         try:
             counts[str(name)] = str(group._get_sequence_number_for_group())  # type: ignore[attr]
         except RuntimeError:

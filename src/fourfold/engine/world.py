@@ -175,6 +175,7 @@ def _group(axis: str, ranks: torch.Tensor, alone: dist.ProcessGroup | None = Non
     if len(members) == 1 and alone is not None:
         handle = alone
     else:
-        handle = dist.new_group(list(members), use_local_synchronization=True)
+        # The description tells who watches that stages send and receive: no equal counts there.
+        handle = dist.new_group(list(members), use_local_synchronization=True, group_desc=axis)
     assert isinstance(handle, dist.ProcessGroup)
     return Group(axis=axis, ranks=members, rank=members.index(dist.get_rank()), handle=handle)

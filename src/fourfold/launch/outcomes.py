@@ -20,10 +20,17 @@ _PEER_GONE = re.compile(
     r"|Timed ?out|wait timeout",
     re.IGNORECASE,
 )
-# Python functions in which a rank waits for the others; such a rank is not the one that is missing.
+# Python code in which a rank waits for the others; such a rank is not the one that is missing.
 _WAITING = re.compile(
     r"torch[/\\]distributed|torch[/\\]autograd|_functional_collectives", re.IGNORECASE
 )
+# What the innermost line does when it waits in compiled code: a message, a collective, a device.
+_WAITING_CALL = re.compile(
+    r"\.wait\(|\.synchronize\(|\.item\(|\.backward\(|barrier\(|all_reduce|all_gather|reduce_scatter"
+    r"|all_to_all|broadcast|\bi?send|\bi?recv|isfinite\("
+)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_INNER_FRAMES = 5
 _TAIL_LINES, _TAIL_CHARS = 15, 1500
 # Ranks give a sign every quarter second; one this old, beside fresh ones, is of a stopped rank.
 STALE_S = 5.0
@@ -97,8 +104,10 @@ def silent(scene: Scene, waited_s: float, limit: str) -> Failure:
 
 
 def missing_rank(scene: Scene) -> tuple[int, str]:
-    """The lowest suspect, by the strongest evidence there is: no beat, a still beat, a collective
-    that others started and it did not, a stack that waits for nobody, the fewest phases passed.
+    """The lowest suspect, by the strongest evidence there is: no beat, a still beat, a stack that
+    waits for nobody (and, of several, a collective that others started), a collective that others
+    started and it did not, the fewest phases passed: of a pipeline's stages, the first that stands
+    still.
     """
     absent = [rank for rank in range(scene.ranks) if rank not in scene.beats]
     if absent:
@@ -111,11 +120,12 @@ def missing_rank(scene: Scene) -> tuple[int, str]:
     behind = _behind(scene.beats)
     busy = [rank for rank in scene.beats if not _waits(scene.folder, rank)]
     both = [rank for rank in busy if rank in behind]
-    if both or behind:
-        rank = min(both or behind)
-        return rank, f"has not started {behind[rank]}"
+    if both:
+        return min(both), f"has not started {behind[min(both)]}"
     if busy and len(busy) < len(scene.beats):
         return min(busy), "is busy outside any collective"
+    if behind:
+        return min(behind), f"has not started {behind[min(behind)]}"
     fewest = min(scene.beats.values(), key=lambda beat: (beat.marks, beat.rank))
     return fewest.rank, "has passed the fewest phases"
 
@@ -135,13 +145,28 @@ def _behind(beats: Mapping[int, Beat]) -> dict[int, str]:
 
 
 def _waits(folder: Path, rank: int) -> bool:
-    """Whether the dumped stack of the main thread stands inside torch's communication."""
+    """Whether the dumped stack of the main thread stands inside communication, torch's or ours.
+
+    Without a stack nothing is known, and other evidence must tell: then it counts as waiting.
+    """
     try:
         text = (folder / f"stack-{rank}.txt").read_text(encoding="utf-8")
     except OSError:
         return True
-    main = text.split("Thread 0x")[-1].splitlines()
-    return bool(main[1:]) and bool(_WAITING.search("\n".join(main[1:4])))
+    main = text.split("Thread 0x")[-1].splitlines()[1:]
+    if _WAITING.search("\n".join(main[:_INNER_FRAMES])):
+        return True
+    return not main or bool(_WAITING_CALL.search(_source_line(main[0])))
+
+
+def _source_line(frame: str) -> str:
+    """The text of the line a frame stands at; compiled code below it has no frame of its own."""
+    found = _FRAME.search(frame)
+    try:
+        lines = Path(found.group(1)).read_text(encoding="utf-8").splitlines() if found else []
+        return lines[int(found.group(2)) - 1] if found else ""
+    except (OSError, ValueError, IndexError):
+        return ""
 
 
 def tail(path: Path) -> str:
