@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.schedule import Action, global_order, rank_actions
+from fourfold.cost.columns import SCHEDULE
+from fourfold.cost.pipeline import held
+from fourfold.cost.schedule import Action, global_order, held_at_once, rank_actions
 from fourfold.cost.simulate import ChunkTimes, simulate, step_s
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20))
@@ -166,3 +169,31 @@ def test_events_cover_the_step_without_overlap() -> None:
         own = [event for event in run.events if event.rank == rank]
         assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(own))
     assert max(event.end_s for event in run.events) == run.step_s[0]
+
+
+@given(
+    schedule=st.sampled_from(KINDS),
+    stages=st.integers(1, 8),
+    virtual=st.integers(2, 4),
+    micros=st.integers(1, 40),
+)
+def test_the_planners_memory_holds_what_the_lists_hold(schedule, stages, virtual, micros) -> None:
+    virtual = 1 if schedule in ("gpipe", "1f1b") or stages == 1 else virtual
+    c = SimpleNamespace(
+        schedule=np.array([SCHEDULE.index(schedule)]),
+        pp=np.array([float(stages)]),
+        vpp=np.array([float(virtual)]),
+    )
+    closed = held(c, np.array([float(micros)]))  # type: ignore[arg-type]
+    lists = [
+        held_at_once(
+            rank_actions(schedule, stages=stages, virtual_stages=virtual, micros=micros, rank=rank)
+        )
+        for rank in range(stages)
+    ]
+    for value, rank in ((closed.first, 0), (closed.last, stages - 1)):
+        said = round(float(value[0]) * virtual)
+        assert lists[rank] <= said < lists[rank] + stages
+        if micros % stages == 0 or virtual == 1:
+            assert said == lists[rank]
+    assert max(lists) <= max(closed.first[0], closed.last[0]) * virtual + 1e-9

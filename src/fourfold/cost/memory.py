@@ -10,17 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.columns import ATTENTION, SCHEDULE, Columns
+from fourfold.cost.columns import ATTENTION, Columns
 from fourfold.cost.gemm import Floats, Knobs
 from fourfold.cost.layer import layer_params
-from fourfold.cost.pipeline import stage_layers
+from fourfold.cost.pipeline import held, stage_layers
 
 GIB = 2.0**30
 _FUSED = ATTENTION.index("fused")
 _UNFUSED = ATTENTION.index("unfused")
 # The driver and the CUDA context leave about 98.8% of the nominal size (79.1 of 80 GiB).
 USABLE = 0.988
-_GPIPE = SCHEDULE.index("gpipe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,7 @@ def memory(c: Columns, knobs: Knobs) -> Memory:
     kept = kept_bytes(c, knobs)
     saved = 2.0 * tokens * c.hidden
     layer_kept = c.full_ckpt * saved + (1.0 - c.full_ckpt) * kept
-    extra_v = np.where(c.vpp > 1, 1.0 + (c.pp - 1.0) / (c.pp * c.vpp), 1.0)
-    flight = np.where(c.schedule == _GPIPE, micros, np.minimum(micros, c.pp * extra_v))
+    flight = held(c, micros)
     # A gathered loss holds the gathered copy beside the shards it came from.
     whole = np.where(c.tp > 1, 1.15, 1.0)
     share = np.where(c.split_loss > 0, 1.0 / c.tp, whole)
@@ -87,10 +85,12 @@ def memory(c: Columns, knobs: Knobs) -> Memory:
     alone = c.pp == 1
     first_params = split.first * per_layer + embed * np.where(alone & (c.tied < 1), 2.0, 1.0)
     last_params = split.last * per_layer + embed
-    act_first = split.first * flight * layer_kept + working
+    act_first = split.first * flight.first * layer_kept + working
     first_state = state_bytes(c, knobs, params=first_params)
     first = first_state + act_first + unsharded + base + np.where(alone, logits, 0.0)
-    act_last = split.last * layer_kept + working
+    # What waits for its weight gradients was recomputed before and is held whole.
+    waiting = flight.late * kept + (flight.last - flight.late) * layer_kept
+    act_last = split.last * waiting + working
     last_state = state_bytes(c, knobs, params=last_params)
     last = np.where(alone, first, last_state + act_last + unsharded + base + logits)
     worst = np.maximum(first, last)

@@ -15,6 +15,7 @@ from fourfold.cost.columns import SCHEDULE, Columns
 from fourfold.cost.gemm import Floats
 
 _ZERO_BUBBLE = SCHEDULE.index("zero-bubble")
+_GPIPE = SCHEDULE.index("gpipe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,28 @@ def stage_layers(c: Columns, *, head_in_layers: Floats) -> StageLayers:
     first = np.where(uneven, np.ceil(rest), even)
     middle = np.where(uneven, np.ceil(rest), even)
     return StageLayers(first, middle, np.where(uneven, last, np.where(c.pp > 1, last_even, even)))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Micro batches whose activations a rank holds at once, over all of its layers: on the first
+    and the last rank; `late` of the last wait for their weight gradients only."""
+
+    first: Floats
+    last: Floats
+    late: Floats
+
+
+def held(c: Columns, micros: Floats) -> Held:
+    """The lists of cost/schedule.py in closed form: exact for whole rounds, where the last round is
+    cut short a little more than is held."""
+    split, looped = c.schedule == _ZERO_BUBBLE, c.vpp > 1
+    first = np.where(looped, ((c.vpp + 1.0) * c.pp - 1.0) / c.vpp, c.pp)
+    started = np.where(looped, ((c.vpp - 1.0) * c.pp + 1.0) / c.vpp, 1.0)
+    last = np.where(split, c.pp, started)
+    every = (c.schedule == _GPIPE) & (c.pp > 1)
+    first, last = (np.where(every, micros, np.minimum(micros, some)) for some in (first, last))
+    return Held(first, last, np.where(split, np.maximum(0.0, last - started), 0.0))
 
 
 def pipeline_s(
