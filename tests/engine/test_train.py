@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,13 +37,28 @@ RUN = words(
 )
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_a_test() -> Iterator[None]:
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:  # its ranks die with it
+            process.kill()
+            process.communicate()
+
+
 def start(out: Path, *words: str, limit: Callable[[], None] | None = None) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "fourfold", "train", "--out", str(out), *words],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=limit,
     )  # fmt: skip
+    STARTED.append(process)
+    return process
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 300) -> tuple[int, str, str]:

@@ -63,10 +63,22 @@ def test_a_torn_one_is_passed_over(tmp_path: Path, harm: str) -> None:
     newest = checkpoints.newest(tmp_path)
     assert newest is not None
     assert newest.step == 5
-    ((name, reason),) = checkpoints.torn(tmp_path)
-    assert (name, bool(reason)) == ("step-00000010", True)
+    ((name, error),) = checkpoints.torn(tmp_path)
+    assert (name, bool(error.rule)) == ("step-00000010", True)
+    assert not isinstance(error, checkpoints.ForeignError)
     with pytest.raises(UserError):
         checkpoints.read(torn)
+
+
+@pytest.mark.parametrize("more", ['"format": 99, ', '"of_tomorrow": 1, '])
+def test_one_of_a_newer_fourfold_is_not_taken_for_torn(tmp_path: Path, more: str) -> None:
+    text = (made(tmp_path, 5) / "state.json").read_text()
+    text = text.replace('"format": 1,', "").replace('"step"', f'{more}"step"', 1)
+    text = text.replace(',\n  "format": 1', "")
+    (tmp_path / "step-00000005" / "state.json").write_text(text)
+    ((_, error),) = checkpoints.torn(tmp_path)
+    assert isinstance(error, checkpoints.ForeignError)
+    assert "update fourfold" in error.way_out
 
 
 def test_old_ones_go_and_torn_ones_do_not_count(tmp_path: Path) -> None:

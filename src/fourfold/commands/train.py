@@ -117,8 +117,10 @@ def _prepared(
     if checkpoints.clear_leftovers(folder.checkpoints):
         print("removed an unfinished checkpoint", file=sys.stderr)
     start = folder.newest()
-    for name, reason in checkpoints.torn(folder.checkpoints):
-        print(f"passed over {name}: {reason}", file=sys.stderr)
+    for name, error in checkpoints.torn(folder.checkpoints):
+        if isinstance(error, checkpoints.ForeignError):
+            raise error
+        print(f"passed over {name}: {error.rule}", file=sys.stderr)
     if start is None:
         if args.resume:
             raise UserError(

@@ -73,13 +73,22 @@ def saving_folder(root: Path, step: int) -> Path:
     return root / f"{_HIDDEN[0]}{name_of(step)}"
 
 
+class ForeignError(UserError):
+    """A checkpoint that is no torn one, but of a fourfold that knows more than this one."""
+
+
 def read(folder: Path) -> Checkpoint:
     """A checkpoint by its folder, with a reason when it is none or not whole."""
-    text = files.read_text(folder / STATE_FILE, field="checkpoint")
+    plain = codec.parse_json(files.read_text(folder / STATE_FILE, field="checkpoint"))
     try:
-        state = codec.from_json(CheckpointState, text)
+        state = codec.load(CheckpointState, plain)
     except UserError as error:
-        raise error.within(f"checkpoint {folder}") from None
+        raise ForeignError(
+            f"can't be understood ({error})",
+            field="checkpoint",
+            value=str(folder),
+            way_out="update fourfold, or move it away to continue from the one before",
+        ) from None
     for name, size in state.files:
         path = folder / name
         if not path.is_file() or path.stat().st_size != int(size):
@@ -97,19 +106,19 @@ def whole(root: Path) -> list[Checkpoint]:
     return [found for found in _all(root) if isinstance(found, Checkpoint)]
 
 
-def torn(root: Path) -> list[tuple[str, str]]:
+def torn(root: Path) -> list[tuple[str, UserError]]:
     """Names of the others, and what is wrong with them."""
     return [found for found in _all(root) if not isinstance(found, Checkpoint)]
 
 
-def _all(root: Path) -> Iterator[Checkpoint | tuple[str, str]]:
+def _all(root: Path) -> Iterator[Checkpoint | tuple[str, UserError]]:
     for path in sorted(root.glob("step-*"), key=lambda p: (len(p.name), p.name)):
         if _NAME.fullmatch(path.name) is None:
             continue
         try:
             yield read(path)
         except UserError as error:
-            yield path.name, error.rule
+            yield path.name, error
 
 
 def newest(root: Path) -> Checkpoint | None:
