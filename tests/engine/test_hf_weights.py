@@ -184,6 +184,25 @@ def test_shapes_without_a_public_format_are_refused_with_the_reason(name, change
         export_type(replace(catalog.model(name), **change))
 
 
+def test_older_files_of_the_bare_model_are_read(tmp_path: Path) -> None:
+    """GPT-2 as first published: names without 'transformer.', masks beside the weights."""
+    files = pytest.importorskip("safetensors.torch")
+    shape, folder = TINY["gpt"], tmp_path / "out"
+    values = exported(shape, folder)
+    held = files.load_file(folder / hf.WHOLE)
+    bare = {name.removeprefix("transformer."): value for name, value in held.items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(shape.layers)}
+    files.save_file(bare | masks, folder / hf.WHOLE)
+    weights = HfWeights(folder)
+    weights.require(shape, SEQ_LEN)
+    parts = pieces(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, Place())
+    fill(parts, weights, shape)
+    assert all(torch.equal(piece.values, values[piece.name]) for piece in parts)
+    files.save_file(bare | {"h.0.attn.q_norm.weight": torch.ones(4)}, folder / hf.WHOLE)
+    with pytest.raises(UserError, match=r"does not have: h\.0\.attn\.q_norm\.weight"):
+        HfWeights(folder).require(shape, SEQ_LEN)
+
+
 def test_another_form_of_gelu_is_said() -> None:
     assert "gelu_new" in approximation("gpt2", {})
     assert approximation("gpt2", {"activation_function": "gelu"}) == ""

@@ -94,7 +94,8 @@ def _made(
     ours = source([name for parts in tensors.values() for name, _ in parts])
     made = {}
     for theirs_name, parts in tensors.items():
-        joined = torch.cat([ours[name].to(dtype) for name, _ in parts])
+        some = [ours.pop(name).to(dtype) for name, _ in parts]
+        joined = torch.cat(some) if len(some) > 1 else some[0]
         made[theirs_name] = (joined.T if parts[0][1].transposed else joined).contiguous()
     return made
 
