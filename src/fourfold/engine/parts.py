@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fourfold.engine.clock import synchronize
 from fourfold.engine.lone import FILL
+from fourfold.engine.timeline import phase_of
 
 PARTS = ("matrix products", "attention", "norms and element-wise", "copies and casts", "fills")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "matmul", "linear", "addmv", "mv")
@@ -54,7 +55,8 @@ class Lens:
     _open: profile | None = None
     _seen: profile | None = None
 
-    def note(self, phase: str) -> None:
+    def note(self, name: str) -> None:
+        phase = phase_of(name)
         self.begun += phase == "embed"
         if self._open is None:
             if self._seen is None and phase == "embed" and self.begun >= self.forwards - 1:

@@ -29,7 +29,7 @@ from fourfold.engine.measure import Steps, limit_memory, refuse
 from fourfold.engine.parts import Lens
 from fourfold.engine.pieces import local
 from fourfold.engine.task import Task
-from fourfold.engine.timeline import STEP_PHASES, Timeline, attach, steady
+from fourfold.engine.timeline import STEP_PHASES, Timeline, attach, phase_of, steady
 from fourfold.engine.trainer import Trainer
 from fourfold.engine.world import World
 from fourfold.result.dryrun import Traffic
@@ -87,7 +87,6 @@ class _Stage:
     world: World
     layers: list[int]
     sizes: Counter[int]
-    chunks: int
     elements: int
     more: int  # micro batches of the step that were not run
 
@@ -127,7 +126,7 @@ def stand_in(task: Task, rank: int, ran: int, device: torch.device) -> StandIn:
     axes = axes_of(stage.world, stage.spec.model)
     fills = _fill_seconds(found.messages, axes, device)
     task.heart.step_done()
-    one = steady(found.intervals, stage.ran * len(found.step_s), stage.chunks)
+    one = steady(found.intervals, stage.ran * len(found.step_s))
     phases, compute_s = _phases(found, one, fills, stage)
     return StandIn(
         rank=rank,
@@ -175,7 +174,6 @@ def _steps(task: Task, rank: int, ran: int, device: torch.device) -> tuple[_Stag
         world=world,
         layers=[index for chunk in trainer.chunks for index in chunk.blocks],
         sizes=Counter(trainer.sizes),
-        chunks=len(trainer.chunks),
         elements=sum(local(p).numel() for chunk in trainer.chunks for p in chunk.parameters()),
         more=0,
     )
@@ -246,7 +244,7 @@ def _fill_seconds(
     counted: Counter[tuple[str, Fill]] = Counter()
     for (phase, group, fill), count in messages.fills.items():
         if axes.get(group, group) not in beside:
-            counted[phase, fill] += count
+            counted[phase_of(phase), fill] += count
     kinds = list(dict.fromkeys(fill for _, fill in counted))
     seconds = dict(zip(kinds, bare.time_fills(kinds, device, 0.3), strict=True))
     found: dict[str, float] = {}
@@ -283,9 +281,13 @@ def _comm(messages: Messages, axes: dict[str, str], stage: _Stage) -> tuple[Traf
     """Payload of a whole step by axis and collective; groups of one rank have no axis."""
     total: Counter[tuple[str, str]] = Counter()
     for (group, kind), count in messages.total.items():
-        steady_count = steady(messages.of((group, kind)), stage.ran, stage.chunks)
+        if kind.startswith(("send", "recv")):
+            # Hand-overs are one for each micro batch, but may be posted in any phase.
+            each = count / stage.ran
+        else:
+            each = sum(steady(messages.of((group, kind)), stage.ran).values())
         if group in axes:
-            total[axes[group], kind] += count + round(stage.more * sum(steady_count.values()))
+            total[axes[group], kind] += count + round(stage.more * each)
     return tuple(
         Traffic(axis=axis, op=kind, bytes=size, calls=total[axis, f"{kind} calls"])
         for (axis, kind), size in sorted(total.items())

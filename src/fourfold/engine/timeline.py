@@ -2,6 +2,7 @@
 
 A micro batch passes embed, layers, head, between, head back, layers back, embed back (weights,
 where they come later); a step has data, reduce and optimizer once. A phase lasts until the next.
+With virtual stages each chunk has phases of its own: `layers#1`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.trainer import Trainer
 
 MICRO_PHASES = (
@@ -59,20 +61,22 @@ def _between(begin: Stamp, end: Stamp) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def steady(intervals: dict[str, list[float]], passes: int, chunks: int) -> dict[str, float]:
-    """Seconds of one ordinary micro batch by phase, from `passes` of them.
+def phase_of(name: str) -> str:
+    """Without the chunk."""
+    return name.partition("#")[0]
 
-    With one chunk the median of its passes: the first forward gathers and the last backward
-    reduces besides. Chunks differ in layers, so there it is the mean.
+
+def steady(intervals: dict[str, list[float]], passes: int) -> dict[str, float]:
+    """Seconds (or anything else) of one ordinary micro batch by phase, from `passes` of them.
+
+    The median of a chunk's passes: the first forward gathers and the last backward reduces besides.
     """
     found = {}
-    for name in MICRO_PHASES:
-        seconds = intervals.get(name, [])
-        if seconds:
-            alike = chunks == 1 and len(seconds) % passes == 0
-            one = median(seconds) if alike else sum(seconds) / len(seconds)
-            found[name] = one * len(seconds) / passes
-    return found
+    for name, values in intervals.items():
+        phase = phase_of(name)
+        if phase in MICRO_PHASES and values:
+            found[phase] = found.get(phase, 0.0) + median(values) * len(values) / passes
+    return {phase: found[phase] for phase in MICRO_PHASES if phase in found}
 
 
 def attach(trainer: Trainer, mark: Callable[[str], None]) -> None:
@@ -83,16 +87,24 @@ def attach(trainer: Trainer, mark: Callable[[str], None]) -> None:
     for name, phase in (("accumulate", "data"), ("reduce", "reduce")):
         _before(trainer, name, lambda _, phase=phase: mark(phase))
     _before(trainer, "update", lambda _: mark("optimizer"), lambda: mark("end"))
-    # A split backward says its kind: W makes the gradients of weights, after those of inputs.
-    _before(
-        trainer, "before_backward", lambda args: mark("weights" if "W" in args else "head back")
-    )
-    for chunk in trainer.chunks:
-        layers = list(chunk.layers.values())
-        chunk.register_forward_pre_hook(lambda *_: mark("embed"), prepend=True)
-        chunk.register_forward_hook(lambda *_: mark("between"))
-        layers[0].register_forward_pre_hook(_into_layers(mark), prepend=True)
-        layers[-1].register_forward_hook(_out_of_layers(mark))
+    names = {chunk: f"#{i}" if i else "" for i, chunk in enumerate(trainer.chunks)}
+
+    def backward(args: tuple[Any, ...]) -> None:
+        # A split backward says its kind: W makes gradients of weights, after those of inputs.
+        late = any(isinstance(arg, str) and arg == "W" for arg in args)
+        mark(("weights" if late else "head back") + names[args[0]])
+
+    _before(trainer, "before_backward", backward)
+    for chunk, name in names.items():
+        _attach_chunk(chunk, lambda phase, name=name: mark(phase + name))
+
+
+def _attach_chunk(chunk: Decoder, mark: Callable[[str], None]) -> None:
+    layers = list(chunk.layers.values())
+    chunk.register_forward_pre_hook(lambda *_: mark("embed"), prepend=True)
+    chunk.register_forward_hook(lambda *_: mark("between"))
+    layers[0].register_forward_pre_hook(_into_layers(mark), prepend=True)
+    layers[-1].register_forward_hook(_out_of_layers(mark))
 
 
 def _before(
@@ -104,7 +116,7 @@ def _before(
     method = getattr(trainer, name)
 
     def wrapped(*args: Any) -> Any:
-        begin(tuple(arg for arg in args if isinstance(arg, str)))
+        begin(args)
         found = method(*args)
         end()
         return found
