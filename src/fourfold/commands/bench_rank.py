@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
         report = run_job(job, Path(name), progress=progress.progress_lines())
         found = [_answer(Path(name), report, task) for task in range(len(specs))]
     progress.end_line()
-    rows = [Row(*one) for one in zip(specs, ranks, report.runs, found, planners, strict=True)]
+    runs = [_of_rank(one, rank) for one, rank in zip(report.runs, ranks, strict=True)]
+    rows = [Row(*one) for one in zip(specs, ranks, runs, found, planners, strict=True)]
     if args.out:
         files.write_text(Path(args.out), json_text(_plain(rows)) + "\n")
     if args.format == "json":
@@ -103,6 +104,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(rows, args)
     return 0 if all(row.found is not None for row in rows) else 1
+
+
+def _of_rank(report: RunReport, rank: int) -> RunReport:
+    """The only process calls itself 0; who it stood for is who failed."""
+    if report.failure is None or report.failure.rank < 0:
+        return report
+    return replace(report, failure=replace(report.failure, rank=rank))
 
 
 def _answer(folder: Path, report: JobReport, task: int) -> StandIn | None:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fourfold.engine import lone
 from fourfold.engine.clock import lower_quartile, reading, synchronize
-from fourfold.engine.compat import DTYPES
+from fourfold.engine.compat import activation_dtype
 from fourfold.engine.kernels import Attend, Kernel, Product
 from fourfold.engine.lone import Fill
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, alibi_bias, alibi_slope
 from fourfold.engine.parallel import blocks
 from fourfold.engine.parallel.order import KERNELS
+from fourfold.engine.probe import product
 from fourfold.spec.run import RunSpec
 
 Work = Callable[[], object]
@@ -61,7 +62,9 @@ def time_update(elements: int, dtype: torch.dtype, device: torch.device, budget_
 def _kind(kernel: Kernel) -> Kernel:
     """Equal for kernels that are the same work under another name."""
     if isinstance(kernel, Product):
-        return replace(kernel, part="mlp", name="", when="forward", calls=0)
+        # The head is never in 8 bits.
+        part = "head" if kernel.part == "head" else "mlp"
+        return replace(kernel, part=part, name="", when="forward", calls=0)
     return replace(kernel, name="", when="forward", calls=0)
 
 
@@ -86,12 +89,15 @@ def seconds_in_turn(works: Sequence[Work], device: torch.device, budget_s: float
 
 
 def _work(kernel: Kernel, spec: RunSpec, device: torch.device) -> Work:
-    dtype = DTYPES[spec.policy.dtypes.compute]
+    dtype = activation_dtype(spec.policy.dtypes.compute)
 
     def random(*shape: int, std: float = 1.0) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype) * std
 
     if isinstance(kernel, Product):
+        eight = spec.policy.dtypes.compute == "fp8" and kernel.part != "head"
+        if eight and device.type == "cuda":
+            return product("fp8", (kernel.m, kernel.n, kernel.k), device)
         return _product(kernel, random)
     return _attend(kernel, spec, random)
 

@@ -70,13 +70,13 @@ def perform(task: Task) -> RankFacts:
         facts = _measured(Steps(task, trainer, ledger), start_s)
     except BaseException as error:
         if outcome_of(error) == "oom":
-            vars(error)["shortage"] = _shortage(device, ledger, trainer, error)
+            vars(error)["shortage"] = shortage_of(device, ledger, trainer, error)
         raise
     task.leave()
     return facts
 
 
-def _shortage(
+def shortage_of(
     device: torch.device, ledger: Ledger | None, trainer: Trainer | None, error: BaseException
 ) -> Shortage | None:
     """Here the exception still holds what was held."""
