@@ -25,7 +25,6 @@ SPEC = RunSpec(
     [
         ("precision", "fp4"),
         ("async_tp", True),
-        ("offload", "activations"),
         ("grad_dtype", "bf16"),
         ("overlap_grad_reduce", False),
         ("overlap_param_gather", False),

@@ -126,8 +126,8 @@ def _wished(found: Iterator[Policy], wish: Wish) -> Iterator[Policy]:
 
 
 def _varied(policy: Policy, layout: Layout, shape: ModelShape, wish: Wish) -> Policy:
-    """Recompute, fused projections, loss chunks and a zero-bubble pipeline's virtual stages vary
-    from layout to layout: they compose with all axes alike, and a product with them would only be
+    """Recompute, offload, fused projections, loss chunks and zero-bubble's virtual stages vary from
+    layout to layout: they compose with all axes alike, and a product with them would only be
     longer."""
     fixed = dict(wish.fixed)
     number = zlib.crc32(f"{layout} {policy}".encode())
@@ -135,6 +135,7 @@ def _varied(policy: Policy, layout: Layout, shape: ModelShape, wish: Wish) -> Po
         "recompute": ("none", "full", "every-2", "selective")[number % 4],
         "fused_projections": number // 4 % 3 != 0,
         "loss_chunks": 1 + number // 12 % 2,
+        "offload": "none" if number // 48 % 3 else "activations",
     }
     if policy.schedule == "zero-bubble" and 2 * layout.pp <= shape.layers:
         choices["virtual_stages"] = 1 + number // 24 % 2
@@ -200,6 +201,7 @@ def describe(run: RunSpec) -> str:
     words += [f"virtual-{policy.virtual_stages}"] if policy.virtual_stages > 1 else []
     words += ["sp" if policy.sequence_parallel else "no-sp"] if layout.tp > 1 else []
     words += [f"recompute-{policy.recompute}"] if policy.recompute != "none" else []
+    words += ["offload"] if policy.offload != "none" else []
     words += [] if policy.fused_projections else ["unfused"]
     words += [f"chunks-{policy.loss_chunks}"] if policy.loss_chunks > 1 else []
     return " ".join(words)

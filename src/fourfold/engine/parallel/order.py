@@ -6,7 +6,8 @@
 4. fp8       replace the products of layers, as tensor parallelism left them
 5. recompute wrap what is left, so that collectives inside are repeated too
 6. compile   one graph per layer, recompute inside
-7. data      shard last: what a layer's parameters are is now settled
+7. offload   send away what all of the above keeps for the backward pass
+8. data      shard last: what a layer's parameters are is now settled
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fourfold.engine.model.layers import Core
 from fourfold.engine.parallel.context import apply_context
 from fourfold.engine.parallel.data import apply_data
 from fourfold.engine.parallel.float8 import apply_float8
+from fourfold.engine.parallel.offload import apply_offload
 from fourfold.engine.parallel.recompute import apply_recompute
 from fourfold.engine.parallel.regional import apply_compile
 from fourfold.engine.parallel.tensor import apply_tensor
@@ -91,11 +93,24 @@ def _compile(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_compile(decoder, enabled=spec.policy.compile)
 
 
+def _offload(decoder: Decoder, spec: RunSpec, world: World) -> None:
+    apply_offload(decoder, spec.policy.offload, world.device_type)
+
+
 def _data(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_data(decoder, world.data_mesh(spec.policy.zero), spec.policy)
 
 
-ORDER: tuple[Step, ...] = (_tensor, _context, _attention, _float8, _recompute, _compile, _data)
+ORDER: tuple[Step, ...] = (
+    _tensor,
+    _context,
+    _attention,
+    _float8,
+    _recompute,
+    _compile,
+    _offload,
+    _data,
+)
 
 
 def _unsent(asked: str | None, real: Formats) -> bool:
@@ -111,7 +126,6 @@ def refuse_unbuilt(spec: RunSpec) -> None:
     unbuilt = (
         ("policy.precision", policy.precision, not known),
         ("policy.async_tp", policy.async_tp, policy.async_tp and spec.layout.tp > 1),
-        ("policy.offload", policy.offload, policy.offload != "none"),
         # Explicitly asked for, and something else would run (spec/formats.py).
         ("policy.grad_dtype", policy.grad_dtype, policy.grad_dtype not in (None, real.grads)),
         ("policy.reduce_dtype", policy.reduce_dtype, _unsent(policy.reduce_dtype, real)),

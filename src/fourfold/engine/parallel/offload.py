@@ -1,0 +1,169 @@
+"""Offload: what layers keep for the backward pass waits in host memory.
+
+Each tensor goes out on a stream of its own while the forward pass computes on, and comes back one
+layer ahead of the backward pass. With recompute of whole layers only their inputs are kept, so only
+those go. Weights (and views of them), tables, and tensors too small to be worth a transfer stay.
+On CPU both sides are the same memory: the copies prove the route, and the ledger, which stands for
+a device, does not see the host's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.layers import Layer
+
+# Below this a transfer costs more than it frees. Real CPU ranks only prove: there everything goes.
+_SMALLEST_BYTES = 2**20
+
+
+class Packed:
+    """One tensor on the host, and its copy on the device while it is on its way back."""
+
+    def __init__(self, tensor: Tensor, side: torch.cuda.Stream | None) -> None:
+        self.side, self.device = side, tensor.device
+        self.back: Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
+        # Modes are those of a ledger or of fake tensors: neither shall count the host's copy.
+        with _disable_current_modes():
+            if side is None:
+                self.host = tensor.detach().clone()
+                return
+            self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.host.copy_(tensor.detach(), non_blocking=True)
+        # The allocator must not hand these bytes out before the copy is done.
+        tensor.record_stream(side)
+
+    def fetch(self) -> None:
+        """Start the way back; twice is once."""
+        if self.back is not None:
+            return
+        if self.side is None:
+            self.back = self.host.clone()
+            return
+        with torch.cuda.stream(self.side):
+            self.back = torch.empty_like(self.host, device=self.device)
+            self.back.copy_(self.host, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record(self.side)
+
+    def take(self) -> Tensor:
+        """The tensor on the device, for whoever computes now; the copy here is given up."""
+        self.fetch()
+        back, self.back = self.back, None
+        assert back is not None
+        if self.arrived is not None:
+            here = torch.cuda.current_stream()
+            here.wait_event(self.arrived)
+            back.record_stream(here)
+        return back
+
+
+class Bag:
+    """What one layer kept in one forward pass, and the bag of the layer before it."""
+
+    def __init__(self, offloader: Offloader, before: Bag | None, stay: Iterable[Tensor]) -> None:
+        self.offloader, self.before = offloader, before
+        self.stay = {_key(tensor) for tensor in stay}
+        self.packed: list[weakref.ref[Packed]] = []
+        self._known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Packed]] = {}
+        self._begun = False
+
+    def pack(self, tensor: Tensor) -> Tensor | tuple[Bag, Packed]:
+        if self._stays(tensor):
+            return tensor
+        # Two operators may keep the same tensor. Its storage's address may be used again, so it
+        # must still be alive.
+        layout = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        key = (_key(tensor), layout, tensor._version)
+        storage = tensor.untyped_storage()
+        known = self._known.get(key)
+        if known is not None and known[0]() is storage:
+            return self, known[1]
+        packed = Packed(tensor, self.offloader.side)
+        self._known[key] = weakref.ref(storage), packed
+        self.packed.append(weakref.ref(packed))
+        return self, packed
+
+    def close(self) -> None:
+        """The forward pass is over: nothing more comes, and autograd alone holds what was kept."""
+        self._known.clear()
+
+    def _stays(self, tensor: Tensor) -> bool:
+        spread = 0 in tensor.stride() and tensor.numel() > 1  # one value seen many times
+        # By the storage: a small view (keys of a fused product) keeps all of it.
+        size = tensor.untyped_storage().nbytes()
+        small = size < self.offloader.smallest_bytes or not tensor.is_floating_point()
+        return small or spread or _key(tensor) in self.stay
+
+    def begin(self) -> None:
+        """The backward pass has reached this layer: it and the one before start their way back."""
+        if self._begun:
+            return
+        self._begun = True
+        self._fetch()
+        if self.before is not None:
+            self.before._fetch()
+            self.before = None
+
+    def _fetch(self) -> None:
+        for reference in self.packed:
+            packed = reference()
+            if packed is not None:
+                packed.fetch()
+        self.packed.clear()
+
+
+def _unpack(kept: Tensor | tuple[Bag, Packed]) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    bag, packed = kept
+    bag.begin()
+    return packed.take()
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Offloader:
+    """Of one chunk: its side stream, and the bag filled last."""
+
+    def __init__(self, device_type: str) -> None:
+        cuda = device_type == "cuda"
+        self.side = torch.cuda.Stream() if cuda else None
+        real = not cuda and dist.get_backend() != "fake"
+        self.smallest_bytes = 1 if real else _SMALLEST_BYTES
+        self.last: Bag | None = None
+
+    def wrap(self, layer: Layer, *, first: bool) -> Callable[..., Tensor]:
+        forward = layer.forward
+
+        def offloaded(x: Tensor, tables: Any) -> Tensor:
+            given = (table for table in tables if table is not None)
+            before = None if first else self.last
+            self.last = bag = Bag(self, before, (*layer.parameters(), *given))
+            with torch.autograd.graph.saved_tensors_hooks(bag.pack, _unpack):
+                out = forward(x, tables)
+            bag.close()
+            return out
+
+        return offloaded
+
+
+def apply_offload(decoder: Decoder, kind: str, device_type: str) -> None:
+    if kind == "none":
+        return
+    offloader = Offloader(device_type)
+    for place, layer in enumerate(decoder.blocks.values()):
+        layer.forward = offloader.wrap(layer, first=place == 0)
