@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import shutil
 import signal
 import threading
@@ -73,7 +74,7 @@ def run_job(job: Job, folder: Path, *, progress: Progress | None = None) -> JobR
     ends: dict[int, End] = {}
     todo = list(range(job.tasks))
     try:
-        with _signals(folder / STOP_FILE if job.patient else None, progress):
+        with _signals(folder / STOP_FILE if job.patient else None):
             while todo:
                 batch = _batch(job, todo)
                 ends |= _run_batch(job, batch, folder, progress)
@@ -172,7 +173,7 @@ def _set_aside(folder: Path, task: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals(stop_file: Path | None, progress: Progress | None) -> Iterator[None]:
+def _signals(stop_file: Path | None) -> Iterator[None]:
     """SIGTERM acts like Ctrl-C while ranks run. Only the main thread may set handlers.
 
     With a `stop_file` the first of them makes that file and only a later one raises; SIGUSR1 asks
@@ -191,8 +192,10 @@ def _signals(stop_file: Path | None, progress: Progress | None) -> Iterator[None
     def ask(number: int, _: object) -> None:
         assert stop_file is not None
         stop_file.touch()
-        if progress is not None:
-            progress(f"{signal.Signals(number).name}: saving after this step, then ending")
+        # Not print: a handler may interrupt one.
+        words = f"\n{signal.Signals(number).name}: saving after this step, then ending\n"
+        with contextlib.suppress(OSError):
+            os.write(2, words.encode())
 
     if threading.current_thread() is not threading.main_thread():
         yield
