@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.engine.data import Synthetic, data_facts, source_of
+from fourfold.engine.init import InitRule
 from fourfold.engine.model.decoder import IGNORE
+from fourfold.engine.optimizer import AdamSettings
 from fourfold.engine.parallel.ring import zigzag
+from fourfold.engine.reference import Recipe, train_alone
 from fourfold.engine.shuffle import shuffled
 from fourfold.engine.token_file import TokenFile
 from fourfold.errors import UserError
@@ -149,7 +152,7 @@ def run_of(name: str, layout: str, **policy: object) -> RunSpec:
         layout=parsed,
         batch=Batch(seq_len=32, micro_batch=2, global_batch=5),
         policy=Policy(precision="fp64", **policy),
-        steps=3,
+        steps=2,
         warmup=1,
         device="cpu",
         data=name,
@@ -168,12 +171,13 @@ def test_layouts_learn_the_same_from_a_file(tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(0, 300, 32 * 9 + 1).tolist()
     name = str(tmp_path / "data")
     write_array(name, values, vocab=300)
-    runs = (run_of(name, "tp1"), run_of(name, "pp2 dp2 tp1"), run_of(name, "cp2 tp2"))
-    losses = []
-    for index, run in enumerate(runs):
-        (report,) = run_job(Job(job="run", specs=(run,)), tmp_path / str(index)).runs
-        assert report.outcome == "ok", report.failure
-        losses.append([step.loss for step in report.steps])
-        assert dict(report.environment)["data.sha256"] == read_info(name).sha256
-    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-10)
+    runs = tuple(run_of(name, layout) for layout in ("dp2", "pp2", "cp2"))
+    report = run_job(Job(job="run", specs=runs), tmp_path / "job")
+    assert report.outcome == "ok", report.failure
+    alone = run_of(name, "tp1")
+    recipe = Recipe(source=source_of(alone), settings=AdamSettings(), rule=InitRule(), steps=3)
+    truth = train_alone(alone, recipe, CPU)
+    for run in report.runs:
+        losses = [step.loss for step in run.steps]
+        assert losses == pytest.approx(truth.losses, rel=1e-10), run.spec.layout
+        assert dict(run.environment)["data.sha256"] == read_info(name).sha256

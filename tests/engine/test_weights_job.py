@@ -47,7 +47,7 @@ def test_in_on_one_layout_and_out_again_is_the_same(tmp_path, capsys):
     trained = tmp_path / "trained"
     # A step that fp32 can't hold moves no weight, not even one that is 0.
     still = ("--lr", "1e-60", "--set", "train.weight_decay=0.0", "--set", "device=cpu")
-    layout = ("--gpus", "4", "--tp", "2", "--pp", "2")
+    layout = ("--gpus", "2", "--tp", "2")
     sizes = ("--seq-len", SEQ_LEN, "--global-batch", "2", "--precision", "fp32", "--steps", "1")
     assert run("train", "--weights", weights, "--out", trained, *layout, *sizes, *still) == 0
     capsys.readouterr()
@@ -85,6 +85,7 @@ def test_what_cannot_be_is_refused_before_torch_is_started(tmp_path, capsys):
     assert "'phi3' are not read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_of_another_model_end_the_training_with_the_reason(tmp_path, capsys):
     weights = folder(catalog.model("llama-tiny"), tmp_path / "llama")
     sizes = ("--gpus", "1", "--steps", "1", "--seq-len", SEQ_LEN, "--out", tmp_path / "trained")
@@ -92,3 +93,21 @@ def test_weights_of_another_model_end_the_training_with_the_reason(tmp_path, cap
     said = capsys.readouterr().err
     assert "illegal" in said
     assert "the model 8" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--tp=4", "--pp=4", "--pp=2 --cp=2", "--dp=2x2"])
+def test_every_axis_begins_from_the_same_weights(tmp_path, capsys, layout):
+    shape = catalog.shape(
+        "llama", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, vocab=512, tied=True
+    )
+    weights = folder(shape, tmp_path / "llama")
+    trained, out = tmp_path / "trained", tmp_path / "out"
+    sizes = ("--seq-len", SEQ_LEN, "--global-batch", "4", "--precision", "fp32", "--steps", "1")
+    still = ("--lr", "1e-60", "--set", "train.weight_decay=0.0", "--set", "device=cpu")
+    ranks = ("--gpus", "4", *layout.split())
+    assert run("train", "--weights", weights, "--out", trained, *ranks, *sizes, *still) == 0
+    assert run("weights", "export", trained, out) == 0
+    before, after = tensors(weights), tensors(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
