@@ -120,3 +120,13 @@ def test_diff_needs_repeats_to_decide(
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "different"
     assert main(["diff", "zz", runs[0], "--runs", str(tmp_path)]) == 2
+
+
+def test_a_ramp_up_is_not_measured(capsys, tmp_path):
+    words = ["--model", "llama-tiny", "--gpus", "1", "--seq-len", "64", "--global-batch", "8"]
+    ramp = ["--set", "batch.ramp={start=2,increment=2,samples=64}"]
+    assert main(["bench", *words, *ramp, "--runs", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "batch.ramp=2,2,64" in said
+    assert "fourfold train" in said
+    assert not list(tmp_path.iterdir())

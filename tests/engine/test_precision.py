@@ -19,16 +19,20 @@ from fourfold.spec.formats import running
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def ranks():
+def looked(*checks: str) -> list[dict]:
     """What each of four ranks saw, by check."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(HERE / "precision_ranks.py")],
+        [sys.executable, str(HERE / "precision_ranks.py"), *checks],
         env=environment, capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return looked("scaler", "fp8", "ramp")
 
 
 def test_an_overflow_skips_the_step_on_every_rank_and_the_scale_recovers(ranks):
@@ -58,8 +62,9 @@ def policy_of(name: str) -> tuple[Policy, Layout]:
     return Policy(sharding=zero, **fields), Layout.parse(layout)
 
 
-def test_real_tensors_have_the_formats_the_report_names(ranks):
-    for name, seen in ranks[0]["formats"].items():
+@pytest.mark.slow
+def test_real_tensors_have_the_formats_the_report_names():
+    for name, seen in looked("formats")[0]["formats"].items():
         policy, layout = policy_of(name)
         said = running(policy, layout)
         assert seen["weights"] == [said.weights], name
@@ -89,6 +94,18 @@ def test_fp8_trains_as_bf16_does(ranks):
             assert eight == pytest.approx(bf16, rel=0.01)
         assert narrow["losses"] != wide["losses"]
         assert narrow["losses"][-1] < narrow["losses"][0] - 0.02
+
+
+def test_a_ramp_up_trains_as_one_process_does(ranks):
+    for rank in ranks:
+        for layout, seen in rank["ramp"].items():
+            assert seen["loss"] < 1e-12, layout
+            assert seen["param"] < 1e-9, layout
+    # 4 sequences for 3 steps (10, and what is left of a step), 6 for 2, then 8.
+    assert ranks[0]["ramp"]["dp2x2"]["sizes"] == [[1]] * 3 + [[2]] * 2 + [[2]] * 3
+    assert ranks[3]["ramp"]["dp2x2"]["sizes"] == [[1]] * 5 + [[2]] * 3
+    assert ranks[0]["ramp"]["pp2 dp2"]["sizes"] == [[2]] * 3 + [[2, 1]] * 2 + [[2, 2]] * 3
+    assert ranks[0]["ramp"]["cp2 tp2"]["sizes"] == [[2] * 2] * 3 + [[2] * 3] * 2 + [[2] * 4] * 3
 
 
 def test_the_scale_halves_doubles_and_collapses():

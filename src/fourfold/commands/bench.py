@@ -100,6 +100,7 @@ def _spec(args: argparse.Namespace) -> RunSpec:
     if args.warmup is not None:
         changes["settle"] = False
     spec = dataclasses.replace(spec, **changes)
+    spec.batch.without_ramp()
     if spec.data:
         vocab, seq_len = spec.model.vocab, spec.batch.seq_len
         require_fit(read_info(spec.data), name=spec.data, vocab=vocab, seq_len=seq_len)

@@ -39,8 +39,10 @@ def perform(task: Task) -> None:
 
 def count_rank(spec: RunSpec, rank: int) -> RankCount:
     """One step of one rank. Nothing is compiled here: compiled code computes the same. Tokens are
-    synthetic: fake tensors have no values that could be read from a file."""
-    spec = replace(spec, data="", policy=replace(spec.policy, compile=False))
+    synthetic: fake tensors have no values that could be read from a file. Of a ramp-up the full
+    batch counts."""
+    batch = replace(spec.batch, ramp=None)
+    spec = replace(spec, data="", batch=batch, policy=replace(spec.policy, compile=False))
     whole = spec.batch.micro_count(spec.layout.dp)
     # The fullest moment comes when gradients of one micro batch exist and pp full ones are in
     # flight; after that, and before an uneven last one, each adds only its own work and tokens.

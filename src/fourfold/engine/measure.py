@@ -51,6 +51,7 @@ def perform(task: Task) -> RankFacts:
     spec = task.spec
     compat.quiet()
     refuse(spec)
+    spec.batch.without_ramp()
     device = task.device(spec.device)
     limit_memory(spec, device)
     task.join(device)

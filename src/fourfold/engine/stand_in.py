@@ -52,6 +52,7 @@ def perform(task: Task) -> None:
     """Options, one number for each run: `ranks`; `micro_batches` to run, 0 all (else enough)."""
     compat.quiet()
     refuse(task.spec)
+    task.spec.batch.without_ramp()
     rank = int(task.job.option("ranks", "0").split(",")[task.index])
     device = task.device(task.spec.device)
     if device.type == "cuda":

@@ -39,6 +39,7 @@ from fourfold.engine.parallel.split import LateWeights, apply_split
 from fourfold.engine.pieces import Piece, pieces
 from fourfold.engine.scaler import LossScaler, ScalerSettings
 from fourfold.engine.world import World
+from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec
 
 
@@ -76,14 +77,8 @@ class Trainer:
         self.late: dict[Decoder, LateWeights] = {}
         if spec.policy.schedule == "zero-bubble":
             self.late = {chunk: apply_split(chunk) for chunk in self.chunks}
-        self.sizes = micro_sizes(spec, world)
-        self.plan = plan(
-            spec.policy.schedule,
-            stages=spec.layout.pp,
-            virtual_stages=spec.policy.virtual_stages,
-            micros=len(self.sizes),
-            rank=world.stage,
-        )
+        self.batch = spec.batch.at(0)
+        self._divide()
         self.executed: list[Action] = []
         if materialize:
             self.materialize()
@@ -99,7 +94,7 @@ class Trainer:
         kind, seq_len = spec.policy.cp_kind, spec.batch.seq_len
         self.positions = token_positions(kind, seq_len, world.cp, self.device)
         self.tables = self.make_tables()
-        self.sequences = self._sequences()
+        self.sequences = self._sequences(self.batch)
         self.shared = self.make_shared()
         self.counted = self.make_counted()
         self.optimizer = Optimizer(
@@ -135,6 +130,25 @@ class Trainer:
     def make_counted(self) -> list[Piece]:
         return gradients.counted_once(self.pieces, self.spec, self.world)
 
+    def _divide(self) -> None:
+        """Micro batches of the present batch, and the order in which they run."""
+        spec = self.spec
+        self.sizes = micro_sizes(self.batch, spec.layout.dp, self.world.place["dp"])
+        self.plan = plan(
+            spec.policy.schedule,
+            stages=spec.layout.pp,
+            virtual_stages=spec.policy.virtual_stages,
+            micros=len(self.sizes),
+            rank=self.world.stage,
+        )
+
+    def _follow_ramp(self, index: int) -> None:
+        """Take up the batch of step `index` if it is another; all ranks do so in the same step."""
+        if self.spec.batch.global_batch_at(index) != self.batch.global_batch:
+            self.batch = self.spec.batch.at(index)
+            self._divide()
+            self.sequences = self._sequences(self.batch)
+
     def step(self, index: int) -> StepOutcome:
         """One optimizer update on the batch of step `index`; no host synchronisation inside."""
         with _no_collection():
@@ -158,12 +172,15 @@ class Trainer:
     def accumulate(self, index: int) -> Tensor:
         """All micro batches forwards and backwards; this rank's part of the loss."""
         spec, world = self.spec, self.world
+        self._follow_ramp(index)
         batches = []
         if world.is_first or world.is_last:
             first = self.spec.batch.sequences_before(index)
             batches = [self.source.batch(first, s, self.positions) for s in self.sequences]
-            first = self.spec.batch.sequences_before(index + 1)
-            self.source.ahead(first, self.sequences, self.positions)
+            first, coming = spec.batch.sequences_before(index + 1), spec.batch.at(index + 1)
+            same = coming.global_batch == self.batch.global_batch
+            sequences = self.sequences if same else self._sequences(coming)
+            self.source.ahead(first, sequences, self.positions)
         count = self.count_targets([t for _, t in batches]) if world.is_last else None
 
         def forward(chunk: Decoder, micro: int, x: Tensor | None) -> Tensor:
@@ -242,13 +259,13 @@ class Trainer:
         dtype = activation_dtype(spec.policy.dtypes.compute)
         return Link(group=world.pp, shapes=shapes, dtype=dtype, device=self.device)
 
-    def _sequences(self) -> list[Tensor]:
+    def _sequences(self, batch: Batch) -> list[Tensor]:
         """Numbers, within a step, of the sequences of each micro batch; -1 is padding."""
-        shares = self.spec.batch.shares(self.spec.layout.dp)
         dp = self.world.place["dp"]
+        shares = batch.shares(self.spec.layout.dp)
         start, stop = sum(shares[:dp]), sum(shares[: dp + 1])
         made = []
-        for size in self.sizes:
+        for size in micro_sizes(batch, self.spec.layout.dp, dp):
             real = torch.arange(start, min(start + size, stop), device=self.device)
             padding = torch.full((size - real.numel(),), -1, device=self.device)
             made.append(torch.cat([real, padding]))
@@ -256,15 +273,14 @@ class Trainer:
         return made
 
 
-def micro_sizes(spec: RunSpec, world: World) -> tuple[int, ...]:
-    """Sequences of each micro batch of this rank.
+def micro_sizes(batch: Batch, dp: int, rank: int) -> tuple[int, ...]:
+    """Sequences of each micro batch of data-parallel rank `rank`.
 
     Ranks meet in collectives with every micro batch, so all run as many as the busiest; a rank with
     fewer sequences adds micro batches of one padding sequence, which counts nothing.
     """
-    dp = spec.layout.dp
-    sizes = spec.batch.micro_sizes(spec.batch.shares(dp)[world.place["dp"]])
-    return sizes + (1,) * (spec.batch.micro_count(dp) - len(sizes))
+    sizes = batch.micro_sizes(batch.shares(dp)[rank])
+    return sizes + (1,) * (batch.micro_count(dp) - len(sizes))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
 from fourfold.spec import check
@@ -94,6 +94,21 @@ class Batch:
     def sequences_before(self, step: int) -> int:
         """Sequences of all steps before step `step`."""
         return self._reached(step)[1]
+
+    def at(self, step: int) -> Batch:
+        """The batch of step `step` alone, without the ramp."""
+        return replace(self, global_batch=self.global_batch_at(step), ramp=None)
+
+    def without_ramp(self) -> Batch:
+        """A measurement is of one size of batch: refuses a ramp, since its steps are not alike."""
+        if self.ramp is not None:
+            raise UserError(
+                "steps of a ramp-up differ in size, and a measurement is of one",
+                field="batch.ramp",
+                value=f"{self.ramp.start},{self.ramp.increment},{self.ramp.samples}",
+                way_out="leave it out to measure the full batch; `fourfold train` follows it",
+            )
+        return self
 
     def _reached(self, step: int) -> tuple[int, int]:
         """(global batch at `step`, sequences before it)."""

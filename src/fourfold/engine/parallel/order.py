@@ -90,7 +90,14 @@ def _recompute(decoder: Decoder, spec: RunSpec, world: World) -> None:
 
 
 def _compile(decoder: Decoder, spec: RunSpec, world: World) -> None:
-    apply_compile(decoder, enabled=spec.policy.compile)
+    apply_compile(decoder, enabled=spec.policy.compile, shapes=_micro_shapes(spec))
+
+
+def _micro_shapes(spec: RunSpec) -> int:
+    """Different sizes of micro batches in all stages of a ramp-up, and one of padding."""
+    batch, dp = spec.batch, spec.layout.dp
+    shares = {share for size, _ in batch.stages() for share in (size // dp, -(-size // dp))}
+    return len({size for share in shares for size in batch.micro_sizes(share)}) + 1
 
 
 def _offload(decoder: Decoder, spec: RunSpec, world: World) -> None:
@@ -132,7 +139,6 @@ def refuse_unbuilt(spec: RunSpec) -> None:
         # FSDP always overlaps its messages; a run that says otherwise would be mislabelled.
         ("policy.overlap_grad_reduce", False, not policy.overlap_grad_reduce),
         ("policy.overlap_param_gather", False, not policy.overlap_param_gather),
-        ("batch.ramp", spec.batch.ramp, spec.batch.ramp is not None),
     )
     for field, value, is_unbuilt in unbuilt:
         if is_unbuilt:

@@ -7,12 +7,17 @@ import torch
 from fourfold.engine.model.decoder import Decoder
 
 
-def apply_compile(decoder: Decoder, *, enabled: bool, backend: str = "inductor") -> None:
+def apply_compile(
+    decoder: Decoder, *, enabled: bool, backend: str = "inductor", shapes: int = 2
+) -> None:
     """Only `forward` is compiled: FSDP's hooks and parameter names stay outside.
 
-    Shapes are static: a run has one size of micro batch, or two, and each gets its own fast code.
+    Shapes are static: a run has one size of micro batch, or two (a ramp-up may have more), and each
+    of the `shapes` gets its own fast code; torch gives up at its limit, which is made to fit.
     """
     if not enabled:
         return
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 2 * shapes)
     for layer in decoder.blocks.values():
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True, dynamic=False)
