@@ -121,7 +121,7 @@ def part_rows(found: StandIn) -> list[list[str]]:
         if part.name != "fills":
             rows.append(_gap_row(part.name, alone.get(part.name, 0.0), part.seconds))
             busy += part.seconds
-    idle = "idle, waiting for the host" if found.peaks_from == "allocator" else "host, dispatch"
+    idle = "idle, waiting for the host" if found.reserved_bytes else "host, dispatch"
     rows.append(_gap_row(idle, 0.0, micro_s(found) - busy))
     return rows
 
