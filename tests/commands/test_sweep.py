@@ -37,7 +37,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
     def runner(spec: RunSpec, folder: Path, say: object) -> RunReport:
         seen.append(spec)
         bad = spec.model.name == "mpt-tiny" and spec.batch.micro_batch == 3
-        steps = (StepReport(step=0, seconds=0.5),)
+        steps = (StepReport(step=0, seconds=0.5 + len(seen) / 37),)
         return RunReport(spec=spec, outcome="oom" if bad else "ok", steps=steps)
 
     monkeypatch.setattr(campaign.Campaign.__init__, "__kwdefaults__", {
@@ -79,6 +79,11 @@ def test_impossible_axes_are_stored_like_other_refusals(
     assert len(stored) == 12
     assert len(refused) == 6
     assert all("must divide it" in item.failure and item.gpus == 4 for item in refused)
+    for style in ("topology", "mpt", "scaling"):  # rows of our own, and no mistakes in them
+        out = str(tmp_path / style)
+        words = ["report", "--runs", str(tmp_path / "runs"), "--style", style]
+        assert main([*words, "--out", out]) == 0
+        assert main(["lint", f"{out}.md"]) == 0
 
 
 def test_tokens_that_do_not_fit_are_refused_by_combination(

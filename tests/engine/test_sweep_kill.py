@@ -17,6 +17,8 @@ import pytest
 
 from fourfold.result.store import WORK, Store
 
+# By its whole path: the sweep runs in a folder of its own.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 SWEEP = """
 model = "llama-tiny"
 gpus = {gpus}
@@ -36,7 +38,7 @@ seed = {seeds}
 def _start(folder: Path) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "fourfold", "sweep", "sweep.toml", "--runs", "runs"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([*words, "--format", "json"], cwd=folder, **quiet)
+    return subprocess.Popen([*words, "--format", "json"], cwd=folder, env=ENVIRONMENT, **quiet)
 
 
 def _workers(folder: Path) -> list[int]:

@@ -25,7 +25,7 @@ from fourfold.errors import UserError
 from fourfold.result.report import OUTCOMES
 from fourfold.result.store import INDEX, RUN_FILE, Stored
 from fourfold.show.table import json_text
-from fourfold.tables.document import Document, Table, Text, read_file, write
+from fourfold.tables.document import Document, Text, read_file, write
 from fourfold.tables.from_runs import record_of
 from fourfold.tables.publish import STYLE_CONVENTION, STYLES, plain_records, publish
 from fourfold.tables.record import Record
@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     rule = convention(args.convention or STYLE_CONVENTION[args.style]).id
-    found = _records(args)
+    stored: list[Stored] = []
+    found = _records(args, stored)
     if not found:
         raise UserError(
             "holds no results",
@@ -72,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
             way_out="'fourfold sweep' and 'fourfold bench' fill a store; --runs names another",
         )
     document = publish(found, args.style, rule)
-    judged = _scores(args)
+    judged = _scores(args, stored)
     for score in judged:
-        document = Document((*document.blocks[:-1], _with_line(document.blocks[-1], str(score))))
+        document = _with_line(document, str(score))
     if args.out:
         _write_both(document, args.out, force=args.force)
     if args.format == "json":
@@ -85,23 +86,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_line(last: Table | Text, line: str) -> Text:
-    assert isinstance(last, Text)
-    return Text((*last.lines, line))
+def _with_line(document: Document, line: str) -> Document:
+    """Below the last table; a document without any gets a text."""
+    *blocks, last = document.blocks or (Text(()),)
+    if isinstance(last, Text):
+        return Document((*blocks, Text((*last.lines, line))))
+    return Document((*blocks, last, Text(("", line))))
 
 
-def _scores(args: argparse.Namespace) -> list[Score]:
+def _scores(args: argparse.Namespace, found: list[Stored]) -> list[Score]:
     """The planner against the stored runs: by what was said before each, or, with a cluster or a
     profile, by what would be said today."""
     from fourfold.search.running_score import Judged, kept, scores
 
-    stored = [
-        item
-        for source in args.sources or [args.runs]
-        if Path(source).is_dir()
-        for item in _measured(args, source)
-        if item.summary.outcome in ("ok", "oom")
-    ]
+    stored = [item for item in found if item.summary.outcome in ("ok", "oom")]
     if not (args.cluster or args.profile):
         return scores(kept([item.summary for item in stored]))
     ahead = Foresight(cluster=args.cluster, profile=args.profile)
@@ -118,11 +116,13 @@ def _measured(args: argparse.Namespace, source: str) -> list[Stored]:
     return [item for item in found if args.tag or item.summary.tag != TRIAL_TAG]
 
 
-def _records(args: argparse.Namespace) -> list[Record]:
+def _records(args: argparse.Namespace, seen: list[Stored]) -> list[Record]:
+    """Rows of every source; the stored runs among them are added to `seen`."""
     found: list[Record] = []
     for source in args.sources or [args.runs]:
         if Path(source).is_dir():
             stored = _measured(args, source)
+            seen += stored
             found += [record_of(item.summary, at) for at, item in enumerate(stored)]
         elif args.sources:
             found += [r for r in records(read_file(source)) if r.status != "absent"]
@@ -137,7 +137,7 @@ def _write_both(document: Document, name: str, *, force: bool) -> None:
     stem = name.removesuffix(".csv").removesuffix(".md")
     if Path(stem).name in ("", INDEX, RUN_FILE):
         raise UserError("must be a file's name", field="out", value=name, way_out="--out results")
-    signed = Document((*document.blocks[:-1], _with_line(document.blocks[-1], _MARK)))
+    signed = _with_line(document, _MARK)
     for ending in ("csv", "md"):  # both or none: asked before the first is written
         files.require_mine(f"{stem}.{ending}", mark=_MARK, force=force)
     for ending in ("csv", "md"):

@@ -63,6 +63,8 @@ def gpus_axes(case: Case) -> Iterator[Finding]:
                     f"tp x cp x pp = {inner} divides the GPUs", "the value belongs elsewhere",
                 )  # fmt: skip
             continue
+        if record.status == "fail" and not (record.step_s or record.tflops_gpu or record.mem_gb):
+            continue  # axes that can't be are why such a row has no result
         world = axes_world(record) if "dp" in record.cells else None
         if world is None and record.tp and record.gpus % inner:
             world = inner
