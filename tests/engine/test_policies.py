@@ -6,9 +6,16 @@ import functools
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold.cost.params import layer_matmul_params
+from fourfold.engine.account import mark_phases, watch
 from fourfold.engine.dryrun import count_rank
+from fourfold.engine.ledger import Ledger
+from fourfold.engine.task import CPU
+from fourfold.engine.trainer import Trainer
+from fourfold.engine.world import World
 from fourfold.result.dryrun import RankCount
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.catalog import shape
@@ -156,3 +163,31 @@ def test_every_format_is_held_in_its_own_size(precision):
     assert 0 < gathered <= counted.params * sizes[dtypes.compute]
     moments = 2 * shard * sizes[dtypes.optimizer]
     assert moments <= kinds["optimizer"] < moments * 1.001
+
+
+def test_a_plain_optimizer_makes_temporaries_where_a_fused_one_makes_none():
+    def updating(optimizer: str) -> int:
+        policy = replace(FP32, optimizer=optimizer)
+        run = RunSpec(
+            model=HEAVY,
+            gpus=1,
+            layout=Layout(),
+            batch=Batch(seq_len=16, micro_batch=1, global_batch=1),
+            policy=policy,
+        )
+        dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+        try:
+            trainer = Trainer(run, World.create(run.layout, "cpu"), device=CPU)
+            with Ledger() as ledger:
+                watch(trainer, ledger)
+                step = mark_phases(trainer, ledger.mark)
+                step(0)
+                ledger.begin()
+                step(1)
+                ledger.mark("end")
+            return ledger.phase_bytes["optimizer"]
+        finally:
+            dist.destroy_process_group()
+
+    largest = 4 * max(2 * HEAVY.ffn * HEAVY.hidden, HEAVY.vocab * HEAVY.hidden)
+    assert largest <= updating("adamw-plain") - updating("adamw") <= 3 * largest

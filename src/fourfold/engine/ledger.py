@@ -93,12 +93,14 @@ class Ledger(TorchDispatchMode):
         self.traffic: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.peak_bytes = self.live_bytes
+        self.phase_bytes = {self.phase: self.live_bytes}
         self._rising = True
         self._snapshot()
 
     def mark(self, phase: str) -> None:
         """Name what follows, and tell state from activations as of now."""
         self.phase = phase
+        self.phase_bytes[phase] = max(self.phase_bytes.get(phase, 0), self.live_bytes)
         for kind, tensor in self.owners():
             self.own(kind, tensor)
 
@@ -160,6 +162,8 @@ class Ledger(TorchDispatchMode):
             self._snapshot()
         self.live_bytes += size
         self.kinds[held.kind] += size
+        if self.live_bytes > self.phase_bytes[self.phase]:
+            self.phase_bytes[self.phase] = self.live_bytes
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self._rising = self.live_bytes, True
             if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:

@@ -13,7 +13,7 @@ import gc
 import math
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -148,7 +148,7 @@ class Steps:
         self.results: list[tuple[Tensor, Tensor]] = []
         self.scales: list[Tensor] = []
         self.data_s: list[float] = []
-        self.peak_bytes = 0
+        self.peak_bytes = self.optimizer_bytes = 0
         self._source = TimedSource(trainer.source)
         trainer.source = self._source
         check = self._must_be_finite if trainer.device.type == "cpu" else None
@@ -180,6 +180,7 @@ class Steps:
         if counting and self.ledger is not None:
             self.ledger.mark("end")
             self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
+            self.optimizer_bytes = self.ledger.phase_bytes.get("optimizer", 0)
 
     def _counted(self, index: int) -> tuple[Tensor, Tensor]:
         """Compiled steps on a CPU hide from the ledger; of the second one the allocator tells."""
@@ -245,8 +246,14 @@ def _measured(steps: Steps, start_s: float) -> RankFacts:
         task.answer(_executed(steps.trainer), part=task.rank)
     seconds = [*warm.step_s(), *timed.step_s()]
     return RankFacts(
-        memory=peak.memory(
-            rank=task.rank, stage=task.heart.stage, counted_bytes=steps.peak_bytes, retries=failed
+        memory=replace(
+            peak.memory(
+                rank=task.rank,
+                stage=task.heart.stage,
+                counted_bytes=steps.peak_bytes,
+                retries=failed,
+            ),
+            optimizer_bytes=steps.optimizer_bytes,
         ),
         times=RankSteps(
             rank=task.rank,

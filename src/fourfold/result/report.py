@@ -37,6 +37,8 @@ class StepReport:
 class RankMemory:
     """Peak bytes of a rank: live tensors, and what the allocator reserved (0 where it has none).
 
+    `optimizer_bytes`: the most while weights were updated (0: not known); a plain loop makes
+    temporaries there that fused kernels do not.
     `device_bytes`: in use on the whole device at the end. `retries`: allocations that only went
     through after the cache was emptied.
     """
@@ -47,6 +49,7 @@ class RankMemory:
     reserved_bytes: int = 0
     device_bytes: int = 0
     retries: int = 0
+    optimizer_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

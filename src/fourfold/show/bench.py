@@ -214,6 +214,9 @@ def _memory_rows(plain: dict[str, Any]) -> list[list[str]]:
     note = f"reserved {show_bytes(reserved)}" if reserved else "live tensors"
     note += f", device {show_bytes(device)}" if device else ""
     lines = [["memory", show_bytes(plain["peak_bytes"]), f"fullest rank; {note}"]]
+    updating = max(rank["optimizer_bytes"] for rank in plain["memory"])
+    if updating:
+        lines.append(["in the update", show_bytes(updating), "fullest rank, while weights change"])
     stages: dict[int, dict[str, Any]] = {}
     for rank in plain["memory"]:
         if rank["peak_bytes"] > stages.get(rank["stage"], {"peak_bytes": -1})["peak_bytes"]:
