@@ -1,0 +1,81 @@
+"""The planner's running score: what was said before each run, against what came."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fourfold.result.prediction import Prediction
+from fourfold.result.report import Outcome, RankMemory, RunReport, StepReport
+from fourfold.result.summary import Summary, of_report
+from fourfold.search.running_score import kept, scores
+from fourfold.spec.batch import Batch
+from fourfold.spec.catalog import model
+from fourfold.spec.run import RunSpec
+
+SPEC = RunSpec(model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=8, global_batch=4))
+
+
+def run(
+    predicted_s: float | None,
+    measured_s: float,
+    *,
+    outcome: Outcome = "ok",
+    peak: float = 90.0,
+    basis: str = "a cluster",
+    micro: int = 1,
+) -> Summary:
+    said = None
+    if predicted_s is not None:
+        said = Prediction(
+            step_s=predicted_s, step_s_low=0.9 * predicted_s, step_s_high=1.2 * predicted_s,
+            peak_bytes=peak, limit_bytes=100.0, basis=basis,
+        )  # fmt: skip
+    return of_report(
+        RunReport(
+            spec=replace(SPEC, batch=replace(SPEC.batch, micro_batch=micro)),
+            outcome=outcome,
+            steps=(StepReport(step=0, seconds=measured_s),) if outcome == "ok" else (),
+            memory=(RankMemory(rank=0, stage=0, peak_bytes=100),),
+            predicted=said,
+        )
+    )
+
+
+def test_errors_bias_coverage_and_regret() -> None:
+    runs = [run(1.1, 1.0), run(0.8, 1.0, micro=2), run(1.05, 0.5, micro=4), run(None, 9.0)]
+    (score,) = scores(kept(runs))
+    assert score.runs == 3
+    assert score.median_error_pct == pytest.approx(20.0)
+    assert score.bias_pct == pytest.approx(10.0)
+    assert score.inside_pct == pytest.approx(100 / 3)
+    assert score.memory_bias_pct == pytest.approx(-10.0)
+    assert score.regret == pytest.approx(2.0)  # its first choice took 1.0 s, the best 0.5 s
+
+
+def test_fit_verdicts_count_out_of_memory_runs() -> None:
+    runs = [
+        run(1.0, 1.0, peak=90.0),  # said to fit, did
+        run(1.0, 1.0, peak=120.0, micro=2),  # said not to, did
+        run(1.0, 0.0, peak=120.0, micro=3, outcome="oom"),  # said not to, did not
+        run(1.0, 0.0, peak=50.0, micro=4, outcome="oom"),  # said to fit, did not
+        run(1.0, 0.0, peak=50.0, micro=4, outcome="crashed"),  # says nothing about memory
+    ]
+    (score,) = scores(kept(runs))
+    assert (score.fit_runs, score.fit_right, score.missed_oom) == (4, 2, 1)
+    assert "fit right in 2 of 4, 1 out-of-memory not foreseen" in str(score)
+
+
+def test_each_basis_has_its_own_score() -> None:
+    runs = [run(1.0, 1.0), run(1.0, 1.0, micro=2), run(3.0, 1.0, basis="a guess")]
+    first, second = scores(kept(runs))
+    assert (first.basis, first.runs, second.basis) == ("a cluster", 2, "a guess")
+    assert second.median_error_pct == pytest.approx(200.0)
+    assert scores(kept([run(None, 1.0)])) == []
+
+
+def test_only_an_out_of_memory_is_still_a_score() -> None:
+    (score,) = scores(kept([run(1.0, 0.0, outcome="oom")]))
+    assert score.median_error_pct is None
+    assert str(score).endswith("fit right in 0 of 1, 1 out-of-memory not foreseen")
