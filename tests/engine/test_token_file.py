@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,24 @@ def test_reading_ahead_changes_nothing(name: str) -> None:
             for ours, wanted in zip(pair, plain.batch(first, micro, positions), strict=True):
                 assert torch.equal(ours, wanted)
     assert len(eager._ahead) == 2
+
+
+def test_only_tokens_that_are_late_count_as_waiting(name: str, monkeypatch) -> None:
+    late, early = source(name), source(name)
+    positions, micro = torch.arange(SEQ_LEN), torch.tensor([0, 1])
+    read = type(late)._read
+
+    def slow(self, *args: object) -> torch.Tensor:
+        time.sleep(0.2)
+        return read(self, *args)
+
+    monkeypatch.setattr(type(late), "_read", slow)
+    late.batch(0, micro, positions)
+    assert late.waited_s >= 0.2
+    early.ahead(0, [micro], positions)
+    next(iter(early._ahead.values()))[0].result()  # the step before takes longer than reading
+    early.batch(0, micro, positions)
+    assert early.waited_s < late.waited_s
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

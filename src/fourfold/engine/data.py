@@ -24,6 +24,12 @@ from fourfold.spec.tokens import read_info
 class Source(Protocol):
     """`sequences` count from 0 within the step; -1 is padding, whose targets do not count."""
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that `batch` has waited for tokens so far. Not the time of a call: on CUDA that
+        is mostly the queue of the device, full of the step before."""
+        ...
+
     def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, targets), both [len(sequences), len(positions)]; `first` is the number of
         sequences of all steps before this one."""
@@ -62,6 +68,11 @@ class Synthetic:
     seq_len: int
     seed: int = 0
     masked: float = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """They are computed where they are needed, like everything else in a step."""
+        return 0.0
 
     def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         stream = counter.key(self.seed, "tokens")

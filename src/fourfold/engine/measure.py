@@ -34,7 +34,6 @@ from fourfold.engine.settle import Warmed, by_count, until_steady
 from fourfold.engine.shortage import of_allocator, of_ledger
 from fourfold.engine.task import Task
 from fourfold.engine.trainer import Trainer
-from fourfold.engine.wait import TimedSource
 from fourfold.engine.world import World
 from fourfold.errors import UserError
 from fourfold.result.job import RankFacts
@@ -149,8 +148,6 @@ class Steps:
         self.scales: list[Tensor] = []
         self.data_s: list[float] = []
         self.peak_bytes = self.optimizer_bytes = 0
-        self._source = TimedSource(trainer.source)
-        trainer.source = self._source
         check = self._must_be_finite if trainer.device.type == "cpu" else None
         self._step = mark_phases(trainer, self._mark, check)
 
@@ -174,9 +171,9 @@ class Steps:
             strike(spec.fault, rank=self.task.rank, step=index, poison=self._poison)
             if self.trainer.scaler is not None:
                 self.scales.append(self.trainer.scaler.scale.clone())
-            waited_s = self._source.seconds
+            waited_s = self.trainer.source.waited_s
             self.results.append(self._counted(index))
-            self.data_s.append(self._source.seconds - waited_s)
+            self.data_s.append(self.trainer.source.waited_s - waited_s)
         if counting and self.ledger is not None:
             self.ledger.mark("end")
             self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)

@@ -8,6 +8,7 @@ wait in pinned memory and are copied without a synchronisation.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -38,14 +39,19 @@ class TokenFile:
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         self._ahead: dict[tuple[int, int, int], tuple[Future[Tensor], Tensor, Tensor]] = {}
         self._reader: ThreadPoolExecutor | None = None
+        self.waited_s = 0.0
 
     def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, targets) on the device of `sequences`; see `data.Source`."""
         found = self._ahead.pop((first, id(sequences), id(positions)), None)
+        places = None if found else (self._host(sequences), self._host(positions))
+        began = time.perf_counter()
         if found is not None:
             pair = found[0].result()
         else:
-            pair = self._read(first, self._host(sequences), self._host(positions), sequences.device)
+            assert places is not None
+            pair = self._read(first, *places, sequences.device)
+        self.waited_s += time.perf_counter() - began
         # A copy also where the host is the device, so that what counts live bytes sees it.
         tokens, targets = pair.to(sequences.device, non_blocking=True, copy=True)
         return tokens, targets

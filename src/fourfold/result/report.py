@@ -57,7 +57,7 @@ class RankSteps:
     """One rank's clock: seconds of each step, and of those without waiting (empty: not known).
 
     `recompiles`: graphs compiled while steps were timed; there should be none. `data_s`: of each
-    step, what the host waited for data. `compile_s`: compiling in all, by the compiler's own clock.
+    step, what the host waited for tokens. `compile_s`: compiling in all, by the compiler's clock.
     """
 
     rank: int

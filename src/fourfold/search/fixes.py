@@ -18,6 +18,8 @@ from fourfold.spec.run import RunSpec
 
 # What a reader looks at, and a stored run keeps.
 MOST = 8
+# Parts of the tokens whose logits exist at a time: more gain little, and make smaller products.
+_LOSS_CHUNKS = 8
 Forecaster = Callable[[list[RunSpec]], list[Forecast]]
 
 
@@ -49,7 +51,11 @@ def _changes(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         if spec.policy.recompute != kind:
             policy = replace(spec.policy, recompute=kind)
             yield f"recompute = {kind}", replace(spec, policy=policy)
-    for zero in range(spec.policy.zero + 1, 4):
+    if spec.policy.loss_chunks < _LOSS_CHUNKS:
+        policy = replace(spec.policy, loss_chunks=_LOSS_CHUNKS)
+        yield f"loss_chunks = {_LOSS_CHUNKS}", replace(spec, policy=policy)
+    sharders = spec.layout.shard * spec.layout.cp
+    for zero in range(spec.policy.zero + 1, 4 if sharders > 1 else 0):
         policy = replace(spec.policy, sharding=f"zero{zero}")  # type: ignore[arg-type]
         yield f"sharding = zero{zero}", replace(spec, policy=policy)
     for axis in ("tp", "pp", "cp"):

@@ -236,8 +236,9 @@ def _surrounding_rows(plain: dict[str, Any]) -> list[list[str]]:
         note = f"the compiler's own clock; first step {show_seconds(first)}"
         lines.append(["compiling", show_seconds(plain["compile_s"]), note])
     if "data_wait_s" in plain:
-        share = ""
-        if "step_s" in plain:
+        made = plain["data"] == "synthetic"
+        share = "tokens are made where they are needed" if made else ""
+        if not made and "step_s" in plain:
             share = f"{100 * plain['data_wait_s'] / plain['step_s']:.1f}% of a step"
         lines.append(["data wait", show_seconds(plain["data_wait_s"]), share])
     for link in plain["links"]:

@@ -1,0 +1,45 @@
+"""Does a run that ran out of memory get advice that can help, in an order a reader can trust?"""
+
+from __future__ import annotations
+
+from fourfold.search.fixes import fixes, remedies
+from fourfold.search.forecast import forecast
+from fourfold.spec.batch import Batch
+from fourfold.spec.catalog import cluster, model
+from fourfold.spec.layout import Layout
+from fourfold.spec.run import RunSpec
+
+
+def spec(**layout: int) -> RunSpec:
+    found = Layout(**layout)
+    return RunSpec(
+        model=model("llama-3.2-1b-untied"),
+        gpus=found.world,
+        layout=found,
+        batch=Batch(seq_len=4096, micro_batch=4, global_batch=16),
+    )
+
+
+def words(run: RunSpec) -> set[str]:
+    return {fix.words for fix in fixes(run)}
+
+
+def test_what_changes_nothing_is_not_advice() -> None:
+    alone, four = words(spec()), words(spec(shard=4))
+    assert not {one for one in alone if one.startswith(("sharding", "layout"))}
+    assert {"sharding = zero2", "sharding = zero3", "layout = pp2 dp2 cp1 tp1"} <= four
+    assert {"micro_batch = 1", "recompute = full", "loss_chunks = 8"} <= alone & four
+
+
+def test_what_fits_comes_first_the_fastest_on_top() -> None:
+    def ask(specs):
+        return forecast(specs, cluster=cluster("hf-h100"))
+
+    (own,) = ask([spec()])
+    rows = remedies(spec(), ask, limit_bytes=0.7 * own.peak_bytes)
+    fitting = [row for row in rows if row.fits]
+    assert fitting
+    assert list(rows[: len(fitting)]) == fitting
+    assert [row.step_s for row in fitting] == sorted(row.step_s for row in fitting)
+    assert all(row.peak_bytes <= 0.7 * own.peak_bytes for row in fitting)
+    assert all(row.peak_bytes > 0.7 * own.peak_bytes for row in rows[len(fitting) :])
