@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fourfold.search.fixes import fixes, remedies
 from fourfold.search.forecast import forecast
 from fourfold.spec.batch import Batch
@@ -43,3 +45,13 @@ def test_what_fits_comes_first_the_fastest_on_top() -> None:
     assert [row.step_s for row in fitting] == sorted(row.step_s for row in fitting)
     assert all(row.peak_bytes <= 0.7 * own.peak_bytes for row in fitting)
     assert all(row.peak_bytes > 0.7 * own.peak_bytes for row in rows[len(fitting) :])
+
+
+def test_chunks_of_the_loss_free_logits_and_cost_their_product_again() -> None:
+    whole = spec()
+    parts = replace(whole, policy=replace(whole.policy, loss_chunks=8))
+    plain, chunked = forecast([whole, parts], cluster=cluster("hf-h100"))
+    logits = 10 * 4 * 4096 * whole.model.vocab  # bf16, fp32 and their gradients
+    assert 0.6 < (plain.peak_bytes - chunked.peak_bytes) / (logits * 7 / 8) < 1.4
+    product_s = 4 * 2.0 * 4 * 4096 * whole.model.vocab * whole.model.hidden / 989.5e12
+    assert product_s < chunked.step_s - plain.step_s < 3 * product_s

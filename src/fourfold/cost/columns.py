@@ -71,6 +71,7 @@ class Columns:
     overlap_tp: Floats  # 1: tensor-parallel collectives run in pieces under their GEMMs
     eager: Floats  # 1: activation, rope and residual are plain framework calls, not fused kernels
     split_loss: Floats  # 1: logits and loss are divided over tp, 0: gathered whole on every rank
+    loss_chunks: Floats  # parts of the tokens whose logits exist one after the other
     balanced: Floats  # 1: the engine gives the last stage fewer layers to pay for the head
     # hardware
     peak: Floats  # FLOP/s of a 16-bit GEMM
@@ -119,6 +120,7 @@ DEFAULTS: dict[str, float] = {
     "overlap_tp": 0,
     "eager": 0,
     "split_loss": 1,
+    "loss_chunks": 1,
     "balanced": 0,
     "net_seen": 0,
     "slow": 0,

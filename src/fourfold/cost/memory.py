@@ -78,7 +78,7 @@ def memory(c: Columns, knobs: Knobs) -> Memory:
     whole = np.where(c.tp > 1, 1.15, 1.0)
     share = np.where(c.split_loss > 0, 1.0 / c.tp, whole)
     each = 10.0 * knobs["logits"] * share + 4.0 * knobs["whole_logits"]
-    logits = tokens * c.vocab * each
+    logits = tokens * c.vocab * each / c.loss_chunks
     working = np.where(c.full_ckpt > 0, kept, 0.0)
     unsharded = np.where(c.zero >= 3, 2.0 * (2.0 * per_layer + embed), 0.0)
     base = knobs["base_gib"] * GIB

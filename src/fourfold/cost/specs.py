@@ -77,6 +77,7 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "fused_host": float(usual.compiled or policy.compile),
         "balanced": float(usual.balanced),
         "split_loss": float(usual.split_loss),
+        "loss_chunks": policy.loss_chunks,
         "eager": float(usual.eager),
     }
 

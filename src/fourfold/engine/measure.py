@@ -13,7 +13,7 @@ import gc
 import math
 import socket
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -147,7 +147,8 @@ class Steps:
         self.results: list[tuple[Tensor, Tensor]] = []
         self.scales: list[Tensor] = []
         self.data_s: list[float] = []
-        self.peak_bytes = self.optimizer_bytes = 0
+        self.peak_bytes = 0
+        self.peak = Peak(trainer.device)
         check = self._must_be_finite if trainer.device.type == "cpu" else None
         self._step = mark_phases(trainer, self._mark, check)
 
@@ -174,10 +175,12 @@ class Steps:
             waited_s = self.trainer.source.waited_s
             self.results.append(self._counted(index))
             self.data_s.append(self.trainer.source.waited_s - waited_s)
+        if index < _COUNTED_STEPS:
+            self.peak.end_update()
         if counting and self.ledger is not None:
             self.ledger.mark("end")
             self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
-            self.optimizer_bytes = self.ledger.phase_bytes.get("optimizer", 0)
+            self.peak.update_bytes = self.ledger.phase_bytes.get("optimizer", 0)
 
     def _counted(self, index: int) -> tuple[Tensor, Tensor]:
         """Compiled steps on a CPU hide from the ledger; of the second one the allocator tells."""
@@ -191,8 +194,12 @@ class Steps:
 
     def _mark(self, phase: str) -> None:
         self.task.heart.mark(phase)
-        if self.ledger is not None and len(self.results) < _COUNTED_STEPS:
+        if len(self.results) >= _COUNTED_STEPS:
+            return
+        if self.ledger is not None:
             self.ledger.mark(phase)
+        if phase == "optimizer":
+            self.peak.begin_update()
 
     def _poison(self) -> None:
         """What a bad cosmic ray or a bad kernel does: one weight is not a number."""
@@ -219,7 +226,7 @@ class Steps:
 
 def _measured(steps: Steps, start_s: float) -> RankFacts:
     task, spec, device = steps.task, steps.task.spec, steps.trainer.device
-    peak = Peak(device)
+    peak = steps.peak
     warm = _warm(steps)
     synchronize(device)
     peak.note()
@@ -243,14 +250,11 @@ def _measured(steps: Steps, start_s: float) -> RankFacts:
         task.answer(_executed(steps.trainer), part=task.rank)
     seconds = [*warm.step_s(), *timed.step_s()]
     return RankFacts(
-        memory=replace(
-            peak.memory(
-                rank=task.rank,
-                stage=task.heart.stage,
-                counted_bytes=steps.peak_bytes,
-                retries=failed,
-            ),
-            optimizer_bytes=steps.optimizer_bytes,
+        memory=peak.memory(
+            rank=task.rank,
+            stage=task.heart.stage,
+            counted_bytes=steps.peak_bytes,
+            retries=failed,
         ),
         times=RankSteps(
             rank=task.rank,

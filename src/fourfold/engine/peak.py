@@ -26,7 +26,19 @@ class Peak:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.allocated_bytes = self.reserved_bytes = 0
+        self.update_bytes = 0
         self._reserved = self._left_by_probe = 0
+
+    def begin_update(self) -> None:
+        """From here to `end_update` the optimizer works; its peak is kept apart too."""
+        if self.device.type == "cuda":
+            self.note()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def end_update(self) -> None:
+        if self.device.type == "cuda":
+            most = torch.cuda.max_memory_allocated(self.device)
+            self.update_bytes = max(self.update_bytes, most)
 
     def note(self) -> None:
         if self.device.type != "cuda":
@@ -45,7 +57,12 @@ class Peak:
 
     def memory(self, *, rank: int, stage: int, counted_bytes: int, retries: int) -> RankMemory:
         if self.device.type == "cpu":
-            return RankMemory(rank=rank, stage=stage, peak_bytes=counted_bytes)
+            return RankMemory(
+                rank=rank,
+                stage=stage,
+                peak_bytes=counted_bytes,
+                optimizer_bytes=self.update_bytes,
+            )
         free, total = torch.cuda.mem_get_info(self.device)
         return RankMemory(
             rank=rank,
@@ -54,6 +71,7 @@ class Peak:
             reserved_bytes=self.reserved_bytes,
             device_bytes=total - free,
             retries=retries,
+            optimizer_bytes=self.update_bytes,
         )
 
 

@@ -10,6 +10,7 @@ a device, does not see the host's.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,15 +24,23 @@ from fourfold.engine.model.layers import Layer
 
 # Below this a transfer costs more than it frees. Real CPU ranks only prove: there everything goes.
 _SMALLEST_BYTES = 2**20
+# Layers whose copies to the host may be under way while the next one computes.
+_LEAVING_LAYERS = 1
 
 
 class Packed:
-    """One tensor on the host, and its copy on the device while it is on its way back."""
+    """One tensor on the host, and its copy on the device while it is on its way back.
+
+    Both device tensors belong to the stream that computes, which waits for a copy before it gives
+    up their bytes: they are free for the next layer at a known moment. Marking them as used by the
+    side stream instead would keep them until the host happens to look, by then a step too late.
+    """
 
     def __init__(self, tensor: Tensor, side: torch.cuda.Stream | None) -> None:
         self.side, self.device = side, tensor.device
         self.back: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
+        self._lent: weakref.ref[Tensor] | None = None
         # Modes are those of a ledger or of fake tensors: neither shall count the host's copy.
         with _disable_current_modes():
             if side is None:
@@ -41,8 +50,6 @@ class Packed:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.host.copy_(tensor.detach(), non_blocking=True)
-        # The allocator must not hand these bytes out before the copy is done.
-        tensor.record_stream(side)
 
     def fetch(self) -> None:
         """Start the way back; twice is once."""
@@ -51,21 +58,27 @@ class Packed:
         if self.side is None:
             self.back = self.host.clone()
             return
+        self.back = torch.empty_like(self.host, device=self.device)
+        self.side.wait_stream(torch.cuda.current_stream())  # whose bytes these were until now
         with torch.cuda.stream(self.side):
-            self.back = torch.empty_like(self.host, device=self.device)
             self.back.copy_(self.host, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record(self.side)
+        self.arrived = None
 
     def take(self) -> Tensor:
         """The tensor on the device, for whoever computes now; the copy here is given up."""
+        lent = None if self._lent is None else self._lent()
+        if lent is not None:
+            return lent
         self.fetch()
         back, self.back = self.back, None
         assert back is not None
-        if self.arrived is not None:
+        if self.side is not None:
             here = torch.cuda.current_stream()
-            here.wait_event(self.arrived)
-            back.record_stream(here)
+            if self.arrived is None:
+                here.wait_stream(self.side)
+            else:
+                here.wait_event(self.arrived)
+        self._lent = weakref.ref(back)
         return back
 
 
@@ -91,6 +104,7 @@ class Bag:
         if known is not None and known[0]() is storage:
             return self, known[1]
         packed = Packed(tensor, self.offloader.side)
+        self.offloader.keep(tensor)
         self._known[key] = weakref.ref(storage), packed
         self.packed.append(weakref.ref(packed))
         return self, packed
@@ -111,17 +125,22 @@ class Bag:
         if self._begun:
             return
         self._begun = True
+        self.offloader.settle(0)
         self._fetch()
         if self.before is not None:
             self.before._fetch()
             self.before = None
 
     def _fetch(self) -> None:
-        for reference in self.packed:
-            packed = reference()
-            if packed is not None:
-                packed.fetch()
+        """All that is left of the bag. Who takes one waits for all: one that nobody takes must not
+        be given up while it is still being filled."""
+        found = [packed for reference in self.packed if (packed := reference()) is not None]
         self.packed.clear()
+        for packed in found:
+            packed.fetch()
+        arrived = self.offloader.mark()
+        for packed in found:
+            packed.arrived = arrived
 
 
 def _unpack(kept: Tensor | tuple[Bag, Packed]) -> Tensor:
@@ -137,7 +156,7 @@ def _key(tensor: Tensor) -> int:
 
 
 class Offloader:
-    """Of one chunk: its side stream, and the bag filled last."""
+    """Of one chunk: its side stream, the bag filled last, and what is still on its way out."""
 
     def __init__(self, device_type: str) -> None:
         cuda = device_type == "cuda"
@@ -145,6 +164,32 @@ class Offloader:
         real = not cuda and dist.get_backend() != "fake"
         self.smallest_bytes = 1 if real else _SMALLEST_BYTES
         self.last: Bag | None = None
+        self._leaving: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+        self._now: list[Tensor] = []
+
+    def keep(self, tensor: Tensor) -> None:
+        """Until its copy is done; a copy on CPU is."""
+        if self.side is not None:
+            self._now.append(tensor.detach())
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The moment at which the side stream has done all that it was given so far."""
+        if self.side is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.side)
+        return event
+
+    def settle(self, layers: int) -> None:
+        """Let go of what left for the host, but for the last `layers` layers."""
+        if self._now:
+            event = self.mark()
+            assert event is not None
+            self._leaving.append((event, self._now))
+            self._now = []
+        while len(self._leaving) > layers:
+            event, _ = self._leaving.popleft()
+            torch.cuda.current_stream().wait_event(event)
 
     def wrap(self, layer: Layer, *, first: bool) -> Callable[..., Tensor]:
         forward = layer.forward
@@ -156,6 +201,7 @@ class Offloader:
             with torch.autograd.graph.saved_tensors_hooks(bag.pack, _unpack):
                 out = forward(x, tables)
             bag.close()
+            self.settle(_LEAVING_LAYERS)
             return out
 
         return offloaded
