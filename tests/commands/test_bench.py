@@ -130,3 +130,18 @@ def test_a_ramp_up_is_not_measured(capsys, tmp_path):
     assert "batch.ramp=2,2,64" in said
     assert "fourfold train" in said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["bench", "train"])
+def test_a_gpu_that_is_not_there_is_missed_before_a_rank_starts(
+    command: str, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    place = (
+        ["--runs", str(tmp_path / "r")] if command == "bench" else ["--out", str(tmp_path / "t")]
+    )
+    words = [command, "--model", "llama-tiny", "--gpus", "2", "--steps", "1", *place]
+    assert main([*words, "--set", "device=cuda"]) == 2
+    said = capsys.readouterr().err
+    assert "device=cuda: needs a GPU for each of 2 ranks, and this machine has 1" in said
+    assert not list(tmp_path.glob("**/*.json"))

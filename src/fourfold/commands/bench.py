@@ -18,6 +18,7 @@ from fourfold.commands.foresight import Foresight
 from fourfold.cost.flops import convention
 from fourfold.errors import UserError
 from fourfold.launch.campaign import Campaign, Say
+from fourfold.launch.devices import require_gpus
 from fourfold.launch.local import run_job
 from fourfold.result.report import RunReport
 from fourfold.result.store import Store
@@ -101,6 +102,7 @@ def _spec(args: argparse.Namespace) -> RunSpec:
         changes["settle"] = False
     spec = dataclasses.replace(spec, **changes)
     spec.batch.without_ramp()
+    require_gpus(spec.device, spec.gpus, way_out="--set device=cpu")
     if spec.data:
         vocab, seq_len = spec.model.vocab, spec.batch.seq_len
         require_fit(read_info(spec.data), name=spec.data, vocab=vocab, seq_len=seq_len)

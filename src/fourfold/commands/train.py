@@ -16,6 +16,7 @@ from typing import Any
 from fourfold import files
 from fourfold.commands import flags, progress, train_flags
 from fourfold.errors import UserError
+from fourfold.launch.devices import require_gpus
 from fourfold.launch.leftovers import end_processes_of
 from fourfold.launch.local import run_job
 from fourfold.result import checkpoints, curve
@@ -86,6 +87,7 @@ def _must_be_legal(spec: RunSpec) -> None:
         raise UserError(
             "'auto' is chosen by bench", field="batch.micro_batch", value=0, way_out="give a number"
         )
+    require_gpus(spec.device, spec.gpus, way_out="--set device=cpu")
     for said in why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus)):
         raise UserError(said.rule, field=said.field, value=said.value, way_out=said.way_out)
 

@@ -15,7 +15,7 @@ from typing import Any
 from fourfold.commands import flags, verify_cases
 from fourfold.commands.verify_cases import TINY, Wish, describe
 from fourfold.errors import UserError
-from fourfold.launch.devices import gpu_count
+from fourfold.launch.devices import require_gpus
 from fourfold.show.micro import micro_words
 from fourfold.show.table import json_text, render
 from fourfold.spec import check
@@ -151,13 +151,7 @@ def _checked_sizes(args: argparse.Namespace, world: int) -> None:
     """0 is a mistake, not the absence of a wish; and GPUs are counted before ranks start."""
     asked = {"global_batch": args.global_batch, "micro_batch": args.micro_batch}
     check.whole(**{name: size for name, size in asked.items() if size is not None})
-    if args.device == "cuda" and (gpus := gpu_count()) < world:
-        raise UserError(
-            f"needs a GPU for each of {world} ranks, and this machine has {gpus}",
-            field="device",
-            value="cuda",
-            way_out=f"--world {gpus}, or --device cpu" if gpus else "--device cpu",
-        )
+    require_gpus(args.device, world, way_out="--device cpu")
 
 
 def _carry_out(found: list[RunSpec], args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 
+from fourfold.errors import UserError
+
 
 def core_count() -> int:
     """Cores this process may run on; a container may give fewer than the machine has."""
@@ -26,3 +28,14 @@ def gpu_count() -> int:
     except (OSError, subprocess.SubprocessError):
         return 0
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def require_gpus(device: str, ranks: int, *, way_out: str = "device = cpu") -> None:
+    """Every rank computes on a GPU of its own; said before ranks start, not by one that falls."""
+    if device == "cuda" and (gpus := gpu_count()) < ranks:
+        raise UserError(
+            f"needs a GPU for each of {ranks} ranks, and this machine has {gpus}",
+            field="device",
+            value=device,
+            way_out=f"{gpus} ranks, or {way_out}" if gpus else way_out,
+        )

@@ -37,6 +37,7 @@ def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
         "precision": spec.policy.precision,
         "data": spec.data or "synthetic",
         "formats": dataclasses.asdict(running(spec.policy, spec.layout)),
+        "optimizer": spec.policy.optimizer,
         "recompute": spec.policy.recompute,
         "sharding": spec.policy.sharding,
         "device": summary.device,
@@ -259,7 +260,11 @@ def _format_rows(plain: dict[str, Any]) -> list[list[str]]:
     sent = " and ".join(dict.fromkeys(name for name in (said["reduce"], said["copies"]) if name))
     grads = f"added in {said['grads']}" + (f", sent in {sent}" if sent else "")
     lines = [
-        ["weights, moments", f"{said['weights']}, {said['moments']}", "what the optimizer keeps"],
+        [
+            "weights, moments",
+            f"{said['weights']}, {said['moments']}",
+            f"kept by {plain['optimizer']}",
+        ],
         ["computed in", inside, ""],
         ["gradients", grads, ""],
     ]
