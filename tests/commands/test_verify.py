@@ -31,11 +31,11 @@ def test_a_size_of_nothing_is_refused(specs, capsys, flag):
 
 
 def test_more_ranks_than_gpus_are_refused_before_any_starts(specs, capsys, monkeypatch):
-    monkeypatch.setattr(verify, "gpu_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert main(["verify", "--world", "4", "--device", "cuda"]) == 2
     said = capsys.readouterr().err
     assert "this machine has 2" in said
-    assert "--world 2" in said
+    assert "2 ranks, or --device cpu" in said
     assert not specs
     assert main(["verify", "--world", "2", "--device", "cuda", "--format", "json"]) == 0
     assert {spec.device for spec in specs} == {"cuda"}
