@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.result import curve
+from fourfold.commands import train as command
+from fourfold.errors import UserError
+from fourfold.result import checkpoints, curve
+from fourfold.result.checkpoints import CheckpointState
 from fourfold.result.training import TrainingFolder
 from fourfold.spec import Batch, Policy, RunSpec
 from fourfold.spec.catalog import model
@@ -92,3 +95,67 @@ def test_show_reads_a_folder(capsys, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["train", "--show", str(tmp_path)]) == 0
     assert "of 50" in capsys.readouterr().out
+
+
+def checkpoint(folder: TrainingFolder, step: int) -> Path:
+    spec = RunSpec(
+        model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=16, global_batch=4),
+        policy=Policy(precision="fp32"),
+    )  # fmt: skip
+    made = checkpoints.saving_folder(folder.checkpoints, step)
+    made.mkdir(parents=True)
+    (made / "__0_0.distcp").write_bytes(b"x" * 100)
+    state = CheckpointState(
+        step=step, updates=step, sequences=4 * step, spec=spec, settings=TrainSettings(steps=step)
+    )
+    folder.describe(spec, TrainSettings(steps=step))
+    folder.metrics.write_text(curve.lines([point(number + 1) for number in range(step)]))
+    return checkpoints.publish(folder.checkpoints, state, keep=0)
+
+
+def point(step: int) -> curve.Point:
+    return curve.Point(
+        step=step, loss=1.0, lr=1e-3, tokens=64, sequences=4, step_s=0.5, tokens_per_s=128.0
+    )
+
+
+def test_fresh_gives_back_what_it_could_not_replace(capsys, monkeypatch, tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    checkpoint(folder, 5)
+    described = folder.description.read_text()
+
+    def fails(*_: object, **__: object) -> None:
+        assert folder.newest() is None
+        assert (folder.aside / "checkpoints" / "step-00000005").is_dir()
+        folder.metrics.write_text(curve.lines([point(1)]))
+        raise UserError("no such device", field="device")
+
+    monkeypatch.setattr(command, "run_job", fails)
+    words = [*RUN, "--steps", "9", "--fresh", "--out", str(tmp_path)]
+    for _ in range(2):
+        said = refused(capsys, *words)
+        assert "no such device" in said
+        assert "held before is back" in said
+        found = folder.newest()
+        assert found is not None
+        assert found.step == len(curve.read(folder.metrics)) == 5
+        assert folder.description.read_text() == described
+        assert not folder.aside.exists()
+
+
+def test_fresh_forgets_the_old_with_the_first_new_checkpoint(tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    checkpoint(folder, 5)
+    folder.set_aside()
+    checkpoint(folder, 2)
+    assert folder.settle() == ""
+    assert not folder.aside.exists()
+    assert [found.step for found in checkpoints.whole(folder.checkpoints)] == [2]
+
+
+def test_a_killed_fresh_is_undone_by_the_next_start(capsys, monkeypatch, tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    checkpoint(folder, 5)
+    folder.set_aside()
+    assert main(["train", "--out", str(tmp_path), "--steps", "5"]) == 0
+    assert "held before is back" in capsys.readouterr().err

@@ -59,18 +59,26 @@ def run(args: argparse.Namespace) -> int:
     if not args.out:
         raise UserError("is missing", field="out", way_out="add --out DIR, the training's folder")
     folder = TrainingFolder(args.out)
+    if folder.aside.exists():  # a --fresh was killed
+        with folder.locked():
+            _end_killed(folder)
+            _settle(folder)
     spec, settings = train_flags.described(args, folder)
     _must_be_legal(spec)
     _must_have_packages(settings)
     data = _data(spec)
     with folder.locked():
-        start = _prepared(args, folder, spec, settings, data.sha256 if data else "")
-        if start is not None and start.step >= settings.steps:
-            print(f"{start.step} steps are done, {settings.steps} are asked for", file=sys.stderr)
-            return _shown(args, folder, settings, {"outcome": "ok"})
-        folder.describe(spec, settings)
-        report = _trained(folder, spec, settings, start)
-        return _answered(args, folder, settings, report)
+        try:
+            start = _prepared(args, folder, spec, settings, data.sha256 if data else "")
+            if start is not None and start.step >= settings.steps:
+                done = f"{start.step} steps are done, {settings.steps} are asked for"
+                print(done, file=sys.stderr)
+                return _shown(args, folder, settings, {"outcome": "ok"})
+            folder.describe(spec, settings)
+            report = _trained(folder, spec, settings, start)
+            return _answered(args, folder, settings, report)
+        finally:
+            _settle(folder)
 
 
 def _data(spec: RunSpec) -> TokenInfo | None:
@@ -103,6 +111,18 @@ def _must_have_packages(settings: TrainSettings) -> None:
             )
 
 
+def _end_killed(folder: TrainingFolder) -> None:
+    ended = end_processes_of(folder.job)
+    if ended:
+        print(f"ended {ended} processes of a killed training", file=sys.stderr)
+
+
+def _settle(folder: TrainingFolder) -> None:
+    said = folder.settle()
+    if said:
+        print(said, file=sys.stderr)
+
+
 def _prepared(
     args: argparse.Namespace,
     folder: TrainingFolder,
@@ -111,11 +131,9 @@ def _prepared(
     data: str,
 ) -> Checkpoint | None:
     """Clear what a killed training left; the checkpoint to continue from, None to begin."""
-    ended = end_processes_of(folder.job)
-    if ended:
-        print(f"ended {ended} processes of a killed training", file=sys.stderr)
+    _end_killed(folder)
     if args.fresh:
-        folder.begin_anew()
+        folder.set_aside()
     if checkpoints.clear_leftovers(folder.checkpoints):
         print("removed an unfinished checkpoint", file=sys.stderr)
     start = folder.newest()
@@ -159,6 +177,8 @@ def _progress(folder: TrainingFolder, settings: TrainSettings) -> Callable[[str]
     show = progress.progress_lines()
 
     def say(text: str) -> None:
+        if folder.aside.exists() and folder.newest() is not None:
+            folder.settle()
         point = curve.last(folder.metrics)
         if point is None or "steps done" not in text or text.startswith("0 steps"):
             show(text)

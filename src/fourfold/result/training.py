@@ -1,7 +1,8 @@
 """What is in the folder of a training, and may it be continued as asked?
 
 train.toml (the run and its settings, also a --spec), metrics.jsonl, checkpoints/, job/ (logs of the
-ranks), tensorboard/. One training at a time may use it.
+ranks), tensorboard/. One training at a time may use it. What --fresh replaces waits in
+.before-fresh/ until the new training has a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _WIDER = {"bf16": ("fp32", "fp64"), "fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
 _FREE_SETTINGS = (
     "steps", "save_every", "keep", "async_save", "log_every", "tensorboard", "wandb", "weights",
 )  # fmt: skip
+# What --fresh replaces; the checkpoints are the last to come back, so that they prove all is back.
+_REPLACED = (curve.METRICS_FILE, "train.toml", "tensorboard", "wandb", "wandb-id", "checkpoints")
 
 
 class TrainingFolder:
@@ -38,6 +41,7 @@ class TrainingFolder:
         self.metrics = self.root / curve.METRICS_FILE
         self.job = self.root / "job"
         self.description = self.root / "train.toml"
+        self.aside = self.root / ".before-fresh"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -84,13 +88,38 @@ class TrainingFolder:
             return {}
         return codec.parse_toml(files.read_text(self.description, field="out"))
 
-    def begin_anew(self) -> None:
-        """Forget everything an earlier training left here."""
-        for path in (self.checkpoints, self.root / "tensorboard", self.root / "wandb"):
-            shutil.rmtree(path, ignore_errors=True)
-        for path in (self.metrics, self.root / "wandb-id"):
-            path.unlink(missing_ok=True)
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+    def set_aside(self) -> None:
+        """Make room for another training; what is here goes when that has a checkpoint."""
+        if not (self.metrics.exists() or any(self.checkpoints.iterdir())):
+            return
+        self.aside.mkdir()
+        for name in reversed(_REPLACED):
+            if name == self.description.name:  # the next start reads it
+                if self.description.exists():
+                    shutil.copy2(self.description, self.aside / name)
+            elif (self.root / name).exists():
+                os.rename(self.root / name, self.aside / name)
+        self.checkpoints.mkdir()
+
+    def settle(self) -> str:
+        """Forget what --fresh has replaced where the new training has a checkpoint; bring it back
+        where it has none. What was done, in words."""
+        if not self.aside.is_dir():
+            return ""
+        if self.newest() is not None:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            return ""
+        for name in _REPLACED:
+            old, new = self.aside / name, self.root / name
+            if not old.exists():
+                continue
+            if new == self.metrics and new.exists():
+                os.replace(new, self.root / f"{name}.failed")
+            elif new.is_dir():
+                shutil.rmtree(new)
+            os.rename(old, new)
+        shutil.rmtree(self.aside)
+        return f"--fresh came to no checkpoint: what {self.root} held before is back"
 
     def newest(self) -> Checkpoint | None:
         return checkpoints.newest(self.checkpoints)
