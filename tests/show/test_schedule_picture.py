@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from fourfold.errors import UserError
 from fourfold.show.schedule_picture import picture, title
 
 
-def line(schedule: str, virtual: int, micros: int = 5):
-    chunks = 3 * virtual
+def line(schedule: str, virtual: int, micros: int = 5, stages: int = 3):
+    chunks = stages * virtual
     forward = np.ones((chunks, 1))
     times = ChunkTimes(
         forward=forward,
@@ -23,9 +24,9 @@ def line(schedule: str, virtual: int, micros: int = 5):
         weights=forward,
         last=np.ones(1),
         hop=np.zeros(1),
-        reduce=np.zeros((3, 1)),
+        reduce=np.zeros((stages, 1)),
     )
-    return play("m", schedule, times, stages=3, virtual_stages=virtual, micros=micros)
+    return play("m", schedule, times, stages=stages, virtual_stages=virtual, micros=micros)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,18 @@ def test_the_title_says_the_bubble():
     assert title(line("1f1b", 1, micros=6)).endswith("bubble 25.0%")
     # A third of it is left where weights wait.
     assert line("zero-bubble", 1, micros=6).bubble == pytest.approx(2 / 20)
+
+
+@pytest.mark.parametrize("stages", [1, 3, 16])
+@pytest.mark.parametrize("virtual", [1, 4])
+def test_an_image_has_room_for_its_key(stages, virtual):
+    """Matplotlib warns where axes or legend do not fit."""
+    pytest.importorskip("matplotlib")
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = picture(line(schedule, virtual, micros=16, stages=stages), "x.png")
+    assert drawn.startswith(b"\x89PNG")
 
 
 def test_an_image_and_what_cannot_be_drawn():

@@ -18,6 +18,7 @@ from fourfold.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".html", ".png")
 _NAMES = {"F": "forward", "B": "backward", "I": "backward to input", "W": "weight gradients"}
@@ -25,6 +26,8 @@ _COLORS = {"F": (59, 110, 165), "B": (201, 111, 45), "I": (201, 111, 45), "W": (
 # Pixels of the page: a row, a box of middling length, the narrowest with a number, the widest page.
 _ROW, _BOX, _NUMBERED, _WIDEST = 28, 20, 13, 24_000
 _LEFT, _TOP = 60, 6
+# Points of the image: a micro batch's number, the smallest that can be read; a digit is 0.6 wide.
+_LARGEST, _SMALLEST, _DIGIT = 6.0, 3.8, 0.6
 
 
 def checked_suffix(path: str) -> str:
@@ -178,16 +181,16 @@ def _image(line: Timeline, path: str) -> bytes:
         ) from None
     middling = median(event.end_s - event.start_s for event in line.events)
     width = min(36.0, max(9.0, 0.2 * line.step_s / middling + 1.0))
-    figure = Figure(figsize=(width, 0.34 * line.stages + 1.7), layout="constrained")
-    _draw(figure.subplots(), line, inches_per_s=(width - 1.0) / line.step_s)
+    height = 0.34 * line.stages + 0.16 * line.virtual_stages + 1.1
+    figure = Figure(figsize=(width, height), layout="constrained")
+    _draw(figure.subplots(), line, points_per_s=72 * (width - 0.8) / line.step_s)
+    _add_key(figure, line)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
 
 
-def _draw(axes: Axes, line: Timeline, *, inches_per_s: float) -> None:
-    from matplotlib.patches import Patch
-
+def _draw(axes: Axes, line: Timeline, *, points_per_s: float) -> None:
     scale, unit = (1.0, "s") if line.step_s >= 1 else (1e3, "ms")
     for rank in range(line.stages):
         own = line.of_rank(rank)
@@ -197,16 +200,26 @@ def _draw(axes: Axes, line: Timeline, *, inches_per_s: float) -> None:
             spans, (rank - 0.42, 0.84), facecolors=colors, edgecolor="white", linewidth=0.4
         )
         for event, color in zip(own, colors, strict=True):
-            if (event.end_s - event.start_s) * inches_per_s > 0.05 * len(str(event.action.micro)):
+            number = str(event.action.micro)
+            room = (event.end_s - event.start_s) * points_per_s - 1.2
+            size = min(_LARGEST, room / (_DIGIT * len(number)))
+            if size >= _SMALLEST:
                 middle = (event.start_s + event.end_s) / 2 * scale
                 ink = "white" if sum(color) < 1.7 else "black"
-                number = str(event.action.micro)
-                axes.text(middle, rank, number, ha="center", va="center", fontsize=6, color=ink)
+                axes.text(middle, rank, number, ha="center", va="center", fontsize=size, color=ink)
     axes.set_yticks(range(line.stages), [f"rank {rank}" for rank in range(line.stages)])
     axes.invert_yaxis()
     axes.set_xlim(0, line.step_s * scale)
     axes.set_xlabel(unit)
     axes.set_title(title(line), fontsize=9, loc="left")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+
+
+def _add_key(figure: Figure, line: Timeline) -> None:
+    """Below the axes: a column for each kind, a row for each virtual stage."""
+    from matplotlib.patches import Patch
+
     shown = [(kind, v) for kind in _kinds(line) for v in range(line.virtual_stages)]
     keys = [_shade(line, Action(kind, v * line.stages, 0)) for kind, v in shown]
     names = [
@@ -217,9 +230,7 @@ def _draw(axes: Axes, line: Timeline, *, inches_per_s: float) -> None:
         Patch(color=(key[0] / 255, key[1] / 255, key[2] / 255), label=name)
         for key, name in zip(keys, names, strict=True)
     ]
-    axes.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.0, -0.9 / line.stages),
-        ncols=max(1, line.virtual_stages), frameon=False, fontsize=7,
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=len(_kinds(line)), frameon=False,
+        fontsize=7,
     )  # fmt: skip
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
