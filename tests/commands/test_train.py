@@ -46,6 +46,10 @@ def test_bad_settings_and_layouts_start_nothing(capsys, tmp_path: Path) -> None:
     assert "train.warmup_steps=4" in refused(capsys, *words, "--warmup-steps", "4")
     assert "tp" in refused(capsys, *words, "--gpus", "3", "--tp", "3")
     assert "plot=x.txt" in refused(capsys, *words, "--plot", "x.txt")
+    assert "batch.ramp.increment=3" in refused(capsys, *words, "--ramp", "2,3,8")
+    said = refused(capsys, *words, "--set", "batch.ramp=2,2,8")
+    assert '"batch.ramp={start=2,increment=2,samples=8}"' in said
+    assert "--ramp 2,2,8" in said
     assert not (tmp_path / "out").exists()
 
 

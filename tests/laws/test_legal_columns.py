@@ -33,7 +33,7 @@ ROW = st.fixed_dictionaries(
     }
 )
 BATCHES = st.sampled_from(
-    [(48, None), (2048, None), (256, Ramp(start=16, increment=48, samples=9))]
+    [(48, None), (2048, None), (256, Ramp(start=16, increment=48, samples=900))]
 )
 
 

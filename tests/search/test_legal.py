@@ -219,6 +219,9 @@ def test_every_stage_of_a_ramp_is_asked() -> None:
     assert reasons(layout="dp16", batch=ramp, stack="megatron") == []
     assert reasons(layout="dp32", batch=ramp, stack="fourfold") == []
     assert reasons(layout="dp193", batch=ramp, stack="fourfold") == ["dp-batch"]
+    # Steps of 192, 576, 1792, 2048: none of 224.
+    brief = replace(ramp, ramp=Ramp(start=192, increment=32, samples=874))
+    assert reasons(layout="dp32", batch=brief, stack="megatron") == []
 
 
 def test_way_out_of_a_bad_tp_is_legal() -> None:

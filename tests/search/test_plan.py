@@ -245,7 +245,7 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
     train = training(ranking, tokens=4096 * 10_000.0, top=5)
     assert train.stages == 3
     by_hand = 0.0
-    for size in (16, 32, 48):
+    for size, steps in ((16, 100), (32, 50), (48, 34)):  # 1600 each, in whole steps
         spec = RunSpec(
             model=ranking.ask.model,
             gpus=16,
@@ -258,9 +258,10 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
             policy=ranking.policy(0),
         )
         columns = columns_of([spec], cluster=ranking.ask.cluster, stack="megatron")
-        by_hand += 1600 / size * float(estimate(columns, ranking.ask.entry.knobs).step_s[0])
+        by_hand += steps * float(estimate(columns, ranking.ask.entry.knobs).step_s[0])
     assert train.ramp_s[0] == pytest.approx(by_hand)
-    assert train.total_s[0] == pytest.approx(by_hand + (10_000 - 4800) / 64 * ranking.step_s[0])
+    assert train.ramp_sequences == 4832
+    assert train.total_s[0] == pytest.approx(by_hand + (10_000 - 4832) / 64 * ranking.step_s[0])
 
 
 def test_explain_names_broken_rules_and_legal_neighbours() -> None:

@@ -202,15 +202,7 @@ def _batch(args: argparse.Namespace, table: dict[str, Any]) -> Batch:
     batch = codec.decode(Batch, plain, "batch")
     if args.tokens is not None and not 0 < args.tokens < 1e18:
         raise UserError("must be above 0", field="tokens", value=args.tokens)
-    if args.ramp is None:
-        return batch
-    words = args.ramp.split(",")
-    if len(words) != 3 or not all(word.strip().isdecimal() for word in words):
-        raise UserError(
-            "must be three whole numbers", field="ramp", value=args.ramp, way_out="192,16,9765625"
-        )
-    start, increment, samples = (int(word) for word in words)
-    return replace(batch, ramp=Ramp(start=start, increment=increment, samples=samples))
+    return batch if args.ramp is None else replace(batch, ramp=Ramp.parse(args.ramp))
 
 
 def _explain(args: argparse.Namespace, ask: Any) -> int:

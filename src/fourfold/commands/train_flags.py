@@ -12,6 +12,7 @@ from fourfold.commands.train_weights import begin_from
 from fourfold.errors import UserError
 from fourfold.result.training import TrainingFolder
 from fourfold.spec import codec
+from fourfold.spec.batch import Ramp
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import LrSchedule, TrainSettings
 
@@ -35,6 +36,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training (other fields by --set train.beta2=0.95)")
     group.add_argument("--out", metavar="DIR", help="the training's folder")
     group.add_argument("--data", metavar="NAME", help="a token file (default: synthetic tokens)")
+    group.add_argument(
+        "--ramp", metavar="START,INCREMENT,SAMPLES", help="batch ramp-up, in sequences"
+    )
     for flag, (_, kind, text) in _FLAGS.items():
         name = "X" if kind is str else "N"
         choices = get_args(LrSchedule) if flag == "--lr-schedule" else None
@@ -65,6 +69,8 @@ def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec
     table = flags.run_table(args, known)
     if args.data:
         table["data"] = args.data
+    if args.ramp is not None:
+        flags.put(table, "batch.ramp", codec.encode(Ramp.parse(args.ramp)))
     plain = table.pop("train", {})
     if not isinstance(plain, dict):
         raise UserError("must be a table", field="train", value=plain)

@@ -30,7 +30,8 @@ def training(ranking: Ranking, *, tokens: float | None, top: int) -> Training:
     ramp_s = np.zeros(count)
     ramp_sequences = steps = 0
     sizes = [stage for stage in batch.stages() if stage[1]]
-    for size, sequences in sizes:
+    for size, whole in sizes:
+        sequences = size * whole
         taken = sequences if left is None else min(sequences, max(0.0, left - ramp_sequences))
         step_s = _at_size(ranking, size, count)
         ramp_s += step_s * taken / size

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fourfold.errors import UserError
-from fourfold.spec import check
+from fourfold.spec import check, codec
 
 MAX_RAMP_STAGES = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ramp:
-    """Batch ramp-up: from `start` by `increment` sequences, over `samples` sequences in all."""
+    """Batch ramp-up: from `start` by `increment` sequences, over `samples` sequences in all.
+
+    Megatron's rule: each of n increments has samples / n sequences, and a step takes the size that
+    holds where it begins. What a step takes beyond its increment is the next one's, so small
+    increments may have no step, and the full batch begins less than a step after `samples`.
+    """
 
     start: int
     increment: int
@@ -20,6 +28,57 @@ class Ramp:
 
     def __post_init__(self) -> None:
         check.whole(start=self.start, increment=self.increment, samples=self.samples)
+
+    @classmethod
+    def parse(cls, text: str) -> Ramp:
+        """'192,16,9765625' -> start, increment, samples."""
+        words = [word.strip() for word in text.split(",")]
+        if len(words) != 3 or not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
+            rule, example = "must be three whole numbers", "START,INCREMENT,SAMPLES: 192,16,9765625"
+            raise UserError(rule, field="ramp", value=text, way_out=example)
+        start, increment, samples = map(int, words)
+        return cls(start=start, increment=increment, samples=samples)
+
+    @classmethod
+    def from_plain(cls, data: object, path: str = "") -> Ramp:
+        if not isinstance(data, dict):
+            numbers = re.findall("[0-9]+", str(data))
+            start, increment, samples = numbers if len(numbers) == 3 else ("192", "16", "9765625")
+            form = f"{{start={start},increment={increment},samples={samples}}}"
+            way_out = (
+                f'"{path}={form}"; for plan and train also --ramp {start},{increment},{samples}'
+            )
+            raise UserError("must be a table", field=path, value=data, way_out=way_out)
+        return codec.decode_fields(cls, data, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Sizes in order, with the first step of each and the sequences before it."""
+
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...]
+    seen: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def _walk(ramp: Ramp | None, full: int) -> _Walk:
+    """Only sizes that some step has; the last one is `full` and does not end."""
+    count = (full - ramp.start) // ramp.increment if ramp else 0
+    sizes: list[int] = []
+    steps: list[int] = []
+    before: list[int] = []
+    step = seen = 0
+    while ramp and (reached := seen * count // ramp.samples) < count:
+        size = ramp.start + reached * ramp.increment
+        sizes.append(size)
+        steps.append(step)
+        before.append(seen)
+        end = -(-(reached + 1) * ramp.samples // count)  # the first count of the next increment
+        taken = -(-(end - seen) // size)
+        step += taken
+        seen += taken * size
+    return _Walk((*sizes, full), (*steps, step), (*before, seen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +139,13 @@ class Batch:
         return (share + self.micro_batch - 1) // self.micro_batch
 
     def stages(self) -> tuple[tuple[int, int], ...]:
-        """(global batch, sequences at that size) of each ramp stage; 0 in the last one: open."""
-        if self.ramp is None or self.ramp.start == self.global_batch:
-            return ((self.global_batch, 0),)
-        sizes = range(self.ramp.start, self.global_batch, self.ramp.increment)
-        each = self.ramp.samples // len(sizes)
-        return (*((size, each) for size in sizes), (self.global_batch, 0))
+        """(global batch, steps) of each size that a ramp really runs; 0 steps in the last: open."""
+        walk = _walk(self.ramp, self.global_batch)
+        lengths = (after - step for step, after in zip(walk.steps, walk.steps[1:], strict=False))
+        return tuple(zip(walk.sizes, (*lengths, 0), strict=True))
 
     def global_batch_at(self, step: int) -> int:
-        """Sequences of step `step` (from 0): a stage of the ramp ends with a whole step."""
+        """Sequences of step `step` (from 0)."""
         return self._reached(step)[0]
 
     def sequences_before(self, step: int) -> int:
@@ -112,11 +169,6 @@ class Batch:
 
     def _reached(self, step: int) -> tuple[int, int]:
         """(global batch at `step`, sequences before it)."""
-        seen = 0
-        for size, sequences in self.stages()[:-1]:
-            steps = -(-sequences // size)
-            if step < steps:
-                return size, seen + step * size
-            step -= steps
-            seen += steps * size
-        return self.global_batch, seen + step * self.global_batch
+        walk = _walk(self.ramp, self.global_batch)
+        at = bisect_right(walk.steps, step) - 1
+        return walk.sizes[at], walk.seen[at] + (step - walk.steps[at]) * walk.sizes[at]
