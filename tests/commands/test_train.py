@@ -163,3 +163,26 @@ def test_a_killed_fresh_is_undone_by_the_next_start(capsys, monkeypatch, tmp_pat
     folder.set_aside()
     assert main(["train", "--out", str(tmp_path), "--steps", "5"]) == 0
     assert "held before is back" in capsys.readouterr().err
+
+
+def test_torn_checkpoints_are_not_trained_over(capsys, tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    (checkpoint(folder, 5) / "__0_0.distcp").unlink()
+    said = refused(capsys, *RUN, "--steps", "9", "--out", str(tmp_path))
+    assert "none of the 1 is whole" in said
+    assert "--fresh" in said
+    assert len(curve.read(folder.metrics)) == 5
+
+
+def test_a_curve_without_a_checkpoint_is_kept(capsys, monkeypatch, tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    folder.metrics.write_text(curve.lines([point(1), point(2)]))
+
+    def fails(*_: object, **__: object) -> None:
+        raise UserError("no such device", field="device")
+
+    monkeypatch.setattr(command, "run_job", fails)
+    said = refused(capsys, *RUN, "--steps", "9", "--out", str(tmp_path))
+    assert "starting over" in said
+    assert len(curve.read(tmp_path / "metrics.jsonl.old")) == 2
+    assert not folder.metrics.exists()

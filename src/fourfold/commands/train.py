@@ -137,19 +137,13 @@ def _prepared(
     if checkpoints.clear_leftovers(folder.checkpoints):
         print("removed an unfinished checkpoint", file=sys.stderr)
     start = folder.newest()
-    for name, error in checkpoints.torn(folder.checkpoints):
+    torn = checkpoints.torn(folder.checkpoints)
+    for name, error in torn:
         if isinstance(error, checkpoints.ForeignError):
             raise error
         print(f"passed over {name}: {error.rule}", file=sys.stderr)
     if start is None:
-        if args.resume:
-            raise UserError(
-                "holds no whole checkpoint",
-                field="out",
-                value=str(folder.root),
-                way_out="leave --resume out to start from nothing",
-            )
-        folder.metrics.unlink(missing_ok=True)
+        _may_begin(args, folder, torn=len(torn))
         return None
     must_continue(start.state, spec, data)
     if start.step >= settings.steps:
@@ -160,6 +154,27 @@ def _prepared(
     for change in changes(start.state, spec, settings):
         print(f"changed since then: {change}", file=sys.stderr)
     return start
+
+
+def _may_begin(args: argparse.Namespace, folder: TrainingFolder, *, torn: int) -> None:
+    """From nothing, unless a checkpoint is asked for or there are only torn ones."""
+    if torn:
+        raise UserError(
+            f"has checkpoints, but none of the {torn} is whole",
+            field="out",
+            value=str(folder.root),
+            way_out="copy one again, or give them up with --fresh",
+        )
+    if args.resume:
+        raise UserError(
+            "holds no whole checkpoint",
+            field="out",
+            value=str(folder.root),
+            way_out="leave --resume out to start from nothing",
+        )
+    if curve.last(folder.metrics) is not None:
+        kept = folder.metrics.rename(folder.metrics.with_name(f"{folder.metrics.name}.old"))
+        print(f"no checkpoint yet: starting over, the curve is kept as {kept}", file=sys.stderr)
 
 
 def _trained(
