@@ -186,3 +186,10 @@ def test_a_curve_without_a_checkpoint_is_kept(capsys, monkeypatch, tmp_path: Pat
     assert "starting over" in said
     assert len(curve.read(tmp_path / "metrics.jsonl.old")) == 2
     assert not folder.metrics.exists()
+
+
+def test_weights_are_for_a_beginning(capsys, tmp_path: Path) -> None:
+    checkpoint(TrainingFolder(tmp_path), 5)
+    said = refused(capsys, "--steps", "9", "--weights", "elsewhere", "--out", str(tmp_path))
+    assert "weights=elsewhere: the training in this folder is at step 5" in said
+    assert "--fresh" in said

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from fourfold.commands import flags
 from fourfold.commands.train_weights import begin_from
 from fourfold.errors import UserError
+from fourfold.result.checkpoints import Checkpoint
 from fourfold.result.training import TrainingFolder
 from fourfold.spec import codec
 from fourfold.spec.batch import Ramp
@@ -83,11 +84,28 @@ def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec
             plain[field] = getattr(args, field)
     if "steps" not in plain:
         raise UserError("is missing", field="steps", way_out="add --steps N")
-    if args.fresh or folder.newest() is None:
+    newest = None if args.fresh else folder.newest()
+    if newest is None:
         begin_from(table, plain)
+    elif args.weights:
+        plain["weights"] = _same_weights(args.weights, newest)
     if "model" not in table:
         raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
     spec = codec.load(RunSpec, table)
     if spec.data:  # the ranks, and the next start, may work in another folder
         spec = replace(spec, data=str(Path(spec.data).absolute()))
     return spec, codec.decode(TrainSettings, plain, "train")
+
+
+def _same_weights(asked: str, newest: Checkpoint) -> str:
+    """Weights are where a training begins: one under way can't be given others."""
+    began = newest.state.settings.weights if newest.state.settings else ""
+    if str(Path(asked).absolute()) != began:
+        raise UserError(
+            f"the training in this folder is at step {newest.step} and began from "
+            f"{began or 'random weights'}",
+            field="weights",
+            value=asked,
+            way_out="leave --weights out, name another --out, or start over with --fresh",
+        )
+    return began
