@@ -152,6 +152,13 @@ def test_the_curve_is_cut_and_a_torn_line_is_none(tmp_path: Path) -> None:
     assert curve.cut(tmp_path / "none.jsonl", 5) == 0
 
 
+def test_a_skipped_step_has_a_norm_of_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(curve.lines([point(1)]))
+    assert '"grad_norm": null' in path.read_text()
+    assert curve.read(path) == [point(1)]
+
+
 def test_one_training_at_a_time(tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path / "out")
     with (

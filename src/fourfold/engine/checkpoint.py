@@ -148,9 +148,10 @@ class Saver:
         if not self.background:
             self.wait(tick)
 
-    def look(self) -> None:
+    def look(self, tick: Callable[[], None]) -> None:
         """Raise what a background save has come to, without waiting for it."""
         if self._thread is not None and not self._thread.is_alive():
+            tick()
             self.wait()
 
     def wait(self, tick: Callable[[], None] | None = None) -> None:

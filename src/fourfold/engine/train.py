@@ -119,7 +119,7 @@ class Training:
                 self._read()
             if save:
                 self._save()
-            self.saver.look()
+            self.saver.look(self._saving)
         self.task.heart.mark("save")
         self.saver.wait(self._saving)
         self.stop.leave()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
@@ -36,7 +37,13 @@ class Point:
 
 
 def lines(points: Iterable[Point]) -> str:
-    return "".join(json.dumps(codec.encode(point)) + "\n" for point in points)
+    return "".join(json.dumps(_line(point)) + "\n" for point in points)
+
+
+def _line(point: Point) -> dict[str, Any]:
+    """A skipped step has its norm too, as null: every line has the same columns."""
+    plain = codec.encode(point)
+    return plain if "grad_norm" in plain else plain | {"grad_norm": None}
 
 
 def read(path: Path) -> list[Point]:
