@@ -28,7 +28,7 @@ CASES = [
     (["flops", "--gpu", "h2"], ["h200"]),
     (["flops", "--precision", "bf16-"], ["bf16-pure", "bf16-mixed"]),
     (["flops", "--sharding", ""], ["zero0", "zero1", "zero2", "zero3"]),
-    (["models", "bloom"], ["bloom-176b"]),
+    (["models", "bloom-1"], ["bloom-176b"]),
     (["models", "mpt-7b", ""], []),
     (["clusters", "je"], ["jean-zay"]),
     (["clusters", "--format", "json", "n"], ["nvidia-b200", "nvidia-gb200", "nvidia-gb300",
