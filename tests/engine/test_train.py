@@ -116,6 +116,29 @@ def test_asked_to_stop_it_saves_and_another_layout_goes_on(tmp_path: Path) -> No
     assert [point.step for point in points] == list(range(1, last + 1))
 
 
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, _, said = train(out, *RUN, *words("--gpus 2 --steps 4 --save-every 2"))
+    assert code == 0, said
+    data = out / "checkpoints" / "step-00000004" / "__1_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    export = [sys.executable, "-m", "fourfold", "weights", "export", str(out), str(tmp_path / "hf")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(export, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "has changed since it was written" in done.stderr
+    assert "Traceback" not in done.stderr
+    code, _, said = train(out, *words("--steps 5 --save-every 0"))
+    assert code == 0, said
+    assert "kept as damaged-step-00000004" in said
+    points = curve.read(out / curve.METRICS_FILE)
+    assert [point.step for point in points] == [1, 2, 3, 4, 5]
+    names = [found.folder.name for found in checkpoints.whole(out / "checkpoints")]
+    assert names == ["step-00000002", "step-00000005"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path, number: int) -> None:

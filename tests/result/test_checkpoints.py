@@ -179,3 +179,17 @@ def test_the_description_is_a_spec(tmp_path: Path) -> None:
     from fourfold.spec import codec
 
     assert codec.load(RunSpec, table) == spec()
+
+
+def test_damage_that_keeps_the_size_is_seen(tmp_path: Path) -> None:
+    folder = made(tmp_path, 5)
+    assert checkpoints.damage(checkpoints.read(folder)) == ""
+    (folder / "__0_0.distcp").write_bytes(b"xxyxx")
+    found = checkpoints.read(folder)
+    assert "has changed since it was written" in checkpoints.damage(found)
+    assert checkpoints.damage(found, (1, 2)) == ""  # another reader's share
+    older = replace(found, state=replace(found.state, sums=()))
+    assert checkpoints.damage(older) == ""
+    checkpoints.keep_apart(folder, "a reason")
+    assert checkpoints.newest(tmp_path) is None
+    assert checkpoints.kept_apart(tmp_path) == {"damaged-step-00000005": "a reason"}

@@ -182,8 +182,13 @@ def _trained(
 ) -> JobReport:
     options = {"out": str(folder.root), "load": start.folder.name if start else ""}
     job = Job(job="train", specs=(spec,), options=tuple(options.items()), train=settings)
+    apart = checkpoints.kept_apart(folder.checkpoints)
     report = run_job(job, folder.job, progress=_progress(folder, settings))
     progress.end_line()
+    for name, reason in checkpoints.kept_apart(folder.checkpoints).items():
+        if apart.get(name) != reason:
+            said = f"passed over a damaged checkpoint, kept as {name}, for the one before: {reason}"
+            print(said, file=sys.stderr)
     return report
 
 

@@ -57,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
         answer = _exported(found, args)
     except JobError as error:
         progress.end_line()
-        print(error, file=sys.stderr)
+        said = str(error)
+        if " illegal " in said.partition("\n")[0]:  # explained; where it was noticed is no help
+            said = said.partition("\nTraceback")[0]
+        print(said, file=sys.stderr)
         return 1
     facts = {
         "out": str(args.out),

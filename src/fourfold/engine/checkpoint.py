@@ -28,12 +28,14 @@ from fourfold.engine.failure import NonFiniteError
 from fourfold.engine.held import Held, divide, held
 from fourfold.engine.planners import (
     CheckpointError,
+    DamagedError,
     DataOnlyReader,
     HeldLoadPlanner,
     HeldSavePlanner,
     PublishingWriter,
 )
 from fourfold.engine.trainer import Trainer
+from fourfold.errors import UserError
 from fourfold.result import checkpoints
 from fourfold.result.checkpoints import Checkpoint, CheckpointState
 from fourfold.spec.train import TrainSettings
@@ -64,6 +66,49 @@ def load(trainer: Trainer, checkpoint: Checkpoint, tick: Callable[[], None] | No
     trainer.restore_scalars({name: float(value) for name, value in state.scalars})
 
 
+def load_sound(
+    trainer: Trainer, root: Path, name: str, tick: Callable[[], None] | None = None
+) -> Checkpoint:
+    """Load this checkpoint or, where its files are damaged, the newest sound one before it; damaged
+    ones are then kept apart. All ranks share the reading and agree. Collective."""
+    group, first = _cpu_group(), dist.get_rank() == 0
+    before = [found.folder.name for found in checkpoints.whole(root)] if first else []
+    told: list = [before]
+    dist.broadcast_object_list(told, src=0, group=group)
+    before, bad = told[0], dict[str, str]()
+    try:
+        for one in reversed(before[: before.index(name) + 1]):
+            found = checkpoints.read(root / one)
+            bad[one] = _damage(found, group, tick)
+            try:
+                if not bad[one]:
+                    load(trainer, found, tick)
+                    del bad[one]
+                    break
+            except DamagedError as error:  # of all ranks alike
+                bad[one] = str(error)
+        else:
+            raise UserError(
+                f"is damaged, and so are those before: {bad[name]}",
+                field="checkpoint",
+                value=name,
+                way_out="copy one again, or start over with --fresh",
+            )
+    finally:
+        dist.destroy_process_group(group)
+    for one, reason in bad.items() if first else ():
+        checkpoints.keep_apart(root / one, reason)
+    return found
+
+
+def _damage(found: Checkpoint, group: dist.ProcessGroup, tick: Callable[[], None] | None) -> str:
+    """Every rank reads a share of the files; the first complaint, the same on all. Collective."""
+    share = dist.get_rank(), dist.get_world_size()
+    said: list = [""] * dist.get_world_size()
+    dist.all_gather_object(said, checkpoints.damage(found, share, tick), group=group)
+    return next(filter(None, said), "")
+
+
 @torch.no_grad()
 def read_into(items: Sequence[Held], folder: Path, tick: Callable[[], None] | None = None) -> None:
     """Fill the rectangles from a checkpoint. Collective where ranks have joined."""
@@ -75,7 +120,8 @@ def read_into(items: Sequence[Held], folder: Path, tick: Callable[[], None] | No
         try:
             dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
         except CheckpointException as error:
-            raise CheckpointError(_reason(error, f"{folder} can't be loaded")) from error
+            kind = DamagedError if _is_damage(error) else CheckpointError
+            raise kind(_reason(error, f"{folder} can't be loaded")) from error
         finally:
             if group is not None:
                 dist.destroy_process_group(group)
@@ -218,7 +264,9 @@ def _write(
 ) -> None:
     folder = checkpoints.saving_folder(root, state.step)
     writer = PublishingWriter(
-        str(folder), lambda: checkpoints.publish(root, state, keep=keep), staged=staged
+        str(folder),
+        lambda sums: checkpoints.publish(root, state, keep=keep, sums=sums),
+        staged=staged,
     )
     try:
         with _quiet(group is None):
@@ -234,6 +282,13 @@ def _write(
         kept = f"the last good one is {last.folder.name}" if last else "there is no earlier one"
         what = f"the checkpoint of step {state.step} could not be written"
         raise CheckpointError(f"{_reason(error, what)}; {kept}") from error
+
+
+def _is_damage(error: CheckpointException) -> bool:
+    """Not a request that the checkpoint can't serve, nor a lack of memory here."""
+    causes = [one[0] if isinstance(one, tuple) else one for one in error.failures.values()]
+    here = (CheckpointError, MemoryError, torch.OutOfMemoryError)
+    return not any(isinstance(cause, here) for cause in causes)
 
 
 def _reason(error: BaseException, what: str) -> str:

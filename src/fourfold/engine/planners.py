@@ -10,7 +10,8 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
 
 from fourfold.engine.held import Held
+from fourfold.result.checkpoints import file_sum
 
 
 class HeldSavePlanner(SavePlanner):
@@ -132,6 +135,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that can't be written, or does not hold what is asked of it."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose files can't be read."""
+
+
 def _reads(item: Held, saved: object) -> list[ReadItem]:
     if not isinstance(saved, TensorStorageMetadata):
         raise CheckpointError(f"the checkpoint has no tensor {item.name}")
@@ -156,11 +163,20 @@ def is_exact(saved: torch.dtype, here: torch.dtype) -> bool:
     return torch.promote_types(saved, here) == here
 
 
-class PublishingWriter(FileSystemWriter):
-    """Calls `publish` on the coordinator when all ranks' files and the metadata are on the disk;
-    its failure is every rank's failure."""
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Travels to the coordinator behind a rank's results."""
 
-    def __init__(self, path: str, publish: Callable[[], object], *, staged: bool) -> None:
+    by_name: dict[str, str]
+
+
+class PublishingWriter(FileSystemWriter):
+    """Calls `publish` on the coordinator when all ranks' files and the metadata are on the disk,
+    with the checksums that the ranks took of their files; its failure is every rank's failure."""
+
+    def __init__(
+        self, path: str, publish: Callable[[dict[str, str]], object], *, staged: bool
+    ) -> None:
         # Tensors in host memory are written from where they are; others are copied on the way.
         ahead = 0 if staged else 10_000_000
         super().__init__(path, sync_files=True, per_thread_copy_ahead=ahead)
@@ -169,7 +185,12 @@ class PublishingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """torch's archive writer says where its stream stands, not what the system refused."""
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner).wait()
+            names = {result.storage_data.relative_path for result in written}
+            sums = {name: file_sum(Path(self.path) / name) for name in names}
+            done: Future[list[Any]] = Future()
+            done.set_result([*written, _Sums(sums)])
+            return done
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
@@ -179,8 +200,12 @@ class PublishingWriter(FileSystemWriter):
             raise
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        super().finish(metadata, results)
-        self._publish()
+        sums: dict[str, str] = {}
+        for result in (one for some in results for one in some if isinstance(one, _Sums)):
+            sums |= result.by_name
+        plain = [[one for one in some if not isinstance(one, _Sums)] for some in results]
+        super().finish(metadata, plain)
+        self._publish(sums)
 
 
 class DataOnlyReader(FileSystemReader):

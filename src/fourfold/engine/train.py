@@ -30,7 +30,7 @@ from fourfold.engine.trackers import Tracker, trackers
 from fourfold.engine.trainer import Trainer
 from fourfold.engine.world import World
 from fourfold.errors import UserError
-from fourfold.result import checkpoints, curve
+from fourfold.result import curve
 from fourfold.result.curve import Point
 from fourfold.result.job import RankFacts
 from fourfold.result.report import RankMemory, RankSteps
@@ -79,15 +79,18 @@ def adam(settings: TrainSettings) -> AdamSettings:
 
 
 def _load(task: Task, trainer: Trainer, out: Path) -> int:
-    """Steps already done: those of the checkpoint the command has chosen."""
+    """Steps already done: those of the checkpoint the command has chosen, or of a sound one before
+    it, to which the curve then goes back."""
     name, settings = task.job.option("load"), task.job.train
     task.heart.mark("load")
     if not name:
         if settings is not None and settings.weights:
             begin_from(trainer, settings.weights, lambda: task.heart.mark("load"))
         return 0
-    found = checkpoints.read(out / "checkpoints" / name)
-    checkpoint.load(trainer, found, lambda: task.heart.mark("load"))
+    tick = lambda: task.heart.mark("load")  # noqa: E731
+    found = checkpoint.load_sound(trainer, out / "checkpoints", name, tick)
+    if task.rank == 0:
+        curve.cut(out / curve.METRICS_FILE, found.step)
     return found.step
 
 

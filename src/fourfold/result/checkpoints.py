@@ -1,7 +1,8 @@
 """Which checkpoints does a folder hold, and which of them are whole?
 
 A checkpoint is written into a hidden folder and renamed when every byte is on the disk, so one that
-has its name is whole; sizes of its files are kept all the same, for copies that were cut short.
+has its name is whole; sizes and checksums of its files are kept all the same, for copies that were
+cut short and for disks that forget.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,13 +27,16 @@ LATEST_FILE = "latest"
 _NAME = re.compile(r"step-([0-9]{8,})\Z")
 # Unfinished or about to be deleted; never read, removed by the next start.
 _HIDDEN = (".saving-", ".pruned-")
+_DAMAGED = "damaged-"
+_REASON_FILE = "damaged.txt"
+_READ_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
     """All of a training that is not a tensor. `step`: steps done; `updates`: those that changed
     the weights (an overflow in fp16 skips one). `data` is the checksum of the tokens, '' for
-    synthetic ones. `scalars` are numbers by name, as texts."""
+    synthetic ones. `scalars` are numbers by name, as texts; `sums` the crc32 of each file."""
 
     step: int
     updates: int
@@ -41,6 +46,7 @@ class CheckpointState:
     data: str = ""
     scalars: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()
+    sums: tuple[tuple[str, str], ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
     saved_at: str = ""
     format: int = FORMAT
@@ -101,6 +107,48 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state)
 
 
+def file_sum(path: Path, tick: Callable[[], None] | None = None) -> str:
+    """The crc32 of a file, as eight digits; `tick` is called on the way."""
+    value = 0
+    with open(path, "rb") as stream:
+        while part := stream.read(_READ_BYTES):
+            value = zlib.crc32(part, value)
+            if tick is not None:
+                tick()
+    return f"{value:08x}"
+
+
+def damage(
+    found: Checkpoint, share: tuple[int, int] = (0, 1), tick: Callable[[], None] | None = None
+) -> str:
+    """What is wrong with the contents of its files, '' for nothing. `share` is (number, count):
+    several readers take a part of the files each. Old checkpoints have no sums to compare."""
+    for name, known in found.state.sums[share[0] :: share[1]]:
+        try:
+            read_sum = file_sum(found.folder / name, tick)
+        except OSError as error:
+            return f"its file {name} can't be read ({error.strerror})"
+        if read_sum != known:
+            return (
+                f"its file {name} has changed since it was written (crc32 {read_sum}, not {known})"
+            )
+    return ""
+
+
+def keep_apart(folder: Path, reason: str) -> None:
+    """Rename a damaged checkpoint, so that nothing counts it among the whole ones."""
+    apart = folder.with_name(f"{_DAMAGED}{folder.name}")
+    shutil.rmtree(apart, ignore_errors=True)
+    os.rename(folder, apart)
+    files.write_text(apart / _REASON_FILE, f"{reason}\n", field="checkpoint")
+
+
+def kept_apart(root: Path) -> dict[str, str]:
+    """Names of damaged checkpoints, and why."""
+    found = sorted(root.glob(f"{_DAMAGED}*/{_REASON_FILE}"))
+    return {path.parent.name: files.read_text(path, field="checkpoint").strip() for path in found}
+
+
 def whole(root: Path) -> list[Checkpoint]:
     """Checkpoints that can be loaded, oldest first; what is torn is left out."""
     return [found for found in _all(root) if isinstance(found, Checkpoint)]
@@ -134,11 +182,16 @@ def clear_leftovers(root: Path) -> int:
     return len(left)
 
 
-def publish(root: Path, state: CheckpointState, *, keep: int) -> Path:
-    """Give a written folder its name, point `latest` at it, remove old ones (`keep` 0: none)."""
-    made = saving_folder(root, state.step)
-    sizes = {path.name: str(path.stat().st_size) for path in sorted(made.iterdir())}
-    whole_state = replace(state, files=tuple(sizes.items()))
+def publish(
+    root: Path, state: CheckpointState, *, keep: int, sums: Mapping[str, str] | None = None
+) -> Path:
+    """Give a written folder its name, point `latest` at it, remove old ones (`keep` 0: none).
+    `sums`: of files whose writers have summed them; the others are summed here."""
+    made, known = saving_folder(root, state.step), sums or {}
+    paths = sorted(made.iterdir())
+    sizes = {path.name: str(path.stat().st_size) for path in paths}
+    all_sums = {path.name: known.get(path.name) or file_sum(path) for path in paths}
+    whole_state = replace(state, files=tuple(sizes.items()), sums=tuple(all_sums.items()))
     files.write_text(made / STATE_FILE, codec.to_json(whole_state), field="checkpoint")
     _sync(made)
     final = root / name_of(state.step)
