@@ -148,6 +148,15 @@ def pending(path: str | Path, *, field: str = "out") -> Iterator[BinaryIO]:
             os.unlink(temporary)
 
 
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _mode_of(path: Path) -> int:
     """Permissions of the file that is replaced, else what the umask gives a new file."""
     if path.exists():

@@ -24,8 +24,7 @@ from fourfold.result.report import RunReport
 from fourfold.result.store import Store
 from fourfold.search.legal import Target, why_not
 from fourfold.show import bench as shown
-from fourfold.show import post_mortem
-from fourfold.show.table import json_text, render
+from fourfold.show.table import json_text
 from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info, require_fit
@@ -123,9 +122,4 @@ def _show(args: argparse.Namespace, answers: list[dict[str, Any]], rule: str) ->
         print(json_text(answers[0] if len(answers) == 1 else {"runs": answers}))
         return
     for plain in answers:
-        if args.format != "csv":
-            print(f"{shown.head(plain)}\n")
-        print(render(["quantity", "value", "note"], shown.rows(plain, rule), args.format))
-        print(post_mortem.text(plain.get("post_mortem", {}), args.format), end="")
-        if args.format != "csv":
-            print(f"\n{plain['device']}, torch {plain['torch']}; kept in {plain['folder']}\n")
+        print(shown.text(plain, rule, args.format), end="" if args.format == "csv" else "\n")

@@ -22,7 +22,7 @@ from fourfold.launch.local import run_job
 from fourfold.result.job import JobReport, answer_file
 from fourfold.result.report import RunReport
 from fourfold.result.stand_in import StandIn
-from fourfold.search.legal import Target, why_not
+from fourfold.search.legal import require_legal
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec
 from fourfold.spec.job import Job, Limits
@@ -81,10 +81,7 @@ def run(args: argparse.Namespace) -> int:
     planners = [Planner(args, spec) for spec in specs]
     ranks = [_rank(args, planner) for planner in planners]
     for spec in specs:
-        for said in why_not(
-            spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus)
-        ):
-            raise UserError(said.rule, field=said.field, value=said.value, way_out=said.way_out)
+        require_legal(spec)
     options = [("ranks", ",".join(map(str, ranks)))]
     if args.micro_batches is not None:
         if args.micro_batches < 0:

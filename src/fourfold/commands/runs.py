@@ -76,7 +76,7 @@ def _show(args: argparse.Namespace) -> int:
     """'show RUN': everything its report says, as 'bench' prints it."""
     from fourfold.commands.diff import repeats_of
     from fourfold.cost.flops import convention
-    from fourfold.show import bench, post_mortem
+    from fourfold.show import bench
 
     if len(args.words) != 2 or args.words[0] != "show":
         raise UserError(
@@ -89,12 +89,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.format == "json":
         print(json_text(plain))
         return 0
-    if args.format != "csv":
-        print(f"{bench.head(plain)}\n")
-    print(render(["quantity", "value", "note"], bench.rows(plain, rule), args.format))
-    print(post_mortem.text(plain.get("post_mortem", {}), args.format), end="")
-    if args.format != "csv":
-        print(f"\n{plain['device']}, torch {plain['torch']}; kept in {plain['folder']}")
+    print(bench.text(plain, rule, args.format), end="")
     return 0
 
 

@@ -23,7 +23,7 @@ from fourfold.result import checkpoints, curve
 from fourfold.result.checkpoints import Checkpoint
 from fourfold.result.job import JobReport, answer_file
 from fourfold.result.training import TrainingFolder, changes, must_continue
-from fourfold.search.legal import Target, why_not
+from fourfold.search.legal import require_legal
 from fourfold.show import train as shown
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec
@@ -96,8 +96,7 @@ def _must_be_legal(spec: RunSpec) -> None:
             "'auto' is chosen by bench", field="batch.micro_batch", value=0, way_out="give a number"
         )
     require_gpus(spec.device, spec.gpus, way_out="--set device=cpu")
-    for said in why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus)):
-        raise UserError(said.rule, field=said.field, value=said.value, way_out=said.way_out)
+    require_legal(spec)
 
 
 def _must_have_packages(settings: TrainSettings) -> None:

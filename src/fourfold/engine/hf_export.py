@@ -71,7 +71,7 @@ def export(source: Source, what: Export, out: Path, say: Callable[[str], None]) 
             made = _made(source, tensors, what.dtype)
             save(made, making / file, metadata={"format": "pt"})
             shutil.copymode(making / CONFIG, making / file)  # safetensors makes it ours alone
-            _sync(making / file)
+            files.sync(making / file)
             index |= dict.fromkeys(made, file)
             total += sum(tensor.nbytes for tensor in made.values())
         if len(plan) > 1:
@@ -108,11 +108,3 @@ def _publish(making: Path, out: Path) -> None:
         os.rename(out, old)
     os.rename(making, out)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -39,7 +39,7 @@ from fourfold.errors import UserError
 from fourfold.result.job import RankFacts
 from fourfold.result.report import LinkRate, ProbeReport, RankSteps, StepReport
 from fourfold.result.shortage import Shortage
-from fourfold.search.legal import Target, why_not
+from fourfold.search.legal import require_legal
 from fourfold.spec.run import RunSpec
 
 # The optimizer's state exists from the second step on; from then on every step holds the same.
@@ -86,13 +86,12 @@ def shortage_of(
 
 
 def refuse(spec: RunSpec) -> None:
-    """Raise what `why_not` says: a rank that starts an impossible layout hangs its peers."""
+    """Before anything is built: a rank that starts an impossible layout hangs its peers."""
     if spec.batch.micro_batch == 0:
         raise UserError(
             "'auto' must be chosen before a run", field="batch.micro_batch", way_out="give a number"
         )
-    for said in why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus)):
-        raise UserError(said.rule, field=said.field, value=said.value, way_out=said.way_out)
+    require_legal(spec)
 
 
 def _counts(spec: RunSpec, device: torch.device) -> bool:

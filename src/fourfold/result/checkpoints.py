@@ -193,12 +193,12 @@ def publish(
     all_sums = {path.name: known.get(path.name) or file_sum(path) for path in paths}
     whole_state = replace(state, files=tuple(sizes.items()), sums=tuple(all_sums.items()))
     files.write_text(made / STATE_FILE, codec.to_json(whole_state), field="checkpoint")
-    _sync(made)
+    files.sync(made)
     final = root / name_of(state.step)
     if final.exists():  # the same step again, after going back to an earlier one
         _discard(final)
     os.rename(made, final)
-    _sync(root)
+    files.sync(root)
     files.write_text(root / LATEST_FILE, f"{final.name}\n", field="checkpoint")
     prune(root, keep)
     return final
@@ -217,12 +217,3 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(folder, hidden)
     shutil.rmtree(hidden)
-
-
-def _sync(folder: Path) -> None:
-    """Names are on the disk too, not only contents."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

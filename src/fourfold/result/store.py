@@ -304,8 +304,4 @@ def _born(pid: int) -> str | None:
 
 def _sync(folder: Path) -> None:
     with contextlib.suppress(OSError):  # not every file system lets folders be synced
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        files.sync(folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fourfold.errors import UserError
 from fourfold.search.rules import RULES, ULYSSES, Case, Reason, fp8_sides, micro_count
 from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, stack_rules
 from fourfold.spec.batch import Batch
@@ -16,6 +17,7 @@ from fourfold.spec.device import Device
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,12 @@ def why_not(
 
 # What a broken rule says: field, value, rule, way out.
 Words = tuple[str, object, str, str]
+
+
+def require_legal(spec: RunSpec) -> None:
+    """Raise the first broken rule of a run of our engine."""
+    for said in why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus)):
+        raise UserError(said.rule, field=said.field, value=said.value, way_out=said.way_out)
 
 
 def divisors(number: int) -> list[int]:

@@ -13,6 +13,7 @@ from fourfold.result.report import RunReport
 from fourfold.result.summary import of_report
 from fourfold.show import post_mortem
 from fourfold.show.micro import micro_words
+from fourfold.show.table import render
 from fourfold.spec import catalog, codec
 from fourfold.spec.device import Device
 from fourfold.spec.formats import running
@@ -167,6 +168,16 @@ def head(plain: dict[str, Any]) -> str:
         f"{plain['model']}, {plain['layout']}, micro batch {plain['micro_batch']}, global batch "
         f"{plain['global_batch']} x {plain['seq_len']} tokens, {plain['precision']}{data}"
     )
+
+
+def text(plain: dict[str, Any], convention: str, style: str) -> str:
+    """All of it: what was run, its quantities, why it ran out of memory, where it is kept."""
+    table = render(["quantity", "value", "note"], rows(plain, convention), style)
+    table += f"\n{post_mortem.text(plain.get('post_mortem', {}), style)}"
+    if style == "csv":
+        return table
+    kept = f"{plain['device']}, torch {plain['torch']}; kept in {plain['folder']}"
+    return f"{head(plain)}\n\n{table}\n{kept}\n"
 
 
 def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
