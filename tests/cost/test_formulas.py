@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fourfold.cost.attention import attention_s
 from fourfold.cost.columns import ATTENTION, SCHEDULE, Columns, columns
@@ -13,8 +17,9 @@ from fourfold.cost.flops import CONVENTIONS, Question
 from fourfold.cost.gemm import gemm_s, misalignment, tile_waves
 from fourfold.cost.hardware import device_facts, fabric_facts
 from fourfold.cost.knobs import KNOBS, defaults
+from fourfold.cost.layer import layer_params
 from fourfold.cost.memory import memory
-from fourfold.cost.params import model_params
+from fourfold.cost.params import layer_matmul_params, model_params
 from fourfold.cost.pipeline import pipeline_s
 from fourfold.cost.power import clock_share
 from fourfold.cost.specs import model_facts
@@ -183,3 +188,29 @@ def test_every_knob_has_a_default_inside_its_bounds() -> None:
     for knob in KNOBS:
         assert knob.low < knob.default < knob.high, knob.name
         assert 0 < knob.spread <= 1.0, knob.name
+
+
+def test_a_head_size_of_its_own_reaches_every_formula() -> None:
+    """Mistral Nemo has 32 heads of 128 on 5120 columns: attention is 4096 wide."""
+    model = replace(
+        catalog.model("llama-3.1-8b"), hidden=5120, heads=32, head_dim=128, layers=40, vocab=131072
+    )
+    c = runs(**model_facts(model))
+    assert layer_params(c)[0] == layer_matmul_params(model)
+    assert c.kv_width[0] == model.kv_width
+    knobs = defaults()
+    wide = runs(**{**model_facts(model), "width": model.hidden})
+    assert attention_s(c, knobs, micro=c.micro)[0] < attention_s(wide, knobs, micro=c.micro)[0]
+    assert memory(c, knobs).worst_bytes < memory(wide, knobs).worst_bytes
+    assert estimate(c, knobs).step_s < estimate(wide, knobs).step_s
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_a_window_leaves_as_many_pairs_as_its_mask(seq: int, window: int) -> None:
+    pairs = sum(min(place + 1, window) for place in range(seq))
+    c = runs(seq=seq, window=window, local=1.0)
+    seen = min(window, seq)
+    # The formula halves the square, which leaves out half of the diagonal.
+    assert pairs / seq == pytest.approx(c.reach[0] / 2.0 + seen / (2.0 * seq))
+    half = runs(seq=seq, window=window, local=0.5)
+    assert half.reach[0] == pytest.approx((c.reach[0] + seq) / 2.0)

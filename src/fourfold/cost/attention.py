@@ -22,12 +22,12 @@ _FLASH3 = ATTENTION.index("flash3")
 
 
 def attention_s(c: Columns, knobs: Knobs, *, micro: Floats) -> tuple[Floats, Floats]:
-    """(forward, backward) of one layer on one rank; tokens of a rank attend to the whole sequence.
+    """(forward, backward) of one layer on one rank, mean over layers with and without a window.
 
     Context parallelism leaves each rank s/c queries and s keys, however they travel.
     """
-    head = c.hidden / c.heads
-    pairs = micro * (c.seq / c.cp) * c.seq * c.heads / c.tp
+    head = c.width / c.heads
+    pairs = micro * (c.seq / c.cp) * c.reach * c.heads / c.tp
     flash_f, flash_b = _flash(c, knobs, pairs=pairs, head=head)
     square_f, square_b = _square(c, knobs, pairs=pairs, head=head, micro=micro)
     is_flash = (c.attention != _FUSED) & (c.attention != _UNFUSED)

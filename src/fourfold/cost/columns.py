@@ -35,10 +35,13 @@ class Columns:
     hidden: Floats
     heads: Floats
     kv_heads: Floats
+    width: Floats  # heads x head size; equals hidden in most models
     ffn: Floats
     vocab: Floats
     tied: Floats
     gated: Floats
+    window: Floats  # tokens that a layer with a sliding window looks back; 0: none
+    local: Floats  # share of layers with that window, 0..1
     # batch
     seq: Floats
     micro: Floats
@@ -90,6 +93,19 @@ class Columns:
     def __len__(self) -> int:
         return int(self.layers.shape[0])
 
+    @property
+    def kv_width(self) -> Floats:
+        """Columns of the key projection, and of the value projection."""
+        return self.width * self.kv_heads / self.heads
+
+    @property
+    def reach(self) -> Floats:
+        """Tokens each token attends to, mean over layers, the causal mask not counted: all of the
+        sequence s, or of a window w as many as make the same causal area, w (2 - w/s)."""
+        seen = np.where(self.window > 0, np.minimum(self.window, self.seq), self.seq)
+        near = seen * (2.0 - seen / self.seq)
+        return self.seq - self.local * (self.seq - near)
+
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Columns:
         """The runs at these places, in that order."""
         return Columns(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
@@ -99,6 +115,8 @@ class Columns:
 DEFAULTS: dict[str, float] = {
     "tied": 0,
     "gated": 1,
+    "window": 0,
+    "local": 0,
     "vpp": 1,
     "cp": 1,
     "zero": 1,
@@ -131,10 +149,11 @@ def columns(n: int, **facts: ArrayLike) -> Columns:
     """Columns of n runs; scalars are repeated, missing facts take DEFAULTS.
 
     `shard` defaults to dp x cp, `domain` to `node`, `peak_low` to `peak`, `clock` to 1,
-    `kv_heads` to `heads`.
+    `kv_heads` to `heads`, `width` to `hidden`.
     """
     full = {name: _repeat(value, n) for name, value in {**DEFAULTS, **facts}.items()}
     full.setdefault("kv_heads", full["heads"])
+    full.setdefault("width", full["hidden"])
     full.setdefault("shard", full["dp"] * full["cp"])
     full.setdefault("domain", full["node"])
     full.setdefault("peak_low", full["peak"])

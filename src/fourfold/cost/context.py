@@ -23,13 +23,13 @@ def context_s(
     """`attention`: seconds of the layer's attention, under which a ring hides its hops."""
     rate = group_rate(c, knobs, c.cp, c.tp)
     hop = hop_s(c, knobs, c.cp, c.tp)
-    keys = 4.0 * tokens * (c.hidden * c.kv_heads / c.heads) / c.tp  # k and v of this rank
+    keys = 4.0 * tokens * c.kv_width / c.tp  # k and v of this rank
     ways = 2.0 if backward else 1.0  # backward sends keys and values, and their gradients
     ring = (c.cp - 1.0) * (ways * keys / rate + 4.0 * hop)
     ring = 0.3 * ring + np.maximum(0.0, ring - 0.7 * attention)
     gather = ways * (c.cp - 1.0) * (keys / rate + hop)
     shares = (c.cp - 1.0) / c.cp
-    exchanged = (keys + 4.0 * tokens * c.hidden / c.tp) * shares  # k, v and q, output
+    exchanged = (keys + 4.0 * tokens * c.width / c.tp) * shares  # k, v and q, output
     ulysses = exchanged / rate + 4.0 * knobs["call_s"]
     paid = np.where(c.cp_kind == _ALLGATHER, gather, ring)
     paid = np.where(c.cp_kind == _ULYSSES, ulysses, paid)

@@ -16,7 +16,7 @@ ALIASES = {"all-params-full-attention": "mpt", "": "full-attention"}
 def flops_per_token(c: Columns, rule: str, *, learned_positions: Floats) -> Floats | None:
     """FLOPs per token as printed under `rule`; None for a rule nobody knows."""
     rule = ALIASES.get(rule, rule)
-    attention = 12.0 * c.layers * c.hidden * c.seq
+    attention = 12.0 * c.layers * c.width * c.reach
     linear = 6.0 * (c.layers * _layer(c) + c.vocab * c.hidden)
     square = c.layers * c.hidden**2
     shape = 1.0 + c.seq / (6.0 * c.hidden) + c.vocab / (16.0 * c.layers * c.hidden)
@@ -35,8 +35,8 @@ def flops_per_token(c: Columns, rule: str, *, learned_positions: Floats) -> Floa
 
 
 def _layer(c: Columns) -> Floats:
-    kv = 2.0 * c.hidden * c.hidden * c.kv_heads / c.heads
-    return 2.0 * c.hidden**2 + kv + (2.0 + c.gated) * c.hidden * c.ffn
+    kv = 2.0 * c.hidden * c.kv_width
+    return 2.0 * c.hidden * c.width + kv + (2.0 + c.gated) * c.hidden * c.ffn
 
 
 def all_params(c: Columns, *, learned_positions: Floats) -> Floats:

@@ -23,7 +23,7 @@ def elementwise_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, 
     norms = np.where(c.fused_norm > 0, 1.0, knobs["norm"])
     split = np.where(c.sp > 0, c.tp, 1.0)
     on_hidden = (4.0 * norms + 6.0 + 2.0 * (1.0 - c.gated)) * c.hidden / split
-    qkv = c.hidden + 2.0 * c.hidden * c.kv_heads / c.heads
+    qkv = c.width + 2.0 * c.kv_width
     on_shards = (2.0 * qkv + (2.0 + c.gated) * c.ffn) / c.tp
     passes = knobs["elem"] * np.where(c.eager > 0, EAGER, 1.0)
     forward = 2.0 * tokens * (on_hidden + on_shards) * passes / c.hbm
@@ -36,5 +36,5 @@ def cast_s(c: Columns, *, tokens: Floats) -> Floats:
     transpose; scales per block need a second look at the data."""
     low = (c.precision == PRECISION.index("fp8")) | (c.precision == PRECISION.index("fp4"))
     split = np.where(c.sp > 0, c.tp, 1.0)
-    values = tokens * (2.0 * c.hidden / split + (c.hidden + c.ffn) / c.tp)
+    values = tokens * (2.0 * c.hidden / split + (c.width + c.ffn) / c.tp)
     return np.where(low, values * (4.0 + 2.0 * c.block_scale) / c.hbm, 0.0)

@@ -39,8 +39,8 @@ class LayerTimes:
 
 def layer_params(c: Columns) -> Floats:
     """Matrix parameters of a layer on one tensor-parallel rank."""
-    kv = 2.0 * c.hidden * c.hidden * c.kv_heads / c.heads
-    return (2.0 * c.hidden * c.hidden + kv + (2.0 + c.gated) * c.hidden * c.ffn) / c.tp
+    kv = 2.0 * c.hidden * c.kv_width
+    return (2.0 * c.hidden * c.width + kv + (2.0 + c.gated) * c.hidden * c.ffn) / c.tp
 
 
 def linear_s(
@@ -59,10 +59,10 @@ def linear_s(
 
 def layer_gemm_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, Floats]:
     """(forward, backward) of the four linear layers: qkv, attention out, mlp in, mlp out."""
-    qkv = (c.hidden + 2.0 * c.hidden * c.kv_heads / c.heads) / c.tp
+    qkv = (c.width + 2.0 * c.kv_width) / c.tp
     shapes = (
         (qkv, c.hidden),
-        (c.hidden, c.hidden / c.tp),
+        (c.hidden, c.width / c.tp),
         ((1.0 + c.gated) * c.ffn / c.tp, c.hidden),
         (c.hidden, c.ffn / c.tp),
     )

@@ -39,8 +39,7 @@ def kept_bytes(c: Columns, knobs: Knobs) -> Floats:
     norms = np.where(c.fused_norm > 0, 4.0, 6.0)
     on_hidden = 2.0 * norms * c.hidden * knobs["kept_hidden"] / split
     gathered = np.where((c.sp > 0) & (c.tp > 1), 4.0 * c.hidden * knobs["gathered"], 0.0)
-    kv = 2.0 * c.hidden * c.kv_heads / c.heads
-    on_shards = 2.0 * (2.0 * c.hidden + kv + (2.0 + c.gated) * c.ffn) / c.tp
+    on_shards = 2.0 * (2.0 * c.width + 2.0 * c.kv_width + (2.0 + c.gated) * c.ffn) / c.tp
     # 2 bytes each: scores (unfused), masked scores, softmax; gpt-like models keep dropout masks.
     drop = np.where(c.gated > 0, 0.0, 2.0)
     fused, unfused = 3.0 + drop, 7.0 + drop

@@ -26,6 +26,7 @@ def model_facts(model: ModelShape) -> dict[str, float]:
         "hidden": model.hidden,
         "heads": model.heads,
         "kv_heads": model.kv_heads,
+        "width": model.attention_width,
         "ffn": model.ffn,
         "vocab": model.vocab,
         "tied": float(model.tied),

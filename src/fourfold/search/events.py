@@ -101,7 +101,7 @@ def chunk_layers(c: Columns, chunks: int) -> Floats:
     fair = c.layers / chunks
     base, more = np.floor(fair), c.layers - np.floor(fair) * chunks
     counts = base + (np.arange(chunks)[:, None] < more)
-    head = c.vocab * c.hidden / (2.0 * c.hidden**2 * (1.0 + c.kv_heads / c.heads)
+    head = c.vocab * c.hidden / (2.0 * c.hidden * (c.width + c.kv_width)
                                  + (2.0 + c.gated) * c.hidden * c.ffn)  # fmt: skip
     short = np.maximum(0.0, np.round((c.layers + head) / chunks - head))
     rest = (c.layers - short) / max(1, chunks - 1)
