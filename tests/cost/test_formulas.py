@@ -62,7 +62,7 @@ def test_hidden_14400_on_tp8_costs_more_per_flop_than_14336() -> None:
     knobs = defaults()
     both = runs(
         2, hidden=[14336, 14400], ffn=[4 * 14336, 4 * 14400], heads=[64, 96], kv_heads=[64, 96],
-        gated=0, seq=2048, tp=8, dp=1, attention=ATTENTION.index("fused"), vocab=250880,
+        gated=0, seq=2048, tp=8, dp=1, attention=ATTENTION.index("fused-softmax"), vocab=250880,
     )  # fmt: skip
     step = estimate(both, knobs).step_s
     flops = both.hidden**2
@@ -76,7 +76,7 @@ def test_fused_softmax_needs_heads_over_tp_times_micro_in_fours() -> None:
         "hidden": 6144,
         "tp": 8,
         "dp": 1,
-        "attention": ATTENTION.index("fused"),
+        "attention": ATTENTION.index("fused-softmax"),
     }
     c = runs(2, micro=[1, 4], **facts)
     forward, _ = attention_s(c, defaults(), micro=c.micro)

@@ -80,7 +80,7 @@ def test_the_fused_softmax_rule_is_about_heads_and_micro_batch() -> None:
     said = [advise.micro_advice(replace(shape, micro_batch=m), kernels()) for m in (1, 2, 4)]
     assert [one["kernel_rule"] for one in said] == [False, False, True]
     fused = advise.layer_rates(
-        [replace(shape, micro_batch=m) for m in (2, 4)], kernels(attention="fused")
+        [replace(shape, micro_batch=m) for m in (2, 4)], kernels(attention="fused-softmax")
     )
     flash = advise.layer_rates([replace(shape, micro_batch=m) for m in (2, 4)], kernels())
     assert fused[1] / fused[0] > flash[1] / flash[0] * 1.02

@@ -26,7 +26,7 @@ examples:
   fourfold advise --cluster jean-zay --max-nodes 48 --params 176e9 --tokens 350e9 --seq-len 2048 \\
       --global-batch 2048 --tp 8
 """
-KERNELS = ("flash", "fused", "unfused")
+KERNELS = ("flash", "fused-softmax", "unfused")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

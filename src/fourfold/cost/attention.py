@@ -13,7 +13,7 @@ from fourfold.cost.columns import ATTENTION, CP_KIND, Columns
 from fourfold.cost.gemm import Floats, Knobs, misalignment
 
 _FLASH = ATTENTION.index("flash")
-_FUSED = ATTENTION.index("fused")
+_FUSED = ATTENTION.index("fused-softmax")
 _UNFUSED = ATTENTION.index("unfused")
 _FLASH1 = ATTENTION.index("flash1")
 _RING = CP_KIND.index("ring")

@@ -15,7 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 # Codes of the closed choices; a column holds the index of the word.
-ATTENTION = ("flash", "fused", "unfused", "flash1", "flash3")
+# "fused-softmax" is Megatron's kernel of 2022, which keeps every score; torch's fused kernels keep
+# none and are "flash" here.
+ATTENTION = ("flash", "fused-softmax", "unfused", "flash1", "flash3")
 CP_KIND = ("ring", "allgather", "ulysses")
 SCHEDULE = ("1f1b", "interleaved", "gpipe", "zero-bubble")
 PRECISION = ("bf16", "fp16", "fp8", "fp4", "fp32", "fp64")

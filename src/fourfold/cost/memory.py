@@ -16,7 +16,7 @@ from fourfold.cost.layer import layer_params
 from fourfold.cost.pipeline import held, stage_layers
 
 GIB = 2.0**30
-_FUSED = ATTENTION.index("fused")
+_FUSED = ATTENTION.index("fused-softmax")
 _UNFUSED = ATTENTION.index("unfused")
 # The driver and the CUDA context leave about 98.8% of the nominal size (79.1 of 80 GiB).
 USABLE = 0.988

@@ -177,6 +177,9 @@ def _choice(draft: _Draft, column: str, words: tuple[str, ...], blank: str) -> F
     index[""] = index[blank]
     if column == "precision":
         index |= {"bf16-mixed": 0.0, "bf16-pure": 0.0}
+    if column == "attention":
+        # The published tables say "fused" of Megatron's fused softmax.
+        index["fused"] = index["fused-softmax"]
     values = np.array([index.get(cell, -1.0) for cell in draft.table.column(column)])
     draft.refuse(values < 0, f"{column} is not one of {', '.join(words)}")
     return np.maximum(values, 0.0)

@@ -3,7 +3,7 @@
     columns = columns_of(specs, cluster=catalog.cluster("jean-zay"), stack="megatron-lm-2024")
     seconds = estimate(columns, entry.knobs).step_s
 
-A search over many layouts is faster with `columns(n, **arrays)` and `machine_facts`, `stack_facts`
+A search over many layouts is faster with `columns(n, **arrays)` and `machine_facts`, `policy_facts`
 and `model_facts` below for what all candidates share.
 """
 
@@ -16,8 +16,11 @@ from fourfold.cost.habits import habits
 from fourfold.cost.hardware import device_facts, fabric_facts
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import DTYPE_BYTES, Policy
+from fourfold.spec.policy import DTYPE_BYTES, Policy, Schedule
 from fourfold.spec.run import RunSpec
+
+# Attention of a policy that is not one of torch's fused kernels, which are all priced as flash.
+KEEPS_SCORES = ("fused-softmax", "unfused")
 
 
 def model_facts(model: ModelShape) -> dict[str, float]:
@@ -34,25 +37,29 @@ def model_facts(model: ModelShape) -> dict[str, float]:
     }
 
 
-def machine_facts(cluster: Cluster, precision: str) -> dict[str, float]:
-    """Device and links of a cluster; `precision` as in Policy ('bf16-mixed' counts as bf16)."""
-    return device_facts(cluster.device, precision.split("-")[0]) | fabric_facts(
+def machine_facts(cluster: Cluster, policy: Policy) -> dict[str, float]:
+    """Device and links of a cluster; its peak in the format the policy's products compute in."""
+    return device_facts(cluster.device, policy.dtypes.compute) | fabric_facts(
         cluster.device, cluster, float(cluster.host_gpus)
     )
 
 
-def stack_facts(stack: str) -> dict[str, float]:
-    """What the engine does whatever the policy says."""
-    usual = habits(stack)
-    return {"balanced": float(usual.balanced), "overlap_tp": float(usual.overlap_tp)}
+def running_schedule(schedule: Schedule, virtual_stages: int) -> Schedule:
+    """The order that really runs: virtual stages loop, zero-bubble with them stays zero-bubble, and
+    interleaving without them is 1F1B."""
+    if schedule == "zero-bubble":
+        return schedule
+    if virtual_stages > 1:
+        return "interleaved"
+    return "1f1b" if schedule == "interleaved" else schedule
 
 
 def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
     """Formats, sharding, recompute, schedule and overlap of a policy under a stack."""
     usual, dtypes = habits(stack), policy.dtypes
-    kind = "flash" if policy.attention in ("auto", "cudnn", "efficient") else policy.attention
-    precision = policy.precision.split("-")[0]
-    schedule = "interleaved" if policy.virtual_stages > 1 else policy.schedule
+    kind = policy.attention if policy.attention in KEEPS_SCORES else "flash"
+    precision = dtypes.compute
+    schedule = running_schedule(policy.schedule, policy.virtual_stages)
     reduce_bytes = DTYPE_BYTES[dtypes.reduce]
     # Named engines reduce in what they are known to; only a stated format overrides that.
     wire = reduce_bytes if policy.reduce_dtype or stack == "fourfold" else usual.grad_bytes
@@ -88,7 +95,7 @@ def run_facts(spec: RunSpec, cluster: Cluster, stack: str) -> dict[str, float]:
     layout, batch = spec.layout, spec.batch
     return {
         **model_facts(spec.model),
-        **machine_facts(cluster, spec.policy.precision),
+        **machine_facts(cluster, spec.policy),
         **policy_facts(spec.policy, stack),
         "seq": batch.seq_len,
         "micro": max(1, batch.micro_batch),

@@ -207,7 +207,7 @@ def heads_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
     if shape.heads % shape.tp:
         notes.append(f"heads {shape.heads} do not divide by tp {shape.tp}")
     if kernels.attention == "flash":
-        plain = layer_rates(shapes, replace(kernels, attention="fused"))
+        plain = layer_rates(shapes, replace(kernels, attention="fused-softmax"))
         loss = float(plain.max() / plain[mine])
         if loss > WORTH_SAYING:
             notes.append(f"with Megatron's fused softmax instead of flash: {loss:.2f}x the layer")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.cost.specs import running_schedule
 from fourfold.search.legal import case_of, divisors
 from fourfold.search.question import Question
 from fourfold.search.rules import REASONS, RULES, Case, Reason
@@ -145,8 +146,8 @@ def _grid(ask: Question) -> dict[str, Ints]:
     alone = (grid["shard"] * grid["cp"] == 1) & (grid["zero"] != zeros[0])
     kept = ~alone & ((grid["zero"] > 0) | (grid["replicate"] == 1))
     grid = {name: column[kept] for name, column in grid.items()}
-    plain = "1f1b" if ask.policy.schedule == "interleaved" else ask.policy.schedule
-    looped = "zero-bubble" if plain == "zero-bubble" else "interleaved"
+    asked = ask.policy.schedule
+    looped, plain = running_schedule(asked, 2), running_schedule(asked, 1)
     codes = [SCHEDULES.index(name) for name in (looped, plain, "1f1b")]
     in_pipe = np.where(grid["virtual_stages"] > 1, codes[0], codes[1])
     return grid | {"schedule": np.where(grid["pp"] > 1, in_pipe, codes[2])}

@@ -8,11 +8,14 @@ are part of a chunk's time here, as the closed form has them, and not a stream o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import SCHEDULE, Columns
-from fourfold.cost.estimate import Times
+from fourfold.cost.estimate import Times, estimate
+from fourfold.cost.gemm import Knobs
 from fourfold.cost.pipeline import pipeline_s
 from fourfold.cost.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.spec.policy import Schedule
@@ -20,10 +23,31 @@ from fourfold.spec.policy import Schedule
 Floats = NDArray[np.float64]
 LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "fsdp_comm",
                "host")  # fmt: skip
+_NOT_IN_PIPELINE = ("dp_comm", "optimizer", "fixed", "jitter")
 # Events of one group above this are left to the closed form: a step of 48 stages is 25,000 events.
 MAX_EVENTS = 12_000
 # All groups together: about a second of work.
 MAX_EVENTS_IN_ALL = 150_000
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """Seconds with pipelines played, the closed form's alone, and how many were played."""
+
+    times: Times
+    closed_s: Floats
+    played: int
+
+
+def priced(c: Columns, knobs: Knobs) -> Priced:
+    """What runs take: the same seconds whoever asks, a search or the forecast of one run."""
+    times = estimate(c, knobs)
+    work = times.step_s - times.parts["fixed"] - times.parts["jitter"]
+    pipe = times.step_s - sum((times.parts[name] for name in _NOT_IN_PIPELINE), np.zeros(len(c)))
+    ratio, played = pipeline_ratio(c, times)
+    extra = pipe * (ratio - 1.0) * (1.0 + times.parts["jitter"] / work)
+    parts = times.parts | {"bubble": times.parts["bubble"] + extra}
+    return Priced(Times(times.step_s + extra, parts), times.step_s, played)
 
 
 def pipeline_ratio(c: Columns, times: Times) -> tuple[Floats, int]:

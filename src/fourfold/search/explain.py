@@ -15,7 +15,7 @@ from fourfold.search.candidates import candidates
 from fourfold.search.legal import Refusal, why_not
 from fourfold.search.question import Question
 from fourfold.search.ramp import training
-from fourfold.search.rank import Ranking, point_columns, rank
+from fourfold.search.rank import Ranking, point_columns, point_policy, rank
 from fourfold.search.stacks import stack_rules
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -54,7 +54,7 @@ def explain_ranking(
     assert ranking is not None
     if not said["fits"]:
         return said | {"nearest": _fitting(ask, layout), "smallest": _smallest(ranking)}
-    everything = rank(ask)
+    everything = _rivals(ask, layout, ranking)
     train = training(ranking, tokens=tokens, top=VARIANTS)
     mine = answer(ranking, train, top=VARIANTS)
     best = answer(everything, training(everything, tokens=tokens, top=1), top=1)
@@ -64,11 +64,21 @@ def explain_ranking(
         "ways": len(ranking.all_step_s),
         "calibration": mine["calibration"],
         "stack": ask.stack,
-        "rank": int(np.searchsorted(everything.all_step_s, ranking.closed_s[0])) + 1,
-        "of": len(everything.all_step_s),
+        "rank": everything.place(ranking),
+        "of": len(everything.layouts),
+        "with_unproven": everything.ask.explore and not ask.explore,
         "best": best["ranked"][0] if best["ranked"] else None,
         "tie_width_pct": mine["tie_width_pct"],
     }
+
+
+def _rivals(ask: Question, layout: Layout, ranking: Ranking) -> Ranking:
+    """Everything that a layout is compared with: what 'plan' ranks, and where the layout itself is
+    not part of that (never measured, or outside --where), all that would be."""
+    unproven = bool(ranking.points["unproven"][0])
+    inside = not ask.where or len(rank(replace(ranking.ask, where=ask.where)))
+    open_ask = replace(ask, explore=ask.explore or unproven, where=ask.where if inside else ())
+    return rank(open_ask)
 
 
 def _plain(refusals: tuple[Refusal, ...]) -> list[dict[str, Any]]:
@@ -140,7 +150,7 @@ def _smallest(ranking: Ranking) -> dict[str, Any]:
     return {
         "micro_batch": int(points["micro_batch"][i]),
         "sharding": f"zero{int(points['zero'][i])}",
-        "recompute": "full",
+        "recompute": point_policy(ask, points, i).recompute,
         "peak_bytes": float(room.worst_bytes[i]),
         "limit_bytes": ask.cluster.device.memory_bytes * USABLE,
         "memory_bytes": {name: float(part[i]) for name, part in room.parts.items()},

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from fourfold.cost import calibration as calibrations
 from fourfold.cost.calibration import Calibration
-from fourfold.cost.estimate import estimate
 from fourfold.cost.interval import bounds
 from fourfold.cost.measured import calibration_of
 from fourfold.cost.memory import memory
@@ -20,6 +19,7 @@ from fourfold.cost.specs import columns_of
 from fourfold.result.prediction import Prediction
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.warmup import LEAD, WINDOW
+from fourfold.search.events import priced
 from fourfold.search.question import entry_for
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import Device, Peaks
@@ -75,7 +75,7 @@ def forecast(
         known = calibration or (calibration_of(profile, here) if profile else None)
         entry, _ = entry_for(known or calibrations.shipped(), "fourfold", here)
         columns = columns_of(group, cluster=here, stack="fourfold")
-        step_s = estimate(columns, entry.knobs).step_s
+        step_s = priced(columns, entry.knobs).times.step_s
         low_s, high_s = bounds(columns, entry, step_s)
         if cluster is None and profile is None:
             low_s, high_s = step_s / _GUESS_FACTOR, step_s * _GUESS_FACTOR

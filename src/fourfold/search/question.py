@@ -9,7 +9,7 @@ from fourfold.cost.calibration import Calibration, Entry, generation_of
 from fourfold.cost.columns import Columns, columns
 from fourfold.cost.habits import habits, year_of
 from fourfold.cost.hardware import OTHER_FABRIC, USUAL_FABRIC
-from fourfold.cost.specs import machine_facts, model_facts, policy_facts, stack_facts
+from fourfold.cost.specs import machine_facts, model_facts, policy_facts
 from fourfold.search.legal import Target
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster, Link
@@ -45,9 +45,8 @@ class Question:
         """Columns of n candidates: what they share, and the arrays they differ in."""
         shared = {
             **model_facts(self.model),
-            **machine_facts(self.cluster, self.policy.precision),
+            **machine_facts(self.cluster, self.policy),
             **policy_facts(self.policy, self.stack),
-            **stack_facts(self.stack),
             "seq": self.batch.seq_len,
             "batch": self.batch.global_batch,
             "gpus": self.gpus,
@@ -107,7 +106,7 @@ def usual_policy(stack: str, policy: Policy, decided: set[str]) -> Policy:
         changes["sequence_parallel"] = usual.sequence_parallel
     if "attention" not in decided and stack.startswith("megatron-deepspeed"):
         # Its 2022 runs, all that is measured, had Megatron's fused softmax and no flash attention.
-        changes["attention"] = "fused"
+        changes["attention"] = "fused-softmax"
     return replace(policy, **changes)
 
 

@@ -18,7 +18,7 @@ from fourfold.cost.estimate import Times, estimate
 from fourfold.cost.interval import bounds
 from fourfold.cost.memory import USABLE, Memory, memory
 from fourfold.search.candidates import FIELDS, LAYOUT_FIELDS, Candidates, candidates
-from fourfold.search.events import Floats, pipeline_ratio
+from fourfold.search.events import Floats, priced
 from fourfold.search.question import Question
 from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
 from fourfold.spec.layout import Layout
@@ -31,7 +31,6 @@ PATIENCE_S = 2.0
 PLAYED = 300
 PLAYED_VARIANTS = 3
 GB = 1e9
-_NOT_IN_PIPELINE = ("dp_comm", "optimizer", "fixed", "jitter")
 
 # Columns by FIELDS and by what was computed about them.
 Pool = dict[str, NDArray[Any]]
@@ -58,9 +57,21 @@ class Ranking:
     set_aside: int  # without evidence, and no --explore
     unproven_best: Pool  # the fastest of those, one row or none
     all_step_s: Floats  # closed-form seconds of everything ranked, sorted
+    layouts: NDArray[np.int64]  # a number for each layout ranked ...
+    layouts_s: Floats  # ... and the closed form's seconds of the fastest way to run it
 
     def __len__(self) -> int:
         return len(self.step_s)
+
+    def place(self, other: Ranking) -> int:
+        """Where the first of another ranking would stand in this one's table, which has one row a
+        layout: 1 and how many other layouts are faster, played where they were played."""
+        (own,) = layout_numbers(_only(other.points, slice(0, 1)))
+        listed = layout_numbers(self.points)
+        faster = set(listed[self.step_s < other.step_s[0]].tolist())
+        unplayed = ~np.isin(self.layouts, listed)
+        faster |= set(self.layouts[unplayed & (self.layouts_s < other.closed_s[0])].tolist())
+        return 1 + len(faster - {int(own)})
 
     def layout(self, i: int) -> Layout:
         return point_layout(self.points, i)
@@ -119,7 +130,7 @@ def rank(ask: Question, *, least: int = 10) -> Ranking:
     pool["step_s"] = _chunked(
         ask, pool, lambda c: estimate(c, ask.entry.knobs).step_s, "layouts priced:"
     )
-    priced = _size(pool)
+    priced_points = _size(pool)
     pool = _where(ask, pool, priced=True)
     proven = _only(pool, ~pool["unproven"])
     use_all = ask.explore or not _size(proven)
@@ -129,17 +140,28 @@ def rank(ask: Question, *, least: int = 10) -> Ranking:
     if _size(played) < PLAYED_VARIANTS * least:
         played = _best(ranked, PLAYED, max(PLAYED_VARIANTS, least))
     best = _full(ask, played, least)
+    layouts, layouts_s = _fastest_ways(ranked)
     return Ranking(
         ask=ask,
         grid=grid,
         **best,
-        priced=priced,
+        priced=priced_points,
         fitting=fitting,
         dropped=fitting - _size(pool),
         set_aside=_size(pool) - _size(ranked),
         unproven_best=aside,
         all_step_s=np.sort(ranked["step_s"]),
+        layouts=layouts,
+        layouts_s=layouts_s,
     )
+
+
+def _fastest_ways(pool: Pool) -> tuple[NDArray[np.int64], Floats]:
+    """Every layout of a pool, and the seconds of its fastest point."""
+    numbers, back = np.unique(layout_numbers(pool), return_inverse=True)
+    fastest = np.full(len(numbers), np.inf)
+    np.minimum.at(fastest, back, pool["step_s"])
+    return numbers, fastest
 
 
 def _size(pool: Pool) -> int:
@@ -214,6 +236,15 @@ def _where(ask: Question, pool: Pool, *, priced: bool) -> Pool:
     return _only(pool, held)
 
 
+def layout_numbers(points: Pool) -> NDArray[np.int64]:
+    """One number for what `_layout_keys` tells apart; dp follows from the other axes."""
+    sizes = (points[name].astype(np.int64) for name in ("cp_kind", "pp", "cp", "tp"))
+    number = np.zeros(_size(points), dtype=np.int64)
+    for size in sizes:
+        number = (number << 20) + size
+    return number
+
+
 def _layout_keys(points: Pool) -> list[tuple[int, ...]]:
     """What makes two points the same layout: the sizes of the axes and the kind of cp."""
     dp = points["replicate"] * points["shard"]
@@ -246,13 +277,8 @@ def _best(pool: Pool, keep: int, variants: int) -> Pool:
 def _full(ask: Question, points: Pool, least: int) -> dict[str, Any]:
     """Parts, memory by kind, simulated pipelines and intervals of a few points, best first."""
     c = point_columns(ask, points)
-    times = estimate(c, ask.entry.knobs)
-    work = times.step_s - times.parts["fixed"] - times.parts["jitter"]
-    pipe = times.step_s - sum((times.parts[name] for name in _NOT_IN_PIPELINE), np.zeros(len(c)))
-    ratio, played = pipeline_ratio(c, times)
-    extra = pipe * (ratio - 1.0) * (1.0 + times.parts["jitter"] / work)
-    step = times.step_s + extra
-    parts = times.parts | {"bubble": times.parts["bubble"] + extra}
+    found = priced(c, ask.entry.knobs)
+    step, parts = found.times.step_s, found.times.parts
     order = np.lexsort((points["peak_bytes"], step)) if len(c) else np.zeros(0, dtype=np.intp)
     order = order[_first_few(_layout_keys(_only(points, order)), least)]
     sorted_c = c.take(order)
@@ -263,8 +289,8 @@ def _full(ask: Question, points: Pool, least: int) -> dict[str, Any]:
         "times": Times(step[order], {name: part[order] for name, part in parts.items()}),
         "room": memory(sorted_c, ask.entry.knobs),
         "step_s": step[order],
-        "closed_s": times.step_s[order],
-        "played": played,
+        "closed_s": found.closed_s[order],
+        "played": found.played,
         "low_s": low,
         "high_s": high,
     }

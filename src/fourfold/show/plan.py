@@ -245,7 +245,9 @@ def _explained(said: dict[str, Any], style: str) -> list[str]:
         f"{layout_text(row)}, micro batch {row['micro_batch']}, {row['policy']['sharding']}, "
         f"recompute {row['policy']['recompute']}: the best of {said['ways']:,} ways to run it",
         f"{_seconds(row['step_s'])} s a step (80%: {_seconds(row['step_s_low'])} to "
-        f"{_seconds(row['step_s_high'])}), place {said['rank']:,} of {said['of']:,}; "
+        f"{_seconds(row['step_s_high'])}), place {said['rank']:,} of {said['of']:,} layouts"
+        + (" (never measured ones included)" if said["with_unproven"] else "")
+        + "; "
         f"{row['tflops_gpu']:.0f} TFLOP/s/GPU; {100 * (row['step_s'] / best['step_s'] - 1):+.1f}% "
         f"against the best, {layout_text(best)} micro {best['micro_batch']} "
         f"(under {said['tie_width_pct']:.1f}% can't be told apart)",

@@ -18,7 +18,9 @@ Dtype = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp4"]
 Sharding = Literal["zero0", "zero1", "zero2", "zero3"]
 CpKind = Literal["ring", "allgather", "ulysses"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-Attention = Literal["auto", "flash", "cudnn", "efficient", "fused", "unfused"]
+# "fused": any of torch's kernels that keep no scores; "fused-softmax": Megatron's of 2022, which
+# keeps them and is only planned for.
+Attention = Literal["auto", "flash", "cudnn", "efficient", "fused", "fused-softmax", "unfused"]
 
 DTYPE_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 # param (what the optimizer updates), compute, reduce (between ranks), grad (accumulation),

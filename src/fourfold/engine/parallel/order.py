@@ -132,6 +132,7 @@ def refuse_unbuilt(spec: RunSpec) -> None:
     known = all(name in DTYPES for name in formats) and policy.dtypes.compute != "fp4"
     unbuilt = (
         ("policy.precision", policy.precision, not known),
+        ("policy.attention", policy.attention, policy.attention not in KERNELS),
         ("policy.async_tp", policy.async_tp, policy.async_tp and spec.layout.tp > 1),
         # Explicitly asked for, and something else would run (spec/formats.py).
         ("policy.grad_dtype", policy.grad_dtype, policy.grad_dtype not in (None, real.grads)),

@@ -1,0 +1,183 @@
+"""One run has one price: the planner's columns and seconds are those of bench, sweep and report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from fourfold.cli import main
+from fourfold.cost.columns import Columns
+from fourfold.cost.memory import memory
+from fourfold.cost.specs import columns_of
+from fourfold.search.candidates import candidates
+from fourfold.search.explain import explain, ways_to_run
+from fourfold.search.forecast import forecast
+from fourfold.search.question import Question
+from fourfold.search.rank import point_columns, rank
+from fourfold.spec.batch import Batch
+from fourfold.spec.expression import parse
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+from tests.search.test_plan import ask
+
+POLICIES = [
+    Policy(),
+    Policy(attention="fused"),
+    Policy(attention="unfused"),
+    Policy(async_tp=True),
+    Policy(compute_dtype="fp8"),
+    Policy(precision="fp8", loss_chunks=4),
+    Policy(schedule="zero-bubble", virtual_stages=2, recompute="full"),
+    Policy(schedule="interleaved", virtual_stages=4),
+    Policy(schedule="gpipe", recompute="every-2"),
+    Policy(precision="bf16-pure", reduce_dtype="fp32", overlap_grad_reduce=False),
+]
+
+
+def _asked(policy: Policy, stack: str = "fourfold") -> tuple[Question, RunSpec]:
+    """A question that leaves nothing open, and the run it asks about."""
+    layout = Layout(pp=4, shard=2, tp=2)
+    spec = RunSpec(
+        model=ask().model,
+        gpus=16,
+        layout=layout,
+        batch=Batch(seq_len=2048, global_batch=32, micro_batch=1),
+        policy=policy,
+    )
+    searched = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
+    fixed = {"pp": 4, "cp": 1, "tp": 2, "dp": 2, "replicate": 1, "micro_batch": 1}
+    one = replace(
+        ask(gpus=16, stack=stack),
+        policy=policy,
+        batch=replace(spec.batch, micro_batch=0),
+        fixed=fixed | {name: getattr(policy, name) for name in searched},
+        explore=True,
+    )
+    return one, spec
+
+
+def _planned(one: Question) -> Columns:
+    """The only point of the grid. Laid out for an engine that runs everything, seen by the one that
+    was asked for: what an engine refuses is another question."""
+    grid = candidates(replace(one, stack="generic"))
+    points = grid.points(np.arange(len(grid.legal_micros)))
+    assert len(points["pp"]) == 1
+    return point_columns(one, points)
+
+
+@pytest.mark.parametrize("stack", ["fourfold", "torchtitan", "megatron-bridge-2026"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.attention}-{p.schedule}")
+def test_plan_and_bench_see_the_same_run(policy: Policy, stack: str) -> None:
+    """Every fact the cost model looks at, under every engine."""
+    one, spec = _asked(policy, stack)
+    mine, theirs = _planned(one), columns_of([spec], cluster=one.cluster, stack=stack)
+    for field in fields(Columns):
+        a, b = getattr(mine, field.name), getattr(theirs, field.name)
+        np.testing.assert_allclose(a, b, err_msg=field.name)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.attention}-{p.schedule}")
+def test_plan_and_bench_predict_the_same_seconds_and_bytes(policy: Policy) -> None:
+    one, spec = _asked(policy)
+    ranking = rank(one)
+    assert len(ranking) == 1
+    (told,) = forecast([spec], cluster=one.cluster)
+    assert told.step_s == pytest.approx(float(ranking.step_s[0]), rel=1e-9)
+    assert told.peak_bytes == pytest.approx(float(ranking.room.worst_bytes[0]), rel=1e-9)
+
+
+def test_torchs_fused_kernels_keep_no_scores_and_megatrons_softmax_does() -> None:
+    one, spec = _asked(Policy(attention="fused"))
+    kinds = ("auto", "flash", "cudnn", "efficient", "fused", "fused-softmax")
+    specs = [replace(spec, policy=Policy(attention=kind)) for kind in kinds]  # type: ignore[arg-type]
+    c = columns_of(specs, cluster=one.cluster, stack="fourfold")
+    *torch_bytes, megatron_bytes = memory(c, one.entry.knobs).worst_bytes.tolist()
+    assert len(set(torch_bytes)) == 1
+    assert megatron_bytes > 1.2 * torch_bytes[0]
+
+
+def test_what_was_asked_stands_over_the_stacks_habits() -> None:
+    """torchtitan does not overlap tp traffic unless told to; Megatron-Bridge does anyway."""
+    one, _ = _asked(Policy(async_tp=True), "torchtitan")
+    assert _planned(one).overlap_tp[0] == 1
+    assert _planned(replace(one, policy=Policy())).overlap_tp[0] == 0
+    assert _planned(replace(one, stack="megatron-bridge-2026")).overlap_tp[0] == 1
+
+
+def test_a_compute_format_is_priced_as_its_bundle() -> None:
+    one, spec = _asked(Policy(precision="fp8"))
+    specs = [
+        spec,
+        replace(spec, policy=Policy(compute_dtype="fp8")),
+        replace(spec, policy=Policy()),
+    ]
+    fp8, as_fp8, bf16 = forecast(specs, cluster=one.cluster)
+    assert as_fp8 == fp8
+    assert fp8.step_s < 0.95 * bf16.step_s
+
+
+def test_explain_names_the_recompute_that_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--model", "llama-3.1-405b", "--gpu", "h100-80gb", "--gpus", "128",
+            "--seq-len", "8192", "--global-batch", "128", "--stack", "megatron",
+            "--explain", "pp1 dp16 tp8"]  # fmt: skip
+    for kind in ("none", "every-3", "full"):
+        assert main([*argv, "--recompute", kind]) == 1
+        assert f"recompute {kind} its fullest rank" in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_explained_layout_is_ahead_of_the_best() -> None:
+    """Also where nothing like it was ever measured, and where --where leaves it out."""
+    plain = ask(gpus=16, stack="megatron")
+    asked = replace(plain, fixed={"cp_kind": "allgather"})
+    for one, text in (
+        (asked, "dp2 cp4 tp2"),
+        (plain, "pp2 dp4 tp2"),
+        (replace(plain, where=(parse("tp == 8"),)), "pp2 dp4 tp2"),
+    ):
+        said = explain(one, Layout.parse(text), tokens=None)
+        assert said["fits"], text
+        assert said["row"]["step_s"] >= said["best"]["step_s"] * (1 - 1e-9)
+        assert 1 <= said["rank"] <= said["of"]
+
+
+def test_an_explained_place_is_the_tables() -> None:
+    one = ask(gpus=16, stack="megatron")
+    table = rank(one)
+    for i in range(min(8, len(table))):
+        layout = table.layout(i)
+        said = explain(one, layout, tokens=None)
+        keys = [str(table.layout(j)) for j in range(i + 1)]
+        if keys.count(str(layout)) == 1:
+            assert said["rank"] == i + 1, str(layout)
+
+
+def test_explained_places_are_distinct_layouts() -> None:
+    one = ask(gpus=16, stack="megatron")
+    ranking = rank(one)
+    assert len(set(ranking.layouts.tolist())) == len(ranking.layouts)
+    assert ranking.layouts_s.min() == ranking.all_step_s[0]
+    mine = ways_to_run(one, ranking.layout(0))
+    assert mine is not None
+    assert ranking.place(mine) == 1
+
+
+def test_zero_bubble_with_virtual_stages_from_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16", "--seq-len",
+            "8192", "--global-batch", "64", "--stack", "fourfold", "--micro-batch", "1",
+            "--pp", "4", "--tp", "2", "--dp", "2", "--schedule", "zero-bubble",
+            "--virtual-stages", "2", "--explore", "--format", "json"]  # fmt: skip
+    assert main([*argv, "--sharding", "zero1", "--recompute", "full"]) == 0
+    row = json.loads(capsys.readouterr().out)["ranked"][0]
+    policy = Policy(schedule="zero-bubble", virtual_stages=2, recompute="full", sharding="zero1")
+    batch = Batch(seq_len=8192, global_batch=64, micro_batch=1)
+    spec = RunSpec(
+        model=ask().model, gpus=16, layout=Layout(pp=4, shard=2, tp=2), batch=batch, policy=policy
+    )
+    (told,) = forecast([spec], cluster=ask(gpus=16).cluster)
+    assert told.step_s == pytest.approx(row["step_s"], rel=1e-9)
