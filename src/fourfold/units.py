@@ -1,6 +1,7 @@
-"""Sizes, times and rates as people write them ("80GiB", "1.5ms"), base units inside.
+"""Sizes, times, rates and counts as people write them ("80GiB", "1.5ms", "8k"), base units inside.
 
-GB = 1e9 bytes, GiB = 2^30 bytes; the two are never mixed up silently.
+GB = 1e9 bytes, GiB = 2^30 bytes; the two are never mixed up silently. A sequence of 8k tokens has
+8,192 of them, as everybody in the field means it; 20B tokens of a training are 20e9.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, 
 # 'Gb' is a gigabit on a network card's box and a gigabyte in a hurry: a factor of 8.
 _BIT_OR_BYTE = re.compile(r"[kKMGT]b(/s)?\Z")
 _RATES = {
-    "": 1.0, "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "tb/s": 1e12,
+    "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "tb/s": 1e12,
     "kbit/s": 1e3 / 8, "mbit/s": 1e6 / 8, "gbit/s": 1e9 / 8, "tbit/s": 1e12 / 8,
     "mbps": 1e6 / 8, "gbps": 1e9 / 8, "tbps": 1e12 / 8,
 }  # fmt: skip
+_POWERS = {"": 1, "k": 2**10, "m": 2**20}
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_COUNT = re.compile(
+    r"\s*([+-]?[0-9][0-9_]{0,40}(?:\.[0-9]{0,40})?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]?)\Z"
+)
+_MAX_COUNT = 2**63 - 1
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*\Z")
 
 
@@ -57,8 +64,40 @@ def seconds_from(text: str) -> float:
 
 
 def bytes_per_s_from(text: str) -> float:
-    """'100Gbit/s' -> 1.25e10, '300GB/s' -> 3e11."""
+    """'100Gbit/s' -> 1.25e10, '300GB/s' -> 3e11. A bare number could mean either."""
+    match = _NUMBER_AND_UNIT.match(text)
+    if match and not match.group(2):
+        number = match.group(1)
+        raise UserError("has no unit", value=text, way_out=f"write {number}Gbit/s or {number}GB/s")
     return _parse(text, _RATES, "rate", "300GB/s or 400Gbit/s")
+
+
+def size_from(text: str) -> int:
+    """'8k' -> 8192, '1M' -> 1048576: tokens of a sequence, sequences, ranks, widths."""
+    return _count(text, _POWERS, "8192 or 8k (k = 1024, M = 1024k)")
+
+
+def count_from(text: str) -> int:
+    """'20B' -> 20e9, '1.5e12', '10k' -> 10,000: tokens of a training, parameters, steps."""
+    return _count(text, _THOUSANDS, "20B or 20e9 (k = 1e3, M = 1e6, B = 1e9, T = 1e12)")
+
+
+def _count(text: str, units: dict[str, int], example: str) -> int:
+    import decimal  # 2 ms, only paid for a word
+
+    if text.isascii() and text.isdecimal() and len(text) < 19:
+        return int(text)
+    match = _COUNT.match(text)
+    scale = units.get(match.group(2).lower()) if match else None
+    if match is None or scale is None:
+        raise UserError("is not a number", value=text, way_out=f"write it as {example}")
+    with decimal.localcontext(prec=200):  # exact: 1.1B is 1,100,000,000
+        number = decimal.Decimal(match.group(1).replace("_", "")) * scale
+        if abs(number) > _MAX_COUNT:
+            raise UserError("is too large", value=text, way_out="at most 2^63 - 1")
+        if number != number.to_integral_value():
+            raise UserError("is not a whole number", value=text, way_out=f"write it as {example}")
+    return int(number)
 
 
 def show_bytes(count: float) -> str:

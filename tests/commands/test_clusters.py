@@ -116,7 +116,7 @@ def test_islands_need_the_rate_of_pcie(capsys):
         ([*H100, "--host-gpus", "8", "--hosts", "2"], "network: is missing"),
         ([*H100, "--host-gpus", "8", "--hosts", "0"], "hosts=0: must be from 1"),
         ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "fast"], "is not a rate"),
-        ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "0"], "must be above 0"),
+        ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "0Gbit/s"], "must be above 0"),
         ([*H100, "--host-gpus", "8", "--hosts", "3", "--nvlink-ranks", "16"], "network"),
         ([*H100, "--host-gpus", "4", "--topo", str(SAMPLES / "topo_8xh100.txt")], "shows 8"),
         ([*H100, "--topo", str(SAMPLES / "all_reduce_1x8.log")], "is not the output of"),
@@ -166,6 +166,6 @@ def test_a_tray_of_four_behind_a_switch_may_be_part_of_a_rack(tmp_path, capsys):
     assert "--nvlink-ranks 72" in capsys.readouterr().err
     assert main([*words, "--nvlink-ranks", "72"]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert "--nvlink-ranks" not in captured.err
     assert [link["ranks"] for link in json.loads(captured.out)["links"]] == [72, 144]
     assert captured.out.endswith("}\n")

@@ -24,12 +24,12 @@ from fourfold.search.question import (
     default_stack,
     entry_for,
     evidence_for,
-    match_stack,
     usual_cluster,
     usual_policy,
 )
 from fourfold.search.ramp import training
 from fourfold.search.rank import rank
+from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.expression import parse
@@ -296,7 +296,8 @@ def test_stack_names_find_their_measured_kin() -> None:
     h100 = catalog.cluster("nvidia-h100")
     assert match_stack("nemo", h100, SHIPPED) == "nemo-2025"
     assert match_stack("nemo-2024", h100, SHIPPED) == "nemo-2024"
-    assert match_stack("mine", h100, SHIPPED) == "mine"
+    with pytest.raises(UserError, match="unknown stack"):
+        match_stack("mine", h100, SHIPPED)
     assert default_stack(usual_cluster(catalog.device("h100-80gb"), 8), SHIPPED) == "generic"
 
 
@@ -356,7 +357,7 @@ def test_command_exports_the_first_choice(capsys, tmp_path) -> None:
         (["--explain", "tp0x"], 2, "is not a layout"),
         (["--model", "llama-3.1-405b"], 1, ""),
         (["--where", "dp > 1000"], 1, ""),
-        (["--pp", "7"], 1, ""),
+        (["--pp", "7"], 2, "must divide it"),
         (["--precision", "fp4"], 1, ""),
         (["--stack", "nanotron", "--recompute", "every-3"], 1, ""),
     ],

@@ -14,9 +14,9 @@ from typing import Any
 from fourfold.commands import flags
 from fourfold.errors import UserError
 from fourfold.show.table import json_text
-from fourfold.spec import catalog
+from fourfold.spec import catalog, words
 from fourfold.spec.device import Device
-from fourfold.spec.policy import BUNDLES, PRECISION_ALIASES
+from fourfold.spec.policy import BUNDLES
 
 EXAMPLES = """\
 examples:
@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("max-nodes", "at most N hosts, for --params"),
         ("global-batch", "sequences of a step, for --params (default 2048)"),
     ):
-        add(f"--{name}", type=int, metavar="N", help=text)
-    add("--params", type=float, metavar="P", help="compare shapes of about P parameters")
-    add("--tokens", type=float, metavar="T", help="by days for T tokens")
+        add(f"--{name}", type=int if name == "vocab" else flags.size, metavar="N", help=text)
+    add("--params", type=flags.count, metavar="P", help="compare shapes of about P parameters: 30B")
+    add("--tokens", type=flags.count, metavar="T", help="by days for T tokens: 1T")
     add("--attention", choices=KERNELS, default="flash", help="kernel of the attention core")
     add("--precision", default="bf16-mixed", metavar="X", help="as in 'plan'")
     add("--stack", metavar="NAME", help="whose engine the numbers are for")
@@ -75,7 +75,7 @@ def _device(args: argparse.Namespace) -> Device:
 
 
 def _precision(args: argparse.Namespace, device: Device) -> str:
-    precision = PRECISION_ALIASES.get(args.precision, args.precision)
+    precision = words.policy_word("precision", args.precision)
     if precision not in BUNDLES:
         raise UserError(
             "is not a precision", field="precision", value=precision, way_out=", ".join(BUNDLES)
@@ -88,7 +88,8 @@ def _precision(args: argparse.Namespace, device: Device) -> str:
 def _knobs(args: argparse.Namespace, device: Device) -> tuple[dict[str, float], str]:
     """(knobs, whose they are)."""
     from fourfold.cost import calibration as calibrations
-    from fourfold.search.question import entry_for, match_stack, usual_cluster
+    from fourfold.search.question import entry_for, usual_cluster
+    from fourfold.search.stack_names import match_stack
 
     known = calibrations.load(args.calibration) if args.calibration else calibrations.shipped()
     cluster = catalog.cluster(args.cluster) if args.cluster else usual_cluster(device, 8)

@@ -42,7 +42,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_run(parser)
     parser.add_argument("--runs", default="runs", metavar="DIR", help="the store (default: runs)")
-    parser.add_argument("--steps", type=int, metavar="N", help="timed steps")
+    parser.add_argument("--steps", type=flags.count, metavar="N", help="timed steps")
     parser.add_argument(
         "--warmup",
         type=int,

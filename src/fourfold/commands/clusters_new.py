@@ -237,7 +237,10 @@ def _network_rate(known: _Evidence, measured: LinkFit | None) -> tuple[str, str]
         example = f"--nic-rate RATE ({known.nics} cards seen)" if known.nics else "--network RATE"
         answer = _ask("network", "network rate of one host, such as 3200Gbit/s", example)
         host, why = _parsed("network", answer), f"{answer} a host"
-    return _show_rate(host / known.host_gpus), why
+    gpu = _show_rate(host / known.host_gpus)
+    bits = f"{8 * host / known.host_gpus / 1e9:.6g}Gbit/s"
+    print(f"network: {why} = {bits} ({gpu}) a GPU", file=sys.stderr)
+    return gpu, why
 
 
 def _parsed(field: str, text: str) -> float:

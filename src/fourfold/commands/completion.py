@@ -148,7 +148,7 @@ def _values(command: str, action: argparse.Action) -> tuple[str, ...]:
         return (*catalog.cluster_names(), *(("new",) if command == "clusters" else ()))
     return {
         "convention": (*CONVENTIONS, *ALIASES),
-        "precision": (*policy.BUNDLES, *policy.PRECISION_ALIASES),
+        "precision": (*policy.BUNDLES, "bf16"),
         "sharding": typing.get_args(policy.Sharding),
         "cp_kind": typing.get_args(policy.CpKind),
         "schedule": typing.get_args(policy.Schedule),

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.show.table import FORMATS
-from fourfold.spec import codec
-from fourfold.spec.policy import BUNDLES, PRECISION_ALIASES
+from fourfold.spec import codec, words
+from fourfold.spec.policy import BUNDLES
 from fourfold.spec.run import RunSpec
+from fourfold.units import count_from, size_from
 
-# flag -> (path in a run's table, type, help); a flag mirrors its field.
-_LAYOUT_FLAGS: dict[str, tuple[str, type, str]] = {
-    "--gpus": ("gpus", int, "ranks in all"),
+# flag -> (path in a run's table, metavar, help); a flag mirrors its field, which reads the word.
+_LAYOUT_FLAGS: dict[str, tuple[str, str, str]] = {
+    "--gpus": ("gpus", "N", "ranks in all"),
     "--dp": (
         "layout.dp",
-        str,
+        "X",
         "data parallel: 8, or 2x4 = 2 copies sharded over 4 (default: the rest)",
     ),
-    "--tp": ("layout.tp", int, "tensor parallel"),
-    "--cp": ("layout.cp", int, "context parallel"),
-    "--pp": ("layout.pp", int, "pipeline stages"),
-    "--micro-batch": ("batch.micro_batch", int, "sequences of one micro batch"),
-    "--global-batch": ("batch.global_batch", int, "sequences of one step"),
-    "--seq-len": ("batch.seq_len", int, "tokens of one sequence"),
-    "--sharding": ("policy.sharding", str, "zero0, zero1, zero2 or zero3"),
-    "--recompute": ("policy.recompute", str, "none, full, selective or every-N"),
-    "--cp-kind": ("policy.cp_kind", str, "ring, allgather or ulysses"),
-    "--schedule": ("policy.schedule", str, "gpipe, 1f1b, interleaved or zero-bubble"),
-    "--virtual-stages": ("policy.virtual_stages", int, "model chunks of one pipeline rank"),
-    "--precision": ("policy.precision", str, f"one of {', '.join((*BUNDLES, *PRECISION_ALIASES))}"),
+    "--tp": ("layout.tp", "N", "tensor parallel"),
+    "--cp": ("layout.cp", "N", "context parallel"),
+    "--pp": ("layout.pp", "N", "pipeline stages"),
+    "--micro-batch": ("batch.micro_batch", "N", "sequences of one micro batch"),
+    "--global-batch": (
+        "batch.global_batch",
+        "N",
+        "sequences of one step; 4M or 4Mtokens: that many tokens",
+    ),
+    "--seq-len": ("batch.seq_len", "N", "tokens of one sequence: 8192 or 8k (k = 1024)"),
+    "--sharding": (
+        "policy.sharding",
+        "X",
+        "zero0 to zero3; ddp, fsdp (zero3), hsdp (with --dp 2x4)",
+    ),
+    "--recompute": ("policy.recompute", "X", "none, full, selective or every-N"),
+    "--cp-kind": ("policy.cp_kind", "X", "ring, allgather or ulysses"),
+    "--schedule": ("policy.schedule", "X", "gpipe, 1f1b, interleaved or zero-bubble"),
+    "--virtual-stages": ("policy.virtual_stages", "N", "model chunks of one pipeline rank"),
+    "--precision": ("policy.precision", "X", f"one of {', '.join(BUNDLES)}; bf16 is bf16-mixed"),
 }
 
 
@@ -49,10 +59,34 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 def add_layout(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
     """The layout flags: the same names in every command. `without`: flags it has in its own way."""
     group = parser.add_argument_group("layout, batch and policy")
-    for flag, (_, kind, text) in _LAYOUT_FLAGS.items():
-        if flag in without:
-            continue
-        group.add_argument(flag, type=kind, metavar="N" if kind is int else "X", help=text)
+    for flag, (_, metavar, text) in _LAYOUT_FLAGS.items():
+        if flag not in without:
+            group.add_argument(flag, metavar=metavar, help=text)
+
+
+def size(text: str) -> int:
+    """For argparse: a length, a width, a number of ranks; 8k is 8192."""
+    return _read(size_from, text)
+
+
+def count(text: str) -> int:
+    """For argparse: tokens of a training, parameters, steps; 20B is 20e9."""
+    return _read(count_from, text)
+
+
+def number(text: str) -> float:
+    """For argparse: 85144.5, or 3.2M with the same letters as `count`."""
+    try:
+        return float(text)
+    except ValueError:
+        return float(count(text))
+
+
+def _read(read: Callable[[str], int], text: str) -> int:
+    try:
+        return read(text)
+    except UserError as error:  # argparse puts the flag's name before it
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +119,7 @@ def run_table(args: argparse.Namespace, known: Mapping[str, Any] | None = None) 
     for flag, (path, _, _) in _LAYOUT_FLAGS.items():
         value = getattr(args, flag[2:].replace("-", "_"))
         if value is not None:
-            put(table, path, int(value) if flag == "--dp" and value.isdecimal() else value)
+            put(table, path, value)
     for assignment in getattr(args, "set", []):
         path, equals, text = assignment.partition("=")
         if not equals or not path:
@@ -94,7 +128,24 @@ def run_table(args: argparse.Namespace, known: Mapping[str, Any] | None = None) 
         is_text = path in ("note", "tag", "data") or path.startswith("policy.env.")
         # A shell eats the quotes of policy.env.X="1".
         put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
-    return table
+    return _understood(table)
+
+
+def _understood(table: dict[str, Any]) -> dict[str, Any]:
+    """Numbers and the fields' own words; what was meant by others goes to stderr."""
+    hybrid = (
+        words.is_hybrid(table.get("policy", {}).get("sharding")) if _has_policy(table) else False
+    )
+    tidy, notes = words.tidied(table)
+    if notes:
+        print(f"read as: {'; '.join(notes)}", file=sys.stderr)
+    if hybrid:  # RunSpec asks whether the layout has copies
+        tidy["policy"]["sharding"] = words.HYBRID[0]
+    return tidy
+
+
+def _has_policy(table: Mapping[str, Any]) -> bool:
+    return isinstance(table.get("policy"), dict)
 
 
 def run_spec(args: argparse.Namespace) -> RunSpec:

@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--convention", metavar="ID", help=f"only one of {', '.join(CONVENTIONS)}")
     speed = parser.add_mutually_exclusive_group()
-    speed.add_argument("--tokens-per-s", type=float, metavar="X", help="over all GPUs")
+    speed.add_argument(
+        "--tokens-per-s", type=flags.number, metavar="X", help="over all GPUs: 85144 or 3.2M"
+    )
     speed.add_argument("--step-s", type=float, metavar="X", help="with --global-batch")
     flags.add_run(parser)
     flags.add_format(parser)
@@ -131,4 +133,15 @@ def _conditions(answer: dict[str, Any]) -> str:
         text += f" of {answer['gpu']} at {answer['peak_flops'] / 1e12:g} TFLOP/s dense"
     if "tokens_per_s" in answer:
         text += f"; {answer['tokens_per_s']:,.0f} tokens/s"
-    return text
+    return text + _impossible(answer)
+
+
+def _impossible(answer: dict[str, Any]) -> str:
+    """No run beats the peak: one of the numbers is not what it was taken for."""
+    most = max((row.get("hfu_pct", 0.0) for row in answer["conventions"].values()), default=0.0)
+    if most <= 100:
+        return ""
+    return (
+        f"\nHFU up to {most:.0f}% is more than the GPU can do: is --tokens-per-s over all GPUs and "
+        "--step-s of a whole step? are --gpus, --gpu, --precision and --recompute those of the run?"
+    )

@@ -14,10 +14,10 @@ from typing import Any
 
 from fourfold.commands import flags
 from fourfold.commands.foresight import read_profile
+from fourfold.commands.plan_machines import machines, named_axes
 from fourfold.errors import UserError
-from fourfold.result.profile import cluster_of
 from fourfold.show.table import json_text
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, codec, words
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
@@ -27,7 +27,7 @@ EXAMPLES = """\
 examples:
   fourfold plan --model gpt-3-175b --cluster jean-zay --gpus 384 --seq-len 2048 --global-batch 2048
   fourfold plan --model llama-3.1-8b --gpu h100-80gb --gpus 64 --seq-len 8192 --global-batch 512 \\
-      --stack megatron --tokens 1e12
+      --stack megatron --tokens 1T --price 2.5
   fourfold plan --model bloom-176b --cluster jean-zay --max-nodes 48 --seq-len 2048 \\
       --global-batch 2048 --ramp 192,16,9765625 --where "dp % 4 == 0" --top 5
   fourfold plan ... --explain "pp12 dp4 tp8" --timeline schedule.html
@@ -44,10 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="ID", help="instead of a cluster: GPUs of this kind on usual hosts")
     add("--profile", metavar="FILE", help="instead of both: this machine, from 'calibrate --out'")
     add("--max-nodes", type=int, metavar="N", help="at most N hosts; fewer are tried too")
-    add("--stack", metavar="NAME", help="whose engine the numbers are for (default: the one "
-        "measured on the cluster, else any; 'fourfold' is our own)")  # fmt: skip
+    add("--stack", metavar="NAME", help="whose engine the numbers are for; 'list' prints all "
+        "(default: the one measured on the cluster, else any; 'fourfold' is our own)")  # fmt: skip
     add("--ramp", metavar="START,INCREMENT,SAMPLES", help="batch ramp-up, in sequences")
-    add("--tokens", type=float, metavar="T", help="for days, GPU-hours and cost of a training")
+    add("--tokens", type=flags.count, metavar="T", help="of a training, such as 1.5T or 20e9: adds "
+        "days, GPU-hours and cost")  # fmt: skip
+    add("--price", type=float, metavar="X", help="of one GPU-hour, for the cost of --tokens "
+        "(default: the cluster file's)")  # fmt: skip
     add(
         "--where",
         action="append",
@@ -75,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.top < 1 or args.pick < 1:
         raise UserError("must be 1 or more", field="--top, --pick", value=min(args.top, args.pick))
+    if args.stack == "list":
+        return _list_stacks(args)
     ask, counts = question(args)
     if args.explain:
         return _explain(args, ask)
@@ -97,10 +102,9 @@ def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
 
     table = flags.run_table(args)
     fixed = _fixed(table)
-    cluster, counts = _machines(args, table)
+    cluster, counts = machines(args, table)
     known = _known(args, cluster)
-    stack = questions.match_stack(args.stack or "", cluster, known) if args.stack else ""
-    stack = stack or questions.default_stack(cluster, known)
+    stack = _stack(args, cluster, known)
     plain = table.get("policy", {})
     policy = codec.decode(Policy, plain, "policy")
     entry, why = questions.entry_for(known, stack, cluster)
@@ -124,14 +128,41 @@ def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
     return ask, counts
 
 
-def _known(args: argparse.Namespace, cluster: Cluster) -> Any:
+def _stack(args: argparse.Namespace, cluster: Cluster, known: Any) -> str:
+    """Whose engine; what a short name stands for is said."""
+    from fourfold.search.question import default_stack
+    from fourfold.search.stack_names import match_stack
+
+    if not args.stack:
+        return default_stack(cluster, known)
+    stack = match_stack(args.stack, cluster, known)
+    if stack != args.stack.strip().lower():
+        rows = {e.cluster: e.rows_time for e in known.entries if e.stack == stack}
+        where = ", ".join(f"{name} ({count} rows)" for name, count in rows.items())
+        print(f"read as: stack {args.stack} = {stack}, measured on {where}", file=sys.stderr)
+    return stack
+
+
+def _list_stacks(args: argparse.Namespace) -> int:
+    from fourfold.search.stack_names import listed
+    from fourfold.show.plan import stacks_text
+
+    cluster = None
+    if args.cluster or args.gpu or args.profile:
+        cluster, _ = machines(argparse.Namespace(**{**vars(args), "gpus": None}), {"gpus": 1})
+    rows = listed(_known(args, cluster), cluster)
+    print(json_text(rows) if args.format == "json" else stacks_text(rows, args.format))
+    return 0
+
+
+def _known(args: argparse.Namespace, cluster: Cluster | None) -> Any:
     """The calibration: a file, what a profile of this machine says, or the shipped one."""
     from fourfold.cost import calibration as calibrations
     from fourfold.cost.measured import calibration_of
 
     if args.calibration:
         return calibrations.load(args.calibration)
-    if args.profile:
+    if args.profile and cluster is not None:
         return calibration_of(read_profile(args.profile), cluster)
     return calibrations.shipped()
 
@@ -139,58 +170,17 @@ def _known(args: argparse.Namespace, cluster: Cluster) -> Any:
 def _fixed(table: dict[str, Any]) -> dict[str, Any]:
     """What the user decided: axes, micro batch and searched policy fields."""
     layout = table.get("layout", {})
-    whole = Layout.from_plain(layout, "layout")
-    named = layout if isinstance(layout, dict) else {w[:2]: 0 for w in layout.split()}
+    whole, named = Layout.from_plain(layout, "layout"), named_axes(layout)
     fixed: dict[str, Any] = {axis: whole.size(axis) for axis in ("pp", "cp", "tp") if axis in named}
-    if {"dp", "shard", "replicate"} & set(named):
+    if {"dp", "shard", "replicate"} & named:
         fixed |= {"dp": whole.dp, "replicate": whole.replicate}
     if table.get("batch", {}).get("micro_batch"):
         fixed["micro_batch"] = table["batch"]["micro_batch"]
-    policy = table.get("policy", {})
-    return fixed | {name: policy[name] for name in SEARCHED if name in policy}
-
-
-def _machines(args: argparse.Namespace, table: dict[str, Any]) -> tuple[Cluster, list[int]]:
-    """The cluster, and the numbers of GPUs to try, largest first."""
-    from fourfold.search.question import usual_cluster
-
-    gpus = table.get("gpus")
-    if args.max_nodes is not None and args.max_nodes < 1:
-        raise UserError("must be 1 or more", field="--max-nodes", value=args.max_nodes)
-    if gpus is not None and not 1 <= gpus <= 2**20:
-        raise UserError("must be from 1 to 1048576", field="gpus", value=gpus)
-    if args.cluster:
-        cluster = catalog.cluster(args.cluster)
-    elif args.profile:
-        cluster = cluster_of(read_profile(args.profile), gpus or 1)
-    elif args.gpu:
-        device = catalog.device(args.gpu)
-        most = gpus or 8 * (args.max_nodes or 0)
-        if not most:
-            raise UserError("is missing", field="gpus", way_out="add --gpus N or --max-nodes N")
-        cluster = usual_cluster(device, most)
-    else:
-        raise UserError(
-            "is missing",
-            field="cluster",
-            way_out="add --cluster NAME, --gpu ID with "
-            "--gpus N, or --profile FILE ('fourfold calibrate --out FILE')",
-        )
-    if args.max_nodes is None:
-        most = gpus or cluster.gpus
-        counts = [most]
-    else:
-        nodes = min(args.max_nodes, cluster.hosts)
-        most = min(gpus or cluster.gpus, nodes * cluster.host_gpus)
-        counts = [n * cluster.host_gpus for n in range(most // cluster.host_gpus, 0, -1)] or [most]
-    if most > cluster.gpus:
-        raise UserError(
-            f"{cluster.name} has {cluster.gpus}",
-            field="gpus",
-            value=most,
-            way_out=f"at most {cluster.gpus}, or describe a larger cluster in a file",
-        )
-    return cluster, counts
+    plain = table.get("policy", {})
+    policy = codec.decode(Policy, plain, "policy")
+    if words.is_hybrid(plain.get("sharding")) and whole.replicate == 1:
+        fixed["replicate"] = "several"
+    return fixed | {name: getattr(policy, name) for name in SEARCHED if name in plain}
 
 
 def _batch(args: argparse.Namespace, table: dict[str, Any]) -> Batch:

@@ -58,7 +58,9 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="of the sequence")
+    parser.add_argument(
+        "--tokens", type=flags.size, required=True, metavar="N", help="of the sequence"
+    )
     parser.add_argument("--model", metavar="NAME", help="a preset or config.json for the sizes")
     sizes = parser.add_argument_group("sizes (each overrides the model's)")
     for name, text in (
@@ -68,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("ffn", "width of the MLP"),
         ("layers", "layers whose weights a rank holds, in mlp and mlp2d"),
     ):
-        sizes.add_argument(f"--{name}", type=int, metavar="N", help=text)
+        sizes.add_argument(f"--{name}", type=flags.size, metavar="N", help=text)
     layout = parser.add_argument_group("layout")
     for axis, text in (("tp", "tensor"), ("cp", "context"), ("dp", "data")):
         layout.add_argument(

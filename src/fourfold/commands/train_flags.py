@@ -19,14 +19,18 @@ from fourfold.spec.train import LrSchedule, TrainSettings
 
 # flag -> (field of TrainSettings, type, help); a flag mirrors its field.
 _FLAGS: dict[str, tuple[str, Any, str]] = {
-    "--steps": ("steps", int, "steps in all, those before a resume included"),
+    "--steps": ("steps", flags.count, "steps in all, those before a resume included"),
     "--lr": ("lr", float, "highest learning rate (3e-4)"),
     "--min-lr": ("min_lr", float, "learning rate at the end of the decay (0)"),
-    "--warmup-steps": ("warmup_steps", int, "steps up to the highest rate (0)"),
+    "--warmup-steps": ("warmup_steps", flags.count, "steps up to the highest rate (0)"),
     "--lr-schedule": ("lr_schedule", str, "cosine (default), linear, constant or wsd"),
-    "--save-every": ("save_every", int, "steps between checkpoints (100); 0: only at the end"),
-    "--keep": ("keep", int, "checkpoints to keep (2); 0: all"),
-    "--log-every": ("log_every", int, "steps between looks at the loss (10)"),
+    "--save-every": (
+        "save_every",
+        flags.count,
+        "steps between checkpoints (100); 0: only at the end",
+    ),
+    "--keep": ("keep", flags.count, "checkpoints to keep (2); 0: all"),
+    "--log-every": ("log_every", flags.count, "steps between looks at the loss (10)"),
     "--weights": ("weights", str, "begin from these: a Hugging Face folder (its --model too)"),
     "--wandb": ("wandb", str, "also log to this Weights & Biases project"),
 }

@@ -22,7 +22,7 @@ from fourfold.spec import check
 from fourfold.spec.catalog import model
 from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import AXES, Layout
-from fourfold.spec.policy import BUNDLES, PRECISION_ALIASES
+from fourfold.spec.policy import BUNDLES
 from fourfold.spec.run import RunSpec
 
 EXAMPLES = """\
@@ -54,10 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--break", dest="fault", choices=FAULTS, help="plant a fault: must fail")
     parser.add_argument(
-        "--precision", choices=(*BUNDLES, *PRECISION_ALIASES), default="fp32", help="default: fp32"
+        "--precision", default="fp32", metavar="X", help=f"{', '.join(BUNDLES)} (default fp32)"
     )
-    parser.add_argument("--global-batch", type=int, metavar="N", help="sequences of one step")
-    parser.add_argument("--micro-batch", type=int, metavar="N", help="need not divide anything")
+    parser.add_argument(
+        "--global-batch", type=flags.size, metavar="N", help="sequences of one step"
+    )
+    parser.add_argument(
+        "--micro-batch", type=flags.size, metavar="N", help="need not divide anything"
+    )
     parser.add_argument(
         "--set",
         action="append",

@@ -169,13 +169,21 @@ def _layouts(ask: Question) -> list[tuple[int, int, int, int, int]]:
                 dp = ask.gpus // tp // cp // pp
                 if ask.fixed.get("dp", dp) != dp:
                     continue
-                copies = ask.fixed.get("replicate")
                 found += [
                     (pp, replicate, dp // replicate, cp, tp)
-                    for replicate in ((copies,) if copies else divisors(dp)[:-1] or [1])
-                    if isinstance(replicate, int) and dp % replicate == 0
+                    for replicate in _copies(ask, dp)
+                    if dp % replicate == 0
                 ]
     return found
+
+
+def _copies(ask: Question, dp: int) -> list[int]:
+    """Copies of the sharded state: as asked, 'several' for HSDP, else every number that divides."""
+    asked = ask.fixed.get("replicate")
+    if isinstance(asked, int):
+        return [asked]
+    some = divisors(dp)[:-1] or [1]
+    return some[1:] if asked == "several" else some
 
 
 def _sizes(ask: Question, axis: str, ranks: int) -> list[int]:

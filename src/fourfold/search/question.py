@@ -7,7 +7,7 @@ from typing import Any
 
 from fourfold.cost.calibration import Calibration, Entry, generation_of
 from fourfold.cost.columns import Columns, columns
-from fourfold.cost.habits import habits, year_of
+from fourfold.cost.habits import habits
 from fourfold.cost.hardware import OTHER_FABRIC, USUAL_FABRIC
 from fourfold.cost.specs import machine_facts, model_facts, policy_facts
 from fourfold.search.legal import Target
@@ -81,21 +81,6 @@ def default_stack(cluster: Cluster, calibration: Calibration) -> str:
     if not known:
         return "generic"
     return max(known, key=lambda entry: (entry.rows_time, entry.stack)).stack
-
-
-def match_stack(stack: str, cluster: Cluster, calibration: Calibration) -> str:
-    """'megatron' -> the measured stack that says most about it: on this cluster, else on this
-    generation of GPU, the newest. A full name, or one nobody measured, stays as it is."""
-    named = [e for e in calibration.entries if e.stack.startswith(f"{stack}-")]
-    if not named or any(e.stack == stack for e in calibration.entries):
-        return stack
-    generation = generation_of(cluster.device.id)
-
-    def says(entry: Entry) -> tuple[bool, bool, int, int]:
-        here, alike = entry.cluster == cluster.name, entry.generation == generation
-        return here, alike, 0 if here else year_of(entry.stack) or 0, entry.rows_time
-
-    return max(named, key=says).stack
 
 
 def usual_policy(stack: str, policy: Policy, decided: set[str]) -> Policy:

@@ -102,7 +102,7 @@ STACKS: dict[str, Stack] = {
         ),
     )
 }
-_ALIASES = {"nemo": "megatron"}
+ALIASES = {"nemo": "megatron"}
 
 
 def stack_rules(name: str) -> Stack:
@@ -110,7 +110,7 @@ def stack_rules(name: str) -> Stack:
     if not name.strip():
         raise UserError("is empty", field="stack", value=name, way_out="--stack megatron")
     key = name.lower()
-    for prefix in sorted((*STACKS, *_ALIASES), key=len, reverse=True):
+    for prefix in sorted((*STACKS, *ALIASES), key=len, reverse=True):
         if key == prefix or key.startswith(f"{prefix}-"):
-            return STACKS[_ALIASES.get(prefix, prefix)]
+            return STACKS[ALIASES.get(prefix, prefix)]
     return STACKS["generic"]

@@ -19,6 +19,16 @@ def plan_text(answer: dict[str, Any], style: str) -> str:
     return "\n".join(lines)
 
 
+def stacks_text(rows: list[dict[str, Any]], style: str) -> str:
+    """Names that --stack takes."""
+    cells = []
+    for row in rows:
+        where = ", ".join(f"{name} ({count})" for name, count in row["measured"].items())
+        stands_for = row["stands_for"] if row["stands_for"] != row["stack"] else "itself"
+        cells.append([row["stack"], stands_for, row["rules"], where or "-"])
+    return render(["stack", "stands for", "limits of", "measured on (rows)"], cells, style)
+
+
 def _head(answer: dict[str, Any]) -> list[str]:
     hosts = -(-answer["gpus"] // answer["host_gpus"])
     cal = answer["calibration"]

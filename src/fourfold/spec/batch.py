@@ -6,9 +6,11 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Annotated
 
 from fourfold.errors import UserError
-from fourfold.spec import check, codec
+from fourfold.spec import check, codec, words
+from fourfold.units import count_from, size_from
 
 MAX_RAMP_STAGES = 10_000
 
@@ -32,12 +34,16 @@ class Ramp:
     @classmethod
     def parse(cls, text: str) -> Ramp:
         """'192,16,9765625' -> start, increment, samples."""
-        words = [word.strip() for word in text.split(",")]
-        if len(words) != 3 or not all(re.fullmatch("[0-9]{1,18}", word) for word in words):
-            rule, example = "must be three whole numbers", "START,INCREMENT,SAMPLES: 192,16,9765625"
-            raise UserError(rule, field="ramp", value=text, way_out=example)
-        start, increment, samples = map(int, words)
-        return cls(start=start, increment=increment, samples=samples)
+        example = "START,INCREMENT,SAMPLES: 192,16,9765625"
+        try:
+            start, increment, samples = text.split(",")
+            return cls(
+                start=size_from(start), increment=size_from(increment), samples=count_from(samples)
+            )
+        except ValueError as error:
+            why = f" ({error})" if isinstance(error, UserError) else ""
+            rule = f"must be three whole numbers{why}"
+            raise UserError(rule, field="ramp", value=text, way_out=example) from None
 
     @classmethod
     def from_plain(cls, data: object, path: str = "") -> Ramp:
@@ -85,8 +91,8 @@ def _walk(ramp: Ramp | None, full: int) -> _Walk:
 class Batch:
     """`micro_batch` need not divide the share of a data-parallel rank; 0 means 'auto'."""
 
-    seq_len: int
-    micro_batch: int = 1
+    seq_len: Annotated[int, size_from]
+    micro_batch: Annotated[int, size_from] = 1
     global_batch: int = 1
     ramp: Ramp | None = None
 
@@ -114,6 +120,14 @@ class Batch:
                 value=self.ramp.increment,
                 way_out="choose a larger increment",
             )
+
+    @classmethod
+    def from_plain(cls, data: object, path: str = "") -> Batch:
+        """Like any table, but `global_batch = "4M"` counts tokens and micro_batch may be 'auto'."""
+        if isinstance(data, dict):
+            tidy, _ = words.tidied({"batch": data})
+            data = tidy["batch"]
+        return codec.decode_fields(cls, data, path)
 
     @property
     def tokens(self) -> int:

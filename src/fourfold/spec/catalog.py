@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,16 +105,38 @@ def device(name: str) -> Device:
     if _PATHLIKE.search(name):
         return _from_file(name, "gpu", lambda data: codec.load(Device, data))
     table = _data("devices.toml")["devices"]
-    key = name.lower()
+    key = _device_id(name, table)
     if key not in table:
         raise UserError(
             "unknown GPU, and a peak is never guessed",
             field="gpu",
             value=name,
-            way_out=f"known: {', '.join(table)}; to add one, write a TOML file with the fields of "
-            "'fourfold clusters --gpu h100-80gb --format json' and name its path",
+            way_out=f"{_close(key, table)}known: {', '.join(table)}; to add one, write a TOML "
+            "file with the fields of 'fourfold clusters --gpu h100-80gb --format json' and name "
+            "its path",
         )
     return codec.decode(Device, {"id": key, **table[key]})
+
+
+def _close(word: str, known: Iterable[str]) -> str:
+    said = nearest(word, known)
+    return f"{said} " if said.startswith("did you mean") else ""
+
+
+def _device_id(name: str, known: Iterable[str]) -> str:
+    """'H200' and 'a800' are one GPU each; 'h100' comes in several sizes, and none is guessed."""
+    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    variants = [other for other in known if other.startswith(f"{key}-")]
+    if key in known or not variants:
+        return key
+    if len(variants) == 1:
+        return variants[0]
+    raise UserError(
+        f"comes in {len(variants)} sizes",
+        field="gpu",
+        value=name,
+        way_out=f"did you mean {', '.join(variants[:-1])} or {variants[-1]}?",
+    )
 
 
 def cluster_names() -> tuple[str, ...]:

@@ -93,8 +93,9 @@ def _decode_value(hint: Any, value: object, path: str) -> Any:
 
 
 def _decode_choice(choices: tuple[Any, ...], value: object, path: str) -> Any:
-    if value in choices and isinstance(value, str):
-        return value
+    for choice in choices:
+        if isinstance(value, str) and value.strip().lower() == choice.lower():
+            return choice
     raise UserError(
         "is not one of the choices", field=path, value=value, way_out=f"one of {', '.join(choices)}"
     )

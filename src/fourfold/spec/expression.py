@@ -10,11 +10,13 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fourfold.errors import UserError, nearest
+from fourfold.units import size_from
 
 NAMES = (
     "dp", "tp", "cp", "pp", "vp", "micro_batch", "global_batch", "seq_len", "gpus", "nodes",
@@ -46,6 +48,8 @@ _COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+# A number with k or M right behind it: 'seq_len >= 8k'.
+_SUFFIXED = re.compile(r"(?<![\w.])[0-9]+(?:\.[0-9]+)?[kKmM](?![\w.])")
 _TEACH = "write conditions like 'dp % 4 == 0 and mem_gb < 70'"
 
 
@@ -68,6 +72,7 @@ def parse(text: str) -> Expression:
         raise UserError("must be a condition", field="where", value=text, way_out=_TEACH)
     if len(text) > MAX_TEXT:
         raise UserError(f"is longer than {MAX_TEXT} characters", field="where", value=text)
+    typed, text = text, _SUFFIXED.sub(_expanded, text)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -81,7 +86,12 @@ def parse(text: str) -> Expression:
             value=text,
             way_out=f"compare it with something: '{text.strip()[:40]} == 0'",
         )
-    return Expression(text, frozenset(names), tree)
+    return Expression(typed, frozenset(names), tree)
+
+
+def _expanded(match: re.Match[str]) -> str:
+    """'8k' -> '8192': every count that a condition reads is one of ranks, sequences or widths."""
+    return str(size_from(match.group()))
 
 
 def _check(node: ast.expr, text: str, names: set[str], depth: int) -> Kind:

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 
 from fourfold.errors import UserError, nearest
 from fourfold.spec import check
+from fourfold.units import size_from
 
 AXES = ("pp", "dp", "cp", "tp")
-_WORD = re.compile(r"(pp|dp|cp|tp|ep)([0-9]{1,9})(?:x([0-9]{1,9}))?\Z")
+# 'tp8', 'TP=8', 'dp2x4'; between words blanks, commas or an x ('TP8xPP2').
+_WORD = re.compile(
+    r"\s*(pp|dp|cp|tp|ep)\s?[=:]?\s?([0-9]{1,9})(?:x([0-9]{1,9}))?(?:[\s,;*/]+|x(?=[a-z])|\Z)"
+)
 _MAX_RANKS = 2**24
 
 
@@ -79,11 +83,14 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """`pp2 dp2x4 cp1 tp8`; axes left out are 1, the order of words is the placement."""
+        """`pp2 dp2x4 cp1 tp8`; axes left out are 1, the order of words is the placement. `TP8 PP2`,
+        `tp=8,pp=2` and `TP8xPP2` are read too."""
         sizes: dict[str, int] = {}
         order: list[str] = []
-        for word in text.split():
-            match = _WORD.match(word)
+        rest = text.lower()
+        while rest.strip():
+            match = _WORD.match(rest)
+            rest = rest[match.end() :] if match else rest
             axis = match.group(1) if match else ""
             if match is None or axis in order or (match.group(3) and axis != "dp"):
                 raise UserError(
@@ -129,7 +136,7 @@ class Layout:
         sizes: dict[str, int] = {}
         dp = table.get("dp")
         if isinstance(dp, str):
-            parsed = cls.parse(f"dp{dp}")
+            parsed = cls.parse(dp if dp.lower().startswith("dp") else f"dp{dp}")
             sizes = {"replicate": parsed.replicate, "shard": parsed.shard}
         elif dp is not None:
             sizes = {"shard": _int("dp", dp)}
@@ -159,6 +166,11 @@ def _whole_order(named: list[str]) -> tuple[str, ...]:
 
 
 def _int(field: str, value: object) -> int:
+    if isinstance(value, str):
+        try:
+            return size_from(value)
+        except UserError as error:
+            raise error.within(field) from None
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise UserError("must be a whole number", field=field, value=value)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from fourfold.errors import UserError
-from fourfold.spec import check
+from fourfold.spec import check, words
+from fourfold.units import size_from
 
 Precision = Literal["fp32", "fp64", "bf16-pure", "bf16-mixed", "fp16", "fp8", "fp4"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp4"]
@@ -34,7 +35,6 @@ BUNDLES: dict[str, tuple[Dtype, Dtype, Dtype, Dtype, Dtype]] = {
     "fp8": ("fp32", "fp8", "fp32", "fp32", "fp32"),
     "fp4": ("fp32", "fp4", "fp32", "fp32", "fp32"),
 }
-PRECISION_ALIASES = {"bf16": "bf16-mixed", "amp_bf16": "bf16-mixed", "amp_fp8": "fp8"}
 _RECOMPUTE = re.compile(r"none|full|selective|every-[1-9][0-9]{0,4}\Z")
 
 
@@ -63,7 +63,7 @@ class Policy:
     sequence_parallel: bool = True
     cp_kind: CpKind = "ring"
     schedule: Schedule = "1f1b"
-    virtual_stages: int = 1
+    virtual_stages: Annotated[int, size_from] = 1
     recompute: str = "none"
     attention: Attention = "auto"
     optimizer: Literal["adamw", "adamw-plain"] = "adamw"
@@ -115,9 +115,10 @@ class Policy:
 
     @classmethod
     def from_plain(cls, data: object, path: str = "") -> Policy:
-        """Like any table, but `precision = "bf16"` means bf16-mixed, as in published tables."""
+        """Like any table, in anybody's words: `precision = "bf16"` means bf16-mixed, `sharding =
+        "fsdp"` zero3, `schedule = "1F1B"` 1f1b."""
         from fourfold.spec.codec import decode_fields
 
-        if isinstance(data, dict) and isinstance(data.get("precision"), str):
-            data = data | {"precision": PRECISION_ALIASES.get(data["precision"], data["precision"])}
+        if isinstance(data, dict):
+            data = {name: words.policy_word(str(name), value) for name, value in data.items()}
         return decode_fields(cls, data, path)

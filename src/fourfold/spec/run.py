@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from fourfold.errors import UserError
-from fourfold.spec import check, codec
+from fourfold.spec import check, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.device import Size
-from fourfold.spec.layout import Layout
+from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
-from fourfold.units import seconds_from
+from fourfold.units import count_from, seconds_from
 
 Seconds = Annotated[float, seconds_from]
+Count = Annotated[int, count_from]
 # What a person may change without making it another run.
 _NOT_HASHED = ("note", "tag", "settle")
 
@@ -48,8 +49,8 @@ class RunSpec:
     batch: Batch = field(default_factory=lambda: Batch(seq_len=2048))
     policy: Policy = field(default_factory=Policy)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    steps: int = 10
-    warmup: int = 3
+    steps: Count = 10
+    warmup: Count = 3
     seed: int = 0
     memory_limit: Size | None = None
     start_limit_s: Seconds = 600.0
@@ -93,19 +94,49 @@ class RunSpec:
         """A table in which `model` may be a name or a path, and dp may be left out."""
         if not isinstance(data, dict):
             raise UserError("must be a table with the fields of RunSpec", field=path, value=data)
-        table: dict[str, Any] = dict(data)
+        table, _ = words.tidied(data)
+        _refuse_short_names(table, path)
         if isinstance(table.get("model"), str):
             from fourfold.spec.catalog import model
 
             table["model"] = codec.encode(model(table["model"]))
         table.setdefault("settle", "warmup" not in table)
         table["layout"], table["gpus"] = _fill_dp(table.get("layout", {}), table.get("gpus"))
+        policy = data.get("policy")
+        if isinstance(policy, dict) and words.is_hybrid(policy.get("sharding")):
+            _must_have_copies(Layout.from_plain(table["layout"], "layout"))
         return codec.decode_fields(cls, table, path)
+
+
+def _refuse_short_names(table: dict[str, Any], path: str) -> None:
+    """`precision = ...` at the top of a file, where policy.precision is meant."""
+    inside = {f.name: "batch" for f in fields(Batch)} | {f.name: "policy" for f in fields(Policy)}
+    inside |= dict.fromkeys((*AXES, "order"), "layout")
+    mine = {f.name for f in fields(RunSpec)}
+    for key in table:
+        if key in inside and key not in mine:
+            raise UserError(
+                "unknown field",
+                field=f"{path}.{key}" if path else str(key),
+                way_out=f"did you mean {inside[key]}.{key}? ([{inside[key]}] holds it)",
+            )
+
+
+def _must_have_copies(layout: Layout) -> None:
+    if layout.replicate == 1:
+        dp = layout.shard
+        half = f"2x{dp // 2}" if dp > 2 and dp % 2 == 0 else "2x4"
+        raise UserError(
+            "keeps copies of sharded state; say how many",
+            field="policy.sharding",
+            value="hsdp",
+            way_out=f"--dp {half} is 2 copies, each sharded over {half[2:]} ranks",
+        )
 
 
 def _fill_dp(layout: object, gpus: object) -> tuple[object, object]:
     """dp is what tp, cp and pp leave of `gpus`; without `gpus`, the layout says how many."""
-    named_dp = isinstance(layout, str) and "dp" in layout
+    named_dp = isinstance(layout, str) and "dp" in layout.lower()
     if isinstance(layout, dict):
         named_dp = bool({"dp", "shard", "replicate"} & layout.keys())
     parsed = Layout.from_plain(layout, "layout")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.errors import UserError, nearest
-from fourfold.spec import codec
+from fourfold.spec import codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.expression import Expression, parse
 from fourfold.spec.layout import AXES, Layout
@@ -94,8 +94,7 @@ def read_sweep(data: Mapping[str, Any]) -> Sweep:
             values = [values]
         if not values:
             raise UserError("is empty", field=f"sweep.{name}", way_out=f"{name} = [1, 2]")
-        axes.append((name, tuple(values)))
-        path_of(name)
+        axes.append((name, tuple(_plain_value(path_of(name), value) for value in values)))
     return Sweep(
         base=base,
         axes=tuple(axes),
@@ -103,6 +102,17 @@ def read_sweep(data: Mapping[str, Any]) -> Sweep:
         max_nodes=_count("max_nodes", rules["max_nodes"]),
         gpus_per_node=_count("gpus_per_node", rules["gpus_per_node"]) or _DEFAULT_GPUS_PER_NODE,
     )
+
+
+def _plain_value(path: str, value: Any) -> Any:
+    """What an axis' word means: "8k" -> 8192, "fsdp" -> zero3. Batches in tokens wait."""
+    if path == "batch.global_batch" and isinstance(value, str) and not value.isdecimal():
+        return value
+    if path == "batch.micro_batch" and value == "auto":
+        return value
+    head, _, leaf = path.rpartition(".")
+    tidy, _ = words.tidied({head: {leaf: value}} if head else {leaf: value})
+    return tidy[head][leaf] if head else tidy[leaf]
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -201,7 +211,11 @@ def _table(base: Mapping[str, Any], varied: tuple[tuple[str, Any], ...]) -> dict
 def _layout_table(text: str) -> dict[str, Any]:
     """A layout written as text, as a table whose axes can vary; dp only where it was named."""
     table = Layout.parse(text).to_plain()
-    return table if "dp" in text else {name: size for name, size in table.items() if name != "dp"}
+    return (
+        table
+        if "dp" in text.lower()
+        else {name: size for name, size in table.items() if name != "dp"}
+    )
 
 
 def _combination(table: dict[str, Any], varied: tuple[tuple[str, Any], ...]) -> Combination:
@@ -256,6 +270,10 @@ def _loose_values(sweep: Sweep, table: dict[str, Any], spec: RunSpec) -> dict[st
     named = table.get("layout", {})
     layout = Layout.from_plain(named, "layout")
     sizes: dict[str, float | None] = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
-    dp_named = "dp" in named or (isinstance(named, dict) and {"shard", "replicate"} & named.keys())
+    dp_named = (
+        (isinstance(named, str) and "dp" in named.lower())
+        or "dp" in named
+        or (isinstance(named, dict) and {"shard", "replicate"} & named.keys())
+    )
     dp = layout.dp if dp_named else spec.gpus / (layout.tp * layout.cp * layout.pp)
     return values_of(spec, sweep.gpus_per_node) | sizes | {"dp": dp}

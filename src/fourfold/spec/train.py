@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from fourfold.errors import UserError
 from fourfold.spec import check
+from fourfold.units import count_from
 
+Count = Annotated[int, count_from]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
@@ -22,21 +24,21 @@ class TrainSettings:
     `weights` is a Hugging Face folder to begin from; a resume has its own.
     """
 
-    steps: int
+    steps: Count
     lr: float = 3e-4
     min_lr: float = 0.0
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     lr_schedule: LrSchedule = "cosine"
-    decay_steps: int = 0
+    decay_steps: Count = 0
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_norm: float = 1.0
-    save_every: int = 100
+    save_every: Count = 100
     keep: int = 2
     async_save: bool = True
-    log_every: int = 10
+    log_every: Count = 10
     tensorboard: bool = False
     wandb: str = ""
     weights: str = ""

@@ -1,0 +1,74 @@
+"""Which training stacks does --stack know, and what does a short name stand for?
+
+Known are the engines whose rules search/stacks.py has, those whose habits cost/habits.py has, and
+those that a calibration was measured with. A name without its year stands for a measured one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fourfold.cost.calibration import Calibration, Entry, generation_of
+from fourfold.cost.habits import HABITS, year_of
+from fourfold.errors import UserError, nearest
+from fourfold.search.stacks import ALIASES, STACKS, stack_rules
+from fourfold.spec.cluster import Cluster
+
+_YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
+
+
+def short_names(calibration: Calibration) -> set[str]:
+    """Names of engines without a year; of measured ones also without what follows the year."""
+    measured = {re.split(r"-20[0-9][0-9]", entry.stack)[0] for entry in calibration.entries}
+    return {*STACKS, *ALIASES, *(name for name in HABITS if name and not year_of(name)), *measured}
+
+
+def match_stack(stack: str, cluster: Cluster | None, calibration: Calibration) -> str:
+    """'megatron' -> the measured stack that says most about it: on this cluster, else on this
+    generation of GPU, the newest. A full name stays as it is; a name nobody knows is refused."""
+    stack = require_known(stack, calibration)
+    named = [e for e in calibration.entries if e.stack.startswith(f"{stack}-")]
+    if not named or any(e.stack == stack for e in calibration.entries):
+        return stack
+    generation = generation_of(cluster.device.id) if cluster else ""
+
+    def says(entry: Entry) -> tuple[bool, bool, int, int]:
+        here = cluster is not None and entry.cluster == cluster.name
+        alike = entry.generation == generation
+        return here, alike, 0 if here else year_of(entry.stack) or 0, entry.rows_time
+
+    return max(named, key=says).stack
+
+
+def require_known(stack: str, calibration: Calibration) -> str:
+    """The name in lower case, once it is one: it changes the rules and the seconds."""
+    name = stack.strip().lower()
+    short = short_names(calibration)
+    measured = {entry.stack.lower(): entry.stack for entry in calibration.entries}
+    if name in measured or name in short or _YEAR.sub("", name) in short:
+        return measured.get(name, name)
+    raise UserError(
+        "unknown stack",
+        field="stack",
+        value=stack,
+        way_out=f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists all)",
+    )
+
+
+def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, Any]]:
+    """Every name: whose rules it has, what it stands for, and on what it was measured."""
+    full = {entry.stack for entry in calibration.entries}
+    rows = []
+    for name in sorted(short_names(calibration) | full):
+        stands_for = match_stack(name, cluster, calibration)
+        entries = [entry for entry in calibration.entries if entry.stack == stands_for]
+        rows.append(
+            {
+                "stack": name,
+                "stands_for": stands_for,
+                "rules": stack_rules(name).name,
+                "measured": {entry.cluster: entry.rows_time for entry in entries},
+            }
+        )
+    return rows

@@ -1,0 +1,131 @@
+"""What do people call it? Words of other engines and of papers for fields of a run: fsdp, 1F1B, 8k.
+
+Fields read such words themselves, in files and in flags; `tidied` does so for a whole table at
+once and says what was understood, for commands that echo it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.units import size_from
+
+# Keys are lower case with '-' for '_' and blanks.
+SHARDING = {
+    "ddp": "zero0", "no-shard": "zero0", "none": "zero0",
+    "distributed-optimizer": "zero1", "distopt": "zero1", "shard-grad-op": "zero2",
+    "fsdp": "zero3", "fsdp1": "zero3", "fsdp2": "zero3", "full-shard": "zero3",
+    "hsdp": "zero3", "hybrid-shard": "zero3",
+    **{f"{word}{n}": f"zero{n}" for n in range(4) for word in ("", "zero-", "stage", "stage-")},
+}  # fmt: skip
+# FSDP inside groups of ranks, with a copy of the state in each group.
+HYBRID = ("hsdp", "hybrid-shard")
+PRECISION = {
+    "bf16": "bf16-mixed", "bfloat16": "bf16-mixed", "amp-bf16": "bf16-mixed", "amp-fp8": "fp8",
+    "amp-fp16": "fp16", "fp16-mixed": "fp16", "float16": "fp16", "float32": "fp32",
+    "float64": "fp64",
+}  # fmt: skip
+SCHEDULE = {
+    "interleaved1f1b": "interleaved", "interleaved-1f1b": "interleaved", "afab": "gpipe",
+    "zerobubble": "zero-bubble",
+}  # fmt: skip
+CP_KIND = {"p2p": "ring", "all-gather": "allgather", "a2a": "ulysses", "all-to-all": "ulysses"}
+POLICY = {
+    "sharding": SHARDING, "precision": PRECISION, "schedule": SCHEDULE, "cp_kind": CP_KIND,
+    "recompute": {},
+}  # fmt: skip
+_SIZES = (
+    "gpus", "policy.virtual_stages", "batch.seq_len", "batch.micro_batch", "batch.global_batch",
+    "layout.pp", "layout.cp", "layout.tp", "layout.replicate", "layout.shard",
+)  # fmt: skip
+_TOKENS = re.compile(r"(.*?)\s*(tok|toks|token|tokens)\Z", re.IGNORECASE)
+
+
+def plain_word(text: str) -> str:
+    """'FULL_SHARD' -> 'full-shard'."""
+    return re.sub(r"[\s_]+", "-", text.strip().lower())
+
+
+def policy_word(field: str, value: Any) -> Any:
+    """The field's own word for what people write; what nobody knows is left to the field's rule."""
+    if not isinstance(value, str) or field not in POLICY:
+        return value
+    word = plain_word(value)
+    return POLICY[field].get(word, word)
+
+
+def is_hybrid(sharding: Any) -> bool:
+    return isinstance(sharding, str) and plain_word(sharding) in HYBRID
+
+
+def sequences_from(text: str, seq_len: Any) -> int:
+    """A global batch: '1k' is 1,024 sequences; '4M' and '4Mtokens' are tokens, as nobody has
+    millions of sequences in a step."""
+    match = _TOKENS.match(text)
+    if match is None and not text.strip().lower().endswith("m"):
+        return size_from(text)
+    tokens = size_from(match.group(1) if match else text)
+    length = size_from(seq_len) if isinstance(seq_len, str) else seq_len
+    if not isinstance(length, int) or length < 1:
+        raise UserError("is in tokens and needs a sequence length", value=text,
+                        way_out="add --seq-len N")  # fmt: skip
+    if tokens % length or not tokens:
+        whole = max(1, round(tokens / length))
+        raise UserError(
+            f"{tokens:,} tokens are no whole number of sequences of {length}",
+            value=text,
+            way_out=f"{whole} sequences are {whole * length:,} tokens",
+        )
+    return tokens // length
+
+
+def tidied(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A run's table with numbers and its own words, and what each other word was taken for."""
+    found: dict[str, Any] = dict(table)
+    notes: list[str] = []
+    for path in (*_SIZES, *(f"policy.{name}" for name in POLICY)):
+        head, _, leaf = path.rpartition(".")
+        inner = found.get(head) if head else found
+        if not isinstance(inner, dict) or not isinstance(inner.get(leaf), str):
+            continue
+        typed = inner[leaf]
+        value = _within(path, _reader(path, inner), typed)
+        if value == typed:
+            continue
+        if head:
+            found[head] = {**inner, leaf: value}
+        else:
+            found[leaf] = value
+        if str(value) != typed.strip().lower():
+            notes.append(_note(path, typed, value))
+    return found, notes
+
+
+def _reader(path: str, inner: Mapping[str, Any]) -> Callable[[str], Any]:
+    if path.startswith("policy.") and path not in _SIZES:
+        return lambda text: policy_word(path[len("policy.") :], text)
+    if path == "batch.global_batch":
+        return lambda text: sequences_from(text, inner.get("seq_len"))
+    if path == "batch.micro_batch":
+        return lambda text: 0 if text.strip().lower() == "auto" else size_from(text)
+    return size_from
+
+
+def _within(path: str, read: Callable[[str], Any], typed: str) -> Any:
+    try:
+        return read(typed)
+    except UserError as error:
+        raise error.within(path) from None
+
+
+def _note(path: str, typed: str, value: Any) -> str:
+    name = path.rpartition(".")[2].replace("_", "-")
+    unit = {"batch.seq_len": " tokens", "batch.global_batch": " sequences",
+            "batch.micro_batch": " sequences"}.get(path, "")  # fmt: skip
+    number = f"{value:,}" if isinstance(value, int) else value
+    if path == "policy.sharding" and is_hybrid(typed):
+        unit = " with copies"
+    return f"{name} {typed.strip()} = {number}{unit}"

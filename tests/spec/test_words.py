@@ -1,0 +1,249 @@
+"""Are the field's words read everywhere a field is: flags, --set, files, axes, conditions?"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.cli import main
+from fourfold.errors import UserError
+from fourfold.spec import Batch, Layout, Policy, RunSpec, codec, words
+from fourfold.spec.expression import parse
+from fourfold.spec.sweep import expand, read_sweep
+from fourfold.units import bytes_per_s_from, count_from, size_from
+
+PLAN = ["plan", "--model", "llama-3.1-8b", "--seq-len", "8k", "--global-batch", "64", "--top", "1"]
+LETTERS = {"k": 3, "M": 6, "B": 9, "T": 12}
+
+
+@given(st.integers(0, 2**40), st.sampled_from(["", "k", "K", "M", "m"]))
+def test_sizes_are_powers_of_two(number: int, letter: str) -> None:
+    power = {"": 0, "k": 10, "m": 20}[letter.lower()]
+    assert size_from(f"{number}{letter}") == number * 2**power
+    assert size_from(f" {number} {letter}".rstrip()) == number * 2**power
+
+
+@given(st.integers(0, 10**6), st.integers(0, 9), st.sampled_from(sorted(LETTERS)))
+def test_counts_are_decimal_and_exact(whole: int, tenth: int, letter: str) -> None:
+    wanted = (10 * whole + tenth) * 10 ** LETTERS[letter] // 10
+    assert count_from(f"{whole}.{tenth}{letter}") == wanted
+    assert count_from(f"{whole}.{tenth}{letter.lower()}") == wanted
+    assert count_from(f"{whole}.{tenth}e{LETTERS[letter]}") == wanted
+    assert count_from(str(wanted)) == wanted
+
+
+def _is_number(text: str) -> bool:
+    """Whole numbers in ASCII digits; the letters and fractions have tests of their own."""
+    return re.fullmatch(r"\s*[+-]?[0-9][0-9_]*\s*", text, re.ASCII) is not None
+
+
+@given(st.text(st.characters(exclude_characters="kKmMbBgGtTeE."), max_size=12))
+def test_anything_else_is_refused_in_words(text: str) -> None:
+    for read in (size_from, count_from):
+        if _is_number(text):
+            assert abs(read(text)) < 2**63
+        else:
+            with pytest.raises(UserError, match=r"write it as|too large"):
+                read(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["8q", "k", "1.5", "0.3k", "8 kk", "1e400", "9e18T", "0x10", "8B "]
+)
+def test_refusals(text: str) -> None:
+    with pytest.raises(UserError):
+        size_from(text)
+
+
+@given(st.integers(1, 10**6))
+def test_a_rate_needs_its_unit(number: int) -> None:
+    with pytest.raises(UserError, match=f"{number}Gbit/s or {number}GB/s"):
+        bytes_per_s_from(str(number))
+    assert bytes_per_s_from(f"{number}Gbit/s") * 8 == bytes_per_s_from(f"{number}GB/s")
+
+
+axes = st.sampled_from(("pp", "dp", "cp", "tp"))
+styles = st.sampled_from(("{}{}", "{}={}", "{}:{}", "{} {}"))
+between = st.sampled_from((" ", ",", ", ", "  ", "x", "; ", "/", "\t"))
+
+
+@given(st.dictionaries(axes, st.integers(1, 64), min_size=1), styles, between, st.booleans())
+def test_a_layout_in_anybodys_hand(
+    sizes: dict[str, int], style: str, between: str, upper: bool
+) -> None:
+    text = between.join(style.format(axis, size) for axis, size in sizes.items())
+    plain = " ".join(f"{axis}{size}" for axis, size in sizes.items())
+    assert Layout.parse(text.upper() if upper else text) == Layout.parse(plain)
+
+
+@pytest.mark.parametrize(
+    "text", ["TP8 PP2 TP4", "tp", "tp8pp2", "x8", "dp2x", "tp2x2", "8", "t p8"]
+)
+def test_no_layout(text: str) -> None:
+    with pytest.raises(UserError, match="is not a layout"):
+        Layout.parse(text)
+
+
+def test_hybrid_layout_text() -> None:
+    assert Layout.parse("DP2x4xTP8") == Layout(replicate=2, shard=4, tp=8)
+
+
+@pytest.mark.parametrize(
+    ("field", "typed", "meant"),
+    [
+        ("sharding", "fsdp", "zero3"), ("sharding", "FULL_SHARD", "zero3"),
+        ("sharding", "DDP", "zero0"), ("sharding", "SHARD_GRAD_OP", "zero2"),
+        ("sharding", "ZeRO-1", "zero1"), ("sharding", "zero_2", "zero2"),
+        ("sharding", "3", "zero3"),
+        ("sharding", "ZERO3", "zero3"), ("precision", "BF16", "bf16-mixed"),
+        ("precision", "amp_bf16", "bf16-mixed"), ("precision", "FP8", "fp8"),
+        ("schedule", "1F1B", "1f1b"), ("schedule", "Interleaved1F1B", "interleaved"),
+        ("schedule", "GPipe", "gpipe"), ("schedule", "zero_bubble", "zero-bubble"),
+        ("cp_kind", "Ring", "ring"), ("cp_kind", "all_gather", "allgather"),
+        ("cp_kind", "a2a", "ulysses"), ("recompute", "Full", "full"),
+        ("recompute", "every_2", "every-2"),
+    ],
+)  # fmt: skip
+def test_words_of_a_policy(field: str, typed: str, meant: str) -> None:
+    assert getattr(codec.decode(Policy, {field: typed}), field) == meant
+
+
+@pytest.mark.parametrize("field", sorted(words.POLICY))
+def test_every_alias_is_a_word_of_its_field(field: str) -> None:
+    for typed in words.POLICY[field]:
+        codec.decode(Policy, {field: typed})
+    with pytest.raises(UserError):
+        codec.decode(Policy, {field: "nonsense"})
+
+
+def test_hsdp_needs_copies() -> None:
+    table = {"model": "llama-tiny", "gpus": 8, "policy": {"sharding": "hsdp"}}
+    with pytest.raises(UserError, match="--dp 2x4 is 2 copies"):
+        codec.load(RunSpec, table)
+    spec = codec.load(RunSpec, table | {"layout": {"dp": "2x4"}})
+    assert (spec.policy.sharding, spec.layout.replicate) == ("zero3", 2)
+
+
+def test_batches_in_tokens() -> None:
+    said = codec.decode(Batch, {"seq_len": "8k", "global_batch": "4M"})
+    assert (said.seq_len, said.global_batch) == (8192, 512)
+    assert codec.decode(Batch, {"seq_len": 4096, "global_batch": "1k"}).global_batch == 1024
+    asked = {"seq_len": 4096, "global_batch": "4194304 tokens"}
+    assert codec.decode(Batch, asked).global_batch == 1024
+    with pytest.raises(UserError, match=r"global_batch=5000tokens: .*no whole number"):
+        codec.decode(Batch, {"seq_len": 4096, "global_batch": "5000tokens"})
+    with pytest.raises(UserError, match="needs a sequence length"):
+        words.tidied({"batch": {"global_batch": "4M"}})
+
+
+def test_words_in_conditions() -> None:
+    assert parse("seq_len >= 8k and hidden < 1.5k").holds({"seq_len": 8192, "hidden": 1535})
+    assert not parse("seq_len > 8k").holds({"seq_len": 8192})
+    with pytest.raises(UserError):
+        parse("seq_len > 8T")
+
+
+def test_words_in_a_sweep_file() -> None:
+    sweep = read_sweep(
+        codec.parse_toml(
+            'model = "llama-tiny"\ngpus = 2\n[sweep]\nseq_len = ["1k", 64]\n'
+            'sharding = ["ddp", "fsdp"]\nglobal_batch = ["4k"]\nlayout = ["DP2", "tp=2"]\n'
+        )
+    )
+    found = expand(sweep).combinations
+    assert len(found) == 8
+    assert {(one.spec.batch.seq_len, one.spec.policy.sharding) for one in found} == {
+        (1024, "zero0"), (1024, "zero3"), (64, "zero0"), (64, "zero3"),
+    }  # fmt: skip
+    assert {one.spec.batch.global_batch for one in found} == {4096}
+    assert "seq_len=1024" in found[0].label
+
+
+def test_a_field_in_the_wrong_table() -> None:
+    with pytest.raises(UserError, match=r"precision: unknown field; did you mean policy.precision"):
+        codec.load(RunSpec, {"model": "llama-tiny", "gpus": 1, "precision": "fp32"})
+    with pytest.raises(UserError, match=r"did you mean layout.tp"):
+        codec.load(RunSpec, {"model": "llama-tiny", "gpus": 1, "tp": 2})
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str, str]:
+    code = main([*PLAN, *more])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_plan_reads_words_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ["--gpu", "H200", "--gpus", "16", "--tokens", "1T", "--price", "2", "--format", "json"]
+    code, out, err = _plan(capsys, *told, "--stack", "megatron", "--sharding", "DDP", "--tp", "8")
+    assert code == 0, err
+    assert "seq-len 8k = 8,192 tokens; sharding DDP = zero0" in err
+    assert "stack megatron = megatron-" in err
+    row = json.loads(out)["ranked"][0]
+    assert (row["policy"]["sharding"], json.loads(out)["seq_len"]) == ("zero0", 8192)
+    assert row["cost"] == pytest.approx(2 * row["gpu_hours"])
+
+
+def test_plan_hsdp_has_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ["--gpu", "h200", "--gpus", "16", "--sharding", "hsdp", "--top", "5"]
+    code, out, err = _plan(capsys, *told, "--format", "json")
+    assert code == 0, err
+    for row in json.loads(out)["ranked"]:
+        assert Layout.parse(row["layout"]).replicate > 1
+        assert row["policy"]["sharding"] == "zero3"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--gpu", "h100", "--gpus", "8"], "did you mean h100-80gb, h100-94gb or h100-96gb?"),
+        (["--gpu", "h100-80g", "--gpus", "8"], "did you mean 'h100-80gb'?"),
+        (["--gpu", "h200", "--gpus", "16", "--tp", "3"], "gpus=16: pp x cp x tp = 3 must divide"),
+        (["--gpu", "h200", "--gpus", "12", "--tp", "8"], "gpus=12: pp x cp x tp = 8 must divide"),
+        (["--gpu", "h200", "--gpus", "16", "--dp", "3"], "gpus=16: pp x dp x cp x tp = 3 must"),
+        (["--gpu", "h200", "--cluster", "nvidia-h100"], "--cluster says which GPU it is"),
+        (["--gpu", "h200", "--gpus", "8", "--stack", "megatorn"], "did you mean 'megatron'?"),
+        (["--gpu", "h200", "--gpus", "8", "--stack", "foo"], "known: aleph,"),
+        (["--gpu", "h200", "--gpus", "8", "--price", "-1"], "price=-1.0: must be 0 or more"),
+        (["--gpu", "h200", "--gpus", "8", "--tokens", "20Q"], "20Q: is not a number"),
+    ],
+)
+def test_plan_refuses_in_words(
+    capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    code, _, err = _plan(capsys, *more)
+    assert code == 2
+    assert said in err
+
+
+def test_plan_lists_stacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--stack", "list", "--format", "json"]) == 0
+    rows = {row["stack"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["megatron"]["stands_for"] == "megatron-bridge-2026"
+    assert rows["torchtitan"]["measured"] == {}
+    assert main(["plan", "--stack", "list", "--cluster", "jean-zay"]) == 0
+    assert "megatron-deepspeed-2022" in capsys.readouterr().out
+
+
+def test_spec_files_take_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model = "mpt-7b"\ngpus = "1k"\n[batch]\nseq_len = "2k"\nglobal_batch = "4M"\n')
+    told = ["flops", "--spec", str(file), "--step-s", "2", "--set", "policy.precision=BF16"]
+    assert main([*told, "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert (said["gpus"], said["seq_len"], said["precision"]) == (1024, 2048, "bf16-mixed")
+    assert said["tokens_per_s"] == 4 * 2**20 / 2
+    assert "gpus 1k = 1,024" in err
+
+
+def test_more_than_the_peak_is_doubted(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ["flops", "--model", "mpt-7b", "--seq-len", "2k", "--gpu", "h100-80gb", "--gpus", "8"]
+    assert main([*told, "--tokens-per-s", "8.5M"]) == 0
+    assert "is more than the GPU can do" in capsys.readouterr().out
+    assert main([*told, "--tokens-per-s", "85144"]) == 0
+    assert "can do" not in capsys.readouterr().out
