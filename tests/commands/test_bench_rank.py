@@ -64,7 +64,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """What was launched; layouts with 7 as micro batch do not fit."""
     seen: list[Job] = []
 
-    def run_job(job: Job, folder: Path, *, progress: object) -> JobReport:
+    def run_job(job: Job, folder: Path, *, progress: object, permit: object) -> JobReport:
         seen.append(job)
         runs = []
         for task, spec in enumerate(job.specs):

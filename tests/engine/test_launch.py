@@ -82,7 +82,12 @@ class Launched:
         return not any(alive(pid) for pid in (self.worker, *self.ranks))
 
 
-def test_every_rank_answers(tmp_path: Path) -> None:
+def test_every_rank_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with a torch.py too: what lies where a command is called is not imported."""
+    here = tmp_path / "repository"
+    here.mkdir()
+    (here / "torch.py").write_text("raise SystemExit('not torch')\n")
+    monkeypatch.chdir(here)
     report = run_job(Job(job="ping", specs=(spec(3),)), tmp_path)
     assert report.outcome == "ok"
     assert report.failure is None

@@ -17,15 +17,13 @@ from fourfold.commands import bench_auto, bench_rank, flags, foresight, progress
 from fourfold.commands.foresight import Foresight
 from fourfold.cost.flops import convention
 from fourfold.errors import UserError
-from fourfold.launch.campaign import Campaign, Say
+from fourfold.launch.campaign import Campaign, Say, launch_run
 from fourfold.launch.devices import require_gpus
-from fourfold.launch.local import run_job
 from fourfold.result.report import RunReport
 from fourfold.result.store import Store
 from fourfold.search.legal import Target, why_not
 from fourfold.show import bench as shown
 from fourfold.show.table import json_text
-from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info, require_fit
 
@@ -56,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--note", metavar="TEXT", help="words kept with the run")
     parser.add_argument("--convention", default="causal", metavar="ID", help="see 'flops'")
     foresight.add_arguments(parser)
+    flags.add_permit(parser)
     flags.add_format(parser)
     bench_rank.add_arguments(parser)
 
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     ahead = Foresight(cluster=args.cluster, profile=args.profile)
     campaign = Campaign(
         Store(args.runs),
-        runner=_runner(args.probe_s),
+        runner=_runner(args),
         say=progress.progress_lines(),
         foresight=ahead,
     )
@@ -102,17 +101,19 @@ def _spec(args: argparse.Namespace) -> RunSpec:
     spec = dataclasses.replace(spec, **changes)
     spec.batch.without_ramp()
     require_gpus(spec.device, spec.gpus, way_out="--set device=cpu")
+    flags.permit(args).require((spec,), ranks=spec.gpus)
     if spec.data:
         vocab, seq_len = spec.model.vocab, spec.batch.seq_len
         require_fit(read_info(spec.data), name=spec.data, vocab=vocab, seq_len=seq_len)
     return spec
 
 
-def _runner(probe_s: float) -> Any:
-    options = (("probe_s", f"{probe_s:g}"),) if probe_s > 0 else ()
+def _runner(args: argparse.Namespace) -> Any:
+    options = (("probe_s", f"{args.probe_s:g}"),) if args.probe_s > 0 else ()
+    permit = flags.permit(args)
 
     def launch(spec: RunSpec, folder: Path, say: Say) -> RunReport:
-        return run_job(Job(job="run", specs=(spec,), options=options), folder, progress=say).runs[0]
+        return launch_run(spec, folder, say, options=options, permit=permit)
 
     return launch
 

@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
         options.append(("micro_batches", ",".join([str(args.micro_batches)] * len(specs))))
     job = Job(job="stand-in", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
     with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
-        report = run_job(job, Path(name), progress=progress.progress_lines())
+        show, permit = progress.progress_lines(), flags.permit(args)
+        report = run_job(job, Path(name), progress=show, permit=permit)
         found = [_answer(Path(name), report, task) for task in range(len(specs))]
     progress.end_line()
     runs = [_of_rank(one, rank) for one, rank in zip(report.runs, ranks, strict=True)]

@@ -84,7 +84,8 @@ def count(spec: RunSpec, ranks: list[int]) -> list[RankCount]:
     """Counts of these ranks, in their order; cores share the work."""
     job = Job(
         job="dryrun",
-        specs=(replace(spec, device="cpu"),),
+        # Variables of the ranks change no count.
+        specs=(replace(spec, device="cpu", policy=replace(spec.policy, env=())),),
         ranks=min(len(ranks), core_count()),
         options=(("ranks", ",".join(map(str, ranks))),),
         limits=_LIMITS,

@@ -9,10 +9,12 @@ from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
+from fourfold.launch.permit import Permit
 from fourfold.show.table import FORMATS
 from fourfold.spec import codec, words
 from fourfold.spec.policy import BUNDLES
 from fourfold.spec.run import RunSpec
+from fourfold.spec.variables import parse_assignments
 from fourfold.units import count_from, size_from
 
 # flag -> (path in a run's table, metavar, help); a flag mirrors its field, which reads the word.
@@ -105,8 +107,26 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add_layout(parser)
 
 
+def add_permit(parser: argparse.ArgumentParser) -> None:
+    """What only a command line may allow; see `launch.permit`."""
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of the ranks; some only this flag may set, for this start",
+    )
+    parser.add_argument(
+        "--oversubscribe", action="store_true", help="more ranks than this host has room for"
+    )
+
+
+def permit(args: argparse.Namespace) -> Permit:
+    return Permit(env=parse_assignments(args.env), oversubscribe=args.oversubscribe)
+
+
 def run_table(args: argparse.Namespace, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The run as plain data: the spec file (or what is `known`), then flags, then --set."""
+    """The run as plain data: the spec file (or what is `known`), then flags, --set and --env."""
     table: dict[str, Any] = dict(known or {})
     if getattr(args, "spec", None):
         text = files.read_text(args.spec, field="spec")
@@ -128,6 +148,7 @@ def run_table(args: argparse.Namespace, known: Mapping[str, Any] | None = None) 
         is_text = path in ("note", "tag", "data") or path.startswith("policy.env.")
         # A shell eats the quotes of policy.env.X="1".
         put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
+    put_env(table, args)
     return _understood(table)
 
 
@@ -146,6 +167,12 @@ def _understood(table: dict[str, Any]) -> dict[str, Any]:
 
 def _has_policy(table: Mapping[str, Any]) -> bool:
     return isinstance(table.get("policy"), dict)
+
+
+def put_env(table: dict[str, Any], args: argparse.Namespace) -> None:
+    """Of commands that have --env: the variables are the run's, and decide which run it is."""
+    for name, value in parse_assignments(getattr(args, "env", [])):
+        put(table, f"policy.env.{name}", value)
 
 
 def run_spec(args: argparse.Namespace) -> RunSpec:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -27,7 +28,8 @@ from fourfold.commands import (
 )
 from fourfold.commands.foresight import Foresight
 from fourfold.errors import UserError
-from fourfold.launch.campaign import Campaign, Done
+from fourfold.launch.campaign import Campaign, Done, launch_run
+from fourfold.launch.permit import Permit
 from fourfold.result.report import OUTCOMES
 from fourfold.result.store import Store
 from fourfold.search.legal import Target, why_not
@@ -65,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     foresight.add_arguments(parser)
     sweep_flags.add_arguments(parser)
     sweep_plan.add_arguments(parser)
+    flags.add_permit(parser)
     flags.add_format(parser)
 
 
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     expansion = _asked(args, ahead)
     if args.tag:
         expansion = _tagged(expansion, args.tag)
+    _must_be_allowed(expansion, flags.permit(args))
     refusals = [_refusal(one.spec) for one in expansion.combinations]
     expansion, refusals, skipped = sweep_dry.foreseen(expansion, refusals, ahead)
     if not expansion.total:
@@ -107,6 +111,7 @@ def _from_file(args: argparse.Namespace) -> Sweep:
     from fourfold.spec.expression import parse
 
     data = codec.parse_toml(files.read_text(args.file, field="FILE"))
+    flags.put_env(data, args)
     try:
         sweep = read_sweep(data)
     except UserError as error:
@@ -120,6 +125,13 @@ def _tagged(expansion: Expansion, tag: str) -> Expansion:
         for one in expansion.combinations
     )
     return dataclasses.replace(expansion, combinations=tagged)
+
+
+def _must_be_allowed(expansion: Expansion, permit: Permit) -> None:
+    """Before the first run: one of the last must not end the whole."""
+    specs = [one.spec for one in expansion.combinations]
+    ranks = max((spec.gpus for spec in specs if not spec.refused), default=1)
+    permit.require(specs, ranks=ranks)
 
 
 def _refusal(spec: RunSpec) -> str:
@@ -144,7 +156,11 @@ def _run_all(
     ahead: Foresight,
 ) -> int:
     campaign = Campaign(
-        Store(args.runs), say=progress.progress_lines(), again=args.again, foresight=ahead
+        Store(args.runs),
+        runner=functools.partial(launch_run, permit=flags.permit(args)),
+        say=progress.progress_lines(),
+        again=args.again,
+        foresight=ahead,
     )
     pairs = list(zip(expansion.combinations, refusals, strict=True))
     for combination, why in pairs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fourfold.commands.flags import put, toml_value
+from fourfold.commands.flags import put, put_env, toml_value
 from fourfold.errors import UserError
 from fourfold.spec.expression import parse
 from fourfold.spec.sweep import Sweep
@@ -49,6 +49,7 @@ def sweep_of(args: argparse.Namespace) -> Sweep:
         if not equals or not path:
             raise UserError("must be FIELD=VALUE", field="--set", value=assignment)
         put(base, path.strip(), toml_value(text))
+    put_env(base, args)
     axes: list[tuple[str, tuple[Any, ...]]] = [("model", tuple(args.models))]
     if args.gpus:
         axes.append(("gpus", tuple(args.gpus)))

@@ -19,6 +19,7 @@ from fourfold.errors import UserError
 from fourfold.launch.devices import require_gpus
 from fourfold.launch.leftovers import end_processes_of
 from fourfold.launch.local import run_job
+from fourfold.launch.permit import Permit
 from fourfold.result import checkpoints, curve
 from fourfold.result.checkpoints import Checkpoint
 from fourfold.result.job import JobReport, answer_file
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
             _end_killed(folder)
             _settle(folder)
     spec, settings = train_flags.described(args, folder)
-    _must_be_legal(spec)
+    permit = flags.permit(args)
+    _must_be_legal(spec, permit)
     _must_have_packages(settings)
     data = _data(spec)
     with folder.locked():
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
                 print(done, file=sys.stderr)
                 return _shown(args, folder, settings, {"outcome": "ok"})
             folder.describe(spec, settings)
-            report = _trained(folder, spec, settings, start)
+            report = _trained(folder, spec, settings, start, permit)
             return _answered(args, folder, settings, report)
         finally:
             _settle(folder)
@@ -90,12 +92,13 @@ def _data(spec: RunSpec) -> TokenInfo | None:
     return info
 
 
-def _must_be_legal(spec: RunSpec) -> None:
+def _must_be_legal(spec: RunSpec, permit: Permit) -> None:
     if spec.batch.micro_batch == 0:
         raise UserError(
             "'auto' is chosen by bench", field="batch.micro_batch", value=0, way_out="give a number"
         )
     require_gpus(spec.device, spec.gpus, way_out="--set device=cpu")
+    permit.require((spec,), ranks=spec.gpus)
     require_legal(spec)
 
 
@@ -177,12 +180,16 @@ def _may_begin(args: argparse.Namespace, folder: TrainingFolder, *, torn: int) -
 
 
 def _trained(
-    folder: TrainingFolder, spec: RunSpec, settings: TrainSettings, start: Checkpoint | None
+    folder: TrainingFolder,
+    spec: RunSpec,
+    settings: TrainSettings,
+    start: Checkpoint | None,
+    permit: Permit,
 ) -> JobReport:
     options = {"out": str(folder.root), "load": start.folder.name if start else ""}
     job = Job(job="train", specs=(spec,), options=tuple(options.items()), train=settings)
     apart = checkpoints.kept_apart(folder.checkpoints)
-    report = run_job(job, folder.job, progress=_progress(folder, settings))
+    report = run_job(job, folder.job, progress=_progress(folder, settings), permit=permit)
     progress.end_line()
     for name, reason in checkpoints.kept_apart(folder.checkpoints).items():
         if apart.get(name) != reason:

@@ -38,6 +38,7 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
 
 def add(parser: argparse.ArgumentParser) -> None:
     flags.add_run(parser)
+    flags.add_permit(parser)
     group = parser.add_argument_group("training (other fields by --set train.beta2=0.95)")
     group.add_argument("--out", metavar="DIR", help="the training's folder")
     group.add_argument("--data", metavar="NAME", help="a token file (default: synthetic tokens)")

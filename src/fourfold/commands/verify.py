@@ -37,7 +37,7 @@ FAULTS = (
     "loss-divisor", "tied-grad", "cp-positions", "norm-grad",
     "layer-skip", "kv-head", "stale-weight", "norm-twice",
 )  # fmt: skip
-_MAX_WORLD = 64  # ranks are processes of this machine
+_MAX_WORLD = 1024  # ranks are processes of this machine, which has its own bound
 _HEADINGS = ("family", "layout", "policy", "loss", "norm", "grad", "param", "result")
 
 
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="such as policy.cp_kind=ring",
     )
     parser.add_argument("--limit", type=float, default=180.0, metavar="S", help="seconds a layout")
+    flags.add_permit(parser)
     flags.add_format(parser)
 
 
@@ -128,6 +129,8 @@ def _wish(args: argparse.Namespace) -> Wish:
         if not text or "." in name:
             raise UserError("must be policy.FIELD=VALUE", field="--set", value=assignment)
         fixed[name] = flags.toml_value(text)
+    for name, value in flags.permit(args).env:
+        flags.put(fixed, f"env.{name}", value)
     fixed = _checked(fixed)
     return Wish(
         world=world,
@@ -156,6 +159,7 @@ def _checked_sizes(args: argparse.Namespace, world: int) -> None:
     asked = {"global_batch": args.global_batch, "micro_batch": args.micro_batch}
     check.whole(**{name: size for name, size in asked.items() if size is not None})
     require_gpus(args.device, world, way_out="--device cpu")
+    flags.permit(args).require_room(world)
 
 
 def _carry_out(found: list[RunSpec], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -166,7 +170,7 @@ def _carry_out(found: list[RunSpec], args: argparse.Namespace) -> list[dict[str,
     job = Job(job="verify", specs=tuple(found), ranks=found[0].gpus, options=options, limits=limits)
     with tempfile.TemporaryDirectory(prefix="fourfold-verify-") as name:
         folder = Path(name)
-        report = run_job(job, folder, progress=_say)
+        report = run_job(job, folder, progress=_say, permit=flags.permit(args))
         ends = dict(enumerate(report.runs))
         return [_row(i, spec, folder, ends.get(i)) for i, spec in enumerate(found)]
 

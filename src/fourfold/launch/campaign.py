@@ -17,13 +17,14 @@ from fourfold import files
 from fourfold.launch.devices import gpu_count
 from fourfold.launch.leftovers import end_processes_of
 from fourfold.launch.local import run_job
+from fourfold.launch.permit import Permit
 from fourfold.result.machine import Machine, this_machine
 from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.report import Failure, Outcome, RunReport
 from fourfold.result.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.summary import Summary
 from fourfold.spec import codec
-from fourfold.spec.job import Job, JobKind
+from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
 
 Say = Callable[[str], None]
@@ -52,8 +53,16 @@ class Done:
         return self.stored.summary.outcome
 
 
-def launch_run(spec: RunSpec, folder: Path, say: Say, job: JobKind = "run") -> RunReport:
-    return run_job(Job(job=job, specs=(spec,)), folder, progress=say).runs[0]
+def launch_run(
+    spec: RunSpec,
+    folder: Path,
+    say: Say,
+    *,
+    options: tuple[tuple[str, str], ...] = (),
+    permit: Permit | None = None,
+) -> RunReport:
+    job = Job(job="run", specs=(spec,), options=options)
+    return run_job(job, folder, progress=say, permit=permit).runs[0]
 
 
 def kind_of(spec: RunSpec) -> str:

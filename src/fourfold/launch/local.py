@@ -22,6 +22,7 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.launch.gather import job_report
 from fourfold.launch.outcomes import fallen, silent
+from fourfold.launch.permit import Permit
 from fourfold.launch.ranks import Ranks
 from fourfold.launch.watch import Silence
 from fourfold.result.job import (
@@ -58,13 +59,16 @@ def must_be_ok(report: JobReport) -> None:
     raise JobError(f"{report.job} {report.outcome}{where}")
 
 
-def run_job(job: Job, folder: Path, *, progress: Progress | None = None) -> JobReport:
+def run_job(
+    job: Job, folder: Path, *, progress: Progress | None = None, permit: Permit | None = None
+) -> JobReport:
     """Do every task of the job; a failed one is an entry in the report, the next ones still run.
 
     Ctrl-C and SIGTERM end the ranks, write the report with what is left as `cancelled`, and then
     raise KeyboardInterrupt. A training is first asked to save and end by itself; see `_signals`.
     """
     require_torch()
+    (permit or Permit()).require_job(job)
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in (*_TRACES, "facts-*", "answer-*", "*.log", REPORT_FILE):
         for path in folder.glob(pattern):

@@ -37,7 +37,8 @@ class Ranks:
         self.scene = Scene(folder=folder, ranks=job.processes(tasks[0]))
         self._kills_before = kernel_kills()
         self._unread = b""
-        command = [sys.executable, "-m", "fourfold.engine.worker", str(folder / JOB_FILE)]
+        # -P: a torch.py in the folder a command is called from is not torch.
+        command = [sys.executable, "-P", "-m", "fourfold.engine.worker", str(folder / JOB_FILE)]
         command += ["--tasks", ",".join(map(str, tasks)), "--launcher", str(os.getpid())]
         with open(log_file(folder, -1), "ab") as log:
             self.process = subprocess.Popen(
@@ -96,8 +97,9 @@ class Ranks:
 def worker_env(job: Job, task: int) -> dict[str, str]:
     """The caller's variables, what one host needs, and the run's own on top."""
     env = {name: value for name, value in os.environ.items() if name not in (*_OUTER, *_MEETING)}
+    own = job.task_env(task)
     source = str(Path(fourfold.__file__).parent.parent)
-    paths = [source, *filter(None, [env.get("PYTHONPATH", "")])]
+    paths = [source, *filter(None, [own.get("PYTHONPATH", env.get("PYTHONPATH", ""))])]
     defaults = {
         # As torchrun: without a bound every rank would start a thread per core.
         "OMP_NUM_THREADS": str(max(1, core_count() // job.processes(task))),
@@ -109,10 +111,10 @@ def worker_env(job: Job, task: int) -> dict[str, str]:
     return (
         defaults
         | env
+        | own
         | {
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
             "FOURFOLD_STARTED_AT": repr(time.time()),
         }
-        | job.task_env(task)
     )

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from fourfold.errors import UserError
 from fourfold.spec import check, words
+from fourfold.spec.variables import require_form
 from fourfold.units import size_from
 
 Precision = Literal["fp32", "fp64", "bf16-pure", "bf16-mixed", "fp16", "fp8", "fp4"]
@@ -87,9 +88,7 @@ class Policy:
                 value=self.recompute,
                 way_out="one of none, full, selective, every-2, every-3, ...",
             )
-        for name, _ in self.env:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,200}", name):
-                raise UserError("is not a variable's name", field="env", value=name)
+        require_form(self.env)
 
     @property
     def dtypes(self) -> Dtypes:

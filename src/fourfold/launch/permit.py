@@ -1,0 +1,64 @@
+"""What may a job do on this host? What files ask for, within bounds; beyond them, what the command
+line allows for this one start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fourfold.errors import UserError
+from fourfold.launch.devices import core_count, gpu_count
+from fourfold.result.machine import host_memory_bytes
+from fourfold.spec.job import Job
+from fourfold.spec.run import RunSpec
+from fourfold.spec.variables import Env, require_plain
+from fourfold.units import show_bytes
+
+# A rank of the smallest model, forked from a worker that has imported torch: 80 to 90 MB of its
+# own, measured with torch 2.13 on CPU.
+RANK_BYTES = 96 * 2**20
+# Many small ranks on few cores are of use (verify, a look at a large layout); thousands are not.
+_RANKS_PER_CORE, _ALWAYS = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """`env`: variables that no file may set, with these very values. `oversubscribe`: more ranks
+    than the host has room for."""
+
+    env: Env = ()
+    oversubscribe: bool = False
+
+    def require(self, specs: Iterable[RunSpec], *, ranks: int = 1) -> None:
+        """Refuse what asks for more, before anything of it starts. `ranks`: the most at once."""
+        for spec in specs:
+            require_plain(spec.policy.env, granted=self.env)
+        self.require_room(ranks)
+
+    def require_job(self, job: Job) -> None:
+        self.require(job.specs, ranks=max(job.processes(task) for task in range(job.tasks)))
+
+    def require_room(self, ranks: int) -> None:
+        """Ranks of this host, by what it has."""
+        if self.oversubscribe or ranks <= 1:
+            return
+        most, why = most_ranks()
+        if ranks > most:
+            raise UserError(
+                f"this host has room for {most:,} ranks: {why}",
+                field="gpus",
+                value=f"{ranks:,}",
+                way_out="take fewer, or insist with --oversubscribe",
+            )
+
+
+def most_ranks() -> tuple[int, str]:
+    """How many ranks this host has room for, and what sets it."""
+    memory_bytes, cores, gpus = host_memory_bytes(), core_count(), gpu_count()
+    by_memory = max(1, memory_bytes // RANK_BYTES)
+    by_cores = max(_ALWAYS, _RANKS_PER_CORE * cores, gpus)
+    if by_memory < by_cores:
+        room = f"{show_bytes(memory_bytes)} of memory, and a rank takes {show_bytes(RANK_BYTES)}"
+        return by_memory, f"{room} before its model"
+    return by_cores, f"{cores} cores and {gpus} GPUs"

@@ -1,0 +1,156 @@
+"""A file alone can't run code or fill the machine with ranks; the command line can insist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.commands import train as train_command
+from fourfold.errors import UserError
+from fourfold.launch import local, permit
+from fourfold.launch.permit import RANK_BYTES, Permit, most_ranks
+from fourfold.launch.ranks import worker_env
+from fourfold.spec.batch import Batch
+from fourfold.spec.catalog import model
+from fourfold.spec.job import Job
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+
+RUN = """\
+model = "llama-tiny"
+gpus = 1
+device = "cpu"
+[batch]
+seq_len = 32
+global_batch = 4
+[policy]
+env = {{ {name} = "{value}" }}
+"""
+
+
+def spec(ranks: int = 1, **env: str) -> RunSpec:
+    return RunSpec(
+        model=model("llama-tiny"), gpus=ranks, layout=Layout(shard=ranks), device="cpu",
+        batch=Batch(seq_len=32, global_batch=ranks), policy=Policy(env=tuple(env.items())),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder whose code runs in every Python that has it on its path, and what it then makes."""
+    folder, sprung = tmp_path / "trap", tmp_path / "sprung"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"open({str(sprung)!r}, 'w').close()\n")
+    return folder, sprung
+
+
+def test_no_command_starts_a_file_s_code(tmp_path: Path, trap, capsys, monkeypatch) -> None:
+    folder, sprung = trap
+    monkeypatch.chdir(tmp_path)
+    text = RUN.format(name="PYTHONPATH", value=folder)
+    Path("run.toml").write_text(text)
+    Path("sweep.toml").write_text(f"{text}[sweep]\nseed = [1, 2]\n")
+    Path("axis.toml").write_text(
+        'model = "llama-tiny"\ngpus = 1\n[sweep]\n"env.LD_PRELOAD" = ["/x.so"]\n'
+    )
+    Path("out").mkdir()
+    Path("out/train.toml").write_text(text)
+    value = f"policy.env={{PYTHONPATH='{folder}'}}"
+    for words in (
+        "bench --spec run.toml", "bench --spec run.toml --as-rank 0", "sweep sweep.toml",
+        "sweep sweep.toml --dry-run", "sweep axis.toml", "train --out out --steps 1",
+        "train --out new --spec run.toml --steps 1", f"verify --world 1 --set {value}",
+        f"bench --model llama-tiny --gpus 1 --set {value}",
+    ):  # fmt: skip
+        assert main(words.split()) == 2, words
+        said = capsys.readouterr().err
+        name = "LD_PRELOAD" if "axis" in words else "PYTHONPATH"
+        assert f"--env {name}=VALUE" in said, words
+    assert not sprung.exists()
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_the_gate_is_where_processes_start(tmp_path: Path) -> None:
+    job = Job(job="run", specs=(spec(), spec(LD_PRELOAD="x.so")))
+    with pytest.raises(UserError, match="LD_PRELOAD"):
+        local.run_job(job, tmp_path / "job")
+    assert not (tmp_path / "job").exists()
+
+
+def test_the_command_line_may_set_it_once(tmp_path: Path, monkeypatch, capsys) -> None:
+    """A resume has the variable in train.toml, and needs the flag again."""
+    seen: list[tuple[Job, Permit]] = []
+
+    def launched(job: Job, folder: Path, *, progress: object, permit: Permit) -> None:
+        permit.require_job(job)
+        seen.append((job, permit))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_command, "run_job", launched)
+    words = f"train --out {tmp_path / 'out'} --model llama-tiny --gpus 1 --steps 2 --seq-len 32"
+    flag = ["--env", "NCCL_TOPO_FILE=/etc/topo.xml", "--env", "NCCL_DEBUG=WARN"]
+    assert main([*words.split(), *flag]) == 130
+    (job, _) = seen.pop()
+    assert dict(job.specs[0].policy.env) == {
+        "NCCL_TOPO_FILE": "/etc/topo.xml", "NCCL_DEBUG": "WARN",
+    }  # fmt: skip
+    assert worker_env(job, 0)["NCCL_TOPO_FILE"] == "/etc/topo.xml"
+    resume = ["train", "--out", str(tmp_path / "out")]
+    assert main(resume) == 2
+    assert "policy.env.NCCL_TOPO_FILE=/etc/topo.xml" in capsys.readouterr().err
+    assert main([*resume, "--env", "NCCL_TOPO_FILE=/tmp/other.xml"]) == 130
+    assert ("NCCL_TOPO_FILE", "/tmp/other.xml") in seen.pop()[0].specs[0].policy.env
+    assert main([*resume, *flag]) == 130
+    assert main([*resume, "--set", "policy.env={}"]) == 130  # without any
+    assert seen.pop()[0].specs[0].policy.env == ()
+    capsys.readouterr()
+
+
+def test_our_own_source_comes_first(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/of/the/shell")
+    job = Job(job="run", specs=(spec(PYTHONPATH="/asked"),))
+    first, *rest = worker_env(job, 0)["PYTHONPATH"].split(":")
+    assert Path(first, "fourfold", "launch").is_dir()
+    assert rest == ["/asked"]
+
+
+def test_ranks_are_bounded_by_the_host(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("many.toml").write_text('model = "llama-tiny"\ngpus = 100000\n')
+    Path("sweep.toml").write_text('model = "llama-tiny"\n[sweep]\ngpus = [1, 100000]\n')
+    for words in (
+        "bench --spec many.toml", "sweep sweep.toml", "train --spec many.toml --steps 1 --out out",
+        "verify --world 1000",
+    ):  # fmt: skip
+        assert main(words.split()) == 2, words
+        said = capsys.readouterr().err
+        assert "room for" in said, words
+        assert "--oversubscribe" in said
+    with pytest.raises(UserError, match="room for"):
+        local.run_job(Job(job="ping", specs=(spec(100_000),)), tmp_path / "job")
+    with pytest.raises(UserError, match="room for"):
+        local.run_job(Job(job="trace", ranks=100_000), tmp_path / "job")
+
+
+@pytest.mark.parametrize(
+    ("memory", "cores", "gpus", "most"),
+    [
+        (24 * 2**30, 2, 0, 64),
+        (2000 * 2**30, 192, 8, 16 * 192),
+        (2**30, 2, 0, 2**30 // RANK_BYTES),
+        (64 * 2**30, 2, 72, 72),
+        (1, 1, 0, 1),
+    ],
+)
+def test_the_bound(monkeypatch, memory, cores, gpus, most) -> None:
+    monkeypatch.setattr(permit, "host_memory_bytes", lambda: memory)
+    monkeypatch.setattr(permit, "core_count", lambda: cores)
+    monkeypatch.setattr(permit, "gpu_count", lambda: gpus)
+    assert most_ranks()[0] == most
+    Permit().require_room(most)
+    with pytest.raises(UserError, match="room for"):
+        Permit().require_room(most + 1)
+    Permit(oversubscribe=True).require_room(2**24)
