@@ -33,7 +33,7 @@ ENGINE_MODULES = {
     "fourfold.cost.schedule",
     "fourfold.cost.trace",
 }
-SHARED = {"errors", "units", "files", "__init__"}
+SHARED = {"errors", "units", "files", "escape", "__init__"}
 # Imported where they are used, never while a module loads: they cost 0.1 to 6 s.
 LATE = {"numpy", "rich", "plotly", "matplotlib", "torch"}
 # The vectorised cost model and search are reached only through commands that need NumPy anyway.

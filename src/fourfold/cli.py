@@ -9,10 +9,11 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO, cast
 
-from fourfold import __version__
+from fourfold import __version__, files
 from fourfold.errors import UserError, nearest
+from fourfold.escape import Screen, one_line
 
 # name -> what it answers; the order is the order of work.
 COMMANDS = {
@@ -87,21 +88,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file name need not be text; printing one must not fail.
         sys.stdout.reconfigure(errors="backslashreplace")
+    streams = sys.stdout, sys.stderr
+    # They are None when the caller closed them.
+    sys.stdout, sys.stderr = (stream and cast(TextIO, Screen(stream)) for stream in streams)
+    try:
+        return _answered(words)
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def _answered(words: list[str]) -> int:
     try:
         code = _dispatch(words)
-        if sys.stdout is not None:  # it is None when the caller closed it
+        if sys.stdout is not None:
             sys.stdout.flush()
         return code
     except UserError as error:
-        return _say(f"error: {error}", 2)
+        return _say(f"error: {error}", error.status)
     except KeyboardInterrupt:
         return _say("stopped", 130)
     except BrokenPipeError:
         _drop_stdout()  # the reader (head, less) has enough
         return 0
     except OSError as error:
-        if error.filename is not None:
-            raise
+        if error.filename is not None:  # a path nobody looked after: too long, a loop, no folder
+            said = files.refused(error, error.filename, field="path", verb="used")
+            return _say(f"error: {said}", said.status)
         _drop_stdout()
         return _say(f"error: stdout: cannot be written ({error.strerror}); free some space", 1)
 
@@ -109,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _say(message: str, code: int) -> int:
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # nobody is left to tell
-            print(message, file=sys.stderr)
+            print(one_line(message), file=sys.stderr)
     return code
 
 
@@ -136,4 +148,6 @@ def _dispatch(words: list[str]) -> int:
         args = command_parser(name).parse_args(rest)
     except SystemExit as leaving:  # argparse leaves this way after --help
         return int(leaving.code or 0)
+    if isinstance(sys.stdout, Screen):
+        sys.stdout.page = getattr(args, "format", "") == "md"
     return args.run(args)

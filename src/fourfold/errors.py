@@ -8,6 +8,8 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """A bad request. `field` grows a path while it travels out of nested data."""
 
+    status = 2
+
     def __init__(
         self, rule: str, *, field: str = "", value: object = None, way_out: str = ""
     ) -> None:
@@ -20,7 +22,7 @@ class UserError(ValueError):
     def within(self, path: str) -> UserError:
         """The same error, seen from the table `path` that holds the field."""
         field = f"{path}.{self.field}" if path and self.field else path or self.field
-        return UserError(self.rule, field=field, value=self.value, way_out=self.way_out)
+        return type(self)(self.rule, field=field, value=self.value, way_out=self.way_out)
 
     def __str__(self) -> str:
         where = self.field
@@ -28,6 +30,12 @@ class UserError(ValueError):
             where = f"{where}={shorten(self.value)}" if where else shorten(self.value)
         text = f"{where}: {self.rule}" if where else self.rule
         return f"{text}; {self.way_out}" if self.way_out else text
+
+
+class MachineError(UserError):
+    """The request was good, the machine could not do it: a full disk, a failing device."""
+
+    status = 1
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -6,51 +6,108 @@ An existing file is replaced only by a result of the same kind, known by its mar
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from fourfold.errors import UserError
+from fourfold.errors import MachineError, UserError
 
 # A spec, table or config larger than this is a mistake (a checkpoint, a device), not an input.
 MAX_TEXT_BYTES = 512 * 2**20
+# A stored report of 10,000 ranks and 50 steps has 40 MB. Parsed, JSON may take twenty times that.
+MAX_STORED_BYTES = 64 * 2**20
+# Errors of a machine, not of a request.
+_MACHINE = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
+}  # fmt: skip
 # Where a result's mark is looked for, at both ends.
 _MARK_BYTES = 4096
 
 
-def read_text(path: str | Path, *, field: str = "file") -> str:
+def refused(error: OSError | ValueError, path: object, *, field: str, verb: str) -> UserError:
+    """What to say of a path that the system refuses. Bad names are the user's (exit 2), a full or
+    failing disk is the machine's (exit 1)."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    machine = isinstance(error, OSError) and error.errno in _MACHINE
+    space = "free some space" if machine else "check folder and permissions"
+    return (MachineError if machine else UserError)(
+        f"cannot be {verb} ({reason})",
+        field=field,
+        value=os.fsdecode(path) if isinstance(path, bytes) else str(path),
+        way_out="check the path" if verb != "written" else space,
+    )
+
+
+def read_text(path: str | Path, *, field: str = "file", max_bytes: int = MAX_TEXT_BYTES) -> str:
     """The file's text, or an error that names file and reason. A pipe is read to its end."""
+    return text_of(read_bytes(path, field=field, max_bytes=max_bytes), path, field=field)
+
+
+def text_of(content: bytes, path: str | Path, *, field: str = "file") -> str:
+    """UTF-8, with or without a byte order mark; line ends as on Unix."""
     try:
-        # A named pipe without a writer would block for ever; without blocking it reads as empty.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with os.fdopen(handle, "rb") as stream:
-            problem = _not_text(os.fstat(handle), os.isatty(handle), path)
-            if problem:
-                raise UserError(problem[0], field=field, value=str(path), way_out=problem[1])
-            os.set_blocking(handle, True)
-            content = stream.read(MAX_TEXT_BYTES + 1)
-        if len(content) > MAX_TEXT_BYTES:
-            raise UserError(_TOO_LARGE[0], field=field, value=str(path), way_out=_TOO_LARGE[1])
         return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except UserError:
-        raise
     except UnicodeDecodeError:
         raise UserError(
             "is not UTF-8 text", field=field, value=str(path), way_out="name a text file"
         ) from None
+
+
+def read_bytes(path: str | Path, *, field: str = "file", max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """A user's file or pipe, up to `max_bytes`; devices and folders are refused."""
+    try:
+        # A named pipe without a writer would block for ever; without blocking it reads as empty.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as stream:
+            problem = _not_text(os.fstat(handle), os.isatty(handle), path, max_bytes)
+            if problem:
+                raise UserError(problem[0], field=field, value=str(path), way_out=problem[1])
+            os.set_blocking(handle, True)
+            content = stream.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            rule, way_out = _too_large(max_bytes)
+            raise UserError(rule, field=field, value=str(path), way_out=way_out)
+        return content
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(
-            f"cannot be read ({reason})", field=field, value=str(path), way_out="check the path"
-        ) from None
+        raise refused(error, path, field=field, verb="read") from None
 
 
-_TOO_LARGE = ("is over 512 MiB", "name a text file")
+def read_own(path: str | Path, *, field: str = "file", max_bytes: int = MAX_STORED_BYTES) -> bytes:
+    """A file that fourfold wrote: a regular file under its own name. Links, pipes and devices in
+    its place are refused, so that a stored folder leads nowhere else and nothing waits."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        if os.path.islink(path):
+            raise UserError(
+                "is a link", field=field, value=str(path), way_out="put the file itself there"
+            )
+        handle = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+        with os.fdopen(handle, "rb") as stream:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError("is not a regular file", field=field, value=str(path))
+            content = stream.read(max_bytes + 1) if status.st_size <= max_bytes else b""
+        if status.st_size > max_bytes or len(content) > max_bytes:
+            raise UserError(_too_large(max_bytes)[0], field=field, value=str(path))
+        return content
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise refused(error, path, field=field, verb="read") from None
 
 
-def _not_text(status: os.stat_result, terminal: bool, path: str | Path) -> tuple[str, str] | None:
+def _too_large(max_bytes: int) -> tuple[str, str]:
+    return f"is over {max_bytes / 2**20:g} MiB", "name a text file"
+
+
+def _not_text(
+    status: os.stat_result, terminal: bool, path: str | Path, max_bytes: int
+) -> tuple[str, str] | None:
     """(rule, way out) for what cannot be a text: folders, disks, /dev/zero."""
     if stat.S_ISDIR(status.st_mode):
         return "is a folder", "name a file in it"
@@ -58,7 +115,7 @@ def _not_text(status: os.stat_result, terminal: bool, path: str | Path) -> tuple
         stat.S_ISCHR(status.st_mode) and not terminal and str(path) != os.devnull
     ):
         return "is a device", "name a text file"
-    return _TOO_LARGE if status.st_size > MAX_TEXT_BYTES else None
+    return _too_large(max_bytes) if status.st_size > max_bytes else None
 
 
 def require_mine(path: str | Path, *, mark: str, force: bool, field: str = "out") -> None:
@@ -67,33 +124,37 @@ def require_mine(path: str | Path, *, mark: str, force: bool, field: str = "out"
     target = Path(path)
     if force or not target.is_file():  # pipes and /dev/stdout are written to, not replaced
         return
-    with open(target, "rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(0)
-        content = stream.read(_MARK_BYTES)
-        stream.seek(max(0, size - _MARK_BYTES))
-        content += stream.read()
+    try:
+        with open(target, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(0)
+            content = stream.read(_MARK_BYTES)
+            stream.seek(max(0, size - _MARK_BYTES))
+            content += stream.read(_MARK_BYTES)
+    except OSError as error:
+        raise refused(error, path, field=field, verb="read") from None
     if not size or (mark and mark.encode() in content):
         return
     what = "exists and is no earlier result of this command" if mark else "exists"
     raise UserError(what, field=field, value=str(path), way_out="add --force, or name another file")
 
 
-def write_text(path: str | Path, text: str, *, field: str = "out") -> None:
+def write_text(path: str | Path, text: str, *, field: str = "out", own: bool = False) -> None:
     """Write all of `text` or nothing, as UTF-8; odd bytes of a file name are escaped."""
-    write_bytes(path, text.encode("utf-8", errors="backslashreplace"), field=field)
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"), field=field, own=own)
 
 
-def write_bytes(path: str | Path, content: bytes, *, field: str = "out") -> None:
-    """Write all or nothing: a reader never sees half a file, a crash loses no old one."""
+def write_bytes(path: str | Path, content: bytes, *, field: str = "out", own: bool = False) -> None:
+    """Write all or nothing: a reader never sees half a file, a crash loses no old one. `own`: a
+    file of fourfold's own folders, where a link is replaced and never written through."""
     import tempfile  # 15 ms with what it imports, only paid on writing
 
     temporary = ""
     try:
-        # The target of a link is replaced, not the link.
-        target = Path(os.path.realpath(path))
+        # The target of a user's link is replaced, not the link.
+        target = Path(path) if own else Path(os.path.realpath(path))
         special = target.exists() and not (target.is_file() or target.is_dir())
-        if special or str(path).startswith("/dev/"):
+        if not own and (special or str(path).startswith("/dev/")):
             # A pipe or /dev/stdout is written to: replacing it would destroy it.
             with open(path, "ab", buffering=0) as stream:
                 stream.write(content)
@@ -104,18 +165,12 @@ def write_bytes(path: str | Path, content: bytes, *, field: str = "out") -> None
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, _mode_of(target))
+        os.chmod(temporary, _mode_of(target, own=own))
         os.replace(temporary, target)
     except (OSError, ValueError) as error:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(
-            f"cannot be written ({reason})",
-            field=field,
-            value=str(path),
-            way_out="check folder, permissions and free space",
-        ) from None
+        raise refused(error, path, field=field, verb="written") from None
 
 
 @contextlib.contextmanager
@@ -137,12 +192,7 @@ def pending(path: str | Path, *, field: str = "out") -> Iterator[BinaryIO]:
         os.replace(temporary, target)
         temporary = ""
     except OSError as error:
-        raise UserError(
-            f"cannot be written ({error.strerror or error})",
-            field=field,
-            value=str(path),
-            way_out="check folder, permissions and free space",
-        ) from None
+        raise refused(error, path, field=field, verb="written") from None
     finally:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
@@ -157,9 +207,9 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _mode_of(path: Path) -> int:
+def _mode_of(path: Path, *, own: bool = False) -> int:
     """Permissions of the file that is replaced, else what the umask gives a new file."""
-    if path.exists():
+    if path.exists() and not (own and path.is_symlink()):
         return path.stat().st_mode & 0o7777
     umask = os.umask(0)
     os.umask(umask)

@@ -57,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _csv(row_ids: list[str], answers) -> str:  # type: ignore[no-untyped-def]
-    import csv
-    import io
+    import itertools
 
     from fourfold.cost.predict import FIELDS
+    from fourfold.escape import csv_text
 
     numeric = (
         answers.step_s, answers.low_s, answers.high_s, answers.tokens_s_gpu, answers.tflops_gpu,
@@ -72,8 +72,5 @@ def _csv(row_ids: list[str], answers) -> str:  # type: ignore[no-untyped-def]
         ("1" if fits else "0") if told else ""
         for fits, told in zip(answers.fits.tolist(), known, strict=True)
     ]
-    stream = io.StringIO(newline="")
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(FIELDS)
-    writer.writerows(zip(row_ids, *texts, verdict, answers.reasons, strict=True))
-    return stream.getvalue()
+    rows = zip(row_ids, *texts, verdict, answers.reasons, strict=True)
+    return csv_text(itertools.chain([FIELDS], rows))

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from fourfold.escape import one_line, steer
+
 # In a log file a line every few seconds says enough.
 _LOG_EVERY_S = 10.0
 
@@ -16,7 +18,7 @@ def progress_lines() -> Callable[[str], None]:
 
     def show(text: str) -> None:
         if sys.stderr.isatty():
-            print(f"\r\033[K{text[:100]}", end="", file=sys.stderr, flush=True)
+            steer(sys.stderr, f"\r\033[K{one_line(text)[:100]}")
         elif time.monotonic() - last_at[0] >= _LOG_EVERY_S:
             last_at[0] = time.monotonic()
             print(text, file=sys.stderr, flush=True)
@@ -27,4 +29,4 @@ def progress_lines() -> Callable[[str], None]:
 def end_line() -> None:
     """Leave the terminal clean before the answer is printed."""
     if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        steer(sys.stderr, "\r\033[K")

@@ -6,10 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from fourfold import escape
 from fourfold.errors import UserError
+from fourfold.escape import csv_text, json_text
 
-# A number with thousands commas, a sign and a short unit, alone in its cell.
-_NUMBER = re.compile(r"[+~-]?[0-9][0-9,]*(\.[0-9]+)?(e[+-]?[0-9]+)?( ?[A-Za-z%/]{1,8})?\Z")
+__all__ = ["FORMATS", "csv_text", "json_text", "render"]
+
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?\Z")
 FORMATS = ("text", "md", "csv", "json")
 
@@ -17,31 +19,17 @@ FORMATS = ("text", "md", "csv", "json")
 def render(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str) -> str:
     """Cells are ready texts; numbers are right-aligned in text and Markdown."""
     if style == "csv":
-        return csv_text([headings, *([_plain_number(cell) for cell in row] for row in rows)])
+        numbers = ([_plain_number(cell) for cell in row] for row in rows)
+        return csv_text([headings, *numbers]).rstrip("\n")
     if style == "md":
-        cells = [[_escaped(cell) for cell in row] for row in (headings, *rows)]
+        cells = [[escape.markdown_cell(cell) for cell in row] for row in (headings, *rows)]
         return _lined(cells, "| ", " | ", " |", rule=_markdown_rule)
     if style == "text":
-        return _lined([list(headings), *map(list, rows)], "", "  ", "", rule=_text_rule)
+        cells = [[escape.one_line(cell) for cell in row] for row in (headings, *rows)]
+        return _lined(cells, "", "  ", "", rule=_text_rule)
     raise UserError(
         "unknown format", field="format", value=style, way_out=f"one of {', '.join(FORMATS)}"
     )
-
-
-def json_text(data: Any) -> str:
-    """JSON for other tools; NaN and infinities are bugs here, not values."""
-    import json
-
-    return json.dumps(data, indent=2, allow_nan=False)
-
-
-def csv_text(rows: Sequence[Sequence[str]]) -> str:
-    import csv
-    import io
-
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows(rows)
-    return buffer.getvalue().rstrip("\n")
 
 
 def _plain_number(cell: str) -> str:
@@ -77,9 +65,5 @@ def _markdown_rule(widths: list[int], numeric: list[bool]) -> str:
     return f"| {' | '.join(marks)} |"
 
 
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", " ")
-
-
 def _is_number(cell: str) -> bool:
-    return not cell or cell == "-" or _NUMBER.match(cell) is not None
+    return not cell or cell == "-" or escape.NUMBER.match(cell) is not None

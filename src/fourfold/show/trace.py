@@ -95,7 +95,7 @@ def csv(rows: Sequence[StepRow]) -> str:
         ] or [[""] * 7]
         for index, cell in enumerate(cells):
             lines.append([*head, *cell, *(own if index == 0 else [""] * len(own))])
-    return csv_text(lines)
+    return csv_text(lines).rstrip("\n")
 
 
 def text(program: Program, rows: Sequence[StepRow], cluster: Cluster, style: str) -> str:

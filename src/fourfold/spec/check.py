@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from fourfold.errors import UserError
+from fourfold.escape import one_line
+
+_MOST_LETTERS = 200
 
 
 def whole(least: int = 1, most: int = 2**40, /, **fields: int) -> None:
@@ -14,6 +17,15 @@ def whole(least: int = 1, most: int = 2**40, /, **fields: int) -> None:
                 value=value,
                 way_out=f"{name} = {least}",
             )
+
+
+def name(**fields: str) -> None:
+    """Names stand in headings and sentences: one line that everybody can read."""
+    for field, value in fields.items():
+        if value != one_line(value):
+            raise UserError("must be one line of printable text", field=field, value=value)
+        if len(value) > _MOST_LETTERS:
+            raise UserError(f"must have at most {_MOST_LETTERS} letters", field=field, value=value)
 
 
 def positive(**fields: float) -> None:

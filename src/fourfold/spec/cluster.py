@@ -44,6 +44,7 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self) -> None:
+        check.name(name=self.name)
         check.whole(1, 2**24, gpus=self.gpus, host_gpus=self.host_gpus)
         if self.price_per_gpu_hour is not None and self.price_per_gpu_hour < 0:
             raise UserError(

@@ -54,6 +54,7 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
+        check.name(id=self.id, name=self.name)
         check.whole(1, 2**60, memory_bytes=self.memory_bytes)
         check.whole(1, 2**20, sms=self.sms)
         check.positive(memory_bytes_per_s=self.memory_bytes_per_s, power_w=self.power_w)

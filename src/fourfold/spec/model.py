@@ -80,6 +80,7 @@ class ModelShape:
         check.whole(1, 100_000, layers=self.layers, heads=self.heads, kv_heads=self.kv_heads)
         check.whole(1, 2**32, hidden=self.hidden, ffn=self.ffn, vocab=self.vocab)
         check.positive(norm_eps=self.norm_eps)
+        check.name(name=self.name)
         if self.experts or self.top_k:
             raise UserError(
                 "mixture of experts is not modelled yet",

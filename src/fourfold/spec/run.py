@@ -63,6 +63,7 @@ class RunSpec:
     settle: bool = False
 
     def __post_init__(self) -> None:
+        check.name(tag=self.tag)
         check.whole(1, 2**24, gpus=self.gpus)
         check.whole(1, 10**7, steps=self.steps)
         check.whole(0, 10**7, warmup=self.warmup)

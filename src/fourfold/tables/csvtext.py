@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterator
 
+from fourfold import escape
 from fourfold.errors import UserError
 from fourfold.tables.document import Document, Row, Table, Text
 from fourfold.tables.markdown import is_rule
@@ -67,14 +67,15 @@ def _record(lines: list[str], at: int, separator: str) -> tuple[tuple[str, ...],
     """One record; a quoted cell may span lines."""
 
     def rest() -> Iterator[str]:
-        yield from (f"{line}\n" for line in lines[at:])
+        for place in range(at, len(lines)):  # a slice would copy the rest for every record
+            yield f"{lines[place]}\n"
 
     reader = csv.reader(rest(), delimiter=separator, strict=False)
     try:
         cells = next(reader)
     except csv.Error as error:
         raise UserError(f"is not CSV ({error})", field=f"line {at + 1}") from None
-    return tuple(cell.strip() for cell in cells), reader.line_num
+    return tuple(escape.from_csv(cell.strip()) for cell in cells), reader.line_num
 
 
 def write(document: Document) -> str:
@@ -83,16 +84,15 @@ def write(document: Document) -> str:
         if lines:
             lines.append("")
         if isinstance(block, Text):
-            lines += [f"# {line}" if line else "#" for line in block.lines]
+            texts = [escape.visible(line.replace("\n", " ")) for line in block.lines]
+            lines += [f"# {text}" if text else "#" for text in texts]
             continue
         lines += [_line(cells) for cells in (block.headings, *(row.cells for row in block.rows))]
     return "\n".join(lines) + "\n" if lines else ""
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="").writerow(cells)
-    line = buffer.getvalue()
+    line = escape.csv_text([cells]).removesuffix("\n")
     if not line.startswith("#"):
         return line
     quoted, _, rest = line.partition(",")

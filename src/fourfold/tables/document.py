@@ -6,12 +6,11 @@ can be written again unchanged; cells.py and records.py say what a cell means.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold import files
+from fourfold import escape, files
 from fourfold.errors import UserError
 from fourfold.spec import codec
 
@@ -97,7 +96,7 @@ def write(document: Document, form: str) -> str:
     from fourfold.tables import csvtext, markdown
 
     if form == "json":
-        return json.dumps(to_plain(document), indent=1) + "\n"
+        return escape.json_text(to_plain(document), indent=1) + "\n"
     if form == "csv":
         return csvtext.write(document)
     if form in ("md", "text"):

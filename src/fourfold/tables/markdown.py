@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from fourfold import escape
 from fourfold.tables.document import Document, Row, Table, Text
 
 _MARK = re.compile(r":?-+:?\Z")
@@ -39,7 +40,7 @@ def parse(text: str) -> Document:
 def _close_text(blocks: list[Table | Text], plain: list[str], end: int) -> None:
     """One blank line next to a table is layout, not text: the writer puts it back."""
     if plain and plain != [""]:
-        blocks.append(Text(tuple(plain), line=end - len(plain) + 1))
+        blocks.append(Text(tuple(map(escape.from_markdown, plain)), line=end - len(plain) + 1))
 
 
 def _starts_table(lines: list[str], at: int) -> bool:
@@ -78,7 +79,11 @@ def cells_of(line: str) -> tuple[str, ...]:
         parts = parts[1:]
     if len(parts) > 1 and line.endswith("|") and not line.endswith("\\|"):
         parts = parts[:-1]
-    return tuple(part.strip().replace("\\|", "|").replace("<br>", "\n") for part in parts)
+    return tuple(_cell(part) for part in parts)
+
+
+def _cell(part: str) -> str:
+    return escape.from_markdown(part.strip().replace("\\|", "|").replace("<br>", "\n"))
 
 
 def write(document: Document, *, bare: bool = False) -> str:
@@ -87,7 +92,8 @@ def write(document: Document, *, bare: bool = False) -> str:
     after_table = False
     for block in document.blocks:
         if isinstance(block, Text):
-            lines += block.lines
+            shown = escape.visible if bare else escape.markdown_line
+            lines += [shown(line.replace("\n", " ")) for line in block.lines]
             after_table = False
             continue
         if after_table:
@@ -98,7 +104,7 @@ def write(document: Document, *, bare: bool = False) -> str:
 
 
 def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", "<br>")
+    return escape.markdown_cell(cell, line_break="<br>")
 
 
 def _widths(rows: list[tuple[str, ...]]) -> list[int]:
@@ -141,12 +147,13 @@ def _lines(table: Table) -> list[str]:
 
 
 def _text_lines(table: Table) -> list[str]:
-    cells = [tuple(cell.replace("\n", " ") for cell in row.cells) for row in table.data]
-    widths = _widths([table.headings, *cells])
+    headings = tuple(map(escape.one_line, table.headings))
+    cells = [tuple(map(escape.one_line, row.cells)) for row in table.data]
+    widths = _widths([headings, *cells])
     right = _right_columns(table, len(widths))
     rule = "  ".join("-" * width for width in widths)
     shown = iter(cells)
-    lines = ["  ".join(_padded(table.headings, widths, right)).rstrip(), rule]
+    lines = ["  ".join(_padded(headings, widths, right)).rstrip(), rule]
     for row in table.rows:
         lines.append(rule if row.rule else "  ".join(_padded(next(shown), widths, right)).rstrip())
     return lines

@@ -1,0 +1,133 @@
+"""Text that others wrote, through every way out: it is shown, it steers nothing."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold import escape
+from fourfold.cli import main
+from fourfold.show.table import render
+from fourfold.tables import csvtext, markdown
+from fourfold.tables.document import Document, Row, Table, Text, parse, write
+
+SOURCE = Path(escape.__file__).parent
+HOSTILE = (
+    "\x1b[2J\x1b]0;title\x07", "\x9b31m", "a\nb", "a\r\nb", "x\u202eevil", "\u2028", "\ud800",
+    "<script>alert(1)</script>", "<!-- ", "a|b", "\\|", "\\\\|x", "=cmd|' /C calc'!A0", "+1+1",
+    "-2+3", "@SUM(A1)", "\t=1", " =1", "\r=1", "\uff1d1", "'=1", "](javascript:x)", "&lt;b&gt;",
+    "\x00", "\x7f", "\U000e0041", "\ufeff", "|---|", "# heading", "1e5", "-5", "-", "---", "",
+)  # fmt: skip
+any_text = st.one_of(
+    st.text(), st.sampled_from(HOSTILE), st.lists(st.sampled_from(HOSTILE)).map("".join)
+)
+lists = st.lists(st.lists(any_text, min_size=2, max_size=2), min_size=1, max_size=4)
+
+
+def steers(text: str) -> bool:
+    """Something in it a terminal would act on, or a reader would not see."""
+    bidi = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    return any(
+        (unicodedata.category(letter) in ("Cc", "Zl", "Zp", "Cs") and letter not in "\n\t")
+        or unicodedata.bidirectional(letter) in bidi
+        for letter in text
+    )
+
+
+@given(rows=lists)
+def test_text_tables_keep_their_lines(rows: list[list[str]]) -> None:
+    shown = render(["a", "b"], rows, "text")
+    assert not steers(shown)
+    assert len(shown.split("\n")) == 2 + len(rows)
+
+
+@given(rows=lists)
+def test_markdown_tables_hold_cells_and_nothing_else(rows: list[list[str]]) -> None:
+    shown = render(["a", "b"], rows, "md")
+    assert not steers(shown)
+    assert not re.search(r"<[A-Za-z/!?]|\]\(", shown)
+    lines = shown.split("\n")
+    assert len(lines) == 2 + len(rows)
+    # As GitHub's readers cut: a backslash takes the next letter with it.
+    bars = [len(re.sub(r"\\.", "", line).split("|")) for line in lines]
+    assert set(bars) == {4}, shown
+
+
+@given(rows=lists)
+def test_csv_cells_are_no_formulas(rows: list[list[str]]) -> None:
+    shown = render(["a", "b"], rows, "csv")
+    assert not steers(shown)
+    found = list(csv.reader(io.StringIO(shown, newline="")))
+    assert len(found) == 1 + len(rows)
+    for cell in (cell for row in found for cell in row):
+        if cell.lstrip()[:1] in tuple("=+-@\uff1d\uff0b\uff0d\uff20"):
+            assert escape.NUMBER.match(cell) or set(cell.strip()) == {"-"}, cell
+        assert cell[:1] not in ("\t", "\r")
+
+
+ANY_JSON = st.recursive(
+    any_text | st.floats(allow_nan=False, allow_infinity=False) | st.none(),
+    lambda inner: st.lists(inner) | st.dictionaries(any_text, inner),
+)
+
+
+@given(data=ANY_JSON)
+def test_json_is_what_any_reader_takes(data: object) -> None:
+    shown = escape.json_text(data)
+    assert shown.isascii()
+    json.dumps(json.loads(shown), ensure_ascii=False).encode()  # no half of a surrogate pair
+
+
+@given(text=any_text, form=st.sampled_from(["md", "csv", "json"]))
+def test_documents_read_back_what_they_show(text: str, form: str) -> None:
+    cell = escape.visible(" ".join(text.split()))
+    table = Table(("heading", "other"), (Row((cell, "x")),))
+    assert parse(write(Document((table,)), form), form).tables == (table,)
+
+
+@given(lines=st.lists(any_text))
+def test_lines_of_a_document_are_no_html(lines: list[str]) -> None:
+    shown = markdown.write(Document((Text(tuple(lines)),)))
+    assert not steers(shown)
+    assert not re.search(r"<[A-Za-z/!?]|\]\(", shown)
+    assert not steers(csvtext.write(Document((Text(tuple(lines)),))))
+
+
+@given(words=st.lists(any_text, min_size=1, max_size=3))
+def test_errors_are_one_harmless_line(words: list[str]) -> None:
+    import contextlib
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        main(["models", *(word.replace("\0", "") for word in words)])
+    assert not steers(out.getvalue() + err.getvalue())
+    if err.getvalue():
+        assert err.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["writer", "DictWriter"])
+def test_only_one_place_writes_csv(name: str) -> None:
+    found = [
+        path.name
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "csv"
+    ]
+    assert set(found) <= {"escape.py"}
+
+
+def test_numbers_stay_numbers_in_csv() -> None:
+    for cell in ("-1.5", "+3%", "-12 GB", "1,234", "-1e-05", "-", "---", "5"):
+        assert escape.csv_cell(cell) == cell
