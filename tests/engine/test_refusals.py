@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from fourfold.engine.parallel.order import refuse_unbuilt
 from fourfold.errors import UserError
-from fourfold.search.legal import Target, why_not
+from fourfold.search.legal import Target, require_legal, why_not
 from fourfold.spec import Batch, Layout, Policy, RunSpec, catalog
 
 SPEC = RunSpec(
@@ -32,22 +31,22 @@ SPEC = RunSpec(
     ],
 )
 def test_choices_the_engine_does_not_run_are_refused_by_name(field: str, value: Any) -> None:
-    refuse_unbuilt(SPEC)
-    with pytest.raises(UserError, match=rf"policy\.{field}=.*does not run it yet"):
-        refuse_unbuilt(replace(SPEC, policy=replace(SPEC.policy, **{field: value})))
+    require_legal(SPEC)
+    with pytest.raises(UserError, match=rf"policy\.{field}=.*does not run it"):
+        require_legal(replace(SPEC, policy=replace(SPEC.policy, **{field: value})))
 
 
 def test_a_format_is_refused_only_where_another_would_run() -> None:
     """zero2 adds gradients up in the weights' format; copies are summed in that of gradients."""
     zero1 = replace(SPEC, policy=Policy(grad_dtype="bf16", reduce_dtype="bf16"))
-    refuse_unbuilt(zero1)
+    require_legal(zero1)
     for sharding, field in (("zero2", "grad_dtype"), ("zero3", "grad_dtype")):
         with pytest.raises(UserError, match=rf"policy\.{field}"):
-            refuse_unbuilt(replace(zero1, policy=replace(zero1.policy, sharding=sharding)))
+            require_legal(replace(zero1, policy=replace(zero1.policy, sharding=sharding)))
     copies = Policy(sharding="zero0", reduce_dtype="bf16")
     with pytest.raises(UserError, match=r"policy\.reduce_dtype"):
-        refuse_unbuilt(replace(SPEC, policy=copies))
-    refuse_unbuilt(replace(SPEC, gpus=2, layout=Layout(tp=2), policy=copies))
+        require_legal(replace(SPEC, policy=copies))
+    require_legal(replace(SPEC, gpus=2, layout=Layout(tp=2), policy=copies))
 
 
 def test_what_a_split_backward_does_not_allow_is_refused_before_a_run() -> None:

@@ -160,6 +160,21 @@ CASES = [
         {"layout": "pp2", "schedule": "zero-bubble", "precision": "fp8", "stack": "fourfold"},
         {"layout": "pp2", "schedule": "zero-bubble", "stack": "fourfold"},
     ),
+    (
+        "unbuilt",  # zero3 keeps gradients in the weights' format, fp32
+        {"layout": "dp2", "sharding": "zero3", "grad_dtype": "bf16", "stack": "fourfold"},
+        {"layout": "dp2", "sharding": "zero1", "grad_dtype": "bf16", "stack": "fourfold"},
+    ),
+    (
+        "unbuilt",
+        {"layout": "tp2", "async_tp": True, "stack": "fourfold"},
+        {"layout": "dp2", "async_tp": True, "stack": "fourfold"},
+    ),
+    (
+        "unbuilt",
+        {"layout": "dp2", "optimizer_dtype": "fp8", "stack": "fourfold"},
+        {"layout": "dp2", "optimizer_dtype": "fp8"},
+    ),
     ("dp-batch", {"layout": "dp65"}, {"layout": "dp63"}),
     (
         "equal-shares",

@@ -10,7 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fourfold.errors import UserError
-from fourfold.search.rules import RULES, ULYSSES, Case, Reason, fp8_sides, micro_count
+from fourfold.search.rules import (
+    RULES,
+    ULYSSES,
+    Case,
+    Reason,
+    fp8_sides,
+    micro_count,
+    unbuilt_choices,
+)
 from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, stack_rules
 from fourfold.spec.batch import Batch
 from fourfold.spec.device import Device
@@ -266,6 +274,12 @@ def _fp8_zero_bubble(c: Case) -> Words:
     return "policy.schedule", "zero-bubble", rule, "precision = bf16, or schedule = interleaved"
 
 
+def _unbuilt(c: Case) -> Words:
+    field = next(field for field, is_unbuilt in unbuilt_choices(c).items() if is_unbuilt)
+    rule = "the engine does not run it yet"
+    return f"policy.{field}", getattr(c.policy, field), rule, "leave it at its default"
+
+
 def _bad_size(c: Case, is_bad: Callable[[int], bool]) -> tuple[int, str]:
     """The first batch size that breaks a rule, and what to call it."""
     size = next(size for size in c.batch_sizes if is_bad(size))
@@ -336,6 +350,7 @@ _TEXTS: dict[Reason, Callable[[Case], Words]] = {
     "compiled-zero-bubble": _compiled_zero_bubble,
     "fp8-sizes": _fp8_sizes,
     "fp8-zero-bubble": _fp8_zero_bubble,
+    "unbuilt": _unbuilt,
     "dp-batch": _dp_batch,
     "equal-shares": _equal_shares,
     "micro-divides": _micro_divides,

@@ -20,7 +20,7 @@ Reason = Literal[
     "recompute", "sharding", "zero-pipeline", "hybrid", "positions", "heads", "kv-heads", "ffn",
     "ulysses-heads", "seq-cp", "seq-tp", "async-tp", "stages", "virtual-stages",
     "needs-interleaving", "needs-virtual-stages", "needs-pipeline", "compiled-zero-bubble",
-    "fp8-sizes", "fp8-zero-bubble",
+    "fp8-sizes", "fp8-zero-bubble", "unbuilt",
     "dp-batch", "equal-shares", "micro-divides", "fill", "whole-rounds",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -247,6 +247,39 @@ def _fp8_zero_bubble(c: Case) -> Truth:
     return (c.schedule == ZERO_BUBBLE) & (c.pp > 1) & in_fp8
 
 
+_NARROW = ("fp8", "fp4")
+
+
+def unbuilt_choices(c: Case) -> dict[str, Truth]:
+    """Choices that the cost model knows and our own engine does not run, by the policy's field.
+
+    A format that was asked for is refused where another one would run (spec/formats.py): gradients
+    of zero2 and zero3 are kept in the weights' format, copies are summed in that of gradients.
+    """
+    policy, dtypes = c.policy, c.policy.dtypes
+    shards = 1 + (c.shard * c.cp - 1) * (c.zero > 0)
+    other_grad = policy.grad_dtype not in (None, dtypes.param)
+    other_sum = policy.reduce_dtype not in (None, dtypes.grad)
+    return {
+        "compute_dtype": policy.compute_dtype == "fp4",
+        "param_dtype": policy.param_dtype in _NARROW,
+        "optimizer_dtype": policy.optimizer_dtype in _NARROW,
+        "grad_dtype": (policy.grad_dtype in _NARROW) | (other_grad & (c.zero >= 2)),
+        "reduce_dtype": (policy.reduce_dtype in _NARROW) | (other_sum & (c.dp * c.cp > shards)),
+        "async_tp": policy.async_tp & (c.tp > 1),
+        "overlap_grad_reduce": not policy.overlap_grad_reduce,
+        "overlap_param_gather": not policy.overlap_param_gather,
+    }
+
+
+def _unbuilt(c: Case) -> Truth:
+    found: Truth = False
+    if c.stack.is_ours:
+        for is_unbuilt in unbuilt_choices(c).values():
+            found = found | is_unbuilt
+    return found
+
+
 def _any_size(c: Case, is_broken: Callable[[int], Truth]) -> Truth:
     found: Truth = False
     for size in c.batch_sizes:
@@ -311,6 +344,7 @@ RULES: dict[Reason, Callable[[Case], Truth]] = {
     "compiled-zero-bubble": _compiled_zero_bubble,
     "fp8-sizes": _fp8_sizes,
     "fp8-zero-bubble": _fp8_zero_bubble,
+    "unbuilt": _unbuilt,
     "dp-batch": _dp_batch,
     "equal-shares": _equal_shares,
     "micro-divides": _micro_divides,

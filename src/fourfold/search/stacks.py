@@ -40,6 +40,7 @@ class Stack:
     compiles_zero_bubble: bool = True
     fp8_multiple: int = 1  # of which sides of a product in fp8 must be a multiple
     splits_fp8: bool = True  # zero-bubble's divided backward in fp8
+    is_ours: bool = False  # src/fourfold/engine, whose gaps are rules too
 
 
 STACKS: dict[str, Stack] = {
@@ -54,6 +55,7 @@ STACKS: dict[str, Stack] = {
             precisions=tuple(name for name in PRECISIONS if name != "fp4"),
             fp8_multiple=16,
             splits_fp8=False,
+            is_ours=True,
         ),
         Stack(
             name="megatron",

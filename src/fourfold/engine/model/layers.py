@@ -79,7 +79,8 @@ class Core(nn.Module):
         if tables.slopes is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         where = tables.positions
-        bias = alibi_bias(tables.slopes, where, where).to(q.dtype)
+        # Four dimensions: with three the fused kernels of CPUs do not take it.
+        bias = alibi_bias(tables.slopes, where, where).to(q.dtype)[None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
 
 

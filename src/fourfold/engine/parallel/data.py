@@ -128,5 +128,11 @@ def backward_weights(decoder: Decoder, multiply: Callable[[int | None], None]) -
 def _after_backward(module: nn.Module) -> None:
     assert isinstance(module, FSDPModule)
     group = module._get_fsdp_state()._fsdp_param_group
-    if group is not None:  # a stage in the middle has nothing of its own beside its layers
-        group.post_backward()
+    if group is None:  # a stage in the middle has nothing of its own beside its layers
+        return
+    # The first part has left gradients of norms and biases in the format of accumulation, the
+    # products' are in the format of compute: one reduction takes one format only.
+    for parameter in group.fsdp_params:
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+    group.post_backward()

@@ -30,7 +30,7 @@ from fourfold.engine.parallel.regional import apply_compile
 from fourfold.engine.parallel.tensor import apply_tensor
 from fourfold.engine.world import World
 from fourfold.errors import UserError
-from fourfold.spec.formats import Formats, running
+from fourfold.search.legal import require_legal
 from fourfold.spec.run import RunSpec
 
 # Ring and all-gather attention bring their own kernels (parallel/blocks.py).
@@ -75,9 +75,22 @@ def _context(decoder: Decoder, spec: RunSpec, world: World) -> None:
 
 def _attention(decoder: Decoder, spec: RunSpec, world: World) -> None:
     backends = KERNELS[spec.policy.attention]
+    _refuse_kernel(spec, world.device_type)
     for module in decoder.modules():
         if isinstance(module, Core):
             module.backends = backends
+
+
+def _refuse_kernel(spec: RunSpec, device_type: str) -> None:
+    """Torch names no reason where a kernel does not exist, and only in the first step."""
+    kernel, alibi = spec.policy.attention, spec.model.positions.kind == "alibi"
+    rule = ""
+    if device_type == "cpu" and kernel in ("cudnn", "efficient"):
+        rule = "torch has this attention kernel on GPUs only"
+    if device_type == "cuda" and kernel == "flash" and alibi:
+        rule = "torch's flash attention on GPUs takes no ALiBi"
+    if rule:
+        raise UserError(rule, field="policy.attention", value=kernel, way_out="attention = auto")
 
 
 def _float8(decoder: Decoder, spec: RunSpec, world: World) -> None:
@@ -120,39 +133,12 @@ ORDER: tuple[Step, ...] = (
 )
 
 
-def _unsent(asked: str | None, real: Formats) -> bool:
-    return asked is not None and any(one not in (None, asked) for one in (real.reduce, real.copies))
-
-
-def refuse_unbuilt(spec: RunSpec) -> None:
-    """Choices that the planner knows and this engine does not run yet."""
-    policy, real = spec.policy, running(spec.policy, spec.layout)
-    formats = (policy.dtypes.param, real.activations, policy.dtypes.reduce)
-    formats += (policy.dtypes.grad, policy.dtypes.optimizer)
-    known = all(name in DTYPES for name in formats) and policy.dtypes.compute != "fp4"
-    unbuilt = (
-        ("policy.precision", policy.precision, not known),
-        ("policy.attention", policy.attention, policy.attention not in KERNELS),
-        ("policy.async_tp", policy.async_tp, policy.async_tp and spec.layout.tp > 1),
-        # Explicitly asked for, and something else would run (spec/formats.py).
-        ("policy.grad_dtype", policy.grad_dtype, policy.grad_dtype not in (None, real.grads)),
-        ("policy.reduce_dtype", policy.reduce_dtype, _unsent(policy.reduce_dtype, real)),
-        # FSDP always overlaps its messages; a run that says otherwise would be mislabelled.
-        ("policy.overlap_grad_reduce", False, not policy.overlap_grad_reduce),
-        ("policy.overlap_param_gather", False, not policy.overlap_param_gather),
-    )
-    for field, value, is_unbuilt in unbuilt:
-        if is_unbuilt:
-            rule = "the engine does not run it yet"
-            raise UserError(rule, field=field, value=value, way_out="leave it at its default")
-
-
 def parallelize(spec: RunSpec, world: World) -> list[Decoder]:
     """The chunks of this rank with every axis applied; still on the meta device.
 
     Chunk c of pipeline rank r is virtual stage c x pp + r; without virtual stages there is one.
     """
-    refuse_unbuilt(spec)
+    require_legal(spec)
     pp = spec.layout.pp
     chunks = [cut_chunk(spec, c * pp + world.stage) for c in range(spec.policy.virtual_stages)]
     for chunk in chunks:

@@ -1,0 +1,149 @@
+"""Schedules x sharding x formats x recompute x families, as users combine them: whatever the rules
+call legal must train, and its losses must be those of one process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.commands.verify_cases import TINY, layouts
+from fourfold.errors import UserError
+from fourfold.launch.local import run_job
+from fourfold.result.job import answer_file
+from fourfold.search.legal import Target, why_not
+from fourfold.spec.batch import Batch
+from fourfold.spec.catalog import model
+from fourfold.spec.job import Job, Limits
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+
+SEED = 20261115
+# The formats that the engine runs; the last three mix them by hand.
+FORMATS: tuple[dict[str, Any], ...] = (
+    {"precision": "fp32"},
+    {"precision": "fp64"},
+    {"precision": "bf16-pure"},
+    {"precision": "bf16-mixed"},
+    {"precision": "fp16"},
+    {"precision": "fp8"},
+    {"precision": "bf16-mixed", "param_dtype": "bf16"},
+    {"precision": "bf16-mixed", "optimizer_dtype": "bf16"},
+    {"precision": "bf16-mixed", "reduce_dtype": "bf16", "grad_dtype": "bf16"},
+)
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "sharding": ("zero0", "zero1", "zero2", "zero3"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero-bubble"),
+    "virtual_stages": (1, 2),
+    "recompute": ("none", "full", "selective", "every-2"),
+    "cp_kind": ("ring", "allgather", "ulysses"),
+    "sequence_parallel": (True, False),
+    "fused_projections": (True, False),
+    "loss_chunks": (1, 2),
+    "offload": ("none", "none", "activations"),
+    "optimizer": ("adamw", "adamw-plain"),
+    "prefetch": (0, 1, 2),
+    "attention": ("auto", "flash", "fused", "unfused"),
+}
+
+
+def draw(chance: random.Random, gpus: int) -> RunSpec | None:
+    """A run at random; None if the rules refuse it."""
+    choices = {name: chance.choice(values) for name, values in CHOICES.items()}
+    # Three in four have a pipeline: without one a schedule means nothing.
+    pipelined = chance.random() < 0.75
+    layout = chance.choice([one for one in layouts(gpus) if (one.pp > 1) == pipelined])
+    if not pipelined:
+        choices |= {"schedule": "1f1b", "virtual_stages": 1}
+    elif choices["schedule"] != "zero-bubble":
+        choices["virtual_stages"] = 2 if choices["schedule"] == "interleaved" else 1
+    batch = Batch(
+        seq_len=32, global_batch=chance.choice((8, 7, 4)), micro_batch=chance.choice((1, 2, 3))
+    )
+    try:
+        policy = Policy(**chance.choice(FORMATS), **choices)
+    except UserError:
+        return None
+    shape = model(TINY[chance.choice(list(TINY))])
+    if why_not(shape, layout, batch, policy, Target(gpus=gpus)):
+        return None
+    return RunSpec(
+        model=shape, gpus=gpus, layout=layout, batch=batch, policy=policy, device="cpu", steps=3,
+        warmup=0,
+    )  # fmt: skip
+
+
+def sample(count: int, gpus: int, seed: int) -> list[RunSpec]:
+    chance = random.Random(f"{seed} {gpus}")
+    found: dict[str, RunSpec] = {}
+    while len(found) < count:
+        spec = draw(chance, gpus)
+        if spec is not None:
+            found.setdefault(spec.run_id, spec)
+    return list(found.values())
+
+
+def pairs(specs: list[RunSpec]) -> set[tuple[str, str]]:
+    """What meets what, among the five choices that touch gradients."""
+    met = set()
+    for spec in specs:
+        policy = spec.policy
+        words = (policy.schedule, policy.sharding, policy.precision, policy.recompute)
+        met |= set(itertools.combinations((*words, spec.model.family), 2))
+    return met
+
+
+def failures(specs: list[RunSpec], folder: Path) -> list[str]:
+    job = Job(
+        job="verify",
+        specs=tuple(specs),
+        ranks=specs[0].gpus,
+        limits=Limits(start_s=600, step_s=600),
+    )
+    report = run_job(job, folder)
+    ends = dict(enumerate(report.runs))
+    bad = []
+    for index, spec in enumerate(specs):
+        path = answer_file(folder, index, None)
+        row = json.loads(path.read_text()) if path.exists() else {"pass": False}
+        if not row["pass"]:
+            end = ends.get(index)
+            words = end.failure.message[-400:] if end is not None and end.failure else row
+            bad.append(f"{spec.model.name} {spec.layout} {spec.batch} {spec.policy}: {words}")
+    return bad
+
+
+def test_split_backward_with_gradients_of_two_formats(tmp_path):
+    # Norms and biases have their gradients after the first part, in the format of accumulation.
+    specs = [
+        RunSpec(
+            model=model(TINY[family]), gpus=2, layout=layout, device="cpu", steps=3, warmup=0,
+            batch=Batch(seq_len=32, global_batch=4, micro_batch=micro),
+            policy=Policy(sharding=sharding, schedule="zero-bubble", sequence_parallel=False),
+        )
+        for layout in layouts(2) if layout.pp == 2
+        for family in TINY
+        for sharding, micro in (("zero3", 1), ("zero2", 4))
+    ]  # fmt: skip
+    assert failures(specs, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_no_legal_combination_crashes_and_every_loss_is_one_process(tmp_path):
+    two, four = sample(80, 2, SEED), sample(240, 4, SEED)
+    met = pairs(two + four)
+    wanted = {
+        (schedule, sharding) for schedule in CHOICES["schedule"] for sharding in CHOICES["sharding"]
+    }
+    wanted |= {
+        (sharding, each["precision"]) for sharding in CHOICES["sharding"] for each in FORMATS
+    }
+    wanted |= {(each["precision"], kind) for each in FORMATS for kind in CHOICES["recompute"]}
+    assert wanted <= met
+    bad = failures(two, tmp_path / "two") + failures(four, tmp_path / "four")
+    assert bad == [], f"{len(bad)} of {len(two + four)}:\n" + "\n".join(bad)
