@@ -164,6 +164,21 @@ def test_run_id_ignores_notes_and_defaults_only(run: RunSpec, note: str) -> None
     assert codec.from_json(RunSpec, codec.to_json(run)).run_id == run.run_id
 
 
+# Fields added to shapes and policies since must not make old runs strangers.
+_KNOWN_IDS = {
+    "mpt-7b": "b08219b023e84e78", "gpt-3-175b": "b7b4b966f1a3f34b",
+    "bloom-176b": "7e46e4c4317b1096", "llama-2-7b": "87bb892842cc1170",
+    "llama-3.1-8b": "954659d8f9eb1927", "llama-3.2-1b": "296f0442956fe81d",
+    "nemotron-4-15b": "246e80f87531b896", "llama-tiny": "43f637d620a6467d",
+    "bloom-tiny": "89595d97b5364d3e",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _KNOWN_IDS)
+def test_a_run_of_a_known_model_keeps_its_id(name: str) -> None:
+    assert RunSpec(model=catalog.model(name), gpus=1).run_id == _KNOWN_IDS[name]
+
+
 @given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 64))
 def test_no_sequence_is_lost(global_batch: int, micro_batch: int, dp: int) -> None:
     batch = Batch(seq_len=8, micro_batch=micro_batch, global_batch=global_batch)

@@ -8,6 +8,7 @@ holds and owns. A stage has more or fewer layers where embedding and output laye
 from __future__ import annotations
 
 import argparse
+from dataclasses import MISSING, fields
 from math import gcd
 from typing import Any
 
@@ -21,6 +22,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
+from fourfold.spec.runnable import not_run, remarks
 
 EXAMPLES = """\
 examples:
@@ -29,12 +31,15 @@ examples:
   fourfold models gpt-181b --tp 8 --pp 12 --dp 4 --sharding zero1
   fourfold models gpt-3-175b --gpus 64 --tp 8 --pp 4 --rank 63
   fourfold models ./config.json --format json
+  fourfold models ./Qwen3-8B                  a downloaded model's folder
 """
 DEFAULT_SEQ_LEN = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="a preset, or the path of a config.json")
+    parser.add_argument(
+        "name", nargs="?", help="a preset, or the path of a config.json or of its folder"
+    )
     parser.add_argument("--rank", type=int, metavar="R", help="one rank, not the first of a stage")
     flags.add_layout(parser)
     flags.add_format(parser)
@@ -98,7 +103,16 @@ def _describe(model: ModelShape, seq_len: int) -> dict[str, Any]:
         "layer_params": layer_params(model),
         "seq_len": seq_len,
         "shape": codec.encode(model),
+        "remarks": _remarks(model, seq_len),
     }
+
+
+def _remarks(model: ModelShape, seq_len: int) -> list[str]:
+    said = [f"plan approximates: {words}" for words in remarks(model, seq_len)]
+    lacking = not_run(model, seq_len)
+    if lacking:
+        said.append(f"planned, not run here (at {seq_len} tokens): {', '.join(lacking)}")
+    return said
 
 
 def _shares(spec: RunSpec, rank: int | None) -> dict[str, Any]:
@@ -153,11 +167,30 @@ def _shape_text(answer: dict[str, Any], style: str) -> str:
         ["parameters", f"{answer['params']:,}"],
         ["of one layer", f"{answer['layer_params']:,}"],
     ]
-    rows += [[key, str(value)] for key, value in shape.items() if key not in ("experts", "top_k")]
+    unsaid = _usual()
+    rows += [
+        [key, ", ".join(value) if isinstance(value, list) else str(value)]
+        for key, value in shape.items()
+        if key not in unsaid or value != unsaid[key]
+    ]
     scaling = positions.pop("scaling", {})
+    if positions["partial"] == 1:
+        del positions["partial"]
     rows += [[f"positions.{key}", str(value)] for key, value in positions.items()]
     rows += [[f"positions.scaling.{key}", str(value)] for key, value in scaling.items()]
-    return render([answer["name"], "value"], rows, style)
+    table = render([answer["name"], "value"], rows, style)
+    lines = [] if style == "csv" else answer["remarks"]
+    return "\n".join([table, *([""] if lines else []), *lines])
+
+
+def _usual() -> dict[str, Any]:
+    """Fields that most models leave at their default, and are then not worth a line."""
+    said = ("norm_eps", "embedding_norm", "head_dim", "name")
+    return {
+        field.name: [] if field.default == () else field.default
+        for field in fields(ModelShape)
+        if field.default is not MISSING and field.name not in said
+    }
 
 
 def _stages_text(answer: dict[str, Any], style: str) -> str:

@@ -22,8 +22,10 @@ from fourfold.spec import check
 from fourfold.spec.catalog import model
 from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import AXES, Layout
+from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import BUNDLES
 from fourfold.spec.run import RunSpec
+from fourfold.spec.runnable import not_run
 
 EXAMPLES = """\
 examples:
@@ -121,7 +123,9 @@ def _wish(args: argparse.Namespace) -> Wish:
         )
     check.whole(1, _MAX_WORLD, world=world)
     _checked_sizes(args, world)
-    names = args.model or [TINY[family] for family in args.family or TINY]
+    models = tuple(model(name) for name in args.model or _families(args.family))
+    for shape in models:
+        _must_run(shape)
     fixed: dict[str, Any] = {"precision": args.precision}
     for assignment in args.set:
         path, _, text = assignment.partition("=")
@@ -134,7 +138,7 @@ def _wish(args: argparse.Namespace) -> Wish:
     fixed = _checked(fixed)
     return Wish(
         world=world,
-        models=tuple(model(name) for name in names),
+        models=models,
         layout=layout,
         axis=args.axis,
         global_batch=args.global_batch,
@@ -145,6 +149,10 @@ def _wish(args: argparse.Namespace) -> Wish:
     )
 
 
+def _families(asked: list[str] | None) -> list[str]:
+    return [TINY[family] for family in asked or TINY]
+
+
 def _checked(fixed: dict[str, Any]) -> dict[str, Any]:
     """Unknown fields and values are refused here, with the codec's words; aliases are resolved."""
     from fourfold.spec import codec
@@ -152,6 +160,14 @@ def _checked(fixed: dict[str, Any]) -> dict[str, Any]:
 
     policy = codec.decode(Policy, fixed, "policy")
     return {name: getattr(policy, name) for name in fixed}
+
+
+def _must_run(shape: ModelShape) -> None:
+    """Refused before layouts are tried: no layout would help."""
+    lacking = not_run(shape, verify_cases.SEQ_LEN)
+    if lacking:
+        rule = f"the engine does not run {', '.join(lacking)}"
+        raise UserError(rule, field="model", value=shape.name, way_out="plan and models take it")
 
 
 def _checked_sizes(args: argparse.Namespace, world: int) -> None:

@@ -25,7 +25,7 @@ from fourfold.spec.run import RunSpec
 # As different as families get: learned positions; ALiBi, a norm after the embedding, a vocabulary
 # that nothing divides; rotary positions, a gate, shared KV heads and a head of its own.
 TINY = {"mpt": "mpt-tiny", "gpt": "bloom-tiny", "llama": "llama-tiny"}
-_SEQ_LEN = 32
+SEQ_LEN = 32
 _GLOBAL_BATCH = 8
 # Schedules of a pipeline and their virtual stages.
 _SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
@@ -149,7 +149,7 @@ def _batch(layout: Layout, wish: Wish) -> Batch:
     global_batch = wish.global_batch or max(_GLOBAL_BATCH, layout.dp)
     share = -(-global_batch // layout.dp)
     micro = wish.micro_batch or max(1, share // (4 if layout.pp > 1 else 2))
-    return Batch(seq_len=_SEQ_LEN, micro_batch=micro, global_batch=global_batch)
+    return Batch(seq_len=SEQ_LEN, micro_batch=micro, global_batch=global_batch)
 
 
 def axes_above_one(layout: Layout) -> int:

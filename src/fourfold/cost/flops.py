@@ -46,8 +46,12 @@ class Convention:
 
 
 def _attention(ask: Question) -> float:
-    """Forward FLOPs of scores and their product with V over the full square: 4 L w s per token."""
-    return 4.0 * ask.model.layers * ask.model.attention_width * ask.seq_len
+    """Forward FLOPs of scores and their product with V over the full square: 4 L w s per token.
+
+    A layer with a sliding window counts the tokens in it instead of s.
+    """
+    model = ask.model
+    return 4.0 * model.layers * model.attention_width * model.reach(ask.seq_len)
 
 
 def _again(ask: Question, layers_forward: float, attention_forward: float) -> float:

@@ -15,8 +15,9 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 
 # How tensor parallelism cuts a tensor: by rows (dim 0), by columns (dim 1), by whole KV heads
-# (dim 0, a head is kept on several ranks when there are fewer heads than ranks), or not at all.
-Cut = Literal["rows", "columns", "kv", "whole"]
+# (dim 0, a head is kept on several ranks when there are fewer heads than ranks), or not at all:
+# `heads` is one weight for all heads, of which each rank has only some to learn from.
+Cut = Literal["rows", "columns", "kv", "whole", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +37,23 @@ def layer_tensors(model: ModelShape) -> Iterator[Tensor]:
     """Parameters of one decoder layer; names are relative to the layer."""
     hidden, ffn = model.hidden, model.ffn
     width, kv_width = model.attention_width, model.kv_width
+    qkv, out, mlp = (model.biased(part) for part in ("qkv", "out", "mlp"))
     yield from _norm(model, "attention_norm")
-    yield from _linear(model, "attention.q", width, hidden, "rows")
-    yield from _linear(model, "attention.k", kv_width, hidden, "kv")
-    yield from _linear(model, "attention.v", kv_width, hidden, "kv")
-    yield from _linear(model, "attention.out", hidden, width, "columns")
-    yield from _norm(model, "mlp_norm")
+    yield from _linear("attention.q", width, hidden, "rows", bias=qkv)
+    yield from _linear("attention.k", kv_width, hidden, "kv", bias=qkv)
+    yield from _linear("attention.v", kv_width, hidden, "kv", bias=qkv)
+    yield from _qk_norms(model)
+    yield from _linear("attention.out", hidden, width, "columns", bias=out)
+    if model.norms == "around":
+        yield from _norm(model, "attention_post_norm")
+    if model.block != "parallel-one-norm":
+        yield from _norm(model, "mlp_norm")
     if model.gated:
-        yield from _linear(model, "mlp.gate", ffn, hidden, "rows")
-    yield from _linear(model, "mlp.up", ffn, hidden, "rows")
-    yield from _linear(model, "mlp.down", hidden, ffn, "columns")
+        yield from _linear("mlp.gate", ffn, hidden, "rows", bias=mlp)
+    yield from _linear("mlp.up", ffn, hidden, "rows", bias=mlp)
+    yield from _linear("mlp.down", hidden, ffn, "columns", bias=mlp)
+    if model.norms == "around":
+        yield from _norm(model, "mlp_post_norm")
 
 
 def embedding_tensors(model: ModelShape, seq_len: int) -> Iterator[Tensor]:
@@ -62,6 +70,8 @@ def head_tensors(model: ModelShape) -> Iterator[Tensor]:
     yield from _norm(model, "final_norm")
     if not model.tied:
         yield Tensor("head.weight", (model.vocab, model.hidden), "rows")
+    if model.head_bias:
+        yield Tensor("head.bias", (model.vocab,), "rows")
 
 
 def tensors(model: ModelShape, seq_len: int) -> Iterator[Tensor]:
@@ -74,14 +84,31 @@ def tensors(model: ModelShape, seq_len: int) -> Iterator[Tensor]:
 
 
 def _norm(model: ModelShape, name: str) -> Iterator[Tensor]:
-    yield Tensor(f"{name}.weight", (model.hidden,))
+    if model.norm != "layernorm-noweight":
+        yield Tensor(f"{name}.weight", (model.hidden,))
     if model.norm == "layernorm":
         yield Tensor(f"{name}.bias", (model.hidden,))
 
 
-def _linear(model: ModelShape, name: str, outs: int, ins: int, cut: Cut) -> Iterator[Tensor]:
+def _qk_norms(model: ModelShape) -> Iterator[Tensor]:
+    if model.qk_norm == "none":
+        return
+    sides: tuple[tuple[str, int, Cut], ...] = (
+        ("attention.q_norm", model.attention_width, "rows"),
+        ("attention.k_norm", model.kv_width, "kv"),
+    )
+    for name, width, cut in sides:
+        if model.qk_norm != "head":
+            yield Tensor(f"{name}.weight", (width,), cut)
+            continue
+        yield Tensor(f"{name}.weight", (model.head_size,), "heads")
+        if model.norm == "layernorm":
+            yield Tensor(f"{name}.bias", (model.head_size,), "heads")
+
+
+def _linear(name: str, outs: int, ins: int, cut: Cut, *, bias: bool) -> Iterator[Tensor]:
     yield Tensor(f"{name}.weight", (outs, ins), cut)
-    if model.bias:
+    if bias:
         # The bias of a column-cut matrix is added once, after the sum over ranks: it stays whole.
         yield Tensor(f"{name}.bias", (outs,), "whole" if cut == "columns" else cut)
 
@@ -113,7 +140,7 @@ def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
 
 def tp_shape(model: ModelShape, tensor: Tensor, tp: int, rank: int) -> tuple[int, ...]:
     """The part of a tensor that tensor-parallel rank `rank` holds."""
-    if tensor.cut == "whole" or tp == 1:
+    if tensor.cut in ("whole", "heads") or tp == 1:
         return tensor.shape
     if tensor.cut == "kv" and model.kv_heads < tp:
         return (model.head_size, *tensor.shape[1:])

@@ -34,6 +34,8 @@ def model_facts(model: ModelShape) -> dict[str, float]:
         "vocab": model.vocab,
         "tied": float(model.tied),
         "gated": float(model.gated),
+        "window": float(model.window or 0),
+        "local": model.local_share,
     }
 
 

@@ -19,7 +19,7 @@ EMBEDDING_COST = 0.05
 
 def head_cost(model: ModelShape, seq_len: int) -> float:
     """Logits in units of one layer, by FLOPs: V d against a layer's weights and attention (s d)."""
-    layer = layer_matmul_params(model) + model.attention_width * seq_len
+    layer = layer_matmul_params(model) + model.attention_width * model.reach(seq_len)
     return model.vocab * model.hidden / layer
 
 

@@ -25,6 +25,7 @@ from fourfold.search.question import Question
 from fourfold.search.ramp import Training
 from fourfold.search.rank import Ranking, point_columns, point_layout, point_policy
 from fourfold.spec import codec
+from fourfold.spec.runnable import remarks
 
 FLOP_RULE = "full-attention"
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
@@ -78,6 +79,7 @@ def _asked(ask: Question) -> dict[str, Any]:
     return {
         "model": ask.model.name,
         "params": model_params(ask.model, ask.batch.seq_len),
+        "remarks": list(remarks(ask.model, ask.batch.seq_len)),
         "cluster": ask.cluster.name,
         "gpu": ask.cluster.device.id,
         "gpus": ask.gpus,

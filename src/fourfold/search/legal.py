@@ -26,6 +26,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.runnable import not_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Target:
     stack: str = "fourfold"
     gpus: int | None = None
     device: Device | None = None
+    runs: bool = True  # False: only planned, so what our engine lacks is no obstacle
 
 
 def case_of(
@@ -76,6 +78,7 @@ def case_of(
         virtual_stages=policy.virtual_stages,
         recompute=RECOMPUTE_KINDS.index(kind),
         sequence_parallel=int(policy.sequence_parallel),
+        runs=target.runs,
     )
 
 
@@ -129,6 +132,12 @@ def _world(c: Case) -> Words:
 
 
 def _family(c: Case) -> Words:
+    lacking = not_run(c.model, c.seq_len) if c.stack.name == "fourfold" else ()
+    if lacking:
+        rule = f"the engine does not run {', '.join(lacking)}"
+        only_long = not not_run(c.model, min(c.seq_len, c.model.window or c.seq_len))
+        shorter = f"--seq-len {c.model.window} or fewer, or " if only_long else ""
+        return "model", c.model.name, rule, f"{shorter}plan, flops and models take it"
     return _choice(c, "model.family", c.model.family, c.stack.families)
 
 

@@ -39,7 +39,7 @@ class Question:
 
     @property
     def target(self) -> Target:
-        return Target(stack=self.stack, gpus=self.gpus, device=self.cluster.device)
+        return Target(stack=self.stack, gpus=self.gpus, device=self.cluster.device, runs=False)
 
     def columns(self, n: int, **varied: Any) -> Columns:
         """Columns of n candidates: what they share, and the arrays they differ in."""

@@ -14,6 +14,7 @@ from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, Stack
 from fourfold.spec.device import PEAK_NAMES, Device
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
+from fourfold.spec.runnable import not_run
 
 Reason = Literal[
     "world", "family", "precision", "device-precision", "axis", "cp-kind", "schedule",
@@ -57,6 +58,7 @@ class Case:
     virtual_stages: Whole
     recompute: Whole
     sequence_parallel: Whole
+    runs: bool = True  # False: only planned, so what our engine lacks is no obstacle
     dp: Whole = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +96,8 @@ def _world(c: Case) -> Truth:
 
 
 def _family(c: Case) -> Truth:
-    return c.model.family not in c.stack.families
+    own = c.runs and c.stack.name == "fourfold"
+    return c.model.family not in c.stack.families or (own and bool(not_run(c.model, c.seq_len)))
 
 
 def _precision(c: Case) -> Truth:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fourfold.errors import UserError
+from fourfold.spec.model import FAMILIES
 
 CP_KINDS = ("ring", "allgather", "ulysses")
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero-bubble")
@@ -32,7 +33,7 @@ class Stack:
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     pipeline_zeros: tuple[int, ...] = (0, 1, 2, 3)
     hybrid: bool = True
-    families: tuple[str, ...] = ("mpt", "gpt", "llama", "nemotron")
+    families: tuple[str, ...] = FAMILIES
     batch_rule: str = "any"
     copies_kv_heads: bool = True
     fills_pipeline: bool = False  # needs as many micro batches as stages
@@ -50,7 +51,6 @@ STACKS: dict[str, Stack] = {
         Stack(
             name="fourfold",
             # What src/fourfold/engine runs today, nothing it is only meant to run.
-            families=("mpt", "gpt", "llama"),
             compiles_zero_bubble=False,
             precisions=tuple(name for name in PRECISIONS if name != "fp4"),
             fp8_multiple=16,

@@ -55,6 +55,8 @@ def _head(answer: dict[str, Any]) -> list[str]:
             f"seconds as {stack} takes them there: calibration '{cal['name']}' from "
             f"{cal['rows']} measured rows, {held_out}"
         )
+    if answer["remarks"]:
+        lines.append(f"approximated: {'; '.join(answer['remarks'])}")
     return lines
 
 

@@ -7,6 +7,7 @@ model, a TOML file for a device or a cluster.
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -72,6 +73,8 @@ def model(name: str) -> ModelShape:
         preset = _data(f"models/{family}.toml")["models"].get(key)
         if preset is not None:
             return shape(family, name=key, **preset)
+    if os.path.isfile(os.path.join(name, "config.json")):
+        return _model_file(name)
     raise UserError(
         "unknown model",
         field="model",
@@ -82,6 +85,9 @@ def model(name: str) -> ModelShape:
 
 
 def _model_file(path: str) -> ModelShape:
+    """A file, or a downloaded model's folder with its config.json."""
+    if os.path.isdir(path):
+        path = os.path.join(path, "config.json")
     text = files.read_text(path, field="model")
     try:
         if path.endswith(".toml"):
@@ -91,9 +97,15 @@ def _model_file(path: str) -> ModelShape:
             return codec.load(ModelShape, data)
         from fourfold.spec.hf import shape_from_config
 
-        return shape_from_config(data, name=Path(path).parent.name or "custom")
+        return shape_from_config(data, name=_name_of(Path(path)))
     except UserError as error:
         raise error.within(f"model {path}") from None
+
+
+def _name_of(path: Path) -> str:
+    """A config.json has its folder's name, any other file its own."""
+    own = path.stem if path.name != "config.json" else path.absolute().parent.name
+    return own or "custom"
 
 
 def device_names() -> tuple[str, ...]:

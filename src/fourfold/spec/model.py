@@ -6,15 +6,38 @@ Counts follow from these fields alone (cost/params.py, cost/flops.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fourfold.errors import UserError
 from fourfold.spec import check
 
-Family = Literal["mpt", "gpt", "llama", "nemotron"]
-FAMILIES: tuple[Family, ...] = ("mpt", "gpt", "llama", "nemotron")
-Norm = Literal["layernorm", "layernorm-nobias", "rmsnorm"]
-Activation = Literal["gelu", "swiglu", "relu2"]
+Family = Literal["mpt", "gpt", "llama", "nemotron", "qwen", "olmo", "gemma", "falcon", "cohere"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+Norm = Literal["layernorm", "layernorm-nobias", "layernorm-noweight", "rmsnorm"]
+Activation = Literal["gelu", "relu", "relu2", "silu", "swiglu", "geglu", "reglu"]
+GATED: tuple[Activation, ...] = ("swiglu", "geglu", "reglu")
+# Norms of queries and keys: one weight per channel of a head, shared by all heads (Qwen3); the same
+# for every head apart (Cohere); or over the whole projection (OLMo-2). Only the first has a bias,
+# where the model's norm has one.
+QkNorm = Literal["none", "head", "heads", "width"]
+# What a model computes beyond the fields of its shape. None has parameters or takes much time.
+Variant = Literal[
+    "dropout", "soft-caps", "multipliers", "clipped-qkv", "unit-offset-norm", "no-rope-layers",
+    "other-rope", "two-ropes", "interleaved-rope", "alibi-slopes", "residual-after-norm",
+]  # fmt: skip
+VARIANTS: dict[Variant, str] = {
+    "dropout": "dropout",
+    "soft-caps": "soft-capped logits",
+    "multipliers": "scaled embeddings, residuals or logits",
+    "clipped-qkv": "clipped queries, keys and values",
+    "unit-offset-norm": "norms that multiply by 1 + weight",
+    "no-rope-layers": "layers without rotary positions",
+    "other-rope": "rotary scaling other than linear and llama3",
+    "two-ropes": "rotary settings per kind of layer",
+    "interleaved-rope": "rotary pairs side by side",
+    "alibi-slopes": "ALiBi with other slopes",
+    "residual-after-norm": "residuals taken after the norm",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +61,21 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """`length` is the rows of a learned table; None: as long as the run's sequence (MPT)."""
+    """`length` is the rows of a learned table; None: as long as the run's sequence (MPT).
+
+    `partial` is the share of a head's channels that rotary positions turn.
+    """
 
     kind: Literal["learned", "rope", "alibi"]
     length: int | None = None
     theta: float = 10000.0
     scaling: RopeScaling | None = None
+    partial: float = 1.0
 
     def __post_init__(self) -> None:
-        check.positive(theta=self.theta)
+        check.positive(theta=self.theta, partial=self.partial)
+        if self.partial > 1:
+            raise UserError("must be at most 1", field="partial", value=self.partial)
         if self.length is not None:
             check.whole(length=self.length)
         if self.kind != "rope" and self.scaling is not None:
@@ -55,7 +84,13 @@ class Positions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer. `head_dim` None: hidden / heads."""
+    """Sizes of a decoder-only transformer. `head_dim` None: hidden / heads.
+
+    `bias` is that of every linear in a layer; the three after `top_k` (None: the same) are those of
+    a part. `norms` stand before attention and MLP, after them, or both. In a parallel `block` both
+    read the layer's input, through a norm each or through one. `window`: tokens a query looks
+    back, itself counted, in `local_layers` of the layers (None: in all).
+    """
 
     family: Family
     layers: int
@@ -75,6 +110,16 @@ class ModelShape:
     top_k: int = 0
     norm_eps: float = 1e-5
     name: str = "custom"
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    mlp_bias: bool | None = None
+    head_bias: bool = False
+    qk_norm: QkNorm = "none"
+    norms: Literal["before", "after", "around"] = "before"
+    block: Literal["sequential", "parallel", "parallel-one-norm"] = "sequential"
+    window: int | None = None
+    local_layers: int | None = None
+    variants: tuple[Variant, ...] = ()
 
     def __post_init__(self) -> None:
         check.whole(1, 100_000, layers=self.layers, heads=self.heads, kv_heads=self.kv_heads)
@@ -106,6 +151,19 @@ class ModelShape:
             )
         if self.positions.kind == "rope" and self.head_size % 2:
             raise UserError("rope needs an even head size", field="head_dim", value=self.head_size)
+        if self.block != "sequential" and self.norms != "before":
+            raise UserError(
+                "a parallel block has its norms before", field="norms", value=self.norms
+            )
+        self._check_window()
+
+    def _check_window(self) -> None:
+        if self.window is not None:
+            check.whole(1, 2**40, window=self.window)
+        if self.local_layers is not None:
+            check.whole(1, self.layers, local_layers=self.local_layers)
+            if self.window is None:
+                raise UserError("needs a window", field="local_layers", value=self.local_layers)
 
     @property
     def head_size(self) -> int:
@@ -123,4 +181,22 @@ class ModelShape:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate matrix beside its up matrix."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
+
+    def biased(self, part: Literal["qkv", "out", "mlp"]) -> bool:
+        """Whether the linears of a part have biases."""
+        own = {"qkv": self.qkv_bias, "out": self.out_bias, "mlp": self.mlp_bias}[part]
+        return self.bias if own is None else own
+
+    @property
+    def local_share(self) -> float:
+        """Share of the layers that have the window."""
+        if self.window is None:
+            return 0.0
+        return 1.0 if self.local_layers is None else self.local_layers / self.layers
+
+    def reach(self, seq_len: int) -> float:
+        """Tokens each token attends to, mean over layers, the causal mask not counted: all s of the
+        sequence, or of a window w as many as make the same causal area, w (2 - w/s)."""
+        seen = seq_len if self.window is None else min(self.window, seq_len)
+        return seq_len - self.local_share * (seq_len - seen * (2.0 - seen / seq_len))
