@@ -25,6 +25,7 @@ SPEC = RunSpec(
     [
         ("precision", "fp4"),
         ("async_tp", True),
+        ("attention", "fused-softmax"),
         ("grad_dtype", "bf16"),
         ("overlap_grad_reduce", False),
         ("overlap_param_gather", False),

@@ -270,6 +270,7 @@ def unbuilt_choices(c: Case) -> dict[str, Truth]:
         "grad_dtype": (policy.grad_dtype in _NARROW) | (other_grad & (c.zero >= 2)),
         "reduce_dtype": (policy.reduce_dtype in _NARROW) | (other_sum & (c.dp * c.cp > shards)),
         "async_tp": policy.async_tp & (c.tp > 1),
+        "attention": policy.attention == "fused-softmax",
         "overlap_grad_reduce": not policy.overlap_grad_reduce,
         "overlap_param_gather": not policy.overlap_param_gather,
     }
