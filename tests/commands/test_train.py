@@ -12,7 +12,7 @@ from fourfold.cli import main
 from fourfold.commands import train as command
 from fourfold.errors import UserError
 from fourfold.result import checkpoints, curve
-from fourfold.result.checkpoints import CheckpointState
+from fourfold.result.state import CheckpointState
 from fourfold.result.training import TrainingFolder
 from fourfold.spec import Batch, Policy, RunSpec
 from fourfold.spec.catalog import model
@@ -119,7 +119,14 @@ def checkpoint(folder: TrainingFolder, step: int) -> Path:
 
 def point(step: int) -> curve.Point:
     return curve.Point(
-        step=step, loss=1.0, lr=1e-3, tokens=64, sequences=4, step_s=0.5, tokens_per_s=128.0
+        step=step,
+        loss=1.0,
+        lr=1e-3,
+        tokens=64 * step,
+        sequences=4 * step,
+        step_s=0.5,
+        tokens_per_s=128.0,
+        grad_norm=1.0,
     )
 
 
@@ -170,7 +177,8 @@ def test_torn_checkpoints_are_not_trained_over(capsys, tmp_path: Path) -> None:
     (checkpoint(folder, 5) / "__0_0.distcp").unlink()
     said = refused(capsys, *RUN, "--steps", "9", "--out", str(tmp_path))
     assert "none of the 1 is whole" in said
-    assert "--fresh" in said
+    assert "__0_0.distcp is missing" in said
+    assert "--fresh" not in said
     assert len(curve.read(folder.metrics)) == 5
 
 
@@ -193,3 +201,31 @@ def test_weights_are_for_a_beginning(capsys, tmp_path: Path) -> None:
     said = refused(capsys, "--steps", "9", "--weights", "elsewhere", "--out", str(tmp_path))
     assert "weights=elsewhere: the training in this folder is at step 5" in said
     assert "--fresh" in said
+
+
+def test_a_checkpoint_of_another_curve_is_refused(capsys, tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    checkpoint(folder, 5)
+    folder.metrics.write_text(curve.lines([point(1), point(2)]))
+    said = refused(capsys, "--steps", "9", "--out", str(tmp_path))
+    assert "contradicts the loss curve: step 5, where the curve ends with step 2" in said
+    assert "--fresh" not in said
+    assert len(curve.read(folder.metrics)) == 2
+
+
+def test_unreadable_lines_are_set_aside_with_a_word(capsys, monkeypatch, tmp_path: Path) -> None:
+    folder = TrainingFolder(tmp_path)
+    checkpoint(folder, 5)
+    content = folder.metrics.read_bytes().replace(b"\n", b"\x0b", 1)
+    folder.metrics.write_bytes(content)
+
+    def fails(*_: object, **__: object) -> None:
+        raise UserError("no such device", field="device")
+
+    monkeypatch.setattr(command, "run_job", fails)
+    said = refused(capsys, "--steps", "9", "--out", str(tmp_path))
+    assert "1 lines of the curve can't be read; they are kept in" in said
+    assert [one.step for one in curve.read(folder.metrics)] == [3, 4, 5]
+    aside = tmp_path / "metrics.jsonl.unreadable"
+    assert aside.read_bytes() == content.split(b"\n")[0] + b"\n"
+    assert main(["train", "--show", str(tmp_path)]) == 0

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from fourfold.engine import checkpoint, compat
-from fourfold.engine.checkpoint import Saver, state_of
+from fourfold.engine.checkpoint import state_of
 from fourfold.engine.held import held
 from fourfold.engine.init import InitRule
-from fourfold.engine.planners import CheckpointError
+from fourfold.engine.saver import Saver
 from fourfold.engine.trainer import Trainer
 from fourfold.engine.world import World
+from fourfold.errors import UserError
 from fourfold.result import checkpoints
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.catalog import model
@@ -212,7 +213,7 @@ def formats(folder: Path) -> dict[str, Any]:
     saved(mixed, folder / "mixed", 2)
     try:
         loaded(pure, folder / "mixed")
-    except CheckpointError as error:
+    except UserError as error:
         said["fp32 to bf16"] = str(error)
     narrow = trainer_of(spec_of("dp4", "zero1", precision="fp32", optimizer_dtype="bf16"))
     run(narrow, 0, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from fourfold.engine.held import Slot, divide
-from fourfold.engine.planners import CheckpointError, DataOnlyReader
 
 HERE = Path(__file__).parent
 
@@ -74,14 +72,3 @@ def test_replicas_share_the_writing() -> None:
 def test_a_hole_is_noticed() -> None:
     with pytest.raises(AssertionError, match="hold 4 of 16"):
         divide([[Slot("cut", (16,), (0,), (4,), 16)]])
-
-
-class _Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("echo this must never run",)
-
-
-def test_metadata_with_code_is_not_loaded(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Evil()))
-    with pytest.raises(CheckpointError, match=r"system, which is no data"):
-        DataOnlyReader(str(tmp_path)).read_metadata()

@@ -120,9 +120,12 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     out = tmp_path / "out"
     code, _, said = train(out, *RUN, *words("--gpus 2 --steps 4 --save-every 2"))
     assert code == 0, said
-    data = out / "checkpoints" / "step-00000004" / "__1_0.distcp"
+    data = out / "checkpoints" / "step-00000004" / "tensors-00001.safetensors"
+    stored = json.loads((data.parent / "index.json").read_text())["tensors"]
+    weights = [one for name, one in stored.items() if name.startswith("model.")]
+    chunks = [chunk for one in weights for chunk in one["chunks"] if chunk["file"] == data.name]
     content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[chunks[3]["start"] + 5] ^= 1
     data.write_bytes(content)
     export = [sys.executable, "-m", "fourfold", "weights", "export", str(out), str(tmp_path / "hf")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -130,6 +133,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     assert done.returncode == 1
     assert "has changed since it was written" in done.stderr
     assert "Traceback" not in done.stderr
+    assert "--fresh" not in done.stderr
     code, _, said = train(out, *words("--steps 5 --save-every 0"))
     assert code == 0, said
     assert "kept as damaged-step-00000004" in said

@@ -4,10 +4,12 @@ what that training exports is the same, bit for bit."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from fourfold.cli import main
 from fourfold.engine import init
@@ -72,6 +74,58 @@ def test_in_on_one_layout_and_out_again_is_the_same(tmp_path, capsys):
     for path in weights.iterdir():
         path.unlink()
     assert run("train", "--out", trained, "--gpus", "1", "--steps", "2") == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_the_export_in_its_own_format(tmp_path, capsys):
+    trained, out = tmp_path / "trained", tmp_path / "out"
+    run_of = ("--model", "gpt-tiny", "--gpus", "2", "--tp", "2", "--set", "device=cpu")
+    sizes = ("--seq-len", SEQ_LEN, "--global-batch", "2", "--precision", "fp32", "--steps", "2")
+    assert run("train", "--out", trained, *run_of, *sizes) == 0
+    capsys.readouterr()
+    assert run("weights", "export", trained, out, "--format", "dcp", "--format", "json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["files"] == [".metadata", "__0_0.distcp"]
+    step = trained / "checkpoints" / "step-00000002"
+    stored = json.loads((step / "index.json").read_text())["tensors"]
+    right = {name: torch.full(one["shape"], torch.nan) for name, one in stored.items()}
+    for path in step.glob("*.safetensors"):
+        for key, value in safetensors.load_file(path).items():
+            name, _, ends = key.rstrip("]").partition("[")
+            place = [slice(*map(int, one.split(":"))) for one in ends.split(", ") if one]
+            right[name][tuple(place)] = value
+    assert {name.partition(".")[0] for name in right} == {"model", "exp_avg", "exp_avg_sq"}
+    found = {name: torch.zeros(one["shape"]) for name, one in stored.items()}
+    dcp.load(found, checkpoint_id=str(out), no_dist=True)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+    # Again, narrower: weights alone are converted.
+    words = ("--format", "dcp", "--dtype", "bf16", "--force")
+    assert run("weights", "export", trained, out, *words) == 0
+    assert "torch.distributed.checkpoint" in capsys.readouterr().out
+    name = "embedding.weight"
+    found = {f"model.{name}": torch.zeros(1), f"exp_avg.{name}": torch.zeros(1)}
+    found = {key: torch.zeros_like(right[key]) for key in found}
+    dcp.load(found, checkpoint_id=str(out), no_dist=True)
+    assert torch.equal(found[f"model.{name}"], right[f"model.{name}"].bfloat16().float())
+    assert torch.equal(found[f"exp_avg.{name}"], right[f"exp_avg.{name}"])
+    assert run("weights", "export", trained, out, "--force") == 2
+    assert "holds more than an export" in capsys.readouterr().err
+
+
+def test_a_training_of_the_old_format_goes_on(tmp_path, capsys):
+    """Written by an earlier version on Debian's Python; exported and continued by this one."""
+    sample = Path(__file__).parents[1] / "samples" / "training-format-1"
+    trained = tmp_path / "trained"
+    shutil.copytree(sample, trained)
+    for path in (trained / "python-3.11.2").iterdir():
+        path.rename(trained / "checkpoints" / "step-00000004" / path.name)
+    assert run("weights", "export", trained, tmp_path / "out", "--format", "dcp") == 0
+    assert run("train", "--out", trained, "--steps", "6", "--gpus", "1") == 0
+    assert "continuing after step 4" in capsys.readouterr().err
+    lines = (trained / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    newest = trained / "checkpoints" / "step-00000006"
+    assert (newest / "tensors-00000.safetensors").exists()
 
 
 def test_what_cannot_be_is_refused_before_torch_is_started(tmp_path, capsys):

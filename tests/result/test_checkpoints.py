@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.result import checkpoints, curve
-from fourfold.result.checkpoints import CheckpointState
+from fourfold.result import checkpoints, curve, inside
 from fourfold.result.curve import Point
-from fourfold.result.training import TrainingFolder, changes, must_continue
+from fourfold.result.inside import NotWholeError, UnreadableError
+from fourfold.result.sealed import seal
+from fourfold.result.state import CheckpointState
+from fourfold.result.training import TrainingFolder, changes, contradiction, must_continue
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.catalog import model
 from fourfold.spec.train import TrainSettings
+
+SAMPLE = Path(__file__).parents[1] / "samples" / "training-format-1"
 
 
 def spec(**fields) -> RunSpec:
@@ -65,20 +73,142 @@ def test_a_torn_one_is_passed_over(tmp_path: Path, harm: str) -> None:
     assert newest.step == 5
     ((name, error),) = checkpoints.torn(tmp_path)
     assert (name, bool(error.rule)) == ("step-00000010", True)
-    assert not isinstance(error, checkpoints.ForeignError)
+    assert isinstance(error, NotWholeError)
     with pytest.raises(UserError):
         checkpoints.read(torn)
 
 
-@pytest.mark.parametrize("more", ['"format": 99, ', '"of_tomorrow": 1, '])
-def test_one_of_a_newer_fourfold_is_not_taken_for_torn(tmp_path: Path, more: str) -> None:
-    text = (made(tmp_path, 5) / "state.json").read_text()
-    text = text.replace('"format": 1,', "").replace('"step"', f'{more}"step"', 1)
-    text = text.replace(',\n  "format": 1', "")
-    (tmp_path / "step-00000005" / "state.json").write_text(text)
+@pytest.mark.parametrize("more", [{"format": 99}, {"of_tomorrow": 1}])
+def test_one_of_a_newer_fourfold_is_not_taken_for_torn(tmp_path: Path, more: dict) -> None:
+    resealed(made(tmp_path, 5), **more)
     ((_, error),) = checkpoints.torn(tmp_path)
-    assert isinstance(error, checkpoints.ForeignError)
+    assert isinstance(error, UnreadableError)
+    assert "damaged" not in str(error)
     assert "update fourfold" in error.way_out
+
+
+def resealed(folder: Path, **fields: object) -> None:
+    """Change a state and give it a checksum that fits, as somebody could."""
+    plain = json.loads((folder / "state.json").read_text())
+    del plain["crc32"]
+    (folder / "state.json").write_bytes(seal(json.dumps(plain | fields)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"step": 41}, "step 41 in state.json, 40 in the folder's name"),
+        ({"updates": 4}, "4 updates and 0 skipped make not 40 steps"),
+        ({"updates": 41}, "41 updates and 0 skipped"),
+        ({"skipped": 1}, "40 updates and 1 skipped"),
+        ({"sequences": 161}, "161 sequences, where 40 steps have 160"),
+        ({"sums": {}}, "not every file has a size and a checksum"),
+        ({"step": -5}, "must be from 0"),
+        ({"scalars": {"loss_scale": "nan"}}, "must be a number"),
+        ({"scalars": {"loss_scale": "x"}}, "must be a number"),
+        ({"files": {"../a": "1"}, "sums": {"../a": "00000000"}}, "none of its own"),
+        ({"files": {"/dev/zero": "1"}, "sums": {"/dev/zero": "00000000"}}, "none of its own"),
+        ({"files": {"state.json": "1"}, "sums": {"state.json": "00000000"}}, "none of its own"),
+        ({"files": {"__0_0.distcp": "x"}}, "is not as it is written here"),
+        ({"format": 1}, "has changed since it was written"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_whatever_its_checksum(tmp_path, fields, words) -> None:
+    folder = made(tmp_path, 40)
+    resealed(folder, **fields)
+    with pytest.raises(UserError) as caught:
+        checkpoints.read(folder)
+    assert words in str(caught.value.rule)
+    assert "--fresh" not in str(caught.value)
+
+
+def test_every_changed_bit_of_a_state_is_seen(tmp_path: Path) -> None:
+    folder = made(tmp_path, 5)
+    content = (folder / "state.json").read_bytes()
+    for place in range(len(content)):  # every bit is tried in the long set
+        bits = range(8) if place > len(content) - 30 else (place % 8,) if place % 3 == 0 else ()
+        for bit in bits:
+            changed = bytearray(content)
+            changed[place] ^= 1 << bit
+            (folder / "state.json").write_bytes(changed)
+            with pytest.raises(UserError):
+                checkpoints.read(folder)
+    (folder / "state.json").write_bytes(content)
+    assert checkpoints.read(folder).step == 5
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "state.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "device", "folder"])
+def test_only_regular_files_of_the_folder_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    path = made(tmp_path, 5) / name
+    copy = tmp_path / "elsewhere"
+    path.rename(copy)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(copy if kind == "link" else "/dev/zero")
+    with pytest.raises(UnreadableError, match=r"where a regular file belongs"):
+        checkpoints.read(path.parent)
+
+
+def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    made(tmp_path / "elsewhere", 5)
+    (tmp_path / "step-00000005").symlink_to(tmp_path / "elsewhere" / "step-00000005")
+    ((_, error),) = checkpoints.torn(tmp_path)
+    assert isinstance(error, UnreadableError)
+    assert "is a link, where a folder belongs" in error.rule
+
+
+def test_a_missing_permission_is_not_called_damage(tmp_path: Path, monkeypatch) -> None:
+    folder = made(tmp_path, 5)
+    opened = os.open
+
+    def refuses(path, *rest):
+        if str(path).endswith("state.json"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *rest)
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(UnreadableError, match="Permission denied") as caught:
+        checkpoints.read(folder)
+    assert "damaged" not in str(caught.value)
+    assert "nothing is lost" in caught.value.way_out
+
+
+def test_what_is_kept_apart_is_never_written_over(tmp_path: Path) -> None:
+    for number in range(3):
+        folder = made(tmp_path, 5)
+        checkpoints.keep_apart(folder, f"reason {number}")
+    kept = checkpoints.kept_apart(tmp_path)
+    assert kept == {
+        "damaged-step-00000005": "reason 0",
+        "damaged-step-00000005.2": "reason 1",
+        "damaged-step-00000005.3": "reason 2",
+    }
+
+
+def test_a_torn_one_of_the_same_step_stays_when_another_is_saved(tmp_path: Path) -> None:
+    (made(tmp_path, 5) / "__0_0.distcp").write_bytes(b"x")
+    made(tmp_path, 5)
+    assert [found.step for found in checkpoints.whole(tmp_path)] == [5]
+    assert (tmp_path / "damaged-step-00000005" / "__0_0.distcp").read_bytes() == b"x"
+
+
+def test_links_are_not_written_through(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    (root / "latest").symlink_to(outside / "file")
+    (root / ".saving-step-00000009").symlink_to(outside)
+    (root / ".pruned-step-00000009").symlink_to(outside)
+    assert checkpoints.clear_leftovers(root) == 2
+    made(root, 5)
+    assert (outside / "file").read_text() == "mine"
+    assert (root / "latest").read_text() == "step-00000005\n"
 
 
 def test_old_ones_go_and_torn_ones_do_not_count(tmp_path: Path) -> None:
@@ -147,9 +277,53 @@ def test_the_curve_is_cut_and_a_torn_line_is_none(tmp_path: Path) -> None:
     path.write_text(curve.lines(map(point, range(1, 8))) + '{"step": 8, "lo')
     assert [p.step for p in curve.read(path)] == list(range(1, 8))
     assert curve.last(path) == point(7)
-    assert curve.cut(path, 5) == 2
+    cut = curve.cut(path, 5)
+    assert (cut.steps, cut.unreadable) == (2, 1)
+    assert cut.aside is not None
+    assert cut.aside.read_text() == '{"step": 8, "lo\n'
     assert curve.read(path) == [point(step) for step in range(1, 6)]
-    assert curve.cut(tmp_path / "none.jsonl", 5) == 0
+    assert curve.cut(tmp_path / "none.jsonl", 5) == curve.Cut()
+
+
+def test_a_changed_byte_costs_its_own_lines_only(tmp_path: Path) -> None:
+    """A newline that is none any more joins two lines; all others stay."""
+    content = curve.lines(map(point, range(1, 41))).encode()
+    chance = random.Random(5)
+    for byte in range(256):
+        path = tmp_path / f"{byte}" / "metrics.jsonl"
+        path.parent.mkdir()
+        place = chance.randrange(len(content)) if byte % 2 else content.index(b"\n", 700 + byte)
+        changed = bytearray(content)
+        changed[place] = byte
+        path.write_bytes(changed)
+        read = curve.parse(path)
+        assert len(read.points) >= 38
+        assert set(read.points) <= set(map(point, range(1, 41)))
+        cut = curve.cut(path, 40)
+        assert (cut.steps, cut.unreadable) == (0, len(read.bad))
+        assert curve.read(path) == list(read.points)
+        kept = path.read_bytes() + (cut.aside.read_bytes() if cut.aside else b"")
+        assert sorted(kept.split()) == sorted(bytes(changed).split())
+
+
+def test_lines_without_a_checksum_are_read(tmp_path: Path) -> None:
+    """Curves of earlier versions have none."""
+    read = curve.parse(SAMPLE / "metrics.jsonl")
+    assert [one.step for one in read.points] == [1, 2, 3, 4]
+    assert not read.bad
+
+
+def test_the_curve_is_not_read_or_written_through_links(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text(curve.lines(map(point, range(1, 4))))
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to(elsewhere)
+    with pytest.raises(UnreadableError, match="is a link"):
+        curve.read(path)
+    with pytest.raises(UserError), inside.appending(path):
+        pass
+    assert curve.last(path) is None
+    assert len(curve.read(elsewhere)) == 3
 
 
 def test_a_skipped_step_has_a_norm_of_null(tmp_path: Path) -> None:
@@ -169,6 +343,83 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
         pass
     with folder.locked():
         pass
+
+
+@pytest.mark.parametrize("kind", ["symbolic", "hard", "pipe"])
+def test_the_lock_leaves_other_files_alone(tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    root = tmp_path / "out"
+    root.mkdir()
+    if kind == "symbolic":
+        (root / "lock").symlink_to(victim)
+    elif kind == "hard":
+        os.link(victim, root / "lock")
+    else:
+        os.mkfifo(root / "lock")
+    folder = TrainingFolder(root)
+    if kind == "hard":  # still a lock, but nothing is written into it
+        with folder.locked(), pytest.raises(UserError, match="another"), folder.locked():
+            pass
+    else:
+        with pytest.raises(UnreadableError, match="where a regular file belongs"), folder.locked():
+            pass
+    assert victim.read_text() == "mine"
+
+
+def test_another_path_to_the_folder_meets_the_same_lock(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "other").symlink_to(tmp_path / "out")
+    with (
+        TrainingFolder(tmp_path / "out").locked(),
+        pytest.raises(UserError, match="another training uses this folder"),
+        TrainingFolder(tmp_path / "other" / ".." / "other").locked(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "job", "metrics.jsonl", "train.toml", "wandb"])
+def test_links_in_a_training_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(UnreadableError, match=r"is a link, where a .* belongs"),
+        TrainingFolder(tmp_path / "out").locked(),
+    ):
+        pass
+
+
+def told(step: int, **fields: object) -> CheckpointState:
+    return replace(state(step), **({"skipped": 0} | fields))  # type: ignore[arg-type]
+
+
+def seen(step: int, norm: float | None = 1.0) -> Point:
+    return replace(point(step), sequences=4 * step, grad_norm=norm)
+
+
+def test_a_checkpoint_that_the_curve_contradicts_is_refused() -> None:
+    full = curve.Curve(tuple(map(seen, range(1, 11))))
+    assert contradiction(told(10), full) == ""
+    assert contradiction(told(5), full) == ""
+    assert contradiction(told(11), curve.Curve()) == ""
+    assert "step 11, where the curve ends with step 10" in contradiction(told(11), full)
+    assert contradiction(told(11), replace(full, ends_bad=True)) == ""
+    wrong = told(10, updates=8, skipped=2)
+    assert "8 updates, where 0 of 10 steps were skipped" in contradiction(wrong, full)
+    skipping = curve.Curve((seen(1, None), seen(2, None), *full.points[2:]))
+    assert contradiction(wrong, skipping) == ""
+    assert "10 updates, where 2 of 10" in contradiction(told(10), skipping)
+    holes = curve.Curve(full.points[2:])
+    assert contradiction(wrong, holes) == contradiction(told(10), holes) == ""
+    other = curve.Curve(tuple(replace(one, sequences=7) for one in full.points))
+    assert "has seen 7 sequences in the curve, 40 in the checkpoint" in contradiction(
+        told(10), other
+    )
+    old = told(10, updates=8, format=1)
+    assert "8 updates" in contradiction(old, curve.Curve())
+    assert contradiction(old, skipping) == ""
+    assert contradiction(replace(old, scalars=(("loss_scale", "2.0"),)), curve.Curve()) == ""
 
 
 def test_the_description_is_a_spec(tmp_path: Path) -> None:

@@ -15,15 +15,15 @@ from typing import Any
 
 from fourfold import files
 from fourfold.commands import flags, progress, train_flags
+from fourfold.commands.train_resume import end_killed, prepared
 from fourfold.errors import UserError
 from fourfold.launch.devices import require_gpus
-from fourfold.launch.leftovers import end_processes_of
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit
 from fourfold.result import checkpoints, curve
 from fourfold.result.checkpoints import Checkpoint
 from fourfold.result.job import JobReport, answer_file
-from fourfold.result.training import TrainingFolder, changes, must_continue
+from fourfold.result.training import TrainingFolder
 from fourfold.search.legal import require_legal
 from fourfold.show import train as shown
 from fourfold.show.table import json_text, render
@@ -60,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.out:
         raise UserError("is missing", field="out", way_out="add --out DIR, the training's folder")
     folder = TrainingFolder(args.out)
+    folder.must_be_plain()
     if folder.aside.exists():  # a --fresh was killed
         with folder.locked():
-            _end_killed(folder)
+            end_killed(folder)
             _settle(folder)
     spec, settings = train_flags.described(args, folder)
     permit = flags.permit(args)
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     data = _data(spec)
     with folder.locked():
         try:
-            start = _prepared(args, folder, spec, settings, data.sha256 if data else "")
+            start = prepared(args, folder, spec, settings, data.sha256 if data else "")
             if start is not None and start.step >= settings.steps:
                 done = f"{start.step} steps are done, {settings.steps} are asked for"
                 print(done, file=sys.stderr)
@@ -113,70 +114,10 @@ def _must_have_packages(settings: TrainSettings) -> None:
             )
 
 
-def _end_killed(folder: TrainingFolder) -> None:
-    ended = end_processes_of(folder.job)
-    if ended:
-        print(f"ended {ended} processes of a killed training", file=sys.stderr)
-
-
 def _settle(folder: TrainingFolder) -> None:
     said = folder.settle()
     if said:
         print(said, file=sys.stderr)
-
-
-def _prepared(
-    args: argparse.Namespace,
-    folder: TrainingFolder,
-    spec: RunSpec,
-    settings: TrainSettings,
-    data: str,
-) -> Checkpoint | None:
-    """Clear what a killed training left; the checkpoint to continue from, None to begin."""
-    _end_killed(folder)
-    if args.fresh:
-        folder.set_aside()
-    if checkpoints.clear_leftovers(folder.checkpoints):
-        print("removed an unfinished checkpoint", file=sys.stderr)
-    start = folder.newest()
-    torn = checkpoints.torn(folder.checkpoints)
-    for name, error in torn:
-        if isinstance(error, checkpoints.ForeignError):
-            raise error
-        print(f"passed over {name}: {error.rule}", file=sys.stderr)
-    if start is None:
-        _may_begin(args, folder, torn=len(torn))
-        return None
-    must_continue(start.state, spec, data)
-    if start.step >= settings.steps:
-        return start
-    dropped = curve.cut(folder.metrics, start.step)
-    again = f"; {dropped} later steps are done again" if dropped else ""
-    print(f"continuing after step {start.step}{again}", file=sys.stderr)
-    for change in changes(start.state, spec, settings):
-        print(f"changed since then: {change}", file=sys.stderr)
-    return start
-
-
-def _may_begin(args: argparse.Namespace, folder: TrainingFolder, *, torn: int) -> None:
-    """From nothing, unless a checkpoint is asked for or there are only torn ones."""
-    if torn:
-        raise UserError(
-            f"has checkpoints, but none of the {torn} is whole",
-            field="out",
-            value=str(folder.root),
-            way_out="copy one again, or give them up with --fresh",
-        )
-    if args.resume:
-        raise UserError(
-            "holds no whole checkpoint",
-            field="out",
-            value=str(folder.root),
-            way_out="leave --resume out to start from nothing",
-        )
-    if curve.last(folder.metrics) is not None:
-        kept = folder.metrics.rename(folder.metrics.with_name(f"{folder.metrics.name}.old"))
-        print(f"no checkpoint yet: starting over, the curve is kept as {kept}", file=sys.stderr)
 
 
 def _trained(
@@ -193,7 +134,7 @@ def _trained(
     progress.end_line()
     for name, reason in checkpoints.kept_apart(folder.checkpoints).items():
         if apart.get(name) != reason:
-            said = f"passed over a damaged checkpoint, kept as {name}, for the one before: {reason}"
+            said = f"passed over a checkpoint, kept as {name}, for the one before: {reason}"
             print(said, file=sys.stderr)
     return report
 
@@ -248,6 +189,7 @@ def _stopped(folder: TrainingFolder) -> bool:
 
 def _show_only(args: argparse.Namespace) -> int:
     folder = TrainingFolder(args.show)
+    folder.must_be_plain()
     table = folder.described()
     if not table:
         raise UserError(
@@ -264,7 +206,7 @@ def _unigram_nats(folder: TrainingFolder) -> float | None:
     """What a model that knows only frequencies would reach; None without a readable token file."""
     name = folder.described().get("data")
     try:
-        return read_info(name).unigram_nats if name else None
+        return read_info(name).unigram_nats if isinstance(name, str) and name else None
     except UserError:  # it has moved since
         return None
 
@@ -275,8 +217,13 @@ def _shown(
     settings: TrainSettings,
     plain: dict[str, Any],
 ) -> int:
-    points = curve.read(folder.metrics)
-    newest = folder.newest()
+    read = curve.parse(folder.metrics)
+    points, newest = read.points, folder.newest()
+    if read.bad:
+        said = f"{len(read.bad)} lines of {folder.metrics} can't be read, and are left out"
+        print(said, file=sys.stderr)
+    for name, error in checkpoints.torn(folder.checkpoints):
+        print(f"passed over {name}: {error.rule}", file=sys.stderr)
     plain = {
         **plain,
         "folder": str(folder.root),

@@ -3,7 +3,8 @@
 CHECKPOINT is the folder of a training (its newest checkpoint) or of one checkpoint. Llama shapes
 are written as LlamaForCausalLM; learned positions with biases as GPT2LMHeadModel; ALiBi without
 biases as MptForCausalLM; rotary positions with LayerNorm and GELU as Starcoder2ForCausalLM. A shape
-that none of them computes is refused. The way back is 'train --weights DIR'.
+that none of them computes is refused. The way back is 'train --weights DIR'. '--format dcp' writes
+torch.distributed.checkpoint's own format instead: weights and moments of any shape.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import importlib.util
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from fourfold.commands import flags, progress
 from fourfold.errors import UserError
 from fourfold.launch.local import JobError, must_be_ok, run_job
 from fourfold.result import checkpoints
-from fourfold.result.checkpoints import STATE_FILE, Checkpoint
+from fourfold.result.checkpoints import Checkpoint
 from fourfold.result.job import answer_file
+from fourfold.result.state import STATE_FILE
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec
 from fourfold.spec.hf_tensors import export_type
@@ -34,7 +37,9 @@ examples:
   fourfold weights export trained/checkpoints/step-00000300 llama-out --dtype bf16
   python -c 'from transformers import AutoModelForCausalLM as A; A.from_pretrained("llama-out")'
   fourfold train --weights llama-out --gpus 2 --steps 100 --out further
+  fourfold weights export trained torch-out --format dcp
 """
+_FOLDERS = ("hf", "dcp")
 _DTYPES = ("fp64", "fp32", "bf16", "fp16")
 
 
@@ -45,16 +50,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("out", metavar="OUT", help="the folder to make")
     one.add_argument("--dtype", choices=_DTYPES, help="format of the values (default: as they are)")
     one.add_argument("--force", action="store_true", help="replace an earlier export")
-    flags.add_format(one)
+    one.add_argument(
+        "--format",
+        action="append",
+        choices=(*_FOLDERS, *flags.FORMATS),
+        default=[],
+        help="of the folder: hf (default) or dcp; of what is printed: text (default), md, csv or "
+        "json; may be given twice",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    folder_format = _last(args.format, _FOLDERS)
+    style = _last(args.format, ("text", *flags.FORMATS))
     found = _checkpoint(Path(args.checkpoint))
-    kind = export_type(found.state.spec.model)
-    _must_be_free(Path(args.out), args.force)
-    must_have_safetensors("weights export")
+    kind = export_type(found.state.spec.model) if folder_format == "hf" else folder_format
+    _must_be_free(Path(args.out), args.force, folder_format)
+    if folder_format == "hf":
+        must_have_safetensors("weights export")
     try:
-        answer = _exported(found, args)
+        answer = _exported(found, args, folder_format)
     except JobError as error:
         progress.end_line()
         said = str(error)
@@ -70,8 +85,13 @@ def run(args: argparse.Namespace) -> int:
         "step": found.step,
         **answer,
     }
-    print(json_text(facts) if args.format == "json" else _text(facts, args.format))
+    print(json_text(facts) if style == "json" else _text(facts, style))
     return 0
+
+
+def _last(given: Sequence[str], choices: Sequence[str]) -> str:
+    """The last of these that was given, else the first there is."""
+    return next((one for one in reversed(given) if one in choices), choices[0])
 
 
 def must_have_safetensors(what: str) -> None:
@@ -85,21 +105,28 @@ def must_have_safetensors(what: str) -> None:
 
 def _checkpoint(path: Path) -> Checkpoint:
     """A checkpoint's own folder, or the newest whole one of a training."""
+    path = path.resolve() if path.is_symlink() else path  # what the user names may be a link
     if (path / STATE_FILE).exists():
         return checkpoints.read(path)
+    torn: list[tuple[str, UserError]] = []
     for root in (path / "checkpoints", path):
-        found = checkpoints.newest(root)
+        found, some = checkpoints.newest(root), checkpoints.torn(root)
+        torn += some
         if found is not None:
+            for name, error in some:
+                if name > found.folder.name:
+                    print(f"passed over {name}: {error.rule}", file=sys.stderr)
             return found
+    why = f": {torn[-1][0]}: {torn[-1][1].rule}" if torn else ""
     raise UserError(
-        "holds no whole checkpoint",
+        f"holds no whole checkpoint{why}",
         field="checkpoint",
         value=str(path),
         way_out="name the --out of a 'fourfold train', or one of its checkpoints",
     )
 
 
-def _must_be_free(out: Path, force: bool) -> None:
+def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
     if not out.exists():
         return
     if not out.is_dir():
@@ -109,8 +136,11 @@ def _must_be_free(out: Path, force: bool) -> None:
         raise UserError(
             "exists", field="out", value=str(out), way_out="add --force, or name another folder"
         )
-    made = ("config.json", "model.safetensors.index.json")
-    other = [name for name in held if name not in made and not name.endswith(".safetensors")]
+    made, suffix = {
+        "hf": (("config.json", "model.safetensors.index.json"), ".safetensors"),
+        "dcp": ((".metadata",), ".distcp"),
+    }[folder_format]
+    other = [name for name in held if name not in made and not name.endswith(suffix)]
     if other:
         raise UserError(
             f"holds more than an export: {', '.join(sorted(other)[:3])}",
@@ -120,11 +150,12 @@ def _must_be_free(out: Path, force: bool) -> None:
         )
 
 
-def _exported(found: Checkpoint, args: argparse.Namespace) -> dict[str, Any]:
+def _exported(found: Checkpoint, args: argparse.Namespace, folder_format: str) -> dict[str, Any]:
     options = {
         "checkpoint": str(found.folder.absolute()),
         "out": str(Path(args.out).absolute()),
         "dtype": args.dtype or "",
+        "format": folder_format,
     }
     show = progress.progress_lines()
     phases = {"load": "reading the checkpoint", "save": "writing"}
@@ -145,7 +176,9 @@ def _exported(found: Checkpoint, args: argparse.Namespace) -> dict[str, Any]:
 def _text(facts: dict[str, Any], style: str) -> str:
     rows = [
         ["folder", facts["out"], f"{len(facts['files'])} files, {show_bytes(facts['size_bytes'])}"],
-        ["model_type", facts["model_type"], f"of {facts['model']}"],
+        ["model_type", facts["model_type"], f"of {facts['model']}"]
+        if facts["model_type"] != "dcp"
+        else ["format", "torch.distributed.checkpoint", f"weights and moments of {facts['model']}"],
         ["values", facts["dtype"], ""],
         ["checkpoint", facts["checkpoint"], f"after {facts['step']:,} steps"],
     ]

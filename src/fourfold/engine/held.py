@@ -10,9 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from fourfold.engine.trainer import Trainer
 
@@ -27,14 +25,6 @@ class Held:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: Tensor
-
-    @property
-    def index(self) -> MetadataIndex:
-        return MetadataIndex(self.name, torch.Size(self.offsets))
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
 
     @property
     def slot(self) -> Slot:

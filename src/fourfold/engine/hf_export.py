@@ -77,7 +77,7 @@ def export(source: Source, what: Export, out: Path, say: Callable[[str], None]) 
         if len(plan) > 1:
             plain = {"metadata": {"total_size": total}, "weight_map": index}
             files.write_text(making / INDEX, json.dumps(plain, indent=2) + "\n")
-        _publish(making, out)
+        publish(making, out)
     except OSError as error:
         raise UserError(
             f"cannot be written ({error.strerror or error})", field="out", value=str(out)
@@ -100,7 +100,7 @@ def _made(
     return made
 
 
-def _publish(making: Path, out: Path) -> None:
+def publish(making: Path, out: Path) -> None:
     """Replace what an earlier export left; the caller has seen that it is nothing else."""
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)

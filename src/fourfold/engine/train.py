@@ -7,6 +7,7 @@ a window is checked before anything of it is saved, so a checkpoint never holds 
 from __future__ import annotations
 
 import math
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,20 +18,21 @@ from torch import Tensor
 from fourfold.cost.flops import CONVENTIONS, Question, utilisation_pct
 from fourfold.engine import checkpoint, compat
 from fourfold.engine.account import mark_phases
-from fourfold.engine.checkpoint import Saver, state_of
+from fourfold.engine.checkpoint import state_of
 from fourfold.engine.clock import synchronize
 from fourfold.engine.environment import environment
 from fourfold.engine.failure import NonFiniteError, check_finite, strike
 from fourfold.engine.hf import begin_from
 from fourfold.engine.measure import Ticks, refuse
 from fourfold.engine.optimizer import AdamSettings
+from fourfold.engine.saver import Saver
 from fourfold.engine.stop import StopRequest
 from fourfold.engine.task import Task
 from fourfold.engine.trackers import Tracker, trackers
 from fourfold.engine.trainer import Trainer
 from fourfold.engine.world import World
 from fourfold.errors import UserError
-from fourfold.result import curve
+from fourfold.result import curve, inside
 from fourfold.result.curve import Point
 from fourfold.result.job import RankFacts
 from fourfold.result.report import RankMemory, RankSteps
@@ -189,6 +191,8 @@ class Training:
         if self.saved == self.done:
             return
         self.task.heart.mark("save")
+        if self._log is not None:
+            self._log.sync()
         self.saver.save(state_of(self.trainer, self.done, self.settings), self._saving)
         self.saved = self.done
 
@@ -202,15 +206,19 @@ class _Log:
     def __init__(self, task: Task, first: int) -> None:
         assert task.job.train is not None
         out = Path(task.job.option("out"))
-        self._stream = open(out / curve.METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115
+        self._stream = inside.appending(out / curve.METRICS_FILE)
         self._others: list[Tracker] = trackers(task.job.train, task.spec, out, first)
         self.mfu_pct = _utilisation(task.spec, task.device(task.spec.device))
 
     def add(self, points: list[Point]) -> None:
-        self._stream.write(curve.lines(points))
+        self._stream.write(curve.lines(points).encode())
         self._stream.flush()
         for other in self._others:
             other.add(points)
+
+    def sync(self) -> None:
+        """A checkpoint must not be on the disk before the curve that leads to it."""
+        os.fsync(self._stream.fileno())
 
     def close(self) -> None:
         self._stream.close()

@@ -11,14 +11,17 @@ import contextlib
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.result import checkpoints, curve
-from fourfold.result.checkpoints import Checkpoint, CheckpointState
+from fourfold.result import checkpoints, curve, inside
+from fourfold.result.checkpoints import Checkpoint
+from fourfold.result.curve import Curve
+from fourfold.result.state import CheckpointState
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.toml import toml_text
@@ -34,6 +37,11 @@ _FREE_SETTINGS = (
 _REPLACED = (curve.METRICS_FILE, "train.toml", "tensorboard", "wandb", "wandb-id", "checkpoints")
 
 
+_FILES = ("lock", "train.toml", curve.METRICS_FILE, "wandb-id")
+_FOLDERS = ("checkpoints", "job", "tensorboard", "wandb", ".before-fresh")
+_MAX_DESCRIPTION_BYTES = 2**24
+
+
 class TrainingFolder:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
@@ -45,19 +53,12 @@ class TrainingFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Held until the process ends, however it ends."""
+        """Held until the process ends, however it ends: a lock on the file itself, so that another
+        way to the same folder meets it too."""
         import fcntl
 
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UserError(
-                f"can't be used ({error.strerror})",
-                field="out",
-                value=str(self.root),
-                way_out="name a folder that can be written",
-            ) from None
+        self.must_be_plain()
+        handle = self._lock_file()
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -70,23 +71,59 @@ class TrainingFolder:
                 way_out="wait for it, or name another folder",
             ) from None
         try:
-            os.truncate(handle, 0)
-            os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            if os.fstat(handle).st_nlink == 1:  # else it may be another file's content
+                os.truncate(handle, 0)
+                os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             yield
         finally:
             os.close(handle)
+
+    def _lock_file(self) -> int:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            handle = os.open(self.root / "lock", flags, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"can't be used ({error.strerror})",
+                field="out",
+                value=str(self.root),
+                way_out="name a folder that can be written",
+            ) from None
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            inside.must_be(self.root / "lock", "file")
+        return handle
+
+    def must_be_plain(self) -> None:
+        """Refuse links and other things where files and folders of a training belong: what is
+        written, deleted or read through them would lie elsewhere."""
+        for name in _FILES:
+            inside.must_be(self.root / name, "file", may_lack=True)
+        for name in _FOLDERS:
+            inside.must_be(self.root / name, "a folder", may_lack=True)
 
     def describe(self, spec: RunSpec, settings: TrainSettings) -> None:
         plain = codec.dump(spec) | {"train": codec.encode(settings)}
         for name in ("steps", "warmup"):  # of a measurement; a training has its own
             del plain[name]
-        files.write_text(self.description, toml_text(plain))
+        files.write_bytes(self.description, toml_text(plain).encode(), own=True)
 
     def described(self) -> dict[str, Any]:
         """The table of train.toml; empty without one."""
-        if not self.description.exists():
+        if not inside.kind_of(self.description):
             return {}
-        return codec.parse_toml(files.read_text(self.description, field="out"))
+        content = inside.read_bytes(self.description, _MAX_DESCRIPTION_BYTES)
+        try:
+            return codec.parse_toml(content.decode())
+        except ValueError as error:  # a UserError is one
+            said = error.rule if isinstance(error, UserError) else "is not UTF-8 text"
+            raise UserError(
+                said,
+                field="train.toml",
+                value=str(self.description),
+                way_out="mend it, or say the run again with --spec or flags",
+            ) from None
 
     def set_aside(self) -> None:
         """Make room for another training; what is here goes when that has a checkpoint."""
@@ -146,6 +183,40 @@ def must_continue(state: CheckpointState, spec: RunSpec, data: str = "") -> None
                 value=new,
                 way_out=f"keep {old}, or a precision that holds it",
             )
+
+
+def must_follow(found: Checkpoint, curve_read: Curve) -> None:
+    """Refuse a checkpoint that the curve contradicts: one of them is not of this training, or was
+    changed. Steps without a readable line prove nothing."""
+    said = contradiction(found.state, curve_read)
+    if said:
+        raise UserError(
+            f"contradicts the loss curve: {said}",
+            field="checkpoint",
+            value=str(found.folder),
+            way_out=f"bring back the {curve.METRICS_FILE} or the checkpoint that belongs here; or "
+            "move the one that does not out of the folder",
+        )
+
+
+def contradiction(state: CheckpointState, found: Curve) -> str:
+    points = [point for point in found.points if point.step <= state.step]
+    skipped = sum(point.grad_norm is None for point in points)
+    unknown, lacks = state.step - len(points), state.step - state.updates
+    if state.format == 1 and lacks > skipped + (unknown if state.may_skip else 0):
+        return f"{state.updates} updates, where {skipped} of {state.step} steps were skipped"
+    if not found.points:
+        return ""
+    if not found.ends_bad and found.points[-1].step < state.step:
+        return f"step {state.step}, where the curve ends with step {found.points[-1].step}"
+    if not skipped <= lacks <= skipped + unknown:
+        return f"{state.updates} updates, where {skipped} of {state.step} steps were skipped"
+    if points and points[-1].sequences != state.spec.batch.sequences_before(points[-1].step):
+        return (
+            f"its step {points[-1].step} has seen {points[-1].sequences} sequences in the curve, "
+            f"{state.spec.batch.sequences_before(points[-1].step)} in the checkpoint"
+        )
+    return ""
 
 
 def _identity(old: RunSpec, new: RunSpec) -> dict[str, tuple[Any, Any]]:

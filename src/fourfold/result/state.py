@@ -1,0 +1,88 @@
+"""What does a checkpoint say of itself besides its tensors, and is that possible?"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from fourfold.errors import UserError
+from fourfold.spec import check
+from fourfold.spec.run import RunSpec
+from fourfold.spec.train import TrainSettings
+
+# 1: torch.distributed.checkpoint's files; 2: safetensors' layout, an index and a sealed state.
+FORMAT = 2
+STATE_FILE = "state.json"
+_SIZE, _SUM = re.compile(r"[0-9]{1,18}\Z"), re.compile(r"[0-9a-f]{8}\Z")
+_MOST_STEPS, _LARGEST_SCALAR = 10**12, 2.0**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """All of a training that is not a tensor. `step`: steps done; `updates`: those that changed
+    the weights, `skipped` the others (an overflow in fp16). `data` is the checksum of the tokens,
+    '' for synthetic ones. `scalars` are numbers by name, as texts; `sums` the crc32 of each file.
+    """
+
+    step: int
+    updates: int
+    sequences: int
+    spec: RunSpec
+    settings: TrainSettings | None = None
+    skipped: int = 0
+    data: str = ""
+    scalars: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+    sums: tuple[tuple[str, str], ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+    saved_at: str = ""
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format > FORMAT:
+            raise UserError(
+                f"was written by a newer fourfold (this one reads up to {FORMAT})",
+                field="format",
+                value=self.format,
+                way_out="update fourfold",
+            )
+        check.whole(0, _MOST_STEPS, step=self.step, updates=self.updates, skipped=self.skipped)
+        check.whole(1, FORMAT, format=self.format)
+        for name, text in self.scalars:
+            if not 0 <= _number(text) <= _LARGEST_SCALAR:
+                raise UserError("must be a number from 0 to 2^62", field=name, value=text)
+        for field, texts, form in (("files", self.files, _SIZE), ("sums", self.sums, _SUM)):
+            for name, text in texts:
+                if form.fullmatch(text) is None:
+                    raise UserError("is not as it is written here", field=f"{field}.{name}")
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether steps without an update are possible: only fp16 has a loss scale."""
+        return any(name == "loss_scale" for name, _ in self.scalars)
+
+
+def _number(text: str) -> float:
+    """NaN where it is none: no comparison holds."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def disagreement(state: CheckpointState, named: int) -> str:
+    """What of a state can't be true; `named`: the step in the name of its folder."""
+    step, seen = state.step, state.spec.batch.sequences_before(state.step)
+    if step != named:
+        return f"step {step} in {STATE_FILE}, {named} in the folder's name"
+    if state.format > 1 and state.updates + state.skipped != step:
+        return f"{state.updates} updates and {state.skipped} skipped make not {step} steps"
+    if state.updates > step:
+        return f"{state.updates} updates in {step} steps"
+    if state.sequences != seen:
+        return f"{state.sequences} sequences, where {step} steps have {seen}"
+    listed = {name for name, _ in state.files}
+    if state.format > 1 and listed != {name for name, _ in state.sums}:
+        return "not every file has a size and a checksum"
+    return ""
