@@ -94,7 +94,7 @@ def test_torchs_fused_kernels_keep_no_scores_and_megatrons_softmax_does() -> Non
     one, spec = _asked(Policy(attention="fused"))
     kinds = ("auto", "flash", "cudnn", "efficient", "fused", "fused-softmax")
     specs = [replace(spec, policy=Policy(attention=kind)) for kind in kinds]  # type: ignore[arg-type]
-    c = columns_of(specs, cluster=one.cluster, stack="fourfold")
+    c = columns_of(specs, cluster=one.cluster, stack="generic")
     *torch_bytes, megatron_bytes = memory(c, one.entry.knobs).worst_bytes.tolist()
     assert len(set(torch_bytes)) == 1
     assert megatron_bytes > 1.2 * torch_bytes[0]
@@ -121,9 +121,9 @@ def test_a_compute_format_is_priced_as_its_bundle() -> None:
 
 
 def test_explain_names_the_recompute_that_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["plan", "--model", "llama-3.1-405b", "--gpu", "h100-80gb", "--gpus", "128",
-            "--seq-len", "8192", "--global-batch", "128", "--stack", "megatron",
-            "--explain", "pp1 dp16 tp8"]  # fmt: skip
+    argv = ["plan", "--model", "llama-3.1-405b", "--gpu", "h100-80gb", "--gpus", "32",
+            "--seq-len", "8192", "--global-batch", "32", "--stack", "megatron",
+            "--explain", "pp1 dp4 tp8"]  # fmt: skip
     for kind in ("none", "every-3", "full"):
         assert main([*argv, "--recompute", kind]) == 1
         assert f"recompute {kind} its fullest rank" in " ".join(capsys.readouterr().out.split())

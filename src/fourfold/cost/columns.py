@@ -71,8 +71,18 @@ class Columns:
     grad_bytes: Floats  # bytes of one gradient element on the wire
     acc_bytes: Floats  # bytes of one gradient element held in memory
     opt_bytes: Floats  # optimizer bytes a parameter (fp32 master + two moments = 12)
+    own: Floats  # 1: our own engine, whose tensors are counted one by one (own_memory.py)
+    act_bytes: Floats  # bytes of one element of activations
+    saved_bytes: Floats  # ... of what a product keeps as its input
+    gather_bytes: Floats  # bytes of one weight as ZeRO-3 gathers it
+    param_bytes: Floats  # bytes of one weight as the optimizer updates it
+    moment_bytes: Floats  # both moments of one weight
+    rope: Floats  # 1: queries and keys are turned (in fp32)
+    positions: Floats  # rows of a learned table of positions; -1: one a token, 0: none
+    alibi: Floats  # 1: attention adds a bias to every score
+    fused_qkv: Floats  # 1: queries, keys and values are one product
     overlap_dp: Floats  # 1: gradient reduction and parameter gather run under compute
-    prefetch: Floats  # 1: ZeRO-3 gathers the next layer while this one computes
+    prefetch: Floats  # layers that ZeRO-3 gathers ahead while one computes; 0: none
     overlap_tp: Floats  # 1: tensor-parallel collectives run in pieces under their GEMMs
     eager: Floats  # 1: activation, rope and residual are plain framework calls, not fused kernels
     split_loss: Floats  # 1: logits and loss are divided over tp, 0: gathered whole on every rank
@@ -135,6 +145,16 @@ DEFAULTS: dict[str, float] = {
     "grad_bytes": 4,
     "acc_bytes": 4,
     "opt_bytes": 12,
+    "own": 0,
+    "act_bytes": 2,
+    "saved_bytes": 2,
+    "gather_bytes": 2,
+    "param_bytes": 4,
+    "moment_bytes": 8,
+    "rope": 1,
+    "alibi": 0,
+    "positions": 0,
+    "fused_qkv": 1,
     "overlap_dp": 0,
     "prefetch": 1,
     "overlap_tp": 0,

@@ -24,6 +24,10 @@ class Habits:
     split_loss: bool = True
     eager: bool = False
     compiled: bool = False
+    # In fp8: bytes of an input that a product keeps for its backward (Transformer Engine keeps the
+    # cast, torchao the original), and of a weight that ZeRO-3 gathers.
+    fp8_saved_bytes: float = 1.0
+    fp8_gather_bytes: float = 2.0
     whole_layers: float = 0.0  # share of layers that "selective" recomputes whole; 0 = core only
     shard_group: int = 0  # ZeRO-3 group on large jobs; 0 = all data-parallel ranks
     reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
@@ -36,10 +40,10 @@ HABITS: dict[str, Habits] = {
     # fp16 gradients are all-reduced: as much traffic as scattering fp32
     "megatron-deepspeed": Habits(recompute="full", sequence_parallel=False),
     "megatron-lm": Habits(),
-    "megatron-lm-2025": Habits(grad_bytes=2.0, overlap_dp=True, overlap_tp=True),
+    "megatron-lm-2025": Habits(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True),
     "megatron-kwai": Habits(),
-    "megatron-bridge": Habits(grad_bytes=2.0, overlap_dp=True, overlap_tp=True),
-    "nemo": Habits(grad_bytes=2.0, overlap_dp=True, overlap_tp=True),
+    "megatron-bridge": Habits(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True),
+    "nemo": Habits(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True),
     "nanotron": Habits(balanced=True, overlap_tp=True, eager=True, reports_rank0=True),
     # bf16 gradients held, and logits gathered over tp before the loss
     "aleph": Habits(grad_bytes=2.0, acc_bytes=2.0, split_loss=False, eager=True),
@@ -54,7 +58,11 @@ HABITS: dict[str, Habits] = {
     "fms-fsdp-2024-compile": Habits(
         grad_bytes=2.0, sharding="zero3", sequence_parallel=False, whole_layers=0.5, compiled=True
     ),
-    "torchtitan": Habits(sharding="zero3", overlap_dp=True),
+    # its published fp8 runs gather weights in fp8
+    "torchtitan": Habits(
+        sharding="zero3", overlap_dp=True, fp8_saved_bytes=2.0, fp8_gather_bytes=1.0
+    ),
+    "fourfold": Habits(fp8_saved_bytes=2.0),
 }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def fsdp_s(c: Columns, knobs: Knobs, *, params: Floats, busy: Floats) -> Floats:
     """Layer seconds under ZeRO-3: two weight gathers and a gradient scatter beside the compute."""
     size = c.shard
     rate = group_rate(c, knobs, size, c.tp)
-    move = params * (4.0 + c.grad_bytes) * (size - 1.0) / size / rate
+    move = params * (2.0 * c.gather_bytes + c.grad_bytes) * (size - 1.0) / size / rate
     move = move + 0.75 * (size - 1.0) * hop_s(c, knobs, size, c.tp)
     together = (busy**4 + move**4) ** 0.25 + 0.2 * knobs["dp_exposed"] * move
     paid = np.where(c.prefetch > 0, together, busy + move)

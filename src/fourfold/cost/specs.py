@@ -15,6 +15,7 @@ from fourfold.cost.columns import ATTENTION, CP_KIND, PRECISION, SCHEDULE, Colum
 from fourfold.cost.habits import habits
 from fourfold.cost.hardware import device_facts, fabric_facts
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.formats import AROUND
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import DTYPE_BYTES, Policy, Schedule
 from fourfold.spec.run import RunSpec
@@ -33,10 +34,18 @@ def model_facts(model: ModelShape) -> dict[str, float]:
         "ffn": model.ffn,
         "vocab": model.vocab,
         "tied": float(model.tied),
+        "rope": float(model.positions.kind == "rope"),
+        "positions": learned_rows(model),
+        "alibi": float(model.positions.kind == "alibi"),
         "gated": float(model.gated),
         "window": float(model.window or 0),
         "local": model.local_share,
     }
+
+
+def learned_rows(model: ModelShape) -> float:
+    """Rows of the table of positions, -1 for as many as tokens; 0 where they are computed."""
+    return float(model.positions.length or -1) if model.positions.kind == "learned" else 0.0
 
 
 def machine_facts(cluster: Cluster, policy: Policy) -> dict[str, float]:
@@ -60,7 +69,7 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
     """Formats, sharding, recompute, schedule and overlap of a policy under a stack."""
     usual, dtypes = habits(stack), policy.dtypes
     kind = policy.attention if policy.attention in KEEPS_SCORES else "flash"
-    precision = dtypes.compute
+    precision, around = dtypes.compute, DTYPE_BYTES[AROUND.get(dtypes.compute, dtypes.compute)]
     schedule = running_schedule(policy.schedule, policy.virtual_stages)
     reduce_bytes = DTYPE_BYTES[dtypes.reduce]
     # Named engines reduce in what they are known to; only a stated format overrides that.
@@ -83,7 +92,14 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "opt_bytes": master + moments,
         "overlap_dp": float(usual.overlap_dp and policy.overlap_grad_reduce),
         "overlap_tp": float(usual.overlap_tp or policy.async_tp),
-        "prefetch": float(policy.prefetch > 0),
+        "prefetch": float(policy.prefetch),
+        "own": float(stack == "fourfold"),
+        "act_bytes": around,
+        "saved_bytes": usual.fp8_saved_bytes if precision == "fp8" else around,
+        "gather_bytes": usual.fp8_gather_bytes if precision == "fp8" else around,
+        "param_bytes": DTYPE_BYTES[dtypes.param],
+        "moment_bytes": moments,
+        "fused_qkv": float(policy.fused_projections),
         "fused_host": float(usual.compiled or policy.compile),
         "balanced": float(usual.balanced),
         "split_loss": float(usual.split_loss),

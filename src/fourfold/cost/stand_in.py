@@ -7,11 +7,12 @@ the measured one are taken to be as slow as it is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from fourfold.cost import own_memory
 from fourfold.cost.attention import attention_s
 from fourfold.cost.columns import SCHEDULE, Columns
 from fourfold.cost.context import context_s
@@ -19,7 +20,6 @@ from fourfold.cost.estimate import gradient_s
 from fourfold.cost.gemm import Knobs
 from fourfold.cost.host import floor, host_layer_s
 from fourfold.cost.layer import fsdp_s, head_s, layer_times
-from fourfold.cost.memory import GIB, kept_bytes, memory, state_bytes
 from fourfold.cost.traffic import half_collective_s, p2p_rate
 
 COMPUTE = ("layers", "head", "embedding", "optimizer", "fixed")
@@ -77,7 +77,7 @@ def predicted(c: Columns, knobs: Knobs, stage: Stage) -> Predicted:
         "optimizer": _one(45.0 * params / (c.hbm * shards)),
         "fixed": float(knobs["fixed_s"]),
     }
-    return Predicted(layer_s=layer_s, parts=parts, peak_bytes=_peak_bytes(c, knobs, stage))
+    return Predicted(layer_s=layer_s, parts=parts, peak_bytes=_peak_bytes(c, stage))
 
 
 def joined(
@@ -149,22 +149,12 @@ def _kept_bubble(c: Columns) -> float:
     return _one(np.where(zero_bubble, 1.0 / 3.0, 1.0 / np.maximum(1.0, c.vpp)))
 
 
-def _peak_bytes(c: Columns, knobs: Knobs, stage: Stage) -> float:
+def _peak_bytes(c: Columns, stage: Stage) -> float:
     """Tensors of this stage at its peak: without context, communicators and workspaces."""
-    whole = memory(c, knobs)
-    base = float(knobs["base_gib"]) * GIB
-    if stage.first:
-        return _one(whole.first_bytes) - base
-    if stage.last:
-        return _one(whole.last_bytes) - base
-    per_layer = layer_times(c, knobs, micro=c.micro).params
-    kept = kept_bytes(c, knobs)
-    saved = 2.0 * c.micro * c.seq / c.cp * c.hidden
-    layer_kept = c.full_ckpt * saved + (1.0 - c.full_ckpt) * kept
     micros = np.ceil(c.batch / (c.dp * c.micro))
-    gpipe = c.schedule == SCHEDULE.index("gpipe")
-    flight = np.where(gpipe, micros, np.minimum(micros, c.pp - stage.stage))
-    working = np.where(c.full_ckpt > 0, kept, 0.0)
-    gathered = np.where(c.zero >= 3, 4.0 * per_layer, 0.0)
-    state = state_bytes(c, knobs, params=stage.layers * per_layer)
-    return _one(state + stage.layers * flight * layer_kept + working + gathered)
+    first, middle, last = own_memory.stages(c, micros)
+    usual = first if stage.first else last if stage.last else middle
+    between = usual.flight + 1.0 - stage.stage  # of the stages between, each has one less
+    flight = usual.flight if stage.first or stage.last else np.maximum(last.flight, between)
+    own = replace(usual, layers=usual.layers * 0.0 + stage.layers, flight=flight)
+    return _one(own_memory.stage_peak(c, own, micros).total)

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold.engine import compat
 from fourfold.engine.account import count_of, mark_phases, watch
+from fourfold.engine.gpu_kernels import gpu_kernels
 from fourfold.engine.ledger import Ledger
 from fourfold.engine.task import CPU, Task
 from fourfold.engine.trainer import Trainer
@@ -33,7 +34,8 @@ def perform(task: Task) -> None:
     ranks = [int(word) for word in task.job.option("ranks", "0").split(",")]
     for rank in ranks[task.rank :: task.place.world]:
         task.heart.mark(f"counting rank {rank}")
-        task.answer(count_rank(task.spec, rank), part=rank)
+        with gpu_kernels():
+            task.answer(count_rank(task.spec, rank), part=rank)
         task.heart.step_done()
 
 

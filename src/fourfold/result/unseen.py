@@ -9,11 +9,11 @@ from fourfold.spec.run import RunSpec
 # On an H200 with torch 2.11 and NCCL 2.28, device memory in use beyond what torch's allocator had
 # reserved: 0.649 GB for the context, 0.735 GB once matrix products and attention had run; the first
 # communicator added 0.585 GB, a second 0.409 GB (each of one rank).
-_CONTEXT_BYTES = 735 * 10**6
-_FIRST_COMMUNICATOR_BYTES = 585 * 10**6
-_COMMUNICATOR_BYTES = 409 * 10**6
+CONTEXT_BYTES = 735 * 10**6
+FIRST_COMMUNICATOR_BYTES = 585 * 10**6
+COMMUNICATOR_BYTES = 409 * 10**6
 # torch's notes on CUDA: one workspace for each cuBLAS handle, 32 MiB from Hopper on.
-_WORKSPACE_BYTES = 32 * 2**20
+WORKSPACE_BYTES = 32 * 2**20
 # The same runs, five models of 1 to 7 billion parameters: reserved over allocated at the peak.
 # Cached memory is given back before an allocation fails, so it is told and not added.
 RESERVED_RATIO = (1.18, 1.28)
@@ -32,13 +32,13 @@ def unseen_parts(spec: RunSpec) -> tuple[Unseen, ...]:
     parts = [
         Unseen(
             name="CUDA context and kernels",
-            bytes=_CONTEXT_BYTES,
+            bytes=CONTEXT_BYTES,
             source="measured on an H200, torch 2.11",
         ),
-        Unseen(name="cuBLAS workspace", bytes=_WORKSPACE_BYTES, source="torch's notes on CUDA"),
+        Unseen(name="cuBLAS workspace", bytes=WORKSPACE_BYTES, source="torch's notes on CUDA"),
     ]
     if count:
-        size = _FIRST_COMMUNICATOR_BYTES + (count - 1) * _COMMUNICATOR_BYTES
+        size = FIRST_COMMUNICATOR_BYTES + (count - 1) * COMMUNICATOR_BYTES
         source = "measured on an H200, NCCL 2.28: 0.585 GB for the first, 0.409 GB for each other"
         parts.append(Unseen(name=f"{count} NCCL communicators", bytes=size, source=source))
     return tuple(parts)

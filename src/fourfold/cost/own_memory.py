@@ -1,0 +1,359 @@
+"""What does a rank of our own engine hold at its fullest moment? The engine's tensors, one by one.
+
+The life of a layer's tensors in forward and backward is replayed with sizes instead of values, the
+way `fourfold dryrun` sees it with fake tensors; around it stand FSDP's copies of weights and
+gradients, what other micro batches keep, and the loss. The fullest of the moments that can be the
+fullest counts. Nothing here is fitted: a test holds these formulas to the dry run. Broadcasts.
+
+Sizes are bytes of one rank. M tokens of a micro batch, S of them between blocks (sequence
+parallelism divides them by tp), D hidden, Q query, K key width, F MLP width of a tp rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.cost.columns import ATTENTION, CP_KIND, PRECISION, SCHEDULE, Columns
+from fourfold.cost.gemm import Floats
+from fourfold.cost.layer import layer_params
+from fourfold.cost.pipeline import Held, held
+from fourfold.cost.stages import EMBEDDING_COST, split_layers
+from fourfold.result.unseen import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    FIRST_COMMUNICATOR_BYTES,
+    WORKSPACE_BYTES,
+)
+
+_UNFUSED = ATTENTION.index("unfused")
+_ALLGATHER, _ULYSSES = CP_KIND.index("allgather"), CP_KIND.index("ulysses")
+_GPIPE, _ZERO_BUBBLE = SCHEDULE.index("gpipe"), SCHEDULE.index("zero-bubble")
+_FP8 = PRECISION.index("fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tensors of one micro batch on one rank, in bytes of the activations' format."""
+
+    between: Floats  # [S, D]
+    whole: Floats  # [M, D], gathered where sequence parallelism divides
+    q: Floats
+    kv: Floats
+    ffn: Floats
+    lse: Floats
+    logits: Floats  # of one chunk of the loss
+    bias: Floats  # ALiBi's [heads, S, S], one for all sequences
+    twice: Floats  # 1: gathering along the sequence needs a second copy (more than one sequence)
+
+
+def sizes(c: Columns) -> Sizes:
+    tokens = c.micro * c.seq / c.cp
+    each = tokens * c.act_bytes
+    divided = (c.sp > 0) & (c.tp > 1)
+    kv = np.maximum(c.kv_width / c.tp, c.width / c.heads)
+    return Sizes(
+        between=each * c.hidden / np.where(divided, c.tp, 1.0),
+        whole=each * c.hidden,
+        q=each * c.width / c.tp,
+        kv=each * kv,
+        ffn=each * c.ffn / c.tp,
+        lse=tokens * 4.0 * c.heads / c.tp,
+        logits=np.ceil(tokens / c.loss_chunks) * np.ceil(c.vocab / c.tp),
+        bias=c.alibi * c.heads / c.tp * (c.seq / c.cp) ** 2,
+        twice=np.where(divided & (c.micro > 1), 1.0, 0.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Bytes a layer keeps for its backward, its input among them; most that its backward holds
+    beside that, when it was kept and when it is computed `again`; what waits for gradients of
+    weights in a split backward; its weights."""
+
+    kept: Floats
+    backward: Floats
+    again: Floats
+    late: Floats
+    params: Floats
+
+
+def layer(c: Columns) -> Layer:
+    s, params = sizes(c), layer_params(c)
+    many, wide = np.where(c.gated > 0, 4.0, 2.0) * s.ffn, (1.0 + c.gated) * s.ffn
+    kept = 2.0 * s.between + 2.0 * s.whole + _attended(c, s) + many
+    down = c.hidden * c.ffn / c.tp * c.act_bytes
+    mlp = (2.0 + c.gated) * down
+    whole = np.where(c.tp > 1, s.whole, 0.0)
+    twice = s.whole * (1.0 + s.twice)
+    # Through the last matrix, the product of gate and up, and out of the block's input, where the
+    # gradient is summed over tp; then attention, the MLP's tensors gone and its gradients there.
+    last = whole + down + s.ffn
+    product = down + np.where(c.gated > 0, 2.0, 1.0) * s.ffn
+    entry = mlp + twice - many
+    gone = many + s.whole + s.between
+    turned = np.where(c.rope > 0, 14.0 / c.act_bytes * s.q, s.q)
+    core = mlp + np.maximum(2.0 * s.q + 2.0 * s.kv, turned + s.q + 2.0 * s.kv) - gone
+    end = params * c.act_bytes - kept + 2.0 * s.whole
+    inside = np.maximum.reduce(
+        np.broadcast_arrays(last, product, entry, core, end, *_fp8_casts(c, s, many, wide))
+    )
+    # Gathering the gradient comes before a layer is computed again.
+    return Layer(
+        kept=kept,
+        backward=np.maximum(inside, np.where(c.tp > 1, twice, 0.0)) + s.between,
+        again=np.maximum(inside, np.where(c.tp > 1, twice - many, 0.0)) + s.between,
+        late=4.0 * s.whole + 2.0 * s.q + 2.0 * s.kv + (2.0 + c.gated) * s.ffn,
+        params=params,
+    )
+
+
+def _attended(c: Columns, s: Sizes) -> Floats:
+    """What attention keeps: projections, turned queries and keys, output and its logsumexp."""
+    # Values are a view of the fused projection, which lives as long as they do.
+    projected = np.where((c.fused_qkv > 0) | (c.rope < 1), s.q + 2.0 * s.kv, s.kv)
+    turned = np.where(c.rope > 0, s.q + s.kv, 0.0)
+    local = projected + turned
+    allgather = np.where(c.cp > 1, local + 2.0 * s.kv * (c.cp - 1.0), local)
+    kind = np.where((c.cp > 1) & (c.cp_kind == _ALLGATHER), allgather, local)
+    repeated = np.where(np.mod(c.kv_heads / c.tp, c.cp) == 0, 1.0, c.cp)
+    kind = np.where((c.cp > 1) & (c.cp_kind == _ULYSSES), 2.0 * s.q + 2.0 * s.kv * repeated, kind)
+    scores = np.where(c.attention == _UNFUSED, c.micro * c.heads / c.tp * c.seq**2 / c.cp, 0.0)
+    scores = scores * 2.0 * c.act_bytes
+    lse = np.where(c.attn_ckpt > 0, 0.0, s.lse)
+    return kind + s.q + lse + s.bias * c.act_bytes + np.where(c.attn_ckpt > 0, 0.0, scores)
+
+
+def _fp8_casts(c: Columns, s: Sizes, many: Floats, wide: Floats) -> list[Floats]:
+    """A product in fp8 casts its operands by way of two copies in fp32, the larger one counts: of
+    the MLP's last matrix and of its first."""
+    tokens = c.micro * c.seq / c.cp
+    last = np.maximum(tokens * c.hidden, c.hidden * c.ffn / c.tp)
+    first = (1.0 + c.gated) * c.ffn / c.tp * np.maximum(tokens, c.hidden)
+    weights = c.hidden * c.ffn / c.tp * c.act_bytes
+    moments = (s.whole + 9.0 * last, weights + wide - many + 9.0 * first)
+    return [np.where(c.precision == _FP8, moment, -np.inf) for moment in moments]
+
+
+def unseen_bytes(c: Columns) -> Floats:
+    """Context, workspace and communicators of a GPU; the dry run names the same."""
+    groups = (c.tp, c.cp, c.pp, c.dp * c.cp, c.shard, c.dp * c.cp / c.shard, c.gpus)
+    count = sum((np.where(size > 1, 1.0, 0.0) for size in groups), np.zeros(len(c)))
+    count = count + np.where((c.pp > 1) & (c.tied > 0), 1.0, 0.0)
+    wires = FIRST_COMMUNICATOR_BYTES + (count - 1.0) * COMMUNICATOR_BYTES
+    return CONTEXT_BYTES + WORKSPACE_BYTES + np.where(count > 0, wires, 0.0)
+
+
+def own_layers(c: Columns) -> tuple[Floats, Floats, Floats]:
+    """Layers of the first, of the fullest other and of the last rank, as the engine cuts them."""
+    matmul = layer_params(c) * c.tp
+    head = np.round(c.vocab * c.hidden / (matmul + c.width * c.seq), 6)
+    asked = np.stack([c.layers, c.pp, c.vpp, head])
+    different, back = np.unique(asked, axis=1, return_inverse=True)
+    counts = np.array([_on_ranks(*column) for column in different.T.tolist()]).reshape(-1, 3)
+    found = counts[back.reshape(-1)]
+    return found[:, 0], found[:, 1], found[:, 2]
+
+
+def _on_ranks(layers: float, pp: float, vpp: float, head: float) -> tuple[int, int, int]:
+    stages, loops = int(pp), int(vpp)
+    cut = split_layers(int(layers), stages * loops, EMBEDDING_COST, head)
+    ranks = [sum(len(cut[loop * stages + r]) for loop in range(loops)) for r in range(stages)]
+    return ranks[0], max(ranks[1:-1], default=0), ranks[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A rank of one pipeline stage: its layers, its ends, micro batches in flight."""
+
+    layers: Floats
+    first: Floats  # 1: holds the embedding
+    last: Floats  # 1: holds the head
+    flight: Floats
+    late: Floats  # of those in flight, how many wait for their weight gradients only
+    start: Floats  # index of its first layer
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes at the fullest moment, by kind there."""
+
+    total: Floats
+    state: Floats
+    weights: Floats
+    activations: Floats
+    loss: Floats
+
+
+def stages(c: Columns, micros: Floats) -> list[Stage]:
+    """The ranks that can be the fullest: the first, the fullest between, the last."""
+    first, middle, last = own_layers(c)
+    flight: Held = held(c, micros)
+    one, alone = np.ones_like(c.pp), (c.pp == 1).astype(float)
+    # The second of p stages has one micro batch less in flight than the first.
+    inner = np.where(c.pp > 2, np.maximum(flight.last, flight.first - 1.0), 0.0)
+    none = np.zeros_like(c.pp)
+    return [
+        Stage(first, one, alone, flight.first, none, none),
+        Stage(np.where(c.pp > 2, middle, 0.0), none, none, inner, none, first),
+        Stage(last, alone, one, flight.last, flight.late, c.layers - last),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What does not depend on the moment: weights of a layer, of both ends, of all; formats."""
+
+    layer: Floats
+    root: Floats
+    head: Floats
+    all: Floats
+    shards: Floats
+    state: Floats
+    unsharded: Floats  # weights as they compute, whole: all of them, or those at hand
+    ahead: Floats  # ... and gathered for the coming layers
+    back: Floats  # bytes of a reduced gradient, each of its formats
+    divided: Floats  # ... and of what it is divided from, where nothing is divided over ranks
+    copies: Floats  # bytes of it that copies of a shard keep until the step ends
+    reduced: Floats  # bytes of it that they keep from one micro batch to the next
+
+
+def _parts(c: Columns, stage: Stage, micros: Floats) -> _Parts:
+    one, n = layer_params(c), stage.layers
+    embed = np.ceil(c.vocab / c.tp) * c.hidden
+    head = stage.last * embed
+    own_head = np.where((c.tied > 0) & (stage.first > 0), 0.0, head)
+    rows = np.where(c.positions < 0, c.seq, c.positions)
+    root = stage.first * (embed + rows * c.hidden) + own_head
+    z = np.where(c.zero >= 1, c.shard, 1.0)
+    a, g, p = c.act_bytes, c.acc_bytes, c.param_bytes
+    whole = n * one + root
+    ahead = np.where(z > 1, np.minimum(c.prefetch, np.maximum(n - 1.0, 0.0)) * one * a, 0.0)
+    third, copied = c.zero >= 3, c.dp * c.cp > z
+    return _Parts(
+        layer=one,
+        root=root,
+        head=head,
+        all=whole,
+        shards=z,
+        state=whole / z * (p + c.moment_bytes),
+        unsharded=np.where(third, (root + c.vpp * one) * a, whole * a),
+        ahead=np.where(third, ahead, 0.0),
+        back=(g + np.where(p != g, p, 0.0)) / z,
+        divided=np.where(z > 1, 0.0, 2.0 * g),
+        copies=np.where(copied & (p != g), g / z, 0.0),
+        # In the weights' format the first of them is the gradient itself.
+        reduced=np.where(copied & ((p != g) | (micros > 2)), g / z, 0.0),
+    )
+
+
+def stage_peak(c: Columns, stage: Stage, micros: Floats) -> Peak:
+    """The fullest moment of a stage: of its first backward, without gradients of earlier micro
+    batches, and of a later one."""
+    early = _peak(c, stage, np.maximum(stage.flight, 1.0), micros, later=False)
+    again = np.clip(micros - 1.0, 1.0, np.maximum(stage.flight, 1.0))
+    late = _peak(c, stage, again, micros, later=True)
+    use = (micros > 1) & (late.total > early.total)
+    names = ("total", "state", "weights", "activations", "loss")
+    return Peak(*(np.where(use, getattr(late, name), getattr(early, name)) for name in names))
+
+
+def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bool) -> Peak:
+    """`later`: gradients of an earlier micro batch are there."""
+    s, one, w = sizes(c), layer(c), _parts(c, stage, micros)
+    n, a, g = stage.layers, c.act_bytes, c.acc_bytes
+    third, reduces = c.zero >= 3, (c.zero >= 2) | (micros < 2)
+    summed = np.where(c.zero < 2, w.all * g, w.all / w.shards * c.param_bytes)
+    grads = summed if later else np.zeros_like(summed)
+    each, top = _stored(c, s, one, stage)
+    own = each + s.between
+    lost = stage.last * (s.whole + np.where(c.loss_chunks > 1, 0.0, s.logits * a))
+    late = np.minimum(stage.late, flight - 1.0)
+    # GPipe has the loss of every micro batch before the first goes back; others one at a time.
+    losses = np.where(c.schedule == _GPIPE, flight - 1.0, late)
+    base = (flight - 1.0 - late) * own + late * n * one.late + losses * lost
+    base = base + np.where(c.pp > 1, 2.0 * s.between, 0.0)
+    # The buffer of the last reduction stays until the next one.
+    sent_last = np.where(w.root > 0, w.root, w.layer) * g
+    kept = np.where((c.zero >= 2) & later, sent_last + w.all * w.reduced, 0.0)
+    flat = np.where((w.shards > 1) & (third | (not later)), w.layer * a, 0.0)
+    loss = stage.last * _loss_bytes(c, s, w.head)
+    in_loss = base + own + stage.last * s.whole + loss + kept + flat
+    in_loss = np.where((c.schedule == _GPIPE) & later, 0.0, in_loss)
+    head_grad = w.head * a
+    working = np.where(top > 0, one.again, one.backward)
+    in_top = base + own + top + working + head_grad + w.ahead + kept
+    beyond = base + own - each / np.maximum(n, 1.0) + head_grad
+    less = np.where(third, w.layer * a, 0.0)
+    # Gradients are copied into the buffer that is sent, then let go; what comes back is new.
+    sending = np.maximum(a, np.maximum(w.back, w.divided)) + g
+    sent = beyond + 2.0 * s.between + w.layer * sending - less + w.ahead
+    below = np.where(n > 1, beyond + top + working + w.layer * g + w.ahead, 0.0)
+    done = 0.0 if later else c.param_bytes / w.shards  # by layers that are through already
+    ends = base + w.root * sending + n * w.layer * (w.copies + done)
+    # With the step's last backward, weights are let go layer by layer whatever is sharded.
+    through = np.maximum(n - 1.0, 0.0) * w.layer
+    ends = ends - np.where(third | (micros < 2), w.unsharded, 0.0)
+    last = base + s.between + each / np.maximum(n, 1.0) + top + working + head_grad
+    last = last + w.layer * g + through * (w.copies + done)
+    last = last - np.where((micros < 2) & ~third, through * a, 0.0)
+    # A split backward keeps inputs and gradients of all products until their weights' turn.
+    rest = np.maximum(n / c.vpp - 1.0, 0.0)
+    reduced = np.where(reduces, w.layer * sending, w.layer * a)
+    bottom = each / np.maximum(n, 1.0) + top + working + kept
+    split = base + rest * one.late + np.maximum(one.late, np.maximum(reduced, bottom))
+    split = np.where((c.schedule == _ZERO_BUBBLE) & (c.pp > 1), split, 0.0)
+    moments = [in_loss, in_top, split]
+    moments += [np.where(reduces, moment, 0.0) for moment in (sent, below, last, ends)]
+    moments.append(base + w.root * a)
+    if later:
+        moments += _final(c, stage, w, own=own, each=each, late=rest * one.late)
+    fullest = np.maximum.reduce(np.broadcast_arrays(*moments))
+    empty, in_it = n < 1, fullest <= in_loss
+    return Peak(
+        total=np.where(empty, 0.0, w.state + grads + w.unsharded + fullest),
+        state=np.where(empty, 0.0, w.state + grads),
+        weights=np.where(empty, 0.0, w.unsharded),
+        activations=np.where(empty, 0.0, fullest - np.where(in_it, loss, 0.0)),
+        loss=np.where(empty | ~in_it, 0.0, loss),
+    )
+
+
+def _final(
+    c: Columns, stage: Stage, w: _Parts, *, own: Floats, each: Floats, late: Floats
+) -> list[Floats]:
+    """zero0 and zero1 in the last micro batch: the sums are sent, and whole weights let go."""
+    n, g = stage.layers, c.acc_bytes
+    sending = np.maximum(
+        g, np.maximum(w.back, w.divided)
+    )  # the sums themselves are counted as gradients
+    top = own - each / np.maximum(n, 1.0) + w.layer * sending + w.head * c.act_bytes
+    let_go = w.all * c.act_bytes + n * w.layer * g
+    split = np.where((c.schedule == _ZERO_BUBBLE) & (c.pp > 1), late + w.layer * sending, 0.0)
+    root = w.root * sending + n * w.layer * (c.param_bytes / w.shards + w.copies)
+    return [np.where(c.zero < 2, moment, 0.0) for moment in (top, split, root - let_go)]
+
+
+def _stored(c: Columns, s: Sizes, one: Layer, stage: Stage) -> tuple[Floats, Floats]:
+    """(bytes a micro batch keeps in the layers of a stage, what recomputing the top layer adds)."""
+    every = np.round(1.0 / np.maximum(c.full_ckpt, 1e-9))
+    stop = stage.start + stage.layers
+    again = np.where(
+        c.full_ckpt > 0,
+        np.floor((stop - 1.0) / every) - np.floor((stage.start - 1.0) / every),
+        0.0,
+    )
+    is_top = (c.full_ckpt > 0) & (np.mod(stop - 1.0, every) == 0)
+    each = again * s.between + (stage.layers - again) * one.kept
+    return each, np.where(is_top, one.kept - s.between, 0.0)
+
+
+def _loss_bytes(c: Columns, s: Sizes, embed: Floats) -> Floats:
+    """Logits in their format and three times in fp32 (cut by vocabulary), or two and a half."""
+    wide = np.maximum(4.0, c.act_bytes)
+    each = np.where(c.tp > 1, c.act_bytes + 3.0 * wide, 3.0 * wide)
+    # In parts the gradient of the head's weights is added up: old, new and sum.
+    head = embed * c.act_bytes
+    parts = np.maximum(s.logits * each + head, 2.0 * s.logits * c.act_bytes + 3.0 * head)
+    return np.where(c.loss_chunks > 1, parts + s.whole, s.logits * each)
