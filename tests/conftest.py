@@ -1,10 +1,65 @@
-"""Settings of all tests: no wall-clock limits, since machines are shared and noisy."""
+"""Settings of all tests: no wall-clock limits, since machines are shared and noisy; which tests
+`./test --quick` runs, which `.ci/run` runs again on every other Python, and which need torch.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import signal
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "fourfold", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("fourfold")
+
+HERE = Path(__file__).parent
+# By path below tests/, so that a new file of these folders is found without being marked.
+QUICK = (
+    "test_*.py", "spec/*", "cost/*", "result/*", "show/test_micro.py", "show/test_table.py",
+    "tables/test_document.py", "tables/test_publish*.py", "search/test_legal.py",
+    "search/test_export*.py", "laws/test_counts.py", "laws/test_ramp.py",
+    "laws/test_legal_columns.py", "laws/test_pipeline_events.py",
+)  # fmt: skip
+# What depends on the interpreter: files, pickles, processes, signals, text forms of types.
+PORTABLE = (
+    "engine/test_checkpoint*.py", "engine/test_launch*.py", "engine/test_old_*.py",
+    "engine/test_run_job.py", "engine/test_tensor_file.py", "launch/*", "result/*",
+    "spec/test_round_trip.py", "spec/test_words.py", "spec/test_expression.py", "test_files.py",
+    "test_units.py",
+)  # fmt: skip
+# These start ranks, which import torch, or import it themselves.
+NEEDS_TORCH = (
+    "engine/*", "launch/*", "commands/test_bench*.py", "commands/test_train.py",
+    "commands/test_sweep*.py", "commands/test_demo.py", "commands/test_verify.py",
+)  # fmt: skip
+
+if importlib.util.find_spec("torch") is None:
+    collect_ignore_glob = list(NEEDS_TORCH)
+
+
+def _is_one_of(path: Path, patterns: tuple[str, ...]) -> bool:
+    # fnmatch's * matches slashes too, and 'test_*.py' must mean this folder alone.
+    name = path.relative_to(HERE).as_posix()
+    return any(fnmatch(name, pattern) for pattern in patterns if ("/" in pattern) == ("/" in name))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _is_one_of(item.path, QUICK) and item.get_closest_marker("slow") is None:
+            item.add_marker("quick")
+        if _is_one_of(item.path, PORTABLE):
+            item.add_marker("portable")
+
+
+def pytest_sessionstart() -> None:
+    """A shell starts background jobs with SIGINT ignored, and children inherit that; a umask or a
+    locale of the caller must not decide either. Tests that are about these set their own."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.pop("COLUMNS", None)

@@ -44,7 +44,6 @@ def test_a_model_gives_sizes_and_flags_override(capsys: pytest.CaptureFixture[st
 
 
 def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "memory.png"
     assert main(["trace", "mlp", "--tokens", "64", "--hidden", "64", "--ffn", "256",
                  "--picture", str(path)]) == 0  # fmt: skip

@@ -30,7 +30,6 @@ def results(product, bias: torch.Tensor | None) -> list[torch.Tensor]:
 # Some CPUs have no bf16 units, and torch says so once.
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_all_three_products_round_to_eight_bits_and_no_more():
-    pytest.importorskip("torchao")
     bias = torch.ones(48, dtype=torch.bfloat16)
     eight = results(float8.float8_product(emulate=True), bias)
     for have, want in zip(eight, results(F.linear, bias), strict=True):
@@ -59,7 +58,6 @@ def test_a_gpu_without_units_for_it_is_named(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_a_compiled_layer_computes_the_same():
-    pytest.importorskip("torchao")
     product = float8.float8_product(emulate=True)
     compiled = torch.compile(product, fullgraph=True, dynamic=False)
     for have, want in zip(results(compiled, None), results(product, None), strict=True):

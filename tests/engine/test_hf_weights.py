@@ -26,7 +26,6 @@ from fourfold.spec.hf_tensors import approximation, export_type
 from fourfold.spec.hf_write import config_of
 from fourfold.spec.model import ModelShape, Positions, RopeScaling
 
-pytest.importorskip("safetensors")
 SEQ_LEN = 32
 TINY = {
     "llama": catalog.model("llama-tiny"),
@@ -127,7 +126,8 @@ def test_reading_in_small_parts_is_the_same(tmp_path: Path, monkeypatch) -> None
 
 @pytest.mark.parametrize("name", TINY)
 def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     shape = TINY[name]
     exported(shape, tmp_path / "out", file_bytes=100_000)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -186,7 +186,8 @@ def test_shapes_without_a_public_format_are_refused_with_the_reason(name, change
 
 def test_older_files_of_the_bare_model_are_read(tmp_path: Path) -> None:
     """GPT-2 as first published: names without 'transformer.', masks beside the weights."""
-    files = pytest.importorskip("safetensors.torch")
+    from safetensors import torch as files
+
     shape, folder = TINY["gpt"], tmp_path / "out"
     values = exported(shape, folder)
     held = files.load_file(folder / hf.WHOLE)

@@ -84,7 +84,6 @@ def test_real_tensors_have_the_formats_the_report_names():
 
 
 def test_fp8_trains_as_bf16_does(ranks):
-    pytest.importorskip("torchao")
     for layout in ("dp2 tp2", "pp2 cp2"):
         wide, narrow = (ranks[0]["fp8"][f"{layout} {name}"] for name in ("bf16-mixed", "fp8"))
         assert wide["eights"] == 0

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch as safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -20,7 +21,6 @@ from fourfold.engine.pieces import Place, pieces
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
 
-safetensors = pytest.importorskip("safetensors.torch")
 SEQ_LEN = 32
 
 

@@ -57,7 +57,6 @@ def test_the_title_says_the_bubble():
 @pytest.mark.parametrize("virtual", [1, 4])
 def test_an_image_has_room_for_its_key(stages, virtual):
     """Matplotlib warns where axes or legend do not fit."""
-    pytest.importorskip("matplotlib")
     schedule = "interleaved" if virtual > 1 else "1f1b"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -66,7 +65,6 @@ def test_an_image_has_room_for_its_key(stages, virtual):
 
 
 def test_an_image_and_what_cannot_be_drawn():
-    pytest.importorskip("matplotlib")
     assert picture(line("interleaved", 2), "x.PNG").startswith(b"\x89PNG")
     with pytest.raises(UserError, match=r"timeline=.*\.html or \.png"):
         picture(line("1f1b", 1), "x.gif")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.launch.permit import Permit
 from fourfold.show.table import FORMATS
 from fourfold.spec import codec, words
 from fourfold.spec.policy import BUNDLES
 from fourfold.spec.run import RunSpec
 from fourfold.spec.variables import parse_assignments
 from fourfold.units import count_from, size_from
+
+if TYPE_CHECKING:
+    from fourfold.launch.permit import Permit
 
 # flag -> (path in a run's table, metavar, help); a flag mirrors its field, which reads the word.
 _LAYOUT_FLAGS: dict[str, tuple[str, str, str]] = {
@@ -122,6 +124,8 @@ def add_permit(parser: argparse.ArgumentParser) -> None:
 
 
 def permit(args: argparse.Namespace) -> Permit:
+    from fourfold.launch.permit import Permit  # 20 ms that no light command should pay
+
     return Permit(env=parse_assignments(args.env), oversubscribe=args.oversubscribe)
 
 
