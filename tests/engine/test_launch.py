@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.launch import local
 from fourfold.launch.local import run_job
 from fourfold.result.job import Beat, JobReport, beat_file, read_beat
 from fourfold.spec import codec
@@ -52,6 +54,11 @@ def wait_for(done, seconds: float = 240.0) -> None:
         time.sleep(0.02)
 
 
+def hear_ctrl_c() -> None:
+    """As from a terminal; where the tests run in the background, a shell lets SIGINT be ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Launched:
     """A launcher in its own process, with ranks that have made steps."""
 
@@ -65,6 +72,7 @@ class Launched:
             env={**os.environ, "PYTHONPATH": str(SOURCE)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            preexec_fn=hear_ctrl_c,
         )
         wait_for(lambda: all(beat and beat.steps > 2 for beat in self.beats()))
         self.ranks = [beat.pid for beat in self.beats() if beat]
@@ -145,15 +153,40 @@ def test_kill_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_stop_of_a_rank(tmp_path: Path) -> None:
-    launched = Launched(tmp_path / "x", spec(4, steps=FOREVER, step_limit_s=8.0))
+    """By the limit for stopped processes, long before that of a step."""
+    launched = Launched(tmp_path / "x", spec(4, steps=FOREVER))
     os.kill(launched.ranks[3], signal.SIGSTOP)
     assert launched.process.wait(120) == 1
     failure = launched.report().failure
     assert launched.report().outcome == "hung"
     assert failure is not None
     assert failure.rank == 3
-    assert "stopped" in failure.message
+    place = f"rank 3 (pid {launched.ranks[3]} on {socket.gethostname()}, stage 0, {failure.phase})"
+    assert failure.message.startswith(f"{place} has been stopped by SIGSTOP for 15 s")
+    assert (launched.folder / "rank-3.log").stat().st_mode & 0o777 == 0o644 & ~umask()
     assert launched.all_gone()
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_on_again_is_forgiven(tmp_path: Path) -> None:
+    launched = Launched(tmp_path / "x", spec(2, steps=FOREVER))
+    for _ in range(3):
+        os.kill(launched.ranks[1], signal.SIGSTOP)
+        time.sleep(8)
+        os.kill(launched.ranks[1], signal.SIGCONT)
+        time.sleep(1)
+    before = [beat.steps for beat in launched.beats() if beat]
+    wait_for(lambda: all(beat and beat.steps > before[0] + 5 for beat in launched.beats()))
+    assert launched.process.poll() is None
+    launched.process.kill()
+    launched.process.wait()
+    wait_for(launched.all_gone, 60)
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
@@ -165,12 +198,30 @@ def test_the_user_stops_it(tmp_path: Path, sig) -> None:
     assert launched.all_gone()
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_kill_of_the_launcher(tmp_path: Path, stopped) -> None:
-    """Also when a rank is stopped at that moment: it can't watch anything itself."""
+def test_ctrl_c_is_not_for_a_background_job(tmp_path: Path, monkeypatch) -> None:
+    """A shell without job control starts `command &` with SIGINT ignored, and so it stays."""
+    seen: list[object] = []
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with local._signals(tmp_path / "stop"):
+            seen.append(signal.getsignal(signal.SIGINT))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with local._signals(tmp_path / "stop"):
+            seen.append(signal.getsignal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen[0] is signal.SIG_IGN
+    assert callable(seen[1])
+
+
+@pytest.mark.parametrize("stopped", ["nobody", "rank", "worker", "worker and rank"])
+def test_kill_of_the_launcher(tmp_path: Path, stopped: str) -> None:
+    """Also when a rank, or who would end the ranks, is stopped at that moment."""
     launched = Launched(tmp_path / "x", spec(3, steps=FOREVER))
-    if stopped:
+    if "rank" in stopped:
         os.kill(launched.ranks[1], signal.SIGSTOP)
+    if "worker" in stopped:
+        os.kill(launched.worker, signal.SIGSTOP)
     launched.process.kill()
     launched.process.wait()
     wait_for(launched.all_gone, 60)
@@ -181,10 +232,29 @@ def test_kill_of_the_worker(tmp_path: Path) -> None:
     os.kill(launched.worker, signal.SIGKILL)
     assert launched.process.wait(120) == 1
     assert launched.report().outcome == "crashed"
+    failure = launched.report().failure
+    assert failure is not None
+    assert (failure.rank, failure.who) == (-1, "worker")
+    assert f"(pid {launched.worker} on {socket.gethostname()})" in failure.message
+    assert "SIGKILL" in failure.message
     wait_for(launched.all_gone, 60)
 
 
-def test_kill_of_the_launcher_while_torch_is_imported(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_stop_of_the_worker(tmp_path: Path) -> None:
+    launched = Launched(tmp_path / "x", spec(2, steps=FOREVER))
+    os.kill(launched.worker, signal.SIGSTOP)
+    assert launched.process.wait(120) == 1
+    failure = launched.report().failure
+    assert launched.report().outcome == "hung"
+    assert failure is not None
+    assert (failure.rank, failure.who) == (-1, "worker")
+    assert "has been stopped for 15 s" in failure.message
+    assert launched.all_gone()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_kill_of_the_launcher_while_torch_is_imported(tmp_path: Path, stopped: bool) -> None:
     (tmp_path / "run.toml").write_text(codec.to_toml(spec(2, steps=FOREVER)))
     process = subprocess.Popen(
         [sys.executable, "-m", "fourfold.launch", "--job", "ping", "run.toml", "job"],
@@ -196,6 +266,10 @@ def test_kill_of_the_launcher_while_torch_is_imported(tmp_path: Path) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait_for(lambda: children.read_text().split())
     workers = [int(word) for word in children.read_text().split()]
+    if stopped:  # once it has asked the kernel to die with its launcher
+        wait_for(lambda: "--mark" in Path(f"/proc/{workers[0]}/cmdline").read_text())
+        wait_for(lambda: "torch" in Path(f"/proc/{workers[0]}/maps").read_text())
+        os.kill(workers[0], signal.SIGSTOP)
     process.kill()
     process.wait()
     wait_for(lambda: not any(map(alive, workers)), 60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from fourfold.launch.campaign import Campaign
-from fourfold.launch.leftovers import end_processes_of
+from fourfold.launch.folder import end_processes_of
+from fourfold.launch.identity import VARIABLE, new_mark
 from fourfold.result.job import REPORT_FILE, JobReport
 from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.report import Outcome, RunReport, StepReport
@@ -155,13 +157,13 @@ def test_workers_of_a_killed_campaign_are_ended(tmp_path: Path) -> None:
     job = JobReport(job="run", outcome="ok", seconds=1.0, runs=(report,))
     (finished / REPORT_FILE).write_text(codec.to_json(job))
     sleeper = "import time; time.sleep(600)"
-    words = ["fourfold.engine.worker", str(place / "job.json")]
-    worker = subprocess.Popen([sys.executable, "-c", sleeper, *words])
-    other = subprocess.Popen(
-        [sys.executable, "-c", sleeper, "fourfold.engine.worker", "/x/job.json"]
-    )
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
+    mark = dataclasses.replace(new_mark(place), launcher=gone.pid, born="1")
+    worker, other = (
+        subprocess.Popen([sys.executable, "-c", sleeper], env={**os.environ, VARIABLE: str(one)})
+        for one in (mark, dataclasses.replace(mark, token="0" * 32))
+    )
     owner = json.dumps({"host": os.uname().nodename, "pid": gone.pid, "born": "1"})
     for folder in (place, finished):
         (folder / "owner.json").write_text(owner)

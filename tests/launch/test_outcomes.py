@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from fourfold.errors import UserError
 from fourfold.launch import local
-from fourfold.launch.outcomes import Scene, fallen, missing_rank
-from fourfold.launch.watch import Silence
+from fourfold.launch.outcomes import WORKER, Scene, fallen, missing_rank, stopped
+from fourfold.launch.watch import Silence, Standstill
 from fourfold.result.job import (
     Beat,
     RankFailure,
@@ -67,7 +68,52 @@ def test_nobody_came_up(tmp_path: Path) -> None:
     log_file(tmp_path, -1).write_text("ImportError: libcudart\n")
     outcome, failure = fallen(Scene(folder=tmp_path, ranks=2))
     assert (outcome, failure.rank) == ("crashed", -1)
-    assert "libcudart" in failure.message
+    assert "libcudart" in failure.message.partition("\n")[0]
+
+
+def test_the_worker_was_killed(tmp_path: Path) -> None:
+    scene = Scene(folder=tmp_path, ranks=2, worker_exit=-9, pids={WORKER: 812})
+    outcome, failure = fallen(scene)
+    assert (outcome, failure.rank, failure.who) == ("crashed", WORKER, "worker")
+    assert "the worker (pid 812 on" in failure.message
+    assert "SIGKILL" in failure.message
+    scene.kernel_kills = 1
+    assert fallen(scene)[0] == "oom"
+
+
+def test_who_is_stopped_and_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    scene = Scene(folder=tmp_path, ranks=4, beats={3: beat(3)}, pids={3: 99})
+    standstill = Standstill()
+
+    def looks(seconds: float) -> int | None:
+        found = None
+        for _ in range(round(seconds * 10)):
+            clock[0] += 0.1
+            found = standstill.broken(scene)
+        return found
+
+    assert looks(100.0) is None
+    scene.stopped = {3: 19}
+    assert looks(14.0) is None
+    scene.stopped = {}
+    assert looks(0.1) is None
+    scene.stopped = {3: 19, 1: 20}  # it begins anew
+    assert looks(14.0) is None
+    clock[0] += 3600.0  # this process itself was suspended: its ranks may go on in a moment
+    assert standstill.broken(scene) is None or standstill.seconds(1) < 17
+    scene.stopped = {3: 19}
+    assert looks(2.0) == 3
+    failure = stopped(scene, 3, standstill.seconds(3))
+    assert (failure.rank, failure.stage, failure.phase) == (3, 3, "forward")
+    assert failure.message.startswith(
+        f"rank 3 (pid 99 on {socket.gethostname()}, stage 3, forward)"
+    )
+    assert missing_rank(scene) == (3, "is stopped")
+    scene.stopped = {3: 19, WORKER: 0}
+    assert looks(20.0) == WORKER  # who tells of the others
+    assert stopped(scene, WORKER, 15.0).who == "worker"
 
 
 @pytest.mark.parametrize(

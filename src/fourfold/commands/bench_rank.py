@@ -9,7 +9,6 @@ run store, reports and fits never see it.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from fourfold.commands import flags, progress
 from fourfold.commands.stage_planner import Planner
 from fourfold.errors import UserError
 from fourfold.launch.local import run_job
+from fourfold.launch.scratch import scratch
 from fourfold.result.job import JobReport, answer_file
 from fourfold.result.report import RunReport
 from fourfold.result.stand_in import StandIn
@@ -88,10 +88,10 @@ def run(args: argparse.Namespace) -> int:
             raise UserError("must be 0 or more", field="micro-batches", value=args.micro_batches)
         options.append(("micro_batches", ",".join([str(args.micro_batches)] * len(specs))))
     job = Job(job="stand-in", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
+    with scratch() as folder:
         show, permit = progress.progress_lines(), flags.permit(args)
-        report = run_job(job, Path(name), progress=show, permit=permit)
-        found = [_answer(Path(name), report, task) for task in range(len(specs))]
+        report = run_job(job, folder, progress=show, permit=permit)
+        found = [_answer(folder, report, task) for task in range(len(specs))]
     progress.end_line()
     runs = [_of_rank(one, rank) for one, rank in zip(report.runs, ranks, strict=True)]
     rows = [Row(*one) for one in zip(specs, ranks, runs, found, planners, strict=True)]

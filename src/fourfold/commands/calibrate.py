@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 
 from fourfold import files
 from fourfold.commands import flags
@@ -19,6 +17,7 @@ from fourfold.commands.progress import end_line, progress_lines
 from fourfold.errors import UserError
 from fourfold.launch.devices import gpu_count
 from fourfold.launch.local import JobError, must_be_ok, run_job
+from fourfold.launch.scratch import scratch
 from fourfold.result.job import answer_file
 from fourfold.result.profile import HardwareProfile, cluster_of, knobs_of, link_of
 from fourfold.show.table import json_text, render
@@ -97,11 +96,11 @@ def measure(*, quick: bool, device: str) -> HardwareProfile:
         options=tuple(sorted(options.items())),
         limits=Limits(start_s=300.0, step_s=120.0),
     )
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
-        report = run_job(job, Path(name), progress=progress_lines())
+    with scratch() as folder:
+        report = run_job(job, folder, progress=progress_lines())
         end_line()
         must_be_ok(report)
-        return codec.from_json(HardwareProfile, files.read_text(answer_file(Path(name), 0)))
+        return codec.from_json(HardwareProfile, files.read_text(answer_file(folder, 0)))
 
 
 def _ranks(asked: int | None, profile: HardwareProfile) -> int:

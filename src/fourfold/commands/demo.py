@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,6 +17,7 @@ from fourfold.commands import calibrate
 from fourfold.commands.progress import end_line, progress_lines
 from fourfold.launch.devices import gpu_count
 from fourfold.launch.local import JobError, run_job
+from fourfold.launch.scratch import scratch
 from fourfold.result import RunReport
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.show.table import json_text, render
@@ -142,8 +141,8 @@ def _plan(
 
 def _measure(specs: list[RunSpec], steps: int) -> list[RunReport]:
     timed = tuple(replace(spec, steps=steps, warmup=2) for spec in specs)
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        report = run_job(Job(job="run", specs=timed), Path(folder), progress=progress_lines())
+    with scratch() as folder:
+        report = run_job(Job(job="run", specs=timed), folder, progress=progress_lines())
     end_line()
     return list(report.runs)
 

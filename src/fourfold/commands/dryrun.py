@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fourfold import files
@@ -21,6 +19,7 @@ from fourfold.commands.progress import end_line, progress_lines
 from fourfold.errors import UserError
 from fourfold.launch.devices import core_count
 from fourfold.launch.local import JobError, must_be_ok, run_job
+from fourfold.launch.scratch import scratch
 from fourfold.result.dryrun import RankCount
 from fourfold.result.job import answer_file
 from fourfold.result.unseen import RESERVED_RATIO, unseen_parts
@@ -90,11 +89,11 @@ def count(spec: RunSpec, ranks: list[int]) -> list[RankCount]:
         options=(("ranks", ",".join(map(str, ranks))),),
         limits=_LIMITS,
     )
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
-        report = run_job(job, Path(name), progress=progress_lines())
+    with scratch() as folder:
+        report = run_job(job, folder, progress=progress_lines())
         end_line()
         must_be_ok(report)
-        texts = (files.read_text(answer_file(Path(name), 0, rank)) for rank in ranks)
+        texts = (files.read_text(answer_file(folder, 0, rank)) for rank in ranks)
         return [codec.from_json(RankCount, text) for text in texts]
 
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fourfold import files
@@ -29,6 +27,7 @@ from fourfold.cost.trace.walk import walk
 from fourfold.errors import UserError
 from fourfold.launch.devices import gpu_count
 from fourfold.launch.local import JobError, must_be_ok, run_job
+from fourfold.launch.scratch import scratch
 from fourfold.result.job import answer_file
 from fourfold.result.trace import TraceMeasure
 from fourfold.show import trace as show
@@ -177,11 +176,11 @@ def _measure(args: argparse.Namespace, ask: Ask | LayerAsk) -> TraceMeasure:
         options=tuple(sorted(options.items())),
         limits=Limits(start_s=300.0, step_s=300.0),
     )
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
-        report = run_job(job, Path(name), progress=progress_lines())
+    with scratch() as folder:
+        report = run_job(job, folder, progress=progress_lines())
         end_line()
         must_be_ok(report)
-        return codec.from_json(TraceMeasure, files.read_text(answer_file(Path(name), 0)))
+        return codec.from_json(TraceMeasure, files.read_text(answer_file(folder, 0)))
 
 
 def _advice(ask: Ask | LayerAsk, args: argparse.Namespace, cluster: Cluster) -> Advice | None:

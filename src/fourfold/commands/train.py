@@ -18,6 +18,7 @@ from fourfold.commands import flags, progress, train_flags
 from fourfold.commands.train_resume import end_killed, prepared
 from fourfold.errors import UserError
 from fourfold.launch.devices import require_gpus
+from fourfold.launch.folder import exclusive
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit
 from fourfold.result import checkpoints, curve
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     folder = TrainingFolder(args.out)
     folder.must_be_plain()
     if folder.aside.exists():  # a --fresh was killed
-        with folder.locked():
+        with folder.locked(), exclusive(folder.root):
             end_killed(folder)
             _settle(folder)
     spec, settings = train_flags.described(args, folder)
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     _must_be_legal(spec, permit)
     _must_have_packages(settings)
     data = _data(spec)
-    with folder.locked():
+    with folder.locked(), exclusive(folder.root):
         try:
             start = prepared(args, folder, spec, settings, data.sha256 if data else "")
             if start is not None and start.step >= settings.steps:
@@ -170,7 +171,7 @@ def _answered(
             "rank": said.rank, "stage": said.stage, "phase": said.phase, "message": said.message,
         }  # fmt: skip
         first_line = said.message.partition("\n")[0]
-        print(f"{report.outcome}: rank {said.rank}, {said.phase}: {first_line}", file=sys.stderr)
+        print(f"{report.outcome}: {said.who}: {first_line}", file=sys.stderr)
         print(f"logs of the ranks: {folder.job}", file=sys.stderr)
         _shown(args, folder, settings, plain)
         return 1

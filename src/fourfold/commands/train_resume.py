@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from fourfold.errors import UserError
-from fourfold.launch.leftovers import end_processes_of
+from fourfold.launch.folder import end_processes_of
 from fourfold.result import checkpoints, curve, inside
 from fourfold.result.checkpoints import Checkpoint
 from fourfold.result.inside import NotWholeError

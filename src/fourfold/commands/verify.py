@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -180,12 +179,12 @@ def _checked_sizes(args: argparse.Namespace, world: int) -> None:
 
 def _carry_out(found: list[RunSpec], args: argparse.Namespace) -> list[dict[str, Any]]:
     from fourfold.launch.local import run_job
+    from fourfold.launch.scratch import scratch
 
     options = (("break", args.fault),) if args.fault else ()
     limits = Limits(start_s=max(600.0, args.limit), step_s=args.limit)
     job = Job(job="verify", specs=tuple(found), ranks=found[0].gpus, options=options, limits=limits)
-    with tempfile.TemporaryDirectory(prefix="fourfold-verify-") as name:
-        folder = Path(name)
+    with scratch() as folder:
         report = run_job(job, folder, progress=_say, permit=flags.permit(args))
         ends = dict(enumerate(report.runs))
         return [_row(i, spec, folder, ends.get(i)) for i, spec in enumerate(found)]
@@ -211,7 +210,7 @@ def _row(index: int, spec: RunSpec, folder: Path, end: Any) -> dict[str, Any]:
     words = "no answer"
     if end is not None and end.failure is not None:
         failure = end.failure
-        words = f"{end.outcome}: rank {failure.rank} in {failure.phase}: {failure.message}"
+        words = f"{end.outcome}: {failure.who}: {failure.message}"
     empty = dict.fromkeys(("loss_diff", "norm_rel", "grad_rel", "param_rel"))
     return row | empty | {"pass": False, "error": words}
 

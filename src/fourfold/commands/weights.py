@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from fourfold import files
 from fourfold.commands import flags, progress
 from fourfold.errors import UserError
 from fourfold.launch.local import JobError, must_be_ok, run_job
+from fourfold.launch.scratch import scratch
 from fourfold.result import checkpoints
 from fourfold.result.checkpoints import Checkpoint
 from fourfold.result.job import answer_file
@@ -164,11 +164,11 @@ def _exported(found: Checkpoint, args: argparse.Namespace, folder_format: str) -
         show(phases.get(text.rpartition("now ")[2], "starting"))
 
     job = Job(job="weights", options=tuple(options.items()))
-    with tempfile.TemporaryDirectory(prefix="fourfold-") as name:
-        report = run_job(job, Path(name), progress=say)
+    with scratch() as folder:
+        report = run_job(job, folder, progress=say)
         progress.end_line()
         must_be_ok(report)
-        answer = codec.parse_json(files.read_text(answer_file(Path(name), 0)))
+        answer = codec.parse_json(files.read_text(answer_file(folder, 0)))
     assert isinstance(answer, dict)
     return answer
 

@@ -70,6 +70,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("job", type=Path, help="the job file; reports go into its folder")
     parser.add_argument("--tasks", default="", help="which of the job's runs, as 0,1,2")
     parser.add_argument("--launcher", type=int, default=0, help="process to die with")
+    parser.add_argument("--mark", default="", help="of the job, for who looks at processes")
     return parser.parse_args(argv)
 
 

@@ -26,7 +26,7 @@ def main() -> int:
         report = run_job(job, args.folder, progress=lambda text: print(text, file=sys.stderr))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         return 130
     print(codec.to_json(report), end="")

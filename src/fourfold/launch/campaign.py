@@ -15,7 +15,7 @@ from typing import Protocol
 
 from fourfold import files
 from fourfold.launch.devices import gpu_count
-from fourfold.launch.leftovers import end_processes_of
+from fourfold.launch.folder import end_processes_of
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit
 from fourfold.result.machine import Machine, this_machine

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
 import signal
 import threading
 import time
@@ -20,11 +19,12 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.errors import UserError
+from fourfold.launch.folder import job_folder, set_aside
 from fourfold.launch.gather import job_report
-from fourfold.launch.outcomes import fallen, silent
+from fourfold.launch.outcomes import fallen, silent, stopped
 from fourfold.launch.permit import Permit
 from fourfold.launch.ranks import Ranks
-from fourfold.launch.watch import Silence
+from fourfold.launch.watch import Silence, Standstill
 from fourfold.result.job import (
     DUMP_FILE,
     JOB_FILE,
@@ -44,7 +44,6 @@ _POLL_S = 0.1  # often enough to be prompt, seldom enough not to take a core fro
 _LAST_WORDS_S = 2.0
 _DUMP_S = 3.0
 _SAME_REQUEST_S = 1.0  # signals closer together are one request
-_TRACES = ("beat-*", "failure-*", "stack-*", "flight-*", "store-*", DUMP_FILE, STOP_FILE)
 
 
 class JobError(RuntimeError):
@@ -55,7 +54,7 @@ def must_be_ok(report: JobReport) -> None:
     if report.outcome == "ok":
         return
     said = report.failure
-    where = f" (rank {said.rank}, {said.phase or 'start'}): {said.message}" if said else ""
+    where = f" ({said.who}): {said.message}" if said else ""
     raise JobError(f"{report.job} {report.outcome}{where}")
 
 
@@ -69,11 +68,12 @@ def run_job(
     """
     require_torch()
     (permit or Permit()).require_job(job)
-    folder.mkdir(parents=True, exist_ok=True)
-    for pattern in (*_TRACES, "facts-*", "answer-*", "*.log", REPORT_FILE):
-        for path in folder.glob(pattern):
-            path.unlink()
-    files.write_text(folder / JOB_FILE, codec.to_json(job))
+    with job_folder(folder):
+        files.write_text(folder / JOB_FILE, codec.to_json(job))
+        return _run_all(job, folder, progress)
+
+
+def _run_all(job: Job, folder: Path, progress: Progress | None) -> JobReport:
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     ends: dict[int, End] = {}
     todo = list(range(job.tasks))
@@ -84,11 +84,11 @@ def run_job(
                 ends |= _run_batch(job, batch, folder, progress)
                 todo = [task for task in todo if task not in ends]
                 if todo:
-                    _set_aside(folder, max(ends))
+                    set_aside(folder, max(ends))
     except KeyboardInterrupt:
         words = Failure(rank=-1, stage=0, phase="", message="stopped by the user")
-        stopped: End = ("cancelled", words)
-        ends |= dict.fromkeys((task for task in todo if task not in ends), stopped)
+        cancelled: End = ("cancelled", words)
+        ends |= dict.fromkeys((task for task in todo if task not in ends), cancelled)
         raise
     finally:
         report = job_report(job, folder, ends, time.monotonic() - began, started_at)
@@ -139,7 +139,7 @@ def _run_batch(
 
 
 def _watch(job: Job, ranks: Ranks, progress: Progress | None) -> End:
-    silence = Silence(job, progress)
+    silence, standstill = Silence(job, progress), Standstill()
     scene = ranks.scene
     while True:
         host_gone = ranks.poll()
@@ -148,10 +148,13 @@ def _watch(job: Job, ranks: Ranks, progress: Progress | None) -> End:
             return fallen(scene)
         if ranks.all_ended:
             return "ok", None
+        still = standstill.broken(scene)
         limit = silence.broken(scene)
-        if limit:
+        if still is not None or limit:
             (scene.folder / DUMP_FILE).touch()
             _wait_for(lambda: _dumped(scene.folder, scene.ranks), _DUMP_S)
+            if still is not None:
+                return "hung", stopped(scene, still, standstill.seconds(still))
             ranks.poll()
             return "hung", silent(scene, silence.seconds, limit)
         time.sleep(_POLL_S)
@@ -165,15 +168,6 @@ def _wait_for(done: Callable[[], bool], limit_s: float) -> None:
     until = time.monotonic() + limit_s
     while time.monotonic() < until and not done():
         time.sleep(_POLL_S)
-
-
-def _set_aside(folder: Path, task: int) -> None:
-    """Keep what a failed task left behind, out of the way of the next start."""
-    aside = folder / f"failed-{task}"
-    for pattern in _TRACES:
-        for path in folder.glob(pattern):
-            aside.mkdir(exist_ok=True)
-            shutil.move(path, aside / path.name)
 
 
 @contextlib.contextmanager
@@ -195,9 +189,13 @@ def _signals(stop_file: Path | None) -> Iterator[None]:
 
     def ask(number: int, _: object) -> None:
         assert stop_file is not None
-        stop_file.touch()
+        what = "saving after this step, then ending"
+        try:
+            stop_file.touch()
+        except OSError as error:  # a full disk: must not end the ranks without a word
+            what = f"cannot ask the ranks to save ({error.strerror}); once more ends at once"
         # Not print: a handler may interrupt one.
-        words = f"\n{signal.Signals(number).name}: saving after this step, then ending\n"
+        words = f"\n{signal.Signals(number).name}: {what}\n"
         with contextlib.suppress(OSError):
             os.write(2, words.encode())
 
@@ -207,6 +205,9 @@ def _signals(stop_file: Path | None) -> Iterator[None]:
     handlers = {signal.SIGTERM: stop}
     if stop_file is not None:
         handlers |= {signal.SIGINT: stop, signal.SIGUSR1: ask}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background jobs so: the keyboard's Ctrl-C is not meant for them.
+        handlers.pop(signal.SIGINT, None)
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

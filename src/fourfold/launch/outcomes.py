@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,8 @@ _WAITING_CALL = re.compile(
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _INNER_FRAMES = 5
 _TAIL_LINES, _TAIL_CHARS = 15, 1500
+# Who starts the ranks of a host and watches them; in place of a rank's number.
+WORKER = -1
 # Ranks give a sign every quarter second; one this old, beside fresh ones, is of a stopped rank.
 STALE_S = 5.0
 
@@ -45,6 +48,20 @@ class Scene:
     exits: dict[int, tuple[int, float]] = field(default_factory=dict)
     beats: dict[int, Beat] = field(default_factory=dict)
     kernel_kills: int = 0
+    # Who is stopped now, as its parent sees it: rank (or WORKER) -> the signal, 0 if not known.
+    stopped: dict[int, int] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
+    worker_exit: int | None = None
+
+    def place(self, rank: int) -> str:
+        """Who and where, for a person who will look there."""
+        where = f"pid {self.pids[rank]} on" if rank in self.pids else "on"
+        if rank == WORKER:
+            return (
+                f"the worker ({where} {socket.gethostname()}), which starts and watches the ranks,"
+            )
+        stage, phase = self.stands(rank)
+        return f"rank {rank} ({where} {socket.gethostname()}, stage {stage}, {phase})"
 
     def stands(self, rank: int) -> tuple[int, str]:
         """Stage and phase of a rank's last beat."""
@@ -67,9 +84,26 @@ def fallen(scene: Scene) -> tuple[Outcome, Failure]:
             causes.append((at, *_silent_end(scene, rank, code)))
     for _, outcome, failure in sorted(causes or consequences, key=lambda item: item[0]):
         return outcome, failure
-    return "crashed", Failure(
-        rank=-1, stage=0, phase="start", message=tail(log_file(scene.folder, -1))
-    )
+    return _worker_end(scene)
+
+
+def _worker_end(scene: Scene) -> tuple[Outcome, Failure]:
+    """No rank ended by itself: the worker did, and its ranks with it."""
+    code, said = scene.worker_exit, tail(log_file(scene.folder, WORKER))
+    outcome: Outcome = "crashed"
+    if code is not None and code < 0:
+        how = f"was ended by signal {-code} ({_signal_name(-code)})"
+        if code == -signal.SIGKILL and scene.kernel_kills:
+            outcome, how = "oom", f"{how}, sent by the kernel: the host ran out of memory"
+        words = (
+            f"{scene.place(WORKER)} {how}, and its ranks with it; find who sent it (the kernel's "
+        )
+        words += "or the batch system's log), then start again"
+    else:
+        last = said.rpartition("\n")[2]
+        words = f"{scene.place(WORKER)} ended with exit code {code}: {last}"
+    message = f"{words}\n{said}".strip()
+    return outcome, Failure(rank=WORKER, stage=0, phase="worker", message=message)
 
 
 def own_words(folder: Path, rank: int) -> RankFailure | None:
@@ -83,13 +117,25 @@ def _silent_end(scene: Scene, rank: int, code: int) -> tuple[Outcome, Failure]:
     stage, phase = scene.stands(rank)
     outcome: Outcome = "crashed"
     if code < 0:
-        message = f"ended by signal {-code} ({_signal_name(-code)})"
+        message = f"{scene.place(rank)} was ended by signal {-code} ({_signal_name(-code)})"
         if code == -signal.SIGKILL and scene.kernel_kills:
             outcome, message = "oom", f"{message}, sent by the kernel: the host ran out of memory"
     else:
-        message = f"exit code {code}"
+        message = f"{scene.place(rank)} ended with exit code {code}"
     failure = Failure(rank=rank, stage=stage, phase=phase, message=message)
     return outcome, _with_tail(failure, scene.folder)
+
+
+def stopped(scene: Scene, rank: int, seconds: float) -> Failure:
+    """A rank, or the worker, is stopped and stays so."""
+    by = f" by {_signal_name(scene.stopped[rank])}" if scene.stopped.get(rank) else ""
+    message = f"{scene.place(rank)} has been stopped{by} for {seconds:.0f} s"
+    message += "" if rank == WORKER else ", and the others wait for it"
+    message += (
+        "; find who stops it (kill -STOP, a suspended batch job, a terminal), then start again"
+    )
+    stage, phase = scene.stands(rank) if rank != WORKER else (0, "worker")
+    return Failure(rank=rank, stage=stage, phase=phase, message=message)
 
 
 def silent(scene: Scene, waited_s: float, limit: str) -> Failure:
@@ -97,18 +143,21 @@ def silent(scene: Scene, waited_s: float, limit: str) -> Failure:
     rank, how = missing_rank(scene)
     stage, phase = scene.stands(rank)
     others = len(scene.beats) - 1
-    message = f"no progress for {waited_s:.0f} s ({limit}); rank {rank} {how}"
+    message = f"no progress for {waited_s:.0f} s ({limit}); {scene.place(rank)} {how}"
     if others > 0:
         message += f"; {others} other ranks wait"
     return Failure(rank=rank, stage=stage, phase=phase, message=message)
 
 
 def missing_rank(scene: Scene) -> tuple[int, str]:
-    """The lowest suspect, by the strongest evidence there is: no beat, a still beat, a stack that
-    waits for nobody (and, of several, a collective that others started), a collective that others
-    started and it did not, the fewest phases passed: of a pipeline's stages, the first that stands
-    still.
+    """The lowest suspect, by the strongest evidence there is: stopped, no beat, a still beat, a
+    stack that waits for nobody (and, of several, a collective that others started), a collective
+    that others started and it did not, the fewest phases passed: of a pipeline's stages, the first
+    that stands still.
     """
+    halted = [rank for rank in scene.stopped if rank != WORKER]
+    if halted:
+        return min(halted), "is stopped"
     absent = [rank for rank in range(scene.ranks) if rank not in scene.beats]
     if absent:
         return absent[0], "never came up"

@@ -1,8 +1,9 @@
 """The processes of one start of a job: made, polled and always ended.
 
-Nothing outlives the launcher: the worker gets a signal from the kernel when the launcher dies (a
-closed pipe tells it elsewhere than Linux) and ends its ranks; the ranks get SIGKILL when the worker
-dies; and whatever else they started is in the worker's process group, which is killed at the end.
+Nothing outlives the launcher: the worker gets a signal from the kernel when the launcher dies, and
+ends its ranks; the ranks get SIGKILL when the worker dies, and hear of the launcher's end through a
+pipe of their own, should the worker be stopped; whatever else they started is in the worker's
+process group, which is killed at the end.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import fourfold
 from fourfold.launch.devices import core_count
-from fourfold.launch.outcomes import Scene, kernel_kills
+from fourfold.launch.identity import VARIABLE, new_mark
+from fourfold.launch.outcomes import WORKER, Scene, kernel_kills
+from fourfold.result import process
 from fourfold.result.job import JOB_FILE, beat_file, log_file, read_beat
 from fourfold.spec.job import Job
 
@@ -26,6 +30,7 @@ from fourfold.spec.job import Job
 _OUTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
 _END_S = 5.0
+_LOOK_EVERY_S = 0.5
 # Not SIGTERM: a batch system sends that to every process, and a training then saves first.
 END_SIGNAL = signal.SIGUSR2
 
@@ -36,19 +41,22 @@ class Ranks:
     def __init__(self, job: Job, tasks: list[int], folder: Path) -> None:
         self.scene = Scene(folder=folder, ranks=job.processes(tasks[0]))
         self._kills_before = kernel_kills()
-        self._unread = b""
+        self._unread, self._looked_at = b"", 0.0
+        mark = str(new_mark(folder))
         # -P: a torch.py in the folder a command is called from is not torch.
         command = [sys.executable, "-P", "-m", "fourfold.engine.worker", str(folder / JOB_FILE)]
         command += ["--tasks", ",".join(map(str, tasks)), "--launcher", str(os.getpid())]
-        with open(log_file(folder, -1), "ab") as log:
+        command += [f"--mark={mark}"]
+        with open(log_file(folder, WORKER), "ab") as log:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=worker_env(job, tasks[0]),
+                env=worker_env(job, tasks[0]) | {VARIABLE: mark},
                 start_new_session=True,
             )
+        self.scene.pids[WORKER] = self.process.pid
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
 
@@ -57,34 +65,67 @@ class Ranks:
         return len(self.scene.exits) == self.scene.ranks
 
     def poll(self) -> bool:
-        """Take in exits and beats; True when the worker itself is gone."""
-        gone = self.process.poll() is not None  # asked first: its last lines are then in the pipe
-        self._read_exits()
+        """Take in the worker's news and the beats; True when the worker itself is gone."""
+        self.scene.worker_exit = self._worker_exit()  # first: its last lines are then in the pipe
+        self._read_news()
+        self._look_at_worker()
         for rank in range(self.scene.ranks):
             beat = read_beat(beat_file(self.scene.folder, rank))
             if beat is not None:
                 self.scene.beats[rank] = beat
-        return gone
+        return self.scene.worker_exit is not None
 
-    def _read_exits(self) -> None:
+    def _worker_exit(self) -> int | None:
+        """Its exit code, None while it lives. Not reaped before `end`: until then its number, which
+        is that of its group, can't be given to others."""
+        if not hasattr(os, "waitid"):
+            return self.process.poll()
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        seen = os.waitid(os.P_PID, self.process.pid, how)
+        if seen is None:
+            return None
+        return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+
+    def _look_at_worker(self) -> None:
+        """Every parent watches its own children: the worker its ranks, this process the worker."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        if process.state(self.process.pid) == "T":
+            self.scene.stopped[WORKER] = 0
+        else:
+            self.scene.stopped.pop(WORKER, None)
+
+    def _read_news(self) -> None:
         assert self.process.stdout is not None
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.process.stdout.fileno(), 65536):
                 self._unread += chunk
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
-            end = json.loads(line)
-            self.scene.exits.setdefault(end["rank"], (end["code"], end["at"]))
+            self._take(json.loads(line))
+
+    def _take(self, news: dict[str, Any]) -> None:
+        rank = news["rank"]
+        self.scene.stopped.pop(rank, None)
+        if "pid" in news:
+            self.scene.pids[rank] = news["pid"]
+        elif "stopped" in news:
+            self.scene.stopped[rank] = news["stopped"]
+        elif "code" in news:
+            self.scene.exits.setdefault(rank, (news["code"], news["at"]))
             self.scene.kernel_kills = kernel_kills() - self._kills_before
 
     def end(self) -> None:
         """Whatever state they are in, stopped ones too; returns when they are gone."""
         try:
-            if self.process.poll() is None:
-                self.process.send_signal(END_SIGNAL)
-                self.process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            pass
+            # A stopped worker hears nothing.
+            if self._worker_exit() is None and process.state(self.process.pid) != "T":
+                os.kill(self.process.pid, END_SIGNAL)
+                until = time.monotonic() + _END_S
+                while time.monotonic() < until and self._worker_exit() is None:
+                    time.sleep(0.01)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""When is a job silent for too long? Limits for the start and for a step, read from the beats."""
+"""When is a job silent for too long? Limits for the start and for a step, read from the beats; and
+a short one for a process that is stopped, as its parent sees it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,35 @@ from fourfold.result.job import SLOW_PHASES
 from fourfold.spec.job import Job
 
 _SAY_EVERY_S = 2.0
+# A stopped process does nothing until somebody lets it go on. Long enough for a look at it with a
+# tool that stops it, and with what follows still within half a minute.
+STOPPED_S = 15.0
+# What one look counts for at most: time in which this process itself did not run proves nothing.
+_LOOK_S = 2.0
+
+
+class Standstill:
+    """Seconds for which a rank, or the worker, was seen stopped at every look. A process that is
+    only slow, busy or under a debugger is not in that state, however loaded the machine is."""
+
+    def __init__(self) -> None:
+        self._seen_s: dict[int, float] = {}
+        self._looked_at = time.monotonic()
+
+    def seconds(self, rank: int) -> float:
+        return self._seen_s.get(rank, 0.0)
+
+    def broken(self, scene: Scene) -> int | None:
+        """The rank (or WORKER) that has been stopped for too long: the worker before its ranks,
+        since it is who tells of them."""
+        now = time.monotonic()
+        passed_s, self._looked_at = min(now - self._looked_at, _LOOK_S), now
+        # One that was not stopped at the last look may have been so for a moment only.
+        self._seen_s = {
+            rank: self._seen_s[rank] + passed_s if rank in self._seen_s else 0.0
+            for rank in sorted(scene.stopped)
+        }
+        return next((rank for rank, s in self._seen_s.items() if s >= STOPPED_S), None)
 
 
 class Silence:

@@ -120,6 +120,13 @@ class Failure:
     phase: str
     message: str
 
+    @property
+    def who(self) -> str:
+        """Rank, stage and phase; the worker or the launcher where it was no rank."""
+        if self.rank < 0:
+            return self.phase or "launcher"
+        return f"rank {self.rank}, stage {self.stage}, {self.phase or 'start'}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:

@@ -1,0 +1,135 @@
+"""Whose process is this? Each start of a job makes a token, kept in the job's folder and in the
+environment of its processes. Nothing is ever recognised by the text of a path.
+
+A process is a leftover when it carries the token of this folder, was started for this very folder
+(a copy of it is another), and its launcher lives no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.result import process
+
+TOKEN_FILE = "token"
+VARIABLE = "FOURFOLD_JOB"
+_MARK = re.compile(r"([0-9a-f]{32}):([0-9]+):([0-9]+):([^:\s]+):([^:\s]*)")
+_END_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a process says of itself: its token, its folder by number, and who launched it."""
+
+    token: str
+    folder: int
+    launcher: int
+    born: str
+    boot: str
+
+    def __str__(self) -> str:
+        return f"{self.token}:{self.folder}:{self.launcher}:{self.born}:{self.boot}"
+
+    @classmethod
+    def parse(cls, text: str) -> Mark | None:
+        found = _MARK.fullmatch(text)
+        if found is None:
+            return None
+        token, folder, launcher, born, boot = found.groups()
+        return cls(token, int(folder), int(launcher), born, boot)
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the launcher is gone, or another process of this boot has its number."""
+        return self.boot == process.boot() and process.born(self.launcher) != self.born
+
+
+def new_mark(folder: Path) -> Mark:
+    """For the next start in this folder, by this process; the token is in the folder then."""
+    token = secrets.token_hex(16)
+    files.write_text(folder / TOKEN_FILE, f"{token}\n")
+    born = process.born(os.getpid()) or "?"
+    return Mark(token, os.stat(folder).st_ino, os.getpid(), born, process.boot())
+
+
+def end_leftovers(folder: Path) -> int:
+    """Kill what a dead launcher of this folder left running; how many there were."""
+    token = _token(folder)
+    if not token:
+        return 0
+    number = os.stat(folder).st_ino
+    ended: set[int] = set()
+    until = time.monotonic() + _END_S
+    while time.monotonic() < until:
+        living = [pid for pid in _pids() if _end(pid, token, number)]
+        if not living:
+            break
+        ended.update(living)
+        time.sleep(0.05)
+    return len(ended)
+
+
+def _token(folder: Path) -> str:
+    """Of a regular file in the folder itself; '' for anything else."""
+    try:
+        text = files.read_own(folder / TOKEN_FILE, max_bytes=1024).decode(errors="replace").strip()
+    except (OSError, UserError):
+        return ""
+    return text if re.fullmatch(r"[0-9a-f]{32}", text) else ""
+
+
+def _end(pid: int, token: str, number: int) -> bool:
+    """Kill it if it is a leftover; a descriptor keeps its number from another process meanwhile."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        handle = -1
+        if hasattr(os, "pidfd_open"):
+            handle = os.pidfd_open(pid)
+            stack.callback(os.close, handle)
+        if process.state(pid) in ("", "Z", "X"):
+            return False
+        marks = [mark for mark in _marks(pid) if mark.token == token and mark.folder == number]
+        if not any(mark.is_orphan for mark in marks):
+            return False
+        if handle >= 0:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+        return True
+    return False
+
+
+def _marks(pid: int) -> Iterator[Mark]:
+    """Of the environment it was started with; where that can't be read, of its command line."""
+    if os.path.isdir("/proc/self"):
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        prefix = f"{VARIABLE}=".encode()
+    else:
+        command = ["ps", "-o", "command=", "-p", str(pid)]
+        done = subprocess.run(command, capture_output=True, check=False)
+        words, prefix = done.stdout.split(), b"--mark="
+    for word in words:
+        if word.startswith(prefix):
+            mark = Mark.parse(word[len(prefix) :].decode(errors="replace"))
+            if mark is not None:
+                yield mark
+
+
+def _pids() -> list[int]:
+    """Every process but this one."""
+    if os.path.isdir("/proc/self"):
+        names = [name for name in os.listdir("/proc") if name.isdecimal()]
+    else:
+        listed = subprocess.run(["ps", "-axo", "pid="], capture_output=True, text=True, check=False)
+        names = listed.stdout.split()
+    return [int(name) for name in names if int(name) != os.getpid()]

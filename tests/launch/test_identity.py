@@ -1,0 +1,212 @@
+"""Whose process is whose? By a token in folder and process, never by the text of a path; and one
+start at a time in a folder, however it is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.errors import UserError
+from fourfold.launch.folder import end_processes_of, job_folder
+from fourfold.launch.identity import TOKEN_FILE, VARIABLE, Mark, new_mark
+from fourfold.result import process
+
+SLEEP = "import time; time.sleep(600)"
+STARTED: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(autouse=True)
+def _end_what_was_started() -> Iterator[None]:
+    yield
+    while STARTED:
+        one = STARTED.pop()
+        one.kill()
+        one.wait()
+
+
+def sleeper(mark: object, *words: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, VARIABLE: str(mark)}
+    one = subprocess.Popen([sys.executable, "-c", SLEEP, *words], env=environment)
+    STARTED.append(one)
+    return one
+
+
+@pytest.fixture
+def dead() -> int:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    return gone.pid
+
+
+def left(folder: Path, dead: int) -> Mark:
+    """The mark of processes whose launcher has died."""
+    return replace(new_mark(folder), launcher=dead, born="1")
+
+
+def test_a_leftover_is_ended_through_any_name(tmp_path: Path, dead: int, monkeypatch) -> None:
+    job = tmp_path / "real" / "job"
+    job.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "real")
+    for name in (job, tmp_path / "link" / "job", Path("job"), Path("..", "real", "job")):
+        one = sleeper(left(job, dead))
+        assert end_processes_of(name) == 1
+        assert one.wait(20) == -9
+    one = sleeper(left(job, dead))
+    moved = (tmp_path / "real").rename(tmp_path / "moved")
+    assert end_processes_of(moved / "job") == 1
+    assert one.wait(20) == -9
+
+
+def test_a_stopped_leftover_is_ended(tmp_path: Path, dead: int) -> None:
+    one = sleeper(left(tmp_path, dead))
+    os.kill(one.pid, 19)
+    assert end_processes_of(tmp_path) == 1
+    assert one.wait(20) == -9
+
+
+def test_nobody_else_is_ended(tmp_path: Path, dead: int) -> None:
+    """Each of these resembles a leftover of the folder in all but one thing."""
+    job, copy, other = tmp_path / "job", tmp_path / "copy", tmp_path / "other" / "job"
+    job.mkdir()
+    other.mkdir(parents=True)
+    mark = left(job, dead)
+    shutil.copytree(job, copy)
+    theirs = left(other, dead)
+    spared = [
+        sleeper(theirs),  # another training's
+        sleeper(replace(mark, token="0" * 32)),  # of an earlier start in this folder
+        sleeper(replace(mark, folder=mark.folder + 10**6)),
+        sleeper(replace(mark, launcher=os.getpid(), born=process.born(os.getpid()))),  # alive
+        sleeper(replace(mark, boot="another")),
+        sleeper(f"{mark}0"),
+        sleeper(f"x{mark}"),
+        sleeper("", "fourfold.engine.worker", f"{job}/job.json", f"{VARIABLE}={mark}"),
+        sleeper(theirs, str(mark), f"--mark={mark}"),
+    ]
+    mine = sleeper(mark)
+    assert end_processes_of(copy) == 0
+    assert end_processes_of(tmp_path) == 0
+    assert end_processes_of(tmp_path / "nowhere") == 0
+    assert end_processes_of(job) == 1
+    assert mine.wait(20) == -9
+    assert [one.poll() for one in spared] == [None] * len(spared)
+
+
+def test_a_path_that_ends_in_the_same_text(tmp_path: Path, dead: int) -> None:
+    """out and other/out, /a/b and /x/a/b: texts that hold each other, trainings that do not."""
+    short, long = tmp_path / "out", tmp_path / "x" / str(tmp_path)[1:] / "out"
+    for folder in (short, long):
+        folder.mkdir(parents=True)
+    theirs = sleeper(left(long, dead), "fourfold.engine.worker", f"{long}/job.json")
+    left(short, dead)
+    assert end_processes_of(short) == 0
+    assert theirs.poll() is None
+
+
+def test_where_a_living_launcher_works_nothing_is_ended(tmp_path: Path, dead: int) -> None:
+    """Also when its processes seem to have none: it may be in another container."""
+    with job_folder(tmp_path):
+        one = sleeper(left(tmp_path, dead))
+        assert end_processes_of(tmp_path) == 0
+        assert one.poll() is None
+    assert end_processes_of(tmp_path) == 1
+
+
+def test_a_folder_is_one_start_s_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    job = tmp_path / "real" / "job"
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "real")
+    with job_folder(job):
+        for name in (job, tmp_path / "link" / "job", Path("job"), Path("..", "link", "job")):
+            with pytest.raises(UserError, match="another start"), job_folder(name):
+                pass
+        (tmp_path / "real").rename(tmp_path / "moved")
+        with pytest.raises(UserError, match="another start"), job_folder(tmp_path / "moved/job"):
+            pass
+    with job_folder(tmp_path / "moved" / "job"):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder", "garbage", "long", "missing"])
+def test_an_odd_token_is_none(tmp_path: Path, dead: int, kind: str) -> None:
+    job, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    job.mkdir()
+    one = sleeper(left(job, dead))
+    token = job / TOKEN_FILE
+    token.rename(elsewhere)
+    if kind == "link":
+        token.symlink_to(elsewhere)
+    elif kind == "fifo":
+        os.mkfifo(token)
+    elif kind == "folder":
+        token.mkdir()
+    elif kind != "missing":
+        token.write_bytes(b"\xff" * 40 if kind == "garbage" else elsewhere.read_bytes()[:32] * 9)
+    assert end_processes_of(job) == 0
+    assert one.poll() is None
+    with job_folder(job):  # and a start is not hindered by it
+        assert not token.exists()
+
+
+def test_links_in_a_job_folder_lead_nowhere(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.log").write_text("years")
+    (precious / "beat-0.json").write_text("data")
+    job = tmp_path / "job"
+    job.mkdir()
+    for name in ("job.json", "report.json", "beat-0.json", "rank-0.log", "host.log", TOKEN_FILE):
+        (job / name).symlink_to(precious / "thesis.log")
+    (job / "failed-0").symlink_to(precious)
+    (job / "stack-1.txt").mkdir()
+    (job / "stack-1.txt" / "inside").symlink_to(precious)
+    with job_folder(job):
+        assert list(job.iterdir()) == []
+        new_mark(job)
+    assert (precious / "thesis.log").read_text() == "years"
+    assert sorted(path.name for path in precious.iterdir()) == ["beat-0.json", "thesis.log"]
+    link = tmp_path / "link"
+    link.symlink_to(precious)
+    with pytest.raises(UserError, match="is a link"), job_folder(link):
+        pass
+    assert end_processes_of(link) == 0
+
+
+def test_what_is_not_the_job_s_stays(tmp_path: Path) -> None:
+    for name in ("owner.json", "predicted.json", "notes.txt"):
+        (tmp_path / name).write_text("x")
+    with job_folder(tmp_path):
+        pass
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_a_mark_or_none(text: str) -> None:
+    mark = Mark.parse(text)
+    assert mark is None or str(mark) == text
+
+
+def test_a_process_s_own_facts() -> None:
+    one = sleeper("")
+    assert process.born(one.pid)
+    assert process.state(one.pid) in "RSD"
+    os.kill(one.pid, 19)
+    os.waitpid(one.pid, os.WUNTRACED)
+    assert process.state(one.pid) == "T"
+    one.kill()
+    os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+    assert (process.state(one.pid), process.born(one.pid)) == ("Z", None)
+    one.wait()
+    assert (process.state(one.pid), process.born(one.pid)) == ("", None)
+    assert process.born(2**30) is None
