@@ -3,6 +3,7 @@ start at a time in a folder, however it is named."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -70,6 +71,16 @@ def test_a_leftover_is_ended_through_any_name(tmp_path: Path, dead: int, monkeyp
 def test_a_stopped_leftover_is_ended(tmp_path: Path, dead: int) -> None:
     one = sleeper(left(tmp_path, dead))
     os.kill(one.pid, 19)
+    assert end_processes_of(tmp_path) == 1
+    assert one.wait(20) == -9
+
+
+def test_a_kernel_without_descriptors_of_processes(tmp_path: Path, dead: int, monkeypatch) -> None:
+    def unknown(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", unknown, raising=False)
+    one = sleeper(left(tmp_path, dead))
     assert end_processes_of(tmp_path) == 1
     assert one.wait(20) == -9
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,14 +61,15 @@ def test_no_command_starts_a_file_s_code(tmp_path: Path, trap, capsys, monkeypat
     )
     Path("out").mkdir()
     Path("out/train.toml").write_text(text)
-    value = f"policy.env={{PYTHONPATH='{folder}'}}"
+    value = ["--set", f"policy.env={{PYTHONPATH='{folder}'}}"]
     for words in (
         "bench --spec run.toml", "bench --spec run.toml --as-rank 0", "sweep sweep.toml",
         "sweep sweep.toml --dry-run", "sweep axis.toml", "train --out out --steps 1",
-        "train --out new --spec run.toml --steps 1", f"verify --world 1 --set {value}",
-        f"bench --model llama-tiny --gpus 1 --set {value}",
+        "train --out new --spec run.toml --steps 1", "verify --world 1 SET",
+        "bench --model llama-tiny --gpus 1 SET",
     ):  # fmt: skip
-        assert main(words.split()) == 2, words
+        asked = [*words.removesuffix("SET").split(), *(value if "SET" in words else ())]
+        assert main(asked) == 2, words
         said = capsys.readouterr().err
         name = "LD_PRELOAD" if "axis" in words else "PYTHONPATH"
         assert f"--env {name}=VALUE" in said, words
@@ -90,9 +94,10 @@ def test_the_command_line_may_set_it_once(tmp_path: Path, monkeypatch, capsys) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train_command, "run_job", launched)
-    words = f"train --out {tmp_path / 'out'} --model llama-tiny --gpus 1 --steps 2 --seq-len 32"
+    words = ["train", "--model", "llama-tiny", "--gpus", "1", "--steps", "2", "--seq-len", "32"]
+    words += ["--out", str(tmp_path / "out")]
     flag = ["--env", "NCCL_TOPO_FILE=/etc/topo.xml", "--env", "NCCL_DEBUG=WARN"]
-    assert main([*words.split(), *flag]) == 130
+    assert main([*words, *flag]) == 130
     (job, _) = seen.pop()
     assert dict(job.specs[0].policy.env) == {
         "NCCL_TOPO_FILE": "/etc/topo.xml", "NCCL_DEBUG": "WARN",
@@ -154,3 +159,33 @@ def test_the_bound(monkeypatch, memory, cores, gpus, most) -> None:
     with pytest.raises(UserError, match="room for"):
         Permit().require_room(most + 1)
     Permit(oversubscribe=True).require_room(2**24)
+
+
+FORK = """
+import errno, os, sys
+from pathlib import Path
+from fourfold.engine.host import Host
+
+real, count = os.fork, []
+
+
+def fork():
+    count.append(1)
+    if len(count) > 2:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return real()
+
+
+os.fork = fork
+Host(Path(sys.argv[1]), 0).fork(range(9), lambda rank: __import__("time").sleep(600) or 0)
+"""
+
+
+def test_no_room_for_another_process_is_said(tmp_path: Path) -> None:
+    """The ranks that came up are ended, not left waiting for the one that can't."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(local.__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, str(tmp_path)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "rank 2 of 9 could not be started (Resource temporarily unavailable)" in done.stderr

@@ -92,9 +92,8 @@ def _token(folder: Path) -> str:
 def _end(pid: int, token: str, number: int) -> bool:
     """Kill it if it is a leftover; a descriptor keeps its number from another process meanwhile."""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-        handle = -1
-        if hasattr(os, "pidfd_open"):
-            handle = os.pidfd_open(pid)
+        handle = _descriptor(pid)
+        if handle >= 0:
             stack.callback(os.close, handle)
         if process.state(pid) in ("", "Z", "X"):
             return False
@@ -107,6 +106,16 @@ def _end(pid: int, token: str, number: int) -> bool:
             os.kill(pid, signal.SIGKILL)
         return True
     return False
+
+
+def _descriptor(pid: int) -> int:
+    """-1 where the kernel is too old for them, or a container forbids it."""
+    try:
+        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return -1
 
 
 def _marks(pid: int) -> Iterator[Mark]:
