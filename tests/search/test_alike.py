@@ -80,7 +80,10 @@ def test_plan_and_bench_see_the_same_run(policy: Policy, stack: str) -> None:
         np.testing.assert_allclose(a, b, err_msg=field.name)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.attention}-{p.schedule}")
+RUN = [policy for policy in POLICIES if not policy.async_tp and policy.overlap_grad_reduce]
+
+
+@pytest.mark.parametrize("policy", RUN, ids=lambda p: f"{p.attention}-{p.schedule}")
 def test_plan_and_bench_predict_the_same_seconds_and_bytes(policy: Policy) -> None:
     one, spec = _asked(policy)
     ranking = rank(one)

@@ -13,11 +13,12 @@ from fourfold.cli import main
 from fourfold.cost import calibration as calibrations
 from fourfold.cost.estimate import estimate
 from fourfold.cost.memory import memory
+from fourfold.cost.memory_interval import memory_bounds
 from fourfold.cost.specs import columns_of
 from fourfold.errors import UserError
 from fourfold.search.candidates import MICRO_BATCHES, candidates
 from fourfold.search.explain import explain
-from fourfold.search.judge import deciding, flips, memory_bounds, tie_width, tied_with_first
+from fourfold.search.judge import deciding, flips, tie_width, tied_with_first
 from fourfold.search.legal import divisors, why_not
 from fourfold.search.question import (
     Question,

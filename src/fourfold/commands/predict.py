@@ -48,8 +48,10 @@ def run(args: argparse.Namespace) -> int:
     files.write_text(args.out, _csv(table.column("row_id"), answers))
     gc.enable()
     told = int(rows.usable.sum())
+    fits, tight = answers.fits[rows.usable], answers.tight[rows.usable]
     print(
-        f"{told} of {table.length} rows predicted, {int(answers.fits.sum())} fit; "
+        f"{told} of {table.length} rows predicted, {int((fits & ~tight).sum())} fit, "
+        f"{int(tight.sum())} may (tight), {int((~fits & ~tight).sum())} do not; "
         f"calibration {calibration.name}; written to {args.out}",
         file=sys.stderr,
     )
@@ -68,9 +70,9 @@ def _csv(row_ids: list[str], answers) -> str:  # type: ignore[no-untyped-def]
     )  # fmt: skip
     texts = [["" if v != v else f"{v:.6g}" for v in column.tolist()] for column in numeric]
     known = [value == value for value in answers.step_s.tolist()]
-    verdict = [
-        ("1" if fits else "0") if told else ""
-        for fits, told in zip(answers.fits.tolist(), known, strict=True)
+    verdicts = [
+        [("1" if yes else "0") if told else "" for yes, told in zip(column, known, strict=True)]
+        for column in (answers.fits.tolist(), answers.tight.tolist())
     ]
-    rows = zip(row_ids, *texts, verdict, answers.reasons, strict=True)
+    rows = zip(row_ids, *texts, *verdicts, answers.reasons, strict=True)
     return csv_text(itertools.chain([FIELDS], rows))

@@ -21,7 +21,8 @@ examples:
 """
 HEADINGS = (
     "how", "source", "rows", "median %", "p90 %", "bias %", "in interval %", "rank corr.",
-    "regret %", "groups", "memory %", "fit %", "free",
+    "regret %", "groups", "memory %", "fit %", "refused %", "missed %", "tight %",
+    "free",
 )  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def _cells(how: str, score: Score, free: str) -> tuple[str, ...]:
         how, score.source, str(score.rows), _one(score.median_pct), _one(score.p90_pct),
         _one(score.bias_pct), _one(score.coverage_pct, 0), _one(score.rank_correlation, 2),
         _one(score.regret_pct, 2), str(score.groups), _one(score.memory_pct), _one(score.fit_pct),
-        free,
+        _one(score.refused_pct), _one(score.missed_pct), _one(score.tight_pct), free,
     )  # fmt: skip
 
 

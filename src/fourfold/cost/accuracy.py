@@ -39,11 +39,14 @@ class Score:
     groups: int
     memory_pct: float
     fit_pct: float
+    refused_pct: float
+    missed_pct: float
+    tight_pct: float
 
     @classmethod
     def empty(cls, source: str) -> Score:
         nan = float("nan")
-        return cls(source, 0, nan, nan, nan, nan, nan, nan, 0, nan, nan)
+        return cls(source, 0, nan, nan, nan, nan, nan, nan, 0, nan, nan, nan, nan, nan)
 
 
 def score(rows: Rows, answers: Predictions, *, within: NDArray[np.bool_] | None = None) -> Score:
@@ -67,16 +70,26 @@ def score(rows: Rows, answers: Predictions, *, within: NDArray[np.bool_] | None 
         regret_pct=regret,
         groups=groups,
         memory_pct=100 * float(np.median(memory)) if memory.size else nan,
-        fit_pct=_balanced(rows, answers.fits, inside),
+        **_fit(rows, answers, inside),
     )
 
 
-def _balanced(rows: Rows, fits: NDArray[np.bool_], inside: NDArray[np.bool_]) -> float:
-    """Mean of the shares judged right among runs that ran and among those out of memory."""
+def _fit(rows: Rows, answers: Predictions, inside: NDArray[np.bool_]) -> dict[str, float]:
+    """Verdicts against what happened. Of runs that ran, those refused; of runs out of memory, those
+    said to fit without a doubt; of all, those called tight. `fit_pct` is the mean of the shares
+    that the bare prediction judges right among runs that ran and those out of memory."""
     ran, oom = inside & (rows.status == "ok"), inside & (rows.status == "oom")
-    if not oom.any() or not ran.any():
-        return float("nan")
-    return 50.0 * float(fits[ran].mean() + (~fits[oom]).mean())
+    yes, no = answers.fits & ~answers.tight, ~answers.fits & ~answers.tight
+
+    def share(these: NDArray[np.bool_], of: NDArray[np.bool_]) -> float:
+        return 100.0 * float(these[of].mean()) if of.any() else float("nan")
+
+    return {
+        "fit_pct": 0.5 * (share(answers.fits, ran) + share(~answers.fits, oom)),
+        "refused_pct": share(no, ran),
+        "missed_pct": share(yes, oom),
+        "tight_pct": share(answers.tight, ran | oom),
+    }
 
 
 def group_labels(rows: Rows) -> list[tuple[str, ...]]:

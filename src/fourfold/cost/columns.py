@@ -71,7 +71,9 @@ class Columns:
     grad_bytes: Floats  # bytes of one gradient element on the wire
     acc_bytes: Floats  # bytes of one gradient element held in memory
     opt_bytes: Floats  # optimizer bytes a parameter (fp32 master + two moments = 12)
-    own: Floats  # 1: our own engine, whose tensors are counted one by one (own_memory.py)
+    own: Floats  # 1: our own engine or one like it: tensors are counted one by one (own_memory.py)
+    reserved: Floats  # bytes its allocator reserves and prints, against those of its tensors
+    selective_share: Floats  # share of what a layer keeps that "selective" leaves
     act_bytes: Floats  # bytes of one element of activations
     saved_bytes: Floats  # ... of what a product keeps as its input
     gather_bytes: Floats  # bytes of one weight as ZeRO-3 gathers it
@@ -146,6 +148,8 @@ DEFAULTS: dict[str, float] = {
     "acc_bytes": 4,
     "opt_bytes": 12,
     "own": 0,
+    "reserved": 1,
+    "selective_share": 1,
     "act_bytes": 2,
     "saved_bytes": 2,
     "gather_bytes": 2,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from fourfold.result.unseen import RESERVED_RATIO
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
@@ -28,6 +30,11 @@ class Habits:
     # cast, torchao the original), and of a weight that ZeRO-3 gathers.
     fp8_saved_bytes: float = 1.0
     fp8_gather_bytes: float = 2.0
+    # Its tensors are those of torch's FSDP2, counted one by one (own_memory.py); the memory it
+    # prints is what the allocator reserved, so much more than they take (result/unseen.py).
+    counted: bool = False
+    reserved: float = 1.0
+    selective_share: float = 1.0  # of what a layer keeps, under "selective" by operators
     whole_layers: float = 0.0  # share of layers that "selective" recomputes whole; 0 = core only
     shard_group: int = 0  # ZeRO-3 group on large jobs; 0 = all data-parallel ranks
     reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
@@ -60,9 +67,13 @@ HABITS: dict[str, Habits] = {
     ),
     # its published fp8 runs gather weights in fp8
     "torchtitan": Habits(
-        sharding="zero3", overlap_dp=True, fp8_saved_bytes=2.0, fp8_gather_bytes=1.0
+        sharding="zero3", overlap_dp=True, fp8_saved_bytes=2.0, fp8_gather_bytes=1.0,
+        counted=True, reserved=sum(RESERVED_RATIO) / 2,
+        # by operators: every second product, attention and the input, 7 of 22 widths
+        selective_share=1.0 / 3.0,
     ),
-    "fourfold": Habits(fp8_saved_bytes=2.0),
+    "fourfold": Habits(fp8_saved_bytes=2.0, counted=True),
+    "mlperf-nvidia": Habits(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True),
 }  # fmt: skip
 
 

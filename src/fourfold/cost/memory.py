@@ -47,14 +47,17 @@ def kept_bytes(c: Columns, knobs: Knobs) -> Floats:
     copied = np.where(c.saved_bytes < c.act_bytes, c.saved_bytes, 0.0) * c.width
     products = c.width + 2.0 * c.kv_width + c.width + (1.0 + c.gated) * c.ffn
     on_shards = (c.act_bytes * products + c.saved_bytes * c.ffn + copied) / c.tp
-    # 2 bytes each: scores (unfused), masked scores, softmax; gpt-like models keep dropout masks.
+    scores = np.where(c.attn_ckpt > 0, 0.0, _score_bytes(c))
+    return tokens * (on_hidden + gathered + on_shards + scores) * knobs["act"]
+
+
+def _score_bytes(c: Columns) -> Floats:
+    """Of one token. 2 bytes each: scores (unfused), masked scores, softmax; gpt-like models keep
+    dropout masks."""
     drop = np.where(c.gated > 0, 0.0, 2.0)
     fused, unfused = 3.0 + drop, 7.0 + drop
-    per_score = np.where(c.attention == _FUSED, fused, 0.0)
-    per_score = np.where(c.attention == _UNFUSED, unfused, per_score)
-    per_score = per_score * np.where(c.attn_ckpt > 0, 0.2, 1.0)
-    scores = per_score * c.heads * c.seq / c.tp
-    return tokens * (on_hidden + gathered + on_shards + scores) * knobs["act"]
+    each = np.where(c.attention == _FUSED, fused, 0.0)
+    return np.where(c.attention == _UNFUSED, unfused, each) * c.heads * c.seq / c.tp
 
 
 def state_bytes(c: Columns, knobs: Knobs, *, params: Floats) -> Floats:
@@ -93,17 +96,17 @@ def memory(c: Columns, knobs: Knobs) -> Memory:
 
 
 def _own(c: Columns, knobs: Knobs) -> Memory:
-    """Of our own engine: its tensors, and what no tensor shows."""
+    """Of our own engine, and of torch's FSDP2 in others: tensors, and what no tensor shows."""
     micros = np.ceil(c.batch / (c.dp * c.micro))
     peaks = [own_memory.stage_peak(c, stage, micros) for stage in own_memory.stages(c, micros)]
     # Nothing of a GPU's is there on a CPU, whose calibrations have no base.
     base = np.where(np.asarray(knobs["base_gib"]) > 0, own_memory.unseen_bytes(c), 0.0)
-    totals = [peak.total + base for peak in peaks]
+    totals = [peak.total * c.reserved + base for peak in peaks]
     worst = np.maximum.reduce(np.broadcast_arrays(*totals))
     fullest = [total >= worst for total in totals]
 
     def at(name: str) -> Floats:
-        return np.select(fullest, [getattr(peak, name) for peak in peaks])
+        return np.select(fullest, [getattr(peak, name) * c.reserved for peak in peaks])
 
     parts = {
         "state": at("state"),
@@ -129,7 +132,9 @@ def _fitted(c: Columns, knobs: Knobs) -> Memory:
     share = np.where(c.split_loss > 0, 1.0 / c.tp, whole)
     each = 10.0 * knobs["logits"] * share + 4.0 * knobs["whole_logits"]
     logits = tokens * c.vocab * each / c.loss_chunks
+    # What is computed again is there once.
     working = np.where(c.full_ckpt > 0, kept, 0.0)
+    working = working + np.where(c.attn_ckpt > 0, tokens * _score_bytes(c), 0.0)
     unsharded = np.where(c.zero >= 3, c.gather_bytes * (2.0 * per_layer + embed), 0.0)
     base = knobs["base_gib"] * GIB
     alone = c.pp == 1

@@ -1,12 +1,9 @@
 """What does a rank of our own engine hold at its fullest moment? The engine's tensors, one by one.
 
-The life of a layer's tensors in forward and backward is replayed with sizes instead of values, the
-way `fourfold dryrun` sees it with fake tensors; around it stand FSDP's copies of weights and
-gradients, what other micro batches keep, and the loss. The fullest of the moments that can be the
-fullest counts. Nothing here is fitted: a test holds these formulas to the dry run. Broadcasts.
-
-Sizes are bytes of one rank. M tokens of a micro batch, S of them between blocks (sequence
-parallelism divides them by tp), D hidden, Q query, K key width, F MLP width of a tp rank.
+Around what layers keep (own_layer.py) stand FSDP's copies of weights and gradients, what other
+micro batches keep, and the loss. The fullest of the moments that can be the fullest counts. Nothing
+here is fitted: a test holds these formulas to the dry run. Engines that are torch's FSDP2 too are
+counted alike. Bytes of one rank; broadcasts.
 """
 
 from __future__ import annotations
@@ -15,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.columns import ATTENTION, CP_KIND, PRECISION, SCHEDULE, Columns
+from fourfold.cost.columns import SCHEDULE, Columns
 from fourfold.cost.gemm import Floats
 from fourfold.cost.layer import layer_params
+from fourfold.cost.own_layer import Layer, Sizes, layer, sizes
 from fourfold.cost.pipeline import Held, held
 from fourfold.cost.stages import EMBEDDING_COST, split_layers
 from fourfold.result.unseen import (
@@ -27,113 +25,7 @@ from fourfold.result.unseen import (
     WORKSPACE_BYTES,
 )
 
-_UNFUSED = ATTENTION.index("unfused")
-_ALLGATHER, _ULYSSES = CP_KIND.index("allgather"), CP_KIND.index("ulysses")
 _GPIPE, _ZERO_BUBBLE = SCHEDULE.index("gpipe"), SCHEDULE.index("zero-bubble")
-_FP8 = PRECISION.index("fp8")
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Tensors of one micro batch on one rank, in bytes of the activations' format."""
-
-    between: Floats  # [S, D]
-    whole: Floats  # [M, D], gathered where sequence parallelism divides
-    q: Floats
-    kv: Floats
-    ffn: Floats
-    lse: Floats
-    logits: Floats  # of one chunk of the loss
-    bias: Floats  # ALiBi's [heads, S, S], one for all sequences
-    twice: Floats  # 1: gathering along the sequence needs a second copy (more than one sequence)
-
-
-def sizes(c: Columns) -> Sizes:
-    tokens = c.micro * c.seq / c.cp
-    each = tokens * c.act_bytes
-    divided = (c.sp > 0) & (c.tp > 1)
-    kv = np.maximum(c.kv_width / c.tp, c.width / c.heads)
-    return Sizes(
-        between=each * c.hidden / np.where(divided, c.tp, 1.0),
-        whole=each * c.hidden,
-        q=each * c.width / c.tp,
-        kv=each * kv,
-        ffn=each * c.ffn / c.tp,
-        lse=tokens * 4.0 * c.heads / c.tp,
-        logits=np.ceil(tokens / c.loss_chunks) * np.ceil(c.vocab / c.tp),
-        bias=c.alibi * c.heads / c.tp * (c.seq / c.cp) ** 2,
-        twice=np.where(divided & (c.micro > 1), 1.0, 0.0),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Bytes a layer keeps for its backward, its input among them; most that its backward holds
-    beside that, when it was kept and when it is computed `again`; what waits for gradients of
-    weights in a split backward; its weights."""
-
-    kept: Floats
-    backward: Floats
-    again: Floats
-    late: Floats
-    params: Floats
-
-
-def layer(c: Columns) -> Layer:
-    s, params = sizes(c), layer_params(c)
-    many, wide = np.where(c.gated > 0, 4.0, 2.0) * s.ffn, (1.0 + c.gated) * s.ffn
-    kept = 2.0 * s.between + 2.0 * s.whole + _attended(c, s) + many
-    down = c.hidden * c.ffn / c.tp * c.act_bytes
-    mlp = (2.0 + c.gated) * down
-    whole = np.where(c.tp > 1, s.whole, 0.0)
-    twice = s.whole * (1.0 + s.twice)
-    # Through the last matrix, the product of gate and up, and out of the block's input, where the
-    # gradient is summed over tp; then attention, the MLP's tensors gone and its gradients there.
-    last = whole + down + s.ffn
-    product = down + np.where(c.gated > 0, 2.0, 1.0) * s.ffn
-    entry = mlp + twice - many
-    gone = many + s.whole + s.between
-    turned = np.where(c.rope > 0, 14.0 / c.act_bytes * s.q, s.q)
-    core = mlp + np.maximum(2.0 * s.q + 2.0 * s.kv, turned + s.q + 2.0 * s.kv) - gone
-    end = params * c.act_bytes - kept + 2.0 * s.whole
-    inside = np.maximum.reduce(
-        np.broadcast_arrays(last, product, entry, core, end, *_fp8_casts(c, s, many, wide))
-    )
-    # Gathering the gradient comes before a layer is computed again.
-    return Layer(
-        kept=kept,
-        backward=np.maximum(inside, np.where(c.tp > 1, twice, 0.0)) + s.between,
-        again=np.maximum(inside, np.where(c.tp > 1, twice - many, 0.0)) + s.between,
-        late=4.0 * s.whole + 2.0 * s.q + 2.0 * s.kv + (2.0 + c.gated) * s.ffn,
-        params=params,
-    )
-
-
-def _attended(c: Columns, s: Sizes) -> Floats:
-    """What attention keeps: projections, turned queries and keys, output and its logsumexp."""
-    # Values are a view of the fused projection, which lives as long as they do.
-    projected = np.where((c.fused_qkv > 0) | (c.rope < 1), s.q + 2.0 * s.kv, s.kv)
-    turned = np.where(c.rope > 0, s.q + s.kv, 0.0)
-    local = projected + turned
-    allgather = np.where(c.cp > 1, local + 2.0 * s.kv * (c.cp - 1.0), local)
-    kind = np.where((c.cp > 1) & (c.cp_kind == _ALLGATHER), allgather, local)
-    repeated = np.where(np.mod(c.kv_heads / c.tp, c.cp) == 0, 1.0, c.cp)
-    kind = np.where((c.cp > 1) & (c.cp_kind == _ULYSSES), 2.0 * s.q + 2.0 * s.kv * repeated, kind)
-    scores = np.where(c.attention == _UNFUSED, c.micro * c.heads / c.tp * c.seq**2 / c.cp, 0.0)
-    scores = scores * 2.0 * c.act_bytes
-    lse = np.where(c.attn_ckpt > 0, 0.0, s.lse)
-    return kind + s.q + lse + s.bias * c.act_bytes + np.where(c.attn_ckpt > 0, 0.0, scores)
-
-
-def _fp8_casts(c: Columns, s: Sizes, many: Floats, wide: Floats) -> list[Floats]:
-    """A product in fp8 casts its operands by way of two copies in fp32, the larger one counts: of
-    the MLP's last matrix and of its first."""
-    tokens = c.micro * c.seq / c.cp
-    last = np.maximum(tokens * c.hidden, c.hidden * c.ffn / c.tp)
-    first = (1.0 + c.gated) * c.ffn / c.tp * np.maximum(tokens, c.hidden)
-    weights = c.hidden * c.ffn / c.tp * c.act_bytes
-    moments = (s.whole + 9.0 * last, weights + wide - many + 9.0 * first)
-    return [np.where(c.precision == _FP8, moment, -np.inf) for moment in moments]
 
 
 def unseen_bytes(c: Columns) -> Floats:
@@ -192,11 +84,14 @@ def stages(c: Columns, micros: Floats) -> list[Stage]:
     flight: Held = held(c, micros)
     one, alone = np.ones_like(c.pp), (c.pp == 1).astype(float)
     # The second of p stages has one micro batch less in flight than the first.
-    inner = np.where(c.pp > 2, np.maximum(flight.last, flight.first - 1.0), 0.0)
+    # Under zero-bubble it has as many, one of which waits for its weights' turn.
+    split = c.schedule == _ZERO_BUBBLE
+    fewer = np.where(split, flight.first, flight.first - 1.0)
+    inner = np.where(c.pp > 2, np.maximum(flight.last, fewer), 0.0)
     none = np.zeros_like(c.pp)
     return [
         Stage(first, one, alone, flight.first, none, none),
-        Stage(np.where(c.pp > 2, middle, 0.0), none, none, inner, none, first),
+        Stage(np.where(c.pp > 2, middle, 0.0), none, none, inner, np.where(split, 1.0, 0.0), first),
         Stage(last, alone, one, flight.last, flight.late, c.layers - last),
     ]
 
@@ -268,10 +163,12 @@ def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bo
     grads = summed if later else np.zeros_like(summed)
     each, top = _stored(c, s, one, stage)
     own = each + s.between
-    lost = stage.last * (s.whole + np.where(c.loss_chunks > 1, 0.0, s.logits * a))
+    late_loss = stage.last * (s.whole + s.logits * c.loss_chunks * a)
+    lost = np.where(c.loss_chunks > 1, stage.last * s.whole, late_loss)
     late = np.minimum(stage.late, flight - 1.0)
     # GPipe has the loss of every micro batch before the first goes back; others one at a time.
     losses = np.where(c.schedule == _GPIPE, flight - 1.0, late)
+    lost = np.where(c.schedule == _GPIPE, lost, late_loss)
     base = (flight - 1.0 - late) * own + late * n * one.late + losses * lost
     base = base + np.where(c.pp > 1, 2.0 * s.between, 0.0)
     # The buffer of the last reduction stays until the next one.
@@ -281,7 +178,8 @@ def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bo
     loss = stage.last * _loss_bytes(c, s, w.head)
     in_loss = base + own + stage.last * s.whole + loss + kept + flat
     in_loss = np.where((c.schedule == _GPIPE) & later, 0.0, in_loss)
-    head_grad = w.head * a
+    # In the sums' own format a gradient is added to them at once.
+    head_grad = np.where((g == a) & later & (c.zero < 2), 0.0, w.head * a)
     working = np.where(top > 0, one.again, one.backward)
     in_top = base + own + top + working + head_grad + w.ahead + kept
     beyond = base + own - each / np.maximum(n, 1.0) + head_grad
@@ -303,12 +201,15 @@ def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bo
     reduced = np.where(reduces, w.layer * sending, w.layer * a)
     bottom = each / np.maximum(n, 1.0) + top + working + kept
     split = base + rest * one.late + np.maximum(one.late, np.maximum(reduced, bottom))
+    adding = np.where(c.loss_chunks > 1, 3.0, 1.0) * w.head * a
+    split = np.maximum(split, base + n / c.vpp * one.late + late_loss + adding)
     split = np.where((c.schedule == _ZERO_BUBBLE) & (c.pp > 1), split, 0.0)
     moments = [in_loss, in_top, split]
     moments += [np.where(reduces, moment, 0.0) for moment in (sent, below, last, ends)]
     moments.append(base + w.root * a)
     if later:
-        moments += _final(c, stage, w, own=own, each=each, late=rest * one.late)
+        below_top = own - each / np.maximum(n, 1.0) + head_grad
+        moments += _final(c, stage, w, below_top, late=rest * one.late)
     fullest = np.maximum.reduce(np.broadcast_arrays(*moments))
     empty, in_it = n < 1, fullest <= in_loss
     return Peak(
@@ -320,15 +221,13 @@ def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bo
     )
 
 
-def _final(
-    c: Columns, stage: Stage, w: _Parts, *, own: Floats, each: Floats, late: Floats
-) -> list[Floats]:
+def _final(c: Columns, stage: Stage, w: _Parts, below_top: Floats, *, late: Floats) -> list[Floats]:
     """zero0 and zero1 in the last micro batch: the sums are sent, and whole weights let go."""
     n, g = stage.layers, c.acc_bytes
     sending = np.maximum(
         g, np.maximum(w.back, w.divided)
     )  # the sums themselves are counted as gradients
-    top = own - each / np.maximum(n, 1.0) + w.layer * sending + w.head * c.act_bytes
+    top = below_top + w.layer * (sending - c.act_bytes)
     let_go = w.all * c.act_bytes + n * w.layer * g
     split = np.where((c.schedule == _ZERO_BUBBLE) & (c.pp > 1), late + w.layer * sending, 0.0)
     root = w.root * sending + n * w.layer * (c.param_bytes / w.shards + w.copies)

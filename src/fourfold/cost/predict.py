@@ -18,20 +18,21 @@ from fourfold.cost.estimate import estimate
 from fourfold.cost.habits import habits
 from fourfold.cost.interval import bounds, outside
 from fourfold.cost.memory import GIB, limit_bytes, memory
+from fourfold.cost.memory_interval import TIGHT, verdicts
 from fourfold.cost.rows import Rows
 from fourfold.cost.table import each
 
 CHUNK = 8192
 FIELDS = (
     "row_id", "step_s", "step_s_low", "step_s_high", "tokens_s_gpu", "tflops_gpu", "mfu_pct",
-    "mem_gb", "fits", "reason",
+    "mem_gb", "fits", "tight", "reason",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
     """Arrays as long as the table; NaN where a row cannot be expressed. mem_gb is in GiB, of the
-    rank the stack prints; `fits` looks at the fullest stage."""
+    rank the stack prints; `fits` and `tight` look at the fullest stage and its interval."""
 
     step_s: Floats
     low_s: Floats
@@ -42,6 +43,7 @@ class Predictions:
     mem_gb: Floats
     worst_gb: Floats
     fits: NDArray[np.bool_]
+    tight: NDArray[np.bool_]  # the limit lies in the interval: that verdict is not sure
     reasons: list[str]
 
 
@@ -52,11 +54,13 @@ def predict(rows: Rows, calibration: Calibration) -> Predictions:
         name: np.full(n, np.nan)
         for name in ("step", "low", "high", "mem", "worst", "limit", "beyond")
     }
+    tight = np.zeros(n, dtype=bool)
     reasons = list(rows.reasons)
     for index, entry, why in _groups(rows, calibration):
         for start in range(0, len(index), CHUNK):
             part = index[start : start + CHUNK]
             _answer(rows, part, entry, out)
+            tight[part] = verdicts(rows.columns.take(part), entry) == TIGHT
         if why:
             for i in index:
                 reasons[i] = f"{reasons[i]}; {why}" if reasons[i] else why
@@ -65,8 +69,8 @@ def predict(rows: Rows, calibration: Calibration) -> Predictions:
     tflops, mfu = _rates(rows, tokens)
     fits = np.nan_to_num(out["worst"], nan=2.0) < np.nan_to_num(out["limit"], nan=1.0)
     return Predictions(
-        out["step"], out["low"], out["high"], tokens, tflops, mfu, out["mem"], out["worst"], fits,
-        reasons,
+        out["step"], out["low"], out["high"], tokens, tflops, mfu, out["mem"], out["worst"],
+        fits, tight, reasons,
     )  # fmt: skip
 
 

@@ -163,6 +163,9 @@ def _policy(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
     habit_sp = np.array([h.sequence_parallel for h in stack], dtype=np.float64)
     draft.fill("sp", "sequence_parallel", habit_sp, "taken as the stack's usual")
     facts["fused_norm"] = np.array([not w.plain_norm for w in words], dtype=np.float64)
+    for name, habit in (("own", "counted"), ("reserved", "reserved"),
+                        ("selective_share", "selective_share")):  # fmt: skip
+        facts[name] = np.array([getattr(h, habit) for h in stack], dtype=np.float64)
     facts["fused_host"] = np.array([h.compiled for h in stack], dtype=np.float64)
     facts["block_scale"] = np.array([w.block_scale for w in words], dtype=np.float64)
     facts["overlap_dp"] = np.array([h.overlap_dp for h in stack], dtype=np.float64)

@@ -78,7 +78,7 @@ def merged(parts: list[Predictions], fold: NDArray[np.int64]) -> Floats:
 
 def _merge_all(parts: list[Predictions], fold: NDArray[np.int64], rows: Rows) -> Predictions:
     names = ("step_s", "low_s", "high_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "mem_gb",
-             "worst_gb", "fits")  # fmt: skip
+             "worst_gb", "fits", "tight")  # fmt: skip
     chosen: dict[str, Any] = {
         name: np.choose(fold, [getattr(part, name) for part in parts]) for name in names
     }

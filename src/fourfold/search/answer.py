@@ -12,12 +12,12 @@ from fourfold.cost.columns import Columns
 from fourfold.cost.counting import flops_per_token
 from fourfold.cost.interval import features
 from fourfold.cost.memory import USABLE
+from fourfold.cost.memory_interval import memory_bounds
 from fourfold.cost.params import model_params
 from fourfold.search.judge import (
     Flip,
     deciding,
     flips,
-    memory_bounds,
     tie_width,
     tied_with_first,
 )

@@ -14,18 +14,15 @@ import numpy as np
 from fourfold.cost.calibration import Entry
 from fourfold.cost.columns import Columns
 from fourfold.cost.estimate import estimate
-from fourfold.cost.knobs import KNOBS, Knob
-from fourfold.cost.memory import memory
+from fourfold.cost.knobs import Knob
+from fourfold.cost.memory_interval import TWO_SIDED_80, moved_knobs, moves
 from fourfold.search.events import Floats
 from fourfold.search.rank import Ranking
 
-# Normal quantiles: 80% of a distribution lies within 1.28 sd; 80% lies below 0.84 sd.
-TWO_SIDED_80, ONE_SIDED_80 = 1.2816, 0.8416
+ONE_SIDED_80 = 0.8416  # 80% of a normal distribution lies below 0.84 sd
 # Repeats of one run differ by about 1% (bloom, mpt and par4d tables).
 NOISE = 0.01
 LOOKED_AT = 24
-# Half width (log) no fit removed: reserved memory of equal layouts differs so much (nanotron).
-FRAGMENTS = 0.03
 
 
 def tie_width(entry: Entry) -> float:
@@ -54,40 +51,10 @@ class Flip:
     gain: float  # first over winner there, above 1
 
 
-def _moves(entry: Entry, part: str = "time") -> list[tuple[Knob, float]]:
-    """(knob, value at an end of its 80% range): what rows taught narrows the prior's spread."""
-    moves = []
-    for knob in KNOBS:
-        spread = knob.spread * (1.0 - entry.informed.get(knob.name, 0.0)) * TWO_SIDED_80
-        if knob.part == part and spread > 1e-3:
-            value = entry.knobs[knob.name]
-            ends = (value * exp(-spread), value * exp(spread))
-            moves += [(knob, min(max(end, knob.low), knob.high)) for end in ends]
-    return moves
-
-
-def _moved_knobs(entry: Entry, moves: list[tuple[Knob, float]]) -> dict[str, Floats]:
-    """Knobs as [moves, 1] arrays, one of them moved at a time."""
-    knobs = {name: np.full((len(moves), 1), value) for name, value in entry.knobs.items()}
-    for i, (knob, value) in enumerate(moves):
-        knobs[knob.name][i] = value
-    return knobs
-
-
-def _moved_s(c: Columns, entry: Entry, moves: list[tuple[Knob, float]]) -> Floats:
+def _moved_s(c: Columns, entry: Entry, ends: list[tuple[Knob, float]]) -> Floats:
     """[moves, candidates] step seconds with one knob moved at a time."""
-    step = estimate(c, _moved_knobs(entry, moves)).step_s
-    return np.broadcast_to(step, (len(moves), len(c)))
-
-
-def memory_bounds(c: Columns, entry: Entry) -> tuple[Floats, Floats]:
-    """(low, high) bytes of the fullest stage: every memory knob at the ends of its 80% range, the
-    effects added as independent ones, with what an allocator's fragments always add or save."""
-    worst = memory(c, entry.knobs).worst_bytes
-    moves = _moves(entry, "memory")
-    effect = np.log(memory(c, _moved_knobs(entry, moves)).worst_bytes / worst)
-    half = np.sqrt((effect**2).sum(axis=0) / 2.0 + FRAGMENTS**2)
-    return worst * np.exp(-half), worst * np.exp(half)
+    step = estimate(c, moved_knobs(entry, ends)).step_s
+    return np.broadcast_to(step, (len(ends), len(c)))
 
 
 def flips(ranking: Ranking) -> list[Flip]:
@@ -96,12 +63,12 @@ def flips(ranking: Ranking) -> list[Flip]:
     if count < 2:
         return []
     entry = ranking.ask.entry
-    moves = _moves(entry)
+    ends = moves(entry, "time")
     # What simulation added to the closed form stays added.
-    step = _moved_s(ranking.columns.take(slice(0, count)), entry, moves)
+    step = _moved_s(ranking.columns.take(slice(0, count)), entry, ends)
     step = step * (ranking.step_s[:count] / ranking.closed_s[:count])
     found = []
-    for (knob, other), row in zip(moves, step, strict=True):
+    for (knob, other), row in zip(ends, step, strict=True):
         winner = int(np.argmin(row))
         gain = float(row[0] / row[winner])
         if winner and gain > 1.0 + NOISE and ranking.layout(winner) != ranking.layout(0):
@@ -122,7 +89,7 @@ def deciding(ranking: Ranking, runs: int = 3) -> list[int]:
     if tied < 2:
         return []
     entry = ranking.ask.entry
-    step = _moved_s(ranking.columns.take(slice(0, tied)), entry, _moves(entry))
+    step = _moved_s(ranking.columns.take(slice(0, tied)), entry, moves(entry, "time"))
     ratio = np.log(step / step[:, :1]) - np.log(ranking.closed_s[:tied] / ranking.closed_s[0])
     spread = np.sqrt((ratio**2).sum(axis=0) / 2.0) / TWO_SIDED_80
     gap = np.log(ranking.step_s[:tied] / ranking.step_s[0])

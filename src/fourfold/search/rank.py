@@ -17,6 +17,7 @@ from fourfold.cost.columns import Columns
 from fourfold.cost.estimate import Times, estimate
 from fourfold.cost.interval import bounds
 from fourfold.cost.memory import USABLE, Memory, memory
+from fourfold.cost.memory_interval import memory_bounds
 from fourfold.search.candidates import FIELDS, LAYOUT_FIELDS, Candidates, candidates
 from fourfold.search.events import Floats, priced
 from fourfold.search.question import Question
@@ -25,6 +26,8 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 
 CHUNK = 16384
+# No interval of memory reaches further above its limit than this.
+WIDEST = 1.5
 PATIENCE_S = 2.0
 # The best by closed form, whose pipelines are then played event by event; of one layout a few, so
 # that a playing can still change which of them is best.
@@ -185,16 +188,23 @@ def _chunked(ask: Question, points: Pool, compute: Any, telling: str = "") -> Fl
 
 
 def _that_fit(ask: Question, grid: Candidates) -> Pool:
-    """Legal points whose fullest stage fits, with its bytes and whether rows back the choices."""
+    """Legal points whose fullest stage may fit, its bytes, and whether rows back the choices."""
     limit = ask.cluster.device.memory_bytes * USABLE
 
     def peak(c: Columns) -> Floats:
         return memory(c, ask.entry.knobs).worst_bytes
 
-    rows = np.flatnonzero(_chunked(ask, grid.smallest(), peak) < limit)
+    rows = np.flatnonzero(_chunked(ask, grid.smallest(), peak) < WIDEST * limit)
     points: Pool = dict(grid.points(rows))
     points["peak_bytes"] = _chunked(ask, points, peak, "layouts checked for memory:")
-    points = _only(points, points["peak_bytes"] < limit)
+    points = _only(points, points["peak_bytes"] < WIDEST * limit)
+    # Above the limit, but not surely: kept, and called tight.
+    over = np.flatnonzero(points["peak_bytes"] >= limit)
+    near = _only(points, over)
+    low = _chunked(ask, near, lambda c: memory_bounds(c, ask.entry)[0])
+    fits = points["peak_bytes"] < limit
+    fits[over] = low < limit
+    points = _only(points, fits)
     points["unproven"] = _chunked(ask, points, lambda c: unproven(ask, c)).astype(bool)
     return points
 

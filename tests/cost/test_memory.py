@@ -1,0 +1,112 @@
+"""Bytes of a run: divided where the engine divides, in the formats it keeps, and how sure."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fourfold.cli import main
+from fourfold.cost import calibration as calibrations
+from fourfold.cost.accuracy import score
+from fourfold.cost.columns import Columns
+from fourfold.cost.estimate import estimate
+from fourfold.cost.habits import family_of
+from fourfold.cost.memory import limit_bytes, memory
+from fourfold.cost.memory_interval import NO, TIGHT, YES, memory_bounds, verdicts
+from fourfold.cost.predict import predict
+from fourfold.cost.rows import parse
+from fourfold.cost.specs import columns_of
+from fourfold.cost.table import read_table
+from fourfold.search.question import entry_for, usual_cluster
+from fourfold.spec import catalog
+from fourfold.spec.batch import Batch
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+
+SHIPPED = calibrations.shipped()
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def seen(stack: str, gpu: str = "h100-80gb", micro: int = 1, **policy) -> Columns:
+    """llama-3.1-70b on 256 GPUs, dp32 tp8, 8192 tokens."""
+    layout = Layout(shard=32, tp=8)
+    spec = RunSpec(
+        model=catalog.model("llama-3.1-70b"),
+        gpus=256,
+        layout=layout,
+        batch=Batch(seq_len=8192, global_batch=32 * micro, micro_batch=micro),
+        policy=Policy(**policy),
+    )
+    return columns_of([spec], cluster=usual_cluster(catalog.device(gpu), 256), stack=stack)
+
+
+def activations(c: Columns, stack: str) -> float:
+    entry, _ = entry_for(SHIPPED, stack, usual_cluster(catalog.device("h100-80gb"), 256))
+    return float(memory(c, entry.knobs).parts["activations"][0])
+
+
+@pytest.mark.parametrize("stack", ["generic", "megatron-bridge-2026", "fourfold"])
+def test_saved_inputs_are_divided_where_the_sequence_is(stack: str) -> None:
+    """80 inputs of layers, 8192 tokens of 8192 numbers: 10.7 GB whole, an eighth under sp."""
+    policy = {"recompute": "full", "sharding": "zero3"}
+    whole = activations(seen(stack, sequence_parallel=False, **policy), stack)
+    divided = activations(seen(stack, **policy), stack)
+    inputs = 80 * 8192 * 8192 * 2
+    assert whole - divided > 0.95 * inputs * 7 / 8
+
+
+def test_fp8_keeps_what_the_engine_keeps() -> None:
+    """Transformer Engine the casts, torchao the originals."""
+    for stack, less in (("megatron-bridge-2026", True), ("fourfold", False)):
+        bf16, fp8 = (activations(seen(stack, precision=p), stack) for p in ("bf16-mixed", "fp8"))
+        assert (fp8 < 0.9 * bf16) == less, stack
+
+
+def test_torchtitans_published_70b_run() -> None:
+    """829 tokens/s/GPU (19.76 s) and 71.9 GiB on 256 H100 with 96 GB, by rows of other engines."""
+    assert all(family_of(entry.stack) != "torchtitan" for entry in SHIPPED.entries)
+    policy = {"precision": "fp8", "recompute": "full", "sharding": "zero3"}
+    c = seen("torchtitan-2024", "h100-96gb", micro=16, **policy)
+    entry, _ = entry_for(
+        SHIPPED, "torchtitan-2024", usual_cluster(catalog.device("h100-96gb"), 256)
+    )
+    assert float(estimate(c, entry.knobs).step_s[0]) == pytest.approx(19.764, rel=0.10)
+    peak = float(memory(c, entry.knobs).worst_bytes[0]) / 2**30
+    assert peak == pytest.approx(71.9, rel=0.15)
+
+
+def test_a_verdict_is_sure_only_beyond_the_interval() -> None:
+    stack = "megatron-bridge-2026"
+    c = seen(stack)
+    entry, _ = entry_for(SHIPPED, stack, usual_cluster(catalog.device("h100-80gb"), 256))
+    low, high = memory_bounds(c, entry)
+    limit = limit_bytes(replace(c, capacity=np.ones(1)), entry.knobs)
+    for capacity, word in ((1.01 * high, YES), (0.99 * high, TIGHT), (1.01 * low, TIGHT),
+                           (0.99 * low, NO)):  # fmt: skip
+        assert verdicts(replace(c, capacity=capacity / limit), entry)[0] == word
+
+
+@pytest.mark.parametrize("name", ["mpt", "bloom", "par4d"])
+def test_runs_that_ran_are_not_refused(name: str) -> None:
+    """Also where the table has no run out of memory to weigh that against."""
+    rows = parse(read_table(str(GOLDEN / f"{name}.csv")))
+    found = score(rows, predict(rows, SHIPPED))
+    assert found.refused_pct < 2.0
+    assert found.missed_pct != found.missed_pct or found.missed_pct < 5.0
+
+
+def test_score_and_predict_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["score", str(GOLDEN / "mpt.csv"), "--format", "csv"]) == 0
+    head, line = capsys.readouterr().out.splitlines()[:2]
+    said = dict(zip(head.split(","), line.split(","), strict=True))
+    assert (said["refused %"], said["missed %"]) == ("0.0", "-")
+    out = tmp_path / "said.csv"
+    assert main(["predict", str(GOLDEN / "par4d.csv"), "--out", str(out)]) == 0
+    with out.open() as stream:
+        verdicts = {(row["fits"], row["tight"]) for row in csv.DictReader(stream)}
+    assert verdicts == {("1", "0"), ("1", "1"), ("0", "1"), ("0", "0")}
