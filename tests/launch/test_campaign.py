@@ -151,22 +151,23 @@ def test_a_killed_campaign_keeps_what_was_predicted(tmp_path: Path) -> None:
 
 def test_workers_of_a_killed_campaign_are_ended(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    place = store.workplace()
-    finished = store.workplace()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    host = os.uname().nodename
+    owner = json.dumps({"host": host, "pid": gone.pid, "born": "1"})
+    place, finished = (tmp_path / WORK / f"{host}-{gone.pid}-0000000{i}" for i in range(2))
+    for folder in (place, finished):
+        folder.mkdir(parents=True)
+        (folder / "owner.json").write_text(owner)
     report = RunReport(spec=spec(), outcome="ok", steps=(StepReport(step=0, seconds=1.0),))
     job = JobReport(job="run", outcome="ok", seconds=1.0, runs=(report,))
     (finished / REPORT_FILE).write_text(codec.to_json(job))
     sleeper = "import time; time.sleep(600)"
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
     mark = dataclasses.replace(new_mark(place), launcher=gone.pid, born="1")
     worker, other = (
         subprocess.Popen([sys.executable, "-c", sleeper], env={**os.environ, VARIABLE: str(one)})
         for one in (mark, dataclasses.replace(mark, token="0" * 32))
     )
-    owner = json.dumps({"host": os.uname().nodename, "pid": gone.pid, "born": "1"})
-    for folder in (place, finished):
-        (folder / "owner.json").write_text(owner)
     said: list[str] = []
     kept = Campaign(store, runner=Fake(), say=said.append).clear_up()
     try:

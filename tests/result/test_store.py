@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 
 from fourfold.result.job import REPORT_FILE, JobReport
 from fourfold.result.report import Failure, Outcome, RankMemory, RunReport, StepReport
+from fourfold.result.sealed import seal
 from fourfold.result.store import INDEX, RUN_FILE, WORK, RunKey, Store, key_of
 from fourfold.result.summary import of_report
 from fourfold.spec import codec
@@ -125,12 +125,16 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_named(tmp_path: Path) 
     kept = store.keep(report())
     store.runs()
     plain = json.loads((kept.folder / RUN_FILE).read_text())
+    changed = json.dumps(plain | {"outcome": "oom"}, indent=2)
+    for text, reason in ((changed, "checksum"), ("{}", "is not a stored run")):
+        (kept.folder / RUN_FILE).write_text(text)
+        unreadable: list[str] = []
+        assert store.runs(unreadable=unreadable) == []
+        assert kept.name in unreadable[0]
+        assert reason in unreadable[0]
+    del plain["crc32"]  # a change on purpose, as the message says
     (kept.folder / RUN_FILE).write_text(json.dumps(plain | {"outcome": "oom"}))
     assert store.runs()[0].summary.outcome == "oom"
-    (kept.folder / RUN_FILE).write_text("{}")
-    unreadable: list[str] = []
-    assert store.runs(unreadable=unreadable) == []
-    assert kept.name in unreadable[0]
 
 
 def test_a_half_made_folder_is_no_run(tmp_path: Path) -> None:
@@ -147,6 +151,15 @@ def _dead_pid() -> int:
     return child.pid
 
 
+def orphaned(place: Path) -> Path:
+    """The same work folder, of a process that has ended."""
+    host, _, token = place.name.rsplit("-", 2)
+    pid = _dead_pid()
+    owner = json.dumps({"host": host, "pid": pid, "born": "1"})
+    (place / "owner.json").write_bytes(seal(owner))
+    return place.rename(place.with_name(f"{host}-{pid}-{token}"))
+
+
 def test_what_a_dead_writer_left_is_recovered_or_cleared(tmp_path: Path) -> None:
     store = Store(tmp_path)
     finished, half, cancelled = store.workplace(), store.workplace(), store.workplace()
@@ -154,16 +167,17 @@ def test_what_a_dead_writer_left_is_recovered_or_cleared(tmp_path: Path) -> None
     stopped = JobReport(job="run", outcome="cancelled", seconds=1.0, runs=(report(3, "cancelled"),))
     (finished / REPORT_FILE).write_text(codec.to_json(good))
     (cancelled / REPORT_FILE).write_text(codec.to_json(stopped))
-    (half / REPORT_FILE).write_text(codec.to_json(good)[:200])
-    owner = json.dumps({"host": os.uname().nodename, "pid": _dead_pid(), "born": "1"})
-    for place in (finished, half, cancelled):
-        (place / "owner.json").write_text(owner)
-    assert set(store.leftovers()) == {finished, half, cancelled}
-    recovered = [store.recover(place) for place in (finished, half, cancelled)]
+    torn = codec.to_json(good)[:200]
+    (half / REPORT_FILE).write_text(torn)
+    left = [orphaned(place) for place in (finished, half, cancelled)]
+    assert set(store.leftovers()) == set(left)
+    recovered = [store.recover(place) for place in left]
     assert recovered[0] is not None
     assert recovered[1:] == [None, None]
     assert [stored.name for stored in store.runs()] == [recovered[0].name]
     assert list((tmp_path / WORK).iterdir()) == []
+    # What could not be read is set aside, whole.
+    assert (tmp_path / ".damaged" / left[1].name / REPORT_FILE).read_text() == torn
 
 
 def test_another_hosts_work_is_left_alone(tmp_path: Path) -> None:
@@ -171,6 +185,9 @@ def test_another_hosts_work_is_left_alone(tmp_path: Path) -> None:
     place = store.workplace()
     (place / "owner.json").write_text(json.dumps({"host": "elsewhere", "pid": 1, "born": "1"}))
     assert store.leftovers() == []
+    other = place.rename(place.with_name("elsewhere-1-00000000"))
+    assert store.leftovers() == []
+    assert other.is_dir()
 
 
 def test_note_and_tag_do_not_change_the_key() -> None:

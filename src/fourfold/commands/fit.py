@@ -50,13 +50,14 @@ def run(args: argparse.Namespace) -> int:
     tables = [parse(read_table(path)) for path in args.rows]
     if args.runs:
         from fourfold.cost.reports import report_rows
+        from fourfold.result.store import to_stderr
         from fourfold.spec import catalog
 
         if not args.cluster:
             raise UserError(
                 "is needed with --runs", field="--cluster", way_out="name where the runs were made"
             )
-        tables.append(report_rows(args.runs, catalog.cluster(args.cluster)))
+        tables.append(report_rows(args.runs, catalog.cluster(args.cluster), to_stderr))
     if not tables:
         raise UserError(
             "nothing to fit", field="rows", way_out="name a CSV of measured runs, or --runs DIR"

@@ -96,12 +96,7 @@ def _show(args: argparse.Namespace) -> int:
 def chosen_runs(args: argparse.Namespace) -> list[Stored]:
     """The stored runs that every given filter lets through."""
     conditions = [parse(text) for text in args.where]
-    unreadable: list[str] = []
-    found = Store(args.runs).runs(
-        progress=lambda text: print(text, file=sys.stderr), unreadable=unreadable
-    )
-    for line in unreadable:
-        print(f"unreadable: {line}", file=sys.stderr)
+    found = Store(args.runs).runs(progress=lambda text: print(text, file=sys.stderr))
     return [stored for stored in found if _wanted(stored.summary, args, conditions)]
 
 

@@ -6,40 +6,51 @@ Reports of other outcomes teach nothing about speed and are left out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from fourfold import files
 from fourfold.cost.memory import GIB
 from fourfold.cost.rows import Rows
 from fourfold.cost.specs import columns_of
 from fourfold.cost.table import SCHEMA, Table
 from fourfold.errors import UserError
 from fourfold.result.report import RunReport
+from fourfold.result.run_file import NAME, RUN_FILE, read_kept, read_run
+from fourfold.result.stored import read_stored
 from fourfold.spec import codec
 from fourfold.spec.cluster import Cluster
 
 STACK = "fourfold"
 
 
-def read_reports(folder: str) -> list[RunReport]:
-    """All RunReports under a folder, in the order of their names; other files are passed over."""
+def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -> list[RunReport]:
+    """All RunReports under a folder, in the order of their names; other files are passed over, and
+    damaged ones named."""
     root = Path(folder)
     if not root.is_dir():
         raise UserError("is not a folder", field="--runs", value=folder, way_out="name the store")
     found = []
     for path in sorted(root.rglob("*.json")):
-        data = codec.parse_json(files.read_text(path, field="--runs"))
-        if isinstance(data, dict) and data.get("type") == "RunReport":
-            found.append(codec.load(RunReport, data))
+        if path.name.startswith("."):  # the store's own cache
+            continue
+        try:
+            if read_stored(path, field="--runs").get("type") == "RunReport":
+                kept = path.name == RUN_FILE and NAME.match(path.parent.name)
+                plain = read_kept(path.parent) if kept else read_run(path)[0]
+                found.append(codec.load(RunReport, plain))
+        except UserError as error:
+            warn(f"{path} is passed over: {error}")
     return found
 
 
-def report_rows(folder: str, cluster: Cluster) -> Rows:
+def report_rows(
+    folder: str, cluster: Cluster, warn: Callable[[str], None] = lambda text: None
+) -> Rows:
     """Rows of the reports that ran or ran out of memory."""
-    kept = [r for r in read_reports(folder) if r.outcome in ("ok", "oom")]
+    kept = [r for r in read_reports(folder, warn) if r.outcome in ("ok", "oom")]
     if not kept:
         raise UserError(
             "holds no report of a run", field="--runs", value=folder, way_out="run one first"

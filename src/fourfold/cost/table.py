@@ -28,6 +28,8 @@ SCHEMA: tuple[str, ...] = (
 T = TypeVar("T")
 BATCH = 4096
 PLAIN_BYTES = 2**20
+# Short lines are filled up to the header's width: a long one would cost its length for every line.
+MAX_COLUMNS = 1000
 MARK = "\x1f"  # the unit separator of ASCII; no table has it
 # Without these nothing can be said about a row.
 NEEDED = ("hardware", "n_layers", "d_model", "n_heads", "vocab", "seq_len", "n_gpus", "gbs")
@@ -69,6 +71,13 @@ def read_table(path: str | Path) -> Table:
 
 
 def _check_header(header: list[str], path: str) -> None:
+    if len(header) > MAX_COLUMNS:
+        raise UserError(
+            f"has more than {MAX_COLUMNS} columns",
+            field="rows",
+            value=path,
+            way_out="keep those of the reference schema",
+        )
     missing = [name for name in NEEDED if name not in header]
     if missing:
         raise UserError(

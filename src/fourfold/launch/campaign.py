@@ -21,6 +21,7 @@ from fourfold.launch.permit import Permit
 from fourfold.result.machine import Machine, this_machine
 from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.report import Failure, Outcome, RunReport
+from fourfold.result.sealed import seal
 from fourfold.result.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.summary import Summary
 from fourfold.spec import codec
@@ -134,7 +135,8 @@ class Campaign:
         place = self.store.workplace()
         predicted = self.foresight.predicted(spec) if self.foresight else None
         if predicted is not None:
-            files.write_text(place / PREDICTED_FILE, codec.to_json(predicted))
+            content = seal(codec.to_json(predicted))
+            files.write_bytes(place / PREDICTED_FILE, content, own=True)
         try:
             report = self.runner(spec, place, self.say)
         except BaseException:  # stopped by the user: an unfinished run leaves nothing

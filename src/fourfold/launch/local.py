@@ -34,6 +34,7 @@ from fourfold.result.job import (
     facts_file,
 )
 from fourfold.result.report import Failure, Outcome
+from fourfold.result.sealed import seal
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 
@@ -92,7 +93,7 @@ def _run_all(job: Job, folder: Path, progress: Progress | None) -> JobReport:
         raise
     finally:
         report = job_report(job, folder, ends, time.monotonic() - began, started_at)
-        files.write_text(folder / REPORT_FILE, codec.to_json(report))
+        files.write_bytes(folder / REPORT_FILE, seal(codec.to_json(report)), own=True)
     return report
 
 

@@ -6,13 +6,14 @@ the fullest rank; ratios such as MFU are computed by whoever shows them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.result.report import RunReport
+from fourfold.result.report import OUTCOMES, RunReport
 from fourfold.result.timing import timing
 from fourfold.spec import codec
 
@@ -115,9 +116,58 @@ def of_report(report: RunReport) -> Summary:
 def summarise(plain: Any, run_id: str) -> Summary:
     """From the plain data of a stored RunReport."""
     try:
-        return _summary(plain, run_id)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return checked(_summary(plain, run_id))
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"is not a stored run ({type(error).__name__}: {error})") from None
+
+
+_KINDS = {field.name: str(field.type) for field in dataclasses.fields(Summary)}
+# Divided by, or counted with.
+_FROM_ONE = {"gpus", "nodes", "pp", "dp", "replicate", "cp", "tp", "layers", "hidden", "heads",
+             "seq_len", "global_batch", "virtual_stages"}  # fmt: skip
+_SIGNED = {"loss", "peak_rank"}
+
+
+def checked(summary: Summary) -> Summary:
+    """The summary, whose every value is of the kind that its readers count on."""
+    for name, kind in _KINDS.items():
+        value = getattr(summary, name)
+        if not _is(kind, value) or (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and name not in _SIGNED
+            and value < (name in _FROM_ONE)
+        ):
+            raise UserError("is not what a stored run has there", field=name, value=value)
+    if summary.outcome not in OUTCOMES:
+        raise UserError("is no outcome", field="outcome", value=summary.outcome)
+    if sorted(summary.order.split()) != ["cp", "dp", "pp", "tp"]:
+        raise UserError("is no order of the axes", field="order", value=summary.order)
+    return summary
+
+
+def _is(kind: str, value: object) -> bool:
+    if value is None:
+        return kind.endswith(" | None")
+    match kind.removesuffix(" | None"):
+        case "str":
+            return isinstance(value, str)
+        case "bool":
+            return isinstance(value, bool)
+        case "int":
+            return type(value) is int and abs(value) <= codec.MAX_INT
+        case "float":
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            return number and abs(value) <= 1e300
+        case _:  # env
+            return isinstance(value, tuple) and all(map(_is_pair, value))
+
+
+def _is_pair(value: object) -> bool:
+    is_tuple = isinstance(value, tuple) and len(value) == 2
+    return is_tuple and all(isinstance(text, str) for text in value)
 
 
 def _summary(plain: dict[str, Any], run_id: str) -> Summary:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import combinations
 
 from fourfold.tables import cells
 from fourfold.tables.lint import Case, Finding, finding
@@ -18,6 +18,9 @@ _REFERENCE_DIGITS = 5
 # Equal values that chance alone would give a table; above this, equality says little.
 _MOST_BY_CHANCE = 0.5
 _NEAR = 20
+# Equal values, and nearly equal ones, that a row is compared with: its nearest. All would make the
+# work grow with the square of a table of equal rows.
+_MOST_COMPARED = 50
 # Without a twin row, exchanged columns are seen only when the columns' ranges lie this far apart.
 _APART = 1.15
 
@@ -71,21 +74,22 @@ def _swapped_by_twin(case: Case) -> Iterator[Finding]:
     row elsewhere in the file with the same two numbers the other way round can."""
     rows = [record for record in case.records if row_work(record) is not None]
     seen: dict[tuple[object, float, float], list[Record]] = defaultdict(list)
+    sums: dict[tuple[object, ...], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for record in rows:
         seen[_model(record), record.step_s or 0, record.tflops_gpu or 0].append(record)
+        for key in _sum_keys(record):
+            for at, value in enumerate((1, record.step_s or 0.0, record.tflops_gpu or 0.0)):
+                sums[key][at] += value
     for record in rows:
         mine = (_model(record), record.step_s or 0, record.tflops_gpu or 0)
         twins = seen.get((mine[0], mine[2], mine[1]), [])
         if not twins or record.step_s == record.tflops_gpu:
             continue
         # Which of the two is wrong: the one whose seconds fit worse to the other rows of the model.
-        others = [
-            row for row in rows
-            if (row.label, row.gpus) == (record.label, record.gpus)
-            and {row.step_s, row.tflops_gpu} != {record.step_s, record.tflops_gpu}
-        ]  # fmt: skip
+        whole, pair = (sums[key] for key in _sum_keys(record))
+        others = [all_rows - alike for all_rows, alike in zip(whole, pair, strict=True)]
         if _misfit(record, others) > _misfit(twins[0], others) or (
-            not others and len(twins) >= len(seen[mine])
+            not others[0] and len(twins) >= len(seen[mine])
             and record.line > twins[0].line
         ):  # fmt: skip
             yield _swapped(record, f"as in line {twins[0].line}")
@@ -97,31 +101,36 @@ def _model(record: Record) -> tuple[object, ...]:
     return (record.label, record.gpus, record.global_batch, *axes)
 
 
-def _misfit(record: Record, others: list[Record]) -> float:
-    """How far seconds and TFLOPs lie from the other rows' means, as a ratio."""
-    if not others:
+def _sum_keys(record: Record) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Rows of the same model on as many GPUs, and those of them with the same two numbers."""
+    pair = frozenset((record.step_s, record.tflops_gpu))
+    return (record.label, record.gpus), (record.label, record.gpus, pair)
+
+
+def _misfit(record: Record, others: list[float]) -> float:
+    """How far seconds and TFLOPs lie from the means of `others` (count and both sums), as a
+    ratio."""
+    count, seconds, tflops = others
+    if not count or not seconds > 0 or not tflops > 0:
         return 0.0
-    seconds = sum(row.step_s or 0 for row in others) / len(others)
-    tflops = sum(row.tflops_gpu or 0 for row in others) / len(others)
     ratio = (record.step_s or 1) / seconds * tflops / (record.tflops_gpu or 1)
     return max(ratio, 1 / ratio)
 
 
 def _swapped_by_range(rows: list[Record]) -> Iterator[Finding]:
     """Where all seconds exceed all TFLOPs (or the reverse), one row the other way round."""
-    for record in rows:
-        others = [row for row in rows if row is not record]
-        if len(others) < 3:
-            return
-        seconds = [row.step_s or 0.0 for row in others]
-        tflops = [row.tflops_gpu or 0.0 for row in others]
-        mine_s, mine_tflops = record.step_s or 0.0, record.tflops_gpu or 0.0
-        for high, low, mine_high, mine_low in (
-            (seconds, tflops, mine_s, mine_tflops),
-            (tflops, seconds, mine_tflops, mine_s),
-        ):
-            apart = min(high) > _APART * max(low)
-            if apart and mine_high < max(low) * 1.1 and mine_low > min(high) / 1.1:
+    if len(rows) < 4:
+        return
+    columns = ([row.step_s or 0.0 for row in rows], [row.tflops_gpu or 0.0 for row in rows])
+    # Without one row the least is the second least where that row has the least.
+    ends = [(sorted(column)[:2], sorted(column)[-2:]) for column in columns]
+    for record, *mine in zip(rows, *columns, strict=True):
+        for high, low in ((0, 1), (1, 0)):
+            (least, second_least), (second_most, most) = ends[high][0], ends[low][1]
+            low_end = second_least if mine[high] == least else least
+            high_end = second_most if mine[low] == most else most
+            apart = low_end > _APART * high_end
+            if apart and mine[high] < high_end * 1.1 and mine[low] > low_end / 1.1:
                 yield _swapped(record, "like the other rows")
 
 
@@ -198,13 +207,16 @@ def _copies(
         groups[getattr(record, name)].append(record)
     told = _by_chance(counted, name, related, 10.0**-places)
     for same in groups.values():
-        for first, second in combinations(same, 2):
-            if told(first, second):
+        for place, second in enumerate(same):
+            for first in same[max(0, place - _MOST_COMPARED) : place]:
+                if not told(first, second):
+                    continue
                 yield finding(
                     second, "copied-cell", second.text(shown),
                     f"a value of its own; {first.place} has the same {name}",
                     "measure or look up both again",
                 )  # fmt: skip
+                break
 
 
 def _by_chance(
@@ -231,10 +243,13 @@ def _expected(
     values = [getattr(record, name) for record in ordered]
     near = 0
     for i, value in enumerate(values):
-        j = i + 1
-        while j < len(values) and values[j] - value <= (_NEAR + 0.5) * unit:
-            near += values[j] - value > 0.5 * unit and told(ordered[i], ordered[j])
-            j += 1
+        j = bisect_right(values, value + 0.5 * unit, lo=i + 1)
+        for other in range(j, min(j + _MOST_COMPARED, len(values))):
+            if values[other] - value > (_NEAR + 0.5) * unit:
+                break
+            near += told(ordered[i], ordered[other])
+        if near > 2 * _NEAR * _MOST_BY_CHANCE:  # more would not change the answer
+            break
     return near / (2 * _NEAR)
 
 

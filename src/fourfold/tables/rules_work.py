@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -48,7 +49,8 @@ def _groups(rows: Sequence[Record]) -> list[list[Record]]:
 
 def _consensus(group: list[Record], works: list[float], length: int) -> float | None:
     """The work that most rows share. Two rows that differ have none unless the shape decides."""
-    support = [sum(agree(one, work, 2 * SLACK) for one in works) for work in works]
+    ordered = sorted(works)
+    support = [_near(ordered, work, 2 * SLACK * abs(work)) for work in works]
     best = max(support)
     if best > len(works) / 2 and best > 1:
         return works[support.index(best)]
@@ -57,6 +59,11 @@ def _consensus(group: list[Record], works: list[float], length: int) -> float | 
         if shape and matching(record, shape, work, record.seq_len or length):
             return work
     return None
+
+
+def _near(ordered: list[float], value: float, slack: float) -> int:
+    """How many of the sorted values lie within the slack."""
+    return bisect_right(ordered, value + slack) - bisect_left(ordered, value - slack)
 
 
 def _judge(record: Record, work: float, usual: float | None, seq_len: int) -> Iterator[Finding]:

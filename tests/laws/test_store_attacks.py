@@ -1,0 +1,233 @@
+"""Whatever happens to a store's files: no traceback, nothing false shown without a warning.
+
+A quick sample runs always; the long set has 1,000 mutations and 3,000 commands (fixed seeds).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.result.prediction import Prediction
+from fourfold.result.report import Failure, RankMemory, RankSteps, RunReport, StepReport
+from fourfold.result.sealed import seal
+from fourfold.result.shortage import Shortage
+from fourfold.result.store import INDEX, RUN_FILE, Store
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+
+DEEP = "[" * 3000 + "]" * 3000
+ODD: tuple[Any, ...] = (
+    None, True, -1, 0, 1.5, 1e308, 10**30, "", "x", "\x1b[2J", "9" * 300, [], {}, [[]], {"a": 1},
+    [1, "x", None], "pp1 dp1", {"x": {"y": []}}, float("inf"), -0.5, "../../etc/passwd", "\ud800",
+)  # fmt: skip
+TEXTS = ("", "[]", "null", "5", '"x"', "{", "{}", DEEP, '{"a":1,"a":2}', "NaN", "\ufeff{}",
+         '{"runs": {}, "crc32": "0"}', "1" * 6000, '{"spec": ' + "9" * 5000 + "}")  # fmt: skip
+
+
+def reports() -> Iterator[RunReport]:
+    for number, outcome in enumerate(("ok", "ok", "oom", "crashed", "ok")):
+        table = {
+            "model": "llama-tiny", "gpus": 4, "layout": {"tp": 2}, "policy": {"precision": "fp32"},
+            "batch": {"seq_len": 64, "micro_batch": 1 + number // 2, "global_batch": 8},
+            "note": f"note {number}", "tag": "=tag",
+        }  # fmt: skip
+        steps = [
+            StepReport(step=i, seconds=0.5 + number + i / 100, loss=9.0 - i, warmup=i < 2)
+            for i in range(7)
+        ]
+        yield RunReport(
+            spec=codec.load(RunSpec, table),
+            outcome=outcome,  # type: ignore[arg-type]
+            environment=(("device", "Some CPU"), ("host", "here"), ("torch", "2.13.0")),
+            steps=tuple(steps),
+            memory=tuple(RankMemory(rank=i, stage=0, peak_bytes=10**9 + i) for i in range(2)),
+            ranks=(RankSteps(rank=0, host="here", step_s=(0.5,), busy_s=(0.4,)),),
+            predicted=Prediction(step_s=0.4, step_s_low=0.3, step_s_high=0.6, peak_bytes=2e9),
+            started_at=f"2026-01-0{number + 1}T00:00:00+00:00",
+            failure=None
+            if outcome == "ok"
+            else Failure(rank=1, stage=0, phase="step", message="no <b> memory"),
+            shortage=Shortage(live_bytes=10, asked_bytes=5, limit_bytes=12, source="ledger")
+            if outcome == "oom"
+            else None,
+        )
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    store = Store(tmp_path / "runs")
+    for report in reports():
+        store.keep(report)
+    store.runs()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious.json").write_text("{}")
+    (outside / RUN_FILE).write_text("{}")
+    return tmp_path / "runs"
+
+
+def call(words: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    assert "Traceback" not in err.getvalue()
+    return code, out.getvalue(), err.getvalue()
+
+
+def commands(runs: Path, names: list[str]) -> list[list[str]]:
+    one, other = names[0][:16], names[-1][:16]
+    at = ["--runs", str(runs)]
+    return [
+        ["runs", *at, "--format", "json"],
+        ["runs", *at, "--sort", "step_s", "--where", "tp == 2"],
+        ["runs", *at, "--format", "csv"],
+        ["runs", "show", one, *at],
+        ["runs", "show", other, *at, "--format", "json"],
+        ["diff", one, other, *at],
+        ["diff", one, other, *at, "--format", "json"],
+        ["report", *at, "--style", "mpt"],
+        ["report", *at, "--style", "topology", "--format", "md"],
+        ["report", *at, "--style", "scaling", "--format", "json"],
+        ["fit", *at, "--cluster", "jean-zay", "--suggest", "1"],
+    ]
+
+
+# --- mutations: each changes one thing at `path`
+
+
+def flip(path: Path, dice: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    path.write_bytes(content)
+
+
+def splice(path: Path, dice: random.Random) -> None:
+    content = path.read_bytes()
+    start = dice.randrange(len(content))
+    junk = dice.choice([b"", b"\0", b"}", b'"', b",", b"\xff\xfe", b"9" * 400, b"[" * 2000, b"\n"])
+    path.write_bytes(content[:start] + junk + content[start + dice.randrange(40) :])
+
+
+def cut(path: Path, dice: random.Random) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: dice.randrange(len(content))])
+
+
+def other_text(path: Path, dice: random.Random) -> None:
+    path.write_text(dice.choice(TEXTS))
+
+
+def recoded(path: Path, dice: random.Random) -> None:
+    text = path.read_text()
+    path.write_bytes(dice.choice([text.encode("utf-16"), b"\xef\xbb\xbf" + text.encode(),
+                                  text.replace("\n", "\r\n").encode()]))  # fmt: skip
+
+
+def _places(data: Any) -> Iterator[tuple[Any, Any]]:
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+        yield data, key
+        if isinstance(value, dict | list):
+            yield from _places(value)
+
+
+def revalue(path: Path, dice: random.Random) -> None:
+    """Another value somewhere, or an entry less; the sum stays as it was."""
+    plain = json.loads(path.read_text())
+    _change(plain, dice)
+    path.write_text(json.dumps(plain, indent=2))
+
+
+def revalue_and_seal(path: Path, dice: random.Random) -> None:
+    """The same by somebody who knows how sums are made."""
+    plain = json.loads(path.read_text())
+    plain.pop("crc32", None)
+    _change(plain, dice)
+    path.write_bytes(seal(json.dumps(plain, indent=2)))
+
+
+def _change(plain: Any, dice: random.Random) -> None:
+    holder, key = dice.choice(list(_places(plain)))
+    if dice.random() < 0.15:
+        del holder[key]
+    else:
+        holder[key] = dice.choice(ODD)
+
+
+def stand_in(path: Path, dice: random.Random) -> None:
+    """Something else under its name: a pipe, a folder, a link."""
+    path.unlink()
+    kind = dice.randrange(6)
+    outside = path.parents[1] / "outside" if path.name == INDEX else path.parents[2] / "outside"
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.mkdir()
+    else:
+        targets = [path.name, "/dev/zero", outside / "precious.json", "/nowhere"]
+        path.symlink_to(targets[kind - 2])
+
+
+def swap(path: Path, dice: random.Random) -> None:
+    """Another run's file."""
+    others = [other for other in path.parents[1].glob(f"*/{RUN_FILE}") if other != path]
+    path.write_bytes(dice.choice(others or [path]).read_bytes())
+
+
+KINDS: tuple[Callable[[Path, random.Random], None], ...] = (
+    flip, flip, splice, cut, other_text, recoded, revalue, revalue, revalue_and_seal,
+    revalue_and_seal, stand_in, swap,
+)  # fmt: skip
+
+
+def attack(runs: Path, count: int, per: int, seed: int) -> None:
+    names = sorted(path.name for path in runs.iterdir() if not path.name.startswith("."))
+    asked = commands(runs, names)
+    truth = {tuple(words): call(words) for words in asked}
+    assert all(code == 0 and "warning" not in err for code, _, err in truth.values())
+    outside = {path: path.read_bytes() for path in (runs.parent / "outside").iterdir()}
+    dice = random.Random(seed)
+    for _ in range(count):
+        Store(runs).runs()  # the cache is fresh
+        path = dice.choice([runs / INDEX, *(runs / name / RUN_FILE for name in names)])
+        kind = dice.choice(KINDS)
+        if path.name == INDEX and kind is swap:
+            kind = revalue
+        before = path.read_bytes()
+        kind(path, dice)
+        changed = path.is_file() and not path.is_symlink() and path.read_bytes()
+        for words in dice.sample(asked, per):
+            code, out, err = call(words)
+            assert code in (0, 1, 2), (words, kind.__name__)
+            told = "warning: " in err or err.startswith("error: ")
+            honest = kind is revalue_and_seal or told or out == truth[tuple(words)][1]
+            assert honest, (words, kind.__name__, path.name, len(changed or b""), code, err)
+            if path.name == RUN_FILE:  # a run's file is left as it is, however damaged
+                assert (path.is_file() and not path.is_symlink() and path.read_bytes()) == changed
+        assert {p: p.read_bytes() for p in outside} == outside
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
+        path.write_bytes(before)
+        if path.name == INDEX:
+            path.unlink()
+
+
+def test_a_mutated_store_shows_nothing_false(runs: Path) -> None:
+    attack(runs, count=60, per=2, seed=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_a_thousand_mutations(runs: Path, seed: int) -> None:
+    attack(runs, count=100, per=3, seed=seed)
