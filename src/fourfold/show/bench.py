@@ -9,7 +9,7 @@ from typing import Any
 from fourfold.cost.flops import CONVENTIONS, Question, utilisation_pct
 from fourfold.errors import UserError
 from fourfold.result.quality import flags, straggler, throttles
-from fourfold.result.report import RunReport
+from fourfold.result.report import Failure, RunReport
 from fourfold.result.summary import of_report
 from fourfold.show import post_mortem
 from fourfold.show.micro import micro_words
@@ -211,10 +211,10 @@ def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
         lines.append(["flag", flag, ""])
     if "failure" in plain:
         said = plain["failure"]
-        where = f"rank {said['rank']}, stage {said['stage']}, {said['phase']}"
+        where = Failure(**said).who
         words = said["message"].strip().split("\n")[-1]
         # The largest tensors have a table of their own.
-        lines.append(["failed at", where, words.partition("; largest:")[0][:160]])
+        lines.append(["failed at", where, words.partition("; largest:")[0][:240]])
     return lines
 
 
