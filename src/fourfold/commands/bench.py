@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tag", metavar="TEXT", help="a word kept with the run")
     parser.add_argument("--note", metavar="TEXT", help="words kept with the run")
     parser.add_argument("--convention", default="causal", metavar="ID", help="see 'flops'")
+    parser.add_argument("--force", action="store_true", help="run even what surely does not fit")
     foresight.add_arguments(parser)
     flags.add_permit(parser)
     flags.add_format(parser)
@@ -73,7 +74,16 @@ def run(args: argparse.Namespace) -> int:
         foresight=ahead,
     )
     campaign.clear_up()
-    spec, trials = bench_auto.decide(_spec(args), campaign)
+    asked = _spec(args)
+    too_large = "" if args.force else ahead.too_large(asked)
+    if too_large:
+        raise UserError(
+            f"surely does not fit: {too_large}",
+            field="model",
+            value=asked.model.name,
+            way_out="'fourfold plan' finds layouts that do; --force runs it all the same",
+        )
+    spec, trials = bench_auto.decide(asked, campaign)
     refused = why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus))
     if refused:
         campaign.refuse(spec, "; ".join(map(str, refused)))

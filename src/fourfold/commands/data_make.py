@@ -154,7 +154,7 @@ def _from_file(path: str, end_token: str | None) -> Encoder:
             "needs the package 'tokenizers', which is not installed",
             field="--tokenizer",
             value=path,
-            way_out="pip install '.[tokenizers]', or use --tokenizer bytes",
+            way_out="pip install tokenizers, or use --tokenizer bytes",
         ) from None
     import hashlib
 

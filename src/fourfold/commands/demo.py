@@ -20,6 +20,7 @@ from fourfold.launch.local import JobError, run_job
 from fourfold.launch.scratch import scratch
 from fourfold.result import RunReport
 from fourfold.result.profile import HardwareProfile, cluster_of
+from fourfold.result.quality import flags
 from fourfold.show.table import json_text, render
 from fourfold.spec import Batch, Policy, RunSpec, catalog
 from fourfold.spec.cluster import Cluster
@@ -142,7 +143,9 @@ def _plan(
 def _measure(specs: list[RunSpec], steps: int) -> list[RunReport]:
     timed = tuple(replace(spec, steps=steps, warmup=2) for spec in specs)
     with scratch() as folder:
-        report = run_job(Job(job="run", specs=timed), folder, progress=progress_lines())
+        # Probes before and after each run tell a changed machine from a wrong prediction.
+        job = Job(job="run", specs=timed, options=(("probe_s", "0.5"),))
+        report = run_job(job, folder, progress=progress_lines())
     end_line()
     return list(report.runs)
 
@@ -163,11 +166,39 @@ def _row(spec: RunSpec, said: dict[str, float], report: RunReport) -> dict[str, 
         row |= {
             "measured_s": median(step.seconds for step in timed),
             "measured_peak_bytes": max(memory.peak_bytes for memory in report.memory),
+            "inside_interval": said["step_s_low"]
+            <= median(step.seconds for step in timed)
+            <= said["step_s_high"],
+            "flags": flags(report),
             "loss": next((s.loss for s in reversed(timed) if s.loss is not None), None),
         }
     elif report.failure is not None:
         row["failure"] = report.failure.message
     return row
+
+
+def _verdict(rows: list[dict[str, Any]]) -> list[str]:
+    """How the prediction did, and what to doubt about the measurement, as `bench` says it."""
+    timed = [row for row in rows if "measured_s" in row]
+    inside = [
+        row
+        for row in timed
+        if row["predicted_s_low"] <= row["measured_s"] <= row["predicted_s_high"]
+    ]
+    if not timed:
+        return []
+    lines = [f"{len(inside)} of {len(timed)} measured inside their 80% interval"]
+    if len(inside) < len(timed):
+        ratio = median(row["measured_s"] / row["predicted_s"] for row in timed)
+        lines[0] += (
+            f"; they took {ratio:.2g} times the prediction, which is for a machine that does "
+            "nothing else"
+        )
+    best = min(timed, key=lambda row: row["measured_s"])
+    place = timed.index(best) + 1
+    lines.append(f"fastest measured: {best['layout']}, predicted as number {place} of these")
+    lines += [f"doubt {row['layout']}: {flag}" for row in timed for flag in row["flags"]]
+    return lines
 
 
 def _print(style: str, rows: list[dict[str, Any]], chosen: Scene, cluster: Cluster) -> None:
@@ -203,6 +234,8 @@ def _print(style: str, rows: list[dict[str, Any]], chosen: Scene, cluster: Clust
         "predicted from kernels and links measured a minute ago, before any step was run; "
         "'fourfold fit' learns from runs"
     )
+    for line in _verdict(rows):
+        print(line)
     for row in rows:
         if "failure" in row:
             print(f"{row['layout']} {row['outcome']}: {row['failure']}", file=sys.stderr)

@@ -19,6 +19,7 @@ from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.nccl_tests import device_id
 from fourfold.spec.run import RunSpec
+from fourfold.units import show_bytes
 
 if TYPE_CHECKING:
     from fourfold.cost.calibration import Calibration
@@ -127,6 +128,25 @@ class Foresight:
             return self.told.get(spec.run_id) or self.predictions([spec])[0]
         except UserError:
             return None
+
+    def too_large(self, spec: RunSpec) -> str:
+        """Why a run surely does not fit the hardware, whatever its limit: weights, gradients and
+        moments alone are more than there is. '' where it may fit, or nobody knows."""
+        try:
+            state = self.forecasts([spec])[0].state_bytes
+        except UserError:  # no description of this machine for such a run
+            return ""
+        here = self.cluster(spec)
+        if here is not None and not here.device.id.startswith("cpu"):
+            room, ranks, whose = here.device.memory_bytes, 1, ("a rank", here.device.id)
+        else:
+            room, ranks, whose = host_memory_bytes(), spec.gpus, ("all ranks", "this host")
+        if not room or state * ranks <= room:
+            return ""
+        return (
+            f"weights, gradients and moments of {whose[0]} take {show_bytes(state * ranks)}, and "
+            f"{whose[1]} has {show_bytes(room)}"
+        )
 
     def remedies(self, report: RunReport) -> tuple[Remedy, ...]:
         from fourfold.search.fixes import remedies

@@ -25,11 +25,12 @@ from fourfold.errors import UserError
 from fourfold.result.report import OUTCOMES
 from fourfold.result.store import INDEX, RUN_FILE, Stored
 from fourfold.show.table import json_text
-from fourfold.tables.document import Document, Text, read_file, write
+from fourfold.tables.document import Document, Table, Text, read_file, write
 from fourfold.tables.from_runs import record_of
 from fourfold.tables.publish import STYLE_CONVENTION, STYLES, plain_records, publish
 from fourfold.tables.record import Record
 from fourfold.tables.records import records
+from fourfold.tables.styles import unread
 
 if TYPE_CHECKING:
     from fourfold.search.running_score import Score
@@ -125,12 +126,21 @@ def _records(args: argparse.Namespace, seen: list[Stored]) -> list[Record]:
             seen += stored
             found += [record_of(item.summary, at) for at, item in enumerate(stored)]
         elif args.sources:
-            found += [r for r in records(read_file(source)) if r.status != "absent"]
+            document = read_file(source)
+            found += [r for r in records(document) if r.status != "absent"]
+            for table in (block for block in document.blocks if isinstance(block, Table)):
+                _name_unread(source, unread(table))
         else:
             raise UserError(
                 "is no store yet", field="runs", value=source, way_out="run something first"
             )
     return found
+
+
+def _name_unread(source: str, headings: tuple[str, ...]) -> None:
+    if headings:
+        said = ", ".join(f"'{heading}'" for heading in headings)
+        print(f"{source}: columns that are not read: {said}", file=sys.stderr)
 
 
 def _write_both(document: Document, name: str, *, force: bool) -> None:

@@ -41,6 +41,21 @@ from fourfold.spec.tokens import read_info, require_fit
 from fourfold.units import show_bytes, show_seconds
 
 EXAMPLES = """\
+a FILE.toml (axes are short names, paths such as policy.compile, or "env.NAME"):
+  model = "llama-3.1-8b"
+  gpus = 8
+  steps = 20
+  where = ["mem_gb < 75"]
+  [batch]
+  seq_len = "8k"
+  global_batch = 64
+  [policy]
+  precision = "bf16"
+  [sweep]
+  tp = [1, 2, 4]
+  micro_batch = [1, 2, "auto"]
+  sharding = ["zero1", "fsdp"]
+
 examples:
   fourfold sweep sweep.toml --dry-run
   fourfold sweep sweep.toml --where 'mem_gb < 70' --cluster mine.toml

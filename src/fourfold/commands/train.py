@@ -111,7 +111,7 @@ def _must_have_packages(settings: TrainSettings) -> None:
             raise UserError(
                 f"needs the package {package}, which is not installed",
                 field=package,
-                way_out=f"pip install 'fourfold[{package}]', or leave --{package} out",
+                way_out=f"pip install {package}, or leave --{package} out",
             )
 
 

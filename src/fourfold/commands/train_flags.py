@@ -70,6 +70,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec, TrainSettings]:
     """What to train: a spec file or, without one, what the folder was trained with; then flags."""
     known = {} if args.spec or args.fresh else folder.described()
+    if args.resume and not known and not folder.checkpoints.exists():
+        raise UserError(
+            "holds no training to resume",
+            field="out",
+            value=str(folder.root),
+            way_out="name the --out of an earlier 'fourfold train', or leave --resume out",
+        )
     if any(getattr(args, axis) is not None for axis in ("gpus", "dp", "tp", "cp", "pp")):
         known.pop("layout", None)  # a new layout is asked for, not a change of one axis
     table = flags.run_table(args, known)

@@ -99,7 +99,7 @@ def must_have_safetensors(what: str) -> None:
     if importlib.util.find_spec("safetensors") is None:
         raise UserError(
             f"'{what}' needs the package 'safetensors', which is not installed",
-            way_out="pip install '.[hf]'",
+            way_out="pip install safetensors",
         )
 
 

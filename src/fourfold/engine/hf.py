@@ -151,7 +151,7 @@ def safetensors() -> Any:
     except ModuleNotFoundError:
         raise UserError(
             "Hugging Face weights need the package 'safetensors', which is not installed",
-            way_out="pip install '.[hf]'",
+            way_out="pip install safetensors",
         ) from None
     return safetensors
 

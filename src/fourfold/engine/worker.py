@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print("torch is not installed: pip install '.[run]'", file=sys.stderr)
+        print("torch is not installed: pip install torch", file=sys.stderr)
         return NO_TORCH_EXIT
     from fourfold.engine.rank import work
 

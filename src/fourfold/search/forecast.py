@@ -37,6 +37,7 @@ class Forecast:
     low_s: float
     high_s: float
     peak_bytes: float
+    state_bytes: float  # of the peak: weights, gradients and moments, which no step can do without
 
     def prediction(self, *, limit_bytes: float, basis: str) -> Prediction:
         return Prediction(
@@ -79,13 +80,14 @@ def forecast(
         low_s, high_s = bounds(columns, entry, step_s)
         if cluster is None and profile is None:
             low_s, high_s = step_s / _GUESS_FACTOR, step_s * _GUESS_FACTOR
-        worst = memory(columns, entry.knobs).worst_bytes
+        room = memory(columns, entry.knobs)
         for i, at in enumerate(places):
             answers[at] = Forecast(
                 step_s=float(step_s[i]),
                 low_s=float(low_s[i]),
                 high_s=float(high_s[i]),
-                peak_bytes=float(worst[i]),
+                peak_bytes=float(room.worst_bytes[i]),
+                state_bytes=float(room.parts["state"][i]),
             )
     return [answers[at] for at in range(len(specs))]
 

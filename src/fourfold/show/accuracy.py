@@ -22,7 +22,7 @@ def draw(results: list[Result], path: str) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise UserError(
-            "needs matplotlib", field="--picture", way_out="pip install 'fourfold[plots]'"
+            "needs matplotlib", field="--picture", way_out="pip install matplotlib"
         ) from None
     ways = list(dict.fromkeys(result.how for result in results))
     figure, axes = pyplot.subplots(

@@ -31,7 +31,7 @@ def picture(program: Program, rows: Sequence[StepRow], path: str) -> bytes:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(
-            "needs matplotlib", field="picture", value=path, way_out="pip install fourfold[plots]"
+            "needs matplotlib", field="picture", value=path, way_out="pip install matplotlib"
         ) from None
     height = max(2.5, 0.32 * len(rows) + 1.6)
     figure = Figure(figsize=(9.0, height), layout="constrained")

@@ -87,7 +87,7 @@ def picture(points: Sequence[Point], title: str, path: str) -> bytes:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(
-            "needs matplotlib", field="plot", value=path, way_out="pip install fourfold[plots]"
+            "needs matplotlib", field="plot", value=path, way_out="pip install matplotlib"
         ) from None
     figure = Figure(figsize=(8.0, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -84,7 +84,8 @@ def _heading(record: Record, style: str, rule: str) -> str:
         parts.append(
             f"FAMILY={model.family} / NLAYERS={model.layers} / NHIDDEN={model.hidden} / "
             f"NHEADS={model.heads} / NKVHEADS={model.kv_heads} / NFFN={model.ffn} / "
-            f"VOCAB={model.vocab} / TIED={int(model.tied)} / SEQLEN={record.seq_len}"
+            f"VOCAB={model.vocab} / TIED={int(model.tied)}"
+            + (f" / SEQLEN={record.seq_len}" if record.seq_len else "")
         )
     said = [record.precision, record.recompute and f"recompute {record.recompute}", record.hardware]
     parts.append(", ".join(filter(None, said)))

@@ -41,6 +41,16 @@ _TOPOLOGY_FIELDS = {
     "seqlen": "seq_len", "seq len": "seq_len", "seq": "seq_len", "mem": "mem_gb",
     "sec/it": "step_s", "s/it": "step_s", "tflops": "tflops_gpu", "tflops/gpu": "tflops_gpu",
     "notes": "note", "note": "note", "precision": "precision",
+    # The same under names of other logs and spreadsheets.
+    "s/iter": "step_s", "sec/iter": "step_s", "sec_per_iter": "step_s", "s/step": "step_s",
+    "sec/step": "step_s", "step_s": "step_s", "step time (s)": "step_s", "iter time (s)": "step_s",
+    "tflop/s/gpu": "tflops_gpu", "tflops_gpu": "tflops_gpu", "tflop/s": "tflops_gpu",
+    "micro_batch": "micro_batch", "micro batch": "micro_batch", "micro_batch_size": "micro_batch",
+    "global_batch": "global_batch", "global batch": "global_batch",
+    "global_batch_size": "global_batch", "seq_len": "seq_len", "sequence_length": "seq_len",
+    "mem_gb": "mem_gb", "memory (gb)": "mem_gb", "mem (gb)": "mem_gb", "sharding": "sharding",
+    "tokens/s/gpu": "tokens_s_gpu", "tok/s/gpu": "tokens_s_gpu", "tokens_s_gpu": "tokens_s_gpu",
+    "n_gpus": "gpus", "num_gpus": "gpus", "num_layers": "layers", "hidden_size": "hidden",
 }  # fmt: skip
 _SCALING_FIRST = re.compile(r"\(\s*tp\s*,\s*cp\s*,\s*pp\s*,\s*(micro[ -]?batch|mbs)\s*\)\Z")
 _GPU_COLUMN = re.compile(r"([0-9]+)\s*(?:x\s*)?gpus?\Z", re.IGNORECASE)
@@ -72,6 +82,17 @@ def columns(table: Table, style: Style) -> tuple[str, ...]:
     if style == "topology":
         return tuple(_TOPOLOGY_FIELDS.get(name, "") for name in names)
     return ()
+
+
+def unread(table: Table) -> tuple[str, ...]:
+    """Headings that mean nothing here: their cells are lost to whoever reads the records."""
+    style = style_of(table)
+    if style == "scaling":
+        known = gpu_columns(table)
+        return tuple(h for at, h in enumerate(table.headings) if at and at not in known)
+    fields = columns(table, style) or ("",) * len(table.headings)
+    pairs = zip(repaired_headings(table, style), fields, strict=False)
+    return tuple(heading for heading, field in pairs if not field and heading.strip())
 
 
 def repaired_headings(table: Table, style: Style) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def float8_product(*, emulate: bool) -> Product:
             f"needs torchao, which can't be imported ({error})",
             field="policy.precision",
             value="fp8",
-            way_out="pip install 'fourfold[fp8]'",
+            way_out="pip install torchao",
         ) from None
     config = Float8LinearConfig(emulate=emulate)
     # FSDP and tensor parallelism own the weights, so torchao gets no module to keep them in: only

@@ -1,0 +1,76 @@
+"""Do commands say what a newcomer needs to hear, before they start and after they end?"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.commands import demo, progress, sweep
+from fourfold.spec.sweep import expand, read_sweep
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_bench_refuses_what_surely_does_not_fit(tmp_path: Path, capsys) -> None:
+    words = ["bench", "--model", "llama-3.1-405b", "--gpus", "1", "--runs", str(tmp_path / "runs")]
+    assert main([*words, "--set", "device=cpu"]) == 2
+    said = capsys.readouterr().err
+    assert "surely does not fit: weights, gradients and moments of all ranks take" in said
+    assert "--force runs it" in said
+    assert not list(tmp_path.glob("runs/*/run.json"))
+
+
+def test_resume_of_nothing(tmp_path: Path, capsys) -> None:
+    assert main(["train", "--out", str(tmp_path / "nothing"), "--resume"]) == 2
+    assert "holds no training to resume" in capsys.readouterr().err
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_report_names_what_it_does_not_read(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(
+        "model,gpus,tp,pp,dp,micro_batch_size,global_batch_size,sec_per_iter,lr,my note\n"
+        "llama-3.1-8b,8,2,1,4,1,64,3.25,3e-4,x\n"
+    )
+    assert main(["report", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert "columns that are not read: 'lr', 'my note'" in err
+    assert "SEQLEN" not in out
+    assert "3.250" in out
+    assert re.search(r"\b64\b", out)
+
+
+def test_demo_gives_a_verdict() -> None:
+    said = {"predicted_s": 1.0, "predicted_s_low": 0.5, "predicted_s_high": 2.0, "flags": []}
+    inside = said | {"layout": "dp4", "measured_s": 1.2}
+    outside = said | {"layout": "tp4", "measured_s": 3.1, "flags": ["machine changed"]}
+    assert demo._verdict([inside])[0] == "1 of 1 measured inside their 80% interval"
+    lines = demo._verdict([outside, inside])
+    assert lines[0].startswith("1 of 2 measured inside their 80% interval; they took 2.1 times")
+    assert "fastest measured: dp4, predicted as number 2 of these" in lines
+    assert "doubt tp4: machine changed" in lines
+    assert demo._verdict([said | {"layout": "dp4", "outcome": "oom"}]) == []
+
+
+def test_a_new_phase_is_logged_at_once(capsys) -> None:
+    show = progress.progress_lines()
+    for text in ("starting 2 ranks", "starting 2 ranks", "step 1 of 9, loss 5.2", "step 2 of 9, x"):
+        show(text)
+    assert capsys.readouterr().err.splitlines() == ["starting 2 ranks", "step 1 of 9, loss 5.2"]
+
+
+def test_the_shown_sweep_files_are_sweeps() -> None:
+    page = (ROOT / "docs" / "running.md").read_text()
+    (text,) = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert expand(read_sweep(tomllib.loads(text))).total > 4
+    help_text = sweep.EXAMPLES.partition("\n")[2].partition("\nexamples:")[0]
+    assert expand(read_sweep(tomllib.loads(help_text))).total == 18
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/running.md", "CONTRIBUTING.md"])
+def test_no_page_installs_from_an_index(name: str) -> None:
+    assert "pip install fourfold" not in (ROOT / name).read_text()
