@@ -16,7 +16,7 @@ from fourfold.commands import flags
 from fourfold.commands.foresight import read_profile
 from fourfold.commands.plan_machines import machines, named_axes
 from fourfold.errors import UserError
-from fourfold.show.table import json_text
+from fourfold.show.table import columns, json_text
 from fourfold.spec import catalog, codec, words
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FILE", help="where --export writes (default: standard output)")
     add("--pick", type=int, default=1, metavar="N", help="which of the ranking --export writes")
     add("--top", type=int, default=10, metavar="N", help="how many to list (default 10)")
+    add("--details", action="store_true", help="also the seconds of each part, as columns")
     add("--calibration", metavar="FILE", help="made by 'fourfold fit' (default: the shipped one)")
     flags.add_force(parser)
     flags.add_format(parser)
@@ -91,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
         return _export(args, ranking)
     said = answer(ranking, train, top=args.top)
     said["tried_gpus"] = [{"gpus": gpus, "step_s": step_s} for gpus, step_s in tried.items()]
-    print(json_text(said) if args.format == "json" else plan_text(said, args.format))
+    if args.format == "json":
+        print(json_text(said))
+    else:
+        print(plan_text(said, args.format, details=args.details, columns=columns()))
     return 0 if said["ranked"] else 1
 
 

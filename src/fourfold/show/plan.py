@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from textwrap import wrap
 from typing import Any
 
+from fourfold.show.plan_table import GIB, layout_text, plan_records, plan_table, short_s
 from fourfold.show.table import render
 
-GIB = 2**30
 
-
-def plan_text(answer: dict[str, Any], style: str) -> str:
-    """The ranking; text and Markdown also say how sure it is and what was looked at."""
-    table = render(*_table(answer), style)
+def plan_text(
+    answer: dict[str, Any], style: str, *, details: bool = False, columns: int = 0
+) -> str:
+    """The ranking; text and Markdown also say how sure it is and what was looked at. Sentences are
+    folded at `columns` (0: not at all); rows of the table never are."""
     if style == "csv":
-        return table
+        return render(*plan_records(answer), style) if answer["ranked"] else ""
+    table = render(*plan_table(answer["ranked"], details=details), style)
     shown = ["", table] if answer["ranked"] else []
-    lines = [*_head(answer), *shown, "", *_belief(answer), "", *_search(answer)]
-    return "\n".join(lines)
+    folded = [_folded(part, columns) for part in (_head, _belief, _search)]
+    head, belief, search = (fold(answer) for fold in folded)
+    if details:
+        search.append("seconds of parts are what is not hidden; pp s = pipeline bubble and sends")
+    return "\n".join([*head, *shown, "", *belief, "", *search])
+
+
+def _folded(part: Callable[[dict[str, Any]], list[str]], columns: int) -> Callable[..., list[str]]:
+    def fold(answer: dict[str, Any]) -> list[str]:
+        lines = part(answer)
+        if columns < 40:
+            return lines
+        return [
+            text
+            for line in lines
+            for text in wrap(line, columns, subsequent_indent="  ", break_on_hyphens=False) or [""]
+        ]
+
+    return fold
 
 
 def stacks_text(rows: list[dict[str, Any]], style: str) -> str:
@@ -60,75 +81,6 @@ def _head(answer: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _table(answer: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    rows = answer["ranked"]
-    parts = [
-        name
-        for name in ("compute", "recompute", "tp", "cp", "pp", "dp", "host", "other")
-        if any(row["exposed_s"][name] > 0.0005 * row["step_s"] for row in rows)
-    ]
-    long = any(row["training_s"] for row in rows)
-    ramp = any(row["ramp_s"] for row in rows)
-    priced = any(row["cost"] is not None for row in rows) and long
-    headings = ["#", "layout", "micro", "sharding", "recompute", "s/step", "80% interval",
-                "GiB", "80% interval", "TFLOP/s/GPU", *(f"{name} s" for name in parts)]  # fmt: skip
-    headings += ["ramp h"] * ramp + ["days", "GPU-hours"] * long + ["cost"] * priced
-    return headings, [_cells(row, parts, ramp, long, priced) for row in rows]
-
-
-def _cells(
-    row: dict[str, Any], parts: list[str], ramp: bool, long: bool, priced: bool
-) -> list[str]:
-    cells = [
-        str(row["rank"]),
-        layout_text(row),
-        str(row["micro_batch"]),
-        row["policy"]["sharding"],
-        row["policy"]["recompute"],
-        _seconds(row["step_s"]),
-        f"{_seconds(row['step_s_low'])}-{_seconds(row['step_s_high'])}",
-        f"{row['peak_bytes'] / GIB:.1f}",
-        f"{row['peak_bytes_low'] / GIB:.0f}-{row['peak_bytes_high'] / GIB:.0f}"
-        + (" tight" if row["tight"] else ""),
-        f"{row['tflops_gpu']:.0f}",
-        *(_seconds(row["exposed_s"][name]) for name in parts),
-    ]
-    if ramp:
-        cells.append(f"{(row['ramp_s'] or 0.0) / 3600:.1f}")
-    if long:
-        cells += [f"{row['training_s'] / 86400:.1f}", f"{row['gpu_hours']:,.0f}"]
-    return [*cells, f"{row['cost']:,.0f}"] if priced else cells
-
-
-def layout_text(row: dict[str, Any]) -> str:
-    """`pp8 dp4 cp2 tp8 ulysses v4`: the layout and the kinds that go with it."""
-    words = [row["layout"]]
-    if " cp1 " not in f" {row['layout']} ":
-        words.append(row["policy"]["cp_kind"])
-    if row["policy"]["virtual_stages"] > 1:
-        words.append(f"v{row['policy']['virtual_stages']}")
-    if row["policy"]["schedule"] in ("gpipe", "zero-bubble") and not row["layout"].startswith(
-        "pp1 "
-    ):
-        words.append(row["policy"]["schedule"])
-    return " ".join(words)
-
-
-def _seconds(seconds: float) -> str:
-    """Three digits are more than any prediction is worth; '-' for nothing."""
-    if abs(seconds) < 5e-4:
-        return "-"
-    if seconds >= 100:
-        return f"{seconds:.0f}"
-    return (
-        f"{seconds:.1f}"
-        if seconds >= 10
-        else f"{seconds:.2f}"
-        if seconds >= 0.1
-        else f"{seconds:.3f}"
-    )
-
-
 def _belief(answer: dict[str, Any]) -> list[str]:
     rows = answer["ranked"]
     if not rows:
@@ -145,7 +97,7 @@ def _belief(answer: dict[str, Any]) -> list[str]:
     if rows[0]["tight"]:
         lines.append(
             f"1 may not fit; the fastest here that surely does: {safe['rank']} "
-            f"({layout_text(safe)}, {_seconds(safe['step_s'])} s)"
+            f"({layout_text(safe)}, {short_s(safe['step_s'])} s)"
             if safe is not None
             else f"none of these surely fits; --where 'mem_gb < {_sure_gb(answer):.0f}' finds some"
         )
@@ -169,7 +121,7 @@ def _belief(answer: dict[str, Any]) -> list[str]:
         lines.append(
             f"set aside: {answer['set_aside']:,} that use what was never measured there; the "
             f"fastest, {new['layout']} micro {new['micro_batch']} {new['sharding']} recompute "
-            f"{new['recompute']}, would take {_seconds(new['step_s'])} s "
+            f"{new['recompute']}, would take {short_s(new['step_s'])} s "
             f"(no rows: {', '.join(new['without_rows'])}); --explore ranks them"
         )
     return lines
@@ -200,13 +152,13 @@ def _search(answer: dict[str, Any]) -> list[str]:
     ]
     others = [one for one in answer.get("tried_gpus", []) if one["gpus"] != answer["gpus"]]
     if others:
-        named = ", ".join(f"{one['gpus']}: {_seconds(one['step_s'])} s" for one in others[:6])
+        named = ", ".join(f"{one['gpus']}: {short_s(one['step_s'])} s" for one in others[:6])
         lines.append(f"fewer GPUs, best of each: {named}{', ...' if len(others) > 6 else ''}")
     if answer["dropped_by_where"]:
         lines.append(f"--where dropped {answer['dropped_by_where']:,}")
     lines.append(
         f"TFLOP/s count {answer['flop_rule']}; 80% intervals hold 8 of 10 measured runs; "
-        "tight = may not fit; pp s = bubble and hand-overs"
+        "tight = may not fit"
     )
     return lines
 
@@ -247,7 +199,7 @@ def _explained(said: dict[str, Any], style: str) -> list[str]:
     row, best = said["row"], said["best"] or said["row"]
     kinds = [*row["parts_s"]]
     parts = [
-        [name, _seconds(row["parts_s"][name]), _seconds(best["parts_s"][name]),
+        [name, short_s(row["parts_s"][name]), short_s(best["parts_s"][name]),
          f"{row['parts_s'][name] - best['parts_s'][name]:+.2f}"]
         for name in kinds
         if max(row["parts_s"][name], best["parts_s"][name]) > 0.0005 * row["step_s"]
@@ -256,8 +208,8 @@ def _explained(said: dict[str, Any], style: str) -> list[str]:
     return [
         f"{layout_text(row)}, micro batch {row['micro_batch']}, {row['policy']['sharding']}, "
         f"recompute {row['policy']['recompute']}: the best of {said['ways']:,} ways to run it",
-        f"{_seconds(row['step_s'])} s a step (80%: {_seconds(row['step_s_low'])} to "
-        f"{_seconds(row['step_s_high'])}), place {said['rank']:,} of {said['of']:,} layouts"
+        f"{short_s(row['step_s'])} s a step (80%: {short_s(row['step_s_low'])} to "
+        f"{short_s(row['step_s_high'])}), place {said['rank']:,} of {said['of']:,} layouts"
         + (" (never measured ones included)" if said["with_unproven"] else "")
         + "; "
         f"{row['tflops_gpu']:.0f} TFLOP/s/GPU; {100 * (row['step_s'] / best['step_s'] - 1):+.1f}% "
@@ -271,7 +223,7 @@ def _explained(said: dict[str, Any], style: str) -> list[str]:
         render(["kind", "GiB"], memory, style),
         "",
         "its best variants:",
-        render(*_table({"ranked": said["variants"]}), style),
+        render(*plan_table(said["variants"]), style),
         "",
         f"evidence: {_evidence(row)}",
     ]

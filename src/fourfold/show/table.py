@@ -67,3 +67,14 @@ def _markdown_rule(widths: list[int], numeric: list[bool]) -> str:
 
 def _is_number(cell: str) -> bool:
     return not cell or cell == "-" or escape.NUMBER.match(cell) is not None
+
+
+def columns() -> int:
+    """Characters of a line on this terminal, or as COLUMNS says; 0 for a file or a pipe."""
+    import os
+    import shutil
+    import sys
+
+    if os.environ.get("COLUMNS", "").isdecimal() or (sys.stdout and sys.stdout.isatty()):
+        return shutil.get_terminal_size((0, 0)).columns
+    return 0
