@@ -41,6 +41,16 @@ TINY = {
         catalog.model("llama-tiny"),
         positions=Positions(kind="rope", scaling=RopeScaling(kind="linear", factor=2.0)),
     ),
+    "llama-attention-biased": replace(
+        catalog.model("llama-tiny"), qkv_bias=True, out_bias=True, family="llama"
+    ),
+    "mistral": replace(catalog.model("llama-tiny"), window=SEQ_LEN, head_dim=32),
+    "qwen2": replace(catalog.model("qwen-tiny"), qk_norm="none", head_dim=None),
+    "qwen2-untied": replace(catalog.model("qwen-tiny"), qk_norm="none", tied=False, kv_heads=4),
+    "qwen3": replace(catalog.model("qwen-tiny"), qkv_bias=None),
+    "qwen3-biased": replace(catalog.model("qwen-tiny"), out_bias=True, tied=False),
+    "olmo2": catalog.model("olmo2-tiny"),
+    "olmo2-one-key": replace(catalog.model("olmo2-tiny"), kv_heads=1, tied=True, norm_eps=1e-5),
     "gpt": catalog.model("gpt-tiny"),
     "gpt-untied": replace(catalog.model("gpt-tiny"), tied=False, ffn=96, norm_eps=1e-3),
     "mpt-learned": catalog.model("mpt-tiny"),
@@ -90,7 +100,7 @@ def test_out_and_in_again_changes_nothing(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt", "mpt-alibi"])
+@pytest.mark.parametrize("name", ["llama", "gpt", "mpt-alibi", "qwen3", "olmo2"])
 def test_a_rank_reads_only_its_rectangles(name: str, tmp_path: Path) -> None:
     shape = TINY[name]
     values = exported(shape, tmp_path / "out", file_bytes=20_000)
@@ -177,6 +187,10 @@ def test_the_config_describes_the_shape(name: str) -> None:
         ("mpt-tiny", {"kv_heads": 2}, "kv_heads = heads is True"),
         ("llama-tiny", {"positions": Positions(kind="alibi")}, "positions is rope"),
         ("llama-tiny", {"activation": "relu2"}, "activation is swiglu"),
+        ("llama-tiny", {"window": 8, "local_layers": 1}, "window is none"),
+        ("qwen-tiny", {}, "qwen2 comes nearest, but there qk_norm is none"),
+        ("olmo2-tiny", {"qk_norm": "none"}, "llama comes nearest, but there norms is before"),
+        ("llama-tiny", {"variants": ("soft-caps",)}, "variants is none"),
     ],
 )
 def test_shapes_without_a_public_format_are_refused_with_the_reason(name, change, words) -> None:
@@ -202,6 +216,27 @@ def test_older_files_of_the_bare_model_are_read(tmp_path: Path) -> None:
     files.save_file(bare | {"h.0.attn.q_norm.weight": torch.ones(4)}, folder / hf.WHOLE)
     with pytest.raises(UserError, match=r"does not have: h\.0\.attn\.q_norm\.weight"):
         HfWeights(folder).require(shape, SEQ_LEN)
+
+
+def test_phi3_has_its_projections_joined(tmp_path: Path) -> None:
+    """Read, not written: the same values are a Llama."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128, pad_token_id=0, sliding_window=SEQ_LEN,
+    )  # fmt: skip
+    theirs = transformers.Phi3ForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "phi")
+    weights = HfWeights(tmp_path / "phi")
+    decoder = Decoder(weights.shape, SEQ_LEN)
+    weights.require(weights.shape, SEQ_LEN)
+    fill(pieces(decoder, weights.shape, SEQ_LEN, Place()), weights, weights.shape)
+    tokens = torch.randint(0, 128, (2, SEQ_LEN))
+    tables = make_tables(weights.shape, torch.arange(SEQ_LEN), range(4))
+    with torch.no_grad():
+        assert (decoder(tokens, tables) - theirs(tokens).logits).abs().max() < 1e-5
+    assert export_type(weights.shape) == "mistral"
 
 
 def test_another_form_of_gelu_is_said() -> None:
@@ -240,6 +275,6 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has neither"):
         HfWeights(folder)
     config = json.loads((folder / hf.CONFIG).read_text())
-    (folder / hf.CONFIG).write_text(json.dumps(config | {"model_type": "phi3"}))
-    with pytest.raises(UserError, match="type 'phi3' are not read"):
+    (folder / hf.CONFIG).write_text(json.dumps(config | {"model_type": "granite"}))
+    with pytest.raises(UserError, match="type 'granite' are not read"):
         HfWeights(folder)

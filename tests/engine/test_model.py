@@ -16,6 +16,7 @@ from fourfold.engine.model.positions import alibi_slope, make_tables
 from fourfold.engine.pieces import Place, pieces, published
 from fourfold.spec.catalog import model, model_names, shape
 from fourfold.spec.model import ModelShape
+from fourfold.spec.runnable import not_run
 
 SEQ_LEN = 64
 
@@ -33,7 +34,15 @@ def logits(decoder: Decoder, model_shape: ModelShape, tokens: torch.Tensor) -> t
     return decoder(tokens, tables).detach()
 
 
-@pytest.mark.parametrize("name", sorted(model_names()))
+# A rotation of a part of a head (Nemotron) has no parameters.
+BUILT = [
+    name
+    for name in sorted(model_names())
+    if not not_run(model(name), 1) or model(name).family == "nemotron"
+]
+
+
+@pytest.mark.parametrize("name", BUILT)
 @pytest.mark.parametrize("fused", [True, False])
 def test_every_preset_has_the_counted_parameters_under_the_counted_names(name, fused):
     model_shape = model(name)

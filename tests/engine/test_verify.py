@@ -35,6 +35,23 @@ def test_a_sample_of_four_ranks_equals_one_process():
     assert {row["family"] for row in report["layouts"]} == {"mpt", "gpt", "llama"}
 
 
+def test_biases_and_norms_of_queries_under_tensor_parallelism_in_fp64():
+    # tp4 on two key heads: a head is held twice, and must count once in a norm over all of them.
+    words = ("--layout", "tp4", "--family", "qwen", "--family", "olmo2", "--precision", "fp64")
+    report = verify(*words)
+    assert report["passed"] == report["total"] == 4
+    assert set(report["limits"].values()) == {1e-9}
+    report = verify("--layout", "tp2", "--family", "qwen", "--break", "norm-grad", rc=1)
+    assert report["passed"] == 0  # one weight for all heads: a rank alone sees half of them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen", "olmo2"])
+def test_every_layout_of_four_ranks_of_a_family(family):
+    report = verify("--world", "4", "--family", family)
+    assert report["passed"] == report["total"] > 100
+
+
 def test_micro_batches_need_not_divide_anything():
     # 7 sequences over 2 replicas: 4 and 3, in micro batches of 3: 3 + 1 and 3 + one of padding.
     words = ("--layout", "pp2 dp2", "--family", "gpt", "--global-batch", "7", "--micro-batch", "3")

@@ -230,6 +230,13 @@ def _ask(args: argparse.Namespace) -> Ask:
     for by name."""
     model = catalog.model(args.model) if args.model else None
     needed = ("hidden", "ffn") if args.kind.startswith("mlp") else ("hidden", "heads")
+    if model is not None and needed[1] == "heads" and model.attention_width != model.hidden:
+        raise UserError(
+            f"has heads of {model.head_size}, not hidden / heads",
+            field="model",
+            value=args.model,
+            way_out="kind layer traces such heads; else give --hidden and --heads",
+        )
     sizes: dict[str, int] = {}
     for name in ("cp_kind", "sharding"):
         if getattr(args, name) is not None:

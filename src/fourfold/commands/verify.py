@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.commands import flags, verify_cases
-from fourfold.commands.verify_cases import TINY, Wish, describe
+from fourfold.commands.verify_cases import TINY, USUAL, Wish, describe
 from fourfold.errors import UserError
 from fourfold.launch.devices import require_gpus
 from fourfold.show.micro import micro_words
@@ -47,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", type=int, metavar="K", help="only K layouts, stratified")
     parser.add_argument("--seed", type=int, default=0, help="of the sample, weights and tokens")
     parser.add_argument("--layout", metavar="L", help="only this one, as 'pp2 dp2 tp2'")
-    parser.add_argument("--family", choices=tuple(TINY), action="append", help="only this family")
+    parser.add_argument(
+        "--family",
+        choices=tuple(TINY),
+        action="append",
+        help=f"only this family (default: {', '.join(USUAL)})",
+    )
     parser.add_argument(
         "--model", action="append", metavar="NAME", help="another (small) model: a preset or a file"
     )
@@ -149,7 +154,7 @@ def _wish(args: argparse.Namespace) -> Wish:
 
 
 def _families(asked: list[str] | None) -> list[str]:
-    return [TINY[family] for family in asked or TINY]
+    return [TINY[family] for family in asked or USUAL]
 
 
 def _checked(fixed: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,17 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
 # As different as families get: learned positions; ALiBi, a norm after the embedding, a vocabulary
-# that nothing divides; rotary positions, a gate, shared KV heads and a head of its own.
-TINY = {"mpt": "mpt-tiny", "gpt": "bloom-tiny", "llama": "llama-tiny"}
+# that nothing divides; rotary positions, a gate, shared KV heads and a head of its own. The first
+# three are tried unless others are asked for: biases of queries and keys, norms of them by head, a
+# head size of its own; norms after blocks, norms of queries and keys over their whole width.
+TINY = {
+    "mpt": "mpt-tiny",
+    "gpt": "bloom-tiny",
+    "llama": "llama-tiny",
+    "qwen": "qwen-tiny",
+    "olmo2": "olmo2-tiny",
+}
+USUAL = ("mpt", "gpt", "llama")
 SEQ_LEN = 32
 _GLOBAL_BATCH = 8
 # Schedules of a pipeline and their virtual stages.

@@ -44,6 +44,7 @@ def shared_gradients(pieces: Sequence[Piece], spec: RunSpec, world: World) -> li
 
     tp    norms, row-cut biases and learned positions under sequence parallelism: each rank saw only
           its part of the sequence (without it all ranks compute the same whole gradient)
+    heads norms of queries and keys with one weight for all heads: each rank saw only its heads
     kv    a KV head kept on several ranks: each saw only its own queries
     ends  a tied embedding on the first and the last stage: one saw tokens, the other logits
     """
@@ -51,6 +52,7 @@ def shared_gradients(pieces: Sequence[Piece], spec: RunSpec, world: World) -> li
     sums: list[tuple[Group | None, list[Piece]]] = []
     if spec.policy.sequence_parallel:
         sums.append((world.tp, [piece for piece in pieces if piece.shared == "tp"]))
+    sums.append((world.tp, [piece for piece in pieces if piece.shared == "heads"]))
     sums.append((kv, [piece for piece in pieces if piece.shared == "kv"]))
     if spec.model.tied:
         sums.append((world.ends, [piece for piece in pieces if piece.name == "embedding.weight"]))
@@ -63,7 +65,8 @@ def counted_once(pieces: Sequence[Piece], spec: RunSpec, world: World) -> list[P
     if copies.rank > 0:
         return []
     kv = world.kv_group(spec.model)
-    first = {"none": True, "tp": world.tp.rank == 0, "kv": kv is None or kv.rank == 0}
+    tp_first = world.tp.rank == 0
+    first = {"none": True, "tp": tp_first, "heads": tp_first, "kv": kv is None or kv.rank == 0}
     tied_copy = spec.model.tied and not world.is_first
     return [
         piece

@@ -24,6 +24,11 @@ from fourfold.spec.hf_tensors import MODULES, Spot, is_buffer, spot_of
 from fourfold.spec.model import ModelShape
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# What decides the function beside sizes. Dropout is a run's, not the weights'.
+_FUNCTION = (
+    "norm", "norm_eps", "activation", "positions", "heads", "kv_heads", "tied", "qk_norm", "norms",
+    "block", "window", "local_layers", "variants",
+)  # fmt: skip
 # What of a rectangle is in host memory at once.
 _READ_BYTES = 2**28
 
@@ -77,13 +82,16 @@ class HfWeights:
 
     def _same_function(self, model: ModelShape) -> None:
         """Sizes are compared by tensor; what has no tensor here."""
-        ours, found = (codec.encode(replace(one, name="")) for one in (model, self.shape))
-        for field in ("norm", "norm_eps", "activation", "positions", "heads", "kv_heads", "tied"):
+        ours, found = (
+            codec.encode(replace(one, variants=tuple(v for v in one.variants if v != "dropout")))
+            for one in (model, self.shape)
+        )
+        for field in _FUNCTION:
             if field == "positions" and model.positions.kind == "learned":
                 ours[field], found[field] = model.positions.kind, self.shape.positions.kind
-            if ours[field] != found[field]:
+            if ours.get(field) != found.get(field):
                 raise UserError(
-                    f"has {field} = {found[field]}, the model {ours[field]}",
+                    f"has {field} = {found.get(field)}, the model {ours.get(field)}",
                     **self._where,
                     way_out=f"use its own shape: --model {self.folder / CONFIG}",
                 )

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from fourfold.cost import params
 from fourfold.spec.model import ModelShape
 
-# Which tensor-parallel ranks hold the same values: none, all, or those that share a KV head.
-Shared = Literal["none", "tp", "kv"]
+# Which tensor-parallel ranks hold the same values: none, all, those that share a KV head, or all of
+# a weight that each rank uses for its own heads only.
+Shared = Literal["none", "tp", "kv", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ def tp_block(model: ModelShape, tensor: params.Tensor, tp: int, rank: int) -> tu
         return Block((0, height), (0, width)), "none"
     if tensor.cut == "whole":
         return Block((0, height), (0, width)), "tp"
+    if tensor.cut == "heads":
+        return Block((0, height), (0, width)), "heads"
     if tensor.cut == "columns":
         return Block((0, height), params.chunk(width, tp, rank)), "none"
     if tensor.cut == "kv" and model.kv_heads < tp:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec.model import ModelShape
+from fourfold.spec.model import VARIANTS, ModelShape
 
 _LLAMA = {
     "embedding": "model.embed_tokens",
@@ -26,6 +26,20 @@ _LLAMA = {
     "mlp.down": "model.layers.{}.mlp.down_proj",
     "final_norm": "model.norm",
     "head": "lm_head",
+}
+_QK_NORMS = {
+    "attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    "attention.k_norm": "model.layers.{}.self_attn.k_norm",
+}
+_OLMO2 = {**_LLAMA, **_QK_NORMS} | {
+    "attention_norm": "model.layers.{}.post_attention_layernorm",
+    "mlp_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+_PHI3 = _LLAMA | {
+    **dict.fromkeys(
+        ("attention.q", "attention.k", "attention.v"), "model.layers.{}.self_attn.qkv_proj"
+    ),
+    **dict.fromkeys(("mlp.gate", "mlp.up"), "model.layers.{}.mlp.gate_up_proj"),
 }
 _STARCODER2 = {module: name for module, name in _LLAMA.items() if module != "mlp.gate"} | {
     "mlp.up": "model.layers.{}.mlp.c_fc",
@@ -59,10 +73,14 @@ _MPT = {
     "final_norm": "transformer.norm_f",
     "head": "lm_head",
 }
-# model_type -> our module -> theirs. Mistral's files are Llama's.
+# model_type -> our module -> theirs. Mistral's files are Llama's, and so are Qwen 2's.
 MODULES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": {**_LLAMA, **_QK_NORMS},
+    "olmo2": _OLMO2,
+    "phi3": _PHI3,
     "starcoder2": _STARCODER2,
     "gpt2": _GPT2,
     "mpt": _MPT,
@@ -72,9 +90,17 @@ _TRANSPOSED = {
     "gpt2": {name for name in _GPT2 if name.startswith(("attention.", "mlp."))},
 }
 # What the implementations of transformers compute, in the words of a ModelShape.
+_GATED: dict[str, object] = {
+    "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "heads divide hidden": True,
+}  # fmt: skip
 _COMPUTED: dict[str, dict[str, object]] = {
-    "llama": {
-        "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "heads divide hidden": True,
+    "llama": {**_GATED, "attention biases alike": True},
+    "mistral": {**_GATED, "bias": False, "attention biases alike": True, "window": "any"},
+    "qwen2": {**_GATED, "bias": False, "qkv bias": True, "output bias": False},
+    "qwen3": {**_GATED, "bias": False, "attention biases alike": True, "qk_norm": "head"},
+    "olmo2": {
+        **_GATED, "bias": False, "attention biases alike": True, "qk_norm": "width",
+        "norms": "after",
     },
     "gpt2": {
         "norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True,
@@ -84,7 +110,9 @@ _COMPUTED: dict[str, dict[str, object]] = {
         "norm": "layernorm-nobias", "activation": "gelu", "positions": "alibi", "bias": False,
         "kv_heads = heads": True, "heads x head size = hidden": True, "ffn = 4 x hidden": True,
     },
-    "starcoder2": {"norm": "layernorm", "activation": "gelu", "positions": "rope"},
+    "starcoder2": {
+        "norm": "layernorm", "activation": "gelu", "positions": "rope", "one bias for all": True,
+    },
 }  # fmt: skip
 # Where a config.json names the form of its GELU, with the type's default; ours is the exact one.
 _GELU = {
@@ -111,7 +139,11 @@ def spot_of(kind: str, model: ModelShape, ours: str) -> Spot:
     assert parts is not None, ours
     layer, module, leaf = parts.groups()
     table = MODULES[kind]
-    widths = {"attention.q": model.attention_width, "attention.k": model.kv_width}
+    widths = {
+        "attention.q": model.attention_width,
+        "attention.k": model.kv_width,
+        "mlp.gate": model.ffn,
+    }
     start = 0
     for other, name in table.items():  # those that come before it in the same tensor
         if other == module:
@@ -158,12 +190,29 @@ def _misfits(kind: str, model: ModelShape) -> list[str]:
         "norm": model.norm,
         "activation": model.activation,
         "positions": model.positions.kind,
-        "bias": model.bias,
+        "bias": model.biased("mlp"),
+        "qkv bias": model.biased("qkv"),
+        "output bias": model.biased("out"),
+        "attention biases alike": model.biased("qkv") == model.biased("out"),
+        "one bias for all": len({model.biased(part) for part in ("qkv", "out", "mlp")}) == 1,
+        "qk_norm": model.qk_norm,
+        "norms": model.norms,
+        "block": model.block,
+        "window": "none" if model.window is None else "of some layers",
+        "variants": ", ".join(VARIANTS[variant] for variant in model.variants) or "none",
+        "rotary share": model.positions.partial,
+        "head bias": model.head_bias,
         "embedding_norm": model.embedding_norm,
         "heads divide hidden": model.hidden % model.heads == 0,
         "kv_heads = heads": model.kv_heads == model.heads,
         "heads x head size = hidden": model.attention_width == model.hidden,
         "ffn = 4 x hidden": model.ffn == 4 * model.hidden,
     }
-    wanted = {"embedding_norm": False, **_COMPUTED[kind]}
+    if model.window is not None and model.local_layers is None:
+        facts["window"] = "any"
+    wanted = {
+        "embedding_norm": False, "qk_norm": "none", "norms": "before", "block": "sequential",
+        "window": "none", "variants": "none", "rotary share": 1.0, "head bias": False,
+        **_COMPUTED[kind],
+    }  # fmt: skip
     return [f"{fact} is {want}" for fact, want in wanted.items() if facts[fact] != want]

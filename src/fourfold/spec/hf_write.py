@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fourfold.spec.hf_tensors import export_type
@@ -9,6 +10,10 @@ from fourfold.spec.model import ModelShape
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "mpt": "MptForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
@@ -19,7 +24,7 @@ def config_of(model: ModelShape, *, seq_len: int, dtype: str) -> dict[str, Any]:
     """`seq_len` is the longest a model without a table of positions was trained on; `dtype` is
     that of the weights, in torch's words. Token ids that mean begin and end are nobody's here."""
     kind = export_type(model)
-    made = {"llama": _llama, "gpt2": _gpt2, "mpt": _mpt, "starcoder2": _starcoder2}[kind]
+    made = _MAKERS[kind]
     return {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
@@ -37,9 +42,20 @@ def _llama(model: ModelShape, seq_len: int) -> dict[str, Any]:
         **_rotary(model, seq_len),
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
-        "attention_bias": model.bias,
-        "mlp_bias": model.bias,
+        "attention_bias": model.biased("qkv"),
+        "mlp_bias": model.biased("mlp"),
     }
+
+
+def _without(names: tuple[str, ...], **more: Any) -> Callable[[ModelShape, int], dict[str, Any]]:
+    """Llama's words but for those that a type does not have, and its own."""
+
+    def made(model: ModelShape, seq_len: int) -> dict[str, Any]:
+        said = {k: v for k, v in _llama(model, seq_len).items() if k not in names}
+        own = {name: value(model) if callable(value) else value for name, value in more.items()}
+        return said | own
+
+    return made
 
 
 def _starcoder2(model: ModelShape, seq_len: int) -> dict[str, Any]:
@@ -47,7 +63,7 @@ def _starcoder2(model: ModelShape, seq_len: int) -> dict[str, Any]:
         **_rotary(model, seq_len),
         "hidden_act": "gelu",
         "norm_epsilon": model.norm_eps,
-        "use_bias": model.bias,
+        "use_bias": model.biased("mlp"),
         "sliding_window": None,
     }
 
@@ -105,3 +121,16 @@ def _mpt(model: ModelShape, seq_len: int) -> dict[str, Any]:
         "norm_type": "low_precision_layernorm",
         "attn_config": {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"},
     }
+
+
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
+_MAKERS: dict[str, Callable[[ModelShape, int], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _without(("attention_bias", "mlp_bias"), sliding_window=lambda model: model.window),
+    "qwen2": _without(("attention_bias", "mlp_bias"), **_NO_WINDOW),
+    "qwen3": _without(("mlp_bias",), **_NO_WINDOW),
+    "olmo2": _without(("mlp_bias",)),
+    "gpt2": _gpt2,
+    "mpt": _mpt,
+    "starcoder2": _starcoder2,
+}

@@ -6,7 +6,7 @@ from fourfold.spec.model import VARIANTS, ModelShape
 
 # What engine/model computes; everything else of a shape is only counted and planned.
 RUN_ACTIVATIONS = ("gelu", "relu2", "swiglu")
-RUN_QK_NORMS = ("none",)
+RUN_QK_NORMS = ("none", "head", "width")
 
 
 def windowed(model: ModelShape, seq_len: int) -> bool:
@@ -19,12 +19,9 @@ def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
     facts = (
         (model.activation not in RUN_ACTIVATIONS, f"{model.activation} activations"),
         (model.norm == "layernorm-noweight", "norms without weights"),
-        (model.qk_norm not in RUN_QK_NORMS, "norms of queries and keys"),
-        (model.norms != "before", "norms after attention and MLP"),
-        (
-            len({model.biased("qkv"), model.biased("out"), model.biased("mlp")}) > 1,
-            "biases on a part of the linears",
-        ),
+        (model.qk_norm not in RUN_QK_NORMS, "norms of queries and keys with weights per head"),
+        (model.qk_norm != "none" and model.norm != "rmsnorm", "LayerNorms of queries and keys"),
+        (model.norms == "around", "norms before and after attention and MLP"),
         (model.block != "sequential", "attention and MLP side by side"),
         (model.head_bias, "a bias in the output layer"),
         (_partial(model), "rotary positions on a part of a head"),

@@ -13,6 +13,7 @@ from fourfold.spec import check
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import CpKind, Dtype, Sharding
+from fourfold.spec.runnable import RUN_ACTIVATIONS, windowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +89,10 @@ class LayerAsk:
 
 
 def check_layer(ask: LayerAsk) -> None:
-    """Refuse what does not divide evenly, and ALiBi's score bias beyond one context rank."""
+    """Refuse what does not divide evenly, what no list has, and ALiBi's score bias beyond one
+    context rank."""
     model, tp, cp = ask.model, ask.tp, ask.cp
+    _refuse_unlisted(model, ask.tokens)
     if model.heads % tp:
         raise UserError(
             f"must divide heads={model.heads}",
@@ -115,6 +118,25 @@ def check_layer(ask: LayerAsk) -> None:
             field="cp",
             value=cp,
             way_out="cp = 1",
+        )
+
+
+def _refuse_unlisted(model: ModelShape, tokens: int) -> None:
+    """The list has two norms before attention and MLP, which follow each other."""
+    facts = (
+        (model.qk_norm != "none", "norms of queries and keys"),
+        (model.norms != "before", "norms after attention and MLP"),
+        (model.block != "sequential", "attention and MLP side by side"),
+        (windowed(model, tokens), "sliding windows"),
+        (model.activation not in RUN_ACTIVATIONS, f"{model.activation} activations"),
+    )
+    lacking = [words for is_so, words in facts if is_so]
+    if lacking:
+        raise UserError(
+            f"{', '.join(lacking)} are not traced",
+            field="model",
+            value=model.name,
+            way_out="a model of the families mpt, gpt or llama",
         )
 
 

@@ -42,15 +42,16 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm with or without bias, or RMSNorm."""
+    """LayerNorm with or without bias, or RMSNorm, over the hidden width or another `size`."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, size: int | None = None) -> None:
         super().__init__()
+        size = size or shape.hidden
         self.eps = shape.norm_eps
         self.root = shape.norm == "rmsnorm"
-        self.weight = nn.Parameter(torch.empty(shape.hidden))
+        self.weight = nn.Parameter(torch.empty(size))
         has_bias = shape.norm == "layernorm"
-        self.bias = nn.Parameter(torch.empty(shape.hidden)) if has_bias else None
+        self.bias = nn.Parameter(torch.empty(size)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.root:
@@ -84,13 +85,23 @@ class Core(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
 
 
+def norm_apart(q_norm: Norm, k_norm: Norm, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q_norm(q), k_norm(k)
+
+
 class Attention(nn.Module):
-    """`heads` and `kv_heads` are those at hand: tensor parallelism lowers them."""
+    """`heads` and `kv_heads` are those at hand: tensor parallelism lowers them, and replaces
+    `norm_widths`, since no rank then has the whole width of queries or keys."""
 
     qkv: Linear  # fused, or
     q: Linear
     k: Linear
     v: Linear
+    q_norm: Norm
+    k_norm: Norm
+    norm_widths: Callable[[Norm, Norm, Tensor, Tensor], tuple[Tensor, Tensor]] = staticmethod(
+        norm_apart
+    )
 
     def __init__(self, shape: ModelShape, *, fused: bool) -> None:
         super().__init__()
@@ -99,16 +110,26 @@ class Attention(nn.Module):
         self.fused = fused
         sizes = {"q": shape.attention_width, "k": shape.kv_width, "v": shape.kv_width}
         self.entry: nn.Module = nn.Identity()
+        bias = shape.biased("qkv")
         if fused:
-            self.qkv = Linear(shape.hidden, tuple(sizes.items()), bias=shape.bias)
+            self.qkv = Linear(shape.hidden, tuple(sizes.items()), bias=bias)
         else:
             for name, rows in sizes.items():
-                setattr(self, name, Linear(shape.hidden, ((name, rows),), bias=shape.bias))
+                setattr(self, name, Linear(shape.hidden, ((name, rows),), bias=bias))
+        self.qk_norm = shape.qk_norm
+        if self.qk_norm != "none":
+            per_head = shape.head_size if self.qk_norm == "head" else None
+            self.q_norm, self.k_norm = (Norm(shape, per_head or sizes[side]) for side in "qk")
         self.core: nn.Module = Core()
-        self.out = Linear(shape.attention_width, (("out", shape.hidden),), bias=shape.bias)
+        self.out = Linear(shape.attention_width, (("out", shape.hidden),), bias=shape.biased("out"))
 
     def forward(self, x_BSD: Tensor, tables: Tables) -> Tensor:
-        q, k, v = (self._heads(part) for part in self._project(self.entry(x_BSD)))
+        q, k, v = self._project(self.entry(x_BSD))
+        if self.qk_norm == "width":
+            q, k = self.norm_widths(self.q_norm, self.k_norm, q, k)
+        q, k, v = self._heads(q), self._heads(k), self._heads(v)
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rope:
             q, k = rotate(q, tables), rotate(k, tables)
         mixed_BHSC = self.core(q, k, v, tables)
@@ -137,13 +158,14 @@ class Mlp(nn.Module):
         self.squared = shape.activation == "relu2"
         names = ("gate", "up") if shape.gated else ("up",)
         self.entry: nn.Module = nn.Identity()
+        bias = shape.biased("mlp")
         if self.fused:
             parts = tuple((name, shape.ffn) for name in names)
-            self.gate_up = Linear(shape.hidden, parts, bias=shape.bias)
+            self.gate_up = Linear(shape.hidden, parts, bias=bias)
         else:
             for name in names:
-                setattr(self, name, Linear(shape.hidden, ((name, shape.ffn),), bias=shape.bias))
-        self.down = Linear(shape.ffn, (("down", shape.hidden),), bias=shape.bias)
+                setattr(self, name, Linear(shape.hidden, ((name, shape.ffn),), bias=bias))
+        self.down = Linear(shape.ffn, (("down", shape.hidden),), bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_BSD = self.entry(x_BSD)
@@ -158,15 +180,19 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm residual block."""
+    """Residual block with norms before attention and MLP, or after them."""
 
     def __init__(self, shape: ModelShape, *, fused: bool) -> None:
         super().__init__()
+        self.norms_after = shape.norms == "after"
         self.attention_norm = Norm(shape)
         self.attention = Attention(shape, fused=fused)
         self.mlp_norm = Norm(shape)
         self.mlp = Mlp(shape, fused=fused)
 
     def forward(self, x_BSD: Tensor, tables: Tables) -> Tensor:
+        if self.norms_after:
+            x_BSD = x_BSD + self.attention_norm(self.attention(x_BSD, tables))
+            return x_BSD + self.mlp_norm(self.mlp(x_BSD))
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), tables)
         return x_BSD + self.mlp(self.mlp_norm(x_BSD))

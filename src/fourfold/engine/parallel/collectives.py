@@ -75,6 +75,21 @@ class Sum(torch.autograd.Function):
         return grad, None
 
 
+class SumShared(torch.autograd.Function):
+    """Partial results add up, and every rank uses the sum for something else: gradients of these
+    uses add up too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return all_reduce(grad, ctx.group), None
+
+
 class Gather(torch.autograd.Function):
     """Parts along `dim` -> the whole on all ranks; gradients of its uses add up, then part."""
 

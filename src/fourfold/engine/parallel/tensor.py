@@ -16,8 +16,15 @@ from torch import Tensor, nn
 
 from fourfold.cost import params
 from fourfold.engine.model.decoder import IGNORE, Decoder, Embedding, LearnedPositions
-from fourfold.engine.model.layers import Linear
-from fourfold.engine.parallel.collectives import Copy, Gather, Sum, SumScatter, all_reduce
+from fourfold.engine.model.layers import Attention, Linear, Norm
+from fourfold.engine.parallel.collectives import (
+    Copy,
+    Gather,
+    Sum,
+    SumScatter,
+    SumShared,
+    all_reduce,
+)
 from fourfold.engine.pieces import Block, tp_block
 from fourfold.engine.world import Group
 from fourfold.spec.model import ModelShape
@@ -53,6 +60,27 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = _summed(self.product(x, self.weight, None), self.group, sequence=self.sequence)
         return y if self.bias is None else y + self.bias
+
+
+class SplitNorms:
+    """RMSNorms over whole projections of which each rank has some heads: one sum of squares over
+    ranks for queries and keys together. A key head that several ranks hold counts once."""
+
+    def __init__(self, model: ModelShape, group: Group) -> None:
+        self.group = group
+        self.widths = (model.attention_width, model.kv_width)
+        self.copies = (1, max(1, group.size // model.kv_heads))
+
+    def __call__(self, q_norm: Norm, k_norm: Norm, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        wide = [x if x.dtype == torch.float64 else x.float() for x in (q, k)]
+        own = [
+            x.square().sum(dim=-1, keepdim=True) / (copies * width)
+            for x, copies, width in zip(wide, self.copies, self.widths, strict=True)
+        ]
+        mean_q, mean_k = SumShared.apply(torch.cat(own, dim=-1), self.group).split(1, dim=-1)
+        scaled_q = wide[0] * (mean_q + q_norm.eps).rsqrt() * q_norm.weight
+        scaled_k = wide[1] * (mean_k + k_norm.eps).rsqrt() * k_norm.weight
+        return scaled_q.to(q.dtype), scaled_k.to(k.dtype)
 
 
 def _summed(y: Tensor, group: Group, *, sequence: bool) -> Tensor:
@@ -142,10 +170,22 @@ def apply_tensor(
         attention = layer.attention
         attention.heads = model.heads // group.size
         attention.kv_heads = max(1, model.kv_heads // group.size)
+        if model.qk_norm == "width":
+            _cut_norms(attention, blocks, model, group)
         attention.out = RowLinear(attention.out, group, sequence=sequence)
         layer.mlp.down = RowLinear(layer.mlp.down, group, sequence=sequence)
         attention.entry = layer.mlp.entry = Entry(group, sequence=sequence)
     _cut_ends(decoder, blocks, group, sequence=sequence)
+
+
+def _cut_norms(
+    attention: Attention, blocks: dict[str, Block], model: ModelShape, group: Group
+) -> None:
+    """Weights beside the heads that this rank has; every layer is cut alike."""
+    for norm, name in ((attention.q_norm, "q_norm"), (attention.k_norm, "k_norm")):
+        top, bottom = blocks[f"layers.0.attention.{name}.weight"].rows
+        norm.weight = nn.Parameter(norm.weight.new_empty(bottom - top))
+    attention.norm_widths = SplitNorms(model, group)
 
 
 def _cut_linear(path: str, linear: Linear, blocks: dict[str, Block]) -> None:
