@@ -17,6 +17,10 @@ from fourfold.spec.policy import Policy
 LLAMA = catalog.model("llama-3.1-8b")  # 32 layers, 32 heads, 8 kv heads, ffn 14336
 GPT3 = catalog.model("gpt-3-175b")  # 96 layers, 96 heads, learned positions 2048
 NARROW = catalog.shape("llama", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, vocab=64)
+DEEP, DEEPER = catalog.model("llama-3.1-70b"), catalog.model("llama-3.1-405b")
+TIED = catalog.model("llama-3.2-1b")
+LOOPED = {"schedule": "interleaved"}
+TITAN = {**LOOPED, "virtual_stages": 2, "stack": "torchtitan", "sharding": "zero3"}
 BATCH = Batch(seq_len=2048, micro_batch=1, global_batch=64)
 A100 = catalog.device("a100-80gb")
 
@@ -61,8 +65,8 @@ CASES = [
     ),
     (
         "cp-kind",
-        {"layout": "cp2", "stack": "torchtitan", "cp_kind": "ring"},
-        {"layout": "cp2", "stack": "torchtitan", "cp_kind": "ulysses"},
+        {"layout": "cp2", "stack": "torchtitan", "cp_kind": "ring", "sharding": "zero3"},
+        {"layout": "cp2", "stack": "torchtitan", "cp_kind": "allgather", "sharding": "zero3"},
     ),
     (
         "schedule",
@@ -105,8 +109,13 @@ CASES = [
     ),
     (
         "ulysses-heads",
-        {"layout": "cp4 tp4", "cp_kind": "ulysses", "stack": "torchtitan", "sharding": "zero0"},
-        {"layout": "cp2 tp4", "cp_kind": "ulysses", "stack": "torchtitan", "sharding": "zero0"},
+        {"layout": "cp4 tp4", "cp_kind": "ulysses", "stack": "megatron"},
+        {"layout": "cp2 tp4", "cp_kind": "ulysses", "stack": "megatron"},
+    ),
+    (
+        "seq-cp",  # Megatron wants two pieces a rank whatever the kind
+        {"layout": "cp4", "cp_kind": "ulysses", "batch": batch(seq_len=2052), "stack": "megatron"},
+        {"layout": "cp4", "cp_kind": "ulysses", "batch": batch(seq_len=2056), "stack": "megatron"},
     ),
     (
         "seq-cp",
@@ -139,11 +148,46 @@ CASES = [
         {"layout": "pp2", "schedule": "interleaved"},
         {"layout": "pp2", "schedule": "interleaved", "virtual_stages": 2},
     ),
+    (
+        "needs-virtual-stages",
+        {"layout": "pp2", "schedule": "zero-bubble", "stack": "torchtitan"},
+        {"layout": "pp2", "schedule": "zero-bubble", "virtual_stages": 2, "stack": "torchtitan"},
+    ),
+    (
+        "stage-layers",  # 80 layers: 20 a stage, which 7 does not divide
+        {"model": DEEP, "layout": "pp4", **LOOPED, "virtual_stages": 7, "stack": "megatron"},
+        {"model": DEEP, "layout": "pp4", **LOOPED, "virtual_stages": 5, "stack": "megatron"},
+    ),
+    (
+        "stage-layers",  # 126 + embedding + loss = 16 x 8
+        {"model": DEEPER, "layout": "pp16", **LOOPED, "virtual_stages": 3, "stack": "megatron"},
+        {"model": DEEPER, "layout": "pp16", **LOOPED, "virtual_stages": 4, "stack": "nemo"},
+    ),
+    (
+        "stage-layers",  # 24 stages of 2 are too many, 12 of 3 (1 at the ends) not
+        {"layout": "pp24", "stack": "megatron"},
+        {"layout": "pp12", "stack": "megatron"},
+    ),
+    (
+        "stage-layers",  # 12 stages of 3 layers: the twelfth would be empty
+        {"layout": "pp12", "stack": "torchtitan", "sharding": "zero3"},
+        {"layout": "pp11", "stack": "torchtitan", "sharding": "zero3"},
+    ),
+    (
+        "tied-stages",
+        {"model": TIED, "layout": "pp2", "stack": "torchtitan", "sharding": "zero3"},
+        {"model": TIED, "layout": "dp2", "stack": "torchtitan", "sharding": "zero3"},
+    ),
+    (
+        "plain-dp",
+        {"layout": "dp2 tp2", "stack": "torchtitan", "sharding": "zero0"},
+        {"layout": "dp2", "stack": "torchtitan", "sharding": "zero0"},
+    ),
     ("needs-pipeline", {"schedule": "zero-bubble"}, {"layout": "pp2", "schedule": "zero-bubble"}),
     (
         "compiled-zero-bubble",
-        {"layout": "pp2", "schedule": "zero-bubble", "compile": True, "stack": "torchtitan"},
-        {"layout": "pp2", "schedule": "zero-bubble", "stack": "torchtitan"},
+        {"layout": "pp2", "schedule": "zero-bubble", "compile": True, "stack": "fourfold"},
+        {"layout": "pp2", "schedule": "zero-bubble", "stack": "fourfold"},
     ),
     (
         "fp8-sizes",
@@ -200,6 +244,11 @@ CASES = [
         "whole-rounds",
         {"layout": "pp4 dp32", "stack": "megatron", "schedule": "interleaved", "virtual_stages": 2},
         {"layout": "pp4 dp16", "stack": "megatron", "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    (
+        "whole-rounds",  # 9 micro batches on 4 ranks: two rounds, of 4 and 5
+        {"layout": "pp4", "batch": batch(global_batch=9), **TITAN},
+        {"layout": "pp4", "batch": batch(global_batch=10), **TITAN},
     ),
 ]
 

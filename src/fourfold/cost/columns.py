@@ -90,6 +90,7 @@ class Columns:
     split_loss: Floats  # 1: logits and loss are divided over tp, 0: gathered whole on every rank
     loss_chunks: Floats  # parts of the tokens whose logits exist one after the other
     balanced: Floats  # 1: the engine gives the last stage fewer layers to pay for the head
+    even_stages: Floats  # 1: equal stages, only the first and the last may hold fewer layers
     # hardware
     peak: Floats  # FLOP/s of a 16-bit GEMM
     peak_low: Floats  # FLOP/s of a GEMM in the precision asked for
@@ -166,6 +167,7 @@ DEFAULTS: dict[str, float] = {
     "split_loss": 1,
     "loss_chunks": 1,
     "balanced": 0,
+    "even_stages": 0,
     "net_seen": 0,
     "slow": 0,
 }

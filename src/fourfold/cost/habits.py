@@ -23,6 +23,7 @@ class Habits:
     overlap_dp: bool = False
     overlap_tp: bool = False
     balanced: bool = False
+    even_stages: bool = False  # equal stages, only the first and the last may hold fewer layers
     split_loss: bool = True
     eager: bool = False
     compiled: bool = False
@@ -40,17 +41,19 @@ class Habits:
     reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
 
 
+_NVIDIA = Habits(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True, even_stages=True)
 # by the stack's name without its year; the longest matching prefix counts
 HABITS: dict[str, Habits] = {
     "": Habits(),
     "llm-foundry": Habits(sharding="zero3", sequence_parallel=False),
     # fp16 gradients are all-reduced: as much traffic as scattering fp32
     "megatron-deepspeed": Habits(recompute="full", sequence_parallel=False),
-    "megatron-lm": Habits(),
-    "megatron-lm-2025": Habits(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True),
-    "megatron-kwai": Habits(),
-    "megatron-bridge": Habits(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True),
-    "nemo": Habits(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True),
+    "megatron": Habits(even_stages=True),
+    "megatron-lm": Habits(even_stages=True),
+    "megatron-lm-2025": _NVIDIA,
+    "megatron-kwai": Habits(even_stages=True),
+    "megatron-bridge": _NVIDIA,
+    "nemo": _NVIDIA,
     "nanotron": Habits(balanced=True, overlap_tp=True, eager=True, reports_rank0=True),
     # bf16 gradients held, and logits gathered over tp before the loss
     "aleph": Habits(grad_bytes=2.0, acc_bytes=2.0, split_loss=False, eager=True),

@@ -13,6 +13,7 @@ import numpy as np
 
 from fourfold.cost.columns import SCHEDULE, Columns
 from fourfold.cost.gemm import Floats
+from fourfold.cost.stages import end_layers
 
 _ZERO_BUBBLE = SCHEDULE.index("zero-bubble")
 _GPIPE = SCHEDULE.index("gpipe")
@@ -28,8 +29,8 @@ class StageLayers:
 
 
 def stage_layers(c: Columns, *, head_in_layers: Floats) -> StageLayers:
-    """Equal stages with the remainder in the first ones, or (balanced engines) fewer in the last
-    one by what the head costs, counted in layers."""
+    """Equal stages with the remainder in the first ones; fewer in the last one by what the head
+    costs, counted in layers (balanced engines); or fewer at both ends (even stages)."""
     even = np.ceil(c.layers / c.pp)
     last_even = np.floor(c.layers / c.pp)
     fair = (c.layers + head_in_layers) / c.pp
@@ -38,7 +39,10 @@ def stage_layers(c: Columns, *, head_in_layers: Floats) -> StageLayers:
     uneven = (c.balanced > 0) & (c.pp > 1)
     first = np.where(uneven, np.ceil(rest), even)
     middle = np.where(uneven, np.ceil(rest), even)
-    return StageLayers(first, middle, np.where(uneven, last, np.where(c.pp > 1, last_even, even)))
+    last = np.where(uneven, last, np.where(c.pp > 1, last_even, even))
+    left, right = end_layers(c.layers, c.pp)
+    ends = (c.even_stages > 0) & (c.pp > 1) & (right >= 0)
+    return StageLayers(np.where(ends, left, first), middle, np.where(ends, right, last))
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,7 @@ def _policy(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
     facts["eager"] = np.array([h.eager for h in stack], dtype=np.float64)
     facts["split_loss"] = np.array([h.split_loss for h in stack], dtype=np.float64)
     facts["balanced"] = np.array([h.balanced for h in stack], dtype=np.float64)
+    facts["even_stages"] = np.array([h.even_stages for h in stack], dtype=np.float64)
     facts["schedule"] = np.where(facts["vpp"] > 1, 1.0, 0.0)
     draft.assume(
         np.array([p == "" for p in table.column("precision")], dtype=bool), "precision bf16 assumed"

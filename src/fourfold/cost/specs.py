@@ -91,7 +91,8 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "acc_bytes": DTYPE_BYTES[dtypes.grad],
         "opt_bytes": master + moments,
         "overlap_dp": float(usual.overlap_dp and policy.overlap_grad_reduce),
-        "overlap_tp": float(usual.overlap_tp or policy.async_tp),
+        # Engines that overlap it do so only where the sequence is divided too.
+        "overlap_tp": float(policy.async_tp or (usual.overlap_tp and policy.sequence_parallel)),
         "prefetch": float(policy.prefetch),
         "own": float(usual.counted),
         "reserved": usual.reserved,
@@ -104,6 +105,7 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "fused_qkv": float(policy.fused_projections),
         "fused_host": float(usual.compiled or policy.compile),
         "balanced": float(usual.balanced),
+        "even_stages": float(usual.even_stages),
         "split_loss": float(usual.split_loss),
         "loss_chunks": policy.loss_chunks,
         "eager": float(usual.eager),

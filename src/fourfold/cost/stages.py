@@ -9,12 +9,15 @@ from __future__ import annotations
 import heapq
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 from fourfold.cost.params import layer_matmul_params
 from fourfold.spec.model import ModelShape
 
 # Reading and scattering one row per token against a layer's matrix products: a few percent.
 EMBEDDING_COST = 0.05
+# A whole number, or a column of them.
+Whole = Any
 
 
 def head_cost(model: ModelShape, seq_len: int) -> float:
@@ -58,3 +61,11 @@ def _counts(layers: int, stages: int, first: float, last: float) -> list[int]:
 def stage_layers(model: ModelShape, stages: int, seq_len: int) -> tuple[range, ...]:
     """The cut of a model into stages by cost, embedding and logits counted."""
     return split_layers(model.layers, stages, EMBEDDING_COST, round(head_cost(model, seq_len), 6))
+
+
+def end_layers(layers: Whole, stages: Whole) -> tuple[Whole, Whole]:
+    """(layers of the first, of the last stage) where all stages between hold the same, rounded up:
+    what Megatron gets by counting embedding and loss as layers, or by uneven ends. Works on plain
+    numbers and on columns; below 0 there is no such cut."""
+    rest = layers - -(-layers // stages) * (stages - 2)
+    return rest - rest // 2, rest // 2

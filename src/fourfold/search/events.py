@@ -18,6 +18,7 @@ from fourfold.cost.estimate import Times, estimate
 from fourfold.cost.gemm import Knobs
 from fourfold.cost.pipeline import pipeline_s
 from fourfold.cost.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
+from fourfold.cost.stages import end_layers
 from fourfold.spec.policy import Schedule
 
 Floats = NDArray[np.float64]
@@ -120,8 +121,7 @@ def _group(c: Columns, parts: dict[str, Floats], *, schedule: Schedule, micros: 
 
 
 def chunk_layers(c: Columns, chunks: int) -> Floats:
-    """[chunks, candidates] layers of each chunk: equal, the remainder in the first ones; balanced
-    engines give the last one fewer, by what the head costs."""
+    """[chunks, candidates] layers of each chunk, by the rules of cost.pipeline.stage_layers."""
     fair = c.layers / chunks
     base, more = np.floor(fair), c.layers - np.floor(fair) * chunks
     counts = base + (np.arange(chunks)[:, None] < more)
@@ -131,4 +131,7 @@ def chunk_layers(c: Columns, chunks: int) -> Floats:
     rest = (c.layers - short) / max(1, chunks - 1)
     lean = np.floor(rest) + (np.arange(chunks)[:, None] < (c.layers - short) % max(1, chunks - 1))
     lean[-1] = short
-    return np.where(c.balanced > 0, lean, counts)
+    counts = np.where(c.balanced > 0, lean, counts)
+    even = np.ceil(fair) + np.zeros((chunks, 1))
+    even[0], even[-1] = end_layers(c.layers, float(chunks))
+    return np.where((c.even_stages > 0) & (even.min(axis=0) >= 0), even, counts)

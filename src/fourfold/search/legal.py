@@ -7,16 +7,16 @@ asks the same rules about whole columns (search/candidates.py). Memory is not as
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
 from fourfold.search.rules import (
     RULES,
-    ULYSSES,
     Case,
     Reason,
     fp8_sides,
     micro_count,
+    sequence_pieces,
     unbuilt_choices,
 )
 from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, stack_rules
@@ -223,8 +223,8 @@ def _ulysses_heads(c: Case) -> Words:
 
 
 def _seq_cp(c: Case) -> Words:
-    pieces = c.cp if c.cp_kind == ULYSSES else 2 * c.cp
-    each = "one piece" if c.cp_kind == ULYSSES else "two pieces (zig-zag)"
+    pieces = sequence_pieces(c)
+    each = "one piece" if pieces == c.cp else "two pieces (zig-zag)"
     rule = f"must be a multiple of {pieces}: each of cp={c.cp} ranks takes {each}"
     return "batch.seq_len", c.seq_len, rule, f"seq_len = {-(-c.seq_len // pieces) * pieces}"
 
@@ -249,6 +249,33 @@ def _virtual_stages(c: Case) -> Words:
     return "policy.virtual_stages", c.virtual_stages, rule, f"at most {most}"
 
 
+def _stage_layers(c: Case) -> Words:
+    chunks, layers = c.pp * c.virtual_stages, c.model.layers
+    rule = f"{c.stack.name} cannot cut {layers} layers into {c.pp} stages"
+    if c.virtual_stages > 1:
+        rule += f" of {c.virtual_stages} virtual ones"
+    asked = replace(c, virtual_stages=1)
+    most = max(1, layers // c.pp)
+    virtual = [
+        v for v in range(1, most + 1) if not RULES["stage-layers"](replace(c, virtual_stages=v))
+    ]
+    if virtual:
+        way_out = f"virtual_stages: {_few(virtual, c.virtual_stages)}"
+        return "policy.virtual_stages", c.virtual_stages, rule, way_out
+    stages = [p for p in range(1, layers + 1) if not RULES["stage-layers"](replace(asked, pp=p))]
+    return "layout.pp", c.pp, f"{rule} ({chunks} in all)", f"pp: {_few(stages, c.pp)}"
+
+
+def _tied_stages(c: Case) -> Words:
+    rule = f"{c.stack.name} does not tie embeddings over stages"
+    return "layout.pp", c.pp, rule, "pp = 1, or an untied model"
+
+
+def _plain_dp(c: Case) -> Words:
+    rule = f"{c.stack.name} runs it without tp, cp and pp only"
+    return "policy.sharding", "zero0", rule, "sharding = zero2 or zero3"
+
+
 def _needs_interleaving(c: Case) -> Words:
     rule = f"schedule {SCHEDULES[c.schedule]} runs one chunk a rank"
     way_out = "schedule = interleaved or zero-bubble"
@@ -256,7 +283,8 @@ def _needs_interleaving(c: Case) -> Words:
 
 
 def _needs_virtual_stages(c: Case) -> Words:
-    return "policy.schedule", "interleaved", "needs virtual_stages above 1", "virtual_stages = 2"
+    schedule = SCHEDULES[c.schedule]
+    return "policy.schedule", schedule, "needs virtual_stages above 1", "virtual_stages = 2"
 
 
 def _needs_pipeline(c: Case) -> Words:
@@ -326,9 +354,14 @@ def _fill(c: Case) -> Words:
 
 
 def _whole_rounds(c: Case) -> Words:
-    size, what = _bad_size(c, lambda size: micro_count(c, size) % c.pp != 0)
-    rule = f"{what} {size} gives {micro_count(c, size)} micro batches, not a multiple of pp={c.pp}"
-    return "policy.schedule", "interleaved", rule, f"for {c.stack.name}: another micro_batch or pp"
+    def is_bad(size: int) -> bool:
+        return bool(RULES["whole-rounds"](replace(c, batch_sizes=(size,))))
+
+    size, what = _bad_size(c, is_bad)
+    wanted = "rounds of equal size" if c.stack.equal_rounds else f"a multiple of pp={c.pp}"
+    rule = f"{what} {size} gives {micro_count(c, size)} micro batches, not {wanted}"
+    schedule = SCHEDULES[c.schedule]
+    return "policy.schedule", schedule, rule, f"for {c.stack.name}: another micro_batch or pp"
 
 
 _TEXTS: dict[Reason, Callable[[Case], Words]] = {
@@ -353,6 +386,9 @@ _TEXTS: dict[Reason, Callable[[Case], Words]] = {
     "async-tp": _async_tp,
     "stages": _stages,
     "virtual-stages": _virtual_stages,
+    "stage-layers": _stage_layers,
+    "tied-stages": _tied_stages,
+    "plain-dp": _plain_dp,
     "needs-interleaving": _needs_interleaving,
     "needs-virtual-stages": _needs_virtual_stages,
     "needs-pipeline": _needs_pipeline,

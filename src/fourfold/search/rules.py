@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from fourfold.cost.stages import end_layers
 from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, Stack
 from fourfold.spec.device import PEAK_NAMES, Device
 from fourfold.spec.model import ModelShape
@@ -20,6 +21,7 @@ Reason = Literal[
     "world", "family", "precision", "device-precision", "axis", "cp-kind", "schedule",
     "recompute", "sharding", "zero-pipeline", "hybrid", "positions", "heads", "kv-heads", "ffn",
     "ulysses-heads", "seq-cp", "seq-tp", "async-tp", "stages", "virtual-stages",
+    "stage-layers", "tied-stages", "plain-dp",
     "needs-interleaving", "needs-virtual-stages", "needs-pipeline", "compiled-zero-bubble",
     "fp8-sizes", "fp8-zero-bubble", "unbuilt",
     "dp-batch", "equal-shares", "micro-divides", "fill", "whole-rounds",
@@ -174,14 +176,18 @@ def _ulysses_heads(c: Case) -> Truth:
     """
     dealt = (c.model.heads // c.tp) % c.cp != 0
     kv = (c.model.kv_heads // c.tp) % c.cp != 0
-    odd = dealt if c.stack.copies_kv_heads else dealt | kv
+    odd = dealt if c.stack.copies_kv_heads and c.stack.ulysses_copies_kv else dealt | kv
     return (c.cp > 1) & (c.cp_kind == ULYSSES) & odd
+
+
+def sequence_pieces(c: Case) -> Whole:
+    """Pieces that a sequence is cut into by context parallelism."""
+    return c.cp * (1 + ((c.cp_kind != ULYSSES) | c.stack.even_pieces))
 
 
 def _seq_cp(c: Case) -> Truth:
     """Ring and all-gather give each rank an early and a late piece (zig-zag), Ulysses one piece."""
-    pieces = c.cp * (1 + (c.cp_kind != ULYSSES))
-    return (c.cp > 1) & (c.seq_len % pieces != 0)
+    return (c.cp > 1) & (c.seq_len % sequence_pieces(c) != 0)
 
 
 def _seq_tp(c: Case) -> Truth:
@@ -200,13 +206,39 @@ def _virtual_stages(c: Case) -> Truth:
     return (c.pp <= c.model.layers) & (c.pp * c.virtual_stages > c.model.layers)
 
 
+def _stage_layers(c: Case) -> Truth:
+    """Whether the engine has no way to cut the layers into these stages (and virtual ones)."""
+    layers, chunks = c.model.layers, c.pp * c.virtual_stages
+    if c.stack.stage_rule == "filled":
+        each = -(-layers // chunks)
+        odd = -(-layers // each) != chunks
+    elif c.stack.stage_rule == "even":
+        # Embedding and loss may count as a layer each; without virtual stages ends may be short.
+        counted = sum(((layers + more) % chunks == 0) * 1 for more in range(3))
+        _, last = end_layers(layers, c.pp)
+        odd = (counted == 0) & ((c.virtual_stages > 1) | (last < 1))
+    else:
+        return False
+    return (c.pp > 1) & (chunks <= layers) & odd
+
+
+def _tied_stages(c: Case) -> Truth:
+    return (c.pp > 1) & (c.model.tied and not c.stack.ties_stages)
+
+
+def _plain_dp(c: Case) -> Truth:
+    others = (c.pp > 1) | (c.cp > 1) | (c.tp > 1)
+    return c.stack.plain_dp_alone & (c.zero == 0) & ((c.dp > 1) & others | (c.cp > 1))
+
+
 def _needs_interleaving(c: Case) -> Truth:
     looped = (c.schedule == INTERLEAVED) | (c.schedule == ZERO_BUBBLE)
     return (c.virtual_stages > 1) & (looped == 0)
 
 
 def _needs_virtual_stages(c: Case) -> Truth:
-    return (c.schedule == INTERLEAVED) & (c.virtual_stages == 1)
+    split = (c.schedule == ZERO_BUBBLE) & (c.pp > 1) & c.stack.loops_zero_bubble
+    return ((c.schedule == INTERLEAVED) | split) & (c.virtual_stages == 1)
 
 
 def _needs_pipeline(c: Case) -> Truth:
@@ -316,8 +348,18 @@ def _fill(c: Case) -> Truth:
 
 
 def _whole_rounds(c: Case) -> Truth:
+    if c.stack.equal_rounds:
+        looped = (c.schedule == INTERLEAVED) | (c.schedule == ZERO_BUBBLE)
+        return looped & _any_size(c, lambda size: _ragged_rounds(c, size))
     odd = _any_size(c, lambda size: micro_count(c, size) % c.pp != 0)
     return c.stack.whole_rounds & (c.schedule == INTERLEAVED) & odd
+
+
+def _ragged_rounds(c: Case, size: int) -> Truth:
+    """torch's looped schedules: as many rounds as whole passes of the ranks fit, all alike."""
+    count = micro_count(c, size)
+    rounds = count // c.pp + (count < c.pp)
+    return count % rounds != 0
 
 
 RULES: dict[Reason, Callable[[Case], Truth]] = {
@@ -342,6 +384,9 @@ RULES: dict[Reason, Callable[[Case], Truth]] = {
     "async-tp": _async_tp,
     "stages": _stages,
     "virtual-stages": _virtual_stages,
+    "stage-layers": _stage_layers,
+    "tied-stages": _tied_stages,
+    "plain-dp": _plain_dp,
     "needs-interleaving": _needs_interleaving,
     "needs-virtual-stages": _needs_virtual_stages,
     "needs-pipeline": _needs_pipeline,

@@ -38,6 +38,15 @@ class Stack:
     copies_kv_heads: bool = True
     fills_pipeline: bool = False  # needs as many micro batches as stages
     whole_rounds: bool = False  # interleaving needs micro batches in multiples of the stages
+    equal_rounds: bool = False  # interleaving needs rounds of equal size, of stages or more
+    # Which stages it can cut: "any"; "even": equal ones, but for fewer layers at both ends;
+    # "filled" to a number of layers a stage, in order, none left empty.
+    stage_rule: str = "any"
+    even_pieces: bool = False  # early and late pieces of the sequence also under Ulysses
+    ulysses_copies_kv: bool = True  # KV heads are repeated until Ulysses can deal them
+    plain_dp_alone: bool = False  # zero0 runs without any other axis only
+    ties_stages: bool = True  # tied embeddings may lie on two stages
+    loops_zero_bubble: bool = False  # zero-bubble needs virtual stages
     compiles_zero_bubble: bool = True
     fp8_multiple: int = 1  # of which sides of a product in fp8 must be a multiple
     splits_fp8: bool = True  # zero-bubble's divided backward in fp8
@@ -67,17 +76,28 @@ STACKS: dict[str, Stack] = {
             ),  # its FSDP replaces the distributed optimizer and has no pipeline
             batch_rule="whole",
             whole_rounds=True,
+            stage_rule="even",
+            even_pieces=True,
+            ulysses_copies_kv=False,
         ),
         Stack(
             name="torchtitan",
-            cp_kinds=("allgather", "ulysses"),
+            cp_kinds=("allgather",),
+            # Its "selective" chooses operations or every N-th layer, not the attention core.
+            recompute=("none", "full", "every"),
             zeros=(0, 2, 3),
             pipeline_zeros=(0, 2, 3),
             precisions=("fp32", "bf16-mixed", "fp8", "fp4"),
-            families=("llama", "gpt"),
+            families=("llama",),
             batch_rule="whole",
             copies_kv_heads=False,
             fills_pipeline=True,
+            equal_rounds=True,
+            stage_rule="filled",
+            even_pieces=True,
+            plain_dp_alone=True,
+            ties_stages=False,
+            loops_zero_bubble=True,
             compiles_zero_bubble=False,
         ),
         Stack(
@@ -92,6 +112,7 @@ STACKS: dict[str, Stack] = {
             families=("llama",),
             batch_rule="whole",
             copies_kv_heads=False,
+            fills_pipeline=True,
         ),
         Stack(
             name="llm-foundry",
