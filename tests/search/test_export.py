@@ -1,119 +1,169 @@
-"""Settings written for an engine are read back to the same layout, or refused by name."""
+"""Settings written for an engine have its own names, and a shell can use them as they are."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.search import export
-from fourfold.search.export.setup import SIZES, Setup
-from fourfold.search.legal import Target, why_not
-from fourfold.spec import catalog
+from fourfold.search.export.setup import Setup
+from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
+from fourfold.spec.model import Positions, RopeScaling
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
-MODEL = catalog.model("llama-3.1-8b")
-SHAPE = tuple((name, getattr(MODEL, name)) for name in SIZES)
+TESTS = Path(__file__).parent.parent
+sys.path.insert(0, str(TESTS / "engines"))
+from sampled import MODELS, sampled  # noqa: E402
+
+FLAGS = tomllib.loads((TESTS / "golden" / "megatron_flags.toml").read_text())
+LLAMA2 = catalog.model("llama-2-7b")
+OTHERS = tuple(name for name in export.ENGINES if name != "torchrun")
 
 
-def setup(layout: str = "pp2 dp4 tp8", **policy) -> Setup:
+def setup(layout: str = "pp2 dp4 tp8", model: str = "llama-3.1-70b", **policy) -> Setup:
     return Setup(
+        model=catalog.model(model),
         layout=Layout.parse(layout),
         batch=Batch(seq_len=4096, micro_batch=2, global_batch=256),
         policy=Policy(**policy),
         host_gpus=8,
-        shape=SHAPE,
+        stack="megatron-bridge-2026",
+        device="h100-80gb",
     )
 
 
-def told(engine: str, one: Setup) -> Setup:
-    """The setup without what changes nothing: unused kinds, and sizes the file does not hold."""
-    policy = one.policy
-    if one.layout.cp == 1:
-        policy = replace(policy, cp_kind="ring")
-    if one.layout.tp == 1:
-        policy = replace(policy, sequence_parallel=True)
-    if one.layout.pp == 1:
-        policy = replace(policy, schedule="1f1b", virtual_stages=1)
-    if one.layout.dp == 1:
-        policy = replace(policy, sharding="zero0")
-    if engine == "megatron" and policy.zero == 0:
-        policy = replace(policy, overlap_grad_reduce=False, overlap_param_gather=False)
-    shape = () if engine in ("torchtitan", "torchrun") else SHAPE
-    return replace(one, policy=policy, shape=shape)
+def flags_of(one: Setup) -> dict[str, list[str]]:
+    """Megatron's flags with their values; no flag comes twice."""
+    found: dict[str, list[str]] = {}
+    for word in export.write_folder("megatron", one)["engine.args"].splitlines():
+        if word.startswith("--"):
+            assert word not in found
+            found[word] = []
+        else:
+            found[list(found)[-1]].append(word)
+    return found
 
 
-@given(
-    engine=st.sampled_from(export.ENGINES),
-    pp=st.sampled_from([1, 2, 4, 8]),
-    dp=st.sampled_from([(1, 1), (1, 2), (1, 8), (2, 4)]),
-    cp=st.sampled_from([1, 2]),
-    tp=st.sampled_from([1, 2, 8]),
-    micro=st.sampled_from([1, 2, 4]),
-    policy=st.fixed_dictionaries(
-        {
-            "precision": st.sampled_from(["bf16-mixed", "fp16", "fp32", "fp8"]),
-            "sharding": st.sampled_from(["zero0", "zero1", "zero2", "zero3"]),
-            "sequence_parallel": st.booleans(),
-            "cp_kind": st.sampled_from(["ring", "allgather", "ulysses"]),
-            "schedule": st.sampled_from(["1f1b", "gpipe", "interleaved", "zero-bubble"]),
-            "virtual_stages": st.sampled_from([1, 2, 4]),
-            "recompute": st.sampled_from(["none", "full", "selective", "every-2"]),
-        }
-    ),
-)
-def test_every_legal_setup_round_trips_or_is_refused(engine, pp, dp, cp, tp, micro, policy) -> None:
-    layout = Layout(pp=pp, replicate=dp[0], shard=dp[1], cp=cp, tp=tp)
-    batch = Batch(seq_len=4096, micro_batch=micro, global_batch=64)
-    stack = "fourfold" if engine == "torchrun" else engine
-    if why_not(MODEL, layout, batch, Policy(**policy), Target(stack=stack)):
-        return
-    one = Setup(layout=layout, batch=batch, policy=Policy(**policy), host_gpus=8, shape=SHAPE)
-    try:
-        text = export.write(engine, one)
-    except UserError as refused:
-        saying = str(refused)
-        if "has no setting for it; " in saying:
-            return
-        raise
-    back = export.read(engine, text, layers=MODEL.layers)
-    assert told(engine, back) == told(engine, replace(one, host_gpus=min(8, layout.world)))
-    if (dp, cp) != ((1, 1), 1) or policy["sharding"] == "zero0":
-        assert back.layout == layout
+def test_every_exported_name_is_megatrons_own() -> None:
+    """Over 300 sampled layouts: names, whether a value follows, and closed choices."""
+    for one in sampled("megatron", 300):
+        for name, values in flags_of(one).items():
+            if name in FLAGS["switches"]:
+                assert values == []
+            else:
+                assert name in FLAGS["values"]
+                assert len(values) == 1 or (values and name in FLAGS["many"])
+            assert set(values) <= set(FLAGS["choices"].get(name, values))
 
 
-def test_megatron_speaks_its_own_words() -> None:
+def test_the_whole_model_is_exported() -> None:
+    found = flags_of(setup())
+    assert found.items() >= {
+        "--swiglu": [], "--normalization": ["RMSNorm"], "--norm-epsilon": ["1e-05"],
+        "--disable-bias-linear": [], "--position-embedding-type": ["rope"],
+        "--rotary-base": ["500000"], "--use-rope-scaling": [], "--rope-scaling-factor": ["8.0"],
+        "--untie-embeddings-and-output-weights": [], "--attention-dropout": ["0.0"],
+        "--hidden-dropout": ["0.0"], "--padded-vocab-size": ["128256"], "--kv-channels": ["128"],
+        "--num-query-groups": ["8"], "--group-query-attention": [],
+    }.items()  # fmt: skip
+    gpt = flags_of(setup(model="gpt-3-175b"))
+    assert gpt["--padded-vocab-size"] == ["50264"]  # 50257 rows, 8 ranks
+    assert gpt["--position-embedding-type"] == ["learned_absolute"]
+    assert not {"--swiglu", "--untie-embeddings-and-output-weights"} & gpt.keys()
+    qwen = replace(catalog.model("llama-3.1-8b"), qkv_bias=True, qk_norm="head", head_dim=160)
+    assert flags_of(replace(setup("dp4"), model=qwen)).keys() >= {
+        "--add-qkv-bias",
+        "--qk-layernorm",
+    }
+
+
+def test_what_the_seconds_assume_is_switched_on() -> None:
+    """Overlap and gradient formats are those of the stack that was priced."""
+    found = flags_of(setup())
+    assert found.keys() >= {
+        "--tp-comm-overlap", "--grad-reduce-in-bf16", "--overlap-grad-reduce",
+        "--overlap-param-gather", "--use-distributed-optimizer", "--sequence-parallel",
+    }  # fmt: skip
+    plain = flags_of(replace(setup(), stack="megatron-lm-2024"))
+    assert "--accumulate-allreduce-grads-in-fp32" in plain
+    assert (
+        not {"--tp-comm-overlap", "--grad-reduce-in-bf16", "--overlap-grad-reduce"} & plain.keys()
+    )
+    sharded = setup("dp8", sharding="zero3")
+    assert flags_of(sharded)["--ckpt-format"] == ["fsdp_dtensor"]
+    connections = {
+        one.device + str(one.policy.zero): export.write_folder("megatron", one)["env.sh"]
+        for one in (setup(), sharded, replace(setup(), device="gb200-192gb"))
+    }
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1\n" in connections["h100-80gb1"]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=8\n" in connections["h100-80gb3"]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in connections["gb200-192gb1"]
+    assert "overlap_tp" not in found
+    yaml = export.write_folder("nanotron", replace(setup(), model=LLAMA2, stack="nanotron-2025"))
+    assert "tp_linear_async_communication: true" in yaml["config.yaml"]
+
+
+def test_126_layers_are_cut_by_counting_embedding_and_loss() -> None:
+    looped = {"schedule": "interleaved", "virtual_stages": 4}
+    found = flags_of(setup("pp16 dp2 tp8", "llama-3.1-405b", **looped))
+    assert found["--num-virtual-stages-per-pipeline-rank"] == ["4"]
+    assert found.keys() >= {
+        "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+    }  # fmt: skip
+    uneven = flags_of(setup("pp12 dp2 tp8", "llama-3.1-70b"))  # 7 x 10 and 5 at each end
+    assert uneven["--decoder-first-pipeline-num-layers"] == ["5"]
+    assert uneven["--decoder-last-pipeline-num-layers"] == ["5"]
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_shell_runs_the_files_as_they_are(engine: str, hosts: int, tmp_path) -> None:
+    """A launcher in place of torchrun prints what reaches it: words, environment, paths."""
+    layout = Layout.parse(f"dp{8 * hosts}")
     one = replace(
-        setup("pp8 dp2 cp2 tp8", schedule="interleaved", virtual_stages=4, recompute="full"),
-        batch=Batch(
-            seq_len=4096,
-            micro_batch=1,
-            global_batch=256,
-            ramp=Ramp(start=16, increment=16, samples=9000),
-        ),
+        setup(sharding="zero0"), model=LLAMA2, layout=layout, stack=export.stack_of(engine)
     )
-    text = export.write("megatron", one)
-    for line in (
-        "--nnodes 32",
-        "--tensor-model-parallel-size 8",
-        "--pipeline-model-parallel-size 8",
-        "--context-parallel-size 2",
-        "--cp-comm-type p2p",
-        "--num-virtual-stages-per-pipeline-rank 4",
-        "--sequence-parallel",
-        "--use-distributed-optimizer",
-        "--recompute-granularity full",
-        "--rampup-batch-size 16 16 9000",
-        "--num-query-groups 8",
-        "--bf16",
-    ):
-        assert line in text.splitlines()
-    assert export.read("megatron", text, layers=32) == one
+    one = replace(one, policy=replace(one.policy, env=(("NCCL_DEBUG", "a 'b' $c"),)))
+    folder = tmp_path / "a folder's name"
+    folder.mkdir()
+    for name, text in export.write_folder(engine, one).items():
+        (folder / name).write_text(text)
+    fake = tmp_path / "torchrun"
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$NCCL_DEBUG" "$PYTHONPATH" "$@"\n')
+    fake.chmod(0o755)
+    env = {"PATH": os.environ["PATH"], "TORCHRUN": str(fake), "NODE_RANK": "1", "MASTER_ADDR": "n0"}
+    stand_alone = tmp_path / "all.sh"
+    stand_alone.write_text(export.write(engine, one))
+    for script in (folder / "run.sh", stand_alone):
+        subprocess.run(["bash", "-n", script], check=True)
+        done = subprocess.run(
+            ["bash", script, "--own", "x y"], env=env, capture_output=True, text=True, check=True
+        )
+        value, path, *words = done.stdout.splitlines()
+        assert value == "a 'b' $c"
+        assert words[:4] == ["--nnodes", str(hosts), "--nproc-per-node", "8"]
+        assert ("--standalone" in words) == (hosts == 1)
+        assert words[-2:] == ["--own", "x y"]
+        engine_words = (folder / "engine.args").read_text().split()
+        assert words[-2 - len(engine_words) : -2] == engine_words
+        if engine.startswith("torchtitan"):
+            assert list(Path(path).glob("fourfold_*.py"))
+        if engine == "nanotron":
+            assert Path(words[words.index("--config-file") + 1]).is_file()
+    shell = f'set -- $(cat "{folder}/engine.args"); printf "%s\\n" "$@"'
+    read = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    assert read.stdout.split() == (folder / "engine.args").read_text().split()
+    assert read.stdout.strip() == (folder / "engine.args").read_text().strip()
 
 
 @pytest.mark.parametrize(
@@ -121,45 +171,89 @@ def test_megatron_speaks_its_own_words() -> None:
     [
         ("megatron", {"schedule": "zero-bubble"}, "policy.schedule"),
         ("megatron", {"recompute": "every-2"}, "policy.recompute"),
+        ("megatron", {"precision": "bf16-pure"}, "policy.precision"),
+        ("megatron", {"compile": True}, "policy.compile"),
+        ("megatron", {"loss_chunks": 4}, "policy.loss_chunks"),
+        ("megatron", {"schedule": "interleaved", "virtual_stages": 7}, "layout.pp"),
         ("torchtitan", {"sharding": "zero1"}, "policy.sharding"),
         ("torchtitan", {"sharding": "zero3", "precision": "fp8"}, "policy.precision"),
+        ("torchtitan", {"sharding": "zero3", "recompute": "every-2"}, "policy.recompute"),
+        ("torchtitan-0.2", {"sharding": "zero3", "recompute": "selective"}, "policy.recompute"),
+        ("torchtitan-0.2", {"sharding": "zero3", "sequence_parallel": False},
+         "policy.sequence_parallel"),
         ("nanotron", {"sharding": "zero3"}, "policy.sharding"),
-        ("nanotron", {"recompute": "selective"}, "policy.recompute"),
+        ("nanotron", {"recompute": "full"}, "policy.recompute"),
     ],
-)
-def test_what_an_engine_cannot_say_is_refused(engine: str, policy: dict, field: str) -> None:
+)  # fmt: skip
+def test_what_an_engine_cannot_do_is_refused(engine: str, policy: dict, field: str) -> None:
+    one = setup(**policy)
+    if engine == "nanotron":
+        one = replace(one, model=LLAMA2)
     with pytest.raises(UserError, match="has no setting for it") as caught:
-        export.write(engine, setup(**policy))
+        export.write(engine, one)
     assert caught.value.field == field
 
 
-def test_other_engines_need_whole_micro_batches() -> None:
+@pytest.mark.parametrize(
+    ("engine", "model", "field"),
+    [
+        ("megatron", catalog.model("bloom-176b"), "model.embedding_norm"),
+        ("megatron", replace(LLAMA2, activation="geglu"), "model.activation"),
+        ("megatron", replace(LLAMA2, window=4096), "model.window"),
+        ("megatron", replace(LLAMA2, mlp_bias=True), "model.mlp_bias"),
+        ("megatron", replace(LLAMA2, norm="layernorm-nobias"), "model.norm"),
+        ("torchtitan", catalog.model("gpt-3-175b"), "model.family"),
+        ("torchtitan", replace(LLAMA2, qkv_bias=True), "model.qkv_bias"),
+        ("torchtitan-0.2", catalog.model("llama-3.2-1b"), "model.tied"),
+        ("torchtitan-0.2", replace(LLAMA2, head_dim=64), "model.head_dim"),
+        ("nanotron", catalog.model("llama-3.1-8b"), "model.positions"),
+    ],
+)
+def test_a_model_it_cannot_express_is_refused_by_name(engine: str, model, field: str) -> None:
+    with pytest.raises(UserError, match="has no setting for it") as caught:
+        export.check(engine, model)
+    assert caught.value.field == field
+
+
+def test_rope_that_megatron_cannot_scale_is_refused() -> None:
+    scaling = RopeScaling(kind="llama3", factor=8.0, high_freq_factor=2.0)
+    for place in (
+        Positions(kind="rope", theta=1e4, scaling=scaling),
+        Positions(kind="rope", theta=10000.5),
+        Positions(kind="alibi"),
+    ):
+        with pytest.raises(UserError, match="has no setting for it"):
+            export.check("megatron", replace(LLAMA2, positions=place))
+    linear = Positions(kind="rope", scaling=RopeScaling(kind="linear", factor=4.0))
+    found = flags_of(replace(setup(), model=replace(LLAMA2, positions=linear)))
+    assert found["--rotary-seq-len-interpolation-factor"] == ["4"]
+
+
+def test_a_ramp_and_whole_micro_batches() -> None:
+    ramp = Ramp(start=64, increment=64, samples=9000)
+    one = replace(setup(), batch=replace(setup().batch, ramp=ramp))
+    assert flags_of(one)["--rampup-batch-size"] == ["64", "64", "9000"]
     odd = replace(setup(), batch=Batch(seq_len=4096, micro_batch=3, global_batch=256))
     with pytest.raises(UserError, match="must divide it for megatron"):
         export.write("megatron", odd)
-    assert export.read("torchrun", export.write("torchrun", odd), layers=32).batch == odd.batch
+    assert "micro_batch = 3" in export.write("torchrun", odd)
 
 
-def test_broken_files_are_user_errors() -> None:
-    for engine in export.ENGINES:
-        for text in (
-            "",
-            "--seq-length x --micro-batch-size 1",
-            "parallelism:\n  dp: x\n",
-            "a = 'b",
-        ):
-            with pytest.raises(UserError):
-                export.read(engine, text, layers=32)
-    with pytest.raises(UserError, match="one of megatron, torchtitan, nanotron, torchrun"):
+def test_six_models_of_every_engine_are_drawn() -> None:
+    for engine, models in MODELS.items():
+        assert len(models) >= 6
+        drawn = sampled(engine, 2 * len(models))
+        assert {one.model.name for one in drawn} == {model.name for model in models}
+
+
+def test_an_unknown_engine_is_named() -> None:
+    with pytest.raises(UserError, match="one of megatron, torchtitan, "):
         export.write("jax", setup())
 
 
 def test_our_own_run_file_is_a_run_file() -> None:
-    from fourfold.spec import codec
-    from fourfold.spec.run import RunSpec
-
-    text = export.write("torchrun", replace(setup(), model="llama-3.1-8b"))
+    text = export.write("torchrun", replace(setup(), model_name="llama-3.1-70b"))
     spec = codec.load(RunSpec, codec.parse_toml(text))
-    assert spec.model == MODEL
+    assert spec.model == catalog.model("llama-3.1-70b")
     assert spec.layout == setup().layout
-    assert export.read("torchrun", text, layers=32).model == "llama-3.1-8b"
+    assert spec.batch == setup().batch

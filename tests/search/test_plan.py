@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -334,13 +335,48 @@ def test_command_text_says_what_makes_it_believable(capsys) -> None:
 def test_command_exports_the_first_choice(capsys, tmp_path) -> None:
     assert main([*PLAN, "--stack", "megatron", "--format", "json"]) == 0
     first = json.loads(capsys.readouterr().out)["ranked"][0]
-    out = tmp_path / "settings.txt"
-    assert main([*PLAN, "--stack", "megatron", "--export", "megatron", "--out", str(out)]) == 0
-    from fourfold.search import export
+    out = tmp_path / "settings"
+    assert main([*PLAN, "--export", "megatron", "--out", str(out)]) == 0  # implies --stack megatron
+    told = capsys.readouterr().err
+    words = (out / "engine.args").read_text().split()
+    assert words[words.index("--micro-batch-size") + 1] == str(first["micro_batch"])
+    script = (out / "run.sh").read_text()
+    assert f", {first['layout']} on" in script
+    fits = "MAY NOT FIT" if first["tight"] else "surely fits"
+    assert fits in script
+    assert fits in told
+    assert os.access(out / "run.sh", os.X_OK)
+    assert (
+        main([*PLAN, "--export", "megatron", "--out", str(out)]) == 2
+    )  # somebody may have edited it
+    assert "add --force" in capsys.readouterr().err
+    assert main([*PLAN, "--export", "megatron", "--out", str(out), "--force"]) == 0
 
-    back = export.read("megatron", out.read_text(), layers=32)
-    assert str(back.layout) == first["layout"]
-    assert back.batch.micro_batch == first["micro_batch"]
+
+def test_export_and_stack_must_agree(capsys) -> None:
+    assert main([*PLAN, "--export", "megatron", "--stack", "torchtitan"]) == 2
+    assert "has other rules and seconds than --export megatron" in capsys.readouterr().err
+    assert main([*PLAN, "--export", "nanotron"]) == 2  # rope of Llama 3.1, before any search
+    assert "model.positions=theta 500000, scaled" in capsys.readouterr().err
+    llama2 = [word if word != "llama-3.1-8b" else "llama-2-7b" for word in PLAN]
+    assert main([*llama2, "--export", "nanotron", "--recompute", "full"]) == 2
+    assert "recompute=full: nanotron has no setting for it" in capsys.readouterr().err
+    assert main([*llama2, "--export", "nanotron"]) == 0
+    assert "nanotron 0.4" in capsys.readouterr().out
+
+
+def test_safe_ranks_what_surely_fits(capsys) -> None:
+    words = (
+        "plan --model llama-3.1-70b --cluster nvidia-h100 --gpus 256 --seq-len 8192"
+        " --global-batch 1024 --stack megatron --format json"
+    )
+    ask = words.split()
+    assert main(ask) == 0
+    assert any(row["tight"] for row in json.loads(capsys.readouterr().out)["ranked"])
+    assert main([*ask, "--safe"]) == 0
+    rows = json.loads(capsys.readouterr().out)["ranked"]
+    assert rows
+    assert not any(row["tight"] for row in rows)
 
 
 @pytest.mark.parametrize(

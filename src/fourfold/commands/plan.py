@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from fourfold.commands import flags
+from fourfold.commands import flags, plan_export
 from fourfold.commands.foresight import read_profile
 from fourfold.commands.plan_machines import machines, named_axes
 from fourfold.errors import UserError
@@ -31,7 +31,7 @@ examples:
   fourfold plan --model bloom-176b --cluster jean-zay --max-nodes 48 --seq-len 2048 \\
       --global-batch 2048 --ramp 192,16,9765625 --where "dp % 4 == 0" --top 5
   fourfold plan ... --explain "pp12 dp4 tp8" --timeline schedule.html
-  fourfold plan ... --export megatron --out settings.txt
+  fourfold plan ... --export megatron --safe --out settings && bash settings/run.sh --mock-data
 """
 # Policy fields the search varies unless a flag, --set or --spec decides them.
 SEARCHED = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
@@ -61,8 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--explore", action="store_true", help="also rank what no measured row backs")
     add("--explain", metavar="LAYOUT", help="all about one layout, or why it is illegal")
     add("--timeline", metavar="FILE", help="with --explain: picture of the pipeline, .html or .png")
-    add("--export", metavar="ENGINE", help="settings for megatron, torchtitan, nanotron, torchrun")
-    add("--out", metavar="FILE", help="where --export writes (default: standard output)")
+    add("--export", metavar="ENGINE", help="settings for megatron, torchtitan, torchtitan-0.2, "
+        "nanotron or torchrun (our own engine); implies that --stack")  # fmt: skip
+    add("--out", metavar="FOLDER", help="where --export writes env.sh, torchrun.args, engine.args "
+        "and run.sh; a file for torchrun (default: one script on standard output)")  # fmt: skip
+    add("--safe", action="store_true", help="rank what surely fits, where anything does")
     add("--pick", type=int, default=1, metavar="N", help="which of the ranking --export writes")
     add("--top", type=int, default=10, metavar="N", help="how many to list (default 10)")
     add("--details", action="store_true", help="also the seconds of each part, as columns")
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     ranking, tried = best_of(ask, counts, least=max(args.top, args.pick))
     train = training(ranking, tokens=args.tokens, top=max(args.top, args.pick))
     if args.export:
-        return _export(args, ranking)
+        return plan_export.write(args, ranking)
     said = answer(ranking, train, top=args.top)
     said["tried_gpus"] = [{"gpus": gpus, "step_s": step_s} for gpus, step_s in tried.items()]
     if args.format == "json":
@@ -105,7 +108,7 @@ def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
     from fourfold.spec.expression import parse
 
     table = flags.run_table(args)
-    fixed = _fixed(table)
+    fixed = plan_export.keep_to_limits(args, _fixed(table))
     cluster, counts = machines(args, table)
     known = _known(args, cluster)
     stack = _stack(args, cluster, known)
@@ -114,8 +117,10 @@ def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
     entry, why = questions.entry_for(known, stack, cluster)
     if not isinstance(table.get("model"), str):
         raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
+    model = catalog.model(table["model"])
+    plan_export.require_expressible(args, model)
     ask = questions.Question(
-        model=catalog.model(table["model"]),
+        model=model,
         cluster=cluster,
         gpus=counts[0],
         batch=_batch(args, table),
@@ -128,6 +133,7 @@ def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
         fixed=fixed,
         where=tuple(parse(text) for text in args.where),
         explore=args.explore,
+        safe=args.safe,
     )
     return ask, counts
 
@@ -137,13 +143,14 @@ def _stack(args: argparse.Namespace, cluster: Cluster, known: Any) -> str:
     from fourfold.search.question import default_stack
     from fourfold.search.stack_names import match_stack
 
-    if not args.stack:
+    asked = plan_export.implied_stack(args)
+    if not asked:
         return default_stack(cluster, known)
-    stack = match_stack(args.stack, cluster, known)
-    if stack != args.stack.strip().lower():
+    stack = match_stack(asked, cluster, known)
+    if stack != asked.strip().lower():
         rows = {e.cluster: e.rows_time for e in known.entries if e.stack == stack}
         where = ", ".join(f"{name} ({count} rows)" for name, count in rows.items())
-        print(f"read as: stack {args.stack} = {stack}, measured on {where}", file=sys.stderr)
+        print(f"read as: stack {asked} = {stack}, measured on {where}", file=sys.stderr)
     return stack
 
 
@@ -225,29 +232,3 @@ def _draw(path: str, ranking: Any) -> None:
 
     files.write_bytes(path, picture(timeline(ranking), path), field="timeline")
     print(f"timeline: {path}", file=sys.stderr)
-
-
-def _export(args: argparse.Namespace, ranking: Any) -> int:
-    from fourfold import files
-    from fourfold.search import export
-    from fourfold.search.export.setup import SIZES, Setup
-
-    if args.pick > len(ranking):
-        raise UserError(f"only {len(ranking)} are ranked", field="--pick", value=args.pick)
-    ask, place = ranking.ask, args.pick - 1
-    micro = int(ranking.points["micro_batch"][place])
-    setup = Setup(
-        layout=ranking.layout(place),
-        batch=replace(ask.batch, micro_batch=micro),
-        policy=ranking.policy(place),
-        host_gpus=ask.cluster.host_gpus,
-        shape=tuple((name, getattr(ask.model, name)) for name in SIZES),
-        model=args.model or "",
-    )
-    text = export.write(args.export, setup)
-    if args.out:
-        files.require_mine(args.out, mark="", force=args.force)
-        files.write_text(args.out, text)
-    else:
-        print(text, end="")
-    return 0

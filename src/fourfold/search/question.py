@@ -36,6 +36,7 @@ class Question:
     fixed: dict[str, object]
     where: tuple[Expression, ...] = ()
     explore: bool = False
+    safe: bool = False  # rank what surely fits, where anything does
 
     @property
     def target(self) -> Target:

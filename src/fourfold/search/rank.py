@@ -139,6 +139,9 @@ def rank(ask: Question, *, least: int = 10) -> Ranking:
     use_all = ask.explore or not _size(proven)
     ranked = pool if use_all else proven
     aside = {} if use_all else _best(_only(pool, pool["unproven"]), 1, 1)
+    unproven_count = _size(pool) - _size(ranked)
+    if ask.safe:
+        ranked = _surely(ask, ranked)
     played = _best(ranked, PLAYED, PLAYED_VARIANTS)
     if _size(played) < PLAYED_VARIANTS * least:
         played = _best(ranked, PLAYED, max(PLAYED_VARIANTS, least))
@@ -151,7 +154,7 @@ def rank(ask: Question, *, least: int = 10) -> Ranking:
         priced=priced_points,
         fitting=fitting,
         dropped=fitting - _size(pool),
-        set_aside=_size(pool) - _size(ranked),
+        set_aside=unproven_count,
         unproven_best=aside,
         all_step_s=np.sort(ranked["step_s"]),
         layouts=layouts,
@@ -207,6 +210,14 @@ def _that_fit(ask: Question, grid: Candidates) -> Pool:
     points = _only(points, fits)
     points["unproven"] = _chunked(ask, points, lambda c: unproven(ask, c)).astype(bool)
     return points
+
+
+def _surely(ask: Question, pool: Pool) -> Pool:
+    """Points whose bytes fit also at the upper end of their interval; all, where none does."""
+    limit = ask.cluster.device.memory_bytes * USABLE
+    high = _chunked(ask, pool, lambda c: memory_bounds(c, ask.entry)[1])
+    sure = _only(pool, high < limit)
+    return sure if _size(sure) else pool
 
 
 def unproven(ask: Question, c: Columns) -> NDArray[np.bool_]:

@@ -1,29 +1,62 @@
-"""Settings for other engines: a chosen layout written in their words, and read back from them."""
+"""Settings for other engines: a chosen layout written in their words, for a named release of each.
+
+What an engine cannot do is refused by name, so that what was priced is what will run.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from fourfold.errors import UserError
+from fourfold.errors import UserError, nearest
+from fourfold.search.export.package import folder, script
 from fourfold.search.export.setup import Setup
+from fourfold.spec.model import ModelShape
 
-ENGINES = ("megatron", "torchtitan", "nanotron", "torchrun")
+# engine -> (module, stack whose rules and habits it stands for)
+_WRITERS = {
+    "megatron": ("megatron", "megatron"),
+    "torchtitan": ("torchtitan", "torchtitan"),
+    "torchtitan-0.2": ("torchtitan_02", "torchtitan"),
+    "nanotron": ("nanotron", "nanotron"),
+    "torchrun": ("torchrun", "fourfold"),
+}
+ENGINES = tuple(_WRITERS)
+
+
+def stack_of(engine: str) -> str:
+    """Whose engine the numbers must be for, so that they are the exported run's."""
+    return _entry(engine)[1]
+
+
+def limits(engine: str) -> dict[str, Any]:
+    """Fields of the search that this release leaves no choice in; the search keeps to them."""
+    return dict(getattr(_module(engine), "LIMITS", {}))
+
+
+def check(engine: str, model: ModelShape) -> None:
+    """Refuse a model that the engine cannot express, before anything is searched."""
+    _module(engine).check(model)
 
 
 def write(engine: str, setup: Setup) -> str:
-    """The text of a settings file for the engine; what it cannot say is refused by name."""
-    return _module(engine).write(setup)
+    """One file: a run file for our own engine, else a script that brings its parts along."""
+    if engine == "torchrun":
+        return _module(engine).write(setup)
+    return script(_module(engine).package(setup), setup)
 
 
-def read(engine: str, text: str, *, layers: int) -> Setup:
-    """The setup a settings file describes; not every file says how many layers the model has."""
-    return _module(engine).read(text, layers=layers)
+def write_folder(engine: str, setup: Setup) -> dict[str, str]:
+    """File name -> text: environment, launcher's and engine's arguments, and a script over them."""
+    return folder(_module(engine).package(setup), setup)
+
+
+def _entry(engine: str) -> tuple[str, str]:
+    if engine not in _WRITERS:
+        way_out = f"{nearest(engine, ENGINES)}; one of {', '.join(ENGINES)}"
+        raise UserError("unknown engine", field="export", value=engine, way_out=way_out)
+    return _WRITERS[engine]
 
 
 def _module(engine: str) -> Any:
-    if engine not in ENGINES:
-        raise UserError(
-            "unknown engine", field="export", value=engine, way_out=f"one of {', '.join(ENGINES)}"
-        )
-    return importlib.import_module(f"fourfold.search.export.{engine}")
+    return importlib.import_module(f"fourfold.search.export.{_entry(engine)[0]}")

@@ -1,166 +1,263 @@
-"""Megatron-LM's command line: names as in its arguments.py of 2026; dp is what the world leaves."""
+"""Megatron-LM's command line. Names are those of its arguments.py (tests/golden/megatron_flags.toml
+has all of them, with the commit); dp is what the world leaves."""
 
 from __future__ import annotations
 
+from fourfold.cost.stages import end_layers
+from fourfold.search.export.package import Package
 from fourfold.search.export.setup import (
     Setup,
-    check_plain,
-    comment,
-    flag_lines,
-    flags_in,
+    check_choice,
+    check_model,
+    check_policy,
     no_setting,
-    number,
 )
-from fourfold.spec import codec
-from fourfold.spec.batch import Batch, Ramp
-from fourfold.spec.layout import Layout
+from fourfold.spec.batch import Batch
+from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 
+RELEASE = "Megatron-LM with megatron-core 0.16"
 _CP = {"ring": "p2p", "allgather": "allgather", "ulysses": "a2a"}
-_SIZES = {
-    "layers": "--num-layers",
-    "hidden": "--hidden-size",
-    "ffn": "--ffn-hidden-size",
-    "heads": "--num-attention-heads",
-    "kv_heads": "--num-query-groups",
-}
 _SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
+_ATTENTION = {"auto": "auto", "flash": "flash", "cudnn": "fused", "unfused": "unfused"}
+_ACTIVATIONS: dict[str, str | None] = {
+    "gelu": None,
+    "swiglu": "--swiglu",
+    "relu2": "--squared-relu",
+}
+_MODELS: dict[str, tuple[object, ...]] = {
+    "activation": tuple(_ACTIVATIONS),
+    "norm": ("rmsnorm", "layernorm"),
+    "embedding_norm": (False,),
+    "qk_norm": ("none", "head"),
+    "partial": (),  # --rotary-percent has any share
+}
+# What its llama3 scaling of rope has built in.
+_LLAMA3 = (1.0, 4.0, 8192)
+# GPUs from which on its tensor-parallel streams need no single queue.
+_BLACKWELL = ("b100", "b200", "b300", "gb200", "gb300")
+
+Flags = dict[str, str | int | float | None]
 
 
-def write(setup: Setup) -> str:
-    check_plain("megatron", setup)
-    flags: dict[str, str | None] = {
-        "--nnodes": str(setup.hosts),
-        "--nproc-per-node": str(setup.per_host),
+def check(model: ModelShape) -> None:
+    check_model("megatron", model, _MODELS)
+    _check_biases(model)
+    place = model.positions
+    if place.kind == "alibi":
+        raise no_setting("megatron", "model.positions.kind", "alibi", "rope or learned positions")
+    if place.kind == "rope" and place.theta != int(place.theta):
+        raise no_setting("megatron", "model.positions.theta", place.theta, "a whole number")
+    scaling = place.scaling
+    if scaling is None:
+        return
+    built_in = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length)
+    if scaling.kind == "llama3" and built_in != _LLAMA3:
+        way_out = "low_freq_factor 1, high_freq_factor 4, original_length 8192"
+        raise no_setting("megatron", "model.positions.scaling", scaling, way_out)
+    if scaling.kind == "linear" and scaling.factor != int(scaling.factor):
+        raise no_setting("megatron", "model.positions.scaling", scaling, "a whole factor")
+
+
+def _check_biases(model: ModelShape) -> None:
+    """All linears of a layer have one, or none has, or queries, keys and values alone."""
+    parts = {name: getattr(model, name) for name in ("qkv_bias", "out_bias", "mlp_bias")}
+    odd = [name for name, has in parts.items() if has is not None and has != model.bias]
+    if odd and (model.bias or odd != ["qkv_bias"]):
+        way_out = "a bias in every linear, in none, or in qkv alone"
+        raise no_setting("megatron", f"model.{odd[0]}", parts[odd[0]], way_out)
+
+
+def package(setup: Setup) -> Package:
+    check(setup.model)
+    check_policy("megatron", setup)
+    if setup.policy.compile:
+        raise no_setting("megatron", "policy.compile", True, "compile = false")
+    flags = _model(setup.model, setup.batch) | _axes(setup) | _stages(setup) | _batch(setup.batch)
+    flags |= _precision(setup) | _data_parallel(setup) | _recompute(setup.policy)
+    check_choice("megatron", "policy.attention", setup.policy.attention, tuple(_ATTENTION))
+    flags["--attention-backend"] = _ATTENTION[setup.policy.attention]
+    flags["--transformer-impl"] = "transformer_engine"
+    words = [
+        str(word)
+        for name, value in flags.items()
+        for word in (name, *(() if value is None else str(value).split()))
+    ]
+    return Package(
+        engine="megatron",
+        release=RELEASE,
+        entry='"${PRETRAIN:-pretrain_gpt.py}"',
+        env=_environment(setup),
+        engine_args=tuple(words),
+        own="tokenizer, data, learning rate, number of steps, checkpoints (as arguments of run.sh)",
+    )
+
+
+def _model(model: ModelShape, batch: Batch) -> Flags:
+    place = model.positions
+    flags: Flags = {
+        "--num-layers": model.layers,
+        "--hidden-size": model.hidden,
+        "--ffn-hidden-size": model.ffn,
+        "--num-attention-heads": model.heads,
+        "--kv-channels": model.head_size,
     }
-    flags |= {_SIZES[name]: str(size) for name, size in setup.shape}
-    if dict(setup.shape).get("kv_heads") != dict(setup.shape).get("heads"):
-        flags["--group-query-attention"] = None
-    flags |= _axes(setup) | _batch(setup.batch) | _precision(setup.policy)
-    flags |= _recompute(setup.policy)
-    head = [comment("megatron", setup), "# the first two belong to torchrun, the rest to Megatron"]
-    return "\n".join([*head, *flag_lines(flags), ""])
+    if model.kv_heads != model.heads:
+        flags |= {"--group-query-attention": None, "--num-query-groups": model.kv_heads}
+    activation = _ACTIVATIONS[model.activation]
+    if activation:
+        flags[activation] = None
+    flags["--normalization"] = "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"
+    flags["--norm-epsilon"] = f"{model.norm_eps:g}"
+    if not model.bias:
+        flags["--disable-bias-linear"] = None
+        if model.qkv_bias:
+            flags["--add-qkv-bias"] = None
+    if model.qk_norm == "head":
+        flags["--qk-layernorm"] = None
+    if model.activation == "relu2" or (model.activation == "gelu" and not model.bias):
+        flags["--no-bias-gelu-fusion"] = None
+    flags["--max-position-embeddings"] = max(batch.seq_len, place.length or batch.seq_len)
+    if place.kind == "learned":
+        flags["--position-embedding-type"] = "learned_absolute"
+    else:
+        flags |= {"--position-embedding-type": "rope", "--rotary-base": int(place.theta)}
+        flags["--rotary-percent"] = place.partial
+    if place.scaling and place.scaling.kind == "llama3":
+        flags |= {"--use-rope-scaling": None, "--rope-scaling-factor": place.scaling.factor}
+    elif place.scaling:
+        flags["--rotary-seq-len-interpolation-factor"] = int(place.scaling.factor)
+    if not model.tied:
+        flags["--untie-embeddings-and-output-weights"] = None
+    flags |= {"--attention-dropout": "0.0", "--hidden-dropout": "0.0"}
+    return flags | {"--vocab-size": model.vocab, "--make-vocab-size-divisible-by": 1}
 
 
-def _axes(setup: Setup) -> dict[str, str | None]:
+def _axes(setup: Setup) -> Flags:
     layout, policy = setup.layout, setup.policy
-    flags: dict[str, str | None] = {
-        "--tensor-model-parallel-size": str(layout.tp),
-        "--context-parallel-size": str(layout.cp),
-        "--pipeline-model-parallel-size": str(layout.pp),
+    # Its embedding is cut over tp: rows are added until they divide.
+    padded = -(-setup.model.vocab // layout.tp) * layout.tp
+    flags: Flags = {
+        "--padded-vocab-size": padded,
+        "--tensor-model-parallel-size": layout.tp,
+        "--context-parallel-size": layout.cp,
+        "--pipeline-model-parallel-size": layout.pp,
     }
-    if policy.schedule not in ("1f1b", "interleaved"):
-        raise no_setting("megatron", "policy.schedule", policy.schedule, "1f1b or interleaved")
     if layout.cp > 1:
         flags["--cp-comm-type"] = _CP[policy.cp_kind]
-    if policy.virtual_stages > 1:
-        flags["--num-virtual-stages-per-pipeline-rank"] = str(policy.virtual_stages)
     if policy.sequence_parallel and layout.tp > 1:
         flags["--sequence-parallel"] = None
-    if policy.zero >= 2:
-        flags |= {"--use-megatron-fsdp": None}
-        flags["--data-parallel-sharding-strategy"] = _SHARDING[policy.sharding]
+    if setup.overlaps_tp:
+        if not policy.sequence_parallel:
+            raise no_setting("megatron", "policy.async_tp", True, "sequence_parallel = true")
+        flags["--tp-comm-overlap"] = None
+    return flags
+
+
+def _stages(setup: Setup) -> Flags:
+    """Stages as they were priced: equal ones, with fewer layers at the ends where they must be."""
+    policy, pp, layers = setup.policy, setup.layout.pp, setup.model.layers
+    if pp == 1:
+        return {}
+    check_choice("megatron", "policy.schedule", policy.schedule, ("1f1b", "interleaved"))
+    flags: Flags = {}
+    if policy.virtual_stages > 1:
+        flags["--num-virtual-stages-per-pipeline-rank"] = policy.virtual_stages
+    chunks = pp * policy.virtual_stages
+    if layers % chunks == 0:
+        return flags
+    if (layers + 2) % chunks == 0 or (layers + 1) % chunks == 0:
+        flags["--account-for-loss-in-pipeline-split"] = None
+        if (layers + 1) % chunks:
+            flags["--account-for-embedding-in-pipeline-split"] = None
+        return flags
+    first, last = end_layers(layers, pp)
+    if policy.virtual_stages > 1 or last < 1:
+        way_out = "a layout found with --stack megatron"
+        raise no_setting("megatron", "layout.pp", f"{chunks} stages of {layers} layers", way_out)
+    flags["--decoder-first-pipeline-num-layers"] = first
+    flags["--decoder-last-pipeline-num-layers"] = last
+    return flags
+
+
+def _batch(batch: Batch) -> Flags:
+    flags: Flags = {
+        "--seq-length": batch.seq_len,
+        "--micro-batch-size": batch.micro_batch,
+        "--global-batch-size": batch.global_batch,
+    }
+    if batch.ramp:
+        numbers = (batch.ramp.start, batch.ramp.increment, batch.ramp.samples)
+        flags["--rampup-batch-size"] = " ".join(str(number) for number in numbers)
+    return flags
+
+
+def _precision(setup: Setup) -> Flags:
+    policy = setup.policy
+    known: dict[str, Flags] = {
+        "fp32": {},
+        "bf16-mixed": {"--bf16": None},
+        "fp16": {"--fp16": None},
+        "fp8": {"--bf16": None, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
+        "fp4": {"--bf16": None, "--fp4-format": "e2m1"},
+    }
+    check_choice("megatron", "policy.precision", policy.precision, tuple(known))
+    flags = dict(known[policy.precision])
+    if "--bf16" in flags:
+        check_choice("megatron", "policy.reduce_dtype", policy.reduce_dtype, (None, "bf16", "fp32"))
+        stated = {"bf16": 2.0, "fp32": 4.0}.get(policy.reduce_dtype or "")
+        if (stated or setup.habits.grad_bytes) == 2.0:
+            flags["--grad-reduce-in-bf16"] = None
+        else:
+            flags["--accumulate-allreduce-grads-in-fp32"] = None
+    elif policy.reduce_dtype is not None:
+        raise no_setting("megatron", "policy.reduce_dtype", policy.reduce_dtype, "bf16-mixed")
+    return flags
+
+
+def _data_parallel(setup: Setup) -> Flags:
+    """Sharding, and the overlap that the seconds assume: without ZeRO always, else by habit."""
+    layout, policy = setup.layout, setup.policy
+    flags: Flags = {}
     if policy.zero >= 1:
         flags["--use-distributed-optimizer"] = None
         if layout.replicate > 1:
-            flags["--num-distributed-optimizer-instances"] = str(layout.replicate)
-    if policy.zero >= 1 and policy.overlap_grad_reduce:
+            flags["--num-distributed-optimizer-instances"] = layout.replicate
+    if policy.zero >= 2:
+        flags |= {
+            "--use-megatron-fsdp": None,
+            "--data-parallel-sharding-strategy": _SHARDING[policy.sharding],
+            "--ckpt-format": "fsdp_dtensor",
+        }
+    usual = setup.habits.overlap_dp or policy.zero in (0, 3)
+    if usual and policy.overlap_grad_reduce and layout.dp * layout.cp > 1:
         flags["--overlap-grad-reduce"] = None
-        if policy.overlap_param_gather:
+        if policy.zero >= 1 and policy.overlap_param_gather:
             flags["--overlap-param-gather"] = None
     return flags
 
 
-def _batch(batch: Batch) -> dict[str, str | None]:
-    flags: dict[str, str | None] = {
-        "--seq-length": str(batch.seq_len),
-        "--max-position-embeddings": str(batch.seq_len),
-        "--micro-batch-size": str(batch.micro_batch),
-        "--global-batch-size": str(batch.global_batch),
-    }
-    if batch.ramp:
-        flags["--rampup-batch-size"] = (
-            f"{batch.ramp.start} {batch.ramp.increment} {batch.ramp.samples}"
-        )
-    return flags
-
-
-def _precision(policy: Policy) -> dict[str, str | None]:
-    known: dict[str, dict[str, str | None]] = {
-        "fp32": {},
-        "bf16-mixed": {"--bf16": None},
-        "fp16": {"--fp16": None},
-        "fp8": {"--bf16": None, "--fp8-format": "hybrid"},
-        "fp4": {"--bf16": None, "--fp4-format": "e2m1"},
-    }
-    if policy.precision not in known:
-        raise no_setting("megatron", "policy.precision", policy.precision, "bf16-mixed")
-    return known[policy.precision]
-
-
-def _recompute(policy: Policy) -> dict[str, str | None]:
+def _recompute(policy: Policy) -> Flags:
     if policy.recompute == "none":
         return {}
     if policy.recompute == "selective":
-        return {"--recompute-granularity": "selective"}
+        return {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}
     if policy.recompute != "full":
         way_out = "full, selective or none (its 'block' method counts layers of a stage)"
         raise no_setting("megatron", "policy.recompute", policy.recompute, way_out)
     return {
         "--recompute-granularity": "full",
         "--recompute-method": "uniform",
-        "--recompute-num-layers": "1",
+        "--recompute-num-layers": 1,
     }
 
 
-def read(text: str, *, layers: int) -> Setup:
-    assert layers > 0
-    found = flags_in(text)
-    world = number(found, "--nnodes", 1) * number(found, "--nproc-per-node", 1)
-    sizes = {
-        "tp": number(found, "--tensor-model-parallel-size", 1),
-        "cp": number(found, "--context-parallel-size", 1),
-        "pp": number(found, "--pipeline-model-parallel-size", 1),
-    }
-    dp = max(1, world // (sizes["tp"] * sizes["cp"] * sizes["pp"]))
-    copies = number(found, "--num-distributed-optimizer-instances", 1)
-    ramp = [int(word) for word in found.get("--rampup-batch-size", "").split()]
-    return Setup(
-        layout=Layout.from_plain({**sizes, "replicate": copies, "shard": dp // copies}),
-        batch=Batch(
-            seq_len=number(found, "--seq-length"),
-            micro_batch=number(found, "--micro-batch-size"),
-            global_batch=number(found, "--global-batch-size"),
-            ramp=Ramp(start=ramp[0], increment=ramp[1], samples=ramp[2]) if ramp else None,
-        ),
-        policy=_policy(found),
-        host_gpus=number(found, "--nproc-per-node", 1),
-        shape=tuple((name, number(found, flag)) for name, flag in _SIZES.items() if flag in found),
-    )
-
-
-def _policy(found: dict[str, str]) -> Policy:
-    precision = "fp16" if "--fp16" in found else "bf16-mixed" if "--bf16" in found else "fp32"
-    precision = "fp8" if "--fp8-format" in found else precision
-    precision = "fp4" if "--fp4-format" in found else precision
-    virtual = number(found, "--num-virtual-stages-per-pipeline-rank", 1)
-    sharding = "zero1" if "--use-distributed-optimizer" in found else "zero0"
-    strategy = found.get("--data-parallel-sharding-strategy", "")
-    sharding = {word: name for name, word in _SHARDING.items()}.get(strategy, sharding)
-    kinds = {word: name for name, word in _CP.items()}
-    comm = found.get("--cp-comm-type", "p2p")
-    return codec.decode(
-        Policy,
-        {
-            "precision": precision,
-            "sharding": sharding,
-            "sequence_parallel": "--sequence-parallel" in found,
-            "cp_kind": kinds.get(comm, comm),
-            "schedule": "interleaved" if virtual > 1 else "1f1b",
-            "virtual_stages": virtual,
-            "recompute": found.get("--recompute-granularity", "none"),
-            "overlap_grad_reduce": "--overlap-grad-reduce" in found,
-            "overlap_param_gather": "--overlap-param-gather" in found,
-        },
-        "policy",
-    )
+def _environment(setup: Setup) -> dict[str, str]:
+    """It demands one queue for tensor and context parallelism, and several for its FSDP."""
+    layout, env = setup.layout, {}
+    if setup.policy.zero >= 2:
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    elif (layout.tp > 1 or layout.cp > 1) and not setup.device.startswith(_BLACKWELL):
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    env["OMP_NUM_THREADS"] = "1"
+    return env | dict(setup.policy.env)

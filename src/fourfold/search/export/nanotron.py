@@ -1,155 +1,177 @@
-"""nanotron's YAML: the sections parallelism, tokens, optimizer and model.dtype, names of 2026.
-
-Only this flat part is written and read: sections of `name: value` lines. The rest of a nanotron
-configuration (data, logging, learning rate) is the user's.
-"""
+"""nanotron's YAML, whole: its Config class takes the file as it is. Of 0.4, the newest release."""
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
-from fourfold.errors import UserError
-from fourfold.search.export.setup import Setup, check_plain, comment, no_setting, number
-from fourfold.spec import codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
+from fourfold.search.export.package import MARK, Package
+from fourfold.search.export.setup import (
+    Setup,
+    check_choice,
+    check_model,
+    check_policy,
+    no_setting,
+)
+from fourfold.spec.model import ModelShape
 
+RELEASE = "nanotron 0.4"
+# Neither context parallelism nor recompute is in this release's configuration.
+LIMITS = {"cp": 1, "recompute": "none"}
 _ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
 _DTYPES = {"bf16-mixed": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_SIZES = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "ffn": "intermediate_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
+_MODELS: dict[str, tuple[object, ...]] = {
+    "family": ("llama",),
+    "activation": ("swiglu",),
+    "norm": ("rmsnorm",),
+    "bias": (False,),
+    "embedding_norm": (False,),
+    "qkv_bias": (None, False),
+    "out_bias": (None, False),
+    "mlp_bias": (None, False),
+    "qk_norm": ("none",),
 }
+_THETA = 10000.0  # built in
 
 
-def write(setup: Setup) -> str:
-    check_plain("nanotron", setup)
-    layout, batch, policy = setup.layout, setup.batch, setup.policy
-    _refuse(setup)
-    sections: dict[str, dict[str, object]] = {
+def check(model: ModelShape) -> None:
+    check_model("nanotron", model, _MODELS)
+    place = model.positions
+    if place.kind != "rope":
+        raise no_setting("nanotron", "model.positions.kind", place.kind, "rope")
+    if place.theta != _THETA or place.scaling is not None:
+        value = f"theta {place.theta:g}" + (", scaled" if place.scaling else "")
+        way_out = "release 0.4 has rope with theta 10000 and no scaling built in (Llama 2)"
+        raise no_setting("nanotron", "model.positions", value, way_out)
+    if model.head_size * model.heads != model.hidden:
+        raise no_setting("nanotron", "model.head_dim", model.head_dim, "hidden / heads")
+
+
+def package(setup: Setup) -> Package:
+    check(setup.model)
+    check_policy("nanotron", setup)
+    policy, layout = setup.policy, setup.layout
+    check_choice("nanotron", "policy.schedule", policy.schedule, tuple(_ENGINES))
+    check_choice("nanotron", "policy.precision", policy.precision, tuple(_DTYPES))
+    check_choice("nanotron", "policy.sharding", policy.sharding, ("zero0", "zero1"))
+    check_choice("nanotron", "policy.recompute", policy.recompute, ("none",))
+    check_choice("nanotron", "policy.attention", policy.attention, ("auto", "flash"))
+    check_choice("nanotron", "policy.compile", policy.compile, (False,))
+    check_choice("nanotron", "policy.reduce_dtype", policy.reduce_dtype, (None, "fp32"))
+    check_choice("nanotron", "layout.cp", layout.cp, (1,))
+    if layout.replicate > 1:
+        raise no_setting("nanotron", "layout.dp", str(layout), "dp without x")
+    if setup.batch.ramp is not None:
+        raise no_setting("nanotron", "batch.ramp", setup.batch.ramp.start, "a fixed global batch")
+    own = "data, tokenizer, optimizer's numbers, train_steps and checkpoints, all in config.yaml"
+    return Package(
+        engine="nanotron",
+        release=RELEASE,
+        entry='"${RUN_TRAIN:-run_train.py}" --config-file "$here/config.yaml"',
+        env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"} | dict(policy.env),
+        files={"config.yaml": _yaml(_config(setup))},
+        own=own,
+        about=_about(setup.model, layout.pp),
+    )
+
+
+def stages(model: ModelShape, pp: int) -> list[int]:
+    """Layers of each stage in this release: blocks go to a stage until it has passed its share of
+    the layers and the head, which it counts as if no heads shared keys."""
+    head = model.vocab / (4 * model.hidden + 3 * model.ffn)
+    share = (model.layers + head) / pp
+    edges = [min(model.layers, int(share * stage) + 1) for stage in range(1, pp)]
+    return [stop - start for start, stop in pairwise((0, *edges, model.layers))]
+
+
+def _about(model: ModelShape, pp: int) -> tuple[str, ...]:
+    if pp == 1:
+        return ()
+    counts = " ".join(str(count) for count in stages(model, pp))
+    return (
+        f"this release cuts stages of {counts} layers; the seconds are those of the runs that were"
+        " measured, of its later source",
+    )
+
+
+def _config(setup: Setup) -> dict[str, object]:
+    layout, batch, policy, model = setup.layout, setup.batch, setup.policy, setup.model
+    return {
+        "general": {"project": "fourfold", "run": "run", "seed": 42},
         "parallelism": {
             "dp": layout.dp,
             "pp": layout.pp,
             "tp": layout.tp,
-            "context_parallel_size": layout.cp,
             "expert_parallel_size": 1,
             "pp_engine": _ENGINES[policy.schedule],
             "tp_mode": "REDUCE_SCATTER" if policy.sequence_parallel else "ALL_REDUCE",
-            "tp_linear_async_communication": policy.async_tp,
-            "recompute_layer": policy.recompute == "full",
+            "tp_linear_async_communication": setup.overlaps_tp,
         },
         "tokens": {
             "sequence_length": batch.seq_len,
+            "train_steps": 100,
             "micro_batch_size": batch.micro_batch,
-            "batch_accumulation_per_replica": batch.global_batch // (layout.dp * batch.micro_batch),
+            "batch_accumulation_per_replica": setup.micro_batches,
         },
-        "optimizer": {"zero_stage": policy.zero, "accumulate_grad_in_fp32": True},
-        "model": {"dtype": _DTYPES[policy.precision]},
-        "model_config": {_SIZES[name]: size for name, size in setup.shape},
-    }
-    lines = [
-        comment("nanotron", setup),
-        f"# torchrun --nnodes {setup.hosts} --nproc-per-node {setup.per_host};"
-        " model_config belongs inside model",
-    ]
-    for section, fields in sections.items():
-        lines += [f"{section}:", *(f"  {name}: {_word(v)}" for name, v in fields.items())]
-    return "\n".join([*lines, ""])
-
-
-def _refuse(setup: Setup) -> None:
-    policy = setup.policy
-    limits: tuple[tuple[str, object, bool, str], ...] = (
-        ("policy.schedule", policy.schedule, policy.schedule in _ENGINES, "1f1b or gpipe"),
-        ("policy.precision", policy.precision, policy.precision in _DTYPES, ", ".join(_DTYPES)),
-        ("policy.sharding", policy.sharding, policy.zero <= 1, "zero0 or zero1"),
-        ("policy.recompute", policy.recompute, policy.recompute in ("none", "full"), "none, full"),
-        ("layout.dp", "hybrid", setup.layout.replicate == 1, "dp without x"),
-        ("batch.ramp", "ramp", setup.batch.ramp is None, "a fixed global batch"),
-        (
-            "policy.cp_kind",
-            policy.cp_kind,
-            setup.layout.cp == 1 or policy.cp_kind == "ring",
-            "ring",
-        ),
-    )
-    for field, value, is_said, way_out in limits:
-        if not is_said:
-            raise no_setting("nanotron", field, value, way_out)
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def read(text: str, *, layers: int) -> Setup:
-    assert layers > 0
-    found = _fields(text)
-    layout = Layout(
-        shard=number(found, "parallelism.dp"),
-        pp=number(found, "parallelism.pp"),
-        tp=number(found, "parallelism.tp"),
-        cp=number(found, "parallelism.context_parallel_size", 1),
-    )
-    micro = number(found, "tokens.micro_batch_size")
-    micros = number(found, "tokens.batch_accumulation_per_replica", 1)
-    dtypes = {word: name for name, word in _DTYPES.items()}
-    engines = {word: name for name, word in _ENGINES.items()}
-    dtype, engine = found.get("model.dtype", "bfloat16"), found.get("parallelism.pp_engine", "afab")
-    if dtype not in dtypes or engine not in engines:
-        raise UserError("is not one fourfold knows", field="model.dtype, pp_engine", value=dtype)
-    return Setup(
-        layout=layout,
-        batch=Batch(
-            seq_len=number(found, "tokens.sequence_length"),
-            micro_batch=micro,
-            global_batch=micro * micros * layout.dp,
-        ),
-        policy=codec.decode(
-            Policy,
-            {
-                "precision": dtypes[dtype],
-                "sharding": f"zero{number(found, 'optimizer.zero_stage', 0)}",
-                "sequence_parallel": found.get("parallelism.tp_mode", "").upper()
-                == "REDUCE_SCATTER",
-                "schedule": engines[engine],
-                "async_tp": found.get("parallelism.tp_linear_async_communication") == "true",
-                "recompute": "full"
-                if found.get("parallelism.recompute_layer") == "true"
-                else "none",
+        "optimizer": {
+            "zero_stage": policy.zero,
+            "weight_decay": 0.1,
+            "clip_grad": 1.0,
+            "accumulate_grad_in_fp32": policy.precision != "fp32",
+            "adam_eps": 1.0e-8,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
+            "torch_adam_is_fused": True,
+            "learning_rate_scheduler": {
+                "learning_rate": 3.0e-4,
+                "lr_warmup_steps": 10,
+                "lr_warmup_style": "linear",
+                "lr_decay_style": "cosine",
+                "min_decay_lr": 3.0e-5,
             },
-            "policy",
-        ),
-        host_gpus=number(_torchrun(text), "--nproc-per-node", 1),
-        shape=tuple(
-            (name, number(found, f"model_config.{key}"))
-            for name, key in _SIZES.items()
-            if f"model_config.{key}" in found
-        ),
-    )
+        },
+        "tokenizer": {"tokenizer_name_or_path": None},
+        "data": {"dataset": None, "seed": 42, "num_loading_workers": 1},
+        "checkpoints": {"checkpoints_path": "checkpoints", "checkpoint_interval": 1000},
+        "logging": {"log_level": "info", "iteration_step_info_interval": 1},
+        "model": {
+            "dtype": _DTYPES[policy.precision],
+            "make_vocab_size_divisible_by": 1,
+            "init_method": {"std": 0.02},
+            "model_config": {
+                "is_llama_config": True,
+                "hidden_act": "silu",
+                "hidden_size": model.hidden,
+                "intermediate_size": model.ffn,
+                "max_position_embeddings": max(batch.seq_len, model.positions.length or 0),
+                "num_attention_heads": model.heads,
+                "num_hidden_layers": model.layers,
+                "num_key_value_heads": model.kv_heads,
+                "rms_norm_eps": model.norm_eps,
+                "tie_word_embeddings": model.tied,
+                "vocab_size": model.vocab,
+            },
+        },
+    }
 
 
-def _torchrun(text: str) -> dict[str, str]:
-    """The launch line of the comment, where a file of ours has one."""
-    words = text.replace(";", " ").split()
-    return {name: value for name, value in pairwise(words) if name.startswith("--")}
+def _yaml(config: dict[str, object]) -> str:
+    """Nested tables as block YAML; a scalar in JSON is a scalar in YAML, but for exponents, which
+    YAML 1.1 wants with a point."""
+    lines = [f"{MARK} nanotron, for {RELEASE}"]
 
+    def put(table: dict[str, object], depth: int) -> None:
+        for name, value in table.items():
+            indent = "  " * depth
+            if isinstance(value, dict):
+                lines.append(f"{indent}{name}:")
+                put(value, depth + 1)
+            elif isinstance(value, float):
+                number, e, power = repr(value).partition("e")
+                point = ".0" if e and "." not in number else ""
+                lines.append(f"{indent}{name}: {number}{point}{e}{power}")
+            else:
+                lines.append(f"{indent}{name}: {json.dumps(value)}")
 
-def _fields(text: str) -> dict[str, str]:
-    """section.name -> value of every `name: value` line, one level deep."""
-    found: dict[str, str] = {}
-    section = ""
-    for line in text.splitlines():
-        bare = line.split("#", 1)[0].rstrip()
-        name, colon, value = bare.strip().partition(":")
-        if not colon:
-            continue
-        if not bare.startswith(" "):
-            section = name
-        elif value.strip():
-            found[f"{section}.{name}"] = value.strip()
-    return found
+    put(config, 0)
+    return "\n".join([*lines, ""])

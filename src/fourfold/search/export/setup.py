@@ -1,27 +1,44 @@
-"""What must an engine be told? Layout, batch and policy, and how hosts divide the ranks."""
+"""What must an engine be told? Model, layout, batch, policy, and how hosts divide the ranks."""
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 
+from fourfold.cost.habits import Habits, habits
 from fourfold.errors import UserError
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import AXES, Layout
+from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
+
+# Fields of a model that every writer looks at; another one must have its default to be exported.
+KNOWN_OF_MODEL = {
+    "family", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "positions", "norm",
+    "activation", "bias", "tied", "embedding_norm", "head_dim", "experts", "top_k", "norm_eps",
+    "name", "qkv_bias", "out_bias", "mlp_bias", "qk_norm",
+}  # fmt: skip
+# Fields of a policy that only our own engine has.
+OWN_OF_POLICY = (
+    "param_dtype", "compute_dtype", "grad_dtype", "optimizer_dtype", "optimizer", "prefetch",
+    "loss_chunks", "offload", "fused_projections",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One run in fourfold's words. `shape` holds model sizes by the names of ModelShape; `model` is
-    the name or path the user gave, '' where a file does not say."""
+    """One run in fourfold's words. `model_name` is the name or path the user gave; `stack` says
+    whose habits the predicted seconds assume; `notes` are sentences about this choice that belong
+    into the files."""
 
+    model: ModelShape
     layout: Layout
     batch: Batch
     policy: Policy
     host_gpus: int
-    shape: tuple[tuple[str, int], ...]
-    model: str = ""
+    stack: str
+    device: str = ""
+    model_name: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def hosts(self) -> int:
@@ -31,18 +48,54 @@ class Setup:
     def per_host(self) -> int:
         return min(self.host_gpus, self.layout.world)
 
+    @property
+    def habits(self) -> Habits:
+        return habits(self.stack)
 
-SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads")
+    @property
+    def micro_batches(self) -> int:
+        return self.batch.global_batch // (self.layout.dp * self.batch.micro_batch)
+
+    @property
+    def overlaps_tp(self) -> bool:
+        """Whether the seconds assume tensor-parallel traffic under its matrix products."""
+        policy = self.policy
+        usual = self.habits.overlap_tp and policy.sequence_parallel
+        return self.layout.tp > 1 and (policy.async_tp or usual)
 
 
 def no_setting(engine: str, field: str, value: object, way_out: str) -> UserError:
     return UserError(f"{engine} has no setting for it", field=field, value=value, way_out=way_out)
 
 
-def check_plain(engine: str, setup: Setup) -> None:
-    """What no other engine's settings can say."""
+def check_model(engine: str, model: ModelShape, allowed: dict[str, tuple[object, ...]]) -> None:
+    """Refuse what the engine cannot express: `allowed` maps fields to the values it has."""
+    for name, values in allowed.items():
+        if name == "partial":
+            continue
+        value = getattr(model, name)
+        if value not in values:
+            words = ", ".join(str(item) for item in values)
+            raise no_setting(engine, f"model.{name}", value, f"it has {words}")
+    if model.positions.partial != 1.0 and "partial" not in allowed:
+        raise no_setting(engine, "model.positions.partial", model.positions.partial, "1")
+    for field in fields(model):
+        default = field.default if field.default is not MISSING else None
+        value = getattr(model, field.name)
+        if field.name not in KNOWN_OF_MODEL and value != default:
+            raise no_setting(engine, f"model.{field.name}", value, "plan without --export")
+
+
+def check_policy(engine: str, setup: Setup) -> None:
+    """The limits all other engines share."""
     if setup.layout.order != AXES:
-        raise no_setting(engine, "layout.order", " ".join(setup.layout.order), "order pp dp cp tp")
+        order = " ".join(setup.layout.order)
+        raise no_setting(engine, "layout.order", order, "order pp dp cp tp")
+    plain = Policy()
+    for name in OWN_OF_POLICY:
+        value = getattr(setup.policy, name)
+        if value != getattr(plain, name):
+            raise no_setting(engine, f"policy.{name}", value, f"{name} = {getattr(plain, name)}")
     whole = setup.layout.dp * setup.batch.micro_batch
     if setup.batch.global_batch % whole:
         raise UserError(
@@ -53,40 +106,7 @@ def check_plain(engine: str, setup: Setup) -> None:
         )
 
 
-def comment(engine: str, setup: Setup) -> str:
-    return (
-        f"# {engine} settings for {setup.layout} on {setup.hosts} hosts of {setup.per_host} GPUs,"
-        f" micro batch {setup.batch.micro_batch}, {setup.policy.precision}"
-    )
-
-
-def flag_lines(flags: dict[str, str | None]) -> list[str]:
-    """One flag a line, ready for `$(grep -v '^#' FILE)` in a shell; None: a switch."""
-    return [name if value is None else f"{name} {value}" for name, value in flags.items()]
-
-
-def flags_in(text: str) -> dict[str, str]:
-    """Flags of a command line or of a file of them; a switch has the value ''."""
-    found: dict[str, str] = {}
-    name = ""
-    try:
-        words = shlex.split(text, comments=True)
-    except ValueError as error:
-        raise UserError(f"cannot be read ({error})", field="settings") from None
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            found[name] = value if equals else ""
-        elif name:
-            found[name] = f"{found[name]} {word}".strip()
-    return found
-
-
-def number(found: dict[str, str], name: str, default: int | None = None) -> int:
-    """A whole number among settings; missing is an error unless there is a default."""
-    text = found.get(name, "")
-    if not text and default is not None:
-        return default
-    if not text.lstrip("-").isdecimal():
-        raise UserError("must be a whole number", field=name, value=text or "nothing")
-    return int(text)
+def check_choice(engine: str, field: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        words = ", ".join(str(item) for item in allowed)
+        raise no_setting(engine, field, value, f"it has {words}")

@@ -1,168 +1,167 @@
-"""torchtitan's --section.option flags (parallelism, training, activation checkpoint) of 2026.
-
-Its flags are frozen and may one day go; the names are also the fields of its Python configurations.
-"""
+"""torchtitan 0.3's configuration: a Python function that its --module and --config name."""
 
 from __future__ import annotations
 
-from fourfold.errors import UserError
-from fourfold.search.export.setup import (
-    Setup,
-    check_plain,
-    comment,
-    flag_lines,
-    flags_in,
-    no_setting,
-    number,
+from typing import Any
+
+from fourfold.search.export import titan
+from fourfold.search.export.package import MARK, Package
+from fourfold.search.export.setup import Setup, check_choice
+from fourfold.spec.model import ModelShape
+
+RELEASE = "torchtitan 0.3.0"
+_ENGINE = "torchtitan"
+_RECOMPUTE = {"none": "None", "full": "FullAC.Config()"}
+
+
+def check(model: ModelShape) -> None:
+    titan.check_llama(_ENGINE, model)
+
+
+def package(setup: Setup) -> Package:
+    check(setup.model)
+    titan.check_titan(_ENGINE, setup)
+    check_choice(_ENGINE, "policy.recompute", setup.policy.recompute, tuple(_RECOMPUTE))
+    return Package(
+        engine=_ENGINE,
+        release=RELEASE,
+        entry="-m torchtitan.train",
+        env=titan.environment(setup),
+        engine_args=("--module", "fourfold_config", "--config", "pretrain"),
+        files={"fourfold_config.py": _config(setup)},
+        python_path=True,
+        own=f"{titan.OWN} (in fourfold_config.py, or as arguments of run.sh)",
+    )
+
+
+def _arguments(fields: dict[str, Any], depth: int) -> str:
+    indent = "    " * depth
+    return "".join(f"{indent}{name}={value!r},\n" for name, value in fields.items())
+
+
+def _config(setup: Setup) -> str:
+    model, policy = setup.model, setup.policy
+    parallel = titan.parallelism(_ENGINE, setup)
+    parallel["enable_sequence_parallel"] = policy.sequence_parallel
+    # Captured graphs know no pipeline, and are not what was priced.
+    training = titan.training(setup) | {"disable_cuda_graphs": True}
+    compiled = {"enable": policy.compile, "enable_async_tensor_parallel": policy.async_tp}
+    return f"""{MARK} torchtitan, for {RELEASE}
+from functools import partial
+
+import torch.nn as nn
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.config_utils import (
+    get_attention_config,
+    make_ffn_config,
+    make_gqa_config,
 )
-from fourfold.spec import codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Policy
+from torchtitan.models.common.param_init import depth_scaled_std, skip_param_init
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.llama3.parallelize import parallelize_llama
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
 
-_SCHEDULES = {
-    ("1f1b", False): "1F1B",
-    ("gpipe", False): "GPipe",
-    ("interleaved", True): "Interleaved1F1B",
-    ("zero-bubble", True): "InterleavedZeroBubble",
-}
-_PARALLEL = "--parallelism."
-_DEGREES = {
-    "replicate": "data_parallel_replicate_degree",
-    "shard": "data_parallel_shard_degree",
-    "tp": "tensor_parallel_degree",
-    "cp": "context_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-}
+HIDDEN, VOCAB, TIED = {model.hidden}, {model.vocab}, {model.tied}
 
 
-def write(setup: Setup) -> str:
-    check_plain("torchtitan", setup)
-    layout, batch, policy = setup.layout, setup.batch, setup.policy
-    if batch.ramp is not None:
-        raise no_setting("torchtitan", "batch.ramp", batch.ramp.start, "a fixed global batch")
-    degrees = {name: getattr(layout, name) for name in _DEGREES}
-    if policy.zero == 0:
-        degrees |= {"replicate": layout.dp, "shard": 1}
-    flags: dict[str, str | None] = {"--nnodes": str(setup.hosts)}
-    flags["--nproc-per-node"] = str(setup.per_host)
-    flags |= {f"{_PARALLEL}{_DEGREES[name]}": str(size) for name, size in degrees.items()}
-    flags |= _pipeline(setup) | _policy_flags(setup)
-    local = batch.micro_batch if layout.pp == 1 else batch.global_batch // layout.dp
-    flags |= {
-        "--training.seq_len": str(batch.seq_len),
-        "--training.local_batch_size": str(local),
-        "--training.global_batch_size": str(batch.global_batch),
-    }
-    head = [
-        comment("torchtitan", setup),
-        "# the first two belong to torchrun; the model is chosen by --module and --config",
-    ]
-    return "\n".join([*head, *flag_lines(flags), ""])
+def normal(std):
+    return {{"weight": partial(nn.init.trunc_normal_, std=std), "bias": nn.init.zeros_}}
 
 
-def _pipeline(setup: Setup) -> dict[str, str | None]:
-    if setup.layout.pp == 1:
-        return {}
-    policy = setup.policy
-    key = (policy.schedule, policy.virtual_stages > 1)
-    if key not in _SCHEDULES:
-        raise no_setting(
-            "torchtitan",
-            "policy.schedule",
-            f"{policy.schedule} with {policy.virtual_stages} virtual stages",
-            "1f1b or gpipe with 1, interleaved or zero-bubble with more",
-        )
-    micros = setup.batch.global_batch // (setup.layout.dp * setup.batch.micro_batch)
-    layers = dict(setup.shape)["layers"]
-    chunks = setup.layout.pp * policy.virtual_stages
-    each = -(-layers // chunks)
-    if -(-layers // each) != chunks:
-        way_out = "a number of stages that its layers_per_stage can give"
-        raise no_setting("torchtitan", "layout.pp", f"{chunks} stages of {layers} layers", way_out)
-    return {
-        f"{_PARALLEL}pipeline_parallel_schedule": _SCHEDULES[key],
-        f"{_PARALLEL}pipeline_parallel_layers_per_stage": str(each),
-        f"{_PARALLEL}pipeline_parallel_first_stage_less_layers": "0",
-        f"{_PARALLEL}pipeline_parallel_last_stage_less_layers": "0",
-        f"{_PARALLEL}num_pp_microbatches": str(micros),
-    }
+def norm():
+    init = {{"weight": nn.init.ones_}}
+    return RMSNorm.Config(normalized_shape=HIDDEN, eps={model.norm_eps!r}, param_init=init)
 
 
-def _policy_flags(setup: Setup) -> dict[str, str | None]:
-    policy, layout = setup.policy, setup.layout
-    flags: dict[str, str | None] = {}
-    if policy.zero == 1:
-        raise no_setting("torchtitan", "policy.sharding", "zero1", "zero0, zero2 or zero3")
-    if policy.zero >= 2:
-        reshard = "always" if policy.zero == 3 else "never"
-        flags[f"{_PARALLEL}fsdp_reshard_after_forward"] = reshard
-    if layout.cp > 1:
-        if policy.cp_kind != "allgather":
-            way_out = "cp_kind = allgather (Ulysses is chosen in its Python configuration)"
-            raise no_setting("torchtitan", "policy.cp_kind", policy.cp_kind, way_out)
-        flags[f"{_PARALLEL}context_parallel_rotate_method"] = "allgather"
-    if layout.tp > 1 and not policy.sequence_parallel:
-        flags[f"{_PARALLEL}enable_sequence_parallel"] = "False"
-    if policy.recompute not in ("none", "full", "selective"):
-        raise no_setting(
-            "torchtitan", "policy.recompute", policy.recompute, "none, full, selective"
-        )
-    flags["--activation_checkpoint.mode"] = policy.recompute
-    if policy.precision not in ("fp32", "bf16-mixed"):
-        way_out = "bf16-mixed or fp32; low precision is a converter of its Python configuration"
-        raise no_setting("torchtitan", "policy.precision", policy.precision, way_out)
-    wide = {"bf16-mixed": "bfloat16", "fp32": "float32"}
-    flags["--training.mixed_precision_param"] = wide[policy.precision]
-    if policy.compile:
-        flags["--compile.enable"] = None
-    return flags
-
-
-def read(text: str, *, layers: int) -> Setup:
-    found = flags_in(text)
-    sizes = {name: number(found, f"{_PARALLEL}{flag}", 1) for name, flag in _DEGREES.items()}
-    replicated = sizes["shard"] == 1 and sizes["replicate"] > 1
-    if replicated:
-        sizes |= {"shard": sizes["replicate"], "replicate": 1}
-    layout = Layout.from_plain(sizes)
-    size = number(found, "--training.global_batch_size")
-    local = number(found, "--training.local_batch_size")
-    micros = number(found, f"{_PARALLEL}num_pp_microbatches", 1) if layout.pp > 1 else 1
-    return Setup(
-        layout=layout,
-        batch=Batch(
-            seq_len=number(found, "--training.seq_len"),
-            micro_batch=local // micros,
-            global_batch=size,
+def layer(number):
+    deep = normal(depth_scaled_std(0.02, number))
+    return Llama3TransformerBlock.Config(
+        attention_norm=norm(),
+        ffn_norm=norm(),
+        attention=make_gqa_config(
+            dim=HIDDEN,
+            n_heads={model.heads},
+            n_kv_heads={model.kv_heads},
+            head_dim={model.head_size},
+            fuse_qkv=True,
+            wqkv_param_init=normal(0.02),
+            wo_param_init=deep,
+            inner_attention=get_attention_config("flex"),
+            rope=ComplexRoPE.Config(
+{_arguments(_rope(setup), 4)}            ),
         ),
-        policy=_policy(found, layout, is_plain=replicated or layout.dp == 1, layers=layers),
-        host_gpus=number(found, "--nproc-per-node", 1),
-        shape=(),
+        feed_forward=make_ffn_config(
+            dim=HIDDEN,
+            hidden_dim={model.ffn},
+            w1_param_init=normal(0.02),
+            w2w3_param_init=deep,
+        ),
     )
 
 
-def _policy(found: dict[str, str], layout: Layout, *, is_plain: bool, layers: int) -> Policy:
-    names = {word: key for key, word in _SCHEDULES.items()}
-    word = found.get(f"{_PARALLEL}pipeline_parallel_schedule", "1F1B")
-    if word not in names:
-        raise UserError("is a schedule fourfold does not know", field="schedule", value=word)
-    schedule, _ = names[word]
-    reshard = found.get(f"{_PARALLEL}fsdp_reshard_after_forward")
-    sharding = "zero0" if reshard is None and is_plain else "zero3"
-    each = number(found, f"{_PARALLEL}pipeline_parallel_layers_per_stage", layers)
-    bf16 = found.get("--training.mixed_precision_param", "bfloat16") == "bfloat16"
-    return codec.decode(
-        Policy,
-        {
-            "precision": "bf16-mixed" if bf16 else "fp32",
-            "sharding": "zero2" if reshard == "never" else sharding,
-            "sequence_parallel": found.get(f"{_PARALLEL}enable_sequence_parallel") != "False",
-            "cp_kind": "allgather" if layout.cp > 1 else "ring",
-            "schedule": schedule,
-            "virtual_stages": -(-layers // each) // layout.pp if layout.pp > 1 else 1,
-            "recompute": found.get("--activation_checkpoint.mode", "selective"),
-            "compile": "--compile.enable" in found,
-        },
-        "policy",
+def model():
+    first = skip_param_init if TIED else partial(nn.init.normal_, std=1.0)
+    return Llama3Model.Config(
+        dim=HIDDEN,
+        vocab_size=VOCAB,
+        enable_weight_tying=TIED,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=VOCAB, embedding_dim=HIDDEN, param_init={{"weight": first}}
+        ),
+        norm=norm(),
+        lm_head=Linear.Config(
+            in_features=HIDDEN, out_features=VOCAB, param_init=normal(HIDDEN**-0.5)
+        ),
+        layers=[layer(number) for number in range({model.layers})],
     )
+
+
+def pretrain():
+    return Trainer.Config(
+        model_spec=ModelSpec(
+            name="llama3",
+            flavor="fourfold",
+            model=model(),
+            parallelize_fn=parallelize_llama,
+            pipelining_fn=pipeline_llm,
+            post_optimizer_build_fn=None,
+            state_dict_adapter=Llama3StateDictAdapter,
+        ),
+        loss=CrossEntropyLoss.Config(global_vocab_size=VOCAB),
+        optimizer=default_adamw(lr=3e-4),
+        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
+        training=TrainingConfig(
+{_arguments(training, 3)}        ),
+        parallelism=ParallelismConfig(
+{_arguments(parallel, 3)}        ),
+        activation_checkpoint={_RECOMPUTE[policy.recompute]},
+        compile=CompileConfig(
+{_arguments(compiled, 3)}        ),
+    )
+"""
+
+
+def _rope(setup: Setup) -> dict[str, Any]:
+    model, place = setup.model, setup.model.positions
+    fields: dict[str, Any] = {
+        "dim": model.head_size,
+        "max_seq_len": max(setup.batch.seq_len, place.length or 0),
+        "theta": place.theta,
+    }
+    if place.scaling is None:
+        return fields
+    return fields | {
+        "scaling": "llama",
+        "scaling_factor": place.scaling.factor,
+        "low_freq_factor": place.scaling.low_freq_factor,
+        "high_freq_factor": place.scaling.high_freq_factor,
+        "original_max_position_embeddings": place.scaling.original_length,
+    }

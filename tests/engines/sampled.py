@@ -1,0 +1,196 @@
+"""Layouts of six models for each engine, drawn by a fixed seed among the legal ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cost.params import model_params
+from fourfold.cost.specs import columns_of
+from fourfold.errors import UserError
+from fourfold.search import export
+from fourfold.search.events import chunk_layers
+from fourfold.search.export import nanotron
+from fourfold.search.export.setup import Setup
+from fourfold.search.legal import Target, why_not
+from fourfold.search.stacks import stack_rules
+from fourfold.spec import catalog
+from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape, Positions
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+
+ROOT = Path(__file__).parent.parent.parent
+CLUSTER = catalog.cluster("nvidia-h100")
+
+
+def _llama(**sizes: Any) -> ModelShape:
+    return replace(catalog.shape("llama", **sizes), positions=Positions(kind="rope"))
+
+
+_QWEN2 = replace(catalog.model("llama-3.1-8b"), qkv_bias=True, layers=28, name="qkv-bias")
+_QWEN3 = replace(catalog.model("llama-3.1-8b"), qk_norm="head", layers=36, head_dim=160, name="qk")
+MODELS: dict[str, tuple[ModelShape, ...]] = {
+    "megatron": (
+        *(catalog.model(name) for name in ("gpt-3-175b", "llama-3.1-70b", "llama-3.1-405b")),
+        *(catalog.model(name) for name in ("nemotron-4-15b", "llama-3.2-1b")),
+        _QWEN2,
+        _QWEN3,
+    ),
+    "torchtitan": tuple(
+        catalog.model(f"llama-{name}")
+        for name in ("2-7b", "2-70b", "3.1-8b", "3.1-70b", "3.1-405b", "3.2-3b")
+    ),
+    "torchtitan-0.2": tuple(
+        catalog.model(f"llama-{name}")
+        for name in ("2-7b", "2-13b", "2-70b", "3.1-8b", "3.1-70b", "3.1-405b")
+    ),
+    "nanotron": (
+        *(catalog.model(f"llama-2-{size}") for size in ("7b", "13b", "70b")),
+        _llama(layers=60, hidden=6656, ffn=17920, heads=52, kv_heads=52, vocab=32000),
+        replace(
+            _llama(layers=30, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=49152), tied=True
+        ),
+        _llama(layers=13, hidden=1024, ffn=4096, heads=16, kv_heads=4, vocab=50257),
+    ),
+}
+VENVS = {
+    "megatron": "megatron",
+    "torchtitan": "torchtitan-0.3",
+    "torchtitan-0.2": "torchtitan-0.2",
+    "nanotron": "nanotron",
+}
+STACKS = {"megatron": "megatron-bridge-2026", "nanotron": "nanotron-2025"}
+
+
+def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
+    """Any layout and policy of the kinds the engine has at all."""
+    rules, fixed = stack_rules(export.stack_of(engine)), export.limits(engine)
+    precisions = {"megatron": ("bf16-mixed", "bf16-mixed", "fp8", "fp16", "fp32", "fp4")}
+    kinds = tuple({"every": "every-2"}.get(kind, kind) for kind in rules.recompute)
+    layout = Layout(
+        pp=dice.choice((1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)),
+        replicate=dice.choice((1, 1, 1, 2)) if rules.hybrid else 1,
+        shard=dice.choice((1, 2, 3, 4, 8, 16)),
+        cp=fixed.get("cp", dice.choice((1, 1, 2, 4))),
+        tp=dice.choice((1, 2, 4, 8, 16)),
+    )
+    loops = "interleaved" in rules.schedules and layout.pp > 1
+    virtual = dice.choice((1, 1, 2, 3, 4, 5, 6, 7)) if loops else 1
+    plain = tuple(name for name in rules.schedules if name in ("1f1b", "gpipe"))
+    looped = tuple(name for name in rules.schedules if name not in ("1f1b", "gpipe"))
+    micro = dice.choice((1, 2, 4))
+    rounds = dice.choice((1, 2, 3, 4, 8, 16)) * dice.choice((1, layout.pp))
+    size = micro * layout.dp * rounds
+    ramp = Ramp(start=size // 2, increment=size // 2, samples=9000) if size % 4 == 0 else None
+    policy = Policy(
+        precision=dice.choice(precisions.get(engine, ("bf16-mixed", "fp32"))),
+        sharding=f"zero{dice.choice(rules.pipeline_zeros if layout.pp > 1 else rules.zeros)}",
+        sequence_parallel=dice.choice((True, True, engine == "torchtitan-0.2")),
+        cp_kind=dice.choice(rules.cp_kinds),
+        schedule=dice.choice(looped if virtual > 1 else plain) if layout.pp > 1 else "1f1b",
+        virtual_stages=virtual,
+        recompute=fixed.get("recompute", dice.choice(kinds)),
+        compile=engine.startswith("torchtitan") and dice.random() < 0.3,
+    )
+    return Setup(
+        model=model,
+        layout=layout,
+        batch=Batch(
+            seq_len=dice.choice((2048, 4096, 8192)) if model.family != "gpt" else 2048,
+            micro_batch=micro,
+            global_batch=size,
+            ramp=ramp if engine == "megatron" and dice.random() < 0.2 else None,
+        ),
+        policy=policy,
+        host_gpus=8,
+        stack=STACKS.get(engine, export.stack_of(engine)),
+        device="h100-80gb",
+    )
+
+
+def sampled(engine: str, count: int) -> list[Setup]:
+    """Legal setups that the engine's release can express, the models in turn."""
+    dice = random.Random(f"{engine} 1")
+    found: list[Setup] = []
+    while len(found) < count:
+        model = MODELS[engine][len(found) % len(MODELS[engine])]
+        one = _drawn(engine, model, dice)
+        target = Target(stack=one.stack, gpus=one.layout.world)
+        if why_not(model, one.layout, one.batch, one.policy, target):
+            continue
+        try:
+            export.write_folder(engine, one)
+        except UserError as refused:
+            if "has no setting for it" not in str(refused):
+                raise
+            continue
+        found.append(one)
+    return found
+
+
+def expected(engine: str, one: Setup) -> dict[str, Any]:
+    """Layers of each stage as they are priced, parameters as counted, tokens of a step."""
+    spec = RunSpec(
+        model=one.model,
+        gpus=one.layout.world,
+        layout=one.layout,
+        batch=one.batch,
+        policy=one.policy,
+    )
+    columns = columns_of([spec], cluster=CLUSTER, stack=one.stack)
+    chunks = one.layout.pp * one.policy.virtual_stages
+    layers = chunk_layers(columns, chunks)[:, 0] if one.layout.pp > 1 else [one.model.layers]
+    if engine == "nanotron":  # what was measured is its later source, which cuts otherwise
+        layers = nanotron.stages(one.model, one.layout.pp)
+    params = model_params(one.model, one.batch.seq_len)
+    if engine in ("megatron", "nanotron"):  # rows are added until tp divides the vocabulary
+        rows = -one.model.vocab % one.layout.tp
+        params += rows * one.model.hidden * (1 if one.model.tied else 2)
+    return {
+        "layers": [int(count) for count in layers],
+        "params": params,
+        "tokens": one.batch.tokens,
+    }
+
+
+def environment(engine: str) -> Path:
+    """The interpreter of the engine's own environment (scripts/engines makes them)."""
+    python = ROOT / ".engines" / VENVS[engine] / "bin" / "python"
+    if not python.exists():
+        missing = f"{python.parent.parent} is missing: run scripts/engines"
+        assert not os.environ.get("FOURFOLD_ENGINES"), missing
+        pytest.skip(missing)
+    return python
+
+
+def read_back(engine: str, setups: list[Setup], folder: Path) -> list[dict[str, Any]]:
+    """What the engine's own code makes of each."""
+    python = environment(engine)
+    cases = []
+    for place, one in enumerate(setups):
+        here = folder / str(place)
+        here.mkdir()
+        for name, text in export.write_folder(engine, one).items():
+            (here / name).write_text(text)
+        words = (here / "engine.args").read_text().split()
+        cases.append(
+            {"args": words, "folder": str(here), "config": str(here / "config.yaml"),
+             "world": one.layout.world, "layers": one.model.layers}
+        )  # fmt: skip
+    script = {"megatron": "megatron_read.py", "nanotron": "nanotron_read.py"}
+    reader = Path(__file__).with_name(script.get(engine, "titan_read.py"))
+    done = subprocess.run(
+        [python, reader], input=json.dumps(cases), capture_output=True, text=True, check=False,
+        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,154 @@
+"""Runs in an environment of torchtitan 0.2 or 0.3: what does it make of exported settings?
+
+Reads a JSON list of cases ({"args": [...], "folder": ..., "world": N}) from standard input. Its own
+manager parses the arguments, its own classes build the model on the meta device and cut it into
+stages. Writes layers of every stage, parameters, tokens a step and micro batches for each case.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import sys
+import warnings
+from functools import cache
+from typing import Any
+
+warnings.filterwarnings("ignore")
+logging.disable(logging.CRITICAL)
+
+import torch  # noqa: E402
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.distributed import ParallelDims, pipeline_parallel  # noqa: E402
+
+
+class Dims(ParallelDims):
+    """Its own checks of the degrees; no processes, so no mesh."""
+
+    def get_mesh(self, dims: Any) -> Any:
+        return None
+
+
+class CutError(Exception):
+    """Carries the stages out of pipeline_llm before it needs processes."""
+
+
+def dims_of(parallelism: Any, world: int) -> Dims:
+    fields = {
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "dp_shard": parallelism.data_parallel_shard_degree,
+        "cp": parallelism.context_parallel_degree,
+        "tp": parallelism.tensor_parallel_degree,
+        "pp": parallelism.pipeline_parallel_degree,
+        "ep": parallelism.expert_parallel_degree,
+        "world_size": world,
+    }
+    if hasattr(parallelism, "expert_tensor_parallel_degree"):
+        fields["etp"] = parallelism.expert_tensor_parallel_degree
+    if hasattr(parallelism, "spmd_backend"):
+        fields["spmd_backend"] = parallelism.spmd_backend
+    known = ParallelDims.__dataclass_fields__
+    return Dims(**{name: value for name, value in fields.items() if name in known})
+
+
+def old_case(case: dict) -> tuple[Any, Any, int, list[list[str]]]:
+    """torchtitan 0.2: flags; the model comes from a module that they name."""
+    from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec
+
+    config = ConfigManager().parse_args(case["args"])
+    _extra_train_specs.pop(config.model.name, None)
+    importlib.import_module(config.experimental.custom_import)
+    spec = get_train_spec(config.model.name)
+    model = spec.model_args[config.model.flavor]
+    model.update_from_config(config)
+    dims = dims_of(config.parallelism, case["world"])
+    names: list[list[str]] = []
+    if dims.pp > 1:
+
+        def capture(_model: Any, _mesh: Any, _schedule: str, _device: Any, names_: Any) -> None:
+            names.extend(names_)
+            raise CutError
+
+        real, pipeline_parallel.pipeline_module_split = (
+            pipeline_parallel.pipeline_module_split,
+            capture,
+        )
+        try:
+            pipeline_parallel.pipeline_llm(None, dims, config, None, model, None, None)  # pyrefly: ignore
+        except CutError:
+            pass
+        finally:
+            pipeline_parallel.pipeline_module_split = real
+    return config, dims, built(repr(model), spec.model_cls, model), names
+
+
+def new_case(case: dict) -> tuple[Any, Any, int, list[list[str]]]:
+    """torchtitan 0.3: a function of a module."""
+    config = ConfigManager().parse_args(case["args"])
+    spec = config.model_spec
+    spec.model.update_from_config(config=config)
+    dims = dims_of(config.parallelism, case["world"])
+    names: list[list[str]] = []
+    if dims.pp > 1:
+        numbers = pipeline_parallel._get_pipeline_metadata(dims, config.parallelism, spec.model)
+        names = pipeline_parallel._generate_llm_fqn_per_model_part(*numbers)
+    return config, dims, built(repr(spec.model), None, spec.model), names
+
+
+_COUNTS: dict[str, int] = {}
+
+
+def built(key: str, cls: Any, model: Any) -> int:
+    """Parameters of the whole model, shared ones once."""
+    if key not in _COUNTS:
+        with torch.device("meta"):
+            whole = cls(model) if cls else model.build()
+        _COUNTS[key] = sum(weight.numel() for weight in whole.parameters())
+    return _COUNTS[key]
+
+
+@cache
+def is_old() -> bool:
+    return hasattr(pipeline_parallel, "pipeline_module_split")
+
+
+def answer(case: dict) -> dict[str, Any]:
+    for name in ("fourfold_model", "fourfold_config"):
+        sys.modules.pop(name, None)
+    sys.path.insert(0, case["folder"])
+    try:
+        config, dims, params, names = old_case(case) if is_old() else new_case(case)
+    finally:
+        sys.path.remove(case["folder"])
+    training, dp = config.training, dims.dp_replicate * dims.dp_shard
+    local = training.local_batch_size
+    assert training.global_batch_size % (local * dp) == 0
+    steps = training.global_batch_size // (local * dp)
+    pieces = 1
+    if dims.pp > 1:
+        each = config.parallelism.pipeline_parallel_microbatch_size
+        assert local % each == 0
+        pieces = local // each
+    assert training.seq_len % dims.seq_len_divisor == 0
+    layers = [sum(name.startswith("layers.") for name in stage) for stage in names]
+    return {
+        "layers": layers or [case["layers"]],
+        "params": params,
+        "tokens": local * dp * steps * training.seq_len,
+        "micro_batches": steps * pieces,
+    }
+
+
+def main() -> None:
+    answers = []
+    for case in json.load(sys.stdin):
+        try:
+            answers.append(answer(case))
+        except BaseException as error:  # its parser exits
+            answers.append({"error": f"{type(error).__name__}: {error}"[:600]})
+    json.dump(answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
