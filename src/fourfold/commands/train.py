@@ -221,8 +221,8 @@ def _shown(
     read = curve.parse(folder.metrics)
     points, newest = read.points, folder.newest()
     if read.bad:
-        said = f"{len(read.bad)} lines of {folder.metrics} can't be read, and are left out"
-        print(said, file=sys.stderr)
+        lines = "a line" if len(read.bad) == 1 else f"{len(read.bad)} lines"
+        print(f"left out {lines} of {folder.metrics} that can't be read", file=sys.stderr)
     for name, error in checkpoints.torn(folder.checkpoints):
         print(f"passed over {name}: {error.rule}", file=sys.stderr)
     plain = {

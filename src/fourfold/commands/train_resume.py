@@ -44,8 +44,8 @@ def prepared(
         return start
     cut = curve.cut(folder.metrics, start.step)
     if cut.unreadable:
-        said = f"{cut.unreadable} lines of the curve can't be read; they are kept in {cut.aside}"
-        print(said, file=sys.stderr)
+        lines = "a line" if cut.unreadable == 1 else f"{cut.unreadable} lines"
+        print(f"{lines} of the curve can't be read, and kept in {cut.aside}", file=sys.stderr)
     again = f"; {cut.steps} later steps are done again" if cut.steps else ""
     print(f"continuing after step {start.step}{again}", file=sys.stderr)
     for change in changes(start.state, spec, settings):

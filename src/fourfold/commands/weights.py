@@ -23,6 +23,7 @@ from fourfold.launch.local import JobError, must_be_ok, run_job
 from fourfold.launch.scratch import scratch
 from fourfold.result import checkpoints
 from fourfold.result.checkpoints import Checkpoint
+from fourfold.result.inside import NotWholeError
 from fourfold.result.job import answer_file
 from fourfold.result.state import STATE_FILE
 from fourfold.show.table import json_text, render
@@ -114,8 +115,11 @@ def _checkpoint(path: Path) -> Checkpoint:
         torn += some
         if found is not None:
             for name, error in some:
-                if name > found.folder.name:
-                    print(f"passed over {name}: {error.rule}", file=sys.stderr)
+                if (len(name), name) < (len(found.folder.name), found.folder.name):
+                    continue
+                if not isinstance(error, NotWholeError):
+                    raise error
+                print(f"passed over {name}: {error.rule}", file=sys.stderr)
             return found
     why = f": {torn[-1][0]}: {torn[-1][1].rule}" if torn else ""
     raise UserError(

@@ -203,7 +203,7 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[A
     except Exception as error:
         mine = error
     said: list = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (_kind(mine), _words(mine) if mine else "", result), group=group)
+    dist.all_gather_object(said, (_kind(mine), _told(mine), result), group=group)
     if all(kind == "" for kind, _, _ in said):
         return [one for _, _, one in said]
     # Whatever is wrong with this machine or this version, an earlier checkpoint would not help.
@@ -211,8 +211,8 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[A
     kind = min((kind for kind, _, _ in said if kind), key=order.index)
     if mine is not None and _kind(mine) == kind:
         raise mine
-    rank, words = next((rank, one[1]) for rank, one in enumerate(said) if one[0] == kind)
-    raise _ERRORS[kind](f"{words} (rank {rank})")
+    rank, (words, more) = next((rank, one[1]) for rank, one in enumerate(said) if one[0] == kind)
+    raise _ERRORS[kind](f"{words} (rank {rank})", **more)
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -221,6 +221,14 @@ _ERRORS: dict[str, type[Exception]] = {
     "unreadable": UnreadableError,
     "changed": NotWholeError,
 }
+
+
+def _told(error: BaseException | None) -> tuple[str, dict[str, str]]:
+    """An error's words, to be raised again elsewhere."""
+    if isinstance(error, UserError):
+        more = {"field": error.field, "value": str(error.value), "way_out": error.way_out}
+        return error.rule, more
+    return (_words(error), {}) if error is not None else ("", {})
 
 
 def _kind(error: BaseException | None) -> str:

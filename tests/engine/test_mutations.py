@@ -1,0 +1,464 @@
+"""Every stored kind of a training's folder, changed at random: refused with a reason, or harmless.
+Never a traceback, a path outside, or other tensors; with fixed counts and seeds.
+
+`train` runs for real up to its ranks; these are replaced by what a rank does first, loading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fourfold.cli import main
+from fourfold.commands import train as command
+from fourfold.engine import checkpoint
+from fourfold.engine.held import Held
+from fourfold.errors import UserError
+from fourfold.result import checkpoints, curve, index
+from fourfold.result.curve import Point
+from fourfold.result.job import JobReport, answer_file
+from fourfold.result.sealed import seal
+from fourfold.result.state import CheckpointState
+from fourfold.result.training import TrainingFolder
+from fourfold.spec import Batch, Policy, RunSpec
+from fourfold.spec.catalog import model
+from fourfold.spec.job import Job
+from fourfold.spec.train import TrainSettings
+
+SPEC = RunSpec(
+    model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=16, global_batch=4), device="cpu",
+    policy=Policy(precision="fp32"),
+)  # fmt: skip
+SHAPES = {"model.a": (7, 5), "model.b": (6,), "exp_avg.a": (7, 5), "exp_avg_sq.a": (7, 5)}
+STEPS = (2, 4)
+ODD: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 3, 2**70, 1e308, "", "x", "..", "/dev/zero", "../../etc/passwd", [], {},
+    [[]], {"a": 1}, "\x1b[2J", [0, 0], [2**40, 2**40],
+)  # fmt: skip
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    chance = torch.manual_seed(step)
+    return {name: torch.randn(shape, generator=chance) for name, shape in SHAPES.items()}
+
+
+def cut_up(name: str, tensor: torch.Tensor) -> list[Held]:
+    """Two chunks each, so that there is something to mix up."""
+    shape, zeros = tuple(tensor.shape), (0,) * (tensor.ndim - 1)
+    return [Held(name, shape, (0, *zeros), tensor[:3]), Held(name, shape, (3, *zeros), tensor[3:])]
+
+
+def point(step: int) -> Point:
+    return Point(
+        step=step, loss=3.0 / step, lr=1e-3, tokens=64 * step, sequences=4 * step, step_s=0.5,
+        tokens_per_s=128.0, grad_norm=1.0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("original")
+    folder = TrainingFolder(root)
+    settings = TrainSettings(steps=6)
+    for step in STEPS:
+        items = [part for name, one in tensors(step).items() for part in cut_up(name, one)]
+        state = CheckpointState(
+            step=step, updates=step, sequences=4 * step, spec=SPEC, settings=settings
+        )
+        checkpoint.write(items, folder.checkpoints, state)
+    folder.describe(SPEC, settings)
+    folder.metrics.write_text(curve.lines(map(point, range(1, 5))))
+    (root / "lock").write_text("process 1 on host\n")
+    (root / "job").mkdir()
+    return root
+
+
+class Watch:
+    """Files that are opened outside of the folder in use; an audit hook can't be taken back."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.outside: list[str] = []
+        # Modules that are imported late, and what Python itself looks at.
+        self.known = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.folder is None or event not in ("open", "os.remove", "os.rename", "os.truncate"):
+            return
+        for path in args[: 2 if event == "os.rename" else 1]:
+            if not isinstance(path, str | os.PathLike):
+                continue
+            text = os.path.abspath(os.fspath(path))  # type: ignore[type-var]
+            allowed = (str(self.folder), "/proc", "/sys", *self.known)
+            if isinstance(text, str) and not text.startswith(allowed):
+                self.outside.append(f"{event} {text}")
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture(scope="module")
+def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Loaded:
+    """What a rank's trainer would hold after loading."""
+
+    def __init__(self) -> None:
+        self.optimizer = self
+        self.updates = 0
+        self.items = [Held(n, s, (0,) * len(s), torch.zeros(s)) for n, s in SHAPES.items()]
+
+    def restore(self, updates: int) -> None:
+        self.updates = updates
+
+    def restore_scalars(self, scalars: dict[str, float]) -> None:
+        assert not scalars
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, _alone: None) -> list[tuple[int, Loaded]]:
+    """Stands in for the processes: loads as a rank does, adds the steps that are left."""
+    done: list[tuple[int, Loaded]] = []
+
+    def run_job(job: Job, folder: Path, **_: object) -> JobReport:
+        loaded, out, first = Loaded(), Path(job.option("out")), 0
+        if job.option("load"):
+            found = checkpoint.load_sound(loaded, out / "checkpoints", job.option("load"))  # type: ignore[arg-type]
+            first = found.step
+            curve.cut(out / curve.METRICS_FILE, first)
+        assert job.train is not None
+        with open(out / curve.METRICS_FILE, "a") as stream:
+            stream.write(curve.lines(map(point, range(first + 1, job.train.steps + 1))))
+        done.append((first, loaded))
+        folder.mkdir(exist_ok=True)
+        answer_file(folder, 0).write_text('{"step": 6, "stopped": false}')
+        return JobReport(job="train", outcome="ok", seconds=1.0)
+
+    monkeypatch.setattr(command, "run_job", run_job)
+    monkeypatch.setattr(checkpoint, "held", lambda trainer: trainer.items)
+    return done
+
+
+def trained(root: Path, ranks: list, watch: Watch, capsys: pytest.CaptureFixture[str]) -> str:
+    """'refused', or the step it went on from, with what it loaded checked by the caller."""
+    ranks.clear()
+    watch.folder, watch.outside = root, []
+    try:
+        for words in (["--show", str(root)], ["--out", str(root), "--steps", "6"]):
+            code = main(["train", *words])
+            said = capsys.readouterr().err
+            assert code in (0, 1, 2), said
+            assert "Traceback" not in said
+            assert "with --fresh" not in said or "trained with" in said, said
+    finally:
+        watch.folder = None
+    assert not watch.outside
+    return "refused" if code else str(ranks[-1][0]) if ranks else "nothing to do"
+
+
+def is_right(ranks: list[tuple[int, Loaded]]) -> bool:
+    first, loaded = ranks[-1]
+    right = tensors(first) if first else {name: torch.zeros(s) for name, s in SHAPES.items()}
+    return loaded.updates == first and all(
+        torch.equal(item.tensor, right[item.name]) for item in loaded.items
+    )
+
+
+def copy(original: Path, to: Path) -> Path:
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(original, to)
+    return to
+
+
+def bytes_changed(path: Path, chance: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    kind = chance.choice(("bit", "bit", "byte", "cut", "grow", "double", "swap", "zero"))
+    place = chance.randrange(len(content) or 1)
+    if kind == "bit" and content:
+        content[place] ^= 1 << chance.randrange(8)
+    elif kind == "byte" and content:
+        content[place] = chance.randrange(256)
+    elif kind == "cut":
+        del content[place:]
+    elif kind == "grow":
+        content += chance.randbytes(chance.randrange(1, 40))
+    elif kind == "double":
+        content[place:place] = content[max(0, place - 30) : place]
+    elif kind == "swap":
+        other = chance.randrange(len(content) or 1)
+        content[place : place + 8], content[other : other + 8] = (
+            content[other : other + 8], content[place : place + 8],
+        )  # fmt: skip
+    else:
+        content[place : place + 16] = bytes(16)
+    path.write_bytes(content)
+
+
+def leaf_changed(plain: Any, chance: random.Random) -> None:
+    """One value somewhere in it, or a whole branch, becomes something odd."""
+    at, parent, key = plain, None, None
+    while isinstance(at, dict | list) and at and (parent is None or chance.random() < 0.85):
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        parent, key = at, chance.choice(keys)
+        at = at[key]
+    kind = chance.random()
+    if parent is None:
+        return
+    if kind < 0.15:
+        del parent[key]
+    elif kind < 0.3 and isinstance(at, int):
+        parent[key] = at + chance.choice((-1, 1, 7, -at, 10**6))
+    elif kind < 0.4 and isinstance(parent, list):
+        parent.append(at)
+    elif kind < 0.5 and isinstance(parent, dict):
+        parent[str(chance.choice(ODD))] = at
+    else:
+        parent[key] = chance.choice(ODD)
+
+
+def resealed(path: Path, chance: random.Random) -> None:
+    plain = json.loads(path.read_text())
+    del plain["crc32"]
+    for _ in range(chance.choice((1, 1, 2))):
+        leaf_changed(plain, chance)
+    path.write_bytes(seal(json.dumps(plain)))
+
+
+def sums_mended(folder: Path) -> None:
+    """As somebody would who knows the format: the state's list fits what is there."""
+    path = folder / "state.json"
+    try:
+        plain = json.loads(path.read_text())
+        del plain["crc32"]
+        for name in list(plain["files"]):
+            content = (folder / name).read_bytes()
+            plain["files"][name] = str(len(content))
+            plain["sums"][name] = f"{zlib.crc32(content):08x}"
+    except (ValueError, KeyError, TypeError, OSError):
+        return
+    path.write_bytes(seal(json.dumps(plain)))
+
+
+NEWEST = Path("checkpoints") / "step-00000004"
+KINDS = {
+    "state": NEWEST / "state.json",
+    "index": NEWEST / "index.json",
+    "tensors": NEWEST / "tensors-00000.safetensors",
+    "curve": Path("metrics.jsonl"),
+    "description": Path("train.toml"),
+    "lock": Path("lock"),
+    "latest": Path("checkpoints") / "latest",
+}
+
+
+def plain_round(original, root, ranks, watch, capsys, kind: str, seed: int) -> str:
+    """One change without checksums mended: refused, or everything that is loaded is right."""
+    chance = random.Random(f"{kind} {seed}")
+    copy(original, root)
+    bytes_changed(root / KINDS[kind], chance)
+    good = set((original / "metrics.jsonl").read_bytes().split(b"\n"))
+    good &= set((root / "metrics.jsonl").read_bytes().split(b"\n"))
+    outcome = trained(root, ranks, watch, capsys)
+    if outcome not in ("refused", "nothing to do"):
+        assert is_right(ranks), (kind, seed, outcome)
+        left = curve.parse(root / "metrics.jsonl")
+        assert [one.step for one in left.points][-2:] == [5, 6]
+        assert good - {b""} <= set(left.lines), (kind, seed)
+    kept = [path for path in (root / "checkpoints").iterdir() if path.is_dir()]
+    assert len(kept) >= 2, "a checkpoint is gone"
+    return outcome
+
+
+def forged_round(original, root, ranks, watch, capsys, kind: str, seed: int) -> str:
+    """One change with all checksums mended: no traceback, nothing outside; refused, or right."""
+    chance = random.Random(f"forged {kind} {seed}")
+    copy(original, root)
+    resealed(root / KINDS[kind], chance)
+    if kind == "index":
+        sums_mended(root / NEWEST)
+    outcome = trained(root, ranks, watch, capsys)
+    if outcome not in ("refused", "nothing to do"):
+        assert is_right(ranks), (kind, seed, outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_changes_of_each_kind(original, tmp_path, ranks, watch, capsys, kind) -> None:
+    for seed in range(6):
+        plain_round(original, tmp_path / "t", ranks, watch, capsys, kind, seed)
+    if kind in ("state", "index"):
+        for seed in range(6):
+            forged_round(original, tmp_path / "t", ranks, watch, capsys, kind, seed)
+
+
+def test_the_stand_in_trains_on(original, tmp_path, ranks, watch, capsys) -> None:
+    root = copy(original, tmp_path / "t")
+    assert trained(root, ranks, watch, capsys) == "4"
+    assert is_right(ranks)
+    ranks[-1][1].items[0].tensor[0, 0] += 1
+    assert not is_right(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kind", KINDS)
+def test_300_changes_of_each_kind(original, tmp_path, ranks, watch, capsys, kind) -> None:
+    outcomes: dict[str, int] = {}
+    for seed in range(300):
+        outcome = plain_round(original, tmp_path / "t", ranks, watch, capsys, kind, 1000 + seed)
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    print(f"{kind}: {outcomes}")
+    if kind in ("state", "index", "tensors"):
+        assert outcomes.get("2", 0) > 100, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kind", ["state", "index"])
+def test_600_forged_changes(original, tmp_path, ranks, watch, capsys, kind) -> None:
+    outcomes: dict[str, int] = {}
+    for seed in range(600):
+        outcome = forged_round(original, tmp_path / "t", ranks, watch, capsys, kind, 1000 + seed)
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    print(f"forged {kind}: {outcomes}")
+    assert outcomes["refused"] > 150, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_every_single_bit_of_state_and_index(original, tmp_path) -> None:
+    """None is harmless, and none is accepted: each file has a checksum of its own."""
+    folder = copy(original, tmp_path / "t") / NEWEST
+    found = checkpoints.read(folder)
+    sizes = checkpoints.real_sizes(found)
+    for name in ("state.json", "index.json"):
+        content = (folder / name).read_bytes()
+        for place in range(len(content)):
+            for bit in range(8):
+                changed = bytearray(content)
+                changed[place] ^= 1 << bit
+                (folder / name).write_bytes(changed)
+                if name == "state.json":
+                    with pytest.raises(UserError):
+                        checkpoints.read(folder)
+                    continue
+                with pytest.raises(UserError):
+                    checkpoints.read_index(found)
+                with pytest.raises(UserError):  # its own checksum, not only the state's
+                    index.loads(bytes(changed), sizes)
+        (folder / name).write_bytes(content)
+        print(f"{name}: {8 * len(content)} single-bit changes, all refused")
+
+
+LINKED = ["lock", "metrics.jsonl", "train.toml", "checkpoints", "job", str(NEWEST), *map(
+    str, (KINDS["state"], KINDS["index"], KINDS["tensors"]))]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("to", ["file", "folder", "zero", "pipe"])
+def test_links_and_pipes_lead_nowhere(original, tmp_path, ranks, watch, capsys, name, to) -> None:
+    root = copy(original, tmp_path / "t")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    path = root / name
+    path.rename(outside / "moved") if path.is_dir() else path.unlink()
+    if to == "pipe":
+        os.mkfifo(path)
+    else:
+        targets = {"file": outside / "file", "folder": outside, "zero": Path("/dev/zero")}
+        path.symlink_to(targets[to])
+    assert trained(root, ranks, watch, capsys) == "refused"
+    assert (outside / "file").read_text() == "mine"
+
+
+def test_a_step_that_name_state_and_curve_do_not_share_is_refused(
+    original, tmp_path, ranks, watch, capsys
+) -> None:
+    """The state forged, the folder renamed with it, all sums mended: the curve still knows."""
+    for fields, renamed in (
+        ({"step": 5, "updates": 5, "sequences": 20}, "step-00000005"),
+        ({"step": 5}, NEWEST.name),
+        ({"updates": 3}, NEWEST.name),
+        ({"updates": 3, "skipped": 1}, NEWEST.name),
+        ({"step": -5}, NEWEST.name),
+        ({"sequences": 4}, NEWEST.name),
+    ):
+        root = copy(original, tmp_path / "t")
+        path = root / KINDS["state"]
+        plain = json.loads(path.read_text()) | fields
+        del plain["crc32"]
+        path.write_bytes(seal(json.dumps(plain)))
+        path.parent.rename(path.parent.with_name(renamed))
+        assert trained(root, ranks, watch, capsys) == "refused", fields
+        assert len(curve.read(root / "metrics.jsonl")) == 4
+
+
+def test_the_curve_is_not_needed_to_go_on(original, tmp_path, ranks, watch, capsys) -> None:
+    root = copy(original, tmp_path / "t")
+    (root / "metrics.jsonl").unlink()
+    assert trained(root, ranks, watch, capsys) == "4"
+    assert is_right(ranks)
+
+
+def test_going_back_twice_keeps_both(original, tmp_path, ranks, watch, capsys) -> None:
+    """Changed values are found by the ranks, changed sizes by the command; neither is lost."""
+    root = copy(original, tmp_path / "t")
+    path = root / KINDS["tensors"]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert trained(root, ranks, watch, capsys) == "2"
+    assert is_right(ranks)
+    kept = root / "checkpoints" / "damaged-step-00000004"
+    assert (kept / path.name).read_bytes() == content
+    shutil.copytree(original / NEWEST, root / NEWEST)
+    (root / KINDS["tensors"]).write_bytes(b"short")
+    (root / "metrics.jsonl").write_text(curve.lines(map(point, range(1, 5))))
+    assert trained(root, ranks, watch, capsys) == "2"
+    assert (kept / path.name).read_bytes() == content
+    again = kept.with_name("damaged-step-00000004.2")
+    assert (again / path.name).read_bytes() == b"short"
+
+
+def test_another_version_is_not_called_damaged(original, tmp_path, ranks, watch, capsys) -> None:
+    root = copy(original, tmp_path / "t")
+    path = root / KINDS["index"]
+    plain = json.loads(path.read_text()) | {"version": 2}
+    del plain["crc32"]
+    path.write_bytes(seal(json.dumps(plain)))
+    sums_mended(path.parent)
+    assert main(["train", "--out", str(root), "--steps", "6"]) == 2
+    said = capsys.readouterr().err
+    assert "update fourfold" in said
+    assert "damaged" not in said
+    assert not list((root / "checkpoints").glob("damaged-*"))
+
+
+def test_an_export_stops_at_what_it_may_not_read(original, tmp_path, capsys) -> None:
+    """Going back is for changed bytes; a link is no reason to hand out older weights."""
+    root = copy(original, tmp_path / "t")
+    (root / KINDS["tensors"]).unlink()
+    (root / KINDS["tensors"]).symlink_to("/dev/zero")
+    assert main(["weights", "export", str(root), str(tmp_path / "out"), "--format", "dcp"]) == 2
+    assert "is a link, where a regular file belongs" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
