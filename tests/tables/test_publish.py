@@ -172,3 +172,24 @@ def test_reference_rows_become_any_style() -> None:
     assert sum(len(table.data) for table in document.tables) > 60
     findings = {item.rule for item in lint(parse(write(document, "md"), "md"))}
     assert findings <= {"memory-order"}  # the source's own suspicious cell
+
+
+def test_a_scaling_table_loses_no_run() -> None:
+    """Two shardings of the same layouts: every figure is there, and the best is one of them."""
+    found = []
+    for kind, factor in (("zero1", 1.0), ("zero3", 1.5)):
+        for at, (gpus, micro) in enumerate(itertools.product((4, 8), (1, 2))):
+            table = run("llama-tiny", gpus, micro, tp=2)
+            table["policy"] = {"precision": "fp32", "sharding": kind}
+            found.append(made(table, factor * (1.0 + 0.1 * at)))
+    document = publish(found, "scaling", "causal")
+    text = write(document, "text")
+    cells = [cell for table in document.tables for row in table.data for cell in row.cells[1:]]
+    assert len([cell for cell in cells if cell.strip()]) == len(found)
+    assert len(document.tables) == 2
+    assert "; sharding zero1" in text
+    assert "; sharding zero3" in text
+    for line in text.split("\n"):
+        if line.startswith("Best by seconds"):
+            assert line.split(", ")[-1].split()[0] in cells
+    assert not lint(parse(write(document, "md"), "md"))

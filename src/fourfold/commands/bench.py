@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probe-s", type=float, default=1.0, metavar="S", help="0: no probes")
     parser.add_argument("--tag", metavar="TEXT", help="a word kept with the run")
     parser.add_argument("--note", metavar="TEXT", help="words kept with the run")
-    parser.add_argument("--convention", default="causal", metavar="ID", help="see 'flops'")
+    flags.add_convention(parser)
     parser.add_argument("--force", action="store_true", help="run even what surely does not fit")
     foresight.add_arguments(parser)
     flags.add_permit(parser)

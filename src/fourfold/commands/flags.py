@@ -54,6 +54,17 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="text", help="form of the output")
 
 
+def add_convention(parser: argparse.ArgumentParser) -> None:
+    from fourfold.cost.flops import DEFAULT
+
+    parser.add_argument(
+        "--convention",
+        default=DEFAULT,
+        metavar="ID",
+        help=f"how FLOPs are counted (default {DEFAULT}; 'fourfold flops' lists them)",
+    )
+
+
 def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="replace a file that is no earlier result"

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CONDITION",
-        help="keep only layouts for which it holds, such as 'dp %% 4 == 0 and mem_gb < 70'",
+        help="keep only layouts for which it holds, such as 'dp %% 4 == 0 and mem_gib < 70'",
     )
     add("--explore", action="store_true", help="also rank what no measured row backs")
     add("--explain", metavar="LAYOUT", help="all about one layout, or why it is illegal")
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top", type=int, default=10, metavar="N", help="how many to list (default 10)")
     add("--details", action="store_true", help="also the seconds of each part, as columns")
     add("--calibration", metavar="FILE", help="made by 'fourfold fit' (default: the shipped one)")
+    flags.add_convention(parser)
     flags.add_force(parser)
     flags.add_format(parser)
 
@@ -104,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
     """(the question at the largest number of GPUs, all numbers of GPUs to try)."""
+    from fourfold.cost import flops as conventions
     from fourfold.search import question as questions
     from fourfold.spec.expression import parse
 
@@ -134,6 +136,7 @@ def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
         where=tuple(parse(text) for text in args.where),
         explore=args.explore,
         safe=args.safe,
+        convention=conventions.convention(args.convention).id,
     )
     return ask, counts
 

@@ -20,7 +20,7 @@ from fourfold.commands import flags
 from fourfold.commands.bench_auto import TRIAL_TAG
 from fourfold.commands.foresight import Foresight
 from fourfold.commands.runs import chosen_runs
-from fourfold.cost.flops import convention
+from fourfold.cost.flops import DEFAULT, convention
 from fourfold.errors import UserError
 from fourfold.result.report import OUTCOMES
 from fourfold.result.store import INDEX, RUN_FILE, Stored
@@ -50,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="stores and files of tables")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="the store (default: runs)")
     parser.add_argument("--style", choices=STYLES, default="topology", help="columns to print")
-    parser.add_argument("--convention", metavar="ID", help="how FLOPs are counted (see 'flops')")
+    parser.add_argument(
+        "--convention",
+        metavar="ID",
+        help=f"how FLOPs are counted (default {DEFAULT}; mpt for the mpt style, as published)",
+    )
     parser.add_argument("--where", action="append", default=[], metavar="CONDITION")
     parser.add_argument("--outcome", choices=OUTCOMES, action="append", help="only these outcomes")
     parser.add_argument("--model", metavar="NAME", help="only this model")

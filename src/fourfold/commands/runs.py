@@ -1,7 +1,8 @@
 """List what is stored: every run with its outcome, speed and memory; failed ones too.
 
 Conditions of --where know dp tp cp pp vp micro_batch global_batch seq_len gpus nodes layers hidden
-heads mem_gb step_s; a run that has no value for a word (a failed one has no step_s) does not match.
+heads mem_gib step_s; a run that has no value for a word (a failed one has no step_s) does not
+match.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ examples:
 """
 _SORTS = ("started_at", "step_s", "peak_bytes", "model", "outcome")
 _HEADINGS = [
-    "run", "model", "layout", "seq", "micro", "global", "precision", "outcome", "sec/it",
-    "tokens/s/GPU", "memory", "tag", "why",
+    "run", "model", "layout", "seq", "micro", "global", "precision", "sharding", "outcome",
+    "sec/it", "tokens/s/GPU", "memory", "tag", "why",
 ]  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="show RUN", help="one run in full: the beginning of its id"
     )
-    parser.add_argument("--convention", default="causal", metavar="ID", help="see 'flops'")
+    flags.add_convention(parser)
     parser.add_argument("--runs", default="runs", metavar="DIR", help="the store (default: runs)")
     parser.add_argument(
         "--where",
@@ -139,6 +140,7 @@ def _cells(summary: Summary) -> list[str]:
         str(summary.micro_batch),
         str(summary.global_batch),
         summary.precision,
+        summary.sharding,
         summary.outcome,
         "-" if summary.step_s is None else show_seconds(summary.step_s),
         "-" if speed is None else f"{speed:,.0f}",

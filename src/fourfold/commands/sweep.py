@@ -58,7 +58,7 @@ a FILE.toml (axes are short names, paths such as policy.compile, or "env.NAME"):
 
 examples:
   fourfold sweep sweep.toml --dry-run
-  fourfold sweep sweep.toml --where 'mem_gb < 70' --cluster mine.toml
+  fourfold sweep sweep.toml --where 'mem_gib < 70' --cluster mine.toml
   fourfold sweep -m llama-tiny mpt-tiny -s 6 7 -b 10 10 -t fp32 -g 1 2 --micro-batch 1 2 --tag first
   fourfold sweep --from-plan 3 --model llama-mini --profile profile.json --gpus 4 --seq-len 128 \\
       --global-batch 16 --precision fp32
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--where", action="append", default=[], metavar="CONDITION",
-        help="keep what it holds for; mem_gb and step_s are predicted",
+        help="keep what it holds for; mem_gib and step_s are predicted",
     )  # fmt: skip
     foresight.add_arguments(parser)
     sweep_flags.add_arguments(parser)

@@ -13,6 +13,7 @@ from fourfold.result.prediction import Prediction
 from fourfold.result.store import Store
 from fourfold.search.forecast import run_s
 from fourfold.show.table import json_text, render
+from fourfold.spec.expression import in_gib
 from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import Expansion, told, values_of
 from fourfold.units import show_bytes, show_seconds
@@ -55,7 +56,7 @@ def _predictions(expansion: Expansion, places: list[int], ahead: Foresight) -> l
 
 
 def _against(expansion: Expansion, spec: RunSpec, said: Prediction) -> str:
-    predicted = {"mem_gb": said.peak_bytes / 1e9, "step_s": said.step_s}
+    predicted = {**in_gib(said.peak_bytes), "step_s": said.step_s}
     values = values_of(spec, _GPUS_PER_NODE) | predicted
     for condition in expansion.foreseen:
         if not condition.holds(values):

@@ -12,6 +12,7 @@ from typing import Any
 
 from fourfold.commands import flags, plan
 from fourfold.commands.foresight import Foresight
+from fourfold.cost.flops import DEFAULT
 from fourfold.errors import UserError
 from fourfold.result.prediction import Prediction
 from fourfold.spec import codec
@@ -110,7 +111,9 @@ def _as_plan(args: argparse.Namespace) -> argparse.Namespace:
             )  # fmt: skip
         words[name] = _whole(name, values[0]) if values and values[0] != "auto" else None
     # Runs are our own engine's, so the plan is too.
-    return argparse.Namespace(**words | {"stack": "fourfold", "ramp": None, "tokens": None})
+    return argparse.Namespace(
+        **words | {"stack": "fourfold", "ramp": None, "tokens": None, "convention": DEFAULT}
+    )
 
 
 def _whole(name: str, value: Any) -> int:

@@ -126,9 +126,17 @@ def _level(weights: list[float], ages: list[float], logs: list[float]) -> float:
 
 
 def generation_of(hardware: str) -> str:
-    """'a100-80gb' -> 'a100'; parts of one generation share it ('h100', 'h800', 'h200' -> 'h')."""
+    """What parts of one generation share: 'a100-80gb' and 'a800' -> 'a', 'h100', 'h200' and
+    'gh200' -> 'h', 'b200' and 'gb300' -> 'b'; any other GPU is a generation of its own."""
     head = hardware.lower().split("-")[0]
-    for prefix, name in (("gb", "b"), ("b", "b"), ("h", "h"), ("a", "a"), ("mi", "mi")):
+    for prefix, name in (
+        ("gh", "h"),
+        ("gb", "b"),
+        ("b", "b"),
+        ("h", "h"),
+        ("a", "a"),
+        ("mi", "mi"),
+    ):
         if head.startswith(prefix):
             return name
     return head

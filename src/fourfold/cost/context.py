@@ -17,6 +17,10 @@ _ALLGATHER = CP_KIND.index("allgather")
 _ULYSSES = CP_KIND.index("ulysses")
 
 
+# Of a ring's hops this much is always paid, and that share of attention hides the rest.
+RING_EXPOSED, RING_HIDES = 0.3, 0.7
+
+
 def context_s(
     c: Columns, knobs: Knobs, *, tokens: Floats, attention: Floats, backward: bool
 ) -> Floats:
@@ -26,7 +30,7 @@ def context_s(
     keys = 4.0 * tokens * c.kv_width / c.tp  # k and v of this rank
     ways = 2.0 if backward else 1.0  # backward sends keys and values, and their gradients
     ring = (c.cp - 1.0) * (ways * keys / rate + 4.0 * hop)
-    ring = 0.3 * ring + np.maximum(0.0, ring - 0.7 * attention)
+    ring = RING_EXPOSED * ring + np.maximum(0.0, ring - RING_HIDES * attention)
     gather = ways * (c.cp - 1.0) * (keys / rate + hop)
     shares = (c.cp - 1.0) / c.cp
     exchanged = (keys + 4.0 * tokens * c.width / c.tp) * shares  # k, v and q, output

@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.columns import Columns
+from fourfold.cost.flops import DEFAULT
 from fourfold.cost.gemm import Floats
 
-ALIASES = {"all-params-full-attention": "mpt", "": "full-attention"}
+ALIASES = {"all-params-full-attention": "mpt", "": DEFAULT}
 
 
 def flops_per_token(c: Columns, rule: str, *, learned_positions: Floats) -> Floats | None:

@@ -158,6 +158,10 @@ CONVENTIONS = {
 ALIASES = {"all-params-full-attention": "mpt"}
 
 
+# What every command counts by unless it is told otherwise: what the hardware has to do.
+DEFAULT = "causal"
+
+
 def convention(name: str) -> Convention:
     key = ALIASES.get(name, name)
     if key not in CONVENTIONS:

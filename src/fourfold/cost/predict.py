@@ -113,7 +113,7 @@ def _finish_reasons(rows: Rows, out: dict[str, Floats], reasons: list[str]) -> N
 
 
 def _rates(rows: Rows, tokens: Floats) -> tuple[Floats, Floats]:
-    """(TFLOPs per GPU, MFU percent) in the row's own convention, full-attention when blank."""
+    """(TFLOPs per GPU, MFU percent) in the row's own convention, the default when blank."""
     tflops = np.full(len(tokens), np.nan)
     rules = np.array(rows.table.column("flop_rule"), dtype=str)
     learned = np.array([f in ("mpt", "gpt") for f in rows.table.column("family")], dtype=float)

@@ -56,7 +56,7 @@ def perform(task: Task) -> RankFacts:
     task.join(device)
     task.heart.stage = spec.layout.coordinates(task.rank)["pp"]
     task.heart.mark("build")
-    ledger = Ledger(limit_bytes=spec.memory_limit) if _counts(spec, device) else None
+    ledger = Ledger(limit_bytes=spec.memory_limit) if counts(spec, device) else None
     trainer: Trainer | None = None
     try:
         with ledger or contextlib.nullcontext():
@@ -94,7 +94,7 @@ def refuse(spec: RunSpec) -> None:
     require_legal(spec)
 
 
-def _counts(spec: RunSpec, device: torch.device) -> bool:
+def counts(spec: RunSpec, device: torch.device) -> bool:
     """Whether a ledger runs. Compiled code hides from it, and it keeps steps from being compiled,
     so there it runs only when a limit must be held."""
     if device.type != "cpu":

@@ -24,7 +24,7 @@ from fourfold.engine.environment import environment
 from fourfold.engine.failure import outcome_of
 from fourfold.engine.ledger import Ledger
 from fourfold.engine.lone import Book, Messages
-from fourfold.engine.measure import Steps, limit_memory, refuse, shortage_of
+from fourfold.engine.measure import Steps, counts, limit_memory, refuse, shortage_of
 from fourfold.engine.parts import Lens
 from fourfold.engine.pieces import local
 from fourfold.engine.stand_in_sums import (
@@ -120,7 +120,7 @@ def stand_in(task: Task, rank: int, ran: int, device: torch.device) -> StandIn:
         peak_bytes=found.peak_bytes + kept_bytes(stage),
         reserved_bytes=found.reserved_bytes,
         retries=found.retries,
-        peaks_from="ledger" if _counts(stage.spec, device) else "allocator",
+        peaks_from="ledger" if counts(stage.spec, device) else "allocator",
         device=dict(environment(device, task.place)).get("device", device.type),
         torch=torch.__version__,
         parts=tuple(DevicePart(name=n, seconds=s) for n, s in found.lens.parts().items()),
@@ -135,7 +135,7 @@ def _steps(task: Task, rank: int, ran: int, device: torch.device) -> tuple[Stage
     task = replace(task, job=replace(task.job, specs=specs))
     book = lone.join(rank, spec.gpus)
     task.heart.mark("build")
-    ledger = Ledger(limit_bytes=spec.memory_limit) if _counts(spec, device) else None
+    ledger = Ledger(limit_bytes=spec.memory_limit) if counts(spec, device) else None
     trainer: Trainer | None = None
     try:
         with ledger or contextlib.nullcontext():
@@ -149,11 +149,6 @@ def _steps(task: Task, rank: int, ran: int, device: torch.device) -> tuple[Stage
         if outcome_of(error) == "oom":
             vars(error)["shortage"] = shortage_of(device, ledger, trainer, error)
         raise
-
-
-def _counts(spec: RunSpec, device: torch.device) -> bool:
-    """Whether a ledger counts; compiled code hides from it."""
-    return device.type == "cpu" and not spec.policy.compile
 
 
 def _stage(spec: RunSpec, world: World, trainer: Trainer) -> Stage:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fourfold.cost.flops import CONVENTIONS, Question, utilisation_pct
+from fourfold.cost.flops import CONVENTIONS, DEFAULT, Question, utilisation_pct
 from fourfold.engine import checkpoint, compat
 from fourfold.engine.account import mark_phases
 from fourfold.engine.checkpoint import state_of
@@ -227,7 +227,7 @@ class _Log:
 
 
 def _utilisation(spec: RunSpec, device: torch.device) -> Callable[[float], float | None]:
-    """Tokens/s/GPU -> MFU by the `causal` convention; None on a device whose peak is not known."""
+    """Tokens/s/GPU -> MFU by the default convention; None on a device whose peak is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known = device_id(name, catalog.device_names()) if name else None
     try:
@@ -237,7 +237,7 @@ def _utilisation(spec: RunSpec, device: torch.device) -> Callable[[float], float
     ask = Question(
         model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
     )
-    flops = CONVENTIONS["causal"].count(ask).model
+    flops = CONVENTIONS[DEFAULT].count(ask).model
     return lambda speed: None if peak is None else utilisation_pct(flops, speed, peak)
 
 

@@ -16,6 +16,7 @@ from fourfold.errors import UserError
 from fourfold.result.report import OUTCOMES, RunReport
 from fourfold.result.timing import timing
 from fourfold.spec import codec
+from fourfold.spec.expression import in_gib
 
 # 'fourfold.engine.failure.MemoryLimitError: ...' says no more than its last word.
 _MODULE = re.compile(r"^(\w+\.)+(?=\w+: )")
@@ -105,7 +106,7 @@ class Summary:
         )  # fmt: skip
         found: dict[str, float | None] = {name: getattr(self, name) for name in names}
         found["vp"] = self.virtual_stages
-        found["mem_gb"] = None if self.peak_bytes is None else self.peak_bytes / 1e9
+        found |= in_gib(self.peak_bytes)
         return found
 
 

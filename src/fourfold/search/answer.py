@@ -27,7 +27,6 @@ from fourfold.search.rank import Ranking, point_columns, point_layout, point_pol
 from fourfold.spec import codec
 from fourfold.spec.runnable import remarks
 
-FLOP_RULE = "full-attention"
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
 EXPOSED = {
     "compute": ("gemm", "attention", "elementwise", "head"),
@@ -62,7 +61,7 @@ def answer(ranking: Ranking, train: Training, *, top: int) -> dict[str, Any]:
         "played": ranking.played,
         "axes": {name: list(values) for name, values in ranking.grid.values.items()},
         "refused": dict(ranking.grid.refused),
-        "flop_rule": FLOP_RULE,
+        "flop_rule": ask.convention,
         "ranked": [_row(ranking, train, i) for i in range(count)],
         "tied_with_first": tied,
         "tie_width_pct": 100.0 * (exp(tie_width(ask.entry)) - 1.0),
@@ -108,7 +107,7 @@ def _row(ranking: Ranking, train: Training, i: int) -> dict[str, Any]:
     step_s = float(ranking.step_s[i])
     low, high = memory_bounds(c, ask.entry)
     tokens_s = ask.batch.tokens / step_s / ask.gpus
-    flops = flops_per_token(c, FLOP_RULE, learned_positions=np.zeros(1))
+    flops = flops_per_token(c, ask.convention, learned_positions=np.zeros(1))
     assert flops is not None
     total_s = float(train.total_s[i]) if i < len(train.total_s) else 0.0
     hours = (total_s or step_s) * ask.gpus / 3600.0

@@ -7,6 +7,7 @@ from typing import Any
 
 from fourfold.cost.calibration import Calibration, Entry, generation_of
 from fourfold.cost.columns import Columns, columns
+from fourfold.cost.flops import DEFAULT
 from fourfold.cost.habits import habits
 from fourfold.cost.hardware import OTHER_FABRIC, USUAL_FABRIC
 from fourfold.cost.specs import machine_facts, model_facts, policy_facts
@@ -37,6 +38,7 @@ class Question:
     where: tuple[Expression, ...] = ()
     explore: bool = False
     safe: bool = False  # rank what surely fits, where anything does
+    convention: str = DEFAULT  # by which TFLOP/s and MFU are counted
 
     @property
     def target(self) -> Target:

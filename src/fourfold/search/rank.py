@@ -22,6 +22,7 @@ from fourfold.search.candidates import FIELDS, LAYOUT_FIELDS, Candidates, candid
 from fourfold.search.events import Floats, priced
 from fourfold.search.question import Question
 from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
+from fourfold.spec.expression import in_gib
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 
@@ -33,7 +34,6 @@ PATIENCE_S = 2.0
 # that a playing can still change which of them is best.
 PLAYED = 300
 PLAYED_VARIANTS = 3
-GB = 1e9
 
 # Columns by FIELDS and by what was computed about them.
 Pool = dict[str, NDArray[Any]]
@@ -248,7 +248,7 @@ def _where(ask: Question, pool: Pool, *, priced: bool) -> Pool:
         "layers": ask.model.layers,
         "hidden": ask.model.hidden,
         "heads": ask.model.heads,
-        "mem_gb": pool["peak_bytes"] / GB,
+        **in_gib(pool["peak_bytes"]),
         "step_s": pool.get("step_s"),
     }
     held = np.ones(_size(pool), dtype=bool)

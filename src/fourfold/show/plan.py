@@ -99,7 +99,8 @@ def _belief(answer: dict[str, Any]) -> list[str]:
             f"1 may not fit; the fastest here that surely does: {safe['rank']} "
             f"({layout_text(safe)}, {short_s(safe['step_s'])} s)"
             if safe is not None
-            else f"none of these surely fits; --where 'mem_gb < {_sure_gb(answer):.0f}' finds some"
+            else "none of these surely fits; "
+            f"--where 'mem_gib < {_sure_gib(answer):.0f}' finds some"
         )
     whose = " (rows of other stacks and clusters)" if answer["calibration"]["note"] else ""
     lines.append(f"evidence for 1{whose}: {_evidence(rows[0])}")
@@ -127,10 +128,10 @@ def _belief(answer: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _sure_gb(answer: dict[str, Any]) -> float:
-    """GB below which the upper end of the memory interval would fit."""
+def _sure_gib(answer: dict[str, Any]) -> float:
+    """GiB below which the upper end of the memory interval would fit."""
     row = answer["ranked"][0]
-    return 0.98 * answer["memory_bytes"] * row["peak_bytes"] / row["peak_bytes_high"] / 1e9
+    return 0.98 * answer["memory_bytes"] * row["peak_bytes"] / row["peak_bytes_high"] / GIB
 
 
 def _evidence(row: dict[str, Any]) -> str:

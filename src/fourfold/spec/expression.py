@@ -1,4 +1,4 @@
-"""What does `where` mean? Conditions such as "dp % 4 == 0 and mem_gb < 70", parsed, never eval'ed.
+"""What does `where` mean? Conditions such as "dp % 4 == 0 and mem_gib < 70", parsed, never eval'ed.
 
 Numbers are 64-bit floats throughout, on plain values and on NumPy columns alike, so both give the
 same answer; whole numbers are exact up to 2^53. `and` and `or` look at their right side only where
@@ -20,7 +20,7 @@ from fourfold.units import size_from
 
 NAMES = (
     "dp", "tp", "cp", "pp", "vp", "micro_batch", "global_batch", "seq_len", "gpus", "nodes",
-    "layers", "hidden", "heads", "mem_gb", "step_s",
+    "layers", "hidden", "heads", "mem_gib", "mem_gb", "step_s",
 )  # fmt: skip
 FUNCTIONS = ("log2", "ceil")
 MAX_TEXT = 1000
@@ -50,7 +50,9 @@ _COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 }
 # A number with k or M right behind it: 'seq_len >= 8k'.
 _SUFFIXED = re.compile(r"(?<![\w.])[0-9]+(?:\.[0-9]+)?[kKmM](?![\w.])")
-_TEACH = "write conditions like 'dp % 4 == 0 and mem_gb < 70'"
+# Bytes of the fullest rank, in GiB; the second name is the older one and means the same.
+MEMORY_NAMES = ("mem_gib", "mem_gb")
+_TEACH = "write conditions like 'dp % 4 == 0 and mem_gib < 70'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +260,8 @@ def _called(name: str, value: Number, text: str) -> Number:
         raise UserError("log2() of a number that is not above 0", field="where", value=text)
     result = call(value)
     return result if hasattr(result, "shape") else float(result)
+
+
+def in_gib(size: Any) -> dict[str, Any]:
+    """Bytes (a number, a column, or None) under the names that conditions know."""
+    return dict.fromkeys(MEMORY_NAMES, None if size is None else size / 2**30)

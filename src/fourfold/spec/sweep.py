@@ -17,7 +17,7 @@ from typing import Any
 from fourfold.errors import UserError, nearest
 from fourfold.spec import codec, words
 from fourfold.spec.batch import Batch
-from fourfold.spec.expression import Expression, parse
+from fourfold.spec.expression import MEMORY_NAMES, Expression, parse
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
@@ -26,7 +26,7 @@ _RESERVED = ("where", "max_nodes", "gpus_per_node")
 _DEFAULT_GPUS_PER_NODE = 8
 MAX_COMBINATIONS = 1_000_000
 # Words of a condition whose values are predictions before a run has run.
-FORESEEN = frozenset({"mem_gb", "step_s"})
+FORESEEN = frozenset({*MEMORY_NAMES, "step_s"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ The notes write shapes as `NHIDDEN=14336 / NLAYERS=72 / GBS=512`, the scaling ta
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,9 +26,6 @@ _FIELDS = {
 _LENGTH = re.compile(r"\b(?:context|sequence) length\s*:?\s*([0-9]+)", re.IGNORECASE)
 _MODEL = re.compile(
     r"\b((?:mpt|llama|gpt|bloom|nemotron)-[A-Za-z0-9.-]*[A-Za-z0-9])", re.IGNORECASE
-)
-_DEVICE = re.compile(
-    r"\b([abh][12]?00|gb[23]00|b300|h800|a800)[ _-]*\(?([0-9]+)\s*gb\b", re.IGNORECASE
 )
 _CONVENTION = re.compile(r"\bTFLOPs by ([a-z0-9-]+)")
 _FAMILY = re.compile(r"\bFAMILY\s*=\s*([a-z0-9]+)")
@@ -95,11 +93,24 @@ def _model(lines: tuple[str, ...]) -> str | None:
     return model
 
 
+@functools.cache
+def _devices() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """Every GPU of the catalogue with the words that name it: 'A100 (80GB)', 'h100_80gb', 'H200'.
+    A name that comes in several sizes needs its own."""
+    found = []
+    for device in catalog.device_names():
+        name, _, size = device.partition("-")
+        own = rf"[ _-]*\(?{size.removesuffix('gb')}\s*gb\b" if size.endswith("gb") else r"(?![\w-])"
+        found.append((device, re.compile(rf"(?<![\w-]){re.escape(name)}{own}", re.IGNORECASE)))
+    return tuple(found)
+
+
 def _hardware(context: Context, text: str) -> Context:
-    for name, size in _DEVICE.findall(text):
-        device = f"{name}-{size}gb".lower()
-        if device in catalog.device_names():
-            context = replace(context, hardware=device, gpus_per_node=None)
+    named = [
+        (found.end(), device) for device, words in _devices() for found in words.finditer(text)
+    ]
+    for _, device in sorted(named):
+        context = replace(context, hardware=device, gpus_per_node=None)
     for one, other in _PER_NODE.findall(text):
         context = replace(context, gpus_per_node=int(one or other))
     return context

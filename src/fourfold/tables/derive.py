@@ -126,7 +126,7 @@ def _count(rule: str, ask: Ask) -> FlopsPerToken:
 
 def config(record: Record) -> tuple[object, ...]:
     """What was run: records with equal configurations are repeats of each other."""
-    return tuple(getattr(record, name) for name in _CONFIG)
+    return tuple(getattr(record, name) for name in CONFIG)
 
 
 _MEASURED = {
@@ -134,4 +134,4 @@ _MEASURED = {
     "tokens_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb", "status", "note",
     "cells", "shape", "measured_at", "predicted_s", "convention", "grad_accum", "params", "nodes",
 }  # fmt: skip
-_CONFIG = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _MEASURED)
+CONFIG = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _MEASURED)

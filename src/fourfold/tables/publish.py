@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from fourfold.cost.flops import DEFAULT
 from fourfold.cost.params import model_params
 from fourfold.tables import styles
-from fourfold.tables.derive import config, derive
+from fourfold.tables.derive import CONFIG, config, derive
 from fourfold.tables.document import Document, Row, Table, Text
 from fourfold.tables.published import figure, gigabytes, mpt_cells, size
 from fourfold.tables.record import Record
 from fourfold.tables.shape import shape_of
 
 STYLES = ("mpt", "topology", "scaling")
-# The convention that the publishers of each style use; the megatron forms assume full recompute.
-STYLE_CONVENTION = {"mpt": "mpt", "topology": "full-attention", "scaling": "full-attention"}
+# The published MPT tables have a convention of their own, which their columns keep.
+STYLE_CONVENTION = {"mpt": "mpt", "topology": DEFAULT, "scaling": DEFAULT}
 
 
 def publish(records: Iterable[Record], style: str, rule: str) -> Document:
@@ -29,12 +30,13 @@ def publish(records: Iterable[Record], style: str, rule: str) -> Document:
     above: tuple[str, ...] = ()
     for key, group in _grouped(filled, _MPT_GROUP if style == "mpt" else _GROUP).items():
         newest, older = _newest(group)
-        table = _WRITERS[style](newest)
-        if table is None:
-            continue
-        assert key
-        blocks += [Text((*above, _heading(newest[0], style, rule), "")), table]
-        above = ("", *_below(newest, older, style), "")
+        for words, part in _parted(newest) if style == "scaling" else [("", newest)]:
+            table = _WRITERS[style](part)
+            if table is None:
+                continue
+            assert key
+            blocks += [Text((*above, _heading(part[0], style, rule) + words, "")), table]
+            above = ("", *_below(part, older, style), "")
     if above:
         blocks.append(Text(above[:-1]))
     return Document(tuple(blocks))
@@ -71,6 +73,28 @@ def _newest(group: list[Record]) -> tuple[list[Record], dict[tuple[object, ...],
         if len(same) > 1:
             older[key] = same[:-1]
     return newest, older
+
+
+# What the cells of a scaling table say.
+_AXES = ("gpus", "dp", "tp", "cp", "pp", "micro_batch")
+
+
+def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
+    """Records that would share a cell of a scaling table in tables of their own, with the words
+    that tell them apart: '; sharding zero3'. Nothing that was measured is dropped."""
+    shared = [cell for cell in _grouped(records, _AXES).values() if len(cell) > 1]
+    if not shared:
+        return [("", records)]
+    differ = tuple(
+        name
+        for name in CONFIG
+        if any(len({getattr(record, name) for record in cell}) > 1 for cell in shared)
+    )
+    parts = []
+    for values, part in _grouped(records, differ).items():
+        said = zip(differ, values, strict=True)
+        parts.append(("".join(f"; {n.replace('_', ' ')} {v}" for n, v in said if v), part))
+    return parts
 
 
 def _heading(record: Record, style: str, rule: str) -> str:

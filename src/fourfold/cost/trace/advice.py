@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fourfold.cost import knobs as planner_knobs
 from fourfold.cost.attention import attention_s
 from fourfold.cost.columns import Columns, columns
+from fourfold.cost.context import RING_EXPOSED, RING_HIDES
 from fourfold.cost.hardware import device_facts, fabric_facts
 from fourfold.cost.trace import attention
 from fourfold.cost.trace.ask import Ask, kv_copies
@@ -37,9 +38,6 @@ ADD_BYTES = 10.0  # add a 16-bit gradient to its fp32 sum
 COPY_BYTES = 8.0  # two 16-bit copies: before an all-to-all and after it
 # About ten kernels, launched one by one at 10 us: exchange, attention, join.
 ROUND_S = 1e-4
-# Of a hop that could hide, this much does not (cost/layer.py has the same share).
-RING_EXPOSED = 0.3
-RING_HIDES = 0.7
 SHORTEST, LONGEST = 2**10, 2**26
 
 

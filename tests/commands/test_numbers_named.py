@@ -1,0 +1,80 @@
+"""One unit and one convention: what a number is called is what it is, in every command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.commands import bench, plan, report, runs
+from fourfold.cost.calibration import generation_of
+from fourfold.cost.counting import ALIASES
+from fourfold.cost.flops import DEFAULT
+from fourfold.spec import catalog
+from fourfold.spec.expression import in_gib, parse
+from fourfold.tables.context import Context, after
+from fourfold.tables.publish import STYLE_CONVENTION
+
+PLAN = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8", "--seq-len", "4096",
+        "--global-batch", "64", "--top", "1", "--format", "json"]  # fmt: skip
+
+
+def test_one_default_convention() -> None:
+    assert DEFAULT == "causal"
+    for command in (plan, bench, runs):
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        assert parser.get_default("convention") == DEFAULT, command.__name__
+    parser = argparse.ArgumentParser()
+    report.add_arguments(parser)
+    assert parser.get_default("convention") is None  # the style's
+    assert STYLE_CONVENTION == {"mpt": "mpt", "topology": DEFAULT, "scaling": DEFAULT}
+    assert ALIASES[""] == DEFAULT
+
+
+def test_plan_counts_by_the_convention_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for words in ([], ["--convention", "causal"], ["--convention", "full-attention"]):
+        assert main([*PLAN, *words]) == 0
+        found = json.loads(capsys.readouterr().out)
+        said[found["flop_rule"]] = found["ranked"][0]["tflops_gpu"]
+    assert list(said) == ["causal", "full-attention"]
+    assert said["full-attention"] > 1.02 * said["causal"]
+    assert main([*PLAN, "--convention", "casual"]) == 2
+    assert "causal" in capsys.readouterr().err
+
+
+def test_memory_is_in_gib_under_both_of_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("mem_gib", "mem_gb"):
+        assert main([*PLAN, "--where", f"{name} < 40"]) == 0
+        row = json.loads(capsys.readouterr().out)["ranked"][0]
+        assert row["peak_bytes"] < 40 * 2**30
+        condition = parse(f"{name} == 3")
+        assert condition.holds(in_gib(3 * 2**30))
+
+
+@pytest.mark.parametrize("device", catalog.device_names())
+def test_every_gpu_of_the_catalogue_is_known_in_a_heading(device: str) -> None:
+    name, _, size = device.partition("-")
+    texts = [f"## {device}", f"## {device.replace('-', '_').upper()}"]
+    if size.endswith("gb"):
+        texts.append(f"## {name.upper()} ({size.upper()})")
+    for text in texts:
+        assert after(Context(), (text,)).hardware == device
+    if not size:
+        memory = round(catalog.device(device).memory_bytes / 1e9)
+        assert after(Context(), (f"## {name.upper()} ({memory}GB)",)).hardware == device
+
+
+def test_generations() -> None:
+    same = {"a": ("a100-80gb", "a800"), "h": ("h100-80gb", "h200", "h800", "gh200"),
+            "b": ("b200", "gb300"), "mi": ("mi300x",)}  # fmt: skip
+    for generation, names in same.items():
+        assert {generation_of(name) for name in names} == {generation}
+
+
+def test_runs_tell_shardings_apart(tmp_path: Path) -> None:
+    assert "sharding" in runs._HEADINGS
