@@ -71,3 +71,11 @@ def test_a_broken_hardware_file_is_named(kind, tmp_path, capsys) -> None:
     path.write_text("nme = 1\n")
     words = ["clusters", "--gpu", str(path)] if kind == "gpu" else ["clusters", str(path)]
     assert f"error: {kind} {path}.nme: unknown field" in _error(capsys, *words)
+
+
+def test_flops_say_that_a_window_was_counted(capsys) -> None:
+    words = ["flops", "--model", "mistral-7b-v0.1", "--seq-len"]
+    assert main([*words, "8192"]) == 0
+    assert "by its window of 4096 tokens" in capsys.readouterr().out
+    assert main([*words, "4096"]) == 0
+    assert "window" not in capsys.readouterr().out

@@ -17,6 +17,7 @@ from fourfold.errors import UserError
 from fourfold.show.table import json_text, render
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
+from fourfold.spec.runnable import windowed
 
 EXAMPLES = """\
 examples:
@@ -79,6 +80,8 @@ def _answer(args: argparse.Namespace) -> dict[str, Any]:
         "precision": policy.precision,
         "recompute": policy.recompute,
     }
+    if windowed(model, batch.seq_len):
+        answer["window"] = model.window
     if device is not None:
         answer |= {"gpu": device.id, "peak_flops": device.peak(policy.precision)}
     if tokens_per_s is not None:
@@ -129,6 +132,8 @@ def _conditions(answer: dict[str, Any]) -> str:
         f"{answer['model']}: {answer['params']:,} parameters at {answer['seq_len']} tokens; "
         f"{answer['precision']}, recompute {answer['recompute']}; GPUs: {answer['gpus']}"
     )
+    if "window" in answer:
+        text += f"; attention counted by its window of {answer['window']} tokens"
     if "gpu" in answer:
         text += f" of {answer['gpu']} at {answer['peak_flops'] / 1e12:g} TFLOP/s dense"
     if "tokens_per_s" in answer:
