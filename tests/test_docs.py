@@ -2,15 +2,21 @@
 
 A ```console block is run: each `$ fourfold ...` line through the command line; the lines below it
 must be its output, where a line of three dots stands for any lines left out. Blocks marked
-```console measured were run on hardware and hold numbers of that run; their commands must parse.
+```console measured hold numbers of one machine; they and the ```sh blocks are walked in the order
+of the pages, in a copy of the checkout (in the longer set). A block marked `gpu` or `cluster` needs
+one; its commands must parse.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +25,11 @@ from fourfold.cli import COMMANDS, command_parser, main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"^```console( measured)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^```(?:console|sh)(?P<marks>[a-z ]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL
+)
+# Where a walk can't go on: the suite itself, and machines that are not here.
+_ELSEWHERE = ("gpu", "cluster")
 
 
 def _commands(block: str) -> list[tuple[list[str], list[str]]]:
@@ -27,9 +37,9 @@ def _commands(block: str) -> list[tuple[list[str], list[str]]]:
     found: list[tuple[list[str], list[str]]] = []
     current: list[str] | None = None
     for line in re.sub(r"\\\n\s*", "", block).splitlines():
-        if line.startswith("$ "):
+        if line.startswith(("$ ", "fourfold ", "./fourfold ")):
             current = []
-            words = shlex.split(line[2:], comments=True)
+            words = shlex.split(line.removeprefix("$ "), comments=True)
             if words and words[0] in ("fourfold", "./fourfold"):
                 found.append((words[1:], current))
         elif current is not None:
@@ -37,12 +47,21 @@ def _commands(block: str) -> list[tuple[list[str], list[str]]]:
     return found
 
 
-def _cases() -> list[tuple[str, bool, list[str], list[str]]]:
+def _pages() -> list[Path]:
+    """The front page, then the others in the order it names them."""
+    named = re.findall(r"\]\((docs/[a-z-]+\.md)\)", (ROOT / "README.md").read_text())
+    known = [ROOT / name for name in dict.fromkeys(named)]
+    return [ROOT / "README.md", *known, *(page for page in PAGES[1:] if page not in known)]
+
+
+def _cases() -> list[tuple[str, str, list[str], list[str]]]:
+    """(page, marks of the block; 'sh' among them where it shows no output, words, lines shown)."""
     cases = []
-    for page in PAGES:
-        for measured, block in _BLOCK.findall(page.read_text()):
-            for words, shown in _commands(block):
-                cases.append((page.name, bool(measured), words, shown))
+    for page in _pages():
+        for block in _BLOCK.finditer(page.read_text()):
+            marks = block["marks"] + (" sh" if block[0].startswith("```sh") else "")
+            for words, shown in _commands(block["body"]):
+                cases.append((page.name, marks, words, shown))
     return cases
 
 
@@ -53,8 +72,8 @@ CASES = _cases()
     ("words", "shown"),
     [
         pytest.param(w, s, id=f"{page}: {' '.join(w)}")
-        for page, measured, w, s in CASES
-        if not measured
+        for page, marks, w, s in CASES
+        if not marks.strip()
     ],
 )
 def test_console_blocks_are_real(words: list[str], shown: list[str]) -> None:
@@ -70,10 +89,41 @@ def test_console_blocks_are_real(words: list[str], shown: list[str]) -> None:
     assert re.fullmatch(pattern.rstrip("\n") + r"\n*", text), text
 
 
-@pytest.mark.parametrize("words", [w for _, measured, w, _ in CASES if measured], ids=" ".join)
-def test_measured_commands_still_parse(words: list[str]) -> None:
+@pytest.mark.parametrize("words", [w for _, marks, w, _ in CASES if marks.strip()], ids=" ".join)
+def test_other_commands_still_parse(words: list[str]) -> None:
     assert words[0] in COMMANDS
     command_parser(words[0]).parse_args(words[1:])
+
+
+@pytest.mark.slow
+def test_every_command_runs_in_the_order_of_the_pages(tmp_path: Path) -> None:
+    """From a copy of what git has, in one folder, as somebody who follows the pages would."""
+    here = tmp_path / "a checkout"
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    for name in filter(None, tracked):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, here / name)
+    walked = 0
+    for page, marks, words, shown in CASES:
+        if not marks.strip() or set(marks.split()) & set(_ELSEWHERE):
+            continue
+        done = subprocess.run(
+            [sys.executable, "-m", "fourfold", *words],
+            cwd=here,
+            env={**os.environ, "PYTHONPATH": str(here / "src"), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{page}: {' '.join(words)}\n{done.stderr}"
+        said = done.stdout + done.stderr
+        for line in shown:
+            first = line.partition("  ")[0].strip()
+            if re.fullmatch(r"[a-z/ ]{3,}", first):  # the name of a row, not a number of that run
+                assert first in said, f"{page}: {' '.join(words)} no longer says '{first}'"
+        walked += 1
+    assert walked > 8
 
 
 def test_the_front_page_shows_both_commands() -> None:

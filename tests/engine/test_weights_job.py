@@ -76,6 +76,23 @@ def test_in_on_one_layout_and_out_again_is_the_same(tmp_path, capsys):
     assert run("train", "--out", trained, "--gpus", "1", "--steps", "2") == 0
 
 
+def test_the_end_token_of_the_data_is_the_models(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("the cat sat on the mat. " * 40)
+    assert run("data", "make", "--out", tmp_path / "tokens", text) == 0
+    trained = tmp_path / "trained"
+    words = ("--model", "llama-tiny", "--gpus", "1", "--seq-len", SEQ_LEN, "--global-batch", "2")
+    words += ("--precision", "fp32", "--steps", "1", "--set", "device=cpu")
+    assert run("train", "--out", trained, "--data", tmp_path / "tokens", *words) == 0
+    assert run("weights", "export", trained, tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
+    (tmp_path / "tokens.json").unlink()
+    capsys.readouterr()
+    assert run("weights", "export", trained, tmp_path / "later") == 0
+    assert "eos_token_id is left open" in capsys.readouterr().err
+    assert json.loads((tmp_path / "later" / "config.json").read_text())["eos_token_id"] is None
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_the_export_in_its_own_format(tmp_path, capsys):
     trained, out = tmp_path / "trained", tmp_path / "out"

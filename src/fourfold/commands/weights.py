@@ -30,6 +30,7 @@ from fourfold.show.table import json_text, render
 from fourfold.spec import codec
 from fourfold.spec.hf_tensors import export_type
 from fourfold.spec.job import Job
+from fourfold.spec.tokens import read_info
 from fourfold.units import show_bytes
 
 EXAMPLES = """\
@@ -160,6 +161,7 @@ def _exported(found: Checkpoint, args: argparse.Namespace, folder_format: str) -
         "out": str(Path(args.out).absolute()),
         "dtype": args.dtype or "",
         "format": folder_format,
+        "eos": _end_token(found),
     }
     show = progress.progress_lines()
     phases = {"load": "reading the checkpoint", "save": "writing"}
@@ -175,6 +177,18 @@ def _exported(found: Checkpoint, args: argparse.Namespace, folder_format: str) -
         answer = codec.parse_json(files.read_text(answer_file(folder, 0)))
     assert isinstance(answer, dict)
     return answer
+
+
+def _end_token(found: Checkpoint) -> str:
+    """The token that ends a document in the training's token file; '' if there is none, or the
+    file has moved since: an export does not need it."""
+    data = found.state.spec.data
+    try:
+        end = read_info(data).end if data else -1
+    except UserError as error:
+        print(f"eos_token_id is left open: {error}", file=sys.stderr)
+        return ""
+    return str(end) if end >= 0 else ""
 
 
 def _text(facts: dict[str, Any], style: str) -> str:

@@ -35,6 +35,7 @@ class Export:
     model: ModelShape
     seq_len: int
     dtype: torch.dtype
+    eos: int | None = None  # the token after each document
     file_bytes: int = _FILE_BYTES
 
     def files(self) -> list[dict[str, list[tuple[str, Spot]]]]:
@@ -63,6 +64,7 @@ def export(source: Source, what: Export, out: Path, say: Callable[[str], None]) 
     try:
         dtype = str(what.dtype).removeprefix("torch.")
         config = config_of(what.model, seq_len=what.seq_len, dtype=dtype)
+        config["eos_token_id"] = what.eos
         files.write_text(making / CONFIG, json.dumps(config, indent=2) + "\n")
         for number, tensors in enumerate(plan):
             file = f"model-{number + 1:05d}-of-{len(plan):05d}.safetensors"

@@ -56,7 +56,13 @@ def _must_be_unchanged(found: Checkpoint, tick: Callable[[], None]) -> None:
 def _to_hf(found: Checkpoint, index: Index, dtype: torch.dtype, out: Path, task: Task) -> list[str]:
     spec = found.state.spec
     must_hold(found, index)
-    what = Export(model=spec.model, seq_len=spec.batch.seq_len, dtype=dtype)
+    eos = task.job.option("eos", "")
+    what = Export(
+        model=spec.model,
+        seq_len=spec.batch.seq_len,
+        dtype=dtype,
+        eos=int(eos) if eos else None,
+    )
 
     def source(names: Sequence[str]) -> dict[str, Tensor]:
         return whole_tensors(found, index, names, lambda: task.heart.mark("load"))

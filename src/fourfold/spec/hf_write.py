@@ -22,7 +22,8 @@ _CLASSES = {
 
 def config_of(model: ModelShape, *, seq_len: int, dtype: str) -> dict[str, Any]:
     """`seq_len` is the longest a model without a table of positions was trained on; `dtype` is
-    that of the weights, in torch's words. Token ids that mean begin and end are nobody's here."""
+    that of the weights, in torch's words. No token means begin; which one ends a document is the
+    token file's to say."""
     kind = export_type(model)
     made = _MAKERS[kind]
     return {
