@@ -122,3 +122,13 @@ def _fp8_casts(c: Columns, s: Sizes, many: Floats, wide: Floats) -> list[Floats]
     weights = c.hidden * c.ffn / c.tp * c.act_bytes
     moments = (s.whole + s.ffn + 9.0 * last, weights + wide - many + 9.0 * first)
     return [np.where(c.precision == _FP8, moment, -np.inf) for moment in moments]
+
+
+def loss_bytes(c: Columns, s: Sizes, embed: Floats) -> Floats:
+    """Logits in their format and three times in fp32 (cut by vocabulary), or two and a half."""
+    wide = np.maximum(4.0, c.act_bytes)
+    each = np.where(c.tp > 1, c.act_bytes + 3.0 * wide, 3.0 * wide)
+    # In parts the gradient of the head's weights is added up: old, new and sum.
+    head = embed * c.act_bytes
+    parts = np.maximum(s.logits * each + head, 2.0 * s.logits * c.act_bytes + 3.0 * head)
+    return np.where(c.loss_chunks > 1, parts + s.whole, s.logits * each)

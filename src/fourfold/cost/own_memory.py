@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fourfold.cost.columns import SCHEDULE, Columns
 from fourfold.cost.gemm import Floats
 from fourfold.cost.layer import layer_params
-from fourfold.cost.own_layer import Layer, Sizes, layer, sizes
+from fourfold.cost.own_layer import Layer, Sizes, layer, loss_bytes, sizes
 from fourfold.cost.pipeline import Held, held
 from fourfold.cost.stages import EMBEDDING_COST, split_layers
 from fourfold.result.unseen import (
@@ -154,64 +155,67 @@ def stage_peak(c: Columns, stage: Stage, micros: Floats) -> Peak:
     return Peak(*(np.where(use, getattr(late, name), getattr(early, name)) for name in names))
 
 
-def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bool) -> Peak:
-    """`later`: gradients of an earlier micro batch are there."""
-    s, one, w = sizes(c), layer(c), _parts(c, stage, micros)
-    n, a, g = stage.layers, c.act_bytes, c.acc_bytes
-    third, reduces = c.zero >= 3, (c.zero >= 2) | (micros < 2)
-    summed = np.where(c.zero < 2, w.all * g, w.all / w.shards * c.param_bytes)
-    grads = summed if later else np.zeros_like(summed)
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """A backward pass, the first (`later` False) or one with gradients of earlier micro batches."""
+
+    later: bool
+    reduces: NDArray[np.bool_]  # gradients are reduced with this pass
+    base: Floats  # what other micro batches keep, and messages between stages
+    own: Floats  # what this one keeps when its forward is over
+    one: Floats  # ... in the mean layer
+    top: Floats  # what computing the top layer again adds
+    working: Floats  # most that a layer's backward holds beside what it keeps
+    head: Floats  # gradient of the head's weights
+    kept: Floats  # buffers of reductions before
+    late_loss: Floats
+    sending: Floats  # bytes a weight while its gradient is reduced
+
+
+def _now(c: Columns, stage: Stage, w: _Parts, flight: Floats, micros: Floats, later: bool) -> _Now:
+    s, one, a, g = sizes(c), layer(c), c.act_bytes, c.acc_bytes
     each, top = _stored(c, s, one, stage)
     own = each + s.between
     late_loss = stage.last * (s.whole + s.logits * c.loss_chunks * a)
-    lost = np.where(c.loss_chunks > 1, stage.last * s.whole, late_loss)
-    late = np.minimum(stage.late, flight - 1.0)
+    late, gpipe = np.minimum(stage.late, flight - 1.0), c.schedule == _GPIPE
     # GPipe has the loss of every micro batch before the first goes back; others one at a time.
-    losses = np.where(c.schedule == _GPIPE, flight - 1.0, late)
-    lost = np.where(c.schedule == _GPIPE, lost, late_loss)
-    base = (flight - 1.0 - late) * own + late * n * one.late + losses * lost
-    base = base + np.where(c.pp > 1, 2.0 * s.between, 0.0)
+    losses = np.where(gpipe, flight - 1.0, late)
+    lost = np.where(gpipe & (c.loss_chunks > 1), stage.last * s.whole, late_loss)
+    base = (flight - 1.0 - late) * own + late * stage.layers * one.late + losses * lost
     # The buffer of the last reduction stays until the next one.
     sent_last = np.where(w.root > 0, w.root, w.layer) * g
-    kept = np.where((c.zero >= 2) & later, sent_last + w.all * w.reduced, 0.0)
-    flat = np.where((w.shards > 1) & (third | (not later)), w.layer * a, 0.0)
-    loss = stage.last * _loss_bytes(c, s, w.head)
-    in_loss = base + own + stage.last * s.whole + loss + kept + flat
-    in_loss = np.where((c.schedule == _GPIPE) & later, 0.0, in_loss)
-    # In the sums' own format a gradient is added to them at once.
-    head_grad = np.where((g == a) & later & (c.zero < 2), 0.0, w.head * a)
-    working = np.where(top > 0, one.again, one.backward)
-    in_top = base + own + top + working + head_grad + w.ahead + kept
-    beyond = base + own - each / np.maximum(n, 1.0) + head_grad
-    less = np.where(third, w.layer * a, 0.0)
-    # Gradients are copied into the buffer that is sent, then let go; what comes back is new.
-    sending = np.maximum(a, np.maximum(w.back, w.divided)) + g
-    sent = beyond + 2.0 * s.between + w.layer * sending - less + w.ahead
-    below = np.where(n > 1, beyond + top + working + w.layer * g + w.ahead, 0.0)
-    done = 0.0 if later else c.param_bytes / w.shards  # by layers that are through already
-    ends = base + w.root * sending + n * w.layer * (w.copies + done)
-    # With the step's last backward, weights are let go layer by layer whatever is sharded.
-    through = np.maximum(n - 1.0, 0.0) * w.layer
-    ends = ends - np.where(third | (micros < 2), w.unsharded, 0.0)
-    last = base + s.between + each / np.maximum(n, 1.0) + top + working + head_grad
-    last = last + w.layer * g + through * (w.copies + done)
-    last = last - np.where((micros < 2) & ~third, through * a, 0.0)
-    # A split backward keeps inputs and gradients of all products until their weights' turn.
-    rest = np.maximum(n / c.vpp - 1.0, 0.0)
-    reduced = np.where(reduces, w.layer * sending, w.layer * a)
-    bottom = each / np.maximum(n, 1.0) + top + working + kept
-    split = base + rest * one.late + np.maximum(one.late, np.maximum(reduced, bottom))
-    adding = np.where(c.loss_chunks > 1, 3.0, 1.0) * w.head * a
-    split = np.maximum(split, base + n / c.vpp * one.late + late_loss + adding)
-    split = np.where((c.schedule == _ZERO_BUBBLE) & (c.pp > 1), split, 0.0)
-    moments = [in_loss, in_top, split]
-    moments += [np.where(reduces, moment, 0.0) for moment in (sent, below, last, ends)]
-    moments.append(base + w.root * a)
+    return _Now(
+        later=later,
+        reduces=(c.zero >= 2) | (micros < 2),
+        base=base + np.where(c.pp > 1, 2.0 * s.between, 0.0),
+        own=own,
+        one=each / np.maximum(stage.layers, 1.0),
+        top=top,
+        working=np.where(top > 0, one.again, one.backward),
+        # In the sums' own format a gradient is added to them at once.
+        head=np.where((g == a) & later & (c.zero < 2), 0.0, w.head * a),
+        kept=np.where((c.zero >= 2) & later, sent_last + w.all * w.reduced, 0.0),
+        late_loss=late_loss,
+        # Gradients are copied into the buffer that is sent, then let go; what comes back is new.
+        sending=np.maximum(a, np.maximum(w.back, w.divided)) + g,
+    )
+
+
+def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bool) -> Peak:
+    """`later`: gradients of an earlier micro batch are there."""
+    w = _parts(c, stage, micros)
+    now = _now(c, stage, w, flight, micros, later)
+    summed = np.where(c.zero < 2, w.all * c.acc_bytes, w.all / w.shards * c.param_bytes)
+    grads = summed if later else np.zeros_like(summed)
+    in_loss, loss = _in_loss(c, stage, w, now)
+    in_top = now.base + now.own + now.top + now.working + now.head + w.ahead + now.kept
+    moments = [in_loss, in_top, _split(c, stage, w, now), now.base + w.root * c.act_bytes]
+    moments += [np.where(now.reduces, one, 0.0) for one in _reductions(c, stage, w, now, micros)]
     if later:
-        below_top = own - each / np.maximum(n, 1.0) + head_grad
-        moments += _final(c, stage, w, below_top, late=rest * one.late)
+        rest = np.maximum(stage.layers / c.vpp - 1.0, 0.0) * layer(c).late
+        moments += _final(c, stage, w, now.own - now.one + now.head, late=rest)
     fullest = np.maximum.reduce(np.broadcast_arrays(*moments))
-    empty, in_it = n < 1, fullest <= in_loss
+    empty, in_it = stage.layers < 1, fullest <= in_loss
     return Peak(
         total=np.where(empty, 0.0, w.state + grads + w.unsharded + fullest),
         state=np.where(empty, 0.0, w.state + grads),
@@ -219,6 +223,49 @@ def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bo
         activations=np.where(empty, 0.0, fullest - np.where(in_it, loss, 0.0)),
         loss=np.where(empty | ~in_it, 0.0, loss),
     )
+
+
+def _in_loss(c: Columns, stage: Stage, w: _Parts, now: _Now) -> tuple[Floats, Floats]:
+    """(all at the loss, the loss itself); the last gathered weights are there twice in a forward
+    that gathers. A later pass of GPipe has its loss behind it."""
+    s = sizes(c)
+    gathers = (w.shards > 1) & ((c.zero >= 3) | (not now.later))
+    flat = np.where(gathers, w.layer * c.act_bytes, 0.0)
+    loss = stage.last * loss_bytes(c, s, w.head)
+    total = now.base + now.own + stage.last * s.whole + loss + now.kept + flat
+    return np.where((c.schedule == _GPIPE) & now.later, 0.0, total), loss
+
+
+def _reductions(c: Columns, stage: Stage, w: _Parts, now: _Now, micros: Floats) -> list[Floats]:
+    """Sending the top layer's gradients; the layer below it, that buffer still there; the last
+    layer, gradients of all others made; the ends' own gradients."""
+    s, a, g, n = sizes(c), c.act_bytes, c.acc_bytes, stage.layers
+    third, only = c.zero >= 3, micros < 2
+    beyond = now.base + now.own - now.one + now.head
+    less = np.where(third, w.layer * a, 0.0)
+    sent = beyond + 2.0 * s.between + w.layer * now.sending - less + w.ahead
+    below = beyond + now.top + now.working + w.layer * g + w.ahead
+    done = w.copies + (0.0 if now.later else c.param_bytes / w.shards)
+    # With the step's last backward, weights are let go layer by layer whatever is sharded.
+    through = np.maximum(n - 1.0, 0.0) * w.layer
+    last = now.base + s.between + now.one + now.top + now.working + now.head
+    last = last + w.layer * g + through * (done - np.where(only & ~third, a, 0.0))
+    ends = now.base + w.root * now.sending + n * w.layer * done
+    ends = ends - np.where(third | only, w.unsharded, 0.0)
+    return [sent, np.where(n > 1, below, 0.0), last, ends]
+
+
+def _split(c: Columns, stage: Stage, w: _Parts, now: _Now) -> Floats:
+    """A split backward keeps inputs and gradients of all products until their weights' turn."""
+    late, n, a = layer(c).late, stage.layers, c.act_bytes
+    rest = np.maximum(n / c.vpp - 1.0, 0.0)
+    reduced = w.layer * np.where(now.reduces, now.sending, a)
+    bottom = now.one + now.top + now.working + now.kept
+    in_layers = rest * late + np.maximum(late, np.maximum(reduced, bottom))
+    adding = np.where(c.loss_chunks > 1, 3.0, 1.0) * w.head * a
+    in_head = n / c.vpp * late + now.late_loss + adding
+    split = now.base + np.maximum(in_layers, in_head)
+    return np.where((c.schedule == _ZERO_BUBBLE) & (c.pp > 1), split, 0.0)
 
 
 def _final(c: Columns, stage: Stage, w: _Parts, below_top: Floats, *, late: Floats) -> list[Floats]:
@@ -246,13 +293,3 @@ def _stored(c: Columns, s: Sizes, one: Layer, stage: Stage) -> tuple[Floats, Flo
     is_top = (c.full_ckpt > 0) & (np.mod(stop - 1.0, every) == 0)
     each = again * s.between + (stage.layers - again) * one.kept
     return each, np.where(is_top, one.kept - s.between, 0.0)
-
-
-def _loss_bytes(c: Columns, s: Sizes, embed: Floats) -> Floats:
-    """Logits in their format and three times in fp32 (cut by vocabulary), or two and a half."""
-    wide = np.maximum(4.0, c.act_bytes)
-    each = np.where(c.tp > 1, c.act_bytes + 3.0 * wide, 3.0 * wide)
-    # In parts the gradient of the head's weights is added up: old, new and sum.
-    head = embed * c.act_bytes
-    parts = np.maximum(s.logits * each + head, 2.0 * s.logits * c.act_bytes + 3.0 * head)
-    return np.where(c.loss_chunks > 1, parts + s.whole, s.logits * each)
