@@ -14,8 +14,9 @@ from fourfold.launch.devices import core_count
 from fourfold.result.machine import gpu_name, host_memory_bytes
 from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.profile import HardwareProfile
+from fourfold.result.profile import read_profile as profile_of
 from fourfold.result.report import RunReport
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.nccl_tests import device_id
 from fourfold.spec.run import RunSpec
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_profile(path: str) -> HardwareProfile:
-    return codec.from_json(HardwareProfile, files.read_text(path, field="profile"))
+    return profile_of(files.read_text(path, field="profile"))
 
 
 class Foresight:

@@ -15,11 +15,13 @@ from typing import Any
 from fourfold import files
 from fourfold.cost.habits import family_of, year_of
 from fourfold.cost.knobs import BY_NAME, KNOBS
-from fourfold.errors import UserError
+from fourfold.errors import UserError, shorten
+from fourfold.spec import check, codec
 
 SCHEMA = 1
 MARK = '"type": "Calibration"'  # in every file that to_json wrote
 SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
+KNOB_FACTOR = 1e6  # a knob further from its default than this is a slip, and overflows what uses it
 GENERIC_HALF = 0.2  # 80% half width (log) of a calibration without any rows
 
 
@@ -163,22 +165,23 @@ def _rounded(value: Any) -> Any:
 def from_json(text: str, where: str) -> Calibration:
     """A calibration from a file's text; says what is wrong with it."""
     try:
-        data = json.loads(text)
+        data = codec.parse_json(text)
         if not isinstance(data, dict) or data.get("type") != "Calibration":
             raise ValueError("not a calibration file")
         if data.get("schema") != SCHEMA:
             raise ValueError(f"schema {data.get('schema')} (this version reads {SCHEMA})")
-        entries = tuple(_entry(item) for item in data["entries"])
+        low, high = _spread(data, "generic_low", "generic_high")
         return Calibration(
-            name=str(data["name"]),
-            sources=tuple(data["sources"]),
-            entries=entries,
-            generic_low=float(data["generic_low"]),
-            generic_high=float(data["generic_high"]),
+            name=_name(data, "name"),
+            sources=tuple(_texts(data, "sources")),
+            entries=tuple(_entry(item) for item in _items(data, "entries")),
+            generic_low=low,
+            generic_high=high,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"cannot be used ({error})",
+            f"cannot be used ({shorten(said, 200)})",
             field="calibration",
             value=where,
             way_out="make one with 'fourfold fit ROWS.csv --out FILE'",
@@ -190,18 +193,69 @@ def _entry(item: dict[str, Any]) -> Entry:
     for name, value in item["knobs"].items():
         if name not in BY_NAME:
             raise ValueError(f"unknown knob {name}")
-        if not (isinstance(value, int | float) and 0 < value < 1e12):
-            raise ValueError(f"knob {name} must be a positive number")
-        knobs[name] = float(value)
-    ranges = {name: (float(low), float(high)) for name, (low, high) in item["ranges"].items()}
+        usual = BY_NAME[name].default
+        knobs[name] = _number(value, f"knob {name}", usual / KNOB_FACTOR, usual * KNOB_FACTOR)
+    low, high = _spread(item, "low", "high")
+    ranges = {}
+    for name, pair in item["ranges"].items():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"range {name} must be two numbers")
+        ranges[name] = (_number(pair[0], name, -1e9, 1e9), _number(pair[1], name, -1e9, 1e9))
     kept: dict[str, Any] = {
-        "free_time": tuple(item["free_time"]),
-        "free_memory": tuple(item["free_memory"]),
-        "residuals_pct": tuple(item["residuals_pct"]),
+        "stack": _name(item, "stack"),
+        "cluster": _name(item, "cluster"),
+        "generation": _name(item, "generation"),
+        "free_time": tuple(_texts(item, "free_time")),
+        "free_memory": tuple(_texts(item, "free_memory")),
+        "residuals_pct": tuple(_number(v, "residual", -1e9, 1e9) for v in item["residuals_pct"]),
         "knobs": knobs,
+        "informed": _numbers(item, "informed", 0.0, 1.0),
+        "errors_pct": _numbers(item, "errors_pct", -1e9, 1e9),
+        "counts": _numbers(item, "counts", 0.0, 1e12),
+        "rows_time": int(_number(item["rows_time"], "rows_time", 0, 1e12)),
+        "rows_memory": int(_number(item["rows_memory"], "rows_memory", 0, 1e12)),
+        "low": low,
+        "high": high,
         "ranges": ranges,
     }
     return Entry(**{**item, **kept})
+
+
+def _number(value: object, name: str, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{name}={shorten(value)} must be a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def _numbers(item: dict[str, Any], name: str, least: float, most: float) -> dict[str, float]:
+    return {key: _number(value, f"{name}.{key}", least, most) for key, value in item[name].items()}
+
+
+def _spread(item: dict[str, Any], low: str, high: str) -> tuple[float, float]:
+    """Two logs of a ratio, in order."""
+    found = _number(item[low], low, -10.0, 10.0), _number(item[high], high, -10.0, 10.0)
+    if found[0] > found[1]:
+        raise ValueError(f"{low} must not be above {high}")
+    return found
+
+
+def _items(item: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(item[name], list):
+        raise ValueError(f"{name} must be a list")
+    return item[name]
+
+
+def _texts(item: dict[str, Any], name: str) -> list[str]:
+    if not all(isinstance(text, str) for text in _items(item, name)):
+        raise ValueError(f"{name} must be a list of texts")
+    return item[name]
+
+
+def _name(item: dict[str, Any], name: str) -> str:
+    if not isinstance(item[name], str):
+        raise ValueError(f"{name} must be text")
+    check.name(**{name: item[name]})
+    return item[name]
 
 
 def load(path: str) -> Calibration:

@@ -63,11 +63,16 @@ def read_table(path: str | Path) -> Table:
             )
         _check_header(header, str(path))
         stem = Path(path).stem
-        return _plain(stem, header, text) or _columnar(stem, header, reader)
+        table = _plain(stem, header, text) or _columnar(stem, header, reader)
     except csv.Error as error:
         raise UserError(
             f"is not CSV ({error})", field="rows", value=str(path), way_out="save it as plain CSV"
         ) from None
+    if not table.length:
+        raise UserError(
+            "has headings and no rows", field="rows", value=str(path), way_out="add a run"
+        )
+    return table
 
 
 def _check_header(header: list[str], path: str) -> None:

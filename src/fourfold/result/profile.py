@@ -6,12 +6,16 @@ the ranks on it, so its rates are kept for each number of ranks that work at onc
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from fourfold.errors import UserError
+from fourfold.spec import check, codec
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import PEAK_NAMES, Device, Peaks
 
+_MOST = 1e24  # above every rate, size and time that a machine has
+_MAY_BE_ZERO = {"power_w", "measured_s"}
 # What the power limit costs is in the measured sustained rate; a device made from a profile must
 # not be slowed for it a second time, so its limit is one that never binds.
 _UNBOUND_POWER_W = 1e4
@@ -121,6 +125,25 @@ class HardwareProfile:
     def memory_bytes_per_s(self) -> float:
         """Of the largest copy: small ones stay in a cache."""
         return max(self.copies, key=lambda point: point.moved_bytes).bytes_per_s
+
+
+def read_profile(text: str) -> HardwareProfile:
+    """A profile from a file's text. Everything measured is divided by somewhere: nothing is 0."""
+    profile = codec.from_json(HardwareProfile, text)
+    if profile.device not in ("cpu", "cuda"):
+        raise UserError("must be cpu or cuda", field="device", value=profile.device)
+    check.name(device_name=profile.device_name, host=profile.host, torch=profile.torch,
+               made_at=profile.made_at)  # fmt: skip
+    groups = (profile.gemms, profile.attentions, profile.copies, profile.shared,
+              profile.collectives)  # fmt: skip
+    for point in (profile, *(point for group in groups for point in group)):
+        for field in dataclasses.fields(point):
+            value = getattr(point, field.name)
+            if isinstance(value, int | float) and not (
+                0 < value <= _MOST or (value == 0 and field.name in _MAY_BE_ZERO)
+            ):
+                raise UserError("must be above 0 and real", field=field.name, value=value)
+    return profile
 
 
 def device_of(profile: HardwareProfile, ranks: int = 1) -> Device:

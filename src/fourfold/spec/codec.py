@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import tomllib
 import types
 import typing
@@ -28,6 +29,7 @@ MAX_TOML_LETTERS = 4 * 2**20
 MAX_JSON_LETTERS = 64 * 2**20
 # Ours reach 8: a report's spec's model's rope scaling.
 MAX_DEPTH = 32
+_LONG_KEY = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH + 1}}}")
 
 
 @functools.cache
@@ -241,6 +243,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise UserError(
             f"is over {MAX_TOML_LETTERS >> 20} MiB", way_out="keep data out of it, or split it"
         )
+    if _LONG_KEY.search(text):  # the reader takes time with the square of its parts
+        raise UserError(f"has a key of more than {MAX_DEPTH} parts", way_out="check its dots")
     try:
         return _shallow(tomllib.loads(text))
     except UserError:
