@@ -131,9 +131,19 @@ def formats_of(run: RunSpec) -> dict[str, Any]:
         original(chunk, *args, **kwargs)
 
     trainer.before_backward = before_backward  # type: ignore[method-assign]
+    reduce = trainer.reduce
+
+    def before_reduce(loss: torch.Tensor) -> Any:
+        if trainer.alone:  # sums of all micro batches, but for what goes through more sums
+            more = {piece.param for shared in trainer.shared for piece in shared.pieces}
+            rest = [p.grad for p in trainer.parameters() if p not in more]
+            held.update(NAMES[grad.dtype] for grad in rest if grad is not None)
+        return reduce(loss)
+
+    trainer.reduce = before_reduce  # type: ignore[method-assign]
     with Sent() as sent:
         trainer.step(1)
-    assert isinstance(chunk, FSDPModule)
+    assert isinstance(chunk, FSDPModule) != bool(trainer.alone)
     states = [s for s in trainer.optimizer.inner.state.values() if s]
     moments = {NAMES[s[name].dtype] for s in states for name in ("exp_avg", "exp_avg_sq")}
     return {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.commands import bench_auto, bench_rank, flags, foresight, progress
+from fourfold.commands.fast import with_fast_defaults
 from fourfold.commands.foresight import Foresight
 from fourfold.cost.flops import convention
 from fourfold.errors import UserError
@@ -101,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _spec(args: argparse.Namespace) -> RunSpec:
     spec = flags.run_spec(args)
+    spec = with_fast_defaults(spec, flags.run_table(args), ranks=spec.gpus)
     changes: dict[str, Any] = {
         name: getattr(args, name)
         for name in ("steps", "warmup", "tag", "note", "data")

@@ -15,6 +15,7 @@ from typing import Any
 
 from fourfold import files
 from fourfold.commands import flags, progress
+from fourfold.commands.fast import with_fast_defaults
 from fourfold.commands.stage_planner import Planner
 from fourfold.errors import UserError
 from fourfold.launch.local import run_job
@@ -135,7 +136,7 @@ def _spec(args: argparse.Namespace, text: str) -> RunSpec:
         table["gpus"] = args.world
     if "model" not in table:
         raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
-    spec = codec.load(RunSpec, table)
+    spec = with_fast_defaults(codec.load(RunSpec, table), table, ranks=1)
     if spec.batch.micro_batch == 0:
         raise UserError(
             "'auto' needs the real ranks", field="micro_batch", way_out="give --micro-batch N"

@@ -137,9 +137,9 @@ def _wished(found: Iterator[Policy], wish: Wish) -> Iterator[Policy]:
 
 
 def _varied(policy: Policy, layout: Layout, shape: ModelShape, wish: Wish) -> Policy:
-    """Recompute, offload, fused projections, loss chunks and zero-bubble's virtual stages vary from
-    layout to layout: they compose with all axes alike, and a product with them would only be
-    longer."""
+    """Recompute, offload, fused projections, loss and its chunks and zero-bubble's virtual stages
+    vary from layout to layout: they compose with all axes alike, and a product with them would only
+    be longer."""
     fixed = dict(wish.fixed)
     number = zlib.crc32(f"{layout} {policy}".encode())
     choices: dict[str, Any] = {
@@ -147,6 +147,7 @@ def _varied(policy: Policy, layout: Layout, shape: ModelShape, wish: Wish) -> Po
         "fused_projections": number // 4 % 3 != 0,
         "loss_chunks": 1 + number // 12 % 2,
         "offload": "none" if number // 48 % 3 else "activations",
+        "loss": "lean" if number // 144 % 2 else "torch",
     }
     if policy.schedule == "zero-bubble" and 2 * layout.pp <= shape.layers:
         choices["virtual_stages"] = 1 + number // 24 % 2

@@ -89,6 +89,7 @@ class Columns:
     eager: Floats  # 1: activation, rope and residual are plain framework calls, not fused kernels
     split_loss: Floats  # 1: logits and loss are divided over tp, 0: gathered whole on every rank
     loss_chunks: Floats  # parts of the tokens whose logits exist one after the other
+    lean_loss: Floats  # 1 when logits' gradient takes their place, and none are computed again
     balanced: Floats  # 1: the engine gives the last stage fewer layers to pay for the head
     even_stages: Floats  # 1: equal stages, only the first and the last may hold fewer layers
     # hardware
@@ -166,6 +167,7 @@ DEFAULTS: dict[str, float] = {
     "eager": 0,
     "split_loss": 1,
     "loss_chunks": 1,
+    "lean_loss": 0,
     "balanced": 0,
     "even_stages": 0,
     "net_seen": 0,

@@ -75,7 +75,7 @@ def head_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> Floats:
     """Logits and loss, both ways; always in 16 bits. In chunks logits are computed twice."""
     wide = np.ceil(c.vocab / c.tp)
     forward, backward = linear_s(c, knobs, tokens=tokens, wide=wide, deep=c.hidden, low=False)
-    again = np.where(c.loss_chunks > 1, forward, 0.0)
+    again = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), forward, 0.0)
     return forward + again + backward + 9.6 * tokens * wide * knobs["elem"] / c.hbm
 
 

@@ -131,4 +131,7 @@ def loss_bytes(c: Columns, s: Sizes, embed: Floats) -> Floats:
     # In parts the gradient of the head's weights is added up: old, new and sum.
     head = embed * c.act_bytes
     parts = np.maximum(s.logits * each + head, 2.0 * s.logits * c.act_bytes + 3.0 * head)
-    return np.where(c.loss_chunks > 1, parts + s.whole, s.logits * each)
+    plain = np.where(c.loss_chunks > 1, parts + s.whole, s.logits * each)
+    # The lean one: the gradient takes the logits' place; in parts it makes the weights' at once.
+    lean = s.logits * c.act_bytes + np.where(c.loss_chunks > 1, head + s.whole, 0.0)
+    return np.where(c.lean_loss > 0, lean, plain)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.cost.alone_memory import Moments, Params, alone, is_alone
 from fourfold.cost.columns import SCHEDULE, Columns
 from fourfold.cost.gemm import Floats
 from fourfold.cost.layer import layer_params
@@ -215,11 +216,23 @@ def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bo
         rest = np.maximum(stage.layers / c.vpp - 1.0, 0.0) * layer(c).late
         moments += _final(c, stage, w, now.own - now.one + now.head, late=rest)
     fullest = np.maximum.reduce(np.broadcast_arrays(*moments))
-    empty, in_it = stage.layers < 1, fullest <= in_loss
+    at = now.base + now.own
+    places = Moments(
+        loss=at + stage.last * sizes(c).whole + loss,
+        head=at,
+        top=at + now.top + now.working,
+        lowest=now.base + sizes(c).between + now.one + now.top + now.working,
+        end=now.base,
+        split=_split(c, stage, w, now),
+    )
+    params = Params(w.all, w.root, w.head, np.maximum(stage.layers - 1.0, 0.0) * w.layer)
+    held_so = (w.unsharded, grads, fullest)
+    weights, grads, fullest = alone(c, params, micros, places, held_so, later=later)
+    empty, in_it = stage.layers < 1, fullest <= np.where(is_alone(c), places.loss, in_loss)
     return Peak(
-        total=np.where(empty, 0.0, w.state + grads + w.unsharded + fullest),
+        total=np.where(empty, 0.0, w.state + grads + weights + fullest),
         state=np.where(empty, 0.0, w.state + grads),
-        weights=np.where(empty, 0.0, w.unsharded),
+        weights=np.where(empty, 0.0, weights),
         activations=np.where(empty, 0.0, fullest - np.where(in_it, loss, 0.0)),
         loss=np.where(empty | ~in_it, 0.0, loss),
     )
@@ -271,9 +284,8 @@ def _split(c: Columns, stage: Stage, w: _Parts, now: _Now) -> Floats:
 def _final(c: Columns, stage: Stage, w: _Parts, below_top: Floats, *, late: Floats) -> list[Floats]:
     """zero0 and zero1 in the last micro batch: the sums are sent, and whole weights let go."""
     n, g = stage.layers, c.acc_bytes
-    sending = np.maximum(
-        g, np.maximum(w.back, w.divided)
-    )  # the sums themselves are counted as gradients
+    # The sums themselves are counted as gradients.
+    sending = np.maximum(g, np.maximum(w.back, w.divided))
     top = below_top + w.layer * (sending - c.act_bytes)
     let_go = w.all * c.act_bytes + n * w.layer * g
     split = np.where((c.schedule == _ZERO_BUBBLE) & (c.pp > 1), late + w.layer * sending, 0.0)

@@ -108,6 +108,7 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "even_stages": float(usual.even_stages),
         "split_loss": float(usual.split_loss),
         "loss_chunks": policy.loss_chunks,
+        "lean_loss": float(policy.is_loss_lean and stack == "fourfold"),
         "eager": float(usual.eager),
     }
 

@@ -42,6 +42,8 @@ def owners_of(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
         # Not yet reduced: whole, in the accumulation format.
         if parameter.unsharded_accumulated_grad is not None:
             yield "gradients", parameter.unsharded_accumulated_grad_data
+    for alone in trainer.alone.values():
+        yield from alone.tensors()
     for state in trainer.optimizer.inner.state.values():
         for value in state.values():
             if isinstance(value, Tensor):

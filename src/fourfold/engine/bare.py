@@ -22,7 +22,7 @@ from fourfold.engine.lone import Fill
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, alibi_bias, alibi_slope
 from fourfold.engine.parallel import blocks
-from fourfold.engine.parallel.order import KERNELS
+from fourfold.engine.parallel.order import attention_kernels
 from fourfold.engine.probe import product
 from fourfold.spec.run import RunSpec
 
@@ -155,7 +155,7 @@ def _whole(
     kernel: Attend, spec: RunSpec, qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
 ) -> Work:
     core = Core()
-    core.backends = KERNELS[spec.policy.attention]
+    core.backends = attention_kernels(spec.policy.attention, qkv[0].device.type)
     tables = Tables(torch.arange(kernel.queries, device=qkv[0].device))
     if bias is not None:
         mask = bias.to(qkv[0].dtype)

@@ -44,7 +44,9 @@ def count_rank(spec: RunSpec, rank: int) -> RankCount:
     synthetic: fake tensors have no values that could be read from a file. Of a ramp-up the full
     batch counts."""
     batch = replace(spec.batch, ramp=None)
-    spec = replace(spec, data="", batch=batch, policy=replace(spec.policy, compile=False))
+    loss = "lean" if spec.policy.is_loss_lean else "torch"
+    policy = replace(spec.policy, compile=False, loss=loss)
+    spec = replace(spec, data="", batch=batch, policy=policy)
     whole = spec.batch.micro_count(spec.layout.dp)
     # The fullest moment comes when gradients of one micro batch exist and pp full ones are in
     # flight; after that, and before an uneven last one, each adds only its own work and tokens.

@@ -85,16 +85,14 @@ def squares(pieces: Sequence[Piece], device: torch.device) -> Tensor:
     return norms.to(torch.float64).square().sum()
 
 
-def clip(
-    grads: list[Tensor], norm: Tensor, max_norm: float | None, loss_scale: Tensor | None = None
-) -> None:
-    """Scale all gradients so that the global norm is at most `max_norm` (torch's formula), in the
-    same pass back from the scale of the loss. `norm` is that of the gradients without it."""
-    if not grads or (max_norm is None and loss_scale is None):
-        return
-    scale = torch.ones_like(norm)
+def clip_factor(
+    norm: Tensor, max_norm: float | None, loss_scale: Tensor | None = None
+) -> Tensor | None:
+    """What all gradients are multiplied by so that the global norm is at most `max_norm` (torch's
+    formula), and back from the scale of the loss; None: nothing. `norm` is without that scale."""
+    if max_norm is None and loss_scale is None:
+        return None
+    factor = torch.ones_like(norm)
     if max_norm is not None:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if loss_scale is not None:
-        scale = scale / loss_scale
-    torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return factor if loss_scale is None else factor / loss_scale

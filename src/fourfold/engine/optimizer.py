@@ -1,17 +1,20 @@
 """AdamW on this rank's shards (Loshchilov and Hutter 2019), as plain local tensors.
 
-Fused where torch has it; moments in another format than the weights are updated by a plain loop.
-Matrices decay, vectors (norms, biases) do not.
+Fused where torch has it, in one pass (engine/one_pass.py) where steps are compiled; else moments in
+another format than the weights are updated by a plain loop. Matrices decay, vectors (norms, biases)
+do not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fourfold.engine.one_pass import OnePassAdamW
 from fourfold.engine.pieces import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,7 +39,10 @@ def param_groups(tensors: list[Tensor], settings: AdamSettings) -> list[dict[str
 
 
 class Optimizer:
-    """`leaves` alias the local shards of `params`; empty shards have nothing to update."""
+    """`leaves` alias the local shards of `params`; empty shards have nothing to update.
+
+    `copies`, by parameter, are kept equal to it in their own format.
+    """
 
     def __init__(
         self,
@@ -45,15 +51,30 @@ class Optimizer:
         *,
         fused: bool,
         dtype: torch.dtype,
+        compiled: bool = False,
+        copies: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         self.params = [p for p in params if local(p).numel()]
         self.leaves = [local(p.detach()).requires_grad_() for p in self.params]
+        for leaf in self.leaves:
+            leaf.grad_dtype = None  # gradients come in formats of their own
         self._leaf_of = dict(zip(self.params, self.leaves, strict=True))
         groups = param_groups(self.leaves, settings)
         lr, betas, eps = settings.lr, settings.betas, settings.eps
         self.inner: torch.optim.Optimizer
         same = all(leaf.dtype == dtype for leaf in self.leaves)
-        if same and fused:
+        self.copies = {self._leaf_of[p]: c for p, c in (copies or {}).items() if p in self._leaf_of}
+        if fused and compiled and self.leaves:
+            self.inner = OnePassAdamW(
+                groups,
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                dtype=dtype,
+                copies=self.copies,
+                compiled=True,
+            )
+        elif same and fused:
             self.inner = _FusedAdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
         elif same:
             options = {"fused": False, "foreach": False}
@@ -81,6 +102,11 @@ class Optimizer:
     def restore(self, updates: int) -> None:
         """As after so many updates, with moments of 0 for the caller to fill."""
         self.inner.state.clear()
+        if isinstance(self.inner, OnePassAdamW):
+            self.inner.count.fill_(updates)
+            for leaf in self.leaves if updates else ():
+                self.inner.begin(leaf)
+            return
         for leaf in self.leaves if updates else ():
             state = self.inner.state[leaf]
             if isinstance(self.inner, _MixedAdamW):
@@ -93,21 +119,35 @@ class Optimizer:
             for name in MOMENTS:
                 state[name] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
 
-    def grads(self) -> list[Tensor]:
-        return [local(p.grad) for p in self.params if p.grad is not None]
-
-    def step(self, overflow: Tensor | None = None) -> None:
-        """Update, then forget gradients. Where `overflow` is 1 nothing is updated: fused kernels
-        read that on the device, a plain loop waits for it here."""
+    def step(self, overflow: Tensor | None = None, factor: Tensor | None = None) -> None:
+        """Update by gradients times `factor`, then forget them. Where `overflow` is 1 nothing is
+        updated: fused kernels read that on the device, a plain loop waits for it here."""
+        one_pass = isinstance(self.inner, OnePassAdamW)
         for param, leaf in zip(self.params, self.leaves, strict=True):
-            leaf.grad = None if param.grad is None else local(param.grad)
+            if param.grad is not None:
+                grad = local(param.grad)
+                leaf.grad = grad if one_pass else grad.to(leaf.dtype)
+                param.grad = None
+        self._update(overflow, factor)
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def _update(self, overflow: Tensor | None, factor: Tensor | None) -> None:
+        if isinstance(self.inner, OnePassAdamW):
+            self.inner.factor, self.inner.overflow = factor, overflow
+            self.inner.step()
+            return
+        grads = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        if factor is not None and grads:
+            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
         if isinstance(self.inner, _FusedAdamW):
             self.inner.found_inf = overflow
             self.inner.step()
         elif overflow is None or not bool(overflow):
             self.inner.step()
-        for param, leaf in zip(self.params, self.leaves, strict=True):
-            param.grad = leaf.grad = None
+        if self.copies:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.copies.values()), list(self.copies))
 
 
 class _FusedAdamW(torch.optim.AdamW):

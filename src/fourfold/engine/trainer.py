@@ -27,9 +27,11 @@ from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.data import Source, source_of
 from fourfold.engine.gradients import Shared
 from fourfold.engine.init import InitRule
+from fourfold.engine.micro import micro_sequences, micro_sizes
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import Tables, make_tables
 from fourfold.engine.optimizer import AdamSettings, Optimizer
+from fourfold.engine.parallel.alone import make_alone
 from fourfold.engine.parallel.context import token_positions
 from fourfold.engine.parallel.data import backward_weights, before_backward
 from fourfold.engine.parallel.order import parallelize
@@ -95,6 +97,7 @@ class Trainer:
         self.positions = token_positions(kind, seq_len, world.cp, self.device)
         self.tables = self.make_tables()
         self.sequences = self._sequences(self.batch)
+        self.alone = make_alone(spec, self.chunks)
         self.shared = self.make_shared()
         self.counted = self.make_counted()
         self.optimizer = Optimizer(
@@ -102,6 +105,8 @@ class Trainer:
             self.settings,
             fused=spec.policy.optimizer == "adamw",
             dtype=DTYPES[spec.policy.dtypes.optimizer],
+            compiled=spec.policy.compile and self.device.type == "cuda",
+            copies={w: c for alone in self.alone.values() for w, c in alone.copies.items()},
         )
         # Only fp16 has too few exponents for gradients.
         small = spec.policy.dtypes.compute == "fp16"
@@ -159,15 +164,16 @@ class Trainer:
 
     def update(self, norm: Tensor) -> None:
         """Clip by the global norm, change the weights, forget the gradients."""
-        grads, max_norm = self.optimizer.grads(), self.settings.max_norm
-        if self.scaler is None:
-            gradients.clip(grads, norm, max_norm)
-            self.optimizer.step()
-            return
-        overflow = self.scaler.overflow(norm)
-        gradients.clip(grads, norm, max_norm, self.scaler.scale)
-        self.optimizer.step(overflow)
-        self.scaler.update(overflow)
+        max_norm, scaler = self.settings.max_norm, self.scaler
+        if scaler is None:
+            self.optimizer.step(factor=gradients.clip_factor(norm, max_norm))
+        else:
+            overflow = scaler.overflow(norm)
+            factor = gradients.clip_factor(norm, max_norm, scaler.scale)
+            self.optimizer.step(overflow, factor=factor)
+            scaler.update(overflow)
+        for alone in self.alone.values():
+            alone.mark_equal()
 
     def accumulate(self, index: int) -> Tensor:
         """All micro batches forwards and backwards; this rank's part of the loss."""
@@ -200,7 +206,12 @@ class Trainer:
         numbers = range(world.stage, spec.layout.pp * len(self.chunks), spec.layout.pp)
         chunks = dict(zip(numbers, self.chunks, strict=True))
         pipeline = Pipeline(chunks, self._link(), passes)
-        losses = pipeline.run(self.plan)
+        with contextlib.ExitStack() as stack:
+            for alone in self.alone.values():
+                stack.enter_context(alone.in_use())
+            losses = pipeline.run(self.plan)
+        for alone in self.alone.values():
+            alone.hand_over(piece.param for shared in self.shared for piece in shared.pieces)
         self.executed = pipeline.executed
         if not losses:
             return torch.zeros((), device=self.device)
@@ -216,11 +227,17 @@ class Trainer:
 
     def before_backward(self, chunk: Decoder, kind: str, last: bool) -> None:
         """`kind` B, or I and W of a split one; `last`: the step's last through this chunk."""
-        before_backward(chunk, self.spec.policy.zero, last=last, kind=kind)
+        if chunk not in self.alone:
+            before_backward(chunk, self.spec.policy.zero, last=last, kind=kind)
 
     def backward_weights(self, chunk: Decoder, micro: int) -> None:
         late = self.late[chunk]
-        backward_weights(chunk, lambda layer: late.multiply(micro, layer))
+        if chunk not in self.alone:
+            backward_weights(chunk, lambda layer: late.multiply(micro, layer))
+            return
+        for layer in (None, *reversed(chunk.blocks)):
+            late.multiply(micro, layer)
+        self.alone[chunk].collect()
 
     def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Finish gradients; (global norm, loss), the same on every rank. Gradients keep the scale
@@ -260,27 +277,8 @@ class Trainer:
         return Link(group=world.pp, shapes=shapes, dtype=dtype, device=self.device)
 
     def _sequences(self, batch: Batch) -> list[Tensor]:
-        """Numbers, within a step, of the sequences of each micro batch; -1 is padding."""
-        dp = self.world.place["dp"]
-        shares = batch.shares(self.spec.layout.dp)
-        start, stop = sum(shares[:dp]), sum(shares[: dp + 1])
-        made = []
-        for size in micro_sizes(batch, self.spec.layout.dp, dp):
-            real = torch.arange(start, min(start + size, stop), device=self.device)
-            padding = torch.full((size - real.numel(),), -1, device=self.device)
-            made.append(torch.cat([real, padding]))
-            start = min(start + size, stop)
-        return made
-
-
-def micro_sizes(batch: Batch, dp: int, rank: int) -> tuple[int, ...]:
-    """Sequences of each micro batch of data-parallel rank `rank`.
-
-    Ranks meet in collectives with every micro batch, so all run as many as the busiest; a rank with
-    fewer sequences adds micro batches of one padding sequence, which counts nothing.
-    """
-    sizes = batch.micro_sizes(batch.shares(dp)[rank])
-    return sizes + (1,) * (batch.micro_count(dp) - len(sizes))
+        dp = self.spec.layout.dp
+        return micro_sequences(batch, dp, self.world.place["dp"], self.device)
 
 
 @contextlib.contextmanager

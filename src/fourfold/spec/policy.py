@@ -23,6 +23,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 # "fused": any of torch's kernels that keep no scores; "fused-softmax": Megatron's of 2022, which
 # keeps them and is only planned for.
 Attention = Literal["auto", "flash", "cudnn", "efficient", "fused", "fused-softmax", "unfused"]
+Loss = Literal["auto", "torch", "lean"]
 
 DTYPE_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 # param (what the optimizer updates), compute, reduce (between ranks), grad (accumulation),
@@ -52,7 +53,11 @@ class Dtypes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """`recompute`: none, full, selective (attention core), every-N (each N-th layer in full)."""
+    """`recompute`: none, full, selective (attention core), every-N (each N-th layer in full).
+
+    `loss`: torch's cross-entropy, which widens all logits; or a lean one, whose gradient takes the
+    logits' place in memory; auto: the lean one in compiled runs.
+    """
 
     precision: Precision = "bf16-mixed"
     param_dtype: Dtype | None = None
@@ -75,6 +80,7 @@ class Policy:
     overlap_param_gather: bool = True
     fused_projections: bool = True
     loss_chunks: int = 1
+    loss: Loss = "auto"
     offload: Literal["none", "activations"] = "none"
     env: tuple[tuple[str, str], ...] = ()
 
@@ -107,6 +113,10 @@ class Policy:
         if self.recompute.startswith("every-"):
             return 1.0 / int(self.recompute[len("every-") :])
         return 1.0 if self.recompute == "full" else 0.0
+
+    @property
+    def is_loss_lean(self) -> bool:
+        return self.loss == "lean" or (self.loss == "auto" and self.compile)
 
     @property
     def zero(self) -> int:

@@ -6,6 +6,8 @@ of cost/params.py whatever the cut: layers keep their global index, absent parts
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,10 +47,12 @@ class Head(nn.Module):
     """Logits and loss. A tied head has no weight of its own and is handed the embedding's.
 
     With `chunks` above 1 the tokens go through in that many parts and logits are computed again in
-    the backward pass, so that only one part's logits exist at a time.
+    the backward pass, so that only one part's logits exist at a time; or `loss_in_chunks`
+    (parallel/lean_loss.py) computes nothing again.
     """
 
     product: Product = staticmethod(F.linear)
+    loss_in_chunks: Callable[[Tensor, Tensor, Tensor, int], Tensor] | None = None
 
     def __init__(self, shape: ModelShape, chunks: int) -> None:
         super().__init__()
@@ -67,6 +71,8 @@ class Head(nn.Module):
         x_ND, targets_N = x_BSD.flatten(0, 1), targets_BS.flatten()
         if self.chunks == 1:
             return self._loss(x_ND, weight, targets_N)
+        if self.loss_in_chunks is not None and torch.is_grad_enabled():
+            return self.loss_in_chunks(x_ND, weight, targets_N, self.chunks)
         total = x_ND.new_zeros((), dtype=torch.promote_types(x_ND.dtype, torch.float32))
         parts = zip(
             x_ND.tensor_split(self.chunks), targets_N.tensor_split(self.chunks), strict=True

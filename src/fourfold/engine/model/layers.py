@@ -62,7 +62,7 @@ class Norm(nn.Module):
 class Core(nn.Module):
     """Causal attention over whole sequences; context parallelism puts its own in this place.
 
-    `backends`: which of torch's kernels may be used; None: torch chooses.
+    `backends`: which of torch's kernels may be used, the first that can; None: torch chooses.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Core(nn.Module):
     def forward(self, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, tables: Tables) -> Tensor:
         if self.backends is None:
             return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)
-        with sdpa_kernel(self.backends):
+        with sdpa_kernel(self.backends, set_priority=True):
             return self._attend(q_BHSC, k_BKSC, v_BKSC, tables)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
@@ -145,8 +145,19 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
+def plain_swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class Mlp(nn.Module):
-    """GELU or squared ReLU with two matrices, or SwiGLU with a gate beside the up matrix."""
+    """GELU or squared ReLU with two matrices, or SwiGLU with a gate beside the up matrix.
+
+    `gelu` and `swiglu` (of gate and up side by side) may be replaced by other kernels.
+    """
+
+    gelu: Callable[[Tensor], Tensor] = staticmethod(F.gelu)
+    swiglu: Callable[[Tensor], Tensor] = staticmethod(plain_swiglu)
 
     gate_up: Linear  # fused, or
     gate: Linear
@@ -171,12 +182,10 @@ class Mlp(nn.Module):
         x_BSD = self.entry(x_BSD)
         if not self.gated:
             up = self.up(x_BSD)
-            return self.down(F.relu(up).square() if self.squared else F.gelu(up))
+            return self.down(F.relu(up).square() if self.squared else self.gelu(up))
         if self.fused:
-            gate, up = self.gate_up(x_BSD).chunk(2, dim=-1)
-        else:
-            gate, up = self.gate(x_BSD), self.up(x_BSD)
-        return self.down(F.silu(gate) * up)
+            return self.down(self.swiglu(self.gate_up(x_BSD)))
+        return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
 
 
 class Layer(nn.Module):

@@ -4,10 +4,12 @@
 2. tensor    cut matrices, put collectives around blocks
 3. context   replace the attention core; then say which kernels it may use
 4. fp8       replace the products of layers, as tensor parallelism left them
-5. recompute wrap what is left, so that collectives inside are repeated too
-6. compile   one graph per layer, recompute inside
-7. offload   send away what all of the above keeps for the backward pass
-8. data      shard last: what a layer's parameters are is now settled
+5. loss      let the gradient of logits take their place
+6. kernels   activations the compiler is slow at
+7. recompute wrap what is left, so that collectives inside are repeated too
+8. compile   one graph per layer, recompute inside
+9. offload   send away what all of the above keeps for the backward pass
+10. data     shard last: what a layer's parameters are is now settled
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from fourfold.cost.stages import stage_layers
-from fourfold.engine.compat import DTYPES
+from fourfold.engine.compat import DTYPES, activation_dtype
+from fourfold.engine.model.activations import apply_fast_activations
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
+from fourfold.engine.parallel.alone import is_alone
 from fourfold.engine.parallel.context import apply_context
 from fourfold.engine.parallel.data import apply_data
 from fourfold.engine.parallel.float8 import apply_float8
+from fourfold.engine.parallel.lean_loss import apply_lean_loss
 from fourfold.engine.parallel.offload import apply_offload
 from fourfold.engine.parallel.recompute import apply_recompute
 from fourfold.engine.parallel.regional import apply_compile
@@ -34,8 +39,7 @@ from fourfold.search.legal import require_legal
 from fourfold.spec.run import RunSpec
 
 # Ring and all-gather attention bring their own kernels (parallel/blocks.py).
-KERNELS: dict[str, list[SDPBackend] | None] = {
-    "auto": None,
+KERNELS: dict[str, list[SDPBackend]] = {
     "flash": [SDPBackend.FLASH_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
@@ -46,6 +50,8 @@ KERNELS: dict[str, list[SDPBackend] | None] = {
     ],
     "unfused": [SDPBackend.MATH],
 }
+# On Hopper cuDNN's take half of flash's time; what it can't do, the others can.
+_AUTO_CUDA = [*KERNELS["fused"], SDPBackend.MATH]
 Step = Callable[[Decoder, RunSpec, World], None]
 
 
@@ -73,9 +79,16 @@ def _context(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_context(decoder, spec.policy.cp_kind, world.cp)
 
 
+def attention_kernels(attention: str, device_type: str) -> list[SDPBackend] | None:
+    """Kernels of whole-sequence attention in order of preference; None: torch chooses."""
+    if attention != "auto":
+        return KERNELS[attention]
+    return _AUTO_CUDA if device_type == "cuda" else None
+
+
 def _attention(decoder: Decoder, spec: RunSpec, world: World) -> None:
-    backends = KERNELS[spec.policy.attention]
     _refuse_kernel(spec, world.device_type)
+    backends = attention_kernels(spec.policy.attention, world.device_type)
     for module in decoder.modules():
         if isinstance(module, Core):
             module.backends = backends
@@ -98,6 +111,17 @@ def _float8(decoder: Decoder, spec: RunSpec, world: World) -> None:
         apply_float8(decoder, world.device_type)
 
 
+def _loss(decoder: Decoder, spec: RunSpec, world: World) -> None:
+    if spec.policy.is_loss_lean:
+        compiled = spec.policy.compile and world.device_type == "cuda"
+        apply_lean_loss(decoder, compiled=compiled)
+
+
+def _kernels(decoder: Decoder, spec: RunSpec, world: World) -> None:
+    if spec.policy.compile and world.device_type == "cuda":
+        apply_fast_activations(decoder, activation_dtype(spec.policy.dtypes.compute))
+
+
 def _recompute(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_recompute(decoder, spec.policy.recompute)
 
@@ -118,7 +142,8 @@ def _offload(decoder: Decoder, spec: RunSpec, world: World) -> None:
 
 
 def _data(decoder: Decoder, spec: RunSpec, world: World) -> None:
-    apply_data(decoder, world.data_mesh(spec.policy.zero), spec.policy)
+    if not is_alone(spec):
+        apply_data(decoder, world.data_mesh(spec.policy.zero), spec.policy)
 
 
 ORDER: tuple[Step, ...] = (
@@ -126,6 +151,8 @@ ORDER: tuple[Step, ...] = (
     _context,
     _attention,
     _float8,
+    _loss,
+    _kernels,
     _recompute,
     _compile,
     _offload,

@@ -103,5 +103,5 @@ def apply_split(decoder: Decoder) -> LateWeights:
                 module.product = late.product(index)
     for module in decoder.modules():
         if isinstance(module, Head):
-            module.product = late.product(None)
+            module.product, module.loss_in_chunks = late.product(None), None
     return late
