@@ -61,12 +61,13 @@ class LateWeights:
         self._waiting[micro], self._kept = self._kept, {}
 
     def multiply(self, micro: int, layer: int | None) -> None:
-        """Gradients of one layer's weights, added to what they have."""
-        waiting = self._waiting[micro]
+        """Gradients of one layer's weights, added to what they have; none where a layer multiplied
+        nothing (a planted fault skips one)."""
+        waiting = self._waiting.get(micro, {})
         for late in waiting.pop(layer, ()):
             late.multiply()
         if not waiting:
-            del self._waiting[micro]
+            self._waiting.pop(micro, None)
 
 
 class _LateProduct(torch.autograd.Function):
