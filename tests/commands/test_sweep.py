@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.launch import campaign
+from fourfold.commands import sweep
 from fourfold.result.report import RunReport, StepReport
 from fourfold.result.store import Store
 from fourfold.spec.run import RunSpec
@@ -34,15 +34,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
     """The specs that reached the launcher; mpt-tiny with micro batch 3 goes out of memory."""
     seen: list[RunSpec] = []
 
-    def runner(spec: RunSpec, folder: Path, say: object) -> RunReport:
+    def runner(spec: RunSpec, folder: Path, say: object, permit: object) -> RunReport:
         seen.append(spec)
         bad = spec.model.name == "mpt-tiny" and spec.batch.micro_batch == 3
         steps = (StepReport(step=0, seconds=0.5 + len(seen) / 37),)
         return RunReport(spec=spec, outcome="oom" if bad else "ok", steps=steps)
 
-    monkeypatch.setattr(campaign.Campaign.__init__, "__kwdefaults__", {
-        **campaign.Campaign.__init__.__kwdefaults__, "runner": runner,
-    })  # fmt: skip
+    monkeypatch.setattr(sweep, "launch_run", runner)
     return seen
 
 
@@ -133,15 +131,15 @@ def test_conditions_on_predictions_skip_runs(
     words = ["sweep", file, "--runs", str(tmp_path / "runs"), "--format", "json"]
     assert main([*words, "--dry-run"]) == 0
     planned = json.loads(capsys.readouterr().out)["planned"]
-    sizes = sorted(row["peak_bytes"] / 1e9 for row in planned)
+    sizes = sorted(row["peak_bytes"] / 2**30 for row in planned)
     middle = (sizes[2] + sizes[3]) / 2
-    assert main([*words, "--where", f"mem_gb < {middle!r}"]) == 0
+    assert main([*words, "--where", f"mem_gib < {middle!r}"]) == 0
     said = capsys.readouterr()
     data = json.loads(said.out)
     assert len(ran) == 3
     assert (data["total"], data["dropped"], data["counts"]["illegal"]) == (9, 3, 6)
-    assert all(one["peak_bytes"] / 1e9 > middle for one in data["skipped"])
-    assert "does not hold: predicted mem_gb" in said.err
+    assert all(one["peak_bytes"] / 2**30 > middle for one in data["skipped"])
+    assert "does not hold: predicted mem_gib" in said.err
     assert main([*words, "--where", "step_s < 0", "--where", "tp < 8"]) == 2
 
 

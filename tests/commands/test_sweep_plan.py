@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.launch import campaign
+from fourfold.commands import sweep
 from fourfold.result.profile import (
     CollectivePoint,
     CopyPoint,
@@ -68,13 +68,11 @@ def profile(tmp_path: Path) -> list[str]:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
     seen: list[RunSpec] = []
 
-    def runner(spec: RunSpec, folder: Path, say: object) -> RunReport:
+    def runner(spec: RunSpec, folder: Path, say: object, permit: object) -> RunReport:
         seen.append(spec)
         return RunReport(spec=spec, outcome="ok", steps=(StepReport(step=0, seconds=0.5),))
 
-    monkeypatch.setattr(campaign.Campaign.__init__, "__kwdefaults__", {
-        **campaign.Campaign.__init__.__kwdefaults__, "runner": runner,
-    })  # fmt: skip
+    monkeypatch.setattr(sweep, "launch_run", runner)
     return seen
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.commands import train as command
+from fourfold.cost.flops import CONVENTIONS, Question
 from fourfold.errors import UserError
 from fourfold.result import checkpoints, curve
 from fourfold.result.state import CheckpointState
@@ -85,7 +86,7 @@ def test_show_reads_a_folder(capsys, tmp_path: Path) -> None:
     points = [
         curve.Point(
             step=step, loss=5.0 - step / 10, lr=1e-3, tokens=64 * step, sequences=4 * step,
-            step_s=0.5, tokens_per_s=128.0, grad_norm=1.0,
+            step_s=0.5, tokens_per_s=128.0, grad_norm=1.0, mfu_pct=40.0,
         )
         for step in range(1, 41)
     ]  # fmt: skip
@@ -97,8 +98,20 @@ def test_show_reads_a_folder(capsys, tmp_path: Path) -> None:
     assert (plain["steps_done"], plain["steps"], plain["tokens"]) == (40, 50, 2560)
     assert (plain["first_loss"], plain["best_step"]) == (4.9, 40)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["train", "--show", str(tmp_path)]) == 0
-    assert "of 50" in capsys.readouterr().out
+    assert (plain["mfu_pct"], plain["convention"]) == (40.0, "causal")
+    assert main(["train", "--show", str(tmp_path), "--convention", "6n"]) == 0
+    out = capsys.readouterr().out
+    assert "of 50" in out
+    assert "by 6n" in out
+    counted = {name: rule.count(asked(spec)).model for name, rule in CONVENTIONS.items()}
+    assert f"{40.0 * counted['6n'] / counted['causal']:.2f} %" in out
+    assert "unknown convention" in refused(capsys, "--show", str(tmp_path), "--convention", "7n")
+
+
+def asked(spec: RunSpec) -> Question:
+    return Question(
+        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
+    )
 
 
 def checkpoint(folder: TrainingFolder, step: int) -> Path:

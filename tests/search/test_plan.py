@@ -13,7 +13,7 @@ import pytest
 from fourfold.cli import main
 from fourfold.cost import calibration as calibrations
 from fourfold.cost.estimate import estimate
-from fourfold.cost.memory import memory
+from fourfold.cost.memory import USABLE, memory
 from fourfold.cost.memory_interval import memory_bounds
 from fourfold.cost.specs import columns_of
 from fourfold.errors import UserError
@@ -137,6 +137,20 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
     assert len({(str(s.layout), s.policy.cp_kind) for s in specs}) == len(specs)
 
 
+def test_what_is_over_the_memory_by_our_best_estimate_is_named_and_not_ranked() -> None:
+    crowded = rank(replace(ask(gpus=16), fixed={"pp": 1, "tp": 1, "cp": 1, "recompute": "none"}))
+    limit = crowded.ask.cluster.device.memory_bytes * USABLE
+    assert (crowded.room.worst_bytes < limit).all()
+    assert crowded.near_miss["peak_bytes"][0] >= limit
+    # Where nothing else is left, it is ranked, and called tight.
+    micro = int(crowded.near_miss["micro_batch"][0])
+    zero = f"zero{int(crowded.near_miss['zero'][0])}"
+    copies = int(crowded.near_miss["replicate"][0])
+    fixed = crowded.ask.fixed | {"micro_batch": micro, "sharding": zero, "replicate": copies}
+    alone = rank(replace(crowded.ask, fixed=fixed))
+    assert (alone.room.worst_bytes >= limit).any()
+
+
 def test_one_layout_is_listed_in_its_variants() -> None:
     alone = rank(ask(gpus=1, model="mpt-125m"), least=4)
     assert len(alone) == 4
@@ -152,12 +166,12 @@ def test_flags_fix_an_axis_and_where_drops() -> None:
     assert set(fixed.points["tp"].tolist()) == {4}
     assert set(fixed.points["micro_batch"].tolist()) == {3}
     assert {fixed.policy(i).recompute for i in range(len(fixed))} == {"full"}
-    few = rank(replace(one, where=(parse("dp % 4 == 0"), parse("step_s < 8 and mem_gb < 60"))))
+    few = rank(replace(one, where=(parse("dp % 4 == 0"), parse("step_s < 8 and mem_gib < 60"))))
     assert len(few)
     assert few.dropped
     assert (few.columns.dp % 4 == 0).all()
     assert (few.closed_s < 8).all()
-    assert (few.room.worst_bytes < 60e9).all()
+    assert (few.room.worst_bytes < 60 * 2**30).all()
 
 
 def test_a_named_schedule_decides_the_virtual_stages() -> None:

@@ -111,9 +111,8 @@ def _as_plan(args: argparse.Namespace) -> argparse.Namespace:
             )  # fmt: skip
         words[name] = _whole(name, values[0]) if values and values[0] != "auto" else None
     # Runs are our own engine's, so the plan is too.
-    return argparse.Namespace(
-        **words | {"stack": "fourfold", "ramp": None, "tokens": None, "convention": DEFAULT}
-    )
+    fixed = {"stack": "fourfold", "ramp": None, "tokens": None, "convention": DEFAULT}
+    return argparse.Namespace(**words | fixed | {"export": None, "safe": False})
 
 
 def _whole(name: str, value: Any) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from fourfold import files
 from fourfold.commands import flags, progress, train_flags
 from fourfold.commands.train_resume import end_killed, prepared
+from fourfold.cost.flops import DEFAULT, Question, convention
 from fourfold.errors import UserError
 from fourfold.launch.devices import require_gpus
 from fourfold.launch.folder import exclusive
@@ -51,6 +52,7 @@ STOPPED_EXIT = 75
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     train_flags.add(parser)
     flags.add_format(parser)
+    flags.add_convention(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -212,6 +214,20 @@ def _unigram_nats(folder: TrainingFolder) -> float | None:
         return None
 
 
+def _count_by(rule: str, folder: TrainingFolder, plain: dict[str, Any]) -> None:
+    """MFU of the curve, which is kept by the default convention, by the asked one."""
+    asked = convention(rule)
+    plain["convention"] = asked.id
+    if plain.get("mfu_pct") is None or asked.id == DEFAULT:
+        return
+    table = {name: part for name, part in folder.described().items() if name != "train"}
+    spec = codec.load(RunSpec, table)
+    ask = Question(
+        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
+    )
+    plain["mfu_pct"] *= asked.count(ask).model / convention(DEFAULT).count(ask).model
+
+
 def _shown(
     args: argparse.Namespace,
     folder: TrainingFolder,
@@ -233,6 +249,7 @@ def _shown(
         "unigram_nats": _unigram_nats(folder),
         **shown.facts(points),
     }
+    _count_by(args.convention, folder, plain)
     if plain["outcome"] == "shown":
         done = newest is not None and newest.step >= settings.steps
         plain["outcome"] = "done" if done else "not finished"

@@ -211,7 +211,7 @@ def _entry(item: dict[str, Any]) -> Entry:
         "knobs": knobs,
         "informed": _numbers(item, "informed", 0.0, 1.0),
         "errors_pct": _numbers(item, "errors_pct", -1e9, 1e9),
-        "counts": _numbers(item, "counts", 0.0, 1e12),
+        "counts": {name: int(n) for name, n in _numbers(item, "counts", 0.0, 1e12).items()},
         "rows_time": int(_number(item["rows_time"], "rows_time", 0, 1e12)),
         "rows_memory": int(_number(item["rows_memory"], "rows_memory", 0, 1e12)),
         "low": low,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp
 from typing import Any
 
@@ -21,10 +22,12 @@ from fourfold.search.judge import (
     tie_width,
     tied_with_first,
 )
+from fourfold.search.legal import why_not
 from fourfold.search.question import Question
 from fourfold.search.ramp import Training
-from fourfold.search.rank import Ranking, point_columns, point_layout, point_policy
+from fourfold.search.rank import Pool, Ranking, point_columns, point_layout, point_policy
 from fourfold.spec import codec
+from fourfold.spec.layout import Layout
 from fourfold.spec.runnable import remarks
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
@@ -68,6 +71,7 @@ def answer(ranking: Ranking, train: Training, *, top: int) -> dict[str, Any]:
         "flips": [_flip(ranking, one) for one in flips(ranking)[:3]],
         "deciding": [_short(ranking, i) for i in deciding(ranking)],
         "unproven_best": _unproven(ranking),
+        "near_miss": _near_miss(ranking),
         "training": {"ramp_stages": train.stages, "steps": train.steps},
         "reason": "" if count else _nothing(ranking),
     }
@@ -186,8 +190,21 @@ def _unproven(ranking: Ranking) -> dict[str, Any] | None:
     points, ask = ranking.unproven_best, ranking.ask
     if not points or not len(points["pp"]):
         return None
-    policy = point_policy(ask, points, 0)
     rows = evidence(ask, point_columns(ask, points))
+    without = [name for name, count in rows.items() if not count]
+    return _one_point(ask, points) | {"without_rows": without}
+
+
+def _near_miss(ranking: Ranking) -> dict[str, Any] | None:
+    """The fastest that may fit although our best estimate says no, if nothing ranked is faster."""
+    points, ask = ranking.near_miss, ranking.ask
+    if not points or not len(points["pp"]) or points["step_s"][0] >= ranking.closed_s.min():
+        return None
+    return _one_point(ask, points) | {"peak_bytes": float(points["peak_bytes"][0])}
+
+
+def _one_point(ask: Question, points: Pool) -> dict[str, Any]:
+    policy = point_policy(ask, points, 0)
     return {
         "layout": str(point_layout(points, 0)),
         "sharding": policy.sharding,
@@ -195,7 +212,6 @@ def _unproven(ranking: Ranking) -> dict[str, Any] | None:
         "virtual_stages": policy.virtual_stages,
         "micro_batch": int(points["micro_batch"][0]),
         "step_s": float(points["step_s"][0]),
-        "without_rows": [name for name, count in rows.items() if not count],
     }
 
 
@@ -205,8 +221,22 @@ def _nothing(ranking: Ranking) -> str:
     if not grid.legal:
         counts = sorted(((count, name) for name, count in grid.refused.items()), reverse=True)
         said = ", ".join(f"{name} {count:,}" for count, name in counts[:4])
-        return f"no legal layout among {grid.looked_at:,}; refused by: {said or 'the flags given'}"
+        why = _rule_in_words(ask, counts[0][1]) if counts else ""
+        said = said or "the flags given"
+        return f"no legal layout among {grid.looked_at:,}; refused by: {said}{why}"
     if not ranking.fitting:
         gib = ask.cluster.device.memory_bytes / 2**30
         return f"nothing fits: every legal layout needs more than {gib:.0f} GiB on its fullest rank"
     return f"--where leaves none of the {ranking.fitting} layouts that fit"
+
+
+def _rule_in_words(ask: Question, reason: str) -> str:
+    """What the rule that refused most says of the plainest layout that breaks it."""
+    batch = replace(ask.batch, micro_batch=1)
+    plain = (Layout(shard=ask.gpus), Layout(tp=ask.gpus), Layout(pp=ask.gpus), Layout(cp=ask.gpus))
+    for layout in plain:
+        for refusal in why_not(ask.model, layout, batch, ask.policy, ask.target):
+            if refusal.reason == reason:
+                words = f"{refusal.field}={refusal.value}: {refusal.rule}; {refusal.way_out}"
+                return f" ({words}{'' if layout is plain[0] else f', for {layout}'})"
+    return ""

@@ -59,6 +59,7 @@ class Ranking:
     dropped: int  # by --where
     set_aside: int  # without evidence, and no --explore
     unproven_best: Pool  # the fastest of those, one row or none
+    near_miss: Pool  # the fastest that is over the limit by our best estimate; one row or none
     all_step_s: Floats  # closed-form seconds of everything ranked, sorted
     layouts: NDArray[np.int64]  # a number for each layout ranked ...
     layouts_s: Floats  # ... and the closed form's seconds of the fastest way to run it
@@ -135,6 +136,8 @@ def rank(ask: Question, *, least: int = 10) -> Ranking:
     )
     priced_points = _size(pool)
     pool = _where(ask, pool, priced=True)
+    dropped = fitting - _size(pool)
+    pool, near_miss = _likely(ask, pool)
     proven = _only(pool, ~pool["unproven"])
     use_all = ask.explore or not _size(proven)
     ranked = pool if use_all else proven
@@ -153,9 +156,10 @@ def rank(ask: Question, *, least: int = 10) -> Ranking:
         **best,
         priced=priced_points,
         fitting=fitting,
-        dropped=fitting - _size(pool),
+        dropped=dropped,
         set_aside=unproven_count,
         unproven_best=aside,
+        near_miss=near_miss,
         all_step_s=np.sort(ranked["step_s"]),
         layouts=layouts,
         layouts_s=layouts_s,
@@ -210,6 +214,14 @@ def _that_fit(ask: Question, grid: Candidates) -> Pool:
     points = _only(points, fits)
     points["unproven"] = _chunked(ask, points, lambda c: unproven(ask, c)).astype(bool)
     return points
+
+
+def _likely(ask: Question, pool: Pool) -> tuple[Pool, Pool]:
+    """Points that fit by our best estimate, all where none does; and the fastest of the others."""
+    fits = pool["peak_bytes"] < ask.cluster.device.memory_bytes * USABLE
+    if not fits.any():
+        return pool, {}
+    return _only(pool, fits), _best(_only(pool, ~fits), 1, 1)
 
 
 def _surely(ask: Question, pool: Pool) -> Pool:

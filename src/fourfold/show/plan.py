@@ -117,6 +117,14 @@ def _belief(answer: dict[str, Any]) -> list[str]:
     if answer["deciding"]:
         named = "; ".join(f"{layout_text(r)} micro {r['micro_batch']}" for r in answer["deciding"])
         lines.append(f"runs that would decide: {named}")
+    near = answer["near_miss"]
+    if near is not None:
+        lines.append(
+            f"faster, but over the memory by our best estimate: {near['layout']} micro "
+            f"{near['micro_batch']} {near['sharding']} recompute {near['recompute']}, "
+            f"{short_s(near['step_s'])} s, about {near['peak_bytes'] / GIB:.1f} GiB of "
+            f"{answer['memory_bytes'] / GIB:.0f}; it may fit all the same"
+        )
     new = answer["unproven_best"]
     if new is not None:
         lines.append(

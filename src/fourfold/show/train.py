@@ -62,7 +62,7 @@ def rows(plain: dict[str, Any]) -> list[list[str]]:
             note = f"entropy of single tokens; the last loss is {gap:+.4f}"
             lines.insert(4, ["unigram", f"{plain['unigram_nats']:.4f}", note])
         if plain["mfu_pct"] is not None:
-            lines.append(["MFU", f"{plain['mfu_pct']:.2f} %", "by causal"])
+            lines.append(["MFU", f"{plain['mfu_pct']:.2f} %", f"by {plain['convention']}"])
     lines.append(["checkpoint", plain["checkpoint"] or "none", plain.get("started", "")])
     return lines
 

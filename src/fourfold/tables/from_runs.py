@@ -76,7 +76,7 @@ def record_of(summary: Summary, number: int) -> Record:
         tokens_s=summary.tokens / summary.step_s if summary.step_s else None,
         tokens_s_gpu=summary.tokens_s_gpu,
         params=_params(summary.model_json, summary.seq_len),
-        mem_gb=None if summary.peak_bytes is None else summary.peak_bytes / 1e9,
+        mem_gb=None if summary.peak_bytes is None else summary.peak_bytes / 2**30,
         status=_STATUS.get(summary.outcome, "fail"),
         note="; ".join(filter(None, notes(summary, model))),
         measured_at=summary.started_at,
