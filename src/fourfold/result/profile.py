@@ -143,6 +143,14 @@ def read_profile(text: str) -> HardwareProfile:
                 0 < value <= _MOST or (value == 0 and field.name in _MAY_BE_ZERO)
             ):
                 raise UserError("must be above 0 and real", field=field.name, value=value)
+    for point in profile.attentions:
+        if profile.peak(point.dtype) is None:
+            raise UserError(
+                "is a format in which no matrix product was measured",
+                field="attentions.dtype",
+                value=point.dtype,
+                way_out="make the profile again with 'fourfold calibrate'",
+            )
     return profile
 
 
@@ -209,7 +217,7 @@ def knobs_of(profile: HardwareProfile) -> dict[str, float]:
     if long:
         best = max(long, key=lambda point: point.seq_len * point.flops_per_s)
         own_peak = profile.peak(best.dtype)
-        assert own_peak is not None, "attention is measured in a format whose products were"
+        assert own_peak is not None, "read_profile refuses attention without products"
         knobs["flash"] = best.flops_per_s / own_peak * (best.seq_len + 512.0) / best.seq_len
     points = _all_reduces(profile, 0)
     if points:

@@ -217,11 +217,13 @@ def _that_fit(ask: Question, grid: Candidates) -> Pool:
 
 
 def _likely(ask: Question, pool: Pool) -> tuple[Pool, Pool]:
-    """Points that fit by our best estimate, all where none does; and the fastest of the others."""
+    """Points that fit by our best estimate, all where none does; and the fastest of the others
+    whose choices were measured (or are explored)."""
     fits = pool["peak_bytes"] < ask.cluster.device.memory_bytes * USABLE
     if not fits.any():
         return pool, {}
-    return _only(pool, fits), _best(_only(pool, ~fits), 1, 1)
+    over = ~fits if ask.explore else ~fits & ~pool["unproven"]
+    return _only(pool, fits), _best(_only(pool, over), 1, 1)
 
 
 def _surely(ask: Question, pool: Pool) -> Pool:
