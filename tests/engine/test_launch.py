@@ -16,6 +16,7 @@ import pytest
 from fourfold.launch import local
 from fourfold.launch.local import run_job
 from fourfold.result.job import Beat, JobReport, beat_file, read_beat
+from fourfold.result.sealed import unseal
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
@@ -36,6 +37,10 @@ def spec(ranks: int = 2, **fields: object) -> RunSpec:
         batch=Batch(seq_len=32, global_batch=4),
         **plain,
     )
+
+
+def read_report(folder: Path) -> JobReport:
+    return codec.from_json(JobReport, unseal((folder / "report.json").read_bytes(), "report.json"))
 
 
 def alive(pid: int) -> bool:
@@ -84,7 +89,7 @@ class Launched:
         return [read_beat(beat_file(self.folder, rank)) for rank in range(self.run.gpus)]
 
     def report(self) -> JobReport:
-        return codec.from_json(JobReport, (self.folder / "report.json").read_text())
+        return read_report(self.folder)
 
     def all_gone(self) -> bool:
         return not any(alive(pid) for pid in (self.worker, *self.ranks))
@@ -103,7 +108,7 @@ def test_every_rank_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [step.warmup for step in run.steps] == [True, False, False]
     assert len(run.ranks) == 3
     assert run.start_s > 0
-    assert codec.from_json(JobReport, (tmp_path / "report.json").read_text()) == report
+    assert read_report(tmp_path) == report
 
 
 @pytest.mark.parametrize(

@@ -155,10 +155,12 @@ def test_alibi_and_an_odd_vocabulary_under_every_kind_of_context_parallelism(tmp
 
 def test_a_layout_that_crashes_is_a_row_and_the_others_still_run():
     # cuDNN attention does not exist on CPU, and is used only without context parallelism.
-    report = verify("--world", "2", "--family", "gpt", "--sample", "3", "--set",
+    report = verify("--world", "2", "--family", "gpt", "--sample", "8", "--set",
                     "policy.attention=cudnn", "--set", "policy.sharding=zero1", rc=1)  # fmt: skip
-    assert report["total"] == 3
+    assert report["total"] == 8
     failed = [row for row in report["layouts"] if not row["pass"]]
     assert failed
-    assert all("crashed: rank" in row["error"] for row in failed)
+    assert len(failed) < 8
+    assert all("rank" in row["error"] for row in failed)
+    assert all("attention kernel on GPUs only" in row["error"] for row in failed)
     assert all(row["grad_rel"] is None for row in failed)

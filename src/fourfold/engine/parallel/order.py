@@ -87,10 +87,10 @@ def attention_kernels(attention: str, device_type: str) -> list[SDPBackend] | No
 
 
 def _attention(decoder: Decoder, spec: RunSpec, world: World) -> None:
-    _refuse_kernel(spec, world.device_type)
     backends = attention_kernels(spec.policy.attention, world.device_type)
     for module in decoder.modules():
         if isinstance(module, Core):
+            _refuse_kernel(spec, world.device_type)
             module.backends = backends
 
 
