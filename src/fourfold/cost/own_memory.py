@@ -39,22 +39,41 @@ def unseen_bytes(c: Columns) -> Floats:
     return CONTEXT_BYTES + WORKSPACE_BYTES + np.where(count > 0, wires, 0.0)
 
 
-def own_layers(c: Columns) -> tuple[Floats, Floats, Floats]:
-    """Layers of the first, of the fullest other and of the last rank, as the engine cuts them."""
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A rank's layers, how many of them are computed again, and whether its top one is."""
+
+    layers: Floats
+    again: Floats
+    top_again: Floats
+
+
+def _shares(c: Columns) -> tuple[_Share, _Share, _Share]:
+    """Of the first, of the fullest other and of the last rank, as the engine cuts layers."""
     matmul = layer_params(c) * c.tp
     head = np.round(c.vocab * c.hidden / (matmul + c.width * c.seq), 6)
-    asked = np.stack([c.layers, c.pp, c.vpp, head])
+    every = np.where(c.full_ckpt > 0, np.round(1.0 / np.maximum(c.full_ckpt, 1e-9)), 0.0)
+    asked = np.stack([c.layers, c.pp, c.vpp, head, every])
     different, back = np.unique(asked, axis=1, return_inverse=True)
-    counts = np.array([_on_ranks(*column) for column in different.T.tolist()]).reshape(-1, 3)
-    found = counts[back.reshape(-1)]
-    return found[:, 0], found[:, 1], found[:, 2]
+    counts = np.array([_on_ranks(*column) for column in different.T.tolist()]).reshape(-1, 3, 3)
+    first, middle, last = (_Share(*one.T) for one in counts[back.reshape(-1)].swapaxes(0, 1))
+    return first, middle, last
 
 
-def _on_ranks(layers: float, pp: float, vpp: float, head: float) -> tuple[int, int, int]:
+def _on_ranks(
+    layers: float, pp: float, vpp: float, head: float, every: float
+) -> list[tuple[int, int, int]]:
+    """With virtual stages a rank's layers are not neighbours: each N-th may be all or none."""
     stages, loops = int(pp), int(vpp)
     cut = split_layers(int(layers), stages * loops, EMBEDDING_COST, head)
-    ranks = [sum(len(cut[loop * stages + r]) for loop in range(loops)) for r in range(stages)]
-    return ranks[0], max(ranks[1:-1], default=0), ranks[-1]
+    shares = []
+    for rank in range(stages):
+        own = [i for loop in range(loops) for i in cut[loop * stages + rank]]
+        again = [i for i in own if every and i % int(every) == 0]
+        shares.append((len(own), len(again), int(bool(own) and own[-1] in again)))
+    # Layers that are not computed again hold many times what the others keep.
+    middle = max(shares[1:-1], key=lambda one: (one[0] - one[1], one[0]), default=(0, 0, 0))
+    return [shares[0], middle, shares[-1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +85,8 @@ class Stage:
     last: Floats  # 1: holds the head
     flight: Floats
     late: Floats  # of those in flight, how many wait for their weight gradients only
-    start: Floats  # index of its first layer
+    again: Floats  # of its layers, how many are computed again
+    top_again: Floats  # 1: the one whose backward comes first is
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +102,18 @@ class Peak:
 
 def stages(c: Columns, micros: Floats) -> list[Stage]:
     """The ranks that can be the fullest: the first, the fullest between, the last."""
-    first, middle, last = own_layers(c)
+    first, middle, last = _shares(c)
     flight: Held = held(c, micros)
     one, alone = np.ones_like(c.pp), (c.pp == 1).astype(float)
-    # The second of p stages has one micro batch less in flight than the first.
-    # Under zero-bubble it has as many, one of which waits for its weights' turn.
+    # Under zero-bubble the second has as many as the first, one of which waits for its weights.
     split = c.schedule == _ZERO_BUBBLE
-    fewer = np.where(split, flight.first, flight.first - 1.0)
-    inner = np.where(c.pp > 2, np.maximum(flight.last, fewer), 0.0)
+    inner = np.where(c.pp > 2, np.maximum(flight.last, flight.second), 0.0)
     none = np.zeros_like(c.pp)
+    waiting = np.where(split, 1.0, 0.0)
     return [
-        Stage(first, one, alone, flight.first, none, none),
-        Stage(np.where(c.pp > 2, middle, 0.0), none, none, inner, np.where(split, 1.0, 0.0), first),
-        Stage(last, alone, one, flight.last, flight.late, c.layers - last),
+        Stage(first.layers, one, alone, flight.first, none, first.again, first.top_again),
+        Stage(middle.layers, none, none, inner, waiting, middle.again, middle.top_again),
+        Stage(last.layers, alone, one, flight.last, flight.late, last.again, last.top_again),
     ]
 
 
@@ -209,6 +228,9 @@ def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bo
     summed = np.where(c.zero < 2, w.all * c.acc_bytes, w.all / w.shards * c.param_bytes)
     grads = summed if later else np.zeros_like(summed)
     in_loss, loss = _in_loss(c, stage, w, now)
+    # In a single round of virtual stages the last one's gradients are all there is at a loss.
+    others = stage.layers * (1.0 - 1.0 / c.vpp) * w.layer / np.maximum(w.all, 1.0)
+    in_loss = in_loss - np.where((stage.last > 0) & (micros <= c.pp), grads * others, 0.0)
     in_top = now.base + now.own + now.top + now.working + now.head + w.ahead + now.kept
     moments = [in_loss, in_top, _split(c, stage, w, now), now.base + w.root * c.act_bytes]
     moments += [np.where(now.reduces, one, 0.0) for one in _reductions(c, stage, w, now, micros)]
@@ -295,13 +317,5 @@ def _final(c: Columns, stage: Stage, w: _Parts, below_top: Floats, *, late: Floa
 
 def _stored(c: Columns, s: Sizes, one: Layer, stage: Stage) -> tuple[Floats, Floats]:
     """(bytes a micro batch keeps in the layers of a stage, what recomputing the top layer adds)."""
-    every = np.round(1.0 / np.maximum(c.full_ckpt, 1e-9))
-    stop = stage.start + stage.layers
-    again = np.where(
-        c.full_ckpt > 0,
-        np.floor((stop - 1.0) / every) - np.floor((stage.start - 1.0) / every),
-        0.0,
-    )
-    is_top = (c.full_ckpt > 0) & (np.mod(stop - 1.0, every) == 0)
-    each = again * s.between + (stage.layers - again) * one.kept
-    return each, np.where(is_top, one.kept - s.between, 0.0)
+    each = stage.again * s.between + (stage.layers - stage.again) * one.kept
+    return each, np.where(stage.top_again > 0, one.kept - s.between, 0.0)

@@ -47,10 +47,11 @@ def stage_layers(c: Columns, *, head_in_layers: Floats) -> StageLayers:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Micro batches whose activations a rank holds at once, over all of its layers: on the first
-    and the last rank; `late` of the last wait for their weight gradients only."""
+    """Micro batches whose activations a rank holds at once, over all of its layers: on the first,
+    the second and the last rank; `late` of the last wait for their weight gradients only."""
 
     first: Floats
+    second: Floats
     last: Floats
     late: Floats
 
@@ -60,11 +61,15 @@ def held(c: Columns, micros: Floats) -> Held:
     cut short a little more than is held."""
     split, looped = c.schedule == _ZERO_BUBBLE, c.vpp > 1
     first = np.where(looped, ((c.vpp + 1.0) * c.pp - 1.0) / c.vpp, c.pp)
+    # A rank begins two forwards of one of its parts later than the rank before it.
+    second = np.where(split, first, np.where(looped, first - 2.0 / c.vpp, c.pp - 1.0))
     started = np.where(looped, ((c.vpp - 1.0) * c.pp + 1.0) / c.vpp, 1.0)
     last = np.where(split, c.pp, started)
     every = (c.schedule == _GPIPE) & (c.pp > 1)
-    first, last = (np.where(every, micros, np.minimum(micros, some)) for some in (first, last))
-    return Held(first, last, np.where(split, np.maximum(0.0, last - started), 0.0))
+    first, second, last = (
+        np.where(every, micros, np.minimum(micros, some)) for some in (first, second, last)
+    )
+    return Held(first, second, last, np.where(split, np.maximum(0.0, last - started), 0.0))
 
 
 def pipeline_s(
