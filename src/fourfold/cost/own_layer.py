@@ -124,14 +124,19 @@ def _fp8_casts(c: Columns, s: Sizes, many: Floats, wide: Floats) -> list[Floats]
     return [np.where(c.precision == _FP8, moment, -np.inf) for moment in moments]
 
 
-def loss_bytes(c: Columns, s: Sizes, embed: Floats) -> Floats:
+def logits_bytes(c: Columns, s: Sizes) -> Floats:
     """Logits in their format and three times in fp32 (cut by vocabulary), or two and a half."""
     wide = np.maximum(4.0, c.act_bytes)
-    each = np.where(c.tp > 1, c.act_bytes + 3.0 * wide, 3.0 * wide)
+    return s.logits * np.where(c.tp > 1, c.act_bytes + 3.0 * wide, 3.0 * wide)
+
+
+def loss_bytes(c: Columns, s: Sizes, embed: Floats) -> Floats:
+    """The most that the loss holds, forwards or backwards."""
+    all_logits = logits_bytes(c, s)
     # In parts the gradient of the head's weights is added up: old, new and sum.
     head = embed * c.act_bytes
-    parts = np.maximum(s.logits * each + head, 2.0 * s.logits * c.act_bytes + 3.0 * head)
-    plain = np.where(c.loss_chunks > 1, parts + s.whole, s.logits * each)
+    parts = np.maximum(all_logits + head, 2.0 * s.logits * c.act_bytes + 3.0 * head)
+    plain = np.where(c.loss_chunks > 1, parts + s.whole, all_logits)
     # The lean one: the gradient takes the logits' place; in parts it makes the weights' at once.
     lean = s.logits * c.act_bytes + np.where(c.loss_chunks > 1, head + s.whole, 0.0)
     return np.where(c.lean_loss > 0, lean, plain)

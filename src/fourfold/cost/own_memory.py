@@ -17,7 +17,7 @@ from fourfold.cost.alone_memory import Moments, Params, alone, is_alone
 from fourfold.cost.columns import SCHEDULE, Columns
 from fourfold.cost.gemm import Floats
 from fourfold.cost.layer import layer_params
-from fourfold.cost.own_layer import Layer, Sizes, layer, loss_bytes, sizes
+from fourfold.cost.own_layer import Layer, Sizes, layer, logits_bytes, loss_bytes, sizes
 from fourfold.cost.pipeline import Held, held
 from fourfold.cost.stages import EMBEDDING_COST, split_layers
 from fourfold.result.unseen import (
@@ -202,8 +202,9 @@ def _now(c: Columns, stage: Stage, w: _Parts, flight: Floats, micros: Floats, la
     losses = np.where(gpipe, flight - 1.0, late)
     lost = np.where(gpipe & (c.loss_chunks > 1), stage.last * s.whole, late_loss)
     base = (flight - 1.0 - late) * own + late * stage.layers * one.late + losses * lost
-    # The buffer of the last reduction stays until the next one.
-    sent_last = np.where(w.root > 0, w.root, w.layer) * g
+    # The buffer of the last reduction stays until the next one, in each virtual stage.
+    parts = np.where(micros > c.pp, c.vpp - 1.0, 0.0)
+    sent_last = (np.where(w.root > 0, w.root, w.layer) + parts * w.layer) * g
     return _Now(
         later=later,
         reduces=(c.zero >= 2) | (micros < 2),
@@ -267,7 +268,11 @@ def _in_loss(c: Columns, stage: Stage, w: _Parts, now: _Now) -> tuple[Floats, Fl
     gathers = (w.shards > 1) & ((c.zero >= 3) | (not now.later))
     flat = np.where(gathers, w.layer * c.act_bytes, 0.0)
     loss = stage.last * loss_bytes(c, s, w.head)
-    total = now.base + now.own + stage.last * s.whole + loss + now.kept + flat
+    # In parts the loss is largest in its backward, when the gathered copy is gone.
+    in_parts = (c.loss_chunks > 1) & (c.lean_loss <= 0)
+    forward = stage.last * logits_bytes(c, s) + flat
+    most = np.where(in_parts, np.maximum(loss, forward), loss + flat)
+    total = now.base + now.own + stage.last * s.whole + most + now.kept
     return np.where((c.schedule == _GPIPE) & now.later, 0.0, total), loss
 
 
