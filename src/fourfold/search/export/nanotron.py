@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from fourfold.search.export.package import MARK, Package
 from fourfold.search.export.setup import (
+    LLAMA_SHAPE,
     Setup,
     check_choice,
     check_model,
@@ -20,22 +21,11 @@ RELEASE = "nanotron 0.4"
 LIMITS = {"cp": 1, "recompute": "none"}
 _ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
 _DTYPES = {"bf16-mixed": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_MODELS: dict[str, tuple[object, ...]] = {
-    "family": ("llama",),
-    "activation": ("swiglu",),
-    "norm": ("rmsnorm",),
-    "bias": (False,),
-    "embedding_norm": (False,),
-    "qkv_bias": (None, False),
-    "out_bias": (None, False),
-    "mlp_bias": (None, False),
-    "qk_norm": ("none",),
-}
 _THETA = 10000.0  # built in
 
 
 def check(model: ModelShape) -> None:
-    check_model("nanotron", model, _MODELS)
+    check_model("nanotron", model, LLAMA_SHAPE)
     place = model.positions
     if place.kind != "rope":
         raise no_setting("nanotron", "model.positions.kind", place.kind, "rope")

@@ -68,6 +68,20 @@ def no_setting(engine: str, field: str, value: object, way_out: str) -> UserErro
     return UserError(f"{engine} has no setting for it", field=field, value=value, way_out=way_out)
 
 
+# What an engine must find in a model that it knows only as a Llama.
+LLAMA_SHAPE: dict[str, tuple[object, ...]] = {
+    "family": ("llama",),
+    "activation": ("swiglu",),
+    "norm": ("rmsnorm",),
+    "bias": (False,),
+    "embedding_norm": (False,),
+    "qkv_bias": (None, False),
+    "out_bias": (None, False),
+    "mlp_bias": (None, False),
+    "qk_norm": ("none",),
+}
+
+
 def check_model(engine: str, model: ModelShape, allowed: dict[str, tuple[object, ...]]) -> None:
     """Refuse what the engine cannot express: `allowed` maps fields to the values it has."""
     for name, values in allowed.items():

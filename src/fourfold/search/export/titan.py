@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fourfold.search.export.setup import (
+    LLAMA_SHAPE,
     Setup,
     check_choice,
     check_model,
@@ -19,23 +20,12 @@ SCHEDULES = {
     ("interleaved", True): "Interleaved1F1B",
     ("zero-bubble", True): "InterleavedZeroBubble",
 }
-_MODELS: dict[str, tuple[object, ...]] = {
-    "family": ("llama",),
-    "activation": ("swiglu",),
-    "norm": ("rmsnorm",),
-    "bias": (False,),
-    "embedding_norm": (False,),
-    "qkv_bias": (None, False),
-    "out_bias": (None, False),
-    "mlp_bias": (None, False),
-    "qk_norm": ("none",),
-}
 OWN = "tokenizer (hf_assets_path), data, learning rate and number of steps"
 DTYPES = {"bf16-mixed": "bfloat16", "fp32": "float32"}
 
 
 def check_llama(engine: str, model: ModelShape) -> None:
-    check_model(engine, model, _MODELS)
+    check_model(engine, model, LLAMA_SHAPE)
     place = model.positions
     if place.kind != "rope":
         raise no_setting(engine, "model.positions.kind", place.kind, "rope")
