@@ -33,6 +33,7 @@ examples:
   fourfold verify --world 16 --layout "pp2 dp2 cp2 tp2" --set policy.cp_kind=ulysses
   fourfold verify --world 4 --layout "dp2 tp2" --break norm-grad   must fail: it sees mistakes
   fourfold verify --world 8 --device cuda         on your GPUs, over NCCL
+  fourfold verify --world 8 --sample 20 --device cuda --share-gpu    all ranks on one GPU
 """
 FAULTS = (
     "loss-divisor", "tied-grad", "cp-positions", "norm-grad",
@@ -58,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--axis", choices=AXES, help="only layouts with this axis above 1")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--share-gpu",
+        action="store_true",
+        help="several ranks on a GPU: its kernels, gloo through host memory between ranks",
+    )
     parser.add_argument("--break", dest="fault", choices=FAULTS, help="plant a fault: must fail")
     parser.add_argument(
         "--precision", default="fp32", metavar="X", help=f"{', '.join(BUNDLES)} (default fp32)"
@@ -102,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         "total": len(rows),
         "world": wish.world,
         "device": args.device,
+        "share_gpu": args.share_gpu,
         "precision": found[0].policy.precision,
         "break": args.fault,
         "limits": limits[0] if limits else {},
@@ -178,7 +185,12 @@ def _checked_sizes(args: argparse.Namespace, world: int) -> None:
     """0 is a mistake, not the absence of a wish; and GPUs are counted before ranks start."""
     asked = {"global_batch": args.global_batch, "micro_batch": args.micro_batch}
     check.whole(**{name: size for name, size in asked.items() if size is not None})
-    require_gpus(args.device, world, way_out="--device cpu")
+    if args.share_gpu and args.device != "cuda":
+        raise UserError(
+            "belongs to --device cuda", field="--share-gpu", way_out="add --device cuda"
+        )
+    way_out = "--device cpu" if args.share_gpu else "--share-gpu, or --device cpu"
+    require_gpus(args.device, world, way_out=way_out, shared=args.share_gpu)
     flags.permit(args).require_room(world)
 
 
@@ -187,6 +199,8 @@ def _carry_out(found: list[RunSpec], args: argparse.Namespace) -> list[dict[str,
     from fourfold.launch.scratch import scratch
 
     options = (("break", args.fault),) if args.fault else ()
+    if args.share_gpu:
+        options += (("share_gpu", "true"),)
     limits = Limits(start_s=max(600.0, args.limit), step_s=args.limit)
     job = Job(job="verify", specs=tuple(found), ranks=found[0].gpus, options=options, limits=limits)
     with scratch() as folder:
@@ -252,8 +266,9 @@ def _summary(report: dict[str, Any]) -> str:
     sizes = report["micro_batches"]
     micro = f"\nmicro batches, in sequences: {sizes}" if sizes else ""
     limits = ", ".join(f"{what} {limit:g}" for what, limit in report["limits"].items())
+    device = report["device"] + (" (shared, over gloo)" if report["share_gpu"] else "")
     return (
         f"{report['passed']} of {report['total']} layouts equal one process ({by_family}); "
-        f"refused: {refused or 'none'}\n{report['world']} ranks, {report['device']}, "
+        f"refused: {refused or 'none'}\n{report['world']} ranks, {device}, "
         f"{report['precision']}{fault}; limits: {limits}{micro}"
     )

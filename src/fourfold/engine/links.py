@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fourfold.engine import probe
 from fourfold.engine.clock import lower_quartile, reading
+from fourfold.engine.parallel import messages
 from fourfold.engine.world import Group, World
 from fourfold.result.profile import CollectivePoint, SharedPoint
 from fourfold.result.report import LinkRate
@@ -94,7 +95,7 @@ def _in_group(op: str, payload: int, device: torch.device, group: Group) -> Call
     def around() -> None:
         send = dist.P2POp(dist.isend, mine, ahead, group.handle)
         take = dist.P2POp(dist.irecv, theirs, behind, group.handle)
-        for part in dist.batch_isend_irecv([send, take]):
+        for part in messages.start([send, take]):
             part.wait()
 
     return around
@@ -132,7 +133,7 @@ def _collective(
     def around() -> None:
         send = dist.P2POp(dist.isend, whole, ahead, group)
         take = dist.P2POp(dist.irecv, received, behind, group)
-        for work in dist.batch_isend_irecv([send, take]):
+        for work in messages.start([send, take]):
             work.wait()
 
     return around

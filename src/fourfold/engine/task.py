@@ -51,6 +51,11 @@ class Task:
     def rank(self) -> int:
         return self.place.rank
 
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether ranks may share a GPU: NCCL refuses that, so they talk over gloo."""
+        return self.job.option("share_gpu") == "true"
+
     def device(self, wanted: str) -> torch.device:
         """`auto` takes a GPU per local rank where there are enough."""
         if wanted == "auto":
@@ -58,17 +63,19 @@ class Task:
                 torch.cuda.device_count() >= self.place.local_world
             )
             wanted = "cuda" if enough else "cpu"
-        return (
-            torch.device("cuda", self.place.local_rank) if wanted == "cuda" else torch.device("cpu")
-        )
+        if wanted != "cuda":
+            return torch.device("cpu")
+        local = self.place.local_rank
+        return torch.device("cuda", local % torch.cuda.device_count() if self.shares_gpu else local)
 
     def join(self, device: torch.device) -> None:
         """Meet the other ranks. By a file on one host: no port to be taken by somebody else."""
         self.heart.mark("join")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        where: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        by_nccl = device.type == "cuda" and not self.shares_gpu
+        backend = "nccl" if by_nccl else "gloo"
+        where: dict[str, Any] = {"device_id": device} if by_nccl else {}
         if self.place.by_address:
             dist.init_process_group(backend, rank=self.rank, world_size=self.place.world, **where)
             return

@@ -30,12 +30,17 @@ def gpu_count() -> int:
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
-def require_gpus(device: str, ranks: int, *, way_out: str = "device = cpu") -> None:
-    """Every rank computes on a GPU of its own; said before ranks start, not by one that falls."""
-    if device == "cuda" and (gpus := gpu_count()) < ranks:
-        raise UserError(
-            f"needs a GPU for each of {ranks} ranks, and this machine has {gpus}",
-            field="device",
-            value=device,
-            way_out=f"{gpus} ranks, or {way_out}" if gpus else way_out,
-        )
+def require_gpus(
+    device: str, ranks: int, *, way_out: str = "device = cpu", shared: bool = False
+) -> None:
+    """Every rank computes on a GPU of its own, or (`shared`) there is one for all of them; said
+    before ranks start, not by one that falls."""
+    if device != "cuda" or (gpus := gpu_count()) >= (1 if shared else ranks):
+        return
+    wanted = "a GPU to share" if shared else f"a GPU for each of {ranks} ranks"
+    raise UserError(
+        f"needs {wanted}, and this machine has {gpus}",
+        field="device",
+        value=device,
+        way_out=f"{gpus} ranks, or {way_out}" if gpus else way_out,
+    )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fourfold.cost.schedule import Action
 from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.parallel import messages
 from fourfold.engine.parallel.schedule import Exchange, Step, Transfer
 from fourfold.engine.world import Group
 
@@ -58,8 +59,8 @@ class Pipeline:
         self.outputs: dict[Key, Tensor] = {}
         self.grads: dict[Key, Tensor] = {}
         self.to_send: dict[Key, Tensor] = {}
-        self.receiving: dict[tuple[str, Key], dist.Work] = {}
-        self.sending: list[tuple[dist.Work, Tensor]] = []
+        self.receiving: dict[tuple[str, Key], messages.Pending] = {}
+        self.sending: list[tuple[messages.Pending, Tensor]] = []
 
     def run(self, plan: Sequence[Step]) -> list[Tensor]:
         """Losses of the micro batches, detached; none but on the rank of the last chunk."""
@@ -116,9 +117,7 @@ class Pipeline:
         if any(transfer.is_send for transfer in exchange.transfers):
             self._finish_sending()
         posted = [self._post(transfer) for transfer in exchange.transfers]
-        works = dist.batch_isend_irecv([op for op, _ in posted])
-        if len(works) != len(posted):  # NCCL joins a batch into one piece of work
-            works = [works[0]] * len(posted)
+        works = messages.start([op for op, _ in posted])
         for work, (_, tensor), transfer in zip(works, posted, exchange.transfers, strict=True):
             if transfer.is_send:
                 self.sending.append((work, tensor))
