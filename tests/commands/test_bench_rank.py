@@ -13,8 +13,8 @@ from fourfold.cli import main
 from fourfold.commands import bench_rank
 from fourfold.result.dryrun import Traffic
 from fourfold.result.job import JobReport, answer_file
+from fourfold.result.one_rank import BareKernel, PhaseTime, StandIn
 from fourfold.result.report import Failure, RunReport
-from fourfold.result.stand_in import BareKernel, PhaseTime, StandIn
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 

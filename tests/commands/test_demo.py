@@ -9,9 +9,9 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.commands import demo
-from fourfold.cost import calibration
-from fourfold.cost.knobs import BY_NAME
-from fourfold.cost.measured import calibration_of
+from fourfold.cost.fit import calibration
+from fourfold.cost.fit.coefficients import BY_NAME
+from fourfold.cost.fit.measured import calibration_of
 from fourfold.result.profile import (
     AttentionPoint,
     CollectivePoint,

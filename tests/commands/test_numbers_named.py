@@ -10,9 +10,9 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.commands import bench, plan, report, runs
-from fourfold.cost.calibration import generation_of
-from fourfold.cost.counting import ALIASES
-from fourfold.cost.flops import DEFAULT
+from fourfold.cost.count.counting import ALIASES
+from fourfold.cost.count.flops import DEFAULT
+from fourfold.cost.fit.calibration import generation_of
 from fourfold.spec import catalog
 from fourfold.spec.expression import in_gib, parse
 from fourfold.tables.context import Context, after

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
+from fourfold.result.files.store import Store
 from fourfold.result.report import Failure, RankMemory, RunReport, StepReport
-from fourfold.result.store import Store
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.tables.styles import MPT_HEADINGS

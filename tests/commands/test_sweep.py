@@ -9,8 +9,8 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.commands import sweep
+from fourfold.result.files.store import Store
 from fourfold.result.report import RunReport, StepReport
-from fourfold.result.store import Store
 from fourfold.spec.run import RunSpec
 from fourfold.spec.token_write import write_array
 

@@ -9,6 +9,7 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.commands import sweep
+from fourfold.result.files.store import Store
 from fourfold.result.profile import (
     CollectivePoint,
     CopyPoint,
@@ -17,7 +18,6 @@ from fourfold.result.profile import (
     SharedPoint,
 )
 from fourfold.result.report import RunReport, StepReport
-from fourfold.result.store import Store
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 

@@ -10,11 +10,12 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.commands import train as command
-from fourfold.cost.flops import CONVENTIONS, Question
+from fourfold.cost.count.flops import CONVENTIONS, Question
 from fourfold.errors import UserError
-from fourfold.result import checkpoints, curve
-from fourfold.result.state import CheckpointState
-from fourfold.result.training import TrainingFolder
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.files import curve
+from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.spec import Batch, Policy, RunSpec
 from fourfold.spec.catalog import model
 from fourfold.spec.train import TrainSettings

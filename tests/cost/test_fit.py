@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.cost.accuracy import pair_agreement, score
-from fourfold.cost.calibration import Calibration, Entry, blend, from_json, shipped, to_json
-from fourfold.cost.estimate import estimate
-from fourfold.cost.fit import MOST_MEMORY, MOST_TIME, fit_entries, sample
-from fourfold.cost.folds import folds
-from fourfold.cost.interval import bounds
-from fourfold.cost.knobs import BY_NAME, defaults
-from fourfold.cost.predict import predict
-from fourfold.cost.rows import Rows, parse
-from fourfold.cost.suggest import suggest
-from fourfold.cost.table import SCHEMA, read_table
+from fourfold.cost.fit.accuracy import pair_agreement, score
+from fourfold.cost.fit.calibration import Calibration, Entry, blend, from_json, shipped, to_json
+from fourfold.cost.fit.coefficients import BY_NAME, defaults
+from fourfold.cost.fit.fit import MOST_MEMORY, MOST_TIME, fit_entries, sample
+from fourfold.cost.fit.folds import folds
+from fourfold.cost.fit.interval import bounds
+from fourfold.cost.fit.suggest import suggest
+from fourfold.cost.step.estimate import estimate
+from fourfold.cost.table.predict import predict
+from fourfold.cost.table.reference import SCHEMA, read_table
+from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
 
 GOLDEN = Path(__file__).parent.parent / "golden"

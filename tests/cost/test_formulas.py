@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.attention import attention_s
 from fourfold.cost.columns import ATTENTION, SCHEDULE, Columns, columns
-from fourfold.cost.counting import all_params, flops_per_token
-from fourfold.cost.estimate import PARTS, estimate
-from fourfold.cost.flops import CONVENTIONS, Question
-from fourfold.cost.gemm import gemm_s, misalignment, tile_waves
-from fourfold.cost.hardware import device_facts, fabric_facts
-from fourfold.cost.knobs import KNOBS, defaults
-from fourfold.cost.layer import layer_params
-from fourfold.cost.memory import memory
-from fourfold.cost.params import layer_matmul_params, model_params
-from fourfold.cost.pipeline import pipeline_s
-from fourfold.cost.power import clock_share
+from fourfold.cost.count.counting import all_params, flops_per_token
+from fourfold.cost.count.flops import CONVENTIONS, Question
+from fourfold.cost.count.params import layer_matmul_params, model_params
+from fourfold.cost.fit.coefficients import KNOBS, defaults
+from fourfold.cost.memory.peak import memory
 from fourfold.cost.specs import model_facts
-from fourfold.cost.traffic import group_rate, ranks_within
+from fourfold.cost.step.attention import attention_s
+from fourfold.cost.step.estimate import PARTS, estimate
+from fourfold.cost.step.gemm import gemm_s, misalignment, tile_waves
+from fourfold.cost.step.hardware import device_facts, fabric_facts
+from fourfold.cost.step.layer import layer_params
+from fourfold.cost.step.pipeline import pipeline_s
+from fourfold.cost.step.power import clock_share
+from fourfold.cost.step.traffic import group_rate, ranks_within
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy

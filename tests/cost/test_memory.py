@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from fourfold.cli import main
-from fourfold.cost import calibration as calibrations
-from fourfold.cost.accuracy import score
 from fourfold.cost.columns import Columns
-from fourfold.cost.estimate import estimate
-from fourfold.cost.habits import family_of
-from fourfold.cost.memory import limit_bytes, memory
-from fourfold.cost.memory_interval import NO, TIGHT, YES, memory_bounds, verdicts
-from fourfold.cost.predict import predict
-from fourfold.cost.rows import parse
+from fourfold.cost.fit import calibration as calibrations
+from fourfold.cost.fit.accuracy import score
+from fourfold.cost.fit.habits import family_of
+from fourfold.cost.memory.interval import NO, TIGHT, YES, memory_bounds, verdicts
+from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.specs import columns_of
-from fourfold.cost.table import read_table
+from fourfold.cost.step.estimate import estimate
+from fourfold.cost.table.predict import predict
+from fourfold.cost.table.reference import read_table
+from fourfold.cost.table.rows import parse
 from fourfold.search.question import entry_for, usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch

@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 
-from fourfold.cost.params import layer_matmul_params, layer_params
+from fourfold.cost.count.params import layer_matmul_params, layer_params
 from fourfold.cost.trace.layer import layer
 from fourfold.cost.trace.layer_ask import LayerAsk
 from fourfold.cost.trace.walk import StepRow, walk

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.engine import checkpoint, compat
-from fourfold.engine.checkpoint import state_of
-from fourfold.engine.held import held
-from fourfold.engine.init import InitRule
-from fourfold.engine.saver import Saver
-from fourfold.engine.trainer import Trainer
-from fourfold.engine.world import World
+from fourfold.engine import compat
+from fourfold.engine.checkpoint import checkpoint
+from fourfold.engine.checkpoint.background import Saver
+from fourfold.engine.checkpoint.checkpoint import state_of
+from fourfold.engine.checkpoint.state import held
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.training.init import InitRule
+from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
-from fourfold.result import checkpoints
+from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.catalog import model
 

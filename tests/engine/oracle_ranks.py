@@ -28,17 +28,18 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fourfold.cost.stages import stage_layers
-from fourfold.engine import compat, init
-from fourfold.engine.init import InitRule
+from fourfold.cost.count.stages import stage_layers
+from fourfold.engine import compat
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, make_tables, rotate
 from fourfold.engine.parallel import order
-from fourfold.engine.parallel.regional import apply_compile
-from fourfold.engine.pieces import Place, pieces
-from fourfold.engine.trainer import Trainer
-from fourfold.engine.world import World
+from fourfold.engine.parallel.compile import apply_compile
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.parallel.shards import Place, pieces
+from fourfold.engine.training import init
+from fourfold.engine.training.init import InitRule
+from fourfold.engine.training.trainer import Trainer
 from fourfold.spec import Batch, Layout, ModelShape, Policy, RunSpec
 from fourfold.spec.catalog import model
 

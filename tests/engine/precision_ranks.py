@@ -17,16 +17,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.engine import compat
-from fourfold.engine.account import _fsdp_parameters
-from fourfold.engine.compare import RankFindings
-from fourfold.engine.data import Synthetic
-from fourfold.engine.init import InitRule
+from fourfold.engine.data.source import Synthetic
 from fourfold.engine.model.layers import Norm
-from fourfold.engine.optimizer import AdamSettings
-from fourfold.engine.reference import Recipe, train_alone
-from fourfold.engine.scaler import ScalerSettings
-from fourfold.engine.trainer import Trainer
-from fourfold.engine.world import World
+from fourfold.engine.observe.phases import _fsdp_parameters
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.training.init import InitRule
+from fourfold.engine.training.loss_scale import ScalerSettings
+from fourfold.engine.training.optimizer import AdamSettings
+from fourfold.engine.training.trainer import Trainer
+from fourfold.engine.verify.compare import RankFindings
+from fourfold.engine.verify.reference import Recipe, train_alone
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.batch import Ramp
 from fourfold.spec.catalog import shape

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.engine.held import Slot, divide
+from fourfold.engine.checkpoint.state import Slot, divide
 
 HERE = Path(__file__).parent
 

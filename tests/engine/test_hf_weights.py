@@ -11,19 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fourfold.cost.params import tensors
-from fourfold.engine import hf, init
-from fourfold.engine.hf import HfWeights, fill
-from fourfold.engine.hf_export import Export, export
-from fourfold.engine.init import InitRule
+from fourfold.cost.count.params import tensors
+from fourfold.engine.checkpoint import hf_read as hf
+from fourfold.engine.checkpoint.hf_read import HfWeights, fill
+from fourfold.engine.checkpoint.hf_write import Export, export
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
-from fourfold.engine.pieces import Block, Place, pieces, tp_block
+from fourfold.engine.parallel.shards import Block, Place, pieces, tp_block
+from fourfold.engine.training import init
+from fourfold.engine.training.init import InitRule
 from fourfold.errors import UserError
 from fourfold.spec import catalog
-from fourfold.spec.hf import shape_from_config
-from fourfold.spec.hf_tensors import approximation, export_type
-from fourfold.spec.hf_write import config_of
+from fourfold.spec.hf.read import shape_from_config
+from fourfold.spec.hf.tensors import approximation, export_type
+from fourfold.spec.hf.write import config_of
 from fourfold.spec.model import ModelShape, Positions, RopeScaling
 
 SEQ_LEN = 32

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from fourfold.cost.params import tensors
-from fourfold.engine import counter, init
-from fourfold.engine.init import InitRule
+from fourfold.cost.count.params import tensors
+from fourfold.engine.data import rng as counter
 from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.parallel.groups import Group
+from fourfold.engine.parallel.shards import Place, pieces
 from fourfold.engine.parallel.tensor import apply_tensor
-from fourfold.engine.pieces import Place, pieces
-from fourfold.engine.world import Group
+from fourfold.engine.training import init
+from fourfold.engine.training.init import InitRule
 from fourfold.spec.catalog import model
 
 SEQ_LEN = 32

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fourfold.cost.flops import CONVENTIONS, Question
-from fourfold.cost.params import layer_matmul_params
-from fourfold.cost.stages import stage_layers
-from fourfold.engine import bare, lone
-from fourfold.engine.kernels import Attend, Kernel, Product, stage_kernels
-from fourfold.engine.world import World
+from fourfold.cost.count.flops import CONVENTIONS, Question
+from fourfold.cost.count.params import layer_matmul_params
+from fourfold.cost.count.stages import stage_layers
+from fourfold.engine.microbench import kernel_times as bare
+from fourfold.engine.microbench.kernels import Attend, Kernel, Product, stage_kernels
+from fourfold.engine.one_rank import fake_peers as lone
+from fourfold.engine.parallel.groups import World
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 

@@ -15,8 +15,8 @@ import pytest
 
 from fourfold.launch import local
 from fourfold.launch.local import run_job
+from fourfold.result.files.sealed import unseal
 from fourfold.result.job import Beat, JobReport, beat_file, read_beat
-from fourfold.result.sealed import unseal
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model

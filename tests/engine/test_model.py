@@ -7,13 +7,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fourfold.cost.params import model_params, tensors
-from fourfold.cost.stages import stage_layers
-from fourfold.engine import init
-from fourfold.engine.init import InitRule
+from fourfold.cost.count.params import model_params, tensors
+from fourfold.cost.count.stages import stage_layers
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import alibi_slope, make_tables
-from fourfold.engine.pieces import Place, pieces, published
+from fourfold.engine.parallel.shards import Place, pieces, published
+from fourfold.engine.training import init
+from fourfold.engine.training.init import InitRule
 from fourfold.spec.catalog import model, model_names, shape
 from fourfold.spec.model import ModelShape
 from fourfold.spec.runnable import not_run

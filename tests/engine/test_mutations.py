@@ -22,15 +22,17 @@ import torch.distributed as dist
 
 from fourfold.cli import main
 from fourfold.commands import train as command
-from fourfold.engine import checkpoint
-from fourfold.engine.held import Held
+from fourfold.engine.checkpoint import checkpoint
+from fourfold.engine.checkpoint.state import Held
 from fourfold.errors import UserError
-from fourfold.result import checkpoints, curve, index
-from fourfold.result.curve import Point
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint import index
+from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.files import curve
+from fourfold.result.files.curve import Point
+from fourfold.result.files.sealed import seal
+from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import JobReport, answer_file
-from fourfold.result.sealed import seal
-from fourfold.result.state import CheckpointState
-from fourfold.result.training import TrainingFolder
 from fourfold.spec import Batch, Policy, RunSpec
 from fourfold.spec.catalog import model
 from fourfold.spec.job import Job

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fourfold.engine.one_pass import OnePassAdamW
-from fourfold.engine.optimizer import AdamSettings, param_groups
+from fourfold.engine.training.one_pass import OnePassAdamW
+from fourfold.engine.training.optimizer import AdamSettings, param_groups
 
 SETTINGS = AdamSettings(lr=1e-2)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fourfold.engine import compat
-from fourfold.engine.dryrun import count_rank
-from fourfold.engine.gpu_kernels import gpu_kernels
+from fourfold.engine.jobs.dryrun import count_rank
+from fourfold.engine.observe.gpu_kernels import gpu_kernels
 from fourfold.errors import UserError
-from fourfold.result.unseen import unseen_parts
+from fourfold.result.overheads import unseen_parts
 from fourfold.search.forecast import forecast
 from fourfold.search.legal import Target, why_not
 from fourfold.search.question import usual_cluster

@@ -9,13 +9,13 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fourfold.cost.params import layer_matmul_params
-from fourfold.engine.account import mark_phases, watch
-from fourfold.engine.dryrun import count_rank
-from fourfold.engine.ledger import Ledger
-from fourfold.engine.task import CPU
-from fourfold.engine.trainer import Trainer
-from fourfold.engine.world import World
+from fourfold.cost.count.params import layer_matmul_params
+from fourfold.engine.jobs.dryrun import count_rank
+from fourfold.engine.observe.ledger import Ledger
+from fourfold.engine.observe.phases import mark_phases, watch
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.process.task import CPU
+from fourfold.engine.training.trainer import Trainer
 from fourfold.result.dryrun import RankCount
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.catalog import shape

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.engine import dryrun
-from fourfold.engine.dryrun import count_rank, with_micro_batches
+from fourfold.engine.jobs import dryrun
+from fourfold.engine.jobs.dryrun import count_rank, with_micro_batches
 from fourfold.engine.model.layers import Layer
 from fourfold.launch.local import run_job
 from fourfold.result.dryrun import RankCount

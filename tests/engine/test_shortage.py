@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fourfold.engine import shortage
-from fourfold.engine.sampler import Sampler, parse
+from fourfold.engine.observe import oom as shortage
+from fourfold.engine.observe.nvidia_smi import Sampler, parse
 from fourfold.result.dryrun import Large
 
 

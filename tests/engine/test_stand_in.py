@@ -9,8 +9,8 @@ import pytest
 from fourfold.launch.local import run_job
 from fourfold.result.dryrun import RankCount
 from fourfold.result.job import answer_file
+from fourfold.result.one_rank import StandIn
 from fourfold.result.report import RunReport
-from fourfold.result.stand_in import StandIn
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.result.store import WORK, Store
+from fourfold.result.files.store import WORK, Store
 
 # By its whole path: the sweep runs in a folder of its own.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}

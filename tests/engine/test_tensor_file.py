@@ -13,14 +13,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from fourfold.engine import checkpoint, tensor_file
-from fourfold.engine.checkpoint import CheckpointError, read_into
-from fourfold.engine.held import Held
-from fourfold.engine.tensor_file import index_of, key_of, read_all, reads_of, write_file
+from fourfold.engine.checkpoint import checkpoint, tensor_file
+from fourfold.engine.checkpoint.checkpoint import CheckpointError, read_into
+from fourfold.engine.checkpoint.state import Held
+from fourfold.engine.checkpoint.tensor_file import index_of, key_of, read_all, reads_of, write_file
 from fourfold.errors import UserError
-from fourfold.result import checkpoints, index
-from fourfold.result.inside import NotWholeError
-from fourfold.result.state import CheckpointState
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint import index
+from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.files.inside import NotWholeError
 from fourfold.spec import Batch, Policy, RunSpec
 from fourfold.spec.catalog import model
 

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.engine.data import Synthetic, data_facts, source_of
-from fourfold.engine.init import InitRule
+from fourfold.engine.data.shuffle import shuffled
+from fourfold.engine.data.source import Synthetic, data_facts, source_of
+from fourfold.engine.data.token_file import TokenFile
 from fourfold.engine.model.decoder import IGNORE
-from fourfold.engine.optimizer import AdamSettings
 from fourfold.engine.parallel.ring import zigzag
-from fourfold.engine.reference import Recipe, train_alone
-from fourfold.engine.shuffle import shuffled
-from fourfold.engine.token_file import TokenFile
+from fourfold.engine.training.init import InitRule
+from fourfold.engine.training.optimizer import AdamSettings
+from fourfold.engine.verify.reference import Recipe, train_alone
 from fourfold.errors import UserError
 from fourfold.launch.local import run_job
 from fourfold.spec.batch import Batch

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fourfold.engine.optimizer import Optimizer
-from fourfold.engine.train import adam
-from fourfold.result import checkpoints, curve
+from fourfold.engine.jobs.train import adam
+from fourfold.engine.training.optimizer import Optimizer
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.files import curve
 from fourfold.result.job import beat_file, read_beat
 from fourfold.spec.train import TrainSettings
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fourfold.engine import dryrun
-from fourfold.engine.ledger import Ledger
+from fourfold.engine.jobs import dryrun
+from fourfold.engine.observe.ledger import Ledger
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import shape
 from fourfold.spec.layout import Layout

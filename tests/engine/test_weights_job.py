@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fourfold.cli import main
-from fourfold.engine import init
-from fourfold.engine.hf_export import Export, export
-from fourfold.engine.init import InitRule
+from fourfold.engine.checkpoint.hf_write import Export, export
 from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.pieces import Place, pieces
+from fourfold.engine.parallel.shards import Place, pieces
+from fourfold.engine.training import init
+from fourfold.engine.training.init import InitRule
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
 

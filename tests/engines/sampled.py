@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.cost.params import model_params
+from fourfold.cost.count.params import model_params
 from fourfold.cost.specs import columns_of
 from fourfold.errors import UserError
 from fourfold.search import export

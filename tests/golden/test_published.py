@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cost.flops import Question, convention, utilisation_pct
-from fourfold.cost.params import model_params
+from fourfold.cost.count.flops import Question, convention, utilisation_pct
+from fourfold.cost.count.params import model_params
 from fourfold.spec import Layout, ModelShape, Policy, catalog
 
 GOLDEN = Path(__file__).parent

@@ -14,7 +14,7 @@ import pytest
 
 from fourfold import files
 from fourfold.cli import main
-from fourfold.cost.table import read_table
+from fourfold.cost.table.reference import read_table
 from fourfold.errors import UserError
 from fourfold.spec import codec
 from fourfold.tables.document import parse

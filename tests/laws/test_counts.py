@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fourfold.cost.flops import CONVENTIONS, Question
-from fourfold.cost.params import (
+from fourfold.cost.count.flops import CONVENTIONS, Question
+from fourfold.cost.count.params import (
     chunk,
     model_params,
     rank_params,
@@ -16,7 +16,7 @@ from fourfold.cost.params import (
     tensors,
     tp_shape,
 )
-from fourfold.cost.stages import head_cost, split_layers, stage_layers
+from fourfold.cost.count.stages import head_cost, split_layers, stage_layers
 from fourfold.spec import Layout, ModelShape, Policy, catalog
 
 models = st.sampled_from(sorted(catalog.model_names())).map(catalog.model)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cost.columns import SCHEDULE
-from fourfold.cost.pipeline import held
-from fourfold.cost.schedule import Action, global_order, held_at_once, rank_actions
-from fourfold.cost.simulate import ChunkTimes, simulate, step_s
+from fourfold.cost.schedule.actions import Action, global_order, held_at_once, rank_actions
+from fourfold.cost.schedule.simulate import ChunkTimes, simulate, step_s
+from fourfold.cost.step.pipeline import held
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20))
 KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble")

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from fourfold.cli import main
+from fourfold.result.files.sealed import seal
+from fourfold.result.files.store import INDEX, RUN_FILE, Store
+from fourfold.result.oom import Shortage
 from fourfold.result.prediction import Prediction
 from fourfold.result.report import Failure, RankMemory, RankSteps, RunReport, StepReport
-from fourfold.result.sealed import seal
-from fourfold.result.shortage import Shortage
-from fourfold.result.store import INDEX, RUN_FILE, Store
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 

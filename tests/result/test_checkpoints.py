@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.result import checkpoints, curve, inside
-from fourfold.result.curve import Point
-from fourfold.result.inside import NotWholeError, UnreadableError
-from fourfold.result.sealed import seal
-from fourfold.result.state import CheckpointState
-from fourfold.result.training import TrainingFolder, changes, contradiction, must_continue
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.files import curve, inside
+from fourfold.result.files.curve import Point
+from fourfold.result.files.inside import NotWholeError, UnreadableError
+from fourfold.result.files.sealed import seal
+from fourfold.result.files.training_folder import (
+    TrainingFolder,
+    changes,
+    contradiction,
+    must_continue,
+)
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.catalog import model
 from fourfold.spec.train import TrainSettings

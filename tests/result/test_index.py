@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.errors import UserError
-from fourfold.result.index import (
+from fourfold.result.checkpoint.index import (
     BLOCK_BYTES,
     VALUE_BYTES,
     Chunk,
@@ -27,8 +27,8 @@ from fourfold.result.index import (
     loads,
     must_fill,
 )
-from fourfold.result.inside import NotWholeError, UnreadableError
-from fourfold.result.sealed import combine, is_sealed, seal, unseal
+from fourfold.result.files.inside import NotWholeError, UnreadableError
+from fourfold.result.files.sealed import combine, is_sealed, seal, unseal
 
 HEADER = b"h" * 64
 

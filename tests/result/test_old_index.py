@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.result import checkpoints, inert, old_index
-from fourfold.result.inert import Call, Name
-from fourfold.result.inside import UnreadableError
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint import inert, old_index
+from fourfold.result.checkpoint.inert import Call, Name
+from fourfold.result.files.inside import UnreadableError
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "training-format-1"
 FOLDER = SAMPLE / "checkpoints" / "step-00000004"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.result.files.sealed import seal
+from fourfold.result.files.store import INDEX, RUN_FILE, WORK, RunKey, Store, key_of
 from fourfold.result.job import REPORT_FILE, JobReport
+from fourfold.result.read.summary import of_report
 from fourfold.result.report import Failure, Outcome, RankMemory, RunReport, StepReport
-from fourfold.result.sealed import seal
-from fourfold.result.store import INDEX, RUN_FILE, WORK, RunKey, Store, key_of
-from fourfold.result.summary import of_report
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fourfold.cli import main
-from fourfold.cost import calibration as calibrations
-from fourfold.cost.params import model_params
+from fourfold.cost.count.params import model_params
+from fourfold.cost.fit import calibration as calibrations
 from fourfold.search import advise
 from fourfold.search.shapes import TOLERANCE, shapes_near
 from fourfold.spec import catalog

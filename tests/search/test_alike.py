@@ -10,13 +10,13 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.cost.columns import Columns
-from fourfold.cost.memory import memory
+from fourfold.cost.memory.peak import memory
 from fourfold.cost.specs import columns_of
 from fourfold.search.candidates import candidates
 from fourfold.search.explain import explain, ways_to_run
 from fourfold.search.forecast import forecast
 from fourfold.search.question import Question
-from fourfold.search.rank import point_columns, rank
+from fourfold.search.ranking import point_columns, rank
 from fourfold.spec.batch import Batch
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout

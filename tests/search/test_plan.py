@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 from fourfold.cli import main
-from fourfold.cost import calibration as calibrations
-from fourfold.cost.estimate import estimate
-from fourfold.cost.memory import USABLE, memory
-from fourfold.cost.memory_interval import memory_bounds
+from fourfold.cost.fit import calibration as calibrations
+from fourfold.cost.memory.interval import memory_bounds
+from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.specs import columns_of
+from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.search.candidates import MICRO_BATCHES, candidates
 from fourfold.search.explain import explain
-from fourfold.search.judge import deciding, flips, tie_width, tied_with_first
 from fourfold.search.legal import divisors, why_not
 from fourfold.search.question import (
     Question,
@@ -30,7 +29,8 @@ from fourfold.search.question import (
     usual_policy,
 )
 from fourfold.search.ramp import training
-from fourfold.search.rank import rank
+from fourfold.search.ranking import rank
+from fourfold.search.sensitivity import deciding, flips, tie_width, tied_with_first
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fourfold.result.prediction import Prediction
+from fourfold.result.read.summary import Summary, of_report
 from fourfold.result.report import Outcome, RankMemory, RunReport, StepReport
-from fourfold.result.summary import Summary, of_report
 from fourfold.search.running_score import kept, scores
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model

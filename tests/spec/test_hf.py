@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.flops import Question, _full_attention
-from fourfold.cost.params import model_params
+from fourfold.cost.count.flops import Question, _full_attention
+from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.spec import catalog
-from fourfold.spec.hf import shape_from_config
+from fourfold.spec.hf.read import shape_from_config
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import RopeScaling
 from fourfold.spec.policy import Policy

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.result.read.summary import of_report
 from fourfold.result.report import Failure, Outcome, RankMemory, RunReport, StepReport
-from fourfold.result.summary import of_report
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.tables.document import Document, parse, read_file, write

@@ -87,7 +87,7 @@ def _precision(args: argparse.Namespace, device: Device) -> str:
 
 def _knobs(args: argparse.Namespace, device: Device) -> tuple[dict[str, float], str]:
     """(knobs, whose they are)."""
-    from fourfold.cost import calibration as calibrations
+    from fourfold.cost.fit import calibration as calibrations
     from fourfold.search.question import entry_for, usual_cluster
     from fourfold.search.stack_names import match_stack
 

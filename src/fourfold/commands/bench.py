@@ -16,12 +16,12 @@ from typing import Any
 from fourfold.commands import bench_auto, bench_rank, flags, foresight, progress
 from fourfold.commands.fast import with_fast_defaults
 from fourfold.commands.foresight import Foresight
-from fourfold.cost.flops import convention
+from fourfold.cost.count.flops import convention
 from fourfold.errors import UserError
 from fourfold.launch.campaign import Campaign, Say, launch_run
 from fourfold.launch.devices import require_gpus
+from fourfold.result.files.store import Store
 from fourfold.result.report import RunReport
-from fourfold.result.store import Store
 from fourfold.search.legal import Target, why_not
 from fourfold.show import bench as shown
 from fourfold.show.table import json_text

@@ -21,8 +21,8 @@ from fourfold.errors import UserError
 from fourfold.launch.local import run_job
 from fourfold.launch.scratch import scratch
 from fourfold.result.job import JobReport, answer_file
+from fourfold.result.one_rank import StandIn
 from fourfold.result.report import RunReport
-from fourfold.result.stand_in import StandIn
 from fourfold.search.legal import require_legal
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec
@@ -169,7 +169,7 @@ def _plain(rows: list[Row]) -> dict[str, Any]:
 
 
 def _plain_row(row: Row) -> dict[str, Any]:
-    from fourfold.show import stand_in as shown
+    from fourfold.show import one_rank as shown
 
     step, low, high = row.planner.step_s()
     plain: dict[str, Any] = {
@@ -196,7 +196,7 @@ def _plain_row(row: Row) -> dict[str, Any]:
 
 
 def _print(rows: list[Row], args: argparse.Namespace) -> None:
-    from fourfold.show import stand_in as shown
+    from fourfold.show import one_rank as shown
 
     style, spec = args.format, rows[0].spec
     if style != "csv":
@@ -236,8 +236,8 @@ def _name(spec: RunSpec) -> str:
 
 
 def _print_one(row: Row, style: str, *, details: bool) -> None:
-    from fourfold.show import post_mortem
-    from fourfold.show import stand_in as shown
+    from fourfold.show import one_rank as shown
+    from fourfold.show import oom as post_mortem
 
     if row.found is None:
         said = row.report.failure

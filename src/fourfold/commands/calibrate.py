@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         files.write_text(args.out, codec.to_json(profile))
     if args.calibration_out:
-        from fourfold.cost import calibration, measured
+        from fourfold.cost.fit import calibration, measured
 
         known = measured.calibration_of(profile, cluster_of(profile, ranks))
         files.write_text(args.calibration_out, calibration.to_json(known))

@@ -9,7 +9,7 @@ import argparse
 import typing
 from collections.abc import Callable, Iterable, Mapping
 
-from fourfold.cost.flops import ALIASES, CONVENTIONS
+from fourfold.cost.count.flops import ALIASES, CONVENTIONS
 from fourfold.errors import UserError
 from fourfold.spec import catalog, policy
 

@@ -20,7 +20,7 @@ from fourfold.launch.local import JobError, run_job
 from fourfold.launch.scratch import scratch
 from fourfold.result import RunReport
 from fourfold.result.profile import HardwareProfile, cluster_of
-from fourfold.result.quality import flags
+from fourfold.result.read.quality import flags
 from fourfold.show.table import json_text, render
 from fourfold.spec import Batch, Policy, RunSpec, catalog
 from fourfold.spec.cluster import Cluster
@@ -86,9 +86,9 @@ def _plan(
     chosen: Scene, cluster: Cluster, profile: HardwareProfile, layouts: int
 ) -> list[tuple[RunSpec, dict[str, float]]]:
     """The fastest plan and the best ones that divide the work in other ways."""
-    from fourfold.cost.measured import calibration_of
+    from fourfold.cost.fit.measured import calibration_of
     from fourfold.search.question import Question, entry_for
-    from fourfold.search.rank import rank
+    from fourfold.search.ranking import rank
 
     known = calibration_of(profile, cluster)
     entry, _ = entry_for(known, "fourfold", cluster)

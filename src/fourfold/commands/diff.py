@@ -13,10 +13,10 @@ from typing import Any
 
 from fourfold.commands import flags
 from fourfold.errors import UserError
-from fourfold.result.compare import compare, differences, stored_spread
-from fourfold.result.store import RUN_FILE, Store, Stored
+from fourfold.result.files.store import RUN_FILE, Store, Stored
+from fourfold.result.read.compare import compare, differences, stored_spread
 from fourfold.show import bench as shown
-from fourfold.show import post_mortem
+from fourfold.show import oom as post_mortem
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec
 from fourfold.units import show_bytes, show_seconds

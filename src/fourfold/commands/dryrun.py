@@ -22,7 +22,7 @@ from fourfold.launch.local import JobError, must_be_ok, run_job
 from fourfold.launch.scratch import scratch
 from fourfold.result.dryrun import RankCount
 from fourfold.result.job import answer_file
-from fourfold.result.unseen import RESERVED_RATIO, unseen_parts
+from fourfold.result.overheads import RESERVED_RATIO, unseen_parts
 from fourfold.search.legal import Target, why_not
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec

@@ -15,8 +15,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fourfold.cost.calibration import Calibration
-    from fourfold.cost.rows import Rows
+    from fourfold.cost.fit.calibration import Calibration
+    from fourfold.cost.table.rows import Rows
 
 EXAMPLES = """\
 examples:
@@ -42,15 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from fourfold import files
-    from fourfold.cost.calibration import MARK, load, shipped
-    from fourfold.cost.rows import parse
-    from fourfold.cost.table import read_table
+    from fourfold.cost.fit.calibration import MARK, load, shipped
+    from fourfold.cost.table.reference import read_table
+    from fourfold.cost.table.rows import parse
     from fourfold.errors import UserError
 
     tables = [parse(read_table(path)) for path in args.rows]
     if args.runs:
-        from fourfold.cost.reports import report_rows
-        from fourfold.result.store import to_stderr
+        from fourfold.cost.table.reports import report_rows
+        from fourfold.result.files.store import to_stderr
         from fourfold.spec import catalog
 
         if not args.cluster:
@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _fit(tables: list[Rows], prior: Calibration | None, args: argparse.Namespace) -> int:
     from fourfold import files
-    from fourfold.cost.calibration import to_json
-    from fourfold.cost.evidence import calibrate
-    from fourfold.cost.fit import sample
+    from fourfold.cost.fit.calibration import to_json
+    from fourfold.cost.fit.evidence import calibrate
+    from fourfold.cost.fit.fit import sample
     from fourfold.errors import UserError
     from fourfold.show.table import json_text, render
 
@@ -113,8 +113,8 @@ def _pct(value: float | None) -> str:
 def _suggest(tables: list[Rows], prior: Calibration, args: argparse.Namespace) -> int:
     import numpy as np
 
-    from fourfold.cost.calibration import generation_of
-    from fourfold.cost.suggest import suggest
+    from fourfold.cost.fit.calibration import generation_of
+    from fourfold.cost.fit.suggest import suggest
     from fourfold.errors import UserError
     from fourfold.show.table import json_text, render
 

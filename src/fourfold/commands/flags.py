@@ -55,7 +55,7 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convention(parser: argparse.ArgumentParser) -> None:
-    from fourfold.cost.flops import DEFAULT
+    from fourfold.cost.count.flops import DEFAULT
 
     parser.add_argument(
         "--convention",

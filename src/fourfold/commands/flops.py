@@ -11,8 +11,8 @@ import argparse
 from typing import Any
 
 from fourfold.commands import flags
-from fourfold.cost.flops import CONVENTIONS, Question, convention, utilisation_pct
-from fourfold.cost.params import model_params
+from fourfold.cost.count.flops import CONVENTIONS, Question, convention, utilisation_pct
+from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.show.table import json_text, render
 from fourfold.spec import catalog

@@ -23,7 +23,7 @@ from fourfold.spec.run import RunSpec
 from fourfold.units import show_bytes
 
 if TYPE_CHECKING:
-    from fourfold.cost.calibration import Calibration
+    from fourfold.cost.fit.calibration import Calibration
     from fourfold.search.forecast import Forecast
 
 GUESS = "a rough guess from the cores"
@@ -87,7 +87,7 @@ class Foresight:
 
     def limit_bytes(self, spec: RunSpec) -> float:
         """What a rank may use: the run's own limit, the device's memory, a share of the host's."""
-        from fourfold.cost.memory import USABLE
+        from fourfold.cost.memory.peak import USABLE
 
         if spec.memory_limit is not None:
             return float(spec.memory_limit)
@@ -162,6 +162,6 @@ class Foresight:
 
 
 def _calibration(path: str) -> Calibration:
-    from fourfold.cost.calibration import load
+    from fourfold.cost.fit.calibration import load
 
     return load(path)

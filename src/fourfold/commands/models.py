@@ -13,8 +13,8 @@ from math import gcd
 from typing import Any
 
 from fourfold.commands import flags
-from fourfold.cost.params import layer_params, model_params, rank_params
-from fourfold.cost.stages import stage_layers
+from fourfold.cost.count.params import layer_params, model_params, rank_params
+from fourfold.cost.count.stages import stage_layers
 from fourfold.errors import UserError
 from fourfold.show.table import json_text, render
 from fourfold.spec import catalog, codec

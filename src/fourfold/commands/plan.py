@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from fourfold.search.answer import answer
-    from fourfold.search.fewer import best_of
+    from fourfold.search.gpu_counts import best_of
     from fourfold.search.ramp import training
     from fourfold.show.plan import plan_text
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
     """(the question at the largest number of GPUs, all numbers of GPUs to try)."""
-    from fourfold.cost import flops as conventions
+    from fourfold.cost.count import flops as conventions
     from fourfold.search import question as questions
     from fourfold.spec.expression import parse
 
@@ -171,8 +171,8 @@ def _list_stacks(args: argparse.Namespace) -> int:
 
 def _known(args: argparse.Namespace, cluster: Cluster | None) -> Any:
     """The calibration: a file, what a profile of this machine says, or the shipped one."""
-    from fourfold.cost import calibration as calibrations
-    from fourfold.cost.measured import calibration_of
+    from fourfold.cost.fit import calibration as calibrations
+    from fourfold.cost.fit.measured import calibration_of
 
     if args.calibration:
         return calibrations.load(args.calibration)

@@ -118,8 +118,8 @@ def _setup(args: argparse.Namespace, ranking: Any) -> Any:
 
 def _notes(ranking: Any, place: int) -> tuple[str, ...]:
     """Seconds and bytes of the choice, and whether it surely fits."""
-    from fourfold.cost.memory import USABLE
-    from fourfold.cost.memory_interval import memory_bounds
+    from fourfold.cost.memory.interval import memory_bounds
+    from fourfold.cost.memory.peak import USABLE
 
     ask, gib = ranking.ask, 2.0**30
     low, high = memory_bounds(ranking.columns.take(slice(place, place + 1)), ask.entry)

@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from fourfold import files
-    from fourfold.cost.calibration import load, shipped
-    from fourfold.cost.predict import FIELDS, predict
-    from fourfold.cost.rows import parse
-    from fourfold.cost.table import read_table
+    from fourfold.cost.fit.calibration import load, shipped
+    from fourfold.cost.table.predict import FIELDS, predict
+    from fourfold.cost.table.reference import read_table
+    from fourfold.cost.table.rows import parse
 
     files.require_mine(args.out, mark=",".join(FIELDS), force=args.force)
     calibration = load(args.calibration) if args.calibration else shipped()
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _csv(row_ids: list[str], answers) -> str:  # type: ignore[no-untyped-def]
     import itertools
 
-    from fourfold.cost.predict import FIELDS
+    from fourfold.cost.table.predict import FIELDS
     from fourfold.escape import csv_text
 
     numeric = (

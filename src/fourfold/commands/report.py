@@ -20,10 +20,10 @@ from fourfold.commands import flags
 from fourfold.commands.bench_auto import TRIAL_TAG
 from fourfold.commands.foresight import Foresight
 from fourfold.commands.runs import chosen_runs
-from fourfold.cost.flops import DEFAULT, convention
+from fourfold.cost.count.flops import DEFAULT, convention
 from fourfold.errors import UserError
+from fourfold.result.files.store import INDEX, RUN_FILE, Stored
 from fourfold.result.report import OUTCOMES
-from fourfold.result.store import INDEX, RUN_FILE, Stored
 from fourfold.show.table import json_text
 from fourfold.tables.document import Document, Table, Text, read_file, write
 from fourfold.tables.from_runs import record_of

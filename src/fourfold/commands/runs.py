@@ -15,9 +15,9 @@ from typing import Any
 
 from fourfold.commands import flags
 from fourfold.errors import UserError
+from fourfold.result.files.store import Store, Stored
+from fourfold.result.read.summary import Summary
 from fourfold.result.report import OUTCOMES
-from fourfold.result.store import Store, Stored
-from fourfold.result.summary import Summary
 from fourfold.show.table import json_text, render
 from fourfold.spec.expression import Expression, parse
 from fourfold.units import show_bytes, show_seconds
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     """'show RUN': everything its report says, as 'bench' prints it."""
     from fourfold.commands.diff import repeats_of
-    from fourfold.cost.flops import convention
+    from fourfold.cost.count.flops import convention
     from fourfold.show import bench
 
     if len(args.words) != 2 or args.words[0] != "show":

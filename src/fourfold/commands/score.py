@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fourfold.cost.accuracy import Score
+    from fourfold.cost.fit.accuracy import Score
 
 EXAMPLES = """\
 examples:
@@ -39,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fourfold.cost.calibration import load, shipped
-    from fourfold.cost.rows import parse
-    from fourfold.cost.study import study
-    from fourfold.cost.table import read_table
+    from fourfold.cost.fit.calibration import load, shipped
+    from fourfold.cost.fit.study import study
+    from fourfold.cost.table.reference import read_table
+    from fourfold.cost.table.rows import parse
     from fourfold.show.table import json_text, render
 
     tables = [parse(read_table(path)) for path in args.rows]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from fourfold.commands.foresight import read_profile
 from fourfold.launch.devices import gpu_count
 from fourfold.result.machine import gpu_name
+from fourfold.result.one_rank import StandIn
 from fourfold.result.report import RunReport
-from fourfold.result.stand_in import StandIn
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.nccl_tests import device_id
@@ -21,14 +21,14 @@ from fourfold.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from fourfold.cost.columns import Columns
-    from fourfold.cost.stand_in import Joined, Predicted, Stage
+    from fourfold.cost.one_rank import Joined, Predicted, Stage
 
 
 class Planner:
     """What the planner says of one run, on the cluster that is asked about."""
 
     def __init__(self, args: argparse.Namespace, spec: RunSpec) -> None:
-        from fourfold.cost import calibration
+        from fourfold.cost.fit import calibration
         from fourfold.cost.specs import columns_of
         from fourfold.result.profile import knobs_of
         from fourfold.search.question import entry_for
@@ -44,34 +44,34 @@ class Planner:
 
     def step_s(self) -> tuple[float, float, float]:
         """The planner's own step: (seconds, low, high)."""
-        from fourfold.cost.estimate import estimate
-        from fourfold.cost.interval import bounds
+        from fourfold.cost.fit.interval import bounds
+        from fourfold.cost.step.estimate import estimate
 
         step = estimate(self.columns, self.entry.knobs).step_s
         low, high = bounds(self.columns, self.entry, step)
         return float(step[0]), float(low[0]), float(high[0])
 
     def fullest_stage(self) -> int:
-        from fourfold.cost.memory import memory
+        from fourfold.cost.memory.peak import memory
 
         said = memory(self.columns, self.entry.knobs)
         at_first = float(said.first_bytes[0]) >= float(said.last_bytes[0])
         return 0 if at_first else self.spec.layout.pp - 1
 
     def stage(self, found: StandIn) -> Stage:
-        from fourfold.cost.stand_in import Stage
+        from fourfold.cost.one_rank import Stage
 
         last = found.stage == self.spec.layout.pp - 1
         return Stage(stage=found.stage, layers=found.layers, first=found.stage == 0, last=last)
 
     def predicted(self, found: StandIn) -> Predicted:
-        from fourfold.cost.stand_in import predicted
+        from fourfold.cost.one_rank import predicted
 
         return predicted(self.columns, self.entry.knobs, self.stage(found))
 
     def joined(self, found: StandIn) -> Joined:
-        from fourfold.cost.stand_in import joined
-        from fourfold.show.stand_in import layer_s, micro_s
+        from fourfold.cost.one_rank import joined
+        from fourfold.show.one_rank import layer_s, micro_s
 
         return joined(
             self.columns,
@@ -84,10 +84,10 @@ class Planner:
 
     def post_mortem(self, report: RunReport) -> dict[str, Any]:
         """An out-of-memory in the words of bench: held, predicted, and what would fit."""
-        from fourfold.cost.memory import USABLE
+        from fourfold.cost.memory.peak import USABLE
         from fourfold.search.fixes import remedies
         from fourfold.search.forecast import forecast
-        from fourfold.show import post_mortem
+        from fourfold.show import oom as post_mortem
 
         limit = float(report.spec.memory_limit or USABLE * self.cluster.device.memory_bytes)
         own = forecast([report.spec], cluster=self.cluster)[0]

@@ -30,8 +30,8 @@ from fourfold.commands.foresight import Foresight
 from fourfold.errors import UserError
 from fourfold.launch.campaign import Campaign, Done, launch_run
 from fourfold.launch.permit import Permit
+from fourfold.result.files.store import Store
 from fourfold.result.report import OUTCOMES
-from fourfold.result.store import Store
 from fourfold.search.legal import Target, why_not
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec

@@ -9,8 +9,8 @@ from typing import Any
 from fourfold.commands import bench_auto, sweep_flags
 from fourfold.commands.foresight import GUESS, Foresight
 from fourfold.launch.campaign import Campaign
+from fourfold.result.files.store import Store
 from fourfold.result.prediction import Prediction
-from fourfold.result.store import Store
 from fourfold.search.forecast import run_s
 from fourfold.show.table import json_text, render
 from fourfold.spec.expression import in_gib

@@ -12,7 +12,7 @@ from typing import Any
 
 from fourfold.commands import flags, plan
 from fourfold.commands.foresight import Foresight
-from fourfold.cost.flops import DEFAULT
+from fourfold.cost.count.flops import DEFAULT
 from fourfold.errors import UserError
 from fourfold.result.prediction import Prediction
 from fourfold.spec import codec
@@ -59,7 +59,7 @@ def refuse_flags(args: argparse.Namespace) -> None:
 
 def chosen(args: argparse.Namespace, foresight: Foresight) -> Expansion:
     """The planner's best, best first; their predictions are told to `foresight`."""
-    from fourfold.search.fewer import best_of
+    from fourfold.search.gpu_counts import best_of
 
     if args.from_plan < 1:
         raise UserError("must be 1 or more", field="--from-plan", value=args.from_plan)
@@ -139,7 +139,7 @@ def _somewhere(
 
 def _limited(cluster: Cluster, table: dict[str, Any]) -> Cluster:
     """A run's own memory_limit binds the plan too."""
-    from fourfold.cost.memory import USABLE
+    from fourfold.cost.memory.peak import USABLE
 
     if table.get("memory_limit") is None:
         return cluster

@@ -16,16 +16,17 @@ from typing import Any
 from fourfold import files
 from fourfold.commands import flags, progress, train_flags
 from fourfold.commands.train_resume import end_killed, prepared
-from fourfold.cost.flops import DEFAULT, Question, convention
+from fourfold.cost.count.flops import DEFAULT, Question, convention
 from fourfold.errors import UserError
 from fourfold.launch.devices import require_gpus
 from fourfold.launch.folder import exclusive
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit
-from fourfold.result import checkpoints, curve
-from fourfold.result.checkpoints import Checkpoint
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.files import curve
+from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import JobReport, answer_file
-from fourfold.result.training import TrainingFolder
 from fourfold.search.legal import require_legal
 from fourfold.show import train as shown
 from fourfold.show.table import json_text, render

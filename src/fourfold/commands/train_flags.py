@@ -10,8 +10,8 @@ from typing import Any, get_args
 from fourfold.commands import flags
 from fourfold.commands.train_weights import begin_from
 from fourfold.errors import UserError
-from fourfold.result.checkpoints import Checkpoint
-from fourfold.result.training import TrainingFolder
+from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.spec import codec
 from fourfold.spec.batch import Ramp
 from fourfold.spec.run import RunSpec

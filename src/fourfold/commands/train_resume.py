@@ -8,10 +8,16 @@ import sys
 
 from fourfold.errors import UserError
 from fourfold.launch.folder import end_processes_of
-from fourfold.result import checkpoints, curve, inside
-from fourfold.result.checkpoints import Checkpoint
-from fourfold.result.inside import NotWholeError
-from fourfold.result.training import TrainingFolder, changes, must_continue, must_follow
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.files import curve, inside
+from fourfold.result.files.inside import NotWholeError
+from fourfold.result.files.training_folder import (
+    TrainingFolder,
+    changes,
+    must_continue,
+    must_follow,
+)
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
 

@@ -10,7 +10,7 @@ from fourfold import files
 from fourfold.commands.weights import must_have_safetensors
 from fourfold.errors import UserError
 from fourfold.spec import codec
-from fourfold.spec.hf_tensors import MODULES, approximation
+from fourfold.spec.hf.tensors import MODULES, approximation
 
 
 def begin_from(table: dict[str, Any], settings: dict[str, Any]) -> None:

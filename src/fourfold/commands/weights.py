@@ -21,14 +21,14 @@ from fourfold.commands import flags, progress
 from fourfold.errors import UserError
 from fourfold.launch.local import JobError, must_be_ok, run_job
 from fourfold.launch.scratch import scratch
-from fourfold.result import checkpoints
-from fourfold.result.checkpoints import Checkpoint
-from fourfold.result.inside import NotWholeError
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.checkpoint.state import STATE_FILE
+from fourfold.result.files.inside import NotWholeError
 from fourfold.result.job import answer_file
-from fourfold.result.state import STATE_FILE
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec
-from fourfold.spec.hf_tensors import export_type
+from fourfold.spec.hf.tensors import export_type
 from fourfold.spec.job import Job
 from fourfold.spec.tokens import read_info
 from fourfold.units import show_bytes

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fourfold.cost.columns import ATTENTION, CP_KIND, PRECISION, SCHEDULE, Columns, columns
-from fourfold.cost.habits import habits
-from fourfold.cost.hardware import device_facts, fabric_facts
+from fourfold.cost.fit.habits import habits
+from fourfold.cost.step.hardware import device_facts, fabric_facts
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.formats import AROUND
 from fourfold.spec.model import ModelShape

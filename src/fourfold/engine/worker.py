@@ -14,24 +14,24 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.engine.host import Host
+from fourfold.engine.process.host import Host
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 
 if TYPE_CHECKING:
-    from fourfold.engine.task import Place
+    from fourfold.engine.process.task import Place
 
 # kind of job -> the module whose perform(task) does it.
 PERFORMERS = {
-    "run": "fourfold.engine.measure",
-    "train": "fourfold.engine.train",
-    "verify": "fourfold.engine.verify",
-    "trace": "fourfold.engine.trace",
-    "dryrun": "fourfold.engine.dryrun",
-    "calibrate": "fourfold.engine.calibrate",
-    "stand-in": "fourfold.engine.stand_in",
-    "weights": "fourfold.engine.weights",
-    "ping": "fourfold.engine.ping",
+    "run": "fourfold.engine.jobs.run",
+    "train": "fourfold.engine.jobs.train",
+    "verify": "fourfold.engine.jobs.verify",
+    "trace": "fourfold.engine.jobs.trace",
+    "dryrun": "fourfold.engine.jobs.dryrun",
+    "calibrate": "fourfold.engine.jobs.calibrate",
+    "stand-in": "fourfold.engine.jobs.one_rank",
+    "weights": "fourfold.engine.jobs.weights",
+    "ping": "fourfold.engine.jobs.ping",
 }
 NO_TORCH_EXIT = 78
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print("torch is not installed: pip install torch", file=sys.stderr)
         return NO_TORCH_EXIT
-    from fourfold.engine.rank import work
+    from fourfold.engine.process.rank import work
 
     tasks = [int(word) for word in args.tasks.split(",")] if args.tasks else list(range(job.tasks))
     performer = importlib.import_module(PERFORMERS[job.job])
@@ -76,7 +76,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def _place(rank: int, world: int) -> Place:
     """torchrun's variables where it set them; else what it would have set, for who looks there."""
-    from fourfold.engine.task import Place
+    from fourfold.engine.process.task import Place
 
     if "WORLD_SIZE" not in os.environ:
         os.environ |= {

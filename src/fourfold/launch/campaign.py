@@ -18,12 +18,12 @@ from fourfold.launch.devices import gpu_count
 from fourfold.launch.folder import end_processes_of
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit
+from fourfold.result.files.sealed import seal
+from fourfold.result.files.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.machine import Machine, this_machine
 from fourfold.result.prediction import Prediction, Remedy
+from fourfold.result.read.summary import Summary
 from fourfold.result.report import Failure, Outcome, RunReport
-from fourfold.result.sealed import seal
-from fourfold.result.store import PREDICTED_FILE, Store, Stored
-from fourfold.result.summary import Summary
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec

@@ -19,12 +19,13 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.errors import UserError
+from fourfold.launch.collect import job_report
 from fourfold.launch.folder import job_folder, set_aside
-from fourfold.launch.gather import job_report
 from fourfold.launch.outcomes import fallen, silent, stopped
 from fourfold.launch.permit import Permit
 from fourfold.launch.ranks import Ranks
 from fourfold.launch.watch import Silence, Standstill
+from fourfold.result.files.sealed import seal
 from fourfold.result.job import (
     DUMP_FILE,
     JOB_FILE,
@@ -34,7 +35,6 @@ from fourfold.result.job import (
     facts_file,
 )
 from fourfold.result.report import Failure, Outcome
-from fourfold.result.sealed import seal
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 

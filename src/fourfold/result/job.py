@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold.result.oom import Shortage
 from fourfold.result.report import (
     DeviceSample,
     Failure,
@@ -22,7 +23,6 @@ from fourfold.result.report import (
     RunReport,
     StepReport,
 )
-from fourfold.result.shortage import Shortage
 from fourfold.result.warmup import Warmup
 from fourfold.spec import codec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fourfold.result.oom import Shortage
 from fourfold.result.prediction import Prediction, Remedy
-from fourfold.result.shortage import Shortage
 from fourfold.result.warmup import Warmup
 from fourfold.spec.run import RunSpec
 

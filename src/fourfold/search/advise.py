@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.attention import attention_s
 from fourfold.cost.columns import ATTENTION, Columns, columns
-from fourfold.cost.gemm import misalignment, tile_waves
-from fourfold.cost.hardware import device_facts
-from fourfold.cost.layer import head_s, layer_times
+from fourfold.cost.step.attention import attention_s
+from fourfold.cost.step.gemm import misalignment, tile_waves
+from fourfold.cost.step.hardware import device_facts
+from fourfold.cost.step.layer import head_s, layer_times
 from fourfold.search.events import Floats
 from fourfold.search.legal import divisors
 from fourfold.spec.device import Device

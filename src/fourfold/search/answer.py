@@ -8,24 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.choices import choices
 from fourfold.cost.columns import Columns
-from fourfold.cost.counting import flops_per_token
-from fourfold.cost.interval import features
-from fourfold.cost.memory import USABLE
-from fourfold.cost.memory_interval import memory_bounds
-from fourfold.cost.params import model_params
-from fourfold.search.judge import (
+from fourfold.cost.count.counting import flops_per_token
+from fourfold.cost.count.params import model_params
+from fourfold.cost.fit.choices import choices
+from fourfold.cost.fit.interval import features
+from fourfold.cost.memory.interval import memory_bounds
+from fourfold.cost.memory.peak import USABLE
+from fourfold.search.legal import why_not
+from fourfold.search.question import Question
+from fourfold.search.ramp import Training
+from fourfold.search.ranking import Pool, Ranking, point_columns, point_layout, point_policy
+from fourfold.search.sensitivity import (
     Flip,
     deciding,
     flips,
     tie_width,
     tied_with_first,
 )
-from fourfold.search.legal import why_not
-from fourfold.search.question import Question
-from fourfold.search.ramp import Training
-from fourfold.search.rank import Pool, Ranking, point_columns, point_layout, point_policy
 from fourfold.spec import codec
 from fourfold.spec.layout import Layout
 from fourfold.spec.runnable import remarks

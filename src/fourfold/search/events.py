@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import SCHEDULE, Columns
-from fourfold.cost.estimate import Times, estimate
-from fourfold.cost.gemm import Knobs
-from fourfold.cost.pipeline import pipeline_s
-from fourfold.cost.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
-from fourfold.cost.stages import end_layers
+from fourfold.cost.count.stages import end_layers
+from fourfold.cost.schedule.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
+from fourfold.cost.step.estimate import Times, estimate
+from fourfold.cost.step.gemm import Knobs
+from fourfold.cost.step.pipeline import pipeline_s
 from fourfold.spec.policy import Schedule
 
 Floats = NDArray[np.float64]

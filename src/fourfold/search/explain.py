@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.memory import USABLE, memory
+from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.search.answer import answer
 from fourfold.search.candidates import candidates
 from fourfold.search.legal import Refusal, why_not
 from fourfold.search.question import Question
 from fourfold.search.ramp import training
-from fourfold.search.rank import Ranking, point_columns, point_policy, rank
+from fourfold.search.ranking import Ranking, point_columns, point_policy, rank
 from fourfold.search.stacks import stack_rules
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy

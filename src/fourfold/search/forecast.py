@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fourfold.cost import calibration as calibrations
-from fourfold.cost.calibration import Calibration
-from fourfold.cost.interval import bounds
-from fourfold.cost.measured import calibration_of
-from fourfold.cost.memory import memory
+from fourfold.cost.fit import calibration as calibrations
+from fourfold.cost.fit.calibration import Calibration
+from fourfold.cost.fit.interval import bounds
+from fourfold.cost.fit.measured import calibration_of
+from fourfold.cost.memory.peak import memory
 from fourfold.cost.specs import columns_of
 from fourfold.result.prediction import Prediction
 from fourfold.result.profile import HardwareProfile, cluster_of

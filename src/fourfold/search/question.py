@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fourfold.cost.calibration import Calibration, Entry, generation_of
 from fourfold.cost.columns import Columns, columns
-from fourfold.cost.flops import DEFAULT
-from fourfold.cost.habits import habits
-from fourfold.cost.hardware import OTHER_FABRIC, USUAL_FABRIC
+from fourfold.cost.count.flops import DEFAULT
+from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
+from fourfold.cost.fit.habits import habits
 from fourfold.cost.specs import machine_facts, model_facts, policy_facts
+from fourfold.cost.step.hardware import OTHER_FABRIC, USUAL_FABRIC
 from fourfold.search.legal import Target
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster, Link

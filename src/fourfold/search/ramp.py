@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.estimate import estimate
+from fourfold.cost.step.estimate import estimate
 from fourfold.search.events import Floats
-from fourfold.search.rank import Ranking, point_columns
+from fourfold.search.ranking import Ranking, point_columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from fourfold.cost.stages import end_layers
+from fourfold.cost.count.stages import end_layers
 from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, Stack
 from fourfold.spec.device import PEAK_NAMES, Device
 from fourfold.spec.model import ModelShape

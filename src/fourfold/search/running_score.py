@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fourfold.result.prediction import Prediction
-from fourfold.result.summary import Summary
+from fourfold.result.read.summary import Summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Which training stacks does --stack know, and what does a short name stand for?
 
-Known are the engines whose rules search/stacks.py has, those whose habits cost/habits.py has, and
-those that a calibration was measured with. A name without its year stands for a measured one.
+Known are the engines whose rules search/stacks.py has, those whose habits cost/fit/habits.py has,
+and those that a calibration was measured with. A name without its year stands for a measured one.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fourfold.cost.calibration import Calibration, Entry, generation_of
-from fourfold.cost.habits import HABITS, year_of
+from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
+from fourfold.cost.fit.habits import HABITS, year_of
 from fourfold.errors import UserError, nearest
 from fourfold.search.stacks import ALIASES, STACKS, stack_rules
 from fourfold.spec.cluster import Cluster

@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.columns import SCHEDULE
-from fourfold.cost.timeline import Timeline, play
+from fourfold.cost.schedule.timeline import Timeline, play
 from fourfold.errors import UserError
 from fourfold.search.events import chunk_times, micro_count
-from fourfold.search.rank import Ranking
+from fourfold.search.ranking import Ranking
 
 # More cannot be read, and a page of them is tens of megabytes.
 MOST_ACTIONS = 20_000

@@ -6,12 +6,12 @@ import dataclasses
 from statistics import median
 from typing import Any
 
-from fourfold.cost.flops import CONVENTIONS, Question, utilisation_pct
+from fourfold.cost.count.flops import CONVENTIONS, Question, utilisation_pct
 from fourfold.errors import UserError
-from fourfold.result.quality import flags, straggler, throttles
+from fourfold.result.read.quality import flags, straggler, throttles
+from fourfold.result.read.summary import of_report
 from fourfold.result.report import Failure, RunReport
-from fourfold.result.summary import of_report
-from fourfold.show import post_mortem
+from fourfold.show import oom as post_mortem
 from fourfold.show.micro import micro_words
 from fourfold.show.table import render
 from fourfold.spec import catalog, codec

@@ -11,9 +11,9 @@ from math import floor, log10
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fourfold.cost.schedule import Action
-from fourfold.cost.simulate import Event
-from fourfold.cost.timeline import Timeline
+from fourfold.cost.schedule.actions import Action
+from fourfold.cost.schedule.simulate import Event
+from fourfold.cost.schedule.timeline import Timeline
 from fourfold.errors import UserError
 
 if TYPE_CHECKING:

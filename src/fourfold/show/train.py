@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.result.curve import Point
+from fourfold.result.files.curve import Point
 from fourfold.units import show_seconds
 
 SUFFIXES = (".png", ".svg", ".pdf")

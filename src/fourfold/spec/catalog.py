@@ -95,7 +95,7 @@ def _model_file(path: str) -> ModelShape:
         data = codec.parse_json(text)
         if isinstance(data, dict) and data.get("type") == "ModelShape":
             return codec.load(ModelShape, data)
-        from fourfold.spec.hf import shape_from_config
+        from fourfold.spec.hf.read import shape_from_config
 
         return shape_from_config(data, name=_name_of(Path(path)))
     except UserError as error:

@@ -1,6 +1,6 @@
 """What is a model, to a planner and an engine? A handful of sizes; no weights, no code.
 
-Counts follow from these fields alone (cost/params.py, cost/flops.py).
+Counts follow from these fields alone (cost/count/params.py, cost/count/flops.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from fourfold.cost.flops import (
+from fourfold.cost.count.flops import (
     ALIASES,
     CONVENTIONS,
     FlopsPerToken,
@@ -18,7 +18,7 @@ from fourfold.cost.flops import (
     convention,
     utilisation_pct,
 )
-from fourfold.cost.params import model_params
+from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape

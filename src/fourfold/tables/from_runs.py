@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from fourfold.cost.params import model_params
-from fourfold.cost.stages import stage_layers
-from fourfold.result.summary import Summary
+from fourfold.cost.count.params import model_params
+from fourfold.cost.count.stages import stage_layers
+from fourfold.result.read.summary import Summary
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.model import ModelShape

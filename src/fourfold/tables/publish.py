@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from fourfold.cost.flops import DEFAULT
-from fourfold.cost.params import model_params
+from fourfold.cost.count.flops import DEFAULT
+from fourfold.cost.count.params import model_params
 from fourfold.tables import styles
 from fourfold.tables.derive import CONFIG, config, derive
 from fourfold.tables.document import Document, Row, Table, Text

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from fourfold.cost.params import model_params
+from fourfold.cost.count.params import model_params
 from fourfold.tables import cells, styles
 from fourfold.tables.lint import Case, Finding, finding
 from fourfold.tables.record import Record

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from fourfold.cost.flops import ALIASES, CONVENTIONS
+from fourfold.cost.count.flops import ALIASES, CONVENTIONS
 from fourfold.tables.lint import Case, Finding, finding
 from fourfold.tables.record import Record
 from fourfold.tables.shape import Shape, flops_per_token, peak_tflops, shape_of

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from fourfold.cost.flops import CONVENTIONS, Question, convention
-from fourfold.cost.params import layer_params, model_params
+from fourfold.cost.count.flops import CONVENTIONS, Question, convention
+from fourfold.cost.count.params import layer_params, model_params
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fourfold.cost.flops import CONVENTIONS
+from fourfold.cost.count.flops import CONVENTIONS
 from fourfold.tables import cells
 from fourfold.tables.record import Record
 from fourfold.tables.shape import NOTES_SEQ_LEN, Shape, flops_per_token, flops_range, shape_of

@@ -15,16 +15,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost import knobs as planner_knobs
-from fourfold.cost.attention import attention_s
 from fourfold.cost.columns import Columns, columns
-from fourfold.cost.context import RING_EXPOSED, RING_HIDES
-from fourfold.cost.hardware import device_facts, fabric_facts
+from fourfold.cost.fit import coefficients as planner_knobs
+from fourfold.cost.step.attention import attention_s
+from fourfold.cost.step.context import RING_EXPOSED, RING_HIDES
+from fourfold.cost.step.hardware import device_facts, fabric_facts
+from fourfold.cost.step.traffic import group_rate, hop_s, p2p_rate
 from fourfold.cost.trace import attention
 from fourfold.cost.trace.ask import Ask, kv_copies
 from fourfold.cost.trace.ring import ring
 from fourfold.cost.trace.walk import walk
-from fourfold.cost.traffic import group_rate, hop_s, p2p_rate
 from fourfold.errors import UserError
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.policy import DTYPE_BYTES

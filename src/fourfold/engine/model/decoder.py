@@ -1,7 +1,7 @@
 """What is the model? Embedding, layers by global index, final norm, head and loss, on one device.
 
 A stage of a pipeline is the same class with fewer layers and absent ends. Parameter names are those
-of cost/params.py whatever the cut: layers keep their global index, absent parts are None.
+of cost/count/params.py whatever the cut: layers keep their global index, absent parts are None.
 """
 
 from __future__ import annotations

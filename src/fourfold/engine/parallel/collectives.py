@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.engine.world import Group
+from fourfold.engine.parallel.groups import Group
 
 _ops = torch.ops._c10d_functional
 

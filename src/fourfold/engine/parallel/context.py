@@ -18,8 +18,8 @@ from fourfold.engine.model.positions import Tables, alibi_bias
 from fourfold.engine.parallel import blocks
 from fourfold.engine.parallel.blocks import Joined, Span, cut
 from fourfold.engine.parallel.collectives import Gather, Transpose
+from fourfold.engine.parallel.groups import Group
 from fourfold.engine.parallel.ring import RingCore, zigzag
-from fourfold.engine.world import Group
 
 
 def token_positions(kind: str, seq_len: int, group: Group, device: torch.device) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.parallel.collectives import all_reduce
+from fourfold.engine.parallel.groups import Group
 from fourfold.engine.parallel.tensor import VocabLoss
-from fourfold.engine.world import Group
 
 # Values of a block of rows in wide format, where nothing is compiled: 64 MiB of fp32.
 _BLOCK_VALUES = 2**24

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.cost.schedule import Action
+from fourfold.cost.schedule.actions import Action
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.parallel import messages
+from fourfold.engine.parallel.groups import Group
 from fourfold.engine.parallel.schedule import Exchange, Step, Transfer
-from fourfold.engine.world import Group
 
 # (chunk, micro batch) by which activations and gradients are found.
 Key = tuple[int, int]

@@ -16,7 +16,7 @@ from fourfold.engine.model.positions import Tables, alibi_bias
 from fourfold.engine.parallel import blocks
 from fourfold.engine.parallel.blocks import Joined, Span, cut
 from fourfold.engine.parallel.collectives import start_exchange, wait
-from fourfold.engine.world import Group
+from fourfold.engine.parallel.groups import Group
 
 
 def zigzag(seq_len: int, parts: int, part: int, device: torch.device | str) -> Tensor:

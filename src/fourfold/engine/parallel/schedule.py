@@ -1,4 +1,4 @@
-"""When does a pipeline rank send and receive? The actions of cost/schedule.py, transfers between.
+"""When does a pipeline rank send and receive? Transfers between the actions of its list.
 
 All ranks' lists are played against each other in one rough time (a forward 1, a backward 2, half of
 it 1); a transfer happens when its sender's action ends. What a rank sends and receives at one
@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fourfold.cost.schedule import Action, global_order
+from fourfold.cost.schedule.actions import Action, global_order
 from fourfold.spec.policy import Schedule
 
 _TIME = {"F": 1, "B": 2, "I": 1, "W": 1}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.cost import params
+from fourfold.cost.count import params
 from fourfold.engine.model.decoder import IGNORE, Decoder, Embedding, LearnedPositions
 from fourfold.engine.model.layers import Attention, Linear, Norm
 from fourfold.engine.parallel.collectives import (
@@ -25,8 +25,8 @@ from fourfold.engine.parallel.collectives import (
     SumShared,
     all_reduce,
 )
-from fourfold.engine.pieces import Block, tp_block
-from fourfold.engine.world import Group
+from fourfold.engine.parallel.groups import Group
+from fourfold.engine.parallel.shards import Block, tp_block
 from fourfold.spec.model import ModelShape
 
 _SEQUENCE = 1  # activations are [batch, sequence, hidden]

@@ -3,7 +3,7 @@ has all of them, with the commit); dp is what the world leaves."""
 
 from __future__ import annotations
 
-from fourfold.cost.stages import end_layers
+from fourfold.cost.count.stages import end_layers
 from fourfold.search.export.package import Package
 from fourfold.search.export.setup import (
     Setup,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 
-from fourfold.cost.habits import Habits, habits
+from fourfold.cost.fit.habits import Habits, habits
 from fourfold.errors import UserError
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import AXES, Layout

@@ -1,0 +1,1 @@
+"""Parameters, FLOPs and layers per stage: exact counts."""

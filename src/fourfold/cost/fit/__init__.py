@@ -1,0 +1,1 @@
+"""Coefficients fitted to measured runs, their evidence and accuracy."""

@@ -1,0 +1,139 @@
+"""How good are predictions? Errors, bias, ranking, regret, fit verdicts, coverage, per source.
+
+Percent throughout. A group of layouts that compete with each other shares model, GPUs, sequence,
+batch, precision and network state; ranking only counts pairs over 2% apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.step.gemm import Floats
+from fourfold.cost.table.notes import note_words
+from fourfold.cost.table.predict import Predictions
+from fourfold.cost.table.rows import Rows
+
+GROUP = (
+    "source", "stack", "cluster", "hardware", "n_layers", "d_model", "n_heads", "n_gpus",
+    "seq_len", "gbs", "precision",
+)  # fmt: skip
+SMALLEST_GROUP = 4
+APART = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of one source. NaN where the table has nothing to compare with."""
+
+    source: str
+    rows: int
+    median_pct: float
+    p90_pct: float
+    bias_pct: float
+    coverage_pct: float
+    rank_correlation: float
+    regret_pct: float
+    groups: int
+    memory_pct: float
+    fit_pct: float
+    refused_pct: float
+    missed_pct: float
+    tight_pct: float
+
+    @classmethod
+    def empty(cls, source: str) -> Score:
+        nan = float("nan")
+        return cls(source, 0, nan, nan, nan, nan, nan, nan, 0, nan, nan, nan, nan, nan)
+
+
+def score(rows: Rows, answers: Predictions, *, within: NDArray[np.bool_] | None = None) -> Score:
+    """Compare with what was measured; `within` limits it to some rows."""
+    inside = rows.usable if within is None else rows.usable & within
+    timed = inside & (rows.status != "oom") & np.isfinite(rows.step_s) & np.isfinite(answers.step_s)
+    error = answers.step_s[timed] / rows.step_s[timed] - 1.0
+    nan = float("nan")
+    covered = (answers.low_s <= rows.step_s) & (rows.step_s <= answers.high_s)
+    ranking, regret, groups = _ranking(rows, answers.step_s, timed)
+    sized = timed & np.isfinite(rows.mem_gb)
+    memory = np.abs(answers.mem_gb[sized] / rows.mem_gb[sized] - 1.0)
+    return Score(
+        source=rows.table.name,
+        rows=int(timed.sum()),
+        median_pct=100 * float(np.median(np.abs(error))) if error.size else nan,
+        p90_pct=100 * float(np.percentile(np.abs(error), 90)) if error.size else nan,
+        bias_pct=100 * float(np.median(error)) if error.size else nan,
+        coverage_pct=100 * float(covered[timed].mean()) if error.size else nan,
+        rank_correlation=ranking,
+        regret_pct=regret,
+        groups=groups,
+        memory_pct=100 * float(np.median(memory)) if memory.size else nan,
+        **_fit(rows, answers, inside),
+    )
+
+
+def _fit(rows: Rows, answers: Predictions, inside: NDArray[np.bool_]) -> dict[str, float]:
+    """Verdicts against what happened. Of runs that ran, those refused; of runs out of memory, those
+    said to fit without a doubt; of all, those called tight. `fit_pct` is the mean of the shares
+    that the bare prediction judges right among runs that ran and those out of memory."""
+    ran, oom = inside & (rows.status == "ok"), inside & (rows.status == "oom")
+    yes, no = answers.fits & ~answers.tight, ~answers.fits & ~answers.tight
+
+    def share(these: NDArray[np.bool_], of: NDArray[np.bool_]) -> float:
+        return 100.0 * float(these[of].mean()) if of.any() else float("nan")
+
+    return {
+        "fit_pct": 0.5 * (share(answers.fits, ran) + share(~answers.fits, oom)),
+        "refused_pct": share(no, ran),
+        "missed_pct": share(yes, oom),
+        "tight_pct": share(answers.tight, ran | oom),
+    }
+
+
+def group_labels(rows: Rows) -> list[tuple[str, ...]]:
+    """What makes two rows compete; the network state is the word in the note."""
+    network = ["slow" if note_words(note).slow_network else _network(note)
+               for note in rows.table.column("note")]  # fmt: skip
+    return list(zip(*(rows.table.column(name) for name in GROUP), network, strict=True))
+
+
+def _network(note: str) -> str:
+    place = note.find("network ")
+    return note[place + 8 :].split(";")[0].strip() if place >= 0 else ""
+
+
+def _ranking(rows: Rows, step: Floats, timed: NDArray[np.bool_]) -> tuple[float, float, int]:
+    """(mean correlation, mean regret percent, groups); ties of the first choice are averaged."""
+    labels = group_labels(rows)
+    places: dict[tuple[str, ...], list[int]] = {}
+    for i in np.flatnonzero(timed):
+        places.setdefault(labels[i], []).append(int(i))
+    taus, regrets = [], []
+    for index in places.values():
+        if len(index) < SMALLEST_GROUP:
+            continue
+        guess, truth = step[index], rows.step_s[index]
+        first = guess <= guess.min() * (1 + 1e-9)
+        regrets.append(float(truth[first].mean() / truth.min() - 1.0))
+        tau = pair_agreement(guess, truth)
+        if tau == tau:
+            taus.append(tau)
+    if not regrets:
+        return float("nan"), float("nan"), 0
+    return (
+        (float(np.mean(taus)) if taus else float("nan")),
+        100 * float(np.mean(regrets)),
+        len(regrets),
+    )
+
+
+def pair_agreement(guess: Floats, truth: Floats) -> float:
+    """Kendall's tau over pairs whose measured times are over 2% apart; a tied guess counts 0."""
+    wide = np.abs(np.log(truth[:, None] / truth[None, :])) > np.log1p(APART)
+    upper = np.triu(wide, 1)
+    if not upper.any():
+        return float("nan")
+    agree = np.sign(guess[:, None] - guess[None, :]) * np.sign(truth[:, None] - truth[None, :])
+    return float(agree[upper].mean())

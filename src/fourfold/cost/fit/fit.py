@@ -1,0 +1,200 @@
+"""Which knobs explain these rows? Fits every (stack, cluster) with the others as its prior.
+
+At most 14 free numbers for time and 6 for memory per key: those whose prior the rows narrow most;
+the others stay at the prior. Two rounds, so that each key is fitted under what the others taught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.columns import Columns, joined
+from fourfold.cost.fit.calibration import Entry, blend, generation_of
+from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
+from fourfold.cost.fit.habits import habits
+from fourfold.cost.fit.interval import ranges
+from fourfold.cost.fit.minimise import Prior, minimise
+from fourfold.cost.memory.peak import GIB, limit_bytes, memory
+from fourfold.cost.step.estimate import estimate
+from fourfold.cost.step.gemm import Floats
+from fourfold.cost.table.rows import Rows
+
+MOST_TIME = 14
+MOST_MEMORY = 6
+TIGHT = 0.7  # keys spread less around their kin than a knob does around its default
+STEP_SCALE = 0.04  # an ordinary log residual of time
+MEMORY_SCALE = 0.05
+LABEL_SCALE = 0.05  # how sharp the edge between fits and does not is, as a share of capacity
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Rows of several tables as one, usable ones only."""
+
+    columns: Columns
+    stack: NDArray[np.str_]
+    cluster: NDArray[np.str_]
+    hardware: NDArray[np.str_]
+    step_s: Floats
+    mem_gb: Floats
+    fits: Floats  # 1 ran, 0 out of memory, NaN unknown
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def take(self, index: NDArray[np.intp]) -> Sample:
+        return Sample(
+            self.columns.take(index), self.stack[index], self.cluster[index],
+            self.hardware[index], self.step_s[index], self.mem_gb[index], self.fits[index],
+        )  # fmt: skip
+
+    def all_keys(self) -> list[tuple[str, str]]:
+        return sorted(set(zip(self.stack.tolist(), self.cluster.tolist(), strict=True)))
+
+    def where(self, key: tuple[str, str]) -> NDArray[np.intp]:
+        return np.flatnonzero((self.stack == key[0]) & (self.cluster == key[1]))
+
+
+def sample(tables: Sequence[Rows]) -> Sample:
+    """Measured rows of parsed tables: those with seconds, memory or an out-of-memory."""
+    parts = []
+    for rows in tables:
+        ok = (rows.status == "ok") | ((rows.status == "") & np.isfinite(rows.step_s))
+        oom = rows.status == "oom"
+        index = np.flatnonzero(rows.usable & (ok | oom))
+        fits = np.where(ok, 1.0, np.where(oom, 0.0, np.nan))
+        step = np.where(ok & (rows.step_s > 0), rows.step_s, np.nan)
+        mem = np.where(ok & (rows.mem_gb > 0), rows.mem_gb, np.nan)
+        parts.append(
+            Sample(rows.columns.take(index), rows.stack[index], rows.cluster[index],
+                   rows.hardware[index], step[index], mem[index], fits[index])
+        )  # fmt: skip
+    first = [part.columns for part in parts]
+    texts = [(p.stack, p.cluster, p.hardware, p.step_s, p.mem_gb, p.fits) for p in parts]
+    return Sample(
+        joined(first), *(np.concatenate(list(column)) for column in zip(*texts, strict=True))
+    )
+
+
+Misfit = Callable[[dict[str, Floats | float]], Floats]
+
+
+def fit_entries(
+    rows: Sample, others: tuple[Entry, ...] = (), *, rounds: int = 2
+) -> tuple[Entry, ...]:
+    """An entry for every key in the rows; `others` are fitted already and stay as they are."""
+    pool = {entry.key: entry for entry in others}
+    made: dict[str, Entry] = {}
+    for _ in range(rounds):
+        current = {**pool, **made}
+        for key in rows.all_keys():
+            index = rows.where(key)
+            made_key = f"{key[0]}|{key[1]}"
+            prior = blend(
+                tuple(current.values()), stack=key[0], cluster=key[1],
+                generation=generation_of(str(rows.hardware[index][0])),
+            )  # fmt: skip
+            made[made_key] = fit_one(rows.take(index), prior)
+    return tuple(made.values())
+
+
+def fit_one(rows: Sample, prior: Entry) -> Entry:
+    """The entry of one key under a prior."""
+    timed = rows.take(np.flatnonzero(np.isfinite(rows.step_s)))
+    entry = prior
+    if len(timed):
+        entry = _fit_part(entry, TIME, time_misfit(timed), scale=STEP_SCALE, most=MOST_TIME)
+        entry = replace(entry, rows_time=len(timed), ranges=ranges(timed.columns))
+    sized = rows.take(np.flatnonzero(np.isfinite(rows.mem_gb) | np.isfinite(rows.fits)))
+    if len(sized):
+        entry = _fit_part(entry, MEMORY, memory_misfit(sized), scale=1.0, most=MOST_MEMORY)
+        entry = replace(entry, rows_memory=len(sized))
+        if not np.any(np.isfinite(sized.mem_gb)) and not np.any(sized.fits == 0):
+            # Runs that fitted, and nothing else, only bound memory from above: good for this key,
+            # no lesson for another.
+            entry = replace(entry, informed={**entry.informed, **dict.fromkeys(MEMORY, 0.0)})
+    return entry
+
+
+def _fit_part(
+    entry: Entry, names: tuple[str, ...], misfit: Misfit, *, scale: float, most: int
+) -> Entry:
+    """Fit all knobs of a part, keep free the `most` that the rows move furthest, fit again.
+
+    Distance counts in prior spreads: a knob that ends at its prior costs nothing when it is fixed
+    there.
+    """
+    knobs, share = _solve(entry.knobs, names, misfit, scale)
+    moved = {
+        name: abs(np.log(knobs[name] / entry.knobs[name])) / BY_NAME[name].spread for name in names
+    }
+    taught = [name for name in names if share[name] > 0.01]
+    free = tuple(sorted(taught, key=lambda name: -moved[name])[:most])
+    free = tuple(name for name in names if name in free)
+    if len(free) < len(names) and free:
+        knobs, share = _solve(entry.knobs, free, misfit, scale)
+    field = "free_time" if names == TIME else "free_memory"
+    informed = {**entry.informed, **dict.fromkeys(names, 0.0), **share}
+    changed: dict[str, Any] = {field: free}
+    return replace(entry, knobs=knobs, informed=informed, **changed)
+
+
+def _solve(
+    start: dict[str, float], names: tuple[str, ...], misfit: Misfit, scale: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(knobs, information share) with `names` free and the rest as they start."""
+    asked = [BY_NAME[name] for name in names]
+    spread = np.array([knob.spread * TIGHT for knob in asked])
+    prior = Prior(
+        mean=np.log([start[name] for name in names]),
+        spread=spread,
+        low=np.log([knob.low for knob in asked]),
+        high=np.log([knob.high for knob in asked]),
+    )
+
+    def residuals(x: Floats) -> Floats:
+        moved = {name: np.exp(x[:, i])[:, None] for i, name in enumerate(names)}
+        return misfit({**start, **moved})
+
+    found = minimise(residuals, prior, scale=scale)
+    knobs = {**start, **{n: float(v) for n, v in zip(names, np.exp(found.x), strict=True)}}
+    share = np.clip(1.0 - np.diag(found.covariance) / spread**2, 0.0, 1.0)
+    return knobs, {name: float(value) for name, value in zip(names, share, strict=True)}
+
+
+def time_misfit(rows: Sample) -> Misfit:
+    """Log residuals of the step time."""
+    measured = np.log(rows.step_s)
+    return lambda knobs: np.log(estimate(rows.columns, knobs).step_s) - measured
+
+
+def printed_bytes(rows: Sample, first: Floats, worst: Floats) -> Floats:
+    """What the stack prints as its memory: rank 0's or the fullest rank's."""
+    rank0 = np.array([habits(stack).reports_rank0 for stack in rows.stack.tolist()], dtype=bool)
+    return np.where(rank0, first, worst)
+
+
+def memory_misfit(rows: Sample) -> Misfit:
+    """Log residuals of printed memory, and a hinge for runs that ran or did not fit."""
+    has_mem, has_label = np.isfinite(rows.mem_gb), np.isfinite(rows.fits)
+    measured = np.log(np.where(has_mem, rows.mem_gb, 1.0) * GIB)
+    side = np.where(rows.fits > 0, 1.0, -1.0)
+    # Each verdict counts half in total: tables have far more of one kind than of the other.
+    ran = max(1.0, float(np.sum(rows.fits == 1)))
+    oom = max(1.0, float(np.sum(rows.fits == 0)))
+    weight = np.sqrt(np.where(rows.fits > 0, (ran + oom) / (2 * ran), (ran + oom) / (2 * oom)))
+
+    def misfit(knobs: dict[str, Floats | float]) -> Floats:
+        got = memory(rows.columns, knobs)
+        printed = printed_bytes(rows, got.first_bytes, got.worst_bytes)
+        size = np.where(has_mem, (np.log(printed) - measured) / MEMORY_SCALE, 0.0)
+        over = np.log(got.worst_bytes / limit_bytes(rows.columns, knobs)) * side / LABEL_SCALE
+        hinge = np.where(has_label, weight * np.sqrt(2.0 * np.logaddexp(0.0, over)), 0.0)
+        return np.concatenate([size, hinge], axis=-1)
+
+    return misfit

@@ -1,0 +1,39 @@
+"""What does a hardware profile tell the planner? A calibration without runs: measured rates where
+the machine was measured, physical defaults elsewhere, and an interval as wide as that deserves."""
+
+from __future__ import annotations
+
+from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
+from fourfold.cost.fit.coefficients import BY_NAME, defaults
+from fourfold.result.profile import HardwareProfile, knobs_of
+from fourfold.spec.cluster import Cluster
+
+# Kernels alone were measured, no training step: twice the spread of a stack nobody measured. The
+# tile and wave formulas are a GPU's: on CPUs steps took 0.5 to 2.6 times the prediction.
+HALF_WIDTH = {"cuda": 0.4, "cpu": 0.9}
+# Copies run by the operating system, not by a device driver: no context, no communicator buffers.
+_CPU_BASE_GIB = 0.1
+_CPU_FIXED_S = 1e-3
+
+
+def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
+    """Knobs of our own engine on the profiled machine, clipped to what the model allows."""
+    knobs = defaults()
+    if profile.device == "cpu":
+        knobs |= {"base_gib": _CPU_BASE_GIB, "fixed_s": _CPU_FIXED_S, "micro_s": profile.launch_s}
+    knobs |= knobs_of(profile)
+    for name, value in knobs.items():
+        knobs[name] = min(max(value, BY_NAME[name].low), BY_NAME[name].high)
+    half = HALF_WIDTH[profile.device]
+    entry = Entry(
+        stack="fourfold",
+        cluster=cluster.name,
+        generation=generation_of(cluster.device.id),
+        knobs=knobs,
+        informed=dict.fromkeys(knobs, 0.0),
+        low=-half,
+        high=half,
+    )
+    return Calibration(
+        name=f"profile of {profile.host}", sources=("fourfold calibrate",), entries=(entry,)
+    )

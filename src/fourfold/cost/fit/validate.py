@@ -1,0 +1,142 @@
+"""How good are predictions on rows a fit never saw? Cross-validated, source left out, few rows.
+
+Everything is refitted without the rows that are then predicted; the intervals come from residuals
+of other folds, never from the rows they are to cover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
+from fourfold.cost.fit.fit import Sample, fit_entries, sample
+from fourfold.cost.fit.folds import FOLDS, folds
+from fourfold.cost.fit.suggest import suggest
+from fourfold.cost.step.estimate import estimate
+from fourfold.cost.step.gemm import Floats
+from fourfold.cost.table.predict import Predictions, predict
+from fourfold.cost.table.rows import Rows
+
+FEW = 10
+SAFETY = 1.15  # held-out residuals of a few folds understate those of the next
+KIN = 12.0  # rows that the common spread counts for in a key's own
+Progress = Callable[[str], None]
+
+
+def fit_tables(tables: list[Rows]) -> tuple[Entry, ...]:
+    """Entries of all keys in these tables."""
+    return fit_entries(sample(tables))
+
+
+def only(rows: Rows, keep: NDArray[np.bool_]) -> Rows:
+    """The same table with all but some rows made unusable: they keep their places."""
+    return replace(rows, usable=rows.usable & keep)
+
+
+def others_of(entries: tuple[Entry, ...], rows: Rows) -> tuple[Entry, ...]:
+    """Entries of keys that do not occur in this table."""
+    mine = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
+    return tuple(entry for entry in entries if (entry.stack, entry.cluster) not in mine)
+
+
+def held_out(rows: Rows, others: tuple[Entry, ...]) -> Predictions:
+    """Every row predicted by a fit on the other folds (and on the other tables)."""
+    fold = folds(rows.table)
+    made = [fit_entries(sample([only(rows, fold != f)]), others) for f in range(FOLDS)]
+    first = [predict(only(rows, fold == f), _plain(others, made[f])) for f in range(FOLDS)]
+    step = merged(first, fold)
+    spread = [with_spread(made[f], rows, step, fold != f) for f in range(FOLDS)]
+    answers = [predict(only(rows, fold == f), _plain(others, spread[f])) for f in range(FOLDS)]
+    return _merge_all(answers, fold, rows)
+
+
+def _plain(others: tuple[Entry, ...], made: tuple[Entry, ...]) -> Calibration:
+    low, high = common_spread((*others, *made))
+    return Calibration(
+        name="held out", sources=(), entries=(*others, *made), generic_low=low, generic_high=high
+    )
+
+
+def common_spread(entries: tuple[Entry, ...]) -> tuple[float, float]:
+    """Interval of a key nobody measured: twice what measured keys show."""
+    if not entries:
+        return -0.25, 0.25
+    low = float(np.median([entry.low for entry in entries]))
+    high = float(np.median([entry.high for entry in entries]))
+    return 2.0 * low, 2.0 * high
+
+
+def merged(parts: list[Predictions], fold: NDArray[np.int64]) -> Floats:
+    """Step times, each row from its own fold."""
+    return np.choose(fold, [part.step_s for part in parts])
+
+
+def _merge_all(parts: list[Predictions], fold: NDArray[np.int64], rows: Rows) -> Predictions:
+    names = ("step_s", "low_s", "high_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "mem_gb",
+             "worst_gb", "fits", "tight")  # fmt: skip
+    chosen: dict[str, Any] = {
+        name: np.choose(fold, [getattr(part, name) for part in parts]) for name in names
+    }
+    return Predictions(**chosen, reasons=rows.reasons)
+
+
+def with_spread(
+    entries: tuple[Entry, ...], rows: Rows, step: Floats, use: NDArray[np.bool_]
+) -> tuple[Entry, ...]:
+    """Entries with `low`, `high` from held-out residuals of the rows in `use`.
+
+    A key with few rows borrows from all rows of the table.
+    """
+    timed = rows.usable & use & np.isfinite(rows.step_s) & np.isfinite(step)
+    log = np.full(len(step), np.nan)
+    log[timed] = np.log(rows.step_s[timed] / step[timed])
+    if not timed.any():
+        return entries
+    pool = np.quantile(log[timed], [0.1, 0.9])
+    out = []
+    for entry in entries:
+        own = timed & (rows.stack == entry.stack) & (rows.cluster == entry.cluster)
+        n = float(own.sum())
+        mine = np.quantile(log[own], [0.1, 0.9]) if n >= 4 else pool
+        weight = n / (n + KIN)
+        low, high = SAFETY * (weight * mine + (1.0 - weight) * pool)
+        out.append(replace(entry, low=float(low), high=float(high)))
+    return tuple(out)
+
+
+def left_out(rows: Rows, others: tuple[Entry, ...]) -> Predictions:
+    """Every row predicted from the other tables alone."""
+    return predict(rows, _plain(others, ()))
+
+
+def few_shot(
+    rows: Rows, others: tuple[Entry, ...], count: int = FEW
+) -> tuple[Predictions, NDArray[np.bool_]]:
+    """(predictions, rows not used) after a fit on `count` runs per key, picked without results."""
+    used = picked(rows, others, count)
+    entries = fit_entries(sample([only(rows, used)]), others)
+    return predict(rows, _plain(others, entries)), ~used
+
+
+def picked(rows: Rows, others: tuple[Entry, ...], count: int) -> NDArray[np.bool_]:
+    """The runs `suggest` names in every key of the table."""
+    used = np.zeros(rows.table.length, dtype=bool)
+    generic = _plain(others, ())
+    pairs = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
+    for stack, cluster in sorted(pairs):
+        index = np.flatnonzero(rows.usable & (rows.stack == stack) & (rows.cluster == cluster))
+        entry, _ = generic.entry(stack, cluster, generation_of(str(rows.hardware[index][0])))
+        used[index[suggest(rows.columns.take(index), entry, count)]] = True
+    return used
+
+
+def residuals(rows: Sample, entry: Entry) -> Floats:
+    """log(measured / predicted) of the timed rows of a key."""
+    index = np.flatnonzero(np.isfinite(rows.step_s))
+    step = estimate(rows.columns.take(index), entry.knobs).step_s
+    return np.log(rows.step_s[index] / step)

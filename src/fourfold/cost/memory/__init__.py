@@ -1,0 +1,1 @@
+"""Bytes of each stage at its peak, and how sure they are."""

@@ -1,0 +1,142 @@
+"""What does one layer of our own engine keep, and what does its backward hold beside? In bytes.
+
+The life of a layer's tensors is replayed with sizes instead of values, the way `fourfold dryrun`
+sees it with fake tensors. M tokens of a micro batch, S of them between blocks (sequence parallelism
+divides them by tp), D hidden. Broadcasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.cost.columns import ATTENTION, CP_KIND, PRECISION, Columns
+from fourfold.cost.step.gemm import Floats
+from fourfold.cost.step.layer import layer_params
+
+_UNFUSED = ATTENTION.index("unfused")
+_ALLGATHER, _ULYSSES = CP_KIND.index("allgather"), CP_KIND.index("ulysses")
+_FP8 = PRECISION.index("fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tensors of one micro batch on one rank, in bytes of the activations' format."""
+
+    between: Floats  # [S, D]
+    whole: Floats  # [M, D], gathered where sequence parallelism divides
+    q: Floats
+    kv: Floats
+    ffn: Floats
+    lse: Floats
+    logits: Floats  # of one chunk of the loss
+    bias: Floats  # ALiBi's [heads, S, S], one for all sequences
+    twice: Floats  # 1: gathering along the sequence needs a second copy (more than one sequence)
+
+
+def sizes(c: Columns) -> Sizes:
+    tokens = c.micro * c.seq / c.cp
+    each = tokens * c.act_bytes
+    divided = (c.sp > 0) & (c.tp > 1)
+    kv = np.maximum(c.kv_width / c.tp, c.width / c.heads)
+    return Sizes(
+        between=each * c.hidden / np.where(divided, c.tp, 1.0),
+        whole=each * c.hidden,
+        q=each * c.width / c.tp,
+        kv=each * kv,
+        ffn=each * c.ffn / c.tp,
+        lse=tokens * 4.0 * c.heads / c.tp,
+        logits=np.ceil(tokens / c.loss_chunks) * np.ceil(c.vocab / c.tp),
+        bias=c.alibi * c.heads / c.tp * (c.seq / c.cp) ** 2,
+        twice=np.where(divided & (c.micro > 1), 1.0, 0.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Bytes a layer keeps for its backward, its input among them; most that its backward holds
+    beside that, when it was kept and when it is computed `again`; what waits for gradients of
+    weights in a split backward; its weights."""
+
+    kept: Floats
+    backward: Floats
+    again: Floats
+    late: Floats
+    params: Floats
+
+
+def layer(c: Columns) -> Layer:
+    s, params = sizes(c), layer_params(c)
+    many, wide = np.where(c.gated > 0, 4.0, 2.0) * s.ffn, (1.0 + c.gated) * s.ffn
+    kept = 2.0 * s.between + 2.0 * s.whole + _attended(c, s) + many
+    kept = kept * np.where(c.attn_ckpt > 0, c.selective_share, 1.0)
+    down = c.hidden * c.ffn / c.tp * c.act_bytes
+    mlp = (2.0 + c.gated) * down
+    whole = np.where(c.tp > 1, s.whole, 0.0)
+    twice = s.whole * (1.0 + s.twice)
+    # Through the last matrix, the product of gate and up, and out of the block's input, where the
+    # gradient is summed over tp; then attention, the MLP's tensors gone and its gradients there.
+    last = whole + down + s.ffn
+    product = down + np.where(c.gated > 0, 2.0, 1.0) * s.ffn
+    entry = mlp + twice - many
+    gone = many + s.whole + s.between
+    turned = np.where(c.rope > 0, 14.0 / c.act_bytes * s.q, s.q)
+    core = mlp + np.maximum(2.0 * s.q + 2.0 * s.kv, turned + s.q + 2.0 * s.kv) - gone
+    end = params * c.act_bytes - kept + 2.0 * s.whole
+    inside = np.maximum.reduce(
+        np.broadcast_arrays(last, product, entry, core, end, *_fp8_casts(c, s, many, wide))
+    )
+    # Gathering the gradient comes before a layer is computed again.
+    return Layer(
+        kept=kept,
+        backward=np.maximum(inside, np.where(c.tp > 1, twice, 0.0)) + s.between,
+        again=np.maximum(inside, np.where(c.tp > 1, twice - many, 0.0)) + s.between,
+        late=4.0 * s.whole + 2.0 * s.q + 2.0 * s.kv + (2.0 + c.gated) * s.ffn,
+        params=params,
+    )
+
+
+def _attended(c: Columns, s: Sizes) -> Floats:
+    """What attention keeps: projections, turned queries and keys, output and its logsumexp."""
+    # Values are a view of the fused projection, which lives as long as they do.
+    projected = np.where((c.fused_qkv > 0) | (c.rope < 1), s.q + 2.0 * s.kv, s.kv)
+    turned = np.where(c.rope > 0, s.q + s.kv, 0.0)
+    local = projected + turned
+    allgather = np.where(c.cp > 1, local + 2.0 * s.kv * (c.cp - 1.0), local)
+    kind = np.where((c.cp > 1) & (c.cp_kind == _ALLGATHER), allgather, local)
+    repeated = np.where(np.mod(c.kv_heads / c.tp, c.cp) == 0, 1.0, c.cp)
+    kind = np.where((c.cp > 1) & (c.cp_kind == _ULYSSES), 2.0 * s.q + 2.0 * s.kv * repeated, kind)
+    scores = np.where(c.attention == _UNFUSED, c.micro * c.heads / c.tp * c.seq**2 / c.cp, 0.0)
+    scores = scores * 2.0 * c.act_bytes
+    lse = np.where(c.attn_ckpt > 0, 0.0, s.lse)
+    return kind + s.q + lse + s.bias * c.act_bytes + np.where(c.attn_ckpt > 0, 0.0, scores)
+
+
+def _fp8_casts(c: Columns, s: Sizes, many: Floats, wide: Floats) -> list[Floats]:
+    """A product in fp8 casts its operands by way of two copies in fp32, the larger one counts: of
+    the MLP's last matrix and of its first."""
+    tokens = c.micro * c.seq / c.cp
+    last = np.maximum(tokens * c.hidden, c.ffn / c.tp * np.maximum(tokens, c.hidden))
+    first = (1.0 + c.gated) * c.ffn / c.tp * np.maximum(tokens, c.hidden)
+    weights = c.hidden * c.ffn / c.tp * c.act_bytes
+    moments = (s.whole + s.ffn + 9.0 * last, weights + wide - many + 9.0 * first)
+    return [np.where(c.precision == _FP8, moment, -np.inf) for moment in moments]
+
+
+def logits_bytes(c: Columns, s: Sizes) -> Floats:
+    """Logits in their format and three times in fp32 (cut by vocabulary), or two and a half."""
+    wide = np.maximum(4.0, c.act_bytes)
+    return s.logits * np.where(c.tp > 1, c.act_bytes + 3.0 * wide, 3.0 * wide)
+
+
+def loss_bytes(c: Columns, s: Sizes, embed: Floats) -> Floats:
+    """The most that the loss holds, forwards or backwards."""
+    all_logits = logits_bytes(c, s)
+    # In parts the gradient of the head's weights is added up: old, new and sum.
+    head = embed * c.act_bytes
+    parts = np.maximum(all_logits + head, 2.0 * s.logits * c.act_bytes + 3.0 * head)
+    plain = np.where(c.loss_chunks > 1, parts + s.whole, all_logits)
+    # The lean one: the gradient takes the logits' place; in parts it makes the weights' at once.
+    lean = s.logits * c.act_bytes + np.where(c.loss_chunks > 1, head + s.whole, 0.0)
+    return np.where(c.lean_loss > 0, lean, plain)

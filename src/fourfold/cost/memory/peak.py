@@ -1,0 +1,160 @@
+"""How many bytes does each stage hold at its peak, and of what? Does it fit?
+
+Activations after Korthikanti et al. (arXiv 2205.05198); ZeRO state after Rajbhandari et al.
+(arXiv 1910.02054). A stage i of p holds min(m, p - i) micro batches under 1F1B. Knobs carry what an
+engine keeps beyond that; our own needs none (own_memory.py). Broadcasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.cost.columns import ATTENTION, Columns
+from fourfold.cost.memory import own_engine as own_memory
+from fourfold.cost.step.gemm import Floats, Knobs
+from fourfold.cost.step.layer import layer_params
+from fourfold.cost.step.pipeline import held, stage_layers
+
+GIB = 2.0**30
+_FUSED = ATTENTION.index("fused-softmax")
+_UNFUSED = ATTENTION.index("unfused")
+# The driver and the CUDA context leave about 98.8% of the nominal size (79.1 of 80 GiB).
+USABLE = 0.988
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes at the peak: of the first and last stage, of the fullest one, and by kind there."""
+
+    first_bytes: Floats
+    last_bytes: Floats
+    worst_bytes: Floats
+    parts: dict[str, Floats]
+
+
+def kept_bytes(c: Columns, knobs: Knobs) -> Floats:
+    """Activation bytes one layer keeps for the backward of one micro batch."""
+    tokens = c.micro * c.seq / c.cp
+    split = np.where(c.sp > 0, c.tp, 1.0)
+    # Inputs of norms in the activations' format, their outputs as products keep their inputs.
+    norms = np.where(c.fused_norm > 0, 2.0, 4.0) * c.act_bytes + 2.0 * c.saved_bytes
+    on_hidden = norms * c.hidden * knobs["kept_hidden"] / split
+    whole = 2.0 * c.saved_bytes * c.hidden * knobs["gathered"]
+    gathered = np.where((c.sp > 0) & (c.tp > 1), whole, 0.0)
+    # Attention keeps its output; a product in fewer bits keeps that once more in them.
+    copied = np.where(c.saved_bytes < c.act_bytes, c.saved_bytes, 0.0) * c.width
+    products = c.width + 2.0 * c.kv_width + c.width + (1.0 + c.gated) * c.ffn
+    on_shards = (c.act_bytes * products + c.saved_bytes * c.ffn + copied) / c.tp
+    scores = np.where(c.attn_ckpt > 0, 0.0, _score_bytes(c))
+    return tokens * (on_hidden + gathered + on_shards + scores) * knobs["act"]
+
+
+def _score_bytes(c: Columns) -> Floats:
+    """Of one token. 2 bytes each: scores (unfused), masked scores, softmax; gpt-like models keep
+    dropout masks."""
+    drop = np.where(c.gated > 0, 0.0, 2.0)
+    fused, unfused = 3.0 + drop, 7.0 + drop
+    each = np.where(c.attention == _FUSED, fused, 0.0)
+    return np.where(c.attention == _UNFUSED, unfused, each) * c.heads * c.seq / c.tp
+
+
+def state_bytes(c: Columns, knobs: Knobs, *, params: Floats) -> Floats:
+    """Weights, gradients and optimizer of `params` parameters, divided as ZeRO says."""
+    parted = [np.where(c.zero >= stage, c.shard, 1.0) for stage in (1, 2, 3)]
+    each = c.opt_bytes / parted[0] + c.acc_bytes / parted[1] + 2.0 / parted[2]
+    return params * each * knobs["state"]
+
+
+def limit_bytes(c: Columns, knobs: Knobs) -> Floats:
+    """Bytes above which a run does not fit: what the driver leaves, less the learned margin."""
+    return c.capacity * USABLE * knobs["room"]
+
+
+def saved_input_bytes(c: Columns) -> Floats:
+    """The input of a layer that is recomputed whole; sequence parallelism divides it over tp."""
+    tokens = c.micro * c.seq / c.cp
+    return c.act_bytes * tokens * c.hidden / np.where(c.sp > 0, c.tp, 1.0)
+
+
+def memory(c: Columns, knobs: Knobs) -> Memory:
+    """Peak bytes of every run's first, last and fullest stage."""
+    if np.all(c.own > 0) and len(c):
+        return _own(c, knobs)
+    fitted = _fitted(c, knobs)
+    if not np.any(c.own > 0):
+        return fitted
+    own, mine = _own(c, knobs), c.own > 0
+    parts = {name: np.where(mine, own.parts[name], fitted.parts[name]) for name in fitted.parts}
+    return Memory(
+        np.where(mine, own.first_bytes, fitted.first_bytes),
+        np.where(mine, own.last_bytes, fitted.last_bytes),
+        np.where(mine, own.worst_bytes, fitted.worst_bytes),
+        parts,
+    )
+
+
+def _own(c: Columns, knobs: Knobs) -> Memory:
+    """Of our own engine, and of torch's FSDP2 in others: tensors, and what no tensor shows."""
+    micros = np.ceil(c.batch / (c.dp * c.micro))
+    peaks = [own_memory.stage_peak(c, stage, micros) for stage in own_memory.stages(c, micros)]
+    # Nothing of a GPU's is there on a CPU, whose calibrations have no base.
+    base = np.where(np.asarray(knobs["base_gib"]) > 0, own_memory.unseen_bytes(c), 0.0)
+    totals = [peak.total * c.reserved + base for peak in peaks]
+    worst = np.maximum.reduce(np.broadcast_arrays(*totals))
+    fullest = [total >= worst for total in totals]
+
+    def at(name: str) -> Floats:
+        return np.select(fullest, [getattr(peak, name) * c.reserved for peak in peaks])
+
+    parts = {
+        "state": at("state"),
+        "activations": at("activations"),
+        "logits": at("loss"),
+        "gathered_weights": at("weights"),
+        "base": base + np.zeros_like(worst),
+    }
+    return Memory(totals[0], np.where(c.pp > 1, totals[-1], totals[0]), worst, parts)
+
+
+def _fitted(c: Columns, knobs: Knobs) -> Memory:
+    per_layer = layer_params(c)
+    embed = c.vocab * c.hidden / c.tp
+    split = stage_layers(c, head_in_layers=embed / per_layer)
+    tokens = c.micro * c.seq / c.cp
+    micros = np.ceil(c.batch / (c.dp * c.micro))
+    kept = kept_bytes(c, knobs)
+    layer_kept = c.full_ckpt * saved_input_bytes(c) + (1.0 - c.full_ckpt) * kept
+    flight = held(c, micros)
+    # A gathered loss holds the gathered copy beside the shards it came from.
+    whole = np.where(c.tp > 1, 1.15, 1.0)
+    share = np.where(c.split_loss > 0, 1.0 / c.tp, whole)
+    each = 10.0 * knobs["logits"] * share + 4.0 * knobs["whole_logits"]
+    logits = tokens * c.vocab * each / c.loss_chunks
+    # What is computed again is there once.
+    working = np.where(c.full_ckpt > 0, kept, 0.0)
+    working = working + np.where(c.attn_ckpt > 0, tokens * _score_bytes(c), 0.0)
+    unsharded = np.where(c.zero >= 3, c.gather_bytes * (2.0 * per_layer + embed), 0.0)
+    base = knobs["base_gib"] * GIB
+    alone = c.pp == 1
+    first_params = split.first * per_layer + embed * np.where(alone & (c.tied < 1), 2.0, 1.0)
+    last_params = split.last * per_layer + embed
+    act_first = split.first * flight.first * layer_kept + working
+    first_state = state_bytes(c, knobs, params=first_params)
+    first = first_state + act_first + unsharded + base + np.where(alone, logits, 0.0)
+    # What waits for its weight gradients was recomputed before and is held whole.
+    waiting = flight.late * kept + (flight.last - flight.late) * layer_kept
+    act_last = split.last * waiting + working
+    last_state = state_bytes(c, knobs, params=last_params)
+    last = np.where(alone, first, last_state + act_last + unsharded + base + logits)
+    worst = np.maximum(first, last)
+    at_first = first >= last
+    parts = {
+        "state": np.where(at_first, first_state, last_state),
+        "activations": np.where(at_first, act_first, act_last),
+        "logits": np.where(at_first & ~alone, 0.0, logits),
+        "gathered_weights": unsharded + np.zeros_like(worst),
+        "base": base + np.zeros_like(worst),
+    }
+    return Memory(first, last, worst, parts)

@@ -1,0 +1,1 @@
+"""Pipeline schedules: action lists, their simulation, their timeline."""

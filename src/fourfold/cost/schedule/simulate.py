@@ -1,0 +1,133 @@
+"""When does each pipeline rank do what, and when is the step over? An event simulation of the
+compute, send and gradient streams of every rank, for many candidates of one schedule at once.
+
+Seconds. Times may differ by chunk (unequal stages) and for the last micro batch (a smaller one).
+Candidates share the order of events, so each event is one array operation over all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.schedule.actions import Action, global_order
+from fourfold.spec.policy import Schedule
+
+Floats = NDArray[np.float64]
+# Rounds after which a pipeline repeats itself: fill and drain are behind, the slowest rank leads.
+SETTLED_ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTimes:
+    """[chunks, candidates] unless said otherwise. `weights` is the part of `backward` that no other
+    rank waits for; `last` scales the times of the last micro batch, [candidates]."""
+
+    forward: Floats
+    backward: Floats
+    weights: Floats
+    last: Floats
+    hop: Floats  # [candidates] handing one micro batch over, on its own stream
+    reduce: Floats  # [stages, candidates] gradient reduction of a rank
+    overlap_reduce: bool = False
+
+    def seconds(self, action: Action, micros: int) -> Floats:
+        if action.kind == "F":
+            spent = self.forward[action.chunk]
+        elif action.kind == "W":
+            spent = self.weights[action.chunk]
+        elif action.kind == "I":
+            spent = self.backward[action.chunk] - self.weights[action.chunk]
+        else:
+            spent = self.backward[action.chunk]
+        return spent * self.last if action.micro == micros - 1 else spent
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action of one rank for the first candidate, for pictures."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """`step_s` [candidates]; `busy_s` [stages, candidates] computing; `events` in order."""
+
+    step_s: Floats
+    busy_s: Floats
+    events: tuple[Event, ...] = ()
+
+
+def simulate(
+    schedule: Schedule,
+    times: ChunkTimes,
+    *,
+    stages: int,
+    virtual_stages: int,
+    micros: int,
+    keep_events: bool = False,
+) -> Simulated:
+    """Every event of a step. All micro batches are played: see `step_s` for long steps."""
+    chunks = stages * virtual_stages
+    assert times.forward.shape[0] == chunks
+    zero = np.zeros(times.forward.shape[1])
+    free = [zero] * stages
+    busy = [zero] * stages
+    wire = {(rank, way): zero for rank in range(stages) for way in (1, -1)}
+    arrived: dict[tuple[str, int, int], Floats] = {}
+    ended = [zero] * chunks
+    events: list[Event] = []
+    order = global_order(schedule, stages=stages, virtual_stages=virtual_stages, micros=micros)
+    for rank, action in order:
+        way = 1 if action.kind == "F" else -1
+        needed = arrived.pop((action.kind, action.chunk, action.micro), None)
+        start = free[rank] if needed is None else np.maximum(free[rank], needed)
+        spent = times.seconds(action, micros)
+        end = free[rank] = start + spent
+        busy[rank] = busy[rank] + spent
+        ended[action.chunk] = end
+        target = action.chunk + way
+        if action.kind != "W" and 0 <= target < chunks:
+            wire[rank, way] = np.maximum(end, wire[rank, way]) + times.hop
+            arrived[action.kind, target, action.micro] = wire[rank, way]
+        if keep_events:
+            events.append(Event(rank, action, float(start[0]), float(end[0])))
+    finish = _reduced(times, free, ended, stages)
+    return Simulated(np.max(finish, axis=0), np.array(busy), tuple(events))
+
+
+def _reduced(times: ChunkTimes, free: list[Floats], ended: list[Floats], stages: int) -> Floats:
+    """When each rank has also reduced its gradients, chunk by chunk as they become final."""
+    if not times.overlap_reduce:
+        return np.array(free) + times.reduce
+    finish = []
+    for rank in range(stages):
+        chunks = range(rank, len(ended), stages)
+        stream = np.zeros_like(free[rank])
+        for chunk in reversed(chunks):
+            stream = np.maximum(stream, ended[chunk]) + times.reduce[rank] / len(chunks)
+        finish.append(np.maximum(free[rank], stream))
+    return np.array(finish)
+
+
+def step_s(
+    schedule: Schedule, times: ChunkTimes, *, stages: int, virtual_stages: int, micros: int
+) -> Floats:
+    """Seconds of a step of any length: a long one repeats its settled rounds.
+
+    A pipeline is a max-plus linear system: once the slowest rank leads, each round of `stages`
+    micro batches adds the same time.
+    """
+    shape = {"stages": stages, "virtual_stages": virtual_stages}
+    short = SETTLED_ROUNDS * stages + micros % stages
+    if micros <= short + stages:
+        return simulate(schedule, times, micros=micros, **shape).step_s
+    before = simulate(schedule, times, micros=short, **shape).step_s
+    after = simulate(schedule, times, micros=short + stages, **shape).step_s
+    return after + (micros - short - stages) / stages * (after - before)

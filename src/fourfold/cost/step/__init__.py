@@ -1,0 +1,1 @@
+"""Seconds of a step: matrix products, attention, traffic, host, pipeline."""

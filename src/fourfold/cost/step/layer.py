@@ -1,0 +1,125 @@
+"""How long does one transformer layer take on one rank, forward and backward, part by part?
+
+Seconds per micro batch. GEMMs of [K -> N]: one product forward, two backward. Broadcasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.cost.columns import PRECISION, Columns
+from fourfold.cost.step.attention import attention_s
+from fourfold.cost.step.context import context_s
+from fourfold.cost.step.elementwise import elementwise_s
+from fourfold.cost.step.gemm import Floats, Knobs, gemm_s
+from fourfold.cost.step.host import floor, host_layer_s
+from fourfold.cost.step.traffic import group_rate, half_collective_s, hop_s
+
+_FP8 = PRECISION.index("fp8")
+_FP4 = PRECISION.index("fp4")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one layer and one micro batch; `total` is what the parts become together."""
+
+    gemm: Floats
+    attention: Floats
+    elementwise: Floats
+    recompute: Floats
+    tp_comm: Floats
+    cp_comm: Floats
+    fsdp_comm: Floats
+    host: Floats
+    total: Floats
+    params: Floats  # parameters of one layer on one tp rank
+
+
+def layer_params(c: Columns) -> Floats:
+    """Matrix parameters of a layer on one tensor-parallel rank."""
+    kv = 2.0 * c.hidden * c.kv_width
+    return (2.0 * c.hidden * c.width + kv + (2.0 + c.gated) * c.hidden * c.ffn) / c.tp
+
+
+def linear_s(
+    c: Columns, knobs: Knobs, *, tokens: Floats, wide: Floats, deep: Floats, low: bool = True
+) -> tuple[Floats, Floats]:
+    """(forward, backward) of a linear layer deep -> wide."""
+    rate = c.peak * c.clock * knobs["gemm"]
+    if low:
+        is_low = (c.precision == _FP8) | (c.precision == _FP4)
+        rate = np.where(is_low, c.peak_low * c.clock * knobs["gemm"] * knobs["fp8"], rate)
+    args = {"rate": rate, "hbm": c.hbm, "sms": c.sms, "knobs": knobs}
+    forward = gemm_s(tokens, wide, deep, **args)
+    backward = gemm_s(tokens, deep, wide, **args) + gemm_s(deep, wide, tokens, **args)
+    return forward, backward
+
+
+def layer_gemm_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward) of the four linear layers: qkv, attention out, mlp in, mlp out."""
+    qkv = (c.width + 2.0 * c.kv_width) / c.tp
+    shapes = (
+        (qkv, c.hidden),
+        (c.hidden, c.width / c.tp),
+        ((1.0 + c.gated) * c.ffn / c.tp, c.hidden),
+        (c.hidden, c.ffn / c.tp),
+    )
+    pairs = [linear_s(c, knobs, tokens=tokens, wide=n, deep=k) for n, k in shapes]
+    none = np.zeros(())
+    return sum((f for f, _ in pairs), start=none), sum((b for _, b in pairs), start=none)
+
+
+def head_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> Floats:
+    """Logits and loss, both ways; always in 16 bits. In chunks logits are computed twice."""
+    wide = np.ceil(c.vocab / c.tp)
+    forward, backward = linear_s(c, knobs, tokens=tokens, wide=wide, deep=c.hidden, low=False)
+    again = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), forward, 0.0)
+    return forward + again + backward + 9.6 * tokens * wide * knobs["elem"] / c.hbm
+
+
+def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
+    """Everything one layer does for one micro batch."""
+    tokens = micro * c.seq / c.cp
+    gemm_f, gemm_b = layer_gemm_s(c, knobs, tokens=tokens)
+    attn_f, attn_b = attention_s(c, knobs, micro=micro)
+    elem_f, elem_b = elementwise_s(c, knobs, tokens=tokens)
+    half = half_collective_s(
+        c, knobs, 2.0 * tokens * c.hidden, size=c.tp, stride=np.ones_like(c.tp)
+    )
+    half = half + np.where(c.tp > 1, knobs["call_s"], 0.0)
+    half = half * np.where(c.overlap_tp > 0, knobs["tp_hidden"], 1.0)
+    tp_f, tp_b = 4.0 * half, np.where(c.sp > 0, 5.0, 4.0) * half
+    cp_f = context_s(c, knobs, tokens=tokens, attention=attn_f, backward=False)
+    cp_b = context_s(c, knobs, tokens=tokens, attention=attn_b, backward=True)
+    forward = gemm_f + attn_f + elem_f + tp_f + cp_f
+    recompute = c.full_ckpt * forward + c.attn_ckpt * (1.0 - c.full_ckpt) * attn_f
+    params = layer_params(c)
+    accumulate = 10.0 * params / c.hbm
+    busy = forward + gemm_b + attn_b + elem_b + tp_b + cp_b + recompute + accumulate
+    gathered = fsdp_s(c, knobs, params=params, busy=busy)
+    total = floor(gathered, host_layer_s(c, knobs))
+    return LayerTimes(
+        gemm=gemm_f + gemm_b,
+        attention=attn_f + attn_b,
+        elementwise=elem_f + elem_b + accumulate,
+        recompute=recompute,
+        tp_comm=tp_f + tp_b,
+        cp_comm=cp_f + cp_b,
+        fsdp_comm=gathered - busy,
+        host=total - gathered,
+        total=total,
+        params=params,
+    )
+
+
+def fsdp_s(c: Columns, knobs: Knobs, *, params: Floats, busy: Floats) -> Floats:
+    """Layer seconds under ZeRO-3: two weight gathers and a gradient scatter beside the compute."""
+    size = c.shard
+    rate = group_rate(c, knobs, size, c.tp)
+    move = params * (2.0 * c.gather_bytes + c.grad_bytes) * (size - 1.0) / size / rate
+    move = move + 0.75 * (size - 1.0) * hop_s(c, knobs, size, c.tp)
+    together = (busy**4 + move**4) ** 0.25 + 0.2 * knobs["dp_exposed"] * move
+    paid = np.where(c.prefetch > 0, together, busy + move)
+    return np.where((c.zero >= 3) & (size > 1), paid, busy)

@@ -1,0 +1,87 @@
+"""How long does a pipeline of unequal stages take? Seconds of a step from seconds per stage.
+
+1F1B and GPipe: m slots of the slowest stage and one pass through the others (Narayanan et al.,
+arXiv 2104.04473). Interleaved: the fill shrinks by the virtual stages. Zero-bubble H1: a third of
+the fill remains (Qi et al., arXiv 2401.10241). Broadcasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fourfold.cost.columns import SCHEDULE, Columns
+from fourfold.cost.count.stages import end_layers
+from fourfold.cost.step.gemm import Floats
+
+_ZERO_BUBBLE = SCHEDULE.index("zero-bubble")
+_GPIPE = SCHEDULE.index("gpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """Layers of the first, of the fullest middle and of the last stage."""
+
+    first: Floats
+    middle: Floats
+    last: Floats
+
+
+def stage_layers(c: Columns, *, head_in_layers: Floats) -> StageLayers:
+    """Equal stages with the remainder in the first ones; fewer in the last one by what the head
+    costs, counted in layers (balanced engines); or fewer at both ends (even stages)."""
+    even = np.ceil(c.layers / c.pp)
+    last_even = np.floor(c.layers / c.pp)
+    fair = (c.layers + head_in_layers) / c.pp
+    last = np.maximum(0.0, np.round(fair - head_in_layers))
+    rest = np.where(c.pp > 1, (c.layers - last) / np.maximum(1.0, c.pp - 1.0), c.layers)
+    uneven = (c.balanced > 0) & (c.pp > 1)
+    first = np.where(uneven, np.ceil(rest), even)
+    middle = np.where(uneven, np.ceil(rest), even)
+    last = np.where(uneven, last, np.where(c.pp > 1, last_even, even))
+    left, right = end_layers(c.layers, c.pp)
+    ends = (c.even_stages > 0) & (c.pp > 1) & (right >= 0)
+    return StageLayers(np.where(ends, left, first), middle, np.where(ends, right, last))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Micro batches whose activations a rank holds at once, over all of its layers: on the first,
+    the second and the last rank; `late` of the last wait for their weight gradients only."""
+
+    first: Floats
+    second: Floats
+    last: Floats
+    late: Floats
+
+
+def held(c: Columns, micros: Floats) -> Held:
+    """The lists of cost/schedule/actions.py in closed form: exact for whole rounds, where the last
+    round is cut short a little more than is held."""
+    split, looped = c.schedule == _ZERO_BUBBLE, c.vpp > 1
+    first = np.where(looped, ((c.vpp + 1.0) * c.pp - 1.0) / c.vpp, c.pp)
+    # A rank begins two forwards of one of its parts later than the rank before it.
+    second = np.where(split, first, np.where(looped, first - 2.0 / c.vpp, c.pp - 1.0))
+    started = np.where(looped, ((c.vpp - 1.0) * c.pp + 1.0) / c.vpp, 1.0)
+    last = np.where(split, c.pp, started)
+    every = (c.schedule == _GPIPE) & (c.pp > 1)
+    first, second, last = (
+        np.where(every, micros, np.minimum(micros, some)) for some in (first, second, last)
+    )
+    return Held(first, second, last, np.where(split, np.maximum(0.0, last - started), 0.0))
+
+
+def pipeline_s(
+    c: Columns, *, first: Floats, middle: Floats, last: Floats, total: Floats, slots: Floats
+) -> Floats:
+    """Seconds of `slots` micro batches (may be fractional: a smaller last one counts its share).
+
+    first, middle, last: seconds of one micro batch there; total: sum over all stages.
+    """
+    inner = np.where(c.pp > 2, middle, 0.0)
+    slowest = np.maximum(np.maximum(first, last), inner)
+    fill = np.maximum(0.0, total - slowest)
+    kept = np.where(c.schedule == _ZERO_BUBBLE, 1.0 / 3.0, 1.0 / np.maximum(1.0, c.vpp))
+    single = slots * total
+    return np.where(c.pp > 1, slots * slowest + fill * kept, single)

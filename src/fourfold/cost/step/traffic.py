@@ -1,0 +1,92 @@
+"""How fast do the ranks of a group talk? Bytes/s and seconds by link level.
+
+Ring and tree collectives as in NCCL: a rank sends (n-1)/n of the buffer per half (reduce-scatter
+or all-gather). A level has a rate and a latency; groups that share a node share its network.
+Ranks are placed tp innermost, then cp, dp, pp. Broadcasts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fourfold.cost.columns import Columns
+from fourfold.cost.step.gemm import Floats, Knobs
+
+# All-reduces over 4 to 64 healthy nodes reach this share of the data sheet (nanotron table).
+SLOW_SHARE = 0.45
+SWITCHLESS = 4.0
+PAIR = 2.0
+
+
+def ranks_within(size: ArrayLike, stride: ArrayLike, box: ArrayLike) -> Floats:
+    """Members of a group of `size` ranks, `stride` apart, that share one box of `box` ranks."""
+    return np.maximum(1.0, np.minimum(size, np.floor(np.divide(box, stride))))
+
+
+def crosses(c: Columns, size: Floats, stride: Floats) -> np.ndarray:
+    """True where the group, or the worst of its like, leaves its NVLink domain."""
+    return (size > ranks_within(size, stride, c.domain)) | straddles(c, size, stride, c.domain)
+
+
+def straddles(c: Columns, size: Floats, stride: Floats, box: Floats) -> np.ndarray:
+    """True where groups that would fit into a box do not tile it: tp 3 on hosts of 8 puts ranks 6,
+    7 and 8 into one group, and a step waits for the slowest group. Of a domain of 72 a job takes
+    equal shares: 128 GPUs are 64 in each of two."""
+    span = size * stride
+    used = c.gpus / np.ceil(c.gpus / box)
+    return (size > 1) & (c.gpus > box) & (span <= used) & (np.mod(used, span) != 0)
+
+
+def wired_share(c: Columns, size: ArrayLike, stride: ArrayLike) -> Floats:
+    """Share of a GPU's links that lead into its group.
+
+    Boards of up to 4 GPUs have no switch: each pair owns an equal part of the links (HGX H100 and
+    A100 4-GPU), so a pair of a board of 4 talks at a third of the rate.
+    """
+    peers = ranks_within(size, stride, c.domain) - 1.0
+    direct = (c.domain <= SWITCHLESS) & (c.domain > 1)
+    share = np.maximum(1.0, peers) / np.maximum(1.0, c.domain - 1.0)
+    return np.where(direct, share, 1.0)
+
+
+def group_rate(c: Columns, knobs: Knobs, size: Floats, stride: Floats) -> Floats:
+    """One-way bytes/s of each rank in a ring over the group."""
+    inside = np.minimum(knobs["nvlink"], 0.98) * c.link * wired_share(c, size, stride)
+    here = np.where(straddles(c, size, stride, c.node), 1.0, ranks_within(size, stride, c.node))
+    outside = node_rate(c, knobs, size, here) * here / c.node
+    return np.where(crosses(c, size, stride), np.minimum(inside, outside), inside)
+
+
+def node_rate(c: Columns, knobs: Knobs, size: Floats, here: Floats) -> Floats:
+    """Bytes/s of a node for a group that has `here` members in it.
+
+    A rate measured over the whole job is used where there is one, but not in the slow state: there
+    it falls as one over the nodes, which is what a slow hop does to a ring, not a slow link; the
+    hops are paid in `dp_hop_s`. Two nodes exchange at full rate in either state (nanotron table:
+    430 GB/s on 2 nodes, 180 on 4 to 64).
+    """
+    spans = np.maximum(1.0, size / here)
+    seen = np.where(spans <= 2.0, np.maximum(c.net_seen, c.net), c.net_seen)
+    unseen = np.where(c.slow > 0, c.net * SLOW_SHARE, c.net)
+    return np.where((c.net_seen > 0) & (c.slow <= 0), seen, unseen) * knobs["net"]
+
+
+def p2p_rate(c: Columns, knobs: Knobs, stride: Floats) -> Floats:
+    """Bytes/s of one rank sending to the next pipeline stage; all ranks of a node send at once."""
+    inside = np.minimum(knobs["nvlink"], 0.98) * c.link * wired_share(c, PAIR, stride)
+    share = node_rate(c, knobs, 2.0 * np.ones_like(c.net), np.ones_like(c.net)) / c.node
+    return np.where(stride >= c.domain, share, inside)
+
+
+def half_collective_s(
+    c: Columns, knobs: Knobs, data: Floats, *, size: Floats, stride: Floats
+) -> Floats:
+    """Seconds of an all-gather or reduce-scatter of `data` bytes over the group."""
+    move = data * (size - 1.0) / size / group_rate(c, knobs, size, stride)
+    return np.where(size > 1, move + (size - 1.0) * hop_s(c, knobs, size, stride), 0.0)
+
+
+def hop_s(c: Columns, knobs: Knobs, size: Floats, stride: Floats) -> Floats:
+    """Latency of one step of a ring; a ring that leaves the domain runs at its slowest hop."""
+    return np.where(crosses(c, size, stride), knobs["net_latency_s"], knobs["latency_s"])

@@ -1,0 +1,1 @@
+"""Tables of measured runs in the reference schema, read and predicted."""

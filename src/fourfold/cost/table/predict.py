@@ -1,0 +1,127 @@
+"""What will each row of a table take? Seconds with an interval, memory, fit, and why.
+
+Rows are grouped by calibration and answered a few thousand at a time, to stay in the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.columns import Floats
+from fourfold.cost.count.counting import flops_per_token
+from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
+from fourfold.cost.fit.habits import habits
+from fourfold.cost.fit.interval import bounds, outside
+from fourfold.cost.memory.interval import TIGHT, verdicts
+from fourfold.cost.memory.peak import GIB, limit_bytes, memory
+from fourfold.cost.step.estimate import estimate
+from fourfold.cost.table.reference import each
+from fourfold.cost.table.rows import Rows
+
+CHUNK = 8192
+FIELDS = (
+    "row_id", "step_s", "step_s_low", "step_s_high", "tokens_s_gpu", "tflops_gpu", "mfu_pct",
+    "mem_gb", "fits", "tight", "reason",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Arrays as long as the table; NaN where a row cannot be expressed. mem_gb is in GiB, of the
+    rank the stack prints; `fits` and `tight` look at the fullest stage and its interval."""
+
+    step_s: Floats
+    low_s: Floats
+    high_s: Floats
+    tokens_s_gpu: Floats
+    tflops_gpu: Floats
+    mfu_pct: Floats
+    mem_gb: Floats
+    worst_gb: Floats
+    fits: NDArray[np.bool_]
+    tight: NDArray[np.bool_]  # the limit lies in the interval: that verdict is not sure
+    reasons: list[str]
+
+
+def predict(rows: Rows, calibration: Calibration) -> Predictions:
+    """Answer every row that can be expressed."""
+    n = rows.table.length
+    out = {
+        name: np.full(n, np.nan)
+        for name in ("step", "low", "high", "mem", "worst", "limit", "beyond")
+    }
+    tight = np.zeros(n, dtype=bool)
+    reasons = list(rows.reasons)
+    for index, entry, why in _groups(rows, calibration):
+        for start in range(0, len(index), CHUNK):
+            part = index[start : start + CHUNK]
+            _answer(rows, part, entry, out)
+            tight[part] = verdicts(rows.columns.take(part), entry) == TIGHT
+        if why:
+            for i in index:
+                reasons[i] = f"{reasons[i]}; {why}" if reasons[i] else why
+    _finish_reasons(rows, out, reasons)
+    tokens = rows.columns.batch * rows.columns.seq / (rows.columns.gpus * out["step"])
+    tflops, mfu = _rates(rows, tokens)
+    fits = np.nan_to_num(out["worst"], nan=2.0) < np.nan_to_num(out["limit"], nan=1.0)
+    return Predictions(
+        out["step"], out["low"], out["high"], tokens, tflops, mfu, out["mem"], out["worst"],
+        fits, tight, reasons,
+    )  # fmt: skip
+
+
+def _groups(rows: Rows, calibration: Calibration) -> Iterator[tuple[NDArray[np.intp], Entry, str]]:
+    """(rows, entry, reason) per stack, cluster and GPU generation."""
+    generation = each(rows.hardware.tolist(), generation_of)
+    labels = list(zip(rows.stack.tolist(), rows.cluster.tolist(), generation, strict=True))
+    places: dict[tuple[str, str, str], list[int]] = {}
+    for i, label in enumerate(labels):
+        if rows.usable[i]:
+            places.setdefault(label, []).append(i)
+    for (stack, cluster, gen), index in places.items():
+        entry, why = calibration.entry(stack, cluster, gen)
+        yield np.array(index), entry, why
+
+
+def _answer(rows: Rows, part: NDArray[np.intp], entry: Entry, out: dict[str, Floats]) -> None:
+    c = rows.columns.take(part)
+    step = estimate(c, entry.knobs).step_s
+    low, high = bounds(c, entry, step)
+    room = memory(c, entry.knobs)
+    rank0 = habits(entry.stack).reports_rank0
+    out["step"][part], out["low"][part], out["high"][part] = step, low, high
+    out["mem"][part] = (room.first_bytes if rank0 else room.worst_bytes) / GIB
+    out["worst"][part] = room.worst_bytes / GIB
+    out["limit"][part] = limit_bytes(c, entry.knobs) / GIB
+    out["beyond"][part] = outside(c, entry.ranges)
+
+
+def _finish_reasons(rows: Rows, out: dict[str, Floats], reasons: list[str]) -> None:
+    far = np.nan_to_num(out["beyond"]) > 1.0
+    wrong = rows.usable & ~np.isfinite(out["step"])
+    for i in np.flatnonzero(far):
+        note = "outside the calibrated range: wider interval"
+        reasons[i] = f"{reasons[i]}; {note}" if reasons[i] else note
+    for i in np.flatnonzero(wrong):
+        reasons[i] = "not expressible: the numbers are out of any range"
+        for name in out:
+            out[name][i] = np.nan
+
+
+def _rates(rows: Rows, tokens: Floats) -> tuple[Floats, Floats]:
+    """(TFLOPs per GPU, MFU percent) in the row's own convention, the default when blank."""
+    tflops = np.full(len(tokens), np.nan)
+    rules = np.array(rows.table.column("flop_rule"), dtype=str)
+    learned = np.array([f in ("mpt", "gpt") for f in rows.table.column("family")], dtype=float)
+    for rule in np.unique(rules):
+        here = np.flatnonzero(rules == rule)
+        flops = flops_per_token(rows.columns.take(here), str(rule), learned_positions=learned[here])
+        if flops is None:
+            flops = flops_per_token(rows.columns.take(here), "", learned_positions=learned[here])
+        assert flops is not None
+        tflops[here] = flops * tokens[here] / 1e12
+    return tflops, 100.0 * tflops * 1e12 / rows.columns.peak_low

@@ -1,0 +1,99 @@
+"""Which rows do stored run reports make? RunReport files of a folder -> Rows for a fit.
+
+The step time is the median after warm-up; memory is the fullest rank's; `oom` is an out-of-memory.
+Reports of other outcomes teach nothing about speed and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from fourfold.cost.memory.peak import GIB
+from fourfold.cost.specs import columns_of
+from fourfold.cost.table.reference import SCHEMA, Table
+from fourfold.cost.table.rows import Rows
+from fourfold.errors import UserError
+from fourfold.result.files.run_file import NAME, RUN_FILE, read_kept, read_run
+from fourfold.result.files.stored import read_stored
+from fourfold.result.report import RunReport
+from fourfold.spec import codec
+from fourfold.spec.cluster import Cluster
+
+STACK = "fourfold"
+
+
+def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -> list[RunReport]:
+    """All RunReports under a folder, in the order of their names; other files are passed over, and
+    damaged ones named."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError("is not a folder", field="--runs", value=folder, way_out="name the store")
+    found = []
+    for path in sorted(root.rglob("*.json")):
+        if path.name.startswith("."):  # the store's own cache
+            continue
+        try:
+            if read_stored(path, field="--runs").get("type") == "RunReport":
+                kept = path.name == RUN_FILE and NAME.match(path.parent.name)
+                plain = read_kept(path.parent) if kept else read_run(path)[0]
+                found.append(codec.load(RunReport, plain))
+        except UserError as error:
+            warn(f"{path} is passed over: {error}")
+    return found
+
+
+def report_rows(
+    folder: str, cluster: Cluster, warn: Callable[[str], None] = lambda text: None
+) -> Rows:
+    """Rows of the reports that ran or ran out of memory."""
+    kept = [r for r in read_reports(folder, warn) if r.outcome in ("ok", "oom")]
+    if not kept:
+        raise UserError(
+            "holds no report of a run", field="--runs", value=folder, way_out="run one first"
+        )
+    n = len(kept)
+    return Rows(
+        table=_table(folder, kept, cluster),
+        columns=columns_of([r.spec for r in kept], cluster=cluster, stack=STACK),
+        usable=np.ones(n, dtype=bool),
+        reasons=[""] * n,
+        stack=np.array([STACK] * n),
+        cluster=np.array([cluster.name] * n),
+        hardware=np.array([cluster.device.id] * n),
+        step_s=np.array([_step_s(r) for r in kept]),
+        mem_gb=np.array([_gib(r) for r in kept]),
+        status=np.array([r.outcome for r in kept]),
+    )
+
+
+def _step_s(report: RunReport) -> float:
+    times = [step.seconds for step in report.steps if not step.warmup]
+    return median(times) if times else float("nan")
+
+
+def _gib(report: RunReport) -> float:
+    peaks = [max(m.peak_bytes, m.reserved_bytes) for m in report.memory]
+    return max(peaks) / GIB if peaks else float("nan")
+
+
+def _table(folder: str, reports: list[RunReport], cluster: Cluster) -> Table:
+    """The columns that folds and groups look at; the rest stays blank."""
+    texts = {name: [""] * len(reports) for name in SCHEMA}
+    for i, report in enumerate(reports):
+        spec, layout = report.spec, report.spec.layout
+        said = {
+            "row_id": spec.run_id, "source": STACK, "stack": STACK, "cluster": cluster.name,
+            "hardware": cluster.device.id, "family": spec.model.family,
+            "n_layers": spec.model.layers, "d_model": spec.model.hidden,
+            "n_heads": spec.model.heads, "seq_len": spec.batch.seq_len, "n_gpus": spec.gpus,
+            "tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp,
+            "mbs": spec.batch.micro_batch, "gbs": spec.batch.global_batch,
+            "precision": spec.policy.precision, "status": report.outcome,
+        }  # fmt: skip
+        for name, value in said.items():
+            texts[name][i] = str(value)
+    return Table(Path(folder).name, texts, len(reports))

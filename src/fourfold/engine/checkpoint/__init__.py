@@ -1,0 +1,1 @@
+"""Training state to files and back, whatever layout wrote it."""

@@ -1,0 +1,271 @@
+"""How is a training kept? Every rank writes rectangles of named tensors, any other layout reads
+them; a folder gets its name when all of it is on the disk.
+
+Collectives here use a CPU group of their own: nothing else may be in its order. What goes wrong on
+one rank is every rank's error, in the same words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fourfold
+from fourfold import files
+from fourfold.engine.checkpoint import tensor_file
+from fourfold.engine.checkpoint.state import Held, held
+from fourfold.engine.checkpoint.tensor_file import Written
+from fourfold.engine.data.source import data_facts
+from fourfold.engine.training.trainer import Trainer
+from fourfold.errors import UserError
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.checkpoint.index import INDEX_FILE, Index, dumps
+from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.files.inside import NotWholeError, UnreadableError
+from fourfold.spec.train import TrainSettings
+
+LOOK_S = 0.2
+Tick = Callable[[], None]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that can't be written, or that another rank can't read."""
+
+
+def state_of(trainer: Trainer, step: int, settings: TrainSettings | None = None) -> CheckpointState:
+    """All but the tensors, after `step` steps; waits for the device."""
+    updates = trainer.optimizer.updates
+    return CheckpointState(
+        step=step,
+        updates=updates,
+        skipped=step - updates,
+        sequences=trainer.spec.batch.sequences_before(step),
+        spec=trainer.spec,
+        settings=settings,
+        data=data_facts(trainer.spec).get("data.sha256", ""),
+        scalars=tuple(sorted((name, repr(value)) for name, value in trainer.scalars().items())),
+        versions=(("fourfold", fourfold.__version__), ("torch", str(torch.__version__))),
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def load(trainer: Trainer, checkpoint: Checkpoint, tick: Tick | None = None) -> None:
+    """Weights, moments, counts and scalars of a checkpoint of any layout. Collective."""
+    state = checkpoint.state
+    trainer.optimizer.restore(state.updates)
+    read_into(list(held(trainer)), checkpoint, tick)
+    trainer.restore_scalars({name: float(value) for name, value in state.scalars})
+
+
+def load_sound(trainer: Trainer, root: Path, name: str, tick: Tick | None = None) -> Checkpoint:
+    """Load this checkpoint or, where its bytes have changed, the newest sound one before it; those
+    are then kept apart. All ranks share the reading and agree. Collective."""
+    group, first = cpu_group(), dist.get_rank() == 0
+    before = [found.folder.name for found in checkpoints.whole(root)] if first else []
+    told: list = [before]
+    dist.broadcast_object_list(told, src=0, group=group)
+    before, bad = told[0], dict[str, str]()
+    try:
+        for one in reversed(before[: before.index(name) + 1]):
+            found = checkpoints.read(root / one)
+            bad[one] = _changed(found, group, tick)
+            try:
+                if not bad[one]:
+                    load(trainer, found, tick)
+                    del bad[one]
+                    break
+            except NotWholeError as error:  # of all ranks alike
+                bad[one] = error.rule
+        else:
+            raise UserError(
+                f"can't be loaded, nor one before it: {bad[name]}",
+                field="checkpoint",
+                value=name,
+                way_out="copy one again from where it was written; all are left as they are",
+            )
+    finally:
+        dist.destroy_process_group(group)
+    for one, reason in bad.items() if first else ():
+        checkpoints.keep_apart(root / one, reason)
+    return found
+
+
+def _changed(found: Checkpoint, group: dist.ProcessGroup, tick: Tick | None) -> str:
+    """Of format 1, whose chunks are not summed: every rank reads a share of the files; the first
+    complaint, the same on all. Later formats are checked while they are read. Collective."""
+    if found.state.format > 1:
+        return ""
+    share = dist.get_rank(), dist.get_world_size()
+    said: list = [""] * dist.get_world_size()
+    dist.all_gather_object(said, checkpoints.damage(found, share, tick), group=group)
+    return next(filter(None, said), "")
+
+
+@torch.no_grad()
+def read_into(
+    items: Sequence[Held], found: Checkpoint, tick: Tick | None = None, index: Index | None = None
+) -> None:
+    """Fill the rectangles from a checkpoint (`index`: its index, where that is read already).
+    Collective where ranks have joined."""
+    group = cpu_group() if dist.is_initialized() else None
+    done = [0]
+
+    def count() -> None:
+        done[0] += 1
+
+    def work() -> None:
+        where = index or checkpoints.read_index(found)
+        try:
+            tensor_file.read_all(tensor_file.reads_of(items, where), found.folder, where, count)
+        except UserError as error:
+            raise checkpoints.said_of(error, found.folder) from None
+
+    try:
+        with watched(tick, lambda: done[0]):
+            together(work, group)
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def write(items: Sequence[Held], root: Path, state: CheckpointState, *, keep: int = 0) -> None:
+    """A checkpoint by this process alone, of tensors it holds whole."""
+    save(items, root, state, keep=keep, group=None, tick=lambda: None)
+
+
+def save(
+    items: Sequence[Held],
+    root: Path,
+    state: CheckpointState,
+    *,
+    keep: int,
+    group: dist.ProcessGroup | None,
+    tick: Tick,
+) -> None:
+    """Every rank writes a file, the first makes index and state and gives the folder its name.
+    Collective in `group`."""
+    folder = checkpoints.saving_folder(root, state.step)
+    rank = 0 if group is None else dist.get_rank()
+
+    def begin() -> None:
+        if rank == 0:
+            checkpoints.clear_leftovers(root)
+            folder.mkdir(parents=True)
+
+    def own() -> Written | None:
+        path = folder / f"tensors-{rank:05d}.safetensors"
+        return tensor_file.write_file(path, items, tick) if items else None
+
+    def finish() -> None:
+        if rank == 0:
+            made = tensor_file.index_of([part for part in parts if part is not None])
+            files.write_bytes(folder / INDEX_FILE, dumps(made), own=True)
+            sums = {name: f"{entry.crc32:08x}" for name, entry in made.files.items()}
+            checkpoints.publish(root, state, keep=keep, sums=sums)
+
+    try:
+        together(begin, group)
+        parts = together(own, group)
+        together(finish, group)
+    except BaseException as error:
+        if rank == 0:
+            # Gives the room back; every rank has left the folder by now.
+            shutil.rmtree(folder, ignore_errors=True)
+        last = checkpoints.newest(root)
+        kept = f"the last good one is {last.folder.name}" if last else "there is no earlier one"
+        what = f"the checkpoint of step {state.step} could not be written"
+        raise CheckpointError(f"{what}: {_words(error)}; {kept}") from error
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+def together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's result; or, when one fails, the same error on all. Collective in `group`."""
+    if group is None:
+        return [work()]
+    mine: BaseException | None = None
+    result = None
+    try:
+        result = work()
+    except Exception as error:
+        mine = error
+    said: list = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (_kind(mine), _told(mine), result), group=group)
+    if all(kind == "" for kind, _, _ in said):
+        return [one for _, _, one in said]
+    # Whatever is wrong with this machine or this version, an earlier checkpoint would not help.
+    order = ("other", "user", "unreadable", "changed")
+    kind = min((kind for kind, _, _ in said if kind), key=order.index)
+    if mine is not None and _kind(mine) == kind:
+        raise mine
+    rank, (words, more) = next((rank, one[1]) for rank, one in enumerate(said) if one[0] == kind)
+    raise _ERRORS[kind](f"{words} (rank {rank})", **more)
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    "other": CheckpointError,
+    "user": UserError,
+    "unreadable": UnreadableError,
+    "changed": NotWholeError,
+}
+
+
+def _told(error: BaseException | None) -> tuple[str, dict[str, str]]:
+    """An error's words, to be raised again elsewhere."""
+    if isinstance(error, UserError):
+        more = {"field": error.field, "value": str(error.value), "way_out": error.way_out}
+        return error.rule, more
+    return (_words(error), {}) if error is not None else ("", {})
+
+
+def _kind(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    for kind in ("changed", "unreadable", "user"):
+        if isinstance(error, _ERRORS[kind]):
+            return kind
+    return "other"
+
+
+def cpu_group() -> dist.ProcessGroup:
+    """All ranks, over gloo whatever the training uses. Collective."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+@contextlib.contextmanager
+def watched(tick: Tick | None, count: Callable[[], int]) -> Iterator[None]:
+    """Call `tick` now and then while `count` grows."""
+    if tick is None:
+        yield
+        return
+    leaving = threading.Event()
+
+    def look() -> None:
+        seen = -1
+        while not leaving.wait(LOOK_S):
+            if count() != seen:
+                seen = count()
+                tick()
+
+    thread = threading.Thread(target=look, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        leaving.set()
+        thread.join()

@@ -1,0 +1,202 @@
+"""Weights from Hugging Face safetensors, rectangle by rectangle: a rank reads only what it holds.
+
+Names, fusions and transposes are tables in spec/hf/tensors.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold import files
+from fourfold.cost.count import params
+from fourfold.engine.parallel.shards import Block, Piece
+from fourfold.engine.training.trainer import Trainer
+from fourfold.errors import UserError
+from fourfold.spec import codec
+from fourfold.spec.hf.read import shape_from_config
+from fourfold.spec.hf.tensors import MODULES, Spot, is_buffer, spot_of
+from fourfold.spec.model import ModelShape
+
+CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# What decides the function beside sizes. Dropout is a run's, not the weights'.
+_FUNCTION = (
+    "norm", "norm_eps", "activation", "positions", "heads", "kv_heads", "tied", "qk_norm", "norms",
+    "block", "window", "local_layers", "variants",
+)  # fmt: skip
+# What of a rectangle is in host memory at once.
+_READ_BYTES = 2**28
+
+
+class HfWeights:
+    """A folder with config.json and safetensors, open for reading."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._where = {"field": "weights", "value": str(folder)}
+        self.config = _config(self.folder)
+        self.shape = shape_from_config(self.config, name=self.folder.name or "custom")
+        self.kind = str(self.config["model_type"])
+        if self.kind not in MODULES:
+            raise UserError(
+                f"weights of type '{self.kind}' are not read",
+                **self._where,
+                way_out=f"read are {', '.join(MODULES)}",
+            )
+        self._files = _tensor_files(self.folder)
+        self._open: dict[Path, Any] = {}
+
+    def rectangle(self, model: ModelShape, name: str, block: Block, *, matrix: bool) -> Tensor:
+        """A part of the published tensor `name`: [rows, columns] of a matrix, else [rows]."""
+        spot = spot_of(self.kind, model, name)
+        part = self._slice(spot.name)
+        top, bottom = (spot.start + row for row in block.rows)
+        if not matrix:
+            return part[top:bottom]
+        left, right = block.columns
+        return part[left:right, top:bottom].T if spot.transposed else part[top:bottom, left:right]
+
+    def require(self, model: ModelShape, seq_len: int) -> None:
+        """Refuse weights that are not those of `model`: another function, names or sizes."""
+        self._same_function(model)
+        wanted = {name: size for name, size, _ in theirs(self.kind, model, seq_len)}
+        for name, size in wanted.items():
+            found = tuple(self._slice(name).get_shape())
+            if found != size:
+                raise UserError(
+                    f"its {name} is {list(found)}, the model's {list(size)}",
+                    **self._where,
+                    way_out=f"use its own shape: --model {self.folder / CONFIG}",
+                )
+        # The file of a tied model may hold the same values a second time.
+        known = {*wanted, "lm_head.weight"}
+        extra = [n for n in self._files if self._full(n) not in known and not is_buffer(n)]
+        if extra:
+            some = ", ".join(sorted(extra)[:4])
+            raise UserError(f"holds tensors that the model does not have: {some}", **self._where)
+
+    def _same_function(self, model: ModelShape) -> None:
+        """Sizes are compared by tensor; what has no tensor here."""
+        ours, found = (
+            codec.encode(replace(one, variants=tuple(v for v in one.variants if v != "dropout")))
+            for one in (model, self.shape)
+        )
+        for field in _FUNCTION:
+            if field == "positions" and model.positions.kind == "learned":
+                ours[field], found[field] = model.positions.kind, self.shape.positions.kind
+            if ours.get(field) != found.get(field):
+                raise UserError(
+                    f"has {field} = {found.get(field)}, the model {ours.get(field)}",
+                    **self._where,
+                    way_out=f"use its own shape: --model {self.folder / CONFIG}",
+                )
+
+    def _full(self, name: str) -> str:
+        """A file of the bare model leaves the first word of its names out."""
+        prefix = MODULES[self.kind]["embedding"].partition(".")[0]
+        return name if name.startswith((f"{prefix}.", "lm_head.")) else f"{prefix}.{name}"
+
+    def _slice(self, name: str) -> Any:
+        bare = name if name in self._files else name.partition(".")[2]
+        if bare not in self._files:
+            raise UserError(f"has no tensor {name}", **self._where, way_out="is a file missing?")
+        path = self._files[bare]
+        if path not in self._open:
+            self._open[path] = _opened(path)
+        return self._open[path].get_slice(bare)
+
+
+def theirs(
+    kind: str, model: ModelShape, seq_len: int
+) -> Iterator[tuple[str, tuple[int, ...], list[tuple[str, Spot]]]]:
+    """Every tensor of a Hugging Face model: its name and size, and which of ours lie in it."""
+    parts: dict[str, list[tuple[params.Tensor, Spot]]] = {}
+    for tensor in params.tensors(model, seq_len):
+        spot = spot_of(kind, model, tensor.name)
+        parts.setdefault(spot.name, []).append((tensor, spot))
+    for name, held in parts.items():
+        size = (sum(tensor.shape[0] for tensor, _ in held), *held[0][0].shape[1:])
+        ours = [(tensor.name, spot) for tensor, spot in held]
+        yield name, size[::-1] if held[0][1].transposed else size, ours
+
+
+def begin_from(trainer: Trainer, folder: str, tick: Callable[[], None]) -> None:
+    """Give a trainer the weights of a folder, if they are those of its model."""
+    weights, spec = HfWeights(folder), trainer.spec
+    weights.require(spec.model, spec.batch.seq_len)
+    fill(trainer.pieces, weights, spec.model, tick)
+
+
+@torch.no_grad()
+def fill(
+    pieces: Iterable[Piece],
+    weights: HfWeights,
+    model: ModelShape,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Write every piece's values into the parameters; `tick` is called after each."""
+    for piece in pieces:
+        (top, bottom), columns = piece.block.rows, piece.block.columns
+        rows = max(1, _READ_BYTES // (4 * (columns[1] - columns[0])))
+        for first in range(top, bottom, rows):
+            last = min(bottom, first + rows)
+            read = weights.rectangle(
+                model, piece.name, Block((first, last), columns), matrix=len(piece.shape) > 1
+            )
+            piece.values[first - top : last - top].copy_(read)
+        tick()
+
+
+def safetensors() -> Any:
+    """The package, imported where it is used: it is an extra."""
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError:
+        raise UserError(
+            "Hugging Face weights need the package 'safetensors', which is not installed",
+            way_out="pip install safetensors",
+        ) from None
+    return safetensors
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    text = files.read_text(folder / CONFIG, field="weights")
+    try:
+        config = codec.parse_json(text)
+        if not isinstance(config, dict):
+            raise UserError("must hold an object")
+    except UserError as error:
+        raise error.within(f"weights {folder / CONFIG}") from None
+    return config
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it."""
+    if (folder / INDEX).exists():
+        plain = codec.parse_json(files.read_text(folder / INDEX, field="weights"))
+        index = plain.get("weight_map") if isinstance(plain, dict) else None
+        if not isinstance(index, dict):
+            raise UserError("has no weight_map", field="weights", value=str(folder / INDEX))
+        # Only names: an index must not point out of its folder.
+        return {str(name): folder / Path(str(file)).name for name, file in index.items()}
+    if (folder / WHOLE).exists():
+        return dict.fromkeys(_opened(folder / WHOLE).keys(), folder / WHOLE)
+    raise UserError(
+        f"has neither {WHOLE} nor {INDEX}",
+        field="weights",
+        value=str(folder),
+        way_out="other formats are not read: save it with safe_serialization",
+    )
+
+
+def _opened(path: Path) -> Any:
+    package = safetensors()
+    try:
+        return package.safe_open(path, framework="pt", device="cpu")
+    except (OSError, package.SafetensorError) as error:
+        raise UserError(f"cannot be read ({error})", field="weights", value=str(path)) from None

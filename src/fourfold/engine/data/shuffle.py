@@ -1,0 +1,37 @@
+"""In which order are things visited? A permutation of 0 .. size - 1 from a key, index by index.
+
+A Feistel network over the smallest even number of bits that holds `size`, walked until the result
+is inside: no table, so no memory that grows with the data, and any index alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fourfold.engine.data import rng as counter
+
+# Four rounds of a good round function give a pseudo-random permutation (Luby and Rackoff 1988).
+_ROUNDS = 4
+
+
+def shuffled(index: Tensor, size: int, stream: int) -> Tensor:
+    """Where each index (int64, in [0, size)) comes to stand; `stream` names the permutation."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    found = _network(index, half, stream)
+    # The network permutes 2^(2 half) numbers, at most 4 x size: following a cycle from inside the
+    # range comes back inside, after a few turns.
+    outside = found >= size
+    while bool(outside.any()):
+        found = torch.where(outside, _network(found, half, stream), found)
+        outside = found >= size
+    return found
+
+
+def _network(index: Tensor, half: int, stream: int) -> Tensor:
+    mask = (1 << half) - 1
+    left, right = index >> half, index & mask
+    for turn in range(_ROUNDS):
+        mixed = counter.bits(counter.key(stream, turn), right) & mask
+        left, right = right, left ^ mixed
+    return (left << half) | right

@@ -1,0 +1,96 @@
+"""What tokens does a step see? Those of a file, or synthetic ones, fresh each step: f(seed,
+sequence, position).
+
+Any rank can make exactly the sequences and positions it needs, with no host synchronisation; ranks
+that share data (tensor and pipeline peers) make the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fourfold.engine.data import rng as counter
+from fourfold.engine.data.token_file import TokenFile
+from fourfold.engine.model.decoder import IGNORE
+from fourfold.spec.run import RunSpec
+from fourfold.spec.tokens import read_info
+
+
+class Source(Protocol):
+    """`sequences` count from 0 within the step; -1 is padding, whose targets do not count."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that `batch` has waited for tokens so far. Not the time of a call: on CUDA that
+        is mostly the queue of the device, full of the step before."""
+        ...
+
+    def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, targets), both [len(sequences), len(positions)]; `first` is the number of
+        sequences of all steps before this one."""
+        ...
+
+    def ahead(self, first: int, sequences: Sequence[Tensor], positions: Tensor) -> None:
+        """Batches that will be asked for next; one that comes without warning is right too."""
+        ...
+
+
+def source_of(spec: RunSpec) -> Source:
+    """What a run reads."""
+    vocab, seq_len, seed = spec.model.vocab, spec.batch.seq_len, spec.seed
+    if spec.data:
+        return TokenFile(spec.data, vocab=vocab, seq_len=seq_len, seed=seed)
+    return Synthetic(vocab=vocab, seq_len=seq_len, seed=seed)
+
+
+def data_facts(spec: RunSpec) -> dict[str, str]:
+    """Which tokens a run saw, for its report."""
+    if not spec.data:
+        return {}
+    info = read_info(spec.data)
+    return {
+        "data.sha256": info.sha256,
+        "data.tokens": str(info.tokens),
+        "data.tokenizer": info.tokenizer,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synthetic:
+    """`masked` is the share of targets that do not count; the share differs between sequences."""
+
+    vocab: int
+    seq_len: int
+    seed: int = 0
+    masked: float = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """They are computed where they are needed, like everything else in a step."""
+        return 0.0
+
+    def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        stream = counter.key(self.seed, "tokens")
+        number = (sequences + first)[:, None]
+        index = number * (self.seq_len + 1) + positions
+        tokens = counter.below(stream, index, self.vocab)
+        targets = counter.below(stream, index + 1, self.vocab)
+        drop = (sequences < 0)[:, None].expand_as(targets)
+        if self.masked > 0.0:
+            drop = drop | self._masked(number, index)
+        return tokens, torch.where(drop, IGNORE, targets)
+
+    def ahead(self, first: int, sequences: Sequence[Tensor], positions: Tensor) -> None:
+        """Made on the device in no time when they are asked for."""
+
+    def _masked(self, number: Tensor, index: Tensor) -> Tensor:
+        """Sequence i drops between none and twice the share of its targets."""
+        scale = 1 << 16
+        most = max(1, int(2 * self.masked * scale))
+        share = counter.below(counter.key(self.seed, "share"), number, most)
+        return counter.below(counter.key(self.seed, "mask"), index, scale) < share

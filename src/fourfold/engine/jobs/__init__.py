@@ -1,0 +1,1 @@
+"""What a worker can be asked to do, one module per kind of job."""

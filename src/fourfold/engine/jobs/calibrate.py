@@ -1,0 +1,233 @@
+"""The calibrate job: a hardware profile of this host in a given number of seconds.
+
+Rank 0 measures its device while the others sleep; then 2, 4, ... ranks work and talk at once. What
+is measured is fixed, how often is set by the seconds given; sizes follow the device's speed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from fourfold.engine.microbench import device as probe
+from fourfold.engine.microbench.links import collectives_of, shared_rates
+from fourfold.engine.process.environment import machine_facts
+from fourfold.engine.process.task import Task
+from fourfold.result.profile import (
+    AttentionPoint,
+    CollectivePoint,
+    CopyPoint,
+    GemmPoint,
+    HardwareProfile,
+    SharedPoint,
+)
+
+# Shares of the given seconds; collectives and shared work take what is left.
+_GEMM, _ATTENTION, _COPY, _LAUNCH, _SUSTAINED, _RANKS = 0.34, 0.22, 0.06, 0.04, 0.12, 0.22
+_SQUARES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+_SKINNY = ((16, 4096, 4096), (128, 4096, 4096), (4096, 128, 4096), (4096, 4096, 128))
+# One side off by little from an aligned neighbour that is measured too.
+_UNALIGNED = (
+    (1024, 1000, 1024),
+    (1024, 1001, 1024),
+    (1024, 1024, 1000),
+    (4096, 4104, 4096),
+    (4096, 4095, 4096),
+    (4096, 4096, 4104),
+)
+_ALWAYS = 512
+_HEADS = {"cpu": 2, "cuda": 16}
+_LENGTHS = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (1024, 2048, 4096, 8192, 16384)}
+# A format that runs at less than this share of the first look is emulated.
+_HOPELESS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this device gets: formats, and how large one call may be."""
+
+    device: torch.device
+    dtypes: tuple[str, ...]
+    kernels: tuple[str, ...]
+    work_dtype: str
+    flops_per_s: float
+    call_s: float
+    copy_bytes: tuple[int, ...]
+    quick: bool
+
+    def allows(self, m: int, n: int, k: int) -> bool:
+        return 2 * m * n * k <= self.flops_per_s * self.call_s
+
+
+def perform(task: Task) -> None:
+    device = task.device(task.job.option("device", "auto"))
+    seconds = float(task.job.option("seconds", "60"))
+    task.join(device)
+    sleepers = _group(backend="gloo")  # waiting on it uses neither GPU nor core
+    began = time.perf_counter()
+    alone: dict[str, Any] = {}
+    if task.rank == 0:
+        torch.set_num_threads(task.place.cores)
+        plan = _plan(device, task.job.option("quick") == "true")
+        alone = _alone(plan, seconds, task.heart.mark, task.heart.step_done)
+    dist.barrier(group=sleepers)
+    shared, collectives = _together(task, device, seconds * _RANKS, sleepers)
+    if task.rank == 0:
+        profile = HardwareProfile(
+            **machine_facts(device, task.place.cores),
+            measured_s=time.perf_counter() - began,
+            shared=shared,
+            collectives=collectives,
+            **alone,
+        )
+        task.answer(profile)
+    dist.barrier(group=sleepers)
+    task.leave()
+
+
+def _together(
+    task: Task, device: torch.device, seconds: float, sleepers: dist.ProcessGroup
+) -> tuple[tuple[SharedPoint, ...], tuple[CollectivePoint, ...]]:
+    """1, 2, 4, ... ranks at work at once; the others sleep until all are done."""
+    sizes = [n for n in (1, 2, 4, 8, 16) if n <= task.place.world]
+    shared: list[SharedPoint] = []
+    collectives: list[CollectivePoint] = []
+    for n in sizes:
+        group = _group(ranks=list(range(n)))
+        if task.rank < n:
+            torch.set_num_threads(max(1, task.place.cores // n))
+            task.heart.mark(f"{n} ranks at once")
+            slice_s = seconds / len(sizes)
+            shared.append(shared_rates(device, n, group, slice_s * 0.3))
+            if n > 1:
+                collectives += collectives_of(device, n, group, slice_s * 0.7)
+            task.heart.step_done()
+        dist.barrier(group=sleepers)
+    return tuple(shared), tuple(collectives)
+
+
+def _group(**how: Any) -> dist.ProcessGroup:
+    """torch also types it as None and an int, for ranks outside; those never use theirs."""
+    return cast(dist.ProcessGroup, dist.new_group(**how))
+
+
+def _plan(device: torch.device, quick: bool) -> Plan:
+    """Formats by device, and the size of a call by a first look at its speed."""
+    look = probe.gemm("fp32", (512, 512, 512), device, 0.2)
+    assert look is not None, "every device multiplies in fp32"
+    call_s = (0.01 if quick else 0.04) if device.type == "cuda" else (0.1 if quick else 0.4)
+    if device.type == "cuda":
+        dtypes: tuple[str, ...] = ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64")
+        look = probe.gemm("bf16", (4096, 4096, 4096), device, 0.05) or look
+        return Plan(
+            device=device,
+            dtypes=("bf16", "fp8") if quick else dtypes,
+            kernels=("flash", "cudnn") if quick else ("flash", "cudnn", "efficient", "unfused"),
+            work_dtype="bf16",
+            flops_per_s=look.flops_per_s,
+            call_s=call_s,
+            copy_bytes=(2**24, 2**30),
+            quick=quick,
+        )
+    return Plan(
+        device=device,
+        dtypes=("fp32", "bf16") if quick else ("fp32", "bf16", "fp64", "fp16"),
+        kernels=("flash", "unfused"),
+        work_dtype="fp32",
+        flops_per_s=look.flops_per_s,
+        call_s=call_s,
+        copy_bytes=(2**20, 2**27) if quick else (2**20, 2**24, 2**28),
+        quick=quick,
+    )
+
+
+def _shapes(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    squares = [(n, n, n) for n in _SQUARES]
+    for m, n, k in (*squares, *_SKINNY, *_UNALIGNED):
+        small_on_gpu = plan.device.type == "cuda" and m * n * k < 2**28
+        always = m == n == k and m <= _ALWAYS  # also when neighbours spoilt the first look
+        if (plan.allows(m, n, k) or always) and not small_on_gpu:
+            yield m, n, k
+
+
+def _alone(
+    plan: Plan, seconds: float, mark: Callable[[str], None], done: Callable[[], None]
+) -> dict[str, Any]:
+    """Everything one rank can measure alone, as fields of HardwareProfile."""
+    mark("sustained")  # first: a burst can only be seen while the device is cool
+    side = max(side for side in _SQUARES if side == _SQUARES[0] or plan.allows(side, side, side))
+    burst, sustained = probe.burst_and_sustained(
+        plan.work_dtype, (side, side, side), plan.device, seconds * _SUSTAINED
+    )
+    done()
+    gemms = _gemms(plan, seconds * _GEMM, mark, done)
+    attentions = _attentions(plan, seconds * _ATTENTION, mark, done)
+    copies: list[CopyPoint] = []
+    for count_bytes in plan.copy_bytes:
+        mark("copy")
+        copies.append(probe.copy(count_bytes, plan.device, seconds * _COPY / len(plan.copy_bytes)))
+        done()
+    mark("launch")
+    return {
+        "gemms": tuple(gemms),
+        "attentions": tuple(attentions),
+        "copies": tuple(copies),
+        "launch_s": probe.launch_s(plan.device, seconds * _LAUNCH / 2),
+        "layer_launch_s": probe.layer_launch_s(plan.device, seconds * _LAUNCH / 2),
+        "burst_flops_per_s": burst,
+        "sustained_flops_per_s": sustained,
+        "sustained_over_s": seconds * _SUSTAINED,
+        "sustained_dtype": plan.work_dtype,
+    }
+
+
+def _gemms(
+    plan: Plan, seconds: float, mark: Callable[[str], None], done: Callable[[], None]
+) -> list[GemmPoint]:
+    shapes = list(_shapes(plan))
+    found = []
+    for dtype in plan.dtypes:
+        for m, n, k in shapes:
+            mark(f"gemm {dtype} {m}x{n}x{k}")
+            slice_s = seconds / len(shapes) / len(plan.dtypes)
+            point = probe.gemm(dtype, (m, n, k), plan.device, slice_s)
+            if point is not None:
+                found.append(point)
+            done()
+            if point is None or _hopeless(point, plan):
+                break  # no unit for this format here: not worth the grid
+    return found
+
+
+def _hopeless(point: GemmPoint, plan: Plan) -> bool:
+    """A GPU refuses formats it lacks; a CPU emulates them, a hundred times slower."""
+    return plan.device.type == "cpu" and point.flops_per_s < plan.flops_per_s * _HOPELESS
+
+
+def _attentions(
+    plan: Plan, seconds: float, mark: Callable[[str], None], done: Callable[[], None]
+) -> list[AttentionPoint]:
+    lengths = _LENGTHS[plan.device.type]
+    lengths = lengths[1:3] if plan.quick else lengths
+    heads = (64, 128) if plan.quick else (64, 96, 128)
+    count = _HEADS[plan.device.type]
+    wanted = []
+    for kernel in plan.kernels:
+        for head in heads:
+            for length in lengths:
+                flops = 14.0 * count * length * length * head
+                if flops <= 2.0 * plan.flops_per_s * plan.call_s or length == lengths[0]:
+                    wanted.append((kernel, (1, count, length, head)))
+    found = []
+    for kernel, sizes in wanted:
+        mark(f"attention {kernel} {sizes[3]}x{sizes[2]}")
+        point = probe.attention(kernel, sizes, plan.work_dtype, plan.device, seconds / len(wanted))
+        if point is not None:
+            found.append(point)
+        done()
+    return found

@@ -1,0 +1,201 @@
+"""The stand-in job: one rank of any world on one device, real kernels, collectives that only fill.
+
+The trainer itself runs its own schedule in a world of one (engine/one_rank/fake_peers.py); nothing
+waits, so a step's time is the rank's compute. Long steps run as many micro batches as
+reach the fullest moment and are continued with the steady ones.
+Then the same kernels are timed alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from fourfold.engine import compat
+from fourfold.engine.jobs.dryrun import with_micro_batches
+from fourfold.engine.jobs.run import Steps, counts, limit_memory, refuse, shortage_of
+from fourfold.engine.microbench import kernel_times as bare
+from fourfold.engine.observe.clock import synchronize
+from fourfold.engine.observe.ledger import Ledger
+from fourfold.engine.observe.phases import axes_of, watch
+from fourfold.engine.observe.timeline import Timeline, attach, steady
+from fourfold.engine.one_rank import fake_peers as lone
+from fourfold.engine.one_rank.fake_peers import Book, Messages
+from fourfold.engine.one_rank.profile import Lens
+from fourfold.engine.one_rank.totals import (
+    Found,
+    Stage,
+    bare_kernel,
+    fill_seconds,
+    kept_bytes,
+    phase_times,
+    step_flops,
+    step_traffic,
+)
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.parallel.shards import local
+from fourfold.engine.process.environment import environment
+from fourfold.engine.process.failure import outcome_of
+from fourfold.engine.process.task import Task
+from fourfold.engine.training.trainer import Trainer
+from fourfold.result.one_rank import DevicePart, StandIn
+from fourfold.spec.run import RunSpec
+
+_BARE_S = {"cuda": 2.0, "cpu": 0.5}
+_LEAST_RUN = 4  # micro batches: the first and the last differ from the others
+
+
+def perform(task: Task) -> None:
+    """Options, one number for each run: `ranks`; `micro_batches` to run, 0 all (else enough)."""
+    compat.quiet()
+    refuse(task.spec)
+    task.spec.batch.without_ramp()
+    rank = int(task.job.option("ranks", "0").split(",")[task.index])
+    device = task.device(task.spec.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    limit_memory(task.spec, device)
+    wanted = task.job.option("micro_batches")
+    ran = micro_batches_to_run(task.spec, wanted.split(",")[task.index] if wanted else "")
+    try:
+        task.answer(stand_in(task, rank, ran, device))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _let_go(device)
+
+
+def _let_go(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def micro_batches_to_run(spec: RunSpec, wanted: str = "") -> int:
+    """Enough to reach the fullest moment: gradients exist, and all that may be are in flight."""
+    whole = spec.batch.micro_count(spec.layout.dp)
+    if wanted:
+        return min(int(wanted) or whole, whole)
+    if spec.policy.schedule == "gpipe" and spec.layout.pp > 1:
+        return whole  # holds every micro batch
+    enough = max(_LEAST_RUN, spec.layout.pp * min(2, spec.policy.virtual_stages) + 2)
+    return whole if whole <= enough + 1 else enough
+
+
+def stand_in(task: Task, rank: int, ran: int, device: torch.device) -> StandIn:
+    """Run, let go of the model, time its kernels alone, and put both together."""
+    more = task.spec.batch.micro_count(task.spec.layout.dp) - ran
+    stage, found = _steps(task, rank, ran, device)
+    stage.more = more
+    _let_go(device)
+    task.heart.mark("bare kernels")
+    kernels = stage.kernels(max(stage.sizes))
+    kernel_s = bare.time_kernels(kernels, stage.spec, device, _BARE_S[device.type])
+    dtype = compat.DTYPES[stage.spec.policy.dtypes.param]
+    update_s = bare.time_update(stage.elements, dtype, device, 0.1 * _BARE_S[device.type])
+    axes = axes_of(stage.world, stage.spec.model)
+    fills = fill_seconds(found.messages, axes, device)
+    task.heart.step_done()
+    one = steady(found.intervals, stage.ran * len(found.step_s))
+    phases, compute_s = phase_times(found, one, fills, stage)
+    return StandIn(
+        rank=rank,
+        world=stage.spec.gpus,
+        stage=stage.world.stage,
+        layers=len(stage.layers),
+        micro_batches=stage.ran + more,
+        ran=stage.ran,
+        step_s=tuple(found.step_s),
+        compute_s=compute_s,
+        phases=tuple(phases),
+        kernels=tuple(bare_kernel(*pair) for pair in zip(kernels, kernel_s, strict=True)),
+        update_s=update_s,
+        update_elements=stage.elements,
+        comm=step_traffic(found.messages, axes, stage),
+        flops=step_flops(stage, kernels),
+        peak_bytes=found.peak_bytes + kept_bytes(stage),
+        reserved_bytes=found.reserved_bytes,
+        retries=found.retries,
+        peaks_from="ledger" if counts(stage.spec, device) else "allocator",
+        device=dict(environment(device, task.place)).get("device", device.type),
+        torch=torch.__version__,
+        parts=tuple(DevicePart(name=n, seconds=s) for n, s in found.lens.parts().items()),
+        parts_note=found.lens.refusal,
+        watched=(found.lens.watched, found.lens.turned),
+    )
+
+
+def _steps(task: Task, rank: int, ran: int, device: torch.device) -> tuple[Stage, Found]:
+    spec = with_micro_batches(task.spec, ran)
+    specs = tuple(spec if i == task.index else one for i, one in enumerate(task.job.specs))
+    task = replace(task, job=replace(task.job, specs=specs))
+    book = lone.join(rank, spec.gpus)
+    task.heart.mark("build")
+    ledger = Ledger(limit_bytes=spec.memory_limit) if counts(spec, device) else None
+    trainer: Trainer | None = None
+    try:
+        with ledger or contextlib.nullcontext():
+            world = World.create(spec.layout, device.type)
+            task.heart.stage = world.stage
+            trainer = Trainer(spec, world, device=device)
+            if ledger is not None:
+                watch(trainer, ledger)
+        return _stage(spec, world, trainer), _run(Steps(task, trainer, ledger), book)
+    except BaseException as error:
+        if outcome_of(error) == "oom":
+            vars(error)["shortage"] = shortage_of(device, ledger, trainer, error)
+        raise
+
+
+def _stage(spec: RunSpec, world: World, trainer: Trainer) -> Stage:
+    return Stage(
+        spec=spec,
+        world=world,
+        layers=[index for chunk in trainer.chunks for index in chunk.blocks],
+        sizes=Counter(trainer.sizes),
+        elements=sum(local(p).numel() for chunk in trainer.chunks for p in chunk.parameters()),
+        more=0,
+    )
+
+
+def _run(steps: Steps, book: Book) -> Found:
+    """Warm-up, one step whose messages are counted by phase, timed steps, one watched step."""
+    spec, trainer = steps.task.spec, steps.trainer
+    device = trainer.device
+    listeners: list[Callable[[str], None]] = [book.enter]
+    line = Timeline(device, listeners)
+    attach(trainer, line.mark)
+    steps.run(max(1, spec.warmup - 1))
+    messages = Messages(book)
+    listeners.append(messages.note)
+    steps.run(1)
+    messages.close()
+    listeners.remove(messages.note)
+    synchronize(device)
+    line.take()
+    gc.collect()
+    ticks = steps.run(spec.steps)
+    synchronize(device)
+    intervals = line.take()
+    peak, reserved, retries = _memory(device, steps.peak_bytes)
+    lens = Lens(device, len(trainer.sizes) * len(trainer.chunks))
+    listeners.append(lens.note)
+    steps.run(1)
+    synchronize(device)
+    return Found(ticks.step_s(), intervals, messages, lens, peak, reserved, retries)
+
+
+def _memory(device: torch.device, ledger_bytes: int) -> tuple[int, int, int]:
+    """(peak, reserved, retries)."""
+    if device.type == "cpu":
+        return ledger_bytes, 0, 0
+    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    peak = torch.cuda.max_memory_allocated(device)
+    return peak, torch.cuda.max_memory_reserved(device), retries

@@ -1,0 +1,347 @@
+"""The run job: build the trainer of a spec, run warm-up and timed steps, keep the raw facts.
+
+On CUDA steps are timed by events, without a synchronisation in the window; on CPU by the wall
+clock, with the rank's own CPU seconds beside it (time without waiting). On CPU the ledger counts
+live bytes while building and in the first two steps: later ones hold the same, and it slows them.
+Warm-up is a count, or ends by the rule of `result.warmup`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.engine import compat
+from fourfold.engine.data.source import data_facts
+from fourfold.engine.microbench import device as probe
+from fourfold.engine.microbench.links import axis_rates
+from fourfold.engine.observe.clock import synchronize
+from fourfold.engine.observe.ledger import Ledger
+from fourfold.engine.observe.memory import Peak, allocator_peak, retries
+from fourfold.engine.observe.nvidia_smi import Sampler
+from fourfold.engine.observe.oom import of_allocator, of_ledger
+from fourfold.engine.observe.phases import count_of, mark_phases, watch
+from fourfold.engine.observe.warmup import Warmed, by_count, until_steady
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.process.environment import environment
+from fourfold.engine.process.failure import NonFiniteError, check_finite, outcome_of, strike
+from fourfold.engine.process.task import Task
+from fourfold.engine.training.trainer import Trainer
+from fourfold.errors import UserError
+from fourfold.result.job import RankFacts
+from fourfold.result.oom import Shortage
+from fourfold.result.report import LinkRate, ProbeReport, RankSteps, StepReport
+from fourfold.search.legal import require_legal
+from fourfold.spec.run import RunSpec
+
+# The optimizer's state exists from the second step on; from then on every step holds the same.
+_COUNTED_STEPS = 2
+
+
+def perform(task: Task) -> RankFacts:
+    spec = task.spec
+    compat.quiet()
+    refuse(spec)
+    spec.batch.without_ramp()
+    device = task.device(spec.device)
+    limit_memory(spec, device)
+    task.join(device)
+    task.heart.stage = spec.layout.coordinates(task.rank)["pp"]
+    task.heart.mark("build")
+    ledger = Ledger(limit_bytes=spec.memory_limit) if counts(spec, device) else None
+    trainer: Trainer | None = None
+    try:
+        with ledger or contextlib.nullcontext():
+            world = World.create(spec.layout, device.type)
+            world.warm(device)
+            trainer = Trainer(spec, world, device=device)
+            if ledger is not None:
+                watch(trainer, ledger)
+        synchronize(device)
+        start_s = time.time() - task.began_at
+        facts = _measured(Steps(task, trainer, ledger), start_s)
+    except BaseException as error:
+        if outcome_of(error) == "oom":
+            vars(error)["shortage"] = shortage_of(device, ledger, trainer, error)
+        raise
+    task.leave()
+    return facts
+
+
+def shortage_of(
+    device: torch.device, ledger: Ledger | None, trainer: Trainer | None, error: BaseException
+) -> Shortage | None:
+    """Here the exception still holds what was held."""
+    if device.type == "cuda":
+        return of_allocator(device, trainer, error)
+    return of_ledger(ledger, trainer, error) if ledger is not None else None
+
+
+def refuse(spec: RunSpec) -> None:
+    """Before anything is built: a rank that starts an impossible layout hangs its peers."""
+    if spec.batch.micro_batch == 0:
+        raise UserError(
+            "'auto' must be chosen before a run", field="batch.micro_batch", way_out="give a number"
+        )
+    require_legal(spec)
+
+
+def counts(spec: RunSpec, device: torch.device) -> bool:
+    """Whether a ledger runs. Compiled code hides from it, and it keeps steps from being compiled,
+    so there it runs only when a limit must be held."""
+    if device.type != "cpu":
+        return False
+    return not spec.policy.compile or spec.memory_limit is not None
+
+
+def limit_memory(spec: RunSpec, device: torch.device) -> None:
+    if spec.memory_limit is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, spec.memory_limit / total), device)
+
+
+@dataclass(slots=True)
+class Ticks:
+    """Clock readings between steps: n + 1 of them around n steps."""
+
+    device: torch.device
+    wall: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    events: list[torch.cuda.Event] = field(default_factory=list)
+
+    def tick(self) -> None:
+        self.wall.append(time.perf_counter())
+        self.busy.append(time.process_time())
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.events.append(event)
+
+    def step_s(self) -> list[float]:
+        """Only after the device has caught up."""
+        if self.events:
+            pairs = zip(self.events, self.events[1:], strict=False)
+            return [first.elapsed_time(last) / 1e3 for first, last in pairs]
+        return [b - a for a, b in zip(self.wall, self.wall[1:], strict=False)]
+
+    def busy_s(self) -> list[float]:
+        if self.events:
+            return []  # a GPU's waiting is inside its communication kernels, which no clock shows
+        return [b - a for a, b in zip(self.busy, self.busy[1:], strict=False)]
+
+
+class Steps:
+    """The trainer's steps, in order, with their results kept unread on the device."""
+
+    def __init__(self, task: Task, trainer: Trainer, ledger: Ledger | None) -> None:
+        self.task, self.trainer, self.ledger = task, trainer, ledger
+        self.results: list[tuple[Tensor, Tensor]] = []
+        self.scales: list[Tensor] = []
+        self.data_s: list[float] = []
+        self.peak_bytes = 0
+        self.peak = Peak(trainer.device)
+        check = self._must_be_finite if trainer.device.type == "cpu" else None
+        self._step = mark_phases(trainer, self._mark, check)
+
+    def run(self, count: int) -> Ticks:
+        """The next `count` steps."""
+        ticks = Ticks(self.trainer.device)
+        ticks.tick()
+        for _ in range(count):
+            self._one()
+            ticks.tick()
+            self.task.heart.step_done()
+        return ticks
+
+    def _one(self) -> None:
+        index, spec = len(self.results), self.task.spec
+        counting = self.ledger is not None and index < _COUNTED_STEPS
+        with self.ledger if counting and self.ledger else contextlib.nullcontext():
+            if counting and self.ledger is not None:
+                self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
+                self.ledger.begin()
+            strike(spec.fault, rank=self.task.rank, step=index, poison=self._poison)
+            if self.trainer.scaler is not None:
+                self.scales.append(self.trainer.scaler.scale.clone())
+            waited_s = self.trainer.source.waited_s
+            self.results.append(self._counted(index))
+            self.data_s.append(self.trainer.source.waited_s - waited_s)
+        if index < _COUNTED_STEPS:
+            self.peak.end_update()
+        if counting and self.ledger is not None:
+            self.ledger.mark("end")
+            self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
+            self.peak.update_bytes = self.ledger.phase_bytes.get("optimizer", 0)
+
+    def _counted(self, index: int) -> tuple[Tensor, Tensor]:
+        """Compiled steps on a CPU hide from the ledger; of the second one the allocator tells."""
+        hidden = self.ledger is None and self.trainer.device.type == "cpu"
+        if not hidden or index != _COUNTED_STEPS - 1:
+            return self._step(index)
+        with allocator_peak(self.trainer) as found:
+            done = self._step(index)
+        self.peak_bytes = max(self.peak_bytes, *found)
+        return done
+
+    def _mark(self, phase: str) -> None:
+        self.task.heart.mark(phase)
+        if len(self.results) >= _COUNTED_STEPS:
+            return
+        if self.ledger is not None:
+            self.ledger.mark(phase)
+        if phase == "optimizer":
+            self.peak.begin_update()
+
+    def _poison(self) -> None:
+        """What a bad cosmic ray or a bad kernel does: one weight is not a number."""
+        with torch.no_grad():
+            self.trainer.optimizer.leaves[0].view(-1)[0] = math.nan
+
+    def _must_be_finite(self, norm: Tensor) -> None:
+        leaves = self.trainer.optimizer.leaves
+        check_finite(norm, leaves, len(self.results), forgiven=self.trainer.may_overflow)
+
+    def read(self) -> list[tuple[float, float]]:
+        """Loss and gradient norm of every step; waits for the device.
+
+        A norm that is not finite is no failure where the loss was scaled and could still be scaled
+        by less; no scale helps a loss.
+        """
+        found = [(float(loss), float(norm)) for loss, norm in self.results]
+        forgiven = self.trainer.may_overflow
+        for step, (loss, norm) in enumerate(found):
+            if not (math.isfinite(loss) and (forgiven or math.isfinite(norm))):
+                raise NonFiniteError(f"loss {loss}, gradient norm {norm} in step {step}")
+        return found
+
+
+def _measured(steps: Steps, start_s: float) -> RankFacts:
+    task, spec, device = steps.task, steps.task.spec, steps.trainer.device
+    peak = steps.peak
+    warm = _warm(steps)
+    synchronize(device)
+    peak.note()
+    probes = [_probe("before", task, device)]
+    peak.forget()
+    gc.collect()
+    graphs, failed, sampler = _graphs(), retries(device), Sampler(device) if not task.rank else None
+    dist.barrier()  # nobody's first step waits for another's preparations
+    synchronize(device)
+    began = time.perf_counter()
+    timed = steps.run(spec.steps)
+    synchronize(device)
+    window_s = time.perf_counter() - began
+    samples = sampler.stop() if sampler is not None else ()
+    recompiles, failed = _graphs() - graphs, retries(device) - failed
+    peak.note()
+    probes.append(_probe("after", task, device))
+    if steps.ledger is not None and task.job.option("count") == "true":
+        task.answer(count_of(steps.ledger, steps.trainer), part=task.rank)
+    if task.job.option("actions") == "true":
+        task.answer(_executed(steps.trainer), part=task.rank)
+    seconds = [*warm.step_s(), *timed.step_s()]
+    return RankFacts(
+        memory=peak.memory(
+            rank=task.rank,
+            stage=task.heart.stage,
+            counted_bytes=steps.peak_bytes,
+            retries=failed,
+        ),
+        times=RankSteps(
+            rank=task.rank,
+            host=socket.gethostname(),
+            step_s=tuple(seconds),
+            busy_s=(*warm.busy_s(), *timed.busy_s()),
+            recompiles=recompiles,
+            data_s=tuple(steps.data_s),
+            compile_s=_compile_s(),
+        ),
+        steps=_step_reports(steps, seconds, warm.warmup.steps),
+        start_s=start_s,
+        window_s=window_s,
+        samples=samples,
+        probes=tuple(one for one in probes if one is not None),
+        links=_links(steps),
+        warmup=warm.warmup,
+        environment=_environment(task, device) if task.rank == 0 else (),
+    )
+
+
+def _environment(task: Task, device: torch.device) -> tuple[tuple[str, str], ...]:
+    """Where it ran, on which tokens."""
+    facts = dict(environment(device, task.place)) | data_facts(task.spec)
+    return tuple(sorted(facts.items()))
+
+
+def _executed(trainer: Trainer) -> dict[str, Any]:
+    """What this rank's pipeline did in the last step, in order: kind, chunk, micro batch."""
+    return {"stage": trainer.world.stage, "actions": [list(action) for action in trainer.executed]}
+
+
+def _warm(steps: Steps) -> Warmed:
+    """A fixed number of steps, or (`settle`) until they no longer drift."""
+    spec, task = steps.task.spec, steps.task
+    if not spec.settle:
+        return by_count(steps.run, spec.warmup)
+    device = steps.trainer.device
+    return until_steady(steps.run, least=spec.warmup, device=device, rank=task.rank)
+
+
+def _step_reports(steps: Steps, seconds: list[float], warm_steps: int) -> tuple[StepReport, ...]:
+    return tuple(
+        StepReport(
+            step=i,
+            seconds=seconds[i],
+            loss=loss,
+            grad_norm=norm if math.isfinite(norm) else None,
+            warmup=i < warm_steps,
+            skipped=not math.isfinite(norm),
+            loss_scale=float(steps.scales[i]) if steps.scales else None,
+        )
+        for i, (loss, norm) in enumerate(steps.read())
+    )
+
+
+def _links(steps: Steps) -> tuple[LinkRate, ...]:
+    """With probes: a quarter of their time for the groups of the layout, after everything."""
+    seconds = float(steps.task.job.option("probe_s", "0")) / 4
+    if seconds == 0 or steps.trainer.world.everyone.size == 1:
+        return ()
+    steps.task.heart.mark("links")
+    return axis_rates(steps.trainer.world, steps.trainer.device, min(1.0, seconds))
+
+
+def _probe(
+    when: Literal["before", "after"], task: Task, device: torch.device
+) -> ProbeReport | None:
+    """Option `probe_s`: that many seconds of products and copies, on all ranks at once."""
+    seconds = float(task.job.option("probe_s", "0"))
+    if seconds == 0:
+        return None
+    task.heart.mark(f"probe {when}")
+    dist.barrier()
+    dtype, side = ("bf16", 8192) if device.type == "cuda" else ("fp32", 512)
+    product = probe.gemm(dtype, (side, side, side), device, seconds / 2)
+    assert product is not None, "every device multiplies in this format"
+    copied = probe.copy(2**28 if device.type == "cuda" else 2**26, device, seconds / 2)
+    return ProbeReport(when=when, flops_per_s=product.flops_per_s, bytes_per_s=copied.bytes_per_s)
+
+
+def _compile_s() -> float:
+    """Seconds torch.compile has taken so far in this process, by its own account."""
+    spent = torch._dynamo.utils.calculate_time_spent()
+    return float(spent.get("total_wall_time", spent.get("entire_frame_compile", 0.0)))
+
+
+def _graphs() -> int:
+    """Graphs torch.compile has made so far in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

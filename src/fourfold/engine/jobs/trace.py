@@ -1,0 +1,196 @@
+"""The trace job: walk the list of steps with real tensors; check every shape and byte, measure.
+
+Two walks: one under the ledger, which counts and checks, one under the clock alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold.cost.trace.ask import Ask
+from fourfold.cost.trace.build import build
+from fourfold.cost.trace.groups import generic_cluster
+from fourfold.cost.trace.layer_ask import LayerAsk
+from fourfold.cost.trace.step import Step
+from fourfold.cost.trace.walk import StepRow, payload_bytes, tensor_row, walk
+from fourfold.engine.compat import DTYPES
+from fourfold.engine.observe.clock import synchronize
+from fourfold.engine.observe.ledger import Ledger
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.process.task import Task
+from fourfold.engine.trace.layer import walk_layer
+from fourfold.engine.trace.steps import Stage, action_of
+from fourfold.result.trace import StepMeasure, TraceMeasure
+from fourfold.spec import codec
+
+# Made and dropped inside the engine's joining of blocks: counted in peaks, never seen by name.
+_INSIDE = ("block_fp32",)
+# A busy host may keep gloo's thread waiting; what is still held after this is held for good.
+_LET_GO_S = 10.0
+
+
+def perform(task: Task) -> None:
+    device = task.device(task.job.option("device", "auto"))
+    task.join(device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    if task.job.option("kind") == "layer":
+        ask = replace(codec.from_json(LayerAsk, task.job.option("ask")), rank=task.rank)
+        steps, wrong = walk_layer(ask, device, task.heart)
+        checked = 0
+    else:
+        steps, wrong, checked = _walk_twice(task, device)
+    found: list[Any] = [None] * task.place.world
+    dist.all_gather_object(found, wrong)
+    if task.rank == 0:
+        task.answer(
+            TraceMeasure(
+                device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+                torch=torch.__version__,
+                ranks=task.place.world,
+                peaks_from="allocator" if device.type == "cuda" else "ledger",
+                steps=tuple(steps),
+                checked=checked * task.place.world,
+                wrong=tuple(f"rank {r}: {one}" for r, texts in enumerate(found) for one in texts),
+            )
+        )
+    task.leave()
+
+
+def _walk_twice(task: Task, device: torch.device) -> tuple[list[StepMeasure], list[str], int]:
+    kind: Any = task.job.option("kind")
+    ask = replace(codec.from_json(Ask, task.job.option("ask")), rank=task.rank)
+    program = build(kind, ask)
+    world = World.create(ask.layout, device.type)
+    world.warm(device)
+    group = world.tp if kind.startswith("mlp") else world.everyone
+
+    def stage() -> Stage:
+        return Stage(program, ask, group, device, DTYPES[ask.dtype])
+
+    task.heart.mark("check")
+    steps, wrong = _counted(stage(), device)
+    task.heart.step_done()
+    task.heart.mark("time")
+    seconds = _timed(stage(), device)
+    task.heart.step_done()
+    timed = [replace(step, seconds=s) for step, s in zip(steps, seconds, strict=True)]
+    seen = [t for step in program.steps for t in step.tensors if t.name not in _INSIDE]
+    return timed, wrong, len(seen)
+
+
+def _counted(stage: Stage, device: torch.device) -> tuple[list[StepMeasure], list[str]]:
+    """Every step under the ledger: what it holds, computes and sends against the list."""
+    program = stage.program
+    steps: list[StepMeasure] = []
+    wrong: list[str] = []
+    before = _allocated(device)
+    # Bytes held do not depend on links, so any cluster will do.
+    rows = walk(program, generic_cluster(program.ranks), workspace_bytes=0)
+    with Ledger() as ledger:
+        for step, row in zip(program.steps, rows, strict=True):
+            ledger.begin()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            _do(step, stage)
+            wrong += _wrong_tensors(step, stage)
+            peak = ledger.peak_bytes
+            if device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(device) - before
+            _end(step, stage)
+            live = _settled(ledger, row.live_bytes)
+            seen = StepMeasure(
+                name=step.name,
+                seconds=0.0,
+                flops=ledger.flops,
+                payload_bytes=sum(ledger.traffic.values()),
+                live_bytes=live if device.type == "cpu" else _allocated(device) - before,
+                peak_bytes=peak,
+            )
+            wrong += _wrong_counts(step, stage, replace(seen, live_bytes=live), row)
+            steps.append(seen)
+    return steps, wrong
+
+
+def _settled(ledger: Ledger, expected_bytes: int) -> int:
+    """Live bytes once messages are over: gloo's own thread lets go of a sent buffer a moment after
+    the wait for it returns."""
+    until = time.monotonic() + _LET_GO_S
+    while ledger.live_bytes > expected_bytes and time.monotonic() < until:
+        time.sleep(0.001)
+    return ledger.live_bytes
+
+
+def _timed(stage: Stage, device: torch.device) -> list[float]:
+    """Seconds of each step; ranks start a step together, so that nobody waits in it for a peer.
+
+    But not the rounds of a ring: ranks fold them differently, and each is a meeting anyway.
+    """
+    seconds = []
+    for step in stage.program.steps:
+        synchronize(device)
+        if not step.name.startswith("round"):
+            dist.barrier()
+        began = time.perf_counter()
+        _do(step, stage)
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+        _end(step, stage)
+    return seconds
+
+
+def _do(step: Step, stage: Stage) -> None:
+    for left in reversed(range(step.times)):
+        action_of(stage.program.kind, step.name)(stage)
+        if left:
+            _end(step, stage)
+
+
+def _end(step: Step, stage: Stage) -> None:
+    for name in step.frees:
+        stage.t.pop(name, None)
+    for source, target in step.moves:
+        stage.t[target] = stage.t.pop(source)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _wrong_tensors(step: Step, stage: Stage) -> list[str]:
+    """Shape and bytes of every tensor the step has written."""
+    wrong = []
+    for tensor in step.tensors:
+        if tensor.name in _INSIDE:
+            continue
+        row = tensor_row(tensor, stage.program)
+        real = stage.t[tensor.name]
+        if tuple(real.shape) != row.shape:
+            wrong.append(f"{step.name}: {row.name} is {tuple(real.shape)}, not {row.shape}")
+        if real.numel() * real.element_size() != row.bytes:
+            wrong.append(f"{step.name}: {row.name} has {real.nbytes} bytes, not {row.bytes}")
+    return wrong
+
+
+def _wrong_counts(step: Step, stage: Stage, seen: StepMeasure, row: StepRow) -> list[str]:
+    """Held bytes, messages, and FLOPs where the kernel counts as the list does (no causal mask)."""
+    expected = {"live bytes": (seen.live_bytes, row.live_bytes)}
+    if stage.ranks > 1:  # alone, the exchange is still called, but nothing leaves the rank
+        expected["payload bytes"] = (seen.payload_bytes, payload_bytes(step, stage.program))
+    masked = stage.ask.attention == "flash" and stage.program.kind in (
+        "ulysses",
+        "allgather",
+        "ring",
+    )
+    if not (masked and step.name.startswith(("attend", "round"))):
+        expected["FLOPs"] = (seen.flops, row.flops_rank)
+    return [
+        f"{step.name}: {what} {real}, not {said}"
+        for what, (real, said) in expected.items()
+        if real != said
+    ]

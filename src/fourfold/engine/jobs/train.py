@@ -1,0 +1,252 @@
+"""The train job: steps with data, a learning-rate schedule, a kept curve and checkpoints.
+
+Loss and norm stay on the device until a window of `log_every` steps is read at once; every step of
+a window is checked before anything of it is saved, so a checkpoint never holds a NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fourfold.cost.count.flops import CONVENTIONS, DEFAULT, Question, utilisation_pct
+from fourfold.engine import compat
+from fourfold.engine.checkpoint import checkpoint
+from fourfold.engine.checkpoint.background import Saver
+from fourfold.engine.checkpoint.checkpoint import state_of
+from fourfold.engine.checkpoint.hf_read import begin_from
+from fourfold.engine.jobs.run import Ticks, refuse
+from fourfold.engine.observe.clock import synchronize
+from fourfold.engine.observe.phases import mark_phases
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.process.environment import environment
+from fourfold.engine.process.failure import NonFiniteError, check_finite, strike
+from fourfold.engine.process.stop import StopRequest
+from fourfold.engine.process.task import Task
+from fourfold.engine.training.optimizer import AdamSettings
+from fourfold.engine.training.trackers import Tracker, trackers
+from fourfold.engine.training.trainer import Trainer
+from fourfold.errors import UserError
+from fourfold.result.files import curve, inside
+from fourfold.result.files.curve import Point
+from fourfold.result.job import RankFacts
+from fourfold.result.report import RankMemory, RankSteps
+from fourfold.spec import catalog
+from fourfold.spec.nccl_tests import device_id
+from fourfold.spec.run import RunSpec
+from fourfold.spec.train import TrainSettings, lr_at
+
+
+def perform(task: Task) -> RankFacts:
+    spec, settings = task.spec, task.job.train
+    assert settings is not None
+    compat.quiet()
+    refuse(spec)
+    stop = StopRequest(task.folder, task.rank)
+    device = task.device(spec.device)
+    task.join(device)
+    task.heart.stage = spec.layout.coordinates(task.rank)["pp"]
+    task.heart.mark("build")
+    world = World.create(spec.layout, device.type)
+    world.warm(device)
+    stop.connect()
+    trainer = Trainer(spec, world, device=device, settings=adam(settings))
+    out = Path(task.job.option("out"))
+    saver = Saver(trainer, out / "checkpoints", keep=settings.keep, background=settings.async_save)
+    first = _load(task, trainer, out)
+    training = Training(task, trainer, saver, stop, first)
+    training.run()
+    facts = RankFacts(
+        memory=_memory(task, device),
+        times=RankSteps(rank=task.rank, host=socket.gethostname()),
+        environment=environment(device, task.place) if task.rank == 0 else (),
+    )
+    task.leave()
+    return facts
+
+
+def adam(settings: TrainSettings) -> AdamSettings:
+    return AdamSettings(
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        max_norm=settings.max_norm or None,
+    )
+
+
+def _load(task: Task, trainer: Trainer, out: Path) -> int:
+    """Steps already done: those of the checkpoint the command has chosen, or of a sound one before
+    it, to which the curve then goes back."""
+    name, settings = task.job.option("load"), task.job.train
+    task.heart.mark("load")
+    if not name:
+        if settings is not None and settings.weights:
+            begin_from(trainer, settings.weights, lambda: task.heart.mark("load"))
+        return 0
+    tick = lambda: task.heart.mark("load")  # noqa: E731
+    found = checkpoint.load_sound(trainer, out / "checkpoints", name, tick)
+    if task.rank == 0:
+        curve.cut(out / curve.METRICS_FILE, found.step)
+    return found.step
+
+
+class Training:
+    """The steps of a training, in order, from `first` on."""
+
+    def __init__(
+        self, task: Task, trainer: Trainer, saver: Saver, stop: StopRequest, first: int
+    ) -> None:
+        assert task.job.train is not None
+        self.task, self.trainer, self.saver, self.stop = task, trainer, saver, stop
+        self.settings, self.spec = task.job.train, task.spec
+        self.done, self.saved = first, first
+        self.ticks = Ticks(trainer.device)
+        self.window: list[tuple[Tensor, Tensor]] = []
+        on_host = trainer.device.type == "cpu"
+        self._step = mark_phases(trainer, task.heart.mark, self._check if on_host else None)
+        self._log = _Log(task, first) if task.rank == 0 else None
+
+    def run(self) -> None:
+        stopped = False
+        while self.done < self.settings.steps and not stopped:
+            self._one()
+            stopped = self.stop.agreed()
+            last = stopped or self.done == self.settings.steps
+            every = self.settings.save_every
+            save = last or bool(every and self.done % every == 0)
+            if save or self.done % self.settings.log_every == 0:
+                self._read()
+            if save:
+                self._save()
+            self.saver.look(self._saving)
+        self.task.heart.mark("save")
+        self.saver.wait(self._saving)
+        self.stop.leave()
+        if self._log is not None:
+            self._log.close()
+            early = stopped and self.done < self.settings.steps
+            self.task.answer({"step": self.done, "stopped": early})
+
+    def _one(self) -> None:
+        if not self.window:
+            self.ticks = Ticks(self.trainer.device)
+            self.ticks.tick()
+        index, leaves = self.done, self.trainer.optimizer.leaves
+        self.trainer.optimizer.set_lr(lr_at(self.settings, index))
+
+        def poison() -> None:
+            with torch.no_grad():
+                leaves[0].view(-1)[0] = math.nan
+
+        strike(self.spec.fault, rank=self.task.rank, step=index, poison=poison)
+        self.window.append(self._step(index))
+        self.ticks.tick()
+        self.done += 1
+        self.task.heart.step_done()
+
+    def _check(self, norm: Tensor) -> None:
+        leaves, forgiven = self.trainer.optimizer.leaves, self.trainer.may_overflow
+        check_finite(norm, leaves, self.done + 1, forgiven=forgiven)
+
+    def _read(self) -> None:
+        """Take the window off the device, keep it, and go on only if all of it is finite."""
+        synchronize(self.trainer.device)
+        numbers = torch.stack([torch.stack([a.double(), b.double()]) for a, b in self.window])
+        first, seconds = self.done - len(self.window), self.ticks.step_s()
+        points, bad, forgiven = [], "", self.trainer.may_overflow
+        for offset, (loss, norm) in enumerate(numbers.tolist()):
+            if not (math.isfinite(loss) and (forgiven or math.isfinite(norm))):
+                bad = f"loss {loss}, gradient norm {norm} in step {first + offset + 1}"
+                break
+            points.append(self._point(first + offset, loss, norm, seconds[offset]))
+        self.window = []
+        if self._log is not None:
+            self._log.add(points)
+        if bad:
+            raise NonFiniteError(bad)
+
+    def _point(self, index: int, loss: float, norm: float, step_s: float) -> Point:
+        batch = self.spec.batch
+        sequences = batch.sequences_before(index + 1)
+        speed = batch.global_batch_at(index) * batch.seq_len / step_s
+        return Point(
+            step=index + 1,
+            loss=loss,
+            grad_norm=norm if math.isfinite(norm) else None,
+            lr=lr_at(self.settings, index),
+            tokens=sequences * batch.seq_len,
+            sequences=sequences,
+            step_s=step_s,
+            tokens_per_s=speed,
+            mfu_pct=self._log.mfu_pct(speed / self.spec.gpus) if self._log else None,
+        )
+
+    def _save(self) -> None:
+        if self.saved == self.done:
+            return
+        self.task.heart.mark("save")
+        if self._log is not None:
+            self._log.sync()
+        self.saver.save(state_of(self.trainer, self.done, self.settings), self._saving)
+        self.saved = self.done
+
+    def _saving(self) -> None:
+        self.task.heart.mark("save")
+
+
+class _Log:
+    """Rank 0's files: the curve, and whatever else was asked for."""
+
+    def __init__(self, task: Task, first: int) -> None:
+        assert task.job.train is not None
+        out = Path(task.job.option("out"))
+        self._stream = inside.appending(out / curve.METRICS_FILE)
+        self._others: list[Tracker] = trackers(task.job.train, task.spec, out, first)
+        self.mfu_pct = _utilisation(task.spec, task.device(task.spec.device))
+
+    def add(self, points: list[Point]) -> None:
+        self._stream.write(curve.lines(points).encode())
+        self._stream.flush()
+        for other in self._others:
+            other.add(points)
+
+    def sync(self) -> None:
+        """A checkpoint must not be on the disk before the curve that leads to it."""
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        self._stream.close()
+        for other in self._others:
+            other.close()
+
+
+def _utilisation(spec: RunSpec, device: torch.device) -> Callable[[float], float | None]:
+    """Tokens/s/GPU -> MFU by the default convention; None on a device whose peak is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = device_id(name, catalog.device_names()) if name else None
+    try:
+        peak = catalog.device(known).peak(spec.policy.precision) if known else None
+    except UserError:
+        peak = None
+    ask = Question(
+        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
+    )
+    flops = CONVENTIONS[DEFAULT].count(ask).model
+    return lambda speed: None if peak is None else utilisation_pct(flops, speed, peak)
+
+
+def _memory(task: Task, device: torch.device) -> RankMemory:
+    peak = reserved = 0
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.max_memory_reserved(device)
+    return RankMemory(
+        rank=task.rank, stage=task.heart.stage, peak_bytes=peak, reserved_bytes=reserved
+    )

@@ -1,0 +1,140 @@
+"""Does a layout compute what one process computes? One task per layout; ranks live for many.
+
+The reference is made once per model and batch, by rank 0, in a file that all ranks read. Process
+groups are kept for the next layout with the same axes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold.engine import compat
+from fourfold.engine.data.source import Synthetic
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.process.task import Task
+from fourfold.engine.training.init import InitRule
+from fourfold.engine.training.optimizer import AdamSettings
+from fourfold.engine.training.trainer import Trainer
+from fourfold.engine.verify.compare import RankFindings, limits_of, verdict
+from fourfold.engine.verify.faults import FAULTS
+from fourfold.engine.verify.reference import Recipe, Truth, train_alone
+from fourfold.spec import codec
+from fourfold.spec.layout import Layout
+from fourfold.spec.run import RunSpec
+
+_STEPS = 3
+# eps 1e-5: a key bias has no gradient in exact arithmetic, and rounding must not steer Adam. The
+# norm of these models' gradients falls with the root of the batch, from 0.5 to 1 at 8 sequences to
+# 0.2 to 0.5 at 48: clipping acts.
+_SETTINGS = AdamSettings(lr=3e-3, eps=1e-5, max_norm=0.1)
+_MASKED = 0.2
+_VECTOR_STD = 0.1
+
+
+def recipe(spec: RunSpec) -> Recipe:
+    source = Synthetic(
+        vocab=spec.model.vocab,
+        seq_len=spec.batch.seq_len,
+        seed=spec.seed,
+        masked=_MASKED,
+    )
+    rule = InitRule(vector_std=_VECTOR_STD)
+    return Recipe(source=source, settings=_SETTINGS, rule=rule, steps=_STEPS)
+
+
+def perform(task: Task) -> None:
+    began = time.perf_counter()
+    compat.quiet()
+    torch.set_num_threads(1)
+    spec = task.spec
+    device = task.device(spec.device)
+    if not dist.is_initialized():
+        task.join(device)
+    task.heart.mark("reference")
+    truth = reference(spec, task.folder, device)
+    task.heart.mark("groups")
+    world = _world(spec.layout, device.type)
+    task.heart.mark("build")
+    trainer = _trainer(spec, world, device, task.job.option("break"))
+    found = RankFindings()
+    for step in range(_STEPS):
+        task.heart.mark(f"step {step}")
+        _step(trainer, step, truth, found)
+        task.heart.step_done()
+    found.look(trainer.pieces, truth, at_grads=False)
+    row = gathered(found, truth, spec)
+    if row is not None:
+        task.answer(row | {"seconds": round(time.perf_counter() - began, 3)})
+
+
+def _trainer(spec: RunSpec, world: World, device: torch.device, fault: str) -> Trainer:
+    how = recipe(spec)
+    trainer = Trainer(
+        spec,
+        world,
+        device=device,
+        settings=how.settings,
+        source=how.source,
+        rule=how.rule,
+        materialize=False,
+    )
+    if fault:
+        FAULTS[fault](trainer)
+    trainer.materialize()
+    return trainer
+
+
+def _step(trainer: Trainer, step: int, truth: Truth, found: RankFindings) -> None:
+    """A trainer's step, with a look at the gradients before they are clipped."""
+    norm, loss = trainer.reduce(trainer.accumulate(step))
+    if step == 0:
+        scale = 1.0 if trainer.scaler is None else float(trainer.scaler.scale)
+        found.look(trainer.pieces, truth, at_grads=True, scale=scale)
+    trainer.update(norm)
+    found.losses.append(float(loss))
+    found.norms.append(float(norm))
+
+
+def gathered(found: RankFindings, truth: Truth, spec: RunSpec) -> dict[str, Any] | None:
+    """The row of the report on rank 0, None elsewhere."""
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(found, everyone)
+    return None if everyone is None else verdict(everyone, truth, limits_of(spec.policy))
+
+
+def reference(spec: RunSpec, folder: Path, device: torch.device) -> Truth:
+    """The same for all layouts of a model, batch and precision."""
+    plain = {
+        "model": codec.encode(spec.model),
+        "seq_len": spec.batch.seq_len,
+        "global_batch": spec.batch.global_batch,
+        "seed": spec.seed,
+        "dtypes": codec.encode(spec.policy.dtypes),
+    }
+    name = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder / f"reference-{name}.pt"
+    if dist.get_rank() == 0 and not path.exists():
+        truth = train_alone(spec, recipe(spec), device)
+        parts = (truth.losses, truth.norms, truth.grads, truth.params)
+        torch.save(parts, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+    dist.barrier()
+    return _read(path)
+
+
+@functools.cache
+def _read(path: Path) -> Truth:
+    return Truth(*torch.load(path, mmap=True))
+
+
+@functools.cache
+def _world(layout: Layout, device_type: str) -> World:
+    return World.create(layout, device_type)

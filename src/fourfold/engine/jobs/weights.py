@@ -1,0 +1,140 @@
+"""The weights job: a checkpoint's weights as a Hugging Face folder, or all of it in torch's own
+format, by one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fourfold.cost.count import params
+from fourfold.engine import compat
+from fourfold.engine.checkpoint import checkpoint, tensor_file
+from fourfold.engine.checkpoint import dcp_write as dcp_export
+from fourfold.engine.checkpoint.hf_write import Export, export
+from fourfold.engine.checkpoint.state import WEIGHTS, Held
+from fourfold.engine.compat import DTYPES
+from fourfold.engine.process.task import Task
+from fourfold.errors import UserError
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.checkpoint.index import Index, Stored
+
+
+def perform(task: Task) -> None:
+    """Options: `checkpoint` and `out` (folders), `dtype` ('': as the checkpoint has them), `format`
+    (hf or dcp)."""
+    compat.quiet()
+    found = checkpoints.read(Path(task.job.option("checkpoint")))
+    tick = lambda: task.heart.mark("load")  # noqa: E731
+    if found.state.format == 1:
+        _must_be_unchanged(found, tick)
+    index = checkpoints.read_index(found)
+    asked = task.job.option("dtype")
+    out, dtype = Path(task.job.option("out")), DTYPES[asked] if asked else None
+    if task.job.option("format", "hf") == "dcp":
+        made, named = _to_dcp(found, index, dtype, out, tick), ""
+    else:
+        stored = DTYPES[found.state.spec.policy.dtypes.param]
+        made, named = _to_hf(found, index, dtype or stored, out, task), str(dtype or stored)[6:]
+    sizes = [(out / name).stat().st_size for name in made]
+    kinds = sorted({str(tensor_file.DTYPES[one.dtype])[6:] for one in index.tensors.values()})
+    task.answer({"files": made, "size_bytes": sum(sizes), "dtype": named or ", ".join(kinds)})
+
+
+def _must_be_unchanged(found: Checkpoint, tick: Callable[[], None]) -> None:
+    bad = checkpoints.damage(found, tick=tick)
+    if bad:
+        raise UserError(
+            f"is damaged: {bad}",
+            field="checkpoint",
+            value=str(found.folder),
+            way_out="name an earlier one, or copy this one again",
+        )
+
+
+def _to_hf(found: Checkpoint, index: Index, dtype: torch.dtype, out: Path, task: Task) -> list[str]:
+    spec = found.state.spec
+    must_hold(found, index)
+    eos = task.job.option("eos", "")
+    what = Export(
+        model=spec.model,
+        seq_len=spec.batch.seq_len,
+        dtype=dtype,
+        eos=int(eos) if eos else None,
+    )
+
+    def source(names: Sequence[str]) -> dict[str, Tensor]:
+        return whole_tensors(found, index, names, lambda: task.heart.mark("load"))
+
+    return export(source, what, out, lambda _: task.heart.mark("save"))
+
+
+def _to_dcp(
+    found: Checkpoint,
+    index: Index,
+    dtype: torch.dtype | None,
+    out: Path,
+    tick: Callable[[], None],
+) -> list[str]:
+    """`dtype` is that of the weights; moments stay as they are."""
+
+    def asked(name: str, stored: Stored) -> torch.dtype:
+        weight = name.startswith(f"{WEIGHTS}.")
+        return dtype if dtype is not None and weight else tensor_file.DTYPES[stored.dtype]
+
+    shapes = {name: (one.shape, asked(name, one)) for name, one in index.tensors.items()}
+
+    def source(name: str) -> Tensor:
+        tick()
+        return _read(found, index, [name])[name].to(shapes[name][1])
+
+    return dcp_export.export(shapes, source, out)
+
+
+def must_hold(found: Checkpoint, index: Index) -> None:
+    """Whether the index has the weights of the model that the state names, before anything is
+    made in a size that only the state says."""
+    spec = found.state.spec
+    if spec.model.layers > len(index.tensors):
+        raise _lacks(found, f"has {len(index.tensors)} tensors for {spec.model.layers} layers")
+    for one in params.tensors(spec.model, spec.batch.seq_len):
+        stored = index.tensors.get(f"{WEIGHTS}.{one.name}")
+        if stored is None or stored.shape != tuple(one.shape):
+            has = "no" if stored is None else f"another shape ({stored.shape}) of"
+            raise _lacks(found, f"has {has} {one.name} {tuple(one.shape)}")
+
+
+def _lacks(found: Checkpoint, what: str) -> UserError:
+    return UserError(
+        f"is not of the model that its state names: it {what}",
+        field="checkpoint",
+        value=str(found.folder),
+        way_out="use another checkpoint, or copy this one again from where it was written",
+    )
+
+
+def whole_tensors(
+    found: Checkpoint, index: Index, names: Sequence[str], tick: Callable[[], None] | None = None
+) -> dict[str, Tensor]:
+    """Published tensors of a checkpoint, whole, in the format it has them in."""
+    read = _read(found, index, [f"{WEIGHTS}.{name}" for name in names], tick)
+    return {name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in read.items()}
+
+
+def _read(
+    found: Checkpoint, index: Index, names: Sequence[str], tick: Callable[[], None] | None = None
+) -> dict[str, Tensor]:
+    """By name in the index, which has been checked against the files: sizes are real."""
+    tensors = {
+        name: torch.empty(one.shape, dtype=tensor_file.DTYPES[one.dtype])
+        for name, one in ((name, index.tensors[name]) for name in names)
+    }
+    items = [
+        Held(name, index.tensors[name].shape, (0,) * tensor.ndim, tensor)
+        for name, tensor in tensors.items()
+    ]
+    checkpoint.read_into(items, found, tick, index=index)
+    return tensors

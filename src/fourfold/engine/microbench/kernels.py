@@ -1,0 +1,228 @@
+"""Which matrix products and attention kernels does a rank's stage need, and how often?
+
+Calls are of one micro batch, over all layers of the stage, with the shapes of this rank: what a
+step cannot do without. Norms, element-wise work and copies are not in the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fourfold.cost.count.params import Tensor, embedding_tensors, layer_tensors, tp_shape
+from fourfold.engine.parallel.blocks import Span
+from fourfold.engine.parallel.context import spans_of
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.parallel.ring import span_of
+from fourfold.spec.run import RunSpec
+
+Part = Literal["attention", "mlp", "head"]
+When = Literal["forward", "backward"]
+# What a product makes: the layer's output, or one of its two gradients.
+Makes = Literal["output", "input gradient", "weight gradient"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """[m, k] x [k, n]. A product of the forward pass that runs again is `when` backward."""
+
+    part: Part
+    name: str
+    when: When
+    makes: Makes
+    m: int
+    n: int
+    k: int
+    calls: int
+
+    @property
+    def flops(self) -> int:
+        """Of one call."""
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def shape(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attend:
+    """Attention of `queries` to `keys`. `block`: one of several that are joined afterwards."""
+
+    name: str
+    when: When
+    backward: bool
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_size: int
+    causal: bool
+    block: bool
+    calls: int
+    part: Part = "attention"
+    products: int = 2  # over all query-key pairs; the mask is not subtracted
+
+    @property
+    def flops(self) -> int:
+        pairs = self.batch * self.heads * self.queries * self.keys
+        return 2 * self.products * pairs * self.head_size
+
+    @property
+    def shape(self) -> str:
+        mask = " causal" if self.causal else ""
+        return f"{self.batch}x{self.heads}x{self.queries}x{self.keys}x{self.head_size}{mask}"
+
+
+Kernel = Product | Attend
+
+
+def stage_kernels(
+    spec: RunSpec, world: World, layers: Sequence[int], *, micro: int, head: bool
+) -> list[Kernel]:
+    """All kernels of one micro batch of `micro` sequences through these layers (and the head)."""
+    again = _recomputed(spec, layers)
+    found: list[Kernel] = []
+    tokens = micro * spec.batch.seq_len // spec.layout.cp
+    linears = list(_linears(spec, world))
+    for part, name, outs, ins in linears:
+        found += _linear(part, name, (tokens, outs, ins), len(layers))
+        # A recomputed layer repeats its forward but for the last product.
+        if again and name != linears[-1][1]:
+            found.append(_product(part, name, "backward", "output", (tokens, outs, ins), again))
+    core_again = len(layers) if spec.policy.recompute == "selective" else again
+    for shape, count in _attention(spec, world, micro):
+        found += _core(shape, spec, count * len(layers), count * core_again)
+    if head:
+        found += _head(spec, world, tokens)
+    return found
+
+
+def _recomputed(spec: RunSpec, layers: Sequence[int]) -> int:
+    """Layers whose whole forward runs again."""
+    kind = spec.policy.recompute
+    if kind in ("none", "selective"):
+        return 0
+    every = 1 if kind == "full" else int(kind.removeprefix("every-"))
+    return sum(index % every == 0 for index in layers)
+
+
+def _product(
+    part: Part, name: str, when: When, makes: Makes, size: tuple[int, int, int], calls: int
+) -> Product:
+    """`size`: tokens, outputs and inputs of the linear layer."""
+    tokens, outs, ins = size
+    m, n, k = {
+        "output": (tokens, outs, ins),
+        "input gradient": (tokens, ins, outs),
+        "weight gradient": (outs, ins, tokens),
+    }[makes]
+    return Product(part=part, name=name, when=when, makes=makes, m=m, n=n, k=k, calls=calls)
+
+
+def _linear(part: Part, name: str, size: tuple[int, int, int], calls: int) -> list[Product]:
+    return [
+        _product(part, name, "forward", "output", size, calls),
+        _product(part, name, "backward", "input gradient", size, calls),
+        _product(part, name, "backward", "weight gradient", size, calls),
+    ]
+
+
+def _linears(spec: RunSpec, world: World) -> Iterator[tuple[Part, str, int, int]]:
+    """(part, name, outputs, inputs) of a layer's matrices on this rank, in their order."""
+    model, fused = spec.model, spec.policy.fused_projections
+    matrices = [t for t in layer_tensors(model) if len(t.shape) == 2]
+    joined: dict[tuple[Part, str], list[tuple[int, ...]]] = {}
+    for tensor in matrices:
+        block, name, _ = tensor.name.split(".")
+        part: Part = "attention" if block == "attention" else "mlp"
+        if fused and name in ("q", "k", "v"):
+            name = "qkv"
+        if fused and model.gated and name in ("gate", "up"):
+            name = "gate_up"
+        shape = tp_shape(model, tensor, spec.layout.tp, world.tp.rank)
+        joined.setdefault((part, name), []).append(shape)
+    for (part, name), shapes in joined.items():
+        yield part, name, sum(shape[0] for shape in shapes), shapes[0][1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    batch: int
+    heads: int
+    kv_heads: int
+    span: Span
+    block: bool
+
+
+def _attention(spec: RunSpec, world: World, micro: int) -> Iterator[tuple[_Shape, int]]:
+    """Attention kernels of one layer, equal ones counted together."""
+    model, group, kind = spec.model, world.cp, spec.policy.cp_kind
+    heads, kv_heads = model.heads // spec.layout.tp, max(1, model.kv_heads // spec.layout.tp)
+    seq_len = spec.batch.seq_len
+    if group.size == 1 or kind == "ulysses":
+        # Fewer KV heads than ranks are repeated just enough (UlyssesCore).
+        if kv_heads % group.size:
+            whole = group.size % kv_heads == 0
+            kv_heads *= group.size // kv_heads if whole else heads // kv_heads
+        span = Span((0, seq_len), (0, seq_len), True)
+        parts = (heads // group.size, kv_heads // group.size)
+        yield _Shape(micro, *parts, span, False), 1
+        return
+    tokens = seq_len // group.size
+    if kind == "ring":
+        ranks = range(group.size)
+        spans = [span_of(step, group.rank, group.size, tokens) for step in ranks]
+    else:
+        spans = list(spans_of(group, tokens // 2))
+    counted: dict[_Shape, int] = {}
+    for span in spans:
+        queries, keys = (0, _length(span.queries)), (0, _length(span.keys))
+        shape = _Shape(micro, heads, kv_heads, Span(queries, keys, span.causal), True)
+        counted[shape] = counted.get(shape, 0) + 1
+    yield from counted.items()
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def _core(shape: _Shape, spec: RunSpec, calls: int, again: int) -> Iterator[Attend]:
+    def one(when: When, backward: bool, count: int) -> Attend:
+        # Backward: scores again (but where they were kept), then four gradients.
+        kept = spec.policy.attention == "unfused" and not shape.block
+        return Attend(
+            name="core",
+            when=when,
+            backward=backward,
+            batch=shape.batch,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            queries=_length(shape.span.queries),
+            keys=_length(shape.span.keys),
+            head_size=spec.model.head_size,
+            causal=shape.span.causal,
+            block=shape.block,
+            calls=count,
+            products=(4 if kept else 5) if backward else 2,
+        )
+
+    yield one("forward", False, calls)
+    yield one("backward", True, calls)
+    if again:
+        yield one("backward", False, again)
+
+
+def _head(spec: RunSpec, world: World, tokens: int) -> Iterator[Product]:
+    """The logits; in pieces they are computed again in the backward pass."""
+    table: Tensor = next(embedding_tensors(spec.model, spec.batch.seq_len))
+    rows, hidden = tp_shape(spec.model, table, spec.layout.tp, world.tp.rank)
+    chunks = spec.policy.loss_chunks
+    sizes = [tokens // chunks + (i < tokens % chunks) for i in range(chunks)]
+    for size in sorted(set(sizes)):
+        calls = sizes.count(size)
+        yield from _linear("head", "logits", (size, rows, hidden), calls)
+        if chunks > 1:
+            yield _product("head", "logits", "backward", "output", (size, rows, hidden), calls)

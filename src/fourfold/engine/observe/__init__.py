@@ -1,0 +1,1 @@
+"""What a rank holds, computes, sends and waits for, observed while it runs."""

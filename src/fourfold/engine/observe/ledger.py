@@ -1,0 +1,266 @@
+"""What does a rank hold, compute and send? Counted as operators run, on real or fake tensors.
+
+Bytes are of storages (views are free), FLOPs of matrix products and attention on local shapes (see
+`op_flops`), traffic by axis and collective as payload (see `comm`).
+What a kernel allocates inside itself, and what an allocator rounds up, is not seen.
+"""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fourfold.engine.observe.comm import collective, is_collective
+from fourfold.engine.observe.op_flops import op_flops
+from fourfold.engine.process.failure import MemoryLimitError
+
+# Kinds that outlive a step; what is left is activations, whatever made it.
+STATE_KINDS = ("parameters", "gradients", "optimizer")
+_LARGEST = 10
+
+
+@dataclass(slots=True)
+class Held:
+    """One live storage: its size now, what it is for, and what made it, in which phase."""
+
+    key: int
+    size: int
+    kind: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    phase: str
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{self.size} bytes {self.kind} {shape} {self.dtype} by {self.op} in {self.phase}"
+
+
+@dataclass(slots=True)
+class Peak:
+    """The fullest moment: bytes in all and by kind, when, and its largest tensors."""
+
+    size: int
+    kinds: dict[str, int]
+    phase: str
+    largest: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The moment live bytes passed the limit; the tensor that did it is counted."""
+
+    size: int
+    limit_bytes: int
+    asked_bytes: int
+    kinds: dict[str, int]
+    largest: tuple[Held, ...]
+
+
+class Ledger(TorchDispatchMode):
+    """`axes`: group name -> axis. More live bytes than `limit_bytes` raise MemoryLimitError."""
+
+    def __init__(
+        self, axes: Mapping[str, str] | None = None, limit_bytes: int | None = None
+    ) -> None:
+        super().__init__()
+        self.axes = dict(axes or {})
+        self.limit_bytes = limit_bytes
+        self.live_bytes = 0
+        self.kinds: Counter[str] = Counter()
+        self.phase = "build"
+        # Asked at every mark: (kind, tensor) of what is state by now, gradients above all.
+        self.owners: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
+        self._held: dict[int, tuple[Held, weakref.ref[Any]]] = {}
+        self._paused = 0
+        self._undo: list[Callable[[], None]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Start counting anew (a step): the peak from what is live now, no FLOPs, no traffic."""
+        self.flops = 0
+        self.traffic: Counter[tuple[str, str]] = Counter()
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.peak_bytes = self.live_bytes
+        self.phase_bytes = {self.phase: self.live_bytes}
+        self._rising = True
+        self._snapshot()
+
+    def mark(self, phase: str) -> None:
+        """Name what follows, and tell state from activations as of now."""
+        self.phase = phase
+        self.phase_bytes[phase] = max(self.phase_bytes.get(phase, 0), self.live_bytes)
+        for kind, tensor in self.owners():
+            self.own(kind, tensor)
+
+    def own(self, kind: str, tensor: Tensor) -> None:
+        """This tensor's storage counts as `kind` from now on."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        entry = self._held.get(local.untyped_storage()._cdata)
+        if entry is not None and entry[0].kind != kind:
+            self.kinds[entry[0].kind] -= entry[0].size
+            self.kinds[kind] += entry[0].size
+            entry[0].kind = kind
+
+    @property
+    def peak(self) -> Peak:
+        if self._rising and self.live_bytes == self.peak_bytes:
+            self._snapshot()
+        return self._peak
+
+    def state_bytes(self) -> int:
+        return sum(self.kinds[kind] for kind in STATE_KINDS)
+
+    # What happens to storages.
+
+    def see(self, tensor: Tensor, op: str = "given") -> None:
+        """Count a tensor's storage if it is new; meta tensors have none."""
+        if tensor.device.type == "meta" and not isinstance(tensor, torch._subclasses.FakeTensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._held:
+            return
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = tuple(tensor.shape)
+        held = Held(key, storage.nbytes(), "activations", op, shape, dtype, self.phase)
+        self._held[key] = held, weakref.ref(storage, lambda _: self._forget(key))
+        self._change(held, held.size)
+
+    def _forget(self, key: int) -> None:
+        held, _ = self._held[key]
+        self._change(held, -held.size)  # first: it may be the moment to note the peak
+        del self._held[key]
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP frees and fills its gathered weights this way."""
+        entry = self._held.get(storage._cdata)
+        if entry is None:
+            return
+        held = entry[0]
+        if held.kind == "activations":
+            self.kinds["activations"] -= held.size
+            self.kinds["gathered"] += held.size
+            held.kind = "gathered"
+        change = storage.nbytes() - held.size
+        held.size = storage.nbytes()
+        self._change(held, change)
+
+    def _change(self, held: Held, size: int) -> None:
+        if size < 0 and self._rising and self.live_bytes == self.peak_bytes:
+            self._snapshot()
+        self.live_bytes += size
+        self.kinds[held.kind] += size
+        if self.live_bytes > self.phase_bytes[self.phase]:
+            self.phase_bytes[self.phase] = self.live_bytes
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self._rising = self.live_bytes, True
+            if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
+                self._over(held)
+
+    def _over(self, held: Held) -> None:
+        limit, self.limit_bytes = self.limit_bytes or 0, None  # once: the way out also allocates
+        for kind, tensor in self.owners():  # gradients may be newer than the last mark
+            self.own(kind, tensor)
+        self._snapshot()
+        found = self.largest()
+        over = Over(self.live_bytes, limit, held.size, dict(self.kinds), found)
+        raise MemoryLimitError(
+            f"{self.live_bytes} live bytes pass memory_limit={limit} with {held}; "
+            f"largest: {'; '.join(map(str, found[:3]))}",
+            over,
+        )
+
+    def largest(self) -> tuple[Held, ...]:
+        """The largest storages that live now."""
+        held = (entry[0] for entry in self._held.values())
+        return tuple(map(replace, heapq.nlargest(_LARGEST, held, key=lambda one: one.size)))
+
+    def _snapshot(self) -> None:
+        """Who was there. A walk over all storages, so only where the peak turns, not on its way up.
+
+        Within 1% of the last snapshot the same tensors are the largest; only the total moves on.
+        """
+        self._rising = False
+        before: Peak | None = getattr(self, "_peak", None)
+        if before is not None and before.size <= self.peak_bytes <= before.size * 1.01:
+            largest = before.largest
+        else:
+            largest = self.largest()
+        self._peak = Peak(self.live_bytes, dict(self.kinds), self.phase, largest)
+
+    # What operators do.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types) or any(
+            kind.__module__.startswith("torchao.") for kind in types
+        ):
+            return NotImplemented  # let it come down to plain local tensors first
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self._paused:
+            return out
+        self.flops += op_flops(func, args, kwargs, out)
+        if is_collective(func):
+            found = collective(func, args, kwargs, out)
+            if found is not None:
+                name, op, size = found
+                key = (self.axes.get(name, name), op)
+                self.traffic[key] += size
+                self.calls[key] += 1
+        op_name = func._schema.name
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.see(leaf, op_name)
+        return out
+
+    def __enter__(self) -> Ledger:
+        self._undo = [self._watch_resizes(), self._skip_shape_shadows()]
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        while self._undo:
+            self._undo.pop()()
+
+    def _watch_resizes(self) -> Callable[[], None]:
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            self._resized(storage)
+            return result
+
+        setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010  (torch types it Never)
+        return lambda: setattr(torch.UntypedStorage, "resize_", original)
+
+    def _skip_shape_shadows(self) -> Callable[[], None]:
+        """DTensor works out shapes by running operators on fake tensors of global size."""
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        name = "_propagate_tensor_meta_non_cached"
+        original = getattr(ShardingPropagator, name)
+
+        def quiet(*args: Any, **kwargs: Any) -> Any:
+            self._paused += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._paused -= 1
+
+        setattr(ShardingPropagator, name, quiet)
+        return lambda: setattr(ShardingPropagator, name, original)

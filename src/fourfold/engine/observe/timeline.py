@@ -1,0 +1,142 @@
+"""Where in its step is a trainer, and since when? Marks on the device's own clock.
+
+A micro batch passes embed, layers, head, between, head back, layers back, embed back (weights,
+where they come later); a step has data, reduce and optimizer once. A phase lasts until the next.
+With virtual stages each chunk has phases of its own: `layers#1`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.training.trainer import Trainer
+
+MICRO_PHASES = (
+    "embed", "layers", "head", "between", "head back", "layers back", "embed back", "weights",
+)  # fmt: skip
+STEP_PHASES = ("data", "reduce", "optimizer")
+
+Stamp = torch.cuda.Event | float
+
+
+class Timeline:
+    """`listeners` are told the name of every phase that begins."""
+
+    def __init__(self, device: torch.device, listeners: Sequence[Callable[[str], None]]) -> None:
+        self.device, self.listeners = device, listeners
+        self.marks: list[tuple[str, Stamp]] = []
+
+    def mark(self, name: str) -> None:
+        for listener in self.listeners:
+            listener(name)
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((name, event))
+        else:
+            self.marks.append((name, time.perf_counter()))
+
+    def take(self) -> dict[str, list[float]]:
+        """Seconds of every interval so far by phase, only after the device has caught up."""
+        found: dict[str, list[float]] = {}
+        for (name, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+            if name != "end":
+                found.setdefault(name, []).append(_between(begin, end))
+        self.marks.clear()
+        return found
+
+
+def _between(begin: Stamp, end: Stamp) -> float:
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return end - begin
+    assert not isinstance(end, float)
+    return begin.elapsed_time(end) / 1e3
+
+
+def phase_of(name: str) -> str:
+    """Without the chunk."""
+    return name.partition("#")[0]
+
+
+def steady(intervals: dict[str, list[float]], passes: int) -> dict[str, float]:
+    """Seconds (or anything else) of one ordinary micro batch by phase, from `passes` of them.
+
+    The median of a chunk's passes: the first forward gathers and the last backward reduces besides.
+    """
+    found = {}
+    for name, values in intervals.items():
+        phase = phase_of(name)
+        if phase in MICRO_PHASES and values:
+            found[phase] = found.get(phase, 0.0) + median(values) * len(values) / passes
+    return {phase: found[phase] for phase in MICRO_PHASES if phase in found}
+
+
+def attach(trainer: Trainer, mark: Callable[[str], None]) -> None:
+    """From here on the trainer's steps call `mark` at the beginning of every phase.
+
+    The trainer looks its methods up on itself at every step, so that they can be replaced.
+    """
+    for name, phase in (("accumulate", "data"), ("reduce", "reduce")):
+        _before(trainer, name, lambda _, phase=phase: mark(phase))
+    _before(trainer, "update", lambda _: mark("optimizer"), lambda: mark("end"))
+    names = {chunk: f"#{i}" if i else "" for i, chunk in enumerate(trainer.chunks)}
+
+    def backward(args: tuple[Any, ...]) -> None:
+        # A split backward says its kind: W makes gradients of weights, after those of inputs.
+        late = any(isinstance(arg, str) and arg == "W" for arg in args)
+        mark(("weights" if late else "head back") + names[args[0]])
+
+    _before(trainer, "before_backward", backward)
+    for chunk, name in names.items():
+        _attach_chunk(chunk, lambda phase, name=name: mark(phase + name))
+
+
+def _attach_chunk(chunk: Decoder, mark: Callable[[str], None]) -> None:
+    layers = list(chunk.layers.values())
+    chunk.register_forward_pre_hook(lambda *_: mark("embed"), prepend=True)
+    chunk.register_forward_hook(lambda *_: mark("between"))
+    layers[0].register_forward_pre_hook(_into_layers(mark), prepend=True)
+    layers[-1].register_forward_hook(_out_of_layers(mark))
+
+
+def _before(
+    trainer: Trainer,
+    name: str,
+    begin: Callable[[tuple[Any, ...]], None],
+    end: Callable[[], None] = lambda: None,
+) -> None:
+    method = getattr(trainer, name)
+
+    def wrapped(*args: Any) -> Any:
+        begin(args)
+        found = method(*args)
+        end()
+        return found
+
+    setattr(trainer, name, wrapped)
+
+
+def _into_layers(mark: Callable[[str], None]) -> Callable[..., None]:
+    def hook(_: object, args: tuple[Any, ...]) -> None:
+        mark("layers")
+        if isinstance(args[0], Tensor) and args[0].requires_grad:
+            args[0].register_hook(lambda _: mark("embed back"))
+
+    return hook
+
+
+def _out_of_layers(mark: Callable[[str], None]) -> Callable[..., None]:
+    def hook(_: object, args: tuple[Any, ...], out: Tensor) -> None:
+        mark("head")
+        if out.requires_grad:
+            out.register_hook(lambda _: mark("layers back"))
+
+    return hook

@@ -1,0 +1,1 @@
+"""One rank of a large world on one device, its peers emulated."""

@@ -1,0 +1,176 @@
+"""What did the device do during a forward and a backward pass? Seconds by kind of work.
+
+torch's profiler, opened for one ordinary micro batch in the middle of a step. On a GPU an instant
+belongs to the most important kernel that runs in it (products first), so that what runs beside
+costs nothing; on a CPU an operator's own time counts. The profiler slows the host, so idle time is
+not read from it but is what the unprofiled micro batch takes beyond this.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from fourfold.engine.observe.clock import synchronize
+from fourfold.engine.observe.timeline import phase_of
+from fourfold.engine.one_rank.fake_peers import FILL
+
+PARTS = ("matrix products", "attention", "norms and element-wise", "copies and casts", "fills")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "matmul", "linear", "addmv", "mv")
+_COPIES = (
+    "copy_", "_to_copy", "cat", "stack", "clone", "contiguous", "split_with_sizes_copy",
+    "chunk_cat", "_chunk_cat", "fill_", "zero_", "slice_scatter", "all_gather_copy_in",
+)  # fmt: skip
+
+
+def kind_of(name: str) -> str:
+    """The part an operator belongs to; what is nothing else is element-wise."""
+    space, _, op = name.rpartition("::")
+    if op in _PRODUCTS:
+        return "matrix products"
+    if "attention" in op:
+        return "attention"
+    if op in _COPIES or space == "fsdp" or op.startswith(("Memcpy", "Memset")):
+        return "copies and casts"
+    return "norms and element-wise"
+
+
+@dataclass(slots=True)
+class Lens:
+    """Told of every phase of a step, it watches the second to last forward and what follows it
+    until a backward is over. `forwards` are those of the step."""
+
+    device: torch.device
+    forwards: int
+    begun: int = 0
+    turned: int = 0
+    watched: int = 0
+    refusal: str = ""
+    _open: profile | None = None
+    _seen: profile | None = None
+
+    def note(self, name: str) -> None:
+        phase = phase_of(name)
+        self.begun += phase == "embed"
+        if self._open is None:
+            if self._seen is None and phase == "embed" and self.begun >= self.forwards - 1:
+                self._begin()
+            return
+        self.turned += phase == "embed back"
+        if self.turned and phase in ("embed", "head back", "reduce"):
+            self.watched = self.begun - max(1, self.forwards - 1) + (phase != "embed")
+            self._end()
+
+    def _begin(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        synchronize(self.device)
+        lens = profile(activities=activities)
+        try:
+            lens.start()
+        except RuntimeError as error:  # a driver may keep its counters to itself: told, not fatal
+            self.refusal, self.forwards = f"no profile: {error}", 2**62
+            return
+        self._open = lens
+
+    def _end(self) -> None:
+        assert self._open is not None
+        synchronize(self.device)
+        self._open.stop()
+        self._open, self._seen = None, self._open
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part; empty when the window never closed or the device told nothing."""
+        inner = self._seen.profiler if self._seen is not None else None
+        if inner is None or inner.kineto_results is None:
+            return {}
+        events = list(inner.kineto_results.events())
+        found = _on_device(events) if self.device.type == "cuda" else _on_host(events)
+        return {name: found.get(name, 0.0) / 1e9 for name in PARTS} if found else {}
+
+
+@dataclass(slots=True)
+class _Ranges:
+    """Spans of time on one thread, to look up what lies inside."""
+
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    def hold(self, at: int) -> bool:
+        place = bisect.bisect_right(self.begins, at) - 1
+        return place >= 0 and at < self.ends[place]
+
+
+def _fills(events: Sequence[Any]) -> dict[int, _Ranges]:
+    found: dict[int, _Ranges] = {}
+    named = [e for e in events if e.name() == FILL and e.device_type() == DeviceType.CPU]
+    for event in sorted(named, key=lambda one: one.start_ns()):
+        ranges = found.setdefault(event.start_thread_id(), _Ranges())
+        ranges.begins.append(event.start_ns())
+        ranges.ends.append(event.start_ns() + event.duration_ns())
+    return found
+
+
+def _on_device(events: Sequence[Any]) -> dict[str, float]:
+    """Nanoseconds by part: kernels by the operator that launched them, important ones on top."""
+    fills = _fills(events)
+    launched: dict[int, str] = {}
+    named = set()
+    for event in events:
+        if event.device_type() != DeviceType.CPU:
+            continue
+        named.add(event.name())
+        # The driver's own calls (cudaLaunchKernel) are numbered apart from operators.
+        if not event.linked_correlation_id() and not event.name().startswith("cu"):
+            ranges = fills.get(event.start_thread_id())
+            filled = ranges is not None and ranges.hold(event.start_ns())
+            launched[event.correlation_id()] = "fills" if filled else kind_of(event.name())
+    edges: list[tuple[int, int, str]] = []
+    for event in events:
+        # Ranges that the host named are drawn on the device's track too: no kernels.
+        if event.device_type() != DeviceType.CUDA or event.name() in named:
+            continue
+        kind = launched.get(event.linked_correlation_id()) or kind_of(event.name())
+        begin = event.start_ns()
+        edges += [(begin, 1, kind), (begin + event.duration_ns(), -1, kind)]
+    return _swept(edges)
+
+
+def _swept(edges: list[tuple[int, int, str]]) -> dict[str, float]:
+    running, found, at = dict.fromkeys(PARTS, 0), {}, 0
+    for instant, change, kind in sorted(edges):
+        top = next((name for name in PARTS if running[name]), None)
+        if top is not None:
+            found[top] = found.get(top, 0.0) + instant - at
+        running[kind] += change
+        at = instant
+    return found
+
+
+def _on_host(events: Sequence[Any]) -> dict[str, float]:
+    """Nanoseconds by part: each operator's own, without those it calls, down to aten's."""
+    fills = _fills(events)
+    found: dict[str, float] = {}
+    inner: dict[int, list[tuple[int, str]]] = {}  # by thread: (end, part) of what is open
+    named = ("aten::", "fsdp::")
+    spans = [e for e in events if e.device_type() == DeviceType.CPU and e.name().startswith(named)]
+    for event in sorted(spans, key=lambda one: (one.start_ns(), -one.duration_ns())):
+        thread, begin, lasts = event.start_thread_id(), event.start_ns(), event.duration_ns()
+        stack = inner.setdefault(thread, [])
+        while stack and stack[-1][0] <= begin:
+            stack.pop()
+        ranges = fills.get(thread)
+        filled = ranges is not None and ranges.hold(begin)
+        part = "fills" if filled else kind_of(event.name())
+        if stack:
+            found[stack[-1][1]] = found.get(stack[-1][1], 0.0) - lasts
+        found[part] = found.get(part, 0.0) + lasts
+        stack.append((begin + lasts, part))
+    return found

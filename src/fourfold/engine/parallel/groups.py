@@ -1,0 +1,181 @@
+"""Who talks to whom? All process groups of a layout, from this rank's point of view.
+
+Every rank makes only the groups it belongs to, in one fixed order of axes, so making them can't
+deadlock and a world of thousands of ranks costs a handful of groups. The process group of the whole
+world must exist (init_process_group, with device_id on CUDA).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fourfold.engine.parallel.shards import Place
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Some ranks that communicate; `axis` says what for."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    rank: int
+    handle: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def name(self) -> str:
+        return self.handle.group_name
+
+
+@dataclass(eq=False)
+class World:
+    """Groups of one rank. `batch` holds all ranks that see different tokens (dp x cp), `fsdp` those
+    of one replica among them (shard x cp), `replicas` the same shard in every replica."""
+
+    layout: Layout
+    device_type: str
+    rank: int
+    place: dict[str, int]
+    tp: Group
+    cp: Group
+    pp: Group
+    batch: Group
+    fsdp: Group
+    replicas: Group
+    ends: Group | None
+    everyone: Group
+    alone: Group
+
+    @classmethod
+    def create(cls, layout: Layout, device_type: str) -> World:
+        """All groups of this rank. Collective: every rank calls it with the same layout."""
+        assert dist.get_world_size() == layout.world, "the world must be as large as the layout"
+        rank = dist.get_rank()
+        table = _rank_table(layout)
+        place = layout.coordinates(rank)
+        pp, dp, cp, tp = (place[axis] for axis in ("pp", "dp", "cp", "tp"))
+        replica, shard = divmod(dp, layout.shard)
+        grid = table.view(layout.pp, layout.replicate, layout.shard, layout.cp, layout.tp)
+        alone = _group("alone", torch.tensor([rank]))
+        members = {
+            "tp": grid[pp, replica, shard, cp, :],
+            "cp": grid[pp, replica, shard, :, tp],
+            "pp": grid[:, replica, shard, cp, tp],
+            "batch": grid[pp, :, :, :, tp],
+            "fsdp": grid[pp, replica, :, :, tp],
+            "replicas": grid[pp, :, shard, cp, tp],
+        }
+        groups = {axis: _group(axis, ranks, alone.handle) for axis, ranks in members.items()}
+        at_end = layout.pp > 1 and pp in (0, layout.pp - 1)
+        # torch names a group by its ranks and by how many groups the process has: all ranks must
+        # make as many, so stages in the middle make one of their own in its place.
+        both = grid[[0, -1], replica, shard, cp, tp] if at_end else torch.tensor([rank])
+        ends = _group("ends", both) if layout.pp > 1 else alone
+        whole = tuple(range(layout.world))
+        assert dist.group.WORLD is not None
+        everyone = Group(axis="world", ranks=whole, rank=rank, handle=dist.group.WORLD)
+        return cls(
+            layout=layout,
+            device_type=device_type,
+            rank=rank,
+            place=place,
+            ends=ends if at_end else None,
+            everyone=everyone,
+            alone=alone,
+            **groups,
+        )
+
+    @property
+    def stage(self) -> int:
+        return self.place["pp"]
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.layout.pp - 1
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group of this rank, for ledgers and warm-up."""
+        named = (self.tp, self.cp, self.pp, self.batch, self.fsdp, self.replicas, self.ends)
+        return (*(group for group in named if group is not None), self.everyone)
+
+    @cached_property
+    def _kv(self) -> dict[int, Group]:
+        return {}
+
+    def kv_group(self, model: ModelShape) -> Group | None:
+        """Tensor-parallel ranks that hold the same KV head; None where heads suffice."""
+        if model.kv_heads >= self.layout.tp:
+            return None
+        sharing = self.layout.tp // model.kv_heads
+        if sharing not in self._kv:
+            first = self.tp.rank // sharing * sharing
+            ranks = torch.tensor(self.tp.ranks[first : first + sharing])
+            self._kv[sharing] = _group("kv", ranks)
+        return self._kv[sharing]
+
+    def shard_place(self, zero: int) -> Place:
+        """How tensor and data parallelism cut this rank's parameters."""
+        shards, shard = (self.fsdp.size, self.fsdp.rank) if zero >= 1 else (1, 0)
+        return Place(tp=self.layout.tp, tp_rank=self.tp.rank, shards=shards, shard=shard)
+
+    def data_mesh(self, zero: int) -> DeviceMesh:
+        """What FSDP works on. Two dimensions are copies x shards; zero0 has shards of one rank."""
+        if zero == 0:
+            return self._mesh(self.batch, self.alone)
+        if self.layout.replicate > 1:
+            return self._mesh(self.replicas, self.fsdp)
+        return DeviceMesh.from_group(self.fsdp.handle, self.device_type, mesh_dim_names=("shard",))
+
+    def _mesh(self, copies: Group, shards: Group) -> DeviceMesh:
+        if shards.size == 1:
+            grid = torch.tensor(copies.ranks)[:, None]
+        else:
+            table = _rank_table(self.layout)
+            layout, place = self.layout, self.place
+            shape = (layout.pp, layout.replicate, layout.shard * layout.cp, layout.tp)
+            grid = table.view(shape)[place["pp"], :, :, place["tp"]].sort(dim=1).values
+        return DeviceMesh.from_group(
+            [copies.handle, shards.handle],
+            self.device_type,
+            mesh=grid.to(torch.int).contiguous(),
+            mesh_dim_names=("replicate", "shard"),
+        )
+
+    def warm(self, device: torch.device) -> None:
+        """First use of a communicator builds it; do that before anything is timed."""
+        for group in self.groups:
+            dist.all_reduce(torch.zeros(1, device=device), group=group.handle)
+
+
+def _rank_table(layout: Layout) -> torch.Tensor:
+    """Global ranks as [pp, dp, cp, tp], whatever the placement order."""
+    placed = torch.arange(layout.world).view([layout.size(axis) for axis in layout.order])
+    axes = [layout.order.index(axis) for axis in ("pp", "dp", "cp", "tp")]
+    return placed.permute(axes).contiguous()
+
+
+def _group(axis: str, ranks: torch.Tensor, alone: dist.ProcessGroup | None = None) -> Group:
+    """torch orders the ranks of a group by number, so we do; groups of one share a handle."""
+    members = tuple(sorted(ranks.flatten().tolist()))
+    if len(members) == 1 and alone is not None:
+        handle = alone
+    else:
+        # The description tells who watches that stages send and receive: no equal counts there.
+        handle = dist.new_group(list(members), use_local_synchronization=True, group_desc=axis)
+    assert isinstance(handle, dist.ProcessGroup)
+    return Group(axis=axis, ranks=members, rank=members.index(dist.get_rank()), handle=handle)

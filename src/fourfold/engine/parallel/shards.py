@@ -1,0 +1,124 @@
+"""Which part of which published tensor does this rank hold? One list, used by everything that must
+know: initial values, gradient sums, the global norm, comparison, checkpoints.
+
+A parameter of a module may hold several published tensors (fused projections), be cut by tensor
+parallelism and be sharded by rows over data-parallel ranks. What is left is always a rectangle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from fourfold.cost.count import params
+from fourfold.spec.model import ModelShape
+
+# Which tensor-parallel ranks hold the same values: none, all, those that share a KV head, or all of
+# a weight that each rank uses for its own heads only.
+Shared = Literal["none", "tp", "kv", "heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A rectangle of a published tensor; `columns` of a vector is (0, 1)."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """`rows` are rows of the local shard of `param`, which hold `block` of the tensor `name`."""
+
+    name: str
+    shape: tuple[int, ...]
+    param: nn.Parameter
+    rows: tuple[int, int]
+    block: Block
+    shared: Shared
+
+    @property
+    def values(self) -> Tensor:
+        return local(self.param.detach())[self.rows[0] : self.rows[1]]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """A view: writing to it writes to the parameter's gradient."""
+        if self.param.grad is None:
+            return None
+        return local(self.param.grad)[self.rows[0] : self.rows[1]]
+
+    @property
+    def count(self) -> int:
+        (top, bottom), (left, right) = self.block.rows, self.block.columns
+        return (bottom - top) * (right - left)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a (possibly sharded) tensor on this rank, without DTensor's dispatch."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def tp_block(model: ModelShape, tensor: params.Tensor, tp: int, rank: int) -> tuple[Block, Shared]:
+    """What tensor-parallel rank `rank` holds of a tensor, and who else holds the same."""
+    height = tensor.shape[0]
+    width = tensor.shape[1] if len(tensor.shape) > 1 else 1
+    if tp == 1:
+        return Block((0, height), (0, width)), "none"
+    if tensor.cut == "whole":
+        return Block((0, height), (0, width)), "tp"
+    if tensor.cut == "heads":
+        return Block((0, height), (0, width)), "heads"
+    if tensor.cut == "columns":
+        return Block((0, height), params.chunk(width, tp, rank)), "none"
+    if tensor.cut == "kv" and model.kv_heads < tp:
+        head = rank * model.kv_heads // tp
+        rows = (head * model.head_size, (head + 1) * model.head_size)
+        return Block(rows, (0, width)), "kv"
+    return Block(params.chunk(height, tp, rank), (0, width)), "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank stands among those that cut a stage's tensors."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    shards: int = 1
+    shard: int = 0
+
+
+def published(module: nn.Module) -> Iterator[tuple[nn.Parameter, list[tuple[str, int]]]]:
+    """Each parameter with the published names it holds and their rows, in order."""
+    for path, owner in module.named_modules():
+        for leaf, param in owner.named_parameters(recurse=False):
+            parts = getattr(owner, "parts", None)
+            if parts is None:
+                yield param, [(f"{path}.{leaf}", param.shape[0])]
+            else:
+                parent = path.rpartition(".")[0]
+                yield param, [(f"{parent}.{part}.{leaf}", rows) for part, rows in parts]
+
+
+def pieces(module: nn.Module, model: ModelShape, seq_len: int, place: Place) -> list[Piece]:
+    """Every piece of a stage on this rank, in the order of its parameters, but for empty ones."""
+    known = {tensor.name: tensor for tensor in params.tensors(model, seq_len)}
+    found = []
+    for param, names in published(module):
+        first, last = params.chunk(sum(rows for _, rows in names), place.shards, place.shard)
+        start = 0
+        for name, rows in names:
+            block, shared = tp_block(model, known[name], place.tp, place.tp_rank)
+            assert block.rows[1] - block.rows[0] == rows, f"{name}: cut and module disagree"
+            top, bottom = max(start, first), min(start + rows, last)
+            if top < bottom:
+                held = Block(
+                    (block.rows[0] + top - start, block.rows[0] + bottom - start), block.columns
+                )
+                shape = known[name].shape
+                found.append(Piece(name, shape, param, (top - first, bottom - first), held, shared))
+            start += rows
+    return found

@@ -1,0 +1,1 @@
+"""A rank as a process: it is forked, told its tasks, beats, fails and stops."""

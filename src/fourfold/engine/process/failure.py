@@ -1,0 +1,91 @@
+"""Which outcome is an exception? And failures on purpose, which happen for real."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fourfold.errors import UserError
+from fourfold.result.report import Outcome
+from fourfold.spec.run import Fault
+
+if TYPE_CHECKING:
+    from fourfold.engine.observe.ledger import Over
+
+# What allocators say when they raise a plain RuntimeError: torch on CPU, cuBLAS, CUDA, NCCL.
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED|cannot allocate memory",
+    re.IGNORECASE,
+)
+# No machine has this much (1 PiB), so the allocator itself must refuse.
+_TOO_MUCH_BYTES = 2**50
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient norm is NaN or infinite; `here`: it may come from this rank."""
+
+    def __init__(self, message: str, *, here: bool = True) -> None:
+        super().__init__(message)
+        self.here = here
+
+
+class MemoryLimitError(RuntimeError):
+    """Live bytes passed the run's memory_limit; `over`: the ledger's picture of that moment."""
+
+    def __init__(self, message: str, over: Over | None = None) -> None:
+        super().__init__(message)
+        self.over = over
+
+
+def check_finite(
+    norm: Tensor, leaves: Sequence[Tensor], step: int, *, forgiven: bool = False
+) -> None:
+    """Before the update spreads it to every weight: who holds a bad weight is the source.
+
+    `forgiven`: with finite weights it is too large a scale; the step is skipped, the scale lowered.
+    """
+    if math.isfinite(float(norm)):
+        return
+    own = all(bool(torch.isfinite(leaf).all()) for leaf in leaves)
+    if own and forgiven:
+        return
+    where = "this rank's weights are finite" if own else "weights of this rank are not finite"
+    raise NonFiniteError(f"gradient norm {float(norm)} in step {step}; {where}", here=not own)
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, UserError):
+        return "illegal"
+    if isinstance(error, NonFiniteError):
+        return "nonfinite"
+    if isinstance(error, (KeyboardInterrupt,)):
+        return "cancelled"
+    if isinstance(error, (MemoryLimitError, MemoryError, torch.OutOfMemoryError)):
+        return "oom"
+    if isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)):
+        return "oom"
+    return "crashed"
+
+
+def strike(fault: Fault | None, *, rank: int, step: int, poison: Callable[[], object]) -> None:
+    """Let the asked failure happen on its rank before its step; `poison` plants a NaN."""
+    if fault is None or rank != fault.rank or step != fault.step:
+        return
+    if fault.kind == "hang":
+        while True:
+            time.sleep(3600.0)
+    if fault.kind == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault.kind == "oom":
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+        torch.empty(_TOO_MUCH_BYTES, dtype=torch.uint8, device=device)
+    if fault.kind == "nonfinite":
+        poison()

@@ -1,0 +1,280 @@
+"""How is each step of a trace's list really done? With the engine's exchanges and attention.
+
+One function per step name; each writes the step's tensors under their names. Shapes here: N tokens
+of a rank, H heads, K key/value heads, C head size, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fourfold.cost.trace.ask import Ask
+from fourfold.cost.trace.size import shape
+from fourfold.cost.trace.step import Program
+from fourfold.engine.parallel import blocks
+from fourfold.engine.parallel.blocks import Joined, cut
+from fourfold.engine.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_exchange,
+    wait,
+)
+from fourfold.engine.parallel.context import in_order, spans_of
+from fourfold.engine.parallel.groups import Group
+from fourfold.engine.parallel.ring import span_of, start_rotate
+
+
+@dataclass
+class Stage:
+    """What the steps work on: tensors by name, and the group they talk to."""
+
+    program: Program
+    ask: Ask
+    group: Group
+    device: torch.device
+    dtype: torch.dtype
+    t: dict[str, Tensor] = field(default_factory=dict)
+    joined: Joined | None = None
+    round: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.group.size
+
+    @property
+    def tokens(self) -> int:
+        return self.ask.tokens // self.ranks
+
+
+Action = Callable[[Stage], None]
+
+
+def hold(s: Stage) -> None:
+    """Small random values: products of them stay finite in any format."""
+    made = torch.Generator(s.device).manual_seed(s.ask.rank)
+    for tensor in s.program.steps[0].tensors:
+        sizes = shape(tensor.dims, s.program.sizes)
+        wide = torch.randn(sizes, generator=made, device=s.device, dtype=s.dtype)
+        s.t[tensor.name] = wide.mul_(sizes[-1] ** -0.5)
+
+
+def project(s: Stage) -> None:
+    size = s.program.sizes["head_size"]
+    for name, weight in (("q", "Q"), ("k", "K"), ("v", "V")):
+        s.t[name] = (s.t["input"] @ s.t[weight]).unflatten(1, (-1, size))
+
+
+def output(s: Stage) -> None:
+    s.t["output"] = s.t["out_tokens" if "out_tokens" in s.t else "out"] @ s.t["O"]
+
+
+def batched(x_NHC: Tensor) -> Tensor:
+    """Token-major tensors as attention kernels want them: [1, H, N, C], a view."""
+    return x_NHC.transpose(0, 1)[None]
+
+
+# Naive attention: whole scores, every query head with its group's keys.
+
+
+def _product(heads_HNC: Tensor, keys_KCM: Tensor) -> Tensor:
+    """[H, N, M]; written group by group, so that keys are never repeated in memory."""
+    heads, kv = heads_HNC.shape[0], keys_KCM.shape[0]
+    if heads == kv:
+        return torch.bmm(heads_HNC, keys_KCM)
+    out = heads_HNC.new_empty(heads, heads_HNC.shape[1], keys_KCM.shape[2])
+    each = heads // kv
+    for i in range(heads):
+        torch.mm(heads_HNC[i], keys_KCM[i // each], out=out[i])
+    return out
+
+
+def _scores(s: Stage, queries: str, keys: str) -> None:
+    s.t["scores"] = _product(s.t[queries].transpose(0, 1), s.t[keys].permute(1, 2, 0))
+
+
+def _mix(s: Stage, values: str) -> None:
+    s.t["out"] = _product(s.t["scores"], s.t[values].transpose(0, 1))
+
+
+# Ulysses.
+
+
+def group_by_owner(s: Stage) -> None:
+    for name in ("q", "k", "v"):
+        copies = s.program.sizes.get("kv_copies", 1) if name != "q" else 1
+        s.t[f"{name}_heads"] = _by_owner(s.t[name], s.ranks, copies)
+
+
+def _by_owner(x_NHC: Tensor, ranks: int, copies: int) -> Tensor:
+    """[P, N, H copies / P, C]; a repeated head is written once per owner, never in between."""
+    if copies == 1:
+        return torch.stack(x_NHC.chunk(ranks, dim=1))
+    tokens, heads, size = x_NHC.shape
+    each = heads * copies // ranks
+    out = x_NHC.new_empty(ranks, tokens, each, size)
+    for owner in range(ranks):
+        owned = torch.arange(owner * each, (owner + 1) * each, device=x_NHC.device) // copies
+        torch.index_select(x_NHC, 1, owned, out=out[owner])
+    return out
+
+
+def tokens_to_heads(s: Stage) -> None:
+    rows = [1] * s.ranks
+    for name in ("q_heads", "k_heads", "v_heads"):
+        s.t[name] = wait(start_exchange(s.t[name], s.group, rows, rows)).flatten(0, 1)
+
+
+def attend_heads(s: Stage) -> None:
+    inputs = (batched(s.t[f"{name}_heads"]) for name in "qkv")
+    out, lse = blocks.forward(*inputs, causal=True, bias=None)
+    s.t["out"], s.t["lse"] = out[0].transpose(0, 1), lse[0]
+
+
+def group_by_token(s: Stage) -> None:
+    """From the product's head-major result a copy; the kernel's own is token-major already."""
+    out = s.t["out"] if s.ask.attention == "flash" else s.t["out"].transpose(0, 1)
+    s.t["out"] = out.unflatten(0, (s.ranks, s.tokens)).contiguous()
+
+
+def heads_to_tokens(s: Stage) -> None:
+    rows = [1] * s.ranks
+    s.t["out_tokens"] = wait(start_exchange(s.t["out"], s.group, rows, rows))
+
+
+def join_received(s: Stage) -> None:
+    s.t["out_tokens"] = s.t["out_tokens"].transpose(0, 1).flatten(1)
+
+
+# All-gather and ring.
+
+
+def gather(s: Stage) -> None:
+    for name in ("k", "v"):
+        s.t[f"{name}_all"] = all_gather(s.t[name], s.group, 0)
+
+
+def put_in_order(s: Stage) -> None:
+    for name in ("k_all", "v_all"):
+        parts = s.t[name].unflatten(0, (s.ranks, -1)).transpose(1, 2)[:, None]
+        s.t[name] = in_order(parts, s.tokens // 2)[0].transpose(0, 1)
+
+
+def start_sums(s: Stage) -> None:
+    s.joined = Joined(batched(s.t["q"]))
+    s.t["out_fp32"], s.t["lse"] = s.joined.out[0], s.joined.lse[0]
+
+
+def attend_spans(s: Stage) -> None:
+    assert s.joined is not None
+    q, k, v = (batched(s.t[name]) for name in ("q", "k_all", "v_all"))
+    for span in spans_of(s.group, s.tokens // 2):
+        s.t.pop("block", None)
+        s.t.pop("block_lse", None)
+        _add_block(s, cut(q, span.queries), cut(k, span.keys), cut(v, span.keys), span)
+
+
+def _add_block(s: Stage, q: Tensor, k: Tensor, v: Tensor, span: blocks.Span) -> None:
+    assert s.joined is not None
+    out, lse = blocks.forward(q, k, v, causal=span.causal, bias=None)
+    s.joined.add(span.queries, out, lse)
+    s.t["block"], s.t["block_lse"] = out[0], lse[0]
+
+
+def pack(s: Stage) -> None:
+    s.t["kv"] = torch.stack([s.t["k"], s.t["v"]])
+    if s.ask.attention == "flash":
+        start_sums(s)
+        return
+    heads, size = s.ask.heads, s.program.sizes["head_size"]
+    wide = torch.promote_types(s.t["q"].dtype, torch.float32)
+    s.t["out_fp32"] = s.t["q"].new_zeros(heads, s.tokens, size, dtype=wide)
+
+
+def attend_round(s: Stage) -> None:
+    number, kv = s.round, s.t["kv"]
+    s.round += 1
+    following = start_rotate(kv, s.group) if s.round < s.ranks else None
+    if s.ask.attention == "naive":
+        s.t["scores"] = _product(s.t["q"].transpose(0, 1), kv[0].permute(1, 2, 0))
+        s.t["block"] = _product(s.t["scores"], kv[1].transpose(0, 1))
+        s.t["out_fp32"].add_(s.t["block"])
+    else:
+        span = span_of(number, s.group.rank, s.ranks, s.tokens)
+        k, v = (cut(batched(x), span.keys) for x in kv)
+        _add_block(s, cut(batched(s.t["q"]), span.queries), k, v, span)
+    if following is not None:
+        s.t["kv_next"] = wait(following)
+
+
+def cast(s: Stage) -> None:
+    s.joined = None
+    s.t["out"] = s.t["out_fp32"].to(s.t["q"].dtype, copy=True)
+
+
+def join_heads(s: Stage) -> None:
+    """[H, N, C] -> [N, H C]."""
+    s.t["out"] = s.t["out"].transpose(0, 1).flatten(1)
+
+
+# Divided MLPs.
+
+
+def gather_input(s: Stage) -> None:
+    s.t["input"] = all_gather(s.t["input_part"], s.group, 0)
+
+
+def up(s: Stage) -> None:
+    s.t["intermediate"] = (s.t["input"] @ s.t["W1"][0]).relu_()
+
+
+def down(s: Stage) -> None:
+    s.t["partial"] = s.t["intermediate"] @ s.t["W2"][0]
+
+
+def add_up(s: Stage) -> None:
+    s.t["output"] = all_reduce(s.t["partial"], s.group)
+
+
+def add_and_cut(s: Stage) -> None:
+    s.t["output"] = reduce_scatter(s.t["partial"], s.group, 0)
+
+
+_BOTH: dict[str, Action] = {"project": project, "output": output, "cast": cast}
+ACTIONS: dict[str, dict[str, Action]] = {
+    "ulysses": _BOTH
+    | {
+        "group by owner": group_by_owner,
+        "tokens to heads": tokens_to_heads,
+        "scores": lambda s: _scores(s, "q_heads", "k_heads"),
+        "mix": lambda s: _mix(s, "v_heads"),
+        "attend": attend_heads,
+        "group by token": group_by_token,
+        "heads to tokens": heads_to_tokens,
+        "join heads": join_received,
+    },
+    "allgather": _BOTH
+    | {
+        "gather keys, values": gather,
+        "put in order": put_in_order,
+        "start sums": start_sums,
+        "attend": attend_spans,
+        "scores": lambda s: _scores(s, "q", "k_all"),
+        "mix": lambda s: _mix(s, "v_all"),
+        "join heads": join_heads,
+    },
+    "ring": _BOTH | {"pack": pack, "round": attend_round, "join heads": join_heads},
+    "mlp": {"up": up, "down": down, "sum": add_up},
+    "mlp2d": {"gather": gather_input, "up": up, "down": down, "sum and cut": add_and_cut},
+}
+
+
+def action_of(kind: str, step: str) -> Action:
+    """'rounds 2-7' and 'round 1' are the same thing done."""
+    if step == "hold":
+        return hold
+    return ACTIONS[kind]["round" if step.startswith("round") else step]

@@ -1,0 +1,1 @@
+"""One training step: trainer, optimizer, gradients, loss scale, initial weights."""

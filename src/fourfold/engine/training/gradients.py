@@ -1,0 +1,98 @@
+"""What is left to do with gradients after FSDP reduced them? Sums over ranks that hold the same
+weights but saw different parts of the work, and the norm of everything, each value counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.engine.parallel.groups import Group, World
+from fourfold.engine.parallel.shards import Piece
+from fourfold.spec.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Pieces whose gradients are partial on each rank of a group: one flat sum for all of them."""
+
+    group: Group
+    pieces: tuple[Piece, ...]
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        grads = [_grad(piece) for piece in self.pieces]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=self.group.handle)
+        at = 0
+        for grad in grads:
+            grad.copy_(flat[at : at + grad.numel()].view_as(grad))
+            at += grad.numel()
+
+
+def _grad(piece: Piece) -> Tensor:
+    """The piece's gradient; zeros that belong to nobody if the backward pass never reached it."""
+    return torch.zeros_like(piece.values) if piece.grad is None else piece.grad
+
+
+def shared_gradients(pieces: Sequence[Piece], spec: RunSpec, world: World) -> list[Shared]:
+    """In the order they are summed. Which they are:
+
+    tp    norms, row-cut biases and learned positions under sequence parallelism: each rank saw only
+          its part of the sequence (without it all ranks compute the same whole gradient)
+    heads norms of queries and keys with one weight for all heads: each rank saw only its heads
+    kv    a KV head kept on several ranks: each saw only its own queries
+    ends  a tied embedding on the first and the last stage: one saw tokens, the other logits
+    """
+    kv = world.kv_group(spec.model)
+    sums: list[tuple[Group | None, list[Piece]]] = []
+    if spec.policy.sequence_parallel:
+        sums.append((world.tp, [piece for piece in pieces if piece.shared == "tp"]))
+    sums.append((world.tp, [piece for piece in pieces if piece.shared == "heads"]))
+    sums.append((kv, [piece for piece in pieces if piece.shared == "kv"]))
+    if spec.model.tied:
+        sums.append((world.ends, [piece for piece in pieces if piece.name == "embedding.weight"]))
+    return [Shared(group, tuple(some)) for group, some in sums if group is not None and some]
+
+
+def counted_once(pieces: Sequence[Piece], spec: RunSpec, world: World) -> list[Piece]:
+    """Pieces this rank adds to the global norm, so that over all ranks every value counts once."""
+    copies = world.batch if spec.policy.zero == 0 else world.replicas
+    if copies.rank > 0:
+        return []
+    kv = world.kv_group(spec.model)
+    tp_first = world.tp.rank == 0
+    first = {"none": True, "tp": tp_first, "heads": tp_first, "kv": kv is None or kv.rank == 0}
+    tied_copy = spec.model.tied and not world.is_first
+    return [
+        piece
+        for piece in pieces
+        if first[piece.shared] and not (tied_copy and piece.name == "embedding.weight")
+    ]
+
+
+def squares(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+    """Sum of squares of the pieces' gradients, fp64, no host synchronisation."""
+    grads = [piece.grad for piece in pieces if piece.grad is not None]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(grads, 2, wide))
+    return norms.to(torch.float64).square().sum()
+
+
+def clip_factor(
+    norm: Tensor, max_norm: float | None, loss_scale: Tensor | None = None
+) -> Tensor | None:
+    """What all gradients are multiplied by so that the global norm is at most `max_norm` (torch's
+    formula), and back from the scale of the loss; None: nothing. `norm` is without that scale."""
+    if max_norm is None and loss_scale is None:
+        return None
+    factor = torch.ones_like(norm)
+    if max_norm is not None:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return factor if loss_scale is None else factor / loss_scale

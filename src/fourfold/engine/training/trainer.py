@@ -1,0 +1,293 @@
+"""One rank of a training run: build its part of the model, run steps.
+
+The order of collectives on a rank, the same on all ranks that share a group:
+1. last stage: number of counting targets, summed over dp x cp
+2. for each action of the pipeline's list: transfers between stages; or a forward or backward pass,
+   in which per layer FSDP gathers weights (ahead by `policy.prefetch` layers), tensor parallelism
+   gathers / scatters (or sums) activations, context parallelism moves keys and values, and, in the
+   backward pass, FSDP reduces gradients
+3. gradients of shared weights: over tp, over ranks that share a KV head, over first and last stage
+4. two numbers over everyone: squares of the gradient and the loss
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fourfold.cost.schedule.actions import Action
+from fourfold.engine.compat import DTYPES, activation_dtype
+from fourfold.engine.data.source import Source, source_of
+from fourfold.engine.model.decoder import IGNORE, Decoder
+from fourfold.engine.model.positions import Tables, make_tables
+from fourfold.engine.parallel.alone import make_alone
+from fourfold.engine.parallel.context import token_positions
+from fourfold.engine.parallel.data import backward_weights, before_backward
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.parallel.order import parallelize
+from fourfold.engine.parallel.pipeline import Link, Passes, Pipeline
+from fourfold.engine.parallel.schedule import plan
+from fourfold.engine.parallel.shards import Piece, pieces
+from fourfold.engine.parallel.weight_grad import LateWeights, apply_split
+from fourfold.engine.training import gradients, init
+from fourfold.engine.training.gradients import Shared
+from fourfold.engine.training.init import InitRule
+from fourfold.engine.training.loss_scale import LossScaler, ScalerSettings
+from fourfold.engine.training.micro_batches import micro_sequences, micro_sizes
+from fourfold.engine.training.optimizer import AdamSettings, Optimizer
+from fourfold.spec.batch import Batch
+from fourfold.spec.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Tensors: nothing waits for the device until somebody reads them. Equal on all ranks."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class Trainer:
+    """`chunks` are the parts of the model on this rank: one, or one per virtual stage.
+    `materialize=False` leaves the model on the meta device until `materialize()` is called; a
+    dry run does that inside a FakeTensorMode."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        world: World,
+        *,
+        device: torch.device,
+        settings: AdamSettings | None = None,
+        source: Source | None = None,
+        rule: InitRule | None = None,
+        scaling: ScalerSettings | None = None,
+        materialize: bool = True,
+    ) -> None:
+        self.spec, self.world, self.device = spec, world, device
+        self.settings = settings or AdamSettings()
+        self.scaling = scaling or ScalerSettings()
+        self.rule = rule or InitRule()
+        self.source = source or source_of(spec)
+        self.chunks = parallelize(spec, world)
+        self.late: dict[Decoder, LateWeights] = {}
+        if spec.policy.schedule == "zero-bubble":
+            self.late = {chunk: apply_split(chunk) for chunk in self.chunks}
+        self.batch = spec.batch.at(0)
+        self._divide()
+        self.executed: list[Action] = []
+        if materialize:
+            self.materialize()
+
+    def materialize(self, *, initial: bool = True) -> None:
+        """Give parameters storage and (`initial`) their values; make tables and the optimizer."""
+        spec, world = self.spec, self.world
+        for chunk in self.chunks:
+            chunk.to_empty(device=self.device)
+        self.pieces = self.make_pieces()
+        if initial:
+            init.fill(self.pieces, seed=spec.seed, layers=spec.model.layers, rule=self.rule)
+        kind, seq_len = spec.policy.cp_kind, spec.batch.seq_len
+        self.positions = token_positions(kind, seq_len, world.cp, self.device)
+        self.tables = self.make_tables()
+        self.sequences = self._sequences(self.batch)
+        self.alone = make_alone(spec, self.chunks)
+        self.shared = self.make_shared()
+        self.counted = self.make_counted()
+        self.optimizer = Optimizer(
+            list(self.parameters()),
+            self.settings,
+            fused=spec.policy.optimizer == "adamw",
+            dtype=DTYPES[spec.policy.dtypes.optimizer],
+            compiled=spec.policy.compile and self.device.type == "cuda",
+            copies={w: c for alone in self.alone.values() for w, c in alone.copies.items()},
+        )
+        # Only fp16 has too few exponents for gradients.
+        small = spec.policy.dtypes.compute == "fp16"
+        self.scaler = LossScaler(self.scaling, self.device) if small else None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def make_pieces(self) -> list[Piece]:
+        model, seq_len = self.spec.model, self.spec.batch.seq_len
+        place = self.world.shard_place(self.spec.policy.zero)
+        return [piece for chunk in self.chunks for piece in pieces(chunk, model, seq_len, place)]
+
+    def make_tables(self) -> Tables:
+        """Places of this rank's tokens, slopes of its heads."""
+        model, tp = self.spec.model, self.world.tp
+        each = model.heads // tp.size
+        heads = range(tp.rank * each, (tp.rank + 1) * each)
+        dtype = activation_dtype(self.spec.policy.dtypes.compute)
+        return make_tables(model, self.positions, heads, dtype)
+
+    def make_shared(self) -> list[Shared]:
+        return gradients.shared_gradients(self.pieces, self.spec, self.world)
+
+    def make_counted(self) -> list[Piece]:
+        return gradients.counted_once(self.pieces, self.spec, self.world)
+
+    def _divide(self) -> None:
+        """Micro batches of the present batch, and the order in which they run."""
+        spec = self.spec
+        self.sizes = micro_sizes(self.batch, spec.layout.dp, self.world.place["dp"])
+        self.plan = plan(
+            spec.policy.schedule,
+            stages=spec.layout.pp,
+            virtual_stages=spec.policy.virtual_stages,
+            micros=len(self.sizes),
+            rank=self.world.stage,
+        )
+
+    def _follow_ramp(self, index: int) -> None:
+        """Take up the batch of step `index` if it is another; all ranks do so in the same step."""
+        if self.spec.batch.global_batch_at(index) != self.batch.global_batch:
+            self.batch = self.spec.batch.at(index)
+            self._divide()
+            self.sequences = self._sequences(self.batch)
+
+    def step(self, index: int) -> StepOutcome:
+        """One optimizer update on the batch of step `index`; no host synchronisation inside."""
+        with _no_collection():
+            loss = self.accumulate(index)
+            norm, loss = self.reduce(loss)
+            self.update(norm)
+        return StepOutcome(loss, norm)
+
+    def update(self, norm: Tensor) -> None:
+        """Clip by the global norm, change the weights, forget the gradients."""
+        max_norm, scaler = self.settings.max_norm, self.scaler
+        if scaler is None:
+            self.optimizer.step(factor=gradients.clip_factor(norm, max_norm))
+        else:
+            overflow = scaler.overflow(norm)
+            factor = gradients.clip_factor(norm, max_norm, scaler.scale)
+            self.optimizer.step(overflow, factor=factor)
+            scaler.update(overflow)
+        for alone in self.alone.values():
+            alone.mark_equal()
+
+    def accumulate(self, index: int) -> Tensor:
+        """All micro batches forwards and backwards; this rank's part of the loss."""
+        spec, world = self.spec, self.world
+        self._follow_ramp(index)
+        batches = []
+        if world.is_first or world.is_last:
+            first = self.spec.batch.sequences_before(index)
+            batches = [self.source.batch(first, s, self.positions) for s in self.sequences]
+            first, coming = spec.batch.sequences_before(index + 1), spec.batch.at(index + 1)
+            same = coming.global_batch == self.batch.global_batch
+            sequences = self.sequences if same else self._sequences(coming)
+            self.source.ahead(first, sequences, self.positions)
+        count = self.count_targets([t for _, t in batches]) if world.is_last else None
+
+        def forward(chunk: Decoder, micro: int, x: Tensor | None) -> Tensor:
+            tokens, targets = batches[micro] if batches else (None, None)
+            given = tokens if chunk.is_first else x
+            if count is None or not chunk.is_last:
+                return chunk(given, self.tables)
+            loss = chunk(given, self.tables, targets) / count
+            return loss if self.scaler is None else self.scaler.scaled(loss)
+
+        passes = Passes(
+            forward=forward,
+            before=self.before_backward,
+            split=lambda chunk, micro: self.late[chunk].keep(micro),
+            weights=self.backward_weights,
+        )
+        numbers = range(world.stage, spec.layout.pp * len(self.chunks), spec.layout.pp)
+        chunks = dict(zip(numbers, self.chunks, strict=True))
+        pipeline = Pipeline(chunks, self._link(), passes)
+        with contextlib.ExitStack() as stack:
+            for alone in self.alone.values():
+                stack.enter_context(alone.in_use())
+            losses = pipeline.run(self.plan)
+        for alone in self.alone.values():
+            alone.hand_over(piece.param for shared in self.shared for piece in shared.pieces)
+        self.executed = pipeline.executed
+        if not losses:
+            return torch.zeros((), device=self.device)
+        loss = torch.stack(losses).sum()
+        return loss if self.scaler is None else self.scaler.unscaled(loss)
+
+    def count_targets(self, targets: list[Tensor]) -> Tensor:
+        """Targets that count, over all ranks that see different tokens; never 0."""
+        count = torch.stack([(t != IGNORE).sum() for t in targets]).sum()
+        if self.world.batch.size > 1:
+            dist.all_reduce(count, group=self.world.batch.handle)
+        return count.clamp(min=1)
+
+    def before_backward(self, chunk: Decoder, kind: str, last: bool) -> None:
+        """`kind` B, or I and W of a split one; `last`: the step's last through this chunk."""
+        if chunk not in self.alone:
+            before_backward(chunk, self.spec.policy.zero, last=last, kind=kind)
+
+    def backward_weights(self, chunk: Decoder, micro: int) -> None:
+        late = self.late[chunk]
+        if chunk not in self.alone:
+            backward_weights(chunk, lambda layer: late.multiply(micro, layer))
+            return
+        for layer in (None, *reversed(chunk.blocks)):
+            late.multiply(micro, layer)
+        self.alone[chunk].collect()
+
+    def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Finish gradients; (global norm, loss), the same on every rank. Gradients keep the scale
+        of the loss, the two numbers do not."""
+        for shared in self.shared:
+            shared.sum()
+        squares = gradients.squares(self.counted, self.device)
+        # Every tensor-parallel rank of the last stage has the same loss: one of them reports it.
+        mine = loss if self.world.is_last and self.world.tp.rank == 0 else torch.zeros_like(loss)
+        numbers = torch.stack([squares, mine.to(squares.dtype)])
+        if self.world.everyone.size > 1:
+            dist.all_reduce(numbers)
+        norm = numbers[0].sqrt()
+        return norm if self.scaler is None else self.scaler.unscaled(norm), numbers[1]
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a gradient that is not finite only means that the loss was scaled by too much."""
+        return self.scaler is not None and not self.scaler.collapsed()
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers by name that a checkpoint must hold besides tensors and counts."""
+        return {} if self.scaler is None else self.scaler.scalars()
+
+    def restore_scalars(self, scalars: dict[str, float]) -> None:
+        """Take back what `scalars` gave; without a scaled loss its scale means nothing."""
+        if self.scaler is not None:
+            self.scaler.restore(scalars)
+
+    def _link(self) -> Link:
+        spec, world = self.spec, self.world
+        tokens = spec.batch.seq_len // spec.layout.cp
+        if spec.policy.sequence_parallel:
+            tokens //= spec.layout.tp
+        shapes = [(size, tokens, spec.model.hidden) for size in self.sizes]
+        dtype = activation_dtype(spec.policy.dtypes.compute)
+        return Link(group=world.pp, shapes=shapes, dtype=dtype, device=self.device)
+
+    def _sequences(self, batch: Batch) -> list[Tensor]:
+        dp = self.spec.layout.dp
+        return micro_sequences(batch, dp, self.world.place["dp"], self.device)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage collection takes milliseconds at a moment of its own choosing: not inside a step."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""A layout against one process: the reference, the comparison, planted faults."""

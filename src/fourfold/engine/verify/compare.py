@@ -1,0 +1,137 @@
+"""How far is a layout from the reference? Each rank compares the pieces it holds.
+
+Relative difference of a tensor: max|a-b| / max(max|b| in it, 1e-3 of max|b| over all tensors).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.engine.parallel.shards import Piece
+from fourfold.engine.verify.reference import Truth
+from fourfold.spec.policy import Policy
+
+# A tensor whose values are all this much smaller than the largest is measured against the largest.
+_FLOOR = 1e-3
+
+
+@dataclass(slots=True)
+class RankFindings:
+    """Of one rank: largest absolute differences by tensor, and the rectangles it looked at."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: dict[str, float] = field(default_factory=dict)
+    params: dict[str, float] = field(default_factory=dict)
+    seen: list[tuple[str, tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+
+    def look(
+        self, pieces: Iterable[Piece], truth: Truth, *, at_grads: bool, scale: float = 1.0
+    ) -> None:
+        """`scale`: what the loss was multiplied by before the backward pass."""
+        found, wanted = (self.grads, truth.grads) if at_grads else (self.params, truth.params)
+        for piece in pieces:
+            have = piece.grad if at_grads else piece.values
+            want = _cut(wanted[piece.name], piece)
+            gap = want.abs().max() if have is None else (have.cpu() / scale - want).abs().max()
+            found[piece.name] = max(found.get(piece.name, 0.0), _finite(float(gap)))
+            if not at_grads:
+                self.seen.append((piece.name, piece.block.rows, piece.block.columns))
+
+
+def _cut(whole: Tensor, piece: Piece) -> Tensor:
+    rows, columns = slice(*piece.block.rows), slice(*piece.block.columns)
+    return whole[rows] if whole.ndim == 1 else whole[rows, columns]
+
+
+def _finite(gap: float) -> float:
+    """A NaN must not pass as 'no difference'."""
+    return gap if math.isfinite(gap) else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest relative differences that count as equal."""
+
+    loss: float
+    norm: float
+    grad: float
+    param: float
+
+
+def limits_of(policy: Policy) -> Limits:
+    """fp32 and fp64 must agree to rounding. Formats of 16 bits round gradients by about 1e-2, and
+    Adam makes a whole step of a small gradient either way: parameters show only gross mistakes.
+    fp8 keeps two or three bits and scales whole micro batches and shards: the same, and coarser."""
+    dtypes = policy.dtypes
+    if {dtypes.param, dtypes.compute, dtypes.reduce, dtypes.grad, dtypes.optimizer} == {"fp64"}:
+        return Limits(loss=1e-9, norm=1e-9, grad=1e-9, param=1e-9)
+    if dtypes.compute in ("fp32", "fp64"):
+        return Limits(loss=1e-5, norm=1e-5, grad=1e-4, param=1e-3)
+    if dtypes.compute == "fp8":
+        return Limits(loss=5e-3, norm=5e-2, grad=0.5, param=1.0)
+    return Limits(loss=1e-3, norm=1e-2, grad=1e-1, param=0.5)
+
+
+def verdict(findings: Sequence[RankFindings], truth: Truth, limits: Limits) -> dict[str, Any]:
+    """One row of the report from the findings of all ranks."""
+    loss = max(_relative(f.losses, truth.losses) for f in findings)
+    norm = max(_relative(f.norms, truth.norms) for f in findings)
+    grad, worst_grad = _worst([f.grads for f in findings], truth.grads)
+    param, worst_param = _worst([f.params for f in findings], truth.params)
+    missing = _unseen(findings, truth)
+    passed = loss <= limits.loss and norm <= limits.norm
+    passed = passed and grad <= limits.grad and param <= limits.param
+    row: dict[str, Any] = {
+        "loss_diff": _json(loss),
+        "norm_rel": _json(norm),
+        "grad_rel": _json(grad),
+        "param_rel": _json(param),
+        "worst_grad": worst_grad,
+        "worst_param": worst_param,
+        "pass": passed and not missing,
+        "limits": {"loss": limits.loss, "norm": limits.norm}
+        | {"grad": limits.grad, "param": limits.param},
+    }
+    if missing:
+        row["error"] = f"no rank holds all of {missing[0]} ({len(missing)} tensors in all)"
+    return row
+
+
+def _relative(have: list[float], want: list[float]) -> float:
+    gaps = (_finite(abs(a - b)) / abs(b) for a, b in zip(have, want, strict=True))
+    return max(gaps)
+
+
+def _worst(found: list[dict[str, float]], wanted: dict[str, Tensor]) -> tuple[float, str]:
+    sizes = {name: float(tensor.abs().max()) for name, tensor in wanted.items()}
+    floor = _FLOOR * max(sizes.values())
+    gaps = {
+        name: max(one.get(name, 0.0) for one in found) / max(size, floor)
+        for name, size in sizes.items()
+    }
+    name = max(gaps, key=gaps.__getitem__)
+    return gaps[name], name
+
+
+def _unseen(findings: Sequence[RankFindings], truth: Truth) -> list[str]:
+    """Tensors of which some value was on no rank."""
+    marks = {
+        name: torch.zeros(tensor.shape[0], math.prod(tensor.shape[1:]), dtype=torch.bool)
+        for name, tensor in truth.params.items()
+    }
+    for finding in findings:
+        for name, rows, columns in finding.seen:
+            marks[name][slice(*rows), slice(*columns)] = True
+    return [name for name, mark in marks.items() if not bool(mark.all())]
+
+
+def _json(value: float) -> float | None:
+    """JSON has no infinity; null is a difference that is not a number."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,119 @@
+"""From what the ranks left behind, the report of a job: facts of every rank, merged by run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fourfold.errors import UserError
+from fourfold.launch.outcomes import own_words
+from fourfold.result.job import JobReport, RankFacts, facts_file
+from fourfold.result.oom import Shortage
+from fourfold.result.report import Failure, LinkRate, Outcome, RunReport, StepReport
+from fourfold.spec import codec
+from fourfold.spec.job import Job
+
+_WORST_FIRST: tuple[Outcome, ...] = (
+    "cancelled", "crashed", "hung", "oom", "nonfinite", "illegal", "ok",
+)  # fmt: skip
+
+
+def job_report(
+    job: Job,
+    folder: Path,
+    ends: Mapping[int, tuple[Outcome, Failure | None]],
+    seconds: float,
+    started_at: str,
+) -> JobReport:
+    """A task without an end (our own bug stopped the launcher) counts as cancelled."""
+    lost = ("cancelled", Failure(rank=-1, stage=0, phase="", message="the launcher stopped"))
+    whole = {task: ends.get(task, lost) for task in range(job.tasks)}
+    worst = min(whole.values(), key=lambda end: _WORST_FIRST.index(end[0]))
+    runs = tuple(
+        run_report(job, task, folder, end, started_at)
+        for task, end in whole.items()
+        if job.specs and job.job in ("run", "train", "ping", "verify", "stand-in")
+    )
+    return JobReport(
+        job=job.job,
+        outcome=worst[0],
+        seconds=seconds,
+        runs=runs,
+        answers=tuple(sorted(path.name for path in folder.glob("answer-*.json"))),
+        failure=worst[1],
+    )
+
+
+def run_report(
+    job: Job, task: int, folder: Path, end: tuple[Outcome, Failure | None], started_at: str
+) -> RunReport:
+    """Steps, start and environment as rank 0 saw them, loss from whoever has it."""
+    ranks = range(job.processes(task))
+    facts = [fact for rank in ranks if (fact := read_facts(folder, task, rank)) is not None]
+    first = facts[0] if facts else None
+    return RunReport(
+        spec=job.specs[task],
+        outcome=end[0],
+        environment=first.environment if first else (),
+        steps=_steps(facts),
+        memory=tuple(fact.memory for fact in facts),
+        ranks=tuple(fact.times for fact in facts),
+        samples=first.samples if first else (),
+        probes=first.probes if first else (),
+        links=_slowest([link for fact in facts for link in fact.links]),
+        warmup=first.warmup if first else None,
+        start_s=max((fact.start_s for fact in facts), default=0.0),
+        window_s=max((fact.window_s for fact in facts), default=0.0),
+        failure=end[1],
+        started_at=started_at,
+        shortage=_shortage(folder, task, end[1]) if end[0] == "oom" else None,
+    )
+
+
+def _slowest(links: list[LinkRate]) -> tuple[LinkRate, ...]:
+    """One for each axis, level and kind: a step waits for its slowest group."""
+    found: dict[tuple[str, str, str], LinkRate] = {}
+    for link in links:
+        key = (link.axis, link.level, link.op)
+        if key not in found or link.seconds > found[key].seconds:
+            found[key] = link
+    return tuple(found.values())
+
+
+def _shortage(folder: Path, task: int, failure: Failure | None) -> Shortage | None:
+    """From the words of the rank that failed; another task's start sets them aside."""
+    for place in (folder / f"failed-{task}", folder):
+        said = own_words(place, failure.rank) if failure else None
+        if said is not None:
+            return said.shortage
+    return None
+
+
+def read_facts(folder: Path, task: int, rank: int) -> RankFacts | None:
+    try:
+        text = facts_file(folder, task, rank).read_text(encoding="utf-8")
+        return codec.from_json(RankFacts, text)
+    except (OSError, UserError):
+        return None
+
+
+def _steps(facts: list[RankFacts]) -> tuple[StepReport, ...]:
+    """A step lasts as long as on its slowest rank; loss and norm from the first that has it."""
+    if not facts:
+        return ()
+    merged = []
+    for same in zip(*(fact.steps for fact in facts), strict=False):
+        losses = (step.loss for step in same if step.loss is not None)
+        norms = (step.grad_norm for step in same if step.grad_norm is not None)
+        merged.append(
+            StepReport(
+                step=same[0].step,
+                seconds=max(step.seconds for step in same),
+                loss=next(losses, None),
+                grad_norm=next(norms, None),
+                warmup=same[0].warmup,
+                skipped=any(step.skipped for step in same),
+                loss_scale=same[0].loss_scale,
+            )
+        )
+    return tuple(merged)

@@ -1,0 +1,1 @@
+"""A checkpoint's folder, index and state, read without torch."""

@@ -1,0 +1,278 @@
+"""Which checkpoints does a folder hold, and which of them are whole?
+
+A checkpoint is written into a hidden folder and renamed when every byte is on the disk, so one that
+has its name is whole; sizes and checksums of its files are kept all the same, for copies that were
+cut short and for disks that forget. What is not whole is renamed and stays, never overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.result.checkpoint import index, inert, old_index
+from fourfold.result.checkpoint.index import INDEX_FILE, Index
+from fourfold.result.checkpoint.old_index import METADATA_FILE
+from fourfold.result.checkpoint.state import STATE_FILE, CheckpointState, disagreement
+from fourfold.result.files import inside, sealed
+from fourfold.result.files.inside import NotWholeError, UnreadableError
+from fourfold.spec import codec
+
+LATEST_FILE = "latest"
+_NAME = re.compile(r"step-([0-9]{8,18})\Z")
+# Unfinished or about to be deleted; never read, removed by the next start.
+_HIDDEN = (".saving-", ".pruned-")
+_DAMAGED = "damaged-"
+_REASON_FILE = "damaged.txt"
+_READ_BYTES = 2**22
+_MAX_STATE_BYTES = 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    folder: Path
+    state: CheckpointState
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def saving_folder(root: Path, step: int) -> Path:
+    return root / f"{_HIDDEN[0]}{name_of(step)}"
+
+
+def read(folder: Path) -> Checkpoint:
+    """A checkpoint by its folder, with a reason when it is none or not whole."""
+    try:
+        inside.must_be(folder, "a folder")
+        state = _state(inside.read_bytes(folder / STATE_FILE, _MAX_STATE_BYTES), folder)
+        found = Checkpoint(folder, state)
+        named = _NAME.fullmatch(folder.name)
+        said = disagreement(state, int(named[1]) if named else state.step)
+        if said:
+            raise UnreadableError(
+                f"it contradicts itself: {said}",
+                way_out="copy it again from where it was written, or move it away to continue from "
+                "the one before",
+            )
+        real = real_sizes(found)
+        for name, size in state.files:
+            if str(real[name]) != size:
+                raise NotWholeError(f"its file {name} has {real[name]:,} bytes, not {size}")
+    except UserError as error:
+        raise said_of(error, folder) from None
+    return found
+
+
+def said_of(error: UserError, folder: Path) -> UserError:
+    """The same trouble, said of the checkpoint."""
+    rule = error.rule
+    if error.field == "file" and str(error.value) != str(folder):
+        rule = f"its file {Path(str(error.value)).name} {rule}"
+    elif error.field not in ("", "file", "checkpoint"):
+        rule = f"{rule} ({error.field}={error.value!r})"
+    way_out = error.way_out or "use another checkpoint, or copy this one again"
+    return type(error)(rule, field="checkpoint", value=str(folder), way_out=way_out)
+
+
+def _state(content: bytes, folder: Path) -> CheckpointState:
+    """Format 1 has no checksum of its own; where one belongs it must be right."""
+    has_seal = sealed.is_sealed(content) or bool(inside.kind_of(folder / INDEX_FILE))
+    text = sealed.unseal(content, STATE_FILE) if has_seal else content.decode(errors="replace")
+    try:
+        plain = codec.parse_json(text)
+    except UserError:
+        raise sealed.changed(STATE_FILE) from None
+    if not isinstance(plain, dict) or "crc32" in plain:
+        raise sealed.changed(STATE_FILE)
+    try:
+        state = codec.load(CheckpointState, plain)
+    except UserError as error:
+        raise UnreadableError(
+            f"its {STATE_FILE} can't be understood ({error})",
+            way_out="update fourfold, or move it away to continue from the one before",
+        ) from None
+    if has_seal != (state.format > 1):
+        raise sealed.changed(STATE_FILE)
+    return state
+
+
+def real_sizes(found: Checkpoint) -> dict[str, int]:
+    """The sizes of its files as they are; each is a regular file of the folder itself."""
+    for name, _ in found.state.files:
+        if not index.is_name(name) or name == STATE_FILE:
+            raise UnreadableError(f"it names a file {name[:80]!r}, which is none of its own")
+    return {name: inside.size_of(found.folder / name) for name, _ in found.state.files}
+
+
+def read_index(found: Checkpoint) -> Index:
+    """Where its tensors are, of either format, once that is seen to be sound."""
+    old = found.state.format == 1
+    name, limit = (
+        (METADATA_FILE, inert.MAX_PICKLE_BYTES) if old else (INDEX_FILE, index.MAX_INDEX_BYTES)
+    )
+    try:
+        sizes, sums = real_sizes(found), dict(found.state.sums)
+        if name not in sizes:
+            raise NotWholeError(f"it has no {name}")
+        content = inside.read_bytes(found.folder / name, limit)
+        if name in sums and sums[name] != f"{zlib.crc32(content):08x}":
+            raise sealed.changed(name)
+        made = old_index.loads(content, sizes) if old else index.loads(content, sizes)
+        for file, entry in made.files.items():
+            if sums.get(file) != f"{entry.crc32:08x}":
+                raise index.refused(f"the checksum of {file} is another in {STATE_FILE}")
+        return made
+    except UserError as error:
+        raise said_of(error, found.folder) from None
+
+
+def file_sum(path: Path, tick: Callable[[], None] | None = None) -> str:
+    """The crc32 of a file, as eight digits; `tick` is called on the way."""
+    value = 0
+    with inside.opened(path) as (stream, size):
+        while size > 0 and (part := stream.read(min(size, _READ_BYTES))):
+            value, size = zlib.crc32(part, value), size - len(part)
+            if tick is not None:
+                tick()
+    return f"{value:08x}"
+
+
+def damage(
+    found: Checkpoint, share: tuple[int, int] = (0, 1), tick: Callable[[], None] | None = None
+) -> str:
+    """What is wrong with the contents of its files, '' for nothing. `share` is (number, count):
+    several readers take a part of the files each. The oldest have no sums to compare."""
+    for name, known in found.state.sums[share[0] :: share[1]]:
+        try:
+            read_sum = file_sum(found.folder / name, tick)
+        except NotWholeError as error:
+            return f"its file {name} {error.rule}"
+        if read_sum != known:
+            return (
+                f"its file {name} has changed since it was written (crc32 {read_sum}, not {known})"
+            )
+    return ""
+
+
+def keep_apart(folder: Path, reason: str) -> Path:
+    """Rename what is not whole, so that nothing counts it among the others or writes over it."""
+    apart = inside.free_name(folder.with_name(f"{_DAMAGED}{folder.name}"))
+    os.rename(folder, apart)
+    files.write_text(apart / _REASON_FILE, f"{reason}\n", own=True)
+    return apart
+
+
+def kept_apart(root: Path) -> dict[str, str]:
+    """Names of those, and why."""
+    found = {}
+    for path in sorted(root.glob(f"{_DAMAGED}*/{_REASON_FILE}")):
+        try:
+            reason = inside.read_bytes(path, _READ_BYTES)
+        except UserError as error:
+            reason = error.rule.encode()
+        found[path.parent.name] = reason.decode(errors="replace").strip()
+    return found
+
+
+def whole(root: Path) -> list[Checkpoint]:
+    """Checkpoints that can be loaded, oldest first; what is torn is left out."""
+    return [found for found in _all(root) if isinstance(found, Checkpoint)]
+
+
+def torn(root: Path) -> list[tuple[str, UserError]]:
+    """Names of the others, and what is wrong with them."""
+    return [found for found in _all(root) if not isinstance(found, Checkpoint)]
+
+
+def _all(root: Path) -> Iterator[Checkpoint | tuple[str, UserError]]:
+    inside.must_be(root, "a folder", may_lack=True)
+    for path in sorted(root.glob("step-*"), key=lambda p: (len(p.name), p.name)):
+        if _NAME.fullmatch(path.name) is None:
+            continue
+        try:
+            yield read(path)
+        except UserError as error:
+            yield path.name, error
+
+
+def newest(root: Path) -> Checkpoint | None:
+    found = whole(root)
+    return found[-1] if found else None
+
+
+def clear_leftovers(root: Path) -> int:
+    """Remove what killed saves and prunings left; how many there were."""
+    left = [path for prefix in _HIDDEN for path in root.glob(f"{prefix}*")]
+    for path in left:
+        _remove(path)
+    return len(left)
+
+
+def _remove(path: Path) -> None:
+    """A folder with what is in it; of a link, the link."""
+    if inside.kind_of(path) == "a folder":
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def publish(
+    root: Path, state: CheckpointState, *, keep: int, sums: Mapping[str, str] | None = None
+) -> Path:
+    """Give a written folder its name, point `latest` at it, remove old ones (`keep` 0: none).
+    `sums`: of files whose writers have summed them; the others are summed here."""
+    made, known = saving_folder(root, state.step), sums or {}
+    paths = sorted(made.iterdir())
+    sizes = {path.name: str(path.stat().st_size) for path in paths}
+    all_sums = {path.name: known.get(path.name) or file_sum(path) for path in paths}
+    whole_state = replace(state, files=tuple(sizes.items()), sums=tuple(all_sums.items()))
+    files.write_bytes(made / STATE_FILE, sealed.seal(codec.to_json(whole_state)), own=True)
+    files.sync(made)
+    final = root / name_of(state.step)
+    _make_room(final)
+    os.rename(made, final)
+    files.sync(root)
+    files.write_bytes(root / LATEST_FILE, f"{final.name}\n".encode(), own=True)
+    prune(root, keep)
+    return final
+
+
+def _make_room(final: Path) -> None:
+    """The same step again, after going back to an earlier one: a whole one goes, others stay."""
+    if not inside.kind_of(final):
+        return
+    try:
+        _discard(read(final).folder)
+    except UserError as error:
+        if inside.kind_of(final) == "a folder":
+            keep_apart(final, error.rule)
+        else:
+            os.rename(final, inside.free_name(final.with_name(f"{_DAMAGED}{final.name}")))
+
+
+def prune(root: Path, keep: int) -> None:
+    """Keep the newest `keep` whole checkpoints; torn ones do not count, and stay."""
+    if keep:
+        for old in whole(root)[:-keep]:
+            _discard(old.folder)
+
+
+def _discard(folder: Path) -> None:
+    """Renamed first: a kill halfway leaves no folder that looks like a checkpoint."""
+    hidden = folder.parent / f"{_HIDDEN[1]}{folder.name}"
+    _remove(hidden)
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden)

@@ -1,0 +1,1 @@
+"""The run store and training folders: files that others may have touched."""

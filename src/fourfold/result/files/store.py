@@ -1,0 +1,253 @@
+"""Where are runs kept? A folder per run under one root, complete or not there at all.
+
+A run works in `.work/NAME` and is renamed to its key when it is over: run id, device, torch version
+and repeat. Renaming a folder is atomic, also on shared file systems, and fails where the key is
+taken: many writers need no lock, and a repeat never overwrites. `.index.json` is a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.escape import one_line
+from fourfold.result.files.run_file import (
+    NAME,
+    RUN_FILE,
+    RunKey,
+    key_of,
+    read_kept,
+    read_run,
+    run_bytes,
+)
+from fourfold.result.files.run_index import INDEX, Index, stamp
+from fourfold.result.files.stored import read_stored
+from fourfold.result.files.work import WORK, is_folder, new_place, orphans
+from fourfold.result.job import REPORT_FILE, JobReport
+from fourfold.result.prediction import Prediction
+from fourfold.result.read.summary import Summary, summarise
+from fourfold.result.report import RunReport
+from fourfold.spec import codec
+
+__all__ = ["INDEX", "PREDICTED_FILE", "RUN_FILE", "WORK", "RunKey", "Store", "Stored", "key_of"]
+
+# Written before a run starts: a prediction that outlives a killed sweep.
+PREDICTED_FILE = "predicted.json"
+# Work folders whose reports cannot be read: left for the user.
+DAMAGED = ".damaged"
+_SAY_EVERY_S = 2.0
+_MOST_REPEATS = 1_000_000
+# What a rank leaves behind that says why a run failed; the rest is of no use after the run.
+_KEPT = ("rank-*.log", "host.log", "stack-*", "flight-*", "failure-*.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One run of the store: its folder's name and what its file says in short."""
+
+    name: str
+    folder: Path
+    summary: Summary
+
+    def report(self) -> RunReport:
+        try:
+            return codec.load(RunReport, read_kept(self.folder))
+        except UserError as error:
+            if error.value is None or str(self.folder) not in str(error.value):
+                raise error.within(str(self.folder / RUN_FILE)) from None
+            raise
+
+
+def _summary_of(folder: Path) -> Summary:
+    return summarise(read_kept(folder), folder.name[:16])
+
+
+def to_stderr(message: str) -> None:
+    if sys.stderr is not None:
+        print(f"warning: {one_line(message)}", file=sys.stderr)
+
+
+class Store:
+    """A root folder of runs; made when the first run is kept. What is damaged is named by `warn`,
+    left where it is, and never taken for a run."""
+
+    def __init__(self, root: str | Path, *, warn: Callable[[str], None] = to_stderr) -> None:
+        # Absolute: processes started for a work folder are later found by its name.
+        self.root = Path(root).absolute()
+        self._said: set[str] = set()
+        self._say = warn
+
+    def _warn(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._say(message)
+
+    # --- writing
+
+    def workplace(self) -> Path:
+        """A new folder to run in, marked with who works there."""
+        return new_place(self.root)
+
+    def keep(self, report: RunReport, place: Path | None = None) -> Stored:
+        """Give the run its key: the folder it worked in becomes the stored one."""
+        place = place or self.workplace()
+        for repeat in self._free_repeats(report):
+            report = dataclasses.replace(report, repeat=repeat)
+            key = key_of(report)
+            files.write_bytes(place / RUN_FILE, run_bytes(report), own=True)
+            # Only now: until the run's own file is there, the job's report is the only copy.
+            _tidy(place, everything=report.outcome == "ok")
+            _sync(place)
+            target = self.root / key.name
+            try:
+                os.rename(place, target)
+            except OSError as error:
+                if os.path.lexists(target):  # another writer took this repeat
+                    continue
+                raise files.refused(error, target, field="runs", verb="written") from None
+            _sync(self.root)
+            plain = codec.dump(report)
+            return Stored(key.name, target, summarise(plain, report.spec.run_id))
+        raise AssertionError("repeats are unbounded")
+
+    def _free_repeats(self, report: RunReport) -> Iterator[int]:
+        key = key_of(report)
+        prefix = dataclasses.replace(key, repeat=0).name.rpartition("_")[0]
+        used = {
+            int(match.group(4))
+            for name in self._names()
+            if (match := NAME.match(name)) and name.rpartition("_")[0] == prefix
+        }
+        first = max(used, default=-1) + 1
+        yield from range(first, _MOST_REPEATS)
+        yield from (repeat for repeat in range(_MOST_REPEATS) if repeat not in used)
+
+    # --- what a stopped writer left
+
+    def leftovers(self) -> list[Path]:
+        """Work folders of this host whose owner lives no more."""
+        return orphans(self.root, self._warn)
+
+    def recover(self, place: Path) -> Stored | None:
+        """Keep what a left folder holds of a finished run; set aside what cannot be read, and clear
+        the rest away."""
+        try:
+            finished = _finished(place)
+        except UserError as error:
+            aside = self.root / DAMAGED / place.name
+            with contextlib.suppress(OSError):
+                aside.parent.mkdir(exist_ok=True)
+                os.rename(place, aside)
+            self._warn(f"{error}; its folder is kept as {aside}")
+            return None
+        if finished is not None:
+            return self.keep(finished, place)
+        shutil.rmtree(place, ignore_errors=True)
+        return None
+
+    # --- reading
+
+    def _names(self) -> list[str]:
+        try:
+            with os.scandir(self.root) as entries:
+                return sorted(entry.name for entry in entries if NAME.match(entry.name))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise files.refused(error, self.root, field="runs", verb="read") from None
+
+    def named(self, prefix: str) -> list[Stored]:
+        """The few runs whose key begins so, read from their own files, in order of repeats."""
+        found = []
+        for name in self._names():
+            if name.startswith(prefix):
+                try:
+                    found.append(Stored(name, self.root / name, _summary_of(self.root / name)))
+                except UserError as error:
+                    self._warn(f"{name} is passed over: {error}")
+        return sorted(found, key=lambda stored: stored.summary.repeat)
+
+    def runs(
+        self,
+        *,
+        progress: Callable[[str], None] | None = None,
+        unreadable: list[str] | None = None,
+    ) -> list[Stored]:
+        """Every stored run, in the order of keys. What cannot be read is named, not dropped; in
+        `unreadable` too, where it is given."""
+        index = Index(self.root, self._warn)
+        found: list[Stored] = []
+        names = self._names()
+        said_at = time.monotonic()
+        for number, name in enumerate(names):
+            if progress and time.monotonic() - said_at > _SAY_EVERY_S:
+                said_at = time.monotonic()
+                progress(f"read {number} of {len(names)} runs")
+            try:
+                found.append(Stored(name, self.root / name, self._summary(name, index)))
+            except (OSError, UserError) as error:
+                self._warn(f"{name} is passed over: {error}")
+                if unreadable is not None:
+                    unreadable.append(f"{name}: {error}")
+        index.write(names)
+        return found
+
+    def _summary(self, name: str, index: Index) -> Summary:
+        folder = self.root / name
+        at = stamp(folder / RUN_FILE) if is_folder(folder) else []
+        known = index.summary(name, at)
+        if known is None or known.run_id != name[:16]:
+            known = _summary_of(folder)
+            index.add(name, at, known)
+        return known
+
+
+def _tidy(place: Path, *, everything: bool) -> None:
+    """Leave the run's own file, and what explains a failure."""
+    kept = set() if everything else {path for pattern in _KEPT for path in place.glob(pattern)}
+    kept.add(place / RUN_FILE)
+    for path in place.iterdir():
+        if path in kept:
+            continue
+        if is_folder(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _finished(place: Path) -> RunReport | None:
+    """A run whose report was written before its writer died; a cancelled one is not finished. An
+    error where a report is there and cannot be read."""
+    for name, kind in ((RUN_FILE, RunReport), (REPORT_FILE, JobReport)):
+        if not os.path.lexists(place / name):
+            continue
+        plain = read_run(place / name)[0] if kind is RunReport else read_stored(place / name)
+        try:
+            found = codec.load(kind, plain)
+        except UserError as error:
+            raise error.within(str(place / name)) from None
+        report = found if isinstance(found, RunReport) else next(iter(found.runs), None)
+        if report is not None and report.outcome != "cancelled":
+            return dataclasses.replace(report, predicted=report.predicted or _predicted(place))
+    return None
+
+
+def _predicted(place: Path) -> Prediction | None:
+    try:
+        return codec.load(Prediction, read_stored(place / PREDICTED_FILE))
+    except UserError:  # a run without its prediction is still a run
+        return None
+
+
+def _sync(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # not every file system lets folders be synced
+        files.sync(folder)

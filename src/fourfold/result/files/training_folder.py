@@ -1,0 +1,249 @@
+"""What is in the folder of a training, and may it be continued as asked?
+
+train.toml (the run and its settings, also a --spec), metrics.jsonl, checkpoints/, job/ (logs of the
+ranks), tensorboard/. One training at a time may use it. What --fresh replaces waits in
+.before-fresh/ until the new training has a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.checkpoint.state import CheckpointState
+from fourfold.result.files import curve, inside
+from fourfold.result.files.curve import Curve
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+from fourfold.spec.toml import toml_text
+from fourfold.spec.train import TrainSettings
+
+# Format -> formats that hold each of its values.
+_WIDER = {"bf16": ("fp32", "fp64"), "fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
+# Of the settings, what may change between starts without a word.
+_FREE_SETTINGS = (
+    "steps", "save_every", "keep", "async_save", "log_every", "tensorboard", "wandb", "weights",
+)  # fmt: skip
+# What --fresh replaces; the checkpoints are the last to come back, so that they prove all is back.
+_REPLACED = (curve.METRICS_FILE, "train.toml", "tensorboard", "wandb", "wandb-id", "checkpoints")
+
+
+_FILES = ("lock", "train.toml", curve.METRICS_FILE, "wandb-id")
+_FOLDERS = ("checkpoints", "job", "tensorboard", "wandb", ".before-fresh")
+_MAX_DESCRIPTION_BYTES = 2**24
+
+
+class TrainingFolder:
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).absolute()
+        self.checkpoints = self.root / "checkpoints"
+        self.metrics = self.root / curve.METRICS_FILE
+        self.job = self.root / "job"
+        self.description = self.root / "train.toml"
+        self.aside = self.root / ".before-fresh"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Held until the process ends, however it ends: a lock on the file itself, so that another
+        way to the same folder meets it too."""
+        import fcntl
+
+        self.must_be_plain()
+        handle = self._lock_file()
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(handle, 200).decode(errors="replace").strip()
+            os.close(handle)
+            raise UserError(
+                f"another training uses this folder ({holder})",
+                field="out",
+                value=str(self.root),
+                way_out="wait for it, or name another folder",
+            ) from None
+        try:
+            if os.fstat(handle).st_nlink == 1:  # else it may be another file's content
+                os.truncate(handle, 0)
+                os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            yield
+        finally:
+            os.close(handle)
+
+    def _lock_file(self) -> int:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            handle = os.open(self.root / "lock", flags, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"can't be used ({error.strerror})",
+                field="out",
+                value=str(self.root),
+                way_out="name a folder that can be written",
+            ) from None
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            inside.must_be(self.root / "lock", "file")
+        return handle
+
+    def must_be_plain(self) -> None:
+        """Refuse links and other things where files and folders of a training belong: what is
+        written, deleted or read through them would lie elsewhere."""
+        for name in _FILES:
+            inside.must_be(self.root / name, "file", may_lack=True)
+        for name in _FOLDERS:
+            inside.must_be(self.root / name, "a folder", may_lack=True)
+
+    def describe(self, spec: RunSpec, settings: TrainSettings) -> None:
+        plain = codec.dump(spec) | {"train": codec.encode(settings)}
+        for name in ("steps", "warmup"):  # of a measurement; a training has its own
+            del plain[name]
+        files.write_bytes(self.description, toml_text(plain).encode(), own=True)
+
+    def described(self) -> dict[str, Any]:
+        """The table of train.toml; empty without one."""
+        if not inside.kind_of(self.description):
+            return {}
+        content = inside.read_bytes(self.description, _MAX_DESCRIPTION_BYTES)
+        try:
+            return codec.parse_toml(content.decode())
+        except ValueError as error:  # a UserError is one
+            said = error.rule if isinstance(error, UserError) else "is not UTF-8 text"
+            raise UserError(
+                said,
+                field="train.toml",
+                value=str(self.description),
+                way_out="mend it, or say the run again with --spec or flags",
+            ) from None
+
+    def set_aside(self) -> None:
+        """Make room for another training; what is here goes when that has a checkpoint."""
+        if not (self.metrics.exists() or any(self.checkpoints.iterdir())):
+            return
+        self.aside.mkdir()
+        for name in reversed(_REPLACED):
+            if name == self.description.name:  # the next start reads it
+                if self.description.exists():
+                    shutil.copy2(self.description, self.aside / name)
+            elif (self.root / name).exists():
+                os.rename(self.root / name, self.aside / name)
+        self.checkpoints.mkdir()
+
+    def settle(self) -> str:
+        """Forget what --fresh has replaced where the new training has a checkpoint; bring it back
+        where it has none. What was done, in words."""
+        if not self.aside.is_dir():
+            return ""
+        if self.newest() is not None:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            return ""
+        for name in _REPLACED:
+            old, new = self.aside / name, self.root / name
+            if not old.exists():
+                continue
+            if new == self.metrics and new.exists():
+                os.replace(new, self.root / f"{name}.failed")
+            elif new.is_dir():
+                shutil.rmtree(new)
+            os.rename(old, new)
+        shutil.rmtree(self.aside)
+        return f"--fresh came to no checkpoint: what {self.root} held before is back"
+
+    def newest(self) -> Checkpoint | None:
+        return checkpoints.newest(self.checkpoints)
+
+
+def must_continue(state: CheckpointState, spec: RunSpec, data: str = "") -> None:
+    """Refuse a run that would train something else than the checkpoint did; `data` is the checksum
+    of its tokens, whose file may have moved."""
+    tokens = {"data": (state.data or "synthetic tokens", data or "synthetic tokens")}
+    for field, (old, new) in (_identity(state.spec, spec) | tokens).items():
+        if old != new:
+            raise UserError(
+                f"the checkpoints in this folder were trained with {old}",
+                field=field,
+                value=new,
+                way_out="keep it, name another --out, or start over with --fresh",
+            )
+    for kind in ("param", "optimizer"):
+        old, new = getattr(state.spec.policy.dtypes, kind), getattr(spec.policy.dtypes, kind)
+        if new != old and new not in _WIDER.get(old, ()):
+            raise UserError(
+                f"the checkpoint holds {old}, which would lose digits",
+                field=f"policy.{kind}_dtype",
+                value=new,
+                way_out=f"keep {old}, or a precision that holds it",
+            )
+
+
+def must_follow(found: Checkpoint, curve_read: Curve) -> None:
+    """Refuse a checkpoint that the curve contradicts: one of them is not of this training, or was
+    changed. Steps without a readable line prove nothing."""
+    said = contradiction(found.state, curve_read)
+    if said:
+        raise UserError(
+            f"contradicts the loss curve: {said}",
+            field="checkpoint",
+            value=str(found.folder),
+            way_out=f"bring back the {curve.METRICS_FILE} or the checkpoint that belongs here; or "
+            "move the one that does not out of the folder",
+        )
+
+
+def contradiction(state: CheckpointState, found: Curve) -> str:
+    points = [point for point in found.points if point.step <= state.step]
+    skipped = sum(point.grad_norm is None for point in points)
+    unknown, lacks = state.step - len(points), state.step - state.updates
+    if state.format == 1 and lacks > skipped + (unknown if state.may_skip else 0):
+        return f"{state.updates} updates, where {skipped} of {state.step} steps were skipped"
+    if not found.points:
+        return ""
+    if not found.ends_bad and found.points[-1].step < state.step:
+        return f"step {state.step}, where the curve ends with step {found.points[-1].step}"
+    if not skipped <= lacks <= skipped + unknown:
+        return f"{state.updates} updates, where {skipped} of {state.step} steps were skipped"
+    if points and points[-1].sequences != state.spec.batch.sequences_before(points[-1].step):
+        return (
+            f"its step {points[-1].step} has seen {points[-1].sequences} sequences in the curve, "
+            f"{state.spec.batch.sequences_before(points[-1].step)} in the checkpoint"
+        )
+    return ""
+
+
+def _identity(old: RunSpec, new: RunSpec) -> dict[str, tuple[Any, Any]]:
+    """What decides the training, whatever the layout: field -> (checkpoint's, asked)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    one, other = codec.encode(old.model), codec.encode(new.model)
+    for name in sorted({*one, *other} - {"name"}):
+        found[f"model.{name}"] = (one.get(name), other.get(name))
+    for name in ("seq_len", "global_batch", "ramp"):
+        found[f"batch.{name}"] = (getattr(old.batch, name), getattr(new.batch, name))
+    found["seed"] = (old.seed, new.seed)
+    return found
+
+
+def changes(state: CheckpointState, spec: RunSpec, settings: TrainSettings) -> list[str]:
+    """What differs from the checkpoint's run and matters to the curve, in words."""
+    said = []
+    if str(state.spec.layout) != str(spec.layout):
+        said.append(f"layout {state.spec.layout} -> {spec.layout}")
+    if state.spec.policy.precision != spec.policy.precision:
+        said.append(f"precision {state.spec.policy.precision} -> {spec.policy.precision}")
+    if state.settings is not None:
+        old, new = codec.encode(state.settings), codec.encode(settings)
+        said += [
+            f"{name} {old.get(name)} -> {new.get(name)}"
+            for name in new
+            if name not in _FREE_SETTINGS and old.get(name) != new.get(name)
+        ]
+    return said

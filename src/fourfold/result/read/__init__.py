@@ -1,0 +1,1 @@
+"""What a stored run says: summary, timing, quality, comparison."""

@@ -1,0 +1,344 @@
+"""Which layout is fastest? Memory of every legal point, closed-form seconds of every point that
+fits, event simulation of the best few hundred. Seconds per step decide, memory breaks ties.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.columns import Columns
+from fourfold.cost.fit.choices import choices
+from fourfold.cost.fit.interval import bounds
+from fourfold.cost.memory.interval import memory_bounds
+from fourfold.cost.memory.peak import USABLE, Memory, memory
+from fourfold.cost.step.estimate import Times, estimate
+from fourfold.search.candidates import FIELDS, LAYOUT_FIELDS, Candidates, candidates
+from fourfold.search.events import Floats, priced
+from fourfold.search.question import Question
+from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
+from fourfold.spec.expression import in_gib
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+
+CHUNK = 16384
+# No interval of memory reaches further above its limit than this.
+WIDEST = 1.5
+PATIENCE_S = 2.0
+# The best by closed form, whose pipelines are then played event by event; of one layout a few, so
+# that a playing can still change which of them is best.
+PLAYED = 300
+PLAYED_VARIANTS = 3
+
+# Columns by FIELDS and by what was computed about them.
+Pool = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The best points in full, best first. `closed_s` is the closed form's answer alone."""
+
+    ask: Question
+    grid: Candidates
+    points: Pool
+    columns: Columns
+    times: Times
+    room: Memory
+    step_s: Floats
+    closed_s: Floats
+    played: int  # pipelines that were simulated
+    low_s: Floats
+    high_s: Floats
+    priced: int
+    fitting: int
+    dropped: int  # by --where
+    set_aside: int  # without evidence, and no --explore
+    unproven_best: Pool  # the fastest of those, one row or none
+    near_miss: Pool  # the fastest that is over the limit by our best estimate; one row or none
+    all_step_s: Floats  # closed-form seconds of everything ranked, sorted
+    layouts: NDArray[np.int64]  # a number for each layout ranked ...
+    layouts_s: Floats  # ... and the closed form's seconds of the fastest way to run it
+
+    def __len__(self) -> int:
+        return len(self.step_s)
+
+    def place(self, other: Ranking) -> int:
+        """Where the first of another ranking would stand in this one's table, which has one row a
+        layout: 1 and how many other layouts are faster, played where they were played."""
+        (own,) = layout_numbers(_only(other.points, slice(0, 1)))
+        listed = layout_numbers(self.points)
+        faster = set(listed[self.step_s < other.step_s[0]].tolist())
+        unplayed = ~np.isin(self.layouts, listed)
+        faster |= set(self.layouts[unplayed & (self.layouts_s < other.closed_s[0])].tolist())
+        return 1 + len(faster - {int(own)})
+
+    def layout(self, i: int) -> Layout:
+        return point_layout(self.points, i)
+
+    def policy(self, i: int) -> Policy:
+        return point_policy(self.ask, self.points, i)
+
+
+def point_layout(points: Pool, i: int) -> Layout:
+    pp, replicate, shard, cp, tp = (int(points[name][i]) for name in LAYOUT_FIELDS)
+    return Layout(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
+
+
+def point_policy(ask: Question, points: Pool, i: int) -> Policy:
+    """The question's policy with what the search chose."""
+    kind = RECOMPUTE_KINDS[int(points["recompute"][i])]
+    words: dict[str, Any] = {
+        "sharding": f"zero{int(points['zero'][i])}",
+        "cp_kind": CP_KINDS[int(points["cp_kind"][i])],
+        "schedule": SCHEDULES[int(points["schedule"][i])],
+        "virtual_stages": int(points["virtual_stages"][i]),
+        "recompute": ask.policy.recompute if kind == "every" else kind,
+    }
+    return replace(ask.policy, **words)
+
+
+def point_columns(ask: Question, points: Pool, **changed: Any) -> Columns:
+    """The cost model's columns for points of the grid."""
+    kind = points["recompute"]
+    is_every = kind == RECOMPUTE_KINDS.index("every")
+    whole = np.where(is_every, ask.policy.recompute_share, 0.0)
+    varied: dict[str, Any] = {
+        "pp": points["pp"],
+        "tp": points["tp"],
+        "cp": points["cp"],
+        "dp": points["replicate"] * points["shard"],
+        "shard": points["shard"] * points["cp"],
+        "micro": points["micro_batch"],
+        "vpp": points["virtual_stages"],
+        "zero": points["zero"],
+        "cp_kind": points["cp_kind"],
+        "schedule": points["schedule"],
+        "full_ckpt": np.where(kind == RECOMPUTE_KINDS.index("full"), 1.0, whole),
+        "attn_ckpt": kind == RECOMPUTE_KINDS.index("selective"),
+    }
+    return ask.columns(len(kind), **{**varied, **changed})
+
+
+def rank(ask: Question, *, least: int = 10) -> Ranking:
+    """Everything legal and fitting, priced; the best in full, one way to run each layout, or more
+    where there are fewer layouts than `least`."""
+    grid = candidates(ask)
+    pool = _that_fit(ask, grid)
+    fitting = _size(pool)
+    pool = _where(ask, pool, priced=False)
+    pool["step_s"] = _chunked(
+        ask, pool, lambda c: estimate(c, ask.entry.knobs).step_s, "layouts priced:"
+    )
+    priced_points = _size(pool)
+    pool = _where(ask, pool, priced=True)
+    dropped = fitting - _size(pool)
+    pool, near_miss = _likely(ask, pool)
+    proven = _only(pool, ~pool["unproven"])
+    use_all = ask.explore or not _size(proven)
+    ranked = pool if use_all else proven
+    aside = {} if use_all else _best(_only(pool, pool["unproven"]), 1, 1)
+    unproven_count = _size(pool) - _size(ranked)
+    if ask.safe:
+        ranked = _surely(ask, ranked)
+    played = _best(ranked, PLAYED, PLAYED_VARIANTS)
+    if _size(played) < PLAYED_VARIANTS * least:
+        played = _best(ranked, PLAYED, max(PLAYED_VARIANTS, least))
+    best = _full(ask, played, least)
+    layouts, layouts_s = _fastest_ways(ranked)
+    return Ranking(
+        ask=ask,
+        grid=grid,
+        **best,
+        priced=priced_points,
+        fitting=fitting,
+        dropped=dropped,
+        set_aside=unproven_count,
+        unproven_best=aside,
+        near_miss=near_miss,
+        all_step_s=np.sort(ranked["step_s"]),
+        layouts=layouts,
+        layouts_s=layouts_s,
+    )
+
+
+def _fastest_ways(pool: Pool) -> tuple[NDArray[np.int64], Floats]:
+    """Every layout of a pool, and the seconds of its fastest point."""
+    numbers, back = np.unique(layout_numbers(pool), return_inverse=True)
+    fastest = np.full(len(numbers), np.inf)
+    np.minimum.at(fastest, back, pool["step_s"])
+    return numbers, fastest
+
+
+def _size(pool: Pool) -> int:
+    return len(pool["pp"])
+
+
+def _only(pool: Pool, mask: NDArray[Any] | slice) -> Pool:
+    return {name: column[mask] for name, column in pool.items()}
+
+
+def _chunked(ask: Question, points: Pool, compute: Any, telling: str = "") -> Floats:
+    """compute(columns) of every point, a cache-sized piece at a time; long work tells how far."""
+    pieces, size = [], _size(points)
+    told_at = time.monotonic()
+    for start in range(0, size, CHUNK):
+        pieces.append(compute(point_columns(ask, _only(points, slice(start, start + CHUNK)))))
+        if telling and time.monotonic() - told_at > PATIENCE_S:
+            told_at = time.monotonic()
+            print(f"{telling} {min(start + CHUNK, size):,} of {size:,}", file=sys.stderr)
+    return np.concatenate(pieces) if pieces else np.zeros(0)
+
+
+def _that_fit(ask: Question, grid: Candidates) -> Pool:
+    """Legal points whose fullest stage may fit, its bytes, and whether rows back the choices."""
+    limit = ask.cluster.device.memory_bytes * USABLE
+
+    def peak(c: Columns) -> Floats:
+        return memory(c, ask.entry.knobs).worst_bytes
+
+    rows = np.flatnonzero(_chunked(ask, grid.smallest(), peak) < WIDEST * limit)
+    points: Pool = dict(grid.points(rows))
+    points["peak_bytes"] = _chunked(ask, points, peak, "layouts checked for memory:")
+    points = _only(points, points["peak_bytes"] < WIDEST * limit)
+    # Above the limit, but not surely: kept, and called tight.
+    over = np.flatnonzero(points["peak_bytes"] >= limit)
+    near = _only(points, over)
+    low = _chunked(ask, near, lambda c: memory_bounds(c, ask.entry)[0])
+    fits = points["peak_bytes"] < limit
+    fits[over] = low < limit
+    points = _only(points, fits)
+    points["unproven"] = _chunked(ask, points, lambda c: unproven(ask, c)).astype(bool)
+    return points
+
+
+def _likely(ask: Question, pool: Pool) -> tuple[Pool, Pool]:
+    """Points that fit by our best estimate, all where none does; and the fastest of the others
+    whose choices were measured (or are explored)."""
+    fits = pool["peak_bytes"] < ask.cluster.device.memory_bytes * USABLE
+    if not fits.any():
+        return pool, {}
+    over = ~fits if ask.explore else ~fits & ~pool["unproven"]
+    return _only(pool, fits), _best(_only(pool, over), 1, 1)
+
+
+def _surely(ask: Question, pool: Pool) -> Pool:
+    """Points whose bytes fit also at the upper end of their interval; all, where none does."""
+    limit = ask.cluster.device.memory_bytes * USABLE
+    high = _chunked(ask, pool, lambda c: memory_bounds(c, ask.entry)[1])
+    sure = _only(pool, high < limit)
+    return sure if _size(sure) else pool
+
+
+def unproven(ask: Question, c: Columns) -> NDArray[np.bool_]:
+    """Which candidates make a choice that no measured row of the calibration makes."""
+    new = np.zeros(len(c), dtype=bool)
+    for name, made in choices(c).items():
+        if ask.evidence and not ask.evidence.get(name, 0):
+            new |= made
+    return new
+
+
+def _where(ask: Question, pool: Pool, *, priced: bool) -> Pool:
+    """What the user's conditions leave; those about seconds are asked once seconds are known."""
+    asked = [one for one in ask.where if ("step_s" in one.names) == priced]
+    if not asked or not _size(pool):
+        return pool
+    values = {
+        "dp": pool["replicate"] * pool["shard"],
+        "tp": pool["tp"],
+        "cp": pool["cp"],
+        "pp": pool["pp"],
+        "vp": pool["virtual_stages"],
+        "micro_batch": pool["micro_batch"],
+        "global_batch": ask.batch.global_batch,
+        "seq_len": ask.batch.seq_len,
+        "gpus": ask.gpus,
+        "nodes": -(-ask.gpus // ask.cluster.host_gpus),
+        "layers": ask.model.layers,
+        "hidden": ask.model.hidden,
+        "heads": ask.model.heads,
+        **in_gib(pool["peak_bytes"]),
+        "step_s": pool.get("step_s"),
+    }
+    held = np.ones(_size(pool), dtype=bool)
+    for one in asked:
+        held &= one.holds(values)
+    return _only(pool, held)
+
+
+def layout_numbers(points: Pool) -> NDArray[np.int64]:
+    """One number for what `_layout_keys` tells apart; dp follows from the other axes."""
+    sizes = (points[name].astype(np.int64) for name in ("cp_kind", "pp", "cp", "tp"))
+    number = np.zeros(_size(points), dtype=np.int64)
+    for size in sizes:
+        number = (number << 20) + size
+    return number
+
+
+def _layout_keys(points: Pool) -> list[tuple[int, ...]]:
+    """What makes two points the same layout: the sizes of the axes and the kind of cp."""
+    dp = points["replicate"] * points["shard"]
+    columns = (points["pp"], dp, points["cp"], points["tp"], points["cp_kind"])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _best(pool: Pool, keep: int, variants: int) -> Pool:
+    """The fastest points, at most `variants` of each layout. Splits of dp into copies that change
+    nothing else are one point: the faster, then the smaller, then the plainer stands for all."""
+    order = np.lexsort((pool["replicate"], pool["peak_bytes"], pool["step_s"]))
+    rest = [name for name in FIELDS if name not in LAYOUT_FIELDS]
+    chosen: list[int] = []
+    seen: set[tuple[int, ...]] = set()
+    used: dict[tuple[int, ...], int] = {}
+    for block in range(0, len(order), CHUNK):
+        part = order[block : block + CHUNK]
+        keys = _layout_keys(_only(pool, part))
+        others = zip(*(pool[name][part].tolist() for name in rest), strict=True)
+        for i, layout, other in zip(part.tolist(), keys, others, strict=True):
+            if used.get(layout, 0) < variants and (*layout, *other) not in seen:
+                seen.add((*layout, *other))
+                used[layout] = used.get(layout, 0) + 1
+                chosen.append(i)
+                if len(chosen) == keep:
+                    return _only(pool, np.array(chosen, dtype=np.intp))
+    return _only(pool, np.array(chosen, dtype=np.intp))
+
+
+def _full(ask: Question, points: Pool, least: int) -> dict[str, Any]:
+    """Parts, memory by kind, simulated pipelines and intervals of a few points, best first."""
+    c = point_columns(ask, points)
+    found = priced(c, ask.entry.knobs)
+    step, parts = found.times.step_s, found.times.parts
+    order = np.lexsort((points["peak_bytes"], step)) if len(c) else np.zeros(0, dtype=np.intp)
+    order = order[_first_few(_layout_keys(_only(points, order)), least)]
+    sorted_c = c.take(order)
+    low, high = bounds(sorted_c, ask.entry, step[order])
+    return {
+        "points": _only(points, order),
+        "columns": sorted_c,
+        "times": Times(step[order], {name: part[order] for name, part in parts.items()}),
+        "room": memory(sorted_c, ask.entry.knobs),
+        "step_s": step[order],
+        "closed_s": found.closed_s[order],
+        "played": found.played,
+        "low_s": low,
+        "high_s": high,
+    }
+
+
+def _first_few(keys: list[tuple[int, ...]], least: int) -> NDArray[np.bool_]:
+    """True for the first of each key, or for the first few, as many as give `least` in all."""
+    used: dict[tuple[int, ...], int] = {}
+    place = np.zeros(len(keys), dtype=np.int64)
+    for i, key in enumerate(keys):
+        used[key] = used.get(key, 0) + 1
+        place[i] = used[key]
+    few = 1
+    while (place <= few).sum() < min(least, len(keys)):
+        few += 1
+    return place <= few

@@ -1,0 +1,102 @@
+"""How much is a ranking worth? Ties, what would turn it over, and which runs would settle it.
+
+Errors of two layouts of one model on one machine are about as independent as those of any two runs:
+in the published tables the spread of their ratio is 0.8 to 1.2 times that of independent errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, sqrt
+
+import numpy as np
+
+from fourfold.cost.columns import Columns
+from fourfold.cost.fit.calibration import Entry
+from fourfold.cost.fit.coefficients import Knob
+from fourfold.cost.memory.interval import TWO_SIDED_80, moved_knobs, moves
+from fourfold.cost.step.estimate import estimate
+from fourfold.search.events import Floats
+from fourfold.search.ranking import Ranking
+
+ONE_SIDED_80 = 0.8416  # 80% of a normal distribution lies below 0.84 sd
+# Repeats of one run differ by about 1% (bloom, mpt and par4d tables).
+NOISE = 0.01
+LOOKED_AT = 24
+
+
+def tie_width(entry: Entry) -> float:
+    """Log ratio of two predictions below which their order is right less than 4 times in 5."""
+    sd = max(NOISE, (entry.high - entry.low) / (2.0 * TWO_SIDED_80))
+    return ONE_SIDED_80 * sqrt(2.0) * sd
+
+
+def tied_with_first(ranking: Ranking) -> int:
+    """How many of the best cannot be told apart from the first."""
+    if not len(ranking):
+        return 0
+    limit = ranking.step_s[0] * exp(tie_width(ranking.ask.entry))
+    return int((ranking.step_s <= limit).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """Moving `knob` from `value` to `other` makes the candidate at `winner` the fastest."""
+
+    knob: str
+    about: str
+    value: float
+    other: float
+    winner: int
+    gain: float  # first over winner there, above 1
+
+
+def _moved_s(c: Columns, entry: Entry, ends: list[tuple[Knob, float]]) -> Floats:
+    """[moves, candidates] step seconds with one knob moved at a time."""
+    step = estimate(c, moved_knobs(entry, ends)).step_s
+    return np.broadcast_to(step, (len(ends), len(c)))
+
+
+def flips(ranking: Ranking) -> list[Flip]:
+    """Knobs that, moved within what is not known of them, make another layout fastest."""
+    count = min(LOOKED_AT, len(ranking))
+    if count < 2:
+        return []
+    entry = ranking.ask.entry
+    ends = moves(entry, "time")
+    # What simulation added to the closed form stays added.
+    step = _moved_s(ranking.columns.take(slice(0, count)), entry, ends)
+    step = step * (ranking.step_s[:count] / ranking.closed_s[:count])
+    found = []
+    for (knob, other), row in zip(ends, step, strict=True):
+        winner = int(np.argmin(row))
+        gain = float(row[0] / row[winner])
+        if winner and gain > 1.0 + NOISE and ranking.layout(winner) != ranking.layout(0):
+            value = entry.knobs[knob.name]
+            found.append(Flip(knob.name, knob.about, value, other, winner, gain))
+    best: dict[str, Flip] = {}
+    for flip in sorted(found, key=lambda one: -one.gain):
+        best.setdefault(flip.knob, flip)
+    return list(best.values())
+
+
+def deciding(ranking: Ranking, runs: int = 3) -> list[int]:
+    """The candidates to measure: the first, and those of its ties whose order to it is most open.
+
+    Open = a small difference where the knobs say little: difference over its own spread.
+    """
+    tied = min(tied_with_first(ranking), LOOKED_AT)
+    if tied < 2:
+        return []
+    entry = ranking.ask.entry
+    step = _moved_s(ranking.columns.take(slice(0, tied)), entry, moves(entry, "time"))
+    ratio = np.log(step / step[:, :1]) - np.log(ranking.closed_s[:tied] / ranking.closed_s[0])
+    spread = np.sqrt((ratio**2).sum(axis=0) / 2.0) / TWO_SIDED_80
+    gap = np.log(ranking.step_s[:tied] / ranking.step_s[0])
+    doubt = (spread + NOISE) / (gap + NOISE)
+    chosen, layouts = [0], {ranking.layout(0)}
+    for i in np.argsort(-doubt, kind="stable"):
+        if len(chosen) < runs and ranking.layout(int(i)) not in layouts:
+            chosen.append(int(i))
+            layouts.add(ranking.layout(int(i)))
+    return chosen if len(chosen) > 1 else []

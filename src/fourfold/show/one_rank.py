@@ -1,0 +1,237 @@
+"""How is a stand-in told? One row per layout, then where its time goes and what it would send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fourfold.cost.one_rank import Joined, Predicted
+from fourfold.result.one_rank import BareKernel, StandIn
+from fourfold.show.table import render
+from fourfold.units import show_bytes
+
+HEADINGS = [
+    "layout", "rank", "layers", "bare ms/layer", "engine ms/layer", "gap", "planner ms/layer",
+    "compute s", "planner compute s", "peak", "planner peak", "traffic+bubble s", "step s",
+    "planner step s",
+]  # fmt: skip
+_FORWARD, _BACKWARD = ("embed", "layers", "head"), ("head back", "layers back", "embed back")
+_STEP_WORDS = {
+    "data": "tokens of the step",
+    "reduce": "shared gradients and norm",
+    "optimizer": "clip and update",
+    "once": "first gather, last reduction",
+}
+
+
+def bare_s(found: StandIn, *parts: str, when: str = "") -> float:
+    """Seconds of the kernels of one micro batch alone."""
+    return sum(
+        kernel.calls * kernel.seconds
+        for kernel in found.kernels
+        if kernel.part in parts and when in ("", kernel.when)
+    )
+
+
+def layer_s(found: StandIn) -> float:
+    """Of one layer, forward and backward, in the engine."""
+    both = found.phase("layers").seconds + found.phase("layers back").seconds
+    return (both + found.phase("weights").seconds) / found.layers
+
+
+def bare_layer_s(found: StandIn) -> float:
+    return bare_s(found, "attention", "mlp") / found.layers
+
+
+def micro_s(found: StandIn) -> float:
+    """Of one steady micro batch, forward and backward."""
+    once = ("data", "reduce", "optimizer", "once")
+    return sum(phase.seconds for phase in found.phases if phase.name not in once)
+
+
+def gap_pct(measured: float, alone: float) -> float:
+    return 100.0 * (measured / alone - 1.0)
+
+
+def row(
+    found: StandIn, said: Predicted, whole: Joined, planner_step_s: float, name: str
+) -> list[str]:
+    alone, engine = bare_layer_s(found), layer_s(found)
+    return [
+        name,
+        str(found.rank),
+        str(found.layers),
+        f"{1e3 * alone:.2f}",
+        f"{1e3 * engine:.2f}",
+        f"{gap_pct(engine, alone):+.0f}%",
+        f"{1e3 * said.layer_s:.2f}",
+        f"{found.compute_s:.3f}",
+        f"{said.compute_s:.3f}",
+        show_bytes(found.peak_bytes),
+        show_bytes(said.peak_bytes),
+        f"{whole.step_s - found.compute_s:.3f}",
+        f"{whole.step_s:.3f}",
+        f"{planner_step_s:.3f}",
+    ]
+
+
+def phase_rows(found: StandIn) -> list[list[str]]:
+    """What | bare kernels | engine | gap, ms of one micro batch, then of the step."""
+    rows = []
+    weights = found.phase("weights").seconds
+    for words, phase, parts, when in (
+        ("embedding, forward", "embed", (), "forward"),
+        ("layers, forward", "layers", ("attention", "mlp"), "forward"),
+        ("head and loss, forward", "head", ("head",), "forward"),
+        ("head and loss, backward", "head back", ("head",), "backward"),
+        ("layers, backward", "layers back", ("attention", "mlp"), "backward"),
+        ("embedding, backward; hand-over", "embed back", (), "backward"),
+    ):
+        seconds = found.phase(phase).seconds + (weights if phase == "layers back" else 0.0)
+        rows.append(_gap_row(words, bare_s(found, *parts, when=when), seconds))
+    rows.append(_gap_row("between passes", 0.0, found.phase("between").seconds))
+    kernels = bare_s(found, "attention", "mlp", "head")
+    rows.append(_gap_row("one micro batch", kernels, micro_s(found)))
+    for name, words in _STEP_WORDS.items():
+        alone = found.update_s if name == "optimizer" else 0.0
+        rows.append(_gap_row(f"step: {words}", alone, found.phase(name).seconds))
+    whole = found.micro_batches * kernels + found.update_s
+    rows.append(_gap_row(f"step of {found.micro_batches}", whole, found.compute_s))
+    return rows
+
+
+def _gap_row(words: str, alone_s: float, seconds: float) -> list[str]:
+    gap = seconds - alone_s
+    return [
+        words,
+        f"{1e3 * alone_s:.3f}" if alone_s else "-",
+        f"{1e3 * seconds:.3f}",
+        f"{1e3 * gap:.3f}",
+        f"{gap_pct(seconds, alone_s):+.0f}%" if alone_s else "-",
+    ]
+
+
+def part_rows(found: StandIn) -> list[list[str]]:
+    """What | bare kernels | engine, ms of one micro batch; the rest is idle or the host's."""
+    core = sum(k.calls * k.seconds for k in found.kernels if k.name == "core")
+    products = bare_s(found, "attention", "mlp", "head") - core
+    alone = {"matrix products": products, "attention": core}
+    rows, busy = [], 0.0
+    for part in found.parts:
+        if part.name != "fills":
+            rows.append(_gap_row(part.name, alone.get(part.name, 0.0), part.seconds))
+            busy += part.seconds
+    idle = "idle, waiting for the host" if found.reserved_bytes else "host, dispatch"
+    rows.append(_gap_row(idle, 0.0, micro_s(found) - busy))
+    return rows
+
+
+def comm_rows(found: StandIn, whole: Joined) -> list[list[str]]:
+    """Axis | collective | calls | payload | exposed seconds of the axis."""
+    rows, told = [], set()
+    for one in found.comm:
+        exposed = f"{whole.parts[one.axis]:.3f}" if one.axis in whole.parts else "-"
+        rows.append(
+            [
+                one.axis,
+                one.op,
+                f"{one.calls:,}",
+                show_bytes(one.bytes),
+                exposed if one.axis not in told else "",
+            ]
+        )
+        told.add(one.axis)
+    return rows
+
+
+def kernel_rows(found: StandIn) -> list[list[str]]:
+    return [
+        [
+            f"{one.part} {one.name}",
+            one.when,
+            one.makes,
+            one.shape,
+            str(one.calls),
+            f"{1e3 * one.seconds:.4f}",
+            f"{_useful_flops(one) / one.seconds / 1e12:.4g}",
+        ]
+        for one in found.kernels
+    ]
+
+
+def _useful_flops(one: BareKernel) -> float:
+    """A causal mask leaves half of the square to do."""
+    return one.flops / 2 if one.shape.endswith(" causal") else one.flops
+
+
+def notes(basis: str, found: Sequence[StandIn]) -> list[str]:
+    """What the table's columns are, what was run and what continued."""
+    if not found:
+        return []
+    one = found[0]
+    lines = [
+        "",
+        "bare: matrix products and attention of a layer, both ways, timed alone; engine: the same "
+        "layer in its step; gap: norms, element-wise work, copies, dispatch and waiting for the "
+        "host",
+        f"planner: {basis}; its peak without context and communicators, as the {one.peaks_from} "
+        "counts",
+        "step = compute, measured + traffic and bubble, modelled (other stages as slow as this)",
+    ]
+    for stand_in in found:
+        if stand_in.ran < stand_in.micro_batches:
+            lines.append(
+                f"rank {stand_in.rank}, {stand_in.layers} layers: {stand_in.ran} of "
+                f"{stand_in.micro_batches} micro batches run, the others as its steady ones"
+            )
+    return [*lines, f"{one.device}, torch {one.torch}"]
+
+
+def details(
+    found: StandIn, whole: Joined, planner: tuple[float, float, float], name: str, style: str
+) -> str:
+    """Tables of one stand-in, in the order of a reader's questions."""
+    phases = render(["ms", "bare kernels", "engine", "gap", "gap %"], phase_rows(found), style)
+    kernels = render(
+        ["kernel", "in", "makes", "m x n x k, or b x h x q x k x d", "calls", "ms", "TFLOP/s"],
+        kernel_rows(found),
+        style,
+    )
+    texts = [f"\n{name}, rank {found.rank}, stage {found.stage}\n", phases]
+    if found.parts and found.watched == (1, 1):
+        heads = ["ms of one micro batch", "bare kernels", "engine", "gap", "gap %"]
+        texts.append(f"\n{render(heads, part_rows(found), style)}")
+    elif found.parts_note:
+        texts.append(f"\n{found.parts_note}")
+    if found.comm:
+        heads = ["axis", "collective", "calls a step", "payload", "exposed s, modelled"]
+        texts.append(f"\n{render(heads, comm_rows(found, whole), style)}")
+    step = [[part, f"{seconds:.3f}"] for part, seconds in whole.parts.items()]
+    step += [["step", f"{whole.step_s:.3f}"]]
+    step += [["planner's own step", f"{planner[0]:.3f} ({planner[1]:.3f} to {planner[2]:.3f})"]]
+    texts += [f"\n{render(['part of a step', 's'], step, style)}", f"\n{kernels}"]
+    memory = f"peak {show_bytes(found.peak_bytes)} ({found.peaks_from})"
+    if found.reserved_bytes:
+        memory += f", reserved {show_bytes(found.reserved_bytes)}"
+        memory += f", {found.retries} allocation retries" if found.retries else ""
+    texts.append(f"\n{memory}; timed steps {', '.join(f'{s:.4f}' for s in found.step_s)} s")
+    return "\n".join(texts)
+
+
+def plain(found: StandIn, said: Predicted, whole: Joined) -> dict[str, Any]:
+    """The derived numbers, beside the raw ones."""
+    return {
+        "bare_layer_s": bare_layer_s(found),
+        "engine_layer_s": layer_s(found),
+        "layer_gap_pct": gap_pct(layer_s(found), bare_layer_s(found)),
+        "bare_micro_s": bare_s(found, "attention", "mlp", "head"),
+        "engine_micro_s": micro_s(found),
+        "predicted": {
+            "layer_s": said.layer_s,
+            "compute_s": said.compute_s,
+            "compute_parts_s": said.parts,
+            "peak_bytes": said.peak_bytes,
+        },
+        "step_s_with_modelled_traffic": whole.step_s,
+        "step_parts_s": whole.parts,
+    }

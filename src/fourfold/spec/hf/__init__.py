@@ -1,0 +1,1 @@
+"""Hugging Face config.json and tensor names, read and written."""

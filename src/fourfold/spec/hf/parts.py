@@ -1,0 +1,103 @@
+"""Parts that readers of config.json share: sizes, biases, activations, windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.spec.hf.config import Config
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+POSITIONS = ("max_position_embeddings", "n_positions")
+# The forms of GELU (erf, tanh, sigmoid) cost the same and have no weights: one name here.
+GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu")
+_PLAIN = dict.fromkeys(GELU, "gelu") | {
+    "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
+_GATES = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
+
+
+def sizes(config: Config) -> dict[str, Any]:
+    return {
+        "layers": config.whole("layers", *LAYERS),
+        "hidden": config.whole("hidden", *HIDDEN),
+        "heads": config.whole("heads", *HEADS),
+        "vocab": config.whole("vocab", "vocab_size"),
+    }
+
+
+def kv_heads(config: Config, default: int) -> int:
+    return config.whole("kv_heads", "num_key_value_heads", default=default)
+
+
+def head_dim(config: Config, default: int | None = None, also: str = "head_dim") -> int | None:
+    names = ("head_dim", also)
+    return config.whole("head_dim", *names) if config.find(*names)[1] is not None else default
+
+
+def activation(config: Config, default: str, *names: str, gated: bool = False) -> str:
+    """Our name of the first activation that the file gives."""
+    known = tuple(name for name, ours in _PLAIN.items() if not gated or ours in _GATES)
+    for name in names:
+        if config.find(name)[1] is not None:
+            default = config.choice(default, known, name)
+            break
+    ours = _PLAIN[default]
+    return _GATES[ours] if gated else ours
+
+
+def biases(*, qkv: bool, out: bool, mlp: bool) -> dict[str, Any]:
+    """As few words as say it: `bias` for all, and what differs from it."""
+    found: dict[str, Any] = {"bias": mlp}
+    return (
+        found
+        | ({"qkv_bias": qkv} if qkv != mlp else {})
+        | ({"out_bias": out} if out != mlp else {})
+    )
+
+
+def windows(
+    config: Config,
+    layers: int,
+    *,
+    default: int | None = None,
+    local: Callable[[int], bool] = lambda layer: True,
+    switched: bool = False,
+) -> dict[str, Any]:
+    """Which layers look back only a window. `default`: where the file does not name it; `local`:
+    which layers have it where no list says so; `switched`: only if use_sliding_window is true."""
+    size = config.data.get("sliding_window", default)
+    name, _ = config.find("sliding_window")
+    enabled = config.flag("use_sliding_window", default=not switched)
+    count = _listed(config, layers)
+    if not enabled or not size:
+        return {}
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 2**40:
+        raise UserError("must be a whole number from 1 to 2^40", field=name, value=size)
+    if count is None:
+        count = sum(map(local, range(layers))) if layers <= 100_000 else 1
+    if count == 0:
+        return {}
+    return {"window": size} | ({} if count == layers else {"local_layers": count})
+
+
+def _listed(config: Config, layers: int) -> int | None:
+    """How many layers `layer_types` calls sliding; None: there is no list."""
+    name, kinds = config.find("layer_types")
+    if not kinds:
+        return None
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        raise UserError("only full and sliding attention are modelled", field=name, value=kinds)
+    if len(kinds) != layers:
+        raise UserError(f"must name each of {layers} layers", field=name, value=len(kinds))
+    return kinds.count("sliding_attention")
+
+
+def every(config: Config, default: int) -> Callable[[int], bool]:
+    """Every n-th layer sees all, the others a window; newer files list the layers instead."""
+    step = config.whole("", "sliding_window_pattern", default=default)
+    return lambda layer: (layer + 1) % step != 0

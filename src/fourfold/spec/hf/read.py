@@ -1,0 +1,45 @@
+"""What shape does a local Hugging Face config.json describe? Exact, or refused with the reason.
+
+Absent fields take the model type's own default, except dropout, and windows where the type can do
+without: those are off unless the file names them (a shape does not imply them).
+"""
+
+from __future__ import annotations
+
+from fourfold.errors import UserError
+from fourfold.spec import codec
+from fourfold.spec.hf import gpt as hf_gpt
+from fourfold.spec.hf import llama as hf_llama
+from fourfold.spec.hf.config import Config
+from fourfold.spec.hf.mpt import mpt
+from fourfold.spec.hf.refuse import refuse_experts, refuse_unknown, refuse_unmodelled
+from fourfold.spec.model import ModelShape
+
+TYPES = {**hf_llama.TYPES, **hf_gpt.TYPES, "mpt": mpt}
+
+
+def shape_from_config(data: object, name: str = "custom") -> ModelShape:
+    """The shape of a parsed config.json; `name` is what the result is called."""
+    if not isinstance(data, dict):
+        raise UserError("a config.json must hold an object", value=data, way_out="check the file")
+    kind = data.get("model_type")
+    refuse_experts(data, kind)
+    config = Config(data, used={"model_type"})
+    refuse_unmodelled(data, config)
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise UserError(
+            "is missing" if kind is None else "is not a model type that is read",
+            field="model_type",
+            value=kind,
+            way_out=f"read are {', '.join(sorted(TYPES))}; any other decoder can be written as a "
+            "TOML file with the fields of 'fourfold models llama-3.1-8b --format json'",
+        )
+    fields = {"name": name, **TYPES[kind](config), "variants": sorted(config.variants)}
+    refuse_unknown(data, config)
+    try:
+        return codec.decode(ModelShape, fields)
+    except UserError as error:
+        theirs = config.keys.get(error.field.removeprefix("positions.scaling."), error.field)
+        raise UserError(
+            error.rule, field=theirs, value=error.value, way_out=error.way_out
+        ) from None

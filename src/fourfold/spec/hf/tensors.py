@@ -1,0 +1,218 @@
+"""Where do our tensors lie in a Hugging Face model? Names, fusions and transposes as tables.
+
+Ours are the published tensors of cost/count/params.py, matrices [out, in]. Several of ours in one
+of theirs lie one after the other along `out`. Rotary halves are paired alike in both.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.spec.model import VARIANTS, ModelShape
+
+_LLAMA = {
+    "embedding": "model.embed_tokens",
+    "attention_norm": "model.layers.{}.input_layernorm",
+    "attention.q": "model.layers.{}.self_attn.q_proj",
+    "attention.k": "model.layers.{}.self_attn.k_proj",
+    "attention.v": "model.layers.{}.self_attn.v_proj",
+    "attention.out": "model.layers.{}.self_attn.o_proj",
+    "mlp_norm": "model.layers.{}.post_attention_layernorm",
+    "mlp.gate": "model.layers.{}.mlp.gate_proj",
+    "mlp.up": "model.layers.{}.mlp.up_proj",
+    "mlp.down": "model.layers.{}.mlp.down_proj",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+}
+_QK_NORMS = {
+    "attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    "attention.k_norm": "model.layers.{}.self_attn.k_norm",
+}
+_OLMO2 = {**_LLAMA, **_QK_NORMS} | {
+    "attention_norm": "model.layers.{}.post_attention_layernorm",
+    "mlp_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+_PHI3 = _LLAMA | {
+    **dict.fromkeys(
+        ("attention.q", "attention.k", "attention.v"), "model.layers.{}.self_attn.qkv_proj"
+    ),
+    **dict.fromkeys(("mlp.gate", "mlp.up"), "model.layers.{}.mlp.gate_up_proj"),
+}
+_STARCODER2 = {module: name for module, name in _LLAMA.items() if module != "mlp.gate"} | {
+    "mlp.up": "model.layers.{}.mlp.c_fc",
+    "mlp.down": "model.layers.{}.mlp.c_proj",
+}
+_GPT2 = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "attention_norm": "transformer.h.{}.ln_1",
+    "attention.q": "transformer.h.{}.attn.c_attn",
+    "attention.k": "transformer.h.{}.attn.c_attn",
+    "attention.v": "transformer.h.{}.attn.c_attn",
+    "attention.out": "transformer.h.{}.attn.c_proj",
+    "mlp_norm": "transformer.h.{}.ln_2",
+    "mlp.up": "transformer.h.{}.mlp.c_fc",
+    "mlp.down": "transformer.h.{}.mlp.c_proj",
+    "final_norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+_MPT = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",  # llm-foundry's own files; transformers knows only ALiBi
+    "attention_norm": "transformer.blocks.{}.norm_1",
+    "attention.q": "transformer.blocks.{}.attn.Wqkv",
+    "attention.k": "transformer.blocks.{}.attn.Wqkv",
+    "attention.v": "transformer.blocks.{}.attn.Wqkv",
+    "attention.out": "transformer.blocks.{}.attn.out_proj",
+    "mlp_norm": "transformer.blocks.{}.norm_2",
+    "mlp.up": "transformer.blocks.{}.ffn.up_proj",
+    "mlp.down": "transformer.blocks.{}.ffn.down_proj",
+    "final_norm": "transformer.norm_f",
+    "head": "lm_head",
+}
+# model_type -> our module -> theirs. Mistral's files are Llama's, and so are Qwen 2's.
+MODULES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": {**_LLAMA, **_QK_NORMS},
+    "olmo2": _OLMO2,
+    "phi3": _PHI3,
+    "starcoder2": _STARCODER2,
+    "gpt2": _GPT2,
+    "mpt": _MPT,
+}
+# GPT-2 keeps the matrices of a layer as [in, out].
+_TRANSPOSED = {
+    "gpt2": {name for name in _GPT2 if name.startswith(("attention.", "mlp."))},
+}
+# What the implementations of transformers compute, in the words of a ModelShape.
+_GATED: dict[str, object] = {
+    "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "heads divide hidden": True,
+}  # fmt: skip
+_COMPUTED: dict[str, dict[str, object]] = {
+    "llama": {**_GATED, "attention biases alike": True},
+    "mistral": {**_GATED, "bias": False, "attention biases alike": True, "window": "any"},
+    "qwen2": {**_GATED, "bias": False, "qkv bias": True, "output bias": False},
+    "qwen3": {**_GATED, "bias": False, "attention biases alike": True, "qk_norm": "head"},
+    "olmo2": {
+        **_GATED, "bias": False, "attention biases alike": True, "qk_norm": "width",
+        "norms": "after",
+    },
+    "gpt2": {
+        "norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True,
+        "kv_heads = heads": True, "heads x head size = hidden": True,
+    },
+    "mpt": {
+        "norm": "layernorm-nobias", "activation": "gelu", "positions": "alibi", "bias": False,
+        "kv_heads = heads": True, "heads x head size = hidden": True, "ffn = 4 x hidden": True,
+    },
+    "starcoder2": {
+        "norm": "layernorm", "activation": "gelu", "positions": "rope", "one bias for all": True,
+    },
+}  # fmt: skip
+# Where a config.json names the form of its GELU, with the type's default; ours is the exact one.
+_GELU = {
+    "gpt2": ("activation_function", "gelu_new"),
+    "starcoder2": ("hidden_act", "gelu_pytorch_tanh"),
+}
+# In older files beside the weights; made anew by every implementation.
+_BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+_OURS = re.compile(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """One of our tensors is rows `start` onwards of theirs (columns, if `transposed`)."""
+
+    name: str
+    start: int
+    transposed: bool
+
+
+def spot_of(kind: str, model: ModelShape, ours: str) -> Spot:
+    """Where the published tensor `ours` lies in a model of type `kind`."""
+    parts = _OURS.fullmatch(ours)
+    assert parts is not None, ours
+    layer, module, leaf = parts.groups()
+    table = MODULES[kind]
+    widths = {
+        "attention.q": model.attention_width,
+        "attention.k": model.kv_width,
+        "mlp.gate": model.ffn,
+    }
+    start = 0
+    for other, name in table.items():  # those that come before it in the same tensor
+        if other == module:
+            break
+        start += widths.get(other, 0) if name == table[module] else 0
+    name = f"{table[module].format(layer)}.{leaf}"
+    return Spot(name, start, leaf == "weight" and module in _TRANSPOSED.get(kind, ()))
+
+
+def approximation(kind: str, config: dict[str, Any]) -> str:
+    """How a model's own activation differs from ours; '' if it does not."""
+    if kind not in _GELU:
+        return ""
+    key, default = _GELU[kind]
+    form = config.get(key) or default
+    if form in ("gelu", "gelu_python"):
+        return ""
+    return f"it was trained with {form}; here GELU is exact, which moves logits by about 1e-3"
+
+
+def is_buffer(name: str) -> bool:
+    return _BUFFERS.fullmatch(name) is not None
+
+
+def export_type(model: ModelShape) -> str:
+    """The model_type whose transformers implementation computes what ours does, or why none."""
+    wrong = {kind: _misfits(kind, model) for kind in _COMPUTED}
+    for kind, reasons in wrong.items():
+        if not reasons:
+            return kind
+    nearest = min(wrong, key=lambda kind: len(wrong[kind]))
+    raise UserError(
+        f"no public format computes this shape; {nearest} comes nearest, but there "
+        f"{' and '.join(wrong[nearest])}",
+        field="model",
+        value=model.name,
+        way_out=f"formats written: {', '.join(_COMPUTED)}",
+    )
+
+
+def _misfits(kind: str, model: ModelShape) -> list[str]:
+    """What of a shape a type cannot say."""
+    facts: dict[str, object] = {
+        "norm": model.norm,
+        "activation": model.activation,
+        "positions": model.positions.kind,
+        "bias": model.biased("mlp"),
+        "qkv bias": model.biased("qkv"),
+        "output bias": model.biased("out"),
+        "attention biases alike": model.biased("qkv") == model.biased("out"),
+        "one bias for all": len({model.biased(part) for part in ("qkv", "out", "mlp")}) == 1,
+        "qk_norm": model.qk_norm,
+        "norms": model.norms,
+        "block": model.block,
+        "window": "none" if model.window is None else "of some layers",
+        "variants": ", ".join(VARIANTS[variant] for variant in model.variants) or "none",
+        "rotary share": model.positions.partial,
+        "head bias": model.head_bias,
+        "embedding_norm": model.embedding_norm,
+        "heads divide hidden": model.hidden % model.heads == 0,
+        "kv_heads = heads": model.kv_heads == model.heads,
+        "heads x head size = hidden": model.attention_width == model.hidden,
+        "ffn = 4 x hidden": model.ffn == 4 * model.hidden,
+    }
+    if model.window is not None and model.local_layers is None:
+        facts["window"] = "any"
+    wanted = {
+        "embedding_norm": False, "qk_norm": "none", "norms": "before", "block": "sequential",
+        "window": "none", "variants": "none", "rotary share": 1.0, "head bias": False,
+        **_COMPUTED[kind],
+    }  # fmt: skip
+    return [f"{fact} is {want}" for fact, want in wanted.items() if facts[fact] != want]
