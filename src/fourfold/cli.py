@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors, so that every bad request reads the same."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, way_out=f"see '{self.prog} --help'")
+        raise UserError(message, hint=f"see '{self.prog} --help'")
 
 
 def command_parser(name: str) -> Parser:
@@ -142,7 +142,7 @@ def _dispatch(words: list[str]) -> int:
     name, *rest = words
     if name not in COMMANDS:
         raise UserError(
-            "unknown command", field="command", value=name, way_out=nearest(name, COMMANDS)
+            "unknown command", field="command", value=name, hint=nearest(name, COMMANDS)
         )
     try:
         args = command_parser(name).parse_args(rest)

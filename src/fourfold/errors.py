@@ -10,26 +10,24 @@ class UserError(ValueError):
 
     status = 2
 
-    def __init__(
-        self, rule: str, *, field: str = "", value: object = None, way_out: str = ""
-    ) -> None:
+    def __init__(self, rule: str, *, field: str = "", value: object = None, hint: str = "") -> None:
         super().__init__(rule)
         self.rule = rule
         self.field = field
         self.value = value
-        self.way_out = way_out
+        self.hint = hint
 
     def within(self, path: str) -> UserError:
         """The same error, seen from the table `path` that holds the field."""
         field = f"{path}.{self.field}" if path and self.field else path or self.field
-        return type(self)(self.rule, field=field, value=self.value, way_out=self.way_out)
+        return type(self)(self.rule, field=field, value=self.value, hint=self.hint)
 
     def __str__(self) -> str:
         where = self.field
         if self.value is not None:
             where = f"{where}={shorten(self.value)}" if where else shorten(self.value)
         text = f"{where}: {self.rule}" if where else self.rule
-        return f"{text}; {self.way_out}" if self.way_out else text
+        return f"{text}; {self.hint}" if self.hint else text
 
 
 class MachineError(UserError):

@@ -37,7 +37,7 @@ def refused(error: OSError | ValueError, path: object, *, field: str, verb: str)
         f"cannot be {verb} ({reason})",
         field=field,
         value=os.fsdecode(path) if isinstance(path, bytes) else str(path),
-        way_out="check the path" if verb != "written" else space,
+        hint="check the path" if verb != "written" else space,
     )
 
 
@@ -52,7 +52,7 @@ def text_of(content: bytes, path: str | Path, *, field: str = "file") -> str:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         raise UserError(
-            "is not UTF-8 text", field=field, value=str(path), way_out="name a text file"
+            "is not UTF-8 text", field=field, value=str(path), hint="name a text file"
         ) from None
 
 
@@ -64,12 +64,12 @@ def read_bytes(path: str | Path, *, field: str = "file", max_bytes: int = MAX_TE
         with os.fdopen(handle, "rb") as stream:
             problem = _not_text(os.fstat(handle), os.isatty(handle), path, max_bytes)
             if problem:
-                raise UserError(problem[0], field=field, value=str(path), way_out=problem[1])
+                raise UserError(problem[0], field=field, value=str(path), hint=problem[1])
             os.set_blocking(handle, True)
             content = stream.read(max_bytes + 1)
         if len(content) > max_bytes:
-            rule, way_out = _too_large(max_bytes)
-            raise UserError(rule, field=field, value=str(path), way_out=way_out)
+            rule, hint = _too_large(max_bytes)
+            raise UserError(rule, field=field, value=str(path), hint=hint)
         return content
     except UserError:
         raise
@@ -84,7 +84,7 @@ def read_own(path: str | Path, *, field: str = "file", max_bytes: int = MAX_STOR
     try:
         if os.path.islink(path):
             raise UserError(
-                "is a link", field=field, value=str(path), way_out="put the file itself there"
+                "is a link", field=field, value=str(path), hint="put the file itself there"
             )
         handle = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
         with os.fdopen(handle, "rb") as stream:
@@ -136,7 +136,7 @@ def require_mine(path: str | Path, *, mark: str, force: bool, field: str = "out"
     if not size or (mark and mark.encode() in content):
         return
     what = "exists and is no earlier result of this command" if mark else "exists"
-    raise UserError(what, field=field, value=str(path), way_out="add --force, or name another file")
+    raise UserError(what, field=field, value=str(path), hint="add --force, or name another file")
 
 
 def write_text(path: str | Path, text: str, *, field: str = "out", own: bool = False) -> None:

@@ -39,17 +39,17 @@ def _parse(text: str, units: dict[str, float], kind: str, example: str) -> float
     if match is None or scale is None:
         names = ", ".join(unit for unit in units if unit)
         raise UserError(
-            f"is not a {kind}", value=text, way_out=f"write a number and one of {names}: {example}"
+            f"is not a {kind}", value=text, hint=f"write a number and one of {names}: {example}"
         )
     if _BIT_OR_BYTE.match(match.group(2)):
         raise UserError(
-            "could mean bits or bytes", value=text, way_out=f"write B for bytes: {example}"
+            "could mean bits or bytes", value=text, hint=f"write B for bytes: {example}"
         )
     # Dividing keeps 5us at 5e-06; 5 * 1e-6 is 4.9999999999999996e-06.
     number = float(match.group(1))
     value = number * scale if scale >= 1 else number / round(1 / scale)
     if not math.isfinite(value):
-        raise UserError(f"is too large for a {kind}", value=text, way_out=f"such as {example}")
+        raise UserError(f"is too large for a {kind}", value=text, hint=f"such as {example}")
     return value
 
 
@@ -68,7 +68,7 @@ def bytes_per_s_from(text: str) -> float:
     match = _NUMBER_AND_UNIT.match(text)
     if match and not match.group(2):
         number = match.group(1)
-        raise UserError("has no unit", value=text, way_out=f"write {number}Gbit/s or {number}GB/s")
+        raise UserError("has no unit", value=text, hint=f"write {number}Gbit/s or {number}GB/s")
     return _parse(text, _RATES, "rate", "300GB/s or 400Gbit/s")
 
 
@@ -90,13 +90,13 @@ def _count(text: str, units: dict[str, int], example: str) -> int:
     match = _COUNT.match(text)
     scale = units.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
-        raise UserError("is not a number", value=text, way_out=f"write it as {example}")
+        raise UserError("is not a number", value=text, hint=f"write it as {example}")
     with decimal.localcontext(prec=200):  # exact: 1.1B is 1,100,000,000
         number = decimal.Decimal(match.group(1).replace("_", "")) * scale
         if abs(number) > _MAX_COUNT:
-            raise UserError("is too large", value=text, way_out="at most 2^63 - 1")
+            raise UserError("is too large", value=text, hint="at most 2^63 - 1")
         if number != number.to_integral_value():
-            raise UserError("is not a whole number", value=text, way_out=f"write it as {example}")
+            raise UserError("is not a whole number", value=text, hint=f"write it as {example}")
     return int(number)
 
 

@@ -90,7 +90,7 @@ def test_one_of_a_newer_fourfold_is_not_taken_for_torn(tmp_path: Path, more: dic
     ((_, error),) = checkpoints.torn(tmp_path)
     assert isinstance(error, UnreadableError)
     assert "damaged" not in str(error)
-    assert "update fourfold" in error.way_out
+    assert "update fourfold" in error.hint
 
 
 def resealed(folder: Path, **fields: object) -> None:
@@ -180,7 +180,7 @@ def test_a_missing_permission_is_not_called_damage(tmp_path: Path, monkeypatch) 
     with pytest.raises(UnreadableError, match="Permission denied") as caught:
         checkpoints.read(folder)
     assert "damaged" not in str(caught.value)
-    assert "nothing is lost" in caught.value.way_out
+    assert "nothing is lost" in caught.value.hint
 
 
 def test_what_is_kept_apart_is_never_written_over(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_what_trains_something_else_is_refused() -> None:
         with pytest.raises(UserError) as caught:
             must_continue(old, asked)
         assert caught.value.field == field
-        assert caught.value.way_out
+        assert caught.value.hint
 
 
 def test_changes_are_said() -> None:

@@ -71,14 +71,14 @@ def _device(args: argparse.Namespace) -> Device:
         return catalog.cluster(args.cluster).device
     if args.gpu:
         return catalog.device(args.gpu)
-    raise UserError("is missing", field="gpu", way_out="add --gpu ID or --cluster NAME")
+    raise UserError("is missing", field="gpu", hint="add --gpu ID or --cluster NAME")
 
 
 def _precision(args: argparse.Namespace, device: Device) -> str:
     precision = words.policy_word("precision", args.precision)
     if precision not in BUNDLES:
         raise UserError(
-            "is not a precision", field="precision", value=precision, way_out=", ".join(BUNDLES)
+            "is not a precision", field="precision", value=precision, hint=", ".join(BUNDLES)
         )
     if precision in ("fp8", "fp4"):
         device.peak(precision)
@@ -142,7 +142,7 @@ def _shape(args: argparse.Namespace) -> Any:
     base = catalog.model(args.model) if args.model else None
     hidden = args.hidden if args.hidden is not None else base.hidden if base else None
     if hidden is None:
-        raise UserError("is missing", field="hidden", way_out="add --hidden N or --model NAME")
+        raise UserError("is missing", field="hidden", hint="add --hidden N or --model NAME")
     tp = _whole("tp", args.tp if args.tp is not None else 1)
     own = base is not None and hidden == base.hidden
     heads = args.heads if args.heads is not None else base.heads if base and own else None
@@ -157,7 +157,7 @@ def _shape(args: argparse.Namespace) -> Any:
     ):
         if whole % value:
             raise UserError(
-                f"must divide {whole}", field=name, value=value, way_out="choose a divisor"
+                f"must divide {whole}", field=name, value=value, hint="choose a divisor"
             )
     return Shape(
         hidden=hidden,
@@ -179,7 +179,7 @@ def _shapes(args: argparse.Namespace) -> dict[str, Any]:
     if not 1e6 <= args.params <= 1e13:
         raise UserError("must be from 1e6 to 1e13", field="params", value=args.params)
     if args.tokens is None or not 0 < args.tokens < 1e18:
-        raise UserError("must be above 0", field="tokens", value=args.tokens, way_out="--tokens T")
+        raise UserError("must be above 0", field="tokens", value=args.tokens, hint="--tokens T")
     ask = _plan_question(args)
     models = shapes_near(ask.model, args.params, ask.batch.seq_len, args.tp or 8)
     if not models:

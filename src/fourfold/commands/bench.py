@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             f"surely does not fit: {too_large}",
             field="model",
             value=asked.model.name,
-            way_out="'fourfold plan' finds layouts that do; --force runs it all the same",
+            hint="'fourfold plan' finds layouts that do; --force runs it all the same",
         )
     spec, trials = bench_auto.decide(asked, campaign)
     refused = why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus))
@@ -112,7 +112,7 @@ def _spec(args: argparse.Namespace) -> RunSpec:
         changes["settle"] = False
     spec = dataclasses.replace(spec, **changes)
     spec.batch.without_ramp()
-    require_gpus(spec.device, spec.gpus, way_out="--set device=cpu")
+    require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
     flags.permit(args).require((spec,), ranks=spec.gpus)
     if spec.data:
         vocab, seq_len = spec.model.vocab, spec.batch.seq_len

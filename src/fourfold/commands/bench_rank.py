@@ -61,7 +61,7 @@ def is_asked(args: argparse.Namespace) -> bool:
                 raise UserError(
                     "belongs to --as-rank",
                     field=f"--{flag.replace('_', '-')}",
-                    way_out="add --as-rank 0, or give the layout by --gpus, --pp, --dp, --cp, --tp",
+                    hint="add --as-rank 0, or give the layout by --gpus, --pp, --dp, --cp, --tp",
                 )
     return args.as_rank is not None
 
@@ -135,11 +135,11 @@ def _spec(args: argparse.Namespace, text: str) -> RunSpec:
     if args.world is not None:
         table["gpus"] = args.world
     if "model" not in table:
-        raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
+        raise UserError("is missing", field="model", hint="add --model NAME ('fourfold models')")
     spec = with_fast_defaults(codec.load(RunSpec, table), table, ranks=1)
     if spec.batch.micro_batch == 0:
         raise UserError(
-            "'auto' needs the real ranks", field="micro_batch", way_out="give --micro-batch N"
+            "'auto' needs the real ranks", field="micro_batch", hint="give --micro-batch N"
         )
     steps = args.steps if args.steps is not None else table.get("steps", _STEPS)
     warmup = args.warmup if args.warmup is not None else table.get("warmup", _WARMUP)
@@ -158,7 +158,7 @@ def _rank(args: argparse.Namespace, planner: Planner) -> int:
             f"must be a rank of {spec.layout}, 0 to {spec.gpus - 1}, or first, last or worst",
             field="as-rank",
             value=wanted,
-            way_out=f"--as-rank {spec.gpus - 1} is the last",
+            hint=f"--as-rank {spec.gpus - 1} is the last",
         )
     return int(wanted)
 

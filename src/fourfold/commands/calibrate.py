@@ -87,7 +87,7 @@ def measure(*, quick: bool, device: str) -> HardwareProfile:
     """The profile of this host; the torch processes are gone when it returns."""
     gpus = gpu_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
-        raise UserError("no GPU is visible", field="device", value=device, way_out="--device cpu")
+        raise UserError("no GPU is visible", field="device", value=device, hint="--device cpu")
     options = {"quick": "true" if quick else "false", "device": "cuda" if gpus else "cpu"}
     options["seconds"] = str(_QUICK_S if quick else _WHOLE_S)
     job = Job(

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             "name a cluster or a GPU, not both",
             field="gpu",
             value=args.gpu,
-            way_out="leave one out",
+            hint="leave one out",
         )
     if args.cluster is not None:
         print(cluster_text(catalog.cluster(args.cluster), args.format))
@@ -89,7 +89,7 @@ def _refuse_new_flags(args: argparse.Namespace) -> None:
     for flag in (*(flag for flag, *_ in _NEW_FLAGS), "--nccl-tests", "--force"):
         if getattr(args, flag[2:].replace("-", "_")):
             raise UserError(
-                "belongs to 'clusters new'", field=flag, way_out=f"fourfold clusters new {flag} ..."
+                "belongs to 'clusters new'", field=flag, hint=f"fourfold clusters new {flag} ..."
             )
 
 

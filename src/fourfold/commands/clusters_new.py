@@ -75,11 +75,11 @@ def _as_path(out: str) -> str:
 def _ask(field: str, question: str, flag: str) -> str:
     """An answer from the terminal; without one the request is incomplete."""
     if sys.stdin is None or not sys.stdin.isatty():
-        raise UserError("is missing", field=field, way_out=f"add {flag}: {question}")
+        raise UserError("is missing", field=field, hint=f"add {flag}: {question}")
     print(f"{question}? ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline().strip()
     if not answer:
-        raise UserError("is missing", field=field, way_out=f"answer, or add {flag}")
+        raise UserError("is missing", field=field, hint=f"answer, or add {flag}")
     return answer
 
 
@@ -144,7 +144,7 @@ def _host_gpus(
             f"the topology shows {seen}",
             field="host-gpus",
             value=args.host_gpus,
-            way_out="leave --host-gpus out, or give the topology of the right host",
+            hint="leave --host-gpus out, or give the topology of the right host",
         )
     most = max((log.host_ranks for log in logs), default=0)
     count = args.host_gpus or seen or most
@@ -232,7 +232,7 @@ def _network_rate(known: _Evidence, measured: LinkFit | None) -> tuple[str, str]
         host = known.nics * _parsed("nic-rate", args.nic_rate)
         why = f"{known.nics} cards of {args.nic_rate} a host"
     elif args.nic_rate:
-        raise UserError("is missing", field="nics", way_out="add --nics N, or --topo FILE")
+        raise UserError("is missing", field="nics", hint="add --nics N, or --topo FILE")
     else:
         example = f"--nic-rate RATE ({known.nics} cards seen)" if known.nics else "--network RATE"
         answer = _ask("network", "network rate of one host, such as 3200Gbit/s", example)
@@ -248,7 +248,7 @@ def _parsed(field: str, text: str) -> float:
         rate = bytes_per_s_from(text)
         check.positive(rate=rate)
     except UserError as error:
-        raise UserError(error.rule, field=field, value=text, way_out=error.way_out) from None
+        raise UserError(error.rule, field=field, value=text, hint=error.hint) from None
     return rate
 
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             "is missing" if args.shell is None else "is not a shell with a script",
             field="shell",
             value=" ".join([args.shell, *args.words]) if args.shell else None,
-            way_out=f"fourfold completion {'|'.join(_SCRIPTS)}",
+            hint=f"fourfold completion {'|'.join(_SCRIPTS)}",
         )
     print(_SCRIPTS[args.shell], end="")
     return 0

@@ -72,7 +72,7 @@ def run_make(args: argparse.Namespace) -> str:
     for old in (path, side):
         if os.path.lexists(old) and not args.force:
             raise UserError(
-                "exists", field="out", value=str(old), way_out="add --force, or name another"
+                "exists", field="out", value=str(old), hint="add --force, or name another"
             )
     total = sum(_size(name) for name in args.files)
     encoder = _encoder(args)
@@ -100,12 +100,12 @@ def _size(name: str) -> int:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"cannot be read ({reason})", field="file", value=name, way_out="check the path"
+            f"cannot be read ({reason})", field="file", value=name, hint="check the path"
         ) from None
     if stat.S_ISDIR(found.st_mode):
-        raise UserError("is a folder", field="file", value=name, way_out=f"name files: {name}/*")
+        raise UserError("is a folder", field="file", value=name, hint=f"name files: {name}/*")
     if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
-        raise UserError("is a device", field="file", value=name, way_out="name a text file")
+        raise UserError("is a device", field="file", value=name, hint="name a text file")
     return found.st_size
 
 
@@ -120,7 +120,7 @@ def _encoder(args: argparse.Namespace) -> Encoder:
         if args.end_token is not None:
             raise UserError(
                 "byte tokens end a document by themselves", field="--end-token",
-                value=args.end_token, way_out="leave it out, or name a --tokenizer",
+                value=args.end_token, hint="leave it out, or name a --tokenizer",
             )  # fmt: skip
         # A model of 256 tokens has none to spare: a zero byte, which texts do not hold.
         spare = args.vocab != _BYTES
@@ -134,7 +134,7 @@ def _require_vocab(encoder: Encoder, vocab: int | None) -> None:
             f"the tokenizer '{encoder.name}' needs {encoder.vocab}",
             field="--vocab",
             value=vocab,
-            way_out="take a model with a larger vocabulary, or another tokenizer",
+            hint="take a model with a larger vocabulary, or another tokenizer",
         )
 
 
@@ -154,7 +154,7 @@ def _from_file(path: str, end_token: str | None) -> Encoder:
             "needs the package 'tokenizers', which is not installed",
             field="--tokenizer",
             value=path,
-            way_out="pip install tokenizers, or use --tokenizer bytes",
+            hint="pip install tokenizers, or use --tokenizer bytes",
         ) from None
     import hashlib
 
@@ -192,7 +192,7 @@ def _end_token(known: dict[str, int], wanted: str | None, path: str) -> int:
         "has no such token" if wanted else "has none of the usual end tokens",
         field="--end-token" if wanted else "--tokenizer",
         value=wanted or path,
-        way_out="--end-token TEXT names one of its tokens, 'none' joins documents without one",
+        hint="--end-token TEXT names one of its tokens, 'none' joins documents without one",
     )
 
 
@@ -206,7 +206,7 @@ def _decoded(content: Iterator[bytes], source: str) -> Iterator[str]:
         yield decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         raise UserError(
-            "is not UTF-8 text", field="file", value=source, way_out="--tokenizer bytes takes any"
+            "is not UTF-8 text", field="file", value=source, hint="--tokenizer bytes takes any"
         ) from None
 
 

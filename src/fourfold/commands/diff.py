@@ -93,12 +93,12 @@ def repeats_of(text: str, known: list[Stored]) -> list[Stored]:
         found = [stored for stored in found if str(stored.summary.repeat) == repeat]
     if not found:
         raise UserError(
-            "names no stored run", field="run", value=text, way_out="'fourfold runs' lists them"
+            "names no stored run", field="run", value=text, hint="'fourfold runs' lists them"
         )
     if len({stored.summary.run_id for stored in found}) > 1:
         raise UserError(
             f"begins the id of {len({s.summary.run_id for s in found})} runs", field="run",
-            value=text, way_out="give more letters",
+            value=text, hint="give more letters",
         )  # fmt: skip
     return found
 

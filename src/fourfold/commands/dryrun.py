@@ -53,9 +53,7 @@ def run(args: argparse.Namespace) -> int:
     ranks = _ranks(args, spec)
     refusals = why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus))
     for refusal in refusals:
-        raise UserError(
-            refusal.rule, field=refusal.field, value=refusal.value, way_out=refusal.way_out
-        )
+        raise UserError(refusal.rule, field=refusal.field, value=refusal.value, hint=refusal.hint)
     try:
         counts = count(spec, ranks)
     except JobError as error:
@@ -74,7 +72,7 @@ def _ranks(args: argparse.Namespace, spec: RunSpec) -> list[int]:
     rank = args.rank or 0
     if not 0 <= rank < spec.gpus:
         raise UserError(
-            f"the world has {spec.gpus} ranks", field="rank", value=rank, way_out="--rank 0"
+            f"the world has {spec.gpus} ranks", field="rank", value=rank, hint="--rank 0"
         )
     return [rank]
 

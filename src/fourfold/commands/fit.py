@@ -55,18 +55,18 @@ def run(args: argparse.Namespace) -> int:
 
         if not args.cluster:
             raise UserError(
-                "is needed with --runs", field="--cluster", way_out="name where the runs were made"
+                "is needed with --runs", field="--cluster", hint="name where the runs were made"
             )
         tables.append(report_rows(args.runs, catalog.cluster(args.cluster), to_stderr))
     if not tables:
         raise UserError(
-            "nothing to fit", field="rows", way_out="name a CSV of measured runs, or --runs DIR"
+            "nothing to fit", field="rows", hint="name a CSV of measured runs, or --runs DIR"
         )
     prior = load(args.prior) if args.prior else None
     if args.suggest is not None:
         return _suggest(tables, prior or shipped(), args)
     if not args.out:
-        raise UserError("is needed", field="--out", way_out="--out mine.json")
+        raise UserError("is needed", field="--out", hint="--out mine.json")
     files.require_mine(args.out, mark=MARK, force=args.force)
     return _fit(tables, prior, args)
 
@@ -83,7 +83,7 @@ def _fit(tables: list[Rows], prior: Calibration | None, args: argparse.Namespace
         raise UserError(
             "no row has a measured step time, memory or an out-of-memory",
             field="rows",
-            way_out="fill step_s, mem_gb or status",
+            hint="fill step_s, mem_gb or status",
         )
     name = args.name or "+".join(table.table.name for table in tables)
     found = calibrate(tables, name=name, prior=prior, tell=lambda m: print(m, file=sys.stderr))

@@ -193,7 +193,7 @@ def put_env(table: dict[str, Any], args: argparse.Namespace) -> None:
 def run_spec(args: argparse.Namespace) -> RunSpec:
     table = run_table(args)
     if "model" not in table:
-        raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
+        raise UserError("is missing", field="model", hint="add --model NAME ('fourfold models')")
     return codec.load(RunSpec, table)
 
 

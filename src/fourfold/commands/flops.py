@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _answer(args: argparse.Namespace) -> dict[str, Any]:
     spec, given = flags.run_spec(args), flags.run_table(args).get("batch", {})
     if "seq_len" not in given:
-        raise UserError("is missing", field="seq-len", way_out="add --seq-len N")
+        raise UserError("is missing", field="seq-len", hint="add --seq-len N")
     model, batch, policy, gpus = spec.model, spec.batch, spec.policy, spec.gpus
     tokens_per_s = _tokens_per_s(args, batch, batch_given="global_batch" in given)
     device = catalog.device(args.gpu) if args.gpu else None
@@ -107,7 +107,7 @@ def _tokens_per_s(args: argparse.Namespace, batch: Batch, *, batch_given: bool) 
             raise UserError("must be above 0", field="step-s", value=args.step_s)
         if not batch_given:
             raise UserError(
-                "is missing", field="global-batch", way_out="--step-s needs --global-batch"
+                "is missing", field="global-batch", hint="--step-s needs --global-batch"
             )
         return _in_range("step-s", args.step_s, batch.tokens / args.step_s)
     if args.tokens_per_s is not None:

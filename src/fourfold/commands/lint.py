@@ -41,11 +41,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for rule in args.ignore:
         if rule not in RULES:
-            raise UserError(
-                "unknown rule", field="ignore", value=rule, way_out=nearest(rule, RULES)
-            )
+            raise UserError("unknown rule", field="ignore", value=rule, hint=nearest(rule, RULES))
     if not args.files:
-        raise UserError("is missing", field="FILE", way_out="name a .md, .csv or .json file")
+        raise UserError("is missing", field="FILE", hint="name a .md, .csv or .json file")
     found: list[tuple[str, Finding]] = []
     tables = rows = 0
     for path in args.files:
@@ -64,7 +62,7 @@ def _known(document: Document, path: str) -> int:
             "holds no table of a known style",
             field="FILE",
             value=path,
-            way_out="mpt, topology, scaling and reference tables are known ('docs/tables.md')",
+            hint="mpt, topology, scaling and reference tables are known ('docs/tables.md')",
         )
     return known
 

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     table.setdefault("batch", {}).setdefault("seq_len", DEFAULT_SEQ_LEN)
     if args.name is None:
         if "layout" in table or "gpus" in table or args.rank is not None:
-            raise UserError("is missing", field="name", way_out="a layout is of one model: name it")
+            raise UserError("is missing", field="name", hint="a layout is of one model: name it")
         return _list_all(args.format, codec.decode(Batch, table["batch"], "batch").seq_len)
     spec = codec.decode(RunSpec, table | {"model": args.name})
     answer = _describe(spec.model, spec.batch.seq_len)
@@ -142,21 +142,21 @@ def _refuse_uneven(model: ModelShape, layout: Layout) -> None:
             f"exceeds layers={model.layers}",
             field="pp",
             value=layout.pp,
-            way_out=f"pp = {model.layers} or fewer",
+            hint=f"pp = {model.layers} or fewer",
         )
     if model.heads % layout.tp:
         raise UserError(
             f"must divide heads={model.heads}",
             field="tp",
             value=layout.tp,
-            way_out=f"tp = {gcd(model.heads, layout.tp)} would do",
+            hint=f"tp = {gcd(model.heads, layout.tp)} would do",
         )
     if model.kv_heads % layout.tp and layout.tp % model.kv_heads:
         raise UserError(
             f"must divide kv_heads={model.kv_heads} or be a multiple of it",
             field="tp",
             value=layout.tp,
-            way_out=f"tp = {gcd(model.kv_heads, layout.tp)} would do",
+            hint=f"tp = {gcd(model.kv_heads, layout.tp)} would do",
         )
 
 

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.explain:
         return _explain(args, ask)
     if args.timeline:
-        raise UserError("draws one layout", field="timeline", way_out="add --explain 'pp4 dp2'")
+        raise UserError("draws one layout", field="timeline", hint="add --explain 'pp4 dp2'")
     ranking, tried = best_of(ask, counts, least=max(args.top, args.pick))
     train = training(ranking, tokens=args.tokens, top=max(args.top, args.pick))
     if args.export:
@@ -118,7 +118,7 @@ def question(args: argparse.Namespace) -> tuple[Any, list[int]]:
     policy = codec.decode(Policy, plain, "policy")
     entry, why = questions.entry_for(known, stack, cluster)
     if not isinstance(table.get("model"), str):
-        raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
+        raise UserError("is missing", field="model", hint="add --model NAME ('fourfold models')")
     model = catalog.model(table["model"])
     plan_export.require_expressible(args, model)
     ask = questions.Question(
@@ -201,7 +201,7 @@ def _batch(args: argparse.Namespace, table: dict[str, Any]) -> Batch:
     plain = dict(table.get("batch", {}))
     for name, flag in (("seq_len", "--seq-len"), ("global_batch", "--global-batch")):
         if name not in plain:
-            raise UserError("is missing", field=name, way_out=f"add {flag} N")
+            raise UserError("is missing", field=name, hint=f"add {flag} N")
     plain.pop("micro_batch", None)
     batch = codec.decode(Batch, plain, "batch")
     if args.tokens is not None and not 0 < args.tokens < 1e18:

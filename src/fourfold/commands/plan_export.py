@@ -28,7 +28,7 @@ def implied_stack(args: argparse.Namespace) -> str:
             f"has other rules and seconds than --export {args.export}",
             field="stack",
             value=args.stack,
-            way_out=f"leave --stack out, or --stack {implied}",
+            hint=f"leave --stack out, or --stack {implied}",
         )
     return args.stack
 
@@ -45,7 +45,7 @@ def keep_to_limits(args: argparse.Namespace, fixed: dict[str, Any]) -> dict[str,
                 f"{args.export} has no setting for it",
                 field=name,
                 value=fixed[name],
-                way_out=f"{name} = {value}",
+                hint=f"{name} = {value}",
             )
         fixed = fixed | {name: value}
     return fixed
@@ -97,9 +97,7 @@ def _setup(args: argparse.Namespace, ranking: Any) -> Any:
     from fourfold.search.export.setup import Setup
 
     if not len(ranking):
-        raise UserError(
-            "nothing is ranked", field="export", way_out="plan without --export says why"
-        )
+        raise UserError("nothing is ranked", field="export", hint="plan without --export says why")
     if args.pick > len(ranking):
         raise UserError(f"only {len(ranking)} are ranked", field="--pick", value=args.pick)
     ask, place = ranking.ask, args.pick - 1

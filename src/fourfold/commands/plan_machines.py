@@ -35,7 +35,7 @@ def machines(args: argparse.Namespace, table: dict[str, Any]) -> tuple[Cluster, 
             f"{cluster.name} has {cluster.gpus}",
             field="gpus",
             value=most,
-            way_out=f"at most {cluster.gpus}, or describe a larger cluster in a file",
+            hint=f"at most {cluster.gpus}, or describe a larger cluster in a file",
         )
     return cluster, _divided(table, counts)
 
@@ -49,7 +49,7 @@ def _cluster(args: argparse.Namespace, gpus: int | None) -> Cluster:
             f"--{other} says which GPU it is",
             field="gpu",
             value=args.gpu,
-            way_out=f"leave --gpu or --{other} out",
+            hint=f"leave --gpu or --{other} out",
         )
     if args.cluster:
         return catalog.cluster(args.cluster)
@@ -59,12 +59,12 @@ def _cluster(args: argparse.Namespace, gpus: int | None) -> Cluster:
         device = catalog.device(args.gpu)
         most = gpus or 8 * (args.max_nodes or 0)
         if not most:
-            raise UserError("is missing", field="gpus", way_out="add --gpus N or --max-nodes N")
+            raise UserError("is missing", field="gpus", hint="add --gpus N or --max-nodes N")
         return usual_cluster(device, most)
     raise UserError(
         "is missing",
         field="cluster",
-        way_out="add --cluster NAME, --gpu ID with "
+        hint="add --cluster NAME, --gpu ID with "
         "--gpus N, or --profile FILE ('fourfold calibrate --out FILE')",
     )
 
@@ -74,7 +74,7 @@ def _priced(args: argparse.Namespace, cluster: Cluster) -> Cluster:
     if price is None:
         return cluster
     if not 0 <= price < 1e9:
-        raise UserError("must be 0 or more", field="price", value=price, way_out="--price 2.5")
+        raise UserError("must be 0 or more", field="price", value=price, hint="--price 2.5")
     return replace(cluster, price_per_gpu_hour=price)
 
 
@@ -95,7 +95,7 @@ def _divided(table: dict[str, Any], counts: list[int]) -> list[int]:
             f"pp x dp x cp x tp = {asked.world} must {'equal' if whole else 'divide'} it",
             field="gpus",
             value=counts[0],
-            way_out=f"--gpus {asked.world}, or leave --dp out: it is what tp, cp and pp leave",
+            hint=f"--gpus {asked.world}, or leave --dp out: it is what tp, cp and pp leave",
         )
     return possible
 

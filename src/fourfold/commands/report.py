@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             "holds no results",
             field="SOURCE",
             value=" ".join(args.sources) or args.runs,
-            way_out="'fourfold sweep' and 'fourfold bench' fill a store; --runs names another",
+            hint="'fourfold sweep' and 'fourfold bench' fill a store; --runs names another",
         )
     document = publish(found, args.style, rule)
     judged = _scores(args, stored)
@@ -136,7 +136,7 @@ def _records(args: argparse.Namespace, seen: list[Stored]) -> list[Record]:
                 _name_unread(source, unread(table))
         else:
             raise UserError(
-                "is no store yet", field="runs", value=source, way_out="run something first"
+                "is no store yet", field="runs", value=source, hint="run something first"
             )
     return found
 
@@ -150,7 +150,7 @@ def _name_unread(source: str, headings: tuple[str, ...]) -> None:
 def _write_both(document: Document, name: str, *, force: bool) -> None:
     stem = name.removesuffix(".csv").removesuffix(".md")
     if Path(stem).name in ("", INDEX, RUN_FILE):
-        raise UserError("must be a file's name", field="out", value=name, way_out="--out results")
+        raise UserError("must be a file's name", field="out", value=name, hint="--out results")
     signed = _with_line(document, _MARK)
     for ending in ("csv", "md"):  # both or none: asked before the first is written
         files.require_mine(f"{stem}.{ending}", mark=_MARK, force=force)

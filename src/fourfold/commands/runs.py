@@ -82,7 +82,7 @@ def _show(args: argparse.Namespace) -> int:
     if len(args.words) != 2 or args.words[0] != "show":
         raise UserError(
             "must be 'show RUN', or nothing", field="runs", value=" ".join(args.words),
-            way_out="fourfold runs show 3fa2",
+            hint="fourfold runs show 3fa2",
         )  # fmt: skip
     rule = convention(args.convention).id
     *_, stored = repeats_of(args.words[1], Store(args.runs).runs())

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if not expansion.total:
         raise UserError(
             "leaves no combination", field="where", value=f"{expansion.dropped} dropped",
-            way_out="loosen the conditions",
+            hint="loosen the conditions",
         )  # fmt: skip
     for one in skipped:
         _note(f"skipped: {told(tuple(one['combination'].items()))}: {one['reason']}")
@@ -114,7 +114,7 @@ def _asked(args: argparse.Namespace, ahead: Foresight) -> Expansion:
         raise UserError(
             "give a FILE.toml, models with -m, or --from-plan K",
             field="FILE",
-            way_out="see 'fourfold sweep --help'",
+            hint="see 'fourfold sweep --help'",
         )
     if sweep_plan.given(args):
         return sweep_plan.chosen(args, ahead)

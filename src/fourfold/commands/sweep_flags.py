@@ -98,6 +98,6 @@ def _batches(args: argparse.Namespace, fixed: dict[str, Any]) -> list[dict[str, 
     if not found:
         raise UserError(
             "is less than one sequence", field="-b", value=args.batch_exp,
-            way_out=f"a batch holds at least one sequence of 2^{min(args.seq_exp or [11])} tokens",
+            hint=f"a batch holds at least one sequence of 2^{min(args.seq_exp or [11])} tokens",
         )  # fmt: skip
     return found

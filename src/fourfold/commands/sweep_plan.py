@@ -53,7 +53,7 @@ def refuse_flags(args: argparse.Namespace) -> None:
     if used:
         raise UserError(
             "goes with --from-plan", field=f"--{used[0].replace('_', '-')}",
-            way_out=f"here: a FILE's axis, or --set ({used[0]} as an axis of [sweep])",
+            hint=f"here: a FILE's axis, or --set ({used[0]} as an axis of [sweep])",
         )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def chosen(args: argparse.Namespace, foresight: Foresight) -> Expansion:
     if not len(ranking):
         raise UserError(
             "finds no layout that is legal and fits", field="--from-plan", value=args.from_plan,
-            way_out="'fourfold plan' with the same flags says why",
+            hint="'fourfold plan' with the same flags says why",
         )  # fmt: skip
     found = []
     for i in range(min(args.from_plan, len(ranking))):
@@ -132,7 +132,7 @@ def _somewhere(
     if here is None:
         raise UserError(
             "nothing says what this machine can do", field="--from-plan", value=asked.from_plan,
-            way_out="'fourfold calibrate --quick --out profile.json', then --profile profile.json",
+            hint="'fourfold calibrate --quick --out profile.json', then --profile profile.json",
         )  # fmt: skip
     return argparse.Namespace(**vars(asked) | {"gpu": here.device.id})
 

@@ -133,7 +133,7 @@ def _run_steps(
 ) -> int:
     """Computed beside measured; exit 1 when a shape or a byte differs."""
     if args.rank:
-        raise UserError("a run shows rank 0", field="rank", value=args.rank, way_out="--rank 0")
+        raise UserError("a run shows rank 0", field="rank", value=args.rank, hint="--rank 0")
     try:
         measured = _measure(args, ask)
     except JobError as error:
@@ -159,14 +159,14 @@ def _measure(args: argparse.Namespace, ask: Ask | LayerAsk) -> TraceMeasure:
     gpus = gpu_count() if args.device != "cpu" else 0
     if args.device == "cuda" and gpus < ranks:
         raise UserError(
-            f"{gpus} visible on this host", field="ranks", value=ranks, way_out="--device cpu"
+            f"{gpus} visible on this host", field="ranks", value=ranks, hint="--device cpu"
         )
     if ranks > MAX_LOCAL_RANKS:
         raise UserError(
             f"a run starts one process per rank on this host, at most {MAX_LOCAL_RANKS}",
             field="ranks",
             value=ranks,
-            way_out="leave --run out: any number can be computed",
+            hint="leave --run out: any number can be computed",
         )
     device = "cuda" if gpus >= ranks else "cpu"
     options = {"ask": codec.to_json(ask), "device": device, "kind": args.kind}
@@ -197,13 +197,13 @@ def _advice(ask: Ask | LayerAsk, args: argparse.Namespace, cluster: Cluster) -> 
 def _layer_ask(args: argparse.Namespace) -> LayerAsk:
     """A layer of a preset; sizes given as flags change its shape."""
     if args.model is None:
-        raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
+        raise UserError("is missing", field="model", hint="add --model NAME ('fourfold models')")
     if args.attention != "flash":
         raise UserError(
             "a layer with its backward is traced with flash attention",
             field="attention",
             value=args.attention,
-            way_out="naive belongs to ulysses, allgather and ring",
+            hint="naive belongs to ulysses, allgather and ring",
         )
     model = catalog.model(args.model)
     names = ("hidden", "heads", "kv_heads", "ffn")
@@ -235,7 +235,7 @@ def _ask(args: argparse.Namespace) -> Ask:
             f"has heads of {model.head_size}, not hidden / heads",
             field="model",
             value=args.model,
-            way_out="kind layer traces such heads; else give --hidden and --heads",
+            hint="kind layer traces such heads; else give --hidden and --heads",
         )
     sizes: dict[str, int] = {}
     for name in ("cp_kind", "sharding"):
@@ -253,7 +253,7 @@ def _ask(args: argparse.Namespace) -> Ask:
             raise UserError(
                 "is missing",
                 field=name,
-                way_out=f"add --{name} N, or --model NAME ('fourfold models')",
+                hint=f"add --{name} N, or --model NAME ('fourfold models')",
             )
     if args.heads is not None and args.kv_heads is None:
         sizes["kv_heads"] = args.heads
@@ -277,6 +277,6 @@ def _cluster(name: str | None, ranks: int) -> Cluster:
     if ranks > cluster.gpus:
         raise UserError(
             f"the trace needs {ranks} ranks", field="cluster", value=f"{name} of {cluster.gpus}",
-            way_out="fewer ranks, or a larger cluster",
+            hint="fewer ranks, or a larger cluster",
         )  # fmt: skip
     return cluster

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.show:
         return _show_only(args)
     if not args.out:
-        raise UserError("is missing", field="out", way_out="add --out DIR, the training's folder")
+        raise UserError("is missing", field="out", hint="add --out DIR, the training's folder")
     folder = TrainingFolder(args.out)
     folder.must_be_plain()
     if folder.aside.exists():  # a --fresh was killed
@@ -100,9 +100,9 @@ def _data(spec: RunSpec) -> TokenInfo | None:
 def _must_be_legal(spec: RunSpec, permit: Permit) -> None:
     if spec.batch.micro_batch == 0:
         raise UserError(
-            "'auto' is chosen by bench", field="batch.micro_batch", value=0, way_out="give a number"
+            "'auto' is chosen by bench", field="batch.micro_batch", value=0, hint="give a number"
         )
-    require_gpus(spec.device, spec.gpus, way_out="--set device=cpu")
+    require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
     permit.require((spec,), ranks=spec.gpus)
     require_legal(spec)
 
@@ -114,7 +114,7 @@ def _must_have_packages(settings: TrainSettings) -> None:
             raise UserError(
                 f"needs the package {package}, which is not installed",
                 field=package,
-                way_out=f"pip install {package}, or leave --{package} out",
+                hint=f"pip install {package}, or leave --{package} out",
             )
 
 
@@ -200,7 +200,7 @@ def _show_only(args: argparse.Namespace) -> int:
             "is not the folder of a training (it has no train.toml)",
             field="show",
             value=args.show,
-            way_out="name the --out of a 'fourfold train'",
+            hint="name the --out of a 'fourfold train'",
         )
     settings = codec.decode(TrainSettings, table.get("train", {}), "train")
     return _shown(args, folder, settings, {"outcome": "shown"})

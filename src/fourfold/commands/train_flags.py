@@ -75,7 +75,7 @@ def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec
             "holds no training to resume",
             field="out",
             value=str(folder.root),
-            way_out="name the --out of an earlier 'fourfold train', or leave --resume out",
+            hint="name the --out of an earlier 'fourfold train', or leave --resume out",
         )
     if any(getattr(args, axis) is not None for axis in ("gpus", "dp", "tp", "cp", "pp")):
         known.pop("layout", None)  # a new layout is asked for, not a change of one axis
@@ -95,14 +95,14 @@ def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec
         if getattr(args, field) is not None:
             plain[field] = getattr(args, field)
     if "steps" not in plain:
-        raise UserError("is missing", field="steps", way_out="add --steps N")
+        raise UserError("is missing", field="steps", hint="add --steps N")
     newest = None if args.fresh else folder.newest()
     if newest is None:
         begin_from(table, plain)
     elif args.weights:
         plain["weights"] = _same_weights(args.weights, newest)
     if "model" not in table:
-        raise UserError("is missing", field="model", way_out="add --model NAME ('fourfold models')")
+        raise UserError("is missing", field="model", hint="add --model NAME ('fourfold models')")
     spec = codec.load(RunSpec, table)
     if spec.data:  # the ranks, and the next start, may work in another folder
         spec = replace(spec, data=str(Path(spec.data).absolute()))
@@ -118,6 +118,6 @@ def _same_weights(asked: str, newest: Checkpoint) -> str:
             f"{began or 'random weights'}",
             field="weights",
             value=asked,
-            way_out="leave --weights out, name another --out, or start over with --fresh",
+            hint="leave --weights out, name another --out, or start over with --fresh",
         )
     return began

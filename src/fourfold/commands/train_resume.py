@@ -72,7 +72,7 @@ def _newest(folder: TrainingFolder) -> Checkpoint | None:
             f"{torn[-1][0]}: {torn[-1][1].rule}",
             field="out",
             value=str(folder.root),
-            way_out="copy one again from where it was written; nothing was changed",
+            hint="copy one again from where it was written; nothing was changed",
         )
     points = curve.parse(folder.metrics)
     for found in whole:
@@ -90,7 +90,7 @@ def _may_begin(args: argparse.Namespace, folder: TrainingFolder) -> None:
             "holds no whole checkpoint",
             field="out",
             value=str(folder.root),
-            way_out="leave --resume out to start from nothing",
+            hint="leave --resume out to start from nothing",
         )
     if inside.kind_of(folder.metrics) and inside.size_of(folder.metrics):
         old = folder.metrics.with_name(f"{folder.metrics.name}.old")

@@ -28,7 +28,7 @@ def begin_from(table: dict[str, Any], settings: dict[str, Any]) -> None:
             f"weights of type '{kind}' are not read",
             field="weights",
             value=str(folder),
-            way_out=f"read are {', '.join(MODULES)}",
+            hint=f"read are {', '.join(MODULES)}",
         )
     assert isinstance(config, dict)
     said = approximation(kind, config)

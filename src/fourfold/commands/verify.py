@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             f"no legal layout; refused for: {reasons or 'nothing matched'}",
             field="layout",
             value=args.layout or f"{wish.world} ranks",
-            way_out="change --world, --layout or --axis",
+            hint="change --world, --layout or --axis",
         )
     if args.sample is not None:
         found = verify_cases.sample(found, args.sample, args.seed)
@@ -127,7 +127,7 @@ def _wish(args: argparse.Namespace) -> Wish:
     layout = Layout.parse(args.layout) if args.layout else None
     world = args.world if args.world is not None else (layout.world if layout else 0)
     if args.world is None and layout is None:
-        raise UserError("is missing", field="world", way_out="add --world 4")
+        raise UserError("is missing", field="world", hint="add --world 4")
     if layout and layout.world != world:
         raise UserError(
             f"has {layout.world} ranks, not --world {world}", field="layout", value=args.layout
@@ -178,7 +178,7 @@ def _must_run(shape: ModelShape) -> None:
     lacking = not_run(shape, verify_cases.SEQ_LEN)
     if lacking:
         rule = f"the engine does not run {', '.join(lacking)}"
-        raise UserError(rule, field="model", value=shape.name, way_out="plan and models take it")
+        raise UserError(rule, field="model", value=shape.name, hint="plan and models take it")
 
 
 def _checked_sizes(args: argparse.Namespace, world: int) -> None:
@@ -186,11 +186,9 @@ def _checked_sizes(args: argparse.Namespace, world: int) -> None:
     asked = {"global_batch": args.global_batch, "micro_batch": args.micro_batch}
     check.whole(**{name: size for name, size in asked.items() if size is not None})
     if args.share_gpu and args.device != "cuda":
-        raise UserError(
-            "belongs to --device cuda", field="--share-gpu", way_out="add --device cuda"
-        )
-    way_out = "--device cpu" if args.share_gpu else "--share-gpu, or --device cpu"
-    require_gpus(args.device, world, way_out=way_out, shared=args.share_gpu)
+        raise UserError("belongs to --device cuda", field="--share-gpu", hint="add --device cuda")
+    hint = "--device cpu" if args.share_gpu else "--share-gpu, or --device cpu"
+    require_gpus(args.device, world, hint=hint, shared=args.share_gpu)
     flags.permit(args).require_room(world)
 
 

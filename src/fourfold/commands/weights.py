@@ -101,7 +101,7 @@ def must_have_safetensors(what: str) -> None:
     if importlib.util.find_spec("safetensors") is None:
         raise UserError(
             f"'{what}' needs the package 'safetensors', which is not installed",
-            way_out="pip install safetensors",
+            hint="pip install safetensors",
         )
 
 
@@ -127,7 +127,7 @@ def _checkpoint(path: Path) -> Checkpoint:
         f"holds no whole checkpoint{why}",
         field="checkpoint",
         value=str(path),
-        way_out="name the --out of a 'fourfold train', or one of its checkpoints",
+        hint="name the --out of a 'fourfold train', or one of its checkpoints",
     )
 
 
@@ -135,11 +135,11 @@ def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
     if not out.exists():
         return
     if not out.is_dir():
-        raise UserError("is a file", field="out", value=str(out), way_out="name a folder")
+        raise UserError("is a file", field="out", value=str(out), hint="name a folder")
     held = [path.name for path in out.iterdir()]
     if held and not force:
         raise UserError(
-            "exists", field="out", value=str(out), way_out="add --force, or name another folder"
+            "exists", field="out", value=str(out), hint="add --force, or name another folder"
         )
     made, suffix = {
         "hf": (("config.json", "model.safetensors.index.json"), ".safetensors"),
@@ -151,7 +151,7 @@ def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
             f"holds more than an export: {', '.join(sorted(other)[:3])}",
             field="out",
             value=str(out),
-            way_out="name another folder",
+            hint="name another folder",
         )
 
 

@@ -31,7 +31,7 @@ def gpu_count() -> int:
 
 
 def require_gpus(
-    device: str, ranks: int, *, way_out: str = "device = cpu", shared: bool = False
+    device: str, ranks: int, *, hint: str = "device = cpu", shared: bool = False
 ) -> None:
     """Every rank computes on a GPU of its own, or (`shared`) there is one for all of them; said
     before ranks start, not by one that falls."""
@@ -42,5 +42,5 @@ def require_gpus(
         f"needs {wanted}, and this machine has {gpus}",
         field="device",
         value=device,
-        way_out=f"{gpus} ranks, or {way_out}" if gpus else way_out,
+        hint=f"{gpus} ranks, or {hint}" if gpus else hint,
     )

@@ -75,7 +75,7 @@ def _own(folder: Path) -> int:
             "is a link; the folder of a job is not reached through one",
             field="folder",
             value=str(folder),
-            way_out="remove the link, or name the folder it leads to",
+            hint="remove the link, or name the folder it leads to",
         )
     folder.mkdir(parents=True, exist_ok=True)
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -94,7 +94,7 @@ def _lock(handle: int, folder: Path) -> None:
                 "another start uses this folder",
                 field="folder",
                 value=str(folder),
-                way_out="wait for it, or name another folder",
+                hint="wait for it, or name another folder",
             ) from None
 
 

@@ -102,7 +102,7 @@ def require_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise UserError(
             "this command runs models and needs torch, which is not installed",
-            way_out="pip install torch (the ./fourfold script does it by itself)",
+            hint="pip install torch (the ./fourfold script does it by itself)",
         )
 
 

@@ -49,7 +49,7 @@ class Permit:
                 f"this host has room for {most:,} ranks: {why}",
                 field="gpus",
                 value=f"{ranks:,}",
-                way_out="take fewer, or insist with --oversubscribe",
+                hint="take fewer, or insist with --oversubscribe",
             )
 
 

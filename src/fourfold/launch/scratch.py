@@ -38,7 +38,7 @@ def scratch() -> Iterator[Path]:
     except OSError as error:
         raise MachineError(
             f"no temporary folder can be made ({error.strerror or error})",
-            way_out="free some space, or name another place with TMPDIR",
+            hint="free some space, or name another place with TMPDIR",
         ) from None
     handle = -1
     try:

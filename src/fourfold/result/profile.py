@@ -149,7 +149,7 @@ def read_profile(text: str) -> HardwareProfile:
                 "is a format in which no matrix product was measured",
                 field="attentions.dtype",
                 value=point.dtype,
-                way_out="make the profile again with 'fourfold calibrate'",
+                hint="make the profile again with 'fourfold calibrate'",
             )
     return profile
 
@@ -278,7 +278,7 @@ def _share(profile: HardwareProfile, ranks: int) -> float:
             "the profile has no measurement with several ranks",
             field="ranks",
             value=ranks,
-            way_out="calibrate again",
+            hint="calibrate again",
         )
     if shared is not None:
         return min(1.0, shared.flops_per_s / alone.flops_per_s)

@@ -82,7 +82,7 @@ def _rivals(ask: Question, layout: Layout, ranking: Ranking) -> Ranking:
 
 
 def _plain(refusals: tuple[Refusal, ...]) -> list[dict[str, Any]]:
-    names = ("reason", "field", "value", "rule", "way_out")
+    names = ("reason", "field", "value", "rule", "hint")
     return [{name: getattr(one, name) for name in names} for one in refusals]
 
 

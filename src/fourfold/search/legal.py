@@ -37,11 +37,11 @@ class Refusal:
     field: str
     value: object
     rule: str
-    way_out: str = ""
+    hint: str = ""
 
     def __str__(self) -> str:
         text = f"{self.field}={self.value}: {self.rule}"
-        return f"{text}; {self.way_out}" if self.way_out else text
+        return f"{text}; {self.hint}" if self.hint else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ Words = tuple[str, object, str, str]
 def require_legal(spec: RunSpec) -> None:
     """Raise the first broken rule of a run of our engine."""
     for said in why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus)):
-        raise UserError(said.rule, field=said.field, value=said.value, way_out=said.way_out)
+        raise UserError(said.rule, field=said.field, value=said.value, hint=said.hint)
 
 
 def divisors(number: int) -> list[int]:
@@ -218,8 +218,8 @@ def _ulysses_heads(c: Case) -> Words:
     if not c.stack.copies_kv_heads:
         each = max(1, c.model.kv_heads // c.tp)
         rule += f" and kv_heads/tp = {each} key heads"
-    way_out = f"cp: {_few(divisors(each), c.cp)}, or cp_kind = ring"
-    return "layout.cp", c.cp, f"{rule} to the ranks; it must divide them", way_out
+    hint = f"cp: {_few(divisors(each), c.cp)}, or cp_kind = ring"
+    return "layout.cp", c.cp, f"{rule} to the ranks; it must divide them", hint
 
 
 def _seq_cp(c: Case) -> Words:
@@ -231,8 +231,8 @@ def _seq_cp(c: Case) -> Words:
 
 def _seq_tp(c: Case) -> Words:
     rule = f"seq_len / cp = {c.seq_len // c.cp} must be a multiple of tp={c.tp}"
-    way_out = "sequence_parallel = false, or another tp"
-    return "policy.sequence_parallel", True, rule, way_out
+    hint = "sequence_parallel = false, or another tp"
+    return "policy.sequence_parallel", True, rule, hint
 
 
 def _async_tp(c: Case) -> Words:
@@ -260,8 +260,8 @@ def _stage_layers(c: Case) -> Words:
         v for v in range(1, most + 1) if not RULES["stage-layers"](replace(c, virtual_stages=v))
     ]
     if virtual:
-        way_out = f"virtual_stages: {_few(virtual, c.virtual_stages)}"
-        return "policy.virtual_stages", c.virtual_stages, rule, way_out
+        hint = f"virtual_stages: {_few(virtual, c.virtual_stages)}"
+        return "policy.virtual_stages", c.virtual_stages, rule, hint
     stages = [p for p in range(1, layers + 1) if not RULES["stage-layers"](replace(asked, pp=p))]
     return "layout.pp", c.pp, f"{rule} ({chunks} in all)", f"pp: {_few(stages, c.pp)}"
 
@@ -278,8 +278,8 @@ def _plain_dp(c: Case) -> Words:
 
 def _needs_interleaving(c: Case) -> Words:
     rule = f"schedule {SCHEDULES[c.schedule]} runs one chunk a rank"
-    way_out = "schedule = interleaved or zero-bubble"
-    return "policy.virtual_stages", c.virtual_stages, rule, way_out
+    hint = "schedule = interleaved or zero-bubble"
+    return "policy.virtual_stages", c.virtual_stages, rule, hint
 
 
 def _needs_virtual_stages(c: Case) -> Words:

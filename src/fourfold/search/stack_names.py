@@ -52,7 +52,7 @@ def require_known(stack: str, calibration: Calibration) -> str:
         "unknown stack",
         field="stack",
         value=stack,
-        way_out=f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists all)",
+        hint=f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists all)",
     )
 
 

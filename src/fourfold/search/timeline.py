@@ -26,7 +26,7 @@ def timeline(ranking: Ranking, place: int = 0) -> Timeline:
             f"a picture of {actions:,} actions cannot be read ({MOST_ACTIONS:,} at most)",
             field="timeline",
             value=str(ranking.layout(place)),
-            way_out="a smaller --global-batch shows the same order",
+            hint="a smaller --global-batch shows the same order",
         )
     times, _ = chunk_times(c, {n: part[index] for n, part in ranking.times.parts.items()}, micros)
     return play(

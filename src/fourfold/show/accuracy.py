@@ -22,7 +22,7 @@ def draw(results: list[Result], path: str) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise UserError(
-            "needs matplotlib", field="--picture", way_out="pip install matplotlib"
+            "needs matplotlib", field="--picture", hint="pip install matplotlib"
         ) from None
     ways = list(dict.fromkeys(result.how for result in results))
     figure, axes = pyplot.subplots(
@@ -36,7 +36,7 @@ def draw(results: list[Result], path: str) -> None:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot be written ({error})", field="--picture", value=path, way_out="name a .png"
+            f"cannot be written ({error})", field="--picture", value=path, hint="name a .png"
         ) from None
     pyplot.close(figure)
 

@@ -183,7 +183,7 @@ def explain_text(said: dict[str, Any], style: str) -> str:
     if not said["legal"]:
         lines = [f"{said['layout']} is illegal:"]
         lines += [
-            f"  [{one['reason']}] {one['field']}={one['value']}: {one['rule']}; {one['way_out']}"
+            f"  [{one['reason']}] {one['field']}={one['value']}: {one['rule']}; {one['hint']}"
             for one in said["refusals"]
         ]
         near = "; ".join(said["nearest"]) or "none with these GPUs and this batch"

@@ -37,7 +37,7 @@ def checked_suffix(path: str) -> str:
             "is not a kind of picture",
             field="timeline",
             value=path,
-            way_out=f"end the name in {' or '.join(SUFFIXES)}",
+            hint=f"end the name in {' or '.join(SUFFIXES)}",
         )
     return suffix
 
@@ -177,7 +177,7 @@ def _image(line: Timeline, path: str) -> bytes:
             "needs matplotlib",
             field="timeline",
             value=path,
-            way_out="pip install matplotlib, or end the name in .html",
+            hint="pip install matplotlib, or end the name in .html",
         ) from None
     middling = median(event.end_s - event.start_s for event in line.events)
     width = min(36.0, max(9.0, 0.2 * line.step_s / middling + 1.0))

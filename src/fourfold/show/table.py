@@ -28,7 +28,7 @@ def render(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str) -
         cells = [[escape.one_line(cell) for cell in row] for row in (headings, *rows)]
         return _lined(cells, "", "  ", "", rule=_text_rule)
     raise UserError(
-        "unknown format", field="format", value=style, way_out=f"one of {', '.join(FORMATS)}"
+        "unknown format", field="format", value=style, hint=f"one of {', '.join(FORMATS)}"
     )
 
 

@@ -25,13 +25,13 @@ def picture(program: Program, rows: Sequence[StepRow], path: str) -> bytes:
             "is not a kind of picture",
             field="picture",
             value=path,
-            way_out=f"end the name in one of {', '.join(SUFFIXES)}",
+            hint=f"end the name in one of {', '.join(SUFFIXES)}",
         )
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(
-            "needs matplotlib", field="picture", value=path, way_out="pip install matplotlib"
+            "needs matplotlib", field="picture", value=path, hint="pip install matplotlib"
         ) from None
     height = max(2.5, 0.32 * len(rows) + 1.6)
     figure = Figure(figsize=(9.0, height), layout="constrained")

@@ -75,7 +75,7 @@ def must_be_picture(path: str) -> str:
             "is not a kind of picture",
             field="plot",
             value=path,
-            way_out=f"end the name in one of {', '.join(SUFFIXES)}",
+            hint=f"end the name in one of {', '.join(SUFFIXES)}",
         )
     return suffix
 
@@ -87,7 +87,7 @@ def picture(points: Sequence[Point], title: str, path: str) -> bytes:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(
-            "needs matplotlib", field="plot", value=path, way_out="pip install matplotlib"
+            "needs matplotlib", field="plot", value=path, hint="pip install matplotlib"
         ) from None
     figure = Figure(figsize=(8.0, 4.5), layout="constrained")
     axes = figure.subplots()

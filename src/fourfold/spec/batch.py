@@ -43,7 +43,7 @@ class Ramp:
         except ValueError as error:
             why = f" ({error})" if isinstance(error, UserError) else ""
             rule = f"must be three whole numbers{why}"
-            raise UserError(rule, field="ramp", value=text, way_out=example) from None
+            raise UserError(rule, field="ramp", value=text, hint=example) from None
 
     @classmethod
     def from_plain(cls, data: object, path: str = "") -> Ramp:
@@ -51,10 +51,8 @@ class Ramp:
             numbers = re.findall("[0-9]+", str(data))
             start, increment, samples = numbers if len(numbers) == 3 else ("192", "16", "9765625")
             form = f"{{start={start},increment={increment},samples={samples}}}"
-            way_out = (
-                f'"{path}={form}"; for plan and train also --ramp {start},{increment},{samples}'
-            )
-            raise UserError("must be a table", field=path, value=data, way_out=way_out)
+            hint = f'"{path}={form}"; for plan and train also --ramp {start},{increment},{samples}'
+            raise UserError("must be a table", field=path, value=data, hint=hint)
         return codec.decode_fields(cls, data, path)
 
 
@@ -118,7 +116,7 @@ class Batch:
                 f"makes more than {MAX_RAMP_STAGES} stages",
                 field="ramp.increment",
                 value=self.ramp.increment,
-                way_out="choose a larger increment",
+                hint="choose a larger increment",
             )
 
     @classmethod
@@ -177,7 +175,7 @@ class Batch:
                 "steps of a ramp-up differ in size, and a measurement is of one",
                 field="batch.ramp",
                 value=f"{self.ramp.start},{self.ramp.increment},{self.ramp.samples}",
-                way_out="leave it out to measure the full batch; `fourfold train` follows it",
+                hint="leave it out to measure the full batch; `fourfold train` follows it",
             )
         return self
 

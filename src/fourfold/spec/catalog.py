@@ -48,7 +48,7 @@ def shape(family: str, **fields: Any) -> ModelShape:
     """A model of a family from its sizes; what is not given is the family's habit."""
     if family not in FAMILIES:
         raise UserError(
-            "unknown family", field="family", value=family, way_out=nearest(family, FAMILIES)
+            "unknown family", field="family", value=family, hint=nearest(family, FAMILIES)
         )
     defaults = dict(_data(f"models/{family}.toml")["defaults"])
     per_hidden = defaults.pop("ffn_per_hidden", None)
@@ -79,7 +79,7 @@ def model(name: str) -> ModelShape:
         "unknown model",
         field="model",
         value=name,
-        way_out=f"{nearest(key, model_names())} ('fourfold models' lists all; "
+        hint=f"{nearest(key, model_names())} ('fourfold models' lists all; "
         "the path of a config.json works too)",
     )
 
@@ -123,7 +123,7 @@ def device(name: str) -> Device:
             "unknown GPU, and a peak is never guessed",
             field="gpu",
             value=name,
-            way_out=f"{_close(key, table)}known: {', '.join(table)}; to add one, write a TOML "
+            hint=f"{_close(key, table)}known: {', '.join(table)}; to add one, write a TOML "
             "file with the fields of 'fourfold clusters --gpu h100-80gb --format json' and name "
             "its path",
         )
@@ -147,7 +147,7 @@ def _device_id(name: str, known: Iterable[str]) -> str:
         f"comes in {len(variants)} sizes",
         field="gpu",
         value=name,
-        way_out=f"did you mean {', '.join(variants[:-1])} or {variants[-1]}?",
+        hint=f"did you mean {', '.join(variants[:-1])} or {variants[-1]}?",
     )
 
 
@@ -165,7 +165,7 @@ def cluster(name: str) -> Cluster:
             "unknown cluster",
             field="cluster",
             value=name,
-            way_out=f"{nearest(name.lower(), known)} ('fourfold clusters new' describes yours)",
+            hint=f"{nearest(name.lower(), known)} ('fourfold clusters new' describes yours)",
         )
     return cluster_from(_data(known[name.lower()]))
 

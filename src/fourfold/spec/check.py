@@ -15,7 +15,7 @@ def whole(least: int = 1, most: int = 2**40, /, **fields: int) -> None:
                 f"must be from {least} to {most}",
                 field=name,
                 value=value,
-                way_out=f"{name} = {least}",
+                hint=f"{name} = {least}",
             )
 
 

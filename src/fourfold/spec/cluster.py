@@ -51,9 +51,7 @@ class Cluster:
                 "must not be negative", field="price_per_gpu_hour", value=self.price_per_gpu_hour
             )
         if not self.links:
-            raise UserError(
-                "needs at least one level", field="links", way_out="add a [[links]] table"
-            )
+            raise UserError("needs at least one level", field="links", hint="add a [[links]] table")
         for inner, outer in zip(self.links, self.links[1:], strict=False):
             if outer.ranks <= inner.ranks or outer.ranks % inner.ranks:
                 raise UserError(
@@ -67,7 +65,7 @@ class Cluster:
                 f"the outermost level must reach all {self.gpus} GPUs",
                 field="links",
                 value=self.links[-1].ranks,
-                way_out=f"ranks = {self.gpus} in the last level",
+                hint=f"ranks = {self.gpus} in the last level",
             )
 
     @property

@@ -48,14 +48,12 @@ def decode(cls: type[T], data: object, path: str = "") -> T:
 def decode_fields(cls: type[T], data: object, path: str = "") -> T:
     """The field-by-field form of `decode`, for types whose `from_plain` has tidied the data."""
     if not isinstance(data, dict):
-        raise UserError("must be a table", field=path, value=data, way_out=f"fields: {_names(cls)}")
+        raise UserError("must be a table", field=path, value=data, hint=f"fields: {_names(cls)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, value in data.items():
         if key not in fields:
-            raise UserError(
-                "unknown field", field=_join(path, key), way_out=nearest(str(key), fields)
-            )
+            raise UserError("unknown field", field=_join(path, key), hint=nearest(str(key), fields))
         if value is not None:
             values[key] = _decode_value(_hints(cls)[key], value, _join(path, key))
     for name, field in fields.items():
@@ -63,7 +61,7 @@ def decode_fields(cls: type[T], data: object, path: str = "") -> T:
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         )
         if name not in values and no_default:
-            raise UserError("is missing", field=_join(path, name), way_out=f"add {name} = ...")
+            raise UserError("is missing", field=_join(path, name), hint=f"add {name} = ...")
     try:
         return cls(**values)
     except UserError as error:
@@ -105,7 +103,7 @@ def _decode_choice(choices: tuple[Any, ...], value: object, path: str) -> Any:
         if isinstance(value, str) and value.strip().lower() == choice.lower():
             return choice
     raise UserError(
-        "is not one of the choices", field=path, value=value, way_out=f"one of {', '.join(choices)}"
+        "is not one of the choices", field=path, value=value, hint=f"one of {', '.join(choices)}"
     )
 
 
@@ -116,11 +114,11 @@ def _decode_tuple(arguments: tuple[Any, ...], value: object, path: str) -> tuple
         for key, text in value.items():
             if not isinstance(text, str):
                 raise UserError(
-                    "must be text", field=_join(path, key), value=text, way_out='put it in "quotes"'
+                    "must be text", field=_join(path, key), value=text, hint='put it in "quotes"'
                 )
         return tuple(sorted((str(key), text) for key, text in value.items()))
     if not isinstance(value, list):
-        raise UserError("must be a list", field=path, value=value, way_out="write [..., ...]")
+        raise UserError("must be a list", field=path, value=value, hint="write [..., ...]")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         hints = [arguments[0]] * len(value)
     else:
@@ -136,7 +134,7 @@ def _decode_scalar(hint: Any, value: object, path: str) -> Any:
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
         if abs(value) > MAX_INT:
-            raise UserError("is too large", field=path, value=value, way_out="at most 2^63 - 1")
+            raise UserError("is too large", field=path, value=value, hint="at most 2^63 - 1")
         return value
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not (abs(value) <= 1e300 and math.isfinite(value)):
@@ -192,7 +190,7 @@ def load(cls: type[T], data: object) -> T:
             f"was written by a newer fourfold (this one reads up to {SCHEMA_VERSION})",
             field="schema",
             value=version,
-            way_out="update fourfold",
+            hint="update fourfold",
         )
     kind = data.pop("type", cls.__name__)
     if kind != cls.__name__:
@@ -218,39 +216,39 @@ def parse_json(text: str) -> object:
     (readers differ in which of the two they take)."""
 
     def refuse(word: str) -> None:
-        raise UserError(f"{word} is not a number in JSON", way_out="write a finite number")
+        raise UserError(f"{word} is not a number in JSON", hint="write a finite number")
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             seen: set[str] = set()
             twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise UserError(f"has {shorten(twice)} twice in one table", way_out="keep one of them")
+            raise UserError(f"has {shorten(twice)} twice in one table", hint="keep one of them")
         return found
 
     if len(text) > MAX_JSON_LETTERS:
-        raise UserError(f"is over {MAX_JSON_LETTERS >> 20} MiB", way_out="keep data out of it")
+        raise UserError(f"is over {MAX_JSON_LETTERS >> 20} MiB", hint="keep data out of it")
     try:
         return _shallow(json.loads(text, parse_constant=refuse, object_pairs_hook=table))
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UserError(f"is not JSON ({error})", way_out="check the file's syntax") from None
+        raise UserError(f"is not JSON ({error})", hint="check the file's syntax") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     if len(text) > MAX_TOML_LETTERS:
         raise UserError(
-            f"is over {MAX_TOML_LETTERS >> 20} MiB", way_out="keep data out of it, or split it"
+            f"is over {MAX_TOML_LETTERS >> 20} MiB", hint="keep data out of it, or split it"
         )
     if _LONG_KEY.search(text):  # the reader takes time with the square of its parts
-        raise UserError(f"has a key of more than {MAX_DEPTH} parts", way_out="check its dots")
+        raise UserError(f"has a key of more than {MAX_DEPTH} parts", hint="check its dots")
     try:
         return _shallow(tomllib.loads(text))
     except UserError:
         raise
     except (ValueError, RecursionError, OverflowError) as error:
-        raise UserError(f"is not TOML ({error})", way_out="check the file's syntax") from None
+        raise UserError(f"is not TOML ({error})", hint="check the file's syntax") from None
 
 
 def _shallow(data: T) -> T:
@@ -265,7 +263,7 @@ def _shallow(data: T) -> T:
         ]
         if not level:
             return data
-    raise UserError(f"is nested more than {MAX_DEPTH} deep", way_out="check the file's syntax")
+    raise UserError(f"is nested more than {MAX_DEPTH} deep", hint="check the file's syntax")
 
 
 def from_json(cls: type[T], text: str) -> T:

@@ -63,7 +63,7 @@ class Device:
             check.positive(link_bytes_per_s=self.link_bytes_per_s)
         elif self.links:
             raise UserError(
-                "is missing", field="link_bytes_per_s", way_out="give the rate of one link, one way"
+                "is missing", field="link_bytes_per_s", hint="give the rate of one link, one way"
             )
 
     @property
@@ -81,6 +81,6 @@ class Device:
                 f"{self.id} has no peak for it",
                 field="precision",
                 value=precision,
-                way_out=f"it has {', '.join(known)}",
+                hint=f"it has {', '.join(known)}",
             )
         return value

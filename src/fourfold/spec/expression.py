@@ -71,7 +71,7 @@ class Expression:
 def parse(text: str) -> Expression:
     """Check a condition and keep its tree; a mistake is a UserError that shows the way out."""
     if not isinstance(text, str) or not text.strip():
-        raise UserError("must be a condition", field="where", value=text, way_out=_TEACH)
+        raise UserError("must be a condition", field="where", value=text, hint=_TEACH)
     if len(text) > MAX_TEXT:
         raise UserError(f"is longer than {MAX_TEXT} characters", field="where", value=text)
     typed, text = text, _SUFFIXED.sub(_expanded, text)
@@ -79,14 +79,14 @@ def parse(text: str) -> Expression:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else "cannot be read"
-        raise UserError(f"{reason}", field="where", value=text, way_out=_TEACH) from None
+        raise UserError(f"{reason}", field="where", value=text, hint=_TEACH) from None
     names: set[str] = set()
     if _check(tree, text, names, 0) != "truth":
         raise UserError(
             "is a number, not a condition",
             field="where",
             value=text,
-            way_out=f"compare it with something: '{text.strip()[:40]} == 0'",
+            hint=f"compare it with something: '{text.strip()[:40]} == 0'",
         )
     return Expression(typed, frozenset(names), tree)
 
@@ -107,7 +107,7 @@ def _check(node: ast.expr, text: str, names: set[str], depth: int) -> Kind:
         if _check(child, text, names, depth + 1) != wanted:
             part = ast.get_source_segment(text.strip(), child) or "it"
             what = "is not a condition" if wanted == "truth" else "is not a number"
-            raise UserError(f"'{part}' {what}", field="where", value=text, way_out=_TEACH)
+            raise UserError(f"'{part}' {what}", field="where", value=text, hint=_TEACH)
     return kind
 
 
@@ -119,10 +119,8 @@ def _parts(node: ast.expr, text: str) -> tuple[Kind, list[ast.expr], Kind]:
             return "number", [], "number"
         case ast.Name(id=name):
             if name not in NAMES:
-                way_out = nearest(name, (*NAMES, *FUNCTIONS))
-                raise UserError(
-                    f"unknown word '{name}'", field="where", value=text, way_out=way_out
-                )
+                hint = nearest(name, (*NAMES, *FUNCTIONS))
+                raise UserError(f"unknown word '{name}'", field="where", value=text, hint=hint)
             return "number", [], "number"
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             return "number", [left, right], "number"
@@ -139,10 +137,10 @@ def _parts(node: ast.expr, text: str) -> tuple[Kind, list[ast.expr], Kind]:
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
             return "number", [argument], "number"
         case ast.Call(func=ast.Name(id=name)):
-            way_out = nearest(name, FUNCTIONS) if name not in FUNCTIONS else f"{name}(dp)"
-            raise UserError(f"cannot call '{name}' so", field="where", value=text, way_out=way_out)
+            hint = nearest(name, FUNCTIONS) if name not in FUNCTIONS else f"{name}(dp)"
+            raise UserError(f"cannot call '{name}' so", field="where", value=text, hint=hint)
     part = ast.get_source_segment(text.strip(), node) or type(node).__name__
-    raise UserError(f"'{part}' is not allowed here", field="where", value=text, way_out=_TEACH)
+    raise UserError(f"'{part}' is not allowed here", field="where", value=text, hint=_TEACH)
 
 
 def _literal(value: float, text: str) -> float:
@@ -219,7 +217,7 @@ def _value(name: str, values: Mapping[str, Any], text: str) -> Number:
     if value is None:
         known = ", ".join(word for word in NAMES if values.get(word) is not None)
         raise UserError(
-            f"'{name}' has no value here", field="where", value=text, way_out=f"known: {known}"
+            f"'{name}' has no value here", field="where", value=text, hint=f"known: {known}"
         )
     return value.astype(float) if getattr(value, "shape", ()) else float(value)
 
@@ -244,7 +242,7 @@ def _computed(work: Callable[[Any, Any], Any], a: Number, b: Number, text: str) 
             "has no finite value for some layout (division by zero, or too large)",
             field="where",
             value=text,
-            way_out="guard it: 'dp > 1 and 8 % (dp - 1) == 0'",
+            hint="guard it: 'dp > 1 and 8 % (dp - 1) == 0'",
         )
     return result
 

@@ -45,14 +45,14 @@ class Layout:
         )
         if self.ep != 1:
             raise UserError(
-                "expert parallelism is not built yet", field="ep", value=self.ep, way_out="ep = 1"
+                "expert parallelism is not built yet", field="ep", value=self.ep, hint="ep = 1"
             )
         if sorted(self.order) != sorted(AXES):
             raise UserError(
                 "must name pp, dp, cp and tp once each",
                 field="order",
                 value=" ".join(self.order),
-                way_out="order = 'pp dp cp tp'",
+                hint="order = 'pp dp cp tp'",
             )
 
     @property
@@ -97,7 +97,7 @@ class Layout:
                     "is not a layout",
                     field="layout",
                     value=text,
-                    way_out="write it as 'pp2 dp2x4 cp1 tp8'",
+                    hint="write it as 'pp2 dp2x4 cp1 tp8'",
                 )
             order.append(axis)
             if axis == "dp":
@@ -107,7 +107,7 @@ class Layout:
                 sizes[axis] = int(match.group(2))
         if not order:
             raise UserError(
-                "is empty", field="layout", value=text, way_out="write 'dp8' or 'pp2 dp2 tp2'"
+                "is empty", field="layout", value=text, hint="write 'dp8' or 'pp2 dp2 tp2'"
             )
         return cls(**sizes, order=_whole_order([axis for axis in order if axis != "ep"]))
 
@@ -118,13 +118,13 @@ class Layout:
             if isinstance(data, str):
                 return cls.parse(data)
             if not isinstance(data, dict):
-                raise UserError("must be a table or a text", value=data, way_out="layout = 'dp8'")
+                raise UserError("must be a table or a text", value=data, hint="layout = 'dp8'")
             return cls._from_table(data)
         except UserError as error:
             if error.field == "layout":
                 raise
             if error.field == "shard" and isinstance(data, dict) and "shard" not in data:
-                error = UserError(error.rule, field="dp", value=error.value, way_out="dp = 1")
+                error = UserError(error.rule, field="dp", value=error.value, hint="dp = 1")
             raise error.within(path) from None
 
     @classmethod
@@ -132,7 +132,7 @@ class Layout:
         known = (*AXES, "replicate", "shard", "ep", "order")
         for key in table:
             if key not in known:
-                raise UserError("unknown field", field=str(key), way_out=nearest(str(key), known))
+                raise UserError("unknown field", field=str(key), hint=nearest(str(key), known))
         sizes: dict[str, int] = {}
         dp = table.get("dp")
         if isinstance(dp, str):

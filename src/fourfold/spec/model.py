@@ -131,7 +131,7 @@ class ModelShape:
                 "mixture of experts is not modelled yet",
                 field="experts",
                 value=self.experts or self.top_k,
-                way_out="use a dense model (experts = 0, top_k = 0)",
+                hint="use a dense model (experts = 0, top_k = 0)",
             )
         if self.head_dim is not None:
             check.whole(1, 2**20, head_dim=self.head_dim)
@@ -140,14 +140,14 @@ class ModelShape:
                 f"must divide hidden={self.hidden}",
                 field="heads",
                 value=self.heads,
-                way_out="choose a divisor, or give head_dim",
+                hint="choose a divisor, or give head_dim",
             )
         if self.heads % self.kv_heads:
             raise UserError(
                 f"must divide heads={self.heads}",
                 field="kv_heads",
                 value=self.kv_heads,
-                way_out=f"kv_heads = {self.heads} is plain multi-head attention",
+                hint=f"kv_heads = {self.heads} is plain multi-head attention",
             )
         if self.positions.kind == "rope" and self.head_size % 2:
             raise UserError("rope needs an even head size", field="head_dim", value=self.head_size)

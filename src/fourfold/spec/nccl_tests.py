@@ -81,32 +81,32 @@ def parse_log(text: str, name: str = "") -> NcclLog:
     if not ranks:
         raise UserError(
             "has no '#  Rank 0 ... on HOST device 0' lines",
-            way_out="give the whole output of all_reduce_perf or another of the nccl-tests",
+            hint="give the whole output of all_reduce_perf or another of the nccl-tests",
         )
     if len({rank for rank, _, _ in ranks}) != len(ranks):
         raise UserError(
             "lists a rank twice: several runs in one file, or ranks that ran side by side",
-            way_out="give one run a file; build nccl-tests with MPI=1",
+            hint="give one run a file; build nccl-tests with MPI=1",
         )
     per_host = Counter(host for _, host, _ in ranks)
     if len(set(per_host.values())) > 1:
         raise UserError(
             f"hosts have {min(per_host.values())} to {max(per_host.values())} ranks",
-            way_out="use the same number of GPUs on every host",
+            hint="use the same number of GPUs on every host",
         )
     if len(ranks) < 2:
-        raise UserError("has one rank: nothing was sent", way_out="run it on 2 GPUs or more")
+        raise UserError("has one rank: nothing was sent", hint="run it on 2 GPUs or more")
     points = _points(lines)
     failure = _FAILED.search(text)
     if failure:
         raise UserError(
-            f"says '{failure.group()}'", way_out="give the log of a run that ended without errors"
+            f"says '{failure.group()}'", hint="give the log of a run that ended without errors"
         )
     if points[-1].size_bytes < _LEAST_BYTES:
         raise UserError(
             "stops before a link is full",
             value=f"{points[-1].size_bytes} bytes",
-            way_out="run it with sizes of 1 MiB and more (-e 1G)",
+            hint="run it with sizes of 1 MiB and more (-e 1G)",
         )
     op = _op("\n".join(lines), name, points, len(ranks))
     device_name = ranks[0][2].strip()
@@ -132,7 +132,7 @@ def _points(lines: list[str]) -> tuple[Point, ...]:
     if not points:
         raise UserError(
             "has no line with a size, a time and a bandwidth above 0",
-            way_out="give the whole output, with sizes of 1 MiB and more",
+            hint="give the whole output, with sizes of 1 MiB and more",
         )
     return tuple(sorted(points, key=lambda point: point.size_bytes))
 
@@ -161,7 +161,7 @@ def _op(text: str, name: str, points: tuple[Point, ...], ranks: int) -> str:
         for op in _BY_FACTOR:
             if abs(widest.busbw / widest.algbw / _OPS[op][0](ranks) - 1) < 0.02:
                 return op
-    raise UserError("does not say which test it was", way_out="name the file all_reduce_perf.log")
+    raise UserError("does not say which test it was", hint="name the file all_reduce_perf.log")
 
 
 def fit(log: NcclLog, *, crosses: bool) -> LinkFit:

@@ -92,7 +92,7 @@ class Policy:
                 "is not a kind of recompute",
                 field="recompute",
                 value=self.recompute,
-                way_out="one of none, full, selective, every-2, every-3, ...",
+                hint="one of none, full, selective, every-2, every-3, ...",
             )
         require_form(self.env)
 

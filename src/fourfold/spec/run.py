@@ -76,7 +76,7 @@ class RunSpec:
                 f"pp x dp x cp x tp = {self.layout.world} must equal gpus={self.gpus}",
                 field="layout",
                 value=str(self.layout),
-                way_out="leave dp out: it is what tp, cp and pp leave",
+                hint="leave dp out: it is what tp, cp and pp leave",
             )
 
     @property
@@ -119,7 +119,7 @@ def _refuse_short_names(table: dict[str, Any], path: str) -> None:
             raise UserError(
                 "unknown field",
                 field=f"{path}.{key}" if path else str(key),
-                way_out=f"did you mean {inside[key]}.{key}? ([{inside[key]}] holds it)",
+                hint=f"did you mean {inside[key]}.{key}? ([{inside[key]}] holds it)",
             )
 
 
@@ -131,7 +131,7 @@ def _must_have_copies(layout: Layout) -> None:
             "keeps copies of sharded state; say how many",
             field="policy.sharding",
             value="hsdp",
-            way_out=f"--dp {half} is 2 copies, each sharded over {half[2:]} ranks",
+            hint=f"--dp {half} is 2 copies, each sharded over {half[2:]} ranks",
         )
 
 
@@ -158,6 +158,6 @@ def fill_dp(layout: Layout, gpus: int) -> Layout:
             f"pp x cp x tp = {used} must divide it",
             field="gpus",
             value=gpus,
-            way_out=f"{gpus - gpus % used or used} GPUs would do",
+            hint=f"{gpus - gpus % used or used} GPUs would do",
         )
     return replace(layout, replicate=1, shard=gpus // used)

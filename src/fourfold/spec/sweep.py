@@ -83,7 +83,7 @@ def read_sweep(data: Mapping[str, Any]) -> Sweep:
     table = base.pop("sweep", None)
     if not isinstance(table, dict):
         raise UserError(
-            "is missing", field="sweep", way_out="add [sweep] with lists: tp = [1, 2] (a single "
+            "is missing", field="sweep", hint="add [sweep] with lists: tp = [1, 2] (a single "
             "run is 'fourfold bench --spec FILE')",
         )  # fmt: skip
     flat = dict(_flat(table))
@@ -93,7 +93,7 @@ def read_sweep(data: Mapping[str, Any]) -> Sweep:
         if not isinstance(values, list):
             values = [values]
         if not values:
-            raise UserError("is empty", field=f"sweep.{name}", way_out=f"{name} = [1, 2]")
+            raise UserError("is empty", field=f"sweep.{name}", hint=f"{name} = [1, 2]")
         axes.append((name, tuple(_plain_value(path_of(name), value) for value in values)))
     return Sweep(
         base=base,
@@ -129,7 +129,7 @@ def _conditions(value: Any) -> list[str]:
         return []
     conditions = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in conditions):
-        raise UserError("must be conditions", field="where", value=value, way_out='["dp % 4 == 0"]')
+        raise UserError("must be conditions", field="where", value=value, hint='["dp % 4 == 0"]')
     return conditions
 
 
@@ -151,7 +151,7 @@ def path_of(name: str) -> str:
             return name
     short = _short_names()
     if name not in short:
-        raise UserError("is no field of a run", field=f"sweep.{name}", way_out=nearest(name, short))
+        raise UserError("is no field of a run", field=f"sweep.{name}", hint=nearest(name, short))
     return short[name]
 
 
@@ -221,7 +221,7 @@ def _layout_table(text: str) -> dict[str, Any]:
 def _combination(table: dict[str, Any], varied: tuple[tuple[str, Any], ...]) -> Combination:
     """Axes that do not multiply to the GPUs are a refusal; any other mistake ends the sweep."""
     if "model" not in table:
-        raise UserError("is missing", field="model", way_out='model = "llama-tiny"')
+        raise UserError("is missing", field="model", hint='model = "llama-tiny"')
     try:
         spec = codec.load(RunSpec, table)
     except UserError as error:

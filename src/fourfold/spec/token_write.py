@@ -147,5 +147,5 @@ def chunks(path: str | Path, *, size: int = _CHUNK_BYTES) -> Iterator[bytes]:
             f"cannot be read ({error.strerror or error})",
             field="file",
             value=str(path),
-            way_out="check the path",
+            hint="check the path",
         ) from None

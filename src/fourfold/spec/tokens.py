@@ -72,7 +72,7 @@ def read_info(name: str | Path) -> TokenInfo:
             left,
             field="data",
             value=str(name),
-            way_out=f"make it: fourfold data make --out {name} FILE...",
+            hint=f"make it: fourfold data make --out {name} FILE...",
         )
     try:
         info = codec.from_json(TokenInfo, files.read_text(side, field="data"))
@@ -93,14 +93,14 @@ def require_fit(info: TokenInfo, *, name: str, vocab: int, seq_len: int) -> None
             f"has tokens up to {info.vocab - 1}, the model's vocabulary ends at {vocab - 1}",
             field="data",
             value=name,
-            way_out=f"take a model with vocab of at least {info.vocab}",
+            hint=f"take a model with vocab of at least {info.vocab}",
         )
     if not info.windows(seq_len):
         raise UserError(
             f"has {info.tokens:,} tokens, a sequence takes {seq_len + 1:,}",
             field="data",
             value=name,
-            way_out="take more text or a smaller seq_len",
+            hint="take more text or a smaller seq_len",
         )
 
 
@@ -131,4 +131,4 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 
 def _torn(path: Path, rule: str) -> UserError:
-    return UserError(rule, field="data", value=str(path), way_out="make it again, or copy both")
+    return UserError(rule, field="data", value=str(path), hint="make it again, or copy both")

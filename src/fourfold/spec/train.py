@@ -61,7 +61,7 @@ class TrainSettings:
                 f"warm-up and decay together must not exceed steps={self.steps}",
                 field="decay_steps" if self.decay_steps else "warmup_steps",
                 value=self.decay_steps or self.warmup_steps,
-                way_out="fewer warm-up steps, or more steps",
+                hint="fewer warm-up steps, or more steps",
             )
 
 

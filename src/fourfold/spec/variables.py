@@ -170,7 +170,7 @@ def require_plain(env: Env, *, granted: Env = ()) -> None:
                 "is set by fourfold for its own processes",
                 field=f"policy.env.{name}",
                 value=value,
-                way_out="leave it out",
+                hint="leave it out",
             )
         if is_plain(name, value) or (name, value) in granted:
             continue
@@ -183,7 +183,7 @@ def require_plain(env: Env, *, granted: Env = ()) -> None:
             rule,
             field=f"policy.env.{name}",
             value=value,
-            way_out=f"leave it out{_meant(name)}, or, if you trust it, say --env {name}=VALUE "
+            hint=f"leave it out{_meant(name)}, or, if you trust it, say --env {name}=VALUE "
             "on the command line of every start",
         )
 

@@ -71,13 +71,13 @@ def sequences_from(text: str, seq_len: Any) -> int:
     length = size_from(seq_len) if isinstance(seq_len, str) else seq_len
     if not isinstance(length, int) or length < 1:
         raise UserError("is in tokens and needs a sequence length", value=text,
-                        way_out="add --seq-len N")  # fmt: skip
+                        hint="add --seq-len N")  # fmt: skip
     if tokens % length or not tokens:
         whole = max(1, round(tokens / length))
         raise UserError(
             f"{tokens:,} tokens are no whole number of sequences of {length}",
             value=text,
-            way_out=f"{whole} sequences are {whole * length:,} tokens",
+            hint=f"{whole} sequences are {whole * length:,} tokens",
         )
     return tokens // length
 

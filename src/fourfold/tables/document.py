@@ -101,7 +101,7 @@ def write(document: Document, form: str) -> str:
         return csvtext.write(document)
     if form in ("md", "text"):
         return markdown.write(document, bare=form == "text")
-    raise UserError("unknown format", field="format", value=form, way_out="text, md, csv or json")
+    raise UserError("unknown format", field="format", value=form, hint="text, md, csv or json")
 
 
 def to_plain(document: Document) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _block_plain(block: Table | Text) -> dict[str, Any]:
 def _from_plain(data: object) -> Document:
     if not isinstance(data, dict) or not isinstance(data.get("blocks"), list):
         raise UserError(
-            "must be a table with 'blocks'", field="document", way_out="write it with --format json"
+            "must be a table with 'blocks'", field="document", hint="write it with --format json"
         )
     return Document(tuple(_block(block, f"blocks[{i}]") for i, block in enumerate(data["blocks"])))
 

@@ -169,7 +169,7 @@ def convention(name: str) -> Convention:
             "unknown convention",
             field="convention",
             value=name,
-            way_out=nearest(name, [*CONVENTIONS, *ALIASES]),
+            hint=nearest(name, [*CONVENTIONS, *ALIASES]),
         )
     return CONVENTIONS[key]
 

@@ -184,7 +184,7 @@ def from_json(text: str, where: str) -> Calibration:
             f"cannot be used ({shorten(said, 200)})",
             field="calibration",
             value=where,
-            way_out="make one with 'fourfold fit ROWS.csv --out FILE'",
+            hint="make one with 'fourfold fit ROWS.csv --out FILE'",
         ) from None
 
 

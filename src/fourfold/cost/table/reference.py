@@ -59,19 +59,17 @@ def read_table(path: str | Path) -> Table:
         header = [name.strip().lstrip("\ufeff") for name in next(reader, [])]
         if not header:
             raise UserError(
-                "is empty", field="rows", value=str(path), way_out="give it a heading line"
+                "is empty", field="rows", value=str(path), hint="give it a heading line"
             )
         _check_header(header, str(path))
         stem = Path(path).stem
         table = _plain(stem, header, text) or _columnar(stem, header, reader)
     except csv.Error as error:
         raise UserError(
-            f"is not CSV ({error})", field="rows", value=str(path), way_out="save it as plain CSV"
+            f"is not CSV ({error})", field="rows", value=str(path), hint="save it as plain CSV"
         ) from None
     if not table.length:
-        raise UserError(
-            "has headings and no rows", field="rows", value=str(path), way_out="add a run"
-        )
+        raise UserError("has headings and no rows", field="rows", value=str(path), hint="add a run")
     return table
 
 
@@ -81,7 +79,7 @@ def _check_header(header: list[str], path: str) -> None:
             f"has more than {MAX_COLUMNS} columns",
             field="rows",
             value=path,
-            way_out="keep those of the reference schema",
+            hint="keep those of the reference schema",
         )
     missing = [name for name in NEEDED if name not in header]
     if missing:
@@ -89,7 +87,7 @@ def _check_header(header: list[str], path: str) -> None:
             f"lacks the columns {', '.join(missing)}",
             field="rows",
             value=path,
-            way_out=f"the reference schema is: {' '.join(SCHEMA)}",
+            hint=f"the reference schema is: {' '.join(SCHEMA)}",
         )
 
 

@@ -98,14 +98,14 @@ def check_layer(ask: LayerAsk) -> None:
             f"must divide heads={model.heads}",
             field="tp",
             value=tp,
-            way_out=f"such as {_below(model.heads, tp)}",
+            hint=f"such as {_below(model.heads, tp)}",
         )
     if model.kv_heads % tp and tp % model.kv_heads:
         raise UserError(
             f"must divide kv_heads={model.kv_heads} or be a multiple of it",
             field="tp",
             value=tp,
-            way_out=f"such as {_below(model.kv_heads, tp)}",
+            hint=f"such as {_below(model.kv_heads, tp)}",
         )
     divided("ffn", model.ffn, tp, "the MLP is cut over tp")
     if cp > 1 and ask.cp_kind == "ulysses":
@@ -117,7 +117,7 @@ def check_layer(ask: LayerAsk) -> None:
             "ALiBi's bias over a divided sequence is not traced",
             field="cp",
             value=cp,
-            way_out="cp = 1",
+            hint="cp = 1",
         )
 
 
@@ -136,7 +136,7 @@ def _refuse_unlisted(model: ModelShape, tokens: int) -> None:
             f"{', '.join(lacking)} are not traced",
             field="model",
             value=model.name,
-            way_out="a model of the families mpt, gpt or llama",
+            hint="a model of the families mpt, gpt or llama",
         )
 
 

@@ -23,7 +23,7 @@ def mlp(ask: Ask) -> Program:
             "mlp divides over tp alone",
             field="dp" if ask.layout.dp > 1 else "cp",
             value=ask.layout.dp if ask.layout.dp > 1 else ask.layout.cp,
-            way_out="mlp2d divides tokens over dp as well",
+            hint="mlp2d divides tokens over dp as well",
         )
     divided("ffn", ask.ffn, ask.layout.tp, "columns of W1 are cut over tp")
     summed = Step(
@@ -45,7 +45,7 @@ def mlp2d(ask: Ask) -> Program:
             "an MLP does not mix tokens: context parallel acts like dp",
             field="cp",
             value=layout.cp,
-            way_out=f"--dp {layout.dp * layout.cp}",
+            hint=f"--dp {layout.dp * layout.cp}",
         )
     divided("tokens", ask.tokens, layout.dp * layout.tp, "tokens are cut over dp and tp")
     divided("ffn", ask.ffn, layout.tp, "columns of W1 are cut over tp")

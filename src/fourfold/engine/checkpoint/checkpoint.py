@@ -90,7 +90,7 @@ def load_sound(trainer: Trainer, root: Path, name: str, tick: Tick | None = None
                 f"can't be loaded, nor one before it: {bad[name]}",
                 field="checkpoint",
                 value=name,
-                way_out="copy one again from where it was written; all are left as they are",
+                hint="copy one again from where it was written; all are left as they are",
             )
     finally:
         dist.destroy_process_group(group)
@@ -226,7 +226,7 @@ _ERRORS: dict[str, type[Exception]] = {
 def _told(error: BaseException | None) -> tuple[str, dict[str, str]]:
     """An error's words, to be raised again elsewhere."""
     if isinstance(error, UserError):
-        more = {"field": error.field, "value": str(error.value), "way_out": error.way_out}
+        more = {"field": error.field, "value": str(error.value), "hint": error.hint}
         return error.rule, more
     return (_words(error), {}) if error is not None else ("", {})
 

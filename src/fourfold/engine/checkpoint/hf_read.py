@@ -46,7 +46,7 @@ class HfWeights:
             raise UserError(
                 f"weights of type '{self.kind}' are not read",
                 **self._where,
-                way_out=f"read are {', '.join(MODULES)}",
+                hint=f"read are {', '.join(MODULES)}",
             )
         self._files = _tensor_files(self.folder)
         self._open: dict[Path, Any] = {}
@@ -71,7 +71,7 @@ class HfWeights:
                 raise UserError(
                     f"its {name} is {list(found)}, the model's {list(size)}",
                     **self._where,
-                    way_out=f"use its own shape: --model {self.folder / CONFIG}",
+                    hint=f"use its own shape: --model {self.folder / CONFIG}",
                 )
         # The file of a tied model may hold the same values a second time.
         known = {*wanted, "lm_head.weight"}
@@ -93,7 +93,7 @@ class HfWeights:
                 raise UserError(
                     f"has {field} = {found.get(field)}, the model {ours.get(field)}",
                     **self._where,
-                    way_out=f"use its own shape: --model {self.folder / CONFIG}",
+                    hint=f"use its own shape: --model {self.folder / CONFIG}",
                 )
 
     def _full(self, name: str) -> str:
@@ -104,7 +104,7 @@ class HfWeights:
     def _slice(self, name: str) -> Any:
         bare = name if name in self._files else name.partition(".")[2]
         if bare not in self._files:
-            raise UserError(f"has no tensor {name}", **self._where, way_out="is a file missing?")
+            raise UserError(f"has no tensor {name}", **self._where, hint="is a file missing?")
         path = self._files[bare]
         if path not in self._open:
             self._open[path] = _opened(path)
@@ -159,7 +159,7 @@ def safetensors() -> Any:
     except ModuleNotFoundError:
         raise UserError(
             "Hugging Face weights need the package 'safetensors', which is not installed",
-            way_out="pip install safetensors",
+            hint="pip install safetensors",
         ) from None
     return safetensors
 
@@ -190,7 +190,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         f"has neither {WHOLE} nor {INDEX}",
         field="weights",
         value=str(folder),
-        way_out="other formats are not read: save it with safe_serialization",
+        hint="other formats are not read: save it with safe_serialization",
     )
 
 

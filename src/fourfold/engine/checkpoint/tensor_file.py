@@ -168,7 +168,7 @@ def is_exact(saved: torch.dtype, here: torch.dtype) -> bool:
 
 def _lacks(what: str) -> UserError:
     return UserError(
-        what, field="checkpoint", way_out="continue with the model and the formats it was saved in"
+        what, field="checkpoint", hint="continue with the model and the formats it was saved in"
     )
 
 

@@ -93,7 +93,7 @@ class TokenFile:
                 f"holds token {pair.max()}, its side file says all are below {self.info.vocab}",
                 field="data",
                 value=self.name,
-                way_out="make it again ('fourfold data show' checks all of it)",
+                hint="make it again ('fourfold data show' checks all of it)",
             )
         read = torch.from_numpy(pair)
         read[1, sequences < 0] = IGNORE

@@ -51,7 +51,7 @@ def _must_be_unchanged(found: Checkpoint, tick: Callable[[], None]) -> None:
             f"is damaged: {bad}",
             field="checkpoint",
             value=str(found.folder),
-            way_out="name an earlier one, or copy this one again",
+            hint="name an earlier one, or copy this one again",
         )
 
 
@@ -112,7 +112,7 @@ def _lacks(found: Checkpoint, what: str) -> UserError:
         f"is not of the model that its state names: it {what}",
         field="checkpoint",
         value=str(found.folder),
-        way_out="use another checkpoint, or copy this one again from where it was written",
+        hint="use another checkpoint, or copy this one again from where it was written",
     )
 
 

@@ -40,7 +40,7 @@ def _emulates(device_type: str) -> bool:
             "fp8 matrix units",
             field="policy.precision",
             value="fp8",
-            way_out="precision = bf16",
+            hint="precision = bf16",
         )
     return False
 
@@ -55,7 +55,7 @@ def float8_product(*, emulate: bool) -> Product:
             f"needs torchao, which can't be imported ({error})",
             field="policy.precision",
             value="fp8",
-            way_out="pip install torchao",
+            hint="pip install torchao",
         ) from None
     config = Float8LinearConfig(emulate=emulate)
     # FSDP and tensor parallelism own the weights, so torchao gets no module to keep them in: only

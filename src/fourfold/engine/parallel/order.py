@@ -103,7 +103,7 @@ def _refuse_kernel(spec: RunSpec, device_type: str) -> None:
     if device_type == "cuda" and kernel == "flash" and alibi:
         rule = "torch's flash attention on GPUs takes no ALiBi"
     if rule:
-        raise UserError(rule, field="policy.attention", value=kernel, way_out="attention = auto")
+        raise UserError(rule, field="policy.attention", value=kernel, hint="attention = auto")
 
 
 def _float8(decoder: Decoder, spec: RunSpec, world: World) -> None:

@@ -64,7 +64,7 @@ def read(folder: Path) -> Checkpoint:
         if said:
             raise UnreadableError(
                 f"it contradicts itself: {said}",
-                way_out="copy it again from where it was written, or move it away to continue from "
+                hint="copy it again from where it was written, or move it away to continue from "
                 "the one before",
             )
         real = real_sizes(found)
@@ -83,8 +83,8 @@ def said_of(error: UserError, folder: Path) -> UserError:
         rule = f"its file {Path(str(error.value)).name} {rule}"
     elif error.field not in ("", "file", "checkpoint"):
         rule = f"{rule} ({error.field}={error.value!r})"
-    way_out = error.way_out or "use another checkpoint, or copy this one again"
-    return type(error)(rule, field="checkpoint", value=str(folder), way_out=way_out)
+    hint = error.hint or "use another checkpoint, or copy this one again"
+    return type(error)(rule, field="checkpoint", value=str(folder), hint=hint)
 
 
 def _state(content: bytes, folder: Path) -> CheckpointState:
@@ -102,7 +102,7 @@ def _state(content: bytes, folder: Path) -> CheckpointState:
     except UserError as error:
         raise UnreadableError(
             f"its {STATE_FILE} can't be understood ({error})",
-            way_out="update fourfold, or move it away to continue from the one before",
+            hint="update fourfold, or move it away to continue from the one before",
         ) from None
     if has_seal != (state.format > 1):
         raise sealed.changed(STATE_FILE)

@@ -129,7 +129,7 @@ def loads(content: bytes, real_sizes: Mapping[str, int]) -> Index:
             f"its {INDEX_FILE} has a version that this fourfold does not read (it reads {VERSION})",
             field="version",
             value=plain.get("version"),
-            way_out="update fourfold",
+            hint="update fourfold",
         )
     block_bytes = _whole(plain.get("block_bytes"), "block_bytes", least=1)
     entries = {name: _entry(one, name) for name, one in _table(plain, "files").items()}
@@ -202,7 +202,7 @@ def refused(what: str) -> UnreadableError:
     """The bytes are those that were written, but do not make sense."""
     return UnreadableError(
         f"its index is refused: {what}",
-        way_out="use another checkpoint, or copy this one again from where it was written",
+        hint="use another checkpoint, or copy this one again from where it was written",
     )
 
 
@@ -233,7 +233,7 @@ def _stored(plain: object, name: str) -> Stored:
             f"its tensor {name} has a format that this fourfold does not read",
             field="dtype",
             value=dtype,
-            way_out=f"read are {', '.join(VALUE_BYTES)}; update fourfold",
+            hint=f"read are {', '.join(VALUE_BYTES)}; update fourfold",
         )
     if not isinstance(chunks, list):
         raise refused(f"the chunks of {name} are no list")

@@ -97,7 +97,7 @@ def loads(content: bytes) -> Any:
 def refused(what: str) -> UnreadableError:
     return UnreadableError(
         f"its metadata is no data that fourfold reads: {what}",
-        way_out="use another checkpoint, or copy this one again from where it was written",
+        hint="use another checkpoint, or copy this one again from where it was written",
     )
 
 

@@ -45,7 +45,7 @@ class CheckpointState:
                 f"was written by a newer fourfold (this one reads up to {FORMAT})",
                 field="format",
                 value=self.format,
-                way_out="update fourfold",
+                hint="update fourfold",
             )
         check.whole(0, _MOST_STEPS, step=self.step, updates=self.updates, skipped=self.skipped)
         check.whole(1, FORMAT, format=self.format)

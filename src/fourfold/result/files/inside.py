@@ -60,7 +60,7 @@ def must_be(path: Path, kind: str, *, may_lack: bool = False) -> None:
         f"is {'a regular file' if found == 'file' else found}, where {wanted} belongs",
         field="file",
         value=str(path),
-        way_out="look where it comes from, and move it away; nothing was read through it",
+        hint="look where it comes from, and move it away; nothing was read through it",
     )
 
 
@@ -93,7 +93,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
                 f"has {size:,} bytes, where at most {limit:,} are expected",
                 field="file",
                 value=str(path),
-                way_out="look where it comes from; it was not read",
+                hint="look where it comes from; it was not read",
             )
         parts = []
         while size > 0 and (part := stream.read(size)):
@@ -145,9 +145,9 @@ def _refused(path: Path, error: OSError | ValueError) -> UserError:
         return UnreadableError(
             "is a link, where a regular file belongs",
             **where,
-            way_out="look where it comes from, and move it away; nothing was read through it",
+            hint="look where it comes from, and move it away; nothing was read through it",
         )
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return UnreadableError(
-        f"cannot be read ({said})", **where, way_out="mend that and start again; nothing is lost"
+        f"cannot be read ({said})", **where, hint="mend that and start again; nothing is lost"
     )

@@ -32,7 +32,7 @@ def stamp(path: Path) -> list[int]:
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-        raise UserError(f"{path.name} is {kind}", way_out="put the run's own file there")
+        raise UserError(f"{path.name} is {kind}", hint="put the run's own file there")
     return [status.st_mtime_ns, status.st_ctime_ns, status.st_size]
 
 

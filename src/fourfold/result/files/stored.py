@@ -17,7 +17,7 @@ from fourfold.spec import codec
 
 _CHANGED = UserError(
     "was changed after it was written (its checksum differs)",
-    way_out="take it from a copy, or keep a change made on purpose by removing the checksum",
+    hint="take it from a copy, or keep a change made on purpose by removing the checksum",
 )
 
 
@@ -29,7 +29,7 @@ def read_stored(
     try:
         return _opened(content, path.name)
     except UserError as error:
-        raise UserError(error.rule, field=field, value=str(path), way_out=error.way_out) from None
+        raise UserError(error.rule, field=field, value=str(path), hint=error.hint) from None
 
 
 def _opened(content: bytes, name: str) -> dict[str, Any]:

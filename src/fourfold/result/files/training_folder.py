@@ -69,7 +69,7 @@ class TrainingFolder:
                 f"another training uses this folder ({holder})",
                 field="out",
                 value=str(self.root),
-                way_out="wait for it, or name another folder",
+                hint="wait for it, or name another folder",
             ) from None
         try:
             if os.fstat(handle).st_nlink == 1:  # else it may be another file's content
@@ -89,7 +89,7 @@ class TrainingFolder:
                 f"can't be used ({error.strerror})",
                 field="out",
                 value=str(self.root),
-                way_out="name a folder that can be written",
+                hint="name a folder that can be written",
             ) from None
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
@@ -123,7 +123,7 @@ class TrainingFolder:
                 said,
                 field="train.toml",
                 value=str(self.description),
-                way_out="mend it, or say the run again with --spec or flags",
+                hint="mend it, or say the run again with --spec or flags",
             ) from None
 
     def set_aside(self) -> None:
@@ -173,7 +173,7 @@ def must_continue(state: CheckpointState, spec: RunSpec, data: str = "") -> None
                 f"the checkpoints in this folder were trained with {old}",
                 field=field,
                 value=new,
-                way_out="keep it, name another --out, or start over with --fresh",
+                hint="keep it, name another --out, or start over with --fresh",
             )
     for kind in ("param", "optimizer"):
         old, new = getattr(state.spec.policy.dtypes, kind), getattr(spec.policy.dtypes, kind)
@@ -182,7 +182,7 @@ def must_continue(state: CheckpointState, spec: RunSpec, data: str = "") -> None
                 f"the checkpoint holds {old}, which would lose digits",
                 field=f"policy.{kind}_dtype",
                 value=new,
-                way_out=f"keep {old}, or a precision that holds it",
+                hint=f"keep {old}, or a precision that holds it",
             )
 
 
@@ -195,7 +195,7 @@ def must_follow(found: Checkpoint, curve_read: Curve) -> None:
             f"contradicts the loss curve: {said}",
             field="checkpoint",
             value=str(found.folder),
-            way_out=f"bring back the {curve.METRICS_FILE} or the checkpoint that belongs here; or "
+            hint=f"bring back the {curve.METRICS_FILE} or the checkpoint that belongs here; or "
             "move the one that does not out of the folder",
         )
 

@@ -53,8 +53,8 @@ def write_folder(engine: str, setup: Setup) -> dict[str, str]:
 
 def _entry(engine: str) -> tuple[str, str]:
     if engine not in _WRITERS:
-        way_out = f"{nearest(engine, ENGINES)}; one of {', '.join(ENGINES)}"
-        raise UserError("unknown engine", field="export", value=engine, way_out=way_out)
+        hint = f"{nearest(engine, ENGINES)}; one of {', '.join(ENGINES)}"
+        raise UserError("unknown engine", field="export", value=engine, hint=hint)
     return _WRITERS[engine]
 
 

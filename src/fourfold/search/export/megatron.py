@@ -53,8 +53,8 @@ def check(model: ModelShape) -> None:
         return
     built_in = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length)
     if scaling.kind == "llama3" and built_in != _LLAMA3:
-        way_out = "low_freq_factor 1, high_freq_factor 4, original_length 8192"
-        raise no_setting("megatron", "model.positions.scaling", scaling, way_out)
+        hint = "low_freq_factor 1, high_freq_factor 4, original_length 8192"
+        raise no_setting("megatron", "model.positions.scaling", scaling, hint)
     if scaling.kind == "linear" and scaling.factor != int(scaling.factor):
         raise no_setting("megatron", "model.positions.scaling", scaling, "a whole factor")
 
@@ -64,8 +64,8 @@ def _check_biases(model: ModelShape) -> None:
     parts = {name: getattr(model, name) for name in ("qkv_bias", "out_bias", "mlp_bias")}
     odd = [name for name, has in parts.items() if has is not None and has != model.bias]
     if odd and (model.bias or odd != ["qkv_bias"]):
-        way_out = "a bias in every linear, in none, or in qkv alone"
-        raise no_setting("megatron", f"model.{odd[0]}", parts[odd[0]], way_out)
+        hint = "a bias in every linear, in none, or in qkv alone"
+        raise no_setting("megatron", f"model.{odd[0]}", parts[odd[0]], hint)
 
 
 def package(setup: Setup) -> Package:
@@ -173,8 +173,8 @@ def _stages(setup: Setup) -> Flags:
         return flags
     first, last = end_layers(layers, pp)
     if policy.virtual_stages > 1 or last < 1:
-        way_out = "a layout found with --stack megatron"
-        raise no_setting("megatron", "layout.pp", f"{chunks} stages of {layers} layers", way_out)
+        hint = "a layout found with --stack megatron"
+        raise no_setting("megatron", "layout.pp", f"{chunks} stages of {layers} layers", hint)
     flags["--decoder-first-pipeline-num-layers"] = first
     flags["--decoder-last-pipeline-num-layers"] = last
     return flags
@@ -243,8 +243,8 @@ def _recompute(policy: Policy) -> Flags:
     if policy.recompute == "selective":
         return {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}
     if policy.recompute != "full":
-        way_out = "full, selective or none (its 'block' method counts layers of a stage)"
-        raise no_setting("megatron", "policy.recompute", policy.recompute, way_out)
+        hint = "full, selective or none (its 'block' method counts layers of a stage)"
+        raise no_setting("megatron", "policy.recompute", policy.recompute, hint)
     return {
         "--recompute-granularity": "full",
         "--recompute-method": "uniform",

@@ -31,8 +31,8 @@ def check(model: ModelShape) -> None:
         raise no_setting("nanotron", "model.positions.kind", place.kind, "rope")
     if place.theta != _THETA or place.scaling is not None:
         value = f"theta {place.theta:g}" + (", scaled" if place.scaling else "")
-        way_out = "release 0.4 has rope with theta 10000 and no scaling built in (Llama 2)"
-        raise no_setting("nanotron", "model.positions", value, way_out)
+        hint = "release 0.4 has rope with theta 10000 and no scaling built in (Llama 2)"
+        raise no_setting("nanotron", "model.positions", value, hint)
     if model.head_size * model.heads != model.hidden:
         raise no_setting("nanotron", "model.head_dim", model.head_dim, "hidden / heads")
 

@@ -64,8 +64,8 @@ class Setup:
         return self.layout.tp > 1 and (policy.async_tp or usual)
 
 
-def no_setting(engine: str, field: str, value: object, way_out: str) -> UserError:
-    return UserError(f"{engine} has no setting for it", field=field, value=value, way_out=way_out)
+def no_setting(engine: str, field: str, value: object, hint: str) -> UserError:
+    return UserError(f"{engine} has no setting for it", field=field, value=value, hint=hint)
 
 
 # What an engine must find in a model that it knows only as a Llama.
@@ -116,7 +116,7 @@ def check_policy(engine: str, setup: Setup) -> None:
             f"dp x micro_batch = {whole} must divide it for {engine}",
             field="batch.global_batch",
             value=setup.batch.global_batch,
-            way_out="choose a layout found with --stack " + engine,
+            hint="choose a layout found with --stack " + engine,
         )
 
 

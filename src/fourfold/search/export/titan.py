@@ -71,13 +71,13 @@ def parallelism(engine: str, setup: Setup) -> dict[str, Any]:
     key = (policy.schedule, policy.virtual_stages > 1)
     if key not in SCHEDULES:
         value = f"{policy.schedule} with {policy.virtual_stages} virtual stages"
-        way_out = "1f1b or gpipe with 1, interleaved or zero-bubble with more"
-        raise no_setting(engine, "policy.schedule", value, way_out)
+        hint = "1f1b or gpipe with 1, interleaved or zero-bubble with more"
+        raise no_setting(engine, "policy.schedule", value, hint)
     chunks, layers = layout.pp * policy.virtual_stages, setup.model.layers
     each = -(-layers // chunks)
     if -(-layers // each) != chunks:
-        way_out = "a number of stages that its layers per stage can give"
-        raise no_setting(engine, "layout.pp", f"{chunks} stages of {layers} layers", way_out)
+        hint = "a number of stages that its layers per stage can give"
+        raise no_setting(engine, "layout.pp", f"{chunks} stages of {layers} layers", hint)
     return fields | {
         "pipeline_parallel_schedule": SCHEDULES[key],
         "pipeline_parallel_layers_per_stage": each,

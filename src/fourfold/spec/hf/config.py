@@ -44,7 +44,7 @@ class Config:
                     f"contradicts {given[0][0]}",
                     field=self.path(name),
                     value=value,
-                    way_out="keep one of the two",
+                    hint="keep one of the two",
                 )
         return given[0] if given else (names[0], None)
 
@@ -72,7 +72,7 @@ class Config:
         if value is None and default is not None:
             return default
         if value is None:
-            raise UserError("is missing", field=self.path(name), way_out=f'add "{name}": ...')
+            raise UserError("is missing", field=self.path(name), hint=f'add "{name}": ...')
         if not isinstance(value, int) or isinstance(value, bool):
             raise UserError("must be a whole number", field=self.path(name), value=value)
         if not 1 <= value <= MAX_INT:
@@ -83,7 +83,7 @@ class Config:
         name, value = self.find(*names)
         self.keys[ours] = self.path(name)
         if value is None and default is None:
-            raise UserError("is missing", field=self.path(name), way_out=f'add "{name}": ...')
+            raise UserError("is missing", field=self.path(name), hint=f'add "{name}": ...')
         return default if value is None else number(self.path(name), value)  # type: ignore[return-value]
 
     def flag(self, *names: str, default: bool) -> bool:
@@ -107,6 +107,6 @@ class Config:
                 "is not modelled for this model type",
                 field=self.path(name),
                 value=value,
-                way_out=f"modelled: {', '.join(allowed)}",
+                hint=f"modelled: {', '.join(allowed)}",
             )
         return value

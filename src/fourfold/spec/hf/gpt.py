@@ -220,7 +220,7 @@ def _bloom(config: Config) -> dict[str, Any]:
             "BLOOM's MLP is always 4 x hidden",
             field="n_inner",
             value=fields["ffn"],
-            way_out="leave n_inner out",
+            hint="leave n_inner out",
         )
     return {**fields, "positions": {"kind": "alibi"}, "embedding_norm": True}
 

@@ -61,6 +61,6 @@ def _mpt_positions(config: Config, attention: Config) -> dict[str, Any]:
             "a model without positions is not modelled",
             field="learned_pos_emb",
             value=False,
-            way_out="alibi, rope or learned_pos_emb must be true",
+            hint="alibi, rope or learned_pos_emb must be true",
         )
     return {"kind": "learned", "length": config.whole("positions.length", "max_seq_len")}

@@ -21,7 +21,7 @@ TYPES = {**hf_llama.TYPES, **hf_gpt.TYPES, "mpt": mpt}
 def shape_from_config(data: object, name: str = "custom") -> ModelShape:
     """The shape of a parsed config.json; `name` is what the result is called."""
     if not isinstance(data, dict):
-        raise UserError("a config.json must hold an object", value=data, way_out="check the file")
+        raise UserError("a config.json must hold an object", value=data, hint="check the file")
     kind = data.get("model_type")
     refuse_experts(data, kind)
     config = Config(data, used={"model_type"})
@@ -31,7 +31,7 @@ def shape_from_config(data: object, name: str = "custom") -> ModelShape:
             "is missing" if kind is None else "is not a model type that is read",
             field="model_type",
             value=kind,
-            way_out=f"read are {', '.join(sorted(TYPES))}; any other decoder can be written as a "
+            hint=f"read are {', '.join(sorted(TYPES))}; any other decoder can be written as a "
             "TOML file with the fields of 'fourfold models llama-3.1-8b --format json'",
         )
     fields = {"name": name, **TYPES[kind](config), "variants": sorted(config.variants)}
@@ -40,6 +40,4 @@ def shape_from_config(data: object, name: str = "custom") -> ModelShape:
         return codec.decode(ModelShape, fields)
     except UserError as error:
         theirs = config.keys.get(error.field.removeprefix("positions.scaling."), error.field)
-        raise UserError(
-            error.rule, field=theirs, value=error.value, way_out=error.way_out
-        ) from None
+        raise UserError(error.rule, field=theirs, value=error.value, hint=error.hint) from None

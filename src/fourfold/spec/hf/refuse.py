@@ -21,8 +21,8 @@ _EXPERT_TYPES = re.compile(
 )
 # (pattern of the whole key, reason, way out), here and one table deep.
 _REFUSED = tuple(
-    (re.compile(pattern), reason, way_out)
-    for pattern, reason, way_out in (
+    (re.compile(pattern), reason, hint)
+    for pattern, reason, hint in (
         (
             r"(vision|audio|image|text|speech|video|thinker|llm)_(config|tower)|mm_.*",
             "only text is modelled, not several kinds of input",
@@ -112,7 +112,7 @@ def refuse_experts(data: dict[str, Any], kind: object) -> None:
         "models with mixture of experts are not modelled yet",
         field=field,
         value=value,
-        way_out="only dense models can be counted, planned and run",
+        hint="only dense models can be counted, planned and run",
     )
 
 
@@ -122,9 +122,9 @@ def refuse_unmodelled(data: dict[str, Any], config: Config) -> None:
         for name, value in table.items():
             if not value or _NOT_MEANT.fullmatch(name):
                 continue
-            for pattern, reason, way_out in _REFUSED:
+            for pattern, reason, hint in _REFUSED:
                 if pattern.fullmatch(name):
-                    raise UserError(reason, field=f"{path}{name}", value=value, way_out=way_out)
+                    raise UserError(reason, field=f"{path}{name}", value=value, hint=hint)
             for pattern, variant in _VARIANTS:
                 if pattern.fullmatch(name):
                     config.used.add(f"{path}{name}")
@@ -147,7 +147,7 @@ def refuse_unknown(data: dict[str, Any], config: Config) -> None:
                     "is not known for this model type and may change its shape",
                     field=f"{path}{name}",
                     value=value,
-                    way_out="remove it if it does not",
+                    hint="remove it if it does not",
                 )
 
 

@@ -180,7 +180,7 @@ def export_type(model: ModelShape) -> str:
         f"{' and '.join(wrong[nearest])}",
         field="model",
         value=model.name,
-        way_out=f"formats written: {', '.join(_COMPUTED)}",
+        hint=f"formats written: {', '.join(_COMPUTED)}",
     )
 
 
