@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fourfold.engine import compat
 from fourfold.engine.jobs.dryrun import with_micro_batches
-from fourfold.engine.jobs.run import Steps, counts, limit_memory, refuse, shortage_of
+from fourfold.engine.jobs.run import Steps, counts, let_go, limit_memory, refuse, shortage_of
 from fourfold.engine.microbench import kernel_times as bare
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.ledger import Ledger
@@ -69,13 +69,7 @@ def perform(task: Task) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _let_go(device)
-
-
-def _let_go(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        let_go(device, compiled=task.spec.policy.compile)
 
 
 def micro_batches_to_run(spec: RunSpec, wanted: str = "") -> int:
@@ -94,7 +88,7 @@ def stand_in(task: Task, rank: int, ran: int, device: torch.device) -> StandIn:
     more = task.spec.batch.micro_count(task.spec.layout.dp) - ran
     stage, found = _steps(task, rank, ran, device)
     stage.more = more
-    _let_go(device)
+    let_go(device, compiled=False)
     task.heart.mark("bare kernels")
     kernels = stage.kernels(max(stage.sizes))
     kernel_s = bare.time_kernels(kernels, stage.spec, device, _BARE_S[device.type])

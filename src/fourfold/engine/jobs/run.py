@@ -74,7 +74,20 @@ def perform(task: Task) -> RankFacts:
             vars(error)["shortage"] = shortage_of(device, ledger, trainer, error)
         raise
     task.leave()
+    trainer = None
+    let_go(device, compiled=spec.policy.compile)
     return facts
+
+
+def let_go(device: torch.device, *, compiled: bool) -> None:
+    """A task leaves nothing to the next one of its process: no tensors, no compiled code (torch
+    counts versions of a function, however different their models), no peak."""
+    if compiled:
+        torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def shortage_of(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fourfold.engine import compat
 from fourfold.engine.data.source import Synthetic
+from fourfold.engine.jobs.run import let_go
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.init import InitRule
@@ -71,6 +72,8 @@ def perform(task: Task) -> None:
         task.heart.step_done()
     found.look(trainer.pieces, truth, at_grads=False)
     row = gathered(found, truth, spec)
+    del trainer
+    let_go(device, compiled=spec.policy.compile)
     if row is not None:
         task.answer(row | {"seconds": round(time.perf_counter() - began, 3)})
 
