@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from fourfold.engine.task import Place, Task
 
 from fourfold.cli import main
 from fourfold.engine.parallel import messages
+from fourfold.engine.process.task import Place, Task
 from fourfold.launch import devices
 from fourfold.spec.job import Job
 
