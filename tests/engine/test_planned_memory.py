@@ -67,10 +67,19 @@ QUICK = [
         micro_batch=1), sharding="zero1", recompute="selective"),
     run("llama-2-7b", 4, Layout(pp=2, shard=2, tp=4), Batch(seq_len=2048, global_batch=8,
         micro_batch=1), sharding="zero2", recompute="every-2"),
+    # A single round of virtual stages, a single micro batch, a split backward: each frees early.
+    run("llama-3.1-405b", 4, Layout(pp=2, shard=2, tp=8), Batch(seq_len=2048, global_batch=4,
+        micro_batch=1), sharding="zero0", recompute="full", schedule="interleaved",
+        virtual_stages=2),
+    run("llama-2-7b", 4, Layout(pp=2, shard=2, tp=8), Batch(seq_len=8192, global_batch=8,
+        micro_batch=4), sharding="zero0", recompute="selective", sequence_parallel=False),
+    run("llama-3.1-405b", 6, Layout(pp=2, shard=2, cp=2, tp=4), Batch(seq_len=4096,
+        global_batch=10, micro_batch=1), sharding="zero3", recompute="full", prefetch=2,
+        schedule="zero-bubble", loss_chunks=4, cp_kind="allgather"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", QUICK, ids=lambda s: f"{s.model.name} {s.layout}")
+@pytest.mark.parametrize("spec", QUICK, ids=lambda s: f"{s.model.name} {s.layout} {s.policy.zero}")
 def test_the_planner_and_the_dry_run_agree(spec: RunSpec) -> None:
     assert_alike(spec)
 

@@ -145,7 +145,9 @@ def _parts(c: Columns, stage: Stage, micros: Floats) -> _Parts:
     z = np.where(c.zero >= 1, c.shard, 1.0)
     a, g, p = c.act_bytes, c.acc_bytes, c.param_bytes
     whole = n * one + root
-    ahead = np.where(z > 1, np.minimum(c.prefetch, np.maximum(n - 1.0, 0.0)) * one * a, 0.0)
+    # Without a depth of ours, FSDP2 gathers the next layer of the backward pass by itself.
+    depth = np.minimum(np.maximum(c.prefetch, 1.0), np.maximum(np.ceil(n / c.vpp) - 1.0, 0.0))
+    ahead = np.where(z > 1, depth * one * a, 0.0)
     third, copied = c.zero >= 3, c.dp * c.cp > z
     return _Parts(
         layer=one,
@@ -181,6 +183,7 @@ class _Now:
 
     later: bool
     reduces: NDArray[np.bool_]  # gradients are reduced with this pass
+    gathers: NDArray[np.bool_]  # the forward before it gathered weights
     base: Floats  # what other micro batches keep, and messages between stages
     own: Floats  # what this one keeps when its forward is over
     one: Floats  # ... in the mean layer
@@ -203,18 +206,21 @@ def _now(c: Columns, stage: Stage, w: _Parts, flight: Floats, micros: Floats, la
     lost = np.where(gpipe & (c.loss_chunks > 1), stage.last * s.whole, late_loss)
     base = (flight - 1.0 - late) * own + late * stage.layers * one.late + losses * lost
     # The buffer of the last reduction stays until the next one, in each virtual stage.
+    frees = (c.zero >= 3) & ((stage.layers > c.vpp) | ~gpipe)
     parts = np.where(micros > c.pp, c.vpp - 1.0, 0.0)
     sent_last = (np.where(w.root > 0, w.root, w.layer) + parts * w.layer) * g
     return _Now(
         later=later,
         reduces=(c.zero >= 2) | (micros < 2),
-        base=base + np.where(c.pp > 1, 2.0 * s.between, 0.0),
+        # Below zero3, and of GPipe's last layer, the first micro batch gathers for all.
+        gathers=(w.shards > 1) & (frees | ((flight <= 1) & (not later))),
+        base=base + np.where((c.pp > 1) & (micros * c.vpp > 1) & ~gpipe, 2.0 * s.between, 0.0),
         own=own,
         one=each / np.maximum(stage.layers, 1.0),
         top=top,
         working=np.where(top > 0, one.again, one.backward),
-        # In the sums' own format a gradient is added to them at once.
-        head=np.where((g == a) & later & (c.zero < 2), 0.0, w.head * a),
+        # In the sums' own format a gradient is added to them at once; a split pass makes it later.
+        head=np.where(((g == a) & later & (c.zero < 2)) | _is_split(c), 0.0, w.head * a),
         kept=np.where((c.zero >= 2) & later, sent_last + w.all * w.reduced, 0.0),
         late_loss=late_loss,
         # Gradients are copied into the buffer that is sent, then let go; what comes back is new.
@@ -229,15 +235,30 @@ def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bo
     summed = np.where(c.zero < 2, w.all * c.acc_bytes, w.all / w.shards * c.param_bytes)
     grads = summed if later else np.zeros_like(summed)
     in_loss, loss = _in_loss(c, stage, w, now)
-    # In a single round of virtual stages the last one's gradients are all there is at a loss.
-    others = stage.layers * (1.0 - 1.0 / c.vpp) * w.layer / np.maximum(w.all, 1.0)
-    in_loss = in_loss - np.where((stage.last > 0) & (micros <= c.pp), grads * others, 0.0)
-    in_top = now.base + now.own + now.top + now.working + now.head + w.ahead + now.kept
-    moments = [in_loss, in_top, _split(c, stage, w, now), now.base + w.root * c.act_bytes]
-    moments += [np.where(now.reduces, one, 0.0) for one in _reductions(c, stage, w, now, micros)]
+    computing = now.top + now.working + w.ahead + now.kept
+    in_top = now.base + now.own + computing + now.head
+    # In a single round the top virtual stage goes back before others have any gradients.
+    single = (micros <= c.pp) & (c.vpp > 1)
+    apart = stage.layers * (1.0 - 1.0 / c.vpp) * w.layer
+    below = apart + np.where(stage.last > 0, 0.0, w.root)
+    missing = np.where(single, grads * below / np.maximum(w.all, 1.0), 0.0)
+    moments = [in_loss - missing, in_top - missing]
+    moments += [
+        _split(c, stage, w, now, micros),
+        now.base + w.root * c.act_bytes,
+        _gathering(c, w, now),
+    ]
+    reduces = now.reduces & ~_is_split(c)
+    moments += [np.where(reduces, one, 0.0) for one in _reductions(c, stage, w, now, micros)]
     if later:
         rest = np.maximum(stage.layers / c.vpp - 1.0, 0.0) * layer(c).late
-        moments += _final(c, stage, w, now.own - now.one + now.head, late=rest)
+        let_go = _let_go(c, w, apart + w.head)
+        top, split, root = _final(c, stage, w, late=rest)
+        moments += [top + now.own - now.one + now.head - missing, split, root]
+        lowest = (now.base + now.own) / c.vpp - let_go
+        moments += [
+            np.where(single, at, 0.0) for at in (lowest + computing, lowest - now.one + top)
+        ]
     fullest = np.maximum.reduce(np.broadcast_arrays(*moments))
     at = now.base + now.own
     places = Moments(
@@ -246,7 +267,7 @@ def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bo
         top=at + now.top + now.working,
         lowest=now.base + sizes(c).between + now.one + now.top + now.working,
         end=now.base,
-        split=_split(c, stage, w, now),
+        split=_split(c, stage, w, now, micros),
     )
     params = Params(w.all, w.root, w.head, np.maximum(stage.layers - 1.0, 0.0) * w.layer)
     held_so = (w.unsharded, grads, fullest)
@@ -265,8 +286,7 @@ def _in_loss(c: Columns, stage: Stage, w: _Parts, now: _Now) -> tuple[Floats, Fl
     """(all at the loss, the loss itself); the last gathered weights are there twice in a forward
     that gathers. A later pass of GPipe has its loss behind it."""
     s = sizes(c)
-    gathers = (w.shards > 1) & ((c.zero >= 3) | (not now.later))
-    flat = np.where(gathers, w.layer * c.act_bytes, 0.0)
+    flat = np.where(now.gathers, w.layer * c.act_bytes, 0.0)
     loss = stage.last * loss_bytes(c, s, w.head)
     # In parts the loss is largest in its backward, when the gathered copy is gone.
     in_parts = (c.loss_chunks > 1) & (c.lean_loss <= 0)
@@ -276,48 +296,75 @@ def _in_loss(c: Columns, stage: Stage, w: _Parts, now: _Now) -> tuple[Floats, Fl
     return np.where((c.schedule == _GPIPE) & now.later, 0.0, total), loss
 
 
+def _gathering(c: Columns, w: _Parts, now: _Now) -> Floats:
+    """A forward pass of zero3 as deep as there are layers to gather ahead: FSDP's flat copies of
+    this layer and of those, and the shard that is sent."""
+    depth = np.minimum(c.prefetch, w.ahead / np.maximum(w.layer * c.act_bytes, 1.0))
+    flat = w.layer * c.act_bytes * (1.0 + depth + 1.0 / w.shards)
+    total = now.base + now.own - depth * now.one + flat + now.kept
+    return np.where((c.zero >= 3) & now.gathers, total, 0.0)
+
+
+def _is_split(c: Columns) -> NDArray[np.bool_]:
+    return (c.schedule == _ZERO_BUBBLE) & (c.pp > 1)
+
+
 def _reductions(c: Columns, stage: Stage, w: _Parts, now: _Now, micros: Floats) -> list[Floats]:
     """Sending the top layer's gradients; the layer below it, that buffer still there; the last
     layer, gradients of all others made; the ends' own gradients."""
     s, a, g, n = sizes(c), c.act_bytes, c.acc_bytes, stage.layers
     third, only = c.zero >= 3, micros < 2
     beyond = now.base + now.own - now.one + now.head
-    less = np.where(third, w.layer * a, 0.0)
-    sent = beyond + 2.0 * s.between + w.layer * now.sending - less + w.ahead
-    below = beyond + now.top + now.working + w.layer * g + w.ahead
-    done = w.copies + (0.0 if now.later else c.param_bytes / w.shards)
     # With the step's last backward, weights are let go layer by layer whatever is sharded.
+    let_go = np.where(third | only, w.layer * a, 0.0)
+    sent = beyond + 2.0 * s.between + w.layer * now.sending - let_go + w.ahead
+    done = w.copies + (0.0 if now.later else c.param_bytes / w.shards)
+    ahead = np.minimum(w.ahead, np.maximum(np.ceil(n / c.vpp) - 2.0, 0.0) * w.layer * a)
+    below = beyond - s.between + now.top + now.working + w.layer * (g + done)
+    below = below + ahead - np.where(third, 0.0, let_go)
     through = np.maximum(n - 1.0, 0.0) * w.layer
     last = now.base + s.between + now.one + now.top + now.working + now.head
-    last = last + w.layer * g + through * (done - np.where(only & ~third, a, 0.0))
+    last = (
+        last
+        + np.where(n > c.vpp, w.layer * g, 0.0)
+        + through * (done - np.where(only & ~third, a, 0.0))
+    )
     ends = now.base + w.root * now.sending + n * w.layer * done
     ends = ends - np.where(third | only, w.unsharded, 0.0)
-    return [sent, np.where(n > 1, below, 0.0), last, ends]
+    return [sent, np.where(n > c.vpp, below, 0.0), last, ends]
 
 
-def _split(c: Columns, stage: Stage, w: _Parts, now: _Now) -> Floats:
-    """A split backward keeps inputs and gradients of all products until their weights' turn."""
+def _split(c: Columns, stage: Stage, w: _Parts, now: _Now, micros: Floats) -> Floats:
+    """A split backward keeps inputs and gradients of all products until their weights' turn, and
+    the embedding's gradient, which is no product. Weights' gradients need no weights."""
     late, n, a = layer(c).late, stage.layers, c.act_bytes
-    rest = np.maximum(n / c.vpp - 1.0, 0.0)
-    reduced = w.layer * np.where(now.reduces, now.sending, a)
+    rest, embedding = np.maximum(n / c.vpp - 1.0, 0.0), (w.root - w.head) * a
+    gone = np.where(c.zero >= 3, c.vpp * w.layer * a, np.where(micros < 2, w.layer * a, 0.0))
+    made = late + w.layer * a - np.where(c.zero >= 3, gone, 0.0)
+    sent = np.where(now.reduces, w.layer * now.sending - gone, 0.0)
     bottom = now.one + now.top + now.working + now.kept
-    in_layers = rest * late + np.maximum(late, np.maximum(reduced, bottom))
+    in_layers = rest * late + np.maximum(np.maximum(made, sent) + embedding, bottom)
     adding = np.where(c.loss_chunks > 1, 3.0, 1.0) * w.head * a
     in_head = n / c.vpp * late + now.late_loss + adding
     split = now.base + np.maximum(in_layers, in_head)
-    return np.where((c.schedule == _ZERO_BUBBLE) & (c.pp > 1), split, 0.0)
+    return np.where(_is_split(c), split, 0.0)
 
 
-def _final(c: Columns, stage: Stage, w: _Parts, below_top: Floats, *, late: Floats) -> list[Floats]:
-    """zero0 and zero1 in the last micro batch: the sums are sent, and whole weights let go."""
-    n, g = stage.layers, c.acc_bytes
+def _let_go(c: Columns, w: _Parts, params: Floats) -> Floats:
+    """Bytes fewer once sums of these are sent: whole weights go, shards of gradients stay."""
+    shards = c.param_bytes / w.shards + w.copies
+    return np.where(c.zero < 2, params * (c.act_bytes + c.acc_bytes - shards), 0.0)
+
+
+def _final(c: Columns, stage: Stage, w: _Parts, *, late: Floats) -> list[Floats]:
+    """zero0 and zero1 in the last micro batch, sums are sent: of a layer (beside activations), in
+    a split backward, of the ends when all layers are through."""
     # The sums themselves are counted as gradients.
-    sending = np.maximum(g, np.maximum(w.back, w.divided))
-    top = below_top + w.layer * (sending - c.act_bytes)
-    let_go = w.all * c.act_bytes + n * w.layer * g
-    split = np.where((c.schedule == _ZERO_BUBBLE) & (c.pp > 1), late + w.layer * sending, 0.0)
-    root = w.root * sending + n * w.layer * (c.param_bytes / w.shards + w.copies)
-    return [np.where(c.zero < 2, moment, 0.0) for moment in (top, split, root - let_go)]
+    sending = np.maximum(c.acc_bytes, np.maximum(w.back, w.divided))
+    top = w.layer * (sending - c.act_bytes)
+    split = np.where(_is_split(c), late + w.layer * sending, 0.0)
+    root = w.root * (sending - c.act_bytes) - _let_go(c, w, stage.layers * w.layer)
+    return [np.where(c.zero < 2, moment, 0.0) for moment in (top, split, root)]
 
 
 def _stored(c: Columns, s: Sizes, one: Layer, stage: Stage) -> tuple[Floats, Floats]:

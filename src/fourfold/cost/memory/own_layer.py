@@ -73,7 +73,9 @@ def layer(c: Columns) -> Layer:
     kept = kept * np.where(c.attn_ckpt > 0, c.selective_share, 1.0)
     down = c.hidden * c.ffn / c.tp * c.act_bytes
     mlp = (2.0 + c.gated) * down
-    whole = np.where(c.tp > 1, s.whole, 0.0)
+    # Sequence parallelism gathers the gradient that comes in.
+    gathers = (c.tp > 1) & (c.sp > 0)
+    whole = np.where(gathers, s.whole, 0.0)
     twice = s.whole * (1.0 + s.twice)
     # Through the last matrix, the product of gate and up, and out of the block's input, where the
     # gradient is summed over tp; then attention, the MLP's tensors gone and its gradients there.
@@ -85,13 +87,15 @@ def layer(c: Columns) -> Layer:
     core = mlp + np.maximum(2.0 * s.q + 2.0 * s.kv, turned + s.q + 2.0 * s.kv) - gone
     end = params * c.act_bytes - kept + 2.0 * s.whole
     inside = np.maximum.reduce(
-        np.broadcast_arrays(last, product, entry, core, end, *_fp8_casts(c, s, many, wide))
+        np.broadcast_arrays(
+            last, product, entry, core, end, *_fp8_casts(c, whole + s.ffn, wide - many)
+        )
     )
     # Gathering the gradient comes before a layer is computed again.
     return Layer(
         kept=kept,
-        backward=np.maximum(inside, np.where(c.tp > 1, twice, 0.0)) + s.between,
-        again=np.maximum(inside, np.where(c.tp > 1, twice - many, 0.0)) + s.between,
+        backward=np.maximum(inside, np.where(gathers, twice, 0.0)) + s.between,
+        again=np.maximum(inside, np.where(gathers, twice - many, 0.0)) + s.between,
         late=4.0 * s.whole + 2.0 * s.q + 2.0 * s.kv + (2.0 + c.gated) * s.ffn,
         params=params,
     )
@@ -113,14 +117,14 @@ def _attended(c: Columns, s: Sizes) -> Floats:
     return kind + s.q + lse + s.bias * c.act_bytes + np.where(c.attn_ckpt > 0, 0.0, scores)
 
 
-def _fp8_casts(c: Columns, s: Sizes, many: Floats, wide: Floats) -> list[Floats]:
+def _fp8_casts(c: Columns, at_last: Floats, at_first: Floats) -> list[Floats]:
     """A product in fp8 casts its operands by way of two copies in fp32, the larger one counts: of
-    the MLP's last matrix and of its first."""
+    the MLP's last matrix and of its first, beside what is there then."""
     tokens = c.micro * c.seq / c.cp
     last = np.maximum(tokens * c.hidden, c.ffn / c.tp * np.maximum(tokens, c.hidden))
     first = (1.0 + c.gated) * c.ffn / c.tp * np.maximum(tokens, c.hidden)
     weights = c.hidden * c.ffn / c.tp * c.act_bytes
-    moments = (s.whole + s.ffn + 9.0 * last, weights + wide - many + 9.0 * first)
+    moments = (at_last + 9.0 * last, weights + at_first + 9.0 * first)
     return [np.where(c.precision == _FP8, moment, -np.inf) for moment in moments]
 
 
