@@ -19,7 +19,7 @@ from fourfold.engine.training.trainer import Trainer
 from fourfold.result.dryrun import RankCount
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.catalog import shape
-from fourfold.spec.policy import BUNDLES
+from fourfold.spec.words import BUNDLES
 
 # Weights outweigh activations here, as they do where sharding matters.
 HEAVY = shape("llama", layers=3, hidden=256, ffn=512, heads=4, kv_heads=2, vocab=512)

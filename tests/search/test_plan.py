@@ -32,12 +32,14 @@ from fourfold.search.ramp import training
 from fourfold.search.ranking import rank
 from fourfold.search.sensitivity import deciding, flips, tie_width, tied_with_first
 from fourfold.search.stack_names import match_stack
+from fourfold.search.stacks import RECOMPUTE_KINDS
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.words import RECOMPUTE
 
 SHIPPED = calibrations.shipped()
 
@@ -89,7 +91,7 @@ def _legal_points(one: Question, layout: Layout) -> set[tuple[int, ...]]:
     zeros = range(4) if layout.shard * layout.cp > 1 else range(1)
     virtual = (1, 2, 3, 4, 6, 8, 16) if layout.pp > 1 else (1,)
     micros = [m for m in MICRO_BATCHES if m <= -(-24 // layout.dp)] or [1]
-    recompute = {"none": 0, "full": 1, "selective": 2}
+    recompute = {kind: RECOMPUTE_KINDS.index(kind) for kind in RECOMPUTE}
     for kind, zero, v, how, micro in itertools.product(kinds, zeros, virtual, recompute, micros):
         sizes = {-(-16 // (layout.pp * count)) for count in range(1, v)}
         if v > 1 and (v > 16 // layout.pp or -(-16 // (layout.pp * v)) in sizes):

@@ -26,7 +26,7 @@ from fourfold.spec import (
     catalog,
     codec,
 )
-from fourfold.spec.policy import BUNDLES, Dtype
+from fourfold.spec.words import BUNDLES, Dtype
 
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 models = st.sampled_from(sorted(catalog.model_names())).map(catalog.model)

@@ -16,7 +16,7 @@ from fourfold.errors import UserError
 from fourfold.show.table import json_text
 from fourfold.spec import catalog, words
 from fourfold.spec.device import Device
-from fourfold.spec.policy import BUNDLES
+from fourfold.spec.words import BUNDLES
 
 EXAMPLES = """\
 examples:

@@ -22,7 +22,7 @@ from fourfold.result import RunReport
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.read.quality import flags
 from fourfold.show.table import json_text, render
-from fourfold.spec import Batch, Policy, RunSpec, catalog
+from fourfold.spec import AXES, Batch, Policy, RunSpec, catalog
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.job import Job
 
@@ -111,7 +111,7 @@ def _plan(
     planned: dict[str, tuple[RunSpec, dict[str, float]]] = {}
     for i in range(len(found)):
         layout = found.layout(i)
-        axes = " ".join(axis for axis in ("pp", "dp", "cp", "tp") if layout.size(axis) > 1)
+        axes = " ".join(axis for axis in AXES if layout.size(axis) > 1)
         if axes in planned:
             continue
         micro = int(found.points["micro_batch"][i])

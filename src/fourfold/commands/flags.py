@@ -11,9 +11,9 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.show.table import FORMATS
 from fourfold.spec import codec, words
-from fourfold.spec.policy import BUNDLES
 from fourfold.spec.run import RunSpec
 from fourfold.spec.variables import parse_assignments
+from fourfold.spec.words import BUNDLES
 from fourfold.units import count_from, size_from
 
 if TYPE_CHECKING:

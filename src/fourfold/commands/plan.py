@@ -20,7 +20,7 @@ from fourfold.show.table import columns, json_text
 from fourfold.spec import catalog, codec, words
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.layout import Layout
+from fourfold.spec.layout import MODEL_AXES, Layout
 from fourfold.spec.policy import Policy
 
 EXAMPLES = """\
@@ -185,7 +185,7 @@ def _fixed(table: dict[str, Any]) -> dict[str, Any]:
     """What the user decided: axes, micro batch and searched policy fields."""
     layout = table.get("layout", {})
     whole, named = Layout.from_plain(layout, "layout"), named_axes(layout)
-    fixed: dict[str, Any] = {axis: whole.size(axis) for axis in ("pp", "cp", "tp") if axis in named}
+    fixed: dict[str, Any] = {axis: whole.size(axis) for axis in MODEL_AXES if axis in named}
     if {"dp", "shard", "replicate"} & named:
         fixed |= {"dp": whole.dp, "replicate": whole.replicate}
     if table.get("batch", {}).get("micro_batch"):

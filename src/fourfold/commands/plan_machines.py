@@ -11,7 +11,7 @@ from fourfold.errors import UserError
 from fourfold.result.profile import cluster_of
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.layout import Layout
+from fourfold.spec.layout import AXES, MODEL_AXES, Layout
 from fourfold.spec.run import fill_dp
 
 
@@ -88,7 +88,7 @@ def _divided(table: dict[str, Any], counts: list[int]) -> list[int]:
         if not possible:
             fill_dp(asked, counts[0])  # says why not
         return possible
-    whole = {"pp", "cp", "tp"} <= named
+    whole = named >= {*MODEL_AXES}
     possible = [n for n in counts if n == asked.world or (not whole and n % asked.world == 0)]
     if not possible:
         raise UserError(
@@ -104,4 +104,4 @@ def named_axes(layout: Any) -> set[str]:
     """The axes that a layout names, as text or as a table; the others are left open."""
     if isinstance(layout, dict):
         return set(layout)
-    return {axis for axis in ("pp", "dp", "cp", "tp") if axis in str(layout).lower()}
+    return {axis for axis in AXES if axis in str(layout).lower()}

@@ -15,7 +15,7 @@ from fourfold.commands.foresight import Foresight
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.errors import UserError
 from fourfold.result.prediction import Prediction
-from fourfold.spec import codec
+from fourfold.spec import AXES, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import Combination, Expansion
@@ -45,7 +45,7 @@ def given(args: argparse.Namespace) -> bool:
 def refuse_flags(args: argparse.Namespace) -> None:
     """Flags that would silently do nothing in the other kinds of sweep."""
     mine = (
-        "model", "spec", "gpu", "max_nodes", "dp", "tp", "cp", "pp", "global_batch", "seq_len",
+        "model", "spec", "gpu", "max_nodes", *AXES, "global_batch", "seq_len",
         "sharding", "recompute", "cp_kind", "schedule", "virtual_stages", "precision",
     )  # fmt: skip
     used = [name for name in mine if getattr(args, name) is not None]

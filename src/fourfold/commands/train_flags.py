@@ -12,7 +12,7 @@ from fourfold.commands.train_weights import begin_from
 from fourfold.errors import UserError
 from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.files.training_folder import TrainingFolder
-from fourfold.spec import codec
+from fourfold.spec import AXES, codec
 from fourfold.spec.batch import Ramp
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import LrSchedule, TrainSettings
@@ -77,7 +77,7 @@ def described(args: argparse.Namespace, folder: TrainingFolder) -> tuple[RunSpec
             value=str(folder.root),
             hint="name the --out of an earlier 'fourfold train', or leave --resume out",
         )
-    if any(getattr(args, axis) is not None for axis in ("gpus", "dp", "tp", "cp", "pp")):
+    if any(getattr(args, axis) is not None for axis in ("gpus", *AXES)):
         known.pop("layout", None)  # a new layout is asked for, not a change of one axis
     table = flags.run_table(args, known)
     if args.data:

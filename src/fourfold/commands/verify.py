@@ -22,9 +22,9 @@ from fourfold.spec.catalog import model
 from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import BUNDLES
 from fourfold.spec.run import RunSpec
 from fourfold.spec.runnable import not_run
+from fourfold.spec.words import BUNDLES
 
 EXAMPLES = """\
 examples:

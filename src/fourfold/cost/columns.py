@@ -12,20 +12,20 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fourfold.spec import words
+
 Floats = NDArray[np.float64]
 
 # Codes of the closed choices; a column holds the index of the word.
-# "fused-softmax" is Megatron's kernel of 2022, which keeps every score; torch's fused kernels keep
-# none and are "flash" here.
-ATTENTION = ("flash", "fused-softmax", "unfused", "flash1", "flash3")
-CP_KIND = ("ring", "allgather", "ulysses")
-SCHEDULE = ("1f1b", "interleaved", "gpipe", "zero-bubble")
-PRECISION = ("bf16", "fp16", "fp8", "fp4", "fp32", "fp64")
+ATTENTION = words.PRICED_ATTENTION
+CP_KIND = words.CP_KINDS
+SCHEDULE = words.SCHEDULES
+PRECISION = words.DTYPES
 
 
-def code(words: tuple[str, ...], word: str) -> float:
+def code(choices: tuple[str, ...], word: str) -> float:
     """Index of a word in one of the tuples above."""
-    return float(words.index(word))
+    return float(choices.index(word))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,10 @@ from fourfold.cost.columns import ATTENTION, CP_KIND, PRECISION, SCHEDULE, Colum
 from fourfold.cost.fit.habits import habits
 from fourfold.cost.step.hardware import device_facts, fabric_facts
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.formats import AROUND
 from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import DTYPE_BYTES, Policy, Schedule
+from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-
-# Attention of a policy that is not one of torch's fused kernels, which are all priced as flash.
-KEEPS_SCORES = ("fused-softmax", "unfused")
+from fourfold.spec.words import AROUND, DTYPE_BYTES, KEEPS_SCORES, Schedule
 
 
 def model_facts(model: ModelShape) -> dict[str, float]:
@@ -124,10 +121,7 @@ def run_facts(spec: RunSpec, cluster: Cluster, stack: str) -> dict[str, float]:
         "micro": max(1, batch.micro_batch),
         "batch": batch.global_batch,
         "gpus": spec.gpus,
-        "tp": layout.tp,
-        "cp": layout.cp,
-        "pp": layout.pp,
-        "dp": layout.dp,
+        **layout.sizes,
         "shard": layout.shard * layout.cp,
     }
 

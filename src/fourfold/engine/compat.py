@@ -8,7 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from fourfold.spec.formats import AROUND
+from fourfold.spec.words import AROUND
 
 DTYPES = {
     "fp64": torch.float64,

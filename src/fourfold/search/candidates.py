@@ -20,15 +20,15 @@ from fourfold.search.legal import case_of, divisors
 from fourfold.search.question import Question
 from fourfold.search.rules import REASONS, RULES, Case, Reason
 from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
-from fourfold.spec.layout import Layout
+from fourfold.spec.layout import SIZES, Layout
+from fourfold.spec.words import RECOMPUTE
 
 Ints = NDArray[np.int64]
 # Sequences in a micro batch: fine where a step matters, coarse above.
 MICRO_BATCHES = (
     1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128,
 )  # fmt: skip
-RECOMPUTE = ("none", "selective", "full")
-LAYOUT_FIELDS = ("pp", "replicate", "shard", "cp", "tp")
+LAYOUT_FIELDS = SIZES
 FIELDS = (*LAYOUT_FIELDS, "cp_kind", "virtual_stages", "schedule", "zero", "recompute",
           "micro_batch")  # fmt: skip
 # Rules that read the micro batch, and the one that reads recompute; layouts settle all others.

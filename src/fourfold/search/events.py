@@ -19,7 +19,7 @@ from fourfold.cost.schedule.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import Times, estimate
 from fourfold.cost.step.gemm import Knobs
 from fourfold.cost.step.pipeline import pipeline_s
-from fourfold.spec.policy import Schedule
+from fourfold.spec.words import Schedule
 
 Floats = NDArray[np.float64]
 LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "fsdp_comm",

@@ -17,7 +17,7 @@ from fourfold.search.question import Question
 from fourfold.search.ramp import training
 from fourfold.search.ranking import Ranking, point_columns, point_policy, rank
 from fourfold.search.stacks import stack_rules
-from fourfold.spec.layout import Layout
+from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.policy import Policy
 
 NEAREST = 4
@@ -31,8 +31,7 @@ def explain(ask: Question, layout: Layout, *, tokens: float | None) -> dict[str,
 
 def ways_to_run(ask: Question, layout: Layout) -> Ranking | None:
     """Every way to run this layout, best first; None if it does not have the asked ranks."""
-    only = {"pp": layout.pp, "cp": layout.cp, "tp": layout.tp, "dp": layout.dp}
-    only["replicate"] = layout.replicate
+    only = layout.sizes | {"replicate": layout.replicate}
     one = replace(ask, fixed=ask.fixed | only, where=())
     return rank(one, least=VARIANTS) if layout.world == ask.gpus else None
 
@@ -115,8 +114,7 @@ def _aligned(policy: Policy, layout: Layout) -> Policy:
 
 def _distance(layout: Layout, other: Layout) -> float:
     """Doublings between two layouts, axis by axis."""
-    axes = ("pp", "dp", "cp", "tp")
-    return sum(abs(log2(layout.size(axis) / other.size(axis))) for axis in axes)
+    return sum(abs(log2(layout.size(axis) / other.size(axis))) for axis in AXES)
 
 
 def nearest(ask: Question, layout: Layout) -> list[str]:
@@ -125,9 +123,7 @@ def nearest(ask: Question, layout: Layout) -> list[str]:
     legal = candidates(open_ask).layouts
     found = {
         Layout(pp=int(pp), shard=int(replicate * shard), cp=int(cp), tp=int(tp))
-        for pp, replicate, shard, cp, tp in zip(
-            *(legal[name] for name in ("pp", "replicate", "shard", "cp", "tp")), strict=True
-        )
+        for pp, replicate, shard, cp, tp in zip(*(legal[name] for name in SIZES), strict=True)
     }
     order = sorted(found, key=lambda one: (_distance(one, layout), one.cp, str(one)))
     return [str(one) for one in order[:NEAREST]]

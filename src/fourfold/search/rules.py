@@ -27,10 +27,8 @@ Reason = Literal[
     "dp-batch", "equal-shares", "micro-divides", "fill", "whole-rounds",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
-RING, ALLGATHER, ULYSSES = range(3)
-assert CP_KINDS == ("ring", "allgather", "ulysses")
-F1B, INTERLEAVED, GPIPE, ZERO_BUBBLE = range(4)
-assert SCHEDULES == ("1f1b", "interleaved", "gpipe", "zero-bubble")
+ULYSSES = CP_KINDS.index("ulysses")
+INTERLEAVED, ZERO_BUBBLE = SCHEDULES.index("interleaved"), SCHEDULES.index("zero-bubble")
 
 # A whole number, or a NumPy column of them.
 Whole = Any

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fourfold.errors import UserError
+from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import FAMILIES
+from fourfold.spec.words import CP_KINDS, PRECISIONS, RECOMPUTE, SCHEDULES
 
-CP_KINDS = ("ring", "allgather", "ulysses")
-SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero-bubble")
-RECOMPUTE_KINDS = ("none", "full", "selective", "every")
-PRECISIONS = ("fp32", "fp64", "bf16-pure", "bf16-mixed", "fp16", "fp8", "fp4")
+RECOMPUTE_KINDS = (*RECOMPUTE, "every")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class Stack:
     """
 
     name: str
-    axes: tuple[str, ...] = ("tp", "cp", "pp")
+    axes: tuple[str, ...] = MODEL_AXES
     cp_kinds: tuple[str, ...] = CP_KINDS
     schedules: tuple[str, ...] = SCHEDULES
     recompute: tuple[str, ...] = RECOMPUTE_KINDS

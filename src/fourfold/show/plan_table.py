@@ -75,7 +75,7 @@ def _record(answer: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
         **{name: answer[name] for name in ("model", "cluster", "gpu", "stack", "gpus", "seq_len")},
         "global_batch": answer["global_batch"],
         "micro_batch": row["micro_batch"],
-        **{axis: layout.size(axis) for axis in ("pp", "dp", "cp", "tp")},
+        **layout.sizes,
         "dp_replicate": layout.replicate,
         "dp_shard": layout.shard,
         **policy,

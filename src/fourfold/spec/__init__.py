@@ -6,8 +6,9 @@ from fourfold.spec.device import Device, Peaks
 from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape, Positions, RopeScaling
-from fourfold.spec.policy import DTYPE_BYTES, Dtypes, Policy
+from fourfold.spec.policy import Dtypes, Policy
 from fourfold.spec.run import Fault, RunSpec
+from fourfold.spec.words import DTYPE_BYTES
 
 __all__ = [
     "AXES",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -32,7 +33,7 @@ class Peaks:
                 check.positive(**{name: value})
 
 
-PEAK_NAMES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+PEAK_NAMES = tuple(field.name for field in dataclasses.fields(Peaks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Dtype, Policy
-
-# Formats of matrix products alone; everything around them computes in the other.
-AROUND: dict[str, Dtype] = {"fp8": "bf16", "fp4": "bf16"}
+from fourfold.spec.policy import Policy
+from fourfold.spec.words import AROUND, Dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,13 @@ from fourfold.spec import check
 from fourfold.units import size_from
 
 AXES = ("pp", "dp", "cp", "tp")
+# Those that cut the model or a sequence; dp is what they leave of the ranks.
+MODEL_AXES = ("tp", "cp", "pp")
+# Of a layout: dp is replicate x shard.
+SIZES = ("pp", "replicate", "shard", "cp", "tp")
 # 'tp8', 'TP=8', 'dp2x4'; between words blanks, commas or an x ('TP8xPP2').
 _WORD = re.compile(
-    r"\s*(pp|dp|cp|tp|ep)\s?[=:]?\s?([0-9]{1,9})(?:x([0-9]{1,9}))?(?:[\s,;*/]+|x(?=[a-z])|\Z)"
+    rf"\s*({'|'.join(AXES)}|ep)\s?[=:]?\s?([0-9]{{1,9}})(?:x([0-9]{{1,9}}))?(?:[\s,;*/]+|x(?=[a-z])|\Z)"
 )
 _MAX_RANKS = 2**24
 
@@ -64,7 +68,8 @@ class Layout:
         return self.pp * self.dp * self.cp * self.tp
 
     def size(self, axis: str) -> int:
-        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}[axis]
+        assert axis in AXES
+        return getattr(self, axis)
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours on an axis: product of the axes inside it."""
@@ -77,9 +82,17 @@ class Layout:
         return {axis: rank // self.stride(axis) % self.size(axis) for axis in AXES}
 
     def __str__(self) -> str:
-        dp = f"{self.replicate}x{self.shard}" if self.replicate > 1 else f"{self.shard}"
-        sizes = {"pp": str(self.pp), "dp": dp, "cp": str(self.cp), "tp": str(self.tp)}
+        sizes = self._written()
         return " ".join(f"{axis}{sizes[axis]}" for axis in self.order)
+
+    def _written(self) -> dict[str, object]:
+        """{'pp': 2, 'dp': '2x4', ...}: the size of each axis as layouts are written."""
+        dp = f"{self.replicate}x{self.shard}" if self.replicate > 1 else self.shard
+        return {axis: dp if axis == "dp" else self.size(axis) for axis in AXES}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: self.size(axis) for axis in AXES}
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -129,7 +142,7 @@ class Layout:
 
     @classmethod
     def _from_table(cls, table: dict[str, object]) -> Layout:
-        known = (*AXES, "replicate", "shard", "ep", "order")
+        known = (*AXES, *SIZES, "ep", "order")
         for key in table:
             if key not in known:
                 raise UserError("unknown field", field=str(key), hint=nearest(str(key), known))
@@ -140,7 +153,7 @@ class Layout:
             sizes = {"replicate": parsed.replicate, "shard": parsed.shard}
         elif dp is not None:
             sizes = {"shard": _int("dp", dp)}
-        for axis in ("pp", "cp", "tp", "ep", "replicate", "shard"):
+        for axis in (*SIZES, "ep"):
             if axis in table:
                 sizes[axis] = _int(axis, table[axis])
         order = table.get("order")
@@ -153,8 +166,7 @@ class Layout:
         return cls(**sizes, order=tuple(order))
 
     def to_plain(self) -> dict[str, object]:
-        dp = f"{self.replicate}x{self.shard}" if self.replicate > 1 else self.shard
-        plain: dict[str, object] = {"pp": self.pp, "dp": dp, "cp": self.cp, "tp": self.tp}
+        plain = self._written()
         return plain if self.order == AXES else plain | {"order": " ".join(self.order)}
 
 

@@ -13,31 +13,20 @@ from typing import Annotated, Literal
 from fourfold.errors import UserError
 from fourfold.spec import check, words
 from fourfold.spec.variables import require_form
+from fourfold.spec.words import (
+    BUNDLES,
+    Attention,
+    CpKind,
+    Dtype,
+    Precision,
+    Schedule,
+    Sharding,
+)
 from fourfold.units import size_from
 
-Precision = Literal["fp32", "fp64", "bf16-pure", "bf16-mixed", "fp16", "fp8", "fp4"]
-Dtype = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp4"]
-Sharding = Literal["zero0", "zero1", "zero2", "zero3"]
-CpKind = Literal["ring", "allgather", "ulysses"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-# "fused": any of torch's kernels that keep no scores; "fused-softmax": Megatron's of 2022, which
-# keeps them and is only planned for.
-Attention = Literal["auto", "flash", "cudnn", "efficient", "fused", "fused-softmax", "unfused"]
 Loss = Literal["auto", "torch", "lean"]
 
-DTYPE_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
-# param (what the optimizer updates), compute, reduce (between ranks), grad (accumulation),
-# optimizer (moments). bf16-pure keeps everything in bf16; the mixed ones keep fp32 masters.
-BUNDLES: dict[str, tuple[Dtype, Dtype, Dtype, Dtype, Dtype]] = {
-    "fp64": ("fp64", "fp64", "fp64", "fp64", "fp64"),
-    "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
-    "bf16-pure": ("bf16", "bf16", "bf16", "bf16", "bf16"),
-    "bf16-mixed": ("fp32", "bf16", "fp32", "fp32", "fp32"),
-    "fp16": ("fp32", "fp16", "fp16", "fp16", "fp32"),
-    "fp8": ("fp32", "fp8", "fp32", "fp32", "fp32"),
-    "fp4": ("fp32", "fp4", "fp32", "fp32", "fp32"),
-}
-_RECOMPUTE = re.compile(r"none|full|selective|every-[1-9][0-9]{0,4}\Z")
+_RECOMPUTE = re.compile(rf"{'|'.join(words.RECOMPUTE)}|every-[1-9][0-9]{{0,4}}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +81,7 @@ class Policy:
                 "is not a kind of recompute",
                 field="recompute",
                 value=self.recompute,
-                hint="one of none, full, selective, every-2, every-3, ...",
+                hint=f"one of {', '.join(words.RECOMPUTE)}, every-2, every-3, ...",
             )
         require_form(self.env)
 

@@ -256,7 +256,7 @@ def _asked_for(sweep: Sweep, table: dict[str, Any], combination: Combination) ->
 def values_of(spec: RunSpec, gpus_per_node: int) -> dict[str, float | None]:
     """What a condition may ask about a run that has not run."""
     return {
-        "dp": spec.layout.dp, "tp": spec.layout.tp, "cp": spec.layout.cp, "pp": spec.layout.pp,
+        **spec.layout.sizes,
         "vp": spec.policy.virtual_stages, "micro_batch": spec.batch.micro_batch,
         "global_batch": spec.batch.global_batch, "seq_len": spec.batch.seq_len, "gpus": spec.gpus,
         "nodes": -(-spec.gpus // gpus_per_node), "layers": spec.model.layers,
@@ -269,11 +269,10 @@ def _loose_values(sweep: Sweep, table: dict[str, Any], spec: RunSpec) -> dict[st
     `dp >= 1` can drop the combination before it counts as illegal."""
     named = table.get("layout", {})
     layout = Layout.from_plain(named, "layout")
-    sizes: dict[str, float | None] = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
     dp_named = (
         (isinstance(named, str) and "dp" in named.lower())
         or "dp" in named
         or (isinstance(named, dict) and {"shard", "replicate"} & named.keys())
     )
     dp = layout.dp if dp_named else spec.gpus / (layout.tp * layout.cp * layout.pp)
-    return values_of(spec, sweep.gpus_per_node) | sizes | {"dp": dp}
+    return values_of(spec, sweep.gpus_per_node) | layout.sizes | {"dp": dp}

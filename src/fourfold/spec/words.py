@@ -1,4 +1,5 @@
-"""What do people call it? Words of other engines and of papers for fields of a run: fsdp, 1F1B, 8k.
+"""Which words may a policy use? Each closed choice is spelled here and imported elsewhere;
+then what other engines and papers call the same: fsdp, 1F1B, 8k.
 
 Fields read such words themselves, in files and in flags; `tidied` does so for a whole table at
 once and says what was understood, for commands that echo it.
@@ -8,12 +9,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from fourfold.errors import UserError
 from fourfold.units import size_from
 
-# Keys are lower case with '-' for '_' and blanks.
+Precision = Literal["fp32", "fp64", "bf16-pure", "bf16-mixed", "fp16", "fp8", "fp4"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+Dtype = Literal["bf16", "fp16", "fp8", "fp4", "fp32", "fp64"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+DTYPE_BYTES = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
+# Formats of matrix products alone; everything around them computes in the other.
+AROUND: dict[str, Dtype] = {"fp8": "bf16", "fp4": "bf16"}
+# Format -> formats that hold each of its values.
+WIDER = {"bf16": ("fp32", "fp64"), "fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
+# param (what the optimizer updates), compute, reduce (between ranks), grad (accumulation),
+# optimizer (moments). bf16-pure keeps everything in bf16; the mixed ones keep fp32 masters.
+BUNDLES: dict[str, tuple[Dtype, Dtype, Dtype, Dtype, Dtype]] = {
+    "fp64": ("fp64", "fp64", "fp64", "fp64", "fp64"),
+    "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32"),
+    "bf16-pure": ("bf16", "bf16", "bf16", "bf16", "bf16"),
+    "bf16-mixed": ("fp32", "bf16", "fp32", "fp32", "fp32"),
+    "fp16": ("fp32", "fp16", "fp16", "fp16", "fp32"),
+    "fp8": ("fp32", "fp8", "fp32", "fp32", "fp32"),
+    "fp4": ("fp32", "fp4", "fp32", "fp32", "fp32"),
+}
+Sharding = Literal["zero0", "zero1", "zero2", "zero3"]
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
+CpKind = Literal["ring", "allgather", "ulysses"]
+CP_KINDS: tuple[CpKind, ...] = get_args(CpKind)
+Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+# "fused": any of torch's kernels that keep no scores; "fused-softmax": Megatron's of 2022, which
+# keeps them and is only planned for.
+Attention = Literal["auto", "flash", "cudnn", "efficient", "fused", "fused-softmax", "unfused"]
+# Kernels that the cost model tells apart; all that keep no scores are priced as flash, the
+# generations of FlashAttention apart where a table names one.
+PRICED_ATTENTION = ("flash", "fused-softmax", "unfused", "flash1", "flash3")
+KEEPS_SCORES = ("fused-softmax", "unfused")
+# Selective: the attention core. Beside these three: every-N, each N-th layer in full.
+RECOMPUTE = ("none", "selective", "full")
+
+# What others call them. Keys are lower case with '-' for '_' and blanks.
 SHARDING = {
     "ddp": "zero0", "no-shard": "zero0", "none": "zero0",
     "distributed-optimizer": "zero1", "distopt": "zero1", "shard-grad-op": "zero2",

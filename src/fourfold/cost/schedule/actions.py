@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fourfold.spec.policy import Schedule
+from fourfold.spec.words import Schedule
 
 
 class Action(NamedTuple):

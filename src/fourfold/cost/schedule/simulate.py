@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.schedule.actions import Action, global_order
-from fourfold.spec.policy import Schedule
+from fourfold.spec.words import Schedule
 
 Floats = NDArray[np.float64]
 # Rounds after which a pipeline repeats itself: fill and drain are behind, the slowest rank leads.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fourfold.cost.schedule.simulate import ChunkTimes, Event, simulate
-from fourfold.spec.policy import Schedule
+from fourfold.spec.words import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ def _table(folder: str, reports: list[RunReport], cluster: Cluster) -> Table:
             "hardware": cluster.device.id, "family": spec.model.family,
             "n_layers": spec.model.layers, "d_model": spec.model.hidden,
             "n_heads": spec.model.heads, "seq_len": spec.batch.seq_len, "n_gpus": spec.gpus,
-            "tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp,
+            **layout.sizes,
             "mbs": spec.batch.micro_batch, "gbs": spec.batch.global_batch,
             "precision": spec.policy.precision, "status": report.outcome,
         }  # fmt: skip

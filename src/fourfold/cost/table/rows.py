@@ -18,6 +18,7 @@ from fourfold.cost.table.notes import NoteWords, note_words
 from fourfold.cost.table.reference import Table, each, numbers
 from fourfold.errors import UserError
 from fourfold.spec import catalog
+from fourfold.spec.layout import MODEL_AXES
 
 Bools = NDArray[np.bool_]
 # A count above this is a typing error, not a run.
@@ -137,7 +138,7 @@ def _layout(draft: _Draft) -> None:
     need("seq", "seq_len")
     need("batch", "gbs")
     gpus = need("gpus", "n_gpus")
-    degrees = [draft.fill(name, name, 1.0, "taken as 1") for name in ("tp", "cp", "pp")]
+    degrees = [draft.fill(name, name, 1.0, "taken as 1") for name in MODEL_AXES]
     draft.fill("vpp", "vpp", 1.0, "")
     model_ranks = np.maximum(1.0, degrees[0] * degrees[1] * degrees[2])
     draft.fill("dp", "dp", np.floor(gpus / model_ranks), "")
@@ -278,7 +279,7 @@ def _machine(hardware: str, cluster: str, precision: str, node: float) -> dict[s
 def _check(draft: _Draft) -> None:
     """Refuse what no engine could run, so that nonsense never looks like an answer."""
     f = draft.facts
-    for name in ("tp", "cp", "pp", "vpp", "dp", "micro", "ffn", "kv_heads"):
+    for name in (*MODEL_AXES, "vpp", "dp", "micro", "ffn", "kv_heads"):
         wrong = (f[name] < 1) | (f[name] % 1 != 0) | (f[name] > LARGEST)
         draft.refuse(wrong, f"{name} must be a whole number of at least 1")
         f[name] = np.where(wrong, 1.0, f[name])

@@ -27,7 +27,7 @@ from fourfold.cost.trace.ring import ring
 from fourfold.cost.trace.walk import walk
 from fourfold.errors import UserError
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.policy import DTYPE_BYTES
+from fourfold.spec.words import DTYPE_BYTES
 
 Floats = NDArray[np.float64]
 PROGRAMS = {"ulysses": attention.ulysses, "allgather": attention.allgather, "ring": ring}

@@ -12,7 +12,7 @@ from typing import Literal
 from fourfold.errors import UserError
 from fourfold.spec import check
 from fourfold.spec.layout import Layout
-from fourfold.spec.policy import Dtype
+from fourfold.spec.words import Dtype
 
 Attention = Literal["flash", "naive"]
 

@@ -12,8 +12,8 @@ from fourfold.errors import UserError
 from fourfold.spec import check
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import CpKind, Dtype, Sharding
 from fourfold.spec.runnable import RUN_ACTIVATIONS, windowed
+from fourfold.spec.words import CpKind, Dtype, Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fourfold.spec.policy import Dtype
+from fourfold.spec.words import Dtype
 
 How = Literal["new", "copied", "received", "view"]
 Op = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "send"]

@@ -12,7 +12,7 @@ from math import prod
 from fourfold.cost.trace import size
 from fourfold.cost.trace.step import WORKSPACE_BYTES, Group, How, Op, Program, Send, Step, Tensor
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.policy import DTYPE_BYTES, Dtype
+from fourfold.spec.words import DTYPE_BYTES, Dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.engine.parallel.shards import Place
-from fourfold.spec.layout import Layout
+from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
 
 
@@ -63,7 +63,7 @@ class World:
         rank = dist.get_rank()
         table = _rank_table(layout)
         place = layout.coordinates(rank)
-        pp, dp, cp, tp = (place[axis] for axis in ("pp", "dp", "cp", "tp"))
+        pp, dp, cp, tp = (place[axis] for axis in AXES)
         replica, shard = divmod(dp, layout.shard)
         grid = table.view(layout.pp, layout.replicate, layout.shard, layout.cp, layout.tp)
         alone = _group("alone", torch.tensor([rank]))
@@ -165,7 +165,7 @@ class World:
 def _rank_table(layout: Layout) -> torch.Tensor:
     """Global ranks as [pp, dp, cp, tp], whatever the placement order."""
     placed = torch.arange(layout.world).view([layout.size(axis) for axis in layout.order])
-    axes = [layout.order.index(axis) for axis in ("pp", "dp", "cp", "tp")]
+    axes = [layout.order.index(axis) for axis in AXES]
     return placed.permute(axes).contiguous()
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.cost.schedule.actions import Action, global_order
-from fourfold.spec.policy import Schedule
+from fourfold.spec.words import Schedule
 
 _TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
 

@@ -27,9 +27,8 @@ from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.toml import toml_text
 from fourfold.spec.train import TrainSettings
+from fourfold.spec.words import WIDER
 
-# Format -> formats that hold each of its values.
-_WIDER = {"bf16": ("fp32", "fp64"), "fp16": ("fp32", "fp64"), "fp32": ("fp64",)}
 # Of the settings, what may change between starts without a word.
 _FREE_SETTINGS = (
     "steps", "save_every", "keep", "async_save", "log_every", "tensorboard", "wandb", "weights",
@@ -177,7 +176,7 @@ def must_continue(state: CheckpointState, spec: RunSpec, data: str = "") -> None
             )
     for kind in ("param", "optimizer"):
         old, new = getattr(state.spec.policy.dtypes, kind), getattr(spec.policy.dtypes, kind)
-        if new != old and new not in _WIDER.get(old, ()):
+        if new != old and new not in WIDER.get(old, ()):
             raise UserError(
                 f"the checkpoint holds {old}, which would lose digits",
                 field=f"policy.{kind}_dtype",
