@@ -137,7 +137,7 @@ CONVENTIONS = {
         ),
         Convention(
             "megatron-old",
-            "8 P, P = 12 L h^2 + L (7 + 6 TP) h + 4 TP PP h",
+            "8 (12 L h^2 + (7+6TP) L h + 4 TP PP h)",
             "BLOOM notes of 02-17 and 02-20",
             _megatron_old,
         ),
