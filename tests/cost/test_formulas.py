@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.columns import ATTENTION, SCHEDULE, Columns, columns
+from fourfold.cost.columns import Columns, columns
 from fourfold.cost.count.counting import all_params, flops_per_token
 from fourfold.cost.count.flops import CONVENTIONS, Question
 from fourfold.cost.count.params import layer_matmul_params, model_params
 from fourfold.cost.fit.coefficients import KNOBS, defaults
 from fourfold.cost.memory.peak import memory
-from fourfold.cost.specs import model_facts
+from fourfold.cost.run import model_facts
 from fourfold.cost.step.attention import attention_s
 from fourfold.cost.step.estimate import PARTS, estimate
 from fourfold.cost.step.gemm import gemm_s, misalignment, tile_waves
@@ -27,6 +27,7 @@ from fourfold.cost.step.traffic import group_rate, ranks_within
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
+from fourfold.spec.words import PRICED_ATTENTION, SCHEDULES
 
 
 def runs(n: int = 1, **facts: object) -> Columns:
@@ -62,7 +63,8 @@ def test_hidden_14400_on_tp8_costs_more_per_flop_than_14336() -> None:
     knobs = defaults()
     both = runs(
         2, hidden=[14336, 14400], ffn=[4 * 14336, 4 * 14400], heads=[64, 96], kv_heads=[64, 96],
-        gated=0, seq=2048, tp=8, dp=1, attention=ATTENTION.index("fused-softmax"), vocab=250880,
+        gated=0, seq=2048, tp=8, dp=1, vocab=250880,
+        attention=PRICED_ATTENTION.index("fused-softmax"),
     )  # fmt: skip
     step = estimate(both, knobs).step_s
     flops = both.hidden**2
@@ -76,18 +78,18 @@ def test_fused_softmax_needs_heads_over_tp_times_micro_in_fours() -> None:
         "hidden": 6144,
         "tp": 8,
         "dp": 1,
-        "attention": ATTENTION.index("fused-softmax"),
+        "attention": PRICED_ATTENTION.index("fused-softmax"),
     }
     c = runs(2, micro=[1, 4], **facts)
     forward, _ = attention_s(c, defaults(), micro=c.micro)
     assert forward[0] > forward[1] / 4 * 1.3  # 3 heads on a rank: falls back to slow kernels
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pipeline_of_equal_stages_is_the_published_bubble(schedule: str) -> None:
     pp, micros, stage = 8.0, 64.0, 0.5
     vpp = 4.0 if schedule == "interleaved" else 1.0
-    c = runs(pp=pp, vpp=vpp, schedule=SCHEDULE.index(schedule), gpus=64)
+    c = runs(pp=pp, vpp=vpp, schedule=SCHEDULES.index(schedule), gpus=64)
     each = np.array([stage])
     got = pipeline_s(
         c, first=each, middle=each, last=each, total=each * pp, slots=np.array([micros])

@@ -16,7 +16,7 @@ from fourfold.cost.fit.accuracy import score
 from fourfold.cost.fit.habits import family_of
 from fourfold.cost.memory.interval import NO, TIGHT, YES, memory_bounds, verdicts
 from fourfold.cost.memory.peak import limit_bytes, memory
-from fourfold.cost.specs import columns_of
+from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import read_table

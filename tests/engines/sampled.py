@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fourfold.cost.count.params import model_params
-from fourfold.cost.specs import columns_of
+from fourfold.cost.run import columns_of
 from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.events import chunk_layers

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from fourfold.search.legal import Target, case_of, why_not
 from fourfold.search.rules import broken_rules
-from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, STACKS
+from fourfold.search.stacks import STACKS
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
+from fourfold.spec.words import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
 
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16, 96, 128])
 ROW = st.fixed_dictionaries(

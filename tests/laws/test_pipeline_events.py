@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.columns import SCHEDULE
 from fourfold.cost.schedule.actions import Action, global_order, held_at_once, rank_actions
 from fourfold.cost.schedule.simulate import ChunkTimes, simulate, step_s
 from fourfold.cost.step.pipeline import held
+from fourfold.spec.words import SCHEDULES
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20))
 KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -180,7 +180,7 @@ def test_events_cover_the_step_without_overlap() -> None:
 def test_the_planners_memory_holds_what_the_lists_hold(schedule, stages, virtual, micros) -> None:
     virtual = 1 if schedule in ("gpipe", "1f1b") or stages == 1 else virtual
     c = SimpleNamespace(
-        schedule=np.array([SCHEDULE.index(schedule)]),
+        schedule=np.array([SCHEDULES.index(schedule)]),
         pp=np.array([float(stages)]),
         vpp=np.array([float(virtual)]),
     )

@@ -11,12 +11,12 @@ import pytest
 from fourfold.cli import main
 from fourfold.cost.columns import Columns
 from fourfold.cost.memory.peak import memory
-from fourfold.cost.specs import columns_of
+from fourfold.cost.run import columns_of
 from fourfold.search.candidates import candidates
 from fourfold.search.explain import explain, ways_to_run
 from fourfold.search.forecast import forecast
 from fourfold.search.question import Question
-from fourfold.search.ranking import point_columns, rank
+from fourfold.search.ranking import rank
 from fourfold.spec.batch import Batch
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
@@ -66,7 +66,7 @@ def _planned(one: Question) -> Columns:
     grid = candidates(replace(one, stack="generic"))
     points = grid.points(np.arange(len(grid.legal_micros)))
     assert len(points["pp"]) == 1
-    return point_columns(one, points)
+    return one.columns(points)
 
 
 @pytest.mark.parametrize("stack", ["fourfold", "torchtitan", "megatron-bridge-2026"])

@@ -14,7 +14,7 @@ from fourfold.cli import main
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.memory.interval import memory_bounds
 from fourfold.cost.memory.peak import USABLE, memory
-from fourfold.cost.specs import columns_of
+from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.search.candidates import MICRO_BATCHES, candidates
@@ -32,14 +32,13 @@ from fourfold.search.ramp import training
 from fourfold.search.ranking import rank
 from fourfold.search.sensitivity import deciding, flips, tie_width, tied_with_first
 from fourfold.search.stack_names import match_stack
-from fourfold.search.stacks import RECOMPUTE_KINDS
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.words import RECOMPUTE
+from fourfold.spec.words import RECOMPUTE, RECOMPUTE_KINDS
 
 SHIPPED = calibrations.shipped()
 

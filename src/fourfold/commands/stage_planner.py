@@ -29,7 +29,7 @@ class Planner:
 
     def __init__(self, args: argparse.Namespace, spec: RunSpec) -> None:
         from fourfold.cost.fit import calibration
-        from fourfold.cost.specs import columns_of
+        from fourfold.cost.run import columns_of
         from fourfold.result.profile import knobs_of
         from fourfold.search.question import entry_for
 

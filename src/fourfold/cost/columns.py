@@ -1,8 +1,9 @@
 """What does the cost model need to know of a run? One NumPy array per fact, one element per run.
 
 Counts are plain numbers, memory is bytes, rates are bytes/s and FLOP/s; every array is float64 of
-the same length. All formulas in this package broadcast over these arrays, so a question about one
-layout and a question about a million are the same call.
+the same length. A column of a closed choice (spec/words.py) holds the word's index. All formulas in
+this package broadcast over these arrays, so a question about one layout and a question about a
+million are the same call.
 """
 
 from __future__ import annotations
@@ -12,20 +13,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fourfold.spec import words
+from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION, SCHEDULES
 
 Floats = NDArray[np.float64]
-
-# Codes of the closed choices; a column holds the index of the word.
-ATTENTION = words.PRICED_ATTENTION
-CP_KIND = words.CP_KINDS
-SCHEDULE = words.SCHEDULES
-PRECISION = words.DTYPES
-
-
-def code(choices: tuple[str, ...], word: str) -> float:
-    """Index of a word in one of the tuples above."""
-    return float(choices.index(word))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +51,10 @@ class Columns:
     sp: Floats
     full_ckpt: Floats  # share of layers recomputed whole, 0..1
     attn_ckpt: Floats  # 1 when only the attention core is recomputed
-    attention: Floats  # index in ATTENTION
+    attention: Floats  # index in PRICED_ATTENTION
     fused_norm: Floats
     fused_host: Floats  # 1 when compiled or graphed: fewer launches, fewer passes over memory
-    precision: Floats  # index in PRECISION
+    precision: Floats  # of the products: index in DTYPES
     block_scale: Floats  # fp8/fp4 scales per block (mxfp8, nvfp4) instead of per tensor
     cp_kind: Floats
     schedule: Floats
@@ -139,13 +129,13 @@ DEFAULTS: dict[str, float] = {
     "sp": 1,
     "full_ckpt": 0,
     "attn_ckpt": 0,
-    "attention": 0,
+    "attention": PRICED_ATTENTION.index("flash"),
     "fused_norm": 1,
     "fused_host": 0,
-    "precision": 0,
+    "precision": DTYPES.index("bf16"),
     "block_scale": 0,
-    "cp_kind": 0,
-    "schedule": 0,
+    "cp_kind": CP_KINDS.index("ring"),
+    "schedule": SCHEDULES.index("1f1b"),
     "grad_bytes": 4,
     "acc_bytes": 4,
     "opt_bytes": 12,

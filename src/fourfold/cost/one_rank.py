@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import SCHEDULE, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.memory import own_engine as own_memory
 from fourfold.cost.step.attention import attention_s
 from fourfold.cost.step.context import context_s
@@ -21,6 +21,7 @@ from fourfold.cost.step.gemm import Knobs
 from fourfold.cost.step.host import floor, host_layer_s
 from fourfold.cost.step.layer import fsdp_s, head_s, layer_times
 from fourfold.cost.step.traffic import half_collective_s, p2p_rate
+from fourfold.spec.words import SCHEDULES
 
 COMPUTE = ("layers", "head", "embedding", "optimizer", "fixed")
 
@@ -145,7 +146,7 @@ def _handover_s(c: Columns, knobs: Knobs, tokens: Any) -> float:
 
 
 def _kept_bubble(c: Columns) -> float:
-    zero_bubble = c.schedule == SCHEDULE.index("zero-bubble")
+    zero_bubble = c.schedule == SCHEDULES.index("zero-bubble")
     return _one(np.where(zero_bubble, 1.0 / 3.0, 1.0 / np.maximum(1.0, c.vpp)))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import ATTENTION, Columns, columns
+from fourfold.cost.columns import Columns, columns
 from fourfold.cost.step.attention import attention_s
 from fourfold.cost.step.gemm import misalignment, tile_waves
 from fourfold.cost.step.hardware import device_facts
@@ -21,6 +21,7 @@ from fourfold.cost.step.layer import head_s, layer_times
 from fourfold.search.events import Floats
 from fourfold.search.legal import divisors
 from fourfold.spec.device import Device
+from fourfold.spec.words import PRICED_ATTENTION
 
 # A value is good enough to name when it gives this share of what the best nearby would.
 SHARE_OF_GAIN = 2.0 / 3.0
@@ -59,7 +60,7 @@ class Kernels:
     device: Device
     precision: str
     knobs: dict[str, float]
-    attention: str  # a word of ATTENTION
+    attention: str  # a word of PRICED_ATTENTION
 
     def columns(self, shapes: Sequence[Shape]) -> Columns:
         names = ("hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tp")
@@ -67,7 +68,7 @@ class Kernels:
         facts |= {"seq": [s.seq_len for s in shapes], "micro": [s.micro_batch for s in shapes]}
         idle = {"layers": 1, "batch": 1, "gpus": 1, "pp": 1, "dp": 1, "link": 1e12, "net": 1e12}
         idle |= {"node": 8, "net_seen": 0}
-        facts |= {"attention": ATTENTION.index(self.attention)}
+        facts |= {"attention": PRICED_ATTENTION.index(self.attention)}
         return columns(
             len(shapes), **idle, **facts, **device_facts(self.device, self.precision.split("-")[0])
         )

@@ -15,10 +15,11 @@ from fourfold.cost.fit.choices import choices
 from fourfold.cost.fit.interval import features
 from fourfold.cost.memory.interval import memory_bounds
 from fourfold.cost.memory.peak import USABLE
+from fourfold.cost.run import chosen_layout, chosen_policy
 from fourfold.search.legal import why_not
 from fourfold.search.question import Question
 from fourfold.search.ramp import Training
-from fourfold.search.ranking import Pool, Ranking, point_columns, point_layout, point_policy
+from fourfold.search.ranking import Pool, Ranking
 from fourfold.search.sensitivity import (
     Flip,
     deciding,
@@ -190,7 +191,7 @@ def _unproven(ranking: Ranking) -> dict[str, Any] | None:
     points, ask = ranking.unproven_best, ranking.ask
     if not points or not len(points["pp"]):
         return None
-    rows = evidence(ask, point_columns(ask, points))
+    rows = evidence(ask, ask.columns(points))
     without = [name for name, count in rows.items() if not count]
     return _one_point(ask, points) | {"without_rows": without}
 
@@ -204,9 +205,9 @@ def _near_miss(ranking: Ranking) -> dict[str, Any] | None:
 
 
 def _one_point(ask: Question, points: Pool) -> dict[str, Any]:
-    policy = point_policy(ask, points, 0)
+    policy = chosen_policy(ask.policy, points, 0)
     return {
-        "layout": str(point_layout(points, 0)),
+        "layout": str(chosen_layout(points, 0)),
         "sharding": policy.sharding,
         "recompute": policy.recompute,
         "virtual_stages": policy.virtual_stages,

@@ -15,22 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.specs import running_schedule
+from fourfold.cost.run import running_schedule
 from fourfold.search.legal import case_of, divisors
 from fourfold.search.question import Question
 from fourfold.search.rules import REASONS, RULES, Case, Reason
-from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
 from fourfold.spec.layout import SIZES, Layout
-from fourfold.spec.words import RECOMPUTE
+from fourfold.spec.words import CP_KINDS, RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES, SHARDINGS
 
 Ints = NDArray[np.int64]
 # Sequences in a micro batch: fine where a step matters, coarse above.
 MICRO_BATCHES = (
     1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128,
 )  # fmt: skip
-LAYOUT_FIELDS = SIZES
-FIELDS = (*LAYOUT_FIELDS, "cp_kind", "virtual_stages", "schedule", "zero", "recompute",
-          "micro_batch")  # fmt: skip
 # Rules that read the micro batch, and the one that reads recompute; layouts settle all others.
 _MICRO_RULES: tuple[Reason, ...] = ("micro-divides", "fill", "whole-rounds")
 
@@ -54,7 +50,7 @@ class Candidates:
         return int(self.legal_micros.sum()) * len(self.kinds)
 
     def points(self, rows: NDArray[np.intp]) -> dict[str, Ints]:
-        """Columns by FIELDS of every legal point of some layouts."""
+        """Columns by CHOSEN of every legal point of some layouts."""
         row, place = np.nonzero(self.legal_micros[rows])
         chosen = rows[row]
         kinds = len(self.kinds)
@@ -130,7 +126,7 @@ def _micro_reasons(case: Case, layouts: dict[str, Ints], micros: Ints) -> Ints:
 def _grid(ask: Question) -> dict[str, Ints]:
     """Layouts x kinds of context parallelism x virtual stages x sharding."""
     kinds = _decided(ask, "cp_kind", range(3), CP_KINDS.index)
-    zeros = np.array(_decided(ask, "sharding", range(4), lambda name: int(name[-1])))
+    zeros = np.array(_decided(ask, "sharding", range(4), SHARDINGS.index))
     virtual = {pp: _virtual_stages(ask, pp) for pp in divisors(ask.gpus)}
     rows = [
         (*layout, kind, count)
@@ -139,7 +135,7 @@ def _grid(ask: Question) -> dict[str, Ints]:
         for count in virtual[layout[0]]
     ]
     table = np.array(rows, dtype=np.int64).reshape(-1, 7)
-    names = (*LAYOUT_FIELDS, "cp_kind", "virtual_stages")
+    names = (*SIZES, "cp_kind", "virtual_stages")
     grid = {name: np.repeat(table[:, i], len(zeros)) for i, name in enumerate(names)}
     grid["zero"] = np.tile(zeros, len(table))
     # ZeRO has nothing to divide over one rank, and zero0 divides nothing: one point, not four.
@@ -228,6 +224,6 @@ def _values(grid: dict[str, Ints], micros: Ints, kinds: Ints) -> dict[str, tuple
         name: tuple(np.unique(column).tolist()) for name, column in axes.items()
     }
     values["cp kind"] = tuple(CP_KINDS[i] for i in np.unique(grid["cp_kind"]))
-    values["sharding"] = tuple(f"zero{i}" for i in np.unique(grid["zero"]))
+    values["sharding"] = tuple(SHARDINGS[i] for i in np.unique(grid["zero"]))
     values["recompute"] = tuple(RECOMPUTE_KINDS[i] for i in kinds)
     return values

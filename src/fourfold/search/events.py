@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import SCHEDULE, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.count.stages import end_layers
 from fourfold.cost.schedule.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import Times, estimate
 from fourfold.cost.step.gemm import Knobs
 from fourfold.cost.step.pipeline import pipeline_s
-from fourfold.spec.words import Schedule
+from fourfold.spec.words import SCHEDULES, Schedule
 
 Floats = NDArray[np.float64]
 LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "fsdp_comm",
@@ -69,7 +69,7 @@ def pipeline_ratio(c: Columns, times: Times) -> tuple[Floats, int]:
         played += len(places)
         index = np.array(places)
         here = {name: part[index] for name, part in times.parts.items()}
-        ratio[index] = _group(c.take(index), here, schedule=SCHEDULE[schedule], micros=count)
+        ratio[index] = _group(c.take(index), here, schedule=SCHEDULES[schedule], micros=count)
     return ratio, played
 
 

@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.memory.peak import USABLE, memory
+from fourfold.cost.run import chosen_policy
 from fourfold.search.answer import answer
 from fourfold.search.candidates import candidates
 from fourfold.search.legal import Refusal, why_not
 from fourfold.search.question import Question
 from fourfold.search.ramp import training
-from fourfold.search.ranking import Ranking, point_columns, point_policy, rank
+from fourfold.search.ranking import Ranking, rank
 from fourfold.search.stacks import stack_rules
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.policy import Policy
+from fourfold.spec.words import SHARDINGS
 
 NEAREST = 4
 VARIANTS = 8
@@ -141,12 +143,12 @@ def _smallest(ranking: Ranking) -> dict[str, Any]:
     """Bytes by kind of the variant that needs least."""
     ask = ranking.ask
     points = ranking.grid.smallest()
-    room = memory(point_columns(ask, points), ask.entry.knobs)
+    room = memory(ask.columns(points), ask.entry.knobs)
     i = int(np.argmin(room.worst_bytes))
     return {
         "micro_batch": int(points["micro_batch"][i]),
-        "sharding": f"zero{int(points['zero'][i])}",
-        "recompute": point_policy(ask, points, i).recompute,
+        "sharding": SHARDINGS[int(points["zero"][i])],
+        "recompute": chosen_policy(ask.policy, points, i).recompute,
         "peak_bytes": float(room.worst_bytes[i]),
         "limit_bytes": ask.cluster.device.memory_bytes * USABLE,
         "memory_bytes": {name: float(part[i]) for name, part in room.parts.items()},

@@ -15,7 +15,7 @@ from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.fit.interval import bounds
 from fourfold.cost.fit.measured import calibration_of
 from fourfold.cost.memory.peak import memory
-from fourfold.cost.specs import columns_of
+from fourfold.cost.run import columns_of
 from fourfold.result.prediction import Prediction
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.warmup import LEAD, WINDOW

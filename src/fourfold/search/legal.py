@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fourfold.cost.run import chosen
 from fourfold.errors import UserError
 from fourfold.search.rules import (
     RULES,
@@ -19,7 +20,7 @@ from fourfold.search.rules import (
     sequence_pieces,
     unbuilt_choices,
 )
-from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, stack_rules
+from fourfold.search.stacks import stack_rules
 from fourfold.spec.batch import Batch
 from fourfold.spec.device import Device
 from fourfold.spec.layout import Layout
@@ -27,6 +28,7 @@ from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.runnable import not_run
+from fourfold.spec.words import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +59,15 @@ class Target:
 def case_of(
     model: ModelShape, layout: Layout, batch: Batch, policy: Policy, target: Target
 ) -> Case:
-    kind = "every" if policy.recompute.startswith("every-") else policy.recompute
     return Case(
         model=model,
         stack=stack_rules(target.stack),
         gpus=target.gpus,
         device=target.device,
         policy=policy,
-        pp=layout.pp,
-        replicate=layout.replicate,
-        shard=layout.shard,
-        cp=layout.cp,
-        tp=layout.tp,
+        **chosen(layout, batch, policy),
         seq_len=batch.seq_len,
-        micro_batch=batch.micro_batch or 1,  # 0 = auto: at least one sequence will be tried
         batch_sizes=tuple(size for size, _ in batch.stages()),
-        zero=policy.zero,
-        cp_kind=CP_KINDS.index(policy.cp_kind),
-        schedule=SCHEDULES.index(policy.schedule),
-        virtual_stages=policy.virtual_stages,
-        recompute=RECOMPUTE_KINDS.index(kind),
         sequence_parallel=int(policy.sequence_parallel),
         runs=target.runs,
     )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fourfold.cost.columns import Columns, columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
 from fourfold.cost.fit.habits import habits
-from fourfold.cost.specs import machine_facts, model_facts, policy_facts
+from fourfold.cost.run import varied_columns
 from fourfold.cost.step.hardware import OTHER_FABRIC, USUAL_FABRIC
 from fourfold.search.legal import Target
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import Device
 from fourfold.spec.expression import Expression
+from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +47,17 @@ class Question:
     def target(self) -> Target:
         return Target(stack=self.stack, gpus=self.gpus, device=self.cluster.device, runs=False)
 
-    def columns(self, n: int, **varied: Any) -> Columns:
-        """Columns of n candidates: what they share, and the arrays they differ in."""
-        shared = {
-            **model_facts(self.model),
-            **machine_facts(self.cluster, self.policy),
-            **policy_facts(self.policy, self.stack),
-            "seq": self.batch.seq_len,
-            "batch": self.batch.global_batch,
-            "gpus": self.gpus,
-        }
-        return columns(n, **{**shared, **varied})
+    @property
+    def spec(self) -> RunSpec:
+        """What all candidates share; each chooses its own layout, micro batch and policy."""
+        layout = Layout(shard=self.gpus)
+        return RunSpec(
+            model=self.model, gpus=self.gpus, layout=layout, batch=self.batch, policy=self.policy
+        )
+
+    def columns(self, points: Mapping[str, Any]) -> Columns:
+        """The cost model's columns of candidates, given by columns of CHOSEN fields."""
+        return varied_columns(self.spec, points, cluster=self.cluster, stack=self.stack)
 
 
 def usual_cluster(device: Device, gpus: int, host_gpus: int = 8) -> Cluster:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fourfold.cost.step.estimate import estimate
 from fourfold.search.events import Floats
-from fourfold.search.ranking import Ranking, point_columns
+from fourfold.search.ranking import Ranking
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,9 @@ def _at_size(ranking: Ranking, size: int, count: int) -> Floats:
     """Step seconds at another global batch; a rank with less than a micro batch runs that."""
     points = {name: column[:count] for name, column in ranking.points.items()}
     share = -(-size // (points["replicate"] * points["shard"]))
-    points = points | {"micro_batch": np.minimum(points["micro_batch"], share)}
-    columns = point_columns(ranking.ask, points, batch=size)
+    points = points | {
+        "micro_batch": np.minimum(points["micro_batch"], share),
+        "global_batch": size,
+    }
+    columns = ranking.ask.columns(points)
     return estimate(columns, ranking.ask.entry.knobs).step_s

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,13 @@ from fourfold.cost.fit.choices import choices
 from fourfold.cost.fit.interval import bounds
 from fourfold.cost.memory.interval import memory_bounds
 from fourfold.cost.memory.peak import USABLE, Memory, memory
+from fourfold.cost.run import CHOSEN, chosen_layout, chosen_policy
 from fourfold.cost.step.estimate import Times, estimate
-from fourfold.search.candidates import FIELDS, LAYOUT_FIELDS, Candidates, candidates
+from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.events import Floats, priced
 from fourfold.search.question import Question
-from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
 from fourfold.spec.expression import in_gib
-from fourfold.spec.layout import Layout
+from fourfold.spec.layout import SIZES, Layout
 from fourfold.spec.policy import Policy
 
 CHUNK = 16384
@@ -35,7 +35,7 @@ PATIENCE_S = 2.0
 PLAYED = 300
 PLAYED_VARIANTS = 3
 
-# Columns by FIELDS and by what was computed about them.
+# Columns by CHOSEN and by what was computed about them.
 Pool = dict[str, NDArray[Any]]
 
 
@@ -78,50 +78,10 @@ class Ranking:
         return 1 + len(faster - {int(own)})
 
     def layout(self, i: int) -> Layout:
-        return point_layout(self.points, i)
+        return chosen_layout(self.points, i)
 
     def policy(self, i: int) -> Policy:
-        return point_policy(self.ask, self.points, i)
-
-
-def point_layout(points: Pool, i: int) -> Layout:
-    pp, replicate, shard, cp, tp = (int(points[name][i]) for name in LAYOUT_FIELDS)
-    return Layout(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
-
-
-def point_policy(ask: Question, points: Pool, i: int) -> Policy:
-    """The question's policy with what the search chose."""
-    kind = RECOMPUTE_KINDS[int(points["recompute"][i])]
-    words: dict[str, Any] = {
-        "sharding": f"zero{int(points['zero'][i])}",
-        "cp_kind": CP_KINDS[int(points["cp_kind"][i])],
-        "schedule": SCHEDULES[int(points["schedule"][i])],
-        "virtual_stages": int(points["virtual_stages"][i]),
-        "recompute": ask.policy.recompute if kind == "every" else kind,
-    }
-    return replace(ask.policy, **words)
-
-
-def point_columns(ask: Question, points: Pool, **changed: Any) -> Columns:
-    """The cost model's columns for points of the grid."""
-    kind = points["recompute"]
-    is_every = kind == RECOMPUTE_KINDS.index("every")
-    whole = np.where(is_every, ask.policy.recompute_share, 0.0)
-    varied: dict[str, Any] = {
-        "pp": points["pp"],
-        "tp": points["tp"],
-        "cp": points["cp"],
-        "dp": points["replicate"] * points["shard"],
-        "shard": points["shard"] * points["cp"],
-        "micro": points["micro_batch"],
-        "vpp": points["virtual_stages"],
-        "zero": points["zero"],
-        "cp_kind": points["cp_kind"],
-        "schedule": points["schedule"],
-        "full_ckpt": np.where(kind == RECOMPUTE_KINDS.index("full"), 1.0, whole),
-        "attn_ckpt": kind == RECOMPUTE_KINDS.index("selective"),
-    }
-    return ask.columns(len(kind), **{**varied, **changed})
+        return chosen_policy(self.ask.policy, self.points, i)
 
 
 def rank(ask: Question, *, least: int = 10) -> Ranking:
@@ -187,7 +147,7 @@ def _chunked(ask: Question, points: Pool, compute: Any, telling: str = "") -> Fl
     pieces, size = [], _size(points)
     told_at = time.monotonic()
     for start in range(0, size, CHUNK):
-        pieces.append(compute(point_columns(ask, _only(points, slice(start, start + CHUNK)))))
+        pieces.append(compute(ask.columns(_only(points, slice(start, start + CHUNK)))))
         if telling and time.monotonic() - told_at > PATIENCE_S:
             told_at = time.monotonic()
             print(f"{telling} {min(start + CHUNK, size):,} of {size:,}", file=sys.stderr)
@@ -291,7 +251,7 @@ def _best(pool: Pool, keep: int, variants: int) -> Pool:
     """The fastest points, at most `variants` of each layout. Splits of dp into copies that change
     nothing else are one point: the faster, then the smaller, then the plainer stands for all."""
     order = np.lexsort((pool["replicate"], pool["peak_bytes"], pool["step_s"]))
-    rest = [name for name in FIELDS if name not in LAYOUT_FIELDS]
+    rest = [name for name in CHOSEN if name not in SIZES]
     chosen: list[int] = []
     seen: set[tuple[int, ...]] = set()
     used: dict[tuple[int, ...], int] = {}
@@ -311,7 +271,7 @@ def _best(pool: Pool, keep: int, variants: int) -> Pool:
 
 def _full(ask: Question, points: Pool, least: int) -> dict[str, Any]:
     """Parts, memory by kind, simulated pipelines and intervals of a few points, best first."""
-    c = point_columns(ask, points)
+    c = ask.columns(points)
     found = priced(c, ask.entry.knobs)
     step, parts = found.times.step_s, found.times.parts
     order = np.lexsort((points["peak_bytes"], step)) if len(c) else np.zeros(0, dtype=np.intp)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from fourfold.cost.count.stages import end_layers
-from fourfold.search.stacks import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, Stack
+from fourfold.search.stacks import Stack
 from fourfold.spec.device import PEAK_NAMES, Device
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.runnable import not_run
+from fourfold.spec.words import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
 
 Reason = Literal[
     "world", "family", "precision", "device-precision", "axis", "cp-kind", "schedule",

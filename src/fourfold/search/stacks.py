@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from fourfold.errors import UserError
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import FAMILIES
-from fourfold.spec.words import CP_KINDS, PRECISIONS, RECOMPUTE, SCHEDULES
-
-RECOMPUTE_KINDS = (*RECOMPUTE, "every")
+from fourfold.spec.words import CP_KINDS, PRECISIONS, RECOMPUTE_KINDS, SCHEDULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.cost.columns import SCHEDULE
 from fourfold.cost.schedule.timeline import Timeline, play
 from fourfold.errors import UserError
 from fourfold.search.events import chunk_times, micro_count
 from fourfold.search.ranking import Ranking
+from fourfold.spec.words import SCHEDULES
 
 # More cannot be read, and a page of them is tens of megabytes.
 MOST_ACTIONS = 20_000
@@ -31,7 +31,7 @@ def timeline(ranking: Ranking, place: int = 0) -> Timeline:
     times, _ = chunk_times(c, {n: part[index] for n, part in ranking.times.parts.items()}, micros)
     return play(
         f"{ranking.ask.model.name}, {ranking.layout(place)}",
-        SCHEDULE[int(c.schedule[0])],
+        SCHEDULES[int(c.schedule[0])],
         times,
         stages=stages,
         virtual_stages=virtual,

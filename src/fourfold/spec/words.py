@@ -49,6 +49,7 @@ PRICED_ATTENTION = ("flash", "fused-softmax", "unfused", "flash1", "flash3")
 KEEPS_SCORES = ("fused-softmax", "unfused")
 # Selective: the attention core. Beside these three: every-N, each N-th layer in full.
 RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE_KINDS = (*RECOMPUTE, "every")
 
 # What others call them. Keys are lower case with '-' for '_' and blanks.
 SHARDING = {

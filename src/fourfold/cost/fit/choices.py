@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import CP_KIND, PRECISION, SCHEDULE, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.step.traffic import crosses
+from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES
 
 Bools = NDArray[np.bool_]
 
@@ -35,12 +36,12 @@ def choices(c: Columns) -> dict[str, Bools]:
     }
     for stage in range(4):
         found[f"zero{stage}"] = shared & (c.zero == stage)
-    for code, kind in enumerate(CP_KIND):
+    for code, kind in enumerate(CP_KINDS):
         found[f"context parallel ({kind})"] = (c.cp > 1) & (c.cp_kind == code)
     for kind in ("gpipe", "zero-bubble"):
-        found[f"schedule {kind}"] = (c.pp > 1) & (c.schedule == SCHEDULE.index(kind))
+        found[f"schedule {kind}"] = (c.pp > 1) & (c.schedule == SCHEDULES.index(kind))
     for kind in ("fp8", "fp4", "fp32", "fp64"):
-        found[f"precision {kind}"] = c.precision == PRECISION.index(kind)
+        found[f"precision {kind}"] = c.precision == DTYPES.index(kind)
     return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import SCHEDULE, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.count.stages import EMBEDDING_COST, split_layers
 from fourfold.cost.memory.own_alone import Moments, Params, alone, is_alone
 from fourfold.cost.memory.own_layer import Layer, Sizes, layer, logits_bytes, loss_bytes, sizes
@@ -26,8 +26,9 @@ from fourfold.result.overheads import (
     FIRST_COMMUNICATOR_BYTES,
     WORKSPACE_BYTES,
 )
+from fourfold.spec.words import SCHEDULES
 
-_GPIPE, _ZERO_BUBBLE = SCHEDULE.index("gpipe"), SCHEDULE.index("zero-bubble")
+_GPIPE, _ZERO_BUBBLE = SCHEDULES.index("gpipe"), SCHEDULES.index("zero-bubble")
 
 
 def unseen_bytes(c: Columns) -> Floats:

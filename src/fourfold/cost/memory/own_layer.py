@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.columns import ATTENTION, CP_KIND, PRECISION, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.step.gemm import Floats
 from fourfold.cost.step.layer import layer_params
+from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION
 
-_UNFUSED = ATTENTION.index("unfused")
-_ALLGATHER, _ULYSSES = CP_KIND.index("allgather"), CP_KIND.index("ulysses")
-_FP8 = PRECISION.index("fp8")
+_UNFUSED = PRICED_ATTENTION.index("unfused")
+_ALLGATHER, _ULYSSES = CP_KINDS.index("allgather"), CP_KINDS.index("ulysses")
+_FP8 = DTYPES.index("fp8")
 
 
 @dataclass(frozen=True, slots=True)

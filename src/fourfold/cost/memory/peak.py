@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.columns import ATTENTION, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.memory import own_engine as own_memory
 from fourfold.cost.step.gemm import Floats, Knobs
 from fourfold.cost.step.layer import layer_params
 from fourfold.cost.step.pipeline import held, stage_layers
+from fourfold.spec.words import PRICED_ATTENTION
 
 GIB = 2.0**30
-_FUSED = ATTENTION.index("fused-softmax")
-_UNFUSED = ATTENTION.index("unfused")
+_FUSED = PRICED_ATTENTION.index("fused-softmax")
+_UNFUSED = PRICED_ATTENTION.index("unfused")
 # The driver and the CUDA context leave about 98.8% of the nominal size (79.1 of 80 GiB).
 USABLE = 0.988
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.cost.columns import ATTENTION, CP_KIND, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.step.gemm import Floats, Knobs, misalignment
+from fourfold.spec.words import CP_KINDS, PRICED_ATTENTION
 
-_FLASH = ATTENTION.index("flash")
-_FUSED = ATTENTION.index("fused-softmax")
-_UNFUSED = ATTENTION.index("unfused")
-_FLASH1 = ATTENTION.index("flash1")
-_RING = CP_KIND.index("ring")
-_ALLGATHER = CP_KIND.index("allgather")
-_FLASH3 = ATTENTION.index("flash3")
+_FLASH = PRICED_ATTENTION.index("flash")
+_FUSED = PRICED_ATTENTION.index("fused-softmax")
+_UNFUSED = PRICED_ATTENTION.index("unfused")
+_FLASH1 = PRICED_ATTENTION.index("flash1")
+_RING = CP_KINDS.index("ring")
+_ALLGATHER = CP_KINDS.index("allgather")
+_FLASH3 = PRICED_ATTENTION.index("flash3")
 
 
 def attention_s(c: Columns, knobs: Knobs, *, micro: Floats) -> tuple[Floats, Floats]:

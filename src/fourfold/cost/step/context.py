@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.cost.columns import CP_KIND, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.step.gemm import Floats, Knobs
 from fourfold.cost.step.traffic import group_rate, hop_s
+from fourfold.spec.words import CP_KINDS
 
-_ALLGATHER = CP_KIND.index("allgather")
-_ULYSSES = CP_KIND.index("ulysses")
+_ALLGATHER = CP_KINDS.index("allgather")
+_ULYSSES = CP_KINDS.index("ulysses")
 
 
 # Of a ring's hops this much is always paid, and that share of attention hides the rest.

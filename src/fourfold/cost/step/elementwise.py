@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.cost.columns import PRECISION, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.step.gemm import Floats, Knobs
+from fourfold.spec.words import DTYPES
 
 # Plain framework calls read and write what a fused kernel keeps in registers (SwiGLU: 3 kernels of
 # 2 to 3 passes against one of 3).
@@ -34,7 +35,7 @@ def elementwise_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, 
 def cast_s(c: Columns, *, tokens: Floats) -> Floats:
     """Forward seconds of turning GEMM inputs into fp8 or fp4: read 2 bytes, write value and
     transpose; scales per block need a second look at the data."""
-    low = (c.precision == PRECISION.index("fp8")) | (c.precision == PRECISION.index("fp4"))
+    low = (c.precision == DTYPES.index("fp8")) | (c.precision == DTYPES.index("fp4"))
     split = np.where(c.sp > 0, c.tp, 1.0)
     values = tokens * (2.0 * c.hidden / split + (c.width + c.ffn) / c.tp)
     return np.where(low, values * (4.0 + 2.0 * c.block_scale) / c.hbm, 0.0)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.columns import PRECISION, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.step.gemm import Floats, Knobs
 from fourfold.cost.step.layer import LayerTimes, head_s, layer_times
 from fourfold.cost.step.pipeline import pipeline_s, stage_layers
 from fourfold.cost.step.traffic import crosses, group_rate, half_collective_s, p2p_rate
+from fourfold.spec.words import DTYPES
 
 PARTS = (
     "gemm",
@@ -184,4 +185,4 @@ def _assemble(
 
 def is_low_precision(c: Columns) -> np.ndarray:
     """True where GEMM inputs are fp8 or fp4."""
-    return (c.precision == PRECISION.index("fp8")) | (c.precision == PRECISION.index("fp4"))
+    return (c.precision == DTYPES.index("fp8")) | (c.precision == DTYPES.index("fp4"))

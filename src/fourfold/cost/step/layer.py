@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.columns import PRECISION, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.step.attention import attention_s
 from fourfold.cost.step.context import context_s
 from fourfold.cost.step.elementwise import elementwise_s
 from fourfold.cost.step.gemm import Floats, Knobs, gemm_s
 from fourfold.cost.step.host import floor, host_layer_s
 from fourfold.cost.step.traffic import group_rate, half_collective_s, hop_s
+from fourfold.spec.words import DTYPES
 
-_FP8 = PRECISION.index("fp8")
-_FP4 = PRECISION.index("fp4")
+_FP8 = DTYPES.index("fp8")
+_FP4 = DTYPES.index("fp4")
 
 
 @dataclass(frozen=True, slots=True)

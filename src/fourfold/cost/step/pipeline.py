@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.columns import SCHEDULE, Columns
+from fourfold.cost.columns import Columns
 from fourfold.cost.count.stages import end_layers
 from fourfold.cost.step.gemm import Floats
+from fourfold.spec.words import SCHEDULES
 
-_ZERO_BUBBLE = SCHEDULE.index("zero-bubble")
-_GPIPE = SCHEDULE.index("gpipe")
+_ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
+_GPIPE = SCHEDULES.index("gpipe")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 
 from fourfold.cost.memory.peak import GIB
-from fourfold.cost.specs import columns_of
+from fourfold.cost.run import columns_of
 from fourfold.cost.table.reference import SCHEMA, Table
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError

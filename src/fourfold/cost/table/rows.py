@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import ATTENTION, PRECISION, Columns, Floats, columns
+from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.fit.habits import Habits, habits, is_known
 from fourfold.cost.step.hardware import device_facts, fabric_facts
 from fourfold.cost.table.notes import NoteWords, note_words
@@ -19,6 +19,7 @@ from fourfold.cost.table.reference import Table, each, numbers
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.layout import MODEL_AXES
+from fourfold.spec.words import DTYPES, PRICED_ATTENTION, SCHEDULES
 
 Bools = NDArray[np.bool_]
 # A count above this is a typing error, not a run.
@@ -147,20 +148,20 @@ def _layout(draft: _Draft) -> None:
 
 def _policy(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
     table, facts = draft.table, draft.facts
-    facts["precision"] = _choice(draft, "precision", PRECISION, "bf16")
-    half = facts["precision"] == PRECISION.index("fp16")
+    facts["precision"] = _choice(draft, "precision", DTYPES, "bf16")
+    half = facts["precision"] == DTYPES.index("fp16")
     pure = np.array([w.pure for w in words])
     facts["grad_bytes"] = np.where(pure, 2.0, [h.grad_bytes for h in stack])
     facts["acc_bytes"] = np.where(half, 2.0, [h.acc_bytes for h in stack])
-    low = np.isin(facts["precision"], [PRECISION.index("fp8"), PRECISION.index("fp4")])
-    facts["act_bytes"] = np.where(facts["precision"] == PRECISION.index("fp32"), 4.0, 2.0)
+    low = np.isin(facts["precision"], [DTYPES.index("fp8"), DTYPES.index("fp4")])
+    facts["act_bytes"] = np.where(facts["precision"] == DTYPES.index("fp32"), 4.0, 2.0)
     facts["saved_bytes"] = np.where(low, [h.fp8_saved_bytes for h in stack], facts["act_bytes"])
     facts["gather_bytes"] = np.where(low, [h.fp8_gather_bytes for h in stack], facts["act_bytes"])
     _zero(draft, words, stack)
     _recompute(draft, stack)
-    kinds = _choice(draft, "attention", ATTENTION, "flash")
-    old = np.array([w.flash1 for w in words]) & (kinds == ATTENTION.index("flash"))
-    facts["attention"] = np.where(old, float(ATTENTION.index("flash1")), kinds)
+    kinds = _choice(draft, "attention", PRICED_ATTENTION, "flash")
+    old = np.array([w.flash1 for w in words]) & (kinds == PRICED_ATTENTION.index("flash"))
+    facts["attention"] = np.where(old, float(PRICED_ATTENTION.index("flash1")), kinds)
     habit_sp = np.array([h.sequence_parallel for h in stack], dtype=np.float64)
     draft.fill("sp", "sequence_parallel", habit_sp, "taken as the stack's usual")
     facts["fused_norm"] = np.array([not w.plain_norm for w in words], dtype=np.float64)
@@ -175,7 +176,8 @@ def _policy(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
     facts["split_loss"] = np.array([h.split_loss for h in stack], dtype=np.float64)
     facts["balanced"] = np.array([h.balanced for h in stack], dtype=np.float64)
     facts["even_stages"] = np.array([h.even_stages for h in stack], dtype=np.float64)
-    facts["schedule"] = np.where(facts["vpp"] > 1, 1.0, 0.0)
+    looped, plain = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
+    facts["schedule"] = np.where(facts["vpp"] > 1, float(looped), float(plain))
     draft.assume(
         np.array([p == "" for p in table.column("precision")], dtype=bool), "precision bf16 assumed"
     )
@@ -185,7 +187,7 @@ def _choice(draft: _Draft, column: str, words: tuple[str, ...], blank: str) -> F
     index = {word: float(i) for i, word in enumerate(words)}
     index[""] = index[blank]
     if column == "precision":
-        index |= {"bf16-mixed": 0.0, "bf16-pure": 0.0}
+        index |= {"bf16-mixed": index["bf16"], "bf16-pure": index["bf16"]}
     if column == "attention":
         # The published tables say "fused" of Megatron's fused softmax.
         index["fused"] = index["fused-softmax"]

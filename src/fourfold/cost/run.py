@@ -1,24 +1,42 @@
-"""How does the cost model see a RunSpec? Facts of one run, Columns of many, one cluster and stack.
+"""How does the cost model see a run? The one mapping of RunSpec's fields to Columns.
 
-    columns = columns_of(specs, cluster=catalog.cluster("jean-zay"), stack="megatron-lm-2024")
-    seconds = estimate(columns, entry.knobs).step_s
+    c = columns_of(specs, cluster=catalog.cluster("jean-zay"), stack="megatron-lm-2024")
+    c = varied_columns(spec, points, cluster=..., stack=...)  # many that differ in CHOSEN fields
+    seconds = estimate(c, entry.knobs).step_s
 
-A search over many layouts is faster with `columns(n, **arrays)` and `machine_facts`, `policy_facts`
-and `model_facts` below for what all candidates share.
+Both go through `run_facts`, so that a search over a million layouts and a question about one run
+see the same numbers. What a spec says stands over what a stack does by habit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from fourfold.cost.columns import ATTENTION, CP_KIND, PRECISION, SCHEDULE, Columns, columns
+import numpy as np
+
+from fourfold.cost.columns import Columns, columns
 from fourfold.cost.fit.habits import habits
 from fourfold.cost.step.hardware import device_facts, fabric_facts
+from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.layout import SIZES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.words import AROUND, DTYPE_BYTES, KEEPS_SCORES, Schedule
+from fourfold.spec.words import (
+    AROUND,
+    CP_KINDS,
+    DTYPE_BYTES,
+    DTYPES,
+    KEEPS_SCORES,
+    PRICED_ATTENTION,
+    RECOMPUTE_KINDS,
+    SCHEDULES,
+    SHARDINGS,
+    Schedule,
+)
 
 
 def model_facts(model: ModelShape) -> dict[str, float]:
@@ -62,28 +80,30 @@ def running_schedule(schedule: Schedule, virtual_stages: int) -> Schedule:
     return "1f1b" if schedule == "interleaved" else schedule
 
 
+# The same by places: without and with virtual stages.
+_RUNNING = np.array(
+    [
+        [SCHEDULES.index(running_schedule(schedule, virtual)) for schedule in SCHEDULES]
+        for virtual in (1, 2)
+    ]
+)
+
+
 def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
-    """Formats, sharding, recompute, schedule and overlap of a policy under a stack."""
+    """Formats, kernels and overlap of a policy under a stack: what no search varies."""
     usual, dtypes = habits(stack), policy.dtypes
     kind = policy.attention if policy.attention in KEEPS_SCORES else "flash"
     precision, around = dtypes.compute, DTYPE_BYTES[AROUND.get(dtypes.compute, dtypes.compute)]
-    schedule = running_schedule(policy.schedule, policy.virtual_stages)
     reduce_bytes = DTYPE_BYTES[dtypes.reduce]
     # Named engines reduce in what they are known to; only a stated format overrides that.
     wire = reduce_bytes if policy.reduce_dtype or stack == "fourfold" else usual.grad_bytes
     master = 4.0 if dtypes.param == "fp32" and dtypes.compute != "fp32" else 0.0
     moments = 2.0 * DTYPE_BYTES[dtypes.optimizer]
     return {
-        "zero": policy.zero,
         "sp": float(policy.sequence_parallel),
-        "full_ckpt": policy.recompute_share,
-        "attn_ckpt": float(policy.recompute == "selective"),
-        "attention": ATTENTION.index(kind),
-        "precision": PRECISION.index(precision),
+        "attention": PRICED_ATTENTION.index(kind),
+        "precision": DTYPES.index(precision),
         "block_scale": float(precision == "fp4"),
-        "cp_kind": CP_KIND.index(policy.cp_kind),
-        "schedule": SCHEDULE.index(schedule),
-        "vpp": policy.virtual_stages,
         "grad_bytes": min(wire, 2.0) if policy.precision == "bf16-pure" else wire,
         "acc_bytes": DTYPE_BYTES[dtypes.grad],
         "opt_bytes": master + moments,
@@ -110,19 +130,70 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
     }
 
 
-def run_facts(spec: RunSpec, cluster: Cluster, stack: str) -> dict[str, float]:
-    """Every fact of one run; a micro batch of 0 ('auto') is priced as 1."""
-    layout, batch = spec.layout, spec.batch
+# What a search varies, by the names that RunSpec's parts have; words as places in their tuple.
+CHOSEN = (*SIZES, "cp_kind", "virtual_stages", "schedule", "zero", "recompute",
+          "micro_batch")  # fmt: skip
+
+
+def chosen(layout: Layout, batch: Batch, policy: Policy) -> dict[str, int]:
+    """The fields of CHOSEN as whole numbers; a micro batch of 0 ('auto') is taken as 1."""
+    kind = "every" if policy.recompute.startswith("every-") else policy.recompute
+    return {name: getattr(layout, name) for name in SIZES} | {
+        "cp_kind": CP_KINDS.index(policy.cp_kind),
+        "virtual_stages": policy.virtual_stages,
+        "schedule": SCHEDULES.index(policy.schedule),
+        "zero": policy.zero,
+        "recompute": RECOMPUTE_KINDS.index(kind),
+        "micro_batch": max(1, batch.micro_batch),
+    }
+
+
+def chosen_layout(points: Mapping[str, Any], i: int) -> Layout:
+    """The layout of one of many points."""
+    pp, replicate, shard, cp, tp = (int(points[name][i]) for name in SIZES)
+    return Layout(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
+
+
+def chosen_policy(policy: Policy, points: Mapping[str, Any], i: int) -> Policy:
+    """A policy with what one of many points says."""
+    kind = RECOMPUTE_KINDS[int(points["recompute"][i])]
+    return replace(
+        policy,
+        sharding=SHARDINGS[int(points["zero"][i])],
+        cp_kind=CP_KINDS[int(points["cp_kind"][i])],
+        schedule=SCHEDULES[int(points["schedule"][i])],
+        virtual_stages=int(points["virtual_stages"][i]),
+        recompute=policy.recompute if kind == "every" else kind,
+    )
+
+
+def run_facts(
+    spec: RunSpec, cluster: Cluster, stack: str, points: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Every fact of one run, or of many that differ in `points`: columns of CHOSEN fields, and
+    `global_batch` where that differs too."""
+    run = {**chosen(spec.layout, spec.batch, spec.policy), **(points or {})}
+    every = spec.policy.recompute_share if spec.policy.recompute.startswith("every-") else 0.0
+    shares = np.array([{"full": 1.0, "every": every}.get(kind, 0.0) for kind in RECOMPUTE_KINDS])
     return {
         **model_facts(spec.model),
         **machine_facts(cluster, spec.policy),
         **policy_facts(spec.policy, stack),
-        "seq": batch.seq_len,
-        "micro": max(1, batch.micro_batch),
-        "batch": batch.global_batch,
+        "seq": spec.batch.seq_len,
+        "micro": run["micro_batch"],
+        "batch": run.get("global_batch", spec.batch.global_batch),
         "gpus": spec.gpus,
-        **layout.sizes,
-        "shard": layout.shard * layout.cp,
+        "pp": run["pp"],
+        "cp": run["cp"],
+        "tp": run["tp"],
+        "dp": run["replicate"] * run["shard"],
+        "shard": run["shard"] * run["cp"],
+        "vpp": run["virtual_stages"],
+        "zero": run["zero"],
+        "cp_kind": run["cp_kind"],
+        "schedule": _RUNNING[np.greater(run["virtual_stages"], 1) * 1, run["schedule"]],
+        "full_ckpt": shares[run["recompute"]],
+        "attn_ckpt": np.equal(run["recompute"], RECOMPUTE_KINDS.index("selective")),
     }
 
 
@@ -131,3 +202,10 @@ def columns_of(specs: Sequence[RunSpec], *, cluster: Cluster, stack: str) -> Col
     facts = [run_facts(spec, cluster, stack) for spec in specs]
     names = facts[0] if facts else {}
     return columns(len(facts), **{name: [fact[name] for fact in facts] for name in names})
+
+
+def varied_columns(
+    spec: RunSpec, points: Mapping[str, Any], *, cluster: Cluster, stack: str
+) -> Columns:
+    """Columns of as many runs as there are points, alike but for those."""
+    return columns(len(points["pp"]), **run_facts(spec, cluster, stack, points))
