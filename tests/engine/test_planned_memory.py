@@ -13,8 +13,8 @@ from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.engine.observe.gpu_kernels import gpu_kernels
 from fourfold.errors import UserError
 from fourfold.result.overheads import unseen_parts
-from fourfold.search.forecast import forecast
 from fourfold.search.legal import Target, why_not
+from fourfold.search.predict import predict
 from fourfold.search.question import usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
@@ -46,7 +46,7 @@ def dry_bytes(spec: RunSpec) -> int:
 
 def planned_bytes(spec: RunSpec) -> float:
     cluster = usual_cluster(catalog.device("h100-80gb"), spec.gpus)
-    return forecast([spec], cluster=cluster)[0].peak_bytes
+    return predict([spec], cluster=cluster)[0].peak_bytes
 
 
 def assert_alike(spec: RunSpec) -> None:

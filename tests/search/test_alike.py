@@ -14,7 +14,7 @@ from fourfold.cost.memory.peak import memory
 from fourfold.cost.run import columns_of
 from fourfold.search.candidates import candidates
 from fourfold.search.explain import explain, ways_to_run
-from fourfold.search.forecast import forecast
+from fourfold.search.predict import predict
 from fourfold.search.question import Question
 from fourfold.search.ranking import rank
 from fourfold.spec.batch import Batch
@@ -88,9 +88,9 @@ def test_plan_and_bench_predict_the_same_seconds_and_bytes(policy: Policy) -> No
     one, spec = _asked(policy)
     ranking = rank(one)
     assert len(ranking) == 1
-    (told,) = forecast([spec], cluster=one.cluster)
+    (told,) = predict([spec], cluster=one.cluster)
     assert told.step_s == pytest.approx(float(ranking.step_s[0]), rel=1e-9)
-    assert told.peak_bytes == pytest.approx(float(ranking.room.worst_bytes[0]), rel=1e-9)
+    assert told.peak_bytes == pytest.approx(float(ranking.predicted.room.worst_bytes[0]), rel=1e-9)
 
 
 def test_torchs_fused_kernels_keep_no_scores_and_megatrons_softmax_does() -> None:
@@ -118,7 +118,7 @@ def test_a_compute_format_is_priced_as_its_bundle() -> None:
         replace(spec, policy=Policy(compute_dtype="fp8")),
         replace(spec, policy=Policy()),
     ]
-    fp8, as_fp8, bf16 = forecast(specs, cluster=one.cluster)
+    fp8, as_fp8, bf16 = predict(specs, cluster=one.cluster)
     assert as_fp8 == fp8
     assert fp8.step_s < 0.95 * bf16.step_s
 
@@ -182,5 +182,5 @@ def test_zero_bubble_with_virtual_stages_from_the_command_line(
     spec = RunSpec(
         model=ask().model, gpus=16, layout=Layout(pp=4, shard=2, tp=2), batch=batch, policy=policy
     )
-    (told,) = forecast([spec], cluster=ask(gpus=16).cluster)
+    (told,) = predict([spec], cluster=ask(gpus=16).cluster)
     assert told.step_s == pytest.approx(row["step_s"], rel=1e-9)

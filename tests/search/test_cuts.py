@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fourfold.cost.columns import Columns
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.pipeline import stage_layers
-from fourfold.search.events import chunk_layers
+from fourfold.cost.step.played import chunk_layers
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch

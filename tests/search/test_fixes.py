@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fourfold.search.fixes import fixes, remedies
-from fourfold.search.forecast import forecast
+from fourfold.search.predict import predict
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import cluster, model
 from fourfold.spec.layout import Layout
@@ -35,7 +35,7 @@ def test_what_changes_nothing_is_not_advice() -> None:
 
 def test_what_fits_comes_first_the_fastest_on_top() -> None:
     def ask(specs):
-        return forecast(specs, cluster=cluster("hf-h100"))
+        return predict(specs, cluster=cluster("hf-h100"))
 
     (own,) = ask([spec()])
     rows = remedies(spec(), ask, limit_bytes=0.7 * own.peak_bytes)
@@ -50,7 +50,7 @@ def test_what_fits_comes_first_the_fastest_on_top() -> None:
 def test_chunks_of_the_loss_free_logits_and_cost_their_product_again() -> None:
     whole = spec()
     parts = replace(whole, policy=replace(whole.policy, loss_chunks=8))
-    plain, chunked = forecast([whole, parts], cluster=cluster("hf-h100"))
+    plain, chunked = predict([whole, parts], cluster=cluster("hf-h100"))
     logits = 10 * 4 * 4096 * whole.model.vocab  # bf16, fp32 and their gradients
     assert 0.6 < (plain.peak_bytes - chunked.peak_bytes) / (logits * 7 / 8) < 1.4
     product_s = 4 * 2.0 * 4 * 4096 * whole.model.vocab * whole.model.hidden / 989.5e12

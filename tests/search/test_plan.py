@@ -130,18 +130,22 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
         assert not why_not(spec.model, spec.layout, spec.batch, spec.policy, one.target)
     columns = columns_of(specs, cluster=one.cluster, stack="generic")
     assert np.allclose(estimate(columns, one.entry.knobs).step_s, ranking.closed_s)
-    assert np.allclose(memory(columns, one.entry.knobs).worst_bytes, ranking.room.worst_bytes)
+    assert np.allclose(
+        memory(columns, one.entry.knobs).worst_bytes, ranking.predicted.room.worst_bytes
+    )
     assert (np.diff(ranking.step_s) >= 0).all()
-    assert np.allclose(sum(ranking.times.parts.values()), ranking.step_s)
-    assert (ranking.room.worst_bytes < one.cluster.device.memory_bytes).all()
-    assert ((ranking.low_s < ranking.step_s) & (ranking.step_s < ranking.high_s)).all()
+    assert np.allclose(sum(ranking.predicted.times.parts.values()), ranking.step_s)
+    assert (ranking.predicted.room.worst_bytes < one.cluster.device.memory_bytes).all()
+    assert (
+        (ranking.predicted.low_s < ranking.step_s) & (ranking.step_s < ranking.predicted.high_s)
+    ).all()
     assert len({(str(s.layout), s.policy.cp_kind) for s in specs}) == len(specs)
 
 
 def test_what_is_over_the_memory_by_our_best_estimate_is_named_and_not_ranked() -> None:
     crowded = rank(replace(ask(gpus=16), fixed={"pp": 1, "tp": 1, "cp": 1, "recompute": "none"}))
     limit = crowded.ask.cluster.device.memory_bytes * USABLE
-    assert (crowded.room.worst_bytes < limit).all()
+    assert (crowded.predicted.room.worst_bytes < limit).all()
     assert crowded.near_miss["peak_bytes"][0] >= limit
     # Where nothing else is left, it is ranked, and called tight.
     micro = int(crowded.near_miss["micro_batch"][0])
@@ -149,7 +153,7 @@ def test_what_is_over_the_memory_by_our_best_estimate_is_named_and_not_ranked() 
     copies = int(crowded.near_miss["replicate"][0])
     fixed = crowded.ask.fixed | {"micro_batch": micro, "sharding": zero, "replicate": copies}
     alone = rank(replace(crowded.ask, fixed=fixed))
-    assert (alone.room.worst_bytes >= limit).any()
+    assert (alone.predicted.room.worst_bytes >= limit).any()
 
 
 def test_one_layout_is_listed_in_its_variants() -> None:
@@ -170,9 +174,9 @@ def test_flags_fix_an_axis_and_where_drops() -> None:
     few = rank(replace(one, where=(parse("dp % 4 == 0"), parse("step_s < 8 and mem_gib < 60"))))
     assert len(few)
     assert few.dropped
-    assert (few.columns.dp % 4 == 0).all()
+    assert (few.predicted.columns.dp % 4 == 0).all()
     assert (few.closed_s < 8).all()
-    assert (few.room.worst_bytes < 60 * 2**30).all()
+    assert (few.predicted.room.worst_bytes < 60 * 2**30).all()
 
 
 def test_a_named_schedule_decides_the_virtual_stages() -> None:
@@ -214,16 +218,16 @@ def test_what_no_row_backs_is_set_aside_unless_explored() -> None:
 
 def test_played_pipelines_stay_near_the_closed_form() -> None:
     ranking = rank(ask("llama-3.1-70b", 64, batch=Batch(seq_len=4096, global_batch=100)))
-    assert ranking.played > 20
+    assert ranking.predicted.played > 20
     ratio = ranking.step_s / ranking.closed_s
-    c = ranking.columns
+    c = ranking.predicted.columns
     micros = np.ceil(np.ceil(c.batch / c.dp) / c.micro)
     plain = (c.vpp == 1) | ((micros % c.pp == 0) & (np.ceil(c.batch / c.dp) % c.micro == 0))
     assert np.all(np.abs(ratio[plain] - 1.0) < 0.1)
     # Interleaving goes in rounds; one that is cut short, or holds a smaller micro batch, saves
     # less than the closed form hopes.
     assert np.all((ratio > 0.9) & (ratio < 2.5))
-    assert np.all(ratio[ranking.columns.pp == 1] == 1.0)
+    assert np.all(ratio[ranking.predicted.columns.pp == 1] == 1.0)
     assert np.any(ratio != 1.0)
 
 
@@ -251,14 +255,16 @@ def test_ties_flips_and_deciding_runs_name_other_layouts() -> None:
     assert runs[0] == 0
     assert 2 <= len(runs) <= 3
     assert max(runs) < tied
-    low, high = memory_bounds(ranking.columns, ranking.ask.entry)
-    assert ((low < ranking.room.worst_bytes) & (ranking.room.worst_bytes < high)).all()
+    low, high = memory_bounds(ranking.predicted.columns, ranking.ask.entry)
+    assert (
+        (low < ranking.predicted.room.worst_bytes) & (ranking.predicted.room.worst_bytes < high)
+    ).all()
 
 
 def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
     batch = Batch(seq_len=4096, global_batch=64, ramp=Ramp(start=16, increment=16, samples=4800))
     ranking = rank(ask(gpus=16, batch=batch, stack="megatron"))
-    assert (16 % (ranking.columns.dp * ranking.columns.micro) == 0).all()
+    assert (16 % (ranking.predicted.columns.dp * ranking.predicted.columns.micro) == 0).all()
     train = training(ranking, tokens=4096 * 10_000.0, top=5)
     assert train.stages == 3
     by_hand = 0.0

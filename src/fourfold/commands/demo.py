@@ -114,24 +114,13 @@ def _plan(
         axes = " ".join(axis for axis in AXES if layout.size(axis) > 1)
         if axes in planned:
             continue
-        micro = int(found.points["micro_batch"][i])
-        spec = RunSpec(
-            model=ask.model,
-            gpus=chosen.ranks,
-            layout=layout,
-            batch=Batch(
-                seq_len=chosen.batch.seq_len,
-                micro_batch=micro,
-                global_batch=chosen.batch.global_batch,
-            ),
-            policy=found.policy(i),
-        )
+        spec = found.spec(i)
         planned[axes] = (
             spec,
             {
                 "step_s": float(found.step_s[i]),
-                "step_s_low": float(found.low_s[i]),
-                "step_s_high": float(found.high_s[i]),
+                "step_s_low": float(found.predicted.low_s[i]),
+                "step_s_high": float(found.predicted.high_s[i]),
                 "peak_bytes": float(found.points["peak_bytes"][i]),
             },
         )

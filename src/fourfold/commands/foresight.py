@@ -5,6 +5,7 @@ knows, or else a rough guess from the cores; the same for bench, sweep and repor
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fourfold import files
@@ -24,7 +25,6 @@ from fourfold.units import show_bytes
 
 if TYPE_CHECKING:
     from fourfold.cost.fit.calibration import Calibration
-    from fourfold.search.forecast import Forecast
 
 GUESS = "a rough guess from the cores"
 # Of a host's memory, shared by its ranks: the rest is the system's and Python's.
@@ -96,16 +96,16 @@ class Foresight:
             return USABLE * here.device.memory_bytes
         return _HOST_SHARE * host_memory_bytes() / spec.gpus
 
-    def forecasts(self, specs: list[RunSpec]) -> list[Forecast]:
+    def forecasts(self, specs: list[RunSpec]) -> list[Prediction]:
         """One for each, in order. A host's usual links depend on the number of ranks."""
-        from fourfold.search.forecast import forecast
+        from fourfold.search.predict import predict
 
-        answers: dict[int, Forecast] = {}
+        answers: dict[int, Prediction] = {}
         by_ranks: dict[int, list[int]] = {}
         for at, spec in enumerate(specs):
             by_ranks.setdefault(spec.gpus, []).append(at)
         for places in by_ranks.values():
-            found = forecast(
+            found = predict(
                 [specs[at] for at in places],
                 cluster=self.cluster(specs[places[0]]),
                 profile=self._profile,
@@ -119,7 +119,7 @@ class Foresight:
         found = self.forecasts(specs)
         return [
             self.told.get(spec.run_id)
-            or answer.prediction(limit_bytes=self.limit_bytes(spec), basis=self.basis(spec))
+            or replace(answer, limit_bytes=self.limit_bytes(spec), basis=self.basis(spec))
             for spec, answer in zip(specs, found, strict=True)
         ]
 
@@ -133,11 +133,9 @@ class Foresight:
     def too_large(self, spec: RunSpec) -> str:
         """Why a run surely does not fit the hardware, whatever its limit: weights, gradients and
         moments alone are more than there is. '' where it may fit, or nobody knows."""
-        try:
-            state = self.forecasts([spec])[0].state_bytes
-        except UserError:  # no description of this machine for such a run
-            return ""
-        here = self.cluster(spec)
+        from fourfold.search.predict import state_bytes
+
+        state, here = state_bytes(spec), self.cluster(spec)
         if here is not None and not here.device.id.startswith("cpu"):
             room, ranks, whose = here.device.memory_bytes, 1, ("a rank", here.device.id)
         else:

@@ -120,12 +120,13 @@ def _notes(ranking: Any, place: int) -> tuple[str, ...]:
     from fourfold.cost.memory.peak import USABLE
 
     ask, gib = ranking.ask, 2.0**30
-    low, high = memory_bounds(ranking.columns.take(slice(place, place + 1)), ask.entry)
+    predicted = ranking.predicted
+    low, high = memory_bounds(predicted.columns.take(slice(place, place + 1)), ask.entry)
     limit = ask.cluster.device.memory_bytes
     needs = (
         f"{low[0] / gib:.0f} to {high[0] / gib:.0f} GiB of {limit / gib:.0f} on the fullest rank"
     )
-    seconds = f"{ranking.low_s[place]:.3g} to {ranking.high_s[place]:.3g} s a step"
+    seconds = f"{predicted.low_s[place]:.3g} to {predicted.high_s[place]:.3g} s a step"
     fits = "surely fits" if high[0] <= limit * USABLE else "MAY NOT FIT"
     wrong = fits != "surely fits" and not ask.safe
     advice = "; --safe prefers what surely fits" if wrong else ""

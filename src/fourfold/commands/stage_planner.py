@@ -86,22 +86,22 @@ class Planner:
         """An out-of-memory in the words of bench: held, predicted, and what would fit."""
         from fourfold.cost.memory.peak import USABLE
         from fourfold.search.fixes import remedies
-        from fourfold.search.forecast import forecast
+        from fourfold.search.predict import predict
         from fourfold.show import oom as post_mortem
 
         limit = float(report.spec.memory_limit or USABLE * self.cluster.device.memory_bytes)
-        own = forecast([report.spec], cluster=self.cluster)[0]
+        own = predict([report.spec], cluster=self.cluster)[0]
         fixes = remedies(
-            report.spec, lambda specs: forecast(specs, cluster=self.cluster), limit_bytes=limit
+            report.spec, lambda specs: predict(specs, cluster=self.cluster), limit_bytes=limit
         )
-        said = own.prediction(limit_bytes=limit, basis=self.basis)
+        said = replace(own, limit_bytes=limit, basis=self.basis)
         return post_mortem.facts(replace(report, predicted=said, remedies=fixes))
 
 
 def _cluster(args: argparse.Namespace, spec: RunSpec) -> tuple[Cluster, str]:
     """Whose links and kernels the planner prices, and where they are from."""
     from fourfold.result.profile import cluster_of
-    from fourfold.search.forecast import rough_cpu
+    from fourfold.search.predict import rough_cpu
     from fourfold.search.question import usual_cluster
 
     if args.cluster:

@@ -11,7 +11,7 @@ from fourfold.commands.foresight import GUESS, Foresight
 from fourfold.launch.campaign import Campaign
 from fourfold.result.files.store import Store
 from fourfold.result.prediction import Prediction
-from fourfold.search.forecast import run_s
+from fourfold.search.predict import run_s
 from fourfold.show.table import json_text, render
 from fourfold.spec.expression import in_gib
 from fourfold.spec.run import RunSpec

@@ -14,7 +14,6 @@ from fourfold.commands import flags, plan
 from fourfold.commands.foresight import Foresight
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.errors import UserError
-from fourfold.result.prediction import Prediction
 from fourfold.spec import AXES, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
@@ -77,11 +76,8 @@ def chosen(args: argparse.Namespace, foresight: Foresight) -> Expansion:
     for i in range(min(args.from_plan, len(ranking))):
         spec = _spec(table, ranking, i)
         found.append(Combination(_told(i, spec), spec))
-        foresight.told[spec.run_id] = Prediction(
-            step_s=float(ranking.step_s[i]),
-            step_s_low=float(ranking.low_s[i]),
-            step_s_high=float(ranking.high_s[i]),
-            peak_bytes=float(ranking.room.worst_bytes[i]),
+        foresight.told[spec.run_id] = dataclasses.replace(
+            ranking.predicted.one(i),
             limit_bytes=foresight.limit_bytes(spec),
             basis=f"plan on {ask.cluster.name}, calibration {ask.calibration}",
         )

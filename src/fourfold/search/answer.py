@@ -62,7 +62,7 @@ def answer(ranking: Ranking, train: Training, *, top: int) -> dict[str, Any]:
         "dropped_by_where": ranking.dropped,
         "set_aside": ranking.set_aside,
         "ranked_in_all": len(ranking.all_step_s),
-        "played": ranking.played,
+        "played": ranking.predicted.played,
         "axes": {name: list(values) for name, values in ranking.grid.values.items()},
         "refused": dict(ranking.grid.refused),
         "flop_rule": ask.convention,
@@ -108,7 +108,8 @@ def _asked(ask: Question) -> dict[str, Any]:
 
 def _row(ranking: Ranking, train: Training, i: int) -> dict[str, Any]:
     """One ranked layout."""
-    ask, c = ranking.ask, ranking.columns.take(slice(i, i + 1))
+    ask, predicted = ranking.ask, ranking.predicted
+    c = predicted.columns.take(slice(i, i + 1))
     step_s = float(ranking.step_s[i])
     low, high = memory_bounds(c, ask.entry)
     tokens_s = ask.batch.tokens / step_s / ask.gpus
@@ -121,19 +122,19 @@ def _row(ranking: Ranking, train: Training, i: int) -> dict[str, Any]:
         "rank": i + 1,
         **_short(ranking, i),
         "step_s": step_s,
-        "step_s_low": float(ranking.low_s[i]),
-        "step_s_high": float(ranking.high_s[i]),
+        "step_s_low": float(predicted.low_s[i]),
+        "step_s_high": float(predicted.high_s[i]),
         "closed_form_s": float(ranking.closed_s[i]),
-        "parts_s": {name: float(part[i]) for name, part in ranking.times.parts.items()},
+        "parts_s": {name: float(part[i]) for name, part in predicted.times.parts.items()},
         "exposed_s": {
-            name: float(sum(ranking.times.parts[part][i] for part in parts))
+            name: float(sum(predicted.times.parts[part][i] for part in parts))
             for name, parts in EXPOSED.items()
         },
-        "peak_bytes": float(ranking.room.worst_bytes[i]),
+        "peak_bytes": float(predicted.room.worst_bytes[i]),
         "peak_bytes_low": float(low[0]),
         "peak_bytes_high": float(high[0]),
         "tight": bool(high[0] > ask.cluster.device.memory_bytes * USABLE),
-        "memory_bytes": {name: float(part[i]) for name, part in ranking.room.parts.items()},
+        "memory_bytes": {name: float(part[i]) for name, part in predicted.room.parts.items()},
         "tokens_s_gpu": tokens_s,
         "tflops_gpu": float(flops[0]) * tokens_s / 1e12,
         "mfu_pct": 100.0 * float(flops[0]) * tokens_s / float(c.peak_low[0]),

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
-from fourfold.result.prediction import Remedy
-from fourfold.search.forecast import Forecast
+from fourfold.result.prediction import Prediction, Remedy
 from fourfold.search.legal import Target, why_not
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
@@ -20,7 +19,7 @@ from fourfold.spec.run import RunSpec
 MOST = 8
 # Parts of the tokens whose logits exist at a time: more gain little, and make smaller products.
 _LOSS_CHUNKS = 8
-Forecaster = Callable[[list[RunSpec]], list[Forecast]]
+Predictor = Callable[[list[RunSpec]], list[Prediction]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +87,17 @@ def _moved(layout: Layout, axis: str) -> Layout | None:
 
 
 def remedies(
-    spec: RunSpec, forecasts: Forecaster, *, limit_bytes: float, used_bytes: float = 0.0
+    spec: RunSpec, predict: Predictor, *, limit_bytes: float, used_bytes: float = 0.0
 ) -> tuple[Remedy, ...]:
     """What would fit, fastest first, then what would come nearest. `used_bytes`: what the run held
     when it failed; where that is more than predicted, every prediction is raised in proportion."""
-    (own,) = forecasts([spec])
+    (own,) = predict([spec])
     raised = max(1.0, used_bytes / own.peak_bytes) if own.peak_bytes else 1.0
     # It ran out, whatever was predicted: what needs as much does not fit either.
     limit_bytes = min(limit_bytes, 0.999 * own.peak_bytes * raised)
     for two in (False, True):
         found = fixes(spec, two=two)
-        answers = forecasts([fix.spec for fix in found]) if found else []
+        answers = predict([fix.spec for fix in found]) if found else []
         rows = [
             Remedy(
                 change=fix.words,

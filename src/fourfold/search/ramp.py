@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fourfold.cost.columns import Floats
 from fourfold.cost.step.estimate import estimate
-from fourfold.search.events import Floats
 from fourfold.search.ranking import Ranking
 
 

@@ -6,25 +6,26 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.choices import choices
-from fourfold.cost.fit.interval import bounds
 from fourfold.cost.memory.interval import memory_bounds
-from fourfold.cost.memory.peak import USABLE, Memory, memory
+from fourfold.cost.memory.peak import USABLE, memory
+from fourfold.cost.predict import Predictions, predictions
 from fourfold.cost.run import CHOSEN, chosen_layout, chosen_policy
-from fourfold.cost.step.estimate import Times, estimate
+from fourfold.cost.step.estimate import estimate
+from fourfold.cost.step.played import playable
 from fourfold.search.candidates import Candidates, candidates
-from fourfold.search.events import Floats, priced
 from fourfold.search.question import Question
 from fourfold.spec.expression import in_gib
 from fourfold.spec.layout import SIZES, Layout
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 CHUNK = 16384
 # No interval of memory reaches further above its limit than this.
@@ -34,6 +35,8 @@ PATIENCE_S = 2.0
 # that a playing can still change which of them is best.
 PLAYED = 300
 PLAYED_VARIANTS = 3
+# Events of all of them together: about a second of work.
+PLAYED_EVENTS = 150_000
 
 # Columns by CHOSEN and by what was computed about them.
 Pool = dict[str, NDArray[Any]]
@@ -41,19 +44,12 @@ Pool = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """The best points in full, best first. `closed_s` is the closed form's answer alone."""
+    """The best points in full, best first."""
 
     ask: Question
     grid: Candidates
     points: Pool
-    columns: Columns
-    times: Times
-    room: Memory
-    step_s: Floats
-    closed_s: Floats
-    played: int  # pipelines that were simulated
-    low_s: Floats
-    high_s: Floats
+    predicted: Predictions
     priced: int
     fitting: int
     dropped: int  # by --where
@@ -65,7 +61,15 @@ class Ranking:
     layouts_s: Floats  # ... and the closed form's seconds of the fastest way to run it
 
     def __len__(self) -> int:
-        return len(self.step_s)
+        return len(self.predicted)
+
+    @property
+    def step_s(self) -> Floats:
+        return self.predicted.step_s
+
+    @property
+    def closed_s(self) -> Floats:
+        return self.predicted.closed_s
 
     def place(self, other: Ranking) -> int:
         """Where the first of another ranking would stand in this one's table, which has one row a
@@ -82,6 +86,11 @@ class Ranking:
 
     def policy(self, i: int) -> Policy:
         return chosen_policy(self.ask.policy, self.points, i)
+
+    def spec(self, i: int) -> RunSpec:
+        """The run at a place."""
+        batch = replace(self.ask.batch, micro_batch=int(self.points["micro_batch"][i]))
+        return replace(self.ask.spec, layout=self.layout(i), batch=batch, policy=self.policy(i))
 
 
 def rank(ask: Question, *, least: int = 10) -> Ranking:
@@ -108,12 +117,13 @@ def rank(ask: Question, *, least: int = 10) -> Ranking:
     played = _best(ranked, PLAYED, PLAYED_VARIANTS)
     if _size(played) < PLAYED_VARIANTS * least:
         played = _best(ranked, PLAYED, max(PLAYED_VARIANTS, least))
-    best = _full(ask, played, least)
+    points, predicted = _full(ask, played, least)
     layouts, layouts_s = _fastest_ways(ranked)
     return Ranking(
         ask=ask,
         grid=grid,
-        **best,
+        points=points,
+        predicted=predicted,
         priced=priced_points,
         fitting=fitting,
         dropped=dropped,
@@ -269,26 +279,15 @@ def _best(pool: Pool, keep: int, variants: int) -> Pool:
     return _only(pool, np.array(chosen, dtype=np.intp))
 
 
-def _full(ask: Question, points: Pool, least: int) -> dict[str, Any]:
-    """Parts, memory by kind, simulated pipelines and intervals of a few points, best first."""
+def _full(ask: Question, points: Pool, least: int) -> tuple[Pool, Predictions]:
+    """A few points, best first, and all about them: simulated pipelines, intervals, memory."""
     c = ask.columns(points)
-    found = priced(c, ask.entry.knobs)
-    step, parts = found.times.step_s, found.times.parts
-    order = np.lexsort((points["peak_bytes"], step)) if len(c) else np.zeros(0, dtype=np.intp)
+    count = max(least, playable(c, PLAYED_EVENTS))
+    points, c = _only(points, slice(count)), c.take(slice(count))
+    predicted = predictions(c, ask.entry)
+    order = np.lexsort((points["peak_bytes"], predicted.step_s))
     order = order[_first_few(_layout_keys(_only(points, order)), least)]
-    sorted_c = c.take(order)
-    low, high = bounds(sorted_c, ask.entry, step[order])
-    return {
-        "points": _only(points, order),
-        "columns": sorted_c,
-        "times": Times(step[order], {name: part[order] for name, part in parts.items()}),
-        "room": memory(sorted_c, ask.entry.knobs),
-        "step_s": step[order],
-        "closed_s": found.closed_s[order],
-        "played": found.played,
-        "low_s": low,
-        "high_s": high,
-    }
+    return _only(points, order), predicted.take(order)
 
 
 def _first_few(keys: list[tuple[int, ...]], least: int) -> NDArray[np.bool_]:

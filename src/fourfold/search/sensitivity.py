@@ -11,12 +11,11 @@ from math import exp, sqrt
 
 import numpy as np
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import Entry
 from fourfold.cost.fit.coefficients import Knob
 from fourfold.cost.memory.interval import TWO_SIDED_80, moved_knobs, moves
 from fourfold.cost.step.estimate import estimate
-from fourfold.search.events import Floats
 from fourfold.search.ranking import Ranking
 
 ONE_SIDED_80 = 0.8416  # 80% of a normal distribution lies below 0.84 sd
@@ -65,7 +64,7 @@ def flips(ranking: Ranking) -> list[Flip]:
     entry = ranking.ask.entry
     ends = moves(entry, "time")
     # What simulation added to the closed form stays added.
-    step = _moved_s(ranking.columns.take(slice(0, count)), entry, ends)
+    step = _moved_s(ranking.predicted.columns.take(slice(0, count)), entry, ends)
     step = step * (ranking.step_s[:count] / ranking.closed_s[:count])
     found = []
     for (knob, other), row in zip(ends, step, strict=True):
@@ -89,7 +88,7 @@ def deciding(ranking: Ranking, runs: int = 3) -> list[int]:
     if tied < 2:
         return []
     entry = ranking.ask.entry
-    step = _moved_s(ranking.columns.take(slice(0, tied)), entry, moves(entry, "time"))
+    step = _moved_s(ranking.predicted.columns.take(slice(0, tied)), entry, moves(entry, "time"))
     ratio = np.log(step / step[:, :1]) - np.log(ranking.closed_s[:tied] / ranking.closed_s[0])
     spread = np.sqrt((ratio**2).sum(axis=0) / 2.0) / TWO_SIDED_80
     gap = np.log(ranking.step_s[:tied] / ranking.step_s[0])

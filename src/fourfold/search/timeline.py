@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.schedule.timeline import Timeline, play
+from fourfold.cost.step.played import chunk_times, micro_count
 from fourfold.errors import UserError
-from fourfold.search.events import chunk_times, micro_count
 from fourfold.search.ranking import Ranking
 from fourfold.spec.words import SCHEDULES
 
@@ -18,7 +18,8 @@ MOST_ACTIONS = 20_000
 def timeline(ranking: Ranking, place: int = 0) -> Timeline:
     """Of the layout at `place`. Gradient reduction and optimizer come after and are not shown."""
     index = np.array([place])
-    c = ranking.columns.take(index)
+    predicted = ranking.predicted.take(index)
+    c = predicted.columns
     stages, virtual, micros = int(c.pp[0]), int(c.vpp[0]), int(micro_count(c)[0])
     actions = 3 * stages * virtual * micros
     if actions > MOST_ACTIONS:
@@ -28,7 +29,9 @@ def timeline(ranking: Ranking, place: int = 0) -> Timeline:
             value=str(ranking.layout(place)),
             hint="a smaller --global-batch shows the same order",
         )
-    times, _ = chunk_times(c, {n: part[index] for n, part in ranking.times.parts.items()}, micros)
+    times, _ = chunk_times(
+        c, {n: part[index] for n, part in ranking.predicted.times.parts.items()}, micros
+    )
     return play(
         f"{ranking.ask.model.name}, {ranking.layout(place)}",
         SCHEDULES[int(c.schedule[0])],

@@ -1,5 +1,5 @@
 """How much do the closed forms of a pipeline miss? The event simulation's answer for a few hundred
-candidates, as a ratio to the closed form on the same stage times.
+runs, as a ratio to the closed form on the same stage times.
 
 A ratio, because calibrations were fitted with the closed form: where that is exact (equal stages,
 equal micro batches, whole rounds) nothing changes. For the same reason hand-overs between stages
@@ -25,10 +25,9 @@ Floats = NDArray[np.float64]
 LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "fsdp_comm",
                "host")  # fmt: skip
 _NOT_IN_PIPELINE = ("dp_comm", "optimizer", "fixed", "jitter")
-# Events of one group above this are left to the closed form: a step of 48 stages is 25,000 events.
+# A run with more events than this is left to the closed form, whoever asks and beside whatever
+# else: a step of 48 stages is 25,000 events.
 MAX_EVENTS = 12_000
-# All groups together: about a second of work.
-MAX_EVENTS_IN_ALL = 150_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +53,40 @@ def priced(c: Columns, knobs: Knobs) -> Priced:
 def pipeline_ratio(c: Columns, times: Times) -> tuple[Floats, int]:
     """(simulated over closed-form pipeline seconds, how many were played); 1 where none was."""
     ratio = np.ones(len(c))
+    played = 0
+    for (_, _, schedule, micros), places in _groups(c).items():
+        index = np.array(places)
+        if events(c)[index[0]] > MAX_EVENTS:
+            continue
+        played += len(places)
+        parts = {name: part[index] for name, part in times.parts.items()}
+        ratio[index] = _group(c.take(index), parts, schedule=SCHEDULES[schedule], micros=micros)
+    return ratio, played
+
+
+def _groups(c: Columns) -> dict[tuple[int, int, int, int], list[int]]:
+    """Places of runs whose events come in the same order."""
     micros = micro_count(c)
     groups: dict[tuple[int, int, int, int], list[int]] = {}
     for i in np.flatnonzero(c.pp > 1):
         key = (int(c.pp[i]), int(c.vpp[i]), int(c.schedule[i]), int(micros[i]))
         groups.setdefault(key, []).append(int(i))
-    spent = played = 0
-    for (pp, vpp, schedule, count), places in groups.items():
-        rounds = 1 if count <= SETTLED_ROUNDS * pp else 2
-        events = 2 * pp * vpp * min(count, rounds * (SETTLED_ROUNDS + 1) * pp)
-        if events > MAX_EVENTS or spent + events > MAX_EVENTS_IN_ALL:
-            continue
-        spent += events
-        played += len(places)
-        index = np.array(places)
-        here = {name: part[index] for name, part in times.parts.items()}
-        ratio[index] = _group(c.take(index), here, schedule=SCHEDULES[schedule], micros=count)
-    return ratio, played
+    return groups
+
+
+def events(c: Columns) -> Floats:
+    """Events to play of each run's step: a long one plays some of its rounds, twice."""
+    micros = micro_count(c)
+    rounds = np.where(micros <= SETTLED_ROUNDS * c.pp, 1.0, 2.0)
+    return 2.0 * c.pp * c.vpp * np.minimum(micros, rounds * (SETTLED_ROUNDS + 1.0) * c.pp)
+
+
+def playable(c: Columns, most: int) -> int:
+    """How many of the first runs take at most `most` events in all."""
+    need, spent = events(c), np.zeros(len(c))
+    for places in _groups(c).values():
+        spent[places[0]] = need[places[0]] if need[places[0]] <= MAX_EVENTS else 0.0
+    return int((np.cumsum(spent) <= most).sum())
 
 
 def micro_count(c: Columns) -> Floats:
@@ -107,14 +123,15 @@ def _group(c: Columns, parts: dict[str, Floats], *, schedule: Schedule, micros: 
     pp, vpp = int(c.pp[0]), int(c.vpp[0])
     chunks, whole = chunk_times(c, parts, micros)
     played = step_s(schedule, chunks, stages=pp, virtual_stages=vpp, micros=micros)
-    ranks = whole.reshape(vpp, pp, len(c)).sum(axis=0)
+    # In one order whatever else is asked about: `sum` adds one column in another than many.
+    ranks = np.cumsum(whole.reshape(vpp, pp, len(c)), axis=0)[-1]
     middle = ranks[1:-1].max(axis=0) if pp > 2 else ranks[0]
     closed = pipeline_s(
         c,
         first=ranks[0],
         middle=middle,
         last=ranks[-1],
-        total=ranks.sum(axis=0),
+        total=np.cumsum(ranks, axis=0)[-1],
         slots=micros - 1.0 + chunks.last,
     )
     return played / closed

@@ -8,18 +8,18 @@ rough guess of a CPU keeps the order of magnitude.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from fourfold.cost.fit import calibration as calibrations
+from fourfold.cost.fit import coefficients
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.fit.interval import bounds
 from fourfold.cost.fit.measured import calibration_of
 from fourfold.cost.memory.peak import memory
+from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.result.prediction import Prediction
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.warmup import LEAD, WINDOW
-from fourfold.search.events import priced
 from fourfold.search.question import entry_for
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import Device, Peaks
@@ -31,25 +31,6 @@ START_S = 8.0
 _CORE_FLOPS_PER_S, _CORE_BYTES_PER_S, _GUESS_FACTOR = 30e9, 5e9, 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    step_s: float
-    low_s: float
-    high_s: float
-    peak_bytes: float
-    state_bytes: float  # of the peak: weights, gradients and moments, which no step can do without
-
-    def prediction(self, *, limit_bytes: float, basis: str) -> Prediction:
-        return Prediction(
-            step_s=self.step_s,
-            step_s_low=self.low_s,
-            step_s_high=self.high_s,
-            peak_bytes=self.peak_bytes,
-            limit_bytes=limit_bytes,
-            basis=basis,
-        )
-
-
 def run_s(spec: RunSpec, step_s: float) -> float:
     """The whole run: start, warm-up and steps."""
     least = LEAD + 2 * WINDOW
@@ -57,39 +38,41 @@ def run_s(spec: RunSpec, step_s: float) -> float:
     return START_S + step_s * (spec.steps + warmup)
 
 
-def forecast(
+def predict(
     specs: Sequence[RunSpec],
     *,
     cluster: Cluster | None = None,
     profile: HardwareProfile | None = None,
     calibration: Calibration | None = None,
+    stack: str = "fourfold",
     cores: int = 1,
-) -> list[Forecast]:
-    """One answer for each spec, in their order. `cores` is this host's, for the rough guess."""
-    answers: dict[int, Forecast] = {}
+) -> list[Prediction]:
+    """One answer for each spec, in their order, as the stack's engine would run it. `cores` is this
+    host's, for the rough guess. Whether it fits is the caller's to add (`limit_bytes`)."""
+    answers: dict[int, Prediction] = {}
     by_ranks: dict[int, list[int]] = {}
     for at, spec in enumerate(specs):
         by_ranks.setdefault(spec.gpus, []).append(at)
     for ranks, places in by_ranks.items():
-        group = [specs[at] for at in places]
-        here = cluster or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
-        known = calibration or (calibration_of(profile, here) if profile else None)
-        entry, _ = entry_for(known or calibrations.shipped(), "fourfold", here)
-        columns = columns_of(group, cluster=here, stack="fourfold")
-        step_s = priced(columns, entry.knobs).times.step_s
-        low_s, high_s = bounds(columns, entry, step_s)
-        if cluster is None and profile is None:
-            low_s, high_s = step_s / _GUESS_FACTOR, step_s * _GUESS_FACTOR
-        room = memory(columns, entry.knobs)
+        machine = cluster or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
+        known = calibration or (calibration_of(profile, machine) if profile else None)
+        entry, _ = entry_for(known or calibrations.shipped(), stack, machine)
+        c = columns_of([specs[at] for at in places], cluster=machine, stack=stack)
+        many = predictions(c, entry)
         for i, at in enumerate(places):
-            answers[at] = Forecast(
-                step_s=float(step_s[i]),
-                low_s=float(low_s[i]),
-                high_s=float(high_s[i]),
-                peak_bytes=float(room.worst_bytes[i]),
-                state_bytes=float(room.parts["state"][i]),
-            )
+            one = many.one(i)
+            if cluster is None and profile is None:
+                low_s, high_s = one.step_s / _GUESS_FACTOR, one.step_s * _GUESS_FACTOR
+                one = replace(one, step_s_low=low_s, step_s_high=high_s)
+            answers[at] = one
     return [answers[at] for at in range(len(specs))]
+
+
+def state_bytes(spec: RunSpec) -> float:
+    """Weights, gradients and moments of the fullest rank, which no step can do without: the same on
+    every machine."""
+    c = columns_of([spec], cluster=rough_cpu(spec.gpus, 1), stack="fourfold")
+    return float(memory(c, coefficients.defaults()).parts["state"][0])
 
 
 def rough_cpu(ranks: int, cores: int) -> Cluster:
