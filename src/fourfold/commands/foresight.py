@@ -33,11 +33,14 @@ _HOST_SHARE = 0.8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="NAME", help="for the prediction")
-    parser.add_argument("--profile", metavar="FILE", help="this machine, from 'calibrate --out'")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="this machine, from 'calibrate --out', or h200"
+    )
 
 
-def read_profile(path: str) -> HardwareProfile:
-    return profile_of(files.read_text(path, field="profile"))
+def read_profile(name: str) -> HardwareProfile:
+    """Of a file, or of a machine whose profile comes with the package ('h200')."""
+    return profile_of(catalog.profile_text(name) or files.read_text(name, field="profile"))
 
 
 class Foresight:

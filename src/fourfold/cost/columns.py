@@ -72,6 +72,7 @@ class Columns:
     rope: Floats  # 1: queries and keys are turned (in fp32)
     positions: Floats  # rows of a learned table of positions; -1: one a token, 0: none
     alibi: Floats  # 1: attention adds a bias to every score
+    bias: Floats  # 1: linears add a vector, whose gradient is a sum over all tokens
     fused_qkv: Floats  # 1: queries, keys and values are one product
     overlap_dp: Floats  # 1: gradient reduction and parameter gather run under compute
     prefetch: Floats  # layers that ZeRO-3 gathers ahead while one computes; 0: none
@@ -80,6 +81,7 @@ class Columns:
     split_loss: Floats  # 1: logits and loss are divided over tp, 0: gathered whole on every rank
     loss_chunks: Floats  # parts of the tokens whose logits exist one after the other
     lean_loss: Floats  # 1 when logits' gradient takes their place, and none are computed again
+    own_kernels: Floats  # 1: our engine, compiled: passes over memory are counted (own_engine.py)
     balanced: Floats  # 1: the engine gives the last stage fewer layers to pay for the head
     even_stages: Floats  # 1: equal stages, only the first and the last may hold fewer layers
     # hardware
@@ -149,6 +151,7 @@ DEFAULTS: dict[str, float] = {
     "moment_bytes": 8,
     "rope": 1,
     "alibi": 0,
+    "bias": 0,
     "positions": 0,
     "fused_qkv": 1,
     "overlap_dp": 0,
@@ -158,6 +161,7 @@ DEFAULTS: dict[str, float] = {
     "split_loss": 1,
     "loss_chunks": 1,
     "lean_loss": 0,
+    "own_kernels": 0,
     "balanced": 0,
     "even_stages": 0,
     "net_seen": 0,

@@ -52,6 +52,7 @@ def model_facts(model: ModelShape) -> dict[str, float]:
         "rope": float(model.positions.kind == "rope"),
         "positions": learned_rows(model),
         "alibi": float(model.positions.kind == "alibi"),
+        "bias": float(model.bias),
         "gated": float(model.gated),
         "window": float(model.window or 0),
         "local": model.local_share,
@@ -126,6 +127,7 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "split_loss": float(usual.split_loss),
         "loss_chunks": policy.loss_chunks,
         "lean_loss": float(policy.is_loss_lean and stack == "fourfold"),
+        "own_kernels": float(policy.compile and stack == "fourfold"),
         "eager": float(usual.eager),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
+from fourfold.cost.fit.calibration import Calibration, Entry, generation_of, own_entry
 from fourfold.cost.fit.habits import habits
 from fourfold.cost.run import varied_columns
 from fourfold.cost.step.hardware import OTHER_FABRIC, USUAL_FABRIC
@@ -104,6 +104,11 @@ def usual_policy(stack: str, policy: Policy, decided: set[str]) -> Policy:
 def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[Entry, str]:
     """(knobs, why they are not this machine's own: '' when they are)."""
     entry, why = calibration.entry(stack, cluster.name, generation_of(cluster.device.id))
+    own = own_entry(stack, cluster.device.id) if why else None
+    if own is not None and cluster.gpus == 1:
+        entry, why = own, ""
+    elif own is not None:  # its kernels are known, its links are not
+        entry = replace(entry, knobs=entry.knobs | {k: own.knobs[k] for k in own.free_time})
     if not why and not entry.rows_time:
         why = f"calibration '{calibration.name}' knows kernels and links, no run"
     if cluster.device.id.startswith("cpu"):

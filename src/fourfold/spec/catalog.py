@@ -170,6 +170,14 @@ def cluster(name: str) -> Cluster:
     return cluster_from(_data(known[name.lower()]))
 
 
+def profile_text(name: str) -> str:
+    """What 'fourfold calibrate' wrote on a machine of this GPU; '' where none comes along."""
+    if _PATHLIKE.search(name):
+        return ""
+    file = _DATA / "profiles" / f"{name.lower()}.json"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
 def _from_file(path: str, field: str, build: Callable[[Any], T]) -> T:
     text = files.read_text(path, field=field)
     try:

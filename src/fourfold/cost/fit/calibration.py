@@ -6,6 +6,7 @@ value and no row. Errors are percent, knobs are as in `knobs`.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
@@ -264,5 +265,16 @@ def load(path: str) -> Calibration:
 
 def shipped() -> Calibration:
     """The calibration that comes with the package."""
-    file = resources.files("fourfold").joinpath("data", "calibrations", "shipped.json")
-    return from_json(file.read_text(encoding="utf-8"), "shipped.json")
+    return _of_package("shipped.json")
+
+
+def own_entry(stack: str, device: str) -> Entry | None:
+    """Our own engine as it was measured on one GPU of this type, if it was (results/README.md)."""
+    known = _of_package("own.json").entries
+    return next((e for e in known if (e.stack, e.cluster) == (stack, f"1 x {device}")), None)
+
+
+@functools.cache
+def _of_package(name: str) -> Calibration:
+    file = resources.files("fourfold").joinpath("data", "calibrations", name)
+    return from_json(file.read_text(encoding="utf-8"), name)

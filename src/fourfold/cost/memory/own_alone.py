@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.step.gemm import Floats
@@ -38,7 +39,7 @@ class Moments:
     split: Floats
 
 
-def is_alone(c: Columns) -> Floats:
+def is_alone(c: Columns) -> NDArray[np.bool_]:
     """Under zero3 FSDP frees weights between uses even then (engine/parallel/order.py)."""
     return (c.dp * c.cp == 1) & (c.zero < 3)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.step.gemm import Floats
@@ -69,8 +70,8 @@ class Layer:
 
 def layer(c: Columns) -> Layer:
     s, params = sizes(c), layer_params(c)
-    many, wide = np.where(c.gated > 0, 4.0, 2.0) * s.ffn, (1.0 + c.gated) * s.ffn
-    kept = 2.0 * s.between + 2.0 * s.whole + _attended(c, s) + many
+    many, wide = _mlp_widths(c) * s.ffn, (1.0 + c.gated) * s.ffn
+    kept = 2.0 * s.between + np.where(_cheap(c), 0.0, 2.0 * s.whole) + _attended(c, s) + many
     kept = kept * np.where(c.attn_ckpt > 0, c.selective_share, 1.0)
     down = c.hidden * c.ffn / c.tp * c.act_bytes
     mlp = (2.0 + c.gated) * down
@@ -102,6 +103,19 @@ def layer(c: Columns) -> Layer:
     )
 
 
+def _cheap(c: Columns) -> NDArray[np.bool_]:
+    """Compiled, casts to fp8 are fused with what makes their inputs: outputs of norms and of the
+    activation are not kept but made again."""
+    return (c.own_kernels > 0) & (c.precision == _FP8) & (c.tp == 1)
+
+
+def _mlp_widths(c: Columns) -> Floats:
+    """Widths of ffn that the MLP keeps: what its first product makes, the activation's output, and
+    with a gate, uncompiled, the gate's own activation."""
+    plain = 2.0 + np.where(c.own_kernels > 0, 1.0, 2.0) * c.gated
+    return np.where(_cheap(c), 1.0 + c.gated, plain)
+
+
 def _attended(c: Columns, s: Sizes) -> Floats:
     """What attention keeps: projections, turned queries and keys, output and its logsumexp."""
     # Values are a view of the fused projection, which lives as long as they do.
@@ -119,14 +133,15 @@ def _attended(c: Columns, s: Sizes) -> Floats:
 
 
 def _fp8_casts(c: Columns, at_last: Floats, at_first: Floats) -> list[Floats]:
-    """A product in fp8 casts its operands by way of two copies in fp32, the larger one counts: of
-    the MLP's last matrix and of its first, beside what is there then."""
+    """Uncompiled, a product in fp8 casts its operands by way of two copies in fp32, the larger one
+    counts: of the MLP's last matrix and of its first, beside what is there then."""
     tokens = c.micro * c.seq / c.cp
     last = np.maximum(tokens * c.hidden, c.ffn / c.tp * np.maximum(tokens, c.hidden))
     first = (1.0 + c.gated) * c.ffn / c.tp * np.maximum(tokens, c.hidden)
     weights = c.hidden * c.ffn / c.tp * c.act_bytes
     moments = (at_last + 9.0 * last, weights + at_first + 9.0 * first)
-    return [np.where(c.precision == _FP8, moment, -np.inf) for moment in moments]
+    plain = (c.precision == _FP8) & (c.own_kernels < 1)
+    return [np.where(plain, moment, -np.inf) for moment in moments]
 
 
 def logits_bytes(c: Columns, s: Sizes) -> Floats:

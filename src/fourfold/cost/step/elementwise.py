@@ -10,6 +10,7 @@ import numpy as np
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.step.gemm import Floats, Knobs
+from fourfold.cost.step.own_engine import EXACT, cast_bytes, layer_bytes
 from fourfold.spec.words import DTYPES
 
 # Plain framework calls read and write what a fused kernel keeps in registers (SwiGLU: 3 kernels of
@@ -29,7 +30,15 @@ def elementwise_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, 
     passes = knobs["elem"] * np.where(c.eager > 0, EAGER, 1.0)
     forward = 2.0 * tokens * (on_hidden + on_shards) * passes / c.hbm
     casts = cast_s(c, tokens=tokens)
-    return forward + casts, 2.0 * (forward + casts)
+    own = [
+        EXACT * knobs["elem"] * (least + cast) / c.hbm
+        for least, cast in zip(layer_bytes(c, tokens), cast_bytes(c, tokens), strict=True)
+    ]
+    ours = c.own_kernels > 0
+    return (
+        np.where(ours, own[0], forward + casts),
+        np.where(ours, own[1], 2.0 * (forward + casts)),
+    )
 
 
 def cast_s(c: Columns, *, tokens: Floats) -> Floats:

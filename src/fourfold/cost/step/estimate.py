@@ -19,6 +19,7 @@ import numpy as np
 from fourfold.cost.columns import Columns
 from fourfold.cost.step.gemm import Floats, Knobs
 from fourfold.cost.step.layer import LayerTimes, head_s, layer_times
+from fourfold.cost.step.own_engine import update_bytes
 from fourfold.cost.step.pipeline import pipeline_s, stage_layers
 from fourfold.cost.step.traffic import crosses, group_rate, half_collective_s, p2p_rate
 from fourfold.spec.words import DTYPES
@@ -43,6 +44,9 @@ PARTS = (
 
 
 BUCKET_BYTES = 100e6  # gradient reducers use 25 to 400 MB; this explains nanotron best
+
+
+_OWN_FIXED = 0.1  # of what other engines do once per step: logging, clipping, waiting for a number
 
 
 NEAR_HOP = 0.2  # a hop over NVLink against one over the network
@@ -154,13 +158,17 @@ def _assemble(
     window = per_stage * layer.total
     dp = gradient_s(c, knobs, params=params, window=window)
     shards = np.where(c.zero >= 1, c.shard, 1.0)
-    optimizer = 45.0 * params / (c.hbm * shards)
+    ours = c.own_kernels > 0
+    weights = params + np.where((c.tied < 1) & (c.pp == 1), c.vocab * c.hidden / c.tp, 0.0)
+    optimizer = np.where(ours, update_bytes(c, weights), 45.0 * params / shards) / c.hbm
     nodes = np.maximum(1.0, c.gpus / c.node)
     # Stages on different nodes meet at every micro batch and wait for the later one.
     waits = np.where((nodes > 1) & (c.pp > 1), slots * knobs["noise_s"] * nodes**0.75, 0.0)
     work = pipe + waits + dp + optimizer
     jitter = work * knobs["jitter"] * np.log2(nodes)
-    step = work + jitter + knobs["fixed_s"]
+    # Nothing of a compiled step waits for its host once, whatever else happens between steps.
+    fixed = knobs["fixed_s"] * np.where(ours, _OWN_FIXED, 1.0)
+    step = work + jitter + fixed
     spent = slots * per_stage
     parts = {
         "gemm": spent * layer.gemm,
@@ -175,7 +183,7 @@ def _assemble(
         "pp_comm": slots * main["p2p"],
         "dp_comm": dp + np.zeros_like(step),
         "optimizer": optimizer + np.zeros_like(step),
-        "fixed": knobs["fixed_s"] + np.zeros_like(step),
+        "fixed": fixed + np.zeros_like(step),
         "jitter": jitter + waits,
     }
     known = sum(parts.values())

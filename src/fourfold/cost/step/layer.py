@@ -15,6 +15,7 @@ from fourfold.cost.step.context import context_s
 from fourfold.cost.step.elementwise import elementwise_s
 from fourfold.cost.step.gemm import Floats, Knobs, gemm_s
 from fourfold.cost.step.host import floor, host_layer_s
+from fourfold.cost.step.own_engine import EXACT, adding_bytes, loss_bytes
 from fourfold.cost.step.traffic import group_rate, half_collective_s, hop_s
 from fourfold.spec.words import DTYPES
 
@@ -77,7 +78,8 @@ def head_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> Floats:
     wide = np.ceil(c.vocab / c.tp)
     forward, backward = linear_s(c, knobs, tokens=tokens, wide=wide, deep=c.hidden, low=False)
     again = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), forward, 0.0)
-    return forward + again + backward + 9.6 * tokens * wide * knobs["elem"] / c.hbm
+    passes = np.where(c.own_kernels > 0, EXACT * loss_bytes(c, tokens), 9.6 * tokens * wide)
+    return forward + again + backward + passes * knobs["elem"] / c.hbm
 
 
 def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
@@ -95,9 +97,13 @@ def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
     cp_f = context_s(c, knobs, tokens=tokens, attention=attn_f, backward=False)
     cp_b = context_s(c, knobs, tokens=tokens, attention=attn_b, backward=True)
     forward = gemm_f + attn_f + elem_f + tp_f + cp_f
-    recompute = c.full_ckpt * forward + c.attn_ckpt * (1.0 - c.full_ckpt) * attn_f
+    # Our engine stops where a backward pass has all it needs: before the last product.
+    last, _ = linear_s(c, knobs, tokens=tokens, wide=c.hidden, deep=c.ffn / c.tp)
+    again = forward - np.where(c.own_kernels > 0, last, 0.0)
+    recompute = c.full_ckpt * again + c.attn_ckpt * (1.0 - c.full_ckpt) * attn_f
     params = layer_params(c)
-    accumulate = 10.0 * params / c.hbm
+    added = np.where(c.own_kernels > 0, adding_bytes(c, params), 10.0 * params)
+    accumulate = added / c.hbm
     busy = forward + gemm_b + attn_b + elem_b + tp_b + cp_b + recompute + accumulate
     gathered = fsdp_s(c, knobs, params=params, busy=busy)
     total = floor(gathered, host_layer_s(c, knobs))

@@ -1,0 +1,109 @@
+"""Our engine on one H200: do the formulas say what was measured, and who uses them?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pytest
+
+from fourfold.commands.foresight import read_profile
+from fourfold.cost.fit.calibration import own_entry, shipped
+from fourfold.cost.memory.peak import memory
+from fourfold.cost.run import columns_of
+from fourfold.cost.step.estimate import estimate
+from fourfold.cost.step.own_engine import adding_bytes, layer_bytes, update_bytes
+from fourfold.cost.table.reports import read_reports
+from fourfold.errors import UserError
+from fourfold.search.predict import predict
+from fourfold.search.question import entry_for, usual_cluster
+from fourfold.spec import catalog, codec
+from fourfold.spec.run import RunSpec
+
+RUNS = Path(__file__).parents[2] / "results" / "h200" / "fit"
+H200 = usual_cluster(catalog.device("h200"), 1)
+
+
+def run(model: str = "mistral-7b", *, micro: int = 1, batch: int = 1, **policy) -> RunSpec:
+    table = {
+        "model": model,
+        "gpus": 1,
+        "batch": {"seq_len": 8192, "micro_batch": micro, "global_batch": batch},
+        "policy": {"compile": True, **policy},
+    }
+    return codec.load(RunSpec, table)
+
+
+def columns(*specs: RunSpec, stack: str = "fourfold"):
+    return columns_of(specs, cluster=H200, stack=stack)
+
+
+def test_stored_runs_are_predicted_within_five_percent():
+    reports = read_reports(str(RUNS))
+    assert len(reports) == 10
+    said = predict([report.spec for report in reports], cluster=H200)
+    for report, one in zip(reports, said, strict=True):
+        seconds = median(step.seconds for step in report.steps if not step.warmup)
+        peak = max(rank.peak_bytes for rank in report.memory)
+        assert one.step_s == pytest.approx(seconds, rel=0.05), report.spec.model.name
+        assert one.peak_bytes == pytest.approx(peak, rel=0.05), report.spec.model.name
+
+
+def test_one_gpu_takes_what_was_measured_and_many_take_its_kernels():
+    own = own_entry("fourfold", "h200")
+    assert own is not None
+    entry, why = entry_for(shipped(), "fourfold", H200)
+    assert (entry, why) == (own, "")
+    many, why = entry_for(shipped(), "fourfold", usual_cluster(catalog.device("h200"), 64))
+    assert "generic" in why
+    assert all(many.knobs[name] == own.knobs[name] for name in own.free_time)
+    assert many.knobs["net"] != own.knobs["net"] or many.cluster != own.cluster
+    other, _ = entry_for(shipped(), "megatron-lm-2025", H200)
+    assert other.knobs["flash"] != own.knobs["flash"]
+    assert own_entry("fourfold", "a100-80gb") is None
+
+
+def test_bytes_are_those_of_tensors_read_and_written_once():
+    c = columns(run())
+    tokens, d, f = np.array([8192.0]), 4096, 14336
+    forward, backward = layer_bytes(c, tokens)
+    # Norms and adds 8 widths, queries and keys in and out, gate and up in, their product out.
+    assert forward[0] == 2 * 8192 * (8 * d + 2 * (d + 1024) + 2 * f + f)
+    assert backward[0] == 2 * 8192 * (8 * d + 2 * (d + 1024) + 2 * 2 * f + f)
+    params = np.array([1e9])
+    # fp32 weights and two moments both ways, bf16 gradients twice, bf16 copies once.
+    assert update_bytes(c, params)[0] == 1e9 * (24 + 4 + 2)
+    assert adding_bytes(c, params)[0] == 0
+    two = columns(run(batch=2))
+    assert update_bytes(two, params)[0] == 1e9 * (24 + 8 + 2)
+    assert adding_bytes(two, params)[0] == 1e9 * (2 + 8) / 2
+
+
+def test_a_biased_model_reads_its_gradients_once_more():
+    plain = layer_bytes(columns(run("mpt-1b")), np.array([1.0]))[1][0]
+    without = columns(replace(run("mpt-1b"), model=replace(run("mpt-1b").model, bias=False)))
+    assert plain - layer_bytes(without, np.array([1.0]))[1][0] == 2 * (3 + 2 + 4) * 2048
+
+
+def test_compiled_layers_keep_less_and_fp8_ones_least():
+    specs = [run(compile=False), run(), run(compute_dtype="fp8")]
+    peaks = memory(columns(*specs), own_entry("fourfold", "h200").knobs).worst_bytes
+    ffn, hidden = 2 * 8192 * 14336 * 32, 2 * 8192 * 4096 * 32
+    assert peaks[0] - peaks[1] > 0.9 * ffn  # the gate's own activation, and logits in fp32
+    assert peaks[1] - peaks[2] == pytest.approx(ffn + 2 * hidden, rel=0.1)
+
+
+def test_fp8_by_its_compute_format_is_priced():
+    both = columns(run(precision="bf16-pure"), run(precision="bf16-pure", compute_dtype="fp8"))
+    seconds = estimate(both, own_entry("fourfold", "h200").knobs).step_s
+    assert 0.7 < seconds[1] / seconds[0] < 0.9
+
+
+def test_a_profile_comes_with_the_package():
+    profile = read_profile("h200")
+    assert profile.device_name == "NVIDIA H200"
+    assert profile.peak("bf16") > 6e14
+    with pytest.raises(UserError, match="profile"):
+        read_profile("h300")
