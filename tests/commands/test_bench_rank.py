@@ -13,7 +13,7 @@ from fourfold.cli import main
 from fourfold.commands import bench_rank
 from fourfold.result.dryrun import Traffic
 from fourfold.result.job import JobReport, answer_file
-from fourfold.result.one_rank import BareKernel, PhaseTime, StandIn
+from fourfold.result.one_rank import KernelTime, OneRankResult, PhaseTime
 from fourfold.result.report import Failure, RunReport
 from fourfold.spec import codec
 from fourfold.spec.job import Job
@@ -25,14 +25,14 @@ ASK = [
 THREE = ["--layout", "tp8 zero3", "--layout", "pp4 dp16 tp8", "--layout", "pp8 dp16 tp4"]
 
 
-def canned(job: Job, task: int) -> StandIn:
+def canned(job: Job, task: int) -> OneRankResult:
     spec = job.specs[task]
     layers = 80 // spec.layout.pp
     rank = int(job.option("ranks").split(",")[task])
     kernel = {"makes": "output", "when": "forward", "shape": "4096x1280x8192", "flops": 10**12}
     phases = {"layers": 5e-3 * layers, "layers back": 11e-3 * layers, "head": 1e-3, "once": 0.01}
     micros = spec.batch.micro_count(spec.layout.dp)
-    return StandIn(
+    return OneRankResult(
         rank=rank,
         world=spec.gpus,
         stage=spec.layout.coordinates(rank)["pp"],
@@ -43,8 +43,8 @@ def canned(job: Job, task: int) -> StandIn:
         compute_s=micros * (16e-3 * layers + 1e-3) + 0.01,
         phases=tuple(PhaseTime(name=name, seconds=s) for name, s in phases.items()),
         kernels=(
-            BareKernel(part="mlp", name="up", calls=layers, seconds=8e-3, **kernel),
-            BareKernel(part="attention", name="core", calls=layers, seconds=2e-3, **kernel),
+            KernelTime(part="mlp", name="up", calls=layers, seconds=8e-3, **kernel),
+            KernelTime(part="attention", name="core", calls=layers, seconds=2e-3, **kernel),
         ),
         update_s=1e-3,
         update_elements=10**8,
@@ -75,7 +75,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
             failure = Failure(rank=0, stage=0, phase="forward", message="CUDA out of memory")
             outcome = "ok" if fits else "oom"
             runs.append(RunReport(spec=spec, outcome=outcome, failure=None if fits else failure))
-        return JobReport(job="stand-in", outcome="ok", seconds=1.0, runs=tuple(runs))
+        return JobReport(job="one-rank", outcome="ok", seconds=1.0, runs=tuple(runs))
 
     monkeypatch.setattr(bench_rank, "run_job", run_job)
     return seen

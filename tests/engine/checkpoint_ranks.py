@@ -21,7 +21,7 @@ from fourfold.engine import compat
 from fourfold.engine.checkpoint import checkpoint
 from fourfold.engine.checkpoint.background import Saver
 from fourfold.engine.checkpoint.checkpoint import state_of
-from fourfold.engine.checkpoint.state import held
+from fourfold.engine.checkpoint.state import state_shards
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.trainer import Trainer
@@ -85,7 +85,7 @@ def loaded(trainer: Trainer, root: Path) -> None:
 
 def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every tensor of the state, put together on every rank without any checkpoint code."""
-    mine = [(h.name, h.shape, h.offsets, h.tensor.clone()) for h in held(trainer)]
+    mine = [(h.name, h.shape, h.offsets, h.tensor.clone()) for h in state_shards(trainer)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     full: dict[str, torch.Tensor] = {}

@@ -36,7 +36,7 @@ from fourfold.engine.model.positions import Tables, make_tables, rotate
 from fourfold.engine.parallel import order
 from fourfold.engine.parallel.compile import apply_compile
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.parallel.shards import Place, pieces
+from fourfold.engine.parallel.shards import ShardPlace, shards_of
 from fourfold.engine.training import init
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.trainer import Trainer
@@ -127,8 +127,8 @@ def ours(run: RunSpec) -> tuple[Trainer, float]:
 
 
 def filled(decoder: Decoder, shape: ModelShape) -> Decoder:
-    held = pieces(decoder, shape, SEQ_LEN, Place())
-    init.fill(held, seed=0, layers=shape.layers, rule=RULE)
+    shards = shards_of(decoder, shape, SEQ_LEN, ShardPlace())
+    init.fill(shards, seed=0, layers=shape.layers, rule=RULE)
     return decoder
 
 
@@ -141,12 +141,12 @@ def data(trainer: Trainer) -> tuple[Tensor, Tensor, Tables]:
 def worst(trainer: Trainer, grads: dict[str, Tensor]) -> float:
     """The largest difference of a gradient, relative to the largest gradient of its tensor."""
     gaps = [0.0]
-    for piece in trainer.pieces:
-        want = grads[piece.name]
-        rows, columns = slice(*piece.block.rows), slice(*piece.block.columns)
+    for shard in trainer.shards:
+        want = grads[shard.name]
+        rows, columns = slice(*shard.rect.rows), slice(*shard.rect.columns)
         part = want[rows] if want.ndim == 1 else want[rows, columns]
-        assert piece.grad is not None
-        gaps.append(float((piece.grad - part).abs().max() / want.abs().max()))
+        assert shard.grad is not None
+        gaps.append(float((shard.grad - part).abs().max() / want.abs().max()))
     return max(gaps)
 
 
@@ -238,7 +238,7 @@ def compiled() -> dict[str, float]:
         plain, expected = ours(spec(layout, **fields))
         label = f"{layout} {fields}"
         gaps[f"{label} loss"] = abs(loss - expected)
-        pairs = zip(trainer.pieces, plain.pieces, strict=True)
+        pairs = zip(trainer.shards, plain.shards, strict=True)
         gaps[f"{label} grad"] = max(
             float((have.grad - want.grad).abs().max() / want.grad.abs().max().clamp(min=1e-9))
             for have, want in pairs

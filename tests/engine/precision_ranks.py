@@ -135,7 +135,7 @@ def formats_of(run: RunSpec) -> dict[str, Any]:
 
     def before_reduce(loss: torch.Tensor) -> Any:
         if trainer.alone:  # sums of all micro batches, but for what goes through more sums
-            more = {piece.param for shared in trainer.shared for piece in shared.pieces}
+            more = {shard.param for shared in trainer.shared for shard in shared.shards}
             rest = [p.grad for p in trainer.parameters() if p not in more]
             held.update(NAMES[grad.dtype] for grad in rest if grad is not None)
         return reduce(loss)
@@ -219,7 +219,7 @@ def ramp() -> dict[str, Any]:
             losses.append(float(trainer.step(index).loss))
             sizes.append(list(trainer.sizes))
         seen = RankFindings()
-        seen.look(trainer.pieces, truth, at_grads=False)
+        seen.look(trainer.shards, truth, at_grads=False)
         gaps = [abs(a - b) for a, b in zip(losses, truth.losses, strict=True)]
         found[layout] = {"loss": max(gaps), "param": max(seen.params.values()), "sizes": sizes}
     return found

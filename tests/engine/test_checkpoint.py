@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.engine.checkpoint.state import Slot, divide
+from fourfold.engine.checkpoint.state import ShardInfo, assign_writers
 
 HERE = Path(__file__).parent
 
@@ -60,10 +60,10 @@ def test_copies_fusion_and_kinds_of_adamw_do_not_matter() -> None:
 
 def test_replicas_share_the_writing() -> None:
     """Every rectangle once, and nobody writes much more than the others."""
-    slots = [Slot(f"t{i}", (8,), (0,), (8,), 32) for i in range(12)]
-    own = [[Slot("cut", (16,), (4 * rank,), (4,), 16)] for rank in range(4)]
+    slots = [ShardInfo(f"t{i}", (8,), (0,), (8,), 32) for i in range(12)]
+    own = [[ShardInfo("cut", (16,), (4 * rank,), (4,), 16)] for rank in range(4)]
     held = [[*own[rank], *slots] for rank in range(4)]
-    chosen = divide(held)
+    chosen = assign_writers(held)
     written = [held[rank][number] for rank in range(4) for number in chosen[rank]]
     assert sorted(map(repr, written)) == sorted(map(repr, {*slots, *(own[r][0] for r in range(4))}))
     assert {len(some) for some in chosen} == {4}
@@ -71,4 +71,4 @@ def test_replicas_share_the_writing() -> None:
 
 def test_a_hole_is_noticed() -> None:
     with pytest.raises(AssertionError, match="hold 4 of 16"):
-        divide([[Slot("cut", (16,), (0,), (4,), 16)]])
+        assign_writers([[ShardInfo("cut", (16,), (0,), (4,), 16)]])

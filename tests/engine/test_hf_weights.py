@@ -17,7 +17,7 @@ from fourfold.engine.checkpoint.hf_read import HfWeights, fill
 from fourfold.engine.checkpoint.hf_write import Export, export
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
-from fourfold.engine.parallel.shards import Block, Place, pieces, tp_block
+from fourfold.engine.parallel.shards import Rect, ShardPlace, shards_of, tp_rect
 from fourfold.engine.training import init
 from fourfold.engine.training.init import InitRule
 from fourfold.errors import UserError
@@ -74,9 +74,9 @@ TINY = {
 def built(shape: ModelShape, seed: int = 3) -> tuple[Decoder, dict[str, Tensor]]:
     """A model with all of its values spread, and its published tensors."""
     decoder = Decoder(shape, SEQ_LEN)
-    held = pieces(decoder, shape, SEQ_LEN, Place())
+    held = shards_of(decoder, shape, SEQ_LEN, ShardPlace())
     init.fill(held, seed=seed, layers=shape.layers, rule=InitRule(vector_std=0.1))
-    return decoder, {piece.name: piece.values.clone() for piece in held}
+    return decoder, {shard.name: shard.values.clone() for shard in held}
 
 
 def exported(shape: ModelShape, out: Path, **fields: object) -> dict[str, Tensor]:
@@ -94,10 +94,10 @@ def test_out_and_in_again_changes_nothing(name: str, tmp_path: Path) -> None:
     weights.require(shape, SEQ_LEN)
     weights.require(weights.shape, SEQ_LEN)
     decoder = Decoder(shape, SEQ_LEN, fused=False)
-    held = pieces(decoder, shape, SEQ_LEN, Place())
+    held = shards_of(decoder, shape, SEQ_LEN, ShardPlace())
     fill(held, weights, shape)
-    assert {piece.name for piece in held} == set(values)
-    assert all(torch.equal(piece.values, values[piece.name]) for piece in held)
+    assert {shard.name for shard in held} == set(values)
+    assert all(torch.equal(shard.values, values[shard.name]) for shard in held)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -109,11 +109,11 @@ def test_a_rank_reads_only_its_rectangles(name: str, tmp_path: Path) -> None:
     assert len(set(weights._files.values())) > 3
     for tensor in tensors(shape, SEQ_LEN):
         for rank in range(4):
-            block, _ = tp_block(shape, tensor, 4, rank)
+            rect, _ = tp_rect(shape, tensor, 4, rank)
             matrix = len(tensor.shape) > 1
-            part = weights.rectangle(shape, tensor.name, block, matrix=matrix)
-            whole = values[tensor.name][slice(*block.rows)]
-            assert torch.equal(part, whole[:, slice(*block.columns)] if matrix else whole)
+            part = weights.rectangle(shape, tensor.name, rect, matrix=matrix)
+            whole = values[tensor.name][slice(*rect.rows)]
+            assert torch.equal(part, whole[:, slice(*rect.columns)] if matrix else whole)
 
 
 def test_values_are_written_in_the_asked_format_over_an_earlier_export(tmp_path: Path) -> None:
@@ -122,17 +122,17 @@ def test_values_are_written_in_the_asked_format_over_an_earlier_export(tmp_path:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [hf.CONFIG, hf.WHOLE]
     weights = HfWeights(tmp_path / "out")
     assert weights.config["torch_dtype"] == "bfloat16"
-    block = Block((0, 512), (0, 64))
-    found = weights.rectangle(TINY["llama"], "embedding.weight", block, matrix=True)
+    rect = Rect((0, 512), (0, 64))
+    found = weights.rectangle(TINY["llama"], "embedding.weight", rect, matrix=True)
     assert torch.equal(found, values["embedding.weight"].bfloat16())
 
 
 def test_reading_in_small_parts_is_the_same(tmp_path: Path, monkeypatch) -> None:
     values = exported(TINY["gpt"], tmp_path / "out")
     monkeypatch.setattr(hf, "_READ_BYTES", 3000)
-    held = pieces(Decoder(TINY["gpt"], SEQ_LEN), TINY["gpt"], SEQ_LEN, Place())
+    held = shards_of(Decoder(TINY["gpt"], SEQ_LEN), TINY["gpt"], SEQ_LEN, ShardPlace())
     fill(held, HfWeights(tmp_path / "out"), TINY["gpt"])
-    assert all(torch.equal(piece.values, values[piece.name]) for piece in held)
+    assert all(torch.equal(shard.values, values[shard.name]) for shard in held)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -155,11 +155,11 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     # And back: what transformers saves is what we read.
     theirs.save_pretrained(tmp_path / "again")
     _, values = built(shape)
-    held = pieces(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, Place())
+    held = shards_of(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, ShardPlace())
     weights = HfWeights(tmp_path / "again")
     weights.require(shape, SEQ_LEN)
     fill(held, weights, shape)
-    assert all(torch.equal(piece.values, values[piece.name]) for piece in held)
+    assert all(torch.equal(shard.values, values[shard.name]) for shard in held)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -211,9 +211,9 @@ def test_older_files_of_the_bare_model_are_read(tmp_path: Path) -> None:
     files.save_file(bare | masks, folder / hf.WHOLE)
     weights = HfWeights(folder)
     weights.require(shape, SEQ_LEN)
-    parts = pieces(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, Place())
+    parts = shards_of(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, ShardPlace())
     fill(parts, weights, shape)
-    assert all(torch.equal(piece.values, values[piece.name]) for piece in parts)
+    assert all(torch.equal(shard.values, values[shard.name]) for shard in parts)
     files.save_file(bare | {"h.0.attn.q_norm.weight": torch.ones(4)}, folder / hf.WHOLE)
     with pytest.raises(UserError, match=r"does not have: h\.0\.attn\.q_norm\.weight"):
         HfWeights(folder).require(shape, SEQ_LEN)
@@ -232,7 +232,7 @@ def test_phi3_has_its_projections_joined(tmp_path: Path) -> None:
     weights = HfWeights(tmp_path / "phi")
     decoder = Decoder(weights.shape, SEQ_LEN)
     weights.require(weights.shape, SEQ_LEN)
-    fill(pieces(decoder, weights.shape, SEQ_LEN, Place()), weights, weights.shape)
+    fill(shards_of(decoder, weights.shape, SEQ_LEN, ShardPlace()), weights, weights.shape)
     tokens = torch.randint(0, 128, (2, SEQ_LEN))
     tables = make_tables(weights.shape, torch.arange(SEQ_LEN), range(4))
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fourfold.cost.count.flops import CONVENTIONS, Question
 from fourfold.cost.count.params import layer_matmul_params
 from fourfold.cost.count.stages import stage_layers
-from fourfold.engine.microbench import kernel_times as bare
+from fourfold.engine.microbench import kernel_times
 from fourfold.engine.microbench.kernels import Attend, Kernel, Product, stage_kernels
 from fourfold.engine.one_rank import fake_peers as lone
 from fourfold.engine.parallel.groups import World
@@ -113,6 +113,6 @@ def test_every_kernel_of_the_list_runs_alone(layout: str) -> None:
             },
         )
         kernels = kernels_of(one, 0)
-        seconds = bare.time_kernels(kernels, one, torch.device("cpu"), 0.02)
+        seconds = kernel_times.time_kernels(kernels, one, torch.device("cpu"), 0.02)
         assert len(seconds) == len(kernels)
         assert min(seconds) > 0

@@ -47,7 +47,7 @@ def test_storages_are_counted_once_and_while_they_live(fake) -> None:
         assert ledger.live_bytes == 0
         assert ledger.peak_bytes == 8192
         assert ledger.peak.size == 8192
-        assert [held.op for held in ledger.peak.largest] == ["aten::empty", "aten::add"]
+        assert [allocation.op for allocation in ledger.peak.largest] == ["aten::empty", "aten::add"]
 
 
 @pytest.mark.parametrize("fake", [False, True])

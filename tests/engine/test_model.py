@@ -11,7 +11,7 @@ from fourfold.cost.count.params import model_params, tensors
 from fourfold.cost.count.stages import stage_layers
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import alibi_slope, make_tables
-from fourfold.engine.parallel.shards import Place, pieces, published
+from fourfold.engine.parallel.shards import ShardPlace, published, shards_of
 from fourfold.engine.training import init
 from fourfold.engine.training.init import InitRule
 from fourfold.spec.catalog import model, model_names, shape
@@ -23,8 +23,8 @@ SEQ_LEN = 64
 
 def built(model_shape: ModelShape, *, fused: bool = True, seed: int = 3) -> Decoder:
     decoder = Decoder(model_shape, SEQ_LEN, fused=fused)
-    held = pieces(decoder, model_shape, SEQ_LEN, Place())
-    init.fill(held, seed=seed, layers=model_shape.layers, rule=InitRule(vector_std=0.1))
+    shards = shards_of(decoder, model_shape, SEQ_LEN, ShardPlace())
+    init.fill(shards, seed=seed, layers=model_shape.layers, rule=InitRule(vector_std=0.1))
     return decoder
 
 
@@ -61,7 +61,7 @@ def test_stages_together_have_every_parameter_once_and_the_tied_one_at_both_ends
     names: list[str] = []
     for layers in stages:
         decoder = Decoder(model_shape, SEQ_LEN, layers)
-        names += [name for _, held in published(decoder) for name, _ in held]
+        names += [name for _, shards in published(decoder) for name, _ in shards]
     expected = [tensor.name for tensor in tensors(model_shape, SEQ_LEN)]
     assert sorted(names) == sorted([*expected, "embedding.weight"])
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fourfold.cli import main
 from fourfold.commands import train as command
 from fourfold.engine.checkpoint import checkpoint
-from fourfold.engine.checkpoint.state import Held
+from fourfold.engine.checkpoint.state import StateShard
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint import index
@@ -55,10 +55,13 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=chance) for name, shape in SHAPES.items()}
 
 
-def cut_up(name: str, tensor: torch.Tensor) -> list[Held]:
+def cut_up(name: str, tensor: torch.Tensor) -> list[StateShard]:
     """Two chunks each, so that there is something to mix up."""
     shape, zeros = tuple(tensor.shape), (0,) * (tensor.ndim - 1)
-    return [Held(name, shape, (0, *zeros), tensor[:3]), Held(name, shape, (3, *zeros), tensor[3:])]
+    return [
+        StateShard(name, shape, (0, *zeros), tensor[:3]),
+        StateShard(name, shape, (3, *zeros), tensor[3:]),
+    ]
 
 
 def point(step: int) -> Point:
@@ -127,7 +130,7 @@ class Loaded:
     def __init__(self) -> None:
         self.optimizer = self
         self.updates = 0
-        self.items = [Held(n, s, (0,) * len(s), torch.zeros(s)) for n, s in SHAPES.items()]
+        self.items = [StateShard(n, s, (0,) * len(s), torch.zeros(s)) for n, s in SHAPES.items()]
 
     def restore(self, updates: int) -> None:
         self.updates = updates
@@ -156,7 +159,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, _alone: None) -> list[tuple[int, Load
         return JobReport(job="train", outcome="ok", seconds=1.0)
 
     monkeypatch.setattr(command, "run_job", run_job)
-    monkeypatch.setattr(checkpoint, "held", lambda trainer: trainer.items)
+    monkeypatch.setattr(checkpoint, "state_shards", lambda trainer: trainer.items)
     return done
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold.engine.checkpoint import checkpoint, tensor_file
 from fourfold.engine.checkpoint.checkpoint import CheckpointError, read_into
-from fourfold.engine.checkpoint.state import Held
+from fourfold.engine.checkpoint.state import StateShard
 from fourfold.engine.checkpoint.tensor_file import index_of, key_of, read_all, reads_of, write_file
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
@@ -29,14 +29,14 @@ SAMPLE = Path(__file__).parents[1] / "samples" / "training-format-1"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def whole(name: str, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Held:
+def whole(name: str, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> StateShard:
     values = torch.randn(shape, generator=torch.manual_seed(seed), dtype=torch.float64).to(dtype)
-    return Held(name, shape, (0,) * len(shape), values)
+    return StateShard(name, shape, (0,) * len(shape), values)
 
 
-def part(item: Held, *ends: tuple[int, int]) -> Held:
+def part(item: StateShard, *ends: tuple[int, int]) -> StateShard:
     tensor = item.tensor[tuple(slice(*one) for one in ends)]
-    return Held(item.name, item.shape, tuple(first for first, _ in ends), tensor)
+    return StateShard(item.name, item.shape, tuple(first for first, _ in ends), tensor)
 
 
 def state(step: int) -> CheckpointState:
@@ -77,7 +77,7 @@ def test_rectangles_come_back_bit_for_bit(tmp_path, monkeypatch, block_bytes, dt
     for module in (tensor_file, index):
         monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
     matrix, vector = whole("m", 13, 11, dtype=dtype), whole("v", 29, dtype=dtype, seed=1)
-    turned = Held("t", (11, 13), (0, 0), matrix.tensor.T)  # not contiguous
+    turned = StateShard("t", (11, 13), (0, 0), matrix.tensor.T)  # not contiguous
     items = [part(matrix, (0, 5), (0, 11)), part(matrix, (5, 13), (0, 4)),
              part(matrix, (5, 13), (4, 11)), part(vector, (0, 1)), part(vector, (1, 29)),
              turned]  # fmt: skip
@@ -90,7 +90,9 @@ def test_rectangles_come_back_bit_for_bit(tmp_path, monkeypatch, block_bytes, dt
         for _ in range(6):
             ends = [tuple(sorted(chance.sample(range(n + 1), 2))) for n in source.shape]
             right = part(source, *ends)
-            item = Held(right.name, right.shape, right.offsets, torch.zeros_like(right.tensor))
+            item = StateShard(
+                right.name, right.shape, right.offsets, torch.zeros_like(right.tensor)
+            )
             read_all(reads_of([item], made), tmp_path, made)
             assert torch.equal(item.tensor, right.tensor)
 
@@ -98,7 +100,7 @@ def test_rectangles_come_back_bit_for_bit(tmp_path, monkeypatch, block_bytes, dt
 def test_formats_that_lose_digits_and_other_shapes_are_refused(tmp_path: Path) -> None:
     checkpoint.write([whole("model.a", 4, 4, dtype=torch.float32)], tmp_path, state(1))
     found = checkpoints.read(tmp_path / "step-00000001")
-    wider = Held("model.a", (4, 4), (0, 0), torch.zeros(4, 4, dtype=torch.float64))
+    wider = StateShard("model.a", (4, 4), (0, 0), torch.zeros(4, 4, dtype=torch.float64))
     read_into([wider], found)
     assert wider.tensor.abs().sum() > 0
     for name, shape, dtype, words in (
@@ -107,7 +109,7 @@ def test_formats_that_lose_digits_and_other_shapes_are_refused(tmp_path: Path) -
         ("model.b", (4, 4), torch.float32, "has no tensor model.b"),
     ):
         with pytest.raises(UserError, match=words):
-            read_into([Held(name, shape, (0, 0), torch.zeros(shape, dtype=dtype))], found)
+            read_into([StateShard(name, shape, (0, 0), torch.zeros(shape, dtype=dtype))], found)
 
 
 def test_every_changed_byte_of_a_file_is_seen(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_every_changed_byte_of_a_file_is_seen(tmp_path: Path) -> None:
         changed = bytearray(content)
         changed[place] ^= 1 << (place % 8)
         path.write_bytes(changed)
-        item = Held("model.a", (6, 5), (0, 0), torch.zeros(6, 5))
+        item = StateShard("model.a", (6, 5), (0, 0), torch.zeros(6, 5))
         with pytest.raises(NotWholeError, match="has changed since it was written"):
             read_into([item], found)
 
@@ -171,7 +173,7 @@ def test_old_checkpoints_read_as_torch_reads_them(tmp_path: Path, python: str) -
     dcp.load(right, checkpoint_id=str(found.folder), no_dist=True)
     for name, tensor in right.items():
         assert tensor.abs().sum() > 0 or name.startswith("exp_avg")
-        item = Held(name, tuple(tensor.shape), (0,) * tensor.ndim, torch.zeros_like(tensor))
+        item = StateShard(name, tuple(tensor.shape), (0,) * tensor.ndim, torch.zeros_like(tensor))
         read_into([item], found)
         assert torch.equal(item.tensor, tensor)
 
@@ -183,6 +185,6 @@ def test_a_changed_old_archive_is_seen(tmp_path: Path) -> None:
     content[720] ^= 4  # a value of the first tensor
     path.write_bytes(content)
     assert "has changed since it was written" in checkpoints.damage(found)
-    item = Held("model.embedding.weight", (48, 16), (0, 0), torch.zeros(48, 16))
+    item = StateShard("model.embedding.weight", (48, 16), (0, 0), torch.zeros(48, 16))
     with pytest.raises(NotWholeError, match="has changed"):
         read_into([item], found)

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from fourfold.cli import main
 from fourfold.engine.checkpoint.hf_write import Export, export
 from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.parallel.shards import Place, pieces
+from fourfold.engine.parallel.shards import ShardPlace, shards_of
 from fourfold.engine.training import init
 from fourfold.engine.training.init import InitRule
 from fourfold.spec import catalog
@@ -25,9 +25,9 @@ SEQ_LEN = 32
 
 
 def folder(shape: ModelShape, out: Path) -> Path:
-    held = pieces(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, Place())
-    init.fill(held, seed=3, layers=shape.layers, rule=InitRule(vector_std=0.1))
-    values = {piece.name: piece.values for piece in held}
+    shards = shards_of(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, ShardPlace())
+    init.fill(shards, seed=3, layers=shape.layers, rule=InitRule(vector_std=0.1))
+    values = {shard.name: shard.values for shard in shards}
     what = Export(model=shape, seq_len=SEQ_LEN, dtype=torch.float32, file_bytes=200_000)
     export(lambda names: {name: values[name] for name in names}, what, out, lambda text: None)
     return out

@@ -9,7 +9,7 @@ import pytest
 
 from fourfold.errors import UserError
 from fourfold.launch import local
-from fourfold.launch.outcomes import WORKER, Scene, fallen, missing_rank, stopped
+from fourfold.launch.outcomes import WORKER, JobScene, fallen, missing_rank, stopped
 from fourfold.launch.watch import Silence, Standstill
 from fourfold.result.job import (
     Beat,
@@ -40,7 +40,7 @@ def say(folder: Path, rank: int, outcome, message: str, at: float) -> None:
 
 
 def test_lost_peers_are_consequences(tmp_path: Path) -> None:
-    scene = Scene(folder=tmp_path, ranks=3, beats={2: beat(2)})
+    scene = JobScene(folder=tmp_path, ranks=3, beats={2: beat(2)})
     say(tmp_path, 0, "crashed", "RuntimeError: Connection closed by peer [127.0.0.1]", 9.0)
     say(tmp_path, 1, "crashed", "RuntimeError: Connection reset by peer", 9.5)
     scene.exits = {0: (1, 9.1), 1: (1, 9.6), 2: (-9, 10.0)}
@@ -53,26 +53,26 @@ def test_the_earliest_cause_wins(tmp_path: Path) -> None:
     log_file(tmp_path, 1).write_text("Traceback\n  last line\n")
     say(tmp_path, 0, "crashed", "ValueError: late", 9.0)
     say(tmp_path, 1, "oom", "MemoryLimitError: over", 8.0)
-    scene = Scene(folder=tmp_path, ranks=2, exits={0: (1, 9.0), 1: (1, 8.1)})
+    scene = JobScene(folder=tmp_path, ranks=2, exits={0: (1, 9.0), 1: (1, 8.1)})
     outcome, failure = fallen(scene)
     assert (outcome, failure.rank) == ("oom", 1)
     assert "last line" in failure.message
 
 
 def test_the_kernel_ran_out_of_memory(tmp_path: Path) -> None:
-    scene = Scene(folder=tmp_path, ranks=1, exits={0: (-9, 1.0)}, kernel_kills=1)
+    scene = JobScene(folder=tmp_path, ranks=1, exits={0: (-9, 1.0)}, kernel_kills=1)
     assert fallen(scene)[0] == "oom"
 
 
 def test_nobody_came_up(tmp_path: Path) -> None:
     log_file(tmp_path, -1).write_text("ImportError: libcudart\n")
-    outcome, failure = fallen(Scene(folder=tmp_path, ranks=2))
+    outcome, failure = fallen(JobScene(folder=tmp_path, ranks=2))
     assert (outcome, failure.rank) == ("crashed", -1)
     assert "libcudart" in failure.message.partition("\n")[0]
 
 
 def test_the_worker_was_killed(tmp_path: Path) -> None:
-    scene = Scene(folder=tmp_path, ranks=2, worker_exit=-9, pids={WORKER: 812})
+    scene = JobScene(folder=tmp_path, ranks=2, worker_exit=-9, pids={WORKER: 812})
     outcome, failure = fallen(scene)
     assert (outcome, failure.rank, failure.who) == ("crashed", WORKER, "worker")
     assert "the worker (pid 812 on" in failure.message
@@ -84,7 +84,7 @@ def test_the_worker_was_killed(tmp_path: Path) -> None:
 def test_who_is_stopped_and_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    scene = Scene(folder=tmp_path, ranks=4, beats={3: beat(3)}, pids={3: 99})
+    scene = JobScene(folder=tmp_path, ranks=4, beats={3: beat(3)}, pids={3: 99})
     standstill = Standstill()
 
     def looks(seconds: float) -> int | None:
@@ -130,7 +130,7 @@ def test_who_is_stopped_and_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_the_first_missing_rank(tmp_path: Path, beats, rank, words) -> None:
-    found, how = missing_rank(Scene(folder=tmp_path, ranks=3, beats=beats))
+    found, how = missing_rank(JobScene(folder=tmp_path, ranks=3, beats=beats))
     assert found == rank
     assert words in how
 
@@ -140,7 +140,7 @@ def test_a_stack_outside_collectives_is_the_missing_one(tmp_path: Path) -> None:
     for rank in range(3):
         where = '"data.py", line 3' if rank == 1 else '"/x/torch/distributed/c10d.py", line 9'
         (tmp_path / f"stack-{rank}.txt").write_text(waits + where)
-    scene = Scene(folder=tmp_path, ranks=3, beats={rank: beat(rank) for rank in range(3)})
+    scene = JobScene(folder=tmp_path, ranks=3, beats={rank: beat(rank) for rank in range(3)})
     assert missing_rank(scene) == (1, "is busy outside any collective")
 
 
@@ -171,13 +171,13 @@ def stacks(folder: Path, lines: dict[int, int]) -> None:
         )
 
 
-def pipeline(folder: Path, hung: int, counts: tuple[int, ...], marks: tuple[int, ...]) -> Scene:
+def pipeline(folder: Path, hung: int, counts: tuple[int, ...], marks: tuple[int, ...]) -> JobScene:
     """A recorded pp4: sends and receives (older workers counted them) differ by stage."""
     beats = {
         rank: beat(rank, marks=marks[rank], groups=(("0", "4"), ("pp", str(counts[rank]))))
         for rank in range(4)
     }
-    return Scene(folder=folder, ranks=4, beats=beats)
+    return JobScene(folder=folder, ranks=4, beats=beats)
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def test_two_that_wait_for_nobody(tmp_path: Path) -> None:
     counts = {0: 7, 1: 8, 2: 8}
     beats = {rank: beat(rank, groups=(("dp", str(count)),)) for rank, count in counts.items()}
     stacks(tmp_path, {0: HANGS, 1: POSTS, 2: COMPUTES})
-    found, how = missing_rank(Scene(folder=tmp_path, ranks=3, beats=beats))
+    found, how = missing_rank(JobScene(folder=tmp_path, ranks=3, beats=beats))
     assert (found, how) == (0, "has not started collective 8 of group dp")
 
 
 def test_without_stacks_the_first_stage_that_stands_still(tmp_path: Path) -> None:
     beats = {rank: beat(rank, marks=marks) for rank, marks in enumerate((28, 22, 22, 22))}
-    assert missing_rank(Scene(folder=tmp_path, ranks=4, beats=beats))[0] == 1
+    assert missing_rank(JobScene(folder=tmp_path, ranks=4, beats=beats))[0] == 1
 
 
 def test_silence_has_two_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_silence_has_two_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     job = Job(job="calibrate", ranks=1, limits=Limits(start_s=10.0, step_s=3.0))
     silence = Silence(job)
-    scene = Scene(folder=tmp_path, ranks=1, beats={0: beat(0, steps=0)})
+    scene = JobScene(folder=tmp_path, ranks=1, beats={0: beat(0, steps=0)})
     assert silence.broken(scene) == ""
     clock[0] = 9.0
     assert silence.broken(scene) == ""

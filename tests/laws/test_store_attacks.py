@@ -19,7 +19,7 @@ import pytest
 from fourfold.cli import main
 from fourfold.result.files.sealed import seal
 from fourfold.result.files.store import INDEX, RUN_FILE, Store
-from fourfold.result.oom import Shortage
+from fourfold.result.oom import OomReport
 from fourfold.result.prediction import Prediction
 from fourfold.result.report import Failure, RankMemory, RankSteps, RunReport, StepReport
 from fourfold.spec import codec
@@ -57,7 +57,7 @@ def reports() -> Iterator[RunReport]:
             failure=None
             if outcome == "ok"
             else Failure(rank=1, stage=0, phase="step", message="no <b> memory"),
-            shortage=Shortage(live_bytes=10, asked_bytes=5, limit_bytes=12, source="ledger")
+            shortage=OomReport(live_bytes=10, asked_bytes=5, limit_bytes=12, source="ledger")
             if outcome == "oom"
             else None,
         )

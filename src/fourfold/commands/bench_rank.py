@@ -21,7 +21,7 @@ from fourfold.errors import UserError
 from fourfold.launch.local import run_job
 from fourfold.launch.scratch import scratch
 from fourfold.result.job import JobReport, answer_file
-from fourfold.result.one_rank import StandIn
+from fourfold.result.one_rank import OneRankResult
 from fourfold.result.report import RunReport
 from fourfold.search.legal import require_legal
 from fourfold.show.table import json_text, render
@@ -73,7 +73,7 @@ class Row:
     spec: RunSpec
     rank: int
     report: RunReport
-    found: StandIn | None
+    found: OneRankResult | None
     planner: Planner
 
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         if args.micro_batches < 0:
             raise UserError("must be 0 or more", field="micro-batches", value=args.micro_batches)
         options.append(("micro_batches", ",".join([str(args.micro_batches)] * len(specs))))
-    job = Job(job="stand-in", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
+    job = Job(job="one-rank", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
     with scratch() as folder:
         show, permit = progress.progress_lines(), flags.permit(args)
         report = run_job(job, folder, progress=show, permit=permit)
@@ -112,10 +112,10 @@ def _of_rank(report: RunReport, rank: int) -> RunReport:
     return replace(report, failure=replace(report.failure, rank=rank))
 
 
-def _answer(folder: Path, report: JobReport, task: int) -> StandIn | None:
+def _answer(folder: Path, report: JobReport, task: int) -> OneRankResult | None:
     if report.runs[task].outcome != "ok":
         return None
-    return codec.from_json(StandIn, files.read_text(answer_file(folder, task)))
+    return codec.from_json(OneRankResult, files.read_text(answer_file(folder, task)))
 
 
 def _spec(args: argparse.Namespace, text: str) -> RunSpec:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.commands.foresight import read_profile
 from fourfold.launch.devices import gpu_count
 from fourfold.result.machine import gpu_name
-from fourfold.result.one_rank import StandIn
+from fourfold.result.one_rank import OneRankResult
 from fourfold.result.report import RunReport
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
@@ -58,18 +58,18 @@ class Planner:
         at_first = float(said.first_bytes[0]) >= float(said.last_bytes[0])
         return 0 if at_first else self.spec.layout.pp - 1
 
-    def stage(self, found: StandIn) -> Stage:
+    def stage(self, found: OneRankResult) -> Stage:
         from fourfold.cost.one_rank import Stage
 
         last = found.stage == self.spec.layout.pp - 1
         return Stage(stage=found.stage, layers=found.layers, first=found.stage == 0, last=last)
 
-    def predicted(self, found: StandIn) -> Predicted:
+    def predicted(self, found: OneRankResult) -> Predicted:
         from fourfold.cost.one_rank import predicted
 
         return predicted(self.columns, self.entry.knobs, self.stage(found))
 
-    def joined(self, found: StandIn) -> Joined:
+    def joined(self, found: OneRankResult) -> Joined:
         from fourfold.cost.one_rank import joined
         from fourfold.show.one_rank import layer_s, micro_s
 

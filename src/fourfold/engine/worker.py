@@ -29,7 +29,7 @@ PERFORMERS = {
     "trace": "fourfold.engine.jobs.trace",
     "dryrun": "fourfold.engine.jobs.dryrun",
     "calibrate": "fourfold.engine.jobs.calibrate",
-    "stand-in": "fourfold.engine.jobs.one_rank",
+    "one-rank": "fourfold.engine.jobs.one_rank",
     "weights": "fourfold.engine.jobs.weights",
     "ping": "fourfold.engine.jobs.ping",
 }

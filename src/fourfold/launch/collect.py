@@ -8,7 +8,7 @@ from pathlib import Path
 from fourfold.errors import UserError
 from fourfold.launch.outcomes import own_words
 from fourfold.result.job import JobReport, RankFacts, facts_file
-from fourfold.result.oom import Shortage
+from fourfold.result.oom import OomReport
 from fourfold.result.report import Failure, LinkRate, Outcome, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.job import Job
@@ -32,7 +32,7 @@ def job_report(
     runs = tuple(
         run_report(job, task, folder, end, started_at)
         for task, end in whole.items()
-        if job.specs and job.job in ("run", "train", "ping", "verify", "stand-in")
+        if job.specs and job.job in ("run", "train", "ping", "verify", "one-rank")
     )
     return JobReport(
         job=job.job,
@@ -80,7 +80,7 @@ def _slowest(links: list[LinkRate]) -> tuple[LinkRate, ...]:
     return tuple(found.values())
 
 
-def _shortage(folder: Path, task: int, failure: Failure | None) -> Shortage | None:
+def _shortage(folder: Path, task: int, failure: Failure | None) -> OomReport | None:
     """From the words of the rank that failed; another task's start sets them aside."""
     for place in (folder / f"failed-{task}", folder):
         said = own_words(place, failure.rank) if failure else None

@@ -40,7 +40,7 @@ STALE_S = 5.0
 
 
 @dataclass(slots=True)
-class Scene:
+class JobScene:
     """What the launcher has seen of one set of ranks."""
 
     folder: Path
@@ -69,7 +69,7 @@ class Scene:
         return (beat.stage, beat.phase) if beat else (0, "start")
 
 
-def fallen(scene: Scene) -> tuple[Outcome, Failure]:
+def fallen(scene: JobScene) -> tuple[Outcome, Failure]:
     """After at least one rank ended badly: the earliest cause that is no consequence."""
     causes: list[tuple[float, Outcome, Failure]] = []
     consequences: list[tuple[float, Outcome, Failure]] = []
@@ -87,7 +87,7 @@ def fallen(scene: Scene) -> tuple[Outcome, Failure]:
     return _worker_end(scene)
 
 
-def _worker_end(scene: Scene) -> tuple[Outcome, Failure]:
+def _worker_end(scene: JobScene) -> tuple[Outcome, Failure]:
     """No rank ended by itself: the worker did, and its ranks with it."""
     code, said = scene.worker_exit, tail(log_file(scene.folder, WORKER))
     outcome: Outcome = "crashed"
@@ -113,7 +113,7 @@ def own_words(folder: Path, rank: int) -> RankFailure | None:
         return None
 
 
-def _silent_end(scene: Scene, rank: int, code: int) -> tuple[Outcome, Failure]:
+def _silent_end(scene: JobScene, rank: int, code: int) -> tuple[Outcome, Failure]:
     stage, phase = scene.stands(rank)
     outcome: Outcome = "crashed"
     if code < 0:
@@ -126,7 +126,7 @@ def _silent_end(scene: Scene, rank: int, code: int) -> tuple[Outcome, Failure]:
     return outcome, _with_tail(failure, scene.folder)
 
 
-def stopped(scene: Scene, rank: int, seconds: float) -> Failure:
+def stopped(scene: JobScene, rank: int, seconds: float) -> Failure:
     """A rank, or the worker, is stopped and stays so."""
     by = f" by {_signal_name(scene.stopped[rank])}" if scene.stopped.get(rank) else ""
     message = f"{scene.place(rank)} has been stopped{by} for {seconds:.0f} s"
@@ -138,7 +138,7 @@ def stopped(scene: Scene, rank: int, seconds: float) -> Failure:
     return Failure(rank=rank, stage=stage, phase=phase, message=message)
 
 
-def silent(scene: Scene, waited_s: float, limit: str) -> Failure:
+def silent(scene: JobScene, waited_s: float, limit: str) -> Failure:
     """After a time limit: the first rank that did not arrive where the others wait."""
     rank, how = missing_rank(scene)
     stage, phase = scene.stands(rank)
@@ -149,7 +149,7 @@ def silent(scene: Scene, waited_s: float, limit: str) -> Failure:
     return Failure(rank=rank, stage=stage, phase=phase, message=message)
 
 
-def missing_rank(scene: Scene) -> tuple[int, str]:
+def missing_rank(scene: JobScene) -> tuple[int, str]:
     """The lowest suspect, by the strongest evidence there is: stopped, no beat, a still beat, a
     stack that waits for nobody (and, of several, a collective that others started), a collective
     that others started and it did not, the fewest phases passed: of a pipeline's stages, the first

@@ -21,7 +21,7 @@ from typing import Any
 import fourfold
 from fourfold.launch.devices import core_count
 from fourfold.launch.identity import VARIABLE, new_mark
-from fourfold.launch.outcomes import WORKER, Scene, kernel_kills
+from fourfold.launch.outcomes import WORKER, JobScene, kernel_kills
 from fourfold.result import process
 from fourfold.result.job import JOB_FILE, beat_file, log_file, read_beat
 from fourfold.spec.job import Job
@@ -39,7 +39,7 @@ class Ranks:
     """One worker process and its ranks. Must be ended by the thread that made it."""
 
     def __init__(self, job: Job, tasks: list[int], folder: Path) -> None:
-        self.scene = Scene(folder=folder, ranks=job.processes(tasks[0]))
+        self.scene = JobScene(folder=folder, ranks=job.processes(tasks[0]))
         self._kills_before = kernel_kills()
         self._unread, self._looked_at = b"", 0.0
         mark = str(new_mark(folder))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fourfold.launch.outcomes import Scene
+from fourfold.launch.outcomes import JobScene
 from fourfold.result.job import SLOW_PHASES
 from fourfold.spec.job import Job
 
@@ -30,7 +30,7 @@ class Standstill:
     def seconds(self, rank: int) -> float:
         return self._seen_s.get(rank, 0.0)
 
-    def broken(self, scene: Scene) -> int | None:
+    def broken(self, scene: JobScene) -> int | None:
         """The rank (or WORKER) that has been stopped for too long: the worker before its ranks,
         since it is who tells of them."""
         now = time.monotonic()
@@ -55,7 +55,7 @@ class Silence:
     def seconds(self) -> float:
         return time.monotonic() - self._changed_at
 
-    def broken(self, scene: Scene) -> str:
+    def broken(self, scene: JobScene) -> str:
         """The name of the limit that has passed, '' while all is well."""
         beats = scene.beats.values()
         progress = tuple(
@@ -78,7 +78,7 @@ class Silence:
             return f"start limit {limits.start_s:g} s"
         return ""
 
-    def _tell(self, scene: Scene, task: int) -> None:
+    def _tell(self, scene: JobScene, task: int) -> None:
         now = time.monotonic()
         if self._say is None or now - self._said_at < _SAY_EVERY_S:
             return

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.result.oom import Shortage
+from fourfold.result.oom import OomReport
 from fourfold.result.report import (
     DeviceSample,
     Failure,
@@ -63,7 +63,7 @@ class RankFailure:
     failure: Failure
     at: float
     echo: bool = False
-    shortage: Shortage | None = None
+    shortage: OomReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What did one rank of a large world do, with real kernels and without its peers? Seconds, bytes.
 
-A stand-in is no run of its layout: nothing travels between ranks. It is an answer of its own kind,
-never a row of the run store.
+An emulated rank is no run of its layout: nothing travels between ranks. It is an answer of its own
+kind, never a row of the run store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PhaseTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BareKernel:
+class KernelTime:
     """A kernel timed alone: seconds and FLOPs of a call, calls of one micro batch of the stage."""
 
     part: str
@@ -46,7 +46,7 @@ class DevicePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StandIn:
+class OneRankResult:
     """`ran` of the step's `micro_batches` were run; the rest repeats the steady ones.
 
     `step_s`: measured steps with `ran` micro batches, fills in them. `compute_s`: a whole step
@@ -64,7 +64,7 @@ class StandIn:
     step_s: tuple[float, ...]
     compute_s: float
     phases: tuple[PhaseTime, ...]
-    kernels: tuple[BareKernel, ...]
+    kernels: tuple[KernelTime, ...]
     update_s: float
     update_elements: int
     comm: tuple[Traffic, ...]

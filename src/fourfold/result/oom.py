@@ -12,7 +12,7 @@ from fourfold.result.dryrun import Kind, Large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
+class OomReport:
     """`asked_bytes`: the allocation that failed (0: not known); `live_bytes` do not hold it unless
     the ledger counted it. `limit_bytes`: what the rank might use (0: not known)."""
 

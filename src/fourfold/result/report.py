@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fourfold.result.oom import Shortage
+from fourfold.result.oom import OomReport
 from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.warmup import Warmup
 from fourfold.spec.run import RunSpec
@@ -153,5 +153,5 @@ class RunReport:
     started_at: str = ""
     repeat: int = 0
     predicted: Prediction | None = None
-    shortage: Shortage | None = None
+    shortage: OomReport | None = None
     remedies: tuple[Remedy, ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fourfold.cost.one_rank import Joined, Predicted
-from fourfold.result.one_rank import BareKernel, StandIn
+from fourfold.result.one_rank import KernelTime, OneRankResult
 from fourfold.show.table import render
 from fourfold.units import show_bytes
 
@@ -24,7 +24,7 @@ _STEP_WORDS = {
 }
 
 
-def bare_s(found: StandIn, *parts: str, when: str = "") -> float:
+def bare_s(found: OneRankResult, *parts: str, when: str = "") -> float:
     """Seconds of the kernels of one micro batch alone."""
     return sum(
         kernel.calls * kernel.seconds
@@ -33,17 +33,17 @@ def bare_s(found: StandIn, *parts: str, when: str = "") -> float:
     )
 
 
-def layer_s(found: StandIn) -> float:
+def layer_s(found: OneRankResult) -> float:
     """Of one layer, forward and backward, in the engine."""
     both = found.phase("layers").seconds + found.phase("layers back").seconds
     return (both + found.phase("weights").seconds) / found.layers
 
 
-def bare_layer_s(found: StandIn) -> float:
+def bare_layer_s(found: OneRankResult) -> float:
     return bare_s(found, "attention", "mlp") / found.layers
 
 
-def micro_s(found: StandIn) -> float:
+def micro_s(found: OneRankResult) -> float:
     """Of one steady micro batch, forward and backward."""
     once = ("data", "reduce", "optimizer", "once")
     return sum(phase.seconds for phase in found.phases if phase.name not in once)
@@ -54,7 +54,7 @@ def gap_pct(measured: float, alone: float) -> float:
 
 
 def row(
-    found: StandIn, said: Predicted, whole: Joined, planner_step_s: float, name: str
+    found: OneRankResult, said: Predicted, whole: Joined, planner_step_s: float, name: str
 ) -> list[str]:
     alone, engine = bare_layer_s(found), layer_s(found)
     return [
@@ -75,7 +75,7 @@ def row(
     ]
 
 
-def phase_rows(found: StandIn) -> list[list[str]]:
+def phase_rows(found: OneRankResult) -> list[list[str]]:
     """What | bare kernels | engine | gap, ms of one micro batch, then of the step."""
     rows = []
     weights = found.phase("weights").seconds
@@ -111,7 +111,7 @@ def _gap_row(words: str, alone_s: float, seconds: float) -> list[str]:
     ]
 
 
-def part_rows(found: StandIn) -> list[list[str]]:
+def part_rows(found: OneRankResult) -> list[list[str]]:
     """What | bare kernels | engine, ms of one micro batch; the rest is idle or the host's."""
     core = sum(k.calls * k.seconds for k in found.kernels if k.name == "core")
     products = bare_s(found, "attention", "mlp", "head") - core
@@ -126,7 +126,7 @@ def part_rows(found: StandIn) -> list[list[str]]:
     return rows
 
 
-def comm_rows(found: StandIn, whole: Joined) -> list[list[str]]:
+def comm_rows(found: OneRankResult, whole: Joined) -> list[list[str]]:
     """Axis | collective | calls | payload | exposed seconds of the axis."""
     rows, told = [], set()
     for one in found.comm:
@@ -144,7 +144,7 @@ def comm_rows(found: StandIn, whole: Joined) -> list[list[str]]:
     return rows
 
 
-def kernel_rows(found: StandIn) -> list[list[str]]:
+def kernel_rows(found: OneRankResult) -> list[list[str]]:
     return [
         [
             f"{one.part} {one.name}",
@@ -159,12 +159,12 @@ def kernel_rows(found: StandIn) -> list[list[str]]:
     ]
 
 
-def _useful_flops(one: BareKernel) -> float:
+def _useful_flops(one: KernelTime) -> float:
     """A causal mask leaves half of the square to do."""
     return one.flops / 2 if one.shape.endswith(" causal") else one.flops
 
 
-def notes(basis: str, found: Sequence[StandIn]) -> list[str]:
+def notes(basis: str, found: Sequence[OneRankResult]) -> list[str]:
     """What the table's columns are, what was run and what continued."""
     if not found:
         return []
@@ -188,7 +188,7 @@ def notes(basis: str, found: Sequence[StandIn]) -> list[str]:
 
 
 def details(
-    found: StandIn, whole: Joined, planner: tuple[float, float, float], name: str, style: str
+    found: OneRankResult, whole: Joined, planner: tuple[float, float, float], name: str, style: str
 ) -> str:
     """Tables of one stand-in, in the order of a reader's questions."""
     phases = render(["ms", "bare kernels", "engine", "gap", "gap %"], phase_rows(found), style)
@@ -218,7 +218,7 @@ def details(
     return "\n".join(texts)
 
 
-def plain(found: StandIn, said: Predicted, whole: Joined) -> dict[str, Any]:
+def plain(found: OneRankResult, said: Predicted, whole: Joined) -> dict[str, Any]:
     """The derived numbers, beside the raw ones."""
     return {
         "bare_layer_s": bare_layer_s(found),

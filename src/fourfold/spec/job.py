@@ -16,7 +16,7 @@ from fourfold.spec.train import TrainSettings
 
 # ping: every rank joins and answers; finds a rank that can't come up before a long run does.
 JobKind = Literal[
-    "run", "train", "verify", "trace", "dryrun", "calibrate", "stand-in", "weights", "ping"
+    "run", "train", "verify", "trace", "dryrun", "calibrate", "one-rank", "weights", "ping"
 ]  # fmt: skip
 # These start as many processes as their run has ranks; the others simulate ranks or need none.
 _ONE_PROCESS_PER_RANK = ("run", "train", "ping")

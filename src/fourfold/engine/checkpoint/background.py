@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.engine.checkpoint.checkpoint import LOOK_S, cpu_group, save
-from fourfold.engine.checkpoint.state import Held, divide, held
+from fourfold.engine.checkpoint.state import StateShard, assign_writers, state_shards
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.process.failure import NonFiniteError
 from fourfold.engine.training.trainer import Trainer
@@ -21,7 +21,7 @@ from fourfold.result.checkpoint.state import CheckpointState
 
 
 @torch.no_grad()
-def must_be_finite(items: Sequence[Held]) -> None:
+def must_be_finite(items: Sequence[StateShard]) -> None:
     """A NaN in a weight that no token of late has used does not show in the loss."""
     if not items:
         return
@@ -44,8 +44,8 @@ class Saver:
     ) -> None:
         self.trainer, self.root, self.keep, self.background = trainer, root, keep, background
         self._group = cpu_group()
-        self._mine: list[int] = []
-        self._held = 0
+        self._written_here: list[int] = []
+        self._shard_count = 0
         self._buffers: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._written = 0
@@ -105,16 +105,16 @@ class Saver:
         if error is not None:
             raise error
 
-    def _to_write(self) -> list[Held]:
+    def _to_write(self) -> list[StateShard]:
         """The rectangles this rank writes; who writes what is agreed on once."""
-        items = list(held(self.trainer))
-        if len(items) != self._held:
-            self._mine = _agreed(items, self._group)
-            self._held, self._buffers = len(items), []
-        return [items[number] for number in self._mine]
+        items = list(state_shards(self.trainer))
+        if len(items) != self._shard_count:
+            self._written_here = _agreed(items, self._group)
+            self._shard_count, self._buffers = len(items), []
+        return [items[number] for number in self._written_here]
 
     @torch.no_grad()
-    def _staged(self, items: list[Held]) -> list[Held]:
+    def _staged(self, items: list[StateShard]) -> list[StateShard]:
         """Copies in host memory that is kept for the next save."""
         device = self.trainer.device
         if not self._buffers:
@@ -127,17 +127,19 @@ class Saver:
             buffer.copy_(item.tensor, non_blocking=True)
         synchronize(device)
         return [
-            Held(item.name, item.shape, item.offsets, buffer)
+            StateShard(item.name, item.shape, item.offsets, buffer)
             for item, buffer in zip(items, self._buffers, strict=True)
         ]
 
 
-def _agreed(items: Sequence[Held], group: dist.ProcessGroup) -> list[int]:
+def _agreed(items: Sequence[StateShard], group: dist.ProcessGroup) -> list[int]:
     """One rank hears what all hold and tells each what to write. Collective."""
-    slots = [item.slot for item in items]
+    infos = [item.info for item in items]
     first = dist.get_rank() == 0
-    everyone: list | None = [None] * dist.get_world_size() if first else None
-    dist.gather_object(slots, everyone, group=group)
+    all_ranks: list | None = [None] * dist.get_world_size() if first else None
+    dist.gather_object(infos, all_ranks, group=group)
     mine: list = [None]
-    dist.scatter_object_list(mine, divide(everyone) if everyone is not None else None, group=group)
+    dist.scatter_object_list(
+        mine, assign_writers(all_ranks) if all_ranks is not None else None, group=group
+    )
     return mine[0]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import fourfold
 from fourfold import files
 from fourfold.engine.checkpoint import tensor_file
-from fourfold.engine.checkpoint.state import Held, held
+from fourfold.engine.checkpoint.state import StateShard, state_shards
 from fourfold.engine.checkpoint.tensor_file import Written
 from fourfold.engine.data.source import data_facts
 from fourfold.engine.training.trainer import Trainer
@@ -62,7 +62,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint, tick: Tick | None = None) -> 
     """Weights, moments, counts and scalars of a checkpoint of any layout. Collective."""
     state = checkpoint.state
     trainer.optimizer.restore(state.updates)
-    read_into(list(held(trainer)), checkpoint, tick)
+    read_into(list(state_shards(trainer)), checkpoint, tick)
     trainer.restore_scalars({name: float(value) for name, value in state.scalars})
 
 
@@ -112,7 +112,10 @@ def _changed(found: Checkpoint, group: dist.ProcessGroup, tick: Tick | None) -> 
 
 @torch.no_grad()
 def read_into(
-    items: Sequence[Held], found: Checkpoint, tick: Tick | None = None, index: Index | None = None
+    items: Sequence[StateShard],
+    found: Checkpoint,
+    tick: Tick | None = None,
+    index: Index | None = None,
 ) -> None:
     """Fill the rectangles from a checkpoint (`index`: its index, where that is read already).
     Collective where ranks have joined."""
@@ -137,13 +140,15 @@ def read_into(
             dist.destroy_process_group(group)
 
 
-def write(items: Sequence[Held], root: Path, state: CheckpointState, *, keep: int = 0) -> None:
+def write(
+    items: Sequence[StateShard], root: Path, state: CheckpointState, *, keep: int = 0
+) -> None:
     """A checkpoint by this process alone, of tensors it holds whole."""
     save(items, root, state, keep=keep, group=None, tick=lambda: None)
 
 
 def save(
-    items: Sequence[Held],
+    items: Sequence[StateShard],
     root: Path,
     state: CheckpointState,
     *,

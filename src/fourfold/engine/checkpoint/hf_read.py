@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold import files
 from fourfold.cost.count import params
-from fourfold.engine.parallel.shards import Block, Piece
+from fourfold.engine.parallel.shards import Rect, Shard
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.spec import codec
@@ -51,14 +51,14 @@ class HfWeights:
         self._files = _tensor_files(self.folder)
         self._open: dict[Path, Any] = {}
 
-    def rectangle(self, model: ModelShape, name: str, block: Block, *, matrix: bool) -> Tensor:
+    def rectangle(self, model: ModelShape, name: str, rect: Rect, *, matrix: bool) -> Tensor:
         """A part of the published tensor `name`: [rows, columns] of a matrix, else [rows]."""
         spot = spot_of(self.kind, model, name)
         part = self._slice(spot.name)
-        top, bottom = (spot.start + row for row in block.rows)
+        top, bottom = (spot.start + row for row in rect.rows)
         if not matrix:
             return part[top:bottom]
-        left, right = block.columns
+        left, right = rect.columns
         return part[left:right, top:bottom].T if spot.transposed else part[top:bottom, left:right]
 
     def require(self, model: ModelShape, seq_len: int) -> None:
@@ -119,36 +119,36 @@ def theirs(
     for tensor in params.tensors(model, seq_len):
         spot = spot_of(kind, model, tensor.name)
         parts.setdefault(spot.name, []).append((tensor, spot))
-    for name, held in parts.items():
-        size = (sum(tensor.shape[0] for tensor, _ in held), *held[0][0].shape[1:])
-        ours = [(tensor.name, spot) for tensor, spot in held]
-        yield name, size[::-1] if held[0][1].transposed else size, ours
+    for name, tensors in parts.items():
+        size = (sum(tensor.shape[0] for tensor, _ in tensors), *tensors[0][0].shape[1:])
+        ours = [(tensor.name, spot) for tensor, spot in tensors]
+        yield name, size[::-1] if tensors[0][1].transposed else size, ours
 
 
 def begin_from(trainer: Trainer, folder: str, tick: Callable[[], None]) -> None:
     """Give a trainer the weights of a folder, if they are those of its model."""
     weights, spec = HfWeights(folder), trainer.spec
     weights.require(spec.model, spec.batch.seq_len)
-    fill(trainer.pieces, weights, spec.model, tick)
+    fill(trainer.shards, weights, spec.model, tick)
 
 
 @torch.no_grad()
 def fill(
-    pieces: Iterable[Piece],
+    shards: Iterable[Shard],
     weights: HfWeights,
     model: ModelShape,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
     """Write every piece's values into the parameters; `tick` is called after each."""
-    for piece in pieces:
-        (top, bottom), columns = piece.block.rows, piece.block.columns
+    for shard in shards:
+        (top, bottom), columns = shard.rect.rows, shard.rect.columns
         rows = max(1, _READ_BYTES // (4 * (columns[1] - columns[0])))
         for first in range(top, bottom, rows):
             last = min(bottom, first + rows)
             read = weights.rectangle(
-                model, piece.name, Block((first, last), columns), matrix=len(piece.shape) > 1
+                model, shard.name, Rect((first, last), columns), matrix=len(shard.shape) > 1
             )
-            piece.values[first - top : last - top].copy_(read)
+            shard.values[first - top : last - top].copy_(read)
         tick()
 
 

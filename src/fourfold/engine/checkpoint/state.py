@@ -18,7 +18,7 @@ WEIGHTS = "model"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class StateShard:
     """`tensor` is the part at `offsets` of the tensor `name`, whose whole has `shape`."""
 
     name: str
@@ -27,14 +27,14 @@ class Held:
     tensor: Tensor
 
     @property
-    def slot(self) -> Slot:
-        return Slot(
+    def info(self) -> ShardInfo:
+        return ShardInfo(
             self.name, self.shape, self.offsets, tuple(self.tensor.shape), self.tensor.nbytes
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ShardInfo:
     """A held rectangle without its values, to tell other ranks about."""
 
     name: str
@@ -44,42 +44,42 @@ class Slot:
     nbytes: int
 
 
-def held(trainer: Trainer, *, moments: bool = True) -> Iterator[Held]:
+def state_shards(trainer: Trainer, *, moments: bool = True) -> Iterator[StateShard]:
     """Views of the trainer's own memory, in the order of its pieces."""
-    for piece in trainer.pieces:
-        corner = (piece.block.rows[0], piece.block.columns[0])
-        weights = Held(
-            f"{WEIGHTS}.{piece.name}", piece.shape, corner[: len(piece.shape)], piece.values
+    for shard in trainer.shards:
+        corner = (shard.rect.rows[0], shard.rect.columns[0])
+        weights = StateShard(
+            f"{WEIGHTS}.{shard.name}", shard.shape, corner[: len(shard.shape)], shard.values
         )
         yield weights
         if not moments:
             continue
-        for name, moment in trainer.optimizer.moments(piece.param).items():
-            part = moment[piece.rows[0] : piece.rows[1]]
-            yield replace(weights, name=f"{name}.{piece.name}", tensor=part)
+        for name, moment in trainer.optimizer.moments(shard.param).items():
+            part = moment[shard.rows[0] : shard.rows[1]]
+            yield replace(weights, name=f"{name}.{shard.name}", tensor=part)
 
 
-def divide(ranks: Sequence[Iterable[Slot]]) -> list[list[int]]:
+def assign_writers(ranks: Sequence[Iterable[ShardInfo]]) -> list[list[int]]:
     """For each rank, which of its slots it writes: every rectangle once, bytes balanced."""
-    holders: dict[Slot, list[tuple[int, int]]] = {}
-    for rank, slots in enumerate(ranks):
-        for number, slot in enumerate(slots):
-            holders.setdefault(slot, []).append((rank, number))
-    must_cover(holders)
+    holders: dict[ShardInfo, list[tuple[int, int]]] = {}
+    for rank, infos in enumerate(ranks):
+        for number, info in enumerate(infos):
+            holders.setdefault(info, []).append((rank, number))
+    require_coverage(holders)
     load = [0] * len(ranks)
     chosen: list[list[int]] = [[] for _ in ranks]
-    for slot in sorted(holders, key=lambda one: -one.nbytes):
-        rank, number = min(holders[slot], key=lambda place: (load[place[0]], place))
-        load[rank] += slot.nbytes
+    for info in sorted(holders, key=lambda one: -one.nbytes):
+        rank, number = min(holders[info], key=lambda place: (load[place[0]], place))
+        load[rank] += info.nbytes
         chosen[rank].append(number)
     return [sorted(numbers) for numbers in chosen]
 
 
-def must_cover(slots: Iterable[Slot]) -> None:
+def require_coverage(infos: Iterable[ShardInfo]) -> None:
     """Distinct rectangles fill their tensors: pieces of one layout are equal or disjoint."""
     filled: dict[tuple[str, tuple[int, ...]], int] = {}
-    for slot in slots:
-        key = (slot.name, slot.shape)
-        filled[key] = filled.get(key, 0) + math.prod(slot.sizes)
+    for info in infos:
+        key = (info.name, info.shape)
+        filled[key] = filled.get(key, 0) + math.prod(info.sizes)
     for (name, shape), count in filled.items():
         assert count == math.prod(shape), f"{name}: ranks hold {count} of {math.prod(shape)} values"

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from fourfold.engine.checkpoint.state import Held
+from fourfold.engine.checkpoint.state import StateShard
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import old_index
 from fourfold.result.checkpoint.index import BLOCK_BYTES, Chunk, FileEntry, Index, Stored
@@ -45,7 +45,7 @@ class Written:
     chunks: tuple[tuple[str, str, tuple[int, ...], Chunk], ...]
 
 
-def key_of(item: Held) -> str:
+def key_of(item: StateShard) -> str:
     """A chunk's name in its file: the tensor's, and which part where it is not all of it."""
     if tuple(item.tensor.shape) == item.shape:
         return item.name
@@ -54,7 +54,7 @@ def key_of(item: Held) -> str:
 
 
 @torch.no_grad()
-def write_file(path: Path, items: Sequence[Held], tick: Callable[[], None]) -> Written:
+def write_file(path: Path, items: Sequence[StateShard], tick: Callable[[], None]) -> Written:
     """Values of wider formats first, so that all are aligned; no room is left between chunks."""
     ordered = sorted(items, key=lambda item: -item.tensor.element_size())
     header = _header(ordered)
@@ -79,7 +79,7 @@ def write_file(path: Path, items: Sequence[Held], tick: Callable[[], None]) -> W
     return Written(path.name, FileEntry(at, total, len(header), entry_crc), tuple(chunks))
 
 
-def _header(items: Sequence[Held]) -> bytes:
+def _header(items: Sequence[StateShard]) -> bytes:
     plain: dict[str, Any] = {"__metadata__": {"format": "pt", "made_by": "fourfold"}}
     at = 0
     for item in items:
@@ -140,10 +140,10 @@ class Read:
     dtype: str
     source: tuple[tuple[int, int], ...]
     target: tuple[tuple[int, int], ...]
-    item: Held
+    item: StateShard
 
 
-def reads_of(items: Sequence[Held], index: Index) -> list[Read]:
+def reads_of(items: Sequence[StateShard], index: Index) -> list[Read]:
     """What to read for these rectangles; refused where the checkpoint does not hold it exactly."""
     reads = []
     for item in items:
@@ -172,7 +172,7 @@ def _lacks(what: str) -> UserError:
     )
 
 
-def _overlap(chunk: Chunk, dtype: str, item: Held) -> Read | None:
+def _overlap(chunk: Chunk, dtype: str, item: StateShard) -> Read | None:
     source, target = [], []
     for has, size, wants, length in zip(
         chunk.offsets, chunk.sizes, item.offsets, item.tensor.shape, strict=True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fourfold.engine.data import rng as counter
+from fourfold.engine.data import rng
 
 # Four rounds of a good round function give a pseudo-random permutation (Luby and Rackoff 1988).
 _ROUNDS = 4
@@ -32,6 +32,6 @@ def _network(index: Tensor, half: int, stream: int) -> Tensor:
     mask = (1 << half) - 1
     left, right = index >> half, index & mask
     for turn in range(_ROUNDS):
-        mixed = counter.bits(counter.key(stream, turn), right) & mask
+        mixed = rng.bits(rng.key(stream, turn), right) & mask
         left, right = right, left ^ mixed
     return (left << half) | right

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fourfold.engine.data import rng as counter
+from fourfold.engine.data import rng
 from fourfold.engine.data.token_file import TokenFile
 from fourfold.engine.model.decoder import IGNORE
 from fourfold.spec.run import RunSpec
@@ -75,11 +75,11 @@ class Synthetic:
         return 0.0
 
     def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        stream = counter.key(self.seed, "tokens")
+        stream = rng.key(self.seed, "tokens")
         number = (sequences + first)[:, None]
         index = number * (self.seq_len + 1) + positions
-        tokens = counter.below(stream, index, self.vocab)
-        targets = counter.below(stream, index + 1, self.vocab)
+        tokens = rng.below(stream, index, self.vocab)
+        targets = rng.below(stream, index + 1, self.vocab)
         drop = (sequences < 0)[:, None].expand_as(targets)
         if self.masked > 0.0:
             drop = drop | self._masked(number, index)
@@ -92,5 +92,5 @@ class Synthetic:
         """Sequence i drops between none and twice the share of its targets."""
         scale = 1 << 16
         most = max(1, int(2 * self.masked * scale))
-        share = counter.below(counter.key(self.seed, "share"), number, most)
-        return counter.below(counter.key(self.seed, "mask"), index, scale) < share
+        share = rng.below(rng.key(self.seed, "share"), number, most)
+        return rng.below(rng.key(self.seed, "mask"), index, scale) < share

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.engine.data import rng as counter
+from fourfold.engine.data import rng
 from fourfold.engine.data.shuffle import shuffled
 from fourfold.engine.model.decoder import IGNORE
 from fourfold.errors import UserError
@@ -107,7 +107,7 @@ class TokenFile:
         found = torch.empty_like(place)
         for one in epoch.unique().tolist():
             here = epoch == one
-            order = counter.key(self.seed, "epoch", one)
+            order = rng.key(self.seed, "epoch", one)
             found[here] = shuffled(place[here], self.windows, order)
         return found
 

@@ -74,7 +74,7 @@ def perform(task: Task) -> None:
     if task.rank == 0:
         torch.set_num_threads(task.place.cores)
         plan = _plan(device, task.job.option("quick") == "true")
-        alone = _alone(plan, seconds, task.heart.mark, task.heart.step_done)
+        alone = _alone(plan, seconds, task.heartbeat.enter, task.heartbeat.step_done)
     dist.barrier(group=sleepers)
     shared, collectives = _together(task, device, seconds * _RANKS, sleepers)
     if task.rank == 0:
@@ -101,12 +101,12 @@ def _together(
         group = _group(ranks=list(range(n)))
         if task.rank < n:
             torch.set_num_threads(max(1, task.place.cores // n))
-            task.heart.mark(f"{n} ranks at once")
+            task.heartbeat.enter(f"{n} ranks at once")
             slice_s = seconds / len(sizes)
             shared.append(shared_rates(device, n, group, slice_s * 0.3))
             if n > 1:
                 collectives += collectives_of(device, n, group, slice_s * 0.7)
-            task.heart.step_done()
+            task.heartbeat.step_done()
         dist.barrier(group=sleepers)
     return tuple(shared), tuple(collectives)
 

@@ -33,10 +33,10 @@ def perform(task: Task) -> None:
     torch.set_num_threads(1)
     ranks = [int(word) for word in task.job.option("ranks", "0").split(",")]
     for rank in ranks[task.rank :: task.place.world]:
-        task.heart.mark(f"counting rank {rank}")
+        task.heartbeat.enter(f"counting rank {rank}")
         with gpu_kernels():
             task.answer(count_rank(task.spec, rank), part=rank)
-        task.heart.step_done()
+        task.heartbeat.step_done()
 
 
 def count_rank(spec: RunSpec, rank: int) -> RankCount:

@@ -1,4 +1,4 @@
-"""The stand-in job: one rank of any world on one device, real kernels, collectives that only fill.
+"""The one-rank job: one rank of any world on one device, real kernels, peers that only fill.
 
 The trainer itself runs its own schedule in a world of one (engine/one_rank/fake_peers.py); nothing
 waits, so a step's time is the rank's compute. Long steps run as many micro batches as
@@ -20,20 +20,20 @@ import torch.distributed as dist
 from fourfold.engine import compat
 from fourfold.engine.jobs.dryrun import with_micro_batches
 from fourfold.engine.jobs.run import Steps, counts, let_go, limit_memory, refuse, shortage_of
-from fourfold.engine.microbench import kernel_times as bare
+from fourfold.engine.microbench import kernel_times
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.phases import axes_of, watch
-from fourfold.engine.observe.timeline import Timeline, attach, steady
-from fourfold.engine.one_rank import fake_peers as lone
-from fourfold.engine.one_rank.fake_peers import Book, Messages
-from fourfold.engine.one_rank.profile import Lens
+from fourfold.engine.observe.timeline import PhaseTimeline, attach, steady
+from fourfold.engine.one_rank import fake_peers
+from fourfold.engine.one_rank.fake_peers import StepTraffic, TrafficLog
+from fourfold.engine.one_rank.profile import MicroBatchProfiler
 from fourfold.engine.one_rank.totals import (
-    Found,
-    Stage,
-    bare_kernel,
+    StageFacts,
+    StepReadings,
     fill_seconds,
     kept_bytes,
+    kernel_time,
     phase_times,
     step_flops,
     step_traffic,
@@ -44,10 +44,10 @@ from fourfold.engine.process.environment import environment
 from fourfold.engine.process.failure import outcome_of
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.trainer import Trainer
-from fourfold.result.one_rank import DevicePart, StandIn
+from fourfold.result.one_rank import DevicePart, OneRankResult
 from fourfold.spec.run import RunSpec
 
-_BARE_S = {"cuda": 2.0, "cpu": 0.5}
+_KERNELS_ALONE_S = {"cuda": 2.0, "cpu": 0.5}
 _LEAST_RUN = 4  # micro batches: the first and the last differ from the others
 
 
@@ -65,7 +65,7 @@ def perform(task: Task) -> None:
     wanted = task.job.option("micro_batches")
     ran = micro_batches_to_run(task.spec, wanted.split(",")[task.index] if wanted else "")
     try:
-        task.answer(stand_in(task, rank, ran, device))
+        task.answer(one_rank(task, rank, ran, device))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -83,73 +83,77 @@ def micro_batches_to_run(spec: RunSpec, wanted: str = "") -> int:
     return whole if whole <= enough + 1 else enough
 
 
-def stand_in(task: Task, rank: int, ran: int, device: torch.device) -> StandIn:
+def one_rank(task: Task, rank: int, ran: int, device: torch.device) -> OneRankResult:
     """Run, let go of the model, time its kernels alone, and put both together."""
     more = task.spec.batch.micro_count(task.spec.layout.dp) - ran
-    stage, found = _steps(task, rank, ran, device)
+    stage, readings = _steps(task, rank, ran, device)
     stage.more = more
     let_go(device, compiled=False)
-    task.heart.mark("bare kernels")
+    task.heartbeat.enter("kernels alone")
     kernels = stage.kernels(max(stage.sizes))
-    kernel_s = bare.time_kernels(kernels, stage.spec, device, _BARE_S[device.type])
+    kernel_s = kernel_times.time_kernels(kernels, stage.spec, device, _KERNELS_ALONE_S[device.type])
     dtype = compat.DTYPES[stage.spec.policy.dtypes.param]
-    update_s = bare.time_update(stage.elements, dtype, device, 0.1 * _BARE_S[device.type])
+    update_s = kernel_times.time_update(
+        stage.elements, dtype, device, 0.1 * _KERNELS_ALONE_S[device.type]
+    )
     axes = axes_of(stage.world, stage.spec.model)
-    fills = fill_seconds(found.messages, axes, device)
-    task.heart.step_done()
-    one = steady(found.intervals, stage.ran * len(found.step_s))
-    phases, compute_s = phase_times(found, one, fills, stage)
-    return StandIn(
+    fills = fill_seconds(readings.traffic, axes, device)
+    task.heartbeat.step_done()
+    one = steady(readings.intervals, stage.ran * len(readings.step_s))
+    phases, compute_s = phase_times(readings, one, fills, stage)
+    return OneRankResult(
         rank=rank,
         world=stage.spec.gpus,
         stage=stage.world.stage,
         layers=len(stage.layers),
         micro_batches=stage.ran + more,
         ran=stage.ran,
-        step_s=tuple(found.step_s),
+        step_s=tuple(readings.step_s),
         compute_s=compute_s,
         phases=tuple(phases),
-        kernels=tuple(bare_kernel(*pair) for pair in zip(kernels, kernel_s, strict=True)),
+        kernels=tuple(kernel_time(*pair) for pair in zip(kernels, kernel_s, strict=True)),
         update_s=update_s,
         update_elements=stage.elements,
-        comm=step_traffic(found.messages, axes, stage),
+        comm=step_traffic(readings.traffic, axes, stage),
         flops=step_flops(stage, kernels),
-        peak_bytes=found.peak_bytes + kept_bytes(stage),
-        reserved_bytes=found.reserved_bytes,
-        retries=found.retries,
+        peak_bytes=readings.peak_bytes + kept_bytes(stage),
+        reserved_bytes=readings.reserved_bytes,
+        retries=readings.retries,
         peaks_from="ledger" if counts(stage.spec, device) else "allocator",
         device=dict(environment(device, task.place)).get("device", device.type),
         torch=torch.__version__,
-        parts=tuple(DevicePart(name=n, seconds=s) for n, s in found.lens.parts().items()),
-        parts_note=found.lens.refusal,
-        watched=(found.lens.watched, found.lens.turned),
+        parts=tuple(DevicePart(name=n, seconds=s) for n, s in readings.profiler.parts().items()),
+        parts_note=readings.profiler.refusal,
+        watched=(readings.profiler.watched, readings.profiler.turned),
     )
 
 
-def _steps(task: Task, rank: int, ran: int, device: torch.device) -> tuple[Stage, Found]:
+def _steps(
+    task: Task, rank: int, ran: int, device: torch.device
+) -> tuple[StageFacts, StepReadings]:
     spec = with_micro_batches(task.spec, ran)
     specs = tuple(spec if i == task.index else one for i, one in enumerate(task.job.specs))
     task = replace(task, job=replace(task.job, specs=specs))
-    book = lone.join(rank, spec.gpus)
-    task.heart.mark("build")
+    traffic_log = fake_peers.join(rank, spec.gpus)
+    task.heartbeat.enter("build")
     ledger = Ledger(limit_bytes=spec.memory_limit) if counts(spec, device) else None
     trainer: Trainer | None = None
     try:
         with ledger or contextlib.nullcontext():
             world = World.create(spec.layout, device.type)
-            task.heart.stage = world.stage
+            task.heartbeat.stage = world.stage
             trainer = Trainer(spec, world, device=device)
             if ledger is not None:
                 watch(trainer, ledger)
-        return _stage(spec, world, trainer), _run(Steps(task, trainer, ledger), book)
+        return _stage(spec, world, trainer), _run(Steps(task, trainer, ledger), traffic_log)
     except BaseException as error:
         if outcome_of(error) == "oom":
             vars(error)["shortage"] = shortage_of(device, ledger, trainer, error)
         raise
 
 
-def _stage(spec: RunSpec, world: World, trainer: Trainer) -> Stage:
-    return Stage(
+def _stage(spec: RunSpec, world: World, trainer: Trainer) -> StageFacts:
+    return StageFacts(
         spec=spec,
         world=world,
         layers=[index for chunk in trainer.chunks for index in chunk.blocks],
@@ -159,19 +163,19 @@ def _stage(spec: RunSpec, world: World, trainer: Trainer) -> Stage:
     )
 
 
-def _run(steps: Steps, book: Book) -> Found:
+def _run(steps: Steps, traffic_log: TrafficLog) -> StepReadings:
     """Warm-up, one step whose messages are counted by phase, timed steps, one watched step."""
     spec, trainer = steps.task.spec, steps.trainer
     device = trainer.device
-    listeners: list[Callable[[str], None]] = [book.enter]
-    line = Timeline(device, listeners)
+    listeners: list[Callable[[str], None]] = [traffic_log.enter]
+    line = PhaseTimeline(device, listeners)
     attach(trainer, line.mark)
     steps.run(max(1, spec.warmup - 1))
-    messages = Messages(book)
-    listeners.append(messages.note)
+    traffic = StepTraffic(traffic_log)
+    listeners.append(traffic.note)
     steps.run(1)
-    messages.close()
-    listeners.remove(messages.note)
+    traffic.close()
+    listeners.remove(traffic.note)
     synchronize(device)
     line.take()
     gc.collect()
@@ -179,11 +183,11 @@ def _run(steps: Steps, book: Book) -> Found:
     synchronize(device)
     intervals = line.take()
     peak, reserved, retries = _memory(device, steps.peak_bytes)
-    lens = Lens(device, len(trainer.sizes) * len(trainer.chunks))
-    listeners.append(lens.note)
+    profiler = MicroBatchProfiler(device, len(trainer.sizes) * len(trainer.chunks))
+    listeners.append(profiler.note)
     steps.run(1)
     synchronize(device)
-    return Found(ticks.step_s(), intervals, messages, lens, peak, reserved, retries)
+    return StepReadings(ticks.step_s(), intervals, traffic, profiler, peak, reserved, retries)
 
 
 def _memory(device: torch.device, ledger_bytes: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from fourfold.engine.process.failure import NonFiniteError, strike
+from fourfold.engine.process.failure import NonFiniteError, inject_fault
 from fourfold.engine.process.task import Task
 from fourfold.result.job import RankFacts
 from fourfold.result.report import RankMemory, RankSteps, StepReport
@@ -23,10 +23,12 @@ def perform(task: Task) -> RankFacts:
     ready_at = time.time()
     steps = []
     for step in range(spec.warmup + spec.steps):
-        task.heart.mark("prepare")
+        task.heartbeat.enter("prepare")
         ones = torch.ones(_ELEMENTS, device=device)
-        strike(spec.fault, rank=task.rank, step=step, poison=lambda ones=ones: ones.fill_(math.nan))
-        task.heart.mark("all-reduce")
+        inject_fault(
+            spec.fault, rank=task.rank, step=step, poison=lambda ones=ones: ones.fill_(math.nan)
+        )
+        task.heartbeat.enter("all-reduce")
         began = time.perf_counter()
         dist.all_reduce(ones)
         total = float(ones[0])
@@ -36,7 +38,7 @@ def perform(task: Task) -> RankFacts:
         if not math.isfinite(total):
             raise NonFiniteError(f"the sum of ones over {task.place.world} ranks is {total}")
         assert total == task.place.world, f"sum {total} over {task.place.world} ranks"
-        task.heart.step_done()
+        task.heartbeat.step_done()
     task.leave()
     return RankFacts(
         memory=RankMemory(rank=task.rank, stage=0, peak_bytes=0),

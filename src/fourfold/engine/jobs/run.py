@@ -26,19 +26,19 @@ from fourfold.engine.microbench import device as probe
 from fourfold.engine.microbench.links import axis_rates
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.ledger import Ledger
-from fourfold.engine.observe.memory import Peak, allocator_peak, retries
+from fourfold.engine.observe.memory import PeakMemory, allocator_peak, retries
 from fourfold.engine.observe.nvidia_smi import Sampler
 from fourfold.engine.observe.oom import of_allocator, of_ledger
 from fourfold.engine.observe.phases import count_of, mark_phases, watch
-from fourfold.engine.observe.warmup import Warmed, by_count, until_steady
+from fourfold.engine.observe.warmup import WarmupTicks, by_count, until_steady
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.environment import environment
-from fourfold.engine.process.failure import NonFiniteError, check_finite, outcome_of, strike
+from fourfold.engine.process.failure import NonFiniteError, check_finite, inject_fault, outcome_of
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.result.job import RankFacts
-from fourfold.result.oom import Shortage
+from fourfold.result.oom import OomReport
 from fourfold.result.report import LinkRate, ProbeReport, RankSteps, StepReport
 from fourfold.search.legal import require_legal
 from fourfold.spec.run import RunSpec
@@ -55,8 +55,8 @@ def perform(task: Task) -> RankFacts:
     device = task.device(spec.device)
     limit_memory(spec, device)
     task.join(device)
-    task.heart.stage = spec.layout.coordinates(task.rank)["pp"]
-    task.heart.mark("build")
+    task.heartbeat.stage = spec.layout.coordinates(task.rank)["pp"]
+    task.heartbeat.enter("build")
     ledger = Ledger(limit_bytes=spec.memory_limit) if counts(spec, device) else None
     trainer: Trainer | None = None
     try:
@@ -92,7 +92,7 @@ def let_go(device: torch.device, *, compiled: bool) -> None:
 
 def shortage_of(
     device: torch.device, ledger: Ledger | None, trainer: Trainer | None, error: BaseException
-) -> Shortage | None:
+) -> OomReport | None:
     """Here the exception still holds what was held."""
     if device.type == "cuda":
         return of_allocator(device, trainer, error)
@@ -161,7 +161,7 @@ class Steps:
         self.scales: list[Tensor] = []
         self.data_s: list[float] = []
         self.peak_bytes = 0
-        self.peak = Peak(trainer.device)
+        self.peak = PeakMemory(trainer.device)
         check = self._must_be_finite if trainer.device.type == "cpu" else None
         self._step = mark_phases(trainer, self._mark, check)
 
@@ -172,7 +172,7 @@ class Steps:
         for _ in range(count):
             self._one()
             ticks.tick()
-            self.task.heart.step_done()
+            self.task.heartbeat.step_done()
         return ticks
 
     def _one(self) -> None:
@@ -182,7 +182,7 @@ class Steps:
             if counting and self.ledger is not None:
                 self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
                 self.ledger.begin()
-            strike(spec.fault, rank=self.task.rank, step=index, poison=self._poison)
+            inject_fault(spec.fault, rank=self.task.rank, step=index, poison=self._poison)
             if self.trainer.scaler is not None:
                 self.scales.append(self.trainer.scaler.scale.clone())
             waited_s = self.trainer.source.waited_s
@@ -206,7 +206,7 @@ class Steps:
         return done
 
     def _mark(self, phase: str) -> None:
-        self.task.heart.mark(phase)
+        self.task.heartbeat.enter(phase)
         if len(self.results) >= _COUNTED_STEPS:
             return
         if self.ledger is not None:
@@ -265,7 +265,7 @@ def _measured(steps: Steps, start_s: float) -> RankFacts:
     return RankFacts(
         memory=peak.memory(
             rank=task.rank,
-            stage=task.heart.stage,
+            stage=task.heartbeat.stage,
             counted_bytes=steps.peak_bytes,
             retries=failed,
         ),
@@ -300,7 +300,7 @@ def _executed(trainer: Trainer) -> dict[str, Any]:
     return {"stage": trainer.world.stage, "actions": [list(action) for action in trainer.executed]}
 
 
-def _warm(steps: Steps) -> Warmed:
+def _warm(steps: Steps) -> WarmupTicks:
     """A fixed number of steps, or (`settle`) until they no longer drift."""
     spec, task = steps.task.spec, steps.task
     if not spec.settle:
@@ -327,9 +327,9 @@ def _step_reports(steps: Steps, seconds: list[float], warm_steps: int) -> tuple[
 def _links(steps: Steps) -> tuple[LinkRate, ...]:
     """With probes: a quarter of their time for the groups of the layout, after everything."""
     seconds = float(steps.task.job.option("probe_s", "0")) / 4
-    if seconds == 0 or steps.trainer.world.everyone.size == 1:
+    if seconds == 0 or steps.trainer.world.all_ranks.size == 1:
         return ()
-    steps.task.heart.mark("links")
+    steps.task.heartbeat.enter("links")
     return axis_rates(steps.trainer.world, steps.trainer.device, min(1.0, seconds))
 
 
@@ -340,7 +340,7 @@ def _probe(
     seconds = float(task.job.option("probe_s", "0"))
     if seconds == 0:
         return None
-    task.heart.mark(f"probe {when}")
+    task.heartbeat.enter(f"probe {when}")
     dist.barrier()
     dtype, side = ("bf16", 8192) if device.type == "cuda" else ("fp32", 512)
     product = probe.gemm(dtype, (side, side, side), device, seconds / 2)

@@ -41,7 +41,7 @@ def perform(task: Task) -> None:
         torch.set_num_threads(1)
     if task.job.option("kind") == "layer":
         ask = replace(codec.from_json(LayerAsk, task.job.option("ask")), rank=task.rank)
-        steps, wrong = walk_layer(ask, device, task.heart)
+        steps, wrong = walk_layer(ask, device, task.heartbeat)
         checked = 0
     else:
         steps, wrong, checked = _walk_twice(task, device)
@@ -68,17 +68,17 @@ def _walk_twice(task: Task, device: torch.device) -> tuple[list[StepMeasure], li
     program = build(kind, ask)
     world = World.create(ask.layout, device.type)
     world.warm(device)
-    group = world.tp if kind.startswith("mlp") else world.everyone
+    group = world.tp if kind.startswith("mlp") else world.all_ranks
 
     def stage() -> Stage:
         return Stage(program, ask, group, device, DTYPES[ask.dtype])
 
-    task.heart.mark("check")
+    task.heartbeat.enter("check")
     steps, wrong = _counted(stage(), device)
-    task.heart.step_done()
-    task.heart.mark("time")
+    task.heartbeat.step_done()
+    task.heartbeat.enter("time")
     seconds = _timed(stage(), device)
-    task.heart.step_done()
+    task.heartbeat.step_done()
     timed = [replace(step, seconds=s) for step, s in zip(steps, seconds, strict=True)]
     seen = [t for step in program.steps for t in step.tensors if t.name not in _INSIDE]
     return timed, wrong, len(seen)

@@ -26,7 +26,7 @@ from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.phases import mark_phases
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.environment import environment
-from fourfold.engine.process.failure import NonFiniteError, check_finite, strike
+from fourfold.engine.process.failure import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.stop import StopRequest
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.optimizer import AdamSettings
@@ -51,8 +51,8 @@ def perform(task: Task) -> RankFacts:
     stop = StopRequest(task.folder, task.rank)
     device = task.device(spec.device)
     task.join(device)
-    task.heart.stage = spec.layout.coordinates(task.rank)["pp"]
-    task.heart.mark("build")
+    task.heartbeat.stage = spec.layout.coordinates(task.rank)["pp"]
+    task.heartbeat.enter("build")
     world = World.create(spec.layout, device.type)
     world.warm(device)
     stop.connect()
@@ -60,7 +60,7 @@ def perform(task: Task) -> RankFacts:
     out = Path(task.job.option("out"))
     saver = Saver(trainer, out / "checkpoints", keep=settings.keep, background=settings.async_save)
     first = _load(task, trainer, out)
-    training = Training(task, trainer, saver, stop, first)
+    training = TrainingLoop(task, trainer, saver, stop, first)
     training.run()
     facts = RankFacts(
         memory=_memory(task, device),
@@ -85,19 +85,19 @@ def _load(task: Task, trainer: Trainer, out: Path) -> int:
     """Steps already done: those of the checkpoint the command has chosen, or of a sound one before
     it, to which the curve then goes back."""
     name, settings = task.job.option("load"), task.job.train
-    task.heart.mark("load")
+    task.heartbeat.enter("load")
     if not name:
         if settings is not None and settings.weights:
-            begin_from(trainer, settings.weights, lambda: task.heart.mark("load"))
+            begin_from(trainer, settings.weights, lambda: task.heartbeat.enter("load"))
         return 0
-    tick = lambda: task.heart.mark("load")  # noqa: E731
+    tick = lambda: task.heartbeat.enter("load")  # noqa: E731
     found = checkpoint.load_sound(trainer, out / "checkpoints", name, tick)
     if task.rank == 0:
         curve.cut(out / curve.METRICS_FILE, found.step)
     return found.step
 
 
-class Training:
+class TrainingLoop:
     """The steps of a training, in order, from `first` on."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Training:
         self.ticks = Ticks(trainer.device)
         self.window: list[tuple[Tensor, Tensor]] = []
         on_host = trainer.device.type == "cpu"
-        self._step = mark_phases(trainer, task.heart.mark, self._check if on_host else None)
+        self._step = mark_phases(trainer, task.heartbeat.enter, self._check if on_host else None)
         self._log = _Log(task, first) if task.rank == 0 else None
 
     def run(self) -> None:
@@ -126,7 +126,7 @@ class Training:
             if save:
                 self._save()
             self.saver.look(self._saving)
-        self.task.heart.mark("save")
+        self.task.heartbeat.enter("save")
         self.saver.wait(self._saving)
         self.stop.leave()
         if self._log is not None:
@@ -145,11 +145,11 @@ class Training:
             with torch.no_grad():
                 leaves[0].view(-1)[0] = math.nan
 
-        strike(self.spec.fault, rank=self.task.rank, step=index, poison=poison)
+        inject_fault(self.spec.fault, rank=self.task.rank, step=index, poison=poison)
         self.window.append(self._step(index))
         self.ticks.tick()
         self.done += 1
-        self.task.heart.step_done()
+        self.task.heartbeat.step_done()
 
     def _check(self, norm: Tensor) -> None:
         leaves, forgiven = self.trainer.optimizer.leaves, self.trainer.may_overflow
@@ -191,14 +191,14 @@ class Training:
     def _save(self) -> None:
         if self.saved == self.done:
             return
-        self.task.heart.mark("save")
+        self.task.heartbeat.enter("save")
         if self._log is not None:
             self._log.sync()
         self.saver.save(state_of(self.trainer, self.done, self.settings), self._saving)
         self.saved = self.done
 
     def _saving(self) -> None:
-        self.task.heart.mark("save")
+        self.task.heartbeat.enter("save")
 
 
 class _Log:
@@ -248,5 +248,5 @@ def _memory(task: Task, device: torch.device) -> RankMemory:
         peak = torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.max_memory_reserved(device)
     return RankMemory(
-        rank=task.rank, stage=task.heart.stage, peak_bytes=peak, reserved_bytes=reserved
+        rank=task.rank, stage=task.heartbeat.stage, peak_bytes=peak, reserved_bytes=reserved
     )

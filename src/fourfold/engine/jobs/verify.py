@@ -24,7 +24,7 @@ from fourfold.engine.process.task import Task
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.optimizer import AdamSettings
 from fourfold.engine.training.trainer import Trainer
-from fourfold.engine.verify.compare import RankFindings, limits_of, verdict
+from fourfold.engine.verify.compare import RankFindings, tolerances_of, verdict
 from fourfold.engine.verify.faults import FAULTS
 from fourfold.engine.verify.reference import Recipe, Truth, train_alone
 from fourfold.spec import codec
@@ -59,18 +59,18 @@ def perform(task: Task) -> None:
     device = task.device(spec.device)
     if not dist.is_initialized():
         task.join(device)
-    task.heart.mark("reference")
+    task.heartbeat.enter("reference")
     truth = reference(spec, task.folder, device)
-    task.heart.mark("groups")
+    task.heartbeat.enter("groups")
     world = _world(spec.layout, device.type)
-    task.heart.mark("build")
+    task.heartbeat.enter("build")
     trainer = _trainer(spec, world, device, task.job.option("break"))
     found = RankFindings()
     for step in range(_STEPS):
-        task.heart.mark(f"step {step}")
+        task.heartbeat.enter(f"step {step}")
         _step(trainer, step, truth, found)
-        task.heart.step_done()
-    found.look(trainer.pieces, truth, at_grads=False)
+        task.heartbeat.step_done()
+    found.look(trainer.shards, truth, at_grads=False)
     row = gathered(found, truth, spec)
     del trainer
     let_go(device, compiled=spec.policy.compile)
@@ -100,7 +100,7 @@ def _step(trainer: Trainer, step: int, truth: Truth, found: RankFindings) -> Non
     norm, loss = trainer.reduce(trainer.accumulate(step))
     if step == 0:
         scale = 1.0 if trainer.scaler is None else float(trainer.scaler.scale)
-        found.look(trainer.pieces, truth, at_grads=True, scale=scale)
+        found.look(trainer.shards, truth, at_grads=True, scale=scale)
     trainer.update(norm)
     found.losses.append(float(loss))
     found.norms.append(float(norm))
@@ -108,9 +108,9 @@ def _step(trainer: Trainer, step: int, truth: Truth, found: RankFindings) -> Non
 
 def gathered(found: RankFindings, truth: Truth, spec: RunSpec) -> dict[str, Any] | None:
     """The row of the report on rank 0, None elsewhere."""
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(found, everyone)
-    return None if everyone is None else verdict(everyone, truth, limits_of(spec.policy))
+    all_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(found, all_ranks)
+    return None if all_ranks is None else verdict(all_ranks, truth, tolerances_of(spec.policy))
 
 
 def reference(spec: RunSpec, folder: Path, device: torch.device) -> Truth:

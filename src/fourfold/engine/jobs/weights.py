@@ -11,10 +11,9 @@ from torch import Tensor
 
 from fourfold.cost.count import params
 from fourfold.engine import compat
-from fourfold.engine.checkpoint import checkpoint, tensor_file
-from fourfold.engine.checkpoint import dcp_write as dcp_export
+from fourfold.engine.checkpoint import checkpoint, dcp_write, tensor_file
 from fourfold.engine.checkpoint.hf_write import Export, export
-from fourfold.engine.checkpoint.state import WEIGHTS, Held
+from fourfold.engine.checkpoint.state import WEIGHTS, StateShard
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.process.task import Task
 from fourfold.errors import UserError
@@ -28,7 +27,7 @@ def perform(task: Task) -> None:
     (hf or dcp)."""
     compat.quiet()
     found = checkpoints.read(Path(task.job.option("checkpoint")))
-    tick = lambda: task.heart.mark("load")  # noqa: E731
+    tick = lambda: task.heartbeat.enter("load")  # noqa: E731
     if found.state.format == 1:
         _must_be_unchanged(found, tick)
     index = checkpoints.read_index(found)
@@ -67,9 +66,9 @@ def _to_hf(found: Checkpoint, index: Index, dtype: torch.dtype, out: Path, task:
     )
 
     def source(names: Sequence[str]) -> dict[str, Tensor]:
-        return whole_tensors(found, index, names, lambda: task.heart.mark("load"))
+        return whole_tensors(found, index, names, lambda: task.heartbeat.enter("load"))
 
-    return export(source, what, out, lambda _: task.heart.mark("save"))
+    return export(source, what, out, lambda _: task.heartbeat.enter("save"))
 
 
 def _to_dcp(
@@ -91,7 +90,7 @@ def _to_dcp(
         tick()
         return _read(found, index, [name])[name].to(shapes[name][1])
 
-    return dcp_export.export(shapes, source, out)
+    return dcp_write.export(shapes, source, out)
 
 
 def must_hold(found: Checkpoint, index: Index) -> None:
@@ -133,7 +132,7 @@ def _read(
         for name, one in ((name, index.tensors[name]) for name in names)
     }
     items = [
-        Held(name, index.tensors[name].shape, (0,) * tensor.ndim, tensor)
+        StateShard(name, index.tensors[name].shape, (0,) * tensor.ndim, tensor)
         for name, tensor in tensors.items()
     ]
     checkpoint.read_into(items, found, tick, index=index)

@@ -20,7 +20,7 @@ from fourfold.engine.microbench.kernels import Attend, Kernel, Product
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, alibi_bias, alibi_slope
 from fourfold.engine.observe.clock import lower_quartile, reading, synchronize
-from fourfold.engine.one_rank import fake_peers as lone
+from fourfold.engine.one_rank import fake_peers
 from fourfold.engine.one_rank.fake_peers import Fill
 from fourfold.engine.parallel import blocks
 from fourfold.engine.parallel.order import attention_kernels
@@ -46,7 +46,7 @@ def time_kernels(
 
 
 def time_fills(fills: Sequence[Fill], device: torch.device, budget_s: float) -> list[float]:
-    """Seconds of what stood in for each kind of message."""
+    """Seconds of making up the values of each kind of message."""
     return seconds_in_turn([_fill(fill, device) for fill in fills], device, budget_s)
 
 
@@ -176,7 +176,7 @@ def _whole(
 def _fill(fill: Fill, device: torch.device) -> Work:
     if fill.kind == "noise":
         target = torch.empty(fill.elements, dtype=fill.dtype, device=device)
-        return lambda: lone.receive(target, 1.0)
+        return lambda: fake_peers.receive(target, 1.0)
     own = torch.ones(fill.elements, dtype=fill.dtype, device=device)
     whole = torch.empty(fill.parts * fill.elements, dtype=fill.dtype, device=device)
-    return lambda: lone.gather(whole, own, fill.parts)
+    return lambda: fake_peers.gather(whole, own, fill.parts)

@@ -79,7 +79,7 @@ def _axes(world: World) -> list[tuple[str, Group]]:
 
 
 def _hosts(world: World) -> list[str]:
-    found: list[str] = [""] * world.everyone.size
+    found: list[str] = [""] * world.all_ranks.size
     dist.all_gather_object(found, socket.gethostname())
     return found
 

@@ -57,7 +57,7 @@ class Head(nn.Module):
     def __init__(self, shape: ModelShape, chunks: int) -> None:
         super().__init__()
         self.chunks = chunks
-        self.entry: nn.Module = nn.Identity()
+        self.input_comm: nn.Module = nn.Identity()
         tied = shape.tied
         self.weight = None if tied else nn.Parameter(torch.empty(shape.vocab, shape.hidden))
         self.loss: nn.Module = Loss()
@@ -65,7 +65,7 @@ class Head(nn.Module):
     def forward(self, x_BSD: Tensor, tied: Tensor | None, targets_BS: Tensor | None) -> Tensor:
         weight = self.weight if tied is None else tied
         assert weight is not None
-        x_BSD = self.entry(x_BSD)
+        x_BSD = self.input_comm(x_BSD)
         if targets_BS is None:
             return self.product(x_BSD, weight, None)
         x_ND, targets_N = x_BSD.flatten(0, 1), targets_BS.flatten()

@@ -1,8 +1,9 @@
 """What is one decoder layer? Norms, attention and MLP on one device.
 
 Shapes: B micro batch, S tokens, D hidden, H heads, K key/value heads, C head size, F MLP width.
-Parallelism replaces parts from outside: `entry` (what happens to a block's input), linears, the
-attention core. A linear may compute several published matrices at once; `parts` says which rows.
+Parallelism replaces parts from outside: `input_comm` (what happens to a block's input), linears,
+the attention core. A linear may compute several published matrices at once; `parts` says which
+rows.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Attention(nn.Module):
         self.rope = shape.positions.kind == "rope"
         self.fused = fused
         sizes = {"q": shape.attention_width, "k": shape.kv_width, "v": shape.kv_width}
-        self.entry: nn.Module = nn.Identity()
+        self.input_comm: nn.Module = nn.Identity()
         bias = shape.biased("qkv")
         if fused:
             self.qkv = Linear(shape.hidden, tuple(sizes.items()), bias=bias)
@@ -124,7 +125,7 @@ class Attention(nn.Module):
         self.out = Linear(shape.attention_width, (("out", shape.hidden),), bias=shape.biased("out"))
 
     def forward(self, x_BSD: Tensor, tables: Tables) -> Tensor:
-        q, k, v = self._project(self.entry(x_BSD))
+        q, k, v = self._project(self.input_comm(x_BSD))
         if self.qk_norm == "width":
             q, k = self.norm_widths(self.q_norm, self.k_norm, q, k)
         q, k, v = self._heads(q), self._heads(k), self._heads(v)
@@ -168,7 +169,7 @@ class Mlp(nn.Module):
         self.gated, self.fused = shape.gated, fused and shape.gated
         self.squared = shape.activation == "relu2"
         names = ("gate", "up") if shape.gated else ("up",)
-        self.entry: nn.Module = nn.Identity()
+        self.input_comm: nn.Module = nn.Identity()
         bias = shape.biased("mlp")
         if self.fused:
             parts = tuple((name, shape.ffn) for name in names)
@@ -179,7 +180,7 @@ class Mlp(nn.Module):
         self.down = Linear(shape.ffn, (("down", shape.hidden),), bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = self.entry(x_BSD)
+        x_BSD = self.input_comm(x_BSD)
         if not self.gated:
             up = self.up(x_BSD)
             return self.down(F.relu(up).square() if self.squared else self.gelu(up))

@@ -31,7 +31,7 @@ _LARGEST = 10
 
 
 @dataclass(slots=True)
-class Held:
+class Allocation:
     """One live storage: its size now, what it is for, and what made it, in which phase."""
 
     key: int
@@ -48,24 +48,24 @@ class Held:
 
 
 @dataclass(slots=True)
-class Peak:
+class PeakSnapshot:
     """The fullest moment: bytes in all and by kind, when, and its largest tensors."""
 
     size: int
     kinds: dict[str, int]
     phase: str
-    largest: tuple[Held, ...]
+    largest: tuple[Allocation, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class OverLimit:
     """The moment live bytes passed the limit; the tensor that did it is counted."""
 
     size: int
     limit_bytes: int
     asked_bytes: int
     kinds: dict[str, int]
-    largest: tuple[Held, ...]
+    largest: tuple[Allocation, ...]
 
 
 class Ledger(TorchDispatchMode):
@@ -82,7 +82,7 @@ class Ledger(TorchDispatchMode):
         self.phase = "build"
         # Asked at every mark: (kind, tensor) of what is state by now, gradients above all.
         self.owners: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
-        self._held: dict[int, tuple[Held, weakref.ref[Any]]] = {}
+        self._allocations: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}
         self._paused = 0
         self._undo: list[Callable[[], None]] = []
         self.begin()
@@ -107,14 +107,14 @@ class Ledger(TorchDispatchMode):
     def own(self, kind: str, tensor: Tensor) -> None:
         """This tensor's storage counts as `kind` from now on."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        entry = self._held.get(local.untyped_storage()._cdata)
+        entry = self._allocations.get(local.untyped_storage()._cdata)
         if entry is not None and entry[0].kind != kind:
             self.kinds[entry[0].kind] -= entry[0].size
             self.kinds[kind] += entry[0].size
             entry[0].kind = kind
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> PeakSnapshot:
         if self._rising and self.live_bytes == self.peak_bytes:
             self._snapshot()
         return self._peak
@@ -130,62 +130,62 @@ class Ledger(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._held:
+        if key in self._allocations:
             return
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape = tuple(tensor.shape)
-        held = Held(key, storage.nbytes(), "activations", op, shape, dtype, self.phase)
-        self._held[key] = held, weakref.ref(storage, lambda _: self._forget(key))
-        self._change(held, held.size)
+        allocation = Allocation(key, storage.nbytes(), "activations", op, shape, dtype, self.phase)
+        self._allocations[key] = allocation, weakref.ref(storage, lambda _: self._forget(key))
+        self._change(allocation, allocation.size)
 
     def _forget(self, key: int) -> None:
-        held, _ = self._held[key]
-        self._change(held, -held.size)  # first: it may be the moment to note the peak
-        del self._held[key]
+        allocation, _ = self._allocations[key]
+        self._change(allocation, -allocation.size)  # first: it may be the moment to note the peak
+        del self._allocations[key]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP frees and fills its gathered weights this way."""
-        entry = self._held.get(storage._cdata)
+        entry = self._allocations.get(storage._cdata)
         if entry is None:
             return
-        held = entry[0]
-        if held.kind == "activations":
-            self.kinds["activations"] -= held.size
-            self.kinds["gathered"] += held.size
-            held.kind = "gathered"
-        change = storage.nbytes() - held.size
-        held.size = storage.nbytes()
-        self._change(held, change)
+        allocation = entry[0]
+        if allocation.kind == "activations":
+            self.kinds["activations"] -= allocation.size
+            self.kinds["gathered"] += allocation.size
+            allocation.kind = "gathered"
+        change = storage.nbytes() - allocation.size
+        allocation.size = storage.nbytes()
+        self._change(allocation, change)
 
-    def _change(self, held: Held, size: int) -> None:
+    def _change(self, allocation: Allocation, size: int) -> None:
         if size < 0 and self._rising and self.live_bytes == self.peak_bytes:
             self._snapshot()
         self.live_bytes += size
-        self.kinds[held.kind] += size
+        self.kinds[allocation.kind] += size
         if self.live_bytes > self.phase_bytes[self.phase]:
             self.phase_bytes[self.phase] = self.live_bytes
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self._rising = self.live_bytes, True
             if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
-                self._over(held)
+                self._over(allocation)
 
-    def _over(self, held: Held) -> None:
+    def _over(self, allocation: Allocation) -> None:
         limit, self.limit_bytes = self.limit_bytes or 0, None  # once: the way out also allocates
         for kind, tensor in self.owners():  # gradients may be newer than the last mark
             self.own(kind, tensor)
         self._snapshot()
         found = self.largest()
-        over = Over(self.live_bytes, limit, held.size, dict(self.kinds), found)
+        over = OverLimit(self.live_bytes, limit, allocation.size, dict(self.kinds), found)
         raise MemoryLimitError(
-            f"{self.live_bytes} live bytes pass memory_limit={limit} with {held}; "
+            f"{self.live_bytes} live bytes pass memory_limit={limit} with {allocation}; "
             f"largest: {'; '.join(map(str, found[:3]))}",
             over,
         )
 
-    def largest(self) -> tuple[Held, ...]:
+    def largest(self) -> tuple[Allocation, ...]:
         """The largest storages that live now."""
-        held = (entry[0] for entry in self._held.values())
-        return tuple(map(replace, heapq.nlargest(_LARGEST, held, key=lambda one: one.size)))
+        allocation = (entry[0] for entry in self._allocations.values())
+        return tuple(map(replace, heapq.nlargest(_LARGEST, allocation, key=lambda one: one.size)))
 
     def _snapshot(self) -> None:
         """Who was there. A walk over all storages, so only where the peak turns, not on its way up.
@@ -193,12 +193,12 @@ class Ledger(TorchDispatchMode):
         Within 1% of the last snapshot the same tensors are the largest; only the total moves on.
         """
         self._rising = False
-        before: Peak | None = getattr(self, "_peak", None)
+        before: PeakSnapshot | None = getattr(self, "_peak", None)
         if before is not None and before.size <= self.peak_bytes <= before.size * 1.01:
             largest = before.largest
         else:
             largest = self.largest()
-        self._peak = Peak(self.live_bytes, dict(self.kinds), self.phase, largest)
+        self._peak = PeakSnapshot(self.live_bytes, dict(self.kinds), self.phase, largest)
 
     # What operators do.
 

@@ -20,7 +20,7 @@ from fourfold.engine.training.trainer import Trainer
 from fourfold.result.report import RankMemory
 
 
-class Peak:
+class PeakMemory:
     """Of one rank; `note` before a probe, `forget` after it."""
 
     def __init__(self, device: torch.device) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.engine.observe.ledger import Held, Ledger
+from fourfold.engine.observe.ledger import Allocation, Ledger
 from fourfold.engine.observe.phases import owners_of
 from fourfold.engine.parallel.shards import local, published
 from fourfold.engine.process.failure import MemoryLimitError
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.dryrun import Kind, Large
-from fourfold.result.oom import Shortage
+from fourfold.result.oom import OomReport
 
 _LARGEST = 10
 _ASKED = re.compile(r"tried to allocate\s+([\d.]+)\s*(bytes|[KMGT]iB)?", re.I)
@@ -35,12 +35,12 @@ def names_of(trainer: Trainer) -> dict[int, str]:
     In the middle of a step modules hold gathered weights, in whose place the shards come back.
     """
     held: dict[int, list[str]] = {}
-    for piece in trainer.pieces:
-        key = local(piece.param.detach()).untyped_storage()._cdata
-        held.setdefault(key, []).append(piece.name)
-        if piece.param.grad is not None:
-            grad = local(piece.param.grad).untyped_storage()._cdata
-            held.setdefault(grad, ["gradient of"]).append(piece.name)
+    for shard in trainer.shards:
+        key = local(shard.param.detach()).untyped_storage()._cdata
+        held.setdefault(key, []).append(shard.name)
+        if shard.param.grad is not None:
+            grad = local(shard.param.grad).untyped_storage()._cdata
+            held.setdefault(grad, ["gradient of"]).append(shard.name)
     for chunk in trainer.chunks:
         for param, names in published(chunk):
             key = local(param.detach()).untyped_storage()._cdata
@@ -48,13 +48,13 @@ def names_of(trainer: Trainer) -> dict[int, str]:
     return {key: " ".join(names) for key, names in held.items()}
 
 
-def of_ledger(ledger: Ledger, trainer: Trainer | None, error: BaseException) -> Shortage:
+def of_ledger(ledger: Ledger, trainer: Trainer | None, error: BaseException) -> OomReport:
     """At the limit the ledger took its picture itself; an allocator's refusal finds it here."""
     names = names_of(trainer) if trainer is not None else {}
     over = error.over if isinstance(error, MemoryLimitError) else None
     largest = over.largest if over is not None else ledger.largest()
     kinds = over.kinds if over is not None else dict(ledger.kinds)
-    return Shortage(
+    return OomReport(
         live_bytes=over.size if over is not None else ledger.live_bytes,
         asked_bytes=over.asked_bytes if over is not None else asked_bytes(str(error)),
         limit_bytes=over.limit_bytes if over is not None else 0,
@@ -69,7 +69,7 @@ def _kinds(kinds: dict[str, int]) -> tuple[Kind, ...]:
     return tuple(Kind(name=name, bytes=size) for name, size in ordered if size > 0)
 
 
-def _large(held: Held, names: dict[int, str]) -> Large:
+def _large(held: Allocation, names: dict[int, str]) -> Large:
     return Large(
         bytes=held.size,
         kind=held.kind,
@@ -81,7 +81,7 @@ def _large(held: Held, names: dict[int, str]) -> Large:
     )
 
 
-def of_allocator(device: torch.device, trainer: Trainer | None, error: BaseException) -> Shortage:
+def of_allocator(device: torch.device, trainer: Trainer | None, error: BaseException) -> OomReport:
     stats = torch.cuda.memory_stats(device)
     live = int(stats.get("allocated_bytes.all.current", 0))
     known = _reachable(trainer)
@@ -90,7 +90,7 @@ def of_allocator(device: torch.device, trainer: Trainer | None, error: BaseExcep
     for address, size in blocks:
         kinds[known[address].kind if address in known else "activations"] += size
     top = heapq.nlargest(_LARGEST, blocks, key=lambda block: block[1])
-    return Shortage(
+    return OomReport(
         live_bytes=live,
         asked_bytes=asked_bytes(str(error)),
         limit_bytes=_limit_bytes(device),

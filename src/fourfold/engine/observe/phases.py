@@ -19,7 +19,7 @@ from fourfold.spec.model import ModelShape
 
 # Several groups serve one axis of the layout: copies and shards of data parallelism, ranks that
 # share a KV head, the two stages that share a tied embedding.
-_AXIS = {"batch": "dp", "fsdp": "dp", "replicas": "dp", "kv": "tp", "ends": "pp"}
+_AXIS = {"dp_cp": "dp", "fsdp": "dp", "replicas": "dp", "kv": "tp", "embedding": "pp"}
 
 
 def axes_of(world: World, model: ModelShape) -> dict[str, str]:
@@ -130,14 +130,14 @@ def count_of(ledger: Ledger, trainer: Trainer, seconds: float = 0.0) -> RankCoun
         ),
         largest=tuple(
             Large(
-                bytes=held.size,
-                kind=held.kind,
-                shape="x".join(map(str, held.shape)),
-                dtype=held.dtype,
-                op=held.op,
-                phase=held.phase,
+                bytes=allocation.size,
+                kind=allocation.kind,
+                shape="x".join(map(str, allocation.shape)),
+                dtype=allocation.dtype,
+                op=allocation.op,
+                phase=allocation.phase,
             )
-            for held in peak.largest
+            for allocation in peak.largest
         ),
         micro_batches=len(trainer.sizes),
         seconds=seconds,

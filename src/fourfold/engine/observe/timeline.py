@@ -26,7 +26,7 @@ STEP_PHASES = ("data", "reduce", "optimizer")
 Stamp = torch.cuda.Event | float
 
 
-class Timeline:
+class PhaseTimeline:
     """`listeners` are told the name of every phase that begins."""
 
     def __init__(self, device: torch.device, listeners: Sequence[Callable[[str], None]]) -> None:

@@ -24,7 +24,7 @@ class Ticks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Warmed:
+class WarmupTicks:
     """Clock readings of every warm-up step, and how the warm-up ended."""
 
     ticks: tuple[Ticks, ...]
@@ -37,13 +37,13 @@ class Warmed:
         return [seconds for one in self.ticks for seconds in one.busy_s()]
 
 
-def by_count(run: Callable[[int], Ticks], count: int) -> Warmed:
-    return Warmed((run(count),), Warmup(steps=count, ended="count"))
+def by_count(run: Callable[[int], Ticks], count: int) -> WarmupTicks:
+    return WarmupTicks((run(count),), Warmup(steps=count, ended="count"))
 
 
 def until_steady(
     run: Callable[[int], Ticks], *, least: int, device: torch.device, rank: int
-) -> Warmed:
+) -> WarmupTicks:
     """`run(n)` does the next n steps. Collective: every rank makes the same number of them."""
     ticks = [run(LEAD)]
     sampler = Sampler(device) if rank == 0 else None
@@ -59,7 +59,7 @@ def until_steady(
             spent_s = sum(map(sum, times))  # compiling, in the first steps, is no drift
             found = _agreed(verdict(times, clocks, least=least, spent_s=spent_s), device)
             if found.ended != "going on":
-                return Warmed(tuple(ticks), found)
+                return WarmupTicks(tuple(ticks), found)
     finally:
         if sampler is not None:
             sampler.stop()

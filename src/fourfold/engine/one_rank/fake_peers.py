@@ -21,8 +21,8 @@ from torch.futures import Future
 from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-BACKEND = "lone"
-FILL = "lone::fill"  # what a profile calls the making of received values
+BACKEND = "filling"
+FILL = "fake_peers::fill"  # what a profile calls the making of received values
 # A received gradient: small, as gradients are, and far from the smallest number of any format.
 _GRADIENT_SCALE = 1e-2
 
@@ -38,8 +38,8 @@ class Fill:
 
 
 @dataclass(slots=True)
-class Book:
-    """Messages since the last `clear`, by (group's name, kind): payload bytes and calls.
+class TrafficLog:
+    """StepTraffic since the last `clear`, by (group's name, kind): payload bytes and calls.
 
     Fills also by `phase`, which whoever runs the steps sets.
     """
@@ -57,15 +57,15 @@ class Book:
             counts.clear()
 
 
-class Messages:
+class StepTraffic:
     """The messages of one step: in all, and of every interval between two phases' beginnings.
 
     Keys are (group's name, kind): payload bytes, calls under `kind calls`.
     """
 
-    def __init__(self, book: Book) -> None:
-        book.clear()
-        self._book = book
+    def __init__(self, traffic_log: TrafficLog) -> None:
+        traffic_log.clear()
+        self._log = traffic_log
         self._phase, self._before = "", Counter[tuple[str, str]]()
         self.intervals: dict[str, list[Counter[tuple[str, str]]]] = {}
         self.total = Counter[tuple[str, str]]()
@@ -78,11 +78,11 @@ class Messages:
         self._phase, self._before = phase, now
 
     def close(self) -> None:
-        self.total, self.fills = self._now(), self._book.fills.copy()
+        self.total, self.fills = self._now(), self._log.fills.copy()
 
     def _now(self) -> Counter[tuple[str, str]]:
-        calls = {(group, f"{kind} calls"): n for (group, kind), n in self._book.calls.items()}
-        return Counter({**self._book.traffic, **calls})
+        calls = {(group, f"{kind} calls"): n for (group, kind), n in self._log.calls.items()}
+        return Counter({**self._log.traffic, **calls})
 
     def of(self, key: tuple[str, str]) -> dict[str, list[float]]:
         """By phase, what each of its intervals moved."""
@@ -91,12 +91,12 @@ class Messages:
         }
 
 
-class LoneGroup(dist.ProcessGroup):
+class FillingProcessGroup(dist.ProcessGroup):
     """A group of a world whose other ranks do not exist."""
 
-    def __init__(self, rank: int, size: int, book: Book) -> None:
+    def __init__(self, rank: int, size: int, traffic_log: TrafficLog) -> None:
         super().__init__(rank, size)  # type: ignore[args]  (torch's stub knows another one)
-        self._place, self._ranks, self._book = rank, size, book
+        self._place, self._ranks, self._log = rank, size, traffic_log
 
     def size(self) -> int:
         return self._ranks
@@ -115,8 +115,8 @@ class LoneGroup(dist.ProcessGroup):
     def _done(self, op: str, payload: Sequence[Tensor] = ()) -> Any:
         if payload and self._ranks > 1:
             key = (self.group_name, op)
-            self._book.traffic[key] += sum(t.numel() * t.element_size() for t in payload)
-            self._book.calls[key] += 1
+            self._log.traffic[key] += sum(t.numel() * t.element_size() for t in payload)
+            self._log.calls[key] += 1
         future: Future[None] = Future()
         future.set_result(None)
         return _create_work_from_future(future)
@@ -125,7 +125,7 @@ class LoneGroup(dist.ProcessGroup):
         """Note a fill; groups of one rank only hand their own values back."""
         if self._ranks > 1:
             made = Fill(kind, target.numel() // parts, parts, target.dtype)
-            self._book.fills[self._book.phase, self.group_name, made] += 1
+            self._log.fills[self._log.phase, self.group_name, made] += 1
 
     # torch hands everything over by position: tensors first, then what a real group would need.
     # In place, nothing arrives.
@@ -230,16 +230,16 @@ def receive(tensor: Tensor, scale: float) -> None:
             values.zero_()  # a place in a table: 0 is in every range
 
 
-def join(rank: int, world: int) -> Book:
+def join(rank: int, world: int) -> TrafficLog:
     """Make the default process group, as `rank` of `world`; what travels is noted in the book."""
-    book = Book()
+    traffic_log = TrafficLog()
 
-    def make(store: Any, place: int, size: int, timeout: Any) -> LoneGroup:
-        return LoneGroup(place, size, book)
+    def make(store: Any, place: int, size: int, timeout: Any) -> FillingProcessGroup:
+        return FillingProcessGroup(place, size, traffic_log)
 
     # A name can be given once in a process; each world has its own book, so its own name.
     taken = dist.Backend.backend_list
     name = next(name for i in range(len(taken) + 1) if (name := f"{BACKEND}{i}") not in taken)
     dist.Backend.register_backend(name, make, devices=["cpu", "cuda"])
     dist.init_process_group(name, rank=rank, world_size=world, store=FakeStore())
-    return book
+    return traffic_log

@@ -42,7 +42,7 @@ def kind_of(name: str) -> str:
 
 
 @dataclass(slots=True)
-class Lens:
+class MicroBatchProfiler:
     """Told of every phase of a step, it watches the second to last forward and what follows it
     until a backward is over. `forwards` are those of the step."""
 
@@ -72,13 +72,13 @@ class Lens:
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         synchronize(self.device)
-        lens = profile(activities=activities)
+        profiler = profile(activities=activities)
         try:
-            lens.start()
+            profiler.start()
         except RuntimeError as error:  # a driver may keep its counters to itself: told, not fatal
             self.refusal, self.forwards = f"no profile: {error}", 2**62
             return
-        self._open = lens
+        self._open = profiler
 
     def _end(self) -> None:
         assert self._open is not None

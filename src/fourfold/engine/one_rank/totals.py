@@ -1,4 +1,4 @@
-"""What do the readings of a stand-in add up to? Phases, a whole step, its traffic and memory.
+"""What do the readings of an emulated rank add up to? Phases, a whole step, traffic and memory.
 
 Micro batches that were not run are like the steady ones; fills, which stand for what peers would
 have sent, are taken off.
@@ -13,14 +13,14 @@ from statistics import median
 import torch
 
 from fourfold.engine import compat
-from fourfold.engine.microbench import kernel_times as bare
+from fourfold.engine.microbench import kernel_times
 from fourfold.engine.microbench.kernels import Kernel, Product, stage_kernels
 from fourfold.engine.observe.timeline import STEP_PHASES, phase_of, steady
-from fourfold.engine.one_rank.fake_peers import Fill, Messages
-from fourfold.engine.one_rank.profile import Lens
+from fourfold.engine.one_rank.fake_peers import Fill, StepTraffic
+from fourfold.engine.one_rank.profile import MicroBatchProfiler
 from fourfold.engine.parallel.groups import World
 from fourfold.result.dryrun import Traffic
-from fourfold.result.one_rank import BareKernel, PhaseTime
+from fourfold.result.one_rank import KernelTime, PhaseTime
 from fourfold.spec.run import RunSpec
 
 # Axes whose messages a GPU handles on streams of their own, beside the compute.
@@ -28,7 +28,7 @@ _BESIDE = ("dp",)
 
 
 @dataclass(slots=True)
-class Stage:
+class StageFacts:
     """What is known of the rank's part of the model when the model itself is gone again."""
 
     spec: RunSpec
@@ -48,19 +48,19 @@ class Stage:
 
 
 @dataclass(slots=True)
-class Found:
+class StepReadings:
     """What the steps left behind."""
 
     step_s: list[float]
     intervals: dict[str, list[float]]
-    messages: Messages
-    lens: Lens
+    traffic: StepTraffic
+    profiler: MicroBatchProfiler
     peak_bytes: int
     reserved_bytes: int
     retries: int
 
 
-def kept_bytes(stage: Stage) -> int:
+def kept_bytes(stage: StageFacts) -> int:
     """What micro batches that were not run would keep: their numbers, tokens and targets (int64) at
     the ends, their losses at the last."""
     batch, world = stage.spec.batch, stage.world
@@ -72,7 +72,7 @@ def kept_bytes(stage: Stage) -> int:
     return stage.more * each
 
 
-def step_flops(stage: Stage, kernels: list[Kernel]) -> int:
+def step_flops(stage: StageFacts, kernels: list[Kernel]) -> int:
     """Of a whole step: products and attention, every query-key pair counted."""
     flops = stage.more * sum(kernel.calls * kernel.flops for kernel in kernels)
     for size, count in stage.sizes.items():
@@ -81,16 +81,16 @@ def step_flops(stage: Stage, kernels: list[Kernel]) -> int:
 
 
 def fill_seconds(
-    messages: Messages, axes: dict[str, str], device: torch.device
+    traffic: StepTraffic, axes: dict[str, str], device: torch.device
 ) -> dict[str, float]:
     """Seconds of fills in a step by phase, where they are in the way of the compute."""
     beside = _BESIDE if device.type == "cuda" else ()
     counted: Counter[tuple[str, Fill]] = Counter()
-    for (phase, group, fill), count in messages.fills.items():
+    for (phase, group, fill), count in traffic.fills.items():
         if axes.get(group, group) not in beside:
             counted[phase_of(phase), fill] += count
     kinds = list(dict.fromkeys(fill for _, fill in counted))
-    seconds = dict(zip(kinds, bare.time_fills(kinds, device, 0.3), strict=True))
+    seconds = dict(zip(kinds, kernel_times.time_fills(kinds, device, 0.3), strict=True))
     found: dict[str, float] = {}
     for (phase, fill), count in counted.items():
         found[phase] = found.get(phase, 0.0) + count * seconds[fill]
@@ -98,7 +98,7 @@ def fill_seconds(
 
 
 def phase_times(
-    found: Found, one: dict[str, float], fills: dict[str, float], stage: Stage
+    found: StepReadings, one: dict[str, float], fills: dict[str, float], stage: StageFacts
 ) -> tuple[list[PhaseTime], float]:
     """Phases of a micro batch and of a step without fills, and the seconds of a whole step.
 
@@ -121,15 +121,17 @@ def phase_times(
     return phases, step_s + stage.more * micro_s
 
 
-def step_traffic(messages: Messages, axes: dict[str, str], stage: Stage) -> tuple[Traffic, ...]:
+def step_traffic(
+    traffic: StepTraffic, axes: dict[str, str], stage: StageFacts
+) -> tuple[Traffic, ...]:
     """Payload of a whole step by axis and collective; groups of one rank have no axis."""
     total: Counter[tuple[str, str]] = Counter()
-    for (group, kind), count in messages.total.items():
+    for (group, kind), count in traffic.total.items():
         if kind.startswith(("send", "recv")):
             # Hand-overs are one for each micro batch, but may be posted in any phase.
             each = count / stage.ran
         else:
-            each = sum(steady(messages.of((group, kind)), stage.ran).values())
+            each = sum(steady(traffic.of((group, kind)), stage.ran).values())
         if group in axes:
             total[axes[group], kind] += count + round(stage.more * each)
     return tuple(
@@ -139,12 +141,12 @@ def step_traffic(messages: Messages, axes: dict[str, str], stage: Stage) -> tupl
     )
 
 
-def bare_kernel(kernel: Kernel, seconds: float) -> BareKernel:
+def kernel_time(kernel: Kernel, seconds: float) -> KernelTime:
     if isinstance(kernel, Product):
         makes: str = kernel.makes
     else:
         makes = "gradients" if kernel.backward else "output"
-    return BareKernel(
+    return KernelTime(
         part=kernel.part,
         name=kernel.name,
         makes=makes,

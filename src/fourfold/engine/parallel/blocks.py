@@ -123,7 +123,7 @@ def _scores_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-class Joined:
+class JoinedBlocks:
     """Blocks of the same queries, joined by their logsumexp in fp32 (fp64 for fp64)."""
 
     def __init__(self, q: Tensor) -> None:

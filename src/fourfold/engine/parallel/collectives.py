@@ -48,8 +48,8 @@ def start_exchange(x: Tensor, group: Group, sent: list[int], received: list[int]
     return _ops.all_to_all_single(x.contiguous(), received, sent, group.name)
 
 
-class Copy(torch.autograd.Function):
-    """The same input on all ranks: gradients of their different uses add up."""
+class IdentityWithGradReduce(torch.autograd.Function):
+    """The same input on all ranks: gradients of their different uses add up (Megatron's f)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -62,8 +62,8 @@ class Copy(torch.autograd.Function):
         return all_reduce(grad, ctx.group), None
 
 
-class Sum(torch.autograd.Function):
-    """Partial results add up; every rank's part sees the whole gradient."""
+class AllReduce(torch.autograd.Function):
+    """Partial results add up; every rank's part sees the whole gradient (Megatron's g)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -75,7 +75,7 @@ class Sum(torch.autograd.Function):
         return grad, None
 
 
-class SumShared(torch.autograd.Function):
+class AllReduceBothWays(torch.autograd.Function):
     """Partial results add up, and every rank uses the sum for something else: gradients of these
     uses add up too."""
 
@@ -90,7 +90,7 @@ class SumShared(torch.autograd.Function):
         return all_reduce(grad, ctx.group), None
 
 
-class Gather(torch.autograd.Function):
+class AllGather(torch.autograd.Function):
     """Parts along `dim` -> the whole on all ranks; gradients of its uses add up, then part."""
 
     @staticmethod
@@ -104,7 +104,7 @@ class Gather(torch.autograd.Function):
         return reduce_scatter(grad, ctx.group, ctx.dim), None, None
 
 
-class SumScatter(torch.autograd.Function):
+class ReduceScatter(torch.autograd.Function):
     """Partial results add up and part along `dim`."""
 
     @staticmethod
@@ -118,21 +118,21 @@ class SumScatter(torch.autograd.Function):
         return all_gather(grad, ctx.group, ctx.dim), None, None
 
 
-class Transpose(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """All-to-all that splits dimension `split` over ranks and joins dimension `join` (Ulysses)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
         ctx.group, ctx.split, ctx.join = group, split, join
-        return _transpose(x, group, split, join)
+        return _all_to_all(x, group, split, join)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
-        return _transpose(grad, ctx.group, ctx.join, ctx.split), None, None, None
+        return _all_to_all(grad, ctx.group, ctx.join, ctx.split), None, None, None
 
 
-def _transpose(x: Tensor, group: Group, split: int, join: int) -> Tensor:
+def _all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     stacked = torch.stack(x.chunk(group.size, dim=split))
     rows = [1] * group.size
     received = wait(start_exchange(stacked, group, rows, rows))

@@ -16,8 +16,8 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, alibi_bias
 from fourfold.engine.parallel import blocks
-from fourfold.engine.parallel.blocks import Joined, Span, cut
-from fourfold.engine.parallel.collectives import Gather, Transpose
+from fourfold.engine.parallel.blocks import JoinedBlocks, Span, cut
+from fourfold.engine.parallel.collectives import AllGather, AllToAll
 from fourfold.engine.parallel.groups import Group
 from fourfold.engine.parallel.ring import RingCore, zigzag
 
@@ -44,7 +44,7 @@ class _Spans(torch.autograd.Function):
         spans: tuple[Span, ...],
         biases: tuple[Tensor | None, ...],
     ) -> Tensor:
-        joined = Joined(q)
+        joined = JoinedBlocks(q)
         for span, bias in zip(spans, biases, strict=True):
             keys, values = cut(k, span.keys), cut(v, span.keys)
             out, lse = blocks.forward(
@@ -86,7 +86,7 @@ class AllGatherCore(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> Tensor:
         parts, chunk = self.group.size, q.shape[2] // 2
-        whole = Gather.apply(torch.stack([k, v]), self.group, 0).unflatten(0, (parts, 2))
+        whole = AllGather.apply(torch.stack([k, v]), self.group, 0).unflatten(0, (parts, 2))
         k, v = (in_order(whole[:, i], chunk) for i in range(2))
         spans = spans_of(self.group, chunk)
         biases = tuple(self._bias(span, tables, k.shape[2]) for span in spans)
@@ -131,11 +131,11 @@ class UlyssesCore(nn.Module):
         if kv_heads % ranks:
             times = ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
             kv = kv.repeat_interleave(times, dim=2)
-        q = Transpose.apply(q, self.group, 1, 2)
-        kv = Transpose.apply(kv, self.group, 2, 3)
+        q = AllToAll.apply(q, self.group, 1, 2)
+        kv = AllToAll.apply(kv, self.group, 2, 3)
         tables = self._whole(tables, q.shape[2], heads // ranks)
         mixed = self.inner(q, kv[0], kv[1], tables)
-        return Transpose.apply(mixed, self.group, 2, 1)
+        return AllToAll.apply(mixed, self.group, 2, 1)
 
     def _whole(self, tables: Tables, seq_len: int, heads: int) -> Tables:
         if tables.slopes is None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fourfold.engine.parallel.shards import Place
+from fourfold.engine.parallel.shards import ShardPlace
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
 
@@ -39,7 +39,7 @@ class Group:
 
 @dataclass(eq=False)
 class World:
-    """Groups of one rank. `batch` holds all ranks that see different tokens (dp x cp), `fsdp` those
+    """Groups of one rank. `dp_cp` holds all ranks that see different tokens (dp x cp), `fsdp` those
     of one replica among them (shard x cp), `replicas` the same shard in every replica."""
 
     layout: Layout
@@ -49,12 +49,12 @@ class World:
     tp: Group
     cp: Group
     pp: Group
-    batch: Group
+    dp_cp: Group
     fsdp: Group
     replicas: Group
-    ends: Group | None
-    everyone: Group
-    alone: Group
+    embedding: Group | None
+    all_ranks: Group
+    this_rank: Group
 
     @classmethod
     def create(cls, layout: Layout, device_type: str) -> World:
@@ -66,32 +66,32 @@ class World:
         pp, dp, cp, tp = (place[axis] for axis in AXES)
         replica, shard = divmod(dp, layout.shard)
         grid = table.view(layout.pp, layout.replicate, layout.shard, layout.cp, layout.tp)
-        alone = _group("alone", torch.tensor([rank]))
+        this_rank = _group("this_rank", torch.tensor([rank]))
         members = {
             "tp": grid[pp, replica, shard, cp, :],
             "cp": grid[pp, replica, shard, :, tp],
             "pp": grid[:, replica, shard, cp, tp],
-            "batch": grid[pp, :, :, :, tp],
+            "dp_cp": grid[pp, :, :, :, tp],
             "fsdp": grid[pp, replica, :, :, tp],
             "replicas": grid[pp, :, shard, cp, tp],
         }
-        groups = {axis: _group(axis, ranks, alone.handle) for axis, ranks in members.items()}
+        groups = {axis: _group(axis, ranks, this_rank.handle) for axis, ranks in members.items()}
         at_end = layout.pp > 1 and pp in (0, layout.pp - 1)
         # torch names a group by its ranks and by how many groups the process has: all ranks must
         # make as many, so stages in the middle make one of their own in its place.
         both = grid[[0, -1], replica, shard, cp, tp] if at_end else torch.tensor([rank])
-        ends = _group("ends", both) if layout.pp > 1 else alone
+        embedding = _group("embedding", both) if layout.pp > 1 else this_rank
         whole = tuple(range(layout.world))
         assert dist.group.WORLD is not None
-        everyone = Group(axis="world", ranks=whole, rank=rank, handle=dist.group.WORLD)
+        all_ranks = Group(axis="world", ranks=whole, rank=rank, handle=dist.group.WORLD)
         return cls(
             layout=layout,
             device_type=device_type,
             rank=rank,
             place=place,
-            ends=ends if at_end else None,
-            everyone=everyone,
-            alone=alone,
+            embedding=embedding if at_end else None,
+            all_ranks=all_ranks,
+            this_rank=this_rank,
             **groups,
         )
 
@@ -110,8 +110,8 @@ class World:
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         """Every group of this rank, for ledgers and warm-up."""
-        named = (self.tp, self.cp, self.pp, self.batch, self.fsdp, self.replicas, self.ends)
-        return (*(group for group in named if group is not None), self.everyone)
+        named = (self.tp, self.cp, self.pp, self.dp_cp, self.fsdp, self.replicas, self.embedding)
+        return (*(group for group in named if group is not None), self.all_ranks)
 
     @cached_property
     def _kv(self) -> dict[int, Group]:
@@ -128,15 +128,15 @@ class World:
             self._kv[sharing] = _group("kv", ranks)
         return self._kv[sharing]
 
-    def shard_place(self, zero: int) -> Place:
+    def shard_place(self, zero: int) -> ShardPlace:
         """How tensor and data parallelism cut this rank's parameters."""
         shards, shard = (self.fsdp.size, self.fsdp.rank) if zero >= 1 else (1, 0)
-        return Place(tp=self.layout.tp, tp_rank=self.tp.rank, shards=shards, shard=shard)
+        return ShardPlace(tp=self.layout.tp, tp_rank=self.tp.rank, shards=shards, shard=shard)
 
     def data_mesh(self, zero: int) -> DeviceMesh:
         """What FSDP works on. Two dimensions are copies x shards; zero0 has shards of one rank."""
         if zero == 0:
-            return self._mesh(self.batch, self.alone)
+            return self._mesh(self.dp_cp, self.this_rank)
         if self.layout.replicate > 1:
             return self._mesh(self.replicas, self.fsdp)
         return DeviceMesh.from_group(self.fsdp.handle, self.device_type, mesh_dim_names=("shard",))
@@ -169,11 +169,11 @@ def _rank_table(layout: Layout) -> torch.Tensor:
     return placed.permute(axes).contiguous()
 
 
-def _group(axis: str, ranks: torch.Tensor, alone: dist.ProcessGroup | None = None) -> Group:
+def _group(axis: str, ranks: torch.Tensor, this_rank: dist.ProcessGroup | None = None) -> Group:
     """torch orders the ranks of a group by number, so we do; groups of one share a handle."""
     members = tuple(sorted(ranks.flatten().tolist()))
-    if len(members) == 1 and alone is not None:
-        handle = alone
+    if len(members) == 1 and this_rank is not None:
+        handle = this_rank
     else:
         # The description tells who watches that stages send and receive: no equal counts there.
         handle = dist.new_group(list(members), use_local_synchronization=True, group_desc=axis)

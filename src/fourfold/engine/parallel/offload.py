@@ -125,7 +125,7 @@ class Bag:
         if self._begun:
             return
         self._begun = True
-        self.offloader.settle(0)
+        self.offloader.wait_leaving(0)
         self._fetch()
         if self.before is not None:
             self.before._fetch()
@@ -180,7 +180,7 @@ class Offloader:
         event.record(self.side)
         return event
 
-    def settle(self, layers: int) -> None:
+    def wait_leaving(self, layers: int) -> None:
         """Let go of what left for the host, but for the last `layers` layers."""
         if self._now:
             event = self.mark()
@@ -201,7 +201,7 @@ class Offloader:
             with torch.autograd.graph.saved_tensors_hooks(bag.pack, _unpack):
                 out = forward(x, tables)
             bag.close()
-            self.settle(_LEAVING_LAYERS)
+            self.wait_leaving(_LEAVING_LAYERS)
             return out
 
         return offloaded

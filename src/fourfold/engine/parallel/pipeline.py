@@ -26,7 +26,7 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class StageLink:
     """What travels between stages, and to whom."""
 
     group: Group
@@ -51,7 +51,7 @@ class Passes:
 class Pipeline:
     """One step of one rank. `chunks` by their number among those of all ranks."""
 
-    def __init__(self, chunks: Mapping[int, Decoder], link: Link, passes: Passes) -> None:
+    def __init__(self, chunks: Mapping[int, Decoder], link: StageLink, passes: Passes) -> None:
         self.chunks, self.link, self.passes = chunks, link, passes
         self.executed: list[Action] = []
         self.losses: list[Tensor] = []

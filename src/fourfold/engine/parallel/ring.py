@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fourfold.engine.model.positions import Tables, alibi_bias
 from fourfold.engine.parallel import blocks
-from fourfold.engine.parallel.blocks import Joined, Span, cut
+from fourfold.engine.parallel.blocks import JoinedBlocks, Span, cut
 from fourfold.engine.parallel.collectives import start_exchange, wait
 from fourfold.engine.parallel.groups import Group
 
@@ -67,7 +67,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, group: Group
     ) -> Tensor:
         tokens, kv = q.shape[2], torch.stack([k, v])
-        bias, joined = _Bias(slopes, tokens, group), Joined(q)
+        bias, joined = _Bias(slopes, tokens, group), JoinedBlocks(q)
         for step in range(group.size):
             following = start_rotate(kv, group) if step + 1 < group.size else None
             span = span_of(step, group.rank, group.size, tokens)

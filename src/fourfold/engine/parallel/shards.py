@@ -18,11 +18,11 @@ from fourfold.spec.model import ModelShape
 
 # Which tensor-parallel ranks hold the same values: none, all, those that share a KV head, or all of
 # a weight that each rank uses for its own heads only.
-Shared = Literal["none", "tp", "kv", "heads"]
+SharedBy = Literal["none", "tp", "kv", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Rect:
     """A rectangle of a published tensor; `columns` of a vector is (0, 1)."""
 
     rows: tuple[int, int]
@@ -30,15 +30,15 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """`rows` are rows of the local shard of `param`, which hold `block` of the tensor `name`."""
+class Shard:
+    """`rows` are rows of the local shard of `param`, which hold `rect` of the tensor `name`."""
 
     name: str
     shape: tuple[int, ...]
     param: nn.Parameter
     rows: tuple[int, int]
-    block: Block
-    shared: Shared
+    rect: Rect
+    shared: SharedBy
 
     @property
     def values(self) -> Tensor:
@@ -53,7 +53,7 @@ class Piece:
 
     @property
     def count(self) -> int:
-        (top, bottom), (left, right) = self.block.rows, self.block.columns
+        (top, bottom), (left, right) = self.rect.rows, self.rect.columns
         return (bottom - top) * (right - left)
 
 
@@ -62,27 +62,27 @@ def local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def tp_block(model: ModelShape, tensor: params.Tensor, tp: int, rank: int) -> tuple[Block, Shared]:
+def tp_rect(model: ModelShape, tensor: params.Tensor, tp: int, rank: int) -> tuple[Rect, SharedBy]:
     """What tensor-parallel rank `rank` holds of a tensor, and who else holds the same."""
     height = tensor.shape[0]
     width = tensor.shape[1] if len(tensor.shape) > 1 else 1
     if tp == 1:
-        return Block((0, height), (0, width)), "none"
+        return Rect((0, height), (0, width)), "none"
     if tensor.cut == "whole":
-        return Block((0, height), (0, width)), "tp"
+        return Rect((0, height), (0, width)), "tp"
     if tensor.cut == "heads":
-        return Block((0, height), (0, width)), "heads"
+        return Rect((0, height), (0, width)), "heads"
     if tensor.cut == "columns":
-        return Block((0, height), params.chunk(width, tp, rank)), "none"
+        return Rect((0, height), params.chunk(width, tp, rank)), "none"
     if tensor.cut == "kv" and model.kv_heads < tp:
         head = rank * model.kv_heads // tp
         rows = (head * model.head_size, (head + 1) * model.head_size)
-        return Block(rows, (0, width)), "kv"
-    return Block(params.chunk(height, tp, rank), (0, width)), "none"
+        return Rect(rows, (0, width)), "kv"
+    return Rect(params.chunk(height, tp, rank), (0, width)), "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ShardPlace:
     """Where a rank stands among those that cut a stage's tensors."""
 
     tp: int = 1
@@ -103,22 +103,20 @@ def published(module: nn.Module) -> Iterator[tuple[nn.Parameter, list[tuple[str,
                 yield param, [(f"{parent}.{part}.{leaf}", rows) for part, rows in parts]
 
 
-def pieces(module: nn.Module, model: ModelShape, seq_len: int, place: Place) -> list[Piece]:
+def shards_of(module: nn.Module, model: ModelShape, seq_len: int, place: ShardPlace) -> list[Shard]:
     """Every piece of a stage on this rank, in the order of its parameters, but for empty ones."""
     known = {tensor.name: tensor for tensor in params.tensors(model, seq_len)}
-    found = []
+    shards = []
     for param, names in published(module):
         first, last = params.chunk(sum(rows for _, rows in names), place.shards, place.shard)
         start = 0
         for name, rows in names:
-            block, shared = tp_block(model, known[name], place.tp, place.tp_rank)
-            assert block.rows[1] - block.rows[0] == rows, f"{name}: cut and module disagree"
+            rect, shared = tp_rect(model, known[name], place.tp, place.tp_rank)
+            assert rect.rows[1] - rect.rows[0] == rows, f"{name}: cut and module disagree"
             top, bottom = max(start, first), min(start + rows, last)
             if top < bottom:
-                held = Block(
-                    (block.rows[0] + top - start, block.rows[0] + bottom - start), block.columns
-                )
-                shape = known[name].shape
-                found.append(Piece(name, shape, param, (top - first, bottom - first), held, shared))
+                in_tensor = (rect.rows[0] + top - start, rect.rows[0] + bottom - start)
+                in_param, cut = (top - first, bottom - first), Rect(in_tensor, rect.columns)
+                shards.append(Shard(name, known[name].shape, param, in_param, cut, shared))
             start += rows
-    return found
+    return shards

@@ -18,21 +18,21 @@ from fourfold.cost.count import params
 from fourfold.engine.model.decoder import IGNORE, Decoder, Embedding, LearnedPositions
 from fourfold.engine.model.layers import Attention, Linear, Norm
 from fourfold.engine.parallel.collectives import (
-    Copy,
-    Gather,
-    Sum,
-    SumScatter,
-    SumShared,
+    AllGather,
+    AllReduce,
+    AllReduceBothWays,
+    IdentityWithGradReduce,
+    ReduceScatter,
     all_reduce,
 )
 from fourfold.engine.parallel.groups import Group
-from fourfold.engine.parallel.shards import Block, tp_block
+from fourfold.engine.parallel.shards import Rect, tp_rect
 from fourfold.spec.model import ModelShape
 
 _SEQUENCE = 1  # activations are [batch, sequence, hidden]
 
 
-class Entry(nn.Module):
+class InputComm(nn.Module):
     """Before column-cut matrices: gather the sequence, or mark the input as shared.
 
     The place for async tensor parallelism: nothing would happen here, and the gather would be cut
@@ -45,12 +45,18 @@ class Entry(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (
-            Gather.apply(x, self.group, _SEQUENCE) if self.sequence else Copy.apply(x, self.group)
+            AllGather.apply(x, self.group, _SEQUENCE)
+            if self.sequence
+            else IdentityWithGradReduce.apply(x, self.group)
         )
 
 
-class RowLinear(Linear):
-    """A matrix cut by columns: partial outputs add up, then the bias is added once."""
+class RowParallelLinear(Linear):
+    """Partial outputs add up, then the bias is added once.
+
+    Megatron names a cut by the dimensions of the product X W: a row-parallel layer cuts W's rows,
+    which are the inputs, and so the columns of torch's weight [outputs, inputs].
+    """
 
     def __init__(self, whole: Linear, group: Group, *, sequence: bool) -> None:
         nn.Module.__init__(self)
@@ -77,23 +83,25 @@ class SplitNorms:
             x.square().sum(dim=-1, keepdim=True) / (copies * width)
             for x, copies, width in zip(wide, self.copies, self.widths, strict=True)
         ]
-        mean_q, mean_k = SumShared.apply(torch.cat(own, dim=-1), self.group).split(1, dim=-1)
+        mean_q, mean_k = AllReduceBothWays.apply(torch.cat(own, dim=-1), self.group).split(
+            1, dim=-1
+        )
         scaled_q = wide[0] * (mean_q + q_norm.eps).rsqrt() * q_norm.weight
         scaled_k = wide[1] * (mean_k + k_norm.eps).rsqrt() * k_norm.weight
         return scaled_q.to(q.dtype), scaled_k.to(k.dtype)
 
 
 def _summed(y: Tensor, group: Group, *, sequence: bool) -> Tensor:
-    return SumScatter.apply(y, group, _SEQUENCE) if sequence else Sum.apply(y, group)
+    return ReduceScatter.apply(y, group, _SEQUENCE) if sequence else AllReduce.apply(y, group)
 
 
 class VocabEmbedding(Embedding):
     """Rows `first`..`last` of the table; other ranks add the rest."""
 
-    def __init__(self, weight: nn.Parameter, block: Block, group: Group, *, sequence: bool) -> None:
+    def __init__(self, weight: nn.Parameter, rect: Rect, group: Group, *, sequence: bool) -> None:
         nn.Module.__init__(self)
         self.weight, self.group, self.sequence = weight, group, sequence
-        self.first, self.last = block.rows
+        self.first, self.last = rect.rows
 
     def forward(self, tokens: Tensor) -> Tensor:
         here = (tokens >= self.first) & (tokens < self.last)
@@ -116,9 +124,9 @@ class SlicedPositions(LearnedPositions):
 class VocabLoss(nn.Module):
     """Cross-entropy of logits cut by vocabulary."""
 
-    def __init__(self, block: Block, group: Group) -> None:
+    def __init__(self, rect: Rect, group: Group) -> None:
         super().__init__()
-        self.first, self.last, self.group = *block.rows, group
+        self.first, self.last, self.group = *rect.rows, group
 
     def forward(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         return _VocabCrossEntropy.apply(logits_NV, targets_N, (self.first, self.last), self.group)
@@ -160,7 +168,7 @@ def apply_tensor(
     if group.size == 1:
         return
     blocks = {
-        tensor.name: tp_block(model, tensor, group.size, group.rank)[0]
+        tensor.name: tp_rect(model, tensor, group.size, group.rank)[0]
         for tensor in params.tensors(model, seq_len)
     }
     for path, module in list(decoder.named_modules()):
@@ -172,14 +180,14 @@ def apply_tensor(
         attention.kv_heads = max(1, model.kv_heads // group.size)
         if model.qk_norm == "width":
             _cut_norms(attention, blocks, model, group)
-        attention.out = RowLinear(attention.out, group, sequence=sequence)
-        layer.mlp.down = RowLinear(layer.mlp.down, group, sequence=sequence)
-        attention.entry = layer.mlp.entry = Entry(group, sequence=sequence)
+        attention.out = RowParallelLinear(attention.out, group, sequence=sequence)
+        layer.mlp.down = RowParallelLinear(layer.mlp.down, group, sequence=sequence)
+        attention.input_comm = layer.mlp.input_comm = InputComm(group, sequence=sequence)
     _cut_ends(decoder, blocks, group, sequence=sequence)
 
 
 def _cut_norms(
-    attention: Attention, blocks: dict[str, Block], model: ModelShape, group: Group
+    attention: Attention, blocks: dict[str, Rect], model: ModelShape, group: Group
 ) -> None:
     """Weights beside the heads that this rank has; every layer is cut alike."""
     for norm, name in ((attention.q_norm, "q_norm"), (attention.k_norm, "k_norm")):
@@ -188,11 +196,11 @@ def _cut_norms(
     attention.norm_widths = SplitNorms(model, group)
 
 
-def _cut_linear(path: str, linear: Linear, blocks: dict[str, Block]) -> None:
+def _cut_linear(path: str, linear: Linear, blocks: dict[str, Rect]) -> None:
     """Keep this rank's rows and columns; still without values, so only sizes change."""
     parent = path.rpartition(".")[0]
     mine = [(part, blocks[f"{parent}.{part}.weight"]) for part, _ in linear.parts]
-    linear.parts = tuple((part, block.rows[1] - block.rows[0]) for part, block in mine)
+    linear.parts = tuple((part, rect.rows[1] - rect.rows[0]) for part, rect in mine)
     outs = sum(rows for _, rows in linear.parts)
     left, right = mine[0][1].columns
     linear.weight = nn.Parameter(linear.weight.new_empty(outs, right - left))
@@ -200,18 +208,18 @@ def _cut_linear(path: str, linear: Linear, blocks: dict[str, Block]) -> None:
         linear.bias = nn.Parameter(linear.bias.new_empty(outs))
 
 
-def _cut_ends(decoder: Decoder, blocks: dict[str, Block], group: Group, *, sequence: bool) -> None:
-    block = blocks["embedding.weight"]
-    rows = block.rows[1] - block.rows[0]
+def _cut_ends(decoder: Decoder, blocks: dict[str, Rect], group: Group, *, sequence: bool) -> None:
+    rect = blocks["embedding.weight"]
+    rows = rect.rows[1] - rect.rows[0]
     if decoder.embedding is not None:
         weight = decoder.embedding.weight
         cut = nn.Parameter(weight.new_empty(rows, weight.shape[1]))
-        decoder.embedding = VocabEmbedding(cut, block, group, sequence=sequence)
+        decoder.embedding = VocabEmbedding(cut, rect, group, sequence=sequence)
     if decoder.positions is not None and sequence:
         decoder.positions = SlicedPositions(decoder.positions.weight, group)
     if decoder.head is not None:
         if decoder.head.weight is not None:
             weight = decoder.head.weight
             decoder.head.weight = nn.Parameter(weight.new_empty(rows, weight.shape[1]))
-        decoder.head.entry = Entry(group, sequence=sequence)
-        decoder.head.loss = VocabLoss(block, group)
+        decoder.head.input_comm = InputComm(group, sequence=sequence)
+        decoder.head.loss = VocabLoss(rect, group)

@@ -20,7 +20,7 @@ from fourfold.engine.model.layers import Linear, Product
 
 
 @dataclass(frozen=True, slots=True)
-class _Late:
+class _Deferred:
     weight: Tensor
     bias: Tensor | None
     x: Tensor
@@ -38,23 +38,23 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
     parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
-class LateWeights:
+class DeferredWeightGrads:
     """What the weights of one chunk still have to do, by micro batch and layer (None: the head)."""
 
     def __init__(self) -> None:
-        self._kept: dict[int | None, list[_Late]] = {}
-        self._waiting: dict[int, dict[int | None, list[_Late]]] = {}
+        self._kept: dict[int | None, list[_Deferred]] = {}
+        self._waiting: dict[int, dict[int | None, list[_Deferred]]] = {}
 
     def product(self, layer: int | None) -> Product:
         """Like F.linear; its backward keeps what the weight's gradient needs."""
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return _LateProduct.apply(x, weight, bias, self, layer)
+            return _DeferredProduct.apply(x, weight, bias, self, layer)
 
         return product
 
-    def add(self, layer: int | None, late: _Late) -> None:
-        self._kept.setdefault(layer, []).append(late)
+    def add(self, layer: int | None, deferred: _Deferred) -> None:
+        self._kept.setdefault(layer, []).append(deferred)
 
     def keep(self, micro: int) -> None:
         """The backward pass of `micro` to the inputs is over."""
@@ -64,13 +64,13 @@ class LateWeights:
         """Gradients of one layer's weights, added to what they have; none where a layer multiplied
         nothing (a planted fault skips one)."""
         waiting = self._waiting.get(micro, {})
-        for late in waiting.pop(layer, ()):
-            late.multiply()
+        for deferred in waiting.pop(layer, ()):
+            deferred.multiply()
         if not waiting:
             self._waiting.pop(micro, None)
 
 
-class _LateProduct(torch.autograd.Function):
+class _DeferredProduct(torch.autograd.Function):
     """The weight is kept beside autograd: under recompute a saved one would be a nameless copy."""
 
     @staticmethod
@@ -79,30 +79,30 @@ class _LateProduct(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        late: LateWeights,
+        deferred: DeferredWeightGrads,
         layer: int | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.late, ctx.layer = weight, bias, late, layer
+        ctx.weight, ctx.bias, ctx.deferred, ctx.layer = weight, bias, deferred, layer
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (grad,) = grads
         (x,) = ctx.saved_tensors
-        ctx.late.add(ctx.layer, _Late(ctx.weight, ctx.bias, x, grad))
+        ctx.deferred.add(ctx.layer, _Deferred(ctx.weight, ctx.bias, x, grad))
         d_x = grad @ ctx.weight if ctx.needs_input_grad[0] else None
         return d_x, None, None, None, None
 
 
-def apply_split(decoder: Decoder) -> LateWeights:
+def apply_split(decoder: Decoder) -> DeferredWeightGrads:
     """Let every matrix product of a chunk leave its weights for later."""
-    late = LateWeights()
+    deferred = DeferredWeightGrads()
     for index, layer in decoder.blocks.items():
         for module in layer.modules():
             if isinstance(module, Linear):
-                module.product = late.product(index)
+                module.product = deferred.product(index)
     for module in decoder.modules():
         if isinstance(module, Head):
-            module.product, module.loss_in_chunks = late.product(None), None
-    return late
+            module.product, module.loss_in_chunks = deferred.product(None), None
+    return deferred

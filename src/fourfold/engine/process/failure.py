@@ -18,7 +18,7 @@ from fourfold.result.report import Outcome
 from fourfold.spec.run import Fault
 
 if TYPE_CHECKING:
-    from fourfold.engine.observe.ledger import Over
+    from fourfold.engine.observe.ledger import OverLimit
 
 # What allocators say when they raise a plain RuntimeError: torch on CPU, cuBLAS, CUDA, NCCL.
 _NO_MEMORY = re.compile(
@@ -40,7 +40,7 @@ class NonFiniteError(RuntimeError):
 class MemoryLimitError(RuntimeError):
     """Live bytes passed the run's memory_limit; `over`: the ledger's picture of that moment."""
 
-    def __init__(self, message: str, over: Over | None = None) -> None:
+    def __init__(self, message: str, over: OverLimit | None = None) -> None:
         super().__init__(message)
         self.over = over
 
@@ -75,7 +75,9 @@ def outcome_of(error: BaseException) -> Outcome:
     return "crashed"
 
 
-def strike(fault: Fault | None, *, rank: int, step: int, poison: Callable[[], object]) -> None:
+def inject_fault(
+    fault: Fault | None, *, rank: int, step: int, poison: Callable[[], object]
+) -> None:
     """Let the asked failure happen on its rank before its step; `poison` plants a NaN."""
     if fault is None or rank != fault.rank or step != fault.step:
         return

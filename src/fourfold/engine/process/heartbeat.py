@@ -20,7 +20,7 @@ from fourfold.result.job import ALIVE_BYTES, DUMP_FILE, WHERE_BYTES, beat_file, 
 BEAT_EVERY_S = 0.25
 
 
-class Heart:
+class Heartbeat:
     """One rank's beat, from start to end of its process."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -35,16 +35,16 @@ class Heart:
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
 
     def start(self) -> None:
-        self.mark("start")
+        self.enter("start")
         self._live()
         self._thread.start()
 
     def begin(self, task: int, stage: int = 0) -> None:
         """A new task: its steps count from 0 again."""
         self.task, self.stage, self.steps = task, stage, 0
-        self.mark("build")
+        self.enter("build")
 
-    def mark(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
         """The main thread enters a phase: join, build, forward, backward, optimizer, ...
 
         Written at once, a few microseconds: a process that is killed next can't say it later.
@@ -64,7 +64,7 @@ class Heart:
 
     def step_done(self) -> None:
         self.steps += 1
-        self.mark(self.phase)
+        self.enter(self.phase)
 
     def _live(self) -> None:
         alive: dict[str, object] = {"rank": self.rank, "pid": os.getpid(), "at": time.time()}

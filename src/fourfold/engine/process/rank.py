@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.engine.process.failure import NonFiniteError, outcome_of
-from fourfold.engine.process.heartbeat import Heart
+from fourfold.engine.process.heartbeat import Heartbeat
 from fourfold.engine.process.task import Place, Task
 from fourfold.result.job import RankFacts, RankFailure, facts_file, failure_file
 from fourfold.result.report import Failure, RankMemory, RankSteps
@@ -31,21 +31,21 @@ def work(
 ) -> int:
     """The first failure ends it: the peers can't go on without this rank anyway."""
     faulthandler.enable()
-    heart = Heart(folder, place.rank)
-    heart.start()
+    heartbeat = Heartbeat(folder, place.rank)
+    heartbeat.start()
     try:
         for index in tasks:
-            heart.begin(index)
+            heartbeat.begin(index)
             # The first task's start includes that of the processes.
             began_at = place.started_at if index == tasks[0] else time.time()
-            task = Task(job, index, place, folder, heart, began_at)
+            task = Task(job, index, place, folder, heartbeat, began_at)
             facts = perform(task) or _no_facts(place.rank)
             files.write_text(facts_file(folder, index, place.rank), codec.to_json(facts))
-        heart.mark("done")
+        heartbeat.enter("done")
     except BaseException as error:
-        _say_why(folder, heart, error)
+        _say_why(folder, heartbeat, error)
         return 1
-    heart.stop()
+    heartbeat.stop()
     return 0
 
 
@@ -57,12 +57,15 @@ def _no_facts(rank: int) -> RankFacts:
     )
 
 
-def _say_why(folder: Path, heart: Heart, error: BaseException) -> None:
+def _say_why(folder: Path, heartbeat: Heartbeat, error: BaseException) -> None:
     """The failure as a file, the traceback in the rank's log."""
     at = time.time()
     text = f"{type(error).__name__}: {error}"
     failure = Failure(
-        rank=heart.rank, stage=heart.stage, phase=heart.phase, message=text[:_MESSAGE_CHARS]
+        rank=heartbeat.rank,
+        stage=heartbeat.stage,
+        phase=heartbeat.phase,
+        message=text[:_MESSAGE_CHARS],
     )
     echo = isinstance(error, NonFiniteError) and not error.here
     # Put there by who could still ask what was held.
@@ -70,5 +73,5 @@ def _say_why(folder: Path, heart: Heart, error: BaseException) -> None:
     record = RankFailure(
         outcome=outcome_of(error), failure=failure, at=at, echo=echo, shortage=shortage
     )
-    files.write_text(failure_file(folder, heart.rank), codec.to_json(record))
+    files.write_text(failure_file(folder, heartbeat.rank), codec.to_json(record))
     traceback.print_exception(error)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold import files
-from fourfold.engine.process.heartbeat import Heart
+from fourfold.engine.process.heartbeat import Heartbeat
 from fourfold.result.job import answer_file
 from fourfold.spec import codec
 from fourfold.spec.job import Job
@@ -40,7 +40,7 @@ class Task:
     index: int
     place: Place
     folder: Path
-    heart: Heart
+    heartbeat: Heartbeat
     began_at: float
 
     @property
@@ -70,7 +70,7 @@ class Task:
 
     def join(self, device: torch.device) -> None:
         """Meet the other ranks. By a file on one host: no port to be taken by somebody else."""
-        self.heart.mark("join")
+        self.heartbeat.enter("join")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         by_nccl = device.type == "cuda" and not self.shares_gpu
@@ -85,7 +85,7 @@ class Task:
         )
 
     def leave(self) -> None:
-        self.heart.mark("leave")
+        self.heartbeat.enter("leave")
         if dist.is_initialized():
             dist.destroy_process_group()
 

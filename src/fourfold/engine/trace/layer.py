@@ -27,7 +27,7 @@ from fourfold.engine.parallel.context import apply_context, token_positions
 from fourfold.engine.parallel.data import apply_data, before_backward
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.tensor import apply_tensor
-from fourfold.engine.process.heartbeat import Heart
+from fourfold.engine.process.heartbeat import Heartbeat
 from fourfold.result.trace import StepMeasure
 from fourfold.spec.policy import Policy
 
@@ -35,7 +35,7 @@ _WARM_UPS = 2
 
 
 def walk_layer(
-    ask: LayerAsk, device: torch.device, heart: Heart
+    ask: LayerAsk, device: torch.device, heartbeat: Heartbeat
 ) -> tuple[list[StepMeasure], list[str]]:
     """Forward and backward, counted once and timed once, after warm-up."""
     check_layer(ask)
@@ -46,16 +46,16 @@ def walk_layer(
     with ledger:
         pass_once = _layer(ask, world, device)
     for _ in range(_WARM_UPS):
-        heart.mark("warm up")
+        heartbeat.enter("warm up")
         pass_once(lambda name: None)
-        heart.step_done()
-    heart.mark("count")
+        heartbeat.step_done()
+    heartbeat.enter("count")
     with ledger:
         counted = _counted(pass_once, ledger, device, before)
-    heart.step_done()
-    heart.mark("time")
+    heartbeat.step_done()
+    heartbeat.enter("time")
     seconds = _timed(pass_once, device)
-    heart.step_done()
+    heartbeat.step_done()
     steps = [replace(step, seconds=s) for step, s in zip(counted, seconds, strict=True)]
     return steps, _wrong_messages(ask, steps)
 

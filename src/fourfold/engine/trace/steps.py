@@ -16,7 +16,7 @@ from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.size import shape
 from fourfold.cost.trace.step import Program
 from fourfold.engine.parallel import blocks
-from fourfold.engine.parallel.blocks import Joined, cut
+from fourfold.engine.parallel.blocks import JoinedBlocks, cut
 from fourfold.engine.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -39,7 +39,7 @@ class Stage:
     device: torch.device
     dtype: torch.dtype
     t: dict[str, Tensor] = field(default_factory=dict)
-    joined: Joined | None = None
+    joined: JoinedBlocks | None = None
     round: int = 0
 
     @property
@@ -165,7 +165,7 @@ def put_in_order(s: Stage) -> None:
 
 
 def start_sums(s: Stage) -> None:
-    s.joined = Joined(batched(s.t["q"]))
+    s.joined = JoinedBlocks(batched(s.t["q"]))
     s.t["out_fp32"], s.t["lse"] = s.joined.out[0], s.joined.lse[0]
 
 

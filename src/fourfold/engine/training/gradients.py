@@ -12,20 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.engine.parallel.groups import Group, World
-from fourfold.engine.parallel.shards import Piece
+from fourfold.engine.parallel.shards import Shard
 from fourfold.spec.run import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedGradients:
     """Pieces whose gradients are partial on each rank of a group: one flat sum for all of them."""
 
     group: Group
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
 
     @torch.no_grad()
     def sum(self) -> None:
-        grads = [_grad(piece) for piece in self.pieces]
+        grads = [_grad(shard) for shard in self.shards]
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=self.group.handle)
         at = 0
@@ -34,12 +34,12 @@ class Shared:
             at += grad.numel()
 
 
-def _grad(piece: Piece) -> Tensor:
+def _grad(shard: Shard) -> Tensor:
     """The piece's gradient; zeros that belong to nobody if the backward pass never reached it."""
-    return torch.zeros_like(piece.values) if piece.grad is None else piece.grad
+    return torch.zeros_like(shard.values) if shard.grad is None else shard.grad
 
 
-def shared_gradients(pieces: Sequence[Piece], spec: RunSpec, world: World) -> list[Shared]:
+def shared_gradients(shards: Sequence[Shard], spec: RunSpec, world: World) -> list[SharedGradients]:
     """In the order they are summed. Which they are:
 
     tp    norms, row-cut biases and learned positions under sequence parallelism: each rank saw only
@@ -49,19 +49,23 @@ def shared_gradients(pieces: Sequence[Piece], spec: RunSpec, world: World) -> li
     ends  a tied embedding on the first and the last stage: one saw tokens, the other logits
     """
     kv = world.kv_group(spec.model)
-    sums: list[tuple[Group | None, list[Piece]]] = []
+    sums: list[tuple[Group | None, list[Shard]]] = []
     if spec.policy.sequence_parallel:
-        sums.append((world.tp, [piece for piece in pieces if piece.shared == "tp"]))
-    sums.append((world.tp, [piece for piece in pieces if piece.shared == "heads"]))
-    sums.append((kv, [piece for piece in pieces if piece.shared == "kv"]))
+        sums.append((world.tp, [shard for shard in shards if shard.shared == "tp"]))
+    sums.append((world.tp, [shard for shard in shards if shard.shared == "heads"]))
+    sums.append((kv, [shard for shard in shards if shard.shared == "kv"]))
     if spec.model.tied:
-        sums.append((world.ends, [piece for piece in pieces if piece.name == "embedding.weight"]))
-    return [Shared(group, tuple(some)) for group, some in sums if group is not None and some]
+        sums.append(
+            (world.embedding, [shard for shard in shards if shard.name == "embedding.weight"])
+        )
+    return [
+        SharedGradients(group, tuple(some)) for group, some in sums if group is not None and some
+    ]
 
 
-def counted_once(pieces: Sequence[Piece], spec: RunSpec, world: World) -> list[Piece]:
+def counted_once(shards: Sequence[Shard], spec: RunSpec, world: World) -> list[Shard]:
     """Pieces this rank adds to the global norm, so that over all ranks every value counts once."""
-    copies = world.batch if spec.policy.zero == 0 else world.replicas
+    copies = world.dp_cp if spec.policy.zero == 0 else world.replicas
     if copies.rank > 0:
         return []
     kv = world.kv_group(spec.model)
@@ -69,15 +73,15 @@ def counted_once(pieces: Sequence[Piece], spec: RunSpec, world: World) -> list[P
     first = {"none": True, "tp": tp_first, "heads": tp_first, "kv": kv is None or kv.rank == 0}
     tied_copy = spec.model.tied and not world.is_first
     return [
-        piece
-        for piece in pieces
-        if first[piece.shared] and not (tied_copy and piece.name == "embedding.weight")
+        shard
+        for shard in shards
+        if first[shard.shared] and not (tied_copy and shard.name == "embedding.weight")
     ]
 
 
-def squares(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+def squares(shards: Sequence[Shard], device: torch.device) -> Tensor:
     """Sum of squares of the pieces' gradients, fp64, no host synchronisation."""
-    grads = [piece.grad for piece in pieces if piece.grad is not None]
+    grads = [shard.grad for shard in shards if shard.grad is not None]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     wide = torch.promote_types(grads[0].dtype, torch.float32)

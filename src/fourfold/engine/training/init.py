@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fourfold.engine.data import rng as counter
-from fourfold.engine.parallel.shards import Piece
+from fourfold.engine.data import rng
+from fourfold.engine.parallel.shards import Shard
 
 # Elements made at once: bounds the int64 scratch to 32 MiB a tensor.
 _CHUNK = 2**22
@@ -36,35 +36,35 @@ def std_of(name: str, layers: int, rule: InitRule) -> float:
 
 
 @torch.no_grad()
-def fill(pieces: Iterable[Piece], *, seed: int, layers: int, rule: InitRule) -> None:
+def fill(shards: Iterable[Shard], *, seed: int, layers: int, rule: InitRule) -> None:
     """Write every piece's initial values into the parameters."""
-    for piece in pieces:
-        if len(piece.shape) == 1:
-            base = 1.0 if piece.name.endswith("norm.weight") else 0.0
-            _spread(piece, seed, rule.vector_std, base)
+    for shard in shards:
+        if len(shard.shape) == 1:
+            base = 1.0 if shard.name.endswith("norm.weight") else 0.0
+            _spread(shard, seed, rule.vector_std, base)
         else:
-            _spread(piece, seed, std_of(piece.name, layers, rule), 0.0)
+            _spread(shard, seed, std_of(shard.name, layers, rule), 0.0)
 
 
-def _spread(piece: Piece, seed: int, std: float, base: float) -> None:
-    values = piece.values
+def _spread(shard: Shard, seed: int, std: float, base: float) -> None:
+    values = shard.values
     if std == 0.0:
         values.fill_(base)
         return
-    stream = counter.key(seed, "init", piece.name)
-    (top, bottom), (left, right) = piece.block.rows, piece.block.columns
+    stream = rng.key(seed, "init", shard.name)
+    (top, bottom), (left, right) = shard.rect.rows, shard.rect.columns
     rows_at_once = max(1, _CHUNK // max(1, right - left))
     for first in range(top, bottom, rows_at_once):
         last = min(bottom, first + rows_at_once)
-        index = _indices(piece, first, last, values.device)
-        made = counter.normal(stream, index, std) + base
+        index = _indices(shard, first, last, values.device)
+        made = rng.normal(stream, index, std) + base
         values[first - top : last - top].copy_(made.view_as(values[first - top : last - top]))
 
 
-def _indices(piece: Piece, first: int, last: int, device: torch.device) -> Tensor:
+def _indices(shard: Shard, first: int, last: int, device: torch.device) -> Tensor:
     """Global flat indices of rows first..last of the piece's columns."""
-    left, right = piece.block.columns
-    width = piece.shape[1] if len(piece.shape) > 1 else 1
+    left, right = shard.rect.columns
+    width = shard.shape[1] if len(shard.shape) > 1 else 1
     rows = torch.arange(first, last, dtype=torch.int64, device=device)
     columns = torch.arange(left, right, dtype=torch.int64, device=device)
     return rows[:, None] * width + columns

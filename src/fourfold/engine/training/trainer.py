@@ -31,12 +31,12 @@ from fourfold.engine.parallel.context import token_positions
 from fourfold.engine.parallel.data import backward_weights, before_backward
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.order import parallelize
-from fourfold.engine.parallel.pipeline import Link, Passes, Pipeline
+from fourfold.engine.parallel.pipeline import Passes, Pipeline, StageLink
 from fourfold.engine.parallel.schedule import plan
-from fourfold.engine.parallel.shards import Piece, pieces
-from fourfold.engine.parallel.weight_grad import LateWeights, apply_split
+from fourfold.engine.parallel.shards import Shard, shards_of
+from fourfold.engine.parallel.weight_grad import DeferredWeightGrads, apply_split
 from fourfold.engine.training import gradients, init
-from fourfold.engine.training.gradients import Shared
+from fourfold.engine.training.gradients import SharedGradients
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.loss_scale import LossScaler, ScalerSettings
 from fourfold.engine.training.micro_batches import micro_sequences, micro_sizes
@@ -76,9 +76,9 @@ class Trainer:
         self.rule = rule or InitRule()
         self.source = source or source_of(spec)
         self.chunks = parallelize(spec, world)
-        self.late: dict[Decoder, LateWeights] = {}
+        self.deferred: dict[Decoder, DeferredWeightGrads] = {}
         if spec.policy.schedule == "zero-bubble":
-            self.late = {chunk: apply_split(chunk) for chunk in self.chunks}
+            self.deferred = {chunk: apply_split(chunk) for chunk in self.chunks}
         self.batch = spec.batch.at(0)
         self._divide()
         self.executed: list[Action] = []
@@ -90,9 +90,9 @@ class Trainer:
         spec, world = self.spec, self.world
         for chunk in self.chunks:
             chunk.to_empty(device=self.device)
-        self.pieces = self.make_pieces()
+        self.shards = self.make_shards()
         if initial:
-            init.fill(self.pieces, seed=spec.seed, layers=spec.model.layers, rule=self.rule)
+            init.fill(self.shards, seed=spec.seed, layers=spec.model.layers, rule=self.rule)
         kind, seq_len = spec.policy.cp_kind, spec.batch.seq_len
         self.positions = token_positions(kind, seq_len, world.cp, self.device)
         self.tables = self.make_tables()
@@ -116,10 +116,10 @@ class Trainer:
         for chunk in self.chunks:
             yield from chunk.parameters()
 
-    def make_pieces(self) -> list[Piece]:
+    def make_shards(self) -> list[Shard]:
         model, seq_len = self.spec.model, self.spec.batch.seq_len
         place = self.world.shard_place(self.spec.policy.zero)
-        return [piece for chunk in self.chunks for piece in pieces(chunk, model, seq_len, place)]
+        return [shard for chunk in self.chunks for shard in shards_of(chunk, model, seq_len, place)]
 
     def make_tables(self) -> Tables:
         """Places of this rank's tokens, slopes of its heads."""
@@ -129,11 +129,11 @@ class Trainer:
         dtype = activation_dtype(self.spec.policy.dtypes.compute)
         return make_tables(model, self.positions, heads, dtype)
 
-    def make_shared(self) -> list[Shared]:
-        return gradients.shared_gradients(self.pieces, self.spec, self.world)
+    def make_shared(self) -> list[SharedGradients]:
+        return gradients.shared_gradients(self.shards, self.spec, self.world)
 
-    def make_counted(self) -> list[Piece]:
-        return gradients.counted_once(self.pieces, self.spec, self.world)
+    def make_counted(self) -> list[Shard]:
+        return gradients.counted_once(self.shards, self.spec, self.world)
 
     def _divide(self) -> None:
         """Micro batches of the present batch, and the order in which they run."""
@@ -200,18 +200,18 @@ class Trainer:
         passes = Passes(
             forward=forward,
             before=self.before_backward,
-            split=lambda chunk, micro: self.late[chunk].keep(micro),
+            split=lambda chunk, micro: self.deferred[chunk].keep(micro),
             weights=self.backward_weights,
         )
         numbers = range(world.stage, spec.layout.pp * len(self.chunks), spec.layout.pp)
         chunks = dict(zip(numbers, self.chunks, strict=True))
-        pipeline = Pipeline(chunks, self._link(), passes)
+        pipeline = Pipeline(chunks, self._stage_link(), passes)
         with contextlib.ExitStack() as stack:
             for alone in self.alone.values():
                 stack.enter_context(alone.in_use())
             losses = pipeline.run(self.plan)
         for alone in self.alone.values():
-            alone.hand_over(piece.param for shared in self.shared for piece in shared.pieces)
+            alone.hand_over(shard.param for shared in self.shared for shard in shared.shards)
         self.executed = pipeline.executed
         if not losses:
             return torch.zeros((), device=self.device)
@@ -221,8 +221,8 @@ class Trainer:
     def count_targets(self, targets: list[Tensor]) -> Tensor:
         """Targets that count, over all ranks that see different tokens; never 0."""
         count = torch.stack([(t != IGNORE).sum() for t in targets]).sum()
-        if self.world.batch.size > 1:
-            dist.all_reduce(count, group=self.world.batch.handle)
+        if self.world.dp_cp.size > 1:
+            dist.all_reduce(count, group=self.world.dp_cp.handle)
         return count.clamp(min=1)
 
     def before_backward(self, chunk: Decoder, kind: str, last: bool) -> None:
@@ -231,12 +231,12 @@ class Trainer:
             before_backward(chunk, self.spec.policy.zero, last=last, kind=kind)
 
     def backward_weights(self, chunk: Decoder, micro: int) -> None:
-        late = self.late[chunk]
+        deferred = self.deferred[chunk]
         if chunk not in self.alone:
-            backward_weights(chunk, lambda layer: late.multiply(micro, layer))
+            backward_weights(chunk, lambda layer: deferred.multiply(micro, layer))
             return
         for layer in (None, *reversed(chunk.blocks)):
-            late.multiply(micro, layer)
+            deferred.multiply(micro, layer)
         self.alone[chunk].collect()
 
     def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ class Trainer:
         # Every tensor-parallel rank of the last stage has the same loss: one of them reports it.
         mine = loss if self.world.is_last and self.world.tp.rank == 0 else torch.zeros_like(loss)
         numbers = torch.stack([squares, mine.to(squares.dtype)])
-        if self.world.everyone.size > 1:
+        if self.world.all_ranks.size > 1:
             dist.all_reduce(numbers)
         norm = numbers[0].sqrt()
         return norm if self.scaler is None else self.scaler.unscaled(norm), numbers[1]
@@ -267,14 +267,14 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.restore(scalars)
 
-    def _link(self) -> Link:
+    def _stage_link(self) -> StageLink:
         spec, world = self.spec, self.world
         tokens = spec.batch.seq_len // spec.layout.cp
         if spec.policy.sequence_parallel:
             tokens //= spec.layout.tp
         shapes = [(size, tokens, spec.model.hidden) for size in self.sizes]
         dtype = activation_dtype(spec.policy.dtypes.compute)
-        return Link(group=world.pp, shapes=shapes, dtype=dtype, device=self.device)
+        return StageLink(group=world.pp, shapes=shapes, dtype=dtype, device=self.device)
 
     def _sequences(self, batch: Batch) -> list[Tensor]:
         dp = self.spec.layout.dp

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.engine.parallel.shards import Piece
+from fourfold.engine.parallel.shards import Shard
 from fourfold.engine.verify.reference import Truth
 from fourfold.spec.policy import Policy
 
@@ -32,21 +32,21 @@ class RankFindings:
     seen: list[tuple[str, tuple[int, int], tuple[int, int]]] = field(default_factory=list)
 
     def look(
-        self, pieces: Iterable[Piece], truth: Truth, *, at_grads: bool, scale: float = 1.0
+        self, shards: Iterable[Shard], truth: Truth, *, at_grads: bool, scale: float = 1.0
     ) -> None:
         """`scale`: what the loss was multiplied by before the backward pass."""
         found, wanted = (self.grads, truth.grads) if at_grads else (self.params, truth.params)
-        for piece in pieces:
-            have = piece.grad if at_grads else piece.values
-            want = _cut(wanted[piece.name], piece)
+        for shard in shards:
+            have = shard.grad if at_grads else shard.values
+            want = _cut(wanted[shard.name], shard)
             gap = want.abs().max() if have is None else (have.cpu() / scale - want).abs().max()
-            found[piece.name] = max(found.get(piece.name, 0.0), _finite(float(gap)))
+            found[shard.name] = max(found.get(shard.name, 0.0), _finite(float(gap)))
             if not at_grads:
-                self.seen.append((piece.name, piece.block.rows, piece.block.columns))
+                self.seen.append((shard.name, shard.rect.rows, shard.rect.columns))
 
 
-def _cut(whole: Tensor, piece: Piece) -> Tensor:
-    rows, columns = slice(*piece.block.rows), slice(*piece.block.columns)
+def _cut(whole: Tensor, shard: Shard) -> Tensor:
+    rows, columns = slice(*shard.rect.rows), slice(*shard.rect.columns)
     return whole[rows] if whole.ndim == 1 else whole[rows, columns]
 
 
@@ -56,7 +56,7 @@ def _finite(gap: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Tolerances:
     """The largest relative differences that count as equal."""
 
     loss: float
@@ -65,29 +65,31 @@ class Limits:
     param: float
 
 
-def limits_of(policy: Policy) -> Limits:
+def tolerances_of(policy: Policy) -> Tolerances:
     """fp32 and fp64 must agree to rounding. Formats of 16 bits round gradients by about 1e-2, and
     Adam makes a whole step of a small gradient either way: parameters show only gross mistakes.
     fp8 keeps two or three bits and scales whole micro batches and shards: the same, and coarser."""
     dtypes = policy.dtypes
     if {dtypes.param, dtypes.compute, dtypes.reduce, dtypes.grad, dtypes.optimizer} == {"fp64"}:
-        return Limits(loss=1e-9, norm=1e-9, grad=1e-9, param=1e-9)
+        return Tolerances(loss=1e-9, norm=1e-9, grad=1e-9, param=1e-9)
     if dtypes.compute in ("fp32", "fp64"):
-        return Limits(loss=1e-5, norm=1e-5, grad=1e-4, param=1e-3)
+        return Tolerances(loss=1e-5, norm=1e-5, grad=1e-4, param=1e-3)
     if dtypes.compute == "fp8":
-        return Limits(loss=5e-3, norm=5e-2, grad=0.5, param=1.0)
-    return Limits(loss=1e-3, norm=1e-2, grad=1e-1, param=0.5)
+        return Tolerances(loss=5e-3, norm=5e-2, grad=0.5, param=1.0)
+    return Tolerances(loss=1e-3, norm=1e-2, grad=1e-1, param=0.5)
 
 
-def verdict(findings: Sequence[RankFindings], truth: Truth, limits: Limits) -> dict[str, Any]:
+def verdict(
+    findings: Sequence[RankFindings], truth: Truth, tolerances: Tolerances
+) -> dict[str, Any]:
     """One row of the report from the findings of all ranks."""
     loss = max(_relative(f.losses, truth.losses) for f in findings)
     norm = max(_relative(f.norms, truth.norms) for f in findings)
     grad, worst_grad = _worst([f.grads for f in findings], truth.grads)
     param, worst_param = _worst([f.params for f in findings], truth.params)
     missing = _unseen(findings, truth)
-    passed = loss <= limits.loss and norm <= limits.norm
-    passed = passed and grad <= limits.grad and param <= limits.param
+    passed = loss <= tolerances.loss and norm <= tolerances.norm
+    passed = passed and grad <= tolerances.grad and param <= tolerances.param
     row: dict[str, Any] = {
         "loss_diff": _json(loss),
         "norm_rel": _json(norm),
@@ -96,8 +98,8 @@ def verdict(findings: Sequence[RankFindings], truth: Truth, limits: Limits) -> d
         "worst_grad": worst_grad,
         "worst_param": worst_param,
         "pass": passed and not missing,
-        "limits": {"loss": limits.loss, "norm": limits.norm}
-        | {"grad": limits.grad, "param": limits.param},
+        "limits": {"loss": tolerances.loss, "norm": tolerances.norm}
+        | {"grad": tolerances.grad, "param": tolerances.param},
     }
     if missing:
         row["error"] = f"no rank holds all of {missing[0]} ({len(missing)} tensors in all)"

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from fourfold.engine.compat import activation_dtype
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import Tables, make_tables
-from fourfold.engine.parallel.shards import Block, Piece
-from fourfold.engine.training.gradients import Shared
+from fourfold.engine.parallel.shards import Rect, Shard
+from fourfold.engine.training.gradients import SharedGradients
 from fourfold.engine.training.trainer import Trainer
 
 
@@ -26,30 +26,33 @@ def _loss_divisor(trainer: Trainer) -> None:
 
     def count_targets(targets: list[Tensor]) -> Tensor:
         own = torch.stack([(t != IGNORE).sum() for t in targets]).sum()
-        return own.clamp(min=1) * trainer.world.batch.size
+        return own.clamp(min=1) * trainer.world.dp_cp.size
 
     trainer.count_targets = count_targets
 
 
-def _without(trainer: Trainer, dropped: Callable[[Shared, Piece], bool]) -> None:
+def _without(trainer: Trainer, dropped: Callable[[SharedGradients, Shard], bool]) -> None:
     """Leave some pieces out of the sums over ranks that share weights."""
     make = trainer.make_shared
 
-    def make_shared() -> list[Shared]:
-        kept = (Shared(s.group, tuple(p for p in s.pieces if not dropped(s, p))) for s in make())
-        return [shared for shared in kept if shared.pieces]
+    def make_shared() -> list[SharedGradients]:
+        left = (
+            replace(sums, shards=tuple(shard for shard in sums.shards if not dropped(sums, shard)))
+            for sums in make()
+        )
+        return [sums for sums in left if sums.shards]
 
     trainer.make_shared = make_shared
 
 
 def _tied_grad(trainer: Trainer) -> None:
     """First and last stage update their copies of the embedding from their own gradients."""
-    _without(trainer, lambda shared, piece: shared.group.axis == "ends")
+    _without(trainer, lambda shared, shard: shared.group.axis == "embedding")
 
 
 def _norm_grad(trainer: Trainer) -> None:
     """Norm weights see only their rank's part of the sequence."""
-    _without(trainer, lambda shared, piece: shared.group.axis == "tp" and "norm." in piece.name)
+    _without(trainer, lambda shared, shard: shared.group.axis == "tp" and "norm." in shard.name)
 
 
 def _cp_positions(trainer: Trainer) -> None:
@@ -76,17 +79,17 @@ def _layer_skip(trainer: Trainer) -> None:
 
 def _kv_head(trainer: Trainer) -> None:
     """KV heads are dealt round robin over ranks, not in blocks as the query heads are."""
-    make, model, rank = trainer.make_pieces, trainer.spec.model, trainer.world.tp.rank
+    make, model, rank = trainer.make_shards, trainer.spec.model, trainer.world.tp.rank
 
-    def moved(piece: Piece) -> Piece:
-        if piece.shared != "kv":
-            return piece
+    def moved(shard: Shard) -> Shard:
+        if shard.shared != "kv":
+            return shard
         size = model.head_size
-        start = rank % model.kv_heads * size + piece.block.rows[0] % size
-        rows = (start, start + piece.block.rows[1] - piece.block.rows[0])
-        return replace(piece, block=Block(rows, piece.block.columns))
+        start = rank % model.kv_heads * size + shard.rect.rows[0] % size
+        rows = (start, start + shard.rect.rows[1] - shard.rect.rows[0])
+        return replace(shard, rect=Rect(rows, shard.rect.columns))
 
-    trainer.make_pieces = lambda: [moved(piece) for piece in make()]
+    trainer.make_shards = lambda: [moved(shard) for shard in make()]
 
 
 def _stale_weight(trainer: Trainer) -> None:
@@ -95,7 +98,7 @@ def _stale_weight(trainer: Trainer) -> None:
 
     def before_backward(chunk: Decoder, kind: str, last: bool) -> None:
         original(chunk, kind, last)
-        if trainer.world.batch.size > 1:
+        if trainer.world.dp_cp.size > 1:
             assert isinstance(chunk, FSDPModule)
             chunk.set_reshard_after_backward(False)
 
@@ -106,8 +109,8 @@ def _norm_twice(trainer: Trainer) -> None:
     """Weights that tensor ranks share, and a tied embedding's copy, count as often as held."""
     make = trainer.make_counted
     world, zero = trainer.world, trainer.spec.policy.zero
-    copies = world.batch if zero == 0 else world.replicas
-    trainer.make_counted = lambda: make() if copies.rank else list(trainer.pieces)
+    copies = world.dp_cp if zero == 0 else world.replicas
+    trainer.make_counted = lambda: make() if copies.rank else list(trainer.shards)
 
 
 FAULTS: dict[str, Callable[[Trainer], None]] = {

@@ -14,7 +14,7 @@ from fourfold.engine.data.source import Source
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.parallel.float8 import apply_float8
-from fourfold.engine.parallel.shards import Piece, Place, pieces
+from fourfold.engine.parallel.shards import Shard, ShardPlace, shards_of
 from fourfold.engine.training import init
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.loss_scale import ScalerSettings
@@ -46,8 +46,8 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
     """The reference. Master weights and what is computed with are two models in mixed precision."""
     dtypes = spec.policy.dtypes
     masters = _model(spec, DTYPES[dtypes.param], device)
-    held = pieces(masters, spec.model, spec.batch.seq_len, Place())
-    init.fill(held, seed=spec.seed, layers=spec.model.layers, rule=recipe.rule)
+    shards = shards_of(masters, spec.model, spec.batch.seq_len, ShardPlace())
+    init.fill(shards, seed=spec.seed, layers=spec.model.layers, rule=recipe.rule)
     mixed = dtypes.compute != dtypes.param
     decoder = _model(spec, activation_dtype(dtypes.compute), device) if mixed else masters
     if dtypes.compute == "fp8":
@@ -70,14 +70,14 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
             _copy_grads(decoder, masters)
         scaler.unscale_(optimizer)
         if step == 0:
-            grads = {piece.name: _grad(piece) for piece in held}
+            grads = {shard.name: _grad(shard) for shard in shards}
         limit = float("inf") if settings.max_norm is None else settings.max_norm
         norms.append(float(nn.utils.clip_grad_norm_(weights, limit)))
         scaler.step(optimizer)
         scaler.update()
         masters.zero_grad()
         decoder.zero_grad()
-    params = {piece.name: piece.values.cpu().clone() for piece in held}
+    params = {shard.name: shard.values.cpu().clone() for shard in shards}
     return Truth(losses, norms, grads, params)
 
 
@@ -98,9 +98,9 @@ def _loss(
     return decoder(tokens, tables, targets) / (targets != IGNORE).sum()
 
 
-def _grad(piece: Piece) -> Tensor:
-    assert piece.grad is not None, f"{piece.name} has no gradient"
-    return piece.grad.cpu().clone()
+def _grad(shard: Shard) -> Tensor:
+    assert shard.grad is not None, f"{shard.name} has no gradient"
+    return shard.grad.cpu().clone()
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fourfold.engine.observe import oom as shortage
+from fourfold.engine.observe import oom
 from fourfold.engine.observe.nvidia_smi import Sampler, parse
 from fourfold.result.dryrun import Large
 
@@ -22,7 +22,7 @@ from fourfold.result.dryrun import Large
     ],
 )
 def test_what_was_asked_for(message: str, size: float) -> None:
-    assert shortage.asked_bytes(message) == size
+    assert oom.asked_bytes(message) == size
 
 
 def test_blocks_in_use_are_told_with_what_python_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,9 +45,9 @@ def test_blocks_in_use_are_told_with_what_python_knows(monkeypatch: pytest.Monke
     )
     known = {1000: Large(bytes=0, kind="parameters", shape="5x5", dtype="float32", op="", phase="",
                          name="head.weight")}  # fmt: skip
-    monkeypatch.setattr(shortage, "_reachable", lambda trainer: known)
+    monkeypatch.setattr(oom, "_reachable", lambda trainer: known)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB.")
-    found = shortage.of_allocator(torch.device("cuda", 0), None, error)
+    found = oom.of_allocator(torch.device("cuda", 0), None, error)
     assert (found.live_bytes, found.reserved_bytes) == (800, 1700)
     assert (found.asked_bytes, found.limit_bytes) == (1024, 1000)
     assert {kind.name: kind.bytes for kind in found.kinds} == {

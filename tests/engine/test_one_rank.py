@@ -9,7 +9,7 @@ import pytest
 from fourfold.launch.local import run_job
 from fourfold.result.dryrun import RankCount
 from fourfold.result.job import answer_file
-from fourfold.result.one_rank import StandIn
+from fourfold.result.one_rank import OneRankResult
 from fourfold.result.report import RunReport
 from fourfold.spec import codec
 from fourfold.spec.job import Job
@@ -46,17 +46,17 @@ def among_peers(specs: list[RunSpec], folder: Path) -> list[tuple[RunReport, dic
 
 def alone(
     asked: list[tuple[RunSpec, int]], folder: Path, micro_batches: tuple[int, ...] = ()
-) -> list[StandIn]:
+) -> list[OneRankResult]:
     """All micro batches are run unless so many are named."""
     ranks = ",".join(str(rank) for _, rank in asked)
     to_run = ",".join(map(str, micro_batches or (0,) * len(asked)))
     options = (("ranks", ranks), ("micro_batches", to_run))
-    job = Job(job="stand-in", specs=tuple(one for one, _ in asked), options=options)
+    job = Job(job="one-rank", specs=tuple(one for one, _ in asked), options=options)
     report = run_job(job, folder)
     assert report.outcome == "ok", report.failure
     assert [run.outcome for run in report.runs] == ["ok"] * len(asked)
     return [
-        codec.from_json(StandIn, answer_file(folder, task).read_text())
+        codec.from_json(OneRankResult, answer_file(folder, task).read_text())
         for task in range(len(asked))
     ]
 
@@ -95,7 +95,9 @@ def test_first_middle_and_last_stages_and_every_kind_of_split(tmp_path: Path) ->
     compare(asked, tmp_path / "kinds")
 
 
-def continued(one: RunSpec, rank: int, ran: int, folder: Path) -> tuple[StandIn, StandIn]:
+def continued(
+    one: RunSpec, rank: int, ran: int, folder: Path
+) -> tuple[OneRankResult, OneRankResult]:
     """Fewer micro batches, continued, are all of them in FLOPs, traffic and memory."""
     few, whole = alone([(one, rank), (one, rank)], folder, (ran, 0))
     assert (few.ran, few.micro_batches, whole.ran) == (ran, whole.ran, whole.micro_batches)
