@@ -176,3 +176,11 @@ def test_what_cannot_be_is_refused(
     assert code == 2
     assert said in capsys.readouterr().err
     assert not jobs
+
+
+def test_a_picture_belongs_to_the_floor_and_must_be_one(capsys):
+    words = ["bench", "--model", "llama-tiny", "--seq-len", "64", "--global-batch", "2"]
+    assert main([*words, "--picture", "a.png"]) == 2
+    assert "--against floor" in capsys.readouterr().err
+    assert main([*words, "--against", "floor", "--picture", "a.txt"]) == 2
+    assert "not a kind of picture" in capsys.readouterr().err

@@ -127,3 +127,19 @@ def test_other_schedules_are_continued_too(rank: int, tmp_path: Path) -> None:
     late = {"schedule": "interleaved", "virtual_stages": 2, "model": "llama-mini"}
     continued(spec("pp4 dp2 tp2", batch=32, **late), 4 * rank, 10, tmp_path / "interleaved")
     continued(spec("pp4 dp2", batch=20, schedule="zero-bubble"), 2 * rank, 6, tmp_path / "zb")
+
+
+def test_the_floor_is_measured_beside_the_step(tmp_path: Path) -> None:
+    asked = (spec("tp1", batch=2), spec("tp1", batch=2, recompute="full"))
+    job = Job(job="one-rank", specs=asked, options=(("ranks", "0,0"), ("hot_s", "0.2")))
+    assert run_job(job, tmp_path).outcome == "ok"
+    plain, again = (
+        codec.from_json(OneRankResult, answer_file(tmp_path, task).read_text()).floor
+        for task in (0, 1)
+    )
+    assert plain is not None
+    assert again is not None
+    assert min(plain.products_s, plain.attention_s, plain.bytes_per_s) > 0
+    assert plain.again_products_s == plain.again_attention_s == 0
+    # The forward runs again but for its last product: less than half of what is needed.
+    assert 0 < again.again_products_s < 0.5 * again.products_s

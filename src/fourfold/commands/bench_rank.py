@@ -18,18 +18,23 @@ from fourfold.commands import flags, progress
 from fourfold.commands.fast import with_fast_defaults
 from fourfold.commands.stage_planner import Planner
 from fourfold.errors import UserError
+from fourfold.launch.devices import gpu_count
 from fourfold.launch.local import run_job
 from fourfold.launch.scratch import scratch
 from fourfold.result.job import JobReport, answer_file
 from fourfold.result.one_rank import OneRankResult
 from fourfold.result.report import RunReport
 from fourfold.search.legal import require_legal
+from fourfold.show import floor
+from fourfold.show.floor import must_be_picture
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec
 from fourfold.spec.job import Job, Limits
 from fourfold.spec.run import RunSpec
 
 _WARMUP, _STEPS = 2, 3
+# Against the floor: enough for a GPU to be as hot as in a long run.
+_FLOOR_WARMUP, _FLOOR_STEPS, _HOT_S, _HOT_CPU_S = 8, 10, 6.0, 1.0
 _SHARDINGS = ("zero0", "zero1", "zero2", "zero3")
 _LIMITS = Limits(start_s=1800.0, step_s=900.0)
 
@@ -52,9 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--details", action="store_true", help="parts, kernels, traffic of each")
     group.add_argument("--out", metavar="FILE.json", help="keep the whole answer there")
+    group.add_argument(
+        "--against", choices=("floor",), help="one GPU: where a step loses what could be avoided"
+    )
+    group.add_argument("--picture", metavar="FILE.png", help="with --against: two bars by part")
 
 
 def is_asked(args: argparse.Namespace) -> bool:
+    if args.picture:
+        if not args.against:
+            raise UserError("belongs to --against", field="--picture", hint="add --against floor")
+        must_be_picture(args.picture)
+    if args.against and args.as_rank is None:
+        args.as_rank, args.world = "0", args.world or 1
     if args.as_rank is None:
         for flag in ("world", "layout", "micro_batches", "out"):
             if getattr(args, flag):
@@ -88,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         if args.micro_batches < 0:
             raise UserError("must be 0 or more", field="micro-batches", value=args.micro_batches)
         options.append(("micro_batches", ",".join([str(args.micro_batches)] * len(specs))))
+    if args.against:
+        options.append(("hot_s", f"{_HOT_S if gpu_count() else _HOT_CPU_S:g}"))
     job = Job(job="one-rank", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
     with scratch() as folder:
         show, permit = progress.progress_lines(), flags.permit(args)
@@ -98,6 +115,9 @@ def run(args: argparse.Namespace) -> int:
     rows = [Row(*one) for one in zip(specs, ranks, runs, found, planners, strict=True)]
     if args.out:
         files.write_text(Path(args.out), json_text(_plain(rows)) + "\n")
+    if args.picture:
+        named = [(_name(row.spec), row.planner.floor(row.found)) for row in rows if row.found]
+        files.write_bytes(args.picture, floor.picture(named, args.picture), field="picture")
     if args.format == "json":
         print(json_text(_plain(rows)))
     else:
@@ -141,8 +161,9 @@ def _spec(args: argparse.Namespace, text: str) -> RunSpec:
         raise UserError(
             "'auto' needs the real ranks", field="micro_batch", hint="give --micro-batch N"
         )
-    steps = args.steps if args.steps is not None else table.get("steps", _STEPS)
-    warmup = args.warmup if args.warmup is not None else table.get("warmup", _WARMUP)
+    usual = (_FLOOR_STEPS, _FLOOR_WARMUP) if args.against else (_STEPS, _WARMUP)
+    steps = args.steps if args.steps is not None else table.get("steps", usual[0])
+    warmup = args.warmup if args.warmup is not None else table.get("warmup", usual[1])
     return replace(spec, steps=steps, warmup=max(2, warmup))
 
 
@@ -192,7 +213,15 @@ def _plain_row(row: Row) -> dict[str, Any]:
             plain["post_mortem"] = row.planner.post_mortem(row.report)
         return plain
     said, whole = row.planner.predicted(row.found), row.planner.joined(row.found)
-    return plain | {"measured": codec.encode(row.found)} | shown.plain(row.found, said, whole)
+    plain |= {"measured": codec.encode(row.found)} | shown.plain(row.found, said, whole)
+    if row.found.floor is not None:
+        plain["floor"] = floor.plain(row.planner.floor(row.found), _tokens(row))
+    return plain
+
+
+def _tokens(row: Row) -> float:
+    """Of a step, for each GPU."""
+    return row.spec.batch.tokens / row.spec.gpus
 
 
 def _print(rows: list[Row], args: argparse.Namespace) -> None:
@@ -204,6 +233,9 @@ def _print(rows: list[Row], args: argparse.Namespace) -> None:
             f"{spec.model.name}, {spec.gpus} ranks, global batch {spec.batch.global_batch} x "
             f"{spec.batch.seq_len} tokens; one rank on this device, its peers only filled in\n"
         )
+    if args.against:
+        _print_floors(rows, style)
+        return
     cells = []
     for row in rows:
         name = _name(row.spec)
@@ -219,6 +251,16 @@ def _print(rows: list[Row], args: argparse.Namespace) -> None:
         print(line if line else "")
     for row in rows:
         _print_one(row, style, details=args.details or len(rows) == 1)
+
+
+def _print_floors(rows: list[Row], style: str) -> None:
+    for row in rows:
+        if row.found is None:
+            _print_one(row, style, details=False)
+            continue
+        if style != "csv":
+            print(f"{_name(row.spec)}, {row.found.device}, torch {row.found.torch}")
+        print(floor.text(row.planner.floor(row.found), _tokens(row), style))
 
 
 def _name(spec: RunSpec) -> str:

@@ -46,6 +46,18 @@ class DevicePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """What one micro batch can't do without, measured hot: its products and attention in a loop,
+    the same kernels without those that are computed `again`; and the memory's speed there."""
+
+    products_s: float
+    attention_s: float
+    again_products_s: float
+    again_attention_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OneRankResult:
     """`ran` of the step's `micro_batches` were run; the rest repeats the steady ones.
 
@@ -78,6 +90,7 @@ class OneRankResult:
     parts: tuple[DevicePart, ...] = ()
     watched: tuple[int, int] = (0, 0)
     parts_note: str = ""
+    floor: Floor | None = None
 
     def phase(self, name: str) -> PhaseTime:
         found = (phase for phase in self.phases if phase.name == name)

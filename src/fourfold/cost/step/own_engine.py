@@ -72,3 +72,10 @@ def adding_bytes(c: Columns, params: Floats) -> Floats:
     micros = np.ceil(c.batch / (c.dp * c.micro))
     share = np.where(is_alone(c), (micros - 1.0) / np.maximum(micros, 1.0), 1.0)
     return params * (c.act_bytes + 2.0 * c.acc_bytes) * share
+
+
+def ends_bytes(c: Columns, tokens: Floats, *, first: bool, last: bool) -> Floats:
+    """Of the ends of a model, both ways: rows of the embedding read, written and added to; the last
+    norm and the loss."""
+    each = tokens * c.act_bytes * c.hidden
+    return first * 5.0 * each + last * (5.0 * each + loss_bytes(c, tokens))

@@ -21,6 +21,8 @@ from fourfold.engine import compat
 from fourfold.engine.jobs.dryrun import with_micro_batches
 from fourfold.engine.jobs.run import Steps, counts, let_go, limit_memory, refuse, shortage_of
 from fourfold.engine.microbench import kernel_times
+from fourfold.engine.microbench.device import copy
+from fourfold.engine.microbench.kernels import Kernel, Product, is_again
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.phases import axes_of, watch
@@ -44,7 +46,7 @@ from fourfold.engine.process.environment import environment
 from fourfold.engine.process.failure import outcome_of
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.trainer import Trainer
-from fourfold.result.one_rank import DevicePart, OneRankResult
+from fourfold.result.one_rank import DevicePart, Floor, OneRankResult
 from fourfold.spec.run import RunSpec
 
 _KERNELS_ALONE_S = {"cuda": 2.0, "cpu": 0.5}
@@ -52,7 +54,8 @@ _LEAST_RUN = 4  # micro batches: the first and the last differ from the others
 
 
 def perform(task: Task) -> None:
-    """Options, one number for each run: `ranks`; `micro_batches` to run, 0 all (else enough)."""
+    """Options, one number for each run: `ranks`; `micro_batches` to run, 0 all (else enough). For
+    all of them: `hot_s`, seconds in which the floor is measured (0: it is not)."""
     compat.quiet()
     refuse(task.spec)
     task.spec.batch.without_ramp()
@@ -93,6 +96,8 @@ def one_rank(task: Task, rank: int, ran: int, device: torch.device) -> OneRankRe
     kernels = stage.kernels(max(stage.sizes))
     kernel_s = kernel_times.time_kernels(kernels, stage.spec, device, _KERNELS_ALONE_S[device.type])
     dtype = compat.DTYPES[stage.spec.policy.dtypes.param]
+    hot_s = float(task.job.option("hot_s", "0"))
+    floor = floor_of(kernels, kernel_s, stage.spec, device, hot_s) if hot_s else None
     update_s = kernel_times.time_update(
         stage.elements, dtype, device, 0.1 * _KERNELS_ALONE_S[device.type]
     )
@@ -125,6 +130,32 @@ def one_rank(task: Task, rank: int, ran: int, device: torch.device) -> OneRankRe
         parts=tuple(DevicePart(name=n, seconds=s) for n, s in readings.profiler.parts().items()),
         parts_note=readings.profiler.refusal,
         watched=(readings.profiler.watched, readings.profiler.turned),
+        floor=floor,
+    )
+
+
+def floor_of(
+    kernels: list[Kernel],
+    kernel_s: list[float],
+    spec: RunSpec,
+    device: torch.device,
+    hot_s: float,
+) -> Floor:
+    """The kernels in a loop, then at once a copy: the device is hot. What each kind takes of the
+    loop is as when it was timed alone."""
+    alone = {(a, p): 0.0 for a in (True, False) for p in (True, False)}
+    for kernel, seconds in zip(kernels, kernel_s, strict=True):
+        alone[is_again(kernel), isinstance(kernel, Product)] += kernel.calls * seconds
+    needed = [kernel for kernel in kernels if not is_again(kernel)]
+    hot = kernel_times.hot_seconds(needed, spec, device, hot_s)
+    ratio = hot / (alone[False, True] + alone[False, False])
+    copied = copy(2**30 if device.type == "cuda" else 2**26, device, hot_s / 10)
+    return Floor(
+        products_s=ratio * alone[False, True],
+        attention_s=ratio * alone[False, False],
+        again_products_s=ratio * alone[True, True],
+        again_attention_s=ratio * alone[True, False],
+        bytes_per_s=copied.bytes_per_s,
     )
 
 

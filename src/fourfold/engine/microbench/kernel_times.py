@@ -6,8 +6,10 @@ Random values of the size they have in training: zeros draw less power and run f
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -43,6 +45,27 @@ def time_kernels(
     works = [_work(kernel, spec, device) for kernel in kinds]
     seconds = dict(zip(kinds, seconds_in_turn(works, device, budget_s), strict=True))
     return [seconds[_kind(kernel)] for kernel in kernels]
+
+
+def hot_seconds(
+    kernels: Sequence[Kernel], spec: RunSpec, device: torch.device, budget_s: float
+) -> float:
+    """Seconds of all calls of all kernels, one after the other as in a step, again and again: at
+    the clock that the device keeps up. The median of the second half of the budget."""
+    works = {kind: _work(kind, spec, device) for kind in dict.fromkeys(map(_kind, kernels))}
+    turns = [(works[_kind(kernel)], kernel.calls) for kernel in kernels]
+
+    def all_calls() -> None:
+        for work, calls in turns:
+            for _ in range(calls):
+                work()
+
+    all_calls()
+    began = time.perf_counter()
+    readings: list[float] = []
+    while not readings or time.perf_counter() - began < budget_s:
+        readings.append(reading(all_calls, device, 1))
+    return median(readings[len(readings) // 2 :])
 
 
 def time_fills(fills: Sequence[Fill], device: torch.device, budget_s: float) -> list[float]:

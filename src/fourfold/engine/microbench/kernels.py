@@ -79,6 +79,13 @@ class Attend:
 Kernel = Product | Attend
 
 
+def is_again(kernel: Kernel) -> bool:
+    """Whether the backward pass computes something of the forward pass once more."""
+    if isinstance(kernel, Product):
+        return kernel.when == "backward" and kernel.makes == "output"
+    return kernel.when == "backward" and not kernel.backward
+
+
 def stage_kernels(
     spec: RunSpec, world: World, layers: Sequence[int], *, micro: int, head: bool
 ) -> list[Kernel]:
@@ -216,7 +223,7 @@ def _core(shape: _Shape, spec: RunSpec, calls: int, again: int) -> Iterator[Atte
 
 
 def _head(spec: RunSpec, world: World, tokens: int) -> Iterator[Product]:
-    """The logits; in pieces they are computed again in the backward pass."""
+    """The logits; in pieces they are computed again in the backward pass, but for the lean loss."""
     table: Tensor = next(embedding_tensors(spec.model, spec.batch.seq_len))
     rows, hidden = tp_shape(spec.model, table, spec.layout.tp, world.tp.rank)
     chunks = spec.policy.loss_chunks
@@ -224,5 +231,5 @@ def _head(spec: RunSpec, world: World, tokens: int) -> Iterator[Product]:
     for size in sorted(set(sizes)):
         calls = sizes.count(size)
         yield from _linear("head", "logits", (size, rows, hidden), calls)
-        if chunks > 1:
+        if chunks > 1 and not spec.policy.is_loss_lean:
             yield _product("head", "logits", "backward", "output", (size, rows, hidden), calls)

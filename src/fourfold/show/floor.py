@@ -1,0 +1,100 @@
+"""How near is a step to what can't be avoided? A table by part, and a picture of two bars."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from fourfold.cost.floor import Part, total
+from fourfold.errors import UserError
+from fourfold.show.table import render
+
+HEADINGS = ["ms of a step", "can't be avoided", "engine", "gap", "of the step"]
+SUFFIXES = (".png", ".svg", ".pdf")
+_COLOURS = ("#3b6ea5", "#6ba3c8", "#9b59b6", "#f2b880", "#d98880", "#7dbb8a", "#b8b8b8")
+
+
+def text(rows: Sequence[Part], tokens: float, style: str) -> str:
+    whole = total(list(rows))
+    cells = [_cells(row, whole.engine_s) for row in (*rows, whole)]
+    table = render(HEADINGS, cells, style)
+    if style == "csv":
+        return table
+    speeds = (
+        f"{tokens / whole.engine_s:,.0f} of at most {tokens / whole.limit_s:,.0f} tokens/s a GPU"
+    )
+    return f"{table}\n\n{speeds}: {100 * whole.limit_s / whole.engine_s:.1f}% of the limit"
+
+
+def _cells(row: Part, step_s: float) -> list[str]:
+    return [
+        row.name,
+        f"{1e3 * row.limit_s:.3f}" if row.limit_s else "-",
+        f"{1e3 * row.engine_s:.3f}",
+        f"{1e3 * row.gap_s:+.3f}",
+        f"{100 * row.gap_s / step_s:+.1f}%",
+    ]
+
+
+def plain(rows: Sequence[Part], tokens: float) -> dict[str, Any]:
+    whole = total(list(rows))
+    return {
+        "parts": [
+            {"name": r.name, "limit_s": r.limit_s, "engine_s": r.engine_s, "gap_s": r.gap_s}
+            for r in rows
+        ],
+        "limit_s": whole.limit_s,
+        "step_s": whole.engine_s,
+        "share_of_limit": whole.limit_s / whole.engine_s,
+        "limit_tokens_s": tokens / whole.limit_s,
+        "tokens_s": tokens / whole.engine_s,
+    }
+
+
+def must_be_picture(path: str) -> str:
+    """The suffix of a picture's name, before minutes are spent on what is drawn."""
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix not in SUFFIXES:
+        raise UserError(
+            "is not a kind of picture",
+            field="picture",
+            value=path,
+            hint=f"end the name in one of {', '.join(SUFFIXES)}",
+        )
+    return suffix
+
+
+def picture(named: Sequence[tuple[str, Sequence[Part]]], path: str) -> bytes:
+    """Two bars for each step: what can't be avoided, and what it took."""
+    suffix = must_be_picture(path)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(
+            "needs matplotlib", field="picture", value=path, hint="pip install matplotlib"
+        ) from None
+    figure = Figure(figsize=(9.0, 1.4 + 1.1 * len(named)), layout="constrained")
+    axes = figure.subplots()
+    names: list[str] = []
+    for title, rows in named:
+        for what, seconds in (
+            ("limit", [r.limit_s for r in rows]),
+            ("", [r.engine_s for r in rows]),
+        ):
+            place, left = len(names), 0.0
+            names.append(f"{title} {what}".strip())
+            for row, value, colour in zip(rows, seconds, _COLOURS, strict=True):
+                width = max(0.0, 1e3 * value)
+                label = row.name if place == 0 else "_"
+                axes.barh(place, width, left=left, color=colour, label=label)
+                left += width
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms of a step")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix[1:], dpi=130)
+    return buffer.getvalue()

@@ -1,0 +1,100 @@
+"""A step against what can't be avoided: parts that exclude each other and sum to the step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fourfold.cost.floor import parts, total
+from fourfold.cost.run import columns_of
+from fourfold.result.one_rank import DevicePart, Floor, OneRankResult, PhaseTime
+from fourfold.search.question import usual_cluster
+from fourfold.show import floor as shown
+from fourfold.spec import catalog, codec
+from fourfold.spec.run import RunSpec
+
+CLUSTER = usual_cluster(catalog.device("h200"), 1)
+SPEC = codec.load(
+    RunSpec,
+    {
+        "model": "llama-3.2-1b-untied",
+        "gpus": 1,
+        "batch": {"seq_len": 8192, "micro_batch": 2, "global_batch": 4},
+        "policy": {"compile": True},
+    },
+)
+SEEN = {"matrix products": 0.21, "attention": 0.03, "norms and element-wise": 0.02,
+        "copies and casts": 0.001, "fills": 0.5}  # fmt: skip
+
+
+def found(**changes) -> OneRankResult:
+    phases = {"layers": 0.19, "layers back": 0.08, "optimizer": 0.011, "reduce": 0.001}
+    usual = OneRankResult(
+        rank=0, world=1, stage=0, layers=16, micro_batches=2, ran=2, step_s=(0.56,),
+        compute_s=2 * 0.27 + 0.012 + 0.004,
+        phases=tuple(PhaseTime(name=n, seconds=s) for n, s in [*phases.items(), ("once", 0.004)]),
+        kernels=(), update_s=0.01, update_elements=1_498_482_688, comm=(), flops=1, peak_bytes=1,
+        reserved_bytes=1, retries=0, peaks_from="allocator", device="NVIDIA H200", torch="2.11",
+        parts=tuple(DevicePart(name=n, seconds=s) for n, s in SEEN.items()), watched=(1, 1),
+        floor=Floor(products_s=0.2, attention_s=0.028, again_products_s=0.0,
+                    again_attention_s=0.0, bytes_per_s=4.2e12),
+    )  # fmt: skip
+    return replace(usual, **changes)
+
+
+def table(one: OneRankResult, spec: RunSpec = SPEC):
+    columns = columns_of([spec], cluster=CLUSTER, stack="fourfold")
+    return parts(columns, one, stages=spec.layout.pp)
+
+
+def test_parts_sum_to_the_step_and_limits_are_bytes_at_the_measured_speed():
+    rows = {row.name: row for row in table(found())}
+    step = total(list(rows.values()))
+    assert step.engine_s == pytest.approx(found().compute_s)
+    assert rows["matrix products"].limit_s == 0.4
+    assert rows["matrix products"].gap_s == pytest.approx(0.02)
+    # 24 bytes of weights and moments, 8 of summed gradients, 2 of copies, for every weight.
+    update = rows["norm of gradients, update"]
+    assert update.limit_s == pytest.approx(1_498_482_688 * 34 / 4.2e12)
+    assert update.engine_s == pytest.approx(0.012)
+    tokens, d, f, v = 16384, 2048, 8192, 128256
+    layer = 2 * tokens * (16 * d + 4 * (d + 512) + 3 * f + 5 * f)
+    ends = 2 * tokens * (5 * d + 5 * d + 3 * v)
+    least = 2 * (16 * layer + ends) / 4.2e12
+    assert rows["norms, element-wise, loss"].limit_s == pytest.approx(least)
+    assert rows["waiting for the host, rest"].engine_s == pytest.approx(
+        found().compute_s - 2 * (0.21 + 0.03 + 0.02 + 0.001) - 0.012
+    )
+
+
+def test_what_is_computed_again_is_avoidable():
+    again = replace(found().floor, again_products_s=0.05, again_attention_s=0.01)
+    rows = {row.name: row for row in table(found(floor=again))}
+    assert rows["computed again"].limit_s == 0
+    assert rows["computed again"].engine_s == pytest.approx(2 * 0.06)
+    assert rows["matrix products"].engine_s == pytest.approx(2 * (0.21 - 0.05))
+
+
+def test_a_slow_watch_does_not_make_parts_larger_than_the_step():
+    slow = tuple(DevicePart(name=part.name, seconds=3 * part.seconds) for part in found().parts)
+    rows = table(found(parts=slow))
+    assert total(rows).engine_s == pytest.approx(found().compute_s)
+    assert rows[-1].engine_s >= 0
+    before = {row.name: row.engine_s for row in table(found())}
+    after = {row.name: row.engine_s for row in rows}
+    ratio = before["matrix products"] / before["attention"]
+    assert after["matrix products"] / after["attention"] == pytest.approx(ratio)
+
+
+def test_the_table_and_the_picture_show_every_part(tmp_path):
+    rows = table(found())
+    text = shown.text(rows, 32768, "text")
+    assert all(row.name in text for row in rows)
+    assert "% of the limit" in text
+    said = shown.plain(rows, 32768)
+    assert said["limit_s"] < said["step_s"]
+    assert sum(part["engine_s"] for part in said["parts"]) == pytest.approx(said["step_s"])
+    pytest.importorskip("matplotlib")
+    picture = shown.picture([("1b", rows)], "floor.svg").decode()
+    assert picture.count("<svg") == 1
