@@ -11,16 +11,26 @@ SOURCE = Path(__file__).parent.parent / "src" / "fourfold"
 SPEC = {"spec"}
 RESULT = SPEC | {"result"}
 COST = RESULT | {"cost"}
+_UNSORTED = COST | {"search", "launch", "tables", "collect"}
 ALLOWED = {
     "spec": SPEC,
     "result": RESULT,
     "cost": COST,
     "search": COST | {"search"},
-    "show": COST | {"show"},
+    "show": COST | {"search", "show"},  # pages of typed answers
     "launch": RESULT | {"launch"},
     "tables": COST | {"tables"},
     "collect": COST | {"collect"},
-    "commands": COST | {"search", "show", "launch", "tables", "collect", "commands"},
+    "verbs": COST | {"search", "launch", "tables", "verbs"},
+    "commands": SPEC | {"verbs", "show", "options", "output", "commands"} | _UNSORTED,
+}
+# Top-level modules that have a direction of their own; the library's face names verbs and types.
+TOP = {
+    "__init__": {"spec", "verbs"},
+    "__main__": {"cli"},
+    "cli": {"commands", "options", "output", "spec"},
+    "options": {"spec"},
+    "output": {"show"},
 }
 # The engine may also ask these questions; nothing else of cost and search.
 ENGINE_ALLOWED = RESULT | {"engine"}
@@ -31,7 +41,9 @@ ENGINE_MODULES = {
     "fourfold.cost.schedule",
     "fourfold.cost.trace",
 }
-SHARED = {"errors", "units", "files", "escape", "__init__"}
+SHARED = {"errors", "units", "files", "escape", "events", "__init__"}
+# The exported names themselves: `fourfold.plan`.
+FACE = {"__version__"}
 # Imported where they are used, never while a module loads: they cost 0.1 to 6 s.
 LATE = {"numpy", "rich", "plotly", "matplotlib", "torch"}
 # The vectorised cost model and search are reached only through commands that need NumPy anyway.
@@ -68,10 +80,10 @@ def test_imports_follow_the_arrows() -> None:
 
 def _may_import(folder: str, stem: str, name: str) -> bool:
     parts = name.split(".")
-    if parts[0] != "fourfold" or len(parts) == 1 or parts[1] in SHARED | {"__version__"}:
+    if parts[0] != "fourfold" or len(parts) == 1 or parts[1] in SHARED | FACE:
         return True
-    if not folder:  # cli loads commands by name when they are called
-        return stem == "__main__" and parts[1] == "cli"
+    if not folder:
+        return parts[1] in TOP.get(stem, ())
     if folder == "engine":
         return parts[1] in ENGINE_ALLOWED or any(
             ".".join(parts[:depth]) in ENGINE_MODULES for depth in (3, 4)

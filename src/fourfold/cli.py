@@ -1,49 +1,25 @@
-"""The `fourfold` command: names, one help line each; a command is imported only when called."""
+"""The `fourfold` command: an overview, and a parser for each command."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn, TextIO, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TextIO, cast
 
 from fourfold import __version__, files
+from fourfold.commands import COMMANDS, GROUPS, Command, load
 from fourfold.errors import UserError, nearest
 from fourfold.escape import Screen, one_line
+from fourfold.output import Output, terminal_columns, text_of
+from fourfold.spec.flag import Option
 
-# name -> what it answers; the order is the order of work.
-COMMANDS = {
-    "demo": "the main job on this machine, start to end",
-    "plan": "which layout is fastest on these GPUs, does it fit, how sure is that",
-    "advise": "which hidden size, heads, vocabulary and micro batch suit a GPU",
-    "models": "which model shapes are known, and how large they are",
-    "clusters": "which GPUs and clusters are known; 'clusters new' describes yours",
-    "flops": "MFU, HFU and TFLOPs of a measured speed, under every convention",
-    "trace": "what every step of a parallel layer does: shapes, FLOPs, bytes, memory",
-    "bench": "one run: how fast, how sure, what to doubt",
-    "train": "train a model: data, schedule, checkpoints, resumed on any layout",
-    "sweep": "many runs, every outcome kept, resumed where it stopped",
-    "data": "token files: make one from text, look at one",
-    "weights": "a training's weights as a Hugging Face folder",
-    "runs": "what is stored: every run with outcome, speed and memory",
-    "diff": "what differs between two stored runs, and whether it matters",
-    "report": "results as people publish them: MPT, topology and scaling tables",
-    "lint": "mistakes in published tables, found by rule, with the likely repair",
-    "dryrun": "what any rank of any world would hold, compute and send, without hardware",
-    "calibrate": "what this machine can do: a hardware profile for plan and demo",
-    "predict": "a table of runs -> seconds, memory and fit of each",
-    "fit": "measured runs -> a calibration; or which runs would teach most",
-    "score": "a calibration against measured tables: errors, ranking, regret, coverage",
-    "verify": "does every layout compute what one process computes? train both and compare",
-    "completion": "a completion script for bash, zsh or fish",
-}
 _EPILOG = """\
-Data goes to stdout, progress to stderr. Exit code: 0 done; 1 the asked thing failed, findings
-were found, or nothing fits; 2 bad request. 'fourfold COMMAND --help' teaches each command.
+Results go to stdout, progress to stderr. Exit status: 0 done; 1 the run failed, the lint found
+something, or nothing fits; 2 bad request. 'fourfold COMMAND --help' explains each command.
 """
 
 
@@ -54,29 +30,93 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message, hint=f"see '{self.prog} --help'")
 
 
-def command_parser(name: str) -> Parser:
-    """The parser of one command; imports that command's file and nothing else."""
-    module = importlib.import_module(f"fourfold.commands.{name}")
+def command_parser(name: str, action: str = "", *, everything: bool = True) -> Parser:
+    """The parser of one command or sub-command. Its help leaves rare options out unless
+    `everything` is asked for; they are read all the same."""
+    command = load(name)
+    prog = f"fourfold {name}"
+    if action:
+        command = command.actions[action]
+        prog = f"{prog} {action}"
+    rare = [] if everything else [one for one in command.options if one.rare]
+    more = f"\n{len(rare)} more options: '{prog} --help-all'\n" if rare else ""
     parser = Parser(
-        prog=f"fourfold {name}",
-        description=module.__doc__,
+        prog=prog,
+        description=command.description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=getattr(module, "EXAMPLES", None),
+        epilog=_actions_text(command) + command.examples + more,
         allow_abbrev=False,
     )
-    module.add_arguments(parser)
-    # Completion asks every command's parser; commands do not import this module.
-    parser.set_defaults(run=module.run, parsers=dict.fromkeys(COMMANDS, command_parser))
+    places: dict[tuple[str, str], Any] = {}
+    for one in command.options:
+        _add(_place(parser, one, places), one, hidden=one in rare)
+    if command.add_arguments:
+        command.add_arguments(parser)
+        parser.set_defaults(parsers=dict.fromkeys(COMMANDS, command_parser))
+    parser.set_defaults(run=command.run)
     return parser
+
+
+def _actions_text(command: Command) -> str:
+    lines = [f"  {name:<8} {action.line}" for name, action in command.actions.items()]
+    return "\n".join(["sub-commands:", *lines, "", ""]) if lines else ""
+
+
+def _place(parser: Parser, one: Option, places: dict[tuple[str, str], Any]) -> Any:
+    """The parser, a group of it, or options of which at most one may be given."""
+    place: Any = parser
+    for key in (("group", one.group), ("either", one.either)):
+        if key[1]:
+            if key not in places:
+                places[key] = (
+                    place.add_argument_group(one.group)
+                    if key[0] == "group"
+                    else place.add_mutually_exclusive_group()
+                )
+            place = places[key]
+    return place
+
+
+def _add(place: Any, one: Option, *, hidden: bool) -> None:
+    said: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else one.help.replace("%", "%%")}
+    if one.names[0].startswith("-"):
+        said["dest"] = one.dest or one.names[-1].lstrip("-").replace("-", "_")
+        said |= {"required": True} if one.required else {}
+    if one.pair:
+        place.add_argument(*one.names, action=argparse.BooleanOptionalAction, **said)
+    elif one.switch:
+        place.add_argument(*one.names, action="store_true", default=None, **said)
+    else:
+        said |= {"action": "append"} if one.repeated else {}
+        said |= {"type": _reader(one.read)} if one.read else {}
+        said |= {"choices": one.choices} if one.choices else {}
+        said |= {"nargs": one.nargs} if one.nargs else {}
+        place.add_argument(*one.names, metavar=one.metavar, **said)
+
+
+def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A field's reader for argparse, which puts the flag's name before the reason."""
+
+    def reader(text: str) -> Any:
+        try:
+            return read(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    reader.__name__ = getattr(read, "__name__", "value")
+    return reader
 
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    groups = "\n\n".join(
+        f"{group}:\n" + "\n".join(f"  {name:<{width}}  {line}" for name, line in lines.items())
+        for group, lines in GROUPS.items()
+    )
     return (
         "usage: fourfold COMMAND [options]\n\n"
-        "How should this model be laid out on these GPUs, will it fit, how fast does it run?\n\n"
-        f"commands:\n{rows}\n\n"
+        "Plan, measure and train 4D-parallel pretraining layouts.\n\n"
+        f"{groups}\n\n"
         "options:\n  --help     this page\n  --version  version of fourfold\n\n"
         f"{_EPILOG}"
     )
@@ -144,10 +184,39 @@ def _dispatch(words: list[str]) -> int:
         raise UserError(
             "unknown command", field="command", value=name, hint=nearest(name, COMMANDS)
         )
+    command = load(name)
+    action = rest[0] if rest and rest[0] in command.actions else ""
+    if command.actions and not action and command.run is None and rest[:1] != ["--help"]:
+        raise UserError(
+            "is missing" if not rest else "is not one of its sub-commands",
+            field=name,
+            value=" ".join(rest) or None,
+            hint=f"fourfold {name} {'|'.join(command.actions)}",
+        )
+    everything = "--help-all" in rest
+    parser = command_parser(name, action, everything=everything)
+    if everything:
+        print(parser.format_help(), end="")
+        return 0
     try:
-        args = command_parser(name).parse_args(rest)
+        args = parser.parse_args(rest[bool(action) :])
     except SystemExit as leaving:  # argparse leaves this way after --help
         return int(leaving.code or 0)
+    style = _style(args)
     if isinstance(sys.stdout, Screen):
-        sys.stdout.page = getattr(args, "format", "") == "md"
-    return args.run(args)
+        sys.stdout.page = style == "md"
+    answer = args.run(args)
+    return answer if isinstance(answer, int) else show(answer, style)
+
+
+def _style(args: Any) -> str:
+    """The last format given; 'weights export' has two kinds of them."""
+    given = getattr(args, "format", None) or "text"
+    return given if isinstance(given, str) else given[-1]
+
+
+def show(output: Output, style: str) -> int:
+    text = text_of(output, style, terminal_columns())
+    if text:
+        print(text)
+    return output.status

@@ -93,7 +93,7 @@ def csv_text(rows: Iterable[Sequence[str]]) -> str:
     return buffer.getvalue()
 
 
-def json_text(data: Any, *, indent: int = 2) -> str:
+def json_text(data: Any, *, indent: int | None = 2) -> str:
     """JSON that every reader takes: ASCII, whole characters, finite numbers only."""
     import json
 

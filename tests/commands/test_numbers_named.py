@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from fourfold.cli import main
-from fourfold.commands import bench, plan, report, runs
+from fourfold.commands import runs
 from fourfold.cost.count.counting import ALIASES
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.fit.calibration import generation_of
@@ -17,6 +17,7 @@ from fourfold.spec import catalog
 from fourfold.spec.expression import in_gib, parse
 from fourfold.tables.context import Context, after
 from fourfold.tables.publish import STYLE_CONVENTION
+from fourfold.verbs.requests import PlanRequest
 
 PLAN = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8", "--seq-len", "4096",
         "--global-batch", "64", "--top", "1", "--format", "json"]  # fmt: skip
@@ -24,13 +25,9 @@ PLAN = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8", 
 
 def test_one_default_convention() -> None:
     assert DEFAULT == "causal"
-    for command in (plan, bench, runs):
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        assert parser.get_default("convention") == DEFAULT, command.__name__
-    parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
-    assert parser.get_default("convention") is None  # the style's
+    for request in (PlanRequest,):
+        (default,) = (f.default for f in dataclasses.fields(request) if f.name == "convention")
+        assert default == DEFAULT, request
     assert STYLE_CONVENTION == {"mpt": "mpt", "topology": DEFAULT, "scaling": DEFAULT}
     assert ALIASES[""] == DEFAULT
 

@@ -142,9 +142,9 @@ def test_no_explained_layout_is_ahead_of_the_best() -> None:
         (replace(plain, where=(parse("tp == 8"),)), "pp2 dp4 tp2"),
     ):
         said = explain(one, Layout.parse(text), tokens=None)
-        assert said["fits"], text
-        assert said["row"]["step_s"] >= said["best"]["step_s"] * (1 - 1e-9)
-        assert 1 <= said["rank"] <= said["of"]
+        assert said.fits, text
+        assert said.row.step_s >= said.best.step_s * (1 - 1e-9)
+        assert 1 <= said.rank <= said.of
 
 
 def test_an_explained_place_is_the_tables() -> None:
@@ -155,7 +155,7 @@ def test_an_explained_place_is_the_tables() -> None:
         said = explain(one, layout, tokens=None)
         keys = [str(table.layout(j)) for j in range(i + 1)]
         if keys.count(str(layout)) == 1:
-            assert said["rank"] == i + 1, str(layout)
+            assert said.rank == i + 1, str(layout)
 
 
 def test_explained_places_are_distinct_layouts() -> None:

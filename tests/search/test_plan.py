@@ -290,12 +290,12 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
 def test_explain_names_broken_rules_and_legal_neighbours() -> None:
     one = ask(gpus=16)
     said = explain(one, Layout.parse("pp1 dp1 cp1 tp16"), tokens=None)
-    assert said["legal"]
+    assert said.legal
     bad = explain(replace(one, stack="torchtitan"), Layout.parse("tp16"), tokens=None)
-    assert [r["reason"] for r in bad["refusals"]] == ["kv-heads"]
-    assert not bad["legal"]
-    assert bad["nearest"][0] == "pp1 dp2 cp1 tp8"
-    for text in bad["nearest"]:
+    assert [r["reason"] for r in bad.refusals] == ["kv-heads"]
+    assert not bad.legal
+    assert bad.nearest[0] == "pp1 dp2 cp1 tp8"
+    for text in bad.nearest:
         layout = Layout.parse(text)
         assert layout.world == 16
         policy = Policy(sharding="zero3", cp_kind="allgather")
@@ -303,16 +303,16 @@ def test_explain_names_broken_rules_and_legal_neighbours() -> None:
             one.model, layout, one.batch, policy, replace(one, stack="torchtitan").target
         )
     alone = explain(one, Layout.parse("dp3 tp2"), tokens=None)
-    assert [r["reason"] for r in alone["refusals"]] == ["world"]
+    assert [r["reason"] for r in alone.refusals] == ["world"]
     full = explain(one, Layout.parse("dp8 tp2"), tokens=None)
-    assert full["fits"]
-    assert 1 <= full["rank"] <= full["of"]
-    assert full["row"]["step_s"] >= full["best"]["step_s"] * 0.999
+    assert full.fits
+    assert 1 <= full.rank <= full.of
+    assert full.row.step_s >= full.best.step_s * 0.999
     huge = ask("llama-3.1-405b", 16, batch=Batch(seq_len=4096, global_batch=48))
     big = explain(huge, Layout.parse("pp2 tp8"), tokens=None)
-    assert big["legal"]
-    assert not big["fits"]
-    assert big["smallest"]["peak_bytes"] > big["smallest"]["limit_bytes"]
+    assert big.legal
+    assert not big.fits
+    assert big.smallest.peak_bytes > big.smallest.limit_bytes
 
 
 def test_stack_names_find_their_measured_kin() -> None:
@@ -343,11 +343,41 @@ def test_command_json_has_the_promised_fields(capsys) -> None:
     assert sum(first["memory_bytes"].values()) == pytest.approx(first["peak_bytes"])
 
 
-def test_command_text_says_what_makes_it_believable(capsys) -> None:
+def test_command_text_begins_with_the_answer(capsys) -> None:
+    assert main([*PLAN, "--format", "json"]) == 0
+    first = json.loads(capsys.readouterr().out)["ranked"][0]
     assert main(PLAN) == 0
+    sentence, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert "\n" not in sentence
+    for words in (first["layout"], f"micro batch {first['micro_batch']}", "s a step (80%: ",
+                  f"{first['tflops_gpu']:.0f} TFLOP/s and {first['mfu_pct']:.1f}% MFU", "80 GiB",
+                  "may run out of memory" if first["tight"] else "surely fits"):  # fmt: skip
+        assert words in sentence
+    table, _, remarks = rest.partition("\n\n")
+    assert max(map(len, table.splitlines())) <= 100
+    assert 1 <= len(remarks.splitlines()) <= 5
+    assert "within the error" in remarks
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--tokens", "1T", "--price", "2.5"], ["--tokens", "1T", "--ramp", "16,16,4800"],
+     ["--model", "bloom-176b", "--cluster", "jean-zay", "--gpus", "384", "--stack",
+      "megatron-deepspeed-2022"]],
+)  # fmt: skip
+def test_command_table_is_at_most_100_wide(words: list[str], capsys) -> None:
+    base = PLAN if "--cluster" not in words else ["plan", *PLAN[7:]]
+    main([*base, *words])
+    table = capsys.readouterr().out.split("\n\n")[1]
+    assert table.lstrip().startswith("#")
+    assert max(map(len, table.splitlines())) <= 100
+
+
+def test_details_say_what_makes_it_believable(capsys) -> None:
+    assert main([*PLAN, "--details"]) == 0
     text = capsys.readouterr().out
-    for words in ("can't be told apart", "evidence for 1", "runs that would decide", "looked at",
-                  "refused:", "80% interval", "set aside"):  # fmt: skip
+    for words in ("within the error", "evidence for #1", "runs that would decide", "searched",
+                  "refused:", "80% interval", "set aside", "compute s"):  # fmt: skip
         assert words in text
     assert main([*PLAN, "--format", "md"]) == 0
     assert "pp1 dp" in capsys.readouterr().out

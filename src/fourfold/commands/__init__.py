@@ -1,1 +1,78 @@
-"""One file per command: a docstring (its help), add_arguments(parser), run(args) -> exit code."""
+"""The commands: parser, one call of a verb, one display. Their names and order, by kind of work."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from fourfold.output import Output
+from fourfold.spec.flag import Option
+
+# kind of work -> name -> what it does; a command is imported only when it is called.
+GROUPS = {
+    "plan": {
+        "plan": "find the fastest layout for a model on these GPUs, and whether it fits",
+        "predict": "predict seconds, memory and fit for a table of runs",
+        "advise": "find hidden sizes, heads, vocabularies and micro batches that suit a GPU",
+        "models": "list model presets and their sizes",
+        "clusters": "list GPUs and clusters; 'clusters new' describes yours",
+        "flops": "convert a measured speed to MFU, HFU and TFLOP/s by any convention",
+        "trace": "show what every step of a parallel layer computes, sends and holds",
+        "dryrun": "count what any rank of any world holds, computes and sends, without hardware",
+    },
+    "measure": {
+        "demo": "calibrate, plan and measure a small model on this machine",
+        "bench": "measure one run",
+        "sweep": "measure many runs; every outcome is kept, a stopped sweep resumes",
+        "verify": "check that layouts compute what one process computes",
+        "calibrate": "measure this machine's kernels and links, for plan and predict",
+        "fit": "fit the cost model to measured runs, or suggest which runs to measure",
+        "score": "score predictions against measured runs",
+    },
+    "train": {
+        "train": "train a model, or resume on any layout",
+        "weights": "export a training's weights as a Hugging Face folder",
+    },
+    "data": {
+        "data": "make token files from text, and look at them",
+    },
+    "publish": {
+        "runs": "list stored runs",
+        "diff": "compare two stored runs",
+        "report": "print results in published styles: MPT, topology, scaling",
+        "lint": "find mistakes in published tables",
+        "completion": "print a completion script for bash, zsh or fish",
+    },
+}
+COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`actions` are sub-commands by name; a command with them may have no call of its own."""
+
+    name: str
+    description: str
+    options: tuple[Option, ...] = ()
+    run: Callable[[Any], Output] | None = None
+    examples: str = ""
+    line: str = ""  # one line for the list of sub-commands
+    actions: dict[str, Command] = field(default_factory=dict)
+    add_arguments: Any = None
+
+
+def load(name: str) -> Command:
+    """The command's own file, and nothing else, is imported."""
+    module: ModuleType = importlib.import_module(f"fourfold.commands.{name}")
+    return Command(
+        name=name,
+        description=module.__doc__ or "",
+        options=getattr(module, "OPTIONS", ()),
+        run=getattr(module, "run", None),
+        examples=getattr(module, "EXAMPLES", ""),
+        actions=getattr(module, "ACTIONS", {}),
+        add_arguments=getattr(module, "add_arguments", None),
+    )

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from fourfold.commands import flags, plan
+from fourfold.commands import flags
 from fourfold.commands.foresight import Foresight
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.errors import UserError
@@ -18,6 +18,8 @@ from fourfold.spec import AXES, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import Combination, Expansion
+from fourfold.verbs.plan import resolved
+from fourfold.verbs.requests import PlanRequest, decided
 
 # Both kinds of sweep have these, with lists in the habit of the MPT scripts.
 _OWN_WAY = ("--gpus", "--micro-batch")
@@ -64,7 +66,20 @@ def chosen(args: argparse.Namespace, foresight: Foresight) -> Expansion:
         raise UserError("must be 1 or more", field="--from-plan", value=args.from_plan)
     asked = _as_plan(args)
     table = flags.run_table(asked)
-    ask, counts = plan.question(_somewhere(asked, table, foresight))
+    given = decided(table) | {"ramp": None}
+    asked = _somewhere(asked, table, foresight)
+    request = PlanRequest(
+        **given,
+        cluster=asked.cluster,
+        gpu=asked.gpu,
+        profile=asked.profile,
+        calibration=asked.calibration,
+        max_nodes=asked.max_nodes,
+        stack="fourfold",
+        where=tuple(asked.where),
+        explore=asked.explore,
+    )
+    ask, counts = resolved(request)
     ask = dataclasses.replace(ask, cluster=_limited(ask.cluster, table))
     ranking, _ = best_of(ask, counts, least=args.from_plan)
     if not len(ranking):

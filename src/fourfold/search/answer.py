@@ -1,8 +1,9 @@
-"""What does the planner say? A ranking as plain data: the JSON of `fourfold plan`, base units."""
+"""What does the planner say? A ranking as a typed answer, base units; its JSON and its rows."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import exp
 from typing import Any
 
@@ -29,6 +30,7 @@ from fourfold.search.sensitivity import (
 )
 from fourfold.spec import codec
 from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
 from fourfold.spec.runnable import remarks
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
@@ -49,33 +51,207 @@ _SHOWN = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule", "
           "recompute", "attention")  # fmt: skip
 
 
-def answer(ranking: Ranking, train: Training, *, top: int) -> dict[str, Any]:
-    """Everything `plan` prints."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What names a candidate."""
+
+    layout: Layout
+    policy: Policy
+    micro_batch: int
+
+    def __str__(self) -> str:
+        """`pp8 dp4 cp2 tp8 ulysses v4`: the layout and the kinds that go with it."""
+        parts = [str(self.layout)]
+        if self.layout.cp > 1:
+            parts.append(self.policy.cp_kind)
+        if self.policy.virtual_stages > 1:
+            parts.append(f"v{self.policy.virtual_stages}")
+        if self.policy.schedule in ("gpipe", "zero-bubble") and self.layout.pp > 1:
+            parts.append(self.policy.schedule)
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow(Choice):
+    """One ranked layout. `exposed_s` are seconds by part that nothing hides; `tight`: the upper end
+    of its memory's interval does not fit."""
+
+    rank: int
+    step_s: float
+    step_s_low: float
+    step_s_high: float
+    closed_form_s: float
+    parts_s: dict[str, float]
+    exposed_s: dict[str, float]
+    peak_bytes: float
+    peak_bytes_low: float
+    peak_bytes_high: float
+    tight: bool
+    memory_bytes: dict[str, float]
+    tokens_s_gpu: float
+    tflops_gpu: float
+    mfu_pct: float
+    gpu_hours: float
+    gpu_hours_of: str
+    training_s: float | None
+    ramp_s: float | None
+    cost: float | None
+    evidence: dict[str, int]
+    outside: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A layout that is not ranked: over the memory by the best estimate, or never measured."""
+
+    layout: Layout
+    sharding: str
+    recompute: str
+    virtual_stages: int
+    micro_batch: int
+    step_s: float
+    peak_bytes: float | None = None
+    without_rows: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reversal:
+    """An uncertain coefficient that would make another layout the winner."""
+
+    knob: str
+    about: str
+    value: float
+    other: float
+    winner: int
+    layout: Layout
+    gain: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationFacts:
+    name: str
+    rows: int
+    memory_rows: int
+    error_median_pct: float | None
+    error_p90_pct: float | None
+    interval_low_pct: float
+    interval_high_pct: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer:
+    """The ranking, best first, and what makes it believable; base units."""
+
+    model: str
+    params: int
+    remarks: tuple[str, ...]
+    cluster: str
+    gpu: str
+    gpus: int
+    host_gpus: int
+    memory_bytes: float
+    seq_len: int
+    global_batch: int
+    stack: str
+    precision: str
+    calibration: CalibrationFacts
+    candidates: int
+    legal: int
+    fitting: int
+    dropped_by_where: int
+    set_aside: int
+    ranked_in_all: int
+    played: int
+    axes: dict[str, list[Any]]
+    refused: dict[str, int]
+    flop_rule: str
+    ranked: tuple[PlanRow, ...]
+    tied_with_first: int
+    tie_width_pct: float
+    flips: tuple[Reversal, ...]
+    deciding: tuple[Choice, ...]
+    unproven_best: Alternative | None
+    near_miss: Alternative | None
+    training: dict[str, Any]
+    reason: str
+    tried_gpus: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def best(self) -> PlanRow | None:
+        return self.ranked[0] if self.ranked else None
+
+    def plain(self) -> dict[str, Any]:
+        return plain(self)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat dict for each ranked layout, a key for every axis, field and number."""
+        return [_flat(self, row) for row in self.ranked]
+
+
+def plain(value: Any) -> Any:
+    """Answers as plain data: layouts as texts, of a policy what the search decides."""
+    if isinstance(value, Policy):
+        encoded = codec.encode(value)
+        return {name: encoded[name] for name in _SHOWN}
+    if isinstance(value, Layout):
+        return str(value)
+    if is_dataclass(value):
+        found = {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+        optional = isinstance(value, Alternative)
+        return {k: v for k, v in found.items() if v is not None or not optional}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value
+
+
+def _flat(said: PlanAnswer, row: PlanRow) -> dict[str, Any]:
+    shared = ("model", "cluster", "gpu", "stack", "gpus", "seq_len", "global_batch")
+    numbers = ("step_s", "step_s_low", "step_s_high", "peak_bytes", "peak_bytes_low",
+               "peak_bytes_high", "tight", "tokens_s_gpu", "tflops_gpu", "mfu_pct")  # fmt: skip
+    return {
+        "rank": row.rank,
+        **{name: getattr(said, name) for name in shared},
+        "micro_batch": row.micro_batch,
+        **row.layout.sizes,
+        "dp_replicate": row.layout.replicate,
+        "dp_shard": row.layout.shard,
+        **plain(row.policy),
+        **{name: getattr(row, name) for name in numbers},
+        **{f"{name}_s": seconds for name, seconds in row.exposed_s.items()},
+        **{name: getattr(row, name) for name in ("training_s", "gpu_hours", "cost")},
+    }
+
+
+def answer(
+    ranking: Ranking, train: Training, *, top: int, tried: Mapping[int, float] | None = None
+) -> PlanAnswer:
+    """Everything `plan` says; `tried` are numbers of GPUs and the seconds of their best."""
     ask = ranking.ask
     count = min(top, len(ranking))
-    tied = tied_with_first(ranking)
-    return {
+    return PlanAnswer(
         **_asked(ask),
-        "candidates": ranking.grid.looked_at,
-        "legal": ranking.grid.legal,
-        "fitting": ranking.fitting,
-        "dropped_by_where": ranking.dropped,
-        "set_aside": ranking.set_aside,
-        "ranked_in_all": len(ranking.all_step_s),
-        "played": ranking.predicted.played,
-        "axes": {name: list(values) for name, values in ranking.grid.values.items()},
-        "refused": dict(ranking.grid.refused),
-        "flop_rule": ask.convention,
-        "ranked": [_row(ranking, train, i) for i in range(count)],
-        "tied_with_first": tied,
-        "tie_width_pct": 100.0 * (exp(tie_width(ask.entry)) - 1.0),
-        "flips": [_flip(ranking, one) for one in flips(ranking)[:3]],
-        "deciding": [_short(ranking, i) for i in deciding(ranking)],
-        "unproven_best": _unproven(ranking),
-        "near_miss": _near_miss(ranking),
-        "training": {"ramp_stages": train.stages, "steps": train.steps},
-        "reason": "" if count else _nothing(ranking),
-    }
+        candidates=ranking.grid.looked_at,
+        legal=ranking.grid.legal,
+        fitting=ranking.fitting,
+        dropped_by_where=ranking.dropped,
+        set_aside=ranking.set_aside,
+        ranked_in_all=len(ranking.all_step_s),
+        played=ranking.predicted.played,
+        axes={name: list(values) for name, values in ranking.grid.values.items()},
+        refused={str(reason): count for reason, count in ranking.grid.refused.items()},
+        flop_rule=ask.convention,
+        ranked=tuple(_row(ranking, train, i) for i in range(count)),
+        tied_with_first=tied_with_first(ranking),
+        tie_width_pct=100.0 * (exp(tie_width(ask.entry)) - 1.0),
+        flips=tuple(_flip(ranking, one) for one in flips(ranking)[:3]),
+        deciding=tuple(Choice(**_short(ranking, i)) for i in deciding(ranking)),
+        unproven_best=_unproven(ranking),
+        near_miss=_near_miss(ranking),
+        training={"ramp_stages": train.stages, "steps": train.steps},
+        reason="" if count else _nothing(ranking),
+        tried_gpus=tuple({"gpus": gpus, "step_s": s} for gpus, s in (tried or {}).items()),
+    )
 
 
 def _asked(ask: Question) -> dict[str, Any]:
@@ -83,7 +259,7 @@ def _asked(ask: Question) -> dict[str, Any]:
     return {
         "model": ask.model.name,
         "params": model_params(ask.model, ask.batch.seq_len),
-        "remarks": list(remarks(ask.model, ask.batch.seq_len)),
+        "remarks": tuple(remarks(ask.model, ask.batch.seq_len)),
         "cluster": ask.cluster.name,
         "gpu": ask.cluster.device.id,
         "gpus": ask.gpus,
@@ -93,20 +269,20 @@ def _asked(ask: Question) -> dict[str, Any]:
         "global_batch": ask.batch.global_batch,
         "stack": ask.stack,
         "precision": ask.policy.precision,
-        "calibration": {
-            "name": ask.calibration,
-            "rows": ask.entry.rows_time,
-            "memory_rows": ask.entry.rows_memory,
-            "error_median_pct": errors.get("cv_median"),
-            "error_p90_pct": errors.get("cv_p90"),
-            "interval_low_pct": 100.0 * (exp(ask.entry.low) - 1.0),
-            "interval_high_pct": 100.0 * (exp(ask.entry.high) - 1.0),
-            "note": ask.no_rows,
-        },
+        "calibration": CalibrationFacts(
+            name=ask.calibration,
+            rows=ask.entry.rows_time,
+            memory_rows=ask.entry.rows_memory,
+            error_median_pct=errors.get("cv_median"),
+            error_p90_pct=errors.get("cv_p90"),
+            interval_low_pct=100.0 * (exp(ask.entry.low) - 1.0),
+            interval_high_pct=100.0 * (exp(ask.entry.high) - 1.0),
+            note=ask.no_rows,
+        ),
     }
 
 
-def _row(ranking: Ranking, train: Training, i: int) -> dict[str, Any]:
+def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
     """One ranked layout."""
     ask, predicted = ranking.ask, ranking.predicted
     c = predicted.columns.take(slice(i, i + 1))
@@ -118,42 +294,40 @@ def _row(ranking: Ranking, train: Training, i: int) -> dict[str, Any]:
     total_s = float(train.total_s[i]) if i < len(train.total_s) else 0.0
     hours = (total_s or step_s) * ask.gpus / 3600.0
     price = ask.cluster.price_per_gpu_hour
-    return {
-        "rank": i + 1,
+    return PlanRow(
+        rank=i + 1,
         **_short(ranking, i),
-        "step_s": step_s,
-        "step_s_low": float(predicted.low_s[i]),
-        "step_s_high": float(predicted.high_s[i]),
-        "closed_form_s": float(ranking.closed_s[i]),
-        "parts_s": {name: float(part[i]) for name, part in predicted.times.parts.items()},
-        "exposed_s": {
+        step_s=step_s,
+        step_s_low=float(predicted.low_s[i]),
+        step_s_high=float(predicted.high_s[i]),
+        closed_form_s=float(ranking.closed_s[i]),
+        parts_s={name: float(part[i]) for name, part in predicted.times.parts.items()},
+        exposed_s={
             name: float(sum(predicted.times.parts[part][i] for part in parts))
             for name, parts in EXPOSED.items()
         },
-        "peak_bytes": float(predicted.room.worst_bytes[i]),
-        "peak_bytes_low": float(low[0]),
-        "peak_bytes_high": float(high[0]),
-        "tight": bool(high[0] > ask.cluster.device.memory_bytes * USABLE),
-        "memory_bytes": {name: float(part[i]) for name, part in predicted.room.parts.items()},
-        "tokens_s_gpu": tokens_s,
-        "tflops_gpu": float(flops[0]) * tokens_s / 1e12,
-        "mfu_pct": 100.0 * float(flops[0]) * tokens_s / float(c.peak_low[0]),
-        "gpu_hours": hours,
-        "gpu_hours_of": "training" if total_s else "step",
-        "training_s": total_s or None,
-        "ramp_s": float(train.ramp_s[i]) if train.stages and i < len(train.ramp_s) else None,
-        "cost": hours * price if price is not None else None,
-        "evidence": evidence(ask, c),
-        "outside": outside(ask, c),
-    }
+        peak_bytes=float(predicted.room.worst_bytes[i]),
+        peak_bytes_low=float(low[0]),
+        peak_bytes_high=float(high[0]),
+        tight=bool(high[0] > ask.cluster.device.memory_bytes * USABLE),
+        memory_bytes={name: float(part[i]) for name, part in predicted.room.parts.items()},
+        tokens_s_gpu=tokens_s,
+        tflops_gpu=float(flops[0]) * tokens_s / 1e12,
+        mfu_pct=100.0 * float(flops[0]) * tokens_s / float(c.peak_low[0]),
+        gpu_hours=hours,
+        gpu_hours_of="training" if total_s else "step",
+        training_s=total_s or None,
+        ramp_s=float(train.ramp_s[i]) if train.stages and i < len(train.ramp_s) else None,
+        cost=hours * price if price is not None else None,
+        evidence=evidence(ask, c),
+        outside=tuple(outside(ask, c)),
+    )
 
 
 def _short(ranking: Ranking, i: int) -> dict[str, Any]:
-    """What names a candidate."""
-    plain = codec.encode(ranking.policy(i))
     return {
-        "layout": str(ranking.layout(i)),
-        "policy": {name: plain[name] for name in _SHOWN},
+        "layout": ranking.layout(i),
+        "policy": ranking.policy(i),
         "micro_batch": int(ranking.points["micro_batch"][i]),
     }
 
@@ -175,46 +349,47 @@ def outside(ask: Question, c: Columns) -> list[str]:
     return found
 
 
-def _flip(ranking: Ranking, flip: Flip) -> dict[str, Any]:
-    return {
-        "knob": flip.knob,
-        "about": flip.about,
-        "value": flip.value,
-        "other": flip.other,
-        "winner": flip.winner + 1,
-        "layout": str(ranking.layout(flip.winner)),
-        "gain": flip.gain,
-    }
+def _flip(ranking: Ranking, flip: Flip) -> Reversal:
+    return Reversal(
+        knob=flip.knob,
+        about=flip.about,
+        value=flip.value,
+        other=flip.other,
+        winner=flip.winner + 1,
+        layout=ranking.layout(flip.winner),
+        gain=flip.gain,
+    )
 
 
-def _unproven(ranking: Ranking) -> dict[str, Any] | None:
+def _unproven(ranking: Ranking) -> Alternative | None:
     """The fastest of what was set aside for want of evidence."""
     points, ask = ranking.unproven_best, ranking.ask
     if not points or not len(points["pp"]):
         return None
     rows = evidence(ask, ask.columns(points))
-    without = [name for name, count in rows.items() if not count]
-    return _one_point(ask, points) | {"without_rows": without}
+    without = tuple(name for name, count in rows.items() if not count)
+    return _alternative(ask, points, without_rows=without)
 
 
-def _near_miss(ranking: Ranking) -> dict[str, Any] | None:
+def _near_miss(ranking: Ranking) -> Alternative | None:
     """The fastest that may fit although our best estimate says no, if nothing ranked is faster."""
     points, ask = ranking.near_miss, ranking.ask
     if not points or not len(points["pp"]) or points["step_s"][0] >= ranking.closed_s.min():
         return None
-    return _one_point(ask, points) | {"peak_bytes": float(points["peak_bytes"][0])}
+    return _alternative(ask, points, peak_bytes=float(points["peak_bytes"][0]))
 
 
-def _one_point(ask: Question, points: Pool) -> dict[str, Any]:
+def _alternative(ask: Question, points: Pool, **more: Any) -> Alternative:
     policy = chosen_policy(ask.policy, points, 0)
-    return {
-        "layout": str(chosen_layout(points, 0)),
-        "sharding": policy.sharding,
-        "recompute": policy.recompute,
-        "virtual_stages": policy.virtual_stages,
-        "micro_batch": int(points["micro_batch"][0]),
-        "step_s": float(points["step_s"][0]),
-    }
+    return Alternative(
+        layout=chosen_layout(points, 0),
+        sharding=policy.sharding,
+        recompute=policy.recompute,
+        virtual_stages=policy.virtual_stages,
+        micro_batch=int(points["micro_batch"][0]),
+        step_s=float(points["step_s"][0]),
+        **more,
+    )
 
 
 def _nothing(ranking: Ranking) -> str:

@@ -3,7 +3,7 @@ it stands and what makes the best one faster."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.run import chosen_policy
-from fourfold.search.answer import answer
+from fourfold.search.answer import CalibrationFacts, PlanRow, answer, plain
 from fourfold.search.candidates import candidates
 from fourfold.search.legal import Refusal, why_not
 from fourfold.search.question import Question
@@ -26,8 +26,58 @@ NEAREST = 4
 VARIANTS = 8
 
 
-def explain(ask: Question, layout: Layout, *, tokens: float | None) -> dict[str, Any]:
-    """All that is to be said, as plain data."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smallest:
+    """Of a layout that does not fit: the variant that needs least."""
+
+    micro_batch: int
+    sharding: str
+    recompute: str
+    peak_bytes: float
+    limit_bytes: float
+    memory_bytes: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """All about one layout; what follows `nearest` is there as far as it is legal and fits."""
+
+    layout: Layout
+    legal: bool
+    fits: bool
+    refusals: tuple[dict[str, Any], ...]
+    nearest: tuple[str, ...]
+    memory_bytes: float
+    smallest: Smallest | None = None
+    row: PlanRow | None = None
+    variants: tuple[PlanRow, ...] | None = None
+    ways: int | None = None
+    calibration: CalibrationFacts | None = None
+    stack: str | None = None
+    rank: int | None = None
+    of: int | None = None
+    with_unproven: bool | None = None
+    best: PlanRow | None = None
+    tie_width_pct: float | None = None
+
+    def plain(self) -> dict[str, Any]:
+        found = plain(self)
+        keys = ("smallest",) if self.row is not None else _ONLY_FITTING
+        keys = keys if self.legal else (*_ONLY_FITTING, "smallest")
+        return {name: value for name, value in found.items() if name not in keys}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The ways to run it, or the rules that it breaks."""
+        if self.variants is None:
+            return [dict(one) for one in self.refusals] or [self.plain()["smallest"]]
+        return [plain(row) for row in self.variants]
+
+
+_ONLY_FITTING = ("row", "variants", "ways", "calibration", "stack", "rank", "of", "with_unproven",
+                 "best", "tie_width_pct")  # fmt: skip
+
+
+def explain(ask: Question, layout: Layout, *, tokens: float | None) -> Explanation:
     return explain_ranking(ask, layout, ways_to_run(ask, layout), tokens=tokens)
 
 
@@ -40,37 +90,37 @@ def ways_to_run(ask: Question, layout: Layout) -> Ranking | None:
 
 def explain_ranking(
     ask: Question, layout: Layout, ranking: Ranking | None, *, tokens: float | None
-) -> dict[str, Any]:
-    refusals = _refusals(ask, layout)
+) -> Explanation:
+    legal = ranking is not None and ranking.grid.legal > 0
     said: dict[str, Any] = {
-        "layout": str(layout),
-        "legal": ranking is not None and ranking.grid.legal > 0,
+        "layout": layout,
+        "legal": legal,
         "fits": ranking is not None and len(ranking) > 0,
-        "refusals": [] if ranking is not None and ranking.grid.legal else _plain(refusals),
-        "nearest": [],
+        "refusals": () if legal else tuple(_plain(_refusals(ask, layout))),
         "memory_bytes": ask.cluster.device.memory_bytes,
     }
-    if not said["legal"]:
-        return said | {"nearest": nearest(ask, layout)}
-    assert ranking is not None
+    if ranking is None or not legal:
+        return Explanation(**said, nearest=tuple(nearest(ask, layout)))
     if not said["fits"]:
-        return said | {"nearest": _fitting(ask, layout), "smallest": _smallest(ranking)}
+        near = tuple(_fitting(ask, layout))
+        return Explanation(**said, nearest=near, smallest=_smallest(ranking))
     everything = _rivals(ask, layout, ranking)
-    train = training(ranking, tokens=tokens, top=VARIANTS)
-    mine = answer(ranking, train, top=VARIANTS)
+    own = answer(ranking, training(ranking, tokens=tokens, top=VARIANTS), top=VARIANTS)
     best = answer(everything, training(everything, tokens=tokens, top=1), top=1)
-    return said | {
-        "row": mine["ranked"][0],
-        "variants": mine["ranked"],
-        "ways": len(ranking.all_step_s),
-        "calibration": mine["calibration"],
-        "stack": ask.stack,
-        "rank": everything.place(ranking),
-        "of": len(everything.layouts),
-        "with_unproven": everything.ask.explore and not ask.explore,
-        "best": best["ranked"][0] if best["ranked"] else None,
-        "tie_width_pct": mine["tie_width_pct"],
-    }
+    return Explanation(
+        **said,
+        nearest=(),
+        row=own.ranked[0],
+        variants=own.ranked,
+        ways=len(ranking.all_step_s),
+        calibration=own.calibration,
+        stack=ask.stack,
+        rank=everything.place(ranking),
+        of=len(everything.layouts),
+        with_unproven=everything.ask.explore and not ask.explore,
+        best=best.best,
+        tie_width_pct=own.tie_width_pct,
+    )
 
 
 def _rivals(ask: Question, layout: Layout, ranking: Ranking) -> Ranking:
@@ -139,17 +189,17 @@ def _fitting(ask: Question, layout: Layout) -> list[str]:
     return [str(one) for one in order[:NEAREST]]
 
 
-def _smallest(ranking: Ranking) -> dict[str, Any]:
+def _smallest(ranking: Ranking) -> Smallest:
     """Bytes by kind of the variant that needs least."""
     ask = ranking.ask
     points = ranking.grid.smallest()
     room = memory(ask.columns(points), ask.entry.knobs)
     i = int(np.argmin(room.worst_bytes))
-    return {
-        "micro_batch": int(points["micro_batch"][i]),
-        "sharding": SHARDINGS[int(points["zero"][i])],
-        "recompute": chosen_policy(ask.policy, points, i).recompute,
-        "peak_bytes": float(room.worst_bytes[i]),
-        "limit_bytes": ask.cluster.device.memory_bytes * USABLE,
-        "memory_bytes": {name: float(part[i]) for name, part in room.parts.items()},
-    }
+    return Smallest(
+        micro_batch=int(points["micro_batch"][i]),
+        sharding=SHARDINGS[int(points["zero"][i])],
+        recompute=chosen_policy(ask.policy, points, i).recompute,
+        peak_bytes=float(room.worst_bytes[i]),
+        limit_bytes=ask.cluster.device.memory_bytes * USABLE,
+        memory_bytes={name: float(part[i]) for name, part in room.parts.items()},
+    )

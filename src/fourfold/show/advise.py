@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.show.table import render
+from fourfold.show.table import Grid, Part
 
 NEIGHBOURS = 9
 
 
-def advice_text(said: dict[str, Any], style: str) -> str:
-    """All advice; CSV gives the neighbourhood tables only."""
-    blocks = [] if style == "csv" else [_head(said)]
+def page(said: dict[str, Any]) -> list[Part]:
+    """All advice, a blank line between its parts."""
+    parts: list[Part] = [_head(said)]
     for name in ("hidden", "heads", "ffn", "vocab", "micro_batch"):
         if name in said:
-            blocks += _size(name, said[name], style)
+            parts += ["", *_size(name, said[name])]
     if "shapes" in said:
-        blocks.append(_shapes(said["shapes"], style))
-    return "\n\n".join(blocks)
+        parts += ["", _shapes(said["shapes"])]
+    return parts
 
 
 def _head(said: dict[str, Any]) -> str:
@@ -29,7 +29,7 @@ def _head(said: dict[str, Any]) -> str:
     )
 
 
-def _size(name: str, one: dict[str, Any], style: str) -> list[str]:
+def _size(name: str, one: dict[str, Any]) -> list[Part]:
     label = name.replace("_", " ")
     where = " in the output layer" if name == "vocab" else ""
     better = one["better"]
@@ -49,26 +49,24 @@ def _size(name: str, one: dict[str, Any], style: str) -> list[str]:
         f"{one['loses_pct']:.0f}% to the best nearby; {ending}",
         *(f"  {note}" for note in one["notes"]),
     ]
-    if not better and style != "csv":
-        return ["\n".join(lines)]
-    table = render(*_table(label, one), style)
-    if style == "csv":
-        return [table]
-    blocks = ["\n".join([*lines, table])]
-    return [*blocks, _gemms(one["gemms"], style)] if "gemms" in one else blocks
+    parts: list[Part] = ["\n".join(lines)]
+    if better:
+        parts.append(_table(label, one))
+        parts += ["", _gemms(one["gemms"])] if "gemms" in one else []
+    return parts
 
 
-def _gemms(gemms: list[dict[str, Any]], style: str) -> str:
+def _gemms(gemms: list[dict[str, Any]]) -> Grid:
     headings = ["product", "tokens", "in", "out", "alignment loses %", "tiles and waves lose %"]
     rows = [
         [one["name"], str(one["tokens"]), f"{one['into']:g}", f"{one['out']:g}",
          f"{one['alignment_loss_pct']:.0f}", f"{one['wave_loss_pct']:.0f}"]
         for one in gemms
     ]  # fmt: skip
-    return render(headings, rows, style)
+    return Grid(headings, rows)
 
 
-def _table(label: str, one: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def _table(label: str, one: dict[str, Any]) -> Grid:
     rows = one["table"]
     wanted = {one["asked"], (one["better"] or {}).get("value")}
     by_distance = sorted(rows, key=lambda row: abs(row["value"] - one["asked"]))
@@ -84,10 +82,10 @@ def _table(label: str, one: dict[str, Any]) -> tuple[list[str], list[list[str]]]
         cells.append(
             [str(row["value"]), *marks, f"{row['tflops_gpu']:.1f}", f"{row['against_asked']:.3f}"]
         )
-    return headings, cells
+    return Grid(headings, cells)
 
 
-def _shapes(rows: list[dict[str, Any]], style: str) -> str:
+def _shapes(rows: list[dict[str, Any]]) -> Grid:
     headings = ["layers", "hidden", "heads", "ffn", "params B", "layout", "micro", "s/step", "days",
                 "GPU-hours", "days per 1e21 FLOP"]  # fmt: skip
     cells = []
@@ -102,4 +100,4 @@ def _shapes(rows: list[dict[str, Any]], style: str) -> str:
              f"{row['days']:.1f}", f"{row['gpu_hours']:,.0f}",
              f"{row['days_per_1e21_flop']:.3f}"]
         )  # fmt: skip
-    return render(headings, cells, style)
+    return Grid(headings, cells)

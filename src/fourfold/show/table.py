@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fourfold import escape
@@ -14,6 +15,18 @@ __all__ = ["FORMATS", "csv_text", "json_text", "render"]
 
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?\Z")
 FORMATS = ("text", "md", "csv", "json")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table for people: headings and cells as ready texts."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+# A part of a page: a paragraph, which a terminal may fold, or a table, which it may not.
+Part = str | Grid
 
 
 def render(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str) -> str:
@@ -67,14 +80,3 @@ def _markdown_rule(widths: list[int], numeric: list[bool]) -> str:
 
 def _is_number(cell: str) -> bool:
     return not cell or cell == "-" or escape.NUMBER.match(cell) is not None
-
-
-def columns() -> int:
-    """Characters of a line on this terminal, or as COLUMNS says; 0 for a file or a pipe."""
-    import os
-    import shutil
-    import sys
-
-    if os.environ.get("COLUMNS", "").isdecimal() or (sys.stdout and sys.stdout.isatty()):
-        return shutil.get_terminal_size((0, 0)).columns
-    return 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated
 
 from fourfold.errors import UserError
 from fourfold.spec import check, codec, words
+from fourfold.spec.flag import flag
 from fourfold.units import count_from, size_from
 
 MAX_RAMP_STAGES = 10_000
@@ -89,9 +90,15 @@ def _walk(ramp: Ramp | None, full: int) -> _Walk:
 class Batch:
     """`micro_batch` need not divide the share of a data-parallel rank; 0 means 'auto'."""
 
-    seq_len: Annotated[int, size_from]
-    micro_batch: Annotated[int, size_from] = 1
-    global_batch: int = 1
+    seq_len: Annotated[int, size_from] = field(
+        metadata=flag("tokens of a sequence: 8192 or 8k (k = 1024)", "N")
+    )
+    micro_batch: Annotated[int, size_from] = field(
+        default=1, metadata=flag("sequences of a micro batch", "N")
+    )
+    global_batch: int = field(
+        default=1, metadata=flag("sequences of a step; 4M or 4Mtokens: that many tokens", "N")
+    )
     ramp: Ramp | None = None
 
     def __post_init__(self) -> None:

@@ -7,10 +7,11 @@ over eight. What is sharded (nothing, optimizer, gradients, weights) is the poli
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fourfold.errors import UserError, nearest
 from fourfold.spec import check
+from fourfold.spec.flag import flag
 from fourfold.units import size_from
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -29,11 +30,18 @@ _MAX_RANKS = 2**24
 class Layout:
     """Sizes of the axes; `order` is their placement, outermost (slowest link) first."""
 
-    pp: int = 1
+    pp: int = field(default=1, metadata=flag("pipeline stages", "N"))
     replicate: int = 1
-    shard: int = 1
-    cp: int = 1
-    tp: int = 1
+    shard: int = field(
+        default=1,
+        metadata=flag(
+            "data parallel: 8, or 2x4 = 2 copies sharded over 4 (default: the rest)",
+            "X",
+            names=("--dp",),
+        ),
+    )
+    cp: int = field(default=1, metadata=flag("context parallel ranks", "N"))
+    tp: int = field(default=1, metadata=flag("tensor parallel ranks", "N"))
     ep: int = 1
     order: tuple[str, ...] = AXES
 

@@ -7,11 +7,12 @@ speed and memory but not which model is trained.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from fourfold.errors import UserError
 from fourfold.spec import check, words
+from fourfold.spec.flag import flag
 from fourfold.spec.variables import require_form
 from fourfold.spec.words import (
     BUNDLES,
@@ -48,18 +49,32 @@ class Policy:
     logits' place in memory; auto: the lean one in compiled runs.
     """
 
-    precision: Precision = "bf16-mixed"
+    precision: Precision = field(
+        default="bf16-mixed",
+        metadata=flag(f"one of {', '.join(BUNDLES)}; bf16 is bf16-mixed", "X"),
+    )
     param_dtype: Dtype | None = None
     compute_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
     grad_dtype: Dtype | None = None
     optimizer_dtype: Dtype | None = None
-    sharding: Sharding = "zero1"
+    sharding: Sharding = field(
+        default="zero1",
+        metadata=flag("zero0 to zero3; ddp, fsdp (zero3), hsdp (with --dp 2x4)", "X"),
+    )
     sequence_parallel: bool = True
-    cp_kind: CpKind = "ring"
-    schedule: Schedule = "1f1b"
-    virtual_stages: Annotated[int, size_from] = 1
-    recompute: str = "none"
+    cp_kind: CpKind = field(
+        default="ring", metadata=flag("ring, allgather or ulysses", "X", rare=True)
+    )
+    schedule: Schedule = field(
+        default="1f1b", metadata=flag("gpipe, 1f1b, interleaved or zero-bubble", "X", rare=True)
+    )
+    virtual_stages: Annotated[int, size_from] = field(
+        default=1, metadata=flag("model chunks of one pipeline rank", "N", rare=True)
+    )
+    recompute: str = field(
+        default="none", metadata=flag("none, full, selective or every-N", "X", rare=True)
+    )
     attention: Attention = "auto"
     optimizer: Literal["adamw", "adamw-plain"] = "adamw"
     compile: bool = False

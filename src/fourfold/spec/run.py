@@ -9,6 +9,7 @@ from fourfold.errors import UserError
 from fourfold.spec import check, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.device import Size
+from fourfold.spec.flag import flag
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -44,22 +45,26 @@ class RunSpec:
     """
 
     model: ModelShape
-    gpus: int
+    gpus: int = field(metadata=flag("GPUs (or CPU ranks) in all", "N"))
     layout: Layout = field(default_factory=Layout)
     batch: Batch = field(default_factory=lambda: Batch(seq_len=2048))
     policy: Policy = field(default_factory=Policy)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    steps: Count = 10
-    warmup: Count = 3
+    steps: Count = field(default=10, metadata=flag("timed steps", "N"))
+    warmup: Count = field(
+        default=3, metadata=flag("steps before them (default: until steady)", "N")
+    )
     seed: int = 0
     memory_limit: Size | None = None
     start_limit_s: Seconds = 600.0
     step_limit_s: Seconds = 300.0
-    note: str = ""
-    tag: str = ""
+    note: str = field(default="", metadata=flag("words kept with the run", "TEXT", rare=True))
+    tag: str = field(default="", metadata=flag("a word kept with the run", "TEXT", rare=True))
     fault: Fault | None = None
     refused: str = ""
-    data: str = ""
+    data: str = field(
+        default="", metadata=flag("a token file (default: synthetic tokens)", "NAME", rare=True)
+    )
     settle: bool = False
 
     def __post_init__(self) -> None:

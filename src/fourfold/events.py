@@ -1,0 +1,30 @@
+"""What happens while a verb works? Its caller gets events; what to do with them is the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`progress` is out of date with the next one; a `note` is worth keeping."""
+
+    text: str
+    kind: Literal["progress", "note"] = "note"
+
+
+OnEvent = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """The default: nobody is told."""
+
+
+def notes(on_event: OnEvent) -> Callable[[str], None]:
+    return lambda text: on_event(Event(text))
+
+
+def progress(on_event: OnEvent) -> Callable[[str], None]:
+    return lambda text: on_event(Event(text, "progress"))

@@ -1,0 +1,213 @@
+"""Flags of the commands, as data: derived from the fields that they set. `cli` makes parsers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.spec import codec, words
+from fourfold.spec.batch import Batch
+from fourfold.spec.flag import Option
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+from fourfold.spec.variables import parse_assignments
+from fourfold.units import count_from
+
+T = TypeVar("T")
+FORMATS = ("text", "md", "csv", "json")
+FORMAT = Option(names=("--format",), choices=FORMATS, help="form of the output (default text)")
+FORCE = Option(
+    names=("--force",), switch=True, rare=True, help="overwrite even if fourfold did not write it"
+)
+# Where the fields of a run are; a flag's text is read by its field.
+_RUN = (("", RunSpec), ("layout", Layout), ("batch", Batch), ("policy", Policy))
+_RUN_GROUP = "layout, batch and policy"
+
+
+def option(name: str, text: str, metavar: str | None = None, **rest: Any) -> Option:
+    """An option that sets no field."""
+    return Option(names=(name,), help=text, metavar=metavar, **rest)
+
+
+def of(cls: type, *only: str, **changes: Any) -> tuple[Option, ...]:
+    """The options that set a dataclass's fields: all that have a flag, or those named."""
+    hints = _hints(cls)
+    found = {f.name: f for f in dataclasses.fields(cls) if "flag" in f.metadata}
+    return tuple(
+        dataclasses.replace(_of_field(found[name], hints[name]), **changes)
+        for name in only or found
+    )
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _of_field(field: dataclasses.Field[Any], hint: Any) -> Option:
+    said: Option = field.metadata["flag"]
+    changes: dict[str, Any] = {"dest": field.name}
+    if not said.names:
+        changes["names"] = (f"--{field.name.replace('_', '-')}",)
+    kinds = [hint]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    kind = kinds[0]
+    if typing.get_origin(kind) is typing.Annotated:
+        changes["read"] = said.read or kind.__metadata__[0]
+    elif typing.get_origin(kind) is typing.Literal:
+        changes["choices"] = said.choices or typing.get_args(kind)
+    elif typing.get_origin(kind) is tuple:
+        changes["repeated"] = said.nargs is None
+    elif kind is bool:
+        changes["switch"] = not said.pair
+    elif kind in (int, float):
+        changes["read"] = said.read or kind
+    return dataclasses.replace(said, **changes)
+
+
+def load(cls: type[T], args: Any, **given: Any) -> T:
+    """The dataclass that the flags describe; what was not given keeps the field's default."""
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        value = getattr(args, field.name, None) if "flag" in field.metadata else None
+        if value is not None and field.name not in given:
+            given[field.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**given)
+
+
+def _run_fields(extra: tuple[str, ...]) -> list[tuple[str, Option]]:
+    """(path in a run's table, option) of every field of a run that has a flag of its own."""
+    found = []
+    for path, cls in _RUN:
+        names = ("gpus", *extra) if cls is RunSpec else ()
+        for one in of(cls, *names):
+            name = one.names[0][2:].replace("-", "_")
+            # The field itself reads the text: 8k, fsdp, 4Mtokens.
+            plain = dataclasses.replace(one, dest=name, read=None, choices=(), switch=False)
+            found.append((f"{path}.{name}" if path else name, plain))
+    return found
+
+
+def layout_options(*without: str) -> tuple[Option, ...]:
+    """Flags of layout, batch and policy: the same names in every command."""
+    fields = [one for _, one in _run_fields(()) if one.names[0] not in without]
+    return tuple(dataclasses.replace(one, group=_RUN_GROUP) for one in fields)
+
+
+def run_options(*extra: str) -> tuple[Option, ...]:
+    """All that describes a run; `extra` are fields of RunSpec that few commands have flags for."""
+    own = [one for path, one in _run_fields(extra) if path in extra]
+    return (
+        option("--model", "a preset, or the path of a config.json", "NAME"),
+        option("--spec", "a whole run; flags override its fields", "FILE.toml", rare=True),
+        Option(
+            names=("--set",),
+            repeated=True,
+            rare=True,
+            metavar="FIELD=VALUE",
+            help="any field of the run, such as policy.compile=true",
+        ),
+        *own,
+        *layout_options(),
+    )
+
+
+def run_table(
+    args: Any,
+    known: Mapping[str, Any] | None = None,
+    *,
+    extra: tuple[str, ...] = (),
+    note: typing.Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """The run as plain data: the spec file (or what is `known`), then flags, --set and --env.
+    What other words were read as goes to `note`."""
+    table: dict[str, Any] = dict(known or {})
+    if getattr(args, "spec", None):
+        text = files.read_text(args.spec, field="spec")
+        try:
+            table = codec.parse_toml(text)
+        except UserError as error:
+            raise error.within(f"spec {args.spec}") from None
+    if getattr(args, "model", None):
+        table["model"] = args.model
+    for path, one in _run_fields(extra):
+        value = getattr(args, one.dest, None)
+        if value is not None:
+            put(table, path, value)
+    for path, text in assignments(args):
+        value = toml_value(text)
+        is_text = path in ("note", "tag", "data") or path.startswith("policy.env.")
+        # A shell eats the quotes of policy.env.X="1".
+        put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
+    put_env(table, args)
+    return _understood(table, note)
+
+
+def assignments(args: Any) -> list[tuple[str, str]]:
+    """(path, text) of each --set."""
+    found = []
+    for assignment in getattr(args, "set", None) or ():
+        path, equals, text = assignment.partition("=")
+        if not equals or not path:
+            raise UserError("must be FIELD=VALUE", field="--set", value=assignment)
+        found.append((path.strip(), text))
+    return found
+
+
+def _understood(table: dict[str, Any], note: typing.Callable[[str], None]) -> dict[str, Any]:
+    policy = table.get("policy")
+    hybrid = isinstance(policy, dict) and words.is_hybrid(policy.get("sharding"))
+    tidy, notes = words.tidied(table)
+    if notes:
+        note(f"read as: {'; '.join(notes)}")
+    if hybrid:  # RunSpec asks whether the layout has copies
+        tidy["policy"]["sharding"] = words.HYBRID[0]
+    return tidy
+
+
+def put_env(table: dict[str, Any], args: Any) -> None:
+    """Of commands that have --env: the variables are the run's, and decide which run it is."""
+    for name, value in parse_assignments(getattr(args, "env", None) or ()):
+        put(table, f"policy.env.{name}", value)
+
+
+def run_spec(table: Mapping[str, Any]) -> RunSpec:
+    if "model" not in table:
+        raise UserError("is missing", field="model", hint="add --model NAME ('fourfold models')")
+    return codec.load(RunSpec, dict(table))
+
+
+def put(table: dict[str, Any], path: str, value: Any) -> None:
+    """table['a']['b'] = value for path 'a.b', making tables on the way."""
+    *parents, leaf = path.split(".")
+    for name in parents:
+        inner = table.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"'{name}' is not a table", field=path, value=value)
+        table = inner
+    table[leaf] = value
+
+
+def toml_value(text: str) -> Any:
+    """What --set's value means: a TOML value if it is one, else plain text."""
+    text = text.strip()
+    try:
+        table = codec.parse_toml(f"value = {text}\n")
+    except UserError:
+        return text
+    return table["value"] if set(table) == {"value"} else text
+
+
+def number(text: str) -> float:
+    """85144.5, or 3.2M with the letters of a count."""
+    try:
+        return float(text)
+    except ValueError:
+        return float(count_from(text))

@@ -1,0 +1,144 @@
+"""How does an answer leave a command? As text or Markdown for people, as one CSV table or JSON for
+programs; events that happen on the way go to stderr. Nothing else in a command prints.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+from typing import Any, Protocol
+
+from fourfold.escape import csv_text, json_text, one_line, steer
+from fourfold.events import Event
+from fourfold.show.table import Grid, Part, render
+
+# In a log file a line every few seconds says enough.
+_LOG_EVERY_S = 10.0
+_DIGITS = re.compile("[0-9]+")
+
+
+class Answer(Protocol):
+    """What a verb returns: its JSON as plain data, and flat dicts in base units, one a line."""
+
+    def plain(self) -> Any: ...
+
+    def rows(self) -> Sequence[dict[str, Any]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a command answers: `plain` is its JSON, `rows` its CSV, `parts` make the page for
+    people. `raw` instead of all: a text that is a file of its own."""
+
+    plain: Callable[[], Any] = lambda: None
+    rows: Callable[[], Sequence[dict[str, Any]]] = lambda: ()
+    parts: Callable[[], Iterable[Part]] = lambda: ()
+    status: int = 0
+    raw: str | None = None
+
+    @classmethod
+    def of(cls, answer: Answer, parts: Callable[[], Iterable[Part]], status: int = 0) -> Output:
+        return cls(answer.plain, answer.rows, parts, status)
+
+
+def text_of(output: Output, style: str, columns: int = 0) -> str:
+    """The whole answer in one of the four formats, without the last newline."""
+    if output.raw is not None:
+        return output.raw.rstrip("\n")
+    if style == "json":
+        return json_text(output.plain())
+    if style == "csv":
+        return table_csv(output.rows()).rstrip("\n")
+    shown = []
+    for part in output.parts():
+        if isinstance(part, Grid):
+            shown.append(render(part.headings, part.rows, style))
+        else:
+            shown += _folded(part, columns) if style == "text" else [part]
+    return "\n".join(shown).strip("\n")
+
+
+def _folded(text: str, columns: int) -> list[str]:
+    if columns < 40:
+        return [text]
+    return [
+        piece
+        for line in text.split("\n")
+        for piece in wrap(line, columns, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    ]
+
+
+def table_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """One header, every line as wide: columns are the union of the rows' keys, in their order."""
+    flat = [flattened(row) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    return csv_text([names, *([_cell(row.get(name)) for name in names] for row in flat)])
+
+
+def flattened(row: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}; a list is one cell."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat |= flattened(value, f"{before}{name}.")
+        else:
+            flat[f"{before}{name}"] = value
+    return flat
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        nested = any(isinstance(item, dict | list | tuple) for item in value)
+        return json_text(value, indent=None) if nested else "; ".join(map(_cell, value))
+    return str(value)
+
+
+def terminal_columns() -> int:
+    """Characters of a line on this terminal, or as COLUMNS says; 0 for a file or a pipe."""
+    import os
+    import shutil
+
+    if os.environ.get("COLUMNS", "").isdecimal() or (sys.stdout and sys.stdout.isatty()):
+        return shutil.get_terminal_size((0, 0)).columns
+    return 0
+
+
+class Stderr:
+    """Events of a verb, shown: progress is one line that is rewritten on a terminal and a line now
+    and then in a log; a note stays."""
+
+    def __init__(self) -> None:
+        self._last_at, self._last_kind = -_LOG_EVERY_S, ""
+        self._is_open = False
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "progress":
+            self._progress(event.text)
+        else:
+            self.close()
+            print(event.text, file=sys.stderr, flush=True)
+
+    def _progress(self, text: str) -> None:
+        if sys.stderr.isatty():
+            steer(sys.stderr, f"\r\033[K{one_line(text)[:100]}")
+            self._is_open = True
+            return
+        kind = _DIGITS.sub("", text).partition(",")[0]
+        # A new phase is news at once, such as the first step after the start.
+        if kind != self._last_kind or time.monotonic() - self._last_at >= _LOG_EVERY_S:
+            self._last_at, self._last_kind = time.monotonic(), kind
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal clean before anything else is printed."""
+        if self._is_open:
+            steer(sys.stderr, "\r\033[K")
+            self._is_open = False

@@ -1,0 +1,82 @@
+"""export: a planned layout as settings of another engine, or of our own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fourfold.cost.memory.interval import memory_bounds
+from fourfold.cost.memory.peak import USABLE
+from fourfold.errors import UserError
+from fourfold.events import OnEvent, ignore
+from fourfold.search import export as exports
+from fourfold.search.export.setup import Setup
+from fourfold.search.gpu_counts import best_of
+from fourfold.search.ranking import Ranking
+from fourfold.verbs.plan import resolved
+from fourfold.verbs.requests import PlanRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """Settings of one engine. `files` are names and texts for a folder ({}: the engine takes one
+    file), `script` the same as one text."""
+
+    engine: str
+    files: dict[str, str]
+    script: str
+    notes: tuple[str, ...]
+
+
+def export(
+    request: PlanRequest, *, pick: int = 1, name: str = "", on_event: OnEvent = ignore
+) -> Exported:
+    """The layout at place `pick` of the plan, as settings of `request.export`. `name`: what the
+    model is called there."""
+    if not request.export:
+        raise UserError("is missing", field="export", hint="name an engine")
+    if pick < 1:
+        raise UserError("must be 1 or more", field="--pick", value=pick)
+    query, counts = resolved(request, on_event)
+    ranking, _ = best_of(query, counts, least=max(request.top, pick))
+    if not len(ranking):
+        raise UserError("nothing is ranked", field="export", hint="plan without --export says why")
+    if pick > len(ranking):
+        raise UserError(f"only {len(ranking)} are ranked", field="--pick", value=pick)
+    setup = _setup(ranking, pick - 1, name)
+    whole = request.export == "torchrun"
+    return Exported(
+        engine=request.export,
+        files={} if whole else exports.write_folder(request.export, setup),
+        script=exports.write(request.export, setup),
+        notes=setup.notes,
+    )
+
+
+def _setup(ranking: Ranking, place: int, name: str) -> Setup:
+    query = ranking.ask
+    return Setup(
+        model=query.model,
+        layout=ranking.layout(place),
+        batch=replace(query.batch, micro_batch=int(ranking.points["micro_batch"][place])),
+        policy=ranking.policy(place),
+        host_gpus=query.cluster.host_gpus,
+        stack=query.stack,
+        device=query.cluster.device.id,
+        model_name=name,
+        notes=_export_notes(ranking, place),
+    )
+
+
+def _export_notes(ranking: Ranking, place: int) -> tuple[str, ...]:
+    """Seconds and bytes of the choice, and whether it surely fits."""
+    query, predicted, gib = ranking.ask, ranking.predicted, 2.0**30
+    low, high = memory_bounds(predicted.columns.take(slice(place, place + 1)), query.entry)
+    limit = query.cluster.device.memory_bytes
+    needs = (
+        f"{low[0] / gib:.0f} to {high[0] / gib:.0f} GiB of {limit / gib:.0f} on the fullest rank"
+    )
+    seconds = f"{predicted.low_s[place]:.3g} to {predicted.high_s[place]:.3g} s a step"
+    fits = "surely fits" if high[0] <= limit * USABLE else "MAY NOT FIT"
+    wrong = fits != "surely fits" and not query.safe
+    advice = "; --safe prefers what surely fits" if wrong else ""
+    return (f"predicted as {query.stack}: {seconds}; {fits}: {needs}{advice}",)

@@ -1,0 +1,236 @@
+"""Which machine, which calibration? Resolved here for every verb.
+
+A cluster that is named, a hardware profile ('fourfold calibrate'), a GPU on its usual hosts; else
+the GPU of this host where the catalogue knows it, else a rough guess from the cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from fourfold import files
+from fourfold.cost.fit import calibration as calibrations
+from fourfold.cost.fit.calibration import Calibration
+from fourfold.cost.fit.measured import calibration_of
+from fourfold.cost.memory.peak import USABLE
+from fourfold.errors import UserError
+from fourfold.launch.campaign import kind_of
+from fourfold.launch.devices import core_count, gpu_count
+from fourfold.result.machine import gpu_name, host_memory_bytes
+from fourfold.result.prediction import Prediction, Remedy
+from fourfold.result.profile import HardwareProfile, cluster_of
+from fourfold.result.profile import read_profile as profile_of
+from fourfold.result.report import RunReport
+from fourfold.search.fixes import remedies
+from fourfold.search.predict import predict, rough_cpu, state_bytes
+from fourfold.search.question import usual_cluster
+from fourfold.spec import catalog
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.nccl_tests import device_id
+from fourfold.spec.run import RunSpec
+from fourfold.units import show_bytes
+
+GUESS = "a rough guess from the cores"
+# Of a host's memory, shared by its ranks: the rest is the system's and Python's.
+_HOST_SHARE = 0.8
+
+
+def read_profile(path: str) -> HardwareProfile:
+    return profile_of(files.read_text(path, field="profile"))
+
+
+def known_cluster(cluster: str | Cluster) -> Cluster:
+    return catalog.cluster(cluster) if isinstance(cluster, str) else cluster
+
+
+def read_calibration(path: str | None) -> Calibration:
+    return calibrations.load(path) if path else calibrations.shipped()
+
+
+@cache
+def _local_gpu() -> str:
+    """This host's GPU by the catalogue's name, '' where it is none or unknown."""
+    return device_id(gpu_name(), catalog.device_names()) or ""
+
+
+def local_cluster(ranks: int) -> Cluster | None:
+    """This host's GPU with its usual links; None where the catalogue does not know it."""
+    gpu = _local_gpu()
+    return usual_cluster(catalog.device(gpu), ranks) if gpu else None
+
+
+def planned_cluster(
+    *,
+    cluster: str | Cluster | None,
+    gpu: str | None,
+    profile: str | None,
+    gpus: int,
+    price: float | None = None,
+) -> Cluster:
+    """The machines to plan on; `gpus` 0: as many as the cluster has."""
+    if gpu and (cluster or profile):
+        other = "cluster" if cluster else "profile"
+        raise UserError(
+            f"--{other} says which GPU it is",
+            field="gpu",
+            value=gpu,
+            hint=f"leave --gpu or --{other} out",
+        )
+    if cluster:
+        found = known_cluster(cluster)
+    elif profile:
+        found = cluster_of(read_profile(profile), gpus or 1)
+    elif gpu:
+        device = catalog.device(gpu)
+        if not gpus:
+            raise UserError("is missing", field="gpus", hint="add --gpus N or --max-nodes N")
+        found = usual_cluster(device, gpus)
+    else:
+        raise UserError(
+            "is missing",
+            field="cluster",
+            hint="add --cluster NAME, --gpu ID with "
+            "--gpus N, or --profile FILE ('fourfold calibrate --out FILE')",
+        )
+    if price is None:
+        return found
+    if not 0 <= price < 1e9:
+        raise UserError("must be 0 or more", field="price", value=price, hint="--price 2.5")
+    return replace(found, price_per_gpu_hour=price)
+
+
+def planned_calibration(
+    path: str | None, profile: str | None, cluster: Cluster | None
+) -> Calibration:
+    """A calibration file, what a profile of this machine says, or the shipped one."""
+    if not path and profile and cluster is not None:
+        return calibration_of(read_profile(profile), cluster)
+    return read_calibration(path)
+
+
+@dataclass(slots=True)
+class Predictor:
+    """Predicts runs on one machine. `planned` are the planner's own predictions, by run id; they
+    come first."""
+
+    cluster: Cluster | None = None
+    profile: HardwareProfile | None = None
+    calibration: Calibration | None = None
+    named: str = ""
+    planned: dict[str, Prediction] = field(default_factory=dict)
+
+    @property
+    def is_guess(self) -> bool:
+        """Nothing better than the number of cores is known (a GPU may still be)."""
+        return not self.named
+
+    def cluster_of(self, spec: RunSpec) -> Cluster | None:
+        """The named cluster; on a GPU that the catalogue knows, this host with its usual links."""
+        if self.cluster is not None or self.profile is not None:
+            return self.cluster
+        return local_cluster(spec.gpus) if kind_of(spec) == "cuda" else None
+
+    def basis(self, spec: RunSpec) -> str:
+        if self.named:
+            return self.named
+        host = self.cluster_of(spec)
+        return f"this host as {host.name}" if host else GUESS
+
+    def limit_bytes(self, spec: RunSpec) -> float:
+        """What a rank may use: the run's own limit, the device's memory, a share of the host's."""
+        if spec.memory_limit is not None:
+            return float(spec.memory_limit)
+        host = self.cluster_of(spec)
+        if host is not None and not host.device.id.startswith("cpu"):
+            return USABLE * host.device.memory_bytes
+        return _HOST_SHARE * host_memory_bytes() / spec.gpus
+
+    def forecasts(self, specs: list[RunSpec]) -> list[Prediction]:
+        """One for each, in order. A host's usual links depend on the number of ranks."""
+        answers: dict[int, Prediction] = {}
+        by_ranks: dict[int, list[int]] = {}
+        for place, spec in enumerate(specs):
+            by_ranks.setdefault(spec.gpus, []).append(place)
+        for places in by_ranks.values():
+            group = predict(
+                [specs[place] for place in places],
+                cluster=self.cluster_of(specs[places[0]]),
+                profile=self.profile,
+                calibration=self.calibration,
+                cores=core_count(),
+            )
+            answers |= dict(zip(places, group, strict=True))
+        return [answers[place] for place in range(len(specs))]
+
+    def predictions(self, specs: list[RunSpec]) -> list[Prediction]:
+        return [
+            self.planned.get(spec.run_id)
+            or replace(answer, limit_bytes=self.limit_bytes(spec), basis=self.basis(spec))
+            for spec, answer in zip(specs, self.forecasts(specs), strict=True)
+        ]
+
+    def predicted(self, spec: RunSpec) -> Prediction | None:
+        """None where this machine's description lacks what the run needs (a format's peak)."""
+        try:
+            return self.planned.get(spec.run_id) or self.predictions([spec])[0]
+        except UserError:
+            return None
+
+    def too_large(self, spec: RunSpec) -> str:
+        """Why a run surely does not fit the hardware, whatever its limit: weights, gradients and
+        moments alone are more than there is. '' where it may fit, or nobody knows."""
+        state, host = state_bytes(spec), self.cluster_of(spec)
+        if host is not None and not host.device.id.startswith("cpu"):
+            room, ranks, whose = host.device.memory_bytes, 1, ("a rank", host.device.id)
+        else:
+            room, ranks, whose = host_memory_bytes(), spec.gpus, ("all ranks", "this host")
+        if not room or state * ranks <= room:
+            return ""
+        return (
+            f"weights, gradients and moments of {whose[0]} take {show_bytes(state * ranks)}, "
+            f"and {whose[1]} has {show_bytes(room)}"
+        )
+
+    def remedies(self, report: RunReport) -> tuple[Remedy, ...]:
+        spec, short = report.spec, report.shortage
+        limit = (short.limit_bytes if short else 0) or self.limit_bytes(spec)
+        used = float(short.live_bytes) if short else 0.0
+        try:
+            return remedies(spec, self.forecasts, limit_bytes=limit, used_bytes=used)
+        except UserError:
+            return ()
+
+
+def predictor(
+    *,
+    cluster: str | Cluster | None = None,
+    profile: str | None = None,
+    calibration: str | None = None,
+) -> Predictor:
+    named = known_cluster(cluster) if cluster else None
+    measured = read_profile(profile) if profile else None
+    known = calibrations.load(calibration) if calibration else None
+    parts = [cluster if isinstance(cluster, str) else named.name if named else ""]
+    if measured is not None:
+        parts.append(f"profile of {measured.host}, {measured.made_at[:16]}")
+    if known is not None:
+        parts.append(f"calibration {known.name}")
+    return Predictor(named, measured, known, ", ".join(filter(None, parts)))
+
+
+def stage_cluster(
+    spec: RunSpec, *, cluster: str | Cluster | None, profile: str | None
+) -> tuple[Cluster, str]:
+    """Whose links and kernels one rank of a large world is priced by, and where they are from."""
+    if cluster:
+        known = known_cluster(cluster)
+        return known, cluster if isinstance(cluster, str) else known.name
+    if profile:
+        measured = read_profile(profile)
+        return cluster_of(measured, spec.gpus), f"profile of {measured.host}"
+    if spec.device != "cpu" and gpu_count() >= 1:
+        host = local_cluster(spec.gpus)
+        if host is not None:
+            return host, f"{host.device.id}, its usual links"
+    return rough_cpu(spec.gpus, spec.gpus), "a rough guess of one core a rank"

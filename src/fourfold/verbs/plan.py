@@ -1,0 +1,237 @@
+"""plan: which layout of a model on these machines is fastest, does it fit, and how sure is that?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fourfold.cost.count import flops as conventions
+from fourfold.cost.fit.calibration import Calibration
+from fourfold.cost.schedule.timeline import Timeline
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore
+from fourfold.search import export as exports
+from fourfold.search import question as questions
+from fourfold.search.answer import PlanAnswer, answer
+from fourfold.search.explain import Explanation, explain_ranking, ways_to_run
+from fourfold.search.gpu_counts import best_of
+from fourfold.search.question import Question
+from fourfold.search.ramp import training
+from fourfold.search.stack_names import listed, match_stack
+from fourfold.search.stacks import stack_rules
+from fourfold.search.timeline import timeline
+from fourfold.spec import catalog, codec, words
+from fourfold.spec.batch import Batch
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.expression import parse
+from fourfold.spec.layout import AXES, MODEL_AXES, Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import fill_dp
+from fourfold.verbs.machine import planned_calibration, planned_cluster
+from fourfold.verbs.requests import PlanRequest
+
+# Policy fields the search varies unless the request decides them.
+SEARCHED = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
+
+
+def plan(request: PlanRequest, *, on_event: OnEvent = ignore) -> PlanAnswer:
+    """The best layouts, fastest first, with intervals, memory and what the order rests on."""
+    query, counts = resolved(request, on_event)
+    ranking, tried = best_of(query, counts, least=request.top)
+    train = training(ranking, tokens=request.tokens, top=request.top)
+    return answer(ranking, train, top=request.top, tried=tried)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """One layout, and its pipeline (None: not asked for, or it does not fit)."""
+
+    explanation: Explanation
+    timeline: Timeline | None
+
+
+def explain(
+    request: PlanRequest, layout: str | Layout, *, draw: bool = False, on_event: OnEvent = ignore
+) -> Explained:
+    """All about one layout: why it is illegal and what is near it, or what it takes and where it
+    stands. Where the request does not say how many GPUs, the layout does. `draw`: its timeline."""
+    chosen = Layout.parse(layout) if isinstance(layout, str) else layout
+    query, _ = resolved(request, on_event)
+    is_open = request.gpus is None and request.max_nodes is None
+    if is_open and chosen.world <= query.cluster.gpus:
+        query = replace(query, gpus=chosen.world)
+    ranking = ways_to_run(query, chosen)
+    said = explain_ranking(query, chosen, ranking, tokens=request.tokens)
+    drawn = timeline(ranking) if draw and ranking is not None and said.fits else None
+    return Explained(explanation=said, timeline=drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Engines that --stack names, with the measured runs behind each."""
+
+    stacks: tuple[dict[str, Any], ...]
+
+    def plain(self) -> list[dict[str, Any]]:
+        return [dict(one) for one in self.stacks]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.plain()
+
+
+def stacks(
+    *,
+    cluster: str | Cluster | None = None,
+    gpu: str | None = None,
+    profile: str | None = None,
+    calibration: str | None = None,
+) -> Stacks:
+    machine = None
+    if cluster or gpu or profile:
+        machine = planned_cluster(cluster=cluster, gpu=gpu, profile=profile, gpus=1)
+    return Stacks(tuple(listed(planned_calibration(calibration, profile, machine), machine)))
+
+
+def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[Question, list[int]]:
+    """(the question at the largest number of GPUs, all numbers of GPUs to try)."""
+    fixed = _within_limits(request.export, _fixed(request))
+    cluster = planned_cluster(
+        cluster=request.cluster,
+        gpu=request.gpu,
+        profile=request.profile,
+        gpus=request.gpus or 8 * (request.max_nodes or 0),
+        price=request.price,
+    )
+    counts = _divided(request.layout, _gpu_counts(request, cluster))
+    known = planned_calibration(request.calibration, request.profile, cluster)
+    stack = _stack(request, cluster, known, on_event)
+    policy = codec.decode(Policy, dict(request.policy), "policy")
+    entry, why = questions.entry_for(known, stack, cluster)
+    model = catalog.model(request.model) if isinstance(request.model, str) else request.model
+    if request.export:
+        exports.check(request.export, model)
+    query = Question(
+        model=model,
+        cluster=cluster,
+        gpus=counts[0],
+        batch=Batch(seq_len=request.seq_len, global_batch=request.global_batch, ramp=request.ramp),
+        policy=questions.usual_policy(stack, policy, set(request.policy)),
+        stack=stack,
+        entry=entry,
+        calibration=known.name,
+        no_rows=why,
+        evidence=questions.evidence_for(known, entry),
+        fixed=fixed,
+        where=tuple(parse(text) for text in request.where),
+        explore=request.explore,
+        safe=request.safe,
+        convention=conventions.convention(request.convention).id,
+    )
+    return query, counts
+
+
+def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
+    """The numbers of GPUs to try, largest first."""
+    gpus = request.gpus
+    if gpus is not None and not 1 <= gpus <= 2**20:
+        raise UserError("must be from 1 to 1048576", field="gpus", value=gpus)
+    most = gpus or cluster.gpus
+    counts = [most]
+    if request.max_nodes is not None:
+        most = min(most, min(request.max_nodes, cluster.hosts) * cluster.host_gpus)
+        counts = [n * cluster.host_gpus for n in range(most // cluster.host_gpus, 0, -1)] or [most]
+    if most > cluster.gpus:
+        raise UserError(
+            f"{cluster.name} has {cluster.gpus}",
+            field="gpus",
+            value=most,
+            hint=f"at most {cluster.gpus}, or describe a larger cluster in a file",
+        )
+    return counts
+
+
+def _divided(layout: str | Mapping[str, Any], counts: list[int]) -> list[int]:
+    """The numbers of GPUs that the axes given can make up; none is a mistake in the request."""
+    asked, named = _axes(layout)
+    if not named & {"dp", "shard", "replicate"}:
+        used = asked.pp * asked.cp * asked.tp
+        possible = [n for n in counts if n % used == 0]
+        if not possible:
+            fill_dp(asked, counts[0])  # says why not
+        return possible
+    whole = named >= {*MODEL_AXES}
+    possible = [n for n in counts if n == asked.world or (not whole and n % asked.world == 0)]
+    if not possible:
+        raise UserError(
+            f"pp x dp x cp x tp = {asked.world} must {'equal' if whole else 'divide'} it",
+            field="gpus",
+            value=counts[0],
+            hint=f"--gpus {asked.world}, or leave --dp out: it is what tp, cp and pp leave",
+        )
+    return possible
+
+
+def _axes(layout: str | Mapping[str, Any]) -> tuple[Layout, set[str]]:
+    """The layout, and the axes that it names; the others are left open."""
+    if isinstance(layout, Mapping):
+        return Layout.from_plain(dict(layout), "layout"), set(layout)
+    named = {axis for axis in AXES if axis in layout.lower()}
+    return (Layout.parse(layout) if layout.strip() else Layout()), named
+
+
+def _fixed(request: PlanRequest) -> dict[str, Any]:
+    """What is decided: axes, micro batch and searched policy fields."""
+    layout, named = _axes(request.layout)
+    fixed: dict[str, Any] = {ax: layout.size(ax) for ax in MODEL_AXES if ax in named}
+    if {"dp", "shard", "replicate"} & named:
+        fixed |= {"dp": layout.dp, "replicate": layout.replicate}
+    if request.micro_batch:
+        fixed["micro_batch"] = request.micro_batch
+    policy = codec.decode(Policy, dict(request.policy), "policy")
+    if words.is_hybrid(request.policy.get("sharding")) and layout.replicate == 1:
+        fixed["replicate"] = "several"
+    return fixed | {name: getattr(policy, name) for name in SEARCHED if name in request.policy}
+
+
+def _within_limits(engine: str | None, fixed: dict[str, Any]) -> dict[str, Any]:
+    """What the exported release has no setting for is not searched, and refused if asked for."""
+    for name, value in (exports.limits(engine) if engine else {}).items():
+        if fixed.get(name, value) != value:
+            raise UserError(
+                f"{engine} has no setting for it",
+                field=name,
+                value=fixed[name],
+                hint=f"{name} = {value}",
+            )
+        fixed = fixed | {name: value}
+    return fixed
+
+
+def _stack(request: PlanRequest, cluster: Cluster, known: Calibration, on_event: OnEvent) -> str:
+    """Whose engine; what a short name stands for is an event."""
+    asked = _implied_stack(request)
+    if not asked:
+        return questions.default_stack(cluster, known)
+    stack = match_stack(asked, cluster, known)
+    if stack != asked.strip().lower():
+        rows = {e.cluster: e.rows_time for e in known.entries if e.stack == stack}
+        where = ", ".join(f"{name} ({count} rows)" for name, count in rows.items())
+        on_event(Event(f"read as: stack {asked} = {stack}, measured on {where}"))
+    return stack
+
+
+def _implied_stack(request: PlanRequest) -> str:
+    """--export X asks for the numbers of X; a --stack with other rules contradicts it."""
+    asked = request.stack or ""
+    if not request.export:
+        return asked
+    implied = exports.stack_of(request.export)
+    if asked and stack_rules(asked).name != stack_rules(implied).name:
+        raise UserError(
+            f"has other rules and seconds than --export {request.export}",
+            field="stack",
+            value=asked,
+            hint=f"leave --stack out, or --stack {implied}",
+        )
+    return asked or implied

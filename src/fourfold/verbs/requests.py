@@ -1,0 +1,172 @@
+"""What may be asked of the verbs? One frozen dataclass each; the command line's flags are made from
+the same fields. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from fourfold.cost.count.flops import DEFAULT
+from fourfold.errors import UserError
+from fourfold.spec import codec
+from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.flag import flag
+from fourfold.spec.model import ModelShape
+from fourfold.units import count_from, size_from
+
+Count = Annotated[int, count_from]
+Size = Annotated[int, size_from]
+CONVENTION = flag(
+    f"how FLOPs are counted (default {DEFAULT}; 'fourfold flops' lists them)", "ID", rare=True
+)
+CALIBRATION = flag("from 'fourfold fit' (default: the shipped one)", "FILE", rare=True)
+WHERE = "keep only layouts for which it holds, such as 'dp % 4 == 0 and mem_gib < 70'"
+
+
+def decided(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a PlanRequest that a run's table decides."""
+    plain = table.get("batch", {})
+    sizes = ((name, plain.get(name)) for name in ("seq_len", "global_batch"))
+    for name, value in (("model", table.get("model")), *sizes):
+        if value is None:
+            hint = "NAME ('fourfold models')" if name == "model" else "N"
+            hint = f"add --{name.replace('_', '-')} {hint}"
+            raise UserError("is missing", field=name, hint=hint)
+    batch = codec.decode(Batch, {**plain, "micro_batch": None}, "batch")
+    return {
+        **{name: table[name] for name in ("model", "gpus", "layout", "policy") if name in table},
+        "seq_len": batch.seq_len,
+        "global_batch": batch.global_batch,
+        "micro_batch": plain.get("micro_batch"),
+        "ramp": batch.ramp,
+    }
+
+
+def at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise UserError("must be 1 or more", field=name.replace("_", "-"), value=value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """A run with parts left open, the machines, and what to list.
+
+    `layout` names the axes that are decided ('tp8 pp2', or a table), `policy` the fields; the
+    search chooses the others. `micro_batch` None: searched too.
+    """
+
+    model: str | ModelShape
+    seq_len: int
+    global_batch: int
+    gpus: int | None = None
+    layout: str | Mapping[str, Any] = ""
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    micro_batch: int | None = None
+    cluster: str | Cluster | None = field(
+        default=None, metadata=flag("'fourfold clusters' lists them; or a TOML file", "NAME")
+    )
+    gpu: str | None = field(
+        default=None, metadata=flag("instead of a cluster: GPUs of this kind on usual hosts", "ID")
+    )
+    profile: str | None = field(
+        default=None,
+        metadata=flag("instead of both: this machine, from 'calibrate --out'", "FILE", rare=True),
+    )
+    calibration: str | None = field(default=None, metadata=CALIBRATION)
+    max_nodes: int | None = field(
+        default=None, metadata=flag("at most N hosts; fewer are tried too", "N", rare=True)
+    )
+    stack: str | None = field(
+        default=None,
+        metadata=flag(
+            "engine the numbers are for; 'list' prints all (default: the one measured on the "
+            "cluster, else any; 'fourfold' is our own)",
+            "NAME",
+        ),
+    )
+    ramp: Annotated[Ramp, Ramp.parse] | None = field(
+        default=None,
+        metadata=flag("batch ramp-up, in sequences", "START,INCREMENT,SAMPLES", rare=True),
+    )
+    tokens: Count | None = field(
+        default=None,
+        metadata=flag("tokens of a training, such as 1.5T: adds days, GPU-hours and cost", "T"),
+    )
+    price: float | None = field(
+        default=None,
+        metadata=flag("of one GPU-hour (default: the cluster file's)", "X", rare=True),
+    )
+    where: tuple[str, ...] = field(default=(), metadata=flag(WHERE, "CONDITION"))
+    explore: bool = field(
+        default=False, metadata=flag("also rank what no measured run backs", rare=True)
+    )
+    safe: bool = field(
+        default=False, metadata=flag("rank what surely fits, where anything does", rare=True)
+    )
+    export: str | None = field(
+        default=None,
+        metadata=flag(
+            "settings for megatron, torchtitan, torchtitan-0.2, nanotron or torchrun (our own "
+            "engine); implies that --stack",
+            "ENGINE",
+        ),
+    )
+    top: int = field(default=10, metadata=flag("how many to list (default 10)", "N"))
+    convention: str = field(default=DEFAULT, metadata=CONVENTION)
+
+    def __post_init__(self) -> None:
+        at_least_one(top=self.top)
+        if self.max_nodes is not None:
+            at_least_one(max_nodes=self.max_nodes)
+        if self.tokens is not None and not 0 < self.tokens < 1e18:
+            raise UserError("must be above 0", field="tokens", value=self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdviseRequest:
+    """Sizes of one layer on a GPU; with `params` and `tokens`, whole models on machines."""
+
+    gpu: str | None = field(default=None, metadata=flag("'fourfold clusters' lists them", "ID"))
+    cluster: str | Cluster | None = field(
+        default=None, metadata=flag("its GPU, and the machines for --params", "NAME")
+    )
+    model: str | None = field(
+        default=None, metadata=flag("sizes that are not given come from it", "NAME")
+    )
+    hidden: Size | None = field(default=None, metadata=flag("width of the model", "N"))
+    heads: Size | None = field(
+        default=None, metadata=flag("attention heads (default: of size 128)", "N")
+    )
+    kv_heads: Size | None = field(
+        default=None, metadata=flag("key and value heads (default: as many as heads)", "N")
+    )
+    ffn: Size | None = field(
+        default=None, metadata=flag("width of the MLP (default: 4 x hidden)", "N")
+    )
+    vocab: int | None = field(default=None, metadata=flag("rows of the embedding", "N"))
+    tp: Size | None = field(default=None, metadata=flag("tensor parallel ranks (default 1)", "N"))
+    micro_batch: Size | None = field(
+        default=None, metadata=flag("sequences of a micro batch (default 1)", "N")
+    )
+    seq_len: Size | None = field(
+        default=None, metadata=flag("tokens of a sequence (default 2048)", "N")
+    )
+    max_nodes: Size | None = field(
+        default=None, metadata=flag("at most N hosts, for --params", "N")
+    )
+    global_batch: Size | None = field(
+        default=None, metadata=flag("sequences of a step, for --params (default 2048)", "N")
+    )
+    params: Count | None = field(
+        default=None, metadata=flag("compare shapes of about P parameters: 30B", "P")
+    )
+    tokens: Count | None = field(default=None, metadata=flag("by days for T tokens: 1T", "T"))
+    attention: Literal["flash", "fused-softmax", "unfused"] = field(
+        default="flash", metadata=flag("kernel of the attention core (default flash)")
+    )
+    precision: str = field(default="bf16-mixed", metadata=flag("as in 'plan'", "X"))
+    stack: str | None = field(default=None, metadata=flag("engine the numbers are for", "NAME"))
+    calibration: str | None = field(default=None, metadata=CALIBRATION)
