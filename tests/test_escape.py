@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from fourfold import escape
 from fourfold.cli import main
 from fourfold.show.table import render
-from fourfold.tables import csvtext, markdown
-from fourfold.tables.document import Document, Row, Table, Text, parse, write
+from fourfold.tables import markdown
+from fourfold.tables.document import Document, Row, Table, Text
+from fourfold.tables.forms import parse, write
 
 SOURCE = Path(escape.__file__).parent
 HOSTILE = (
@@ -99,7 +100,7 @@ def test_lines_of_a_document_are_no_html(lines: list[str]) -> None:
     shown = markdown.write(Document((Text(tuple(lines)),)))
     assert not steers(shown)
     assert not re.search(r"<[A-Za-z/!?]|\]\(", shown)
-    assert not steers(csvtext.write(Document((Text(tuple(lines)),))))
+    assert not steers(write(Document((Text(tuple(lines)),)), "csv"))
 
 
 @given(words=st.lists(any_text, min_size=1, max_size=3))

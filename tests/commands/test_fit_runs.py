@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.result import RankMemory, RunReport, StepReport
+from fourfold.result.report import RankMemory, RunReport, StepReport
 from fourfold.spec import Batch, Layout, Policy, RunSpec, catalog, codec
 
 WORDS = ["--cluster", "mosaic-h100"]

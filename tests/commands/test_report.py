@@ -13,7 +13,7 @@ from fourfold.result.files.store import Store
 from fourfold.result.report import Failure, RankMemory, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
-from fourfold.tables.styles import MPT_HEADINGS
+from fourfold.tables.styles import MPT
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -69,7 +69,7 @@ def test_report_writes_both_files(store: Path, tmp_path: Path) -> None:
     assert main(["report", "--runs", str(store), "--style", "mpt", "--out", str(out)]) == 0
     lines = (tmp_path / "results.csv").read_text().splitlines()
     rows = list(csv.reader(line for line in lines if line and not line.startswith("#")))
-    assert tuple(rows[0]) == MPT_HEADINGS
+    assert tuple(rows[0]) == tuple(column.heading for column in MPT)
     assert len(rows) == 5
     assert main(["lint", str(tmp_path / "results.md"), str(tmp_path / "results.csv")]) == 0
 

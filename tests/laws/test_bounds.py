@@ -17,7 +17,7 @@ from fourfold.cli import main
 from fourfold.cost.table.reference import read_table
 from fourfold.errors import UserError
 from fourfold.spec import codec
-from fourfold.tables.document import parse
+from fourfold.tables.forms import parse
 from fourfold.tables.lint import lint
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from fourfold.cli import COMMANDS as ALL_COMMANDS
 from fourfold.cli import main
 from fourfold.spec import catalog, codec
-from fourfold.tables.document import parse, write
+from fourfold.tables.forms import parse, write
 
 SOURCE = Path(__file__).parents[2] / "src"
 SAMPLES = Path(__file__).parents[1] / "samples"

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fourfold.result.prediction import Prediction
-from fourfold.result.read.summary import Summary, of_report
+from fourfold.result.read.from_run import record_of
+from fourfold.result.record import Record
 from fourfold.result.report import Outcome, RankMemory, RunReport, StepReport
 from fourfold.search.running_score import kept, scores
 from fourfold.spec.batch import Batch
@@ -25,14 +26,14 @@ def run(
     peak: float = 90.0,
     basis: str = "a cluster",
     micro: int = 1,
-) -> Summary:
+) -> Record:
     said = None
     if predicted_s is not None:
         said = Prediction(
             step_s=predicted_s, step_s_low=0.9 * predicted_s, step_s_high=1.2 * predicted_s,
             peak_bytes=peak, limit_bytes=100.0, basis=basis,
         )  # fmt: skip
-    return of_report(
+    return record_of(
         RunReport(
             spec=replace(SPEC, batch=replace(SPEC.batch, micro_batch=micro)),
             outcome=outcome,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.errors import UserError
-from fourfold.result import RunReport, StepReport
+from fourfold.result.report import RunReport, StepReport
 from fourfold.spec import (
     Batch,
     Cluster,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.escape import visible
-from fourfold.tables.document import Document, Row, Table, Text, parse, read_file, write
+from fourfold.tables.document import Document, Row, Table, Text
+from fourfold.tables.forms import parse, read_file, write
 from fourfold.tables.styles import columns, repaired_headings, style_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"

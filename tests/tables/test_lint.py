@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fourfold.tables.document import Document, Row, Table, Text, read_file
+from fourfold.tables.document import Document, Row, Table, Text
+from fourfold.tables.forms import read_file
 from fourfold.tables.lint import RULES, Finding, lint
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -8,16 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.result.read.summary import of_report
-from fourfold.result.report import Failure, Outcome, RankMemory, RunReport, StepReport
+from fourfold.result.prediction import Prediction
+from fourfold.result.read.from_run import record_of
+from fourfold.result.record import Record
+from fourfold.result.report import (
+    OUTCOMES,
+    Failure,
+    Outcome,
+    RankMemory,
+    RunReport,
+    StepReport,
+    published_word,
+)
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
-from fourfold.tables.document import Document, parse, read_file, write
-from fourfold.tables.from_runs import record_of
+from fourfold.tables.document import Document
+from fourfold.tables.forms import parse, read_file, write
 from fourfold.tables.lint import lint
-from fourfold.tables.publish import STYLE_CONVENTION, STYLES, publish
-from fourfold.tables.record import Record
+from fourfold.tables.publish import STYLE_CONVENTION, STYLES, plain_records, publish
 from fourfold.tables.records import records
+from fourfold.tables.stored import published
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SAMPLES = read_file(GOLDEN / "raw_samples.md")
@@ -44,7 +54,7 @@ def made(
         started_at=at,
         failure=None if outcome == "ok" else Failure(rank=0, stage=0, phase="step", message="bang"),
     )
-    return record_of(of_report(report), 0)
+    return published(record_of(report), 0)
 
 
 def run(model: str, gpus: int, micro: int, **axes: int) -> dict[str, object]:
@@ -193,3 +203,20 @@ def test_a_scaling_table_loses_no_run() -> None:
         if line.startswith("Best by seconds"):
             assert line.split(", ")[-1].split()[0] in cells
     assert not lint(parse(write(document, "md"), "md"))
+
+
+def test_a_published_run_keeps_its_prediction() -> None:
+    spec = codec.load(RunSpec, run("llama-tiny", 4, 1))
+    predicted = Prediction(step_s=0.5, step_s_low=0.4, step_s_high=0.6, peak_bytes=1.0)
+    report = RunReport(spec=spec, outcome="oom", predicted=predicted)
+    (plain,) = plain_records([published(record_of(report), 0)], "mpt")
+    assert (plain["predicted_s"], plain["status"], plain["row_id"]) == (0.5, "oom", spec.run_id)
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_every_outcome_is_published_and_read_back(outcome: Outcome) -> None:
+    """A new outcome needs a word in tables, and its row must not read as a result."""
+    record = made(run("llama-tiny", 4, 1), 0.1, outcome=outcome)
+    (again,) = records(publish([record], "topology", "mpt"))
+    assert published_word(again.outcome) == published_word(outcome)
+    assert (again.step_s is None) == (outcome != "ok")

@@ -18,9 +18,9 @@ from fourfold.commands.progress import end_line, progress_lines
 from fourfold.launch.devices import gpu_count
 from fourfold.launch.local import JobError, run_job
 from fourfold.launch.scratch import scratch
-from fourfold.result import RunReport
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.read.quality import flags
+from fourfold.result.report import RunReport
 from fourfold.show.table import json_text, render
 from fourfold.spec import AXES, Batch, Policy, RunSpec, catalog
 from fourfold.spec.cluster import Cluster

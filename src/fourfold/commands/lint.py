@@ -12,7 +12,8 @@ import dataclasses
 from fourfold.commands import flags
 from fourfold.errors import UserError, nearest
 from fourfold.show.table import json_text, render
-from fourfold.tables.document import Document, read_file
+from fourfold.tables.document import Document
+from fourfold.tables.forms import read_file
 from fourfold.tables.lint import RULES, Finding, lint
 from fourfold.tables.styles import style_of
 

@@ -23,13 +23,14 @@ from fourfold.commands.runs import chosen_runs
 from fourfold.cost.count.flops import DEFAULT, convention
 from fourfold.errors import UserError
 from fourfold.result.files.store import INDEX, RUN_FILE, Stored
+from fourfold.result.record import Record
 from fourfold.result.report import OUTCOMES
 from fourfold.show.table import json_text
-from fourfold.tables.document import Document, Table, Text, read_file, write
-from fourfold.tables.from_runs import record_of
+from fourfold.tables.document import Document, Table, Text
+from fourfold.tables.forms import read_file, write
 from fourfold.tables.publish import STYLE_CONVENTION, STYLES, plain_records, publish
-from fourfold.tables.record import Record
 from fourfold.tables.records import records
+from fourfold.tables.stored import published
 from fourfold.tables.styles import unread
 
 if TYPE_CHECKING:
@@ -128,10 +129,10 @@ def _records(args: argparse.Namespace, seen: list[Stored]) -> list[Record]:
         if Path(source).is_dir():
             stored = _measured(args, source)
             seen += stored
-            found += [record_of(item.summary, at) for at, item in enumerate(stored)]
+            found += [published(item.summary, at) for at, item in enumerate(stored)]
         elif args.sources:
             document = read_file(source)
-            found += [r for r in records(document) if r.status != "absent"]
+            found += [r for r in records(document) if r.outcome != "absent"]
             for table in (block for block in document.blocks if isinstance(block, Table)):
                 _name_unread(source, unread(table))
         else:

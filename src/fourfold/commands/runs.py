@@ -8,7 +8,6 @@ match.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections import Counter
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from fourfold.commands import flags
 from fourfold.errors import UserError
 from fourfold.result.files.store import Store, Stored
-from fourfold.result.read.summary import Summary
+from fourfold.result.record import RUN_FIELDS, Record
 from fourfold.result.report import OUTCOMES
 from fourfold.show.table import json_text, render
 from fourfold.spec.expression import Expression, parse
@@ -101,7 +100,7 @@ def chosen_runs(args: argparse.Namespace) -> list[Stored]:
     return [stored for stored in found if _wanted(stored.summary, args, conditions)]
 
 
-def _wanted(summary: Summary, args: argparse.Namespace, conditions: list[Expression]) -> bool:
+def _wanted(summary: Record, args: argparse.Namespace, conditions: list[Expression]) -> bool:
     if args.outcome and summary.outcome not in args.outcome:
         return False
     if args.model and summary.model != args.model.lower():
@@ -115,21 +114,19 @@ def _wanted(summary: Summary, args: argparse.Namespace, conditions: list[Express
     )
 
 
-def _order(summary: Summary, name: str) -> tuple[Any, ...]:
+def _order(summary: Record, name: str) -> tuple[Any, ...]:
     value = getattr(summary, name)
     return (value is None, value, summary.run_id, summary.repeat)
 
 
 def _plain(stored: Stored) -> dict[str, Any]:
-    plain = dataclasses.asdict(stored.summary)
-    del plain["model_json"]
+    plain = {name: getattr(stored.summary, name) for name in RUN_FIELDS if name != "model_json"}
     plain["env"] = dict(stored.summary.env)
     plain["layout"] = stored.summary.layout
-    plain["tokens_s_gpu"] = stored.summary.tokens_s_gpu
     return {"folder": str(stored.folder), **plain}
 
 
-def _cells(summary: Summary) -> list[str]:
+def _cells(summary: Record) -> list[str]:
     speed = summary.tokens_s_gpu
     name = summary.run_id[:8] + (f"#{summary.repeat}" if summary.repeat else "")
     return [

@@ -22,7 +22,7 @@ from fourfold.result.files.sealed import seal
 from fourfold.result.files.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.machine import Machine, this_machine
 from fourfold.result.prediction import Prediction, Remedy
-from fourfold.result.read.summary import Summary
+from fourfold.result.record import Record
 from fourfold.result.report import Failure, Outcome, RunReport
 from fourfold.spec import codec
 from fourfold.spec.job import Job
@@ -115,7 +115,7 @@ class Campaign:
         found = self.store.named(f"{spec.run_id}_")
         return [stored for stored in found if self._counts(stored.summary, machine)]
 
-    def _counts(self, summary: Summary, machine: Machine) -> bool:
+    def _counts(self, summary: Record, machine: Machine) -> bool:
         here = summary.host == socket.gethostname() or summary.device == machine.device
         return here and summary.torch == machine.torch and summary.outcome not in self.again
 

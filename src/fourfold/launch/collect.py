@@ -9,13 +9,9 @@ from fourfold.errors import UserError
 from fourfold.launch.outcomes import own_words
 from fourfold.result.job import JobReport, RankFacts, facts_file
 from fourfold.result.oom import OomReport
-from fourfold.result.report import Failure, LinkRate, Outcome, RunReport, StepReport
+from fourfold.result.report import WORST_FIRST, Failure, LinkRate, Outcome, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.job import Job
-
-_WORST_FIRST: tuple[Outcome, ...] = (
-    "cancelled", "crashed", "hung", "oom", "nonfinite", "illegal", "ok",
-)  # fmt: skip
 
 
 def job_report(
@@ -28,7 +24,7 @@ def job_report(
     """A task without an end (our own bug stopped the launcher) counts as cancelled."""
     lost = ("cancelled", Failure(rank=-1, stage=0, phase="", message="the launcher stopped"))
     whole = {task: ends.get(task, lost) for task in range(job.tasks)}
-    worst = min(whole.values(), key=lambda end: _WORST_FIRST.index(end[0]))
+    worst = min(whole.values(), key=lambda end: WORST_FIRST.index(end[0]))
     runs = tuple(
         run_report(job, task, folder, end, started_at)
         for task, end in whole.items()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fourfold.result.oom import OomReport
 from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.warmup import Warmup
 from fourfold.spec.run import RunSpec
 
-Outcome = Literal["ok", "oom", "crashed", "hung", "nonfinite", "illegal", "cancelled"]
-OUTCOMES: tuple[Outcome, ...] = (
-    "ok", "oom", "crashed", "hung", "nonfinite", "illegal", "cancelled",
-)  # fmt: skip
+# How a run can end, worst first: a job's outcome is the worst of its runs'.
+Outcome = Literal["cancelled", "crashed", "hung", "oom", "nonfinite", "illegal", "ok"]
+WORST_FIRST: tuple[Outcome, ...] = get_args(Outcome)
+OUTCOMES = WORST_FIRST[::-1]
+
+
+def published_word(outcome: str) -> str:
+    """What published tables call it: they know ok, oom, hang and fail."""
+    return {"ok": "ok", "oom": "oom", "hung": "hang", "absent": "absent"}.get(outcome, "fail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fourfold.result.prediction import Prediction
-from fourfold.result.read.summary import Summary
+from fourfold.result.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Judged:
     """A prediction and the run it was about."""
 
     said: Prediction
-    run: Summary
+    run: Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Score:
         return f"Planner's score ({self.basis}): {'; '.join(parts)}"
 
 
-def kept(runs: Sequence[Summary]) -> list[Judged]:
+def kept(runs: Sequence[Record]) -> list[Judged]:
     """Runs with what was said before they ran."""
     found = []
     for run in runs:

@@ -8,8 +8,8 @@ from typing import Any
 
 from fourfold.cost.count.flops import CONVENTIONS, Question, utilisation_pct
 from fourfold.errors import UserError
+from fourfold.result.read.from_run import record_of
 from fourfold.result.read.quality import flags, straggler, throttles
-from fourfold.result.read.summary import of_report
 from fourfold.result.report import Failure, RunReport
 from fourfold.show import oom as post_mortem
 from fourfold.show.micro import micro_words
@@ -23,7 +23,7 @@ from fourfold.units import show_bytes, show_seconds
 
 def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
     """Everything that follows from a report, in base units."""
-    spec, summary = report.spec, of_report(report)
+    spec, summary = report.spec, record_of(report)
     device = device or _device(summary.device)
     plain: dict[str, Any] = {
         "run_id": spec.run_id,

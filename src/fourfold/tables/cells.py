@@ -1,11 +1,16 @@
-"""What does a cell mean? Numbers with units and gaps, and the many ways to write 'no value'."""
+"""What does a cell mean, and how is one written? Numbers with units and gaps, the many ways to
+write 'no value', and digits and words of the published styles.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal
 
-State = Literal["value", "empty", "dash", "unknown", "oom", "fail", "hang"]
+from fourfold.result.report import OUTCOMES, Outcome
+
+State = Literal["value", "empty", "dash", "unknown"] | Outcome
 
 _NUMBER = re.compile(
     r"[~<>]?\s*([+-]?[0-9][0-9,_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([A-Za-z%/]*)\s*\Z",
@@ -14,10 +19,17 @@ _NUMBER = re.compile(
 _LAYOUT = re.compile(r"\(?\s*([0-9]+)\s*,\s*([0-9]+)\s*,\s*([0-9]+)\s*,\s*([0-9]+)\s*\)?\Z")
 _SIZE = re.compile(r"(?:^|[^0-9.])([0-9]+(?:\.[0-9]+)?)([mMbBtT])(?![A-Za-z0-9])")
 _SCALE = {"m": 1e6, "b": 1e9, "t": 1e12}
+# Our precision -> the MPT tables' Precision and MP Mode. `amp` keeps fp32 weights, DEFAULT reduces
+# gradients in fp32, PURE in what is computed with.
+_PRECISION = {
+    "bf16-mixed": ("amp_bf16", "DEFAULT"),
+    "bf16-pure": ("bf16", "PURE"),
+    "fp8": ("amp_fp8", "DEFAULT"),
+}
 _WORDS: dict[str, State] = {
-    "oom": "oom", "out of memory": "oom", "cuda oom": "oom",
-    "fail": "fail", "failed": "fail", "crash": "fail", "crashed": "fail", "error": "fail",
-    "hang": "hang", "hangs": "hang", "hung": "hang", "nonfinite": "fail",
+    **{outcome: outcome for outcome in OUTCOMES if outcome != "ok"},
+    "out of memory": "oom", "cuda oom": "oom", "fail": "crashed", "failed": "crashed",
+    "crash": "crashed", "error": "crashed", "hang": "hung", "hangs": "hung",
     "gb": "unknown", "gib": "unknown", "n/a": "unknown", "na": "unknown", "none": "unknown",
     "nan": "unknown", "?": "unknown", "tbd": "unknown",
 }  # fmt: skip
@@ -88,3 +100,51 @@ def size_label(text: str) -> tuple[float, float] | None:
     half = half_unit(digits)
     scale = _SCALE[unit.lower()]
     return (float(digits) - half) * scale, (float(digits) + half) * scale
+
+
+def precision_cells(precision: str, mode: str = "") -> tuple[str, str]:
+    """(Precision, MP Mode) of a precision, ours or already the tables' word with its own mode."""
+    return _PRECISION.get(precision, (precision, mode or "DEFAULT"))
+
+
+def precision_of(cell: str, mode: str) -> str:
+    """Our name for a row's two cells; words that name nothing of ours stay as they are."""
+    ours = {cells: name for name, cells in _PRECISION.items()}
+    by_word = {word: name for name, (word, _) in _PRECISION.items() if word.startswith("amp_")}
+    return ours.get((cell, mode), by_word.get(cell, cell))
+
+
+def figure(value: float | None) -> str:
+    """Two decimals as the tables print them, and at least four digits of a small value."""
+    if value is None:
+        return ""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.2f}"
+    digits = max(2, 3 - math.floor(math.log10(abs(value))))
+    return f"{value:.{min(digits, 12)}f}"
+
+
+def cut(value: float | None) -> str:
+    """Throughputs are whole numbers, cut off; slow ones would all read 0 and keep decimals."""
+    if value is None:
+        return "-"
+    return str(math.floor(value)) if value >= 10 else figure(math.floor(value * 1e4) / 1e4)
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else figure(value) if value < 1 else f"{value:.2f}"
+
+
+def gigabytes(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}GB" if value >= 10 else f"{figure(value)}GB"
+
+
+def size(params: int) -> str:
+    """'181B', '6.7B', '125M'."""
+    for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if params >= scale:
+            count = params / scale
+            return f"{count:.0f}{unit}" if count >= 10 else f"{count:.1f}{unit}"
+    return str(params)

@@ -5,7 +5,6 @@ A published or stored row has some of these; the rest is arithmetic with the mod
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import replace
 from typing import Any
@@ -20,11 +19,11 @@ from fourfold.cost.count.flops import (
 )
 from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
+from fourfold.result.record import Record
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
-from fourfold.tables.record import Record
-from fourfold.tables.shape import peak_tflops, shape_of
+from fourfold.tables.shape import SHAPE_FIELDS, peak_tflops, shape_of
 
 
 def derive(record: Record, rule: str) -> Record:
@@ -53,36 +52,32 @@ Ask = tuple[ModelShape, int, int, int, str]
 
 
 def _with_shape(record: Record, model: ModelShape) -> Record:
-    if record.shape is not None and record.params is not None:
-        return record  # a stored run brings all of it
     return replace(
         record,
         label=record.label or model.name,
-        family=model.family,
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        ffn=model.ffn,
-        vocab=model.vocab,
-        tied=model.tied,
-        params=record.params or model_params(model, record.seq_len or 1),
+        **{name: getattr(model, name) for name in SHAPE_FIELDS},
+        params=record.params or _params(model, record.seq_len or 1),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _params(model: ModelShape, seq_len: int) -> int:
+    return model_params(model, seq_len)
 
 
 def _with_utilisation(record: Record, ask: Ask, restated: str | None) -> Record:
     """TFLOPs, MFU and HFU where they are missing; all of them when restated by another rule."""
     count = _count(restated or record.convention, ask)
     speed = record.tokens_s_gpu or 0.0
-    found: dict[str, Any] = {"tflops_gpu": count.printed * speed / 1e12}
+    rates: dict[str, Any] = {"tflops_gpu": count.printed * speed / 1e12}
     peak = peak_tflops(record)
     if peak is not None:
-        found["mfu_pct"] = utilisation_pct(count.model, speed, peak * 1e12)
-        found["hfu_pct"] = utilisation_pct(count.hardware, speed, peak * 1e12)
+        rates["mfu_pct"] = utilisation_pct(count.model, speed, peak * 1e12)
+        rates["hfu_pct"] = utilisation_pct(count.hardware, speed, peak * 1e12)
     if restated:
         cells = {name: text for name, text in record.cells.items() if name not in _BY_CONVENTION}
-        return replace(record, convention=restated, cells=cells, **found)
-    missing: dict[str, Any] = {k: v for k, v in found.items() if getattr(record, k) is None}
+        return replace(record, convention=restated, cells=cells, **rates)
+    missing: dict[str, Any] = {k: v for k, v in rates.items() if getattr(record, k) is None}
     return replace(record, **missing)
 
 
@@ -122,16 +117,3 @@ def _count(rule: str, ask: Ask) -> FlopsPerToken:
         policy = Policy()
     question = Question(model=model, seq_len=seq_len, layout=Layout(tp=tp, pp=pp), policy=policy)
     return convention(rule).count(question)
-
-
-def config(record: Record) -> tuple[object, ...]:
-    """What was run: records with equal configurations are repeats of each other."""
-    return tuple(getattr(record, name) for name in CONFIG)
-
-
-_MEASURED = {
-    "style", "table", "line", "row", "column", "row_id", "batch_tokens", "step_s", "samples_s",
-    "tokens_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb", "status", "note",
-    "cells", "shape", "measured_at", "predicted_s", "convention", "grad_accum", "params", "nodes",
-}  # fmt: skip
-CONFIG = tuple(field.name for field in dataclasses.fields(Record) if field.name not in _MEASURED)

@@ -7,12 +7,9 @@ can be written again unchanged; cells.py and records.py say what a cell means.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from fourfold import escape, files
 from fourfold.errors import UserError
-from fourfold.spec import codec
 
 SCHEMA_VERSION = 1
 
@@ -58,52 +55,6 @@ class Document:
         return tuple(block for block in self.blocks if isinstance(block, Table))
 
 
-def form_of(path: str | Path) -> str:
-    """md, csv or json, by the file's ending; anything else is read as Markdown."""
-    ending = Path(path).suffix.lower()
-    return {".csv": "csv", ".tsv": "csv", ".json": "json"}.get(ending, "md")
-
-
-def read_file(path: str | Path) -> Document:
-    """Read a file of tables. Bytes that are no UTF-8 become U+FFFD: tables with dashes in broken
-    encoding exist, and one such cell must not cost the other rows."""
-    form = form_of(path)
-    try:
-        text = files.read_text(path, field="table")
-    except UserError as error:
-        if "UTF-8" not in error.rule:
-            raise
-        text = Path(path).read_bytes().decode("utf-8", errors="replace")
-        if text.count("\ufffd") > max(20, len(text) // 20) or "\0" in text:
-            raise
-    try:
-        return parse(text, form)
-    except UserError as error:
-        raise error.within(str(path)) from None
-
-
-def parse(text: str, form: str) -> Document:
-    from fourfold.tables import csvtext, markdown
-
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    if form == "json":
-        return _from_plain(codec.parse_json(text))
-    return (csvtext if form == "csv" else markdown).parse(text)
-
-
-def write(document: Document, form: str) -> str:
-    """The document as md, csv, json or text; all but text can be read again."""
-    from fourfold.tables import csvtext, markdown
-
-    if form == "json":
-        return escape.json_text(to_plain(document), indent=1) + "\n"
-    if form == "csv":
-        return csvtext.write(document)
-    if form in ("md", "text"):
-        return markdown.write(document, bare=form == "text")
-    raise UserError("unknown format", field="format", value=form, hint="text, md, csv or json")
-
-
 def to_plain(document: Document) -> dict[str, Any]:
     return {
         "schema": SCHEMA_VERSION,
@@ -121,7 +72,7 @@ def _block_plain(block: Table | Text) -> dict[str, Any]:
     }
 
 
-def _from_plain(data: object) -> Document:
+def from_plain(data: object) -> Document:
     if not isinstance(data, dict) or not isinstance(data.get("blocks"), list):
         raise UserError(
             "must be a table with 'blocks'", field="document", hint="write it with --format json"

@@ -7,16 +7,16 @@ measured again is shown with its newest figure; the older ones stand in the text
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.cost.count.params import model_params
-from fourfold.tables import styles
-from fourfold.tables.derive import CONFIG, config, derive
+from fourfold.result.record import CONFIG, Record
+from fourfold.result.report import published_word
+from fourfold.spec.layout import AXES
+from fourfold.tables.cells import figure
+from fourfold.tables.derive import derive
 from fourfold.tables.document import Document, Row, Table, Text
-from fourfold.tables.published import figure, gigabytes, mpt_cells, size
-from fourfold.tables.record import Record
 from fourfold.tables.shape import shape_of
+from fourfold.tables.styles import MPT, TOPOLOGY, Column
 
 STYLES = ("mpt", "topology", "scaling")
 # The published MPT tables have a convention of their own, which their columns keep.
@@ -65,10 +65,10 @@ def _newest(group: list[Record]) -> tuple[list[Record], dict[tuple[object, ...],
     """
     by_config: dict[tuple[object, ...], list[Record]] = {}
     for record in group:
-        by_config.setdefault(config(record), []).append(record)
+        by_config.setdefault(record.config, []).append(record)
     newest, older = [], {}
     for key, same in by_config.items():
-        same.sort(key=lambda record: (record.status == "ok", record.measured_at, record.row))
+        same.sort(key=lambda record: (record.outcome == "ok", record.started_at, record.row))
         newest.append(same[-1])
         if len(same) > 1:
             older[key] = same[:-1]
@@ -76,7 +76,7 @@ def _newest(group: list[Record]) -> tuple[list[Record], dict[tuple[object, ...],
 
 
 # What the cells of a scaling table say.
-_AXES = ("gpus", "dp", "tp", "cp", "pp", "micro_batch")
+_AXES = ("gpus", *AXES, "micro_batch")
 
 
 def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
@@ -132,8 +132,8 @@ def _below(
             if loud is not best and (loud.tflops_gpu or 0) > (best.tflops_gpu or 0) * 1.001:
                 lines[-1] += f" (most TFLOPs: {_told(loud)})"
     for record in newest:
-        if config(record) in older:
-            old = older[config(record)]
+        if record.config in older:
+            old = older[record.config]
             was = ", ".join(_figure_of(one, style) for one in reversed(old[-4:]))
             was += f" and {len(old) - 4} more" if len(old) > 4 else ""
             lines.append(
@@ -161,58 +161,25 @@ def _told(record: Record) -> str:
 
 def _figure_of(record: Record, style: str) -> str:
     value = record.tflops_gpu if style == "scaling" else record.step_s
-    return figure(value) if value is not None else record.status
+    return figure(value) if value is not None else published_word(record.outcome)
 
 
 def _mpt(group: list[Record]) -> Table | None:
     order = sorted(group, key=lambda r: (-(r.params or 0), -(r.seq_len or 0), -(r.gpus or 0)))
-    return Table(styles.MPT_HEADINGS, tuple(Row(mpt_cells(record)) for record in order))
+    return _listed(order, MPT)
 
 
 def _topology(group: list[Record]) -> Table | None:
     known = [record for record in group if record.gpus]
-    if not known:
-        return None
-    nodes = any((record.nodes or 1) > 1 for record in known)
-    zero = len({record.sharding for record in known}) > 1 or known[0].sharding not in ("", "zero1")
-    columns: list[tuple[str, Callable[[Record], str]]] = [
-        ("Nodes", lambda r: str(r.nodes or "")) if nodes else ("GPUs", lambda r: str(r.gpus)),
-        ("Size", _size),
-    ]
-    if zero:
-        columns.append(("ZS", lambda r: r.sharding.removeprefix("zero")))
-    columns += [("DP", lambda r: _int(r.dp)), ("TP", lambda r: _int(r.tp))]
-    if any((record.cp or 1) > 1 for record in known):
-        columns.append(("CP", lambda r: _int(r.cp)))
-    columns.append(("PP", lambda r: _int(r.pp)))
-    if any((record.virtual_stages or 1) > 1 for record in known):
-        columns.append(("VP", lambda r: _int(r.virtual_stages or 1)))
-    columns += [
-        ("MBS", lambda r: _int(r.micro_batch)),
-        ("GBS", lambda r: _int(r.global_batch)),
-        ("Mem", lambda r: "OOM" if r.status == "oom" else gigabytes(r.mem_gb)),
-        ("Sec/it", lambda r: figure(r.step_s) if r.status == "ok" else _word(r)),
-        ("TFLOPs", lambda r: figure(r.tflops_gpu) if r.status == "ok" else ""),
-        ("Notes", lambda r: r.note),
-    ]
     order = sorted(known, key=lambda r: (r.gpus or 0, r.pp or 0, r.tp or 0, r.micro_batch or 0))
-    rows = tuple(Row(tuple(write(record) for _, write in columns)) for record in order)
-    return Table(tuple(name for name, _ in columns), rows)
+    return _listed(order, TOPOLOGY)
 
 
-def _size(record: Record) -> str:
-    shape = shape_of(record)
-    if shape is None:
-        return record.label
-    return size(model_params(shape.model, record.seq_len or 2048))
-
-
-def _int(value: int | None) -> str:
-    return "" if value is None else str(value)
-
-
-def _word(record: Record) -> str:
-    return {"fail": "fail", "hang": "hang"}.get(record.status, "")
+def _listed(records: list[Record], columns: tuple[Column, ...]) -> Table | None:
+    """One row a record."""
+    needed = [column for column in columns if column.needed(records)]
+    rows = tuple(Row(tuple(column.write(record) for column in needed)) for record in records)
+    return Table(tuple(column.heading for column in needed), rows) if records else None
 
 
 def _scaling(group: list[Record]) -> Table | None:
@@ -222,8 +189,8 @@ def _scaling(group: list[Record]) -> Table | None:
         if record.gpus and record.tp and record.pp and record.micro_batch is not None:
             layout = (record.tp, record.cp or 1, record.pp, record.micro_batch)
             known = cells.setdefault(layout, {}).get(record.gpus)
-            if known is None or (record.status == "ok", record.measured_at) > (
-                known.status == "ok", known.measured_at,
+            if known is None or (record.outcome == "ok", record.started_at) > (
+                known.outcome == "ok", known.started_at,
             ):  # fmt: skip
                 cells[layout][record.gpus] = record
     if not cells:
@@ -242,9 +209,9 @@ def _scaling(group: list[Record]) -> Table | None:
 
 
 def _scaling_cell(record: Record | None) -> str:
-    if record is None or record.status == "absent":
+    if record is None or record.outcome == "absent":
         return ""
-    return figure(record.tflops_gpu) if record.status == "ok" else "-"
+    return figure(record.tflops_gpu) if record.outcome == "ok" else "-"
 
 
 _WRITERS: dict[str, Callable[[list[Record]], Table | None]] = {
@@ -252,15 +219,21 @@ _WRITERS: dict[str, Callable[[list[Record]], Table | None]] = {
 }  # fmt: skip
 
 
+# Keys of a record as other tools read it, in base units; a field has the same name but for these.
+_PLAIN = (
+    "row_id", "label", "hardware", "gpus", "nodes", *AXES, "virtual_stages", "sharding",
+    "precision", "recompute", "seq_len", "micro_batch", "global_batch", "step_s", "tokens_s_gpu",
+    "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb", "params", "status", "note", "measured_at",
+    "predicted_s",
+)  # fmt: skip
+_RENAMED = {"row_id": "run_id", "status": "outcome", "measured_at": "started_at"}
+
+
 def plain_records(records: Iterable[Record], rule: str) -> list[dict[str, object]]:
-    """For other tools: every record, none merged, base units."""
-    names = (
-        "row_id", "label", "hardware", "gpus", "nodes", "dp", "tp", "cp", "pp", "virtual_stages",
-        "sharding", "precision", "recompute", "seq_len", "micro_batch", "global_batch", "step_s",
-        "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb", "params", "status", "note",
-        "measured_at", "predicted_s",
-    )  # fmt: skip
-    return [
-        {name: getattr(full, name) for name in names}
-        for full in (replace(derive(record, rule), cells={}) for record in records)
-    ]
+    """For other tools: every record, none merged."""
+    plain = []
+    for record in records:
+        full = derive(record, rule)
+        row = {key: getattr(full, _RENAMED.get(key, key)) for key in _PLAIN}
+        plain.append(row | {"status": published_word(full.outcome)})
+    return plain

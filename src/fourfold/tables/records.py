@@ -7,15 +7,17 @@ import re
 from collections import Counter
 from typing import Any
 
+from fourfold.result.record import KINDS, Record, RowOutcome, Style
+from fourfold.result.report import WORST_FIRST
+from fourfold.spec.layout import MODEL_AXES
 from fourfold.tables import cells, styles
 from fourfold.tables.context import Context, after, device_id
 from fourfold.tables.document import Document, Row, Table, Text
-from fourfold.tables.record import Record, Status, Style
 
-_KINDS = {field.name: str(field.type) for field in dataclasses.fields(Record)}
 # The topology notes come from hosts of eight GPUs; used only where neither text nor rows say more.
 _DEFAULT_GPUS_PER_NODE = 8
-_MPT_SHARDING = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "zero0"}
+_MPT_SHARDING = {word: ours for ours, word in styles.SHARDING.items()}
+_MPT_RECOMPUTE = {word.lower(): ours for ours, word in styles.CHECKPOINTING.items()}
 _SPEEDS = ("step_s", "tflops_gpu", "model_tflop", "tokens_s", "mfu_pct")
 # What a row without a column of its own takes from the text above.
 _FROM_TEXT = (
@@ -62,16 +64,13 @@ def _row(
 ) -> Record:
     style, number, at = place
     texts = {name: text for name, text in zip(fields, row.cells, strict=False) if name}
-    values: dict[str, Any] = {"cells": texts, "status": _status(texts)}
+    values: dict[str, Any] = {"cells": texts, "outcome": _outcome(texts)}
     for name, text in texts.items():
         value = _value(name, text)
         if value is not None:
             values[name] = value
     values |= _tidied(style, texts)
-    for name in _FROM_TEXT:
-        stated = getattr(context, name)
-        if stated is not None:
-            values.setdefault(name, stated)
+    values = _from_text(context) | values
     values.setdefault("micro_batch", context.micro_batch)
     values.setdefault("global_batch", context.global_batch)
     values.setdefault("convention", context.convention or ("mpt" if style == "mpt" else ""))
@@ -79,13 +78,18 @@ def _row(
     return Record(style=style, table=number, line=row.line, row=at, **values)
 
 
+def _from_text(context: Context) -> dict[str, Any]:
+    stated = {name: getattr(context, name) for name in _FROM_TEXT}
+    return {name: value for name, value in stated.items() if value is not None}
+
+
 def _value(name: str, text: str) -> Any:
-    kind = _KINDS.get(name, "")
+    kind = KINDS.get(name, "")
     if kind == "int | None":
         return cells.whole(text)
     if kind == "float | None":
         return cells.number(text)
-    if kind == "bool | None":
+    if kind.startswith("bool"):
         return {"1": True, "true": True, "0": False, "false": False}.get(text.strip().lower())
     if name == "hardware":
         return device_id(text) or (text.strip() or None)
@@ -101,7 +105,7 @@ def _tidied(style: Style, texts: dict[str, str]) -> dict[str, Any]:
     if style == "mpt":
         values |= _mpt_layout(sharding)
         shown = texts.get("recompute", "").strip().lower()
-        values["recompute"] = {"true": "full", "false": "none"}.get(shown, shown)
+        values["recompute"] = _MPT_RECOMPUTE.get(shown, shown)
         units = cells.number(texts.get("model_tflop", ""))
         if units is not None:
             values["tflops_gpu"] = units * 100.0
@@ -112,27 +116,31 @@ def _mpt_layout(sharding: str) -> dict[str, Any]:
     """'FULL_SHARD' alone is data parallel; our own tables add other axes: 'FULL_SHARD pp2 tp2'."""
     kind, _, axes = sharding.partition(" ")
     values: dict[str, Any] = {"sharding": _MPT_SHARDING.get(kind, kind.lower())}
-    for axis in ("tp", "cp", "pp"):
+    for axis in MODEL_AXES:
         size = re.search(rf"\b{axis}([0-9]+)\b", axes)
         values[axis] = int(size.group(1)) if size else 1
     return values
 
 
-def _status(texts: dict[str, str]) -> Status:
+def _outcome(texts: dict[str, str]) -> RowOutcome:
     """A row's own status column, else what stands in place of its numbers."""
     if "status" in texts:
-        word = texts["status"].strip().lower()
-        return word if word in ("ok", "oom", "fail", "hang") else "ok"  # type: ignore[return-value]
+        return _ended(texts["status"]) or "ok"
     speeds = [texts[name] for name in _SPEEDS if name in texts]
-    states = [cells.state(text) for text in [*speeds, texts.get("mem_gb", "")]]
-    for bad in ("oom", "fail", "hang"):
-        if bad in states:
-            return bad  # type: ignore[return-value]
+    endings = [_ended(text) for text in [*speeds, texts.get("mem_gb", "")]]
+    if any(endings):
+        # A row that ran out of memory may also say that it failed.
+        return "oom" if "oom" in endings else next(o for o in WORST_FIRST if o in endings)
     if speeds and any(cells.number(text) is not None for text in speeds):
         return "ok"
     if _HANGS.search(texts.get("note", "")):
-        return "hang"
-    return "fail" if "xxxx" in {text.strip().lower() for text in speeds} else "absent"
+        return "hung"
+    return "crashed" if "xxxx" in {text.strip().lower() for text in speeds} else "absent"
+
+
+def _ended(text: str) -> RowOutcome | None:
+    state = cells.state(text)
+    return next((outcome for outcome in WORST_FIRST if outcome == state), None)
 
 
 def _scaling(table: Table, context: Context, number: int) -> list[Record]:
@@ -157,7 +165,7 @@ def _cell(
 ) -> Record:
     tp, cp, pp, micro = axes
     number, at, line = place
-    states: dict[str, Status] = {"dash": "oom", "oom": "oom", "fail": "fail", "hang": "hang"}
+    outcome = "oom" if cells.state(text) == "dash" else _ended(text) or "absent"
     return Record(
         style="scaling",
         table=number,
@@ -166,16 +174,7 @@ def _cell(
         column=f"{gpus} GPU",
         model=context.model or "",
         convention=context.convention,
-        layers=context.layers,
-        hidden=context.hidden,
-        seq_len=context.seq_len,
-        hardware=context.hardware,
-        heads=context.heads,
-        kv_heads=context.kv_heads,
-        ffn=context.ffn,
-        vocab=context.vocab,
-        tied=context.tied,
-        family=context.family or "",
+        **_from_text(context),
         gpus=gpus,
         tp=tp,
         cp=cp,
@@ -184,7 +183,7 @@ def _cell(
         micro_batch=micro,
         global_batch=context.global_batch,
         tflops_gpu=cells.number(text),
-        status="ok" if cells.number(text) is not None else states.get(cells.state(text), "absent"),
+        outcome="ok" if cells.number(text) is not None else outcome,
         cells={"tflops_gpu": text},
     )
 

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
+from fourfold.result.record import MODEL_FIELDS, Record
 from fourfold.tables import cells
-from fourfold.tables.lint import Case, Finding, finding
-from fourfold.tables.record import Record
+from fourfold.tables.finding import Case, Finding, finding
 from fourfold.tables.shape import hardware_ratio, shape_of
 from fourfold.tables.work import row_work
 
@@ -23,16 +23,6 @@ _NEAR = 20
 _MOST_COMPARED = 50
 # Without a twin row, exchanged columns are seen only when the columns' ranges lie this far apart.
 _APART = 1.15
-
-
-def config(record: Record) -> tuple[object, ...]:
-    """What was run, as far as the row says."""
-    return (
-        record.label, record.model, record.layers, record.hidden, record.heads, record.seq_len,
-        record.hardware, record.gpus, record.dp, record.tp, record.cp, record.pp,
-        record.virtual_stages, record.sharding, record.micro_batch, record.global_batch,
-        record.precision, record.recompute,
-    )  # fmt: skip
 
 
 def swapped_values(case: Case) -> Iterator[Finding]:
@@ -136,7 +126,7 @@ def _swapped_by_range(rows: list[Record]) -> Iterator[Finding]:
 
 def _swapped_reference(record: Record) -> Iterator[Finding]:
     """tokens/s/GPU ties seconds to the batch, so here arithmetic does see it."""
-    if record.status != "ok" or not (record.step_s and record.tflops_gpu and record.tokens_s_gpu):
+    if record.outcome != "ok" or not (record.step_s and record.tflops_gpu and record.tokens_s_gpu):
         return
     if not (record.global_batch and record.seq_len and record.gpus):
         return
@@ -151,7 +141,7 @@ def duplicate_row(case: Case) -> Iterator[Finding]:
     for number, (table, _) in enumerate(case.tables):
         seen: dict[tuple[object, ...], int] = {}
         by_line = {record.line: record for record in case.rows_of(number)}
-        measured = {record.line for record in case.rows_of(number) if record.status == "ok"}
+        measured = {record.line for record in case.rows_of(number) if record.outcome == "ok"}
         for row in table.data:
             record = by_line.get(row.line)
             if record is None or not any(row.cells):
@@ -159,14 +149,14 @@ def duplicate_row(case: Case) -> Iterator[Finding]:
             key = tuple(row.cells)
             if record.style == "reference":
                 key = tuple(
-                    text for name, text in record.cells.items() if name not in ("row_id", "note")
+                    text for name, text in record.cells.items() if name not in ("run_id", "note")
                 )
             if row.line not in measured:  # rows of '-' repeat without meaning anything
                 continue
             if key in seen:
                 yield Finding(
                     rule="duplicate-row", row=row.line, table=number + 1,
-                    place=record.row_id or f"line {row.line}",
+                    place=record.run_id or f"line {row.line}",
                     value=" | ".join(row.cells)[:120], expected="every row once",
                     repair=f"remove it, or correct it: same as line {seen[key]}",
                 )  # fmt: skip
@@ -175,7 +165,7 @@ def duplicate_row(case: Case) -> Iterator[Finding]:
 
 def copied_cell(case: Case) -> Iterator[Finding]:
     for number in range(len(case.tables)):
-        rows = [record for record in case.rows_of(number) if record.status == "ok"]
+        rows = [record for record in case.rows_of(number) if record.outcome == "ok"]
         if not rows:
             continue
         if rows[0].style == "scaling":
@@ -273,14 +263,15 @@ def _same_row_or_column(one: Record, other: Record) -> bool:
 
 
 def _other_config(one: Record, other: Record) -> bool:
-    return config(one) != config(other)
+    return one.config != other.config
 
 
 def _one_thing_differs(one: Record, other: Record) -> bool:
     """Same model and stack, and the same layout on other GPUs or another layout on as many."""
-    if (one.stack, *config(one)[:7]) != (other.stack, *config(other)[:7]):
+    same = ("stack", *MODEL_FIELDS)
+    if any(getattr(one, name) != getattr(other, name) for name in same):
         return False
-    if config(one) == config(other):
+    if one.config == other.config:
         return False
     layout = (one.tp, one.cp, one.pp, one.virtual_stages, one.micro_batch, one.sharding)
     same = layout == (

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from fourfold.cost.count.params import model_params
+from fourfold.result.record import Record
 from fourfold.tables import cells, styles
-from fourfold.tables.lint import Case, Finding, finding
-from fourfold.tables.record import Record
+from fourfold.tables.finding import Case, Finding, finding
 from fourfold.tables.records import axes_world
 from fourfold.tables.shape import NOTES_SEQ_LEN, named_shape, params_range, shape_of
 from fourfold.tables.work import implied_batches
@@ -57,13 +57,15 @@ def gpus_axes(case: Case) -> Iterator[Finding]:
             continue
         inner = (record.tp or 1) * (record.cp or 1) * (record.pp or 1)
         if record.style == "scaling":
-            if record.status == "ok" and record.gpus % inner:
+            if record.outcome == "ok" and record.gpus % inner:
                 yield finding(
                     record, "gpus-axes", f"{record.text('tflops_gpu')} on {record.gpus} GPUs",
                     f"tp x cp x pp = {inner} divides the GPUs", "the value belongs elsewhere",
                 )  # fmt: skip
             continue
-        if record.status == "fail" and not (record.step_s or record.tflops_gpu or record.mem_gb):
+        if record.outcome == "crashed" and not (
+            record.step_s or record.tflops_gpu or record.mem_gb
+        ):
             continue  # axes that can't be are why such a row has no result
         world = axes_world(record) if "dp" in record.cells else None
         if world is None and record.tp and record.gpus % inner:
@@ -192,7 +194,7 @@ def layers_stages(case: Case) -> Iterator[Finding]:
     for record in case.records:
         shape = shape_of(record)
         # A row that did not run may say so truthfully, whatever its layout.
-        ran = record.status == "ok" or (record.status == "oom" and record.style != "scaling")
+        ran = record.outcome == "ok" or (record.outcome == "oom" and record.style != "scaling")
         if shape is None or not record.pp or record.pp == 1 or not ran:
             continue
         layers, chunks = shape.model.layers, record.pp * (record.virtual_stages or 1)

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from fourfold.result.record import Record
 from fourfold.spec import catalog
 from fourfold.tables import cells
-from fourfold.tables.lint import Case, Finding, finding
-from fourfold.tables.record import Record
+from fourfold.tables.finding import Case, Finding, finding
 from fourfold.tables.shape import hardware_ratio, peak_tflops, shape_of
 
 _SPEED_SLACK = 0.001
@@ -58,7 +58,7 @@ def _unit(record: Record, name: str) -> float:
 
 
 def _reference_throughput(record: Record) -> Iterator[Finding]:
-    if record.status != "ok" or not (record.step_s and record.tokens_s_gpu and record.gpus):
+    if record.outcome != "ok" or not (record.step_s and record.tokens_s_gpu and record.gpus):
         return
     if not (record.global_batch and record.seq_len) or record.step_s <= 0:
         return
@@ -134,7 +134,7 @@ def memory_device(case: Case) -> Iterator[Finding]:
         if record.hardware not in catalog.device_names():
             continue
         most = catalog.device(record.hardware).memory_bytes / 1e9
-        if record.mem_gb > 1.01 * most and record.status == "ok":
+        if record.mem_gb > 1.01 * most and record.outcome == "ok":
             yield finding(
                 record, "memory-device", f"{record.mem_gb:g} GB", f"at most {most:.0f} GB",
                 "check memory and device",

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
-from fourfold.tables.lint import Case, Finding, finding
-from fourfold.tables.record import Record
+from fourfold.result.record import Record
+from fourfold.tables.finding import Case, Finding, finding
 from fourfold.tables.shape import Shape, flops_per_token, peak_tflops, shape_of
 from fourfold.tables.work import (
     SLACK,
@@ -159,7 +159,7 @@ def reference_work(case: Case) -> Iterator[Finding]:
 def _residual(record: Record) -> float | None:
     rule = ALIASES.get(record.convention, record.convention)
     shape = shape_of(record)
-    if record.status != "ok" or rule not in CONVENTIONS or shape is None or not record.seq_len:
+    if record.outcome != "ok" or rule not in CONVENTIONS or shape is None or not record.seq_len:
         return None
     if not (record.tflops_gpu and record.tokens_s_gpu) or record.tokens_s_gpu <= 0:
         return None

@@ -13,16 +13,20 @@ from dataclasses import dataclass
 from fourfold.cost.count.flops import CONVENTIONS, Question, convention
 from fourfold.cost.count.params import layer_params, model_params
 from fourfold.errors import UserError
-from fourfold.spec import catalog
+from fourfold.result.record import Record
+from fourfold.spec import catalog, codec
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import FAMILIES, ModelShape
 from fourfold.spec.policy import Policy
-from fourfold.tables.published import precision_of
-from fourfold.tables.record import Record
+from fourfold.tables import cells
 
 # BLOOM's padded vocabulary and length, those of all topology notes; used where a table is silent.
 NOTES_VOCAB = 250_880
 NOTES_SEQ_LEN = 2048
+# What a row may say of its model, by the names of ModelShape.
+SHAPE_FIELDS = (
+    "family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied",
+)  # fmt: skip
 # Vocabularies in use, for bounds where none is stated.
 _LEAST_VOCAB, _MOST_VOCAB = 32_000, 262_144
 
@@ -32,6 +36,12 @@ class Shape:
     model: ModelShape
     vocab_known: bool
     from_name: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def model_of(model_json: str) -> ModelShape:
+    """The shape of a stored run."""
+    return codec.decode(ModelShape, codec.parse_json(model_json))
 
 
 def named_shape(record: Record) -> ModelShape | None:
@@ -52,8 +62,8 @@ def _named(name: str) -> ModelShape:
 
 
 def shape_of(record: Record) -> Shape | None:
-    if record.shape is not None:
-        return Shape(record.shape, True, False)
+    if record.model_json:
+        return Shape(model_of(record.model_json), True, False)
     if record.layers and record.hidden:
         built = _built(record)
         return Shape(built, record.vocab is not None, False) if built else None
@@ -84,9 +94,8 @@ def _built(record: Record) -> ModelShape | None:
 
 def _same(named: ModelShape, record: Record) -> bool:
     """Whether nothing that the row says contradicts the catalogue's shape."""
-    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
-    said = {name: getattr(record, name) for name in names}
-    return all(value in (None, getattr(named, name)) for name, value in said.items())
+    sizes = (name for name in SHAPE_FIELDS if name != "family")
+    return all(getattr(record, name) in (None, getattr(named, name)) for name in sizes)
 
 
 @functools.cache
@@ -147,7 +156,10 @@ def peak_tflops(record: Record) -> float | None:
         return None
     device = catalog.device(record.hardware)
     try:
-        return device.peak(precision_of(record.precision or "bf16", record.text("mp_mode"))) / 1e12
+        return (
+            device.peak(cells.precision_of(record.precision or "bf16", record.text("mp_mode")))
+            / 1e12
+        )
     except UserError:
         peaks = dataclasses.asdict(device.peak_flops_per_s).values()
         return max(peak for peak in peaks if peak) / 1e12

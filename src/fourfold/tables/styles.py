@@ -1,57 +1,173 @@
-"""Which style is a table, and which column is which field? Headings as published and repaired."""
+"""Which style is a table, and which column is which field? A style is one list of its columns."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from fourfold.cost.count.params import model_params
+from fourfold.result.record import REFERENCE_COLUMNS, Record, Style
+from fourfold.result.report import published_word
 from fourfold.tables import cells
 from fourfold.tables.document import Table
-from fourfold.tables.record import Style
+from fourfold.tables.shape import shape_of
 
-MPT_HEADINGS = (
-    "Model", "SeqLen (T)", "# GPUs", "GPU", "MFU", "HFU", "Model TFLOP", "MicroBatchSize",
-    "GradAccum", "GlobalBatchSize", "Throughput (S/s)", "Throughput (T/s)",
-    "Throughput (T/s/GPU)", "GlobalBatchSize (T)", "Precision", "MP Mode", "Sharding Strategy",
-    "Activation Checkpointing", "Activation CPUOffload", "NumParams",
+SHARDING = {"zero3": "FULL_SHARD", "zero2": "SHARD_GRAD_OP", "zero0": "NO_SHARD"}
+CHECKPOINTING = {"full": "True", "none": "False"}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`field`: what a cell is read into; `write`: the cell of a record; `needed`: whether a table
+    of these records has the column."""
+
+    heading: str
+    field: str
+    write: Callable[[Record], str]
+    needed: Callable[[Sequence[Record]], bool] = lambda records: True
+
+
+def _plain(heading: str, field: str) -> Column:
+    return Column(
+        heading, field, lambda r: "" if getattr(r, field) is None else f"{getattr(r, field)}"
+    )
+
+
+def _if_ok(write: Callable[[Record], str]) -> Callable[[Record], str]:
+    return lambda r: write(r) if r.outcome == "ok" else "-"
+
+
+def _failed(record: Record) -> str:
+    """A failed run says why in place of its MFU."""
+    return {"oom": "OOM", "hung": published_word("hung")}.get(record.outcome, "fail")
+
+
+def _samples(record: Record) -> str:
+    if not (record.tokens_s and record.seq_len):
+        return record.text("samples_s") or "-"
+    return record.text("samples_s") or cells.cut(record.tokens_s / record.seq_len)
+
+
+def _model_tflop(record: Record) -> str:
+    if record.tflops_gpu is None:
+        return "-"
+    value = record.tflops_gpu / 100
+    return f"{value:.6f}" if value >= 0.01 else f"{value:.4g}"
+
+
+def _strategy(record: Record) -> str:
+    """The published word for data parallelism; other axes stand behind it."""
+    word = SHARDING.get(record.sharding, record.sharding)
+    axes = [("pp", record.pp), ("cp", record.cp), ("tp", record.tp)]
+    return " ".join([word, *(f"{name}{size}" for name, size in axes if size and size > 1)])
+
+
+def _mfu(record: Record) -> str:
+    if record.outcome != "ok":
+        return _failed(record)
+    return record.text("mfu_pct") or cells.percent(record.mfu_pct)
+
+
+def _precision(record: Record) -> tuple[str, str]:
+    return cells.precision_cells(record.precision, record.text("mp_mode"))
+
+
+MPT = (
+    Column("Model", "label", lambda r: r.label.removeprefix("mpt-")),
+    Column("SeqLen (T)", "seq_len", lambda r: str(r.seq_len or "")),
+    Column("# GPUs", "gpus", lambda r: str(r.gpus or "")),
+    Column("GPU", "hardware", lambda r: re.sub("[- ]", "_", r.hardware or "")),
+    Column("MFU", "mfu_pct", _mfu),
+    Column("HFU", "hfu_pct", _if_ok(lambda r: r.text("hfu_pct") or cells.percent(r.hfu_pct))),
+    Column("Model TFLOP", "model_tflop", _if_ok(_model_tflop)),
+    _plain("MicroBatchSize", "micro_batch"),
+    _plain("GradAccum", "grad_accum"),
+    _plain("GlobalBatchSize", "global_batch"),
+    Column("Throughput (S/s)", "samples_s", _if_ok(_samples)),
+    Column("Throughput (T/s)", "tokens_s", _if_ok(lambda r: cells.cut(r.tokens_s))),
+    Column("Throughput (T/s/GPU)", "tokens_s_gpu", _if_ok(lambda r: cells.cut(r.tokens_s_gpu))),
+    Column("GlobalBatchSize (T)", "batch_tokens", lambda r: str(r.tokens)),
+    Column("Precision", "precision", lambda r: _precision(r)[0]),
+    Column("MP Mode", "mp_mode", lambda r: _precision(r)[1]),
+    Column("Sharding Strategy", "sharding", _strategy),
+    Column("Activation Checkpointing", "recompute",
+           lambda r: CHECKPOINTING.get(r.recompute, r.recompute)),
+    Column("Activation CPUOffload", "offload",
+           lambda r: r.text("offload") or str(r.offload not in ("", "none"))),
+    _plain("NumParams", "params"),
 )  # fmt: skip
-_MPT_FIELDS = (
-    "label", "seq_len", "gpus", "hardware", "mfu_pct", "hfu_pct", "model_tflop", "micro_batch",
-    "grad_accum", "global_batch", "samples_s", "tokens_s", "tokens_s_gpu", "batch_tokens",
-    "precision", "mp_mode", "sharding", "recompute", "offload", "params",
+
+
+def _size(record: Record) -> str:
+    shape = shape_of(record)
+    if shape is None:
+        return record.label
+    return cells.size(model_params(shape.model, record.seq_len or 2048))
+
+
+def _on_nodes(records: Sequence[Record]) -> bool:
+    return any((record.nodes or 1) > 1 for record in records)
+
+
+def _shards_differ(records: Sequence[Record]) -> bool:
+    kinds = {record.sharding for record in records}
+    return len(kinds) > 1 or not kinds <= {"", "zero1"}
+
+
+def _above_one(field: str) -> Callable[[Sequence[Record]], bool]:
+    return lambda records: any((getattr(record, field) or 1) > 1 for record in records)
+
+
+def _seconds(record: Record) -> str:
+    if record.outcome == "ok":
+        return cells.figure(record.step_s)
+    word = published_word(record.outcome)
+    return "" if word in ("oom", "absent") else word
+
+
+TOPOLOGY = (
+    Column("Nodes", "nodes", lambda r: str(r.nodes or ""), _on_nodes),
+    Column("GPUs", "gpus", lambda r: str(r.gpus), lambda records: not _on_nodes(records)),
+    Column("Size", "label", _size),
+    Column("ZS", "sharding", lambda r: r.sharding.removeprefix("zero"), _shards_differ),
+    _plain("DP", "dp"),
+    _plain("TP", "tp"),
+    Column("CP", "cp", lambda r: "" if r.cp is None else str(r.cp), _above_one("cp")),
+    _plain("PP", "pp"),
+    Column("VP", "virtual_stages", lambda r: str(r.virtual_stages or 1),
+           _above_one("virtual_stages")),
+    _plain("MBS", "micro_batch"),
+    _plain("GBS", "global_batch"),
+    Column("Mem", "mem_gb", lambda r: "OOM" if r.outcome == "oom" else cells.gigabytes(r.mem_gb)),
+    Column("Sec/it", "step_s", _seconds),
+    Column("TFLOPs", "tflops_gpu",
+           lambda r: cells.figure(r.tflops_gpu) if r.outcome == "ok" else ""),
+    Column("Notes", "note", lambda r: r.note),
 )  # fmt: skip
-REFERENCE_HEADINGS = (
-    "row_id", "source", "stack", "cluster", "hardware", "gpus_per_node", "family", "model",
-    "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "tied", "seq_len", "n_gpus",
-    "tp", "cp", "pp", "vpp", "dp", "sharding", "sequence_parallel", "mbs", "gbs", "precision",
-    "act_ckpt", "attention", "net_gbs", "net_node_gbs", "step_s", "tokens_s_gpu", "tflops_gpu",
-    "flop_rule", "mem_gb", "status", "note",
-)  # fmt: skip
-_REFERENCE_RENAMED = {
-    "model": "label", "n_layers": "layers", "d_model": "hidden", "n_heads": "heads",
-    "n_kv_heads": "kv_heads", "d_ff": "ffn", "n_gpus": "gpus", "vpp": "virtual_stages",
-    "mbs": "micro_batch", "gbs": "global_batch", "act_ckpt": "recompute",
-    "flop_rule": "convention",
+# The same under names of other logs and spreadsheets.
+_OTHER_NAMES = {
+    "# gpus": "gpus", "ngpus": "gpus", "model": "label", "zero": "sharding",
+    "vpp": "virtual_stages", "nheads": "heads", "heads": "heads", "nhidden": "hidden",
+    "hidden": "hidden", "layers": "layers", "nlayers": "layers", "seqlen": "seq_len",
+    "seq len": "seq_len", "seq": "seq_len", "s/it": "step_s", "tflops/gpu": "tflops_gpu",
+    "note": "note", "precision": "precision", "s/iter": "step_s", "sec/iter": "step_s",
+    "sec_per_iter": "step_s", "s/step": "step_s", "sec/step": "step_s", "step_s": "step_s",
+    "step time (s)": "step_s", "iter time (s)": "step_s", "tflop/s/gpu": "tflops_gpu",
+    "tflops_gpu": "tflops_gpu", "tflop/s": "tflops_gpu", "micro_batch": "micro_batch",
+    "micro batch": "micro_batch", "micro_batch_size": "micro_batch", "global_batch": "global_batch",
+    "global batch": "global_batch", "global_batch_size": "global_batch", "seq_len": "seq_len",
+    "sequence_length": "seq_len", "mem_gb": "mem_gb", "memory (gb)": "mem_gb", "mem (gb)": "mem_gb",
+    "sharding": "sharding", "tokens/s/gpu": "tokens_s_gpu", "tok/s/gpu": "tokens_s_gpu",
+    "tokens_s_gpu": "tokens_s_gpu", "n_gpus": "gpus", "num_gpus": "gpus", "num_layers": "layers",
+    "hidden_size": "hidden",
 }  # fmt: skip
-_TOPOLOGY_FIELDS = {
-    "nodes": "nodes", "gpus": "gpus", "# gpus": "gpus", "ngpus": "gpus",
-    "size": "label", "model": "label", "zs": "sharding", "zero": "sharding",
-    "dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "vp": "virtual_stages", "vpp": "virtual_stages",
-    "mbs": "micro_batch", "gbs": "global_batch", "nheads": "heads", "heads": "heads",
-    "nhidden": "hidden", "hidden": "hidden", "layers": "layers", "nlayers": "layers",
-    "seqlen": "seq_len", "seq len": "seq_len", "seq": "seq_len", "mem": "mem_gb",
-    "sec/it": "step_s", "s/it": "step_s", "tflops": "tflops_gpu", "tflops/gpu": "tflops_gpu",
-    "notes": "note", "note": "note", "precision": "precision",
-    # The same under names of other logs and spreadsheets.
-    "s/iter": "step_s", "sec/iter": "step_s", "sec_per_iter": "step_s", "s/step": "step_s",
-    "sec/step": "step_s", "step_s": "step_s", "step time (s)": "step_s", "iter time (s)": "step_s",
-    "tflop/s/gpu": "tflops_gpu", "tflops_gpu": "tflops_gpu", "tflop/s": "tflops_gpu",
-    "micro_batch": "micro_batch", "micro batch": "micro_batch", "micro_batch_size": "micro_batch",
-    "global_batch": "global_batch", "global batch": "global_batch",
-    "global_batch_size": "global_batch", "seq_len": "seq_len", "sequence_length": "seq_len",
-    "mem_gb": "mem_gb", "memory (gb)": "mem_gb", "mem (gb)": "mem_gb", "sharding": "sharding",
-    "tokens/s/gpu": "tokens_s_gpu", "tok/s/gpu": "tokens_s_gpu", "tokens_s_gpu": "tokens_s_gpu",
-    "n_gpus": "gpus", "num_gpus": "gpus", "num_layers": "layers", "hidden_size": "hidden",
-}  # fmt: skip
+# Heading in lower case -> field, by style.
+_FIELDS: dict[str, dict[str, str]] = {
+    "mpt": {column.heading.lower(): column.field for column in MPT},
+    "topology": {column.heading.lower(): column.field for column in TOPOLOGY} | _OTHER_NAMES,
+    "reference": {name: field or name for name, field in REFERENCE_COLUMNS.items()},
+}
 _SCALING_FIRST = re.compile(r"\(\s*tp\s*,\s*cp\s*,\s*pp\s*,\s*(micro[ -]?batch|mbs)\s*\)\Z")
 _GPU_COLUMN = re.compile(r"([0-9]+)\s*(?:x\s*)?gpus?\Z", re.IGNORECASE)
 _TOPOLOGY_LEAST = {"tflops_gpu", "step_s", "mem_gb"}
@@ -65,7 +181,7 @@ def style_of(table: Table) -> Style:
         return "reference"
     if {"microbatchsize", "gradaccum", "seqlen (t)"} <= set(names):
         return "mpt"
-    fields = {_TOPOLOGY_FIELDS[name] for name in names if name in _TOPOLOGY_FIELDS}
+    fields = {_FIELDS["topology"][name] for name in names if name in _FIELDS["topology"]}
     if fields & {"nodes", "gpus"} and fields & _TOPOLOGY_LEAST:
         return "topology"
     return "other"
@@ -73,15 +189,12 @@ def style_of(table: Table) -> Style:
 
 def columns(table: Table, style: Style) -> tuple[str, ...]:
     """The field of each cell of a row, '' where the column has no meaning here."""
+    if style not in _FIELDS:
+        return ()
     names = [heading.strip().lower() for heading in repaired_headings(table, style)]
-    if style == "mpt":
-        known = dict(zip(map(str.lower, MPT_HEADINGS), _MPT_FIELDS, strict=True))
-        return tuple(known.get(name, "") for name in names)
-    if style == "reference":
-        return tuple(_REFERENCE_RENAMED.get(name, name) for name in names)
-    if style == "topology":
-        return tuple(_TOPOLOGY_FIELDS.get(name, "") for name in names)
-    return ()
+    # A column that the reference schema lacks keeps its name: its cells tell rows apart.
+    other = {name: name for name in names} if style == "reference" else {}
+    return tuple((other | _FIELDS[style]).get(name, "") for name in names)
 
 
 def unread(table: Table) -> tuple[str, ...]:
@@ -102,7 +215,7 @@ def repaired_headings(table: Table, style: Style) -> tuple[str, ...]:
     missing = missing_heading(table, style)
     if not missing or longest != len(table.headings) + 1:
         return table.headings
-    at = MPT_HEADINGS.index(missing)
+    at = [column.heading for column in MPT].index(missing)
     return (*table.headings[:at], missing, *table.headings[at:])
 
 
@@ -110,16 +223,16 @@ def missing_heading(table: Table, style: Style) -> str:
     """The one published heading that an MPT table lacks, or ''."""
     if style != "mpt":
         return ""
-    lacking = [name for name in MPT_HEADINGS if name not in table.headings]
+    lacking = [column.heading for column in MPT if column.heading not in table.headings]
     return lacking[0] if len(lacking) == 1 else ""
 
 
 def gpu_columns(table: Table) -> dict[int, int]:
     """Scaling tables: column -> GPUs."""
-    found = {}
+    counts = {}
     for at, heading in enumerate(table.headings[1:], start=1):
         match = _GPU_COLUMN.match(heading.strip())
         count = int(match.group(1)) if match else cells.whole(heading)
         if count:
-            found[at] = count
-    return found
+            counts[at] = count
+    return counts

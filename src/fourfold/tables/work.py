@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fourfold.cost.count.flops import CONVENTIONS
+from fourfold.result.record import Record
 from fourfold.tables import cells
-from fourfold.tables.record import Record
 from fourfold.tables.shape import NOTES_SEQ_LEN, Shape, flops_per_token, flops_range, shape_of
 
 # Beyond rounding of the printed digits; conventions that must be told apart differ by 2% and more.
@@ -23,7 +23,7 @@ TRIED = (
 
 def row_work(record: Record) -> float | None:
     """FLOPs of one sequence by the row's own numbers."""
-    if record.status != "ok" or not (record.step_s and record.tflops_gpu):
+    if record.outcome != "ok" or not (record.step_s and record.tflops_gpu):
         return None
     if not (record.gpus and record.global_batch) or min(record.step_s, record.tflops_gpu) <= 0:
         return None

@@ -17,14 +17,9 @@ from numpy.typing import NDArray
 
 from fourfold import files
 from fourfold.errors import UserError
+from fourfold.result.record import REFERENCE_COLUMNS
 
-SCHEMA: tuple[str, ...] = (
-    "row_id", "source", "stack", "cluster", "hardware", "gpus_per_node", "family", "model",
-    "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "tied", "seq_len",
-    "n_gpus", "tp", "cp", "pp", "vpp", "dp", "sharding", "sequence_parallel", "mbs", "gbs",
-    "precision", "act_ckpt", "attention", "net_gbs", "net_node_gbs", "step_s", "tokens_s_gpu",
-    "tflops_gpu", "flop_rule", "mem_gb", "status", "note",
-)  # fmt: skip
+SCHEMA = tuple(REFERENCE_COLUMNS)
 T = TypeVar("T")
 BATCH = 4096
 PLAIN_BYTES = 2**20

@@ -7,7 +7,6 @@ right; everything it says has been checked like a run's own file.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import stat
@@ -19,11 +18,11 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.files.sealed import seal
 from fourfold.result.files.stored import read_stored
-from fourfold.result.read.summary import Summary, checked
+from fourfold.result.read.from_run import checked
+from fourfold.result.record import RUN_FIELDS, Record
 
 INDEX = ".index.json"
 _VERSION = 2
-_FIELDS = tuple(field.name for field in dataclasses.fields(Summary))
 _MOST_BYTES = 256 * 2**20  # 150,000 runs
 
 
@@ -54,22 +53,22 @@ class Index:
             self._warn(f"{error}; it is only a cache, every run is read from its own file")
             return {}
         runs = data.get("runs")
-        if data.get("version") != _VERSION or data.get("fields") != list(_FIELDS):
+        if data.get("version") != _VERSION or data.get("fields") != list(RUN_FIELDS):
             return {}  # of another version
         return runs if isinstance(runs, dict) else {}
 
-    def summary(self, name: str, at: list[int]) -> Summary | None:
+    def record(self, name: str, at: list[int]) -> Record | None:
         """What is known of the run `name` whose file has the stamp `at`."""
         known = self._known.get(name)
         if not isinstance(known, list) or known[:3] != at or len(known) != 4:
             return None
         with contextlib.suppress(UserError, TypeError, ValueError, AttributeError):
             fields: dict[str, Any] = {**known[3], "env": tuple(map(tuple, known[3]["env"]))}
-            return checked(Summary(**fields))
+            return checked(Record(**fields))
         return None
 
-    def add(self, name: str, at: list[int], summary: Summary) -> None:
-        self._fresh[name] = [*at, {field: getattr(summary, field) for field in _FIELDS}]
+    def add(self, name: str, at: list[int], record: Record) -> None:
+        self._fresh[name] = [*at, {field: getattr(record, field) for field in RUN_FIELDS}]
 
     def write(self, names: list[str]) -> None:
         """Only what is new is worth a write; a store that can only be read works without."""
@@ -77,7 +76,7 @@ class Index:
             return
         runs = self._known | self._fresh
         listed = {name: runs[name] for name in names if name in runs}
-        data = {"version": _VERSION, "fields": _FIELDS, "runs": listed}
+        data = {"version": _VERSION, "fields": RUN_FIELDS, "runs": listed}
         with contextlib.suppress(UserError):
             content = seal(json.dumps(data, separators=(",", ":")))
             files.write_bytes(self.path, content, own=True)

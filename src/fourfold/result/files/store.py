@@ -34,7 +34,8 @@ from fourfold.result.files.stored import read_stored
 from fourfold.result.files.work import WORK, is_folder, new_place, orphans
 from fourfold.result.job import REPORT_FILE, JobReport
 from fourfold.result.prediction import Prediction
-from fourfold.result.read.summary import Summary, summarise
+from fourfold.result.read.from_run import record_from
+from fourfold.result.record import Record
 from fourfold.result.report import RunReport
 from fourfold.spec import codec
 
@@ -56,7 +57,7 @@ class Stored:
 
     name: str
     folder: Path
-    summary: Summary
+    summary: Record
 
     def report(self) -> RunReport:
         try:
@@ -67,8 +68,8 @@ class Stored:
             raise
 
 
-def _summary_of(folder: Path) -> Summary:
-    return summarise(read_kept(folder), folder.name[:16])
+def _summary_of(folder: Path) -> Record:
+    return record_from(read_kept(folder), folder.name[:16])
 
 
 def to_stderr(message: str) -> None:
@@ -116,7 +117,7 @@ class Store:
                 raise files.refused(error, target, field="runs", verb="written") from None
             _sync(self.root)
             plain = codec.dump(report)
-            return Stored(key.name, target, summarise(plain, report.spec.run_id))
+            return Stored(key.name, target, record_from(plain, report.spec.run_id))
         raise AssertionError("repeats are unbounded")
 
     def _free_repeats(self, report: RunReport) -> Iterator[int]:
@@ -201,10 +202,10 @@ class Store:
         index.write(names)
         return found
 
-    def _summary(self, name: str, index: Index) -> Summary:
+    def _summary(self, name: str, index: Index) -> Record:
         folder = self.root / name
         at = stamp(folder / RUN_FILE) if is_folder(folder) else []
-        known = index.summary(name, at)
+        known = index.record(name, at)
         if known is None or known.run_id != name[:16]:
             known = _summary_of(folder)
             index.add(name, at, known)

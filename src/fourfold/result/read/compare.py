@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Literal
 
-from fourfold.result.read.summary import Summary
+from fourfold.result.record import Record
 
 Verdict = Literal["same", "different", "can't tell"]
 # Two-sided 95% of Student's t by degrees of freedom; beyond the list it is near 2.
@@ -56,7 +56,7 @@ def between_runs(groups: Sequence[Sequence[float]]) -> tuple[float, int] | None:
     return (math.sqrt(total / freedom), freedom) if freedom else None
 
 
-def stored_spread(runs: Sequence[Summary], device: str) -> tuple[float, int] | None:
+def stored_spread(runs: Sequence[Record], device: str) -> tuple[float, int] | None:
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for run in runs:
         if run.device == device and run.step_s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fourfold.spec.policy import Policy
-from fourfold.tables.published import precision_cells, precision_of
+from fourfold.tables.cells import precision_cells, precision_of
 
 
 @pytest.mark.parametrize(

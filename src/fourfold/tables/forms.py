@@ -1,17 +1,64 @@
-"""CSV <-> Document: tables are parted by blank lines, text stands in lines that begin with '#'."""
+"""In which forms is a file of tables read and written? Markdown, CSV and JSON; text only written.
+
+In CSV tables are parted by blank lines, and text stands in lines that begin with '#'.
+"""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from pathlib import Path
 
-from fourfold import escape
+from fourfold import escape, files
 from fourfold.errors import UserError
-from fourfold.tables.document import Document, Row, Table, Text
-from fourfold.tables.markdown import is_rule
+from fourfold.spec import codec
+from fourfold.tables import markdown
+from fourfold.tables.document import Document, Row, Table, Text, from_plain, to_plain
 
 
-def parse(text: str) -> Document:
+def form_of(path: str | Path) -> str:
+    """md, csv or json, by the file's ending; anything else is read as Markdown."""
+    ending = Path(path).suffix.lower()
+    return {".csv": "csv", ".tsv": "csv", ".json": "json"}.get(ending, "md")
+
+
+def read_file(path: str | Path) -> Document:
+    """Read a file of tables. Bytes that are no UTF-8 become U+FFFD: tables with dashes in broken
+    encoding exist, and one such cell must not cost the other rows."""
+    form = form_of(path)
+    try:
+        text = files.read_text(path, field="table")
+    except UserError as error:
+        if "UTF-8" not in error.rule:
+            raise
+        text = Path(path).read_bytes().decode("utf-8", errors="replace")
+        if text.count("\ufffd") > max(20, len(text) // 20) or "\0" in text:
+            raise
+    try:
+        return parse(text, form)
+    except UserError as error:
+        raise error.within(str(path)) from None
+
+
+def parse(text: str, form: str) -> Document:
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    if form == "json":
+        return from_plain(codec.parse_json(text))
+    return _from_csv(text) if form == "csv" else markdown.parse(text)
+
+
+def write(document: Document, form: str) -> str:
+    """The document as md, csv, json or text; all but text can be read again."""
+    if form == "json":
+        return escape.json_text(to_plain(document), indent=1) + "\n"
+    if form == "csv":
+        return _to_csv(document)
+    if form in ("md", "text"):
+        return markdown.write(document, bare=form == "text")
+    raise UserError("unknown format", field="format", value=form, hint="text, md, csv or json")
+
+
+def _from_csv(text: str) -> Document:
     lines = text.split("\n")
     blocks: list[Table | Text] = []
     at = 0
@@ -58,7 +105,7 @@ def _table(lines: list[str], at: int) -> tuple[Table, int]:
         if rows and lines[at].startswith("#") and _is_text(lines, at):
             break
         cells, used = _record(lines, at, separator)
-        rows.append(Row(cells, rule=bool(rows) and is_rule(cells), line=at + 1))
+        rows.append(Row(cells, rule=bool(rows) and markdown.is_rule(cells), line=at + 1))
         at += used
     return Table(rows[0].cells, tuple(rows[1:]), line=first + 1), at
 
@@ -78,7 +125,7 @@ def _record(lines: list[str], at: int, separator: str) -> tuple[tuple[str, ...],
     return tuple(escape.from_csv(cell.strip()) for cell in cells), reader.line_num
 
 
-def write(document: Document) -> str:
+def _to_csv(document: Document) -> str:
     lines: list[str] = []
     for block in document.blocks:
         if lines:

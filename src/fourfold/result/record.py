@@ -1,0 +1,179 @@
+"""What does one run say on one line? The same fields for a stored run and for a published row.
+
+Times in seconds, memory in bytes (`mem_gb`: in the GB the source printed), TFLOPs in 1e12 FLOP/s
+per GPU. None where the source is silent. Filled from a stored run by result/read/from_run.py, from
+a published row by tables/records.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fourfold.result.report import Outcome
+from fourfold.spec.expression import in_gib
+from fourfold.spec.layout import AXES
+
+Style = Literal["mpt", "topology", "scaling", "reference", "other"]
+# A published row may have neither a figure nor a word for how it ended.
+RowOutcome = Outcome | Literal["absent"]
+
+# The columns of the reference schema of measured rows, with the field each is read into ('': none).
+REFERENCE_COLUMNS = {
+    "row_id": "run_id", "source": "", "stack": "stack", "cluster": "", "hardware": "hardware",
+    "gpus_per_node": "gpus_per_node", "family": "family", "model": "label", "n_layers": "layers",
+    "d_model": "hidden", "n_heads": "heads", "n_kv_heads": "kv_heads", "d_ff": "ffn",
+    "vocab": "vocab", "tied": "tied", "seq_len": "seq_len", "n_gpus": "gpus", "tp": "tp",
+    "cp": "cp", "pp": "pp", "vpp": "virtual_stages", "dp": "dp", "sharding": "sharding",
+    "sequence_parallel": "sequence_parallel", "mbs": "micro_batch",
+    "gbs": "global_batch", "precision": "precision", "act_ckpt": "recompute",
+    "attention": "attention", "net_gbs": "", "net_node_gbs": "",
+    "step_s": "step_s", "tokens_s_gpu": "tokens_s_gpu", "tflops_gpu": "tflops_gpu",
+    "flop_rule": "convention", "mem_gb": "mem_gb", "status": "status", "note": "note",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """`model`: its name in the catalogue; `model_json`: the whole shape as sorted JSON of a stored
+    run, where equal texts are equal models. Seconds are of the steps after warm-up, bytes of the
+    fullest rank.
+
+    Of a table: `line` is the row's line in the file, `column` the heading for styles with one
+    result a cell, `label` the name or size in the row itself; `variant` is what no column says of
+    the settings of a stored run. `cells` leads from a field back to the printed text.
+    """
+
+    run_id: str = ""
+    repeat: int = 0
+    device: str = ""
+    torch: str = ""
+    host: str = ""
+    outcome: RowOutcome = "ok"
+    model: str = ""
+    model_json: str = ""
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    replicate: int = 1
+    cp: int | None = None
+    tp: int | None = None
+    order: str = " ".join(AXES)
+    virtual_stages: int | None = None
+    seq_len: int | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    precision: str = ""
+    sharding: str = ""
+    recompute: str = ""
+    offload: str = ""
+    cp_kind: str = ""
+    schedule: str = ""
+    sequence_parallel: bool = True
+    compiled: bool = False
+    attention: str = ""
+    env: tuple[tuple[str, str], ...] = ()
+    tag: str = ""
+    note: str = ""
+    started_at: str = ""
+    step_s: float | None = None
+    low_s: float | None = None
+    high_s: float | None = None
+    samples: int = 0
+    start_s: float = 0.0
+    loss: float | None = None
+    loss_step: int | None = None
+    peak_bytes: int | None = None
+    peak_rank: int | None = None
+    peak_stage: int | None = None
+    retries: int = 0
+    failure: str = ""
+    predicted_s: float | None = None
+    predicted_low_s: float | None = None
+    predicted_high_s: float | None = None
+    predicted_bytes: float | None = None
+    predicted_limit_bytes: float | None = None
+    predicted_by: str = ""
+    tokens_s_gpu: float | None = None
+    # Of tables alone; a stored run gets them when it is published.
+    style: Style = "other"
+    table: int = 0
+    line: int = 0
+    row: int = 0
+    column: str = ""
+    label: str = ""
+    family: str = ""
+    kv_heads: int | None = None
+    ffn: int | None = None
+    vocab: int | None = None
+    tied: bool | None = None
+    hardware: str | None = None
+    gpus_per_node: int | None = None
+    stack: str = ""
+    grad_accum: int | None = None
+    batch_tokens: int | None = None
+    samples_s: int | None = None
+    tokens_s: float | None = None
+    tflops_gpu: float | None = None
+    mfu_pct: float | None = None
+    hfu_pct: float | None = None
+    mem_gb: float | None = None
+    params: int | None = None
+    convention: str = ""
+    variant: str = ""
+    cells: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return (self.seq_len or 0) * (self.global_batch or 0)
+
+    @property
+    def layout(self) -> str:
+        return " ".join(f"{axis}{self._written(axis)}" for axis in self.order.split())
+
+    def _written(self, axis: str) -> str:
+        size = getattr(self, axis) or 1
+        split = axis == "dp" and self.replicate > 1
+        return f"{self.replicate}x{size // self.replicate}" if split else f"{size}"
+
+    @property
+    def config(self) -> tuple[object, ...]:
+        """What was run: records with equal configurations are repeats of each other."""
+        return tuple(getattr(self, name) for name in CONFIG)
+
+    @property
+    def place(self) -> str:
+        """Where in a file of tables it stands."""
+        where = self.run_id or f"line {self.line}"
+        return f"{where}, {self.column}" if self.column else where
+
+    def text(self, name: str) -> str:
+        """The cell as printed, or '' when the field came from elsewhere."""
+        return self.cells.get(name, "")
+
+    def values(self) -> dict[str, float | None]:
+        """What a `where` condition may ask (spec/expression.py)."""
+        names = (
+            *AXES, "micro_batch", "global_batch", "seq_len", "gpus", "nodes", "layers", "hidden",
+            "heads", "step_s",
+        )  # fmt: skip
+        asked: dict[str, float | None] = {name: getattr(self, name) for name in names}
+        return asked | {"vp": self.virtual_stages} | in_gib(self.peak_bytes)
+
+
+KINDS = {each.name: str(each.type) for each in dataclasses.fields(Record)}
+# What a stored run says of itself, in the order in which it is listed.
+RUN_FIELDS = tuple(KINDS)[: list(KINDS).index("style")]
+# The model, the machine, and how the run was set up.
+MODEL_FIELDS = ("label", "model", "layers", "hidden", "heads", "seq_len", "hardware")
+CONFIG = (
+    *MODEL_FIELDS, "family", "kv_heads", "ffn", "vocab", "tied", "gpus_per_node", "gpus", *AXES,
+    "virtual_stages", "sharding", "precision", "recompute", "stack", "micro_batch", "global_batch",
+    "offload", "variant",
+)  # fmt: skip
