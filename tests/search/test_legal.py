@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fourfold.search.legal import Target, why_not
-from fourfold.search.rules import REASONS, RULES
+from fourfold.search.legal import REASONS, RULES, Target, why_not
 from fourfold.search.stacks import STACKS, stack_rules
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
@@ -259,8 +258,8 @@ def test_rule_refuses_the_bad_and_only_that(reason: str, bad: dict, good: dict) 
     assert reasons(**good) == []
 
 
-def test_every_reason_has_a_rule_and_a_case() -> None:
-    assert tuple(RULES) == REASONS
+def test_every_rule_has_a_name_of_its_own_and_a_case() -> None:
+    assert len(set(REASONS)) == len(RULES)
     assert {case[0] for case in CASES} == set(REASONS)
 
 

@@ -19,7 +19,7 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.search.candidates import MICRO_BATCHES, candidates
 from fourfold.search.explain import explain
-from fourfold.search.legal import divisors, why_not
+from fourfold.search.legal import why_not
 from fourfold.search.question import (
     Question,
     default_stack,
@@ -30,6 +30,7 @@ from fourfold.search.question import (
 )
 from fourfold.search.ramp import training
 from fourfold.search.ranking import rank
+from fourfold.search.rules.case import divisors
 from fourfold.search.sensitivity import deciding, flips, tie_width, tied_with_first
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import MISSING, fields
-from math import gcd
 from typing import Any
 
 from fourfold.commands import flags
 from fourfold.cost.count.params import layer_params, model_params, rank_params
 from fourfold.cost.count.stages import stage_layers
 from fourfold.errors import UserError
+from fourfold.search.legal import require_legal
 from fourfold.show.table import json_text, render
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.spec.runnable import not_run, remarks
@@ -118,7 +117,7 @@ def _remarks(model: ModelShape, seq_len: int) -> list[str]:
 def _shares(spec: RunSpec, rank: int | None) -> dict[str, Any]:
     """What one rank, or the first of every stage, holds and owns."""
     model, layout, seq_len = spec.model, spec.layout, spec.batch.seq_len
-    _refuse_uneven(model, layout)
+    require_legal(spec, only=("stages", "heads", "kv-heads"))
     if rank is not None and not 0 <= rank < layout.world:
         raise UserError(f"must be from 0 to {layout.world - 1}", field="rank", value=rank)
     stages = stage_layers(model, layout.pp, seq_len)
@@ -134,30 +133,6 @@ def _shares(spec: RunSpec, rank: int | None) -> dict[str, Any]:
              "owned": count.owned}
         )  # fmt: skip
     return {"layout": str(layout), "sharding": spec.policy.sharding, "stages": rows}
-
-
-def _refuse_uneven(model: ModelShape, layout: Layout) -> None:
-    if layout.pp > model.layers:
-        raise UserError(
-            f"exceeds layers={model.layers}",
-            field="pp",
-            value=layout.pp,
-            hint=f"pp = {model.layers} or fewer",
-        )
-    if model.heads % layout.tp:
-        raise UserError(
-            f"must divide heads={model.heads}",
-            field="tp",
-            value=layout.tp,
-            hint=f"tp = {gcd(model.heads, layout.tp)} would do",
-        )
-    if model.kv_heads % layout.tp and layout.tp % model.kv_heads:
-        raise UserError(
-            f"must divide kv_heads={model.kv_heads} or be a multiple of it",
-            field="tp",
-            value=layout.tp,
-            hint=f"tp = {gcd(model.kv_heads, layout.tp)} would do",
-        )
 
 
 def _shape_text(answer: dict[str, Any], style: str) -> str:

@@ -11,7 +11,6 @@ see the same numbers. What a spec says stands over what a stack does by habit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,23 +18,19 @@ import numpy as np
 from fourfold.cost.columns import Columns, columns
 from fourfold.cost.fit.habits import habits
 from fourfold.cost.step.hardware import device_facts, fabric_facts
-from fourfold.spec.batch import Batch
+from fourfold.spec.chosen import chosen, running_schedule
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.layout import SIZES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import (
     AROUND,
-    CP_KINDS,
     DTYPE_BYTES,
     DTYPES,
     KEEPS_SCORES,
     PRICED_ATTENTION,
     RECOMPUTE_KINDS,
     SCHEDULES,
-    SHARDINGS,
-    Schedule,
 )
 
 
@@ -69,16 +64,6 @@ def machine_facts(cluster: Cluster, policy: Policy) -> dict[str, float]:
     return device_facts(cluster.device, policy.dtypes.compute) | fabric_facts(
         cluster.device, cluster, float(cluster.host_gpus)
     )
-
-
-def running_schedule(schedule: Schedule, virtual_stages: int) -> Schedule:
-    """The order that really runs: virtual stages loop, zero-bubble with them stays zero-bubble, and
-    interleaving without them is 1F1B."""
-    if schedule == "zero-bubble":
-        return schedule
-    if virtual_stages > 1:
-        return "interleaved"
-    return "1f1b" if schedule == "interleaved" else schedule
 
 
 # The same by places: without and with virtual stages.
@@ -130,43 +115,6 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "own_kernels": float(policy.compile and stack == "fourfold"),
         "eager": float(usual.eager),
     }
-
-
-# What a search varies, by the names that RunSpec's parts have; words as places in their tuple.
-CHOSEN = (*SIZES, "cp_kind", "virtual_stages", "schedule", "zero", "recompute",
-          "micro_batch")  # fmt: skip
-
-
-def chosen(layout: Layout, batch: Batch, policy: Policy) -> dict[str, int]:
-    """The fields of CHOSEN as whole numbers; a micro batch of 0 ('auto') is taken as 1."""
-    kind = "every" if policy.recompute.startswith("every-") else policy.recompute
-    return {name: getattr(layout, name) for name in SIZES} | {
-        "cp_kind": CP_KINDS.index(policy.cp_kind),
-        "virtual_stages": policy.virtual_stages,
-        "schedule": SCHEDULES.index(policy.schedule),
-        "zero": policy.zero,
-        "recompute": RECOMPUTE_KINDS.index(kind),
-        "micro_batch": max(1, batch.micro_batch),
-    }
-
-
-def chosen_layout(points: Mapping[str, Any], i: int) -> Layout:
-    """The layout of one of many points."""
-    pp, replicate, shard, cp, tp = (int(points[name][i]) for name in SIZES)
-    return Layout(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
-
-
-def chosen_policy(policy: Policy, points: Mapping[str, Any], i: int) -> Policy:
-    """A policy with what one of many points says."""
-    kind = RECOMPUTE_KINDS[int(points["recompute"][i])]
-    return replace(
-        policy,
-        sharding=SHARDINGS[int(points["zero"][i])],
-        cp_kind=CP_KINDS[int(points["cp_kind"][i])],
-        schedule=SCHEDULES[int(points["schedule"][i])],
-        virtual_stages=int(points["virtual_stages"][i]),
-        recompute=policy.recompute if kind == "every" else kind,
-    )
 
 
 def run_facts(

@@ -18,7 +18,7 @@ from fourfold.cost.step.attention import attention_s
 from fourfold.cost.step.gemm import misalignment, tile_waves
 from fourfold.cost.step.hardware import device_facts
 from fourfold.cost.step.layer import head_s, layer_times
-from fourfold.search.legal import divisors
+from fourfold.search.rules.case import divisors
 from fourfold.spec.device import Device
 from fourfold.spec.words import PRICED_ATTENTION
 

@@ -16,7 +16,6 @@ from fourfold.cost.fit.choices import choices
 from fourfold.cost.fit.interval import features
 from fourfold.cost.memory.interval import memory_bounds
 from fourfold.cost.memory.peak import USABLE
-from fourfold.cost.run import chosen_layout, chosen_policy
 from fourfold.search.legal import why_not
 from fourfold.search.question import Question
 from fourfold.search.ramp import Training
@@ -29,6 +28,7 @@ from fourfold.search.sensitivity import (
     tied_with_first,
 )
 from fourfold.spec import codec
+from fourfold.spec.chosen import chosen_layout, chosen_policy
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.runnable import remarks

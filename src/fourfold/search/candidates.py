@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.run import running_schedule
-from fourfold.search.legal import case_of, divisors
+from fourfold.search.legal import REASONS, RULES, case_of
 from fourfold.search.question import Question
-from fourfold.search.rules import REASONS, RULES, Case, Reason
+from fourfold.search.rules.case import Case, divisors
+from fourfold.spec.chosen import running_schedule
 from fourfold.spec.layout import SIZES, Layout
 from fourfold.spec.words import CP_KINDS, RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES, SHARDINGS
 
@@ -28,7 +28,7 @@ MICRO_BATCHES = (
     1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128,
 )  # fmt: skip
 # Rules that read the micro batch, and the one that reads recompute; layouts settle all others.
-_MICRO_RULES: tuple[Reason, ...] = ("micro-divides", "fill", "whole-rounds")
+_MICRO_RULES = {"micro-divides", "fill", "whole-rounds"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Candidates:
     legal_micros: NDArray[np.bool_]  # [layouts, micros]
     kinds: Ints
     looked_at: int
-    refused: dict[Reason, int]
+    refused: dict[str, int]
     values: dict[str, tuple[int | str, ...]]  # per axis, what was tried
 
     @property
@@ -75,16 +75,14 @@ def candidates(ask: Question) -> Candidates:
     share = -(-ask.batch.global_batch // (grid["replicate"] * grid["shard"]))
     # A micro batch above a rank's share would run as the share itself: the same point again.
     tried = (micros[None, :] <= share[:, None]) | (micros[None, :] == micros.min())
-    layout_rules = tuple(name for name in REASONS if name not in (*_MICRO_RULES, "recompute"))
+    layout_rules = set(REASONS) - _MICRO_RULES - {"recompute"}
     reason = _first_reason(case.with_columns(grid), layout_rules)
     weight = tried.sum(axis=1) * len(kinds)
     refused = {name: int(weight[reason == i].sum()) for i, name in enumerate(REASONS)}
     legal = reason < 0
     layouts, tried = {name: column[legal] for name, column in grid.items()}, tried[legal]
     micro_reason = _micro_reasons(case, layouts, micros)
-    kind_ok = (
-        _first_reason(case.with_columns({"pp": kinds, "recompute": kinds}), ("recompute",)) < 0
-    )
+    kind_ok = _first_reason(case.with_columns({"pp": kinds, "recompute": kinds}), {"recompute"}) < 0
     for i, name in enumerate(REASONS):
         refused[name] += int((tried & (micro_reason == i)).sum()) * len(kinds)
     legal_micros = tried & (micro_reason < 0)
@@ -101,13 +99,14 @@ def candidates(ask: Question) -> Candidates:
     )
 
 
-def _first_reason(case: Case, rules: tuple[Reason, ...]) -> Ints:
-    """Place in REASONS of the first broken rule of some, -1 where all hold."""
+def _first_reason(case: Case, asked: set[str]) -> Ints:
+    """Place in RULES of the first broken one of those asked, -1 where all hold."""
     count = len(case.pp)
     reason = np.full(count, -1, dtype=np.int64)
-    for name in rules:
-        hit = np.broadcast_to(np.asarray(RULES[name](case), dtype=bool), count)
-        reason[hit & (reason < 0)] = REASONS.index(name)
+    for place, rule in enumerate(RULES):
+        if rule.reason in asked:
+            hit = np.broadcast_to(np.asarray(rule.broken(case), dtype=bool), count)
+            reason[hit & (reason < 0)] = place
     return reason
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.memory.peak import USABLE, memory
-from fourfold.cost.run import chosen_policy
 from fourfold.search.answer import CalibrationFacts, PlanRow, answer, plain
 from fourfold.search.candidates import candidates
 from fourfold.search.legal import Refusal, why_not
@@ -18,6 +17,7 @@ from fourfold.search.question import Question
 from fourfold.search.ramp import training
 from fourfold.search.ranking import Ranking, rank
 from fourfold.search.stacks import stack_rules
+from fourfold.spec.chosen import chosen_policy
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import SHARDINGS

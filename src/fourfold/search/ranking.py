@@ -17,11 +17,11 @@ from fourfold.cost.fit.choices import choices
 from fourfold.cost.memory.interval import memory_bounds
 from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.predict import Predictions, predictions
-from fourfold.cost.run import CHOSEN, chosen_layout, chosen_policy
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.played import playable
 from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.question import Question
+from fourfold.spec.chosen import CHOSEN, chosen_layout, chosen_policy
 from fourfold.spec.expression import in_gib
 from fourfold.spec.layout import SIZES, Layout
 from fourfold.spec.policy import Policy

@@ -9,9 +9,9 @@ from typing import Any
 
 from fourfold.cost.count.params import model_params
 from fourfold.search.advise import auto_heads
-from fourfold.search.legal import divisors
 from fourfold.search.question import Question
 from fourfold.search.ranking import Ranking, rank
+from fourfold.search.rules.case import divisors
 from fourfold.spec.model import ModelShape
 
 # Depth over width of published decoders (hidden/layers) runs from 60 to 250.

@@ -1,0 +1,241 @@
+"""Does a step come out? Schedules, fp8, what our engine lacks, the batch over ranks and micros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fourfold.search.rules.case import INTERLEAVED, ZERO_BUBBLE, Case, Rule, Truth, Whole, Words
+from fourfold.search.rules.cuts import tp_divides
+from fourfold.spec.words import SCHEDULES
+
+
+def fp8_sides(c: Case) -> dict[str, Whole]:
+    """Sides of the matrices that a rank multiplies, and the tokens between them, by name. A KV head
+    that ranks share is not cut further."""
+    model, kv_heads = c.model, c.model.kv_heads // c.tp + (c.model.kv_heads < c.tp)
+    heads = model.attention_width // c.tp
+    fused = c.policy.fused_projections  # queries, keys and values are one matrix
+    keys = heads * fused + kv_heads * model.head_size * (1 + fused)
+    return {
+        "hidden": model.hidden,
+        "heads / tp x head size": heads,
+        f"{'(heads + 2 kv heads)' if fused else 'kv heads'} / tp x head size": keys,
+        "ffn / tp": model.ffn // c.tp,
+        "seq_len / cp": c.seq_len // c.cp,
+    }
+
+
+_NARROW = ("fp8", "fp4")
+
+
+def unbuilt_choices(c: Case) -> dict[str, Truth]:
+    """Choices that the cost model knows and our own engine does not run, by the policy's field.
+
+    A format that was asked for is refused where another one would run (spec/formats.py): gradients
+    of zero2 and zero3 are kept in the weights' format, copies are summed in that of gradients.
+    """
+    policy, dtypes = c.policy, c.policy.dtypes
+    shards = 1 + (c.shard * c.cp - 1) * (c.zero > 0)
+    other_grad = policy.grad_dtype not in (None, dtypes.param)
+    other_sum = policy.reduce_dtype not in (None, dtypes.grad)
+    return {
+        "compute_dtype": policy.compute_dtype == "fp4",
+        "param_dtype": policy.param_dtype in _NARROW,
+        "optimizer_dtype": policy.optimizer_dtype in _NARROW,
+        "grad_dtype": (policy.grad_dtype in _NARROW) | (other_grad & (c.zero >= 2)),
+        "reduce_dtype": (policy.reduce_dtype in _NARROW) | (other_sum & (c.dp * c.cp > shards)),
+        "async_tp": policy.async_tp & (c.tp > 1),
+        "attention": policy.attention == "fused-softmax",
+        "overlap_grad_reduce": not policy.overlap_grad_reduce,
+        "overlap_param_gather": not policy.overlap_param_gather,
+    }
+
+
+def _unbuilt(c: Case) -> Truth:
+    found: Truth = False
+    if c.stack.is_ours:
+        for is_unbuilt in unbuilt_choices(c).values():
+            found = found | is_unbuilt
+    return found
+
+
+def _unbuilt_words(c: Case) -> Words:
+    field = next(field for field, is_unbuilt in unbuilt_choices(c).items() if is_unbuilt)
+    rule = "the engine does not run it yet"
+    return f"policy.{field}", getattr(c.policy, field), rule, "leave it at its default"
+
+
+def _any_size(c: Case, is_broken: Callable[[int], Truth]) -> Truth:
+    found: Truth = False
+    for size in c.batch_sizes:
+        found = found | is_broken(size)
+    return found
+
+
+def micro_count(c: Case, size: int) -> Whole:
+    """Micro batches of the busiest rank at a global batch of `size`."""
+    share = -(-size // c.dp)
+    return -(-share // c.micro_batch)
+
+
+def _ragged_rounds(c: Case, size: int) -> Truth:
+    """torch's looped schedules: as many rounds as whole passes of the ranks fit, all alike."""
+    count = micro_count(c, size)
+    rounds = count // c.pp + (count < c.pp)
+    return count % rounds != 0
+
+
+def _bad_size(c: Case, is_bad: Callable[[int], bool]) -> tuple[int, str]:
+    """The first batch size that breaks a rule, and what to call it."""
+    size = next(size for size in c.batch_sizes if is_bad(size))
+    return size, "global_batch" if size == c.batch_sizes[-1] else "ramp stage"
+
+
+def _reachable(size: int, step: int) -> str:
+    below, above = size // step * step, -(-size // step) * step
+    return f"nearest batches: {f'{below}, ' if below else ''}{above}"
+
+
+def _needs_interleaving(c: Case) -> Truth:
+    looped = (c.schedule == INTERLEAVED) | (c.schedule == ZERO_BUBBLE)
+    return (c.virtual_stages > 1) & (looped == 0)
+
+
+def _needs_interleaving_words(c: Case) -> Words:
+    rule = f"schedule {SCHEDULES[c.schedule]} runs one chunk a rank"
+    hint = "schedule = interleaved or zero-bubble"
+    return "policy.virtual_stages", c.virtual_stages, rule, hint
+
+
+def _needs_virtual_stages(c: Case) -> Truth:
+    split = (c.schedule == ZERO_BUBBLE) & (c.pp > 1) & c.stack.loops_zero_bubble
+    return ((c.schedule == INTERLEAVED) | split) & (c.virtual_stages == 1)
+
+
+def _needs_virtual_stages_words(c: Case) -> Words:
+    schedule = SCHEDULES[c.schedule]
+    return "policy.schedule", schedule, "needs virtual_stages above 1", "virtual_stages = 2"
+
+
+def _needs_pipeline(c: Case) -> Truth:
+    looped = (c.schedule == INTERLEAVED) | (c.schedule == ZERO_BUBBLE) | (c.virtual_stages > 1)
+    return looped & (c.pp == 1)
+
+
+def _needs_pipeline_words(c: Case) -> Words:
+    looped = SCHEDULES[c.schedule]
+    if c.virtual_stages > 1:
+        return "policy.virtual_stages", c.virtual_stages, "needs pp above 1", "virtual_stages = 1"
+    return "policy.schedule", looped, "needs pp above 1", "schedule = 1f1b"
+
+
+def _compiled_zero_bubble(c: Case) -> Truth:
+    split = (c.schedule == ZERO_BUBBLE) & (c.pp > 1)
+    return split & (c.policy.compile and not c.stack.compiles_zero_bubble)
+
+
+def _compiled_zero_bubble_words(c: Case) -> Words:
+    rule = "splits the backward, which compiled blocks do not allow"
+    return "policy.schedule", "zero-bubble", rule, "compile = false, or schedule = interleaved"
+
+
+def _fp8_sizes(c: Case) -> Truth:
+    """Asked only where everything can be cut at all."""
+    odd: Truth = False
+    if c.policy.dtypes.compute != "fp8":
+        return odd
+    for side in fp8_sides(c).values():
+        odd = odd | (side % c.stack.fp8_multiple != 0)
+    return odd & tp_divides(c)
+
+
+def _fp8_sizes_words(c: Case) -> Words:
+    multiple = c.stack.fp8_multiple
+    name, side = next((n, side) for n, side in fp8_sides(c).items() if side % multiple)
+    rule = f"{name} = {side} must be a multiple of {multiple} for products in fp8"
+    return "policy.precision", c.policy.precision, rule, "precision = bf16, or another tp, cp"
+
+
+def _fp8_zero_bubble(c: Case) -> Truth:
+    in_fp8 = c.policy.dtypes.compute == "fp8" and not c.stack.splits_fp8
+    return (c.schedule == ZERO_BUBBLE) & (c.pp > 1) & in_fp8
+
+
+def _fp8_zero_bubble_words(c: Case) -> Words:
+    rule = "splits the backward, which products in fp8 do not allow"
+    return "policy.schedule", "zero-bubble", rule, "precision = bf16, or schedule = interleaved"
+
+
+def _dp_batch_words(c: Case) -> Words:
+    size, what = _bad_size(c, lambda size: c.dp > size)
+    rule = f"exceeds {what} {size}: some ranks would have no sequence"
+    return "layout.dp", c.dp, rule, f"dp = {size} at most"
+
+
+def _equal_shares_words(c: Case) -> Words:
+    size, what = _bad_size(c, lambda size: size % c.dp != 0)
+    rule = f"must divide {what} {size} for {c.stack.name}"
+    return "layout.dp", c.dp, rule, _reachable(size, c.dp)
+
+
+def _micro_divides(c: Case) -> Truth:
+    whole = c.dp * c.micro_batch
+    return (c.stack.batch_rule == "whole") & _any_size(c, lambda size: size % whole != 0)
+
+
+def _micro_divides_words(c: Case) -> Words:
+    whole = c.dp * c.micro_batch
+    size, what = _bad_size(c, lambda size: size % whole != 0)
+    rule = f"dp x micro_batch = {whole} must divide {what} {size} for {c.stack.name}"
+    return "batch.micro_batch", c.micro_batch, rule, _reachable(size, whole)
+
+
+def _fill(c: Case) -> Truth:
+    short = _any_size(c, lambda size: micro_count(c, size) < c.pp)
+    return c.stack.fills_pipeline & (c.pp > 1) & short
+
+
+def _fill_words(c: Case) -> Words:
+    size, what = _bad_size(c, lambda size: micro_count(c, size) < c.pp)
+    rule = f"{what} {size} gives {micro_count(c, size)} micro batches, fewer than the stages"
+    return "layout.pp", c.pp, rule, f"pp = {micro_count(c, size)} at most for {c.stack.name}"
+
+
+def _whole_rounds(c: Case) -> Truth:
+    if c.stack.equal_rounds:
+        looped = (c.schedule == INTERLEAVED) | (c.schedule == ZERO_BUBBLE)
+        return looped & _any_size(c, lambda size: _ragged_rounds(c, size))
+    odd = _any_size(c, lambda size: micro_count(c, size) % c.pp != 0)
+    return c.stack.whole_rounds & (c.schedule == INTERLEAVED) & odd
+
+
+def _whole_rounds_words(c: Case) -> Words:
+    def is_bad(size: int) -> bool:
+        return bool(_whole_rounds(replace(c, batch_sizes=(size,))))
+
+    size, what = _bad_size(c, is_bad)
+    wanted = "rounds of equal size" if c.stack.equal_rounds else f"a multiple of pp={c.pp}"
+    rule = f"{what} {size} gives {micro_count(c, size)} micro batches, not {wanted}"
+    schedule = SCHEDULES[c.schedule]
+    return "policy.schedule", schedule, rule, f"for {c.stack.name}: another micro_batch or pp"
+
+
+RULES = (
+    Rule("needs-interleaving", _needs_interleaving, _needs_interleaving_words),
+    Rule("needs-virtual-stages", _needs_virtual_stages, _needs_virtual_stages_words),
+    Rule("needs-pipeline", _needs_pipeline, _needs_pipeline_words),
+    Rule("compiled-zero-bubble", _compiled_zero_bubble, _compiled_zero_bubble_words),
+    Rule("fp8-sizes", _fp8_sizes, _fp8_sizes_words),
+    Rule("fp8-zero-bubble", _fp8_zero_bubble, _fp8_zero_bubble_words),
+    Rule("unbuilt", _unbuilt, _unbuilt_words),
+    Rule("dp-batch", lambda c: _any_size(c, lambda size: c.dp > size), _dp_batch_words),
+    Rule(
+        "equal-shares",
+        lambda c: (c.stack.batch_rule == "shares") & _any_size(c, lambda size: size % c.dp != 0),
+        _equal_shares_words,
+    ),
+    Rule("micro-divides", _micro_divides, _micro_divides_words),
+    Rule("fill", _fill, _fill_words),
+    Rule("whole-rounds", _whole_rounds, _whole_rounds_words),
+)

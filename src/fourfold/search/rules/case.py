@@ -1,0 +1,92 @@
+"""What is a rule? When it is broken, as arithmetic on whole numbers, and what to say then.
+
+`broken` works on plain numbers and on NumPy columns alike: it joins comparisons by & and |, each in
+parentheses, never by `and`, `or`, `not`. `words` is asked about one run only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from fourfold.search.stacks import Stack
+from fourfold.spec.device import Device
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
+from fourfold.spec.words import CP_KINDS, SCHEDULES
+
+ULYSSES = CP_KINDS.index("ulysses")
+INTERLEAVED, ZERO_BUBBLE = SCHEDULES.index("interleaved"), SCHEDULES.index("zero-bubble")
+
+# A whole number, or a NumPy column of them.
+Whole = Any
+Truth = Any
+# What a broken rule says: field, value, rule, hint.
+Words = tuple[str, object, str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run as the rules see it: numbers only; choices are indices into the stacks' tuples."""
+
+    model: ModelShape
+    stack: Stack
+    gpus: int | None
+    device: Device | None
+    policy: Policy
+    pp: Whole
+    replicate: Whole
+    shard: Whole
+    cp: Whole
+    tp: Whole
+    seq_len: Whole
+    micro_batch: Whole
+    batch_sizes: tuple[int, ...]  # every size of a ramp-up, the last is the full one
+    zero: Whole
+    cp_kind: Whole
+    schedule: Whole
+    virtual_stages: Whole
+    recompute: Whole
+    sequence_parallel: Whole
+    runs: bool = True  # False: only planned, so what our engine lacks is no obstacle
+    dp: Whole = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dp", self.replicate * self.shard)
+
+    def with_columns(self, columns: Mapping[str, Any]) -> Case:
+        """The same question about many runs: fields by name as columns."""
+        return replace(self, **columns)
+
+
+class Rule(NamedTuple):
+    """`reason` names it in counts and answers."""
+
+    reason: str
+    broken: Callable[[Case], Truth]
+    words: Callable[[Case], Words]
+
+
+def outside(index: Whole, names: tuple[str, ...], allowed: tuple[str, ...]) -> Truth:
+    """Whether the choice at `index` of `names` is not among the allowed ones."""
+    refused: Truth = False
+    for place, name in enumerate(names):
+        if name not in allowed:
+            refused = refused | (index == place)
+    return refused
+
+
+def choice(c: Case, field: str, value: object, allowed: tuple[object, ...]) -> Words:
+    words = ", ".join(str(item) for item in allowed) or "nothing"
+    return field, value, f"{c.stack.name} does not run it", f"it runs {words}"
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def few(values: list[int], near: int, count: int = 6) -> str:
+    """The values nearest to `near`, in order."""
+    return ", ".join(str(v) for v in sorted(sorted(values, key=lambda v: abs(v - near))[:count]))

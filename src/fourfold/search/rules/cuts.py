@@ -1,0 +1,186 @@
+"""Can the model be cut so? Heads, sequences and layers over tensor, context and pipeline ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fourfold.cost.count.stages import end_layers
+from fourfold.search.rules.case import ULYSSES, Case, Rule, Truth, Whole, Words, divisors, few
+
+
+def sequence_pieces(c: Case) -> Whole:
+    """Pieces that a sequence is cut into by context parallelism."""
+    return c.cp * (1 + ((c.cp_kind != ULYSSES) | c.stack.even_pieces))
+
+
+def _positions(c: Case) -> Truth:
+    rows = c.model.positions.length if c.model.positions.kind == "learned" else None
+    return rows is not None and c.seq_len > rows
+
+
+def _positions_words(c: Case) -> Words:
+    rows = c.model.positions.length
+    rule = f"exceeds the model's {rows} learned positions"
+    return "batch.seq_len", c.seq_len, rule, f"at most {rows}, or a model with rope or alibi"
+
+
+def _heads_words(c: Case) -> Words:
+    heads = c.model.heads
+    return "layout.tp", c.tp, f"must divide heads={heads}", f"tp: {few(divisors(heads), c.tp)}"
+
+
+def _kv_heads(c: Case) -> Truth:
+    """Asked only where heads pass, so that plain multi-head attention has one reason, not two."""
+    odd = (c.model.kv_heads % c.tp != 0) & (c.model.heads % c.tp == 0)
+    return odd & (c.tp % c.model.kv_heads != 0) if c.stack.copies_kv_heads else odd
+
+
+def tp_divides(c: Case) -> Truth:
+    """Whether heads, key heads and MLP can be cut over tensor ranks at all."""
+    return (c.model.heads % c.tp == 0) & (_kv_heads(c) == 0) & (c.model.ffn % c.tp == 0)
+
+
+def _kv_heads_words(c: Case) -> Words:
+    kv, heads = c.model.kv_heads, c.model.heads
+    legal = [d for d in divisors(heads) if kv % d == 0 or (c.stack.copies_kv_heads and d % kv == 0)]
+    rule = f"must divide kv_heads={kv}"
+    rule += " or be a multiple of it" if c.stack.copies_kv_heads else f" for {c.stack.name}"
+    return "layout.tp", c.tp, rule, f"tp: {few(legal, c.tp)}"
+
+
+def _ffn_words(c: Case) -> Words:
+    both = [d for d in divisors(c.model.heads) if c.model.ffn % d == 0]
+    return "layout.tp", c.tp, f"must divide ffn={c.model.ffn}", f"tp: {few(both, c.tp)}"
+
+
+def _ulysses_heads(c: Case) -> Truth:
+    """Query heads of a tensor-parallel rank are dealt to the context ranks.
+
+    KV heads that do not come out even are repeated until they do: heads/tp is a multiple of both.
+    """
+    dealt = (c.model.heads // c.tp) % c.cp != 0
+    kv = (c.model.kv_heads // c.tp) % c.cp != 0
+    odd = dealt if c.stack.copies_kv_heads and c.stack.ulysses_copies_kv else dealt | kv
+    return (c.cp > 1) & (c.cp_kind == ULYSSES) & odd
+
+
+def _ulysses_heads_words(c: Case) -> Words:
+    each = c.model.heads // c.tp
+    rule = f"ulysses deals heads/tp = {each} query heads"
+    if not c.stack.copies_kv_heads:
+        each = max(1, c.model.kv_heads // c.tp)
+        rule += f" and kv_heads/tp = {each} key heads"
+    hint = f"cp: {few(divisors(each), c.cp)}, or cp_kind = ring"
+    return "layout.cp", c.cp, f"{rule} to the ranks; it must divide them", hint
+
+
+def _seq_cp(c: Case) -> Truth:
+    """Ring and all-gather give each rank an early and a late piece (zig-zag), Ulysses one piece."""
+    return (c.cp > 1) & (c.seq_len % sequence_pieces(c) != 0)
+
+
+def _seq_cp_words(c: Case) -> Words:
+    pieces = sequence_pieces(c)
+    each = "one piece" if pieces == c.cp else "two pieces (zig-zag)"
+    rule = f"must be a multiple of {pieces}: each of cp={c.cp} ranks takes {each}"
+    return "batch.seq_len", c.seq_len, rule, f"seq_len = {-(-c.seq_len // pieces) * pieces}"
+
+
+def _seq_tp_words(c: Case) -> Words:
+    rule = f"seq_len / cp = {c.seq_len // c.cp} must be a multiple of tp={c.tp}"
+    hint = "sequence_parallel = false, or another tp"
+    return "policy.sequence_parallel", True, rule, hint
+
+
+def _virtual_stages_words(c: Case) -> Words:
+    most = max(1, c.model.layers // c.pp)
+    rule = f"pp x virtual_stages = {c.pp * c.virtual_stages} exceeds layers={c.model.layers}"
+    return "policy.virtual_stages", c.virtual_stages, rule, f"at most {most}"
+
+
+def _stage_layers(c: Case) -> Truth:
+    """Whether the engine has no way to cut the layers into these stages (and virtual ones)."""
+    layers, chunks = c.model.layers, c.pp * c.virtual_stages
+    if c.stack.stage_rule == "filled":
+        each = -(-layers // chunks)
+        odd = -(-layers // each) != chunks
+    elif c.stack.stage_rule == "even":
+        # Embedding and loss may count as a layer each; without virtual stages ends may be short.
+        counted = sum(((layers + more) % chunks == 0) * 1 for more in range(3))
+        _, last = end_layers(layers, c.pp)
+        odd = (counted == 0) & ((c.virtual_stages > 1) | (last < 1))
+    else:
+        return False
+    return (c.pp > 1) & (chunks <= layers) & odd
+
+
+def _stage_layers_words(c: Case) -> Words:
+    chunks, layers = c.pp * c.virtual_stages, c.model.layers
+    rule = f"{c.stack.name} cannot cut {layers} layers into {c.pp} stages"
+    if c.virtual_stages > 1:
+        rule += f" of {c.virtual_stages} virtual ones"
+    asked = replace(c, virtual_stages=1)
+    most = max(1, layers // c.pp)
+    virtual = [v for v in range(1, most + 1) if not _stage_layers(replace(c, virtual_stages=v))]
+    if virtual:
+        hint = f"virtual_stages: {few(virtual, c.virtual_stages)}"
+        return "policy.virtual_stages", c.virtual_stages, rule, hint
+    stages = [p for p in range(1, layers + 1) if not _stage_layers(replace(asked, pp=p))]
+    return "layout.pp", c.pp, f"{rule} ({chunks} in all)", f"pp: {few(stages, c.pp)}"
+
+
+def _tied_stages_words(c: Case) -> Words:
+    rule = f"{c.stack.name} does not tie embeddings over stages"
+    return "layout.pp", c.pp, rule, "pp = 1, or an untied model"
+
+
+def _plain_dp(c: Case) -> Truth:
+    others = (c.pp > 1) | (c.cp > 1) | (c.tp > 1)
+    return c.stack.plain_dp_alone & (c.zero == 0) & ((c.dp > 1) & others | (c.cp > 1))
+
+
+def _plain_dp_words(c: Case) -> Words:
+    rule = f"{c.stack.name} runs it without tp, cp and pp only"
+    return "policy.sharding", "zero0", rule, "sharding = zero2 or zero3"
+
+
+RULES = (
+    Rule("positions", _positions, _positions_words),
+    Rule("heads", lambda c: c.model.heads % c.tp != 0, _heads_words),
+    Rule("kv-heads", _kv_heads, _kv_heads_words),
+    Rule("ffn", lambda c: c.model.ffn % c.tp != 0, _ffn_words),
+    Rule("ulysses-heads", _ulysses_heads, _ulysses_heads_words),
+    Rule("seq-cp", _seq_cp, _seq_cp_words),
+    Rule(
+        "seq-tp",
+        lambda c: (c.sequence_parallel == 1) & (c.tp > 1) & (c.seq_len // c.cp % c.tp != 0),
+        _seq_tp_words,
+    ),
+    Rule(
+        "async-tp",
+        lambda c: c.policy.async_tp & (c.tp > 1) & (c.sequence_parallel == 0),
+        lambda c: ("policy.async_tp", True, "needs sequence_parallel = true", "switch one of them"),
+    ),
+    Rule(
+        "stages",
+        lambda c: c.pp > c.model.layers,
+        lambda c: (
+            "layout.pp",
+            c.pp,
+            f"exceeds layers={c.model.layers}",
+            f"pp = {c.model.layers} at most",
+        ),
+    ),
+    Rule(
+        "virtual-stages",
+        lambda c: (c.pp <= c.model.layers) & (c.pp * c.virtual_stages > c.model.layers),
+        _virtual_stages_words,
+    ),
+    Rule("stage-layers", _stage_layers, _stage_layers_words),
+    Rule(
+        "tied-stages",
+        lambda c: (c.pp > 1) & (c.model.tied and not c.stack.ties_stages),
+        _tied_stages_words,
+    ),
+    Rule("plain-dp", _plain_dp, _plain_dp_words),
+)

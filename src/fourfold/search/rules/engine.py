@@ -1,0 +1,135 @@
+"""What does an engine offer, and does the machine? Axes, formats, kinds and amounts of sharding."""
+
+from __future__ import annotations
+
+from fourfold.search.rules.case import Case, Rule, Truth, Whole, Words, choice, outside
+from fourfold.spec.device import PEAK_NAMES
+from fourfold.spec.runnable import not_run
+from fourfold.spec.words import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
+
+
+def _zero_outside(zero: Whole, allowed: tuple[int, ...]) -> Truth:
+    refused: Truth = False
+    for stage in range(4):
+        if stage not in allowed:
+            refused = refused | (zero == stage)
+    return refused
+
+
+def _world_words(c: Case) -> Words:
+    product = c.pp * c.dp * c.cp * c.tp
+    rule = f"pp {c.pp} x dp {c.dp} x cp {c.cp} x tp {c.tp} = {product} must equal it"
+    inner = c.pp * c.cp * c.tp
+    fits = c.gpus is not None and c.gpus % inner == 0
+    return "gpus", c.gpus, rule, f"dp = {c.gpus // inner}" if fits and c.gpus else "change an axis"
+
+
+def _family(c: Case) -> Truth:
+    own = c.runs and c.stack.name == "fourfold"
+    return c.model.family not in c.stack.families or (own and bool(not_run(c.model, c.seq_len)))
+
+
+def _family_words(c: Case) -> Words:
+    lacking = not_run(c.model, c.seq_len) if c.stack.name == "fourfold" else ()
+    if lacking:
+        rule = f"the engine does not run {', '.join(lacking)}"
+        only_long = not not_run(c.model, min(c.seq_len, c.model.window or c.seq_len))
+        shorter = f"--seq-len {c.model.window} or fewer, or " if only_long else ""
+        return "model", c.model.name, rule, f"{shorter}plan, flops and models take it"
+    return choice(c, "model.family", c.model.family, c.stack.families)
+
+
+def _device_precision(c: Case) -> Truth:
+    """Formats of 8 and 4 bits need matrix units; wider ones run everywhere, if slowly."""
+    unit = c.policy.dtypes.compute
+    if c.device is None or unit not in ("fp8", "fp4"):
+        return False
+    assert unit in PEAK_NAMES
+    return getattr(c.device.peak_flops_per_s, unit) is None
+
+
+def _device_precision_words(c: Case) -> Words:
+    assert c.device is not None
+    rule = f"{c.device.id} has no matrix unit for it"
+    return "policy.precision", c.policy.precision, rule, "precision = bf16"
+
+
+def _axis(c: Case) -> Truth:
+    missing: Truth = False
+    for axis, size in (("tp", c.tp), ("cp", c.cp), ("pp", c.pp)):
+        if axis not in c.stack.axes:
+            missing = missing | (size > 1)
+    return missing
+
+
+def _axis_words(c: Case) -> Words:
+    sizes = {"tp": c.tp, "cp": c.cp, "pp": c.pp}
+    axis = next(name for name, size in sizes.items() if size > 1 and name not in c.stack.axes)
+    return f"layout.{axis}", sizes[axis], f"{c.stack.name} has no such axis", f"{axis} = 1"
+
+
+def _recompute_words(c: Case) -> Words:
+    kind = RECOMPUTE_KINDS[c.recompute]
+    return choice(c, "policy.recompute", kind, c.stack.recompute)
+
+
+def _sharding_words(c: Case) -> Words:
+    allowed = tuple(f"zero{stage}" for stage in c.stack.zeros)
+    return choice(c, "policy.sharding", f"zero{c.zero}", allowed)
+
+
+def _zero_pipeline(c: Case) -> Truth:
+    both = (c.pp > 1) & (c.dp * c.cp > 1)
+    refused = _zero_outside(c.zero, c.stack.pipeline_zeros)
+    return both & refused & (_zero_outside(c.zero, c.stack.zeros) == 0)
+
+
+def _zero_pipeline_words(c: Case) -> Words:
+    allowed = ", ".join(f"zero{stage}" for stage in c.stack.pipeline_zeros)
+    rule = f"{c.stack.name} does not shard this much with a pipeline (pp={c.pp})"
+    return "policy.sharding", f"zero{c.zero}", rule, f"{allowed}, or pp = 1"
+
+
+def _hybrid(c: Case) -> Truth:
+    two_ways = (c.replicate > 1) & (c.shard > 1)
+    return two_ways & ((c.zero == 0) | (not c.stack.hybrid))
+
+
+def _hybrid_words(c: Case) -> Words:
+    value = f"{c.replicate}x{c.shard}"
+    if not c.stack.hybrid:
+        return "layout.dp", value, f"{c.stack.name} has no hybrid sharding", f"dp = {c.dp}"
+    return "layout.dp", value, "zero0 shards nothing", f"dp = {c.dp}, or sharding = zero1"
+
+
+RULES = (
+    Rule(
+        "world", lambda c: c.gpus is not None and c.pp * c.dp * c.cp * c.tp != c.gpus, _world_words
+    ),
+    Rule("family", _family, _family_words),
+    Rule(
+        "precision",
+        lambda c: c.policy.precision not in c.stack.precisions,
+        lambda c: choice(c, "policy.precision", c.policy.precision, c.stack.precisions),
+    ),
+    Rule("device-precision", _device_precision, _device_precision_words),
+    Rule("axis", _axis, _axis_words),
+    Rule(
+        "cp-kind",
+        lambda c: (c.cp > 1) & outside(c.cp_kind, CP_KINDS, c.stack.cp_kinds),
+        lambda c: choice(c, "policy.cp_kind", CP_KINDS[c.cp_kind], c.stack.cp_kinds),
+    ),
+    Rule(
+        "schedule",
+        lambda c: (c.pp > 1) & outside(c.schedule, SCHEDULES, c.stack.schedules),
+        lambda c: choice(c, "policy.schedule", SCHEDULES[c.schedule], c.stack.schedules),
+    ),
+    Rule(
+        "recompute",
+        lambda c: outside(c.recompute, RECOMPUTE_KINDS, c.stack.recompute),
+        _recompute_words,
+    ),
+    Rule("sharding", lambda c: (c.dp > 1) & _zero_outside(c.zero, c.stack.zeros), _sharding_words),
+    Rule("zero-pipeline", _zero_pipeline, _zero_pipeline_words),
+    Rule("hybrid", _hybrid, _hybrid_words),
+)
