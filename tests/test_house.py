@@ -1,0 +1,389 @@
+"""Is the house in order? Read from the source: one home per closed set of words, no circle between
+files, argparse only in commands, files and functions of readable length, one class per name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from fourfold.result.record import KINDS, REFERENCE_COLUMNS
+from fourfold.result.report import OUTCOMES
+from fourfold.spec import words
+from fourfold.spec.layout import AXES
+from fourfold.tables.styles import MPT, TOPOLOGY
+
+SOURCE = Path(__file__).parent.parent / "src" / "fourfold"
+FILES = {str(path.relative_to(SOURCE)): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+TREES = {name: ast.parse(text) for name, text in FILES.items()}
+MAX_FILE, MAX_FUNCTION = 300, 40
+
+# Closed set -> its home and its words. A word that other things are called too ("auto", "model") is
+# left out: it would prove nothing.
+HOMES: dict[str, tuple[str, set[str]]] = {
+    "axes": ("spec/layout.py", {*AXES}),
+    "schedules": ("spec/words.py", {*words.SCHEDULES}),
+    "context kinds": ("spec/words.py", {*words.CP_KINDS}),
+    "attention kernels": ("spec/words.py", {*get_args(words.Attention)} - {"auto"}),
+    "recompute": ("spec/words.py", {*words.RECOMPUTE}),
+    "precisions": ("spec/words.py", {*words.PRECISIONS}),
+    "number formats": ("spec/words.py", {*words.DTYPES}),
+    "shardings": ("spec/words.py", {*words.SHARDINGS}),
+    "outcomes": ("result/report.py", {*OUTCOMES}),
+    "reference columns": ("result/record.py", {*REFERENCE_COLUMNS} - {*KINDS} - {"status"}),
+    "MPT columns": ("tables/styles.py", {column.heading for column in MPT} - {"Model", "GPU"}),
+    "topology columns": ("tables/styles.py", {column.heading for column in TOPOLOGY}),
+}
+
+
+# Modules that must name most words of a set that is not theirs, and why.
+HONEST = {
+    ("axes", "result/record.py"): "columns of the reference schema",
+    ("axes", "cost/one_rank.py"): "parts of a step that are named by the axis they serve",
+    ("context kinds", "engine/parallel/context.py"): "the kernel of each",
+    ("context kinds", "engine/jobs/trace.py"): "how each is run",
+    ("context kinds", "search/export/megatron.py"): "Megatron's word for each",
+    ("recompute", "search/stacks.py"): "what each engine can do",
+    ("precisions", "search/stacks.py"): "what each engine can do",
+    ("context kinds", "search/stacks.py"): "what each engine can do",
+    ("number formats", "search/stacks.py"): "what each engine can do",
+}
+# To be mended; may only shrink. (set, file) that spells it out.
+COPIES: set[tuple[str, str]] = {
+    ("attention kernels", "engine/jobs/calibrate.py"),
+    ("axes", "commands/fit.py"),
+    ("axes", "cost/fit/folds.py"),
+    ("axes", "cost/run.py"),
+    ("axes", "search/answer.py"),
+    ("axes", "search/candidates.py"),
+    ("axes", "search/fixes.py"),
+    ("axes", "search/ranking.py"),
+    ("context kinds", "commands/verify_cases.py"),
+    ("context kinds", "cost/trace/advice.py"),
+    ("context kinds", "cost/trace/build.py"),
+    ("context kinds", "cost/trace/layer_core.py"),
+    ("context kinds", "cost/trace/step.py"),
+    ("context kinds", "engine/trace/steps.py"),
+    ("number formats", "commands/trace.py"),
+    ("number formats", "commands/weights.py"),
+    ("number formats", "cost/fit/choices.py"),
+    ("number formats", "engine/jobs/calibrate.py"),
+    ("precisions", "commands/trace.py"),
+    ("precisions", "cost/fit/choices.py"),
+    ("precisions", "engine/jobs/calibrate.py"),
+    ("recompute", "commands/completion.py"),
+    ("recompute", "commands/verify_cases.py"),
+    ("recompute", "engine/microbench/kernels.py"),
+    ("recompute", "search/fixes.py"),
+    ("schedules", "commands/verify_cases.py"),
+    ("shardings", "commands/bench_rank.py"),
+    ("shardings", "commands/verify_cases.py"),
+    ("shardings", "cost/table/rows.py"),
+    ("shardings", "search/export/titan.py"),
+}
+CIRCLES: set[tuple[str, ...]] = {
+    ("commands/clusters.py", "commands/clusters_new.py"),
+    ("engine/observe/ledger.py", "engine/process/failure.py"),
+}
+WITH_ARGPARSE: set[str] = {
+    "engine/worker.py",
+    "launch/__main__.py",
+}
+LONG_FILES: set[str] = {
+    "cost/memory/own_engine.py",
+    "cost/trace/layer_core.py",
+    "engine/jobs/run.py",
+    "search/answer.py",
+    "search/ranking.py",
+    "show/bench.py",
+    "show/plan.py",
+}
+LONG_FUNCTIONS: set[str] = {
+    "commands/calibrate.py:_rows",
+    "commands/demo.py:_plan",
+    "commands/diff.py:run",
+    "commands/trace.py:_ask",
+    "commands/trace.py:add_arguments",
+    "commands/verify.py:add_arguments",
+    "cost/memory/own_engine.py:_peak",
+    "cost/step/estimate.py:_assemble",
+    "cost/trace/attention.py:ulysses",
+    "cost/trace/layer_core.py:_ring_back",
+    "cost/trace/layer_core.py:_ulysses_back",
+    "engine/checkpoint/checkpoint.py:save",
+    "engine/jobs/one_rank.py:one_rank",
+    "engine/jobs/run.py:_measured",
+    "engine/training/trainer.py:accumulate",
+    "launch/local.py:_signals",
+    "result/dryrun.py:extrapolated",
+    "search/export/nanotron.py:_config",
+    "search/export/torchtitan.py:_config",
+    "search/ranking.py:rank",
+    "show/bench.py:facts",
+    "show/schedule_picture.py:_page",
+}
+SAME_NAMES: set[tuple[str, str]] = {
+    ("cost", "Predictions"),
+    ("cost", "Stage"),
+    ("cost", "Tensor"),
+    ("engine", "Ticks"),
+    ("result", "Index"),
+    ("result", "Stored"),
+}
+NO_COMMANDS: set[str] = {
+    "commands/bench_auto.py",
+    "commands/clusters_new.py",
+    "commands/data_make.py",
+    "commands/fast.py",
+    "commands/flags.py",
+    "commands/foresight.py",
+    "commands/progress.py",
+    "commands/stage_planner.py",
+    "commands/sweep_dry.py",
+    "commands/sweep_flags.py",
+    "commands/sweep_plan.py",
+    "commands/train_flags.py",
+    "commands/train_resume.py",
+    "commands/train_weights.py",
+    "commands/verify_cases.py",
+}
+COMMAND_IMPORTS: set[str] = {
+    "commands/bench.py",
+    "commands/bench_auto.py",
+    "commands/bench_rank.py",
+    "commands/calibrate.py",
+    "commands/clusters.py",
+    "commands/clusters_new.py",
+    "commands/data.py",
+    "commands/data_make.py",
+    "commands/demo.py",
+    "commands/diff.py",
+    "commands/dryrun.py",
+    "commands/fit.py",
+    "commands/flops.py",
+    "commands/lint.py",
+    "commands/models.py",
+    "commands/predict.py",
+    "commands/report.py",
+    "commands/runs.py",
+    "commands/score.py",
+    "commands/stage_planner.py",
+    "commands/sweep.py",
+    "commands/sweep_dry.py",
+    "commands/sweep_flags.py",
+    "commands/sweep_plan.py",
+    "commands/trace.py",
+    "commands/train.py",
+    "commands/train_flags.py",
+    "commands/train_weights.py",
+    "commands/verify.py",
+    "commands/weights.py",
+}
+
+
+def lists_of_words(tree: ast.AST) -> Iterator[tuple[int, list[str], bool]]:
+    """(line, words, is a list) of everything that names several: tuples, lists, sets, Literals and
+    chains of comparisons; and keys of dicts, which say what each word means to the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            yield node.lineno, _texts(node.elts), True
+        elif isinstance(node, ast.Dict):
+            yield node.lineno, _texts(key for key in node.keys if key), False
+        elif isinstance(node, ast.BoolOp):
+            compared = [v.comparators for v in node.values if isinstance(v, ast.Compare)]
+            yield node.lineno, _texts(side for sides in compared for side in sides), True
+
+
+def _texts(nodes: Iterable[ast.AST]) -> list[str]:
+    return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+
+
+def copies(trees: Mapping[str, ast.AST]) -> dict[tuple[str, str], str]:
+    """(set, file) -> where. A list of most words of a set, or a dict of all, is a copy of it; one
+    or two words of many are what the module is about."""
+    spelled = {}
+    for name, tree in trees.items():
+        for line, texts, is_list in lists_of_words(tree):
+            for kind, (home, members) in HOMES.items():
+                shared = members & {*texts}
+                enough = len(members) // 2 + 1 if is_list else len(members)
+                if name != home and len(shared) >= enough:
+                    spelled[kind, name] = f"{name}:{line} spells out {kind}: {sorted(shared)}"
+    return spelled
+
+
+def imports(tree: ast.AST, known: Iterable[str]) -> set[str]:
+    """Files of the package that a module imports, late imports and those for types counted."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    paths = {name.removeprefix("fourfold.").replace(".", "/") for name in names if "." in name}
+    return {f"{path}.py" for path in paths} & {*known}
+
+
+def circles(trees: Mapping[str, ast.AST]) -> list[list[str]]:
+    """Files that import each other, directly or through others."""
+    arrows = {name: imports(tree, trees) for name, tree in trees.items()}
+    reached: dict[str, set[str]] = {}
+    for name in arrows:
+        seen: set[str] = set()
+        front = {*arrows[name]}
+        while front:
+            seen |= front
+            front = {far for near in front for far in arrows[near]} - seen
+        reached[name] = seen
+    joined = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in arrows
+        if name in reached[name]
+    }
+    return sorted(map(list, joined))
+
+
+def long_functions(trees: Mapping[str, ast.AST]) -> dict[str, int]:
+    lengths = {}
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths[f"{name}:{node.name}"] = (node.end_lineno or 0) - node.lineno + 1
+    return {name: length for name, length in lengths.items() if length > MAX_FUNCTION}
+
+
+def long_files(texts: Mapping[str, str]) -> dict[str, int]:
+    lengths = {name: text.count("\n") for name, text in texts.items()}
+    return {name: length for name, length in lengths.items() if length > MAX_FILE}
+
+
+def with_argparse(trees: Mapping[str, ast.AST]) -> set[str]:
+    """Modules outside cli.py and commands/ that name argparse."""
+    named = {
+        name
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Import) and any(a.name == "argparse" for a in node.names))
+        or (isinstance(node, ast.ImportFrom) and node.module == "argparse")
+    }
+    return {name for name in named if name != "cli.py" and not name.startswith("commands/")}
+
+
+def same_names(trees: Mapping[str, ast.Module]) -> dict[tuple[str, str], list[str]]:
+    """(layer, class) that more than one file of the layer defines."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for name, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault((name.split("/")[0], node.name), []).append(name)
+    return {key: files for key, files in places.items() if len(files) > 1}
+
+
+def no_commands(trees: Mapping[str, ast.Module]) -> set[str]:
+    """Files of commands/ that no user can call: they have no docstring (the help) or no `run`."""
+    return {
+        name
+        for name, tree in trees.items()
+        if name.startswith("commands/") and not name.endswith("__init__.py")
+        if not ast.get_docstring(tree)
+        or not any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body)
+    }
+
+
+def command_imports(trees: Mapping[str, ast.AST]) -> set[str]:
+    """Commands that import another command."""
+    return {
+        name
+        for name, tree in trees.items()
+        if name.startswith("commands/") and not name.endswith("__init__.py")
+        if any(other.startswith("commands/") for other in imports(tree, trees))
+    }
+
+
+def flat_engine_files(names: Iterable[str]) -> set[str]:
+    flat = {name for name in names if name.startswith("engine/") and name.count("/") == 1}
+    return flat - {"engine/__init__.py", "engine/worker.py", "engine/compat.py"}
+
+
+def _only(found: Iterable[object], excused: Iterable[object]) -> None:
+    """Nothing but the excused, and nobody excused in vain: the lists above shrink."""
+    found, excused = {*found}, {*excused}
+    assert not found - excused, f"new: {sorted(map(str, found - excused))}"
+    assert not excused - found, f"mended, take off the list: {sorted(map(str, excused - found))}"
+
+
+def test_each_closed_set_of_words_has_one_home() -> None:
+    spelled = copies(TREES)
+    _only(spelled, {*HONEST, *COPIES})
+    for kind, (home, members) in HOMES.items():
+        texts = {text for _, listed, _ in lists_of_words(TREES[home]) for text in listed}
+        texts |= {n.value for n in ast.walk(TREES[home]) if isinstance(n, ast.Constant)}
+        assert members <= texts, f"{home} is no home of {kind}"
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    _only(map(tuple, circles(TREES)), CIRCLES)
+
+
+def test_only_commands_know_argparse() -> None:
+    _only(with_argparse(TREES), WITH_ARGPARSE)
+
+
+def test_files_and_functions_are_short() -> None:
+    _only(long_files(FILES), LONG_FILES)
+    _only(long_functions(TREES), LONG_FUNCTIONS)
+
+
+def test_a_layer_has_one_class_of_a_name() -> None:
+    _only(same_names(TREES), SAME_NAMES)
+
+
+def test_every_file_of_commands_is_a_command() -> None:
+    _only(no_commands(TREES), NO_COMMANDS)
+    _only(command_imports(TREES), COMMAND_IMPORTS)
+
+
+def test_the_engine_is_sorted_into_folders() -> None:
+    assert not flat_engine_files(FILES)
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ('A = ("pp", "dp", "cp")', {"axes"}),
+        ('from typing import Literal\nA = Literal["ring", "ulysses"]', {"context kinds"}),
+        ('x = a == "zero1" or a == "zero2" or a == "zero3"', {"shardings"}),
+        ('A = {"pp": 1, "dp": 2, "cp": 3, "tp": 4}', {"axes"}),
+        ('A = ("ok", "oom")\nB = {"pp": 1, "tp": 2}\nC = "ring"', set()),
+    ],
+)
+def test_a_copy_of_a_set_is_seen(text: str, kinds: set[str]) -> None:
+    assert {kind for kind, _ in copies({"x/y.py": ast.parse(text)})} == kinds
+
+
+def test_the_other_rules_can_fail() -> None:
+    late = "def f():\n    from fourfold.a import c\n"
+    trees = {
+        "a/b.py": ast.parse("from fourfold.a.c import x\nimport argparse\nclass A: ...\n" + late),
+        "a/c.py": ast.parse("def f():\n    import fourfold.a.b\nclass A: ...\n"),
+        "commands/x.py": ast.parse('"""Help."""\nfrom fourfold.commands import y\ndef run(): ...'),
+        "commands/y.py": ast.parse("def run(): ..."),
+    }
+    assert circles(trees) == [["a/b.py", "a/c.py"]]
+    assert with_argparse(trees) == {"a/b.py"}
+    assert same_names(trees) == {("a", "A"): ["a/b.py", "a/c.py"]}
+    assert no_commands(trees) == {"commands/y.py"}
+    assert command_imports(trees) == {"commands/x.py"}
+    body = "def f():\n" + "    x = 1\n" * MAX_FUNCTION
+    assert long_functions({"a.py": ast.parse(body)}) == {"a.py:f": MAX_FUNCTION + 1}
+    assert long_files({"a.py": "\n" * 301, "b.py": "\n" * 300}) == {"a.py": 301}
+    assert flat_engine_files(["engine/x.py", "engine/worker.py", "engine/a/b.py"]) == {
+        "engine/x.py"
+    }
+    with pytest.raises(AssertionError, match="take off"):
+        _only([], ["mended"])
+    with pytest.raises(AssertionError, match="new"):
+        _only(["worse"], [])
