@@ -15,12 +15,11 @@ import pytest
 from fourfold.cost.count.params import model_params
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.played import chunk_layers
-from fourfold.errors import UserError
 from fourfold.search import export
-from fourfold.search.export import nanotron
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, why_not
-from fourfold.search.stacks import stack_rules
+from fourfold.search.question import cut_by
+from fourfold.search.stacks import RELEASES
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
@@ -38,6 +37,14 @@ def _llama(**sizes: Any) -> ModelShape:
 
 _QWEN2 = replace(catalog.model("llama-3.1-8b"), qkv_bias=True, layers=28, name="qkv-bias")
 _QWEN3 = replace(catalog.model("llama-3.1-8b"), qk_norm="head", layers=36, head_dim=160, name="qk")
+_QWEN3_8B = replace(
+    catalog.shape("qwen", layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, vocab=151936),
+    qkv_bias=False, qk_norm="head", head_dim=128, tied=False, norm_eps=1e-6, name="qwen3-8b",
+)  # fmt: skip
+_QWEN3_1B = replace(
+    catalog.shape("qwen", layers=28, hidden=2048, ffn=6144, heads=16, kv_heads=8, vocab=151936),
+    qkv_bias=False, qk_norm="head", head_dim=128, tied=True, norm_eps=1e-6, name="qwen3-1.7b",
+)  # fmt: skip
 MODELS: dict[str, tuple[ModelShape, ...]] = {
     "megatron": (
         *(catalog.model(name) for name in ("gpt-3-175b", "llama-3.1-70b", "llama-3.1-405b")),
@@ -45,13 +52,15 @@ MODELS: dict[str, tuple[ModelShape, ...]] = {
         _QWEN2,
         _QWEN3,
     ),
-    "torchtitan": tuple(
-        catalog.model(f"llama-{name}")
-        for name in ("2-7b", "2-70b", "3.1-8b", "3.1-70b", "3.1-405b", "3.2-3b")
+    "torchtitan": (
+        *(catalog.model(f"llama-{n}") for n in ("2-7b", "2-70b", "3.1-70b", "3.1-405b", "3.2-3b")),
+        _QWEN3_8B,
+        _QWEN3_1B,
     ),
-    "torchtitan-0.2": tuple(
-        catalog.model(f"llama-{name}")
-        for name in ("2-7b", "2-13b", "2-70b", "3.1-8b", "3.1-70b", "3.1-405b")
+    "torchtitan-0.2": (
+        *(catalog.model(f"llama-{n}") for n in ("2-7b", "2-13b", "3.1-8b", "3.1-70b", "3.1-405b")),
+        _QWEN3_8B,
+        _QWEN3_1B,
     ),
     "nanotron": (
         *(catalog.model(f"llama-2-{size}") for size in ("7b", "13b", "70b")),
@@ -73,14 +82,13 @@ STACKS = {"megatron": "megatron-bridge-2026", "nanotron": "nanotron-2025"}
 
 def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
     """Any layout and policy of the kinds the engine has at all."""
-    rules, fixed = stack_rules(export.stack_of(engine)), export.limits(engine)
-    precisions = {"megatron": ("bf16-mixed", "bf16-mixed", "fp8", "fp16", "fp32", "fp4")}
+    rules = RELEASES[engine]
     kinds = tuple({"every": "every-2"}.get(kind, kind) for kind in rules.recompute)
     layout = Layout(
         pp=dice.choice((1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)),
         replicate=dice.choice((1, 1, 1, 2)) if rules.hybrid else 1,
         shard=dice.choice((1, 2, 3, 4, 8, 16)),
-        cp=fixed.get("cp", dice.choice((1, 1, 2, 4))),
+        cp=dice.choice((1, 1, 2, 4)) if "cp" in rules.axes else 1,
         tp=dice.choice((1, 2, 4, 8, 16)),
     )
     loops = "interleaved" in rules.schedules and layout.pp > 1
@@ -92,13 +100,13 @@ def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
     size = micro * layout.dp * rounds
     ramp = Ramp(start=size // 2, increment=size // 2, samples=9000) if size % 4 == 0 else None
     policy = Policy(
-        precision=dice.choice(precisions.get(engine, ("bf16-mixed", "fp32"))),
+        precision=dice.choice(("bf16-mixed", *rules.precisions)),
         sharding=f"zero{dice.choice(rules.pipeline_zeros if layout.pp > 1 else rules.zeros)}",
         sequence_parallel=dice.choice((True, True, engine == "torchtitan-0.2")),
         cp_kind=dice.choice(rules.cp_kinds),
         schedule=dice.choice(looped if virtual > 1 else plain) if layout.pp > 1 else "1f1b",
         virtual_stages=virtual,
-        recompute=fixed.get("recompute", dice.choice(kinds)),
+        recompute=dice.choice(kinds),
         compile=engine.startswith("torchtitan") and dice.random() < 0.3,
     )
     return Setup(
@@ -124,15 +132,10 @@ def sampled(engine: str, count: int) -> list[Setup]:
     while len(found) < count:
         model = MODELS[engine][len(found) % len(MODELS[engine])]
         one = _drawn(engine, model, dice)
-        target = Target(stack=one.stack, gpus=one.layout.world)
+        target = Target(stack=one.stack, release=engine, gpus=one.layout.world)
         if why_not(model, one.layout, one.batch, one.policy, target):
             continue
-        try:
-            export.write_folder(engine, one)
-        except UserError as refused:
-            if "has no setting for it" not in str(refused):
-                raise
-            continue
+        export.write_folder(engine, one)  # what is legal for a release, it has settings for
         found.append(one)
     return found
 
@@ -146,11 +149,9 @@ def expected(engine: str, one: Setup) -> dict[str, Any]:
         batch=one.batch,
         policy=one.policy,
     )
-    columns = columns_of([spec], cluster=CLUSTER, stack=one.stack)
+    columns = cut_by(RELEASES[engine], columns_of([spec], cluster=CLUSTER, stack=one.stack))
     chunks = one.layout.pp * one.policy.virtual_stages
     layers = chunk_layers(columns, chunks)[:, 0] if one.layout.pp > 1 else [one.model.layers]
-    if engine == "nanotron":  # what was measured is its later source, which cuts otherwise
-        layers = nanotron.stages(one.model, one.layout.pp)
     params = model_params(one.model, one.batch.seq_len)
     if engine in ("megatron", "nanotron"):  # rows are added until tp divides the vocabulary
         rows = -one.model.vocab % one.layout.tp

@@ -23,6 +23,8 @@ def compare(engine: str, count: int, folder: Path) -> None:
             wrong.append((one.model.name, str(one.layout), one.policy, want, answer))
         elif "micro_batches" in answer:
             assert answer["micro_batches"] == one.micro_batches
+        if "fp8" in answer:
+            assert answer["fp8"] == (one.policy.precision == "fp8")
         if "overlap_tp" in answer:
             assert answer["overlap_tp"] == one.overlaps_tp
     assert not wrong, f"{len(wrong)} of {count} differ, the first: {wrong[0]}"

@@ -19,8 +19,12 @@ warnings.filterwarnings("ignore")
 logging.disable(logging.CRITICAL)
 
 import torch  # noqa: E402
+from torchtitan.components.quantization import float8  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
 from torchtitan.distributed import ParallelDims, pipeline_parallel  # noqa: E402
+
+# It refuses fp8 where no GPU is; these settings are for one.
+float8.has_cuda_capability = lambda *_: True  # pyrefly: ignore
 
 
 class Dims(ParallelDims):
@@ -52,8 +56,9 @@ def dims_of(parallelism: Any, world: int) -> Dims:
     return Dims(**{name: value for name, value in fields.items() if name in known})
 
 
-def old_case(case: dict) -> tuple[Any, Any, int, list[list[str]]]:
+def old_case(case: dict) -> tuple[Any, Any, tuple[int, int], list[list[str]]]:
     """torchtitan 0.2: flags; the model comes from a module that they name."""
+    from torchtitan.protocols.model_converter import build_model_converters
     from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec
 
     config = ConfigManager().parse_args(case["args"])
@@ -63,6 +68,7 @@ def old_case(case: dict) -> tuple[Any, Any, int, list[list[str]]]:
     model = spec.model_args[config.model.flavor]
     model.update_from_config(config)
     dims = dims_of(config.parallelism, case["world"])
+    convert = build_model_converters(config, dims).convert if config.model.converters else None
     names: list[list[str]] = []
     if dims.pp > 1:
 
@@ -80,10 +86,10 @@ def old_case(case: dict) -> tuple[Any, Any, int, list[list[str]]]:
             pass
         finally:
             pipeline_parallel.pipeline_module_split = real
-    return config, dims, built(repr(model), spec.model_cls, model), names
+    return config, dims, built(repr((model, convert)), spec.model_cls, model, convert), names
 
 
-def new_case(case: dict) -> tuple[Any, Any, int, list[list[str]]]:
+def new_case(case: dict) -> tuple[Any, Any, tuple[int, int], list[list[str]]]:
     """torchtitan 0.3: a function of a module."""
     config = ConfigManager().parse_args(case["args"])
     spec = config.model_spec
@@ -96,15 +102,18 @@ def new_case(case: dict) -> tuple[Any, Any, int, list[list[str]]]:
     return config, dims, built(repr(spec.model), None, spec.model), names
 
 
-_COUNTS: dict[str, int] = {}
+_COUNTS: dict[str, tuple[int, int]] = {}
 
 
-def built(key: str, cls: Any, model: Any) -> int:
-    """Parameters of the whole model, shared ones once."""
+def built(key: str, cls: Any, model: Any, convert: Any = None) -> tuple[int, int]:
+    """Parameters of the whole model, shared ones once, and how many products are in fp8."""
     if key not in _COUNTS:
         with torch.device("meta"):
             whole = cls(model) if cls else model.build()
-        _COUNTS[key] = sum(weight.numel() for weight in whole.parameters())
+            if convert:
+                convert(whole)
+        products = sum("Float8" in type(module).__name__ for module in whole.modules())
+        _COUNTS[key] = sum(weight.numel() for weight in whole.parameters()), products
     return _COUNTS[key]
 
 
@@ -118,7 +127,7 @@ def answer(case: dict) -> dict[str, Any]:
         sys.modules.pop(name, None)
     sys.path.insert(0, case["folder"])
     try:
-        config, dims, params, names = old_case(case) if is_old() else new_case(case)
+        config, dims, (params, fp8), names = old_case(case) if is_old() else new_case(case)
     finally:
         sys.path.remove(case["folder"])
     training, dp = config.training, dims.dp_replicate * dims.dp_shard
@@ -135,6 +144,7 @@ def answer(case: dict) -> dict[str, Any]:
     return {
         "layers": layers or [case["layers"]],
         "params": params,
+        "fp8": fp8 > 0,
         "tokens": local * dp * steps * training.seq_len,
         "micro_batches": steps * pieces,
     }

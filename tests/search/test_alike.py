@@ -125,7 +125,7 @@ def test_a_compute_format_is_priced_as_its_bundle() -> None:
 
 def test_explain_names_the_recompute_that_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--model", "llama-3.1-405b", "--gpu", "h100-80gb", "--gpus", "32",
-            "--seq-len", "8192", "--global-batch", "32", "--stack", "megatron",
+            "--seq-len", "8192", "--global-batch", "32", "--stack", "generic",
             "--explain", "pp1 dp4 tp8"]  # fmt: skip
     for kind in ("none", "every-3", "full"):
         assert main([*argv, "--recompute", kind]) == 1

@@ -176,7 +176,7 @@ def test_a_shell_runs_the_files_as_they_are(engine: str, hosts: int, tmp_path) -
         ("megatron", {"loss_chunks": 4}, "policy.loss_chunks"),
         ("megatron", {"schedule": "interleaved", "virtual_stages": 7}, "layout.pp"),
         ("torchtitan", {"sharding": "zero1"}, "policy.sharding"),
-        ("torchtitan", {"sharding": "zero3", "precision": "fp8"}, "policy.precision"),
+        ("torchtitan", {"sharding": "zero3", "precision": "fp4"}, "policy.precision"),
         ("torchtitan", {"sharding": "zero3", "recompute": "every-2"}, "policy.recompute"),
         ("torchtitan-0.2", {"sharding": "zero3", "recompute": "selective"}, "policy.recompute"),
         ("torchtitan-0.2", {"sharding": "zero3", "sequence_parallel": False},

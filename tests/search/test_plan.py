@@ -17,8 +17,10 @@ from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
+from fourfold.search import export
 from fourfold.search.candidates import MICRO_BATCHES, candidates
 from fourfold.search.explain import explain
+from fourfold.search.export.setup import Setup
 from fourfold.search.legal import why_not
 from fourfold.search.question import (
     Question,
@@ -33,6 +35,7 @@ from fourfold.search.ranking import rank
 from fourfold.search.rules.case import divisors
 from fourfold.search.sensitivity import deciding, flips, tie_width, tied_with_first
 from fourfold.search.stack_names import match_stack
+from fourfold.search.stacks import RELEASES
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.expression import parse
@@ -417,6 +420,48 @@ def test_export_and_stack_must_agree(capsys) -> None:
     assert "nanotron 0.4" in capsys.readouterr().out
 
 
+def test_a_stack_without_a_year_is_the_release_that_is_exported(capsys) -> None:
+    for engine, says in (
+        ("nanotron", "model.positions=theta 500000, scaled"),
+        ("torchtitan", "model.family=gpt"),
+        ("megatron", "model.embedding_norm=True"),
+    ):
+        model = {"torchtitan": "gpt-3-175b", "megatron": "bloom-176b"}.get(engine, "llama-3.1-8b")
+        argv = [word if word != "llama-3.1-8b" else model for word in PLAN]
+        argv[argv.index("--seq-len") + 1] = "2048"
+        for flag in ("--stack", "--export"):
+            assert main([*argv, flag, engine]) == 2
+            assert says in capsys.readouterr().err
+    assert main([*PLAN, "--stack", "nanotron-2025"]) == 0  # the measured engine runs it
+    assert main([*PLAN, "--stack", "torchtitan", "--precision", "fp4"]) == 2
+    assert "policy.precision=fp4: torchtitan has no setting for it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("model", ["llama-2-7b", "llama-3.1-405b"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8"])
+def test_what_is_ranked_for_a_release_it_has_settings_for(release, model, precision) -> None:
+    asked = ask(model, 128, stack=export.stack_of(release), release=release, explore=True)
+    asked = replace(asked, policy=replace(asked.policy, precision=precision))
+    setup = Setup(model=asked.model, layout=Layout(), batch=asked.batch, policy=asked.policy,
+                  host_gpus=8, stack=asked.stack)  # fmt: skip
+    try:
+        export.write(release, setup)
+    except UserError:
+        assert release == "nanotron"
+        return
+    ranking = rank(asked, least=300)
+    assert len(ranking) > 20
+    for place in range(0, len(ranking), 7):
+        one = replace(
+            setup,
+            layout=ranking.layout(place),
+            batch=replace(asked.batch, micro_batch=int(ranking.points["micro_batch"][place])),
+            policy=ranking.policy(place),
+        )
+        assert export.write(release, one)
+
+
 def test_safe_ranks_what_surely_fits(capsys) -> None:
     words = (
         "plan --model llama-3.1-70b --cluster nvidia-h100 --gpus 256 --seq-len 8192"
@@ -447,7 +492,7 @@ def test_safe_ranks_what_surely_fits(capsys) -> None:
         (["--where", "dp > 1000"], 1, ""),
         (["--pp", "7"], 2, "must divide it"),
         (["--precision", "fp4"], 1, ""),
-        (["--stack", "nanotron", "--recompute", "every-3"], 1, ""),
+        (["--stack", "nanotron-2025", "--recompute", "every-3"], 1, ""),
     ],
 )
 def test_bad_requests_and_empty_answers(words, code, says, capsys) -> None:

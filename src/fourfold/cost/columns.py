@@ -82,7 +82,9 @@ class Columns:
     loss_chunks: Floats  # parts of the tokens whose logits exist one after the other
     lean_loss: Floats  # 1 when logits' gradient takes their place, and none are computed again
     own_kernels: Floats  # 1: our engine, compiled: passes over memory are counted (own_engine.py)
-    balanced: Floats  # 1: the engine gives the last stage fewer layers to pay for the head
+    # 1: the engine gives the last stage fewer layers to pay for the head; 2: each stage ends with
+    # the layer that exceeds its share of layers and head
+    balanced: Floats
     even_stages: Floats  # 1: equal stages, only the first and the last may hold fewer layers
     # hardware
     peak: Floats  # FLOP/s of a 16-bit GEMM

@@ -16,7 +16,6 @@ from fourfold.search.legal import Refusal, why_not
 from fourfold.search.question import Question
 from fourfold.search.ramp import training
 from fourfold.search.ranking import Ranking, rank
-from fourfold.search.stacks import stack_rules
 from fourfold.spec.chosen import chosen_policy
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.policy import Policy
@@ -139,7 +138,7 @@ def _plain(refusals: tuple[Refusal, ...]) -> list[dict[str, Any]]:
 
 def _refusals(ask: Question, layout: Layout) -> tuple[Refusal, ...]:
     """Broken rules under the friendliest policy: what the user left open takes a legal value."""
-    rules = stack_rules(ask.stack)
+    rules = ask.target.rules
     policy, open_fields = ask.policy, {"sharding", "cp_kind"} - ask.fixed.keys()
     changes: dict[str, Any] = {}
     if "sharding" in open_fields:

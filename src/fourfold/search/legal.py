@@ -12,7 +12,7 @@ from fourfold.errors import UserError
 from fourfold.search.rules import batch as batch_rules
 from fourfold.search.rules import cuts, engine
 from fourfold.search.rules.case import Case, Rule
-from fourfold.search.stacks import stack_rules
+from fourfold.search.stacks import RELEASES, Stack, stack_rules
 from fourfold.spec.batch import Batch
 from fourfold.spec.chosen import chosen
 from fourfold.spec.device import Device
@@ -45,9 +45,14 @@ class Target:
     """Where it should run: whose engine, on how many ranks of what; None: not asked."""
 
     stack: str = "fourfold"
+    release: str = ""  # one of search/stacks.RELEASES, where that is asked instead
     gpus: int | None = None
     device: Device | None = None
     runs: bool = True  # False: only planned, so what our engine lacks is no obstacle
+
+    @property
+    def rules(self) -> Stack:
+        return RELEASES[self.release] if self.release else stack_rules(self.stack)
 
 
 def case_of(
@@ -55,7 +60,7 @@ def case_of(
 ) -> Case:
     return Case(
         model=model,
-        stack=stack_rules(target.stack),
+        stack=target.rules,
         gpus=target.gpus,
         device=target.device,
         policy=policy,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.fit.calibration import Calibration, Entry, generation_of, own_entry
@@ -13,6 +15,7 @@ from fourfold.cost.fit.habits import habits
 from fourfold.cost.run import varied_columns
 from fourfold.cost.step.hardware import OTHER_FABRIC, USUAL_FABRIC
 from fourfold.search.legal import Target
+from fourfold.search.stacks import Stack
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import Device
@@ -33,6 +36,7 @@ class Question:
     batch: Batch
     policy: Policy
     stack: str
+    release: str = ""  # whose settings will be written: a release may lack what its stack has
     entry: Entry
     calibration: str
     no_rows: str  # why the calibration is a blend, '' when it has rows
@@ -45,7 +49,13 @@ class Question:
 
     @property
     def target(self) -> Target:
-        return Target(stack=self.stack, gpus=self.gpus, device=self.cluster.device, runs=False)
+        return Target(
+            stack=self.stack,
+            release=self.release,
+            gpus=self.gpus,
+            device=self.cluster.device,
+            runs=False,
+        )
 
     @property
     def spec(self) -> RunSpec:
@@ -57,7 +67,15 @@ class Question:
 
     def columns(self, points: Mapping[str, Any]) -> Columns:
         """The cost model's columns of candidates, given by columns of CHOSEN fields."""
-        return varied_columns(self.spec, points, cluster=self.cluster, stack=self.stack)
+        found = varied_columns(self.spec, points, cluster=self.cluster, stack=self.stack)
+        return cut_by(self.target.rules, found)
+
+
+def cut_by(rules: Stack, runs: Columns) -> Columns:
+    """The same runs with stages cut as a release does, where the measured engine cuts otherwise."""
+    if rules.stage_rule != "passing":
+        return runs
+    return replace(runs, balanced=np.full_like(runs.balanced, 2.0))
 
 
 def usual_cluster(device: Device, gpus: int, host_gpus: int = 8) -> Cluster:

@@ -5,7 +5,7 @@ A stack's name may carry a year or a flavour ("megatron-lm-2024"): the longest k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
 from fourfold.spec.layout import MODEL_AXES
@@ -32,12 +32,15 @@ class Stack:
     hybrid: bool = True
     families: tuple[str, ...] = FAMILIES
     batch_rule: str = "any"
+    whole_families: tuple[str, ...] = ()  # of those, which it does not cut into stages
+    gathers_tp: bool = True  # tensor parallelism runs without sequence parallelism too
     copies_kv_heads: bool = True
     fills_pipeline: bool = False  # needs as many micro batches as stages
     whole_rounds: bool = False  # interleaving needs micro batches in multiples of the stages
     equal_rounds: bool = False  # interleaving needs rounds of equal size, of stages or more
     # Which stages it can cut: "any"; "even": equal ones, but for fewer layers at both ends;
-    # "filled" to a number of layers a stage, in order, none left empty.
+    # "filled" to a number of layers a stage, in order, none left empty; "passing": a stage ends
+    # with the layer that passes its share of layers and head.
     stage_rule: str = "any"
     even_pieces: bool = False  # early and late pieces of the sequence also under Ulysses
     ulysses_copies_kv: bool = True  # KV heads are repeated until Ulysses can deal them
@@ -65,6 +68,7 @@ STACKS: dict[str, Stack] = {
         ),
         Stack(
             name="megatron",
+            recompute=("none", "selective", "full"),
             schedules=("1f1b", "interleaved"),
             precisions=("fp32", "bf16-mixed", "fp16", "fp8", "fp4"),
             pipeline_zeros=(
@@ -84,8 +88,8 @@ STACKS: dict[str, Stack] = {
             recompute=("none", "full", "every"),
             zeros=(0, 2, 3),
             pipeline_zeros=(0, 2, 3),
-            precisions=("fp32", "bf16-mixed", "fp8", "fp4"),
-            families=("llama",),
+            precisions=("fp32", "bf16-mixed", "fp8"),
+            families=("llama", "qwen"),
             batch_rule="whole",
             copies_kv_heads=False,
             fills_pipeline=True,
@@ -96,6 +100,8 @@ STACKS: dict[str, Stack] = {
             ties_stages=False,
             loops_zero_bubble=True,
             compiles_zero_bubble=False,
+            fp8_multiple=16,
+            splits_fp8=False,
         ),
         Stack(
             name="nanotron",
@@ -106,7 +112,7 @@ STACKS: dict[str, Stack] = {
             zeros=(0, 1),
             pipeline_zeros=(0, 1),
             hybrid=False,
-            families=("llama",),
+            families=("llama", "qwen"),
             batch_rule="whole",
             copies_kv_heads=False,
             fills_pipeline=True,
@@ -117,12 +123,24 @@ STACKS: dict[str, Stack] = {
             recompute=("none", "full"),
             precisions=("fp32", "bf16-pure", "bf16-mixed", "fp16", "fp8"),
             zeros=(0, 2, 3),
-            families=("mpt", "llama"),
-            batch_rule="shares",
+            batch_rule="shares",  # its hf_causal_lm takes any model of transformers
         ),
     )
 }
 ALIASES = {"nemo": "megatron"}
+# What a release lacks of that, by the engine that settings are written for (search/export).
+RELEASES: dict[str, Stack] = {
+    "megatron": STACKS["megatron"],
+    "torchtitan": replace(STACKS["torchtitan"], recompute=("none", "full")),
+    "torchtitan-0.2": replace(STACKS["torchtitan"], whole_families=("qwen",), gathers_tp=False),
+    "nanotron": replace(
+        STACKS["nanotron"],
+        axes=("tp", "pp"),
+        recompute=("none",),
+        families=("llama",),
+        stage_rule="passing",
+    ),
+}
 
 
 def stack_rules(name: str) -> Stack:

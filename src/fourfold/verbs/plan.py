@@ -15,6 +15,7 @@ from fourfold.search import export as exports
 from fourfold.search import question as questions
 from fourfold.search.answer import PlanAnswer, answer
 from fourfold.search.explain import Explanation, explain_ranking, ways_to_run
+from fourfold.search.export.setup import Setup
 from fourfold.search.gpu_counts import best_of
 from fourfold.search.question import Question
 from fourfold.search.ramp import training
@@ -26,6 +27,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import AXES, MODEL_AXES, Layout
+from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import fill_dp
 from fourfold.verbs.machine import planned_calibration, planned_cluster
@@ -95,7 +97,7 @@ def stacks(
 
 def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[Question, list[int]]:
     """(the question at the largest number of GPUs, all numbers of GPUs to try)."""
-    fixed = _within_limits(request.export, _fixed(request))
+    fixed = _fixed(request)
     cluster = planned_cluster(
         cluster=request.cluster,
         gpu=request.gpu,
@@ -109,15 +111,16 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[Question
     policy = codec.decode(Policy, dict(request.policy), "policy")
     entry, why = questions.entry_for(known, stack, cluster)
     model = catalog.model(request.model) if isinstance(request.model, str) else request.model
-    if request.export:
-        exports.check(request.export, model)
+    batch = Batch(seq_len=request.seq_len, global_batch=request.global_batch, ramp=request.ramp)
+    policy = questions.usual_policy(stack, policy, set(request.policy))
     query = Question(
         model=model,
         cluster=cluster,
         gpus=counts[0],
-        batch=Batch(seq_len=request.seq_len, global_batch=request.global_batch, ramp=request.ramp),
-        policy=questions.usual_policy(stack, policy, set(request.policy)),
+        batch=batch,
+        policy=policy,
         stack=stack,
+        release=_release(request, stack, model, batch, policy),
         entry=entry,
         calibration=known.name,
         no_rows=why,
@@ -194,18 +197,19 @@ def _fixed(request: PlanRequest) -> dict[str, Any]:
     return fixed | {name: getattr(policy, name) for name in SEARCHED if name in request.policy}
 
 
-def _within_limits(engine: str | None, fixed: dict[str, Any]) -> dict[str, Any]:
-    """What the exported release has no setting for is not searched, and refused if asked for."""
-    for name, value in (exports.limits(engine) if engine else {}).items():
-        if fixed.get(name, value) != value:
-            raise UserError(
-                f"{engine} has no setting for it",
-                field=name,
-                value=fixed[name],
-                hint=f"{name} = {value}",
-            )
-        fixed = fixed | {name: value}
-    return fixed
+def _release(
+    request: PlanRequest, stack: str, model: ModelShape, batch: Batch, policy: Policy
+) -> str:
+    """Whose release will run it: of --export, or of a --stack without a year; refuses a model or a
+    policy that it has no settings for, whatever the layout."""
+    engine = request.export or exports.release_of(request.stack or "")
+    if engine:
+        one = replace(batch, micro_batch=1)
+        setup = Setup(
+            model=model, layout=Layout(), batch=one, policy=policy, host_gpus=1, stack=stack
+        )
+        exports.write(engine, setup)
+    return exports.release_of(engine)
 
 
 def _stack(request: PlanRequest, cluster: Cluster, known: Calibration, on_event: OnEvent) -> str:

@@ -8,11 +8,12 @@ the fill remains (Qi et al., arXiv 2401.10241). Broadcasts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.count.stages import end_layers
+from fourfold.cost.count.stages import end_layers, passing_unit
 from fourfold.cost.step.gemm import Floats
 from fourfold.spec.words import SCHEDULES
 
@@ -29,9 +30,17 @@ class StageLayers:
     last: Floats
 
 
+def passing_edges(layers: Floats, head: Floats, stages: Floats, stage: Floats) -> Floats:
+    """Layers before `stage` (from 0) where a stage ends with the layer that passes its share of
+    layers and head, in units of a layer. Columns."""
+    passed = np.floor((layers + head) / stages * stage) + 1.0
+    return np.where(stage < 1, 0.0, np.where(stage >= stages, layers, np.minimum(passed, layers)))
+
+
 def stage_layers(c: Columns, *, head_in_layers: Floats) -> StageLayers:
     """Equal stages with the remainder in the first ones; fewer in the last one by what the head
-    costs, counted in layers (balanced engines); or fewer at both ends (even stages)."""
+    costs, counted in layers (balanced engines); or fewer at both ends (even stages); or as many as
+    pass a stage's share (balanced 2)."""
     even = np.ceil(c.layers / c.pp)
     last_even = np.floor(c.layers / c.pp)
     fair = (c.layers + head_in_layers) / c.pp
@@ -41,6 +50,11 @@ def stage_layers(c: Columns, *, head_in_layers: Floats) -> StageLayers:
     first = np.where(uneven, np.ceil(rest), even)
     middle = np.where(uneven, np.ceil(rest), even)
     last = np.where(uneven, last, np.where(c.pp > 1, last_even, even))
+    passes = (c.balanced > 1) & (c.pp > 1)
+    edge = partial(passing_edges, c.layers, c.vocab / passing_unit(c.hidden, c.ffn), c.pp)
+    first = np.where(passes, edge(np.ones(1)), first)
+    middle = np.where(passes, np.ceil(c.layers / c.pp), middle)
+    last = np.where(passes, c.layers - edge(c.pp - 1.0), last)
     left, right = end_layers(c.layers, c.pp)
     ends = (c.even_stages > 0) & (c.pp > 1) & (right >= 0)
     return StageLayers(np.where(ends, left, first), middle, np.where(ends, right, last))

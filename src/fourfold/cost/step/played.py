@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.count.stages import end_layers
+from fourfold.cost.count.stages import end_layers, passing_unit
 from fourfold.cost.schedule.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import Times, estimate
 from fourfold.cost.step.gemm import Knobs
-from fourfold.cost.step.pipeline import pipeline_s
+from fourfold.cost.step.pipeline import passing_edges, pipeline_s
 from fourfold.spec.words import SCHEDULES, Schedule
 
 Floats = NDArray[np.float64]
@@ -149,6 +149,9 @@ def chunk_layers(c: Columns, chunks: int) -> Floats:
     lean = np.floor(rest) + (np.arange(chunks)[:, None] < (c.layers - short) % max(1, chunks - 1))
     lean[-1] = short
     counts = np.where(c.balanced > 0, lean, counts)
+    head = c.vocab / passing_unit(c.hidden, c.ffn)
+    edges = passing_edges(c.layers, head, np.array(float(chunks)), np.arange(chunks + 1.0)[:, None])
+    counts = np.where(c.balanced > 1, np.diff(edges, axis=0), counts)
     even = np.ceil(fair) + np.zeros((chunks, 1))
     even[0], even[-1] = end_layers(c.layers, float(chunks))
     return np.where((c.even_stages > 0) & (even.min(axis=0) >= 0), even, counts)

@@ -11,6 +11,7 @@ from typing import Any
 from fourfold.errors import UserError, nearest
 from fourfold.search.export.package import folder, script
 from fourfold.search.export.setup import Setup
+from fourfold.search.stacks import ALIASES, RELEASES
 from fourfold.spec.model import ModelShape
 
 # engine -> (module, stack whose rules and habits it stands for)
@@ -29,13 +30,14 @@ def stack_of(engine: str) -> str:
     return _entry(engine)[1]
 
 
-def limits(engine: str) -> dict[str, Any]:
-    """Fields of the search that this release leaves no choice in; the search keeps to them."""
-    return dict(getattr(_module(engine), "LIMITS", {}))
+def release_of(stack: str) -> str:
+    """The engine of RELEASES that a name without a year stands for; '': a measured engine."""
+    name = ALIASES.get(stack.strip().lower(), stack.strip().lower())
+    return name if name in RELEASES else ""
 
 
 def check(engine: str, model: ModelShape) -> None:
-    """Refuse a model that the engine cannot express, before anything is searched."""
+    """Refuse a model that the engine cannot express."""
     _module(engine).check(model)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
+import numpy as np
+
+from fourfold.cost.count.stages import passing_unit
+from fourfold.cost.step.pipeline import passing_edges
 from fourfold.search.export.package import MARK, Package
 from fourfold.search.export.setup import (
     LLAMA_SHAPE,
@@ -17,8 +20,6 @@ from fourfold.search.export.setup import (
 from fourfold.spec.model import ModelShape
 
 RELEASE = "nanotron 0.4"
-# Neither context parallelism nor recompute is in this release's configuration.
-LIMITS = {"cp": 1, "recompute": "none"}
 _ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
 _DTYPES = {"bf16-mixed": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _THETA = 10000.0  # built in
@@ -66,22 +67,18 @@ def package(setup: Setup) -> Package:
 
 
 def stages(model: ModelShape, pp: int) -> list[int]:
-    """Layers of each stage in this release: blocks go to a stage until it has passed its share of
-    the layers and the head, which it counts as if no heads shared keys."""
-    head = model.vocab / (4 * model.hidden + 3 * model.ffn)
-    share = (model.layers + head) / pp
-    edges = [min(model.layers, int(share * stage) + 1) for stage in range(1, pp)]
-    return [stop - start for start, stop in pairwise((0, *edges, model.layers))]
+    """Layers of each stage in this release."""
+    head = model.vocab / passing_unit(model.hidden, model.ffn)
+    layers, stages = np.array(float(model.layers)), np.array(float(pp))
+    edges = passing_edges(layers, np.array(head), stages, np.arange(pp + 1.0))
+    return [int(count) for count in np.diff(edges)]
 
 
 def _about(model: ModelShape, pp: int) -> tuple[str, ...]:
     if pp == 1:
         return ()
     counts = " ".join(str(count) for count in stages(model, pp))
-    return (
-        f"this release cuts stages of {counts} layers; the seconds are those of the runs that were"
-        " measured, of its later source",
-    )
+    return (f"this release cuts stages of {counts} layers, and so they are priced",)
 
 
 def _config(setup: Setup) -> dict[str, object]:

@@ -21,16 +21,24 @@ SCHEDULES = {
     ("zero-bubble", True): "InterleavedZeroBubble",
 }
 OWN = "tokenizer (hf_assets_path), data, learning rate and number of steps"
-DTYPES = {"bf16-mixed": "bfloat16", "fp32": "float32"}
+# Beside products in fp8 everything else is bf16.
+DTYPES = {"bf16-mixed": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
+# Its Llama 3, and its Qwen 3, which has norms of queries and keys and a head size of its own.
+_SHAPES = LLAMA_SHAPE | {"family": ("llama", "qwen"), "qk_norm": ("none", "head")}
 
 
-def check_llama(engine: str, model: ModelShape) -> None:
-    check_model(engine, model, LLAMA_SHAPE)
+def is_qwen3(model: ModelShape) -> bool:
+    return model.qk_norm == "head"
+
+
+def check_shape(engine: str, model: ModelShape) -> None:
+    check_model(engine, model, _SHAPES)
     place = model.positions
     if place.kind != "rope":
         raise no_setting(engine, "model.positions.kind", place.kind, "rope")
-    if place.scaling and place.scaling.kind != "llama3":
-        raise no_setting(engine, "model.positions.scaling", place.scaling.kind, "llama3, or none")
+    if place.scaling and (place.scaling.kind != "llama3" or is_qwen3(model)):
+        hint = "none" if is_qwen3(model) else "llama3, or none"
+        raise no_setting(engine, "model.positions.scaling", place.scaling.kind, hint)
 
 
 def check_titan(engine: str, setup: Setup) -> None:

@@ -8,14 +8,36 @@ from fourfold.search.export import titan
 from fourfold.search.export.package import MARK, Package
 from fourfold.search.export.setup import Setup, check_choice
 from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
 
 RELEASE = "torchtitan 0.3.0"
 _ENGINE = "torchtitan"
+_ABOUT_FP8 = (
+    "products in fp8 but for the head's, scaled by rows; weights are gathered in bf16, where the"
+    " published runs that seconds and bytes come from gathered them in fp8",
+)
+# What differs between its two models of this kind.
+_LLAMA = {
+    "package": "llama3",
+    "model": "Llama3Model",
+    "block": "Llama3TransformerBlock",
+    "parallelize": "parallelize_llama",
+    "adapter": "Llama3StateDictAdapter",
+    "rope": "ComplexRoPE",
+}
+_QWEN = {
+    "package": "qwen3",
+    "model": "Qwen3Model",
+    "block": "Qwen3TransformerBlock",
+    "parallelize": "parallelize_qwen3",
+    "adapter": "Qwen3StateDictAdapter",
+    "rope": "CosSinRoPE",
+}
 _RECOMPUTE = {"none": "None", "full": "FullAC.Config()"}
 
 
 def check(model: ModelShape) -> None:
-    titan.check_llama(_ENGINE, model)
+    titan.check_shape(_ENGINE, model)
 
 
 def package(setup: Setup) -> Package:
@@ -31,6 +53,7 @@ def package(setup: Setup) -> Package:
         files={"fourfold_config.py": _config(setup)},
         python_path=True,
         own=f"{titan.OWN} (in fourfold_config.py, or as arguments of run.sh)",
+        about=_ABOUT_FP8 if setup.policy.precision == "fp8" else (),
     )
 
 
@@ -41,6 +64,9 @@ def _arguments(fields: dict[str, Any], depth: int) -> str:
 
 def _config(setup: Setup) -> str:
     model, policy = setup.model, setup.policy
+    names = _QWEN if titan.is_qwen3(model) else _LLAMA
+    fp8_import = _FP8_IMPORT if policy.precision == "fp8" else ""
+    qk_norm = f"norm({model.head_size})" if titan.is_qwen3(model) else "None"
     parallel = titan.parallelism(_ENGINE, setup)
     parallel["enable_sequence_parallel"] = policy.sequence_parallel
     # Captured graphs know no pipeline, and are not what was priced.
@@ -52,20 +78,20 @@ from functools import partial
 import torch.nn as nn
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+{fp8_import}from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common import Embedding, Linear, RMSNorm, {names["rope"]}
 from torchtitan.models.common.config_utils import (
     get_attention_config,
     make_ffn_config,
     make_gqa_config,
 )
 from torchtitan.models.common.param_init import depth_scaled_std, skip_param_init
-from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
-from torchtitan.models.llama3.parallelize import parallelize_llama
-from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.{names["package"]}.model import {names["model"]}, {names["block"]}
+from torchtitan.models.{names["package"]}.parallelize import {names["parallelize"]}
+from torchtitan.models.{names["package"]}.state_dict_adapter import {names["adapter"]}
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -76,14 +102,14 @@ def normal(std):
     return {{"weight": partial(nn.init.trunc_normal_, std=std), "bias": nn.init.zeros_}}
 
 
-def norm():
+def norm(width=HIDDEN):
     init = {{"weight": nn.init.ones_}}
-    return RMSNorm.Config(normalized_shape=HIDDEN, eps={model.norm_eps!r}, param_init=init)
+    return RMSNorm.Config(normalized_shape=width, eps={model.norm_eps!r}, param_init=init)
 
 
 def layer(number):
     deep = normal(depth_scaled_std(0.02, number))
-    return Llama3TransformerBlock.Config(
+    return {names["block"]}.Config(
         attention_norm=norm(),
         ffn_norm=norm(),
         attention=make_gqa_config(
@@ -95,7 +121,8 @@ def layer(number):
             wqkv_param_init=normal(0.02),
             wo_param_init=deep,
             inner_attention=get_attention_config("flex"),
-            rope=ComplexRoPE.Config(
+            qk_norm={qk_norm},
+            rope={names["rope"]}.Config(
 {_arguments(_rope(setup), 4)}            ),
         ),
         feed_forward=make_ffn_config(
@@ -109,7 +136,7 @@ def layer(number):
 
 def model():
     first = skip_param_init if TIED else partial(nn.init.normal_, std=1.0)
-    return Llama3Model.Config(
+    return {names["model"]}.Config(
         dim=HIDDEN,
         vocab_size=VOCAB,
         enable_weight_tying=TIED,
@@ -127,13 +154,13 @@ def model():
 def pretrain():
     return Trainer.Config(
         model_spec=ModelSpec(
-            name="llama3",
+            name="{names["package"]}",
             flavor="fourfold",
-            model=model(),
-            parallelize_fn=parallelize_llama,
+            model={_converted(policy)},
+            parallelize_fn={names["parallelize"]},
             pipelining_fn=pipeline_llm,
             post_optimizer_build_fn=None,
-            state_dict_adapter=Llama3StateDictAdapter,
+            state_dict_adapter={names["adapter"]},
         ),
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCAB),
         optimizer=default_adamw(lr=3e-4),
@@ -147,6 +174,17 @@ def pretrain():
 {_arguments(compiled, 3)}        ),
     )
 """
+
+
+_FP8_IMPORT = "from torchtitan.components.quantization import Float8LinearConverter\n"
+
+
+def _converted(policy: Policy) -> str:
+    """The model, its products in fp8 where the policy says so; its own 405B leaves the head out."""
+    if policy.precision != "fp8":
+        return "model()"
+    settings = f"filter_fqns=['lm_head'], model_compile_enabled={policy.compile}"
+    return f"Float8LinearConverter.Config({settings}).build().convert(model())"
 
 
 def _rope(setup: Setup) -> dict[str, Any]:

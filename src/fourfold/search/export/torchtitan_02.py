@@ -9,10 +9,13 @@ from fourfold.spec.model import ModelShape
 
 RELEASE = "torchtitan 0.2.2"
 _ENGINE = "torchtitan-0.2"
+_FP8 = "quantize.linear.float8"
 
 
 def check(model: ModelShape) -> None:
-    titan.check_llama(_ENGINE, model)
+    titan.check_shape(_ENGINE, model)
+    if titan.is_qwen3(model):
+        return
     if model.tied:
         raise no_setting(_ENGINE, "model.tied", True, "release 0.3 (--export torchtitan)")
     if model.attention_width != model.hidden:
@@ -23,6 +26,8 @@ def package(setup: Setup) -> Package:
     check(setup.model)
     titan.check_titan(_ENGINE, setup)
     policy = setup.policy
+    if titan.is_qwen3(setup.model) and setup.layout.pp > 1:
+        raise no_setting(_ENGINE, "layout.pp", setup.layout.pp, "pp = 1 for a Qwen, or release 0.3")
     if setup.layout.tp > 1 and not policy.sequence_parallel:
         raise no_setting(_ENGINE, "policy.sequence_parallel", False, "sequence_parallel = true")
     options: dict[str, object] = {
@@ -35,16 +40,21 @@ def package(setup: Setup) -> Package:
         options["parallelism.context_parallel_rotate_method"] = "allgather"
     options |= {f"training.{name}": value for name, value in titan.training(setup).items()}
     options |= _recompute(policy.recompute)
+    if policy.precision == "fp8":
+        options |= {"model.converters": _FP8, f"{_FP8}.filter_fqns": "output"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     words += ["--compile.enable"] if policy.compile else []
     words += ["--parallelism.enable_async_tensor_parallel"] if policy.async_tp else []
+    if policy.precision == "fp8" and policy.zero > 0:  # as in its published runs
+        words += [f"--{_FP8}.enable_fsdp_float8_all_gather"]
+        words += [f"--{_FP8}.precompute_float8_dynamic_scale_for_fsdp"]
     return Package(
         engine=_ENGINE,
         release=RELEASE,
         entry="-m torchtitan.train",
         env=titan.environment(setup),
         engine_args=tuple(words),
-        files={"fourfold_model.py": _module(setup)},
+        files={"fourfold_model.py": (_qwen3 if titan.is_qwen3(setup.model) else _llama)(setup)},
         python_path=True,
         own=f"{titan.OWN} (as arguments of run.sh)",
     )
@@ -63,7 +73,33 @@ def _recompute(kind: str) -> dict[str, object]:
     return {"activation_checkpoint.mode": kind}
 
 
-def _module(setup: Setup) -> str:
+def _qwen3(setup: Setup) -> str:
+    model = setup.model
+    return f"""{MARK} torchtitan, for {RELEASE}
+from dataclasses import replace
+
+from torchtitan.models.qwen3 import Qwen3ModelArgs, get_train_spec
+from torchtitan.protocols.train_spec import register_train_spec
+
+MODEL = Qwen3ModelArgs(
+    dim={model.hidden},
+    n_layers={model.layers},
+    n_heads={model.heads},
+    n_kv_heads={model.kv_heads},
+    head_dim={model.head_size},
+    hidden_dim={model.ffn},
+    vocab_size={model.vocab},
+    qk_norm=True,
+    norm_eps={model.norm_eps!r},
+    rope_theta={model.positions.theta!r},
+    max_seq_len={max(setup.batch.seq_len, model.positions.length or 0)},
+    enable_weight_tying={model.tied},
+)
+register_train_spec("fourfold", replace(get_train_spec(), model_args={{"model": MODEL}}))
+"""
+
+
+def _llama(setup: Setup) -> str:
     """Registers the model. Its MLP width is a rounded multiple: one multiple, as wide as asked."""
     model = setup.model
     usual = 2 * 4 * model.hidden // 3

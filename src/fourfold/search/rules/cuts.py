@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fourfold.cost.count.stages import end_layers
+from fourfold.cost.count.stages import end_layers, passing_unit
 from fourfold.search.rules.case import ULYSSES, Case, Rule, Truth, Whole, Words, divisors, few
 
 
@@ -86,7 +86,16 @@ def _seq_cp_words(c: Case) -> Words:
     return "batch.seq_len", c.seq_len, rule, f"seq_len = {-(-c.seq_len // pieces) * pieces}"
 
 
+def _seq_tp(c: Case) -> Truth:
+    odd = c.seq_len // c.cp % c.tp != 0
+    undivided = (c.sequence_parallel == 0) & (not c.stack.gathers_tp)
+    return (c.tp > 1) & (((c.sequence_parallel == 1) & odd) | undivided)
+
+
 def _seq_tp_words(c: Case) -> Words:
+    if not c.sequence_parallel:
+        rule = f"{c.stack.name} has tensor parallelism with it only"
+        return "policy.sequence_parallel", False, rule, "sequence_parallel = true, or tp = 1"
     rule = f"seq_len / cp = {c.seq_len // c.cp} must be a multiple of tp={c.tp}"
     hint = "sequence_parallel = false, or another tp"
     return "policy.sequence_parallel", True, rule, hint
@@ -109,6 +118,10 @@ def _stage_layers(c: Case) -> Truth:
         counted = sum(((layers + more) % chunks == 0) * 1 for more in range(3))
         _, last = end_layers(layers, c.pp)
         odd = (counted == 0) & ((c.virtual_stages > 1) | (last < 1))
+    elif c.stack.stage_rule == "passing":
+        # Else the head lies on a stage before the last, which is left with the loss alone.
+        head = c.model.vocab / passing_unit(c.model.hidden, c.model.ffn)
+        odd = head * (c.pp - 1) >= layers
     else:
         return False
     return (c.pp > 1) & (chunks <= layers) & odd
@@ -151,11 +164,7 @@ RULES = (
     Rule("ffn", lambda c: c.model.ffn % c.tp != 0, _ffn_words),
     Rule("ulysses-heads", _ulysses_heads, _ulysses_heads_words),
     Rule("seq-cp", _seq_cp, _seq_cp_words),
-    Rule(
-        "seq-tp",
-        lambda c: (c.sequence_parallel == 1) & (c.tp > 1) & (c.seq_len // c.cp % c.tp != 0),
-        _seq_tp_words,
-    ),
+    Rule("seq-tp", _seq_tp, _seq_tp_words),
     Rule(
         "async-tp",
         lambda c: c.policy.async_tp & (c.tp > 1) & (c.sequence_parallel == 0),

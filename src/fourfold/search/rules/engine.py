@@ -59,12 +59,16 @@ def _axis(c: Case) -> Truth:
     for axis, size in (("tp", c.tp), ("cp", c.cp), ("pp", c.pp)):
         if axis not in c.stack.axes:
             missing = missing | (size > 1)
-    return missing
+    return missing | ((c.pp > 1) & (c.model.family in c.stack.whole_families))
 
 
 def _axis_words(c: Case) -> Words:
     sizes = {"tp": c.tp, "cp": c.cp, "pp": c.pp}
-    axis = next(name for name, size in sizes.items() if size > 1 and name not in c.stack.axes)
+    lacking = [name for name, size in sizes.items() if size > 1 and name not in c.stack.axes]
+    if not lacking:
+        rule = f"{c.stack.name} does not cut {c.model.family} models into stages"
+        return "layout.pp", c.pp, rule, "pp = 1"
+    axis = lacking[0]
     return f"layout.{axis}", sizes[axis], f"{c.stack.name} has no such axis", f"{axis} = 1"
 
 
