@@ -92,7 +92,7 @@ class Campaign:
 
     def clear_up(self) -> list[Stored]:
         """End what a killed campaign left running; keep runs that it finished but did not store."""
-        kept = []
+        stored_runs = []
         for place in self.store.leftovers():
             ended = end_processes_of(place)
             if ended:
@@ -100,8 +100,8 @@ class Campaign:
             stored = self.store.recover(place)
             if stored is not None:
                 self.say(f"kept {stored.name}, finished by a stopped sweep")
-                kept.append(stored)
-        return kept
+                stored_runs.append(stored)
+        return stored_runs
 
     def machine(self, spec: RunSpec) -> Machine:
         kind = kind_of(spec)
@@ -112,12 +112,12 @@ class Campaign:
     def finished(self, spec: RunSpec) -> list[Stored]:
         """Stored runs of this spec, torch and machine, oldest first; interrupted ones are not."""
         machine = self.machine(spec)
-        found = self.store.named(f"{spec.run_id}_")
-        return [stored for stored in found if self._counts(stored.summary, machine)]
+        candidates = self.store.named(f"{spec.run_id}_")
+        return [stored for stored in candidates if self._counts(stored.summary, machine)]
 
     def _counts(self, summary: Record, machine: Machine) -> bool:
-        here = summary.host == socket.gethostname() or summary.device == machine.device
-        return here and summary.torch == machine.torch and summary.outcome not in self.again
+        same_machine = summary.host == socket.gethostname() or summary.device == machine.device
+        return same_machine and summary.torch == machine.torch and summary.outcome not in self.again
 
     def run_new(self, spec: RunSpec) -> Stored:
         """Once more, whatever the store has: the next repeat."""
@@ -159,6 +159,6 @@ class Campaign:
     def _named(self, report: RunReport) -> RunReport:
         """A run that died before it could say where it was still ran on this machine."""
         machine = self.machine(report.spec)
-        said = dict(report.environment)
+        known = dict(report.environment)
         missing = {"device": machine.device, "torch": machine.torch, "host": socket.gethostname()}
-        return replace(report, environment=tuple(sorted({**missing, **said}.items())))
+        return replace(report, environment=tuple(sorted({**missing, **known}.items())))

@@ -68,20 +68,20 @@ def run_report(
 
 def _slowest(links: list[LinkRate]) -> tuple[LinkRate, ...]:
     """One for each axis, level and kind: a step waits for its slowest group."""
-    found: dict[tuple[str, str, str], LinkRate] = {}
+    slowest: dict[tuple[str, str, str], LinkRate] = {}
     for link in links:
         key = (link.axis, link.level, link.op)
-        if key not in found or link.seconds > found[key].seconds:
-            found[key] = link
-    return tuple(found.values())
+        if key not in slowest or link.seconds > slowest[key].seconds:
+            slowest[key] = link
+    return tuple(slowest.values())
 
 
 def _shortage(folder: Path, task: int, failure: Failure | None) -> OomReport | None:
     """From the words of the rank that failed; another task's start sets them aside."""
     for place in (folder / f"failed-{task}", folder):
-        said = own_words(place, failure.rank) if failure else None
-        if said is not None:
-            return said.shortage
+        own_failure = own_words(place, failure.rank) if failure else None
+        if own_failure is not None:
+            return own_failure.shortage
     return None
 
 

@@ -43,10 +43,10 @@ class Mark:
 
     @classmethod
     def parse(cls, text: str) -> Mark | None:
-        found = _MARK.fullmatch(text)
-        if found is None:
+        match = _MARK.fullmatch(text)
+        if match is None:
             return None
-        token, folder, launcher, born, boot = found.groups()
+        token, folder, launcher, born, boot = match.groups()
         return cls(token, int(folder), int(launcher), born, boot)
 
     @property

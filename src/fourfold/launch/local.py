@@ -54,8 +54,8 @@ class JobError(RuntimeError):
 def must_be_ok(report: JobReport) -> None:
     if report.outcome == "ok":
         return
-    said = report.failure
-    where = f" ({said.who}): {said.message}" if said else ""
+    failure = report.failure
+    where = f" ({failure.who}): {failure.message}" if failure else ""
     raise JobError(f"{report.job} {report.outcome}{where}")
 
 

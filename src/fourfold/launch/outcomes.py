@@ -74,12 +74,16 @@ def fallen(scene: JobScene) -> tuple[Outcome, Failure]:
     causes: list[tuple[float, Outcome, Failure]] = []
     consequences: list[tuple[float, Outcome, Failure]] = []
     for rank, (code, at) in scene.exits.items():
-        said = own_words(scene.folder, rank)
-        if said is not None:
-            gone = said.outcome == "crashed" and _PEER_GONE.search(said.failure.message)
-            late = said.echo or gone
-            failure = _with_tail(said.failure, scene.folder)
-            (consequences if late else causes).append((said.at, said.outcome, failure))
+        own_failure = own_words(scene.folder, rank)
+        if own_failure is not None:
+            gone = own_failure.outcome == "crashed" and _PEER_GONE.search(
+                own_failure.failure.message
+            )
+            late = own_failure.echo or gone
+            failure = _with_tail(own_failure.failure, scene.folder)
+            (consequences if late else causes).append(
+                (own_failure.at, own_failure.outcome, failure)
+            )
         elif code != 0:
             causes.append((at, *_silent_end(scene, rank, code)))
     for _, outcome, failure in sorted(causes or consequences, key=lambda item: item[0]):
@@ -89,7 +93,7 @@ def fallen(scene: JobScene) -> tuple[Outcome, Failure]:
 
 def _worker_end(scene: JobScene) -> tuple[Outcome, Failure]:
     """No rank ended by itself: the worker did, and its ranks with it."""
-    code, said = scene.worker_exit, tail(log_file(scene.folder, WORKER))
+    code, log_tail = scene.worker_exit, tail(log_file(scene.folder, WORKER))
     outcome: Outcome = "crashed"
     if code is not None and code < 0:
         how = f"was ended by signal {-code} ({_signal_name(-code)})"
@@ -100,9 +104,9 @@ def _worker_end(scene: JobScene) -> tuple[Outcome, Failure]:
         )
         words += "or the batch system's log), then start again"
     else:
-        last = said.rpartition("\n")[2]
+        last = log_tail.rpartition("\n")[2]
         words = f"{scene.place(WORKER)} ended with exit code {code}: {last}"
-    message = f"{words}\n{said}".strip()
+    message = f"{words}\n{log_tail}".strip()
     return outcome, Failure(rank=WORKER, stage=0, phase="worker", message=message)
 
 
@@ -210,10 +214,10 @@ def _waits(folder: Path, rank: int) -> bool:
 
 def _source_line(frame: str) -> str:
     """The text of the line a frame stands at; compiled code below it has no frame of its own."""
-    found = _FRAME.search(frame)
+    match = _FRAME.search(frame)
     try:
-        lines = Path(found.group(1)).read_text(encoding="utf-8").splitlines() if found else []
-        return lines[int(found.group(2)) - 1] if found else ""
+        lines = Path(match.group(1)).read_text(encoding="utf-8").splitlines() if match else []
+        return lines[int(match.group(2)) - 1] if match else ""
     except (OSError, ValueError, IndexError):
         return ""
 

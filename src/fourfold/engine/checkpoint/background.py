@@ -138,8 +138,8 @@ def _agreed(items: Sequence[StateShard], group: dist.ProcessGroup) -> list[int]:
     first = dist.get_rank() == 0
     all_ranks: list | None = [None] * dist.get_world_size() if first else None
     dist.gather_object(infos, all_ranks, group=group)
-    mine: list = [None]
+    numbers: list = [None]
     dist.scatter_object_list(
-        mine, assign_writers(all_ranks) if all_ranks is not None else None, group=group
+        numbers, assign_writers(all_ranks) if all_ranks is not None else None, group=group
     )
-    return mine[0]
+    return numbers[0]

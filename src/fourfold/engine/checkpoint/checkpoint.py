@@ -70,21 +70,21 @@ def load_sound(trainer: Trainer, root: Path, name: str, tick: Tick | None = None
     """Load this checkpoint or, where its bytes have changed, the newest sound one before it; those
     are then kept apart. All ranks share the reading and agree. Collective."""
     group, first = cpu_group(), dist.get_rank() == 0
-    before = [found.folder.name for found in checkpoints.whole(root)] if first else []
-    told: list = [before]
-    dist.broadcast_object_list(told, src=0, group=group)
-    before, bad = told[0], dict[str, str]()
+    before = [checkpoint.folder.name for checkpoint in checkpoints.whole(root)] if first else []
+    names: list = [before]
+    dist.broadcast_object_list(names, src=0, group=group)
+    before, bad = names[0], dict[str, str]()
     try:
-        for one in reversed(before[: before.index(name) + 1]):
-            found = checkpoints.read(root / one)
-            bad[one] = _changed(found, group, tick)
+        for step in reversed(before[: before.index(name) + 1]):
+            checkpoint = checkpoints.read(root / step)
+            bad[step] = _changed(checkpoint, group, tick)
             try:
-                if not bad[one]:
-                    load(trainer, found, tick)
-                    del bad[one]
+                if not bad[step]:
+                    load(trainer, checkpoint, tick)
+                    del bad[step]
                     break
             except NotWholeError as error:  # of all ranks alike
-                bad[one] = error.rule
+                bad[step] = error.rule
         else:
             raise UserError(
                 f"can't be loaded, nor one before it: {bad[name]}",
@@ -94,26 +94,26 @@ def load_sound(trainer: Trainer, root: Path, name: str, tick: Tick | None = None
             )
     finally:
         dist.destroy_process_group(group)
-    for one, reason in bad.items() if first else ():
-        checkpoints.keep_apart(root / one, reason)
-    return found
+    for step, reason in bad.items() if first else ():
+        checkpoints.keep_apart(root / step, reason)
+    return checkpoint
 
 
-def _changed(found: Checkpoint, group: dist.ProcessGroup, tick: Tick | None) -> str:
+def _changed(checkpoint: Checkpoint, group: dist.ProcessGroup, tick: Tick | None) -> str:
     """Of format 1, whose chunks are not summed: every rank reads a share of the files; the first
     complaint, the same on all. Later formats are checked while they are read. Collective."""
-    if found.state.format > 1:
+    if checkpoint.state.format > 1:
         return ""
     share = dist.get_rank(), dist.get_world_size()
-    said: list = [""] * dist.get_world_size()
-    dist.all_gather_object(said, checkpoints.damage(found, share, tick), group=group)
-    return next(filter(None, said), "")
+    complaints: list = [""] * dist.get_world_size()
+    dist.all_gather_object(complaints, checkpoints.damage(checkpoint, share, tick), group=group)
+    return next(filter(None, complaints), "")
 
 
 @torch.no_grad()
 def read_into(
     items: Sequence[StateShard],
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     tick: Tick | None = None,
     index: Index | None = None,
 ) -> None:
@@ -126,11 +126,13 @@ def read_into(
         done[0] += 1
 
     def work() -> None:
-        where = index or checkpoints.read_index(found)
+        where = index or checkpoints.read_index(checkpoint)
         try:
-            tensor_file.read_all(tensor_file.reads_of(items, where), found.folder, where, count)
+            tensor_file.read_all(
+                tensor_file.reads_of(items, where), checkpoint.folder, where, count
+            )
         except UserError as error:
-            raise checkpoints.said_of(error, found.folder) from None
+            raise checkpoints.said_of(error, checkpoint.folder) from None
 
     try:
         with watched(tick, lambda: done[0]):
@@ -186,9 +188,9 @@ def save(
             # Gives the room back; every rank has left the folder by now.
             shutil.rmtree(folder, ignore_errors=True)
         last = checkpoints.newest(root)
-        kept = f"the last good one is {last.folder.name}" if last else "there is no earlier one"
+        earlier = f"the last good one is {last.folder.name}" if last else "there is no earlier one"
         what = f"the checkpoint of step {state.step} could not be written"
-        raise CheckpointError(f"{what}: {_words(error)}; {kept}") from error
+        raise CheckpointError(f"{what}: {_words(error)}; {earlier}") from error
 
 
 def _words(error: BaseException) -> str:
@@ -201,22 +203,24 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[A
     """Every rank's result; or, when one fails, the same error on all. Collective in `group`."""
     if group is None:
         return [work()]
-    mine: BaseException | None = None
+    failure: BaseException | None = None
     result = None
     try:
         result = work()
     except Exception as error:
-        mine = error
-    said: list = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (_kind(mine), _told(mine), result), group=group)
-    if all(kind == "" for kind, _, _ in said):
-        return [one for _, _, one in said]
+        failure = error
+    outcomes: list = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (_kind(failure), _told(failure), result), group=group)
+    if all(kind == "" for kind, _, _ in outcomes):
+        return [outcome for _, _, outcome in outcomes]
     # Whatever is wrong with this machine or this version, an earlier checkpoint would not help.
     order = ("other", "user", "unreadable", "changed")
-    kind = min((kind for kind, _, _ in said if kind), key=order.index)
-    if mine is not None and _kind(mine) == kind:
-        raise mine
-    rank, (words, more) = next((rank, one[1]) for rank, one in enumerate(said) if one[0] == kind)
+    kind = min((kind for kind, _, _ in outcomes if kind), key=order.index)
+    if failure is not None and _kind(failure) == kind:
+        raise failure
+    rank, (words, more) = next(
+        (rank, outcome[1]) for rank, outcome in enumerate(outcomes) if outcome[0] == kind
+    )
     raise _ERRORS[kind](f"{words} (rank {rank})", **more)
 
 

@@ -66,10 +66,10 @@ class HfWeights:
         self._same_function(model)
         wanted = {name: size for name, size, _ in theirs(self.kind, model, seq_len)}
         for name, size in wanted.items():
-            found = tuple(self._slice(name).get_shape())
-            if found != size:
+            stored = tuple(self._slice(name).get_shape())
+            if stored != size:
                 raise UserError(
-                    f"its {name} is {list(found)}, the model's {list(size)}",
+                    f"its {name} is {list(stored)}, the model's {list(size)}",
                     **self._where,
                     hint=f"use its own shape: --model {self.folder / CONFIG}",
                 )
@@ -77,21 +77,23 @@ class HfWeights:
         known = {*wanted, "lm_head.weight"}
         extra = [n for n in self._files if self._full(n) not in known and not is_buffer(n)]
         if extra:
-            some = ", ".join(sorted(extra)[:4])
-            raise UserError(f"holds tensors that the model does not have: {some}", **self._where)
+            names = ", ".join(sorted(extra)[:4])
+            raise UserError(f"holds tensors that the model does not have: {names}", **self._where)
 
     def _same_function(self, model: ModelShape) -> None:
         """Sizes are compared by tensor; what has no tensor here."""
-        ours, found = (
-            codec.encode(replace(one, variants=tuple(v for v in one.variants if v != "dropout")))
-            for one in (model, self.shape)
+        ours, theirs = (
+            codec.encode(
+                replace(shape, variants=tuple(v for v in shape.variants if v != "dropout"))
+            )
+            for shape in (model, self.shape)
         )
         for field in _FUNCTION:
             if field == "positions" and model.positions.kind == "learned":
-                ours[field], found[field] = model.positions.kind, self.shape.positions.kind
-            if ours.get(field) != found.get(field):
+                ours[field], theirs[field] = model.positions.kind, self.shape.positions.kind
+            if ours.get(field) != theirs.get(field):
                 raise UserError(
-                    f"has {field} = {found.get(field)}, the model {ours.get(field)}",
+                    f"has {field} = {theirs.get(field)}, the model {ours.get(field)}",
                     **self._where,
                     hint=f"use its own shape: --model {self.folder / CONFIG}",
                 )

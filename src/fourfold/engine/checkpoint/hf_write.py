@@ -40,16 +40,16 @@ class Export:
 
     def files(self) -> list[dict[str, list[tuple[str, Spot]]]]:
         """File by file: their tensors, and which of ours each is made of."""
-        found: list[dict[str, list[tuple[str, Spot]]]] = [{}]
+        parts_by_file: list[dict[str, list[tuple[str, Spot]]]] = [{}]
         filled = 0
         for name, size, ours in theirs(export_type(self.model), self.model, self.seq_len):
             count = self.dtype.itemsize * math.prod(size)
-            if found[-1] and filled + count > self.file_bytes:
-                found.append({})
+            if parts_by_file[-1] and filled + count > self.file_bytes:
+                parts_by_file.append({})
                 filled = 0
-            found[-1][name] = ours
+            parts_by_file[-1][name] = ours
             filled += count
-        return found
+        return parts_by_file
 
 
 def export(source: Source, what: Export, out: Path, say: Callable[[str], None]) -> list[str]:
@@ -96,8 +96,8 @@ def _made(
     ours = source([name for parts in tensors.values() for name, _ in parts])
     made = {}
     for theirs_name, parts in tensors.items():
-        some = [ours.pop(name).to(dtype) for name, _ in parts]
-        joined = torch.cat(some) if len(some) > 1 else some[0]
+        converted = [ours.pop(name).to(dtype) for name, _ in parts]
+        joined = torch.cat(converted) if len(converted) > 1 else converted[0]
         made[theirs_name] = (joined.T if parts[0][1].transposed else joined).contiguous()
     return made
 

@@ -68,7 +68,7 @@ def assign_writers(ranks: Sequence[Iterable[ShardInfo]]) -> list[list[int]]:
     require_coverage(holders)
     load = [0] * len(ranks)
     chosen: list[list[int]] = [[] for _ in ranks]
-    for info in sorted(holders, key=lambda one: -one.nbytes):
+    for info in sorted(holders, key=lambda shard: -shard.nbytes):
         rank, number = min(holders[info], key=lambda place: (load[place[0]], place))
         load[rank] += info.nbytes
         chosen[rank].append(number)

@@ -121,12 +121,12 @@ def _bytes_of(tensor: Tensor) -> Any:
 def index_of(parts: Sequence[Written]) -> Index:
     """All ranks' files together."""
     tensors: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
-    for name, dtype, shape, chunk in (one for part in parts for one in part.chunks):
+    for name, dtype, shape, chunk in (chunk for part in parts for chunk in part.chunks):
         known = tensors.setdefault(name, (dtype, shape, []))
         assert known[:2] == (dtype, shape), f"ranks disagree on {name}"
         known[2].append(chunk)
     stored = {
-        name: Stored(dtype, shape, tuple(sorted(chunks, key=lambda one: one.offsets)))
+        name: Stored(dtype, shape, tuple(sorted(chunks, key=lambda chunk: chunk.offsets)))
         for name, (dtype, shape, chunks) in sorted(tensors.items())
     }
     return Index({part.file: part.entry for part in parts}, stored)
@@ -161,9 +161,9 @@ def reads_of(items: Sequence[StateShard], index: Index) -> list[Read]:
     return reads
 
 
-def is_exact(saved: torch.dtype, here: torch.dtype) -> bool:
+def is_exact(saved: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether every value of one format is a value of the other."""
-    return torch.promote_types(saved, here) == here
+    return torch.promote_types(saved, wanted) == wanted
 
 
 def _lacks(what: str) -> UserError:
@@ -200,7 +200,7 @@ def read_all(
                 header = _exactly(stream, 0, entry.header_size, name)
                 if zlib.crc32(header) != entry.header_crc32:
                     raise sealed.changed(name)
-            for read in sorted(by_file[name], key=lambda one: one.chunk.start):
+            for read in sorted(by_file[name], key=lambda read: read.chunk.start):
                 _read_one(stream, read, index.block_bytes)
                 if tick is not None:
                     tick()
@@ -235,11 +235,11 @@ class _Blocks:
         self._number, self._content = -1, b""
 
     def part(self, first: int, last: int) -> bytearray:
-        found = bytearray()
+        content_part = bytearray()
         for number in range(first // self._block_bytes, -(-last // self._block_bytes)):
             content, start = self._block(number), number * self._block_bytes
-            found += memoryview(content)[max(0, first - start) : last - start]
-        return found
+            content_part += memoryview(content)[max(0, first - start) : last - start]
+        return content_part
 
     def _block(self, number: int) -> bytes:
         if number != self._number:

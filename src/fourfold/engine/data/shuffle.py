@@ -18,14 +18,14 @@ _ROUNDS = 4
 def shuffled(index: Tensor, size: int, stream: int) -> Tensor:
     """Where each index (int64, in [0, size)) comes to stand; `stream` names the permutation."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    found = _network(index, half, stream)
+    place = _network(index, half, stream)
     # The network permutes 2^(2 half) numbers, at most 4 x size: following a cycle from inside the
     # range comes back inside, after a few turns.
-    outside = found >= size
+    outside = place >= size
     while bool(outside.any()):
-        found = torch.where(outside, _network(found, half, stream), found)
-        outside = found >= size
-    return found
+        place = torch.where(outside, _network(place, half, stream), place)
+        outside = place >= size
+    return place
 
 
 def _network(index: Tensor, half: int, stream: int) -> Tensor:

@@ -43,11 +43,11 @@ class TokenFile:
 
     def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, targets) on the device of `sequences`; see `data.Source`."""
-        found = self._ahead.pop((first, id(sequences), id(positions)), None)
-        places = None if found else (self._host(sequences), self._host(positions))
+        ready = self._ahead.pop((first, id(sequences), id(positions)), None)
+        places = None if ready else (self._host(sequences), self._host(positions))
         began = time.perf_counter()
-        if found is not None:
-            pair = found[0].result()
+        if ready is not None:
+            pair = ready[0].result()
         else:
             assert places is not None
             pair = self._read(first, *places, sequences.device)
@@ -64,12 +64,12 @@ class TokenFile:
         device = sequences[0].device
         if self._reader is None:
             self._reader = _reader(device)
-        for one in sequences:
+        for micro in sequences:
             job = self._reader.submit(
-                self._read, first, self._host(one), self._host(positions), device
+                self._read, first, self._host(micro), self._host(positions), device
             )
             # The tensors are kept beside it: their ids stay theirs.
-            self._ahead[first, id(one), id(positions)] = (job, one, positions)
+            self._ahead[first, id(micro), id(positions)] = (job, micro, positions)
 
     def _host(self, index: Tensor) -> Tensor:
         """The values of an index tensor; waits for the device the first time it is seen."""
@@ -104,12 +104,12 @@ class TokenFile:
         number = torch.where(sequences >= 0, sequences + first, first)
         epoch = number.div(self.windows, rounding_mode="floor")
         place = number % self.windows
-        found = torch.empty_like(place)
-        for one in epoch.unique().tolist():
-            here = epoch == one
-            order = rng.key(self.seed, "epoch", one)
-            found[here] = shuffled(place[here], self.windows, order)
-        return found
+        window = torch.empty_like(place)
+        for epoch_number in epoch.unique().tolist():
+            in_epoch = epoch == epoch_number
+            order = rng.key(self.seed, "epoch", epoch_number)
+            window[in_epoch] = shuffled(place[in_epoch], self.windows, order)
+        return window
 
 
 def _reader(device: torch.device) -> ThreadPoolExecutor:

@@ -190,18 +190,18 @@ def _gemms(
     plan: Plan, seconds: float, mark: Callable[[str], None], done: Callable[[], None]
 ) -> list[GemmPoint]:
     shapes = list(_shapes(plan))
-    found = []
+    points = []
     for dtype in plan.dtypes:
         for m, n, k in shapes:
             mark(f"gemm {dtype} {m}x{n}x{k}")
             slice_s = seconds / len(shapes) / len(plan.dtypes)
             point = probe.gemm(dtype, (m, n, k), plan.device, slice_s)
             if point is not None:
-                found.append(point)
+                points.append(point)
             done()
             if point is None or _hopeless(point, plan):
                 break  # no unit for this format here: not worth the grid
-    return found
+    return points
 
 
 def _hopeless(point: GemmPoint, plan: Plan) -> bool:
@@ -223,11 +223,11 @@ def _attentions(
                 flops = 14.0 * count * length * length * head
                 if flops <= 2.0 * plan.flops_per_s * plan.call_s or length == lengths[0]:
                     wanted.append((kernel, (1, count, length, head)))
-    found = []
+    points = []
     for kernel, sizes in wanted:
         mark(f"attention {kernel} {sizes[3]}x{sizes[2]}")
         point = probe.attention(kernel, sizes, plan.work_dtype, plan.device, seconds / len(wanted))
         if point is not None:
-            found.append(point)
+            points.append(point)
         done()
-    return found
+    return points

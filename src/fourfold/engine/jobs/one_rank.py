@@ -104,8 +104,8 @@ def one_rank(task: Task, rank: int, ran: int, device: torch.device) -> OneRankRe
     axes = axes_of(stage.world, stage.spec.model)
     fills = fill_seconds(readings.traffic, axes, device)
     task.heartbeat.step_done()
-    one = steady(readings.intervals, stage.ran * len(readings.step_s))
-    phases, compute_s = phase_times(readings, one, fills, stage)
+    micro_s = steady(readings.intervals, stage.ran * len(readings.step_s))
+    phases, compute_s = phase_times(readings, micro_s, fills, stage)
     return OneRankResult(
         rank=rank,
         world=stage.spec.gpus,
@@ -163,7 +163,7 @@ def _steps(
     task: Task, rank: int, ran: int, device: torch.device
 ) -> tuple[StageFacts, StepReadings]:
     spec = with_micro_batches(task.spec, ran)
-    specs = tuple(spec if i == task.index else one for i, one in enumerate(task.job.specs))
+    specs = tuple(spec if i == task.index else other for i, other in enumerate(task.job.specs))
     task = replace(task, job=replace(task.job, specs=specs))
     traffic_log = fake_peers.join(rank, spec.gpus)
     task.heartbeat.enter("build")

@@ -200,9 +200,9 @@ class Steps:
         hidden = self.ledger is None and self.trainer.device.type == "cpu"
         if not hidden or index != _COUNTED_STEPS - 1:
             return self._step(index)
-        with allocator_peak(self.trainer) as found:
+        with allocator_peak(self.trainer) as peaks:
             done = self._step(index)
-        self.peak_bytes = max(self.peak_bytes, *found)
+        self.peak_bytes = max(self.peak_bytes, *peaks)
         return done
 
     def _mark(self, phase: str) -> None:
@@ -229,12 +229,12 @@ class Steps:
         A norm that is not finite is no failure where the loss was scaled and could still be scaled
         by less; no scale helps a loss.
         """
-        found = [(float(loss), float(norm)) for loss, norm in self.results]
+        numbers = [(float(loss), float(norm)) for loss, norm in self.results]
         forgiven = self.trainer.may_overflow
-        for step, (loss, norm) in enumerate(found):
+        for step, (loss, norm) in enumerate(numbers):
             if not (math.isfinite(loss) and (forgiven or math.isfinite(norm))):
                 raise NonFiniteError(f"loss {loss}, gradient norm {norm} in step {step}")
-        return found
+        return numbers
 
 
 def _measured(steps: Steps, start_s: float) -> RankFacts:
@@ -282,7 +282,7 @@ def _measured(steps: Steps, start_s: float) -> RankFacts:
         start_s=start_s,
         window_s=window_s,
         samples=samples,
-        probes=tuple(one for one in probes if one is not None),
+        probes=tuple(probe_report for probe_report in probes if probe_report is not None),
         links=_links(steps),
         warmup=warm.warmup,
         environment=_environment(task, device) if task.rank == 0 else (),

@@ -91,10 +91,10 @@ def _load(task: Task, trainer: Trainer, out: Path) -> int:
             begin_from(trainer, settings.weights, lambda: task.heartbeat.enter("load"))
         return 0
     tick = lambda: task.heartbeat.enter("load")  # noqa: E731
-    found = checkpoint.load_sound(trainer, out / "checkpoints", name, tick)
+    loaded = checkpoint.load_sound(trainer, out / "checkpoints", name, tick)
     if task.rank == 0:
-        curve.cut(out / curve.METRICS_FILE, found.step)
-    return found.step
+        curve.cut(out / curve.METRICS_FILE, loaded.step)
+    return loaded.step
 
 
 class TrainingLoop:

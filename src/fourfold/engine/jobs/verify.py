@@ -65,13 +65,13 @@ def perform(task: Task) -> None:
     world = _world(spec.layout, device.type)
     task.heartbeat.enter("build")
     trainer = _trainer(spec, world, device, task.job.option("break"))
-    found = RankFindings()
+    findings = RankFindings()
     for step in range(_STEPS):
         task.heartbeat.enter(f"step {step}")
-        _step(trainer, step, truth, found)
+        _step(trainer, step, truth, findings)
         task.heartbeat.step_done()
-    found.look(trainer.shards, truth, at_grads=False)
-    row = gathered(found, truth, spec)
+    findings.look(trainer.shards, truth, at_grads=False)
+    row = gathered(findings, truth, spec)
     del trainer
     let_go(device, compiled=spec.policy.compile)
     if row is not None:
@@ -95,21 +95,21 @@ def _trainer(spec: RunSpec, world: World, device: torch.device, fault: str) -> T
     return trainer
 
 
-def _step(trainer: Trainer, step: int, truth: Truth, found: RankFindings) -> None:
+def _step(trainer: Trainer, step: int, truth: Truth, findings: RankFindings) -> None:
     """A trainer's step, with a look at the gradients before they are clipped."""
     norm, loss = trainer.reduce(trainer.accumulate(step))
     if step == 0:
         scale = 1.0 if trainer.scaler is None else float(trainer.scaler.scale)
-        found.look(trainer.shards, truth, at_grads=True, scale=scale)
+        findings.look(trainer.shards, truth, at_grads=True, scale=scale)
     trainer.update(norm)
-    found.losses.append(float(loss))
-    found.norms.append(float(norm))
+    findings.losses.append(float(loss))
+    findings.norms.append(float(norm))
 
 
-def gathered(found: RankFindings, truth: Truth, spec: RunSpec) -> dict[str, Any] | None:
+def gathered(findings: RankFindings, truth: Truth, spec: RunSpec) -> dict[str, Any] | None:
     """The row of the report on rank 0, None elsewhere."""
     all_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(found, all_ranks)
+    dist.gather_object(findings, all_ranks)
     return None if all_ranks is None else verdict(all_ranks, truth, tolerances_of(spec.policy))
 
 

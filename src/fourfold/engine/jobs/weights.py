@@ -26,37 +26,42 @@ def perform(task: Task) -> None:
     """Options: `checkpoint` and `out` (folders), `dtype` ('': as the checkpoint has them), `format`
     (hf or dcp)."""
     compat.quiet()
-    found = checkpoints.read(Path(task.job.option("checkpoint")))
+    saved = checkpoints.read(Path(task.job.option("checkpoint")))
     tick = lambda: task.heartbeat.enter("load")  # noqa: E731
-    if found.state.format == 1:
-        _must_be_unchanged(found, tick)
-    index = checkpoints.read_index(found)
+    if saved.state.format == 1:
+        _must_be_unchanged(saved, tick)
+    index = checkpoints.read_index(saved)
     asked = task.job.option("dtype")
     out, dtype = Path(task.job.option("out")), DTYPES[asked] if asked else None
     if task.job.option("format", "hf") == "dcp":
-        made, named = _to_dcp(found, index, dtype, out, tick), ""
+        made, named = _to_dcp(saved, index, dtype, out, tick), ""
     else:
-        stored = DTYPES[found.state.spec.policy.dtypes.param]
-        made, named = _to_hf(found, index, dtype or stored, out, task), str(dtype or stored)[6:]
+        stored = DTYPES[saved.state.spec.policy.dtypes.param]
+        made, named = _to_hf(saved, index, dtype or stored, out, task), str(dtype or stored)[6:]
     sizes = [(out / name).stat().st_size for name in made]
-    kinds = sorted({str(tensor_file.DTYPES[one.dtype])[6:] for one in index.tensors.values()})
+    kinds = sorted(
+        {
+            str(tensor_file.DTYPES[stored_tensor.dtype])[6:]
+            for stored_tensor in index.tensors.values()
+        }
+    )
     task.answer({"files": made, "size_bytes": sum(sizes), "dtype": named or ", ".join(kinds)})
 
 
-def _must_be_unchanged(found: Checkpoint, tick: Callable[[], None]) -> None:
-    bad = checkpoints.damage(found, tick=tick)
+def _must_be_unchanged(saved: Checkpoint, tick: Callable[[], None]) -> None:
+    bad = checkpoints.damage(saved, tick=tick)
     if bad:
         raise UserError(
             f"is damaged: {bad}",
             field="checkpoint",
-            value=str(found.folder),
+            value=str(saved.folder),
             hint="name an earlier one, or copy this one again",
         )
 
 
-def _to_hf(found: Checkpoint, index: Index, dtype: torch.dtype, out: Path, task: Task) -> list[str]:
-    spec = found.state.spec
-    must_hold(found, index)
+def _to_hf(saved: Checkpoint, index: Index, dtype: torch.dtype, out: Path, task: Task) -> list[str]:
+    spec = saved.state.spec
+    must_hold(saved, index)
     eos = task.job.option("eos", "")
     what = Export(
         model=spec.model,
@@ -66,13 +71,13 @@ def _to_hf(found: Checkpoint, index: Index, dtype: torch.dtype, out: Path, task:
     )
 
     def source(names: Sequence[str]) -> dict[str, Tensor]:
-        return whole_tensors(found, index, names, lambda: task.heartbeat.enter("load"))
+        return whole_tensors(saved, index, names, lambda: task.heartbeat.enter("load"))
 
     return export(source, what, out, lambda _: task.heartbeat.enter("save"))
 
 
 def _to_dcp(
-    found: Checkpoint,
+    saved: Checkpoint,
     index: Index,
     dtype: torch.dtype | None,
     out: Path,
@@ -84,56 +89,56 @@ def _to_dcp(
         weight = name.startswith(f"{WEIGHTS}.")
         return dtype if dtype is not None and weight else tensor_file.DTYPES[stored.dtype]
 
-    shapes = {name: (one.shape, asked(name, one)) for name, one in index.tensors.items()}
+    shapes = {name: (stored.shape, asked(name, stored)) for name, stored in index.tensors.items()}
 
     def source(name: str) -> Tensor:
         tick()
-        return _read(found, index, [name])[name].to(shapes[name][1])
+        return _read(saved, index, [name])[name].to(shapes[name][1])
 
     return dcp_write.export(shapes, source, out)
 
 
-def must_hold(found: Checkpoint, index: Index) -> None:
+def must_hold(saved: Checkpoint, index: Index) -> None:
     """Whether the index has the weights of the model that the state names, before anything is
     made in a size that only the state says."""
-    spec = found.state.spec
+    spec = saved.state.spec
     if spec.model.layers > len(index.tensors):
-        raise _lacks(found, f"has {len(index.tensors)} tensors for {spec.model.layers} layers")
-    for one in params.tensors(spec.model, spec.batch.seq_len):
-        stored = index.tensors.get(f"{WEIGHTS}.{one.name}")
-        if stored is None or stored.shape != tuple(one.shape):
+        raise _lacks(saved, f"has {len(index.tensors)} tensors for {spec.model.layers} layers")
+    for tensor in params.tensors(spec.model, spec.batch.seq_len):
+        stored = index.tensors.get(f"{WEIGHTS}.{tensor.name}")
+        if stored is None or stored.shape != tuple(tensor.shape):
             has = "no" if stored is None else f"another shape ({stored.shape}) of"
-            raise _lacks(found, f"has {has} {one.name} {tuple(one.shape)}")
+            raise _lacks(saved, f"has {has} {tensor.name} {tuple(tensor.shape)}")
 
 
-def _lacks(found: Checkpoint, what: str) -> UserError:
+def _lacks(saved: Checkpoint, what: str) -> UserError:
     return UserError(
         f"is not of the model that its state names: it {what}",
         field="checkpoint",
-        value=str(found.folder),
+        value=str(saved.folder),
         hint="use another checkpoint, or copy this one again from where it was written",
     )
 
 
 def whole_tensors(
-    found: Checkpoint, index: Index, names: Sequence[str], tick: Callable[[], None] | None = None
+    saved: Checkpoint, index: Index, names: Sequence[str], tick: Callable[[], None] | None = None
 ) -> dict[str, Tensor]:
     """Published tensors of a checkpoint, whole, in the format it has them in."""
-    read = _read(found, index, [f"{WEIGHTS}.{name}" for name in names], tick)
+    read = _read(saved, index, [f"{WEIGHTS}.{name}" for name in names], tick)
     return {name.removeprefix(f"{WEIGHTS}."): tensor for name, tensor in read.items()}
 
 
 def _read(
-    found: Checkpoint, index: Index, names: Sequence[str], tick: Callable[[], None] | None = None
+    saved: Checkpoint, index: Index, names: Sequence[str], tick: Callable[[], None] | None = None
 ) -> dict[str, Tensor]:
     """By name in the index, which has been checked against the files: sizes are real."""
     tensors = {
-        name: torch.empty(one.shape, dtype=tensor_file.DTYPES[one.dtype])
-        for name, one in ((name, index.tensors[name]) for name in names)
+        name: torch.empty(stored.shape, dtype=tensor_file.DTYPES[stored.dtype])
+        for name, stored in ((name, index.tensors[name]) for name in names)
     }
     items = [
         StateShard(name, index.tensors[name].shape, (0,) * tensor.ndim, tensor)
         for name, tensor in tensors.items()
     ]
-    checkpoint.read_into(items, found, tick, index=index)
+    checkpoint.read_into(items, saved, tick, index=index)
     return tensors

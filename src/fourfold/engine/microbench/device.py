@@ -38,8 +38,10 @@ def product(dtype: str, shape: tuple[int, int, int], device: torch.device) -> Ca
     right = torch.randn(n, k, device=device)
     if dtype == "fp8":
         a, b = left.to(DTYPES[dtype]), right.to(DTYPES[dtype]).t()
-        one = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        scale = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(
+            a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16
+        )
     a, b = left.to(DTYPES[dtype]), right.to(DTYPES[dtype]).t()
     return lambda: a @ b
 
@@ -103,8 +105,8 @@ def copy(count_bytes: int, device: torch.device, budget_s: float) -> CopyPoint:
 
 def launch_s(device: torch.device, budget_s: float) -> float:
     """Host seconds of one small operator, the device never behind."""
-    one = torch.ones(1, device=device)
-    return _host_seconds(lambda: one.add_(1.0), device, budget_s)
+    counter = torch.ones(1, device=device)
+    return _host_seconds(lambda: counter.add_(1.0), device, budget_s)
 
 
 def layer_launch_s(device: torch.device, budget_s: float) -> float:

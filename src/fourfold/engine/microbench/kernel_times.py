@@ -103,12 +103,12 @@ def seconds_in_turn(works: Sequence[Work], device: torch.device, budget_s: float
     calls = [max(1, min(_MOST_CALLS, round(share_s / each))) for each in once]
     readings: list[list[float]] = [[] for _ in works]
     for _ in range(_ROUNDS):
-        for work, count, found in zip(works, calls, readings, strict=True):
+        for work, count, times in zip(works, calls, readings, strict=True):
             if device.type == "cuda":
                 torch.cuda._sleep(_HOST_CYCLES * count)
-            found.append(reading(work, device, count))
+            times.append(reading(work, device, count))
     synchronize(device)
-    return [lower_quartile(found) for found in readings]
+    return [lower_quartile(times) for times in readings]
 
 
 def _work(kernel: Kernel, spec: RunSpec, device: torch.device) -> Work:

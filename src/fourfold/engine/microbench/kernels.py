@@ -91,20 +91,20 @@ def stage_kernels(
 ) -> list[Kernel]:
     """All kernels of one micro batch of `micro` sequences through these layers (and the head)."""
     again = _recomputed(spec, layers)
-    found: list[Kernel] = []
+    kernels: list[Kernel] = []
     tokens = micro * spec.batch.seq_len // spec.layout.cp
     linears = list(_linears(spec, world))
     for part, name, outs, ins in linears:
-        found += _linear(part, name, (tokens, outs, ins), len(layers))
+        kernels += _linear(part, name, (tokens, outs, ins), len(layers))
         # A recomputed layer repeats its forward but for the last product.
         if again and name != linears[-1][1]:
-            found.append(_product(part, name, "backward", "output", (tokens, outs, ins), again))
+            kernels.append(_product(part, name, "backward", "output", (tokens, outs, ins), again))
     core_again = len(layers) if spec.policy.recompute == "selective" else again
     for shape, count in _attention(spec, world, micro):
-        found += _core(shape, spec, count * len(layers), count * core_again)
+        kernels += _core(shape, spec, count * len(layers), count * core_again)
     if head:
-        found += _head(spec, world, tokens)
-    return found
+        kernels += _head(spec, world, tokens)
+    return kernels
 
 
 def _recomputed(spec: RunSpec, layers: Sequence[int]) -> int:
@@ -197,9 +197,9 @@ def _length(span: tuple[int, int]) -> int:
 
 
 def _core(shape: _Shape, spec: RunSpec, calls: int, again: int) -> Iterator[Attend]:
-    def one(when: When, backward: bool, count: int) -> Attend:
+    def attend(when: When, backward: bool, count: int) -> Attend:
         # Backward: scores again (but where they were kept), then four gradients.
-        kept = spec.policy.attention == "unfused" and not shape.block
+        keeps_scores = spec.policy.attention == "unfused" and not shape.block
         return Attend(
             name="core",
             when=when,
@@ -213,13 +213,13 @@ def _core(shape: _Shape, spec: RunSpec, calls: int, again: int) -> Iterator[Atte
             causal=shape.span.causal,
             block=shape.block,
             calls=count,
-            products=(4 if kept else 5) if backward else 2,
+            products=(4 if keeps_scores else 5) if backward else 2,
         )
 
-    yield one("forward", False, calls)
-    yield one("backward", True, calls)
+    yield attend("forward", False, calls)
+    yield attend("backward", True, calls)
     if again:
-        yield one("backward", False, again)
+        yield attend("backward", False, again)
 
 
 def _head(spec: RunSpec, world: World, tokens: int) -> Iterator[Product]:

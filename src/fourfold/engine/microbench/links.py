@@ -41,13 +41,13 @@ def collectives_of(
     device: torch.device, ranks: int, group: dist.ProcessGroup, seconds: float
 ) -> list[CollectivePoint]:
     sizes = (2**10, 2**16, 2**20, 2**24) if device.type == "cpu" else (2**10, 2**20, 2**24, 2**28)
-    found = []
+    points = []
     for op in _OPS:
         for payload in sizes:
             work = _collective(op, payload, device, ranks, group)
             took = _seconds_together(work, device, group, seconds / len(sizes) / len(_OPS))
-            found.append(CollectivePoint(op=op, ranks=ranks, payload_bytes=payload, seconds=took))
-    return found
+            points.append(CollectivePoint(op=op, ranks=ranks, payload_bytes=payload, seconds=took))
+    return points
 
 
 def axis_rates(world: World, device: torch.device, seconds: float) -> tuple[LinkRate, ...]:
@@ -55,7 +55,7 @@ def axis_rates(world: World, device: torch.device, seconds: float) -> tuple[Link
 
     Collective: every rank goes through the same axes in the same order.
     """
-    found = []
+    rates = []
     hosts = _hosts(world)
     groups = [(axis, group) for axis, group in _axes(world) if group.size > 1]
     for axis, group in groups:
@@ -68,8 +68,8 @@ def axis_rates(world: World, device: torch.device, seconds: float) -> tuple[Link
         rate = LinkRate(
             axis=axis, ranks=group.size, level=level, op=op, payload_bytes=payload, seconds=took
         )
-        found.append(rate)
-    return tuple(found)
+        rates.append(rate)
+    return tuple(rates)
 
 
 def _axes(world: World) -> list[tuple[str, Group]]:
@@ -79,22 +79,22 @@ def _axes(world: World) -> list[tuple[str, Group]]:
 
 
 def _hosts(world: World) -> list[str]:
-    found: list[str] = [""] * world.all_ranks.size
-    dist.all_gather_object(found, socket.gethostname())
-    return found
+    hosts: list[str] = [""] * world.all_ranks.size
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
 
 
 def _in_group(op: str, payload: int, device: torch.device, group: Group) -> Callable[[], object]:
-    mine = torch.ones(payload // 4, device=device)
+    own = torch.ones(payload // 4, device=device)
     if op == "all-reduce":
-        return lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group.handle)
-    theirs = torch.empty_like(mine)
+        return lambda: dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group.handle)
+    received = torch.empty_like(own)
     ahead = group.ranks[(group.rank + 1) % group.size]
     behind = group.ranks[(group.rank - 1) % group.size]
 
     def around() -> None:
-        send = dist.P2POp(dist.isend, mine, ahead, group.handle)
-        take = dist.P2POp(dist.irecv, theirs, behind, group.handle)
+        send = dist.P2POp(dist.isend, own, ahead, group.handle)
+        take = dist.P2POp(dist.irecv, received, behind, group.handle)
         for part in messages.start([send, take]):
             part.wait()
 

@@ -174,18 +174,22 @@ class Ledger(TorchDispatchMode):
         for kind, tensor in self.owners():  # gradients may be newer than the last mark
             self.own(kind, tensor)
         self._snapshot()
-        found = self.largest()
-        over = OverLimit(self.live_bytes, limit, allocation.size, dict(self.kinds), found)
+        largest = self.largest()
+        over = OverLimit(self.live_bytes, limit, allocation.size, dict(self.kinds), largest)
         raise MemoryLimitError(
             f"{self.live_bytes} live bytes pass memory_limit={limit} with {allocation}; "
-            f"largest: {'; '.join(map(str, found[:3]))}",
+            f"largest: {'; '.join(map(str, largest[:3]))}",
             over,
         )
 
     def largest(self) -> tuple[Allocation, ...]:
         """The largest storages that live now."""
-        allocation = (entry[0] for entry in self._allocations.values())
-        return tuple(map(replace, heapq.nlargest(_LARGEST, allocation, key=lambda one: one.size)))
+        allocations = (entry[0] for entry in self._allocations.values())
+        return tuple(
+            map(
+                replace, heapq.nlargest(_LARGEST, allocations, key=lambda allocated: allocated.size)
+            )
+        )
 
     def _snapshot(self) -> None:
         """Who was there. A walk over all storages, so only where the peak turns, not on its way up.
@@ -215,9 +219,9 @@ class Ledger(TorchDispatchMode):
             return out
         self.flops += op_flops(func, args, kwargs, out)
         if is_collective(func):
-            found = collective(func, args, kwargs, out)
-            if found is not None:
-                name, op, size = found
+            message = collective(func, args, kwargs, out)
+            if message is not None:
+                name, op, size = message
                 key = (self.axes.get(name, name), op)
                 self.traffic[key] += size
                 self.calls[key] += 1

@@ -85,21 +85,21 @@ def retries(device: torch.device) -> int:
 @contextmanager
 def allocator_peak(trainer: Trainer) -> Iterator[list[int]]:
     """Bytes at the fullest moment of what is run inside, as the CPU allocator reports them."""
-    found: list[int] = []
-    held = _held_bytes(trainer)
+    peaks: list[int] = []
+    state_bytes = _state_bytes(trainer)
     watch = profile(profile_memory=True)
     with watch:
-        yield found
+        yield peaks
     events: Any = watch.kineto_results  # torch gives it no type
     reports = [event for event in events.events() if event.name() == "[memory]"]
     live = highest = 0
-    for event in sorted(reports, key=lambda one: one.start_ns()):
+    for event in sorted(reports, key=lambda report: report.start_ns()):
         live += event.nbytes()
         highest = max(highest, live)
-    found.append(held + highest)
+    peaks.append(state_bytes + highest)
 
 
-def _held_bytes(trainer: Trainer) -> int:
+def _state_bytes(trainer: Trainer) -> int:
     """Storages of weights, optimizer state, buffers and tables, each once."""
     tensors: list[Tensor] = [tensor for _, tensor in owners_of(trainer)]
     tensors += [buffer for chunk in trainer.chunks for buffer in chunk.buffers()]

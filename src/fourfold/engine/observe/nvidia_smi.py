@@ -41,8 +41,8 @@ class Sampler:
         """Hertz of the samples so far, less the first `count`."""
         text = os.pread(self._lines.fileno(), 2**20, 0).decode(errors="replace")
         whole = text.splitlines()[: text.count("\n")]
-        found = [sample for line in whole if (sample := parse(line, 0.0)) is not None]
-        return [sample.clock_hz for sample in found[count:]]
+        samples = [sample for line in whole if (sample := parse(line, 0.0)) is not None]
+        return [sample.clock_hz for sample in samples[count:]]
 
     def stop(self) -> tuple[DeviceSample, ...]:
         if self._process is not None:
@@ -51,8 +51,8 @@ class Sampler:
         self._lines.seek(0)
         text = self._lines.read().decode(errors="replace")
         self._lines.close()
-        found = (parse(line, i * _EVERY_S) for i, line in enumerate(text.splitlines()))
-        return tuple(sample for sample in found if sample is not None)
+        samples = (parse(line, i * _EVERY_S) for i, line in enumerate(text.splitlines()))
+        return tuple(sample for sample in samples if sample is not None)
 
 
 def parse(line: str, at_s: float) -> DeviceSample | None:

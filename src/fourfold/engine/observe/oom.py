@@ -34,18 +34,18 @@ def names_of(trainer: Trainer) -> dict[int, str]:
 
     In the middle of a step modules hold gathered weights, in whose place the shards come back.
     """
-    held: dict[int, list[str]] = {}
+    names_by_storage: dict[int, list[str]] = {}
     for shard in trainer.shards:
         key = local(shard.param.detach()).untyped_storage()._cdata
-        held.setdefault(key, []).append(shard.name)
+        names_by_storage.setdefault(key, []).append(shard.name)
         if shard.param.grad is not None:
             grad = local(shard.param.grad).untyped_storage()._cdata
-            held.setdefault(grad, ["gradient of"]).append(shard.name)
+            names_by_storage.setdefault(grad, ["gradient of"]).append(shard.name)
     for chunk in trainer.chunks:
         for param, names in published(chunk):
             key = local(param.detach()).untyped_storage()._cdata
-            held.setdefault(key, [name for name, _ in names])
-    return {key: " ".join(names) for key, names in held.items()}
+            names_by_storage.setdefault(key, [name for name, _ in names])
+    return {key: " ".join(names) for key, names in names_by_storage.items()}
 
 
 def of_ledger(ledger: Ledger, trainer: Trainer | None, error: BaseException) -> OomReport:
@@ -59,7 +59,7 @@ def of_ledger(ledger: Ledger, trainer: Trainer | None, error: BaseException) -> 
         asked_bytes=over.asked_bytes if over is not None else asked_bytes(str(error)),
         limit_bytes=over.limit_bytes if over is not None else 0,
         kinds=_kinds(kinds),
-        largest=tuple(_large(one, names) for one in largest),
+        largest=tuple(_large(allocation, names) for allocation in largest),
         source="ledger of live tensors",
     )
 
@@ -69,15 +69,15 @@ def _kinds(kinds: dict[str, int]) -> tuple[Kind, ...]:
     return tuple(Kind(name=name, bytes=size) for name, size in ordered if size > 0)
 
 
-def _large(held: Allocation, names: dict[int, str]) -> Large:
+def _large(allocation: Allocation, names: dict[int, str]) -> Large:
     return Large(
-        bytes=held.size,
-        kind=held.kind,
-        shape="x".join(map(str, held.shape)),
-        dtype=held.dtype,
-        op=held.op,
-        phase=held.phase,
-        name=names.get(held.key, ""),
+        bytes=allocation.size,
+        kind=allocation.kind,
+        shape="x".join(map(str, allocation.shape)),
+        dtype=allocation.dtype,
+        op=allocation.op,
+        phase=allocation.phase,
+        name=names.get(allocation.key, ""),
     )
 
 
@@ -124,17 +124,17 @@ def _blocks(device: torch.device) -> Any:
 
 def _reachable(trainer: Trainer | None) -> dict[int, Large]:
     """Address of a storage -> what Python knows of it; state by owner, the rest by shape."""
-    found: dict[int, Large] = {}
+    known: dict[int, Large] = {}
     for thing in gc.get_objects():
         if type(thing) in (Tensor, torch.nn.Parameter) and thing.is_cuda:
-            found.setdefault(thing.untyped_storage().data_ptr(), _seen(thing, "activations", ""))
+            known.setdefault(thing.untyped_storage().data_ptr(), _seen(thing, "activations", ""))
     if trainer is None:
-        return found
+        return known
     names = names_of(trainer)
     for kind, tensor in owners_of(trainer):
         storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = _seen(tensor, kind, names.get(storage._cdata, ""))
-    return found
+        known[storage.data_ptr()] = _seen(tensor, kind, names.get(storage._cdata, ""))
+    return known
 
 
 def _seen(tensor: Tensor, kind: str, name: str) -> Large:
@@ -152,7 +152,7 @@ def _limit_bytes(device: torch.device) -> int:
 
 def asked_bytes(message: str) -> int:
     """'Tried to allocate 2.00 GiB' -> bytes; 0 where the message does not say."""
-    found = _ASKED.search(message)
-    if found is None:
+    match = _ASKED.search(message)
+    if match is None:
         return 0
-    return round(float(found.group(1)) * _UNITS[(found.group(2) or "bytes").lower()])
+    return round(float(match.group(1)) * _UNITS[(match.group(2) or "bytes").lower()])

@@ -45,12 +45,12 @@ class PhaseTimeline:
 
     def take(self) -> dict[str, list[float]]:
         """Seconds of every interval so far by phase, only after the device has caught up."""
-        found: dict[str, list[float]] = {}
+        seconds: dict[str, list[float]] = {}
         for (name, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
             if name != "end":
-                found.setdefault(name, []).append(_between(begin, end))
+                seconds.setdefault(name, []).append(_between(begin, end))
         self.marks.clear()
-        return found
+        return seconds
 
 
 def _between(begin: Stamp, end: Stamp) -> float:
@@ -71,12 +71,12 @@ def steady(intervals: dict[str, list[float]], passes: int) -> dict[str, float]:
 
     The median of a chunk's passes: the first forward gathers and the last backward reduces besides.
     """
-    found = {}
+    by_phase = {}
     for name, values in intervals.items():
         phase = phase_of(name)
         if phase in MICRO_PHASES and values:
-            found[phase] = found.get(phase, 0.0) + median(values) * len(values) / passes
-    return {phase: found[phase] for phase in MICRO_PHASES if phase in found}
+            by_phase[phase] = by_phase.get(phase, 0.0) + median(values) * len(values) / passes
+    return {phase: by_phase[phase] for phase in MICRO_PHASES if phase in by_phase}
 
 
 def attach(trainer: Trainer, mark: Callable[[str], None]) -> None:
@@ -117,9 +117,9 @@ def _before(
 
     def wrapped(*args: Any) -> Any:
         begin(args)
-        found = method(*args)
+        result = method(*args)
         end()
-        return found
+        return result
 
     setattr(trainer, name, wrapped)
 

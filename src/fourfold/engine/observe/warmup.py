@@ -31,10 +31,10 @@ class WarmupTicks:
     warmup: Warmup
 
     def step_s(self) -> list[float]:
-        return [seconds for one in self.ticks for seconds in one.step_s()]
+        return [seconds for reading in self.ticks for seconds in reading.step_s()]
 
     def busy_s(self) -> list[float]:
-        return [seconds for one in self.ticks for seconds in one.busy_s()]
+        return [seconds for reading in self.ticks for seconds in reading.busy_s()]
 
 
 def by_count(run: Callable[[int], Ticks], count: int) -> WarmupTicks:
@@ -57,16 +57,16 @@ def until_steady(
             if sampler is not None:
                 clocks.append(sampler.clocks_since(sum(map(len, clocks))))
             spent_s = sum(map(sum, times))  # compiling, in the first steps, is no drift
-            found = _agreed(verdict(times, clocks, least=least, spent_s=spent_s), device)
-            if found.ended != "going on":
-                return WarmupTicks(tuple(ticks), found)
+            verdict_of_all = _agreed(verdict(times, clocks, least=least, spent_s=spent_s), device)
+            if verdict_of_all.ended != "going on":
+                return WarmupTicks(tuple(ticks), verdict_of_all)
     finally:
         if sampler is not None:
             sampler.stop()
 
 
-def _agreed(mine: Warmup, device: torch.device) -> Warmup:
+def _agreed(own: Warmup, device: torch.device) -> Warmup:
     """Rank 0's verdict on every rank; one small broadcast for each window."""
-    place = torch.tensor([ENDINGS.index(mine.ended)], device=device)
+    place = torch.tensor([ENDINGS.index(own.ended)], device=device)
     dist.broadcast(place, 0)
-    return replace(mine, ended=ENDINGS[int(place.item())])
+    return replace(own, ended=ENDINGS[int(place.item())])

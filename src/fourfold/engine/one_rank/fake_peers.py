@@ -87,7 +87,8 @@ class StepTraffic:
     def of(self, key: tuple[str, str]) -> dict[str, list[float]]:
         """By phase, what each of its intervals moved."""
         return {
-            phase: [float(one[key]) for one in counts] for phase, counts in self.intervals.items()
+            phase: [float(moved[key]) for moved in counts]
+            for phase, counts in self.intervals.items()
         }
 
 

@@ -92,8 +92,8 @@ class MicroBatchProfiler:
         if inner is None or inner.kineto_results is None:
             return {}
         events = list(inner.kineto_results.events())
-        found = _on_device(events) if self.device.type == "cuda" else _on_host(events)
-        return {name: found.get(name, 0.0) / 1e9 for name in PARTS} if found else {}
+        part_ns = _on_device(events) if self.device.type == "cuda" else _on_host(events)
+        return {name: part_ns.get(name, 0.0) / 1e9 for name in PARTS} if part_ns else {}
 
 
 @dataclass(slots=True)
@@ -109,13 +109,13 @@ class _Ranges:
 
 
 def _fills(events: Sequence[Any]) -> dict[int, _Ranges]:
-    found: dict[int, _Ranges] = {}
+    by_thread: dict[int, _Ranges] = {}
     named = [e for e in events if e.name() == FILL and e.device_type() == DeviceType.CPU]
-    for event in sorted(named, key=lambda one: one.start_ns()):
-        ranges = found.setdefault(event.start_thread_id(), _Ranges())
+    for event in sorted(named, key=lambda event: event.start_ns()):
+        ranges = by_thread.setdefault(event.start_thread_id(), _Ranges())
         ranges.begins.append(event.start_ns())
         ranges.ends.append(event.start_ns() + event.duration_ns())
-    return found
+    return by_thread
 
 
 def _on_device(events: Sequence[Any]) -> dict[str, float]:
@@ -144,24 +144,24 @@ def _on_device(events: Sequence[Any]) -> dict[str, float]:
 
 
 def _swept(edges: list[tuple[int, int, str]]) -> dict[str, float]:
-    running, found, at = dict.fromkeys(PARTS, 0), {}, 0
+    running, part_ns, at = dict.fromkeys(PARTS, 0), {}, 0
     for instant, change, kind in sorted(edges):
         top = next((name for name in PARTS if running[name]), None)
         if top is not None:
-            found[top] = found.get(top, 0.0) + instant - at
+            part_ns[top] = part_ns.get(top, 0.0) + instant - at
         running[kind] += change
         at = instant
-    return found
+    return part_ns
 
 
 def _on_host(events: Sequence[Any]) -> dict[str, float]:
     """Nanoseconds by part: each operator's own, without those it calls, down to aten's."""
     fills = _fills(events)
-    found: dict[str, float] = {}
+    part_ns: dict[str, float] = {}
     inner: dict[int, list[tuple[int, str]]] = {}  # by thread: (end, part) of what is open
     named = ("aten::", "fsdp::")
     spans = [e for e in events if e.device_type() == DeviceType.CPU and e.name().startswith(named)]
-    for event in sorted(spans, key=lambda one: (one.start_ns(), -one.duration_ns())):
+    for event in sorted(spans, key=lambda event: (event.start_ns(), -event.duration_ns())):
         thread, begin, lasts = event.start_thread_id(), event.start_ns(), event.duration_ns()
         stack = inner.setdefault(thread, [])
         while stack and stack[-1][0] <= begin:
@@ -170,7 +170,7 @@ def _on_host(events: Sequence[Any]) -> dict[str, float]:
         filled = ranges is not None and ranges.hold(begin)
         part = "fills" if filled else kind_of(event.name())
         if stack:
-            found[stack[-1][1]] = found.get(stack[-1][1], 0.0) - lasts
-        found[part] = found.get(part, 0.0) + lasts
+            part_ns[stack[-1][1]] = part_ns.get(stack[-1][1], 0.0) - lasts
+        part_ns[part] = part_ns.get(part, 0.0) + lasts
         stack.append((begin + lasts, part))
-    return found
+    return part_ns

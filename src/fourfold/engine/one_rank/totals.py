@@ -64,8 +64,8 @@ def kept_bytes(stage: StageFacts) -> int:
     """What micro batches that were not run would keep: their numbers, tokens and targets (int64) at
     the ends, their losses at the last."""
     batch, world = stage.spec.batch, stage.world
-    here = batch.micro_batch * batch.seq_len // stage.spec.layout.cp
-    each = 8 * batch.micro_batch + (2 * 8 * here if world.is_first or world.is_last else 0)
+    tokens = batch.micro_batch * batch.seq_len // stage.spec.layout.cp
+    each = 8 * batch.micro_batch + (2 * 8 * tokens if world.is_first or world.is_last else 0)
     if world.is_last:
         compute = compat.activation_dtype(stage.spec.policy.dtypes.compute)
         each += torch.promote_types(compute, torch.float32).itemsize
@@ -91,34 +91,34 @@ def fill_seconds(
             counted[phase_of(phase), fill] += count
     kinds = list(dict.fromkeys(fill for _, fill in counted))
     seconds = dict(zip(kinds, kernel_times.time_fills(kinds, device, 0.3), strict=True))
-    found: dict[str, float] = {}
+    by_phase: dict[str, float] = {}
     for (phase, fill), count in counted.items():
-        found[phase] = found.get(phase, 0.0) + count * seconds[fill]
-    return found
+        by_phase[phase] = by_phase.get(phase, 0.0) + count * seconds[fill]
+    return by_phase
 
 
 def phase_times(
-    found: StepReadings, one: dict[str, float], fills: dict[str, float], stage: StageFacts
+    readings: StepReadings, micro_s: dict[str, float], fills: dict[str, float], stage: StageFacts
 ) -> tuple[list[PhaseTime], float]:
     """Phases of a micro batch and of a step without fills, and the seconds of a whole step.
 
     `once`: what a step has besides, such as the first gather and the last reduction of gradients.
     """
     phases = []
-    for name, seconds in one.items():
+    for name, seconds in micro_s.items():
         filled = min(seconds, fills.get(name, 0.0) / stage.ran)
         phases.append(PhaseTime(name=name, seconds=seconds - filled, filled_s=filled))
-    micro_s = sum(phase.seconds for phase in phases)
+    sum_s = sum(phase.seconds for phase in phases)
     filled_s = stage.ran * sum(phase.filled_s for phase in phases)
     for name in STEP_PHASES:
-        seconds = median(found.intervals.get(name, [0.0]))
+        seconds = median(readings.intervals.get(name, [0.0]))
         filled = min(seconds, fills.get(name, 0.0))
         filled_s += filled
         phases.append(PhaseTime(name=name, seconds=seconds - filled, filled_s=filled))
-    step_s = median(found.step_s) - filled_s
-    known = micro_s * stage.ran + sum(p.seconds for p in phases if p.name in STEP_PHASES)
+    step_s = median(readings.step_s) - filled_s
+    known = sum_s * stage.ran + sum(p.seconds for p in phases if p.name in STEP_PHASES)
     phases.append(PhaseTime(name="once", seconds=step_s - known))
-    return phases, step_s + stage.more * micro_s
+    return phases, step_s + stage.more * sum_s
 
 
 def step_traffic(

@@ -140,8 +140,8 @@ class Alone:
 
 def _collector(alone: weakref.ref[Alone], index: int) -> Callable[[Tensor], None]:
     def collect(_: Tensor) -> None:
-        found = alone()
-        if found is not None:
-            found._collect(found.weights[index])
+        owner = alone()
+        if owner is not None:
+            owner._collect(owner.weights[index])
 
     return collect

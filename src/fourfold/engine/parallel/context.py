@@ -96,8 +96,8 @@ class AllGatherCore(nn.Module):
         if tables.slopes is None:
             return None
         keys = torch.arange(seq_len, device=tables.slopes.device)
-        mine = zigzag(seq_len, self.group.size, self.group.rank, keys.device)
-        return alibi_bias(tables.slopes, mine[slice(*span.queries)], keys[slice(*span.keys)])
+        positions = zigzag(seq_len, self.group.size, self.group.rank, keys.device)
+        return alibi_bias(tables.slopes, positions[slice(*span.queries)], keys[slice(*span.keys)])
 
 
 def in_order(parts_PBKSC: Tensor, chunk: int) -> Tensor:

@@ -33,11 +33,11 @@ def _emulates(device_type: str) -> bool:
     if device_type == "cpu":
         # On fake tensors nothing is multiplied: what a GPU would hold is what counts.
         return dist.get_backend() != "fake"
-    found = torch.cuda.get_device_capability()
-    if found < _ADA:
+    capability = torch.cuda.get_device_capability()
+    if capability < _ADA:
         raise UserError(
-            f"{torch.cuda.get_device_name()} (compute capability {found[0]}.{found[1]}) has no "
-            "fp8 matrix units",
+            f"{torch.cuda.get_device_name()} has no fp8 matrix units (compute capability "
+            f"{capability[0]}.{capability[1]})",
             field="policy.precision",
             value="fp8",
             hint="precision = bf16",

@@ -56,10 +56,10 @@ class LeanLoss(nn.Module):
         """(loss, logsumexp of each row, each row's target as a column of these logits or -1)."""
         counts = targets_N != IGNORE
         column = targets_N - self.first
-        here = counts & (column >= 0) & (column < logits_NV.shape[1])
-        column = torch.where(here, column, -1)
+        is_local = counts & (column >= 0) & (column < logits_NV.shape[1])
+        column = torch.where(is_local, column, -1)
         parts = [self._sums(*block) for block in self._blocks(logits_NV, column)]
-        logsum, chosen = (torch.cat(some) for some in zip(*parts, strict=True))
+        logsum, chosen = (torch.cat(part) for part in zip(*parts, strict=True))
         if self.group is not None:
             top = all_reduce(logsum, self.group, "max")
             both = all_reduce(torch.stack([(logsum - top).exp(), chosen]), self.group)

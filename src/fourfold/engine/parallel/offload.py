@@ -73,11 +73,11 @@ class Packed:
         back, self.back = self.back, None
         assert back is not None
         if self.side is not None:
-            here = torch.cuda.current_stream()
+            current = torch.cuda.current_stream()
             if self.arrived is None:
-                here.wait_stream(self.side)
+                current.wait_stream(self.side)
             else:
-                here.wait_event(self.arrived)
+                current.wait_event(self.arrived)
         self._lent = weakref.ref(back)
         return back
 
@@ -134,19 +134,19 @@ class Bag:
     def _fetch(self) -> None:
         """All that is left of the bag. Who takes one waits for all: one that nobody takes must not
         be given up while it is still being filled."""
-        found = [packed for reference in self.packed if (packed := reference()) is not None]
+        alive = [packed for reference in self.packed if (packed := reference()) is not None]
         self.packed.clear()
-        for packed in found:
+        for packed in alive:
             packed.fetch()
         arrived = self.offloader.mark()
-        for packed in found:
+        for packed in alive:
             packed.arrived = arrived
 
 
-def _unpack(kept: Tensor | tuple[Bag, Packed]) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    bag, packed = kept
+def _unpack(saved: Tensor | tuple[Bag, Packed]) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    bag, packed = saved
     bag.begin()
     return packed.take()
 

@@ -56,9 +56,9 @@ class _Bias:
         if self.slopes is None:
             return None
         parts, rank = self.group.size, self.group.rank
-        mine = zigzag(self.seq_len, parts, rank, self.slopes.device)
-        theirs = zigzag(self.seq_len, parts, (rank - step) % parts, self.slopes.device)
-        return alibi_bias(self.slopes, mine[slice(*span.queries)], theirs[slice(*span.keys)])
+        queries = zigzag(self.seq_len, parts, rank, self.slopes.device)
+        keys = zigzag(self.seq_len, parts, (rank - step) % parts, self.slopes.device)
+        return alibi_bias(self.slopes, queries[slice(*span.queries)], keys[slice(*span.keys)])
 
 
 class _Ring(torch.autograd.Function):

@@ -104,9 +104,9 @@ class VocabEmbedding(Embedding):
         self.first, self.last = rect.rows
 
     def forward(self, tokens: Tensor) -> Tensor:
-        here = (tokens >= self.first) & (tokens < self.last)
-        rows = F.embedding(torch.where(here, tokens - self.first, 0), self.weight)
-        return _summed(rows * here[..., None], self.group, sequence=self.sequence)
+        is_local = (tokens >= self.first) & (tokens < self.last)
+        rows = F.embedding(torch.where(is_local, tokens - self.first, 0), self.weight)
+        return _summed(rows * is_local[..., None], self.group, sequence=self.sequence)
 
 
 class SlicedPositions(LearnedPositions):
@@ -117,8 +117,8 @@ class SlicedPositions(LearnedPositions):
         self.weight, self.group = weight, group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mine = tokens.chunk(self.group.size)[self.group.rank]
-        return F.embedding(mine, self.weight)
+        own = tokens.chunk(self.group.size)[self.group.rank]
+        return F.embedding(own, self.weight)
 
 
 class VocabLoss(nn.Module):
@@ -142,21 +142,21 @@ class _VocabCrossEntropy(torch.autograd.Function):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         top = all_reduce(wide.amax(dim=-1), group, "max")
         counts = targets != IGNORE
-        here = counts & (targets >= rows[0]) & (targets < rows[1])
-        column = torch.where(here, targets - rows[0], 0)
+        is_local = counts & (targets >= rows[0]) & (targets < rows[1])
+        column = torch.where(is_local, targets - rows[0], 0)
         total = (wide - top[:, None]).exp().sum(dim=-1)
         chosen = wide.gather(1, column[:, None])[:, 0] - top
-        both = all_reduce(torch.stack([total, chosen.masked_fill(~here, 0.0)]), group)
+        both = all_reduce(torch.stack([total, chosen.masked_fill(~is_local, 0.0)]), group)
         logsum, chosen = both[0].log(), both[1]
-        ctx.save_for_backward(logits, top + logsum, column, here, counts)
+        ctx.save_for_backward(logits, top + logsum, column, is_local, counts)
         return (logsum - chosen).masked_fill(~counts, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = grads
-        logits, logsum, column, here, counts = ctx.saved_tensors
+        logits, logsum, column, is_local, counts = ctx.saved_tensors
         share = (logits.to(logsum.dtype) - logsum[:, None]).exp()
-        share.scatter_add_(1, column[:, None], -here[:, None].to(share.dtype))
+        share.scatter_add_(1, column[:, None], -is_local[:, None].to(share.dtype))
         share *= (grad * counts)[:, None]
         return share.to(logits.dtype), None, None, None
 
@@ -167,49 +167,51 @@ def apply_tensor(
     """Cut every matrix of a stage to this rank's part and put the collectives around."""
     if group.size == 1:
         return
-    blocks = {
+    rects_by_name = {
         tensor.name: tp_rect(model, tensor, group.size, group.rank)[0]
         for tensor in params.tensors(model, seq_len)
     }
     for path, module in list(decoder.named_modules()):
         if isinstance(module, Linear):
-            _cut_linear(path, module, blocks)
+            _cut_linear(path, module, rects_by_name)
     for layer in decoder.blocks.values():
         attention = layer.attention
         attention.heads = model.heads // group.size
         attention.kv_heads = max(1, model.kv_heads // group.size)
         if model.qk_norm == "width":
-            _cut_norms(attention, blocks, model, group)
+            _cut_norms(attention, rects_by_name, model, group)
         attention.out = RowParallelLinear(attention.out, group, sequence=sequence)
         layer.mlp.down = RowParallelLinear(layer.mlp.down, group, sequence=sequence)
         attention.input_comm = layer.mlp.input_comm = InputComm(group, sequence=sequence)
-    _cut_ends(decoder, blocks, group, sequence=sequence)
+    _cut_ends(decoder, rects_by_name, group, sequence=sequence)
 
 
 def _cut_norms(
-    attention: Attention, blocks: dict[str, Rect], model: ModelShape, group: Group
+    attention: Attention, rects_by_name: dict[str, Rect], model: ModelShape, group: Group
 ) -> None:
     """Weights beside the heads that this rank has; every layer is cut alike."""
     for norm, name in ((attention.q_norm, "q_norm"), (attention.k_norm, "k_norm")):
-        top, bottom = blocks[f"layers.0.attention.{name}.weight"].rows
+        top, bottom = rects_by_name[f"layers.0.attention.{name}.weight"].rows
         norm.weight = nn.Parameter(norm.weight.new_empty(bottom - top))
     attention.norm_widths = SplitNorms(model, group)
 
 
-def _cut_linear(path: str, linear: Linear, blocks: dict[str, Rect]) -> None:
+def _cut_linear(path: str, linear: Linear, rects_by_name: dict[str, Rect]) -> None:
     """Keep this rank's rows and columns; still without values, so only sizes change."""
     parent = path.rpartition(".")[0]
-    mine = [(part, blocks[f"{parent}.{part}.weight"]) for part, _ in linear.parts]
-    linear.parts = tuple((part, rect.rows[1] - rect.rows[0]) for part, rect in mine)
+    rects = [(part, rects_by_name[f"{parent}.{part}.weight"]) for part, _ in linear.parts]
+    linear.parts = tuple((part, rect.rows[1] - rect.rows[0]) for part, rect in rects)
     outs = sum(rows for _, rows in linear.parts)
-    left, right = mine[0][1].columns
+    left, right = rects[0][1].columns
     linear.weight = nn.Parameter(linear.weight.new_empty(outs, right - left))
     if linear.bias is not None:
         linear.bias = nn.Parameter(linear.bias.new_empty(outs))
 
 
-def _cut_ends(decoder: Decoder, blocks: dict[str, Rect], group: Group, *, sequence: bool) -> None:
-    rect = blocks["embedding.weight"]
+def _cut_ends(
+    decoder: Decoder, rects_by_name: dict[str, Rect], group: Group, *, sequence: bool
+) -> None:
+    rect = rects_by_name["embedding.weight"]
     rows = rect.rows[1] - rect.rows[0]
     if decoder.embedding is not None:
         weight = decoder.embedding.weight

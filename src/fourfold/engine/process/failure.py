@@ -30,11 +30,11 @@ _TOO_MUCH_BYTES = 2**50
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient norm is NaN or infinite; `here`: it may come from this rank."""
+    """A loss or a gradient norm is NaN or infinite; `from_here`: it may come from this rank."""
 
-    def __init__(self, message: str, *, here: bool = True) -> None:
+    def __init__(self, message: str, *, from_here: bool = True) -> None:
         super().__init__(message)
-        self.here = here
+        self.from_here = from_here
 
 
 class MemoryLimitError(RuntimeError):
@@ -58,7 +58,7 @@ def check_finite(
     if own and forgiven:
         return
     where = "this rank's weights are finite" if own else "weights of this rank are not finite"
-    raise NonFiniteError(f"gradient norm {float(norm)} in step {step}; {where}", here=not own)
+    raise NonFiniteError(f"gradient norm {float(norm)} in step {step}; {where}", from_here=not own)
 
 
 def outcome_of(error: BaseException) -> Outcome:

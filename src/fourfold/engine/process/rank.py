@@ -67,7 +67,7 @@ def _say_why(folder: Path, heartbeat: Heartbeat, error: BaseException) -> None:
         phase=heartbeat.phase,
         message=text[:_MESSAGE_CHARS],
     )
-    echo = isinstance(error, NonFiniteError) and not error.here
+    echo = isinstance(error, NonFiniteError) and not error.from_here
     # Put there by who could still ask what was held.
     shortage = vars(error).get("shortage")
     record = RankFailure(

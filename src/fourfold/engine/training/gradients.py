@@ -59,7 +59,9 @@ def shared_gradients(shards: Sequence[Shard], spec: RunSpec, world: World) -> li
             (world.embedding, [shard for shard in shards if shard.name == "embedding.weight"])
         )
     return [
-        SharedGradients(group, tuple(some)) for group, some in sums if group is not None and some
+        SharedGradients(group, tuple(partial))
+        for group, partial in sums
+        if group is not None and partial
     ]
 
 

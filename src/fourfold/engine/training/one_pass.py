@@ -61,10 +61,10 @@ class OnePassAdamW(torch.optim.Optimizer):
         # Before the first good update the count is 0, and so would be what is divided by.
         past = self.count.clamp(min=1.0)
         (beta1, beta2), lr = group["betas"], group["lr"]
-        one = torch.ones_like(past)
+        unity = torch.ones_like(past)
         knobs = (
-            one if self.factor is None else self.factor.to(past.dtype),
-            one * (1.0 - lr * group["weight_decay"]),
+            unity if self.factor is None else self.factor.to(past.dtype),
+            unity * (1.0 - lr * group["weight_decay"]),
             lr / (1.0 - torch.pow(beta1, past)),
             (1.0 - torch.pow(beta2, past)).sqrt(),
         )
@@ -110,12 +110,12 @@ def _update(
     eps: float,
 ) -> None:
     wide = knobs.dtype
-    factor, kept, rate, root = knobs.unbind()
+    factor, decay, rate, root = knobs.unbind()
     grad = grad.to(wide) * factor
     old, mean, square = weight.to(wide), first.to(wide), second.to(wide)
     new_mean = mean + (grad - mean) * (1.0 - beta1)
     new_square = square * beta2 + grad * grad * (1.0 - beta2)
-    new = old * kept - rate * (new_mean / (new_square.sqrt() / root + eps))
+    new = old * decay - rate * (new_mean / (new_square.sqrt() / root + eps))
     if overflow is not None:
         skip = overflow > 0
         new = torch.where(skip, old, new)

@@ -35,7 +35,7 @@ def param_groups(tensors: list[Tensor], settings: AdamSettings) -> list[dict[str
     matrices = [t for t in tensors if t.ndim > 1]
     vectors = [t for t in tensors if t.ndim <= 1]
     decays = ((matrices, settings.weight_decay), (vectors, 0.0))
-    return [{"params": some, "weight_decay": decay} for some, decay in decays if some]
+    return [{"params": params, "weight_decay": decay} for params, decay in decays if params]
 
 
 class Optimizer:

@@ -26,12 +26,12 @@ class Tracker(Protocol):
 
 def trackers(settings: TrainSettings, spec: RunSpec, out: Path, first: int) -> list[Tracker]:
     """`first`: steps done before; what an earlier, killed run said of later ones is dropped."""
-    found: list[Tracker] = []
+    chosen: list[Tracker] = []
     if settings.tensorboard:
-        found.append(_TensorBoard(out / "tensorboard", first))
+        chosen.append(_TensorBoard(out / "tensorboard", first))
     if settings.wandb:
-        found.append(_Wandb(settings, spec, out))
-    return found
+        chosen.append(_Wandb(settings, spec, out))
+    return chosen
 
 
 def values(point: Point) -> dict[str, float]:

@@ -246,8 +246,10 @@ class Trainer:
             shared.sum()
         squares = gradients.squares(self.counted, self.device)
         # Every tensor-parallel rank of the last stage has the same loss: one of them reports it.
-        mine = loss if self.world.is_last and self.world.tp.rank == 0 else torch.zeros_like(loss)
-        numbers = torch.stack([squares, mine.to(squares.dtype)])
+        reported = (
+            loss if self.world.is_last and self.world.tp.rank == 0 else torch.zeros_like(loss)
+        )
+        numbers = torch.stack([squares, reported.to(squares.dtype)])
         if self.world.all_ranks.size > 1:
             dist.all_reduce(numbers)
         norm = numbers[0].sqrt()

@@ -35,12 +35,12 @@ class RankFindings:
         self, shards: Iterable[Shard], truth: Truth, *, at_grads: bool, scale: float = 1.0
     ) -> None:
         """`scale`: what the loss was multiplied by before the backward pass."""
-        found, wanted = (self.grads, truth.grads) if at_grads else (self.params, truth.params)
+        gaps, wanted = (self.grads, truth.grads) if at_grads else (self.params, truth.params)
         for shard in shards:
             have = shard.grad if at_grads else shard.values
             want = _cut(wanted[shard.name], shard)
             gap = want.abs().max() if have is None else (have.cpu() / scale - want).abs().max()
-            found[shard.name] = max(found.get(shard.name, 0.0), _finite(float(gap)))
+            gaps[shard.name] = max(gaps.get(shard.name, 0.0), _finite(float(gap)))
             if not at_grads:
                 self.seen.append((shard.name, shard.rect.rows, shard.rect.columns))
 
@@ -111,11 +111,11 @@ def _relative(have: list[float], want: list[float]) -> float:
     return max(gaps)
 
 
-def _worst(found: list[dict[str, float]], wanted: dict[str, Tensor]) -> tuple[float, str]:
+def _worst(gaps_of_ranks: list[dict[str, float]], wanted: dict[str, Tensor]) -> tuple[float, str]:
     sizes = {name: float(tensor.abs().max()) for name, tensor in wanted.items()}
     floor = _FLOOR * max(sizes.values())
     gaps = {
-        name: max(one.get(name, 0.0) for one in found) / max(size, floor)
+        name: max(gaps_of_rank.get(name, 0.0) for gaps_of_rank in gaps_of_ranks) / max(size, floor)
         for name, size in sizes.items()
     }
     name = max(gaps, key=gaps.__getitem__)
