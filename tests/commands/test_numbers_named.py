@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from fourfold.cli import main
 from fourfold.commands import runs
 from fourfold.cost.count.counting import ALIASES
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.cost.fit.calibration import generation_of
 from fourfold.spec import catalog
+from fourfold.spec.catalog import generation_of
 from fourfold.spec.expression import in_gib, parse
 from fourfold.tables.context import Context, after
 from fourfold.tables.publish import STYLE_CONVENTION
@@ -67,10 +68,22 @@ def test_every_gpu_of_the_catalogue_is_known_in_a_heading(device: str) -> None:
 
 
 def test_generations() -> None:
-    same = {"a": ("a100-80gb", "a800"), "h": ("h100-80gb", "h200", "h800", "gh200"),
-            "b": ("b200", "gb300"), "mi": ("mi300x",)}  # fmt: skip
+    same = {"a": ("a100-80gb", "a800"), "h": ("h100-80gb", "h200", "h800"), "b": ("b200", "gb300"),
+            "mi": ("mi300x",), "gh200": ("gh200-96gb",)}  # fmt: skip
     for generation, names in same.items():
         assert {generation_of(name) for name in names} == {generation}
+    own = replace(catalog.device("h200"), id="gh200-96gb", generation="h")
+    assert generation_of(own) == "h"
+
+
+def test_every_gpu_says_how_it_is_linked() -> None:
+    """One that left it out would silently get PCIe and a card of 100 Gbit/s."""
+    for name in catalog.device_names():
+        device = catalog.device(name)
+        assert device.generation
+        assert device.usual_link_bytes_per_s == device.peer_bytes_per_s > 0
+        assert device.network_bytes_per_s >= 25e9
+    assert replace(catalog.device("h200"), links=0).usual_link_bytes_per_s == 64e9
 
 
 def test_runs_tell_shardings_apart(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.spec import catalog
-from fourfold.spec.nccl_tests import device_id, fit, parse_log
+from fourfold.spec.device import device_id
+from fourfold.spec.nccl_tests import fit, parse_log
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 FACTOR = {"all_reduce": lambda n: 2 * (n - 1) / n, "all_gather": lambda n: (n - 1) / n,

@@ -18,8 +18,8 @@ from fourfold import files
 from fourfold.commands.clusters import cluster_text
 from fourfold.errors import UserError
 from fourfold.spec import catalog, check, codec
-from fourfold.spec.device import Device
-from fourfold.spec.nccl_tests import LinkFit, NcclLog, device_id, fit, parse_log
+from fourfold.spec.device import Device, device_id
+from fourfold.spec.nccl_tests import LinkFit, NcclLog, fit, parse_log
 from fourfold.spec.toml import toml_text
 from fourfold.spec.topology import HostTopology, parse_topo
 from fourfold.units import bytes_per_s_from

@@ -113,10 +113,10 @@ def _pct(value: float | None) -> str:
 def _suggest(tables: list[Rows], prior: Calibration, args: argparse.Namespace) -> int:
     import numpy as np
 
-    from fourfold.cost.fit.calibration import generation_of
     from fourfold.cost.fit.suggest import suggest
     from fourfold.errors import UserError
     from fourfold.show.table import json_text, render
+    from fourfold.spec.catalog import generation_of
 
     if args.suggest < 1:
         raise UserError("must be at least 1", field="--suggest", value=args.suggest)

@@ -19,7 +19,7 @@ from fourfold.result.profile import read_profile as profile_of
 from fourfold.result.report import RunReport
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.nccl_tests import device_id
+from fourfold.spec.device import device_id
 from fourfold.spec.run import RunSpec
 from fourfold.units import show_bytes
 

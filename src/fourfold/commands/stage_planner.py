@@ -16,7 +16,7 @@ from fourfold.result.one_rank import OneRankResult
 from fourfold.result.report import RunReport
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.nccl_tests import device_id
+from fourfold.spec.device import device_id
 from fourfold.spec.run import RunSpec
 
 if TYPE_CHECKING:

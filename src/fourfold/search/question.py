@@ -10,13 +10,13 @@ import numpy as np
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.cost.fit.calibration import Calibration, Entry, generation_of, own_entry
+from fourfold.cost.fit.calibration import Calibration, Entry, own_entry
 from fourfold.cost.fit.habits import habits
 from fourfold.cost.run import varied_columns
-from fourfold.cost.step.hardware import OTHER_FABRIC, USUAL_FABRIC
 from fourfold.search.legal import Target
 from fourfold.search.stacks import Stack
 from fourfold.spec.batch import Batch
+from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import Device
 from fourfold.spec.expression import Expression
@@ -80,15 +80,16 @@ def cut_by(rules: Stack, runs: Columns) -> Columns:
 
 def usual_cluster(device: Device, gpus: int, host_gpus: int = 8) -> Cluster:
     """Hosts of one GPU type with the fabric usual for its generation."""
-    link, network, domain = next(
-        (fabric for prefix, fabric in USUAL_FABRIC.items() if device.id.startswith(prefix)),
-        OTHER_FABRIC,
-    )
+    domain, link = device.domain, device.usual_link_bytes_per_s
     inner = min(domain, gpus) if domain > host_gpus else min(host_gpus, gpus)
     links = [Link(name="nvlink", ranks=inner, bytes_per_s=link, latency_s=3e-6)]
     if gpus > inner:
         reach = -(-gpus // inner) * inner
-        links.append(Link(name="network", ranks=reach, bytes_per_s=network, latency_s=10e-6))
+        links.append(
+            Link(
+                name="network", ranks=reach, bytes_per_s=device.network_bytes_per_s, latency_s=10e-6
+            )
+        )
     return Cluster(
         name=f"{gpus} x {device.id}",
         device=device,
@@ -121,7 +122,7 @@ def usual_policy(stack: str, policy: Policy, decided: set[str]) -> Policy:
 
 def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[Entry, str]:
     """(knobs, why they are not this machine's own: '' when they are)."""
-    entry, why = calibration.entry(stack, cluster.name, generation_of(cluster.device.id))
+    entry, why = calibration.entry(stack, cluster.name, generation_of(cluster.device))
     own = own_entry(stack, cluster.device.id) if why else None
     if own is not None and cluster.gpus == 1:
         entry, why = own, ""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
+from fourfold.cost.fit.calibration import Calibration, Entry
 from fourfold.cost.fit.habits import HABITS, year_of
 from fourfold.errors import UserError, nearest
 from fourfold.search.stacks import ALIASES, STACKS, stack_rules
+from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
 
 _YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
@@ -31,7 +32,7 @@ def match_stack(stack: str, cluster: Cluster | None, calibration: Calibration) -
     named = [e for e in calibration.entries if e.stack.startswith(f"{stack}-")]
     if not named or any(e.stack == stack for e in calibration.entries):
         return stack
-    generation = generation_of(cluster.device.id) if cluster else ""
+    generation = generation_of(cluster.device) if cluster else ""
 
     def says(entry: Entry) -> tuple[bool, bool, int, int]:
         here = cluster is not None and entry.cluster == cluster.name

@@ -15,9 +15,8 @@ from fourfold.show import oom as post_mortem
 from fourfold.show.micro import micro_words
 from fourfold.show.table import render
 from fourfold.spec import catalog, codec
-from fourfold.spec.device import Device
+from fourfold.spec.device import Device, device_id
 from fourfold.spec.formats import running
-from fourfold.spec.nccl_tests import device_id
 from fourfold.units import show_bytes, show_seconds
 
 

@@ -130,6 +130,17 @@ def device(name: str) -> Device:
     return codec.decode(Device, {"id": key, **table[key]})
 
 
+def generation_of(gpu: Device | str) -> str:
+    """What GPUs share whose calibrations stand in for each other; one that neither catalogue nor
+    its own file places is a generation of its own."""
+    if isinstance(gpu, Device) and gpu.generation:
+        return gpu.generation
+    head = (gpu.id if isinstance(gpu, Device) else gpu).lower().split("-")[0]
+    table = _data("devices.toml")["devices"].items()
+    alike = (known["generation"] for name, known in table if name.split("-")[0] == head)
+    return next(alike, head)
+
+
 def _close(word: str, known: Iterable[str]) -> str:
     said = nearest(word, known)
     return f"{said} " if said.startswith("did you mean") else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -41,6 +42,8 @@ class Device:
     """`sms` = streaming multiprocessors (compute units on AMD, cores on a CPU).
 
     `links` x `link_bytes_per_s`, one way, is what joins it to its peers (NVLink); 0: PCIe only.
+    `domain`: how many reach each other so. `network_bytes_per_s`: its usual share of a host's
+    network. `generation`: devices whose calibrations stand in for each other.
     """
 
     id: str
@@ -53,6 +56,9 @@ class Device:
     links: int = 0
     link_bytes_per_s: Rate | None = None
     source: str = ""
+    generation: str = ""
+    network_bytes_per_s: Rate = 12.5e9  # one card of 100 Gbit/s
+    domain: int = 8
 
     def __post_init__(self) -> None:
         check.name(id=self.id, name=self.name)
@@ -60,6 +66,8 @@ class Device:
         check.whole(1, 2**20, sms=self.sms)
         check.positive(memory_bytes_per_s=self.memory_bytes_per_s, power_w=self.power_w)
         check.whole(0, 1024, links=self.links)
+        check.whole(1, 2**20, domain=self.domain)
+        check.positive(network_bytes_per_s=self.network_bytes_per_s)
         if self.link_bytes_per_s is not None:
             check.positive(link_bytes_per_s=self.link_bytes_per_s)
         elif self.links:
@@ -71,6 +79,11 @@ class Device:
     def peer_bytes_per_s(self) -> float:
         """One way, over all links to its peers; 0 where it has none."""
         return self.links * (self.link_bytes_per_s or 0.0)
+
+    @property
+    def usual_link_bytes_per_s(self) -> float:
+        """To its peers on a host; PCIe 5 x16 where it has no links of its own."""
+        return self.peer_bytes_per_s or 64e9
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s of a policy's precision ('bf16-mixed' counts against bf16)."""
@@ -85,3 +98,12 @@ class Device:
                 hint=f"it has {', '.join(known)}",
             )
         return value
+
+
+def device_id(name: str, known: tuple[str, ...]) -> str | None:
+    """'NVIDIA H100 80GB HBM3' -> 'h100-80gb', if exactly one id has all its words in the name."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if words & {"pcie", "nvl"}:
+        return None
+    matching = [known_id for known_id in known if set(known_id.split("-")) <= words]
+    return matching[0] if len(matching) == 1 else None

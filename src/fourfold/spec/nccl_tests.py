@@ -209,12 +209,3 @@ def _share(log: NcclLog) -> float:
     if log.op == "alltoall":
         return (log.ranks - log.host_ranks) / (log.ranks - 1)
     return 1 / log.host_ranks
-
-
-def device_id(name: str, known: tuple[str, ...]) -> str | None:
-    """'NVIDIA H100 80GB HBM3' -> 'h100-80gb', if exactly one id has all its words in the name."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    if words & {"pcie", "nvl"}:
-        return None
-    found = [known_id for known_id in known if set(known_id.split("-")) <= words]
-    return found[0] if len(found) == 1 else None

@@ -9,8 +9,8 @@ from fourfold.cost.count.stages import stage_layers
 from fourfold.result.record import Record
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
+from fourfold.spec.device import device_id
 from fourfold.spec.model import ModelShape
-from fourfold.spec.nccl_tests import device_id
 from fourfold.tables.shape import SHAPE_FIELDS, model_of
 
 

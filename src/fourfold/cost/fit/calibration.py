@@ -128,23 +128,6 @@ def _level(weights: list[float], ages: list[float], logs: list[float]) -> float:
     return mean - age * both / (spread + SLOPE_RIDGE)
 
 
-def generation_of(hardware: str) -> str:
-    """What parts of one generation share: 'a100-80gb' and 'a800' -> 'a', 'h100', 'h200' and
-    'gh200' -> 'h', 'b200' and 'gb300' -> 'b'; any other GPU is a generation of its own."""
-    head = hardware.lower().split("-")[0]
-    for prefix, name in (
-        ("gh", "h"),
-        ("gb", "b"),
-        ("b", "b"),
-        ("h", "h"),
-        ("a", "a"),
-        ("mi", "mi"),
-    ):
-        if head.startswith(prefix):
-            return name
-    return head
-
-
 def to_json(calibration: Calibration) -> str:
     """The file's text."""
     data: dict[str, Any] = {"schema": SCHEMA, "type": "Calibration", **asdict(calibration)}

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, joined
-from fourfold.cost.fit.calibration import Entry, blend, generation_of
+from fourfold.cost.fit.calibration import Entry, blend
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
 from fourfold.cost.fit.habits import habits
 from fourfold.cost.fit.interval import ranges
@@ -23,6 +23,7 @@ from fourfold.cost.memory.peak import GIB, limit_bytes, memory
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.gemm import Floats
 from fourfold.cost.table.rows import Rows
+from fourfold.spec.catalog import generation_of
 
 MOST_TIME = 14
 MOST_MEMORY = 6

@@ -3,9 +3,10 @@ the machine was measured, physical defaults elsewhere, and an interval as wide a
 
 from __future__ import annotations
 
-from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
+from fourfold.cost.fit.calibration import Calibration, Entry
 from fourfold.cost.fit.coefficients import BY_NAME, defaults
 from fourfold.result.profile import HardwareProfile, knobs_of
+from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
 
 # Kernels alone were measured, no training step: twice the spread of a stack nobody measured. The
@@ -28,7 +29,7 @@ def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
     entry = Entry(
         stack="fourfold",
         cluster=cluster.name,
-        generation=generation_of(cluster.device.id),
+        generation=generation_of(cluster.device),
         knobs=knobs,
         informed=dict.fromkeys(knobs, 0.0),
         low=-half,

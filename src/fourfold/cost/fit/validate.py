@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
+from fourfold.cost.fit.calibration import Calibration, Entry
 from fourfold.cost.fit.fit import Sample, fit_entries, sample
 from fourfold.cost.fit.folds import FOLDS, folds
 from fourfold.cost.fit.suggest import suggest
@@ -21,6 +21,7 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.gemm import Floats
 from fourfold.cost.table.predict import Predictions, predict
 from fourfold.cost.table.rows import Rows
+from fourfold.spec.catalog import generation_of
 
 FEW = 10
 SAFETY = 1.15  # held-out residuals of a few folds understate those of the next

@@ -10,22 +10,6 @@ from fourfold.cost.step.power import clock_share
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.device import Device
 
-# device id prefix -> (NVLink or xGMI bytes/s, network bytes/s per GPU, ranks in the domain):
-# NVLink 3, 4, 5 and reference-design network cards (DGX and HGX data sheets).
-USUAL_FABRIC: dict[str, tuple[float, float, int]] = {
-    "a800": (200e9, 25e9, 8),
-    "a100": (300e9, 25e9, 8),
-    "h800": (200e9, 50e9, 8),
-    "h100": (450e9, 50e9, 8),
-    "h200": (450e9, 50e9, 8),
-    "gb200": (900e9, 50e9, 72),
-    "gb300": (900e9, 100e9, 72),
-    "b200": (900e9, 50e9, 8),
-    "b300": (900e9, 100e9, 8),
-    "mi300x": (448e9, 50e9, 8),
-}
-OTHER_FABRIC = (64e9, 12.5e9, 8)  # PCIe 5 x16 and one 100 Gbit/s card
-
 
 def device_facts(device: Device, precision: str) -> dict[str, float]:
     """Peaks, clock, memory. A precision the device lacks runs at its 16-bit rate."""
@@ -62,9 +46,10 @@ def fabric_facts(device: Device, cluster: Cluster | None, node: float) -> dict[s
     if cluster is not None:
         rate = cluster.links[0].bytes_per_s
         return {"link": rate, "domain": float(cluster.gpus), "node": node, "net": rate * node}
-    link, per_gpu, domain_ranks = next(
-        (fabric for prefix, fabric in USUAL_FABRIC.items() if device.id.startswith(prefix)),
-        OTHER_FABRIC,
-    )
-    domain = float(domain_ranks) if domain_ranks > 8 else node
-    return {"link": link, "domain": domain, "node": node, "net": per_gpu * node}
+    domain = float(device.domain) if device.domain > 8 else node
+    return {
+        "link": device.usual_link_bytes_per_s,
+        "domain": domain,
+        "node": node,
+        "net": device.network_bytes_per_s * node,
+    }

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.counting import flops_per_token
-from fourfold.cost.fit.calibration import Calibration, Entry, generation_of
+from fourfold.cost.fit.calibration import Calibration, Entry
 from fourfold.cost.fit.habits import habits
 from fourfold.cost.fit.interval import bounds, outside
 from fourfold.cost.memory.interval import TIGHT, verdicts
@@ -21,6 +21,7 @@ from fourfold.cost.memory.peak import GIB, limit_bytes, memory
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.reference import each
 from fourfold.cost.table.rows import Rows
+from fourfold.spec.catalog import generation_of
 
 CHUNK = 8192
 FIELDS = (

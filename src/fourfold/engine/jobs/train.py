@@ -38,7 +38,7 @@ from fourfold.result.files.curve import Point
 from fourfold.result.job import RankFacts
 from fourfold.result.report import RankMemory, RankSteps
 from fourfold.spec import catalog
-from fourfold.spec.nccl_tests import device_id
+from fourfold.spec.device import device_id
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings, lr_at
 
