@@ -109,7 +109,6 @@ LONG_FUNCTIONS: set[str] = {
     "commands/trace.py:add_arguments",
     "commands/verify.py:add_arguments",
     "cost/memory/own_engine.py:_peak",
-    "cost/step/estimate.py:_assemble",
     "cost/trace/attention.py:ulysses",
     "cost/trace/layer_core.py:_ring_back",
     "cost/trace/layer_core.py:_ulysses_back",

@@ -11,7 +11,6 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.commands import runs
-from fourfold.cost.count.counting import ALIASES
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.spec import catalog
 from fourfold.spec.catalog import generation_of
@@ -30,7 +29,6 @@ def test_one_default_convention() -> None:
         (default,) = (f.default for f in dataclasses.fields(request) if f.name == "convention")
         assert default == DEFAULT, request
     assert STYLE_CONVENTION == {"mpt": "mpt", "topology": DEFAULT, "scaling": DEFAULT}
-    assert ALIASES[""] == DEFAULT
 
 
 def test_plan_counts_by_the_convention_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

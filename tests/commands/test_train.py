@@ -10,7 +10,7 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.commands import train as command
-from fourfold.cost.count.flops import CONVENTIONS, Question
+from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.state import CheckpointState
@@ -109,8 +109,8 @@ def test_show_reads_a_folder(capsys, tmp_path: Path) -> None:
     assert "unknown convention" in refused(capsys, "--show", str(tmp_path), "--convention", "7n")
 
 
-def asked(spec: RunSpec) -> Question:
-    return Question(
+def asked(spec: RunSpec) -> FlopsQuery:
+    return FlopsQuery.of(
         model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
     )
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cost.columns import Columns, columns
-from fourfold.cost.count.counting import all_params, flops_per_token
-from fourfold.cost.count.flops import CONVENTIONS, Question
+from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.cost.count.params import layer_matmul_params, model_params
 from fourfold.cost.fit.coefficients import KNOBS, defaults
 from fourfold.cost.memory.peak import memory
@@ -20,7 +19,6 @@ from fourfold.cost.step.attention import attention_s
 from fourfold.cost.step.estimate import PARTS, estimate
 from fourfold.cost.step.gemm import gemm_s, misalignment, tile_waves
 from fourfold.cost.step.hardware import device_facts, fabric_facts
-from fourfold.cost.step.layer import layer_params
 from fourfold.cost.step.pipeline import pipeline_s
 from fourfold.cost.step.power import clock_share
 from fourfold.cost.step.traffic import group_rate, ranks_within
@@ -178,12 +176,13 @@ def test_counting_over_columns_is_counting_one_model(name: str) -> None:
     model = catalog.model(name)
     c = runs(**model_facts(model), seq=2048)
     learned = np.array([float(model.positions.kind == "learned")])
-    assert all_params(c, learned_positions=learned)[0] == model_params(model, 2048)
-    ask = Question(model=model, seq_len=2048, layout=Layout(), policy=Policy())
+    many = FlopsQuery.of_columns(c, learned_positions=learned)
+    assert many.params[0] == model_params(model, 2048)
+    ask = FlopsQuery.of(model=model, seq_len=2048, layout=Layout(), policy=Policy())
     for rule, convention in CONVENTIONS.items():
-        got = flops_per_token(c, rule, learned_positions=learned)
-        assert got is not None
-        assert got[0] == pytest.approx(convention.count(ask).printed, rel=1e-9), rule
+        assert convention.count(many).printed[0] == pytest.approx(
+            convention.count(ask).printed, rel=1e-12
+        ), rule
 
 
 def test_every_knob_has_a_default_inside_its_bounds() -> None:
@@ -198,7 +197,7 @@ def test_a_head_size_of_its_own_reaches_every_formula() -> None:
         catalog.model("llama-3.1-8b"), hidden=5120, heads=32, head_dim=128, layers=40, vocab=131072
     )
     c = runs(**model_facts(model))
-    assert layer_params(c)[0] == layer_matmul_params(model)
+    assert c.layer_weights[0] == layer_matmul_params(model)
     assert c.kv_width[0] == model.kv_width
     knobs = defaults()
     wide = runs(**{**model_facts(model), "width": model.hidden})

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fourfold.cost.count.flops import CONVENTIONS, Question
+from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.cost.count.params import layer_matmul_params
 from fourfold.cost.count.stages import stage_layers
 from fourfold.engine.microbench import kernel_times
@@ -54,7 +54,7 @@ def test_ranks_of_a_replica_share_the_flops_of_the_model(model: str) -> None:
     forward attention there (scores again), 2 in the convention."""
     one = spec(model, "pp4 tp2")
     found = [kernel for rank in range(8) for kernel in kernels_of(one, rank)]
-    ask = Question(model=one.model, seq_len=4096, layout=one.layout, policy=one.policy)
+    ask = FlopsQuery.of(model=one.model, seq_len=4096, layout=one.layout, policy=one.policy)
     said = CONVENTIONS["full-attention"].count(ask).model * 4096
     pairs = 4.0 * one.model.layers * one.model.attention_width * 4096 * 4096
     assert flops(found) == pytest.approx(said + 0.5 * pairs, rel=1e-12)

@@ -14,7 +14,7 @@ import pytest
 
 from fourfold.cost.count.params import model_params
 from fourfold.cost.run import columns_of
-from fourfold.cost.step.played import chunk_layers
+from fourfold.cost.step.pipeline import chunk_layers
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, why_not

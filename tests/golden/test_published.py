@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cost.count.flops import Question, convention, utilisation_pct
+from fourfold.cost.count.flops import FlopsQuery, convention, utilisation_pct
 from fourfold.cost.count.params import model_params
 from fourfold.spec import Layout, ModelShape, Policy, catalog
 
@@ -61,7 +61,7 @@ def test_every_mpt_row_has_exact_parameters_and_utilisation() -> None:
         model, seq_len = _shape(row), int(row["seq_len"])
         assert model_params(model, seq_len) == int(figures["params"]), row_id
         recompute = row["act_ckpt"]
-        ask = Question(
+        ask = FlopsQuery.of(
             model=model, seq_len=seq_len, layout=Layout(), policy=Policy(recompute=recompute)
         )
         count = convention(row["flop_rule"]).count(ask)
@@ -78,7 +78,7 @@ def test_every_bloom_row_has_the_printed_tflops_under_its_convention() -> None:
     assert len(published) == 63
     for row_id, figures in published.items():
         row = measured[row_id]
-        ask = Question(
+        ask = FlopsQuery.of(
             model=_shape(row),
             seq_len=int(row["seq_len"]),
             layout=Layout(tp=int(row["tp"]), pp=int(row["pp"])),
@@ -92,7 +92,7 @@ def test_every_bloom_row_has_the_printed_tflops_under_its_convention() -> None:
 
 def test_torchtitans_published_speeds_give_its_published_utilisation() -> None:
     """Llama 3 8B at 8,192 tokens: 57.9 GFLOP a token; 6,667 tokens/s/GPU is 39.0% of 989."""
-    ask = Question(
+    ask = FlopsQuery.of(
         model=catalog.model("llama-3.1-8b"), seq_len=8192, layout=Layout(), policy=Policy()
     )
     count = convention("full-attention").count(ask)

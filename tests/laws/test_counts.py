@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fourfold.cost.count.flops import CONVENTIONS, Question
+from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.cost.count.params import (
     chunk,
     model_params,
@@ -104,7 +104,7 @@ def test_stages_hold_every_tensor_and_tied_ones_twice(model: ModelShape, pp: int
 @settings(max_examples=60, deadline=None)
 @given(models, st.integers(1, 10**6), st.sampled_from(("none", "selective", "every-4", "full")))
 def test_conventions_are_ordered(model: ModelShape, seq_len: int, recompute: str) -> None:
-    ask = Question(
+    ask = FlopsQuery.of(
         model=model, seq_len=seq_len, layout=Layout(), policy=Policy(recompute=recompute)
     )
     counts = {name: convention.count(ask) for name, convention in CONVENTIONS.items()}

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.run import columns_of
-from fourfold.cost.step.pipeline import stage_layers
-from fourfold.cost.step.played import chunk_layers
+from fourfold.cost.step.pipeline import chunk_layers, stage_layers
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
@@ -44,7 +43,7 @@ def columns(model: str, pp: int, stack: str) -> Columns:
 def test_known_cuts(model: str, stack: str, pp: int, layers: list[int]) -> None:
     c = columns(model, pp, stack)
     assert chunk_layers(c, pp)[:, 0].tolist() == layers
-    ends = stage_layers(c, head_in_layers=np.zeros(1))
+    ends = stage_layers(c)
     assert (ends.first[0], ends.last[0]) == (layers[0], layers[-1])
     assert max(layers[1:-1]) <= ends.middle[0] <= max(layers)
 
@@ -70,6 +69,6 @@ def test_no_legal_cut_loses_a_layer(layers: int, pp: int, virtual: int, stack: s
     assert counts.min() >= 0
     assert np.all(counts == np.floor(counts))
     ranks = counts.reshape(virtual, pp).sum(axis=0)
-    ends = stage_layers(c, head_in_layers=np.zeros(1))
+    ends = stage_layers(c)
     if virtual == 1 and not stack.startswith("nanotron"):
         assert (ends.first[0], ends.last[0]) == (ranks[0], ranks[-1])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.count.flops import Question, _full_attention
+from fourfold.cost.count.flops import FlopsQuery, _full_attention
 from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.spec import catalog
@@ -213,11 +213,16 @@ def test_what_changes_no_count_is_read_and_named(config, words):
 def test_windows_count_only_where_they_hide_something():
     shape = shape_from_config(LLAMA | {"model_type": "mistral", "sliding_window": 64}, "x")
     assert not_run(shape, 64) == ()
-    ask = Question(model=shape, seq_len=256, layout=Layout(), policy=Policy())
-    full = replace(ask, model=replace(shape, window=None))
-    gap = _full_attention(full).model - _full_attention(ask).model
+    (near, full), (near_64, full_64) = (
+        [
+            FlopsQuery.of(model=model, seq_len=seq_len, layout=Layout(), policy=Policy())
+            for model in (shape, replace(shape, window=None))
+        ]
+        for seq_len in (256, 64)
+    )
+    gap = _full_attention(full).model - _full_attention(near).model
     assert gap == 12 * 3 * 64 * (256 - 64 * (2 - 64 / 256))
-    assert _full_attention(replace(ask, seq_len=64)) == _full_attention(replace(full, seq_len=64))
+    assert _full_attention(near_64) == _full_attention(full_64)
 
 
 def test_qwen_windows_need_their_switch():

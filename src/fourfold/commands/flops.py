@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 from fourfold.commands import flags
-from fourfold.cost.count.flops import CONVENTIONS, Question, convention, utilisation_pct
+from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, convention, utilisation_pct
 from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.show.table import json_text, render
@@ -71,7 +71,7 @@ def _answer(args: argparse.Namespace) -> dict[str, Any]:
     model, batch, policy, gpus = spec.model, spec.batch, spec.policy, spec.gpus
     tokens_per_s = _tokens_per_s(args, batch, batch_given="global_batch" in given)
     device = catalog.device(args.gpu) if args.gpu else None
-    ask = Question(model=model, seq_len=batch.seq_len, layout=spec.layout, policy=policy)
+    ask = FlopsQuery.of(model=model, seq_len=batch.seq_len, layout=spec.layout, policy=policy)
     answer: dict[str, Any] = {
         "model": model.name,
         "params": model_params(model, batch.seq_len),

@@ -16,7 +16,7 @@ from typing import Any
 from fourfold import files
 from fourfold.commands import flags, progress, train_flags
 from fourfold.commands.train_resume import end_killed, prepared
-from fourfold.cost.count.flops import DEFAULT, Question, convention
+from fourfold.cost.count.flops import DEFAULT, FlopsQuery, convention
 from fourfold.errors import UserError
 from fourfold.launch.devices import require_gpus
 from fourfold.launch.folder import exclusive
@@ -223,7 +223,7 @@ def _count_by(rule: str, folder: TrainingFolder, plain: dict[str, Any]) -> None:
         return
     table = {name: part for name, part in folder.described().items() if name != "train"}
     spec = codec.load(RunSpec, table)
-    ask = Question(
+    ask = FlopsQuery.of(
         model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
     )
     plain["mfu_pct"] *= asked.count(ask).model / convention(DEFAULT).count(ask).model

@@ -68,7 +68,8 @@ class Columns:
     saved_bytes: Floats  # ... of what a product keeps as its input
     gather_bytes: Floats  # bytes of one weight as ZeRO-3 gathers it
     param_bytes: Floats  # bytes of one weight as the optimizer updates it
-    moment_bytes: Floats  # both moments of one weight
+    moment_bytes: Floats  # all moments of one weight
+    update_traffic: Floats  # bytes that the update of one weight moves
     rope: Floats  # 1: queries and keys are turned (in fp32)
     positions: Floats  # rows of a learned table of positions; -1: one a token, 0: none
     alibi: Floats  # 1: attention adds a bias to every score
@@ -109,6 +110,27 @@ class Columns:
         return self.width * self.kv_heads / self.heads
 
     @property
+    def qkv_width(self) -> Floats:
+        """Columns of queries, keys and values together."""
+        return self.width + 2.0 * self.kv_width
+
+    @property
+    def layer_weights(self) -> Floats:
+        """Weights of one layer that take part in a matrix product, over all tensor ranks."""
+        attention = 2.0 * self.hidden * self.width + 2.0 * self.hidden * self.kv_width
+        return attention + (2.0 + self.gated) * self.hidden * self.ffn
+
+    @property
+    def share(self) -> Floats:
+        """Sequences of the busiest rank: shares that do not come out even differ by one."""
+        return np.ceil(self.batch / self.dp)
+
+    @property
+    def micros(self) -> Floats:
+        """Micro batches of the busiest rank; the last one may be smaller."""
+        return np.ceil(self.share / self.micro)
+
+    @property
     def reach(self) -> Floats:
         """Tokens each token attends to, mean over layers, the causal mask not counted: all of the
         sequence s, or of a window w as many as make the same causal area, w (2 - w/s)."""
@@ -120,6 +142,9 @@ class Columns:
         """The runs at these places, in that order."""
         return Columns(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
+
+# Moments that an optimizer keeps of a weight, and bytes that its update moves, as engines run it.
+OPTIMIZERS = {"adamw": (2.0, 45.0), "adamw-plain": (2.0, 45.0)}
 
 # What a fact is when nobody says: a bf16 run with flash attention, fp32 gradients, plain 1F1B.
 DEFAULTS: dict[str, float] = {
@@ -151,6 +176,7 @@ DEFAULTS: dict[str, float] = {
     "gather_bytes": 2,
     "param_bytes": 4,
     "moment_bytes": 8,
+    "update_traffic": OPTIMIZERS["adamw"][1],
     "rope": 1,
     "alibi": 0,
     "bias": 0,

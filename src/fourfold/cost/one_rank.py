@@ -12,16 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.memory import own_engine as own_memory
 from fourfold.cost.step.attention import attention_s
 from fourfold.cost.step.context import context_s
-from fourfold.cost.step.estimate import gradient_s
+from fourfold.cost.step.estimate import (
+    embedding_comm_s,
+    embedding_s,
+    fixed_s,
+    gradient_s,
+    handover_s,
+    optimizer_s,
+    waiting_s,
+)
 from fourfold.cost.step.gemm import Knobs
 from fourfold.cost.step.host import floor, host_layer_s
 from fourfold.cost.step.layer import fsdp_s, head_s, layer_times
-from fourfold.cost.step.traffic import half_collective_s, p2p_rate
-from fourfold.spec.words import SCHEDULES
+from fourfold.cost.step.pipeline import fill_share
 
 COMPUTE = ("layers", "head", "embedding", "optimizer", "fixed")
 
@@ -68,15 +75,13 @@ def predicted(c: Columns, knobs: Knobs, stage: Stage) -> Predicted:
     repeated = layer.recompute - c.full_ckpt * (forward_tp + forward_cp)
     busy = layer.gemm + layer.attention + layer.elementwise + repeated
     layer_s = _one(floor(busy, host_layer_s(c, knobs)))
-    slots = _slots(c)
-    params = _one(stage.layers * layer.params + (stage.first + stage.last) * _table(c))
-    shards = np.where(c.zero >= 1, c.shard, 1.0)
+    slots, params = _slots(c), _params(c, stage)
     parts = {
         "layers": slots * stage.layers * layer_s,
         "head": slots * _one(head_s(c, knobs, tokens=tokens)) if stage.last else 0.0,
-        "embedding": slots * _one(12.0 * tokens * c.hidden / c.hbm) if stage.first else 0.0,
-        "optimizer": _one(45.0 * params / (c.hbm * shards)),
-        "fixed": float(knobs["fixed_s"]),
+        "embedding": slots * _one(embedding_s(c, tokens)) if stage.first else 0.0,
+        "optimizer": _one(optimizer_s(c, params=params, weights=params)),
+        "fixed": _one(fixed_s(c, knobs)),
     }
     return Predicted(layer_s=layer_s, parts=parts, peak_bytes=_peak_bytes(c, stage))
 
@@ -92,23 +97,23 @@ def joined(
     busy = layer_s + tp + cp
     fsdp = _one(fsdp_s(c, knobs, params=layer.params, busy=np.array([busy]))) - busy
     tokens = c.micro * c.seq / c.cp
-    ends = 2.0 * half_collective_s(
-        c, knobs, 2.0 * tokens * c.hidden, size=c.tp, stride=np.ones_like(c.tp)
-    )
+    ends = _one(embedding_comm_s(c, knobs, tokens)) if stage.first else 0.0
+    window = np.array([stage.layers * busy])
+    reduced = _one(gradient_s(c, knobs, params=_params(c, stage), window=window))
     slots = _slots(c)
     parts = {
         "compute, measured": compute_s,
-        "tp": slots * (stage.layers * tp + (_one(ends) if stage.first else 0.0)),
+        "tp": slots * (stage.layers * tp + ends),
         "cp": slots * stage.layers * cp,
-        "dp": slots * stage.layers * fsdp + _gradients_s(c, knobs, stage, stage.layers * busy),
-        "pp": slots * _handover_s(c, knobs, tokens),
+        "dp": slots * stage.layers * fsdp + reduced,
+        "pp": slots * _one(handover_s(c, knobs, tokens)),
     }
     slot_s = micro_s + (sum(parts.values()) - compute_s) / slots
-    parts["bubble"] = (_one(c.pp) - 1.0) * slot_s * _kept_bubble(c)
-    nodes = max(1.0, _one(c.gpus / c.node))
-    waits = slots * float(knobs["noise_s"]) * nodes**0.75 if nodes > 1 and _one(c.pp) > 1 else 0.0
-    jitter = (sum(parts.values()) + waits) * float(knobs["jitter"]) * float(np.log2(nodes))
-    return Joined(parts=parts | {"jitter": waits + jitter})
+    parts["bubble"] = (_one(c.pp) - 1.0) * slot_s * _one(fill_share(c))
+    work, slot_count = np.array([sum(parts.values())]), np.array([slots])
+    return Joined(
+        parts=parts | {"jitter": sum(map(_one, waiting_s(c, knobs, work=work, slots=slot_count)))}
+    )
 
 
 def _one(value: Any) -> float:
@@ -117,11 +122,12 @@ def _one(value: Any) -> float:
 
 def _slots(c: Columns) -> float:
     """Micro batches of the busiest rank; a smaller last one counts its share."""
-    return _one(np.ceil(c.batch / c.dp) / c.micro)
+    return _one(c.share / c.micro)
 
 
-def _table(c: Columns) -> float:
-    return _one(c.vocab * c.hidden / c.tp)
+def _params(c: Columns, stage: Stage) -> Floats:
+    """Of one tensor rank: its layers, and a table at each end of the model."""
+    return (stage.layers * c.layer_weights + (stage.first + stage.last) * c.vocab * c.hidden) / c.tp
 
 
 def _recomputed_traffic(c: Columns, knobs: Knobs, tp_comm: Any) -> tuple[Any, Any]:
@@ -132,27 +138,9 @@ def _recomputed_traffic(c: Columns, knobs: Knobs, tp_comm: Any) -> tuple[Any, An
     return forward_tp, context_s(c, knobs, tokens=tokens, attention=attention, backward=False)
 
 
-def _gradients_s(c: Columns, knobs: Knobs, stage: Stage, window_s: float) -> float:
-    layer = layer_times(c, knobs, micro=c.micro)
-    params = stage.layers * layer.params + (stage.first + stage.last) * _table(c)
-    return _one(gradient_s(c, knobs, params=params, window=np.array([window_s])))
-
-
-def _handover_s(c: Columns, knobs: Knobs, tokens: Any) -> float:
-    """Of one micro batch between stages, both ways."""
-    moved = 2.0 * tokens * c.hidden / np.where(c.sp > 0, c.tp, 1.0)
-    both = 2.0 * moved / p2p_rate(c, knobs, c.gpus / c.pp) + knobs["micro_s"]
-    return _one(np.where(c.pp > 1, c.vpp * both, 0.0))
-
-
-def _kept_bubble(c: Columns) -> float:
-    zero_bubble = c.schedule == SCHEDULES.index("zero-bubble")
-    return _one(np.where(zero_bubble, 1.0 / 3.0, 1.0 / np.maximum(1.0, c.vpp)))
-
-
 def _peak_bytes(c: Columns, stage: Stage) -> float:
     """Tensors of this stage at its peak: without context, communicators and workspaces."""
-    micros = np.ceil(c.batch / (c.dp * c.micro))
+    micros = c.micros
     first, middle, last = own_memory.stages(c, micros)
     usual = first if stage.first else last if stage.last else middle
     between = usual.flight + 1.0 - stage.stage  # of the stages between, each has one less

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import Columns, columns
-from fourfold.cost.fit.habits import habits
+from fourfold.cost.columns import OPTIMIZERS, Columns, columns
+from fourfold.cost.fit.habits import Habits, habits
 from fourfold.cost.step.hardware import device_facts, fabric_facts
 from fourfold.spec.chosen import chosen, running_schedule
 from fourfold.spec.cluster import Cluster
@@ -75,45 +75,60 @@ _RUNNING = np.array(
 )
 
 
-def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
-    """Formats, kernels and overlap of a policy under a stack: what no search varies."""
-    usual, dtypes = habits(stack), policy.dtypes
-    kind = policy.attention if policy.attention in KEEPS_SCORES else "flash"
-    precision, around = dtypes.compute, DTYPE_BYTES[AROUND.get(dtypes.compute, dtypes.compute)]
-    reduce_bytes = DTYPE_BYTES[dtypes.reduce]
-    # Named engines reduce in what they are known to; only a stated format overrides that.
-    wire = reduce_bytes if policy.reduce_dtype or stack == "fourfold" else usual.grad_bytes
-    master = 4.0 if dtypes.param == "fp32" and dtypes.compute != "fp32" else 0.0
-    moments = 2.0 * DTYPE_BYTES[dtypes.optimizer]
+def stack_facts(usual: Habits) -> dict[str, float]:
+    """What an engine does whatever a spec says."""
     return {
+        "own": float(usual.counted),
+        "reserved": usual.reserved,
+        "selective_share": usual.selective_share,
+        "balanced": float(usual.balanced),
+        "even_stages": float(usual.even_stages),
+        "split_loss": float(usual.split_loss),
+        "eager": float(usual.eager),
+    }
+
+
+def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
+    """Kernels and overlap of a policy under a stack: what no search varies."""
+    usual, is_ours = habits(stack), stack == "fourfold"
+    kind = policy.attention if policy.attention in KEEPS_SCORES else "flash"
+    return stack_facts(usual) | {
         "sp": float(policy.sequence_parallel),
         "attention": PRICED_ATTENTION.index(kind),
+        "overlap_dp": float(usual.overlap_dp and policy.overlap_grad_reduce),
+        # Engines that overlap it do so only where the sequence is divided too.
+        "overlap_tp": float(policy.async_tp or (usual.overlap_tp and policy.sequence_parallel)),
+        "prefetch": float(policy.prefetch),
+        "fused_qkv": float(policy.fused_projections),
+        "fused_host": float(usual.compiled or policy.compile),
+        "loss_chunks": policy.loss_chunks,
+        "lean_loss": float(policy.is_loss_lean and is_ours),
+        "own_kernels": float(policy.compile and is_ours),
+    }
+
+
+def format_facts(policy: Policy, stack: str) -> dict[str, float]:
+    """Bytes of an element of everything, by the policy's formats."""
+    usual, dtypes = habits(stack), policy.dtypes
+    precision, around = dtypes.compute, DTYPE_BYTES[AROUND.get(dtypes.compute, dtypes.compute)]
+    # Named engines reduce in what they are known to; only a stated format overrides that.
+    is_stated = policy.reduce_dtype or stack == "fourfold"
+    wire = DTYPE_BYTES[dtypes.reduce] if is_stated else usual.grad_bytes
+    master = 4.0 if dtypes.param == "fp32" and precision != "fp32" else 0.0
+    count, update_traffic = OPTIMIZERS[policy.optimizer]
+    moments = count * DTYPE_BYTES[dtypes.optimizer]
+    return {
         "precision": DTYPES.index(precision),
         "block_scale": float(precision == "fp4"),
         "grad_bytes": min(wire, 2.0) if policy.precision == "bf16-pure" else wire,
         "acc_bytes": DTYPE_BYTES[dtypes.grad],
         "opt_bytes": master + moments,
-        "overlap_dp": float(usual.overlap_dp and policy.overlap_grad_reduce),
-        # Engines that overlap it do so only where the sequence is divided too.
-        "overlap_tp": float(policy.async_tp or (usual.overlap_tp and policy.sequence_parallel)),
-        "prefetch": float(policy.prefetch),
-        "own": float(usual.counted),
-        "reserved": usual.reserved,
-        "selective_share": usual.selective_share,
         "act_bytes": around,
         "saved_bytes": usual.fp8_saved_bytes if precision == "fp8" else around,
         "gather_bytes": usual.fp8_gather_bytes if precision == "fp8" else around,
         "param_bytes": DTYPE_BYTES[dtypes.param],
         "moment_bytes": moments,
-        "fused_qkv": float(policy.fused_projections),
-        "fused_host": float(usual.compiled or policy.compile),
-        "balanced": float(usual.balanced),
-        "even_stages": float(usual.even_stages),
-        "split_loss": float(usual.split_loss),
-        "loss_chunks": policy.loss_chunks,
-        "lean_loss": float(policy.is_loss_lean and stack == "fourfold"),
-        "own_kernels": float(policy.compile and stack == "fourfold"),
-        "eager": float(usual.eager),
+        "update_traffic": update_traffic,
     }
 
 
@@ -129,6 +144,7 @@ def run_facts(
         **model_facts(spec.model),
         **machine_facts(cluster, spec.policy),
         **policy_facts(spec.policy, stack),
+        **format_facts(spec.policy, stack),
         "seq": spec.batch.seq_len,
         "micro": run["micro_batch"],
         "batch": run.get("global_batch", spec.batch.global_batch),

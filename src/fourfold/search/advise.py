@@ -78,9 +78,8 @@ def layer_rates(shapes: Sequence[Shape], kernels: Kernels) -> Floats:
     c = kernels.columns(shapes)
     times = layer_times(c, kernels.knobs, micro=c.micro)
     seconds = times.gemm + times.attention + times.elementwise
-    weights = 2.0 * c.hidden * (c.width + c.kv_width) + (2.0 + c.gated) * c.hidden * c.ffn
     tokens = c.micro * c.seq
-    return tokens * (6.0 * weights + 12.0 * c.width * c.reach) / c.tp / seconds
+    return tokens * (6.0 * c.layer_weights + 12.0 * c.width * c.reach) / c.tp / seconds
 
 
 def auto_heads(hidden: int, tp: int, head_size: int = 128) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.count.counting import flops_per_token
+from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.choices import choices
 from fourfold.cost.fit.interval import features
@@ -31,6 +31,7 @@ from fourfold.spec import codec
 from fourfold.spec.chosen import chosen_layout, chosen_policy
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 from fourfold.spec.runnable import remarks
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
@@ -282,6 +283,13 @@ def _asked(ask: Question) -> dict[str, Any]:
     }
 
 
+def _flops_per_token(spec: RunSpec, name: str) -> float:
+    query = FlopsQuery.of(
+        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
+    )
+    return float(convention(name).count(query).printed)
+
+
 def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
     """One ranked layout."""
     ask, predicted = ranking.ask, ranking.predicted
@@ -289,8 +297,7 @@ def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
     step_s = float(ranking.step_s[i])
     low, high = memory_bounds(c, ask.entry)
     tokens_s = ask.batch.tokens / step_s / ask.gpus
-    flops = flops_per_token(c, ask.convention, learned_positions=np.zeros(1))
-    assert flops is not None
+    flops = _flops_per_token(ranking.spec(i), ask.convention)
     total_s = float(train.total_s[i]) if i < len(train.total_s) else 0.0
     hours = (total_s or step_s) * ask.gpus / 3600.0
     price = ask.cluster.price_per_gpu_hour
@@ -312,8 +319,8 @@ def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
         tight=bool(high[0] > ask.cluster.device.memory_bytes * USABLE),
         memory_bytes={name: float(part[i]) for name, part in predicted.room.parts.items()},
         tokens_s_gpu=tokens_s,
-        tflops_gpu=float(flops[0]) * tokens_s / 1e12,
-        mfu_pct=100.0 * float(flops[0]) * tokens_s / float(c.peak_low[0]),
+        tflops_gpu=flops * tokens_s / 1e12,
+        mfu_pct=100.0 * flops * tokens_s / float(c.peak_low[0]),
         gpu_hours=hours,
         gpu_hours_of="training" if total_s else "step",
         training_s=total_s or None,

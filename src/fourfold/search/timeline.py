@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.schedule.timeline import Timeline, play
-from fourfold.cost.step.played import chunk_times, micro_count
+from fourfold.cost.step.played import chunk_times
 from fourfold.errors import UserError
 from fourfold.search.ranking import Ranking
 from fourfold.spec.words import SCHEDULES
@@ -20,7 +20,7 @@ def timeline(ranking: Ranking, place: int = 0) -> Timeline:
     index = np.array([place])
     predicted = ranking.predicted.take(index)
     c = predicted.columns
-    stages, virtual, micros = int(c.pp[0]), int(c.vpp[0]), int(micro_count(c)[0])
+    stages, virtual, micros = int(c.pp[0]), int(c.vpp[0]), int(c.micros[0])
     actions = 3 * stages * virtual * micros
     if actions > MOST_ACTIONS:
         raise UserError(

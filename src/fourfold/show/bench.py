@@ -6,7 +6,7 @@ import dataclasses
 from statistics import median
 from typing import Any
 
-from fourfold.cost.count.flops import CONVENTIONS, Question, utilisation_pct
+from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, utilisation_pct
 from fourfold.errors import UserError
 from fourfold.result.read.from_run import record_of
 from fourfold.result.read.quality import flags, straggler, throttles
@@ -109,7 +109,7 @@ def _device(name: str) -> Device | None:
 
 def _conventions(report: RunReport, speed: float, device: Device | None) -> dict[str, Any]:
     spec = report.spec
-    ask = Question(
+    ask = FlopsQuery.of(
         model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
     )
     peak = None

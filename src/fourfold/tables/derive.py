@@ -13,7 +13,7 @@ from fourfold.cost.count.flops import (
     ALIASES,
     CONVENTIONS,
     FlopsPerToken,
-    Question,
+    FlopsQuery,
     convention,
     utilisation_pct,
 )
@@ -115,5 +115,6 @@ def _count(rule: str, ask: Ask) -> FlopsPerToken:
         policy = Policy(recompute=recompute or "none")
     except UserError:
         policy = Policy()
-    question = Question(model=model, seq_len=seq_len, layout=Layout(tp=tp, pp=pp), policy=policy)
-    return convention(rule).count(question)
+    layout = Layout(tp=tp, pp=pp)
+    query = FlopsQuery.of(model=model, seq_len=seq_len, layout=layout, policy=policy)
+    return convention(rule).count(query)

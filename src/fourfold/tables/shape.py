@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from fourfold.cost.count.flops import CONVENTIONS, Question, convention
+from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, convention
 from fourfold.cost.count.params import layer_params, model_params
 from fourfold.errors import UserError
 from fourfold.result.record import Record
@@ -133,7 +133,7 @@ def flops_per_token(shape: Shape, record: Record, rule: str, seq_len: int) -> fl
 
 def _flops(model: ModelShape, record: Record, rule: str, seq_len: int) -> float:
     layout = Layout(pp=record.pp or 1, shard=record.dp or 1, cp=record.cp or 1, tp=record.tp or 1)
-    ask = Question(model=model, seq_len=seq_len, layout=layout, policy=Policy())
+    ask = FlopsQuery.of(model=model, seq_len=seq_len, layout=layout, policy=Policy())
     return convention(rule).count(ask).printed
 
 
@@ -143,7 +143,7 @@ def hardware_ratio(shape: Shape, record: Record) -> float | None:
         policy = Policy(recompute=record.recompute or "none")
     except UserError:
         return None
-    ask = Question(
+    ask = FlopsQuery.of(
         model=shape.model, seq_len=record.seq_len or NOTES_SEQ_LEN, layout=Layout(), policy=policy
     )
     count = CONVENTIONS["mpt"].count(ask)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fourfold.cost.count.flops import CONVENTIONS
+from fourfold.cost.count.flops import CONVENTIONS, TRIED
 from fourfold.result.record import Record
 from fourfold.tables import cells
 from fourfold.tables.shape import NOTES_SEQ_LEN, Shape, flops_per_token, flops_range, shape_of
@@ -15,10 +15,6 @@ from fourfold.tables.shape import NOTES_SEQ_LEN, Shape, flops_per_token, flops_r
 # Beyond rounding of the printed digits; conventions that must be told apart differ by 2% and more.
 SLACK = 0.006
 _LENGTHS = tuple(2**power for power in range(9, 18))
-# In the order in which a topology table is likely to use them.
-TRIED = (
-    "megatron-recompute", "megatron-old", "megatron-norecompute", "full-attention", "causal", "mpt",
-)  # fmt: skip
 
 
 def row_work(record: Record) -> float | None:

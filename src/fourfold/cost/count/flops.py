@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fourfold.cost.count.params import layer_matmul_params, model_params
 from fourfold.errors import UserError, nearest
@@ -16,15 +17,68 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 
+if TYPE_CHECKING:
+    from fourfold.cost.columns import Columns
+
+Number = Any  # a number, or a NumPy array of them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What a convention may look at."""
+class FlopsQuery:
+    """What a convention may look at: numbers of one model, or arrays of many runs."""
 
-    model: ModelShape
-    seq_len: int
-    layout: Layout
-    policy: Policy
+    layers: Number
+    hidden: Number
+    width: Number
+    vocab: Number
+    seq_len: Number
+    reach: Number  # tokens each token attends to, mean over layers, the causal mask not counted
+    params: Number
+    layer_weights: Number  # of one layer, those of matrix products
+    tp: Number = 1
+    pp: Number = 1
+    recompute_share: Number = 0.0
+    is_selective: Number = False  # only the attention core runs again
+
+    @classmethod
+    def of(cls, *, model: ModelShape, seq_len: int, layout: Layout, policy: Policy) -> FlopsQuery:
+        return cls(
+            layers=model.layers,
+            hidden=model.hidden,
+            width=model.attention_width,
+            vocab=model.vocab,
+            seq_len=seq_len,
+            reach=model.reach(seq_len),
+            params=model_params(model, seq_len),
+            layer_weights=layer_matmul_params(model),
+            tp=layout.tp,
+            pp=layout.pp,
+            recompute_share=policy.recompute_share,
+            is_selective=policy.recompute == "selective",
+        )
+
+    @classmethod
+    def of_columns(cls, c: Columns, *, learned_positions: Number) -> FlopsQuery:
+        """Ungated families have LayerNorm and biases (13 L d in all), gated ones RMSNorm and none;
+        `learned_positions`: 1 where the model has a table of them, a row a token."""
+        small = c.gated * 2.0 * c.hidden + (1.0 - c.gated) * (9.0 * c.hidden + c.ffn)
+        ends = (2.0 - c.tied) * c.vocab * c.hidden + (2.0 - c.gated) * c.hidden
+        return cls(
+            layers=c.layers,
+            hidden=c.hidden,
+            width=c.width,
+            vocab=c.vocab,
+            seq_len=c.seq,
+            reach=c.reach,
+            params=c.layers * (c.layer_weights + small)
+            + ends
+            + learned_positions * c.seq * c.hidden,
+            layer_weights=c.layer_weights,
+            tp=c.tp,
+            pp=c.pp,
+            recompute_share=c.full_ckpt,
+            is_selective=c.attn_ckpt,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +86,9 @@ class FlopsPerToken:
     """`model` once forward and backward; `hardware` with what the policy runs again; `printed` is
     the figure that users of the convention print as TFLOPs."""
 
-    model: float
-    hardware: float
-    printed: float
+    model: Number
+    hardware: Number
+    printed: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,80 +96,74 @@ class Convention:
     id: str
     formula: str
     used_by: str
-    count: Callable[[Question], FlopsPerToken]
+    count: Callable[[FlopsQuery], FlopsPerToken]
 
 
-def _attention(ask: Question) -> float:
+def _attention(q: FlopsQuery) -> Number:
     """Forward FLOPs of scores and their product with V over the full square: 4 L w s per token.
 
     A layer with a sliding window counts the tokens in it instead of s.
     """
-    model = ask.model
-    return 4.0 * model.layers * model.attention_width * model.reach(ask.seq_len)
+    return 4.0 * q.layers * q.width * q.reach
 
 
-def _again(ask: Question, layers_forward: float, attention_forward: float) -> float:
+def _again(q: FlopsQuery, layers_forward: Number, attention_forward: Number) -> Number:
     """FLOPs run twice: whole layers under full or every-n, the attention core if selective."""
-    if ask.policy.recompute == "selective":
-        return attention_forward
-    return ask.policy.recompute_share * layers_forward
+    return q.is_selective * attention_forward + q.recompute_share * layers_forward
 
 
-def _mpt(ask: Question) -> FlopsPerToken:
+def _mpt(q: FlopsQuery) -> FlopsPerToken:
     """6 N + 12 L d s; HFU is 8 N + 16 L d s with recompute (the embedding counted again too)."""
-    forward = 2.0 * model_params(ask.model, ask.seq_len) + _attention(ask)
-    hardware = 3 * forward + _again(ask, forward, _attention(ask))
+    forward = 2.0 * q.params + _attention(q)
+    hardware = 3 * forward + _again(q, forward, _attention(q))
     return FlopsPerToken(model=3 * forward, hardware=hardware, printed=3 * forward)
 
 
-def _six_n(ask: Question) -> FlopsPerToken:
-    forward = 2.0 * model_params(ask.model, ask.seq_len)
-    hardware = 3 * forward + ask.policy.recompute_share * forward
+def _six_n(q: FlopsQuery) -> FlopsPerToken:
+    forward = 2.0 * q.params
+    hardware = 3 * forward + q.recompute_share * forward
     return FlopsPerToken(model=3 * forward, hardware=hardware, printed=3 * forward)
 
 
-def _megatron(ask: Question, factor: float) -> float:
+def _megatron(q: FlopsQuery, factor: float) -> Number:
     """factor L h^2 (1 + s/(6h) + V/(16 L h)), Narayanan et al. 2021: MLP of 4h, no GQA."""
-    layers, hidden = ask.model.layers, ask.model.hidden
-    shape = 1 + ask.seq_len / (6 * hidden) + ask.model.vocab / (16 * layers * hidden)
-    return factor * layers * hidden**2 * shape
+    shape = 1 + q.seq_len / (6 * q.hidden) + q.vocab / (16 * q.layers * q.hidden)
+    return factor * q.layers * q.hidden**2 * shape
 
 
-def _megatron_recompute(ask: Question) -> FlopsPerToken:
+def _megatron_recompute(q: FlopsQuery) -> FlopsPerToken:
     """The 96 form counts a second forward whatever the policy does: it prints hardware FLOPs."""
-    hardware = _megatron(ask, 96)
-    return FlopsPerToken(model=_megatron(ask, 72), hardware=hardware, printed=hardware)
+    hardware = _megatron(q, 96)
+    return FlopsPerToken(model=_megatron(q, 72), hardware=hardware, printed=hardware)
 
 
-def _megatron_norecompute(ask: Question) -> FlopsPerToken:
-    model = _megatron(ask, 72)
-    hidden, layers = ask.model.hidden, ask.model.layers
-    again = _again(ask, _megatron(ask, 24), 4.0 * layers * hidden * ask.seq_len)
+def _megatron_norecompute(q: FlopsQuery) -> FlopsPerToken:
+    model = _megatron(q, 72)
+    again = _again(q, _megatron(q, 24), 4.0 * q.layers * q.hidden * q.seq_len)
     return FlopsPerToken(model=model, hardware=model + again, printed=model)
 
 
-def _megatron_old(ask: Question) -> FlopsPerToken:
+def _megatron_old(q: FlopsQuery) -> FlopsPerToken:
     """8 P with P = 12 L h^2 + L (7 + 6 TP) h + 4 TP PP h: small tensors counted once per rank."""
-    layers, hidden = ask.model.layers, ask.model.hidden
-    tp, pp = ask.layout.tp, ask.layout.pp
-    params = 12 * layers * hidden**2 + layers * (7 + 6 * tp) * hidden + 4 * tp * pp * hidden
+    small = q.layers * (7 + 6 * q.tp) * q.hidden + 4 * q.tp * q.pp * q.hidden
+    params = 12 * q.layers * q.hidden**2 + small
     return FlopsPerToken(model=6.0 * params, hardware=8.0 * params, printed=8.0 * params)
 
 
-def _matmuls(ask: Question, attention_forward: float) -> FlopsPerToken:
+def _matmuls(q: FlopsQuery, attention_forward: Number) -> FlopsPerToken:
     """Matrix weights, logits and attention; recompute repeats layers, never the logits."""
-    layers_forward = 2.0 * ask.model.layers * layer_matmul_params(ask.model) + attention_forward
-    forward = layers_forward + 2.0 * ask.model.vocab * ask.model.hidden
-    hardware = 3 * forward + _again(ask, layers_forward, attention_forward)
+    layers_forward = 2.0 * q.layers * q.layer_weights + attention_forward
+    forward = layers_forward + 2.0 * q.vocab * q.hidden
+    hardware = 3 * forward + _again(q, layers_forward, attention_forward)
     return FlopsPerToken(model=3 * forward, hardware=hardware, printed=3 * forward)
 
 
-def _full_attention(ask: Question) -> FlopsPerToken:
-    return _matmuls(ask, _attention(ask))
+def _full_attention(q: FlopsQuery) -> FlopsPerToken:
+    return _matmuls(q, _attention(q))
 
 
-def _causal(ask: Question) -> FlopsPerToken:
-    return _matmuls(ask, _attention(ask) / 2)
+def _causal(q: FlopsQuery) -> FlopsPerToken:
+    return _matmuls(q, _attention(q) / 2)
 
 
 CONVENTIONS = {
@@ -156,6 +204,12 @@ CONVENTIONS = {
     )
 }
 ALIASES = {"all-params-full-attention": "mpt"}
+
+
+# What a published table may have printed, the likely ones of a topology table first.
+TRIED = (
+    "megatron-recompute", "megatron-old", "megatron-norecompute", "full-attention", "causal", "mpt",
+)  # fmt: skip
 
 
 # What every command counts by unless it is told otherwise: what the hardware has to do.

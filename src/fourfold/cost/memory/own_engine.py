@@ -18,7 +18,6 @@ from fourfold.cost.count.stages import EMBEDDING_COST, split_layers
 from fourfold.cost.memory.own_alone import Moments, Params, alone, is_alone
 from fourfold.cost.memory.own_layer import Layer, Sizes, layer, logits_bytes, loss_bytes, sizes
 from fourfold.cost.step.gemm import Floats
-from fourfold.cost.step.layer import layer_params
 from fourfold.cost.step.pipeline import Held, held
 from fourfold.result.overheads import (
     COMMUNICATOR_BYTES,
@@ -51,7 +50,7 @@ class _Share:
 
 def _shares(c: Columns) -> tuple[_Share, _Share, _Share]:
     """Of the first, of the fullest other and of the last rank, as the engine cuts layers."""
-    matmul = layer_params(c) * c.tp
+    matmul = c.layer_weights
     head = np.round(c.vocab * c.hidden / (matmul + c.width * c.seq), 6)
     every = np.where(c.full_ckpt > 0, np.round(1.0 / np.maximum(c.full_ckpt, 1e-9)), 0.0)
     asked = np.stack([c.layers, c.pp, c.vpp, head, every])
@@ -137,7 +136,7 @@ class _Parts:
 
 
 def _parts(c: Columns, stage: Stage, micros: Floats) -> _Parts:
-    one, n = layer_params(c), stage.layers
+    one, n = c.layer_weights / c.tp, stage.layers
     embed = np.ceil(c.vocab / c.tp) * c.hidden
     head = stage.last * embed
     own_head = np.where((c.tied > 0) & (stage.first > 0), 0.0, head)

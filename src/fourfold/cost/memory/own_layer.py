@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.step.gemm import Floats
-from fourfold.cost.step.layer import layer_params
 from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION
 
 _UNFUSED = PRICED_ATTENTION.index("unfused")
@@ -69,7 +68,7 @@ class Layer:
 
 
 def layer(c: Columns) -> Layer:
-    s, params = sizes(c), layer_params(c)
+    s, params = sizes(c), c.layer_weights / c.tp
     many, wide = _mlp_widths(c) * s.ffn, (1.0 + c.gated) * s.ffn
     kept = 2.0 * s.between + np.where(_cheap(c), 0.0, 2.0 * s.whole) + _attended(c, s) + many
     kept = kept * np.where(c.attn_ckpt > 0, c.selective_share, 1.0)

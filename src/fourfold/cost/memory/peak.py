@@ -14,7 +14,6 @@ import numpy as np
 from fourfold.cost.columns import Columns
 from fourfold.cost.memory import own_engine as own_memory
 from fourfold.cost.step.gemm import Floats, Knobs
-from fourfold.cost.step.layer import layer_params
 from fourfold.cost.step.pipeline import held, stage_layers
 from fourfold.spec.words import PRICED_ATTENTION
 
@@ -46,7 +45,7 @@ def kept_bytes(c: Columns, knobs: Knobs) -> Floats:
     gathered = np.where((c.sp > 0) & (c.tp > 1), whole, 0.0)
     # Attention keeps its output; a product in fewer bits keeps that once more in them.
     copied = np.where(c.saved_bytes < c.act_bytes, c.saved_bytes, 0.0) * c.width
-    products = c.width + 2.0 * c.kv_width + c.width + (1.0 + c.gated) * c.ffn
+    products = c.qkv_width + c.width + (1.0 + c.gated) * c.ffn
     on_shards = (c.act_bytes * products + c.saved_bytes * c.ffn + copied) / c.tp
     scores = np.where(c.attn_ckpt > 0, 0.0, _score_bytes(c))
     return tokens * (on_hidden + gathered + on_shards + scores) * knobs["act"]
@@ -98,7 +97,7 @@ def memory(c: Columns, knobs: Knobs) -> Memory:
 
 def _own(c: Columns, knobs: Knobs) -> Memory:
     """Of our own engine, and of torch's FSDP2 in others: tensors, and what no tensor shows."""
-    micros = np.ceil(c.batch / (c.dp * c.micro))
+    micros = c.micros
     peaks = [own_memory.stage_peak(c, stage, micros) for stage in own_memory.stages(c, micros)]
     # Nothing of a GPU's is there on a CPU, whose calibrations have no base.
     base = np.where(np.asarray(knobs["base_gib"]) > 0, own_memory.unseen_bytes(c), 0.0)
@@ -120,11 +119,11 @@ def _own(c: Columns, knobs: Knobs) -> Memory:
 
 
 def _fitted(c: Columns, knobs: Knobs) -> Memory:
-    per_layer = layer_params(c)
+    per_layer = c.layer_weights / c.tp
     embed = c.vocab * c.hidden / c.tp
-    split = stage_layers(c, head_in_layers=embed / per_layer)
+    split = stage_layers(c)
     tokens = c.micro * c.seq / c.cp
-    micros = np.ceil(c.batch / (c.dp * c.micro))
+    micros = c.micros
     kept = kept_bytes(c, knobs)
     layer_kept = c.full_ckpt * saved_input_bytes(c) + (1.0 - c.full_ckpt) * kept
     flight = held(c, micros)

@@ -25,8 +25,7 @@ def elementwise_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, 
     norms = np.where(c.fused_norm > 0, 1.0, knobs["norm"])
     split = np.where(c.sp > 0, c.tp, 1.0)
     on_hidden = (4.0 * norms + 6.0 + 2.0 * (1.0 - c.gated)) * c.hidden / split
-    qkv = c.width + 2.0 * c.kv_width
-    on_shards = (2.0 * qkv + (2.0 + c.gated) * c.ffn) / c.tp
+    on_shards = (2.0 * c.qkv_width + (2.0 + c.gated) * c.ffn) / c.tp
     passes = knobs["elem"] * np.where(c.eager > 0, EAGER, 1.0)
     forward = 2.0 * tokens * (on_hidden + on_shards) * passes / c.hbm
     casts = cast_s(c, tokens=tokens)

@@ -22,7 +22,6 @@ from fourfold.cost.step.layer import LayerTimes, head_s, layer_times
 from fourfold.cost.step.own_engine import update_bytes
 from fourfold.cost.step.pipeline import pipeline_s, stage_layers
 from fourfold.cost.step.traffic import crosses, group_rate, half_collective_s, p2p_rate
-from fourfold.spec.words import DTYPES
 
 PARTS = (
     "gemm",
@@ -62,10 +61,8 @@ class Times:
 
 def estimate(c: Columns, knobs: Knobs) -> Times:
     """Closed-form step time of every run."""
-    # Shares that do not come out even differ by one sequence; all wait for the largest.
-    share = np.ceil(c.batch / c.dp)
-    whole = np.floor(share / c.micro)
-    rest = share - whole * c.micro
+    whole = np.floor(c.share / c.micro)
+    rest = c.share - whole * c.micro
     layer = layer_times(c, knobs, micro=c.micro)
     main = _one_micro(c, knobs, layer, c.micro)
     slots = whole
@@ -89,15 +86,9 @@ def _one_micro(c: Columns, knobs: Knobs, layer: LayerTimes, micro: Floats) -> di
     """Seconds of one micro batch in the first, a middle, the last stage and in all of them."""
     tokens = micro * c.seq / c.cp
     head = head_s(c, knobs, tokens=tokens)
-    embed = 12.0 * tokens * c.hidden / c.hbm + 2.0 * half_collective_s(
-        c, knobs, 2.0 * tokens * c.hidden, size=c.tp, stride=np.ones_like(c.tp)
-    )
-    split = stage_layers(c, head_in_layers=c.vocab * c.hidden / c.tp / layer.params)
-    stride = c.gpus / c.pp
-    moved = 2.0 * tokens * c.hidden / np.where(c.sp > 0, c.tp, 1.0)
-    p2p = np.where(
-        c.pp > 1, c.vpp * (2.0 * moved / p2p_rate(c, knobs, stride) + knobs["micro_s"]), 0.0
-    )
+    embed = embedding_s(c, tokens) + embedding_comm_s(c, knobs, tokens)
+    split = stage_layers(c)
+    p2p = handover_s(c, knobs, tokens)
     first = split.first * layer.total + embed + p2p
     middle = split.middle * layer.total + p2p
     last = split.last * layer.total + head + p2p
@@ -113,6 +104,46 @@ def _one_micro(c: Columns, knobs: Knobs, layer: LayerTimes, micro: Floats) -> di
         "head": head + embed,
         "p2p": p2p,
     }
+
+
+def embedding_s(c: Columns, tokens: Floats) -> Floats:
+    """Rows read, written and added to, both ways."""
+    return 12.0 * tokens * c.hidden / c.hbm
+
+
+def embedding_comm_s(c: Columns, knobs: Knobs, tokens: Floats) -> Floats:
+    """What tensor-parallel ranks exchange at the ends of the model."""
+    data = 2.0 * tokens * c.hidden
+    return 2.0 * half_collective_s(c, knobs, data, size=c.tp, stride=np.ones_like(c.tp))
+
+
+def handover_s(c: Columns, knobs: Knobs, tokens: Floats) -> Floats:
+    """Of one micro batch between stages, both ways."""
+    moved = 2.0 * tokens * c.hidden / np.where(c.sp > 0, c.tp, 1.0)
+    both = 2.0 * moved / p2p_rate(c, knobs, c.gpus / c.pp) + knobs["micro_s"]
+    return np.where(c.pp > 1, c.vpp * both, 0.0)
+
+
+def optimizer_s(c: Columns, *, params: Floats, weights: Floats) -> Floats:
+    """Update of `params` parameters, or of all `weights` where our own kernels are counted."""
+    shards = np.where(c.zero >= 1, c.shard, 1.0)
+    moved = np.where(
+        c.own_kernels > 0, update_bytes(c, weights), c.update_traffic * params / shards
+    )
+    return moved / c.hbm
+
+
+def fixed_s(c: Columns, knobs: Knobs) -> Floats:
+    """Nothing of a compiled step waits for its host once, whatever else happens between steps."""
+    return knobs["fixed_s"] * np.where(c.own_kernels > 0, _OWN_FIXED, 1.0)
+
+
+def waiting_s(c: Columns, knobs: Knobs, *, work: Floats, slots: Floats) -> tuple[Floats, Floats]:
+    """(waits, jitter): stages on different nodes meet at every micro batch and wait for the later
+    one; everything grows with the nodes."""
+    nodes = np.maximum(1.0, c.gpus / c.node)
+    waits = np.where((nodes > 1) & (c.pp > 1), slots * knobs["noise_s"] * nodes**0.75, 0.0)
+    return waits, (work + waits) * knobs["jitter"] * np.log2(nodes)
 
 
 def gradient_s(c: Columns, knobs: Knobs, *, params: Floats, window: Floats) -> Floats:
@@ -157,18 +188,11 @@ def _assemble(
     params = per_stage * layer.params + c.vocab * c.hidden / c.tp
     window = per_stage * layer.total
     dp = gradient_s(c, knobs, params=params, window=window)
-    shards = np.where(c.zero >= 1, c.shard, 1.0)
-    ours = c.own_kernels > 0
     weights = params + np.where((c.tied < 1) & (c.pp == 1), c.vocab * c.hidden / c.tp, 0.0)
-    optimizer = np.where(ours, update_bytes(c, weights), 45.0 * params / shards) / c.hbm
-    nodes = np.maximum(1.0, c.gpus / c.node)
-    # Stages on different nodes meet at every micro batch and wait for the later one.
-    waits = np.where((nodes > 1) & (c.pp > 1), slots * knobs["noise_s"] * nodes**0.75, 0.0)
-    work = pipe + waits + dp + optimizer
-    jitter = work * knobs["jitter"] * np.log2(nodes)
-    # Nothing of a compiled step waits for its host once, whatever else happens between steps.
-    fixed = knobs["fixed_s"] * np.where(ours, _OWN_FIXED, 1.0)
-    step = work + jitter + fixed
+    optimizer = optimizer_s(c, params=params, weights=weights)
+    waits, jitter = waiting_s(c, knobs, work=pipe + dp + optimizer, slots=slots)
+    fixed = fixed_s(c, knobs)
+    step = pipe + dp + optimizer + waits + jitter + fixed
     spent = slots * per_stage
     parts = {
         "gemm": spent * layer.gemm,
@@ -189,8 +213,3 @@ def _assemble(
     known = sum(parts.values())
     parts["bubble"] = step - known
     return Times(step_s=step, parts={name: parts[name] for name in PARTS})
-
-
-def is_low_precision(c: Columns) -> np.ndarray:
-    """True where GEMM inputs are fp8 or fp4."""
-    return (c.precision == DTYPES.index("fp8")) | (c.precision == DTYPES.index("fp4"))

@@ -39,12 +39,6 @@ class LayerTimes:
     params: Floats  # parameters of one layer on one tp rank
 
 
-def layer_params(c: Columns) -> Floats:
-    """Matrix parameters of a layer on one tensor-parallel rank."""
-    kv = 2.0 * c.hidden * c.kv_width
-    return (2.0 * c.hidden * c.width + kv + (2.0 + c.gated) * c.hidden * c.ffn) / c.tp
-
-
 def linear_s(
     c: Columns, knobs: Knobs, *, tokens: Floats, wide: Floats, deep: Floats, low: bool = True
 ) -> tuple[Floats, Floats]:
@@ -61,7 +55,7 @@ def linear_s(
 
 def layer_gemm_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, Floats]:
     """(forward, backward) of the four linear layers: qkv, attention out, mlp in, mlp out."""
-    qkv = (c.width + 2.0 * c.kv_width) / c.tp
+    qkv = c.qkv_width / c.tp
     shapes = (
         (qkv, c.hidden),
         (c.hidden, c.width / c.tp),
@@ -101,7 +95,7 @@ def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
     last, _ = linear_s(c, knobs, tokens=tokens, wide=c.hidden, deep=c.ffn / c.tp)
     again = forward - np.where(c.own_kernels > 0, last, 0.0)
     recompute = c.full_ckpt * again + c.attn_ckpt * (1.0 - c.full_ckpt) * attn_f
-    params = layer_params(c)
+    params = c.layer_weights / c.tp
     added = np.where(c.own_kernels > 0, adding_bytes(c, params), 10.0 * params)
     accumulate = added / c.hbm
     busy = forward + gemm_b + attn_b + elem_b + tp_b + cp_b + recompute + accumulate

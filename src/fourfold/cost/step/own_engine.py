@@ -32,7 +32,7 @@ def layer_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
     wide = (1.0 + c.gated) * c.ffn / c.tp
     narrow = c.ffn / c.tp
     # The gradient of a bias is a sum over what its product's output hands back.
-    biases = c.bias * ((c.width + 2.0 * c.kv_width) / c.tp + 2.0 * c.hidden / split + wide)
+    biases = c.bias * (c.qkv_width / c.tp + 2.0 * c.hidden / split + wide)
     each = tokens * c.act_bytes
     return each * (hidden + turned + wide + narrow), each * (
         hidden + turned + 2.0 * wide + narrow + biases
@@ -42,10 +42,10 @@ def layer_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
 def cast_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
     """(forward, backward) of turning operands into fp8: each is read for its largest value, read
     again and written; inputs and weights once more in the backward pass, transposed."""
-    qkv = (c.width + 2.0 * c.kv_width) / c.tp
+    qkv = c.qkv_width / c.tp
     ins = 2.0 * c.hidden + (c.width + c.ffn) / c.tp
     outs = qkv + 2.0 * c.hidden + (1.0 + c.gated) * c.ffn / c.tp
-    weights = c.hidden * qkv + (c.hidden * c.width + (2.0 + c.gated) * c.hidden * c.ffn) / c.tp
+    weights = c.layer_weights / c.tp
     low = np.where(c.precision == _FP8, 1.0, 0.0)
     forward = low * 5.0 * (tokens * ins + weights)
     return forward, low * (tokens * (3.0 * ins + 6.0 * outs) + 3.0 * weights)
@@ -60,7 +60,7 @@ def update_bytes(c: Columns, params: Floats) -> Floats:
     """Weights and moments read and written, gradients read for their norm and for the update, the
     copies that layers compute with written."""
     shards = np.where(c.zero >= 1, c.shard, 1.0)
-    micros = np.ceil(c.batch / (c.dp * c.micro))
+    micros = c.micros
     sums = np.where(is_alone(c) & (micros < 2), c.act_bytes, c.acc_bytes)
     copies = np.where(is_alone(c) & (c.param_bytes != c.act_bytes), c.act_bytes, 0.0)
     each = 2.0 * (c.param_bytes + c.moment_bytes) + 2.0 * sums + copies
@@ -69,7 +69,7 @@ def update_bytes(c: Columns, params: Floats) -> Floats:
 
 def adding_bytes(c: Columns, params: Floats) -> Floats:
     """Gradients added up, mean over micro batches; without FSDP the first one's are the sum."""
-    micros = np.ceil(c.batch / (c.dp * c.micro))
+    micros = c.micros
     share = np.where(is_alone(c), (micros - 1.0) / np.maximum(micros, 1.0), 1.0)
     return params * (c.act_bytes + 2.0 * c.acc_bytes) * share
 

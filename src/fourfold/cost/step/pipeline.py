@@ -37,27 +37,46 @@ def passing_edges(layers: Floats, head: Floats, stages: Floats, stage: Floats) -
     return np.where(stage < 1, 0.0, np.where(stage >= stages, layers, np.minimum(passed, layers)))
 
 
-def stage_layers(c: Columns, *, head_in_layers: Floats) -> StageLayers:
+def stage_layers(c: Columns) -> StageLayers:
     """Equal stages with the remainder in the first ones; fewer in the last one by what the head
     costs, counted in layers (balanced engines); or fewer at both ends (even stages); or as many as
     pass a stage's share (balanced 2)."""
     even = np.ceil(c.layers / c.pp)
-    last_even = np.floor(c.layers / c.pp)
-    fair = (c.layers + head_in_layers) / c.pp
-    last = np.maximum(0.0, np.round(fair - head_in_layers))
-    rest = np.where(c.pp > 1, (c.layers - last) / np.maximum(1.0, c.pp - 1.0), c.layers)
+    short = _last_with_head(c, c.pp)
+    rest = np.where(c.pp > 1, (c.layers - short) / np.maximum(1.0, c.pp - 1.0), c.layers)
     uneven = (c.balanced > 0) & (c.pp > 1)
-    first = np.where(uneven, np.ceil(rest), even)
     middle = np.where(uneven, np.ceil(rest), even)
-    last = np.where(uneven, last, np.where(c.pp > 1, last_even, even))
+    last = np.where(uneven, short, np.where(c.pp > 1, np.floor(c.layers / c.pp), even))
     passes = (c.balanced > 1) & (c.pp > 1)
     edge = partial(passing_edges, c.layers, c.vocab / passing_unit(c.hidden, c.ffn), c.pp)
-    first = np.where(passes, edge(np.ones(1)), first)
-    middle = np.where(passes, np.ceil(c.layers / c.pp), middle)
+    first = np.where(passes, edge(np.ones(1)), middle)
+    middle = np.where(passes, even, middle)
     last = np.where(passes, c.layers - edge(c.pp - 1.0), last)
     left, right = end_layers(c.layers, c.pp)
     ends = (c.even_stages > 0) & (c.pp > 1) & (right >= 0)
     return StageLayers(np.where(ends, left, first), middle, np.where(ends, right, last))
+
+
+def chunk_layers(c: Columns, chunks: int) -> Floats:
+    """[chunks, runs] layers of each chunk, by the same rules, of runs with as many chunks."""
+    fair, place = c.layers / chunks, np.arange(chunks)[:, None]
+    counts = np.floor(fair) + (place < c.layers - np.floor(fair) * chunks)
+    short, others = _last_with_head(c, float(chunks)), max(1, chunks - 1)
+    lean = np.floor((c.layers - short) / others) + (place < (c.layers - short) % others)
+    lean[-1] = short
+    counts = np.where(c.balanced > 0, lean, counts)
+    head, edge = c.vocab / passing_unit(c.hidden, c.ffn), np.arange(chunks + 1.0)[:, None]
+    passing = np.diff(passing_edges(c.layers, head, np.array(float(chunks)), edge), axis=0)
+    counts = np.where(c.balanced > 1, passing, counts)
+    even = np.ceil(fair) + np.zeros((chunks, 1))
+    even[0], even[-1] = end_layers(c.layers, float(chunks))
+    return np.where((c.even_stages > 0) & (even.min(axis=0) >= 0), even, counts)
+
+
+def _last_with_head(c: Columns, stages: Floats | float) -> Floats:
+    """Layers that a balanced last stage keeps beside the head, which counts as some."""
+    head = c.vocab * c.hidden / c.layer_weights
+    return np.maximum(0.0, np.round((c.layers + head) / stages - head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +106,11 @@ def held(c: Columns, micros: Floats) -> Held:
     return Held(first, second, last, np.where(split, np.maximum(0.0, last - started), 0.0))
 
 
+def fill_share(c: Columns) -> Floats:
+    """What a schedule leaves of the pipeline's filling."""
+    return np.where(c.schedule == _ZERO_BUBBLE, 1.0 / 3.0, 1.0 / np.maximum(1.0, c.vpp))
+
+
 def pipeline_s(
     c: Columns, *, first: Floats, middle: Floats, last: Floats, total: Floats, slots: Floats
 ) -> Floats:
@@ -97,6 +121,5 @@ def pipeline_s(
     inner = np.where(c.pp > 2, middle, 0.0)
     slowest = np.maximum(np.maximum(first, last), inner)
     fill = np.maximum(0.0, total - slowest)
-    kept = np.where(c.schedule == _ZERO_BUBBLE, 1.0 / 3.0, 1.0 / np.maximum(1.0, c.vpp))
     single = slots * total
-    return np.where(c.pp > 1, slots * slowest + fill * kept, single)
+    return np.where(c.pp > 1, slots * slowest + fill * fill_share(c), single)

@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.count.stages import end_layers, passing_unit
 from fourfold.cost.schedule.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import Times, estimate
 from fourfold.cost.step.gemm import Knobs
-from fourfold.cost.step.pipeline import passing_edges, pipeline_s
+from fourfold.cost.step.pipeline import chunk_layers, pipeline_s
 from fourfold.spec.words import SCHEDULES, Schedule
 
 Floats = NDArray[np.float64]
@@ -66,7 +65,7 @@ def pipeline_ratio(c: Columns, times: Times) -> tuple[Floats, int]:
 
 def _groups(c: Columns) -> dict[tuple[int, int, int, int], list[int]]:
     """Places of runs whose events come in the same order."""
-    micros = micro_count(c)
+    micros = c.micros
     groups: dict[tuple[int, int, int, int], list[int]] = {}
     for i in np.flatnonzero(c.pp > 1):
         key = (int(c.pp[i]), int(c.vpp[i]), int(c.schedule[i]), int(micros[i]))
@@ -76,7 +75,7 @@ def _groups(c: Columns) -> dict[tuple[int, int, int, int], list[int]]:
 
 def events(c: Columns) -> Floats:
     """Events to play of each run's step: a long one plays some of its rounds, twice."""
-    micros = micro_count(c)
+    micros = c.micros
     rounds = np.where(micros <= SETTLED_ROUNDS * c.pp, 1.0, 2.0)
     return 2.0 * c.pp * c.vpp * np.minimum(micros, rounds * (SETTLED_ROUNDS + 1.0) * c.pp)
 
@@ -89,16 +88,11 @@ def playable(c: Columns, most: int) -> int:
     return int((np.cumsum(spent) <= most).sum())
 
 
-def micro_count(c: Columns) -> Floats:
-    """Micro batches of the busiest rank."""
-    return np.ceil(np.ceil(c.batch / c.dp) / c.micro)
-
-
 def chunk_times(c: Columns, parts: dict[str, Floats], micros: int) -> tuple[ChunkTimes, Floats]:
     """Seconds of each chunk, for candidates with the same stages, virtual stages and micro batches;
     and forward plus backward [chunks, candidates]."""
     pp, vpp = int(c.pp[0]), int(c.vpp[0])
-    last = (np.ceil(c.batch / c.dp) - (micros - 1.0) * c.micro) / c.micro
+    last = (c.share - (micros - 1.0) * c.micro) / c.micro
     slots = micros - 1.0 + last
     layers_done = slots * c.layers / c.pp
     layer = sum((parts[name] for name in LAYER_PARTS), np.zeros(len(c))) / layers_done
@@ -135,23 +129,3 @@ def _group(c: Columns, parts: dict[str, Floats], *, schedule: Schedule, micros: 
         slots=micros - 1.0 + chunks.last,
     )
     return played / closed
-
-
-def chunk_layers(c: Columns, chunks: int) -> Floats:
-    """[chunks, candidates] layers of each chunk, by the rules of cost.pipeline.stage_layers."""
-    fair = c.layers / chunks
-    base, more = np.floor(fair), c.layers - np.floor(fair) * chunks
-    counts = base + (np.arange(chunks)[:, None] < more)
-    head = c.vocab * c.hidden / (2.0 * c.hidden * (c.width + c.kv_width)
-                                 + (2.0 + c.gated) * c.hidden * c.ffn)  # fmt: skip
-    short = np.maximum(0.0, np.round((c.layers + head) / chunks - head))
-    rest = (c.layers - short) / max(1, chunks - 1)
-    lean = np.floor(rest) + (np.arange(chunks)[:, None] < (c.layers - short) % max(1, chunks - 1))
-    lean[-1] = short
-    counts = np.where(c.balanced > 0, lean, counts)
-    head = c.vocab / passing_unit(c.hidden, c.ffn)
-    edges = passing_edges(c.layers, head, np.array(float(chunks)), np.arange(chunks + 1.0)[:, None])
-    counts = np.where(c.balanced > 1, np.diff(edges, axis=0), counts)
-    even = np.ceil(fair) + np.zeros((chunks, 1))
-    even[0], even[-1] = end_layers(c.layers, float(chunks))
-    return np.where((c.even_stages > 0) & (even.min(axis=0) >= 0), even, counts)

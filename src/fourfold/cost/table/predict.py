@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.count.counting import flops_per_token
+from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
 from fourfold.cost.fit.calibration import Calibration, Entry
 from fourfold.cost.fit.habits import habits
 from fourfold.cost.fit.interval import bounds, outside
@@ -120,9 +120,8 @@ def _rates(rows: Rows, tokens: Floats) -> tuple[Floats, Floats]:
     learned = np.array([f in ("mpt", "gpt") for f in rows.table.column("family")], dtype=float)
     for rule in np.unique(rules):
         here = np.flatnonzero(rules == rule)
-        flops = flops_per_token(rows.columns.take(here), str(rule), learned_positions=learned[here])
-        if flops is None:
-            flops = flops_per_token(rows.columns.take(here), "", learned_positions=learned[here])
-        assert flops is not None
+        query = FlopsQuery.of_columns(rows.columns.take(here), learned_positions=learned[here])
+        name = ALIASES.get(str(rule), str(rule))
+        flops = CONVENTIONS.get(name, CONVENTIONS[DEFAULT]).count(query).printed
         tflops[here] = flops * tokens[here] / 1e12
     return tflops, 100.0 * tflops * 1e12 / rows.columns.peak_low

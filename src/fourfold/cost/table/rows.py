@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.fit.habits import Habits, habits, is_known
+from fourfold.cost.run import stack_facts
 from fourfold.cost.step.hardware import device_facts, fabric_facts
 from fourfold.cost.table.notes import NoteWords, note_words
 from fourfold.cost.table.reference import Table, each, numbers
@@ -165,17 +166,12 @@ def _policy(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
     habit_sp = np.array([h.sequence_parallel for h in stack], dtype=np.float64)
     draft.fill("sp", "sequence_parallel", habit_sp, "taken as the stack's usual")
     facts["fused_norm"] = np.array([not w.plain_norm for w in words], dtype=np.float64)
-    for name, habit in (("own", "counted"), ("reserved", "reserved"),
-                        ("selective_share", "selective_share")):  # fmt: skip
-        facts[name] = np.array([getattr(h, habit) for h in stack], dtype=np.float64)
+    by_stack = [stack_facts(h) for h in stack]
+    facts |= {name: np.array([fact[name] for fact in by_stack]) for name in stack_facts(Habits())}
     facts["fused_host"] = np.array([h.compiled for h in stack], dtype=np.float64)
     facts["block_scale"] = np.array([w.block_scale for w in words], dtype=np.float64)
     facts["overlap_dp"] = np.array([h.overlap_dp for h in stack], dtype=np.float64)
     facts["overlap_tp"] = np.array([h.overlap_tp for h in stack], dtype=np.float64)
-    facts["eager"] = np.array([h.eager for h in stack], dtype=np.float64)
-    facts["split_loss"] = np.array([h.split_loss for h in stack], dtype=np.float64)
-    facts["balanced"] = np.array([h.balanced for h in stack], dtype=np.float64)
-    facts["even_stages"] = np.array([h.even_stages for h in stack], dtype=np.float64)
     looped, plain = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
     facts["schedule"] = np.where(facts["vpp"] > 1, float(looped), float(plain))
     draft.assume(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fourfold.cost.count.flops import CONVENTIONS, DEFAULT, Question, utilisation_pct
+from fourfold.cost.count.flops import CONVENTIONS, DEFAULT, FlopsQuery, utilisation_pct
 from fourfold.engine import compat
 from fourfold.engine.checkpoint import checkpoint
 from fourfold.engine.checkpoint.background import Saver
@@ -235,7 +235,7 @@ def _utilisation(spec: RunSpec, device: torch.device) -> Callable[[float], float
         peak = catalog.device(known).peak(spec.policy.precision) if known else None
     except UserError:
         peak = None
-    ask = Question(
+    ask = FlopsQuery.of(
         model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
     )
     flops = CONVENTIONS[DEFAULT].count(ask).model
