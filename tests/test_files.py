@@ -55,7 +55,7 @@ def test_commands_replace_their_own_and_nothing_else(
     assert main(words) == 0
     out.write_text("notes of a week\n")
     assert main(words) == 2
-    assert "no earlier result" in capsys.readouterr().err
+    assert "was not written by this command" in capsys.readouterr().err
     assert out.read_text() == "notes of a week\n"
     # Its own input is no result either.
     assert main([command, str(rows), "--out", str(rows)]) == 2

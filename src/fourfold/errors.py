@@ -1,4 +1,4 @@
-"""What a user can fix: an error that states field, value, rule and way out."""
+"""Errors that a user can fix: what is wrong, the rule it breaks, and what to do instead."""
 
 from __future__ import annotations
 
@@ -6,27 +6,44 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A bad request. `field` grows a path while it travels out of nested data."""
+    """A bad request, as a sentence: subject, rule, hint.
+
+    `rule` is a predicate ("must be above 0") of the subject that `field` and `value` make, or
+    "unknown THING". Without either it is a whole sentence. A field is a path in nested data and
+    grows while the error travels out; it may be a flag. `source` is the file that holds it.
+    """
 
     status = 2
 
-    def __init__(self, rule: str, *, field: str = "", value: object = None, hint: str = "") -> None:
+    def __init__(
+        self, rule: str, *, field: str = "", value: object = None, hint: str = "", source: str = ""
+    ) -> None:
         super().__init__(rule)
         self.rule = rule
         self.field = field
         self.value = value
         self.hint = hint
+        self.source = source
 
     def within(self, path: str) -> UserError:
         """The same error, seen from the table `path` that holds the field."""
         field = f"{path}.{self.field}" if path and self.field else path or self.field
-        return type(self)(self.rule, field=field, value=self.value, hint=self.hint)
+        return self._with(field=field)
+
+    def inside(self, source: object) -> UserError:
+        """The same error, of a value that stands in the file `source`."""
+        return self._with(source=self.source or str(source))
+
+    def named(self, flag: str) -> UserError:
+        """The same error, of a value that the command line gave by `flag`."""
+        return self._with(field=flag, source="")
+
+    def _with(self, **changes: str) -> UserError:
+        parts = {"field": self.field, "hint": self.hint, "source": self.source} | changes
+        return type(self)(self.rule, value=self.value, **parts)
 
     def __str__(self) -> str:
-        where = self.field
-        if self.value is not None:
-            where = f"{where}={shorten(self.value)}" if where else shorten(self.value)
-        text = f"{where}: {self.rule}" if where else self.rule
+        text = sentence(self.rule, field=self.field, value=self.value, source=self.source)
         return f"{text}; {self.hint}" if self.hint else text
 
 
@@ -34,6 +51,28 @@ class MachineError(UserError):
     """The request was good, the machine could not do it: a full disk, a failing device."""
 
     status = 1
+
+
+def sentence(rule: str, *, field: str = "", value: object = None, source: str = "") -> str:
+    """'--gpus 4 must be ...', 'batch.seq_len = 0 in run.toml must be ...', 'unknown GPU 'h10''."""
+    if rule.startswith("unknown "):
+        what = field if value is None else f"'{shorten(value)}'"
+        return f"{rule} {what}{f' in {source}' if source else ''}"
+    subject = _subject(field, value, source)
+    return f"{subject} {rule}" if subject else rule
+
+
+def _subject(field: str, value: object, source: str) -> str:
+    if value is None:
+        return f"{field} in {source}" if field and source else field or source
+    shown = shorten(value)
+    if isinstance(value, str) and (" " in shown or not field) and not shown.startswith("'"):
+        shown = f"'{shown}'"
+    if source:
+        return f"{field} = {shown} in {source}" if field else f"{shown} in {source}"
+    # A name reads as one ("model mpt-7b"), a number as a setting ("gpus=4").
+    is_name = isinstance(value, str) and "." not in field
+    return f"{field} {shown}".strip() if is_name or field.startswith("-") else f"{field}={shown}"
 
 
 def shorten(value: object, limit: int = 80) -> str:
@@ -54,4 +93,4 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word[:200], names, n=1, cutoff=0.55)
     if close:
         return f"did you mean '{close[0]}'?"
-    return f"known: {', '.join(names)}" if names else "nothing is known here"
+    return f"known: {', '.join(names)}" if names else "none are known"

@@ -52,7 +52,7 @@ def text_of(content: bytes, path: str | Path, *, field: str = "file") -> str:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         raise UserError(
-            "is not UTF-8 text", field=field, value=str(path), hint="name a text file"
+            "is not UTF-8 text", field=field, value=str(path), hint="pass a text file"
         ) from None
 
 
@@ -84,7 +84,7 @@ def read_own(path: str | Path, *, field: str = "file", max_bytes: int = MAX_STOR
     try:
         if os.path.islink(path):
             raise UserError(
-                "is a link", field=field, value=str(path), hint="put the file itself there"
+                "is a link", field=field, value=str(path), hint="replace it by the file itself"
             )
         handle = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
         with os.fdopen(handle, "rb") as stream:
@@ -102,19 +102,19 @@ def read_own(path: str | Path, *, field: str = "file", max_bytes: int = MAX_STOR
 
 
 def _too_large(max_bytes: int) -> tuple[str, str]:
-    return f"is over {max_bytes / 2**20:g} MiB", "name a text file"
+    return f"is over {max_bytes / 2**20:g} MiB", "pass a text file"
 
 
 def _not_text(
     status: os.stat_result, terminal: bool, path: str | Path, max_bytes: int
 ) -> tuple[str, str] | None:
-    """(rule, way out) for what cannot be a text: folders, disks, /dev/zero."""
+    """(rule, hint) for what cannot be a text: folders, disks, /dev/zero."""
     if stat.S_ISDIR(status.st_mode):
-        return "is a folder", "name a file in it"
+        return "is a folder", "pass a file in it"
     if stat.S_ISBLK(status.st_mode) or (
         stat.S_ISCHR(status.st_mode) and not terminal and str(path) != os.devnull
     ):
-        return "is a device", "name a text file"
+        return "is a device", "pass a text file"
     return _too_large(max_bytes) if status.st_size > max_bytes else None
 
 
@@ -135,8 +135,13 @@ def require_mine(path: str | Path, *, mark: str, force: bool, field: str = "out"
         raise refused(error, path, field=field, verb="read") from None
     if not size or (mark and mark.encode() in content):
         return
-    what = "exists and is no earlier result of this command" if mark else "exists"
-    raise UserError(what, field=field, value=str(path), hint="add --force, or name another file")
+    what = "exists and was not written by this command" if mark else "already exists"
+    raise UserError(
+        what,
+        field=field,
+        value=str(path),
+        hint="use --force to overwrite it, or choose another name",
+    )
 
 
 def write_text(path: str | Path, text: str, *, field: str = "out", own: bool = False) -> None:

@@ -39,17 +39,19 @@ def _parse(text: str, units: dict[str, float], kind: str, example: str) -> float
     if match is None or scale is None:
         names = ", ".join(unit for unit in units if unit)
         raise UserError(
-            f"is not a {kind}", value=text, hint=f"write a number and one of {names}: {example}"
+            f"is not a {kind}",
+            value=text,
+            hint=f"write a number and one of {names}, such as {example}",
         )
     if _BIT_OR_BYTE.match(match.group(2)):
         raise UserError(
-            "could mean bits or bytes", value=text, hint=f"write B for bytes: {example}"
+            "could mean bits or bytes", value=text, hint=f"write B for bytes, such as {example}"
         )
     # Dividing keeps 5us at 5e-06; 5 * 1e-6 is 4.9999999999999996e-06.
     number = float(match.group(1))
     value = number * scale if scale >= 1 else number / round(1 / scale)
     if not math.isfinite(value):
-        raise UserError(f"is too large for a {kind}", value=text, hint=f"such as {example}")
+        raise UserError(f"is too large for a {kind}", value=text, hint=f"write it as {example}")
     return value
 
 

@@ -105,5 +105,7 @@ def test_text_forms() -> None:
     for text in ("4,4", "4,4,x", "4,4,-20", "4,4,20,1", ""):
         with pytest.raises(UserError, match=r"three whole numbers.*192,16,9765625"):
             Ramp.parse(text)
-    with pytest.raises(UserError, match=r"b=4,4,20: .*b=\{start=4,increment=4,samples=20\}"):
+    with pytest.raises(
+        UserError, match=r"b 4,4,20 must be a table.*b=\{start=4,increment=4,samples=20\}"
+    ):
         Ramp.from_plain("4,4,20", "b")

@@ -78,7 +78,7 @@ def test_a_cpu_is_shared_by_its_ranks() -> None:
     assert one_of_four.memory_bytes * 4 == alone.memory_bytes
     assert one_of_four.memory_bytes_per_s == 6e9
     assert one_of_four.sms == 2
-    with pytest.raises(UserError, match="has no peak"):
+    with pytest.raises(UserError, match="has no known peak"):
         alone.peak("fp8")
 
 

@@ -45,14 +45,14 @@ def test_columns_answer_row_by_row_beside_scalars() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("microbatch == 4", "unknown word 'microbatch'; did you mean 'micro_batch'?"),
+        ("microbatch == 4", "unknown name 'microbatch'; did you mean 'micro_batch'?"),
         ("import os", "where"),
         ("__import__('os').system('x')", "not allowed"),
         ("dp.real == 4", "not allowed"),
         ("eval(dp) == 1", "cannot call 'eval'"),
         ("log2(dp, tp) == 1", "cannot call 'log2'"),
         ("dp", "is a number, not a condition"),
-        ("dp and tp", "'dp' is not a condition"),
+        ("dp and tp", "'dp', which is not a condition"),
         ("(dp > 1) + 1 == 2", "is not a number"),
         ("dp == 'x'", "not allowed"),
         ("dp == True", "not allowed"),
@@ -90,7 +90,7 @@ def test_no_finite_answer_is_an_error(text: str) -> None:
 
 
 def test_a_word_without_a_value_is_named() -> None:
-    with pytest.raises(UserError, match=r"'step_s' has no value here; known: dp, tp"):
+    with pytest.raises(UserError, match=r"'step_s', which has no value here; known: dp, tp"):
         parse("step_s < 3").holds({"dp": 1, "tp": 2, "step_s": None})
 
 

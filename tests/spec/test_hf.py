@@ -156,7 +156,7 @@ REFUSED = [
     (LLAMA | {"model_type": "qwen2_moe"}, "model_type", "mixture of experts"),
     (LLAMA | {"model_type": "mixtral"}, "model_type", "mixture of experts"),
     (LLAMA | {"model_type": "deepseek_v3"}, "model_type", "mixture of experts"),
-    (LLAMA | {"model_type": "mamba"}, "model_type", "read are arcee"),
+    (LLAMA | {"model_type": "mamba"}, "model_type", "supported: arcee"),
     ({}, "model_type", "missing"),
     (LLAMA | {"hidden_size": -64}, "hidden_size", "from 1"),
     (LLAMA | {"hidden_size": 64.0}, "hidden_size", "whole number"),
@@ -238,7 +238,7 @@ def test_experts_are_refused_without_advice_to_take_another_type():
         with pytest.raises(UserError) as caught:
             shape_from_config(config)
         assert "did you mean" not in str(caught.value)
-        assert "mixture of experts are not modelled yet" in str(caught.value)
+        assert "mixture of experts, which is not modelled yet" in str(caught.value)
 
 
 @pytest.mark.parametrize(("config", "field", "reason"), REFUSED)
@@ -310,7 +310,7 @@ def test_starcoder2_takes_its_head_size():
 
 def test_bloom_has_one_width():
     config = next(config for config, _ in EXACT if config["model_type"] == "bloom")
-    with pytest.raises(UserError, match="always 4 x hidden"):
+    with pytest.raises(UserError, match="must be 4 x hidden"):
         shape_from_config(config | {"n_inner": 77})
 
 

@@ -104,7 +104,10 @@ def test_the_older_form_without_group_and_root():
         (lambda text: "", "has no '#  Rank 0"),
         (lambda text: text + text, "lists a rank twice"),
         (lambda text: "\n".join(text.splitlines()[:12]), "no line with a size"),
-        (lambda text: text.replace("node-a device  7", "node-b device  7"), "hosts have 1 to 7"),
+        (
+            lambda text: text.replace("node-a device  7", "node-b device  7"),
+            "has 1 to 7 ranks per host",
+        ),
     ],
 )
 def test_refusals(change, reason):
@@ -149,7 +152,7 @@ def test_driver_names(name, expected):
             lambda text: text + "node-a: Test NCCL failure common.cu:1005 'unhandled'",
             "NCCL failure",
         ),
-        (lambda text: "\n".join(text.splitlines()[:24]), "before a link is full"),
+        (lambda text: "\n".join(text.splitlines()[:24]), "too small to saturate a link"),
     ],
 )
 def test_a_run_that_failed_or_stopped_early_is_no_measurement(change, reason):

@@ -63,7 +63,7 @@ def test_axes_that_do_not_fit_are_refused_or_dropped() -> None:
     found = sweep("tp = [1, 3]")
     assert [bool(c.spec.refused) for c in found.combinations] == [False, True]
     refused = found.combinations[1].spec
-    assert "must divide it" in refused.refused
+    assert "gpus=4 is not divisible by pp x cp x tp = 3" in refused.refused
     assert (refused.gpus, str(refused.layout)) == (4, "pp1 dp1 cp1 tp3")
     assert codec.from_json(RunSpec, codec.to_json(refused)) == refused
     assert sweep("tp = [1, 3]\nwhere = ['dp == ceil(dp)']").dropped == 1
@@ -103,7 +103,7 @@ def test_a_fault_strikes_where_it_should() -> None:
         ("tp = []", "is empty"),
         ("precision = ['fp33']", "policy.precision"),
         ("tp = ['two']", "tp"),
-        ("where = ['colour == 1']", "unknown word"),
+        ("where = ['colour == 1']", "unknown name"),
         ("max_nodes = 0", "max_nodes"),
         ("'layout.tpp' = [1]", "tpp"),
     ],

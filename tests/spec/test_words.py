@@ -123,7 +123,7 @@ def test_every_alias_is_a_word_of_its_field(field: str) -> None:
 
 def test_hsdp_needs_copies() -> None:
     table = {"model": "llama-tiny", "gpus": 8, "policy": {"sharding": "hsdp"}}
-    with pytest.raises(UserError, match="--dp 2x4 is 2 copies"):
+    with pytest.raises(UserError, match="--dp 2x4 gives 2 replicas"):
         codec.load(RunSpec, table)
     spec = codec.load(RunSpec, table | {"layout": {"dp": "2x4"}})
     assert (spec.policy.sharding, spec.layout.replicate) == ("zero3", 2)
@@ -135,7 +135,9 @@ def test_batches_in_tokens() -> None:
     assert codec.decode(Batch, {"seq_len": 4096, "global_batch": "1k"}).global_batch == 1024
     asked = {"seq_len": 4096, "global_batch": "4194304 tokens"}
     assert codec.decode(Batch, asked).global_batch == 1024
-    with pytest.raises(UserError, match=r"global_batch=5000tokens: .*no whole number"):
+    with pytest.raises(
+        UserError, match=r"global_batch=5000tokens is 5,000 tokens, not a whole number"
+    ):
         codec.decode(Batch, {"seq_len": 4096, "global_batch": "5000tokens"})
     with pytest.raises(UserError, match="needs a sequence length"):
         words.tidied({"batch": {"global_batch": "4M"}})
@@ -165,7 +167,7 @@ def test_words_in_a_sweep_file() -> None:
 
 
 def test_a_field_in_the_wrong_table() -> None:
-    with pytest.raises(UserError, match=r"precision: unknown field; did you mean policy.precision"):
+    with pytest.raises(UserError, match=r"unknown field precision; did you mean policy\.precision"):
         codec.load(RunSpec, {"model": "llama-tiny", "gpus": 1, "precision": "fp32"})
     with pytest.raises(UserError, match=r"did you mean layout.tp"):
         codec.load(RunSpec, {"model": "llama-tiny", "gpus": 1, "tp": 2})
@@ -201,15 +203,21 @@ def test_plan_hsdp_has_copies(capsys: pytest.CaptureFixture[str]) -> None:
     ("more", "said"),
     [
         (["--gpu", "h100", "--gpus", "8"], "did you mean h100-80gb, h100-94gb or h100-96gb?"),
-        (["--gpu", "h100-80g", "--gpus", "8"], "did you mean 'h100-80gb'?"),
-        (["--gpu", "h200", "--gpus", "16", "--tp", "3"], "gpus=16: pp x cp x tp = 3 must divide"),
-        (["--gpu", "h200", "--gpus", "12", "--tp", "8"], "gpus=12: pp x cp x tp = 8 must divide"),
-        (["--gpu", "h200", "--gpus", "16", "--dp", "3"], "gpus=16: pp x dp x cp x tp = 3 must"),
+        (["--gpu", "h100-80g", "--gpus", "8"], "did you mean h100-80gb?"),
+        (
+            ["--gpu", "h200", "--gpus", "16", "--tp", "3"],
+            "gpus=16 is not divisible by pp x cp x tp = 3",
+        ),
+        (
+            ["--gpu", "h200", "--gpus", "12", "--tp", "8"],
+            "gpus=12 is not divisible by pp x cp x tp = 8",
+        ),
+        (["--gpu", "h200", "--gpus", "16", "--dp", "3"], "gpus=16 pp x dp x cp x tp = 3 must"),
         (["--gpu", "h200", "--cluster", "nvidia-h100"], "--cluster says which GPU it is"),
         (["--gpu", "h200", "--gpus", "8", "--stack", "megatorn"], "did you mean 'megatron'?"),
         (["--gpu", "h200", "--gpus", "8", "--stack", "foo"], "known: aleph,"),
-        (["--gpu", "h200", "--gpus", "8", "--price", "-1"], "price=-1.0: must be 0 or more"),
-        (["--gpu", "h200", "--gpus", "8", "--tokens", "20Q"], "20Q: is not a number"),
+        (["--gpu", "h200", "--gpus", "8", "--price", "-1"], "price=-1.0 must be 0 or more"),
+        (["--gpu", "h200", "--gpus", "8", "--tokens", "20Q"], "is not a number"),
     ],
 )
 def test_plan_refuses_in_words(

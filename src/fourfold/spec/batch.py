@@ -35,7 +35,7 @@ class Ramp:
     @classmethod
     def parse(cls, text: str) -> Ramp:
         """'192,16,9765625' -> start, increment, samples."""
-        example = "START,INCREMENT,SAMPLES: 192,16,9765625"
+        example = "write START,INCREMENT,SAMPLES, such as 192,16,9765625"
         try:
             start, increment, samples = text.split(",")
             return cls(
@@ -52,7 +52,9 @@ class Ramp:
             numbers = re.findall("[0-9]+", str(data))
             start, increment, samples = numbers if len(numbers) == 3 else ("192", "16", "9765625")
             form = f"{{start={start},increment={increment},samples={samples}}}"
-            hint = f'"{path}={form}"; for plan and train also --ramp {start},{increment},{samples}'
+            hint = (
+                f'write "{path}={form}", or --ramp {start},{increment},{samples} for plan and train'
+            )
             raise UserError("must be a table", field=path, value=data, hint=hint)
         return codec.decode_fields(cls, data, path)
 
@@ -120,7 +122,7 @@ class Batch:
             )
         if (self.global_batch - self.ramp.start) // self.ramp.increment > MAX_RAMP_STAGES:
             raise UserError(
-                f"makes more than {MAX_RAMP_STAGES} stages",
+                f"gives more than {MAX_RAMP_STAGES} batch sizes",
                 field="ramp.increment",
                 value=self.ramp.increment,
                 hint="choose a larger increment",
@@ -179,10 +181,10 @@ class Batch:
         """A measurement is of one size of batch: refuses a ramp, since its steps are not alike."""
         if self.ramp is not None:
             raise UserError(
-                "steps of a ramp-up differ in size, and a measurement is of one",
+                "changes the batch size between steps; a measurement needs one size",
                 field="batch.ramp",
                 value=f"{self.ramp.start},{self.ramp.increment},{self.ramp.samples}",
-                hint="leave it out to measure the full batch; `fourfold train` follows it",
+                hint="omit it to measure the full batch; 'fourfold train' follows the ramp",
             )
         return self
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,7 +79,7 @@ def model(name: str) -> ModelShape:
         "unknown model",
         field="model",
         value=name,
-        hint=f"{nearest(key, model_names())} ('fourfold models' lists all; "
+        hint=f"{nearest(key, model_names())} ('fourfold models' lists them; "
         "the path of a config.json works too)",
     )
 
@@ -99,7 +99,7 @@ def _model_file(path: str) -> ModelShape:
 
         return shape_from_config(data, name=_name_of(Path(path)))
     except UserError as error:
-        raise error.within(f"model {path}") from None
+        raise error.inside(path) from None
 
 
 def _name_of(path: Path) -> str:
@@ -120,12 +120,12 @@ def device(name: str) -> Device:
     key = _device_id(name, table)
     if key not in table:
         raise UserError(
-            "unknown GPU, and a peak is never guessed",
+            "unknown GPU",
             field="gpu",
             value=name,
-            hint=f"{_close(key, table)}known: {', '.join(table)}; to add one, write a TOML "
-            "file with the fields of 'fourfold clusters --gpu h100-80gb --format json' and name "
-            "its path",
+            hint=_did_you_mean([other for other in table if other.startswith(key)])
+            or f"{nearest(key, table)} (to add a GPU, edit a copy of 'fourfold clusters --gpu "
+            "h100-80gb --format json' and pass its path)",
         )
     return codec.decode(Device, {"id": key, **table[key]})
 
@@ -141,9 +141,10 @@ def generation_of(gpu: Device | str) -> str:
     return next(alike, head)
 
 
-def _close(word: str, known: Iterable[str]) -> str:
-    said = nearest(word, known)
-    return f"{said} " if said.startswith("did you mean") else ""
+def _did_you_mean(names: Sequence[str]) -> str:
+    if len(names) < 2:
+        return f"did you mean {names[0]}?" if names else ""
+    return f"did you mean {', '.join(names[:-1])} or {names[-1]}?"
 
 
 def _device_id(name: str, known: Iterable[str]) -> str:
@@ -154,12 +155,7 @@ def _device_id(name: str, known: Iterable[str]) -> str:
         return key
     if len(variants) == 1:
         return variants[0]
-    raise UserError(
-        f"comes in {len(variants)} sizes",
-        field="gpu",
-        value=name,
-        hint=f"did you mean {', '.join(variants[:-1])} or {variants[-1]}?",
-    )
+    raise UserError("unknown GPU", field="gpu", value=name, hint=_did_you_mean(variants))
 
 
 def cluster_names() -> tuple[str, ...]:
@@ -194,7 +190,7 @@ def _from_file(path: str, field: str, build: Callable[[Any], T]) -> T:
     try:
         return build(codec.parse_json(text) if path.endswith(".json") else codec.parse_toml(text))
     except UserError as error:
-        raise error.within(f"{field} {path}") from None
+        raise error.inside(path) from None
 
 
 def cluster_from(data: Any) -> Cluster:

@@ -11,12 +11,7 @@ _MOST_LETTERS = 200
 def whole(least: int = 1, most: int = 2**40, /, **fields: int) -> None:
     for name, value in fields.items():
         if not least <= value <= most:
-            raise UserError(
-                f"must be from {least} to {most}",
-                field=name,
-                value=value,
-                hint=f"{name} = {least}",
-            )
+            raise UserError(f"must be from {least} to {most}", field=name, value=value)
 
 
 def name(**fields: str) -> None:
@@ -25,7 +20,9 @@ def name(**fields: str) -> None:
         if value != one_line(value):
             raise UserError("must be one line of printable text", field=field, value=value)
         if len(value) > _MOST_LETTERS:
-            raise UserError(f"must have at most {_MOST_LETTERS} letters", field=field, value=value)
+            raise UserError(
+                f"must have at most {_MOST_LETTERS} characters", field=field, value=value
+            )
 
 
 def positive(**fields: float) -> None:

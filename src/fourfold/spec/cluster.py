@@ -55,17 +55,17 @@ class Cluster:
         for inner, outer in zip(self.links, self.links[1:], strict=False):
             if outer.ranks <= inner.ranks or outer.ranks % inner.ranks:
                 raise UserError(
-                    f"level '{outer.name}' must hold a multiple of the {inner.ranks} ranks of "
+                    f"of level '{outer.name}' must be a multiple of the {inner.ranks} ranks of "
                     f"'{inner.name}' inside it",
-                    field="links",
+                    field="links.ranks",
                     value=outer.ranks,
                 )
         if self.links[-1].ranks < self.gpus:
             raise UserError(
-                f"the outermost level must reach all {self.gpus} GPUs",
-                field="links",
+                f"of the outermost level must cover all {self.gpus} GPUs",
+                field="links.ranks",
                 value=self.links[-1].ranks,
-                hint=f"ranks = {self.gpus} in the last level",
+                hint=f"set ranks = {self.gpus} in the last level",
             )
 
     @property

@@ -102,19 +102,20 @@ def _decode_choice(choices: tuple[Any, ...], value: object, path: str) -> Any:
     for choice in choices:
         if isinstance(value, str) and value.strip().lower() == choice.lower():
             return choice
-    raise UserError(
-        "is not one of the choices", field=path, value=value, hint=f"one of {', '.join(choices)}"
-    )
+    raise UserError(f"is not one of {', '.join(choices)}", field=path, value=value)
 
 
 def _decode_tuple(arguments: tuple[Any, ...], value: object, path: str) -> tuple[Any, ...]:
     if arguments == (tuple[str, str], Ellipsis):  # a table of names, stored as sorted pairs
         if not isinstance(value, dict):
-            raise UserError("must be a table of texts", field=path, value=value)
+            raise UserError("must be a table of strings", field=path, value=value)
         for key, text in value.items():
             if not isinstance(text, str):
                 raise UserError(
-                    "must be text", field=_join(path, key), value=text, hint='put it in "quotes"'
+                    "must be a string",
+                    field=_join(path, key),
+                    value=text,
+                    hint='put it in "quotes"',
                 )
         return tuple(sorted((str(key), text) for key, text in value.items()))
     if not isinstance(value, list):
@@ -142,7 +143,9 @@ def _decode_scalar(hint: Any, value: object, path: str) -> Any:
         return float(value)
     if hint is str and isinstance(value, str):
         return value
-    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[hint]
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[
+        hint
+    ]
     raise UserError(f"must be {wanted}", field=path, value=value)
 
 
@@ -194,7 +197,7 @@ def load(cls: type[T], data: object) -> T:
         )
     kind = data.pop("type", cls.__name__)
     if kind != cls.__name__:
-        raise UserError(f"this file must hold a {cls.__name__}", field="type", value=kind)
+        raise UserError(f"must be {cls.__name__} in this file", field="type", value=kind)
     return decode(cls, data)
 
 
@@ -216,18 +219,18 @@ def parse_json(text: str) -> object:
     (readers differ in which of the two they take)."""
 
     def refuse(word: str) -> None:
-        raise UserError(f"{word} is not a number in JSON", hint="write a finite number")
+        raise UserError(f"contains {word}, which is not JSON", hint="write a finite number")
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             seen: set[str] = set()
             twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise UserError(f"has {shorten(twice)} twice in one table", hint="keep one of them")
+            raise UserError(f"has {shorten(twice)} twice in one object", hint="keep one of them")
         return found
 
     if len(text) > MAX_JSON_LETTERS:
-        raise UserError(f"is over {MAX_JSON_LETTERS >> 20} MiB", hint="keep data out of it")
+        raise UserError(f"is over {MAX_JSON_LETTERS >> 20} MiB", hint="is this the right file?")
     try:
         return _shallow(json.loads(text, parse_constant=refuse, object_pairs_hook=table))
     except UserError:
@@ -238,9 +241,7 @@ def parse_json(text: str) -> object:
 
 def parse_toml(text: str) -> dict[str, Any]:
     if len(text) > MAX_TOML_LETTERS:
-        raise UserError(
-            f"is over {MAX_TOML_LETTERS >> 20} MiB", hint="keep data out of it, or split it"
-        )
+        raise UserError(f"is over {MAX_TOML_LETTERS >> 20} MiB", hint="is this the right file?")
     if _LONG_KEY.search(text):  # the reader takes time with the square of its parts
         raise UserError(f"has a key of more than {MAX_DEPTH} parts", hint="check its dots")
     try:

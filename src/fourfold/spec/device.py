@@ -72,7 +72,9 @@ class Device:
             check.positive(link_bytes_per_s=self.link_bytes_per_s)
         elif self.links:
             raise UserError(
-                "is missing", field="link_bytes_per_s", hint="give the rate of one link, one way"
+                "is missing",
+                field="link_bytes_per_s",
+                hint="add the rate of one link, per direction",
             )
 
     @property
@@ -92,10 +94,10 @@ class Device:
         if value is None:
             known = [name for name in PEAK_NAMES if getattr(self.peak_flops_per_s, name)]
             raise UserError(
-                f"{self.id} has no peak for it",
+                f"has no known peak on {self.id}",
                 field="precision",
                 value=precision,
-                hint=f"it has {', '.join(known)}",
+                hint=f"known peaks: {', '.join(known)}",
             )
         return value
 

@@ -79,8 +79,10 @@ def parse(text: str) -> Expression:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else "cannot be read"
-        raise UserError(f"{reason}", field="where", value=text, hint=_TEACH) from None
+        reason = error.msg if isinstance(error, SyntaxError) else "cannot be parsed"
+        raise UserError(
+            f"is not a condition ({reason})", field="where", value=text, hint=_TEACH
+        ) from None
     names: set[str] = set()
     if _check(tree, text, names, 0) != "truth":
         raise UserError(
@@ -108,7 +110,9 @@ def _check(node: ast.expr, text: str, names: set[str], depth: int) -> Kind:
         if _check(child, text, names, depth + 1) != wanted:
             part = ast.get_source_segment(text.strip(), child) or "it"
             what = "is not a condition" if wanted == "truth" else "is not a number"
-            raise UserError(f"'{part}' {what}", field="where", value=text, hint=_TEACH)
+            raise UserError(
+                f"contains '{part}', which {what}", field="where", value=text, hint=_TEACH
+            )
     return kind
 
 
@@ -121,7 +125,9 @@ def _parts(node: ast.expr, text: str) -> tuple[Kind, list[ast.expr], Kind]:
         case ast.Name(id=name):
             if name not in NAMES:
                 hint = nearest(name, (*NAMES, *FUNCTIONS))
-                raise UserError(f"unknown word '{name}'", field="where", value=text, hint=hint)
+                raise UserError(
+                    f"contains the unknown name '{name}'", field="where", value=text, hint=hint
+                )
             return "number", [], "number"
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             return "number", [left, right], "number"
@@ -139,9 +145,11 @@ def _parts(node: ast.expr, text: str) -> tuple[Kind, list[ast.expr], Kind]:
             return "number", [argument], "number"
         case ast.Call(func=ast.Name(id=name)):
             hint = nearest(name, FUNCTIONS) if name not in FUNCTIONS else f"{name}(dp)"
-            raise UserError(f"cannot call '{name}' so", field="where", value=text, hint=hint)
+            raise UserError(f"cannot call '{name}' like that", field="where", value=text, hint=hint)
     part = ast.get_source_segment(text.strip(), node) or type(node).__name__
-    raise UserError(f"'{part}' is not allowed here", field="where", value=text, hint=_TEACH)
+    raise UserError(
+        f"contains '{part}', which is not allowed", field="where", value=text, hint=_TEACH
+    )
 
 
 def _literal(value: float, text: str) -> float:
@@ -150,7 +158,7 @@ def _literal(value: float, text: str) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise UserError("holds a number that is too large", field="where", value=text)
+        raise UserError("contains a number that is too large", field="where", value=text)
     return number
 
 
@@ -218,7 +226,10 @@ def _value(name: str, values: Mapping[str, Any], text: str) -> Number:
     if value is None:
         known = ", ".join(word for word in NAMES if values.get(word) is not None)
         raise UserError(
-            f"'{name}' has no value here", field="where", value=text, hint=f"known: {known}"
+            f"uses '{name}', which has no value here",
+            field="where",
+            value=text,
+            hint=f"known: {known}",
         )
     return value.astype(float) if getattr(value, "shape", ()) else float(value)
 
@@ -256,7 +267,7 @@ def _called(name: str, value: Number, text: str) -> Number:
     else:
         positive, call = value > 0, {"log2": math.log2, "ceil": math.ceil}[name]
     if name == "log2" and not positive:
-        raise UserError("log2() of a number that is not above 0", field="where", value=text)
+        raise UserError("takes log2() of a number that is not above 0", field="where", value=text)
     result = call(value)
     return result if hasattr(result, "shape") else float(result)
 

@@ -57,14 +57,14 @@ class Layout:
         )
         if self.ep != 1:
             raise UserError(
-                "expert parallelism is not built yet", field="ep", value=self.ep, hint="ep = 1"
+                "needs expert parallelism, which is not supported yet", field="ep", value=self.ep
             )
         if sorted(self.order) != sorted(AXES):
             raise UserError(
                 "must name pp, dp, cp and tp once each",
                 field="order",
                 value=" ".join(self.order),
-                hint="order = 'pp dp cp tp'",
+                hint="write order = 'pp dp cp tp'",
             )
 
     @property
@@ -139,13 +139,15 @@ class Layout:
             if isinstance(data, str):
                 return cls.parse(data)
             if not isinstance(data, dict):
-                raise UserError("must be a table or a text", value=data, hint="layout = 'dp8'")
+                raise UserError(
+                    "must be a string or a table", value=data, hint="write layout = 'dp8'"
+                )
             return cls._from_table(data)
         except UserError as error:
             if error.field == "layout":
                 raise
             if error.field == "shard" and isinstance(data, dict) and "shard" not in data:
-                error = UserError(error.rule, field="dp", value=error.value, hint="dp = 1")
+                error = UserError(error.rule, field="dp", value=error.value)
             raise error.within(path) from None
 
     @classmethod
@@ -170,7 +172,7 @@ class Layout:
         if order is None:
             order = list(AXES)
         if not isinstance(order, list) or not all(isinstance(axis, str) for axis in order):
-            raise UserError("must be axis names", field="order", value=order)
+            raise UserError("must be a list of axis names", field="order", value=order)
         return cls(**sizes, order=tuple(order))
 
     def to_plain(self) -> dict[str, object]:

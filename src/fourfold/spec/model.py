@@ -79,7 +79,7 @@ class Positions:
         if self.length is not None:
             check.whole(length=self.length)
         if self.kind != "rope" and self.scaling is not None:
-            raise UserError("only rope can be scaled", field="scaling", value=self.kind)
+            raise UserError("cannot be scaled, only rope can", field="kind", value=self.kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class ModelShape:
         check.name(name=self.name)
         if self.experts or self.top_k:
             raise UserError(
-                "mixture of experts is not modelled yet",
+                "makes this a mixture of experts, which is not modelled yet",
                 field="experts",
                 value=self.experts or self.top_k,
                 hint="use a dense model (experts = 0, top_k = 0)",
@@ -140,21 +140,19 @@ class ModelShape:
                 f"must divide hidden={self.hidden}",
                 field="heads",
                 value=self.heads,
-                hint="choose a divisor, or give head_dim",
+                hint="use a divisor, or set head_dim",
             )
         if self.heads % self.kv_heads:
             raise UserError(
                 f"must divide heads={self.heads}",
                 field="kv_heads",
                 value=self.kv_heads,
-                hint=f"kv_heads = {self.heads} is plain multi-head attention",
+                hint=f"use kv_heads = {self.heads} for plain multi-head attention",
             )
         if self.positions.kind == "rope" and self.head_size % 2:
-            raise UserError("rope needs an even head size", field="head_dim", value=self.head_size)
+            raise UserError("must be even with rope", field="head_dim", value=self.head_size)
         if self.block != "sequential" and self.norms != "before":
-            raise UserError(
-                "a parallel block has its norms before", field="norms", value=self.norms
-            )
+            raise UserError("must be 'before' in a parallel block", field="norms", value=self.norms)
         self._check_window()
 
     def _check_window(self) -> None:

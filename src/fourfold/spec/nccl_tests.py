@@ -81,31 +81,28 @@ def parse_log(text: str, name: str = "") -> NcclLog:
     if not ranks:
         raise UserError(
             "has no '#  Rank 0 ... on HOST device 0' lines",
-            hint="give the whole output of all_reduce_perf or another of the nccl-tests",
+            hint="pass the whole output of all_reduce_perf or another of the nccl-tests",
         )
     if len({rank for rank, _, _ in ranks}) != len(ranks):
         raise UserError(
-            "lists a rank twice: several runs in one file, or ranks that ran side by side",
-            hint="give one run a file; build nccl-tests with MPI=1",
+            "lists a rank twice: it has several runs, or runs that overlapped",
+            hint="use one file per run; build nccl-tests with MPI=1",
         )
     per_host = Counter(host for _, host, _ in ranks)
     if len(set(per_host.values())) > 1:
         raise UserError(
-            f"hosts have {min(per_host.values())} to {max(per_host.values())} ranks",
+            f"has {min(per_host.values())} to {max(per_host.values())} ranks per host",
             hint="use the same number of GPUs on every host",
         )
     if len(ranks) < 2:
-        raise UserError("has one rank: nothing was sent", hint="run it on 2 GPUs or more")
+        raise UserError("has only one rank, so nothing was sent", hint="run it on 2 GPUs or more")
     points = _points(lines)
     failure = _FAILED.search(text)
     if failure:
-        raise UserError(
-            f"says '{failure.group()}'", hint="give the log of a run that ended without errors"
-        )
+        raise UserError(f"says '{failure.group()}'", hint="pass the log of a run without errors")
     if points[-1].size_bytes < _LEAST_BYTES:
         raise UserError(
-            "stops before a link is full",
-            value=f"{points[-1].size_bytes} bytes",
+            f"ends at {points[-1].size_bytes} bytes, too small to saturate a link",
             hint="run it with sizes of 1 MiB and more (-e 1G)",
         )
     op = _op("\n".join(lines), name, points, len(ranks))
@@ -132,7 +129,7 @@ def _points(lines: list[str]) -> tuple[Point, ...]:
     if not points:
         raise UserError(
             "has no line with a size, a time and a bandwidth above 0",
-            hint="give the whole output, with sizes of 1 MiB and more",
+            hint="pass the whole output, with sizes of 1 MiB and more",
         )
     return tuple(sorted(points, key=lambda point: point.size_bytes))
 
@@ -161,7 +158,7 @@ def _op(text: str, name: str, points: tuple[Point, ...], ranks: int) -> str:
         for op in _BY_FACTOR:
             if abs(widest.busbw / widest.algbw / _OPS[op][0](ranks) - 1) < 0.02:
                 return op
-    raise UserError("does not say which test it was", hint="name the file all_reduce_perf.log")
+    raise UserError("does not say which test it was", hint="call the file all_reduce_perf.log")
 
 
 def fit(log: NcclLog, *, crosses: bool) -> LinkFit:

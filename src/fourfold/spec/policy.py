@@ -93,10 +93,10 @@ class Policy:
         check.whole(0, 64, prefetch=self.prefetch)
         if not _RECOMPUTE.fullmatch(self.recompute):
             raise UserError(
-                "is not a kind of recompute",
+                "is not a recompute mode",
                 field="recompute",
                 value=self.recompute,
-                hint=f"one of {', '.join(words.RECOMPUTE)}, every-2, every-3, ...",
+                hint=f"use {', '.join(words.RECOMPUTE)}, every-2, every-3, ...",
             )
         require_form(self.env)
 

@@ -21,6 +21,10 @@ Count = Annotated[int, count_from]
 _NOT_HASHED = ("note", "tag", "settle")
 
 
+class LayoutSizeError(UserError):
+    """The axes do not multiply to the number of GPUs; in a sweep that is a row, not a mistake."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """A failure on purpose, for tests of failure; `where` (an expression) picks runs of a sweep."""
@@ -77,12 +81,7 @@ class RunSpec:
         if self.memory_limit is not None:
             check.whole(1, 2**60, memory_limit=self.memory_limit)
         if self.layout.world != self.gpus and not self.refused:
-            raise UserError(
-                f"pp x dp x cp x tp = {self.layout.world} must equal gpus={self.gpus}",
-                field="layout",
-                value=str(self.layout),
-                hint="leave dp out: it is what tp, cp and pp leave",
-            )
+            raise _wrong_size(self.layout, self.gpus)
 
     @property
     def run_id(self) -> str:
@@ -124,7 +123,7 @@ def _refuse_short_names(table: dict[str, Any], path: str) -> None:
             raise UserError(
                 "unknown field",
                 field=f"{path}.{key}" if path else str(key),
-                hint=f"did you mean {inside[key]}.{key}? ([{inside[key]}] holds it)",
+                hint=f"did you mean {inside[key]}.{key}? (it belongs in [{inside[key]}])",
             )
 
 
@@ -133,10 +132,10 @@ def _must_have_copies(layout: Layout) -> None:
         dp = layout.shard
         half = f"2x{dp // 2}" if dp > 2 and dp % 2 == 0 else "2x4"
         raise UserError(
-            "keeps copies of sharded state; say how many",
+            "needs the number of replicas",
             field="policy.sharding",
             value="hsdp",
-            hint=f"--dp {half} is 2 copies, each sharded over {half[2:]} ranks",
+            hint=f"--dp {half} gives 2 replicas, each sharded over {half[2:]} ranks",
         )
 
 
@@ -155,14 +154,31 @@ def _fill_dp(layout: object, gpus: object) -> tuple[object, object]:
     return parsed.to_plain(), gpus
 
 
+def gpu_counts_near(gpus: int, used: int) -> str:
+    """The multiples of `used` around `gpus`: '3 or 6'."""
+    below = gpus - gpus % used
+    return f"{below} or {below + used}" if below else str(used)
+
+
+def _wrong_size(layout: Layout, gpus: int) -> LayoutSizeError:
+    used = layout.pp * layout.cp * layout.tp
+    rule = f"uses {layout.world} of {gpus} GPUs"
+    if layout.world > gpus:
+        rule = f"needs {layout.world} GPUs, but there are {gpus}"
+    hint = f"use {gpu_counts_near(gpus, used)} GPUs"
+    if gpus % used == 0:
+        hint = f"omit dp and it becomes {gpus // used}"
+    return LayoutSizeError(rule, field="layout", hint=hint)
+
+
 def fill_dp(layout: Layout, gpus: int) -> Layout:
     """The layout with dp chosen so that it uses all `gpus`."""
     used = layout.pp * layout.cp * layout.tp
     if gpus % used:
-        raise UserError(
-            f"pp x cp x tp = {used} must divide it",
+        raise LayoutSizeError(
+            f"is not divisible by pp x cp x tp = {used}",
             field="gpus",
             value=gpus,
-            hint=f"{gpus - gpus % used or used} GPUs would do",
+            hint=f"use {gpu_counts_near(gpus, used)} GPUs",
         )
     return replace(layout, replicate=1, shard=gpus // used)

@@ -20,7 +20,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.expression import MEMORY_NAMES, Expression, parse
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from fourfold.spec.run import LayoutSizeError, RunSpec
 
 _RESERVED = ("where", "max_nodes", "gpus_per_node")
 _DEFAULT_GPUS_PER_NODE = 8
@@ -83,8 +83,8 @@ def read_sweep(data: Mapping[str, Any]) -> Sweep:
     table = base.pop("sweep", None)
     if not isinstance(table, dict):
         raise UserError(
-            "is missing", field="sweep", hint="add [sweep] with lists: tp = [1, 2] (a single "
-            "run is 'fourfold bench --spec FILE')",
+            "is missing", field="[sweep]", hint="add a [sweep] table with lists, such as "
+            "tp = [1, 2]; 'fourfold bench --spec FILE' runs a single configuration",
         )  # fmt: skip
     flat = dict(_flat(table))
     rules = {name: base.pop(name, flat.pop(name, None)) for name in _RESERVED}
@@ -93,7 +93,7 @@ def read_sweep(data: Mapping[str, Any]) -> Sweep:
         if not isinstance(values, list):
             values = [values]
         if not values:
-            raise UserError("is empty", field=f"sweep.{name}", hint=f"{name} = [1, 2]")
+            raise UserError("is empty", field=f"sweep.{name}", hint=f"write {name} = [1, 2]")
         axes.append((name, tuple(_plain_value(path_of(name), value) for value in values)))
     return Sweep(
         base=base,
@@ -129,7 +129,9 @@ def _conditions(value: Any) -> list[str]:
         return []
     conditions = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in conditions):
-        raise UserError("must be conditions", field="where", value=value, hint='["dp % 4 == 0"]')
+        raise UserError(
+            "must be a list of conditions", field="where", value=value, hint='write ["dp % 4 == 0"]'
+        )
     return conditions
 
 
@@ -151,7 +153,7 @@ def path_of(name: str) -> str:
             return name
     short = _short_names()
     if name not in short:
-        raise UserError("is no field of a run", field=f"sweep.{name}", hint=nearest(name, short))
+        raise UserError("unknown axis", field="sweep", value=name, hint=nearest(name, short))
     return short[name]
 
 
@@ -221,11 +223,11 @@ def _layout_table(text: str) -> dict[str, Any]:
 def _combination(table: dict[str, Any], varied: tuple[tuple[str, Any], ...]) -> Combination:
     """Axes that do not multiply to the GPUs are a refusal; any other mistake ends the sweep."""
     if "model" not in table:
-        raise UserError("is missing", field="model", hint='model = "llama-tiny"')
+        raise UserError("is missing", field="model", hint='add model = "llama-tiny"')
     try:
         spec = codec.load(RunSpec, table)
     except UserError as error:
-        if error.field in ("gpus", "layout") and "x cp x tp" in error.rule:
+        if isinstance(error, LayoutSizeError):
             return Combination(varied, _impossible(table, str(error)))
         raise
     fault = spec.fault

@@ -59,7 +59,7 @@ def token_paths(name: str | Path) -> tuple[Path, Path]:
     text = str(name)
     stem = text.removesuffix(".bin") if text.endswith(".bin") else text.removesuffix(".json")
     if not stem or stem.endswith("/"):
-        raise UserError("is no name of a token file", field="data", value=text)
+        raise UserError("is not the name of a token file", field="data", value=text)
     return Path(f"{stem}.bin"), Path(f"{stem}.json")
 
 
@@ -67,22 +67,24 @@ def read_info(name: str | Path) -> TokenInfo:
     """What NAME.json says, once NAME.bin was seen to have its size and its ends."""
     tokens, side = token_paths(name)
     if not side.exists():
-        left = "tokens without a side file: not whole" if tokens.exists() else "no such token file"
+        left = f"has no {side.name} beside its tokens" if tokens.exists() else "does not exist"
         raise UserError(
             left,
             field="data",
             value=str(name),
-            hint=f"make it: fourfold data make --out {name} FILE...",
+            hint=f"create it with 'fourfold data make --out {name} FILE...'",
         )
     try:
         info = codec.from_json(TokenInfo, files.read_text(side, field="data"))
     except UserError as error:
-        raise error.within(f"data {side}") from None
+        raise error.inside(side) from None
     size = _size(tokens)
     if size != info.size_bytes:
-        raise _torn(tokens, f"has {size:,} bytes, its side file names {info.size_bytes:,}")
+        raise _torn(
+            tokens, f"has {size:,} bytes instead of the {info.size_bytes:,} in its .json file"
+        )
     if edges_of(tokens, size) != info.edges:
-        raise _torn(tokens, "holds other tokens than its side file names")
+        raise _torn(tokens, "has other tokens than its .json file describes")
     return info
 
 
@@ -90,17 +92,17 @@ def require_fit(info: TokenInfo, *, name: str, vocab: int, seq_len: int) -> None
     """Refuse a file that a model can't read or that holds less than one sequence."""
     if info.vocab > vocab:
         raise UserError(
-            f"has tokens up to {info.vocab - 1}, the model's vocabulary ends at {vocab - 1}",
+            f"has tokens up to {info.vocab - 1}, but the model's vocabulary ends at {vocab - 1}",
             field="data",
             value=name,
-            hint=f"take a model with vocab of at least {info.vocab}",
+            hint=f"use a model with a vocabulary of at least {info.vocab}",
         )
     if not info.windows(seq_len):
         raise UserError(
-            f"has {info.tokens:,} tokens, a sequence takes {seq_len + 1:,}",
+            f"has {info.tokens:,} tokens, but a sequence needs {seq_len + 1:,}",
             field="data",
             value=name,
-            hint="take more text or a smaller seq_len",
+            hint="use more text or a shorter sequence",
         )
 
 
@@ -131,4 +133,6 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 
 def _torn(path: Path, rule: str) -> UserError:
-    return UserError(rule, field="data", value=str(path), hint="make it again, or copy both")
+    return UserError(
+        rule, field="data", value=str(path), hint="create it again, or copy both files"
+    )

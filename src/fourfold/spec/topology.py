@@ -42,7 +42,7 @@ def parse_topo(text: str, device: Device) -> HostTopology:
     if not gpus or missing:
         raise UserError(
             f"has no row for {missing[0]}" if gpus else "has no GPU in its first line",
-            hint="give the whole output of 'nvidia-smi topo -m'",
+            hint="pass the whole output of 'nvidia-smi topo -m'",
         )
     links = {gpu: {peer: _nvlinks(rows[gpu][peer]) for peer in gpus if peer != gpu} for gpu in gpus}
     island = _island(gpus, links)
@@ -70,7 +70,7 @@ def _matrix(text: str) -> tuple[list[str], dict[str, dict[str, str]]]:
     if not heads:
         raise UserError(
             "is not the output of 'nvidia-smi topo -m'",
-            hint="its first line names GPU0, GPU1, ...",
+            hint="the first line of that output names GPU0, GPU1, ...",
         )
     names = []
     for word in lines[heads[0]]:
@@ -78,7 +78,7 @@ def _matrix(text: str) -> tuple[list[str], dict[str, dict[str, str]]]:
             break
         names.append(word)
     if len(set(names)) != len(names):
-        raise UserError("names a device twice", hint="give one host's output")
+        raise UserError("names a device twice", hint="pass the output of one host")
     rows: dict[str, dict[str, str]] = {}
     for words in lines[heads[0] + 1 :]:
         if len(words) < 2 or not _CELL.match(words[1]):
@@ -88,13 +88,13 @@ def _matrix(text: str) -> tuple[list[str], dict[str, dict[str, str]]]:
                 continue
             raise UserError(
                 f"has a row for {words[0]}, which its first line does not name",
-                hint="give the whole output of one host, unwrapped",
+                hint="pass the whole output of one host, unwrapped",
             )
         cells = words[1 : len(names) + 1]
         if words[0] in rows or len(cells) < len(names) or not all(map(_CELL.fullmatch, cells)):
             raise UserError(
-                f"the row of {words[0]} does not match the first line",
-                hint="give the whole output of one host, unwrapped",
+                f"has a row for {words[0]} that does not match its first line",
+                hint="pass the whole output of one host, unwrapped",
             )
         rows[words[0]] = dict(zip(names, cells, strict=True))
     return names, rows
@@ -124,7 +124,7 @@ def _island(gpus: list[str], links: dict[str, dict[str, int]]) -> int:
         sizes.append(len(group))
     if len(set(sizes)) > 1:
         raise UserError(
-            f"NVLink groups of {', '.join(map(str, sizes))} GPUs are no regular level",
+            f"has NVLink groups of different sizes: {', '.join(map(str, sizes))} GPUs",
             hint="describe the host with --host-gpus, --nvlink-ranks and --nvlink",
         )
     return sizes[0]
@@ -139,10 +139,8 @@ def _links_of_one(links: dict[str, dict[str, int]], device: Device) -> tuple[int
         count = bundle if behind_switch else total
         if count > device.links:
             raise UserError(
-                f"shows {count} NVLinks, {device.id} has {device.links}",
-                field="gpu",
-                value=device.id,
-                hint="name the right GPU ('fourfold clusters' lists them)",
+                f"shows {count} NVLinks, but {device.id} has {device.links}",
+                hint="pass the right --gpu ('fourfold clusters --gpu all' lists them)",
             )
         if not fewest or count < fewest:
             fewest, switched = count, behind_switch

@@ -58,10 +58,10 @@ class TrainSettings:
             raise UserError(f"must not exceed lr={self.lr:g}", field="min_lr", value=self.min_lr)
         if self.warmup_steps + self.decay_steps > self.steps:
             raise UserError(
-                f"warm-up and decay together must not exceed steps={self.steps}",
+                f"is too long: warm-up and decay together exceed steps={self.steps}",
                 field="decay_steps" if self.decay_steps else "warmup_steps",
                 value=self.decay_steps or self.warmup_steps,
-                hint="fewer warm-up steps, or more steps",
+                hint="use fewer warm-up steps, or more steps",
             )
 
 

@@ -147,7 +147,7 @@ def require_form(env: Env) -> None:
         raise UserError("names a variable twice", field="env", value=[name for name, _ in env])
     for name, value in env:
         if not _NAME.fullmatch(name):
-            raise UserError("is not a variable's name", field="env", value=name)
+            raise UserError("is not a variable name", field="env", value=name)
         if len(value) > MAX_VALUE_CHARS or not value.isprintable():
             raise UserError(
                 f"must be printable text of at most {MAX_VALUE_CHARS} characters",
@@ -170,21 +170,21 @@ def require_plain(env: Env, *, granted: Env = ()) -> None:
                 "is set by fourfold for its own processes",
                 field=f"policy.env.{name}",
                 value=value,
-                hint="leave it out",
+                hint="remove it",
             )
         if is_plain(name, value) or (name, value) in granted:
             continue
         rule = (
-            "is not of the form that a file may give it"
+            "has a value that a file may not give it"
             if name in PLAIN
-            else "is not among the variables that a file may set"
+            else "is not a variable that a file may set"
         )
         raise UserError(
             rule,
             field=f"policy.env.{name}",
             value=value,
-            hint=f"leave it out{_meant(name)}, or, if you trust it, say --env {name}=VALUE "
-            "on the command line of every start",
+            hint=f"remove it{_meant(name)} or, if you trust it, pass --env {name}=VALUE on the "
+            "command line of every start",
         )
 
 

@@ -108,12 +108,12 @@ def sequences_from(text: str, seq_len: Any) -> int:
     tokens = size_from(match.group(1) if match else text)
     length = size_from(seq_len) if isinstance(seq_len, str) else seq_len
     if not isinstance(length, int) or length < 1:
-        raise UserError("is in tokens and needs a sequence length", value=text,
+        raise UserError("counts tokens, which needs a sequence length", value=text,
                         hint="add --seq-len N")  # fmt: skip
     if tokens % length or not tokens:
         whole = max(1, round(tokens / length))
         raise UserError(
-            f"{tokens:,} tokens are no whole number of sequences of {length}",
+            f"is {tokens:,} tokens, not a whole number of sequences of {length}",
             value=text,
             hint=f"{whole} sequences are {whole * length:,} tokens",
         )
@@ -165,5 +165,5 @@ def _note(path: str, typed: str, value: Any) -> str:
             "batch.micro_batch": " sequences"}.get(path, "")  # fmt: skip
     number = f"{value:,}" if isinstance(value, int) else value
     if path == "policy.sharding" and is_hybrid(typed):
-        unit = " with copies"
+        unit = " with replicas"
     return f"{name} {typed.strip()} = {number}{unit}"

@@ -44,7 +44,7 @@ class Config:
                     f"contradicts {given[0][0]}",
                     field=self.path(name),
                     value=value,
-                    hint="keep one of the two",
+                    hint="keep one of them",
                 )
         return given[0] if given else (names[0], None)
 
@@ -58,7 +58,7 @@ class Config:
             self.ignore(name)
             if self.data.get(name) is not None and self.data[name] != value:
                 raise UserError(
-                    f"only {value} is modelled for this model type",
+                    f"is not modelled for this model type, only {value} is",
                     field=self.path(name),
                     value=self.data[name],
                 )

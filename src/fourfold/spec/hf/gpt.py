@@ -98,7 +98,7 @@ def _gpt_neo_windows(config: Config, layers: int) -> dict[str, Any]:
     except (TypeError, ValueError):
         raise UserError("must be a list of [kinds, times]", field=name, value=groups) from None
     if len(kinds) < layers or any(kind not in ("global", "local") for kind in kinds):
-        raise UserError(f"must name {layers} layers global or local", field=name, value=groups)
+        raise UserError(f"must mark {layers} layers as global or local", field=name, value=groups)
     local = kinds[:layers].count("local")
     if not local:
         return {}
@@ -217,10 +217,10 @@ def _bloom(config: Config) -> dict[str, Any]:
     fields = _gpt(config)
     if fields["ffn"] != 4 * fields["hidden"]:
         raise UserError(
-            "BLOOM's MLP is always 4 x hidden",
+            "must be 4 x hidden: BLOOM's MLP always is",
             field="n_inner",
             value=fields["ffn"],
-            hint="leave n_inner out",
+            hint="omit n_inner",
         )
     return {**fields, "positions": {"kind": "alibi"}, "embedding_norm": True}
 

@@ -107,7 +107,9 @@ def _rotary_layers(config: Config, layers: int) -> list[bool]:
     if listed is None:
         return [(layer + 1) % step != 0 for layer in range(min(layers, 100_000))]
     if not isinstance(listed, list) or len(listed) != layers:
-        raise UserError(f"must be a list of {layers}, one a layer", field=name, value=listed)
+        raise UserError(
+            f"must be a list of {layers} values, one per layer", field=name, value=listed
+        )
     return [bool(one) for one in listed]
 
 

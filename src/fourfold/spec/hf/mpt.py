@@ -23,9 +23,7 @@ def mpt(config: Config) -> dict[str, Any]:
     config.table("ffn_config").choice("mptmlp", ("mptmlp",), "ffn_type")
     ratio = config.number("ffn", "expansion_ratio", default=4.0)
     if not 0 < ratio <= 2**20 or not (size["hidden"] * ratio).is_integer():
-        raise UserError(
-            "times d_model must be a whole number", field="expansion_ratio", value=ratio
-        )
+        raise UserError("times d_model is not a whole number", field="expansion_ratio", value=ratio)
     return {
         **size,
         **({"window": window} if window > 0 else {}),
@@ -58,9 +56,9 @@ def _mpt_positions(config: Config, attention: Config) -> dict[str, Any]:
         return {"kind": "rope", "theta": attention.number("theta", "rope_theta", default=10000.0)}
     if not config.flag("learned_pos_emb", default=True):
         raise UserError(
-            "a model without positions is not modelled",
+            "leaves the model without positions, which is not modelled",
             field="learned_pos_emb",
             value=False,
-            hint="alibi, rope or learned_pos_emb must be true",
+            hint="set alibi, rope or learned_pos_emb",
         )
     return {"kind": "learned", "length": config.whole("positions.length", "max_seq_len")}

@@ -91,9 +91,15 @@ def _listed(config: Config, layers: int) -> int | None:
         return None
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
-        raise UserError("only full and sliding attention are modelled", field=name, value=kinds)
+        raise UserError(
+            "contains attention other than full and sliding, which is not modelled",
+            field=name,
+            value=kinds,
+        )
     if len(kinds) != layers:
-        raise UserError(f"must name each of {layers} layers", field=name, value=len(kinds))
+        raise UserError(
+            f"must have one entry for each of {layers} layers", field=name, value=len(kinds)
+        )
     return kinds.count("sliding_attention")
 
 

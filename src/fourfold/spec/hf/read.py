@@ -21,18 +21,20 @@ TYPES = {**hf_llama.TYPES, **hf_gpt.TYPES, "mpt": mpt}
 def shape_from_config(data: object, name: str = "custom") -> ModelShape:
     """The shape of a parsed config.json; `name` is what the result is called."""
     if not isinstance(data, dict):
-        raise UserError("a config.json must hold an object", value=data, hint="check the file")
+        raise UserError(
+            "is not the JSON object of a config.json", value=data, hint="check the file"
+        )
     kind = data.get("model_type")
     refuse_experts(data, kind)
     config = Config(data, used={"model_type"})
     refuse_unmodelled(data, config)
     if not isinstance(kind, str) or kind not in TYPES:
         raise UserError(
-            "is missing" if kind is None else "is not a model type that is read",
+            "is missing" if kind is None else "is not a supported model type",
             field="model_type",
             value=kind,
-            hint=f"read are {', '.join(sorted(TYPES))}; any other decoder can be written as a "
-            "TOML file with the fields of 'fourfold models llama-3.1-8b --format json'",
+            hint=f"supported: {', '.join(sorted(TYPES))}; for any other decoder write a TOML "
+            "file with the fields of 'fourfold models llama-3.1-8b --format json'",
         )
     fields = {"name": name, **TYPES[kind](config), "variants": sorted(config.variants)}
     refuse_unknown(data, config)

@@ -109,10 +109,10 @@ def refuse_experts(data: dict[str, Any], kind: object) -> None:
         else:
             return
     raise UserError(
-        "models with mixture of experts are not modelled yet",
+        "makes this a mixture of experts, which is not modelled yet",
         field=field,
         value=value,
-        hint="only dense models can be counted, planned and run",
+        hint="use a dense model",
     )
 
 
@@ -144,7 +144,7 @@ def refuse_unknown(data: dict[str, Any], config: Config) -> None:
                 continue
             if any(map(_SHAPE_WORD.fullmatch, name.lower().split("_"))):
                 raise UserError(
-                    "is not known for this model type and may change its shape",
+                    "is unknown for this model type and may change its shape",
                     field=f"{path}{name}",
                     value=value,
                     hint="remove it if it does not",

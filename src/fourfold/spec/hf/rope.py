@@ -25,7 +25,7 @@ def rope(config: Config, *, partial: float = 1.0, theta: float = 10000.0) -> dic
             "contradicts rope_parameters",
             field="rope_scaling",
             value=older.data,
-            hint="keep one of the two",
+            hint="keep one of them",
         )
     for table in (config, newer, older):
         partial = table.number("positions.partial", *_PARTIAL, default=partial)

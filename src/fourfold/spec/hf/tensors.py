@@ -161,7 +161,7 @@ def approximation(kind: str, config: dict[str, Any]) -> str:
     form = config.get(key) or default
     if form in ("gelu", "gelu_python"):
         return ""
-    return f"it was trained with {form}; here GELU is exact, which moves logits by about 1e-3"
+    return f"it was trained with {form}; our exact GELU moves its logits by about 1e-3"
 
 
 def is_buffer(name: str) -> bool:
@@ -176,11 +176,11 @@ def export_type(model: ModelShape) -> str:
             return kind
     nearest = min(wrong, key=lambda kind: len(wrong[kind]))
     raise UserError(
-        f"no public format computes this shape; {nearest} comes nearest, but there "
+        f"has a shape that no public format computes; {nearest} comes closest, but there "
         f"{' and '.join(wrong[nearest])}",
         field="model",
         value=model.name,
-        hint=f"formats written: {', '.join(_COMPUTED)}",
+        hint=f"supported: {', '.join(_COMPUTED)}",
     )
 
 
