@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO, cast
@@ -14,9 +15,18 @@ from fourfold import __version__, files
 from fourfold.commands import COMMANDS, GROUPS, Command, load
 from fourfold.errors import UserError, nearest
 from fourfold.escape import Screen, one_line
+from fourfold.options import by_flag
 from fourfold.output import Output, terminal_columns, text_of
 from fourfold.spec.flag import Option
 
+# What argparse says of a flag -> what we say, after the flag's name.
+_ARGPARSE = (
+    (r"invalid choice: '(.*?)' \(choose from (.*)\)", r"\1 is not one of \2"),
+    (r"invalid int value: (.*)", r"\1 is not a whole number"),
+    (r"invalid float value: (.*)", r"\1 is not a number"),
+    (r"expected (.*)", r"expects \1"),
+    (r"not allowed with argument (.*)", r"cannot be combined with \1"),
+)
 _EPILOG = """\
 Results go to stdout, progress to stderr. Exit status: 0 done; 1 the run failed, the lint found
 something, or nothing fits; 2 bad request. 'fourfold COMMAND --help' explains each command.
@@ -27,7 +37,33 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors, so that every bad request reads the same."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, hint=f"see '{self.prog} --help'")
+        raise UserError(_plain(message), hint=self._hint(message))
+
+    def _hint(self, message: str) -> str:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        close = nearest(unknown[0], self.flags().values()) if unknown else ""
+        return close if close.startswith("did you mean") else f"see '{self.prog} --help'"
+
+    def flags(self) -> dict[str, str]:
+        """The name of a value in the parsed arguments -> the long flag that sets it."""
+        names = self._option_string_actions.items()
+        return {action.dest: name for name, action in names if not name.startswith("--no-")}
+
+
+def _plain(message: str) -> str:
+    """A sentence of argparse with the flag as its subject."""
+    flag, colon, rest = message.removeprefix("argument ").partition(": ")
+    flag = flag.rpartition("/")[2]
+    if message.startswith("unrecognized arguments: "):
+        return f"unknown option {rest}"
+    if message.startswith("the following arguments are required: "):
+        return f"{rest} is required" if ", " not in rest else f"{rest} are required"
+    if not message.startswith("argument ") or not colon:
+        return message
+    for was, now in _ARGPARSE:
+        if re.match(was, rest):
+            return f"{flag} {re.sub(was, now, rest)}"
+    return f"{flag} {rest}"
 
 
 def command_parser(name: str, action: str = "", *, everything: bool = True) -> Parser:
@@ -155,7 +191,7 @@ def _answered(words: list[str]) -> int:
             said = files.refused(error, error.filename, field="path", verb="used")
             return _say(f"error: {said}", said.status)
         _drop_stdout()
-        return _say(f"error: stdout: cannot be written ({error.strerror}); free some space", 1)
+        return _say(f"error: stdout cannot be written ({error.strerror}); free some space", 1)
 
 
 def _say(message: str, code: int) -> int:
@@ -188,10 +224,10 @@ def _dispatch(words: list[str]) -> int:
     action = rest[0] if rest and rest[0] in command.actions else ""
     if command.actions and not action and command.run is None and rest[:1] != ["--help"]:
         raise UserError(
-            "is missing" if not rest else "is not one of its sub-commands",
-            field=name,
+            "needs a sub-command" if not rest else "is not a sub-command",
+            field=f"fourfold {name}" if not rest else "",
             value=" ".join(rest) or None,
-            hint=f"fourfold {name} {'|'.join(command.actions)}",
+            hint=f"use 'fourfold {name} {'|'.join(command.actions)}'",
         )
     everything = "--help-all" in rest
     parser = command_parser(name, action, everything=everything)
@@ -205,7 +241,10 @@ def _dispatch(words: list[str]) -> int:
     style = _style(args)
     if isinstance(sys.stdout, Screen):
         sys.stdout.page = style == "md"
-    answer = args.run(args)
+    try:
+        answer = args.run(args)
+    except UserError as error:
+        raise by_flag(error, args, parser.flags()) from None
     return answer if isinstance(answer, int) else show(answer, style)
 
 

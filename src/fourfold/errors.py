@@ -55,7 +55,7 @@ class MachineError(UserError):
 
 def sentence(rule: str, *, field: str = "", value: object = None, source: str = "") -> str:
     """'--gpus 4 must be ...', 'batch.seq_len = 0 in run.toml must be ...', 'unknown GPU 'h10''."""
-    if rule.startswith("unknown "):
+    if rule.startswith("unknown ") and (field or value is not None):
         what = field if value is None else f"'{shorten(value)}'"
         return f"{rule} {what}{f' in {source}' if source else ''}"
     subject = _subject(field, value, source)
@@ -70,9 +70,10 @@ def _subject(field: str, value: object, source: str) -> str:
         shown = f"'{shown}'"
     if source:
         return f"{field} = {shown} in {source}" if field else f"{shown} in {source}"
-    # A name reads as one ("model mpt-7b"), a number as a setting ("gpus=4").
+    # A name reads as one ("model mpt-7b"), a number as a setting ("gpus=4"), a flag as typed.
     is_name = isinstance(value, str) and "." not in field
-    return f"{field} {shown}".strip() if is_name or field.startswith("-") else f"{field}={shown}"
+    is_flag = field.startswith("--") and " " not in field
+    return f"{field} {shown}".strip() if is_name or is_flag else f"{field}={shown}"
 
 
 def shorten(value: object, limit: int = 80) -> str:

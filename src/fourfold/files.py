@@ -84,7 +84,10 @@ def read_own(path: str | Path, *, field: str = "file", max_bytes: int = MAX_STOR
     try:
         if os.path.islink(path):
             raise UserError(
-                "is a link", field=field, value=str(path), hint="replace it by the file itself"
+                "is a symbolic link",
+                field=field,
+                value=str(path),
+                hint="replace it by the file itself",
             )
         handle = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
         with os.fdopen(handle, "rb") as stream:

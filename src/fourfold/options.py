@@ -134,7 +134,7 @@ def run_table(
         try:
             table = codec.parse_toml(text)
         except UserError as error:
-            raise error.within(f"spec {args.spec}") from None
+            raise error.inside(args.spec) from None
     if getattr(args, "model", None):
         table["model"] = args.model
     for path, one in _run_fields(extra):
@@ -180,7 +180,7 @@ def put_env(table: dict[str, Any], args: Any) -> None:
 
 def run_spec(table: Mapping[str, Any]) -> RunSpec:
     if "model" not in table:
-        raise UserError("is missing", field="model", hint="add --model NAME ('fourfold models')")
+        raise UserError("is required", field="model", hint="'fourfold models' lists presets")
     return codec.load(RunSpec, dict(table))
 
 
@@ -190,9 +190,36 @@ def put(table: dict[str, Any], path: str, value: Any) -> None:
     for name in parents:
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
-            raise UserError(f"'{name}' is not a table", field=path, value=value)
+            raise UserError(f"needs a table '{name}', but that is a value", field=path, value=value)
         table = inner
     table[leaf] = value
+
+
+def by_flag(error: UserError, args: Any, flags: Mapping[str, str]) -> UserError:
+    """The error as the command line's user knows its field: by the flag that set it, by --set, or
+    by its path in the --spec file. `flags`: name in `args` -> flag."""
+    leaf = error.field.rpartition(".")[2].replace("-", "_")
+    if error.source or not error.field or error.field.startswith("-"):
+        return error
+    for path, _ in assignments(args):
+        if path in (error.field, leaf):
+            return error.named(f"--set {path}")
+    given = getattr(args, leaf, None)
+    is_missing = error.rule in ("is required", "is missing")
+    if leaf in flags and (given not in (None, False, []) or is_missing):
+        return error.named(flags[leaf])
+    spec = getattr(args, "spec", None)
+    return error.inside(spec) if spec and _has(spec, error.field) else error
+
+
+def _has(spec: str, path: str) -> bool:
+    """Whether a run's file says anything about a field."""
+    table: Any = codec.parse_toml(files.read_text(spec, field="spec"))
+    for name in path.split("."):
+        if not isinstance(table, dict) or name not in table:
+            return False
+        table = table[name]
+    return True
 
 
 def toml_value(text: str) -> Any:

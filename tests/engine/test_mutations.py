@@ -465,5 +465,5 @@ def test_an_export_stops_at_what_it_may_not_read(original, tmp_path, capsys) -> 
     (root / KINDS["tensors"]).unlink()
     (root / KINDS["tensors"]).symlink_to("/dev/zero")
     assert main(["weights", "export", str(root), str(tmp_path / "out"), "--format", "dcp"]) == 2
-    assert "is a link, where a regular file belongs" in capsys.readouterr().err
+    assert "is a symbolic link, where a regular file belongs" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

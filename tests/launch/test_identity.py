@@ -189,7 +189,7 @@ def test_links_in_a_job_folder_lead_nowhere(tmp_path: Path) -> None:
     assert sorted(path.name for path in precious.iterdir()) == ["beat-0.json", "thesis.log"]
     link = tmp_path / "link"
     link.symlink_to(precious)
-    with pytest.raises(UserError, match="is a link"), job_folder(link):
+    with pytest.raises(UserError, match="is a symbolic link"), job_folder(link):
         pass
     assert end_processes_of(link) == 0
 

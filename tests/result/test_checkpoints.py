@@ -112,9 +112,9 @@ def resealed(folder: Path, **fields: object) -> None:
         ({"step": -5}, "must be from 0"),
         ({"scalars": {"loss_scale": "nan"}}, "must be a number"),
         ({"scalars": {"loss_scale": "x"}}, "must be a number"),
-        ({"files": {"../a": "1"}, "sums": {"../a": "00000000"}}, "none of its own"),
-        ({"files": {"/dev/zero": "1"}, "sums": {"/dev/zero": "00000000"}}, "none of its own"),
-        ({"files": {"state.json": "1"}, "sums": {"state.json": "00000000"}}, "none of its own"),
+        ({"files": {"../a": "1"}, "sums": {"../a": "00000000"}}, "not in its folder"),
+        ({"files": {"/dev/zero": "1"}, "sums": {"/dev/zero": "00000000"}}, "not in its folder"),
+        ({"files": {"state.json": "1"}, "sums": {"state.json": "00000000"}}, "not in its folder"),
         ({"files": {"__0_0.distcp": "x"}}, "is not as it is written here"),
         ({"format": 1}, "has changed since it was written"),
     ],
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step-00000005").symlink_to(tmp_path / "elsewhere" / "step-00000005")
     ((_, error),) = checkpoints.torn(tmp_path)
     assert isinstance(error, UnreadableError)
-    assert "is a link, where a folder belongs" in error.rule
+    assert "is a symbolic link, where a folder belongs" in error.rule
 
 
 def test_a_missing_permission_is_not_called_damage(tmp_path: Path, monkeypatch) -> None:
@@ -324,7 +324,7 @@ def test_the_curve_is_not_read_or_written_through_links(tmp_path: Path) -> None:
     elsewhere.write_text(curve.lines(map(point, range(1, 4))))
     path = tmp_path / "metrics.jsonl"
     path.symlink_to(elsewhere)
-    with pytest.raises(UnreadableError, match="is a link"):
+    with pytest.raises(UnreadableError, match="is a symbolic link"):
         curve.read(path)
     with pytest.raises(UserError), inside.appending(path):
         pass
@@ -390,7 +390,7 @@ def test_links_in_a_training_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).symlink_to(tmp_path / "elsewhere")
     with (
-        pytest.raises(UnreadableError, match=r"is a link, where a .* belongs"),
+        pytest.raises(UnreadableError, match=r"is a symbolic link, where a .* belongs"),
         TrainingFolder(tmp_path / "out").locked(),
     ):
         pass

@@ -148,7 +148,7 @@ def run_table(args: argparse.Namespace, known: Mapping[str, Any] | None = None) 
         try:
             table = codec.parse_toml(text)
         except UserError as error:
-            raise error.within(f"spec {args.spec}") from None
+            raise error.inside(args.spec) from None
     if getattr(args, "model", None):
         table["model"] = args.model
     for flag, (path, _, _) in _LAYOUT_FLAGS.items():

@@ -37,10 +37,10 @@ def require_gpus(
     before ranks start, not by one that falls."""
     if device != "cuda" or (gpus := gpu_count()) >= (1 if shared else ranks):
         return
-    wanted = "a GPU to share" if shared else f"a GPU for each of {ranks} ranks"
+    wanted = "a GPU" if shared else f"{ranks} GPUs, one per rank"
     raise UserError(
-        f"needs {wanted}, and this machine has {gpus}",
+        f"needs {wanted}, but this machine has {gpus}",
         field="device",
         value=device,
-        hint=f"{gpus} ranks, or {hint}" if gpus else hint,
+        hint=f"use {gpus} ranks, or {hint}" if gpus else f"use {hint}",
     )

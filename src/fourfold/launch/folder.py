@@ -72,10 +72,10 @@ def _own(folder: Path) -> int:
     """A descriptor of the folder itself: names may change while it is used."""
     if folder.is_symlink():
         raise UserError(
-            "is a link; the folder of a job is not reached through one",
+            "is a symbolic link, which a job folder may not be",
             field="folder",
             value=str(folder),
-            hint="remove the link, or name the folder it leads to",
+            hint="pass the folder it points to",
         )
     folder.mkdir(parents=True, exist_ok=True)
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -91,10 +91,10 @@ def _lock(handle: int, folder: Path) -> None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                "another start uses this folder",
+                "is in use by another start",
                 field="folder",
                 value=str(folder),
-                hint="wait for it, or name another folder",
+                hint="wait for it, or choose another folder",
             ) from None
 
 

@@ -101,8 +101,8 @@ def require_torch() -> None:
     """Found without importing it: that takes seconds, and this process never needs it."""
     if importlib.util.find_spec("torch") is None:
         raise UserError(
-            "this command runs models and needs torch, which is not installed",
-            hint="pip install torch (the ./fourfold script does it by itself)",
+            "this command needs torch, which is not installed",
+            hint="pip install torch (the ./fourfold script installs it)",
         )
 
 

@@ -46,10 +46,10 @@ class Permit:
         most, why = most_ranks()
         if ranks > most:
             raise UserError(
-                f"this host has room for {most:,} ranks: {why}",
+                f"is too many: this host has room for {most:,} ranks ({why})",
                 field="gpus",
-                value=f"{ranks:,}",
-                hint="take fewer, or insist with --oversubscribe",
+                value=ranks,
+                hint="use fewer, or pass --oversubscribe",
             )
 
 

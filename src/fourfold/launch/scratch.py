@@ -37,8 +37,8 @@ def scratch() -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     except OSError as error:
         raise MachineError(
-            f"no temporary folder can be made ({error.strerror or error})",
-            hint="free some space, or name another place with TMPDIR",
+            f"cannot create a temporary folder ({error.strerror or error})",
+            hint="free some space, or set TMPDIR",
         ) from None
     handle = -1
     try:

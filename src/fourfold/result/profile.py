@@ -142,14 +142,14 @@ def read_profile(text: str) -> HardwareProfile:
             if isinstance(value, int | float) and not (
                 0 < value <= _MOST or (value == 0 and field.name in _MAY_BE_ZERO)
             ):
-                raise UserError("must be above 0 and real", field=field.name, value=value)
+                raise UserError("must be above 0 and finite", field=field.name, value=value)
     for point in profile.attentions:
         if profile.peak(point.dtype) is None:
             raise UserError(
-                "is a format in which no matrix product was measured",
+                "is a dtype without a measured matrix product",
                 field="attentions.dtype",
                 value=point.dtype,
-                hint="make the profile again with 'fourfold calibrate'",
+                hint="run 'fourfold calibrate' again",
             )
     return profile
 
@@ -275,10 +275,10 @@ def _share(profile: HardwareProfile, ranks: int) -> float:
     alone, shared = _shared(profile, 1), _shared(profile, ranks)
     if alone is None:
         raise UserError(
-            "the profile has no measurement with several ranks",
+            "needs a profile measured with several ranks",
             field="ranks",
             value=ranks,
-            hint="calibrate again",
+            hint="run 'fourfold calibrate' again",
         )
     if shared is not None:
         return min(1.0, shared.flops_per_s / alone.flops_per_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.errors import UserError
+from fourfold.errors import UserError, sentence
 from fourfold.search.rules import batch as batch_rules
 from fourfold.search.rules import cuts, engine
 from fourfold.search.rules.case import Case, Rule
@@ -36,7 +36,7 @@ class Refusal:
     hint: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.field}={self.value}: {self.rule}"
+        text = sentence(self.rule, field=self.field, value=self.value)
         return f"{text}; {self.hint}" if self.hint else text
 
 

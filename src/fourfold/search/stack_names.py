@@ -53,7 +53,7 @@ def require_known(stack: str, calibration: Calibration) -> str:
         "unknown stack",
         field="stack",
         value=stack,
-        hint=f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists all)",
+        hint=f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)",
     )
 
 

@@ -146,7 +146,9 @@ RELEASES: dict[str, Stack] = {
 def stack_rules(name: str) -> Stack:
     """The rules behind a stack's name; a name nobody knows has those of `generic`."""
     if not name.strip():
-        raise UserError("is empty", field="stack", value=name, hint="--stack megatron")
+        raise UserError(
+            "is empty", field="stack", value=name, hint="pass a name, such as --stack megatron"
+        )
     key = name.lower()
     for prefix in sorted((*STACKS, *ALIASES), key=len, reverse=True):
         if key == prefix or key.startswith(f"{prefix}-"):

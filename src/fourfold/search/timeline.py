@@ -24,10 +24,10 @@ def timeline(ranking: Ranking, place: int = 0) -> Timeline:
     actions = 3 * stages * virtual * micros
     if actions > MOST_ACTIONS:
         raise UserError(
-            f"a picture of {actions:,} actions cannot be read ({MOST_ACTIONS:,} at most)",
+            f"has {actions:,} actions, too many for a picture (at most {MOST_ACTIONS:,})",
             field="timeline",
             value=str(ranking.layout(place)),
-            hint="a smaller --global-batch shows the same order",
+            hint="use a smaller --global-batch; the order is the same",
         )
     times, _ = chunk_times(
         c, {n: part[index] for n, part in ranking.predicted.times.parts.items()}, micros

@@ -36,7 +36,10 @@ def draw(results: list[Result], path: str) -> None:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot be written ({error})", field="--picture", value=path, hint="name a .png"
+            f"cannot be written ({error})",
+            field="--picture",
+            value=path,
+            hint="use a name that ends in .png",
         ) from None
     pyplot.close(figure)
 

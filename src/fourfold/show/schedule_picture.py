@@ -34,10 +34,10 @@ def checked_suffix(path: str) -> str:
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in SUFFIXES:
         raise UserError(
-            "is not a kind of picture",
+            "is not a supported picture format",
             field="timeline",
             value=path,
-            hint=f"end the name in {' or '.join(SUFFIXES)}",
+            hint=f"use a name that ends in {' or '.join(SUFFIXES)}",
         )
     return suffix
 
@@ -177,7 +177,7 @@ def _image(line: Timeline, path: str) -> bytes:
             "needs matplotlib",
             field="timeline",
             value=path,
-            hint="pip install matplotlib, or end the name in .html",
+            hint="pip install matplotlib, or use a name that ends in .html",
         ) from None
     middling = median(event.end_s - event.start_s for event in line.events)
     width = min(36.0, max(9.0, 0.2 * line.step_s / middling + 1.0))

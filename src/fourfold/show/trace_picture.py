@@ -22,10 +22,10 @@ def picture(program: Program, rows: Sequence[StepRow], path: str) -> bytes:
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in SUFFIXES:
         raise UserError(
-            "is not a kind of picture",
+            "is not a supported picture format",
             field="picture",
             value=path,
-            hint=f"end the name in one of {', '.join(SUFFIXES)}",
+            hint=f"use a name that ends in one of {', '.join(SUFFIXES)}",
         )
     try:
         from matplotlib.figure import Figure

@@ -72,10 +72,10 @@ def must_be_picture(path: str) -> str:
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in SUFFIXES:
         raise UserError(
-            "is not a kind of picture",
+            "is not a supported picture format",
             field="plot",
             value=path,
-            hint=f"end the name in one of {', '.join(SUFFIXES)}",
+            hint=f"use a name that ends in one of {', '.join(SUFFIXES)}",
         )
     return suffix
 

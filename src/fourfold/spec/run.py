@@ -81,7 +81,7 @@ class RunSpec:
         if self.memory_limit is not None:
             check.whole(1, 2**60, memory_limit=self.memory_limit)
         if self.layout.world != self.gpus and not self.refused:
-            raise _wrong_size(self.layout, self.gpus)
+            raise wrong_size(self.layout, self.gpus)
 
     @property
     def run_id(self) -> str:
@@ -160,7 +160,8 @@ def gpu_counts_near(gpus: int, used: int) -> str:
     return f"{below} or {below + used}" if below else str(used)
 
 
-def _wrong_size(layout: Layout, gpus: int) -> LayoutSizeError:
+def wrong_size(layout: Layout, gpus: int) -> LayoutSizeError:
+    """What to say of a layout that does not use all `gpus`."""
     used = layout.pp * layout.cp * layout.tp
     rule = f"uses {layout.world} of {gpus} GPUs"
     if layout.world > gpus:

@@ -84,7 +84,7 @@ def _block(data: object, path: str) -> Table | Text:
     if isinstance(data, dict) and set(data) == {"text"}:
         return Text(_texts(data["text"], f"{path}.text"))
     if not isinstance(data, dict) or set(data) != {"headings", "rows"}:
-        raise UserError("must hold 'text', or 'headings' and 'rows'", field=path)
+        raise UserError("must have 'text', or 'headings' and 'rows'", field=path)
     if not isinstance(data["rows"], list):
         raise UserError("must be a list", field=f"{path}.rows")
     rows = []
@@ -99,5 +99,5 @@ def _block(data: object, path: str) -> Table | Text:
 
 def _texts(data: object, path: str) -> tuple[str, ...]:
     if not isinstance(data, list) or not all(isinstance(item, str) for item in data):
-        raise UserError("must be a list of texts", field=path)
+        raise UserError("must be a list of strings", field=path)
     return tuple(data)

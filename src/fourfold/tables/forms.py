@@ -37,7 +37,7 @@ def read_file(path: str | Path) -> Document:
     try:
         return parse(text, form)
     except UserError as error:
-        raise error.within(str(path)) from None
+        raise error.inside(path) from None
 
 
 def parse(text: str, form: str) -> Document:

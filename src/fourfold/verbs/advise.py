@@ -56,15 +56,13 @@ def _device(request: AdviseRequest) -> Device:
         return known_cluster(request.cluster).device
     if request.gpu:
         return catalog.device(request.gpu)
-    raise UserError("is missing", field="gpu", hint="add --gpu ID or --cluster NAME")
+    raise UserError("is required", field="gpu", hint="or pass --cluster NAME")
 
 
 def _precision(request: AdviseRequest, device: Device) -> str:
     precision = words.policy_word("precision", request.precision)
     if precision not in BUNDLES:
-        raise UserError(
-            "is not a precision", field="precision", value=precision, hint=", ".join(BUNDLES)
-        )
+        raise UserError(f"is not one of {', '.join(BUNDLES)}", field="precision", value=precision)
     if precision in ("fp8", "fp4"):
         device.peak(precision)
     return precision
@@ -123,7 +121,7 @@ def _shape(request: AdviseRequest) -> Shape:
     base = catalog.model(request.model) if request.model else None
     hidden = request.hidden if request.hidden is not None else base.hidden if base else None
     if hidden is None:
-        raise UserError("is missing", field="hidden", hint="add --hidden N or --model NAME")
+        raise UserError("is required", field="hidden", hint="or pass --model NAME")
     tp = _whole("tp", _or(request.tp, 1))
     own = base is not None and hidden == base.hidden
     heads = request.heads if request.heads is not None else base.heads if base and own else None
@@ -137,9 +135,7 @@ def _shape(request: AdviseRequest) -> Shape:
         ("kv-heads", _whole("kv-heads", kv), heads),
     ):
         if whole % value:
-            raise UserError(
-                f"must divide {whole}", field=name, value=value, hint="choose a divisor"
-            )
+            raise UserError(f"must divide {whole}", field=name, value=value)
     return Shape(
         hidden=hidden,
         heads=heads,
@@ -162,8 +158,10 @@ def _shapes(request: AdviseRequest, on_event: OnEvent) -> dict[str, Any]:
     params, tokens, tp = request.params or 0, request.tokens, request.tp or 8
     if not 1e6 <= params <= 1e13:
         raise UserError("must be from 1e6 to 1e13", field="params", value=params)
-    if tokens is None or not 0 < tokens < 1e18:
-        raise UserError("must be above 0", field="tokens", value=tokens, hint="--tokens T")
+    if tokens is None:
+        raise UserError("is required", field="tokens", hint="params are compared by days")
+    if not 0 < tokens < 1e18:
+        raise UserError("must be above 0", field="tokens", value=tokens)
     # The model is only the family to vary.
     family = PlanRequest(
         model=request.model or "gpt-3-175b",
@@ -179,7 +177,9 @@ def _shapes(request: AdviseRequest, on_event: OnEvent) -> dict[str, Any]:
     query, _ = resolved(family, on_event)
     models = shapes_near(query.model, params, query.batch.seq_len, tp)
     if not models:
-        raise UserError("no shape comes near it with this vocabulary", field="params", value=params)
+        raise UserError(
+            "is too small for this vocabulary: no shape comes close", field="params", value=params
+        )
     return {
         "gpu": query.cluster.device.id,
         "gpus": query.gpus,

@@ -33,15 +33,15 @@ def export(
     """The layout at place `pick` of the plan, as settings of `request.export`. `name`: what the
     model is called there."""
     if not request.export:
-        raise UserError("is missing", field="export", hint="name an engine")
+        raise UserError("is required", field="export", hint="pass the name of an engine")
     if pick < 1:
-        raise UserError("must be 1 or more", field="--pick", value=pick)
+        raise UserError("must be 1 or more", field="pick", value=pick)
     query, counts = resolved(request, on_event)
     ranking, _ = best_of(query, counts, least=max(request.top, pick))
     if not len(ranking):
-        raise UserError("nothing is ranked", field="export", hint="plan without --export says why")
+        raise UserError("nothing fits to export", hint="plan without --export for the reasons")
     if pick > len(ranking):
-        raise UserError(f"only {len(ranking)} are ranked", field="--pick", value=pick)
+        raise UserError(f"exceeds the {len(ranking)} layouts that fit", field="pick", value=pick)
     setup = _setup(ranking, pick - 1, name)
     whole = request.export == "torchrun"
     return Exported(

@@ -72,10 +72,10 @@ def planned_cluster(
     if gpu and (cluster or profile):
         other = "cluster" if cluster else "profile"
         raise UserError(
-            f"--{other} says which GPU it is",
+            f"cannot be combined with {other}, which implies the GPU",
             field="gpu",
             value=gpu,
-            hint=f"leave --gpu or --{other} out",
+            hint=f"omit gpu or {other}",
         )
     if cluster:
         found = known_cluster(cluster)
@@ -84,19 +84,18 @@ def planned_cluster(
     elif gpu:
         device = catalog.device(gpu)
         if not gpus:
-            raise UserError("is missing", field="gpus", hint="add --gpus N or --max-nodes N")
+            raise UserError("is required", field="gpus", hint="or pass --max-nodes N")
         found = usual_cluster(device, gpus)
     else:
         raise UserError(
-            "is missing",
+            "is required",
             field="cluster",
-            hint="add --cluster NAME, --gpu ID with "
-            "--gpus N, or --profile FILE ('fourfold calibrate --out FILE')",
+            hint="or pass --gpu ID with --gpus N, or --profile FILE (from 'fourfold calibrate')",
         )
     if price is None:
         return found
     if not 0 <= price < 1e9:
-        raise UserError("must be 0 or more", field="price", value=price, hint="--price 2.5")
+        raise UserError("must be 0 or more", field="price", value=price)
     return replace(found, price_per_gpu_hour=price)
 
 

@@ -29,7 +29,7 @@ from fourfold.spec.expression import parse
 from fourfold.spec.layout import AXES, MODEL_AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import fill_dp
+from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
 from fourfold.verbs.machine import planned_calibration, planned_cluster
 from fourfold.verbs.requests import PlanRequest
 
@@ -146,10 +146,10 @@ def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
         counts = [n * cluster.host_gpus for n in range(most // cluster.host_gpus, 0, -1)] or [most]
     if most > cluster.gpus:
         raise UserError(
-            f"{cluster.name} has {cluster.gpus}",
+            f"exceeds the {cluster.gpus} GPUs of {cluster.name}",
             field="gpus",
             value=most,
-            hint=f"at most {cluster.gpus}, or describe a larger cluster in a file",
+            hint="use fewer, or describe a larger cluster with 'fourfold clusters new'",
         )
     return counts
 
@@ -161,16 +161,18 @@ def _divided(layout: str | Mapping[str, Any], counts: list[int]) -> list[int]:
         used = asked.pp * asked.cp * asked.tp
         possible = [n for n in counts if n % used == 0]
         if not possible:
-            fill_dp(asked, counts[0])  # says why not
+            fill_dp(asked, counts[0])  # raises the reason
         return possible
     whole = named >= {*MODEL_AXES}
     possible = [n for n in counts if n == asked.world or (not whole and n % asked.world == 0)]
+    if not possible and whole:
+        raise wrong_size(asked, counts[0])
     if not possible:
         raise UserError(
-            f"pp x dp x cp x tp = {asked.world} must {'equal' if whole else 'divide'} it",
+            f"is not divisible by pp x dp x cp x tp = {asked.world}",
             field="gpus",
             value=counts[0],
-            hint=f"--gpus {asked.world}, or leave --dp out: it is what tp, cp and pp leave",
+            hint=f"use {gpu_counts_near(counts[0], asked.world)} GPUs, or omit dp",
         )
     return possible
 
@@ -233,9 +235,9 @@ def _implied_stack(request: PlanRequest) -> str:
     implied = exports.stack_of(request.export)
     if asked and stack_rules(asked).name != stack_rules(implied).name:
         raise UserError(
-            f"has other rules and seconds than --export {request.export}",
+            f"contradicts --export {request.export}: its rules and step times differ",
             field="stack",
             value=asked,
-            hint=f"leave --stack out, or --stack {implied}",
+            hint=f"omit --stack, or use --stack {implied}",
         )
     return asked or implied

@@ -31,9 +31,8 @@ def decided(table: Mapping[str, Any]) -> dict[str, Any]:
     sizes = ((name, plain.get(name)) for name in ("seq_len", "global_batch"))
     for name, value in (("model", table.get("model")), *sizes):
         if value is None:
-            hint = "NAME ('fourfold models')" if name == "model" else "N"
-            hint = f"add --{name.replace('_', '-')} {hint}"
-            raise UserError("is missing", field=name, hint=hint)
+            hint = "'fourfold models' lists presets" if name == "model" else ""
+            raise UserError("is required", field=name, hint=hint)
     batch = codec.decode(Batch, {**plain, "micro_batch": None}, "batch")
     return {
         **{name: table[name] for name in ("model", "gpus", "layout", "policy") if name in table},

@@ -168,7 +168,7 @@ def from_json(text: str, where: str) -> Calibration:
             f"cannot be used ({shorten(said, 200)})",
             field="calibration",
             value=where,
-            hint="make one with 'fourfold fit ROWS.csv --out FILE'",
+            hint="create one with 'fourfold fit ROWS.csv --out FILE'",
         ) from None
 
 

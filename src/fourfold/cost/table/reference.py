@@ -53,9 +53,7 @@ def read_table(path: str | Path) -> Table:
     try:
         header = [name.strip().lstrip("\ufeff") for name in next(reader, [])]
         if not header:
-            raise UserError(
-                "is empty", field="rows", value=str(path), hint="give it a heading line"
-            )
+            raise UserError("is empty", field="rows", value=str(path), hint="add a heading line")
         _check_header(header, str(path))
         stem = Path(path).stem
         table = _plain(stem, header, text) or _columnar(stem, header, reader)
@@ -64,7 +62,7 @@ def read_table(path: str | Path) -> Table:
             f"is not CSV ({error})", field="rows", value=str(path), hint="save it as plain CSV"
         ) from None
     if not table.length:
-        raise UserError("has headings and no rows", field="rows", value=str(path), hint="add a run")
+        raise UserError("has headings but no rows", field="rows", value=str(path), hint="add a run")
     return table
 
 
@@ -74,7 +72,7 @@ def _check_header(header: list[str], path: str) -> None:
             f"has more than {MAX_COLUMNS} columns",
             field="rows",
             value=path,
-            hint="keep those of the reference schema",
+            hint="keep only those of the reference schema",
         )
     missing = [name for name in NEEDED if name not in header]
     if missing:

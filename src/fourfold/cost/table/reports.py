@@ -31,7 +31,9 @@ def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -
     damaged ones named."""
     root = Path(folder)
     if not root.is_dir():
-        raise UserError("is not a folder", field="--runs", value=folder, hint="name the store")
+        raise UserError(
+            "is not a folder", field="--runs", value=folder, hint="pass the folder of a store"
+        )
     found = []
     for path in sorted(root.rglob("*.json")):
         if path.name.startswith("."):  # the store's own cache
@@ -53,7 +55,10 @@ def report_rows(
     kept = [r for r in read_reports(folder, warn) if r.outcome in ("ok", "oom")]
     if not kept:
         raise UserError(
-            "holds no report of a run", field="--runs", value=folder, hint="run one first"
+            "contains no run",
+            field="--runs",
+            value=folder,
+            hint="measure one with 'fourfold bench' first",
         )
     n = len(kept)
     return Rows(

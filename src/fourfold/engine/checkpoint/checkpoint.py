@@ -87,10 +87,10 @@ def load_sound(trainer: Trainer, root: Path, name: str, tick: Tick | None = None
                 bad[step] = error.rule
         else:
             raise UserError(
-                f"can't be loaded, nor one before it: {bad[name]}",
+                f"cannot be loaded, nor can an earlier one: {bad[name]}",
                 field="checkpoint",
                 value=name,
-                hint="copy one again from where it was written; all are left as they are",
+                hint="copy one again from its source; nothing was changed",
             )
     finally:
         dist.destroy_process_group(group)

@@ -44,9 +44,9 @@ class HfWeights:
         self.kind = str(self.config["model_type"])
         if self.kind not in MODULES:
             raise UserError(
-                f"weights of type '{self.kind}' are not read",
+                f"has the unsupported model type '{self.kind}'",
                 **self._where,
-                hint=f"read are {', '.join(MODULES)}",
+                hint=f"supported: {', '.join(MODULES)}",
             )
         self._files = _tensor_files(self.folder)
         self._open: dict[Path, Any] = {}
@@ -71,7 +71,7 @@ class HfWeights:
                 raise UserError(
                     f"its {name} is {list(stored)}, the model's {list(size)}",
                     **self._where,
-                    hint=f"use its own shape: --model {self.folder / CONFIG}",
+                    hint=f"use its own model: --model {self.folder / CONFIG}",
                 )
         # The file of a tied model may hold the same values a second time.
         known = {*wanted, "lm_head.weight"}
@@ -95,7 +95,7 @@ class HfWeights:
                 raise UserError(
                     f"has {field} = {theirs.get(field)}, the model {ours.get(field)}",
                     **self._where,
-                    hint=f"use its own shape: --model {self.folder / CONFIG}",
+                    hint=f"use its own model: --model {self.folder / CONFIG}",
                 )
 
     def _full(self, name: str) -> str:
@@ -171,9 +171,9 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = codec.parse_json(text)
         if not isinstance(config, dict):
-            raise UserError("must hold an object")
+            raise UserError("is not a JSON object")
     except UserError as error:
-        raise error.within(f"weights {folder / CONFIG}") from None
+        raise error.inside(folder / CONFIG) from None
     return config
 
 
@@ -192,7 +192,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         f"has neither {WHOLE} nor {INDEX}",
         field="weights",
         value=str(folder),
-        hint="other formats are not read: save it with safe_serialization",
+        hint="save it with safe_serialization; other formats are not supported",
     )
 
 

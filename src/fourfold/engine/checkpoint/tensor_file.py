@@ -151,10 +151,12 @@ def reads_of(items: Sequence[StateShard], index: Index) -> list[Read]:
         if stored is None:
             raise _lacks(f"has no tensor {item.name}")
         if stored.shape != item.shape:
-            raise _lacks(f"holds {item.name} as {stored.shape}, it is {item.shape} here")
+            raise _lacks(
+                f"has {item.name} of shape {stored.shape}, but the model needs {item.shape}"
+            )
         if not is_exact(DTYPES[stored.dtype], item.tensor.dtype):
             raise _lacks(
-                f"holds {item.name} as {DTYPES[stored.dtype]}, which would lose digits as "
+                f"has {item.name} as {DTYPES[stored.dtype]}, which would lose digits as "
                 f"{item.tensor.dtype}"
             )
         reads += [read for chunk in stored.chunks if (read := _overlap(chunk, stored.dtype, item))]
@@ -168,7 +170,7 @@ def is_exact(saved: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _lacks(what: str) -> UserError:
     return UserError(
-        what, field="checkpoint", hint="continue with the model and the formats it was saved in"
+        what, field="checkpoint", hint="resume with the model and dtypes it was saved with"
     )
 
 

@@ -90,10 +90,10 @@ class TokenFile:
         pair = np.stack([self._tokens[at], self._tokens[at + 1]]).astype(np.int64)
         if pair.size and pair.max() >= self.info.vocab:
             raise UserError(
-                f"holds token {pair.max()}, its side file says all are below {self.info.vocab}",
+                f"has token {pair.max()}, not below the vocab {self.info.vocab} of its .json file",
                 field="data",
                 value=self.name,
-                hint="make it again ('fourfold data show' checks all of it)",
+                hint="create it again ('fourfold data show' checks the whole file)",
             )
         read = torch.from_numpy(pair)
         read[1, sequences < 0] = IGNORE

@@ -103,7 +103,7 @@ def refuse(spec: RunSpec) -> None:
     """Before anything is built: a rank that starts an impossible layout hangs its peers."""
     if spec.batch.micro_batch == 0:
         raise UserError(
-            "'auto' must be chosen before a run", field="batch.micro_batch", hint="give a number"
+            "must be a number here, not 'auto'", field="batch.micro_batch", hint="give a number"
         )
     require_legal(spec)
 

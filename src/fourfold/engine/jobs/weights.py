@@ -113,7 +113,7 @@ def must_hold(saved: Checkpoint, index: Index) -> None:
 
 def _lacks(saved: Checkpoint, what: str) -> UserError:
     return UserError(
-        f"is not of the model that its state names: it {what}",
+        f"does not belong to the model in its state: it {what}",
         field="checkpoint",
         value=str(saved.folder),
         hint="use another checkpoint, or copy this one again from where it was written",

@@ -40,7 +40,7 @@ def _emulates(device_type: str) -> bool:
             f"{capability[0]}.{capability[1]})",
             field="policy.precision",
             value="fp8",
-            hint="precision = bf16",
+            hint="use bf16",
         )
     return False
 
@@ -52,7 +52,7 @@ def float8_product(*, emulate: bool) -> Product:
         from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
     except ImportError as error:
         raise UserError(
-            f"needs torchao, which can't be imported ({error})",
+            f"needs torchao, which cannot be imported ({error})",
             field="policy.precision",
             value="fp8",
             hint="pip install torchao",

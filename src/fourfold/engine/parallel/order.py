@@ -99,11 +99,11 @@ def _refuse_kernel(spec: RunSpec, device_type: str) -> None:
     kernel, alibi = spec.policy.attention, spec.model.positions.kind == "alibi"
     rule = ""
     if device_type == "cpu" and kernel in ("cudnn", "efficient"):
-        rule = "torch has this attention kernel on GPUs only"
+        rule = "is a kernel that torch has only on GPUs"
     if device_type == "cuda" and kernel == "flash" and alibi:
-        rule = "torch's flash attention on GPUs takes no ALiBi"
+        rule = "does not support ALiBi on GPUs"
     if rule:
-        raise UserError(rule, field="policy.attention", value=kernel, hint="attention = auto")
+        raise UserError(rule, field="policy.attention", value=kernel, hint="use attention = auto")
 
 
 def _float8(decoder: Decoder, spec: RunSpec, world: World) -> None:

@@ -64,8 +64,7 @@ def read(folder: Path) -> Checkpoint:
         if said:
             raise UnreadableError(
                 f"it contradicts itself: {said}",
-                hint="copy it again from where it was written, or move it away to continue from "
-                "the one before",
+                hint="copy it again from its source, or move it away to resume from the one before",
             )
         real = real_sizes(found)
         for name, size in state.files:
@@ -83,6 +82,8 @@ def said_of(error: UserError, folder: Path) -> UserError:
         rule = f"its file {Path(str(error.value)).name} {rule}"
     elif error.field not in ("", "file", "checkpoint"):
         rule = f"{rule} ({error.field}={error.value!r})"
+    if rule.startswith(("it ", "its ")):
+        rule = f"{'is damaged' if isinstance(error, NotWholeError) else 'cannot be used'}: {rule}"
     hint = error.hint or "use another checkpoint, or copy this one again"
     return type(error)(rule, field="checkpoint", value=str(folder), hint=hint)
 
@@ -101,8 +102,8 @@ def _state(content: bytes, folder: Path) -> CheckpointState:
         state = codec.load(CheckpointState, plain)
     except UserError as error:
         raise UnreadableError(
-            f"its {STATE_FILE} can't be understood ({error})",
-            hint="update fourfold, or move it away to continue from the one before",
+            f"its {STATE_FILE} cannot be parsed ({error})",
+            hint="update fourfold, or move it away to resume from the one before",
         ) from None
     if has_seal != (state.format > 1):
         raise sealed.changed(STATE_FILE)
@@ -113,7 +114,7 @@ def real_sizes(found: Checkpoint) -> dict[str, int]:
     """The sizes of its files as they are; each is a regular file of the folder itself."""
     for name, _ in found.state.files:
         if not index.is_name(name) or name == STATE_FILE:
-            raise UnreadableError(f"it names a file {name[:80]!r}, which is none of its own")
+            raise UnreadableError(f"it names a file {name[:80]!r}, which is not in its folder")
     return {name: inside.size_of(found.folder / name) for name, _ in found.state.files}
 
 

@@ -55,7 +55,7 @@ class CheckpointState:
         for field, texts, form in (("files", self.files, _SIZE), ("sums", self.sums, _SUM)):
             for name, text in texts:
                 if form.fullmatch(text) is None:
-                    raise UserError("is not as it is written here", field=f"{field}.{name}")
+                    raise UserError("is malformed", field=f"{field}.{name}")
 
     @property
     def may_skip(self) -> bool:

@@ -20,7 +20,7 @@ from fourfold import files
 from fourfold.errors import UserError
 
 _KINDS = (
-    (stat.S_ISLNK, "a link"),
+    (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -60,7 +60,7 @@ def must_be(path: Path, kind: str, *, may_lack: bool = False) -> None:
         f"is {'a regular file' if found == 'file' else found}, where {wanted} belongs",
         field="file",
         value=str(path),
-        hint="look where it comes from, and move it away; nothing was read through it",
+        hint="move it away; nothing was read through it",
     )
 
 
@@ -77,7 +77,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     if not stat.S_ISREG(status.st_mode):
         os.close(handle)
         must_be(path, "file")
-        raise UnreadableError("is no regular file", field="file", value=str(path))
+        raise UnreadableError("is not a regular file", field="file", value=str(path))
     with os.fdopen(handle, "rb", buffering=0) as stream:
         try:
             yield stream, status.st_size
@@ -93,7 +93,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
                 f"has {size:,} bytes, where at most {limit:,} are expected",
                 field="file",
                 value=str(path),
-                hint="look where it comes from; it was not read",
+                hint="is this the right file?",
             )
         parts = []
         while size > 0 and (part := stream.read(size)):
@@ -140,14 +140,14 @@ def _refused(path: Path, error: OSError | ValueError) -> UserError:
     if number in (errno.ENOENT, errno.ENOTDIR):
         return NotWholeError("is missing", **where)
     if number == errno.EIO:
-        return NotWholeError("can't be read from its disk (Input/output error)", **where)
+        return NotWholeError("cannot be read from disk (Input/output error)", **where)
     if number == errno.ELOOP:
         return UnreadableError(
-            "is a link, where a regular file belongs",
+            "is a symbolic link, where a regular file belongs",
             **where,
-            hint="look where it comes from, and move it away; nothing was read through it",
+            hint="move it away; nothing was read through it",
         )
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return UnreadableError(
-        f"cannot be read ({said})", **where, hint="mend that and start again; nothing is lost"
+        f"cannot be read ({said})", **where, hint="fix that and start again; nothing is lost"
     )

@@ -70,7 +70,7 @@ def read_kept(folder: Path) -> dict[str, Any]:
     """Plain data of the run kept in `folder`, which must be the one that its name says."""
     match = NAME.match(folder.name)
     if match is None or not is_folder(folder):
-        raise UserError("is a link, or no folder of a run", field="run", value=str(folder))
+        raise UserError("is not the folder of a run", field="run", value=str(folder))
     plain, run_id = read_run(folder / RUN_FILE)
     known = plain.get("environment")
     known = known if isinstance(known, dict) else {}
@@ -79,6 +79,6 @@ def read_kept(folder: Path) -> dict[str, Any]:
     )
     if key.name != f"{folder.name[: match.start(4)]}{int(match.group(4))}":
         raise UserError(
-            f"holds another run ({key.name})", field="run", value=str(folder / RUN_FILE)
+            f"contains another run ({key.name})", field="run", value=str(folder / RUN_FILE)
         )
     return plain

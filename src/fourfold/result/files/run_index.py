@@ -30,8 +30,8 @@ def stamp(path: Path) -> list[int]:
     """Changes whenever the file does: nobody can set the time of its last change of state."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
-        kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-        raise UserError(f"{path.name} is {kind}", hint="put the run's own file there")
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+        raise UserError(f"{path.name} is {kind}", hint="replace it by the run's own file")
     return [status.st_mtime_ns, status.st_ctime_ns, status.st_size]
 
 

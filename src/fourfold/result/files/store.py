@@ -64,7 +64,7 @@ class Stored:
             return codec.load(RunReport, read_kept(self.folder))
         except UserError as error:
             if error.value is None or str(self.folder) not in str(error.value):
-                raise error.within(str(self.folder / RUN_FILE)) from None
+                raise error.inside(self.folder / RUN_FILE) from None
             raise
 
 
@@ -235,7 +235,7 @@ def _finished(place: Path) -> RunReport | None:
         try:
             found = codec.load(kind, plain)
         except UserError as error:
-            raise error.within(str(place / name)) from None
+            raise error.inside(place / name) from None
         report = found if isinstance(found, RunReport) else next(iter(found.runs), None)
         if report is not None and report.outcome != "cancelled":
             return dataclasses.replace(report, predicted=report.predicted or _predicted(place))

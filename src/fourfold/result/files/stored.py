@@ -16,8 +16,8 @@ from fourfold.result.files.sealed import is_sealed, unseal
 from fourfold.spec import codec
 
 _CHANGED = UserError(
-    "was changed after it was written (its checksum differs)",
-    hint="take it from a copy, or keep a change made on purpose by removing the checksum",
+    "was changed after it was written: its checksum does not match",
+    hint="restore it from a copy, or remove the checksum to keep the change",
 )
 
 
@@ -42,7 +42,7 @@ def _opened(content: bytes, name: str) -> dict[str, Any]:
         raise UserError("is not UTF-8 text") from None
     plain = codec.parse_json(text)
     if not isinstance(plain, dict):
-        raise UserError("is not a table")
+        raise UserError("is not a JSON object")
     if "crc32" in plain:  # it had one, in another place
         raise _CHANGED
     return plain

@@ -65,10 +65,10 @@ class TrainingFolder:
             holder = os.read(handle, 200).decode(errors="replace").strip()
             os.close(handle)
             raise UserError(
-                f"another training uses this folder ({holder})",
+                f"is in use by another training run ({holder})",
                 field="out",
                 value=str(self.root),
-                hint="wait for it, or name another folder",
+                hint="wait for it, or choose another folder",
             ) from None
         try:
             if os.fstat(handle).st_nlink == 1:  # else it may be another file's content
@@ -85,10 +85,10 @@ class TrainingFolder:
             handle = os.open(self.root / "lock", flags, 0o644)
         except OSError as error:
             raise UserError(
-                f"can't be used ({error.strerror})",
+                f"cannot be used ({error.strerror})",
                 field="out",
                 value=str(self.root),
-                hint="name a folder that can be written",
+                hint="choose a writable folder",
             ) from None
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
@@ -120,9 +120,8 @@ class TrainingFolder:
             said = error.rule if isinstance(error, UserError) else "is not UTF-8 text"
             raise UserError(
                 said,
-                field="train.toml",
                 value=str(self.description),
-                hint="mend it, or say the run again with --spec or flags",
+                hint="fix it, or describe the run again with --spec or flags",
             ) from None
 
     def set_aside(self) -> None:
@@ -156,7 +155,7 @@ class TrainingFolder:
                 shutil.rmtree(new)
             os.rename(old, new)
         shutil.rmtree(self.aside)
-        return f"--fresh came to no checkpoint: what {self.root} held before is back"
+        return f"--fresh saved no checkpoint: the old content of {self.root} is restored"
 
     def newest(self) -> Checkpoint | None:
         return checkpoints.newest(self.checkpoints)
@@ -169,19 +168,19 @@ def must_continue(state: CheckpointState, spec: RunSpec, data: str = "") -> None
     for field, (old, new) in (_identity(state.spec, spec) | tokens).items():
         if old != new:
             raise UserError(
-                f"the checkpoints in this folder were trained with {old}",
+                f"contradicts the checkpoints in this folder, which were trained with {old}",
                 field=field,
                 value=new,
-                hint="keep it, name another --out, or start over with --fresh",
+                hint="keep it, choose another --out, or start over with --fresh",
             )
     for kind in ("param", "optimizer"):
         old, new = getattr(state.spec.policy.dtypes, kind), getattr(spec.policy.dtypes, kind)
         if new != old and new not in WIDER.get(old, ()):
             raise UserError(
-                f"the checkpoint holds {old}, which would lose digits",
+                f"is narrower than the checkpoint's {old} and would lose digits",
                 field=f"policy.{kind}_dtype",
                 value=new,
-                hint=f"keep {old}, or a precision that holds it",
+                hint=f"keep {old}, or use a wider dtype",
             )
 
 
@@ -194,8 +193,8 @@ def must_follow(found: Checkpoint, curve_read: Curve) -> None:
             f"contradicts the loss curve: {said}",
             field="checkpoint",
             value=str(found.folder),
-            hint=f"bring back the {curve.METRICS_FILE} or the checkpoint that belongs here; or "
-            "move the one that does not out of the folder",
+            hint=f"restore the {curve.METRICS_FILE} or checkpoint that belongs here, or move the "
+            "wrong one out of the folder",
         )
 
 

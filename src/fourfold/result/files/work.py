@@ -43,7 +43,7 @@ def new_place(root: Path) -> Path:
         work.mkdir(parents=True, exist_ok=True)
         if not is_folder(work):
             raise UserError(
-                "is a link", field="runs", value=str(work), hint="put a folder in its place"
+                "is a symbolic link", field="runs", value=str(work), hint="replace it by a folder"
             )
         place.mkdir()
     except OSError as error:

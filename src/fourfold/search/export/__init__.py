@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fourfold.errors import UserError, nearest
+from fourfold.errors import UserError
 from fourfold.search.export.package import folder, script
 from fourfold.search.export.setup import Setup
 from fourfold.search.stacks import ALIASES, RELEASES
@@ -55,7 +55,7 @@ def write_folder(engine: str, setup: Setup) -> dict[str, str]:
 
 def _entry(engine: str) -> tuple[str, str]:
     if engine not in _WRITERS:
-        hint = f"{nearest(engine, ENGINES)}; one of {', '.join(ENGINES)}"
+        hint = f"use one of {', '.join(ENGINES)}"
         raise UserError("unknown engine", field="export", value=engine, hint=hint)
     return _WRITERS[engine]
 

@@ -65,7 +65,7 @@ class Setup:
 
 
 def no_setting(engine: str, field: str, value: object, hint: str) -> UserError:
-    return UserError(f"{engine} has no setting for it", field=field, value=value, hint=hint)
+    return UserError(f"is not supported by {engine}", field=field, value=value, hint=f"use {hint}")
 
 
 # What an engine must find in a model that it knows only as a Llama.
@@ -113,10 +113,10 @@ def check_policy(engine: str, setup: Setup) -> None:
     whole = setup.layout.dp * setup.batch.micro_batch
     if setup.batch.global_batch % whole:
         raise UserError(
-            f"dp x micro_batch = {whole} must divide it for {engine}",
+            f"is not divisible by dp x micro_batch = {whole}, as {engine} requires",
             field="batch.global_batch",
             value=setup.batch.global_batch,
-            hint="choose a layout found with --stack " + engine,
+            hint=f"use a layout from --stack {engine}",
         )
 
 

@@ -62,8 +62,8 @@ def _unbuilt(c: Case) -> Truth:
 
 def _unbuilt_words(c: Case) -> Words:
     field = next(field for field, is_unbuilt in unbuilt_choices(c).items() if is_unbuilt)
-    rule = "the engine does not run it yet"
-    return f"policy.{field}", getattr(c.policy, field), rule, "leave it at its default"
+    rule = "is not supported by the engine yet"
+    return f"policy.{field}", getattr(c.policy, field), rule, "use the default"
 
 
 def _any_size(c: Case, is_broken: Callable[[int], Truth]) -> Truth:
@@ -94,7 +94,7 @@ def _bad_size(c: Case, is_bad: Callable[[int], bool]) -> tuple[int, str]:
 
 def _reachable(size: int, step: int) -> str:
     below, above = size // step * step, -(-size // step) * step
-    return f"nearest batches: {f'{below}, ' if below else ''}{above}"
+    return f"use a batch of {f'{below} or ' if below else ''}{above}"
 
 
 def _needs_interleaving(c: Case) -> Truth:
@@ -103,8 +103,8 @@ def _needs_interleaving(c: Case) -> Truth:
 
 
 def _needs_interleaving_words(c: Case) -> Words:
-    rule = f"schedule {SCHEDULES[c.schedule]} runs one chunk a rank"
-    hint = "schedule = interleaved or zero-bubble"
+    rule = f"is not possible with schedule {SCHEDULES[c.schedule]}, which has one chunk per rank"
+    hint = "use schedule = interleaved or zero-bubble"
     return "policy.virtual_stages", c.virtual_stages, rule, hint
 
 
@@ -115,7 +115,7 @@ def _needs_virtual_stages(c: Case) -> Truth:
 
 def _needs_virtual_stages_words(c: Case) -> Words:
     schedule = SCHEDULES[c.schedule]
-    return "policy.schedule", schedule, "needs virtual_stages above 1", "virtual_stages = 2"
+    return "policy.schedule", schedule, "needs virtual_stages above 1", "use virtual_stages = 2"
 
 
 def _needs_pipeline(c: Case) -> Truth:
@@ -126,8 +126,8 @@ def _needs_pipeline(c: Case) -> Truth:
 def _needs_pipeline_words(c: Case) -> Words:
     looped = SCHEDULES[c.schedule]
     if c.virtual_stages > 1:
-        return "policy.virtual_stages", c.virtual_stages, "needs pp above 1", "virtual_stages = 1"
-    return "policy.schedule", looped, "needs pp above 1", "schedule = 1f1b"
+        return "policy.virtual_stages", c.virtual_stages, "needs pp above 1", "use virtual_stages = 1"
+    return "policy.schedule", looped, "needs pp above 1", "use schedule = 1f1b"
 
 
 def _compiled_zero_bubble(c: Case) -> Truth:
@@ -136,8 +136,8 @@ def _compiled_zero_bubble(c: Case) -> Truth:
 
 
 def _compiled_zero_bubble_words(c: Case) -> Words:
-    rule = "splits the backward, which compiled blocks do not allow"
-    return "policy.schedule", "zero-bubble", rule, "compile = false, or schedule = interleaved"
+    rule = "splits the backward pass, which compiled blocks do not allow"
+    return "policy.schedule", "zero-bubble", rule, "use compile = false, or schedule = interleaved"
 
 
 def _fp8_sizes(c: Case) -> Truth:
@@ -153,8 +153,8 @@ def _fp8_sizes(c: Case) -> Truth:
 def _fp8_sizes_words(c: Case) -> Words:
     multiple = c.stack.fp8_multiple
     name, side = next((n, side) for n, side in fp8_sides(c).items() if side % multiple)
-    rule = f"{name} = {side} must be a multiple of {multiple} for products in fp8"
-    return "policy.precision", c.policy.precision, rule, "precision = bf16, or another tp, cp"
+    rule = f"needs {name} = {side} to be a multiple of {multiple}"
+    return "policy.precision", c.policy.precision, rule, "use precision = bf16, or another tp or cp"
 
 
 def _fp8_zero_bubble(c: Case) -> Truth:
@@ -163,14 +163,14 @@ def _fp8_zero_bubble(c: Case) -> Truth:
 
 
 def _fp8_zero_bubble_words(c: Case) -> Words:
-    rule = "splits the backward, which products in fp8 do not allow"
-    return "policy.schedule", "zero-bubble", rule, "precision = bf16, or schedule = interleaved"
+    rule = "splits the backward pass, which fp8 does not allow"
+    return "policy.schedule", "zero-bubble", rule, "use precision = bf16, or schedule = interleaved"
 
 
 def _dp_batch_words(c: Case) -> Words:
     size, what = _bad_size(c, lambda size: c.dp > size)
     rule = f"exceeds {what} {size}: some ranks would have no sequence"
-    return "layout.dp", c.dp, rule, f"dp = {size} at most"
+    return "layout.dp", c.dp, rule, f"use dp = {size} at most"
 
 
 def _equal_shares_words(c: Case) -> Words:
@@ -187,7 +187,7 @@ def _micro_divides(c: Case) -> Truth:
 def _micro_divides_words(c: Case) -> Words:
     whole = c.dp * c.micro_batch
     size, what = _bad_size(c, lambda size: size % whole != 0)
-    rule = f"dp x micro_batch = {whole} must divide {what} {size} for {c.stack.name}"
+    rule = f"times dp = {whole} must divide {what} {size} for {c.stack.name}"
     return "batch.micro_batch", c.micro_batch, rule, _reachable(size, whole)
 
 
@@ -198,8 +198,8 @@ def _fill(c: Case) -> Truth:
 
 def _fill_words(c: Case) -> Words:
     size, what = _bad_size(c, lambda size: micro_count(c, size) < c.pp)
-    rule = f"{what} {size} gives {micro_count(c, size)} micro batches, fewer than the stages"
-    return "layout.pp", c.pp, rule, f"pp = {micro_count(c, size)} at most for {c.stack.name}"
+    rule = f"exceeds the {micro_count(c, size)} micro batches of {what} {size}"
+    return "layout.pp", c.pp, rule, f"{c.stack.name} needs one per stage: use pp = {micro_count(c, size)} at most"
 
 
 def _whole_rounds(c: Case) -> Truth:
@@ -215,10 +215,10 @@ def _whole_rounds_words(c: Case) -> Words:
         return bool(_whole_rounds(replace(c, batch_sizes=(size,))))
 
     size, what = _bad_size(c, is_bad)
-    wanted = "rounds of equal size" if c.stack.equal_rounds else f"a multiple of pp={c.pp}"
-    rule = f"{what} {size} gives {micro_count(c, size)} micro batches, not {wanted}"
+    wanted = "equal rounds" if c.stack.equal_rounds else f"a multiple of pp={c.pp}"
+    rule = f"needs {wanted} of micro batches, but {what} {size} gives {micro_count(c, size)}"
     schedule = SCHEDULES[c.schedule]
-    return "policy.schedule", schedule, rule, f"for {c.stack.name}: another micro_batch or pp"
+    return "policy.schedule", schedule, rule, "use another micro_batch or pp"
 
 
 RULES = (

@@ -78,8 +78,9 @@ def outside(index: Whole, names: tuple[str, ...], allowed: tuple[str, ...]) -> T
 
 
 def choice(c: Case, field: str, value: object, allowed: tuple[object, ...]) -> Words:
-    words = ", ".join(str(item) for item in allowed) or "nothing"
-    return field, value, f"{c.stack.name} does not run it", f"it runs {words}"
+    words = ", ".join(str(item) for item in allowed)
+    hint = f"use {words}" if words else "omit it"
+    return field, value, f"is not supported by {c.stack.name}", hint
 
 
 def divisors(number: int) -> list[int]:

@@ -21,12 +21,12 @@ def _positions(c: Case) -> Truth:
 def _positions_words(c: Case) -> Words:
     rows = c.model.positions.length
     rule = f"exceeds the model's {rows} learned positions"
-    return "batch.seq_len", c.seq_len, rule, f"at most {rows}, or a model with rope or alibi"
+    return "batch.seq_len", c.seq_len, rule, f"use at most {rows}, or a model with rope or alibi"
 
 
 def _heads_words(c: Case) -> Words:
     heads = c.model.heads
-    return "layout.tp", c.tp, f"must divide heads={heads}", f"tp: {few(divisors(heads), c.tp)}"
+    return "layout.tp", c.tp, f"must divide heads={heads}", f"use tp {few(divisors(heads), c.tp)}"
 
 
 def _kv_heads(c: Case) -> Truth:
@@ -45,12 +45,12 @@ def _kv_heads_words(c: Case) -> Words:
     legal = [d for d in divisors(heads) if kv % d == 0 or (c.stack.copies_kv_heads and d % kv == 0)]
     rule = f"must divide kv_heads={kv}"
     rule += " or be a multiple of it" if c.stack.copies_kv_heads else f" for {c.stack.name}"
-    return "layout.tp", c.tp, rule, f"tp: {few(legal, c.tp)}"
+    return "layout.tp", c.tp, rule, f"use tp {few(legal, c.tp)}"
 
 
 def _ffn_words(c: Case) -> Words:
     both = [d for d in divisors(c.model.heads) if c.model.ffn % d == 0]
-    return "layout.tp", c.tp, f"must divide ffn={c.model.ffn}", f"tp: {few(both, c.tp)}"
+    return "layout.tp", c.tp, f"must divide ffn={c.model.ffn}", f"use tp {few(both, c.tp)}"
 
 
 def _ulysses_heads(c: Case) -> Truth:
@@ -66,12 +66,12 @@ def _ulysses_heads(c: Case) -> Truth:
 
 def _ulysses_heads_words(c: Case) -> Words:
     each = c.model.heads // c.tp
-    rule = f"ulysses deals heads/tp = {each} query heads"
+    rule = f"must divide heads/tp = {each}"
     if not c.stack.copies_kv_heads:
         each = max(1, c.model.kv_heads // c.tp)
-        rule += f" and kv_heads/tp = {each} key heads"
-    hint = f"cp: {few(divisors(each), c.cp)}, or cp_kind = ring"
-    return "layout.cp", c.cp, f"{rule} to the ranks; it must divide them", hint
+        rule += f" and kv_heads/tp = {each}"
+    hint = f"use cp {few(divisors(each), c.cp)}, or cp_kind = ring"
+    return "layout.cp", c.cp, f"{rule} for ulysses", hint
 
 
 def _seq_cp(c: Case) -> Truth:
@@ -81,9 +81,9 @@ def _seq_cp(c: Case) -> Truth:
 
 def _seq_cp_words(c: Case) -> Words:
     pieces = sequence_pieces(c)
-    each = "one piece" if pieces == c.cp else "two pieces (zig-zag)"
+    each = "one chunk" if pieces == c.cp else "two chunks (zig-zag)"
     rule = f"must be a multiple of {pieces}: each of cp={c.cp} ranks takes {each}"
-    return "batch.seq_len", c.seq_len, rule, f"seq_len = {-(-c.seq_len // pieces) * pieces}"
+    return "batch.seq_len", c.seq_len, rule, f"use seq_len = {-(-c.seq_len // pieces) * pieces}"
 
 
 def _seq_tp(c: Case) -> Truth:
@@ -94,17 +94,17 @@ def _seq_tp(c: Case) -> Truth:
 
 def _seq_tp_words(c: Case) -> Words:
     if not c.sequence_parallel:
-        rule = f"{c.stack.name} has tensor parallelism with it only"
-        return "policy.sequence_parallel", False, rule, "sequence_parallel = true, or tp = 1"
-    rule = f"seq_len / cp = {c.seq_len // c.cp} must be a multiple of tp={c.tp}"
-    hint = "sequence_parallel = false, or another tp"
+        rule = f"is not supported by {c.stack.name} with tensor parallelism"
+        return "policy.sequence_parallel", False, rule, "use sequence_parallel = true, or tp = 1"
+    rule = f"needs seq_len / cp = {c.seq_len // c.cp} to be a multiple of tp={c.tp}"
+    hint = "use sequence_parallel = false, or another tp"
     return "policy.sequence_parallel", True, rule, hint
 
 
 def _virtual_stages_words(c: Case) -> Words:
     most = max(1, c.model.layers // c.pp)
-    rule = f"pp x virtual_stages = {c.pp * c.virtual_stages} exceeds layers={c.model.layers}"
-    return "policy.virtual_stages", c.virtual_stages, rule, f"at most {most}"
+    rule = f"times pp gives {c.pp * c.virtual_stages} stages for {c.model.layers} layers"
+    return "policy.virtual_stages", c.virtual_stages, rule, f"use at most {most}"
 
 
 def _stage_layers(c: Case) -> Truth:
@@ -129,22 +129,22 @@ def _stage_layers(c: Case) -> Truth:
 
 def _stage_layers_words(c: Case) -> Words:
     chunks, layers = c.pp * c.virtual_stages, c.model.layers
-    rule = f"{c.stack.name} cannot cut {layers} layers into {c.pp} stages"
+    rule = f"is not possible: {c.stack.name} cannot split {layers} layers into {c.pp} stages"
     if c.virtual_stages > 1:
-        rule += f" of {c.virtual_stages} virtual ones"
+        rule += f" of {c.virtual_stages} virtual stages"
     asked = replace(c, virtual_stages=1)
     most = max(1, layers // c.pp)
     virtual = [v for v in range(1, most + 1) if not _stage_layers(replace(c, virtual_stages=v))]
     if virtual:
-        hint = f"virtual_stages: {few(virtual, c.virtual_stages)}"
+        hint = f"use virtual_stages {few(virtual, c.virtual_stages)}"
         return "policy.virtual_stages", c.virtual_stages, rule, hint
     stages = [p for p in range(1, layers + 1) if not _stage_layers(replace(asked, pp=p))]
-    return "layout.pp", c.pp, f"{rule} ({chunks} in all)", f"pp: {few(stages, c.pp)}"
+    return "layout.pp", c.pp, f"{rule} ({chunks} in all)", f"use pp {few(stages, c.pp)}"
 
 
 def _tied_stages_words(c: Case) -> Words:
-    rule = f"{c.stack.name} does not tie embeddings over stages"
-    return "layout.pp", c.pp, rule, "pp = 1, or an untied model"
+    rule = f"is not supported by {c.stack.name} with tied embeddings"
+    return "layout.pp", c.pp, rule, "use pp = 1, or an untied model"
 
 
 def _plain_dp(c: Case) -> Truth:
@@ -153,8 +153,8 @@ def _plain_dp(c: Case) -> Truth:
 
 
 def _plain_dp_words(c: Case) -> Words:
-    rule = f"{c.stack.name} runs it without tp, cp and pp only"
-    return "policy.sharding", "zero0", rule, "sharding = zero2 or zero3"
+    rule = f"is supported by {c.stack.name} only without tp, cp and pp"
+    return "policy.sharding", "zero0", rule, "use sharding = zero2 or zero3"
 
 
 RULES = (
@@ -168,7 +168,7 @@ RULES = (
     Rule(
         "async-tp",
         lambda c: c.policy.async_tp & (c.tp > 1) & (c.sequence_parallel == 0),
-        lambda c: ("policy.async_tp", True, "needs sequence_parallel = true", "switch one of them"),
+        lambda c: ("policy.async_tp", True, "needs sequence_parallel = true", "change one of them"),
     ),
     Rule(
         "stages",
@@ -177,7 +177,7 @@ RULES = (
             "layout.pp",
             c.pp,
             f"exceeds layers={c.model.layers}",
-            f"pp = {c.model.layers} at most",
+            f"use pp = {c.model.layers} at most",
         ),
     ),
     Rule(

@@ -18,10 +18,11 @@ def _zero_outside(zero: Whole, allowed: tuple[int, ...]) -> Truth:
 
 def _world_words(c: Case) -> Words:
     product = c.pp * c.dp * c.cp * c.tp
-    rule = f"pp {c.pp} x dp {c.dp} x cp {c.cp} x tp {c.tp} = {product} must equal it"
+    rule = f"is not pp {c.pp} x dp {c.dp} x cp {c.cp} x tp {c.tp} = {product}"
     inner = c.pp * c.cp * c.tp
     fits = c.gpus is not None and c.gpus % inner == 0
-    return "gpus", c.gpus, rule, f"dp = {c.gpus // inner}" if fits and c.gpus else "change an axis"
+    hint = f"use dp = {c.gpus // inner}" if fits and c.gpus else f"use {product} GPUs"
+    return "gpus", c.gpus, rule, hint
 
 
 def _family(c: Case) -> Truth:
@@ -32,10 +33,10 @@ def _family(c: Case) -> Truth:
 def _family_words(c: Case) -> Words:
     lacking = not_run(c.model, c.seq_len) if c.stack.name == "fourfold" else ()
     if lacking:
-        rule = f"the engine does not run {', '.join(lacking)}"
+        rule = f"needs {', '.join(lacking)}, which the engine does not support"
         only_long = not not_run(c.model, min(c.seq_len, c.model.window or c.seq_len))
-        shorter = f"--seq-len {c.model.window} or fewer, or " if only_long else ""
-        return "model", c.model.name, rule, f"{shorter}plan, flops and models take it"
+        shorter = f"use a seq_len of at most {c.model.window}; " if only_long else ""
+        return "model", c.model.name, rule, f"{shorter}plan, flops and models accept it"
     return choice(c, "model.family", c.model.family, c.stack.families)
 
 
@@ -50,8 +51,8 @@ def _device_precision(c: Case) -> Truth:
 
 def _device_precision_words(c: Case) -> Words:
     assert c.device is not None
-    rule = f"{c.device.id} has no matrix unit for it"
-    return "policy.precision", c.policy.precision, rule, "precision = bf16"
+    rule = f"needs matrix units that {c.device.id} does not have"
+    return "policy.precision", c.policy.precision, rule, "use precision = bf16"
 
 
 def _axis(c: Case) -> Truth:
@@ -66,10 +67,10 @@ def _axis_words(c: Case) -> Words:
     sizes = {"tp": c.tp, "cp": c.cp, "pp": c.pp}
     lacking = [name for name, size in sizes.items() if size > 1 and name not in c.stack.axes]
     if not lacking:
-        rule = f"{c.stack.name} does not cut {c.model.family} models into stages"
-        return "layout.pp", c.pp, rule, "pp = 1"
+        rule = f"is not supported by {c.stack.name} for {c.model.family} models"
+        return "layout.pp", c.pp, rule, "use pp = 1"
     axis = lacking[0]
-    return f"layout.{axis}", sizes[axis], f"{c.stack.name} has no such axis", f"{axis} = 1"
+    return f"layout.{axis}", sizes[axis], f"is not supported by {c.stack.name}", f"use {axis} = 1"
 
 
 def _recompute_words(c: Case) -> Words:
@@ -90,8 +91,8 @@ def _zero_pipeline(c: Case) -> Truth:
 
 def _zero_pipeline_words(c: Case) -> Words:
     allowed = ", ".join(f"zero{stage}" for stage in c.stack.pipeline_zeros)
-    rule = f"{c.stack.name} does not shard this much with a pipeline (pp={c.pp})"
-    return "policy.sharding", f"zero{c.zero}", rule, f"{allowed}, or pp = 1"
+    rule = f"is not supported by {c.stack.name} with a pipeline (pp={c.pp})"
+    return "policy.sharding", f"zero{c.zero}", rule, f"use {allowed}, or pp = 1"
 
 
 def _hybrid(c: Case) -> Truth:
@@ -102,8 +103,10 @@ def _hybrid(c: Case) -> Truth:
 def _hybrid_words(c: Case) -> Words:
     value = f"{c.replicate}x{c.shard}"
     if not c.stack.hybrid:
-        return "layout.dp", value, f"{c.stack.name} has no hybrid sharding", f"dp = {c.dp}"
-    return "layout.dp", value, "zero0 shards nothing", f"dp = {c.dp}, or sharding = zero1"
+        rule = f"is hybrid sharding, which {c.stack.name} does not support"
+        return "layout.dp", value, rule, f"use dp = {c.dp}"
+    rule = "needs sharded state, but zero0 shards nothing"
+    return "layout.dp", value, rule, f"use dp = {c.dp}, or sharding = zero1"
 
 
 RULES = (

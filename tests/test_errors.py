@@ -1,0 +1,76 @@
+"""Do errors read as sentences, with the subject that their reader knows: flag, path or field?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.errors import UserError
+
+PLAN = ["plan", "--model", "llama-3.1-8b", "--seq-len", "4096", "--global-batch", "64"]
+BENCH = ["bench", "--model", "llama-tiny"]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (UserError("must be above 0", field="gpus", value=0), "gpus=0 must be above 0"),
+        (UserError("is too short", field="model", value="x"), "model x is too short"),
+        (UserError("is too long", field="--where", value="a b"), "--where 'a b' is too long"),
+        (UserError("must be above 0", field="batch.seq_len", value=0).inside("run.toml"),
+         "batch.seq_len = 0 in run.toml must be above 0"),
+        (UserError("is missing", field="links").inside("c.toml"), "links in c.toml is missing"),
+        (UserError("is not TOML").inside("c.toml"), "c.toml is not TOML"),
+        (UserError("unknown GPU", field="gpu", value="h10", hint="did you mean h100?"),
+         "unknown GPU 'h10'; did you mean h100?"),
+        (UserError("unknown field", field="heds").within("model"), "unknown field model.heds"),
+        (UserError("is not a number", value="8x"), "'8x' is not a number"),
+        (UserError("must be above 0", field="lr", value=0.0).within("train").named("--lr"),
+         "--lr 0.0 must be above 0"),
+        (UserError("nothing fits"), "nothing fits"),
+    ],
+)  # fmt: skip
+def test_an_error_is_a_sentence(error: UserError, text: str) -> None:
+    assert str(error) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([*BENCH, "--gpus", "4", "--tp", "3"],
+         "--gpus 4 is not divisible by pp x cp x tp = 3; use 3 or 6 GPUs"),
+        ([*BENCH, "--gpus", "512", "--dp", "32", "--tp", "8"],
+         "layout uses 256 of 512 GPUs; omit dp and it becomes 64"),
+        ([*BENCH, "--gpus", "2", "--seq-len", "0"], "--seq-len 0 must be from 1 to 4294967296"),
+        ([*BENCH, "--gpus", "2", "--set", "batch.seq_len=0"],
+         "--set batch.seq_len=0 must be from 1 to 4294967296"),
+        ([*BENCH, "--gpus", "2", "--schedule", "foo"],
+         "--schedule foo is not one of 1f1b, interleaved, gpipe, zero-bubble"),
+        ([*PLAN, "--gpus", "8", "--gpu", "h10"],
+         "unknown GPU 'h10'; did you mean h100-80gb, h100-94gb or h100-96gb?"),
+        ([*PLAN, "--gpus", "8", "--gpu", "h200", "--tokens", "20Q"],
+         "--tokens '20Q' is not a number; write it as 20B or 20e9"),
+        ([*PLAN, "--gpus", "8", "--gpu", "h200", "--format", "xml"],
+         "--format xml is not one of"),
+        ([*PLAN, "--gpuss", "8"], "unknown option --gpuss 8; did you mean '--gpus'?"),
+    ],
+)  # fmt: skip
+def test_the_command_line_names_the_flag(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"error: {text}")
+
+
+def test_a_file_names_the_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "run.toml"
+    spec.write_text('model = "llama-tiny"\ngpus = 2\n[batch]\nseq_len = 0\n')
+    assert main(["bench", "--spec", str(spec)]) == 2
+    assert f"error: batch.seq_len = 0 in {spec} must be from 1" in capsys.readouterr().err
+    assert main(["bench", "--spec", str(spec), "--seq-len", "64", "--gpus", "3", "--tp", "2"]) == 2
+    assert "error: --gpus 3 is not divisible by" in capsys.readouterr().err
+    spec.write_text("model = \n")
+    assert main(["bench", "--spec", str(spec)]) == 2
+    assert f"error: {spec} is not TOML" in capsys.readouterr().err
