@@ -206,7 +206,8 @@ def by_flag(error: UserError, args: Any, flags: Mapping[str, str]) -> UserError:
             return error.named(f"--set {path}")
     given = getattr(args, leaf, None)
     is_missing = error.rule in ("is required", "is missing")
-    if leaf in flags and (given not in (None, False, []) or is_missing):
+    is_given = given is not None and given is not False and given != []
+    if leaf in flags and (is_given or is_missing):
         return error.named(flags[leaf])
     spec = getattr(args, "spec", None)
     return error.inside(spec) if spec and _has(spec, error.field) else error

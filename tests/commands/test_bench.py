@@ -143,5 +143,5 @@ def test_a_gpu_that_is_not_there_is_missed_before_a_rank_starts(
     words = [command, "--model", "llama-tiny", "--gpus", "2", "--steps", "1", *place]
     assert main([*words, "--set", "device=cuda"]) == 2
     said = capsys.readouterr().err
-    assert "device=cuda: needs a GPU for each of 2 ranks, and this machine has 1" in said
+    assert "device cuda needs 2 GPUs, one per rank, but this machine has 1" in said
     assert not list(tmp_path.glob("**/*.json"))

@@ -183,4 +183,4 @@ def test_a_picture_belongs_to_the_floor_and_must_be_one(capsys):
     assert main([*words, "--picture", "a.png"]) == 2
     assert "--against floor" in capsys.readouterr().err
     assert main([*words, "--against", "floor", "--picture", "a.txt"]) == 2
-    assert "not a kind of picture" in capsys.readouterr().err
+    assert "not a supported picture format" in capsys.readouterr().err

@@ -109,12 +109,12 @@ def test_islands_need_the_rate_of_pcie(capsys):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "gpu: is missing"),
-        (["--gpu", "rtx-9090"], "a peak is never guessed; known: a100-40gb"),
-        (H100, "host-gpus: is missing"),
-        ([*H100, "--host-gpus", "8"], "hosts: is missing"),
-        ([*H100, "--host-gpus", "8", "--hosts", "2"], "network: is missing"),
-        ([*H100, "--host-gpus", "8", "--hosts", "0"], "hosts=0: must be from 1"),
+        ([], "gpu is missing"),
+        (["--gpu", "rtx-9090"], "unknown GPU 'rtx-9090'; known: a100-40gb"),
+        (H100, "host-gpus is missing"),
+        ([*H100, "--host-gpus", "8"], "hosts is missing"),
+        ([*H100, "--host-gpus", "8", "--hosts", "2"], "network is missing"),
+        ([*H100, "--host-gpus", "8", "--hosts", "0"], "--hosts 0 must be from 1"),
         ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "fast"], "is not a rate"),
         ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "0Gbit/s"], "must be above 0"),
         ([*H100, "--host-gpus", "8", "--hosts", "3", "--nvlink-ranks", "16"], "network"),

@@ -76,7 +76,7 @@ def test_impossible_axes_are_stored_like_other_refusals(
     refused = [item for item in stored if item.outcome == "illegal"]
     assert len(stored) == 12
     assert len(refused) == 6
-    assert all("must divide it" in item.failure and item.gpus == 4 for item in refused)
+    assert all("is not divisible by" in item.failure and item.gpus == 4 for item in refused)
     for style in ("topology", "mpt", "scaling"):  # rows of our own, and no mistakes in them
         out = str(tmp_path / style)
         words = ["report", "--runs", str(tmp_path / "runs"), "--style", style]

@@ -35,15 +35,15 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_what_is_missing_is_named(capsys, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    assert "out: is missing" in refused(capsys, *RUN, "--steps", "3")
-    assert "steps: is missing" in refused(capsys, *RUN, "--out", out)
-    assert "model: is missing" in refused(capsys, "--steps", "3", "--gpus", "1", "--out", out)
+    assert "out is missing" in refused(capsys, *RUN, "--steps", "3")
+    assert "steps is missing" in refused(capsys, *RUN, "--out", out)
+    assert "model is missing" in refused(capsys, "--steps", "3", "--gpus", "1", "--out", out)
     assert not (tmp_path / "out").exists()
 
 
 def test_bad_settings_and_layouts_start_nothing(capsys, tmp_path: Path) -> None:
     words = [*RUN, "--out", str(tmp_path / "out"), "--steps", "3"]
-    assert "train.lr=0.0: must be above 0" in refused(capsys, *words, "--lr", "0")
+    assert "--lr 0.0 must be above 0" in refused(capsys, *words, "--lr", "0")
     assert "train.beta3: unknown field" in refused(capsys, *words, "--set", "train.beta3=0.9")
     assert "train.warmup_steps=4" in refused(capsys, *words, "--warmup-steps", "4")
     assert "tp" in refused(capsys, *words, "--gpus", "3", "--tp", "3")
@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_used(capsys, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path / "out")
     with folder.locked():
         said = refused(capsys, *RUN, "--steps", "3", "--out", str(tmp_path / "out"))
-    assert "another training uses this folder (process " in said
+    assert "is in use by another training run (process " in said
     assert "holds no whole checkpoint" in refused(
         capsys, *RUN, "--steps", "3", "--resume", "--out", str(tmp_path / "out")
     )

@@ -113,7 +113,7 @@ def test_ulysses_repeats_kv_heads_within_tensor_parallelism() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"layout": Layout(tp=3)}, "tp=3: must divide heads=32; such as 2"),
+        ({"layout": Layout(tp=3)}, "tp=3 must divide heads=32; such as 2"),
         ({"layout": Layout(cp=64), "cp_kind": "ulysses"}, "divide heads=32"),
         ({"layout": Layout(tp=4, cp=16), "cp_kind": "ulysses"}, "divide heads=8"),
         ({"tokens": 8190, "layout": Layout(tp=4)}, "8188 or 8192"),

@@ -42,7 +42,7 @@ def test_without_torchao_the_way_out_is_said(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(UserError, match=r"precision=fp8: needs torchao.*pip install torchao"):
+    with pytest.raises(UserError, match=r"precision=fp8 needs torchao.*pip install torchao"):
         float8.float8_product(emulate=True)
 
 

@@ -33,7 +33,7 @@ SPEC = RunSpec(
 )
 def test_choices_the_engine_does_not_run_are_refused_by_name(field: str, value: Any) -> None:
     require_legal(SPEC)
-    with pytest.raises(UserError, match=rf"policy\.{field}=.*does not run it"):
+    with pytest.raises(UserError, match=rf"policy\.{field}=.*is not supported"):
         require_legal(replace(SPEC, policy=replace(SPEC.policy, **{field: value})))
 
 

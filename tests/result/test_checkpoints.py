@@ -115,7 +115,7 @@ def resealed(folder: Path, **fields: object) -> None:
         ({"files": {"../a": "1"}, "sums": {"../a": "00000000"}}, "not in its folder"),
         ({"files": {"/dev/zero": "1"}, "sums": {"/dev/zero": "00000000"}}, "not in its folder"),
         ({"files": {"state.json": "1"}, "sums": {"state.json": "00000000"}}, "not in its folder"),
-        ({"files": {"__0_0.distcp": "x"}}, "is not as it is written here"),
+        ({"files": {"__0_0.distcp": "x"}}, "is malformed"),
         ({"format": 1}, "has changed since it was written"),
     ],
 )
@@ -343,7 +343,7 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path / "out")
     with (
         folder.locked(),
-        pytest.raises(UserError, match="another training uses this folder"),
+        pytest.raises(UserError, match="is in use by another training run"),
         TrainingFolder(tmp_path / "out").locked(),
     ):
         pass
@@ -378,7 +378,7 @@ def test_another_path_to_the_folder_meets_the_same_lock(tmp_path: Path) -> None:
     (tmp_path / "other").symlink_to(tmp_path / "out")
     with (
         TrainingFolder(tmp_path / "out").locked(),
-        pytest.raises(UserError, match="another training uses this folder"),
+        pytest.raises(UserError, match="is in use by another training run"),
         TrainingFolder(tmp_path / "other" / ".." / "other").locked(),
     ):
         pass

@@ -148,13 +148,19 @@ def test_text_md_and_csv(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--hidden", "4096"], "gpu: is missing"),
-        (["--gpu", "a100-80gb"], "hidden: is missing"),
+        (["--hidden", "4096"], "--gpu is required"),
+        (["--gpu", "a100-80gb"], "--hidden is required"),
         (["--gpu", "a100-80gb", "--hidden", "4096", "--heads", "30"], "must divide 4096"),
         (["--gpu", "a100-80gb", "--hidden", "0"], "must be from 1"),
-        (["--gpu", "a100-80gb", "--hidden", "4096", "--precision", "fp8"], "no peak for it"),
-        (["--gpu", "a100-80gb", "--hidden", "4096", "--precision", "int3"], "is not a precision"),
-        (["--gpu", "a100-80gb", "--params", "7e9"], "--tokens T"),
+        (
+            ["--gpu", "a100-80gb", "--hidden", "4096", "--precision", "fp8"],
+            "fp8 has no known peak on a100-80gb",
+        ),
+        (
+            ["--gpu", "a100-80gb", "--hidden", "4096", "--precision", "int3"],
+            "int3 is not one of fp64",
+        ),
+        (["--gpu", "a100-80gb", "--params", "7e9"], "--tokens is required"),
         (["--gpu", "a100-80gb", "--params", "7", "--tokens", "1e9"], "from 1e6"),
     ],
 )

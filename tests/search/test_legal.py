@@ -289,7 +289,7 @@ def test_every_stage_of_a_ramp_is_asked() -> None:
 
 def test_way_out_of_a_bad_tp_is_legal() -> None:
     refused = why_not(GPT3, Layout.parse("tp5"), BATCH, Policy(sequence_parallel=False))
-    assert refused[0].hint == "tp: 1, 2, 3, 4, 6, 8"
+    assert refused[0].hint == "use tp 1, 2, 3, 4, 6, 8"
 
 
 def test_stack_names_carry_years_and_flavours() -> None:

@@ -206,17 +206,23 @@ def test_plan_hsdp_has_copies(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "h100-80g", "--gpus", "8"], "did you mean h100-80gb?"),
         (
             ["--gpu", "h200", "--gpus", "16", "--tp", "3"],
-            "gpus=16 is not divisible by pp x cp x tp = 3",
+            "--gpus 16 is not divisible by pp x cp x tp = 3",
         ),
         (
             ["--gpu", "h200", "--gpus", "12", "--tp", "8"],
-            "gpus=12 is not divisible by pp x cp x tp = 8",
+            "--gpus 12 is not divisible by pp x cp x tp = 8",
         ),
-        (["--gpu", "h200", "--gpus", "16", "--dp", "3"], "gpus=16 pp x dp x cp x tp = 3 must"),
-        (["--gpu", "h200", "--cluster", "nvidia-h100"], "--cluster says which GPU it is"),
+        (
+            ["--gpu", "h200", "--gpus", "16", "--dp", "3"],
+            "--gpus 16 is not divisible by pp x dp x cp x tp = 3; use 15 or 18",
+        ),
+        (
+            ["--gpu", "h200", "--cluster", "nvidia-h100"],
+            "--gpu h200 cannot be combined with cluster",
+        ),
         (["--gpu", "h200", "--gpus", "8", "--stack", "megatorn"], "did you mean 'megatron'?"),
         (["--gpu", "h200", "--gpus", "8", "--stack", "foo"], "known: aleph,"),
-        (["--gpu", "h200", "--gpus", "8", "--price", "-1"], "price=-1.0 must be 0 or more"),
+        (["--gpu", "h200", "--gpus", "8", "--price", "-1"], "--price -1.0 must be 0 or more"),
         (["--gpu", "h200", "--gpus", "8", "--tokens", "20Q"], "is not a number"),
     ],
 )

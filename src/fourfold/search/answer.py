@@ -421,6 +421,6 @@ def _rule_in_words(ask: Question, reason: str) -> str:
     for layout in plain:
         for refusal in why_not(ask.model, layout, batch, ask.policy, ask.target):
             if refusal.reason == reason:
-                words = f"{refusal.field}={refusal.value}: {refusal.rule}; {refusal.hint}"
+                words = str(refusal)
                 return f" ({words}{'' if layout is plain[0] else f', for {layout}'})"
     return ""

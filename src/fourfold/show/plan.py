@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fourfold.errors import sentence
 from fourfold.show.table import Grid, Part
 
 if TYPE_CHECKING:
@@ -271,7 +272,8 @@ def explain_page(said: Explanation) -> list[Part]:
         return [
             f"{said.layout} is illegal:",
             *(
-                f"  [{one['reason']}] {one['field']}={one['value']}: {one['rule']}; {one['hint']}"
+                f"  [{one['reason']}] "
+                f"{sentence(one['rule'], field=one['field'], value=one['value'])}; {one['hint']}"
                 for one in said.refusals
             ),
             f"nearest legal: {near}",

@@ -57,14 +57,14 @@ def check_heads(ask: Ask) -> None:
             f"must divide hidden={ask.hidden}",
             field="heads",
             value=ask.heads,
-            hint=f"such as {gcd(ask.hidden, ask.heads)}",
+            hint=f"use a divisor, such as {gcd(ask.hidden, ask.heads)}",
         )
     if ask.heads % ask.kv_heads:
         raise UserError(
             f"must divide heads={ask.heads}",
             field="kv-heads",
             value=ask.kv_heads,
-            hint=f"such as {gcd(ask.heads, ask.kv_heads)}",
+            hint=f"use a divisor, such as {gcd(ask.heads, ask.kv_heads)}",
         )
 
 
@@ -74,7 +74,7 @@ def divided(field: str, value: int, parts: int, why: str) -> None:
         below = value - value % parts
         near = f"{below} or {below + parts}" if below else f"{parts}"
         raise UserError(
-            f"must be a multiple of {parts} ({why})", field=field, value=value, hint=near
+            f"must be a multiple of {parts} ({why})", field=field, value=value, hint=f"use {near}"
         )
 
 
@@ -92,9 +92,9 @@ def check_ulysses(heads: int, ranks: int) -> None:
         return
     fitting = [n for n in range(1, min(heads, ranks) + 1) if heads % n == 0]
     raise UserError(
-        f"ulysses gives every rank whole heads: ranks must divide heads={heads}",
+        f"must divide heads={heads} for ulysses",
         field="ranks",
         value=ranks,
-        hint=f"a sequence group of {', '.join(map(str, fitting[-4:]))} fits (at most {heads}); "
-        "allgather and ring take any number of heads",
+        hint=f"use {', '.join(map(str, fitting[-4:]))} ranks, or allgather or ring, which split "
+        "any number of heads",
     )

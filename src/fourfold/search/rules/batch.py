@@ -126,7 +126,12 @@ def _needs_pipeline(c: Case) -> Truth:
 def _needs_pipeline_words(c: Case) -> Words:
     looped = SCHEDULES[c.schedule]
     if c.virtual_stages > 1:
-        return "policy.virtual_stages", c.virtual_stages, "needs pp above 1", "use virtual_stages = 1"
+        return (
+            "policy.virtual_stages",
+            c.virtual_stages,
+            "needs pp above 1",
+            "use virtual_stages = 1",
+        )
     return "policy.schedule", looped, "needs pp above 1", "use schedule = 1f1b"
 
 
@@ -199,7 +204,12 @@ def _fill(c: Case) -> Truth:
 def _fill_words(c: Case) -> Words:
     size, what = _bad_size(c, lambda size: micro_count(c, size) < c.pp)
     rule = f"exceeds the {micro_count(c, size)} micro batches of {what} {size}"
-    return "layout.pp", c.pp, rule, f"{c.stack.name} needs one per stage: use pp = {micro_count(c, size)} at most"
+    return (
+        "layout.pp",
+        c.pp,
+        rule,
+        f"{c.stack.name} needs one per stage: use pp = {micro_count(c, size)} at most",
+    )
 
 
 def _whole_rounds(c: Case) -> Truth:
