@@ -56,7 +56,7 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["ulysses", "--tokens", "4096"], "hidden is missing"),
         (["mlp2d", "--tokens", "4096", "--hidden", "64"], "ffn is missing"),
         (["ulysses", *SIZES, "--cp", "3"], "use 1, 2 ranks"),
-        (["ring", *SIZES, "--cp", "0"], "cp=0"),
+        (["ring", *SIZES, "--cp", "0"], "--cp 0 must be from 1"),
         (["ring", "--tokens", "-8", "--hidden", "8", "--heads", "1"], "--tokens -8 must be"),
         (["ulysses", *SIZES, "--cluster", "nowhere"], "unknown cluster"),
         (["ulysses", *SIZES, "--picture", "x.gif"], "x.gif is not a supported picture format"),
@@ -110,6 +110,6 @@ def test_another_rank_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["trace", "ring", "--hidden", "512", "--heads", "8", "--tokens", "65536", "--run"]
     assert main([*words, "--cp", "64"]) == 2
-    assert "must divide heads=32 for ulysses; use 4, 8, 16, 32 ranks" in capsys.readouterr().err
+    assert "at most 32" in capsys.readouterr().err
     assert main([*words, "--cp", "2", "--rank", "1"]) == 2
     assert "rank 0" in capsys.readouterr().err

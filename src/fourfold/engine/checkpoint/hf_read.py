@@ -69,7 +69,7 @@ class HfWeights:
             stored = tuple(self._slice(name).get_shape())
             if stored != size:
                 raise UserError(
-                    f"its {name} is {list(stored)}, the model's {list(size)}",
+                    f"has {name} of shape {list(stored)}, but the model has {list(size)}",
                     **self._where,
                     hint=f"use its own model: --model {self.folder / CONFIG}",
                 )
@@ -78,7 +78,7 @@ class HfWeights:
         extra = [n for n in self._files if self._full(n) not in known and not is_buffer(n)]
         if extra:
             names = ", ".join(sorted(extra)[:4])
-            raise UserError(f"holds tensors that the model does not have: {names}", **self._where)
+            raise UserError(f"has tensors that the model does not have: {names}", **self._where)
 
     def _same_function(self, model: ModelShape) -> None:
         """Sizes are compared by tensor; what has no tensor here."""

@@ -116,7 +116,7 @@ def _lacks(saved: Checkpoint, what: str) -> UserError:
         f"does not belong to the model in its state: it {what}",
         field="checkpoint",
         value=str(saved.folder),
-        hint="use another checkpoint, or copy this one again from where it was written",
+        hint="use another checkpoint, or copy this one again from its source",
     )
 
 

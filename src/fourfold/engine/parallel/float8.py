@@ -36,8 +36,8 @@ def _emulates(device_type: str) -> bool:
     capability = torch.cuda.get_device_capability()
     if capability < _ADA:
         raise UserError(
-            f"{torch.cuda.get_device_name()} has no fp8 matrix units (compute capability "
-            f"{capability[0]}.{capability[1]})",
+            f"needs fp8 matrix units, which {torch.cuda.get_device_name()} (compute capability "
+            f"{capability[0]}.{capability[1]}) does not have",
             field="policy.precision",
             value="fp8",
             hint="use bf16",
