@@ -14,7 +14,16 @@ from fourfold.cost.columns import Columns
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.accuracy import score
 from fourfold.cost.fit.habits import family_of
-from fourfold.cost.memory.interval import NO, TIGHT, YES, memory_bounds, verdicts
+from fourfold.cost.fit.validate import others_of
+from fourfold.cost.memory.interval import (
+    FRAGMENTS,
+    NO,
+    TIGHT,
+    YES,
+    lean_knobs,
+    memory_bounds,
+    verdicts,
+)
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
@@ -86,9 +95,40 @@ def test_a_verdict_is_sure_only_beyond_the_interval() -> None:
     entry, _ = entry_for(SHIPPED, stack, usual_cluster(catalog.device("h100-80gb"), 256))
     low, high = memory_bounds(c, entry)
     limit = limit_bytes(replace(c, capacity=np.ones(1)), entry.knobs)
-    for capacity, word in ((1.01 * high, YES), (0.99 * high, TIGHT), (1.01 * low, TIGHT),
-                           (0.99 * low, NO)):  # fmt: skip
+    lean = lean_knobs(entry)
+    least = memory(c, lean).worst_bytes * np.exp(-FRAGMENTS) * entry.knobs["room"] / lean["room"]
+    assert least < low  # nobody measured this engine's memory: a lean one may need less
+    sure = ((1.01 * high, YES), (0.99 * least, NO))
+    unsure = [(one, TIGHT) for one in (0.99 * high, 1.01 * low, 0.99 * low, 1.01 * least)]
+    for capacity, word in (*sure, *unsure):
         assert verdicts(replace(c, capacity=capacity / limit), entry)[0] == word
+
+
+def test_rows_narrow_what_a_lean_engine_may_need() -> None:
+    entry, _ = entry_for(SHIPPED, "nanotron-2025", catalog.cluster("hf-h100"))
+    assert entry.informed["state"] > 0.9
+    taught, lean = lean_knobs(entry), lean_knobs(replace(entry, informed={}))
+    for name in ("act", "state", "kept_hidden"):
+        assert lean[name] < taught[name] <= entry.knobs[name]
+
+
+@pytest.mark.parametrize("name", ["mpt", "bloom", "par4d"])
+def test_runs_of_an_engine_nobody_measured_are_not_refused(name: str) -> None:
+    rows = parse(read_table(str(GOLDEN / f"{name}.csv")))
+    strange = replace(SHIPPED, entries=others_of(SHIPPED.entries, rows))
+    found = score(rows, predict(rows, strange))
+    assert found.refused_pct < 2.0
+    assert found.missed_pct != found.missed_pct or found.missed_pct < 5.0
+
+
+def test_a_run_whose_recompute_is_not_stated_is_not_refused() -> None:
+    table = read_table(str(GOLDEN / "mpt.csv"))
+    huge = {name: list(cells) for name, cells in table.texts.items()}
+    huge["mbs"] = ["4096"] * table.length
+    for act, refused in (("none", True), ("", False)):
+        rows = parse(replace(table, texts=huge | {"act_ckpt": [act] * table.length}))
+        answers = predict(rows, SHIPPED)
+        assert (~answers.fits & ~answers.tight)[rows.usable].any() == refused
 
 
 @pytest.mark.parametrize("name", ["mpt", "bloom", "par4d"])

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
 from fourfold.cost.fit.calibration import Calibration, Entry
-from fourfold.cost.fit.habits import habits
+from fourfold.cost.fit.habits import habits, is_known
 from fourfold.cost.fit.interval import bounds, outside
-from fourfold.cost.memory.interval import TIGHT, verdicts
+from fourfold.cost.memory.interval import NO, TIGHT, verdicts
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.table.reference import each
+from fourfold.cost.table.reference import Table, each
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
 
@@ -55,13 +55,14 @@ def predict(rows: Rows, calibration: Calibration) -> Predictions:
         name: np.full(n, np.nan)
         for name in ("step", "low", "high", "mem", "worst", "limit", "beyond")
     }
-    tight = np.zeros(n, dtype=bool)
+    tight, unstated = np.zeros(n, dtype=bool), _unstated(rows.table)
     reasons = list(rows.reasons)
     for index, entry, why in _groups(rows, calibration):
         for start in range(0, len(index), CHUNK):
             part = index[start : start + CHUNK]
             _answer(rows, part, entry, out)
-            tight[part] = verdicts(rows.columns.take(part), entry) == TIGHT
+            said = verdicts(rows.columns.take(part), entry)
+            tight[part] = (said == TIGHT) | ((said == NO) & unstated[part])
         if why:
             for i in index:
                 reasons[i] = f"{reasons[i]}; {why}" if reasons[i] else why
@@ -73,6 +74,16 @@ def predict(rows: Rows, calibration: Calibration) -> Predictions:
         out["step"], out["low"], out["high"], tokens, tflops, mfu, out["mem"], out["worst"],
         fits, tight, reasons,
     )  # fmt: skip
+
+
+def _unstated(table: Table) -> NDArray[np.bool_]:
+    """Rows that may need far less than what is assumed: layout, micro batch or recompute is not
+    stated, or "selective" is, of an engine whose meaning of it is unknown."""
+    names = ("tp", "pp", "mbs", "act_ckpt")
+    blank = np.array([[cell == "" for cell in table.column(name)] for name in names], dtype=bool)
+    kinds = zip(table.column("act_ckpt"), table.column("stack"), strict=True)
+    unknown = [kind == "selective" and not is_known(stack) for kind, stack in kinds]
+    return blank.any(axis=0) | np.array(unknown, dtype=bool)
 
 
 def _groups(rows: Rows, calibration: Calibration) -> Iterator[tuple[NDArray[np.intp], Entry, str]]:
