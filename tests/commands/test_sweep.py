@@ -84,6 +84,38 @@ def test_impossible_axes_are_stored_like_other_refusals(
         assert main(["lint", f"{out}.md"]) == 0
 
 
+def test_what_surely_does_not_fit_is_refused_unless_forced(
+    tmp_path: Path, ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "huge.toml"
+    file.write_text(SWEEP.replace('"mpt-tiny"', '"llama-3.1-405b"').replace("[1, 8]", "[1]"))
+    words = ["sweep", str(file), "--runs", str(tmp_path / "runs"), "--format", "json"]
+    assert main(words) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {k: v for k, v in data["counts"].items() if v} == {"ok": 3, "illegal": 3}
+    reasons = {row["reason"] for row in data["runs"] if row["outcome"] == "illegal"}
+    assert all("surely does not fit: weights, gradients and moments" in why for why in reasons)
+    assert {spec.model.name for spec in ran} == {"llama-tiny"}
+    assert main([*words, "--force", "--runs", str(tmp_path / "more")]) == 0
+    assert "llama-3.1-405b" in {spec.model.name for spec in ran}
+
+
+def test_speed_is_counted_by_the_asked_convention(
+    tmp_path: Path, file: str, ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for rule in ("causal", "full-attention"):
+        words = ["sweep", file, "--runs", str(tmp_path / rule), "--format", "json"]
+        assert main([*words, "--convention", rule]) == 0
+        rows = json.loads(capsys.readouterr().out)["runs"]
+        assert {row["flop_rule"] for row in rows} == {rule}
+        found[rule] = [row["tflops_gpu"] for row in rows if row["outcome"] == "ok"]
+    assert found["causal"]
+    tokens = [row["tokens_s_gpu"] for row in rows if row["outcome"] == "ok"]
+    assert all(tokens)
+    assert main(["sweep", file, "--convention", "guess"]) == 2
+
+
 def test_tokens_that_do_not_fit_are_refused_by_combination(
     tmp_path: Path, ran: list[RunSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:

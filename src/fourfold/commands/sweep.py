@@ -27,6 +27,7 @@ from fourfold.commands import (
     sweep_plan,
 )
 from fourfold.commands.foresight import Foresight
+from fourfold.cost.count.flops import Convention, FlopsQuery, convention
 from fourfold.errors import UserError
 from fourfold.launch.campaign import Campaign, Done, launch_run
 from fourfold.launch.permit import Permit
@@ -82,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     foresight.add_arguments(parser)
     sweep_flags.add_arguments(parser)
     sweep_plan.add_arguments(parser)
+    parser.add_argument("--force", action="store_true", help="run even what surely does not fit")
+    flags.add_convention(parser)
     flags.add_permit(parser)
     flags.add_format(parser)
 
@@ -94,7 +97,13 @@ def run(args: argparse.Namespace) -> int:
     if args.tag:
         expansion = _tagged(expansion, args.tag)
     _must_be_allowed(expansion, flags.permit(args))
+    rule = convention(args.convention)
     refusals = [_refusal(one.spec) for one in expansion.combinations]
+    if not args.force:
+        refusals = [
+            why or _too_large(one.spec, ahead)
+            for one, why in zip(expansion.combinations, refusals, strict=True)
+        ]
     expansion, refusals, skipped = sweep_dry.foreseen(expansion, refusals, ahead)
     if not expansion.total:
         raise UserError(
@@ -105,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         _note(f"skipped: {told(tuple(one['combination'].items()))}: {one['reason']}")
     if args.dry_run or (sweep_flags.given(args) and not args.start):
         return sweep_dry.show(args, expansion, refusals, skipped, ahead)
-    return _run_all(args, expansion, refusals, skipped, ahead)
+    return _run_all(args, expansion, refusals, skipped, ahead, rule)
 
 
 def _asked(args: argparse.Namespace, ahead: Foresight) -> Expansion:
@@ -163,12 +172,18 @@ def _refusal(spec: RunSpec) -> str:
     return spec.refused or "; ".join(map(str, reasons))
 
 
+def _too_large(spec: RunSpec, ahead: Foresight) -> str:
+    why = ahead.too_large(spec)
+    return f"surely does not fit: {why} (--force runs it all the same)" if why else ""
+
+
 def _run_all(
     args: argparse.Namespace,
     expansion: Expansion,
     refusals: list[str],
     skipped: list[dict[str, Any]],
     ahead: Foresight,
+    rule: Convention,
 ) -> int:
     campaign = Campaign(
         Store(args.runs),
@@ -187,7 +202,7 @@ def _run_all(
     for number, (one, why) in enumerate(pairs, start=1):
         done = _one(campaign, one.spec, why, args.repeat)
         counts[done[-1].outcome] += 1
-        rows.append(_row(one, done[-1], why))
+        rows.append(_row(one, done[-1], why, rule))
         _note(f"[{number}/{expansion.total}] {one.label}: {_ended(done[-1])}")
     whole = {outcome: counts[outcome] for outcome in OUTCOMES}
     assert sum(whole.values()) == expansion.total
@@ -220,8 +235,13 @@ def _ended(done: Done) -> str:
     return f"{text} (stored before)" if done.resumed else text
 
 
-def _row(one: Combination, done: Done, why: str) -> dict[str, Any]:
-    summary = done.stored.summary
+def _row(one: Combination, done: Done, why: str, rule: Convention) -> dict[str, Any]:
+    summary, spec = done.stored.summary, one.spec
+    tflops = None
+    if summary.tokens_s_gpu:
+        model, seq_len = spec.model, spec.batch.seq_len
+        ask = FlopsQuery.of(model=model, seq_len=seq_len, layout=spec.layout, policy=spec.policy)
+        tflops = rule.count(ask).model * summary.tokens_s_gpu / 1e12
     return {
         "combination": dict(one.varied),
         "outcome": done.outcome,
@@ -233,6 +253,8 @@ def _row(one: Combination, done: Done, why: str) -> dict[str, Any]:
         "step_s_low": summary.low_s,
         "step_s_high": summary.high_s,
         "tokens_s_gpu": summary.tokens_s_gpu,
+        "tflops_gpu": tflops,
+        "flop_rule": rule.id,
         "peak_bytes": summary.peak_bytes,
         "predicted": {
             "step_s": summary.predicted_s,
@@ -254,7 +276,7 @@ def _print(
     guessed: bool,
 ) -> None:
     """A guess from the cores is kept with the runs, but is not worth two columns here."""
-    headings = ["combination", "outcome", "sec/it", "tokens/s/GPU", "memory"]
+    headings = ["combination", "outcome", "sec/it", "tokens/s/GPU", "TFLOP/s/GPU", "memory"]
     headings += [] if guessed else ["predicted sec/it", "off by", "predicted memory"]
     cells = []
     for row in rows:
@@ -265,6 +287,7 @@ def _print(
             row["outcome"],
             show_seconds(row["step_s"]) if row["step_s"] else "-",
             f"{row['tokens_s_gpu']:,.0f}" if row["tokens_s_gpu"] else "-",
+            f"{row['tflops_gpu']:.4g}" if row["tflops_gpu"] else "-",
             show_bytes(row["peak_bytes"]) if row["peak_bytes"] else "-",
         ]
         line += [] if guessed else _predicted_cells(row)

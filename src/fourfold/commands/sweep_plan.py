@@ -12,7 +12,6 @@ from typing import Any
 
 from fourfold.commands import flags
 from fourfold.commands.foresight import Foresight
-from fourfold.cost.count.flops import DEFAULT
 from fourfold.errors import UserError
 from fourfold.spec import AXES, codec
 from fourfold.spec.cluster import Cluster
@@ -122,7 +121,7 @@ def _as_plan(args: argparse.Namespace) -> argparse.Namespace:
             )  # fmt: skip
         words[name] = _whole(name, values[0]) if values and values[0] != "auto" else None
     # Runs are our own engine's, so the plan is too.
-    fixed = {"stack": "fourfold", "ramp": None, "tokens": None, "convention": DEFAULT}
+    fixed = {"stack": "fourfold", "ramp": None, "tokens": None, "convention": args.convention}
     return argparse.Namespace(**words | fixed | {"export": None, "safe": False})
 
 
