@@ -46,10 +46,10 @@ HONEST = {
     ("context kinds", "engine/parallel/context.py"): "the kernel of each",
     ("context kinds", "engine/jobs/trace.py"): "how each is run",
     ("context kinds", "search/export/megatron.py"): "Megatron's word for each",
-    ("recompute", "search/stacks.py"): "what each engine can do",
-    ("precisions", "search/stacks.py"): "what each engine can do",
-    ("context kinds", "search/stacks.py"): "what each engine can do",
-    ("number formats", "search/stacks.py"): "what each engine can do",
+    ("recompute", "cost/stacks.py"): "what each engine can do",
+    ("precisions", "cost/stacks.py"): "what each engine can do",
+    ("context kinds", "cost/stacks.py"): "what each engine can do",
+    ("number formats", "cost/stacks.py"): "what each engine can do",
 }
 # To be mended; may only shrink. (set, file) that spells it out.
 COPIES: set[tuple[str, str]] = {

@@ -13,7 +13,6 @@ from fourfold.cli import main
 from fourfold.cost.columns import Columns
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.accuracy import score
-from fourfold.cost.fit.habits import family_of
 from fourfold.cost.fit.validate import others_of
 from fourfold.cost.memory.interval import (
     FRAGMENTS,
@@ -26,6 +25,7 @@ from fourfold.cost.memory.interval import (
 )
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.run import columns_of
+from fourfold.cost.stacks import family_of
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import read_table

@@ -14,12 +14,11 @@ import pytest
 
 from fourfold.cost.count.params import model_params
 from fourfold.cost.run import columns_of
+from fourfold.cost.stacks import RELEASES
 from fourfold.cost.step.pipeline import chunk_layers
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import Target, why_not
-from fourfold.search.question import cut_by
-from fourfold.search.stacks import RELEASES
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
@@ -149,7 +148,7 @@ def expected(engine: str, one: Setup) -> dict[str, Any]:
         batch=one.batch,
         policy=one.policy,
     )
-    columns = cut_by(RELEASES[engine], columns_of([spec], cluster=CLUSTER, stack=one.stack))
+    columns = columns_of([spec], cluster=CLUSTER, stack=one.stack, release=engine)
     chunks = one.layout.pp * one.policy.virtual_stages
     layers = chunk_layers(columns, chunks)[:, 0] if one.layout.pp > 1 else [one.model.layers]
     params = model_params(one.model, one.batch.seq_len)

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.cost.stacks import STACKS
 from fourfold.search.legal import RULES, Target, case_of, why_not
-from fourfold.search.stacks import STACKS
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout

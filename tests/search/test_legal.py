@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from fourfold.cost.stacks import ENGINES, stack_rules
 from fourfold.search.legal import REASONS, RULES, Target, why_not
-from fourfold.search.stacks import STACKS, stack_rules
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
@@ -297,7 +297,7 @@ def test_stack_names_carry_years_and_flavours() -> None:
     assert stack_rules("nemo-2025").name == "megatron"
     assert stack_rules("llm-foundry-2023").name == "llm-foundry"
     assert stack_rules("somebody-elses").name == "generic"
-    assert set(STACKS) == {
+    assert set(ENGINES) == {
         "generic",
         "fourfold",
         "megatron",

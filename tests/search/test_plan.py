@@ -15,6 +15,7 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.memory.interval import memory_bounds
 from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.run import columns_of
+from fourfold.cost.stacks import RELEASES
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.search import export
@@ -35,7 +36,6 @@ from fourfold.search.ranking import rank
 from fourfold.search.rules.case import divisors
 from fourfold.search.sensitivity import deciding, flips, tie_width, tied_with_first
 from fourfold.search.stack_names import match_stack
-from fourfold.search.stacks import RELEASES
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.expression import parse

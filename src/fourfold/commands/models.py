@@ -15,7 +15,6 @@ from fourfold.commands import flags
 from fourfold.cost.count.params import layer_params, model_params, rank_params
 from fourfold.cost.count.stages import stage_layers
 from fourfold.errors import UserError
-from fourfold.search.legal import require_legal
 from fourfold.show.table import json_text, render
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
@@ -116,6 +115,8 @@ def _remarks(model: ModelShape, seq_len: int) -> list[str]:
 
 def _shares(spec: RunSpec, rank: int | None) -> dict[str, Any]:
     """What one rank, or the first of every stage, holds and owns."""
+    from fourfold.search.legal import require_legal
+
     model, layout, seq_len = spec.model, spec.layout, spec.batch.seq_len
     require_legal(spec, only=("stages", "heads", "kv-heads"))
     if rank is not None and not 0 <= rank < layout.world:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import OPTIMIZERS, Columns, columns
-from fourfold.cost.fit.habits import Habits, habits
+from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
 from fourfold.cost.step.hardware import device_facts, fabric_facts
 from fourfold.spec.chosen import chosen, running_schedule
 from fourfold.spec.cluster import Cluster
@@ -75,7 +75,7 @@ _RUNNING = np.array(
 )
 
 
-def stack_facts(usual: Habits) -> dict[str, float]:
+def stack_facts(usual: StackDefaults) -> dict[str, float]:
     """What an engine does whatever a spec says."""
     return {
         "own": float(usual.counted),
@@ -88,9 +88,15 @@ def stack_facts(usual: Habits) -> dict[str, float]:
     }
 
 
+def release_facts(release: str) -> dict[str, float]:
+    """Where a release cuts stages otherwise than the measured engine."""
+    passing = release and RELEASES[release].stage_rule == "passing"
+    return {"balanced": 2.0} if passing else {}
+
+
 def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
     """Kernels and overlap of a policy under a stack: what no search varies."""
-    usual, is_ours = habits(stack), stack == "fourfold"
+    usual, is_ours = stack_defaults(stack), stack == "fourfold"
     kind = policy.attention if policy.attention in KEEPS_SCORES else "flash"
     return stack_facts(usual) | {
         "sp": float(policy.sequence_parallel),
@@ -109,7 +115,7 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
 
 def format_facts(policy: Policy, stack: str) -> dict[str, float]:
     """Bytes of an element of everything, by the policy's formats."""
-    usual, dtypes = habits(stack), policy.dtypes
+    usual, dtypes = stack_defaults(stack), policy.dtypes
     precision, around = dtypes.compute, DTYPE_BYTES[AROUND.get(dtypes.compute, dtypes.compute)]
     # Named engines reduce in what they are known to; only a stated format overrides that.
     is_stated = policy.reduce_dtype or stack == "fourfold"
@@ -133,10 +139,15 @@ def format_facts(policy: Policy, stack: str) -> dict[str, float]:
 
 
 def run_facts(
-    spec: RunSpec, cluster: Cluster, stack: str, points: Mapping[str, Any] | None = None
+    spec: RunSpec,
+    cluster: Cluster,
+    stack: str,
+    points: Mapping[str, Any] | None = None,
+    release: str = "",
 ) -> dict[str, Any]:
     """Every fact of one run, or of many that differ in `points`: columns of CHOSEN fields, and
-    `global_batch` where that differs too."""
+    `global_batch` where that differs too. `release`: of cost/stacks.RELEASES, where that will run
+    it, not the measured engine."""
     run = {**chosen(spec.layout, spec.batch, spec.policy), **(points or {})}
     every = spec.policy.recompute_share if spec.policy.recompute.startswith("every-") else 0.0
     shares = np.array([{"full": 1.0, "every": every}.get(kind, 0.0) for kind in RECOMPUTE_KINDS])
@@ -145,6 +156,7 @@ def run_facts(
         **machine_facts(cluster, spec.policy),
         **policy_facts(spec.policy, stack),
         **format_facts(spec.policy, stack),
+        **release_facts(release),
         "seq": spec.batch.seq_len,
         "micro": run["micro_batch"],
         "batch": run.get("global_batch", spec.batch.global_batch),
@@ -163,15 +175,17 @@ def run_facts(
     }
 
 
-def columns_of(specs: Sequence[RunSpec], *, cluster: Cluster, stack: str) -> Columns:
+def columns_of(
+    specs: Sequence[RunSpec], *, cluster: Cluster, stack: str, release: str = ""
+) -> Columns:
     """Columns of runs on one cluster under one stack."""
-    facts = [run_facts(spec, cluster, stack) for spec in specs]
+    facts = [run_facts(spec, cluster, stack, release=release) for spec in specs]
     names = facts[0] if facts else {}
     return columns(len(facts), **{name: [fact[name] for fact in facts] for name in names})
 
 
 def varied_columns(
-    spec: RunSpec, points: Mapping[str, Any], *, cluster: Cluster, stack: str
+    spec: RunSpec, points: Mapping[str, Any], *, cluster: Cluster, stack: str, release: str = ""
 ) -> Columns:
     """Columns of as many runs as there are points, alike but for those."""
-    return columns(len(points["pp"]), **run_facts(spec, cluster, stack, points))
+    return columns(len(points["pp"]), **run_facts(spec, cluster, stack, points, release))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fourfold.cost.stacks import RELEASES, EngineRules, stack_rules
 from fourfold.errors import UserError, sentence
 from fourfold.search.rules import batch as batch_rules
 from fourfold.search.rules import cuts, engine
 from fourfold.search.rules.case import Case, Rule
-from fourfold.search.stacks import RELEASES, Stack, stack_rules
 from fourfold.spec.batch import Batch
 from fourfold.spec.chosen import chosen
 from fourfold.spec.device import Device
@@ -45,13 +45,13 @@ class Target:
     """Where it should run: whose engine, on how many ranks of what; None: not asked."""
 
     stack: str = "fourfold"
-    release: str = ""  # one of search/stacks.RELEASES, where that is asked instead
+    release: str = ""  # one of cost/stacks.RELEASES, where that is asked instead
     gpus: int | None = None
     device: Device | None = None
     runs: bool = True  # False: only planned, so what our engine lacks is no obstacle
 
     @property
-    def rules(self) -> Stack:
+    def rules(self) -> EngineRules:
         return RELEASES[self.release] if self.release else stack_rules(self.stack)
 
 

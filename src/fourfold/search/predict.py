@@ -45,9 +45,11 @@ def predict(
     profile: HardwareProfile | None = None,
     calibration: Calibration | None = None,
     stack: str = "fourfold",
+    release: str = "",
     cores: int = 1,
 ) -> list[Prediction]:
-    """One answer for each spec, in their order, as the stack's engine would run it. `cores` is this
+    """One answer for each spec, in their order, as the stack's engine would run it
+    (or a `release` of cost/stacks.py). `cores` is this
     host's, for the rough guess. Whether it fits is the caller's to add (`limit_bytes`)."""
     answers: dict[int, Prediction] = {}
     by_ranks: dict[int, list[int]] = {}
@@ -57,7 +59,7 @@ def predict(
         machine = cluster or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
         known = calibration or (calibration_of(profile, machine) if profile else None)
         entry, _ = entry_for(known or calibrations.shipped(), stack, machine)
-        c = columns_of([specs[at] for at in places], cluster=machine, stack=stack)
+        c = columns_of([specs[at] for at in places], cluster=machine, stack=stack, release=release)
         many = predictions(c, entry)
         for i, at in enumerate(places):
             one = many.one(i)

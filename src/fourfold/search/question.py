@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.fit.calibration import Calibration, Entry, own_entry
-from fourfold.cost.fit.habits import habits
 from fourfold.cost.run import varied_columns
+from fourfold.cost.stacks import stack_defaults
 from fourfold.search.legal import Target
-from fourfold.search.stacks import Stack
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster, Link
@@ -67,15 +64,9 @@ class Question:
 
     def columns(self, points: Mapping[str, Any]) -> Columns:
         """The cost model's columns of candidates, given by columns of CHOSEN fields."""
-        found = varied_columns(self.spec, points, cluster=self.cluster, stack=self.stack)
-        return cut_by(self.target.rules, found)
-
-
-def cut_by(rules: Stack, runs: Columns) -> Columns:
-    """The same runs with stages cut as a release does, where the measured engine cuts otherwise."""
-    if rules.stage_rule != "passing":
-        return runs
-    return replace(runs, balanced=np.full_like(runs.balanced, 2.0))
+        return varied_columns(
+            self.spec, points, cluster=self.cluster, stack=self.stack, release=self.release
+        )
 
 
 def usual_cluster(device: Device, gpus: int, host_gpus: int = 8) -> Cluster:
@@ -110,7 +101,7 @@ def default_stack(cluster: Cluster, calibration: Calibration) -> str:
 
 def usual_policy(stack: str, policy: Policy, decided: set[str]) -> Policy:
     """The engine's habits where the user decided nothing."""
-    usual = habits(stack)
+    usual = stack_defaults(stack)
     changes: dict[str, Any] = {}
     if "sequence_parallel" not in decided and stack != "fourfold":
         changes["sequence_parallel"] = usual.sequence_parallel

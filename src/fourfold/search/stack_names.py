@@ -1,7 +1,7 @@
 """Which training stacks does --stack know, and what does a short name stand for?
 
-Known are the engines whose rules search/stacks.py has, those whose habits cost/fit/habits.py has,
-and those that a calibration was measured with. A name without its year stands for a measured one.
+Known are those of cost/stacks.py and those that a calibration was measured with. A name without its
+year stands for a measured one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import re
 from typing import Any
 
 from fourfold.cost.fit.calibration import Calibration, Entry
-from fourfold.cost.fit.habits import HABITS, year_of
+from fourfold.cost.stacks import STACKS, stack_rules, year_of
 from fourfold.errors import UserError, nearest
-from fourfold.search.stacks import ALIASES, STACKS, stack_rules
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
 
@@ -22,7 +21,7 @@ _YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
 def short_names(calibration: Calibration) -> set[str]:
     """Names of engines without a year; of measured ones also without what follows the year."""
     measured = {re.split(r"-20[0-9][0-9]", entry.stack)[0] for entry in calibration.entries}
-    return {*STACKS, *ALIASES, *(name for name in HABITS if name and not year_of(name)), *measured}
+    return {*(name for name in STACKS if not year_of(name)), *measured}
 
 
 def match_stack(stack: str, cluster: Cluster | None, calibration: Calibration) -> str:

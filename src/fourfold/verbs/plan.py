@@ -9,6 +9,7 @@ from typing import Any
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.schedule.timeline import Timeline
+from fourfold.cost.stacks import release_of, stack_rules
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
@@ -20,7 +21,6 @@ from fourfold.search.gpu_counts import best_of
 from fourfold.search.question import Question
 from fourfold.search.ramp import training
 from fourfold.search.stack_names import listed, match_stack
-from fourfold.search.stacks import stack_rules
 from fourfold.search.timeline import timeline
 from fourfold.spec import catalog, codec, words
 from fourfold.spec.batch import Batch
@@ -204,14 +204,14 @@ def _release(
 ) -> str:
     """Whose release will run it: of --export, or of a --stack without a year; refuses a model or a
     policy that it has no settings for, whatever the layout."""
-    engine = request.export or exports.release_of(request.stack or "")
+    engine = request.export or release_of(request.stack or "")
     if engine:
         one = replace(batch, micro_batch=1)
         setup = Setup(
             model=model, layout=Layout(), batch=one, policy=policy, host_gpus=1, stack=stack
         )
         exports.write(engine, setup)
-    return exports.release_of(engine)
+    return release_of(engine)
 
 
 def _stack(request: PlanRequest, cluster: Cluster, known: Calibration, on_event: OnEvent) -> str:

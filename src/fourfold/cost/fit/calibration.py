@@ -15,7 +15,7 @@ from typing import Any
 
 from fourfold import files
 from fourfold.cost.fit.coefficients import BY_NAME, KNOBS
-from fourfold.cost.fit.habits import family_of, year_of
+from fourfold.cost.stacks import family_of, year_of
 from fourfold.errors import UserError, shorten
 from fourfold.spec import check, codec
 

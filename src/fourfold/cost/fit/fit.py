@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Columns, joined
 from fourfold.cost.fit.calibration import Entry, blend
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
-from fourfold.cost.fit.habits import habits
 from fourfold.cost.fit.interval import ranges
 from fourfold.cost.fit.minimise import Prior, minimise
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
+from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.gemm import Floats
 from fourfold.cost.table.rows import Rows
@@ -176,7 +176,9 @@ def time_misfit(rows: Sample) -> Misfit:
 
 def printed_bytes(rows: Sample, first: Floats, worst: Floats) -> Floats:
     """What the stack prints as its memory: rank 0's or the fullest rank's."""
-    rank0 = np.array([habits(stack).reports_rank0 for stack in rows.stack.tolist()], dtype=bool)
+    rank0 = np.array(
+        [stack_defaults(stack).reports_rank0 for stack in rows.stack.tolist()], dtype=bool
+    )
     return np.where(rank0, first, worst)
 
 

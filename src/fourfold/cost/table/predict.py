@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
 from fourfold.cost.fit.calibration import Calibration, Entry
-from fourfold.cost.fit.habits import habits, is_known
 from fourfold.cost.fit.interval import bounds, outside
 from fourfold.cost.memory.interval import NO, TIGHT, verdicts
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
+from fourfold.cost.stacks import is_known, stack_defaults
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.reference import Table, each
 from fourfold.cost.table.rows import Rows
@@ -104,7 +104,7 @@ def _answer(rows: Rows, part: NDArray[np.intp], entry: Entry, out: dict[str, Flo
     step = estimate(c, entry.knobs).step_s
     low, high = bounds(c, entry, step)
     room = memory(c, entry.knobs)
-    rank0 = habits(entry.stack).reports_rank0
+    rank0 = stack_defaults(entry.stack).reports_rank0
     out["step"][part], out["low"][part], out["high"][part] = step, low, high
     out["mem"][part] = (room.first_bytes if rank0 else room.worst_bytes) / GIB
     out["worst"][part] = room.worst_bytes / GIB

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats, columns
-from fourfold.cost.fit.habits import Habits, habits, is_known
 from fourfold.cost.run import stack_facts
+from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults
 from fourfold.cost.step.hardware import device_facts, fabric_facts
 from fourfold.cost.table.notes import NoteWords, note_words
 from fourfold.cost.table.reference import Table, each, numbers
@@ -86,7 +86,7 @@ def parse(table: Table) -> Rows:
     _model(draft)
     _layout(draft)
     words = each(table.column("note"), note_words)
-    per_stack = each(table.column("stack"), habits)
+    per_stack = each(table.column("stack"), stack_defaults)
     _policy(draft, words, per_stack)
     _hardware(draft, words)
     _check(draft)
@@ -147,7 +147,7 @@ def _layout(draft: _Draft) -> None:
     draft.fill("micro", "mbs", 1.0, "not stated, 1 assumed")
 
 
-def _policy(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
+def _policy(draft: _Draft, words: list[NoteWords], stack: list[StackDefaults]) -> None:
     table, facts = draft.table, draft.facts
     facts["precision"] = _choice(draft, "precision", DTYPES, "bf16")
     half = facts["precision"] == DTYPES.index("fp16")
@@ -167,7 +167,9 @@ def _policy(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
     draft.fill("sp", "sequence_parallel", habit_sp, "taken as the stack's usual")
     facts["fused_norm"] = np.array([not w.plain_norm for w in words], dtype=np.float64)
     by_stack = [stack_facts(h) for h in stack]
-    facts |= {name: np.array([fact[name] for fact in by_stack]) for name in stack_facts(Habits())}
+    facts |= {
+        name: np.array([fact[name] for fact in by_stack]) for name in stack_facts(StackDefaults())
+    }
     facts["fused_host"] = np.array([h.compiled for h in stack], dtype=np.float64)
     facts["block_scale"] = np.array([w.block_scale for w in words], dtype=np.float64)
     facts["overlap_dp"] = np.array([h.overlap_dp for h in stack], dtype=np.float64)
@@ -192,7 +194,7 @@ def _choice(draft: _Draft, column: str, words: tuple[str, ...], blank: str) -> F
     return np.maximum(values, 0.0)
 
 
-def _zero(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
+def _zero(draft: _Draft, words: list[NoteWords], stack: list[StackDefaults]) -> None:
     facts = draft.facts
     stages = {"zero0": 0.0, "zero1": 1.0, "zero2": 2.0, "zero3": 3.0, "none": 0.0, "ddp": 0.0}
     cells = draft.table.column("sharding")
@@ -212,7 +214,7 @@ def _zero(draft: _Draft, words: list[NoteWords], stack: list[Habits]) -> None:
     facts["shard"] = np.where(group > 0, np.minimum(group, everyone), everyone)
 
 
-def _recompute(draft: _Draft, stack: list[Habits]) -> None:
+def _recompute(draft: _Draft, stack: list[StackDefaults]) -> None:
     cells = draft.table.column("act_ckpt")
     blank = np.array([cell == "" for cell in cells], dtype=bool)
     draft.assume(blank, "act_ckpt taken as the stack's usual")

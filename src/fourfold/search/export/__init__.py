@@ -11,7 +11,6 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.search.export.package import folder, script
 from fourfold.search.export.setup import Setup
-from fourfold.search.stacks import ALIASES, RELEASES
 from fourfold.spec.model import ModelShape
 
 # engine -> (module, stack whose rules and habits it stands for)
@@ -28,12 +27,6 @@ ENGINES = tuple(_WRITERS)
 def stack_of(engine: str) -> str:
     """Whose engine the numbers must be for, so that they are the exported run's."""
     return _entry(engine)[1]
-
-
-def release_of(stack: str) -> str:
-    """The engine of RELEASES that a name without a year stands for; '': a measured engine."""
-    name = ALIASES.get(stack.strip().lower(), stack.strip().lower())
-    return name if name in RELEASES else ""
 
 
 def check(engine: str, model: ModelShape) -> None:

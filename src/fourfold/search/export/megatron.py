@@ -206,7 +206,7 @@ def _precision(setup: Setup) -> Flags:
     if "--bf16" in flags:
         check_choice("megatron", "policy.reduce_dtype", policy.reduce_dtype, (None, "bf16", "fp32"))
         stated = {"bf16": 2.0, "fp32": 4.0}.get(policy.reduce_dtype or "")
-        if (stated or setup.habits.grad_bytes) == 2.0:
+        if (stated or setup.defaults.grad_bytes) == 2.0:
             flags["--grad-reduce-in-bf16"] = None
         else:
             flags["--accumulate-allreduce-grads-in-fp32"] = None
@@ -229,7 +229,7 @@ def _data_parallel(setup: Setup) -> Flags:
             "--data-parallel-sharding-strategy": _SHARDING[policy.sharding],
             "--ckpt-format": "fsdp_dtensor",
         }
-    usual = setup.habits.overlap_dp or policy.zero in (0, 3)
+    usual = setup.defaults.overlap_dp or policy.zero in (0, 3)
     if usual and policy.overlap_grad_reduce and layout.dp * layout.cp > 1:
         flags["--overlap-grad-reduce"] = None
         if policy.zero >= 1 and policy.overlap_param_gather:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 
-from fourfold.cost.fit.habits import Habits, habits
+from fourfold.cost.stacks import StackDefaults, stack_defaults
 from fourfold.errors import UserError
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import AXES, Layout
@@ -49,8 +49,8 @@ class Setup:
         return min(self.host_gpus, self.layout.world)
 
     @property
-    def habits(self) -> Habits:
-        return habits(self.stack)
+    def defaults(self) -> StackDefaults:
+        return stack_defaults(self.stack)
 
     @property
     def micro_batches(self) -> int:
@@ -60,7 +60,7 @@ class Setup:
     def overlaps_tp(self) -> bool:
         """Whether the seconds assume tensor-parallel traffic under its matrix products."""
         policy = self.policy
-        usual = self.habits.overlap_tp and policy.sequence_parallel
+        usual = self.defaults.overlap_tp and policy.sequence_parallel
         return self.layout.tp > 1 and (policy.async_tp or usual)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fourfold.search.stacks import Stack
+from fourfold.cost.stacks import EngineRules
 from fourfold.spec.device import Device
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -31,7 +31,7 @@ class Case:
     """A run as the rules see it: numbers only; choices are indices into the stacks' tuples."""
 
     model: ModelShape
-    stack: Stack
+    stack: EngineRules
     gpus: int | None
     device: Device | None
     policy: Policy
