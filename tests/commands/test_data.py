@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cli import main
+from fourfold.commands import weights
 from fourfold.commands.data_make import pieces
-from fourfold.spec.tokens import read_info
+from fourfold.spec.tokens import read_info, tokenizer_path
 
 
 def ran(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -135,6 +136,13 @@ def tokenizer(tmp_path: Path) -> str:
     return str(tmp_path / "tokenizer.json")
 
 
+def export_of(name: str, out: Path) -> None:
+    """What 'weights export' does about the tokenizer of a training on these tokens."""
+    out.mkdir()
+    state = SimpleNamespace(spec=SimpleNamespace(data=name))
+    weights._copy_tokenizer(SimpleNamespace(state=state), out)  # pyrefly: ignore
+
+
 def test_a_tokenizer_file_makes_the_tokens(capsys, name, tokenizer, tmp_path, monkeypatch):
     import tokenizers as package
 
@@ -149,6 +157,14 @@ def test_a_tokenizer_file_makes_the_tokens(capsys, name, tokenizer, tmp_path, mo
     assert tokens(name) == one * 2
     assert len(one) < len(body.encode())
     assert read_info(name).tokenizer.startswith("tokenizer.json ")
+    kept = tokenizer_path(name)
+    assert kept.read_text() == Path(tokenizer).read_text()
+    export_of(name, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == kept.read_text()
+    kept.write_text("{}")
+    export_of(name, tmp_path / "other")
+    assert "is not the one that made the tokens" in capsys.readouterr().err
+    assert not (tmp_path / "other" / "tokenizer.json").exists()
     path.write_bytes(b"\xff\xfe")
     for words, said in (
         ([str(path)], "is not UTF-8"),

@@ -10,14 +10,13 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold import files
 from fourfold.commands import progress
 from fourfold.errors import UserError
 from fourfold.spec.token_write import chunks, write_tokens
-from fourfold.spec.tokens import token_paths
+from fourfold.spec.tokens import token_paths, tokenizer_name, tokenizer_path
 from fourfold.units import show_bytes
 
 if TYPE_CHECKING:
@@ -64,12 +63,14 @@ class Encoder:
     vocab: int
     end: int
     tokens: Callable[[Iterator[bytes], str], Iterator[np.ndarray[Any, Any]]]
+    text: str = ""  # of its tokenizer.json, which is kept beside the tokens
 
 
 def run_make(args: argparse.Namespace) -> str:
     """The name of the file that was made."""
     path, side = token_paths(args.out)
-    for old in (path, side):
+    kept = tokenizer_path(args.out)
+    for old in (path, side, kept):
         if os.path.lexists(old) and not args.force:
             raise UserError(
                 "exists", field="out", value=str(old), hint="add --force, or name another"
@@ -88,6 +89,10 @@ def run_make(args: argparse.Namespace) -> str:
         if not writer.tally.tokens:
             raise UserError("hold no text", field="files", value=" ".join(args.files))
     meter.end()
+    if encoder.text:
+        files.write_text(kept, encoder.text)
+    else:
+        kept.unlink(missing_ok=True)
     return args.out
 
 
@@ -156,8 +161,6 @@ def _from_file(path: str, end_token: str | None) -> Encoder:
             value=path,
             hint="pip install tokenizers, or use --tokenizer bytes",
         ) from None
-    import hashlib
-
     text = files.read_text(path, field="tokenizer")
     try:
         made = tokenizers.Tokenizer.from_str(text)
@@ -168,7 +171,6 @@ def _from_file(path: str, end_token: str | None) -> Encoder:
     made.no_truncation()
     made.no_padding()
     known = made.get_vocab(with_added_tokens=True)
-    name = f"{Path(path).name} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def encode(content: Iterator[bytes], source: str) -> Iterator[np.ndarray[Any, Any]]:
         import numpy as np
@@ -178,7 +180,8 @@ def _from_file(path: str, end_token: str | None) -> Encoder:
             for one in made.encode_batch_fast(some, add_special_tokens=False):
                 yield np.array(one.ids, np.int64)
 
-    return Encoder(name, max(known.values()) + 1, _end_token(known, end_token, path), encode)
+    end = _end_token(known, end_token, path)
+    return Encoder(tokenizer_name(path, text), max(known.values()) + 1, end, encode, text)
 
 
 def _end_token(known: dict[str, int], wanted: str | None, path: str) -> int:

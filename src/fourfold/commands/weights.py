@@ -30,7 +30,7 @@ from fourfold.show.table import json_text, render
 from fourfold.spec import codec
 from fourfold.spec.hf.tensors import export_type
 from fourfold.spec.job import Job
-from fourfold.spec.tokens import read_info
+from fourfold.spec.tokens import read_info, tokenizer_name, tokenizer_path
 from fourfold.units import show_bytes
 
 EXAMPLES = """\
@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         must_have_safetensors("weights export")
     try:
         answer = _exported(found, args, folder_format)
+        if folder_format == "hf" and (name := _copy_tokenizer(found, Path(args.out))):
+            answer["files"] = [*answer["files"], name]
     except JobError as error:
         progress.end_line()
         said = str(error)
@@ -142,7 +144,10 @@ def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
             "exists", field="out", value=str(out), hint="add --force, or name another folder"
         )
     made, suffix = {
-        "hf": (("config.json", "model.safetensors.index.json"), ".safetensors"),
+        "hf": (
+            ("config.json", "model.safetensors.index.json", "tokenizer.json"),
+            ".safetensors",
+        ),
         "dcp": ((".metadata",), ".distcp"),
     }[folder_format]
     other = [name for name in held if name not in made and not name.endswith(suffix)]
@@ -189,6 +194,25 @@ def _end_token(found: Checkpoint) -> str:
         print(f"eos_token_id is left open: {error}", file=sys.stderr)
         return ""
     return str(end) if end >= 0 else ""
+
+
+def _copy_tokenizer(found: Checkpoint, out: Path) -> str:
+    """The file written: the tokenizer.json that made the training's tokens, where 'data make' kept
+    it beside them and it is still that one; ''."""
+    data = found.state.spec.data
+    try:
+        info = read_info(data) if data else None
+        kept = tokenizer_path(data)
+        if info is None or info.tokenizer in ("bytes", "given"):
+            return ""
+        text = files.read_text(kept, field="tokenizer")
+        if tokenizer_name("", text).split()[-1] != info.tokenizer.split()[-1]:
+            raise UserError("is not the one that made the tokens", field="tokenizer", value=kept)
+    except UserError as error:
+        print(f"tokenizer.json is left out: {error}", file=sys.stderr)
+        return ""
+    files.write_text(out / "tokenizer.json", text)
+    return "tokenizer.json"
 
 
 def _text(facts: dict[str, Any], style: str) -> str:

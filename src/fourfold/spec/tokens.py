@@ -63,6 +63,18 @@ def token_paths(name: str | Path) -> tuple[Path, Path]:
     return Path(f"{stem}.bin"), Path(f"{stem}.json")
 
 
+def tokenizer_path(name: str | Path) -> Path:
+    """Where the tokenizer.json that made the tokens lies, if one did."""
+    return token_paths(name)[0].with_suffix(".tokenizer.json")
+
+
+def tokenizer_name(path: str, text: str) -> str:
+    """What TokenInfo calls it: its content counts, not where it lies."""
+    import hashlib
+
+    return f"{Path(path).name} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
 def read_info(name: str | Path) -> TokenInfo:
     """What NAME.json says, once NAME.bin was seen to have its size and its ends."""
     tokens, side = token_paths(name)
