@@ -15,7 +15,6 @@ from fourfold import __version__, files
 from fourfold.commands import COMMANDS, GROUPS, Command, load
 from fourfold.errors import UserError, nearest
 from fourfold.escape import Screen, one_line
-from fourfold.options import by_flag
 from fourfold.output import Output, terminal_columns, text_of
 from fourfold.spec.flag import Option
 
@@ -244,6 +243,8 @@ def _dispatch(words: list[str]) -> int:
     try:
         answer = args.run(args)
     except UserError as error:
+        from fourfold.options import by_flag  # 10 ms, only paid on an error
+
         raise by_flag(error, args, parser.flags()) from None
     return answer if isinstance(answer, int) else show(answer, style)
 

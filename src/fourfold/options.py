@@ -22,9 +22,12 @@ from fourfold.units import count_from
 
 T = TypeVar("T")
 FORMATS = ("text", "md", "csv", "json")
-FORMAT = Option(names=("--format",), choices=FORMATS, help="form of the output (default text)")
+FORMAT = Option(names=("--format",), choices=FORMATS, help="output format (default text)")
 FORCE = Option(
-    names=("--force",), switch=True, rare=True, help="overwrite even if fourfold did not write it"
+    names=("--force",),
+    switch=True,
+    rare=True,
+    help="overwrite even if fourfold did not write the file",
 )
 # Where the fields of a run are; a flag's text is read by its field.
 _RUN = (("", RunSpec), ("layout", Layout), ("batch", Batch), ("policy", Policy))
@@ -105,14 +108,14 @@ def run_options(*extra: str) -> tuple[Option, ...]:
     """All that describes a run; `extra` are fields of RunSpec that few commands have flags for."""
     own = [one for path, one in _run_fields(extra) if path in extra]
     return (
-        option("--model", "a preset, or the path of a config.json", "NAME"),
-        option("--spec", "a whole run; flags override its fields", "FILE.toml", rare=True),
+        option("--model", "model preset, or path of a config.json", "NAME"),
+        option("--spec", "run description; flags override its fields", "FILE.toml", rare=True),
         Option(
             names=("--set",),
             repeated=True,
             rare=True,
             metavar="FIELD=VALUE",
-            help="any field of the run, such as policy.compile=true",
+            help="set any field of the run, such as policy.compile=true",
         ),
         *own,
         *layout_options(),

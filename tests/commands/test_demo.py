@@ -102,4 +102,4 @@ def test_plan_takes_the_files_calibrate_writes(
     words = ["plan", "--model", "llama-mini", "--seq-len", "128", "--global-batch", "16"]
     words += ["--precision", "fp32", "--cluster", str(tmp_path / "this.toml")]
     assert main([*words, "--calibration", str(tmp_path / "this.json")]) == 0
-    assert "knows kernels and links, no run" in capsys.readouterr().out
+    assert "has kernels and links but no runs" in capsys.readouterr().out

@@ -95,7 +95,7 @@ def test_a_wrong_calibration_file_says_so(text: str) -> None:
 def test_an_unknown_key_gets_a_blend_and_a_wider_interval() -> None:
     known = shipped()
     entry, why = known.entry("nobody-2024", "nowhere", "h")
-    assert "generic" in why
+    assert "no measured runs" in why
     own = [e for e in known.entries if e.rows_time >= 40]
     assert entry.high > np.median([e.high for e in own])
     assert min(e.knobs["gemm"] for e in own) < entry.knobs["gemm"]
@@ -222,7 +222,7 @@ def test_an_unknown_cluster_is_predicted_with_the_usual_fabric(tmp_path: Path) -
     got = predict(rows, shipped())
     assert np.isfinite(got.step_s[0])
     assert "cluster unknown" in got.reasons[0]
-    assert "generic calibration" in got.reasons[0]
+    assert "no measured runs of this stack" in got.reasons[0]
 
 
 def test_entry_key() -> None:

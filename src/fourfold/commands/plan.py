@@ -34,17 +34,19 @@ examples:
 OPTIONS = (
     *options.run_options(),
     *options.of(PlanRequest),
-    option("--explain", "everything about one layout, or why it is illegal", "LAYOUT"),
+    option("--explain", "explain one layout, or why it is illegal", "LAYOUT"),
     option("--timeline", "with --explain: draw the pipeline, .html or .png", "FILE", rare=True),
     option(
         "--out",
-        "where --export writes env.sh, torchrun.args, engine.args and run.sh; a file for "
+        "folder for --export: env.sh, torchrun.args, engine.args and run.sh, or a file for "
         "torchrun (default: one script on stdout)",
         "FOLDER",
         rare=True,
     ),
-    option("--pick", "which layout of the ranking --export writes", "N", read=int, rare=True),
-    option("--details", "every column, the evidence and the search", switch=True),
+    option(
+        "--pick", "layout of the ranking that --export writes (default 1)", "N", read=int, rare=True
+    ),
+    option("--details", "all columns, evidence, sensitivity and search statistics", switch=True),
     options.FORCE,
     options.FORMAT,
 )
@@ -61,7 +63,7 @@ def run(args: Any) -> Output:
     if args.explain:
         return _explain(args, request, show)
     if args.timeline:
-        raise UserError("draws one layout", field="timeline", hint="add --explain 'pp4 dp2'")
+        raise UserError("needs --explain", field="--timeline", hint="add --explain 'pp4 dp2'")
     if args.export:
         return _export(args, request, show)
     answer = fourfold.plan(request, on_event=show)

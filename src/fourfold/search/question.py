@@ -120,7 +120,7 @@ def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[E
     elif own is not None:  # its kernels are known, its links are not
         entry = replace(entry, knobs=entry.knobs | {k: own.knobs[k] for k in own.free_time})
     if not why and not entry.rows_time:
-        why = f"calibration '{calibration.name}' knows kernels and links, no run"
+        why = f"calibration '{calibration.name}' has kernels and links but no runs"
     if cluster.device.id.startswith("cpu"):
         # No CUDA context, no communicator buffers: only tensors count there.
         entry = replace(entry, knobs={**entry.knobs, "base_gib": 0.0})

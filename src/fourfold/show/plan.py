@@ -34,33 +34,31 @@ def _about(said: PlanAnswer) -> str:
     return (
         f"{said.model} ({said.params / 1e9:.1f}B) on {said.cluster}: {said.gpus} x {said.gpu} "
         f"({hosts} host{'s' * (hosts > 1)}), {said.global_batch} sequences of {said.seq_len} "
-        f"tokens a step, {said.precision}"
+        f"tokens per step, {said.precision}"
     )
 
 
 def _sentence(said: PlanAnswer, row: PlanRow) -> str:
-    fits = "may run out of memory" if row.tight else "surely fits"
+    fits = "may run out of memory" if row.tight else "certain to fit"
     return (
-        f"{said.model} on {said.gpus} x {said.gpu}: run {row}, micro batch {row.micro_batch}, "
-        f"{row.policy.sharding}, recompute {row.policy.recompute}: {short_s(row.step_s)} s a step "
-        f"(80%: {short_s(row.step_s_low)} to {short_s(row.step_s_high)}), {row.tflops_gpu:.0f} "
-        f"TFLOP/s and {row.mfu_pct:.1f}% MFU a GPU, {row.peak_bytes / GIB:.0f} of "
-        f"{said.memory_bytes / GIB:.0f} GiB, {fits}; {_surety(said)}."
+        f"Run {said.model} on {said.gpus} x {said.gpu} as {row}, micro batch {row.micro_batch}, "
+        f"{row.policy.sharding}, recompute {row.policy.recompute}: {short_s(row.step_s)} s per "
+        f"step (80%: {short_s(row.step_s_low)} to {short_s(row.step_s_high)}), "
+        f"{row.tflops_gpu:.0f} TFLOP/s and {row.mfu_pct:.1f}% MFU per GPU, "
+        f"{row.peak_bytes / GIB:.0f} of {said.memory_bytes / GIB:.0f} GiB ({fits}). "
+        f"{_surety(said)}."
     )
 
 
 def _surety(said: PlanAnswer) -> str:
     known = said.calibration
     if known.note:
-        return (
-            "no run of this engine was measured there"
-            if said.stack != "generic"
-            else ("no engine was measured there")
-        )
+        engine = "any engine" if said.stack == "generic" else said.stack
+        return f"No runs of {engine} were measured on {said.cluster}"
     if known.error_median_pct is None:
-        return f"from {known.rows} measured runs, too few to test it"
+        return f"Based on {known.rows} measured runs, too few to estimate the error"
     return (
-        f"typical error {known.error_median_pct:.1f}% on held-out layouts ({known.rows} measured "
+        f"Typical error on held-out layouts: {known.error_median_pct:.1f}% ({known.rows} measured "
         "runs)"
     )
 
@@ -70,25 +68,25 @@ def _remarks(said: PlanAnswer) -> Iterable[str]:
     yield from _ties(said)
     yield _source(said)
     if said.best is not None and said.best.outside:
-        yield f"#1 lies outside the measured runs: {'; '.join(said.best.outside)}"
+        yield f"#1 is outside the measured range: {'; '.join(said.best.outside)}"
     if said.remarks:
         yield f"approximated: {'; '.join(said.remarks)}"
     if said.near_miss is not None:
         size = (said.near_miss.peak_bytes or 0.0) / GIB
         yield (
-            f"faster, but over the memory by the best estimate: {_named(said.near_miss)}, about "
-            f"{size:.1f} of {said.memory_bytes / GIB:.0f} GiB; it may fit all the same"
+            f"faster, but probably too large: {_named(said.near_miss)}, about "
+            f"{size:.1f} of {said.memory_bytes / GIB:.0f} GiB"
         )
     if said.unproven_best is not None:
         yield (
-            f"set aside: {said.set_aside:,} layouts that use what was never measured there; the "
-            f"fastest is {_named(said.unproven_best)} (no runs with: "
+            f"not ranked: {said.set_aside:,} layouts with features that have no measured runs; the "
+            f"fastest is {_named(said.unproven_best)} (never measured: "
             f"{', '.join(said.unproven_best.without_rows or ())}); --explore ranks them"
         )
     others = [one for one in said.tried_gpus if one["gpus"] != said.gpus]
     if others:
         named = ", ".join(f"{one['gpus']}: {short_s(one['step_s'])} s" for one in others[:6])
-        yield f"fewer GPUs, best of each: {named}{', ...' if len(others) > 6 else ''}"
+        yield f"best step time with fewer GPUs: {named}{', ...' if len(others) > 6 else ''}"
 
 
 def _named(one: Alternative) -> str:
@@ -103,7 +101,7 @@ def _ties(said: PlanAnswer) -> Iterable[str]:
     if tied > 1:
         yield f"#1 to #{tied} are tied: differences under {width:.1f}% are within the error"
     elif len(said.ranked) > 1:
-        yield f"#1 is ahead by more than the error between layouts ({width:.1f}%)"
+        yield f"#1 leads by more than the error between layouts ({width:.1f}%)"
     if said.ranked[0].tight:
         safe = next((row for row in said.ranked if not row.tight), None)
         if safe is not None:
@@ -112,7 +110,10 @@ def _ties(said: PlanAnswer) -> Iterable[str]:
                 f"{short_s(safe.step_s)} s)"
             )
         else:
-            yield f"none of these surely fits; --safe, or --where 'mem_gib < {_sure_gib(said):.0f}'"
+            yield (
+                f"none of these is certain to fit; try --safe, or --where 'mem_gib < "
+                f"{_sure_gib(said):.0f}'"
+            )
 
 
 def _source(said: PlanAnswer) -> str:
@@ -121,10 +122,10 @@ def _source(said: PlanAnswer) -> str:
     rule = f"; TFLOP/s and MFU by {said.flop_rule}"
     if known.note:
         return (
-            f"step times for {stack}: {known.note}, so the 80% interval is "
+            f"step times for {stack}: {known.note}; 80% interval "
             f"{known.interval_low_pct:+.0f}% to {known.interval_high_pct:+.0f}%{rule}"
         )
-    p90 = f", error under {known.error_p90_pct:.1f}% in 9 of 10" if known.error_p90_pct else ""
+    p90 = f", 9 in 10 within {known.error_p90_pct:.1f}%" if known.error_p90_pct else ""
     return (
         f"step times for {stack} on {said.cluster} (calibration '{known.name}', {known.rows} "
         f"measured runs{p90}){rule}"
@@ -157,7 +158,7 @@ def _details(said: PlanAnswer) -> Iterable[str]:
     refused = ", ".join(f"{name} {count:,}" for name, count in said.refused.items())
     yield f"searched {said.candidates:,} points: {axes}"
     yield (
-        f"refused: {refused or 'none'}; legal {said.legal:,}, of which "
+        f"rejected: {refused or 'none'}; legal: {said.legal:,}, of which "
         f"{said.legal - said.fitting:,} do not fit"
     )
     yield (
@@ -165,17 +166,17 @@ def _details(said: PlanAnswer) -> Iterable[str]:
         "event by event"
     )
     if said.dropped_by_where:
-        yield f"--where dropped {said.dropped_by_where:,}"
+        yield f"excluded by --where: {said.dropped_by_where:,}"
     yield (
-        "80% intervals hold 8 of 10 measured runs; seconds of parts are what nothing hides; pp s = "
-        "pipeline bubble and sends"
+        "80% intervals contain 8 of 10 measured runs; seconds by part are exposed seconds; pp s is "
+        "the pipeline bubble and its sends"
     )
 
 
 def _evidence(row: PlanRow) -> str:
     runs = [f"{name}: {n} measured run{'s' * (n != 1)}" for name, n in row.evidence.items()]
     return "; ".join([*runs, *(f"{text}: none" for text in row.outside)]) or (
-        "the calibration file does not say"
+        "unknown to this calibration"
     )
 
 

@@ -93,13 +93,13 @@ class Batch:
     """`micro_batch` need not divide the share of a data-parallel rank; 0 means 'auto'."""
 
     seq_len: Annotated[int, size_from] = field(
-        metadata=flag("tokens of a sequence: 8192 or 8k (k = 1024)", "N")
+        metadata=flag("sequence length in tokens: 8192 or 8k (k = 1024)", "N")
     )
     micro_batch: Annotated[int, size_from] = field(
-        default=1, metadata=flag("sequences of a micro batch", "N")
+        default=1, metadata=flag("sequences per micro batch", "N")
     )
     global_batch: int = field(
-        default=1, metadata=flag("sequences of a step; 4M or 4Mtokens: that many tokens", "N")
+        default=1, metadata=flag("sequences per step, or tokens: 4M, 4Mtokens", "N")
     )
     ramp: Ramp | None = None
 

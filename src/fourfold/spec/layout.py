@@ -30,18 +30,18 @@ _MAX_RANKS = 2**24
 class Layout:
     """Sizes of the axes; `order` is their placement, outermost (slowest link) first."""
 
-    pp: int = field(default=1, metadata=flag("pipeline stages", "N"))
+    pp: int = field(default=1, metadata=flag("pipeline-parallel size", "N"))
     replicate: int = 1
     shard: int = field(
         default=1,
         metadata=flag(
-            "data parallel: 8, or 2x4 = 2 copies sharded over 4 (default: the rest)",
+            "data-parallel size: 8, or 2x4 for 2 replicas of 4 shards (default: what is left)",
             "X",
             names=("--dp",),
         ),
     )
-    cp: int = field(default=1, metadata=flag("context parallel ranks", "N"))
-    tp: int = field(default=1, metadata=flag("tensor parallel ranks", "N"))
+    cp: int = field(default=1, metadata=flag("context-parallel size", "N"))
+    tp: int = field(default=1, metadata=flag("tensor-parallel size", "N"))
     ep: int = 1
     order: tuple[str, ...] = AXES
 

@@ -60,20 +60,23 @@ class Policy:
     optimizer_dtype: Dtype | None = None
     sharding: Sharding = field(
         default="zero1",
-        metadata=flag("zero0 to zero3; ddp, fsdp (zero3), hsdp (with --dp 2x4)", "X"),
+        metadata=flag("zero0 to zero3, or ddp (zero0), fsdp (zero3), hsdp (with --dp 2x4)", "X"),
     )
     sequence_parallel: bool = True
     cp_kind: CpKind = field(
-        default="ring", metadata=flag("ring, allgather or ulysses", "X", rare=True)
+        default="ring",
+        metadata=flag("context-parallel attention: ring, allgather or ulysses", "X", rare=True),
     )
     schedule: Schedule = field(
-        default="1f1b", metadata=flag("gpipe, 1f1b, interleaved or zero-bubble", "X", rare=True)
+        default="1f1b",
+        metadata=flag("pipeline schedule: gpipe, 1f1b, interleaved or zero-bubble", "X", rare=True),
     )
     virtual_stages: Annotated[int, size_from] = field(
-        default=1, metadata=flag("model chunks of one pipeline rank", "N", rare=True)
+        default=1, metadata=flag("model chunks per pipeline rank", "N", rare=True)
     )
     recompute: str = field(
-        default="none", metadata=flag("none, full, selective or every-N", "X", rare=True)
+        default="none",
+        metadata=flag("activation recompute: none, full, selective or every-N", "X", rare=True),
     )
     attention: Attention = "auto"
     optimizer: Literal["adamw", "adamw-plain"] = "adamw"

@@ -49,25 +49,25 @@ class RunSpec:
     """
 
     model: ModelShape
-    gpus: int = field(metadata=flag("GPUs (or CPU ranks) in all", "N"))
+    gpus: int = field(metadata=flag("total number of GPUs (or CPU ranks)", "N"))
     layout: Layout = field(default_factory=Layout)
     batch: Batch = field(default_factory=lambda: Batch(seq_len=2048))
     policy: Policy = field(default_factory=Policy)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    steps: Count = field(default=10, metadata=flag("timed steps", "N"))
+    steps: Count = field(default=10, metadata=flag("timed steps (default 10)", "N"))
     warmup: Count = field(
-        default=3, metadata=flag("steps before them (default: until steady)", "N")
+        default=3, metadata=flag("warm-up steps (default: until step times are steady)", "N")
     )
     seed: int = 0
     memory_limit: Size | None = None
     start_limit_s: Seconds = 600.0
     step_limit_s: Seconds = 300.0
-    note: str = field(default="", metadata=flag("words kept with the run", "TEXT", rare=True))
-    tag: str = field(default="", metadata=flag("a word kept with the run", "TEXT", rare=True))
+    note: str = field(default="", metadata=flag("note stored with the run", "TEXT", rare=True))
+    tag: str = field(default="", metadata=flag("tag stored with the run", "TEXT", rare=True))
     fault: Fault | None = None
     refused: str = ""
     data: str = field(
-        default="", metadata=flag("a token file (default: synthetic tokens)", "NAME", rare=True)
+        default="", metadata=flag("token file (default: synthetic tokens)", "NAME", rare=True)
     )
     settle: bool = False
 

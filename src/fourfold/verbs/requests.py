@@ -19,10 +19,10 @@ from fourfold.units import count_from, size_from
 Count = Annotated[int, count_from]
 Size = Annotated[int, size_from]
 CONVENTION = flag(
-    f"how FLOPs are counted (default {DEFAULT}; 'fourfold flops' lists them)", "ID", rare=True
+    f"FLOP convention (default {DEFAULT}; 'fourfold flops' lists them)", "ID", rare=True
 )
-CALIBRATION = flag("from 'fourfold fit' (default: the shipped one)", "FILE", rare=True)
-WHERE = "keep only layouts for which it holds, such as 'dp % 4 == 0 and mem_gib < 70'"
+CALIBRATION = flag("calibration from 'fourfold fit' (default: the shipped one)", "FILE", rare=True)
+WHERE = "only layouts that satisfy a condition, such as 'dp % 4 == 0 and mem_gib < 70'"
 
 
 def decided(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,24 +65,26 @@ class PlanRequest:
     policy: Mapping[str, Any] = field(default_factory=dict)
     micro_batch: int | None = None
     cluster: str | Cluster | None = field(
-        default=None, metadata=flag("'fourfold clusters' lists them; or a TOML file", "NAME")
+        default=None,
+        metadata=flag("a known cluster (see 'fourfold clusters') or a TOML file", "NAME"),
     )
     gpu: str | None = field(
-        default=None, metadata=flag("instead of a cluster: GPUs of this kind on usual hosts", "ID")
+        default=None,
+        metadata=flag("instead of a cluster: GPUs of this kind in typical hosts", "ID"),
     )
     profile: str | None = field(
         default=None,
-        metadata=flag("instead of both: this machine, from 'calibrate --out'", "FILE", rare=True),
+        metadata=flag("instead of both: a profile from 'calibrate --out'", "FILE", rare=True),
     )
     calibration: str | None = field(default=None, metadata=CALIBRATION)
     max_nodes: int | None = field(
-        default=None, metadata=flag("at most N hosts; fewer are tried too", "N", rare=True)
+        default=None, metadata=flag("use at most N hosts, trying fewer too", "N", rare=True)
     )
     stack: str | None = field(
         default=None,
         metadata=flag(
-            "engine the numbers are for; 'list' prints all (default: the one measured on the "
-            "cluster, else any; 'fourfold' is our own)",
+            "engine to predict; 'list' prints them (default: the one measured on the cluster; "
+            "'fourfold' is our own)",
             "NAME",
         ),
     )
@@ -92,28 +94,30 @@ class PlanRequest:
     )
     tokens: Count | None = field(
         default=None,
-        metadata=flag("tokens of a training, such as 1.5T: adds days, GPU-hours and cost", "T"),
+        metadata=flag("training tokens, such as 1.5T; adds days, GPU-hours and cost", "T"),
     )
     price: float | None = field(
         default=None,
-        metadata=flag("of one GPU-hour (default: the cluster file's)", "X", rare=True),
+        metadata=flag("price of a GPU-hour (default: from the cluster file)", "X", rare=True),
     )
     where: tuple[str, ...] = field(default=(), metadata=flag(WHERE, "CONDITION"))
     explore: bool = field(
-        default=False, metadata=flag("also rank what no measured run backs", rare=True)
+        default=False,
+        metadata=flag("also rank layouts with features that have no measured runs", rare=True),
     )
     safe: bool = field(
-        default=False, metadata=flag("rank what surely fits, where anything does", rare=True)
+        default=False,
+        metadata=flag("rank only layouts that are certain to fit, if there are any", rare=True),
     )
     export: str | None = field(
         default=None,
         metadata=flag(
-            "settings for megatron, torchtitan, torchtitan-0.2, nanotron or torchrun (our own "
-            "engine); implies that --stack",
+            "write settings for megatron, torchtitan, torchtitan-0.2, nanotron or torchrun (our "
+            "own engine); implies --stack",
             "ENGINE",
         ),
     )
-    top: int = field(default=10, metadata=flag("how many to list (default 10)", "N"))
+    top: int = field(default=10, metadata=flag("number of layouts to list (default 10)", "N"))
     convention: str = field(default=DEFAULT, metadata=CONVENTION)
 
     def __post_init__(self) -> None:
@@ -128,44 +132,47 @@ class PlanRequest:
 class AdviseRequest:
     """Sizes of one layer on a GPU; with `params` and `tokens`, whole models on machines."""
 
-    gpu: str | None = field(default=None, metadata=flag("'fourfold clusters' lists them", "ID"))
+    gpu: str | None = field(
+        default=None, metadata=flag("GPU to judge for (see 'fourfold clusters')", "ID")
+    )
     cluster: str | Cluster | None = field(
-        default=None, metadata=flag("its GPU, and the machines for --params", "NAME")
+        default=None,
+        metadata=flag("take the GPU, and the machines for --params, from a cluster", "NAME"),
     )
     model: str | None = field(
-        default=None, metadata=flag("sizes that are not given come from it", "NAME")
+        default=None, metadata=flag("model preset for sizes that are not given", "NAME")
     )
-    hidden: Size | None = field(default=None, metadata=flag("width of the model", "N"))
+    hidden: Size | None = field(default=None, metadata=flag("hidden size", "N"))
     heads: Size | None = field(
-        default=None, metadata=flag("attention heads (default: of size 128)", "N")
+        default=None, metadata=flag("attention heads (default: head size 128)", "N")
     )
     kv_heads: Size | None = field(
-        default=None, metadata=flag("key and value heads (default: as many as heads)", "N")
+        default=None, metadata=flag("key-value heads (default: as many as heads)", "N")
     )
-    ffn: Size | None = field(
-        default=None, metadata=flag("width of the MLP (default: 4 x hidden)", "N")
-    )
-    vocab: int | None = field(default=None, metadata=flag("rows of the embedding", "N"))
-    tp: Size | None = field(default=None, metadata=flag("tensor parallel ranks (default 1)", "N"))
+    ffn: Size | None = field(default=None, metadata=flag("MLP width (default: 4 x hidden)", "N"))
+    vocab: int | None = field(default=None, metadata=flag("vocabulary size", "N"))
+    tp: Size | None = field(default=None, metadata=flag("tensor-parallel size (default 1)", "N"))
     micro_batch: Size | None = field(
-        default=None, metadata=flag("sequences of a micro batch (default 1)", "N")
+        default=None, metadata=flag("sequences per micro batch (default 1)", "N")
     )
     seq_len: Size | None = field(
-        default=None, metadata=flag("tokens of a sequence (default 2048)", "N")
+        default=None, metadata=flag("sequence length in tokens (default 2048)", "N")
     )
     max_nodes: Size | None = field(
         default=None, metadata=flag("at most N hosts, for --params", "N")
     )
     global_batch: Size | None = field(
-        default=None, metadata=flag("sequences of a step, for --params (default 2048)", "N")
+        default=None, metadata=flag("sequences per step, for --params (default 2048)", "N")
     )
     params: Count | None = field(
-        default=None, metadata=flag("compare shapes of about P parameters: 30B", "P")
+        default=None, metadata=flag("compare model shapes of about P parameters, such as 30B", "P")
     )
-    tokens: Count | None = field(default=None, metadata=flag("by days for T tokens: 1T", "T"))
+    tokens: Count | None = field(
+        default=None, metadata=flag("training tokens for --params, such as 1T", "T")
+    )
     attention: Literal["flash", "fused-softmax", "unfused"] = field(
-        default="flash", metadata=flag("kernel of the attention core (default flash)")
+        default="flash", metadata=flag("attention kernel (default flash)")
     )
-    precision: str = field(default="bf16-mixed", metadata=flag("as in 'plan'", "X"))
-    stack: str | None = field(default=None, metadata=flag("engine the numbers are for", "NAME"))
+    precision: str = field(default="bf16-mixed", metadata=flag("precision, as in 'plan'", "X"))
+    stack: str | None = field(default=None, metadata=flag("engine to predict", "NAME"))
     calibration: str | None = field(default=None, metadata=CALIBRATION)

@@ -74,7 +74,7 @@ class Calibration:
                 return known, ""
         blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
         wide = replace(blended, low=self.generic_low, high=self.generic_high)
-        return wide, "generic calibration: no rows of this stack on this cluster"
+        return wide, "no measured runs of this stack here, estimated from other stacks and clusters"
 
 
 def similarity(entry: Entry, *, stack: str, cluster: str, generation: str) -> float:

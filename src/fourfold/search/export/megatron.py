@@ -173,7 +173,7 @@ def _stages(setup: Setup) -> Flags:
         return flags
     first, last = end_layers(layers, pp)
     if policy.virtual_stages > 1 or last < 1:
-        hint = "a layout found with --stack megatron"
+        hint = "a layout from --stack megatron"
         raise no_setting("megatron", "layout.pp", f"{chunks} stages of {layers} layers", hint)
     flags["--decoder-first-pipeline-num-layers"] = first
     flags["--decoder-last-pipeline-num-layers"] = last

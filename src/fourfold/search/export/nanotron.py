@@ -32,7 +32,7 @@ def check(model: ModelShape) -> None:
         raise no_setting("nanotron", "model.positions.kind", place.kind, "rope")
     if place.theta != _THETA or place.scaling is not None:
         value = f"theta {place.theta:g}" + (", scaled" if place.scaling else "")
-        hint = "release 0.4 has rope with theta 10000 and no scaling built in (Llama 2)"
+        hint = "rope with theta 10000 and no scaling, as in Llama 2 (release 0.4)"
         raise no_setting("nanotron", "model.positions", value, hint)
     if model.head_size * model.heads != model.hidden:
         raise no_setting("nanotron", "model.head_dim", model.head_dim, "hidden / heads")
@@ -51,7 +51,7 @@ def package(setup: Setup) -> Package:
     check_choice("nanotron", "policy.reduce_dtype", policy.reduce_dtype, (None, "fp32"))
     check_choice("nanotron", "layout.cp", layout.cp, (1,))
     if layout.replicate > 1:
-        raise no_setting("nanotron", "layout.dp", str(layout), "dp without x")
+        raise no_setting("nanotron", "layout.dp", str(layout), "plain dp")
     if setup.batch.ramp is not None:
         raise no_setting("nanotron", "batch.ramp", setup.batch.ramp.start, "a fixed global batch")
     own = "data, tokenizer, optimizer's numbers, train_steps and checkpoints, all in config.yaml"

@@ -90,21 +90,21 @@ def check_model(engine: str, model: ModelShape, allowed: dict[str, tuple[object,
         value = getattr(model, name)
         if value not in values:
             words = ", ".join(str(item) for item in values)
-            raise no_setting(engine, f"model.{name}", value, f"it has {words}")
+            raise no_setting(engine, f"model.{name}", value, words)
     if model.positions.partial != 1.0 and "partial" not in allowed:
         raise no_setting(engine, "model.positions.partial", model.positions.partial, "1")
     for field in fields(model):
         default = field.default if field.default is not MISSING else None
         value = getattr(model, field.name)
         if field.name not in KNOWN_OF_MODEL and value != default:
-            raise no_setting(engine, f"model.{field.name}", value, "plan without --export")
+            raise no_setting(engine, f"model.{field.name}", value, f"{default}")
 
 
 def check_policy(engine: str, setup: Setup) -> None:
     """The limits all other engines share."""
     if setup.layout.order != AXES:
         order = " ".join(setup.layout.order)
-        raise no_setting(engine, "layout.order", order, "order pp dp cp tp")
+        raise no_setting(engine, "layout.order", order, "pp dp cp tp")
     plain = Policy()
     for name in OWN_OF_POLICY:
         value = getattr(setup.policy, name)
@@ -123,4 +123,4 @@ def check_policy(engine: str, setup: Setup) -> None:
 def check_choice(engine: str, field: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         words = ", ".join(str(item) for item in allowed)
-        raise no_setting(engine, field, value, f"it has {words}")
+        raise no_setting(engine, field, value, words)
