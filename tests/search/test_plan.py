@@ -462,6 +462,15 @@ def test_what_is_ranked_for_a_release_it_has_settings_for(release, model, precis
         assert export.write(release, one)
 
 
+def test_explain_says_what_is_approximated(capsys) -> None:
+    argv = [word if word != "llama-3.1-8b" else "gemma-2-2b" for word in PLAN]
+    for layout in ("tp2 dp8", "tp1 dp16"):
+        assert main([*argv, "--explain", layout]) == 0
+        assert "approximated: " in capsys.readouterr().out
+    assert main([*PLAN, "--explain", "tp2 dp8"]) == 0
+    assert "approximated" not in capsys.readouterr().out
+
+
 def test_safe_ranks_what_surely_fits(capsys) -> None:
     words = (
         "plan --model llama-3.1-70b --cluster nvidia-h100 --gpus 256 --seq-len 8192"

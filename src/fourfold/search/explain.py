@@ -19,6 +19,7 @@ from fourfold.search.ranking import Ranking, rank
 from fourfold.spec.chosen import chosen_policy
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.policy import Policy
+from fourfold.spec.runnable import remarks
 from fourfold.spec.words import SHARDINGS
 
 NEAREST = 4
@@ -47,6 +48,7 @@ class Explanation:
     refusals: tuple[dict[str, Any], ...]
     nearest: tuple[str, ...]
     memory_bytes: float
+    remarks: tuple[str, ...] = ()  # what the prediction approximates for this model
     smallest: Smallest | None = None
     row: PlanRow | None = None
     variants: tuple[PlanRow, ...] | None = None
@@ -97,6 +99,7 @@ def explain_ranking(
         "fits": ranking is not None and len(ranking) > 0,
         "refusals": () if legal else tuple(_plain(_refusals(ask, layout))),
         "memory_bytes": ask.cluster.device.memory_bytes,
+        "remarks": remarks(ask.model, ask.batch.seq_len),
     }
     if ranking is None or not legal:
         return Explanation(**said, nearest=tuple(nearest(ask, layout)))

@@ -287,10 +287,15 @@ def explain_page(said: Explanation) -> list[Part]:
             f"{small.sharding}, recompute {small.recompute} its fullest rank needs "
             f"{small.peak_bytes / GIB:.1f} GiB of {small.limit_bytes / GIB:.1f}",
             f"GiB by kind: {kinds}",
+            *_approximated(said),
             f"nearest that fit: {'; '.join(said.nearest) or 'none'}",
         ]
     assert said.row is not None
     return _explained(said, said.row, said.best or said.row)
+
+
+def _approximated(said: Explanation) -> list[str]:
+    return [f"approximated: {'; '.join(said.remarks)}"] if said.remarks else []
 
 
 def _explained(said: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
@@ -310,6 +315,7 @@ def _explained(said: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
         f"{row.tflops_gpu:.0f} TFLOP/s/GPU; {100 * (row.step_s / best.step_s - 1):+.1f}% against "
         f"the best, {best} micro batch {best.micro_batch} (under {said.tie_width_pct:.1f}% is a "
         "tie)",
+        *_approximated(said),
         "",
         Grid(["part", "s", "best s", "difference"], parts),
         "",
