@@ -171,6 +171,16 @@ def test_traffic_by_axis(world) -> None:
     assert ledger.calls["dp", "all-gather"] == 2
 
 
+def test_what_was_waited_for_is_counted_once(world) -> None:
+    """A real wait hands back the tensor it waited for; a fake one hands back another."""
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
+        part = torch.empty(256)
+        whole = ops.wait_tensor(ops.all_gather_into_tensor(part, 4, name))
+        assert whole.numel() == 1024
+        assert ledger.peak_bytes == 4 * (256 + 1024)
+
+
 def test_tensor_parallel_work_is_counted_per_rank(world) -> None:
     """DTensor also runs every operator at global size to learn shapes; that must not count."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))

@@ -215,6 +215,8 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # let it come down to plain local tensors first
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if func._schema.name == "_c10d_functional::wait_tensor":
+            out = args[0]  # what was waited for; as a fake tensor it would be counted again
         if self._paused:
             return out
         self.flops += op_flops(func, args, kwargs, out)
