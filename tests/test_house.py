@@ -64,7 +64,6 @@ COPIES: set[tuple[str, str]] = {
     ("context kinds", "commands/verify_cases.py"),
     ("context kinds", "cost/trace/advice.py"),
     ("context kinds", "cost/trace/build.py"),
-    ("context kinds", "cost/trace/layer_core.py"),
     ("context kinds", "cost/trace/step.py"),
     ("context kinds", "engine/trace/steps.py"),
     ("number formats", "commands/trace.py"),
@@ -94,7 +93,6 @@ WITH_ARGPARSE: set[str] = {
 }
 LONG_FILES: set[str] = {
     "cost/memory/own_engine.py",
-    "cost/trace/layer_core.py",
     "engine/jobs/run.py",
     "search/answer.py",
     "search/ranking.py",
@@ -110,8 +108,6 @@ LONG_FUNCTIONS: set[str] = {
     "commands/verify.py:add_arguments",
     "cost/memory/own_engine.py:_peak",
     "cost/trace/attention.py:ulysses",
-    "cost/trace/layer_core.py:_ring_back",
-    "cost/trace/layer_core.py:_ulysses_back",
     "engine/checkpoint/checkpoint.py:save",
     "engine/jobs/one_rank.py:one_rank",
     "engine/jobs/run.py:_measured",

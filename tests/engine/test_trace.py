@@ -9,10 +9,11 @@ import pytest
 from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.build import build
 from fourfold.cost.trace.groups import generic_cluster
-from fourfold.cost.trace.layer_ask import LayerAsk
+from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
 from fourfold.cost.trace.step import Kind
 from fourfold.cost.trace.walk import walk
 from fourfold.launch.local import run_job
+from fourfold.launch.trace import count_layer, run_layer
 from fourfold.result.job import answer_file
 from fourfold.result.trace import TraceMeasure
 from fourfold.show import trace_run
@@ -23,7 +24,7 @@ from fourfold.spec.layout import Layout
 WORLD = Layout(tp=2, shard=2)
 
 
-def measure(kind: Kind, ask: Ask | LayerAsk, folder: Path) -> TraceMeasure:
+def measure(kind: Kind, ask: Ask, folder: Path) -> TraceMeasure:
     options = (("ask", codec.to_json(ask)), ("device", "cpu"), ("kind", kind))
     limits = Limits(start_s=400.0, step_s=400.0)
     report = run_job(Job(job="trace", ranks=4, options=options, limits=limits), folder)
@@ -86,25 +87,28 @@ def test_every_shape_and_byte_is_as_computed(kind: Kind, question: Ask, tmp_path
     ],
 )
 def test_a_layer_sends_and_holds_what_was_computed(
-    layout: Layout, kind: str, sharding: str, tmp_path: Path
+    layout: Layout, kind: str, sharding: str
 ) -> None:
     """On a CPU the norm is not one kernel and keeps its scaled input too: two tensors more."""
-    question = LayerAsk(
-        model=catalog.model("llama-tiny"),
-        tokens=512,
-        layout=layout,
+    spec = layer_spec(
+        catalog.model("llama-tiny"),
+        512,
+        layout,
         dtype="fp32",
         cp_kind=kind,  # type: ignore[arg-type]
         sharding=sharding,  # type: ignore[arg-type]
-        last=True,
     )
-    measured = measure("layer", question, tmp_path)
+    counts = count_layer(spec, 0)
+    measured = run_layer(spec, payload_bytes(counts[0]), "cpu")
     assert measured.wrong == ()
-    program = build("layer", question)
-    rows = walk(program, generic_cluster(4), workspace_bytes=0)
-    forward, _ = trace_run.pairs(program, rows, measured)
-    part = 512 // layout.cp // layout.tp
-    norms = 2 * part * question.model.hidden * 4
+    program = layer_program(spec, 0, counts[0])
+    rows = layer_rows(program, spec, counts, generic_cluster(4), workspace_bytes=0)
+    forward, backward = trace_run.pairs(program, rows, measured)
+    norms = 2 * 512 // layout.cp // layout.tp * spec.model.hidden * 4
     vectors = 8 * 512 * 8
-    kept = forward.measured.live_bytes - forward.live_bytes
-    assert norms - vectors <= kept <= norms + vectors
+    for half in (forward, backward):
+        kept = norms if half is forward else 0
+        assert abs(half.measured.live_bytes - half.live_bytes - kept) <= vectors
+    assert abs(forward.measured.peak_bytes - forward.peak_bytes - norms) <= vectors
+    sent = payload_bytes(counts[0])
+    assert run_layer(spec, (sent[0] + 1, sent[1]), "cpu").wrong != ()

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold import files
 from fourfold.commands import flags
@@ -21,29 +22,26 @@ from fourfold.commands.progress import end_line, progress_lines
 from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.build import build
 from fourfold.cost.trace.groups import generic_cluster
-from fourfold.cost.trace.layer_ask import LayerAsk
+from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
 from fourfold.cost.trace.step import CP_KINDS, KINDS, WORKSPACE_BYTES, Program
-from fourfold.cost.trace.walk import walk
+from fourfold.cost.trace.walk import StepRow, walk
 from fourfold.errors import UserError
-from fourfold.launch.devices import gpu_count
-from fourfold.launch.local import JobError, must_be_ok, run_job
-from fourfold.launch.scratch import scratch
-from fourfold.result.job import answer_file
+from fourfold.launch.local import JobError
+from fourfold.launch.trace import count_layer, local_device, run_layer, run_list
 from fourfold.result.trace import TraceMeasure
+from fourfold.search.legal import require_legal
 from fourfold.show import trace as show
 from fourfold.show import trace_advice, trace_run
 from fourfold.show.table import json_text
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, check, codec
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from fourfold.cost.trace.advice import Advice
 
-# One process per rank: more than this starves any host of memory and cores.
-MAX_LOCAL_RANKS = 32
 EXAMPLES = """\
 examples:
   fourfold trace ulysses --tokens 60000 --hidden 16384 --heads 128 --tp 8 --dp 2 --attention naive
@@ -104,98 +102,107 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_format(parser)
 
 
+class Traced(NamedTuple):
+    """`rows` takes the bytes of the matrix library's workspace, `measure` a device."""
+
+    program: Program
+    cluster: Cluster
+    rows: Callable[[int], Sequence[StepRow]]
+    measure: Callable[[str], TraceMeasure]
+    advice: Advice | None = None
+
+
 def run(args: argparse.Namespace) -> int:
-    ask = _layer_ask(args) if args.kind == "layer" else _ask(args)
-    program = build(args.kind, ask)
-    cluster = _cluster(args.cluster, program.ranks)
-    rows = walk(program, cluster)
-    if args.picture:
-        from fourfold.show.trace_picture import picture
-
-        files.write_bytes(args.picture, picture(program, rows, args.picture), field="picture")
-    if args.run_steps:
-        return _run_steps(args, ask, program, cluster)
-    advice = _advice(ask, args, cluster)
-    if args.format == "json":
-        answer = show.plain(program, rows, cluster)
-        print(json_text(answer | ({"recommendation": codec.encode(advice)} if advice else {})))
-    elif args.format == "csv":
-        print(show.csv(rows))
-    else:
-        print(show.text(program, rows, cluster, args.format))
-        if advice is not None:
-            print(f"\n{trace_advice.text(advice, program, cluster, args.format)}")
-    return 0
-
-
-def _run_steps(
-    args: argparse.Namespace, ask: Ask | LayerAsk, program: Program, cluster: Cluster
-) -> int:
-    """Computed beside measured; exit 1 when a shape or a byte differs."""
-    if args.rank:
+    device = local_device(args.device, _layout(args).world) if args.run_steps else ""
+    if args.run_steps and args.rank:
         raise UserError("a run shows rank 0", field="rank", value=args.rank, hint="--rank 0")
+    measured = None
     try:
-        measured = _measure(args, ask)
+        traced = _layer(args) if args.kind == "layer" else _list(args)
+        rows = traced.rows(WORKSPACE_BYTES)
+        if args.picture:
+            from fourfold.show.trace_picture import picture
+
+            drawn = picture(traced.program, rows, args.picture)
+            files.write_bytes(args.picture, drawn, field="picture")
+        if args.run_steps:
+            measured = traced.measure(device)
+            end_line()
     except JobError as error:
         print(f"trace: {error}", file=sys.stderr)
         return 1
-    workspace = 0 if measured.peaks_from == "ledger" else WORKSPACE_BYTES
-    rows = walk(program, cluster, workspace_bytes=workspace)
-    found = trace_run.pairs(program, rows, measured)
-    if args.format == "json":
+    if measured is not None and measured.peaks_from == "ledger":
+        rows = traced.rows(0)
+    print(_text(args.format, traced, rows, measured))
+    return 1 if measured is not None and measured.wrong else 0
+
+
+def _text(
+    style: str, traced: Traced, rows: Sequence[StepRow], measured: TraceMeasure | None
+) -> str:
+    """The steps and which kind to take; of a run, computed beside measured."""
+    program, cluster, advice = traced.program, traced.cluster, traced.advice
+    if style == "csv":
+        return show.csv(rows)
+    pairs = trace_run.pairs(program, rows, measured) if measured is not None else []
+    if style == "json":
         answer = show.plain(program, rows, cluster)
-        print(json_text(answer | {"measured": trace_run.plain(found, measured)}))
-    elif args.format == "csv":
-        print(show.csv(rows))
-    else:
-        print(f"{show.header(program, cluster)}\n")
-        print(trace_run.text(found, measured, args.format))
-    return 1 if measured.wrong else 0
+        if measured is not None:
+            answer["measured"] = trace_run.plain(pairs, measured)
+        elif advice is not None:
+            answer["recommendation"] = codec.encode(advice)
+        return json_text(answer)
+    if measured is not None:
+        return f"{show.header(program, cluster)}\n\n{trace_run.text(pairs, measured, style)}"
+    text = show.text(program, rows, cluster, style)
+    if advice is None:
+        return text
+    return f"{text}\n\n{trace_advice.text(advice, program, cluster, style)}"
 
 
-def _measure(args: argparse.Namespace, ask: Ask | LayerAsk) -> TraceMeasure:
-    """One process per rank on this host; gone when it returns."""
-    ranks = ask.layout.world
-    gpus = gpu_count() if args.device != "cpu" else 0
-    if args.device == "cuda" and gpus < ranks:
-        raise UserError(
-            f"{gpus} visible on this host", field="ranks", value=ranks, hint="--device cpu"
-        )
-    if ranks > MAX_LOCAL_RANKS:
-        raise UserError(
-            f"a run starts one process per rank on this host, at most {MAX_LOCAL_RANKS}",
-            field="ranks",
-            value=ranks,
-            hint="leave --run out: any number can be computed",
-        )
-    device = "cuda" if gpus >= ranks else "cpu"
-    options = {"ask": codec.to_json(ask), "device": device, "kind": args.kind}
-    job = Job(
-        job="trace",
-        ranks=ranks,
-        options=tuple(sorted(options.items())),
-        limits=Limits(start_s=300.0, step_s=300.0),
+def _list(args: argparse.Namespace) -> Traced:
+    """A list of steps, computed here."""
+    ask = _ask(args)
+    program = build(args.kind, ask)
+    cluster = _cluster(args.cluster, program.ranks)
+    text = codec.to_json(ask)
+    return Traced(
+        program,
+        cluster,
+        lambda workspace: walk(program, cluster, workspace_bytes=workspace),
+        lambda device: run_list(args.kind, text, program.ranks, device, progress_lines()),
+        None if args.run_steps else _advice(ask, args, cluster),
     )
-    with scratch() as folder:
-        report = run_job(job, folder, progress=progress_lines())
-        end_line()
-        must_be_ok(report)
-        return codec.from_json(TraceMeasure, files.read_text(answer_file(folder, 0)))
 
 
-def _advice(ask: Ask | LayerAsk, args: argparse.Namespace, cluster: Cluster) -> Advice | None:
+def _layer(args: argparse.Namespace) -> Traced:
+    """A layer of a model, counted by a dry run of one rank."""
+    spec = _layer_spec(args)
+    require_legal(spec)
+    cluster = _cluster(args.cluster, spec.gpus)
+    counts = count_layer(spec, args.rank, progress_lines())
+    end_line()
+    program = layer_program(spec, args.rank, counts[0])
+    sent = payload_bytes(counts[0])
+    return Traced(
+        program,
+        cluster,
+        lambda workspace: layer_rows(program, spec, counts, cluster, workspace_bytes=workspace),
+        lambda device: run_layer(spec, sent, device, progress_lines()),
+    )
+
+
+def _advice(ask: Ask, args: argparse.Namespace, cluster: Cluster) -> Advice | None:
     """Which kind to take; only where there is a sequence group to divide over."""
-    if isinstance(ask, LayerAsk) or args.kind not in CP_KINDS or args.format == "csv":
-        return None
-    if ask.ranks == 1:
+    if args.kind not in CP_KINDS or args.format == "csv" or ask.ranks == 1:
         return None
     from fourfold.cost.trace.advice import advise  # NumPy: only paid here
 
     return advise(ask, cluster)
 
 
-def _layer_ask(args: argparse.Namespace) -> LayerAsk:
-    """A layer of a preset; sizes given as flags change its shape."""
+def _layer_spec(args: argparse.Namespace) -> RunSpec:
+    """A middle layer of a preset, one sequence on a rank; sizes given as flags change its shape."""
     if args.model is None:
         raise UserError("is missing", field="model", hint="add --model NAME ('fourfold models')")
     if args.attention != "flash":
@@ -205,19 +212,19 @@ def _layer_ask(args: argparse.Namespace) -> LayerAsk:
             value=args.attention,
             hint="naive belongs to ulysses, allgather and ring",
         )
-    model = catalog.model(args.model)
     names = ("hidden", "heads", "kv_heads", "ffn")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    policy = codec.decode(Policy, {"sharding": args.sharding or "zero1"}, "policy")
-    return LayerAsk(
-        model=replace(model, **given),
-        tokens=args.tokens,
-        layout=_layout(args),
-        rank=args.rank,
+    layout = _layout(args)
+    check.whole(0, layout.world - 1, rank=args.rank)
+    words = {"sharding": args.sharding or "zero1", "cp_kind": args.cp_kind or "ring"}
+    policy = codec.decode(Policy, words, "policy")
+    return layer_spec(
+        replace(catalog.model(args.model), **given),
+        args.tokens,
+        layout,
         dtype=args.dtype,
-        cp_kind=args.cp_kind or "ring",
+        cp_kind=policy.cp_kind,
         sharding=policy.sharding,
-        last=args.run_steps,
     )
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+How = Literal["new", "copied", "received", "view"]
+Op = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "send"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +36,51 @@ class TraceMeasure:
     steps: tuple[StepMeasure, ...]
     checked: int
     wrong: tuple[str, ...]
+
+
+# The ledger fills these in as the pass goes on: a tensor may get its name, or be sent, later.
+
+
+@dataclass(slots=True)
+class LayerTensor:
+    """`how`: new, copied, received or view (which has no memory of its own); `named` by a module,
+    else called after the operator that made it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    how: How
+    bytes: int
+    named: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMessage:
+    """`bytes` of the whole buffer: what is gathered, exchanged, summed or sent."""
+
+    op: Op
+    group: str
+    bytes: int
+
+
+@dataclass(slots=True)
+class LayerStep:
+    """`kind`: product, message or attention, whichever came first. `masked_flops` are left out of
+    `flops`: pairs that a causal kernel skips, which a dry run counts."""
+
+    name: str
+    kind: str = ""
+    operators: tuple[str, ...] = ()
+    tensors: tuple[LayerTensor, ...] = ()
+    flops: int = 0
+    masked_flops: int = 0
+    messages: tuple[LayerMessage, ...] = ()
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrace:
+    """One layer of one rank, forward and backward, in order."""
+
+    steps: tuple[LayerStep, ...]

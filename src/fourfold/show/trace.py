@@ -123,10 +123,9 @@ def header(program: Program, cluster: Cluster) -> str:
             link = cluster.level(group.span).name
             lines.append(f"group {group.name}: {group.size:,} ranks over {link}: {_members(group)}")
     lines += [f"note: {note}" for note in program.notes]
-    lines.append(
-        f"note: workspace of {show_bytes(WORKSPACE_BYTES)} held from the first product on; a "
-        "tensor is held as long as its name"
-    )
+    lines.append(f"note: workspace of {show_bytes(WORKSPACE_BYTES)} held from the first product on")
+    if program.kind != "layer":  # what autograd holds has no such rule
+        lines[-1] += "; a tensor is held as long as its name"
     return "\n".join(lines)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from fourfold.cost.trace import attention, mlp, ring
 from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.layer import layer
-from fourfold.cost.trace.layer_ask import LayerAsk
 from fourfold.cost.trace.step import Kind, Program
 
 PROGRAMS: dict[Kind, Callable[[Ask], Program]] = {
@@ -19,8 +17,6 @@ PROGRAMS: dict[Kind, Callable[[Ask], Program]] = {
 }
 
 
-def build(kind: Kind, ask: Ask | LayerAsk) -> Program:
+def build(kind: Kind, ask: Ask) -> Program:
     """The steps of a kind; refuses with a UserError what cannot be divided so."""
-    if isinstance(ask, LayerAsk):
-        return layer(ask)
     return PROGRAMS[kind](ask)

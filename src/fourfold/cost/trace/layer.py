@@ -1,169 +1,230 @@
-"""Which steps does a whole decoder layer take under a layout, forward and backward?
+"""What does a whole decoder layer come to, as its dry run counted it? The ledger's steps as rows.
 
-Weights and gradients in the trace's dtype; sharded over dp x cp as the policy says (ZeRO).
+The engine counts (engine/trace/layer.py); here its tensors get symbols, its messages links.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from math import prod
+from typing import Any
 
+from fourfold.cost.trace import size
+from fourfold.cost.trace.ask import kv_copies
 from fourfold.cost.trace.groups import axis_groups
-from fourfold.cost.trace.layer_ask import LayerAsk, check_layer
-from fourfold.cost.trace.layer_backward import backward
-from fourfold.cost.trace.layer_forward import forward
-from fourfold.cost.trace.size import shape
-from fourfold.cost.trace.step import Program, Send, Step, Tensor
+from fourfold.cost.trace.step import WORKSPACE_BYTES, Program
+from fourfold.cost.trace.symbols import Symbols, stretched_sizes
+from fourfold.cost.trace.walk import Message, StepRow, TensorRow, message
+from fourfold.result.trace import LayerStep, LayerTensor, LayerTrace
+from fourfold.spec.batch import Batch
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.formats import AROUND
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import CpKind, Dtype, Policy, Sharding
+from fourfold.spec.run import RunSpec
+from fourfold.spec.runnable import not_run
 
-_SHARDS = "dpxcp"
+SHARDS = "dpxcp"
 
 
-def layer(ask: LayerAsk) -> Program:
-    """One layer, one sequence, forward and backward, all cuts of the layout applied."""
-    check_layer(ask)
-    model = ask.model
-    sizes = {
-        "tokens": ask.tokens, "hidden": model.hidden, "heads": model.heads,
-        "kv_heads": model.kv_heads, "head_size": model.head_size, "ffn": model.ffn,
-        "tp": ask.tp, "cp": ask.cp, "dp": ask.layout.dp,
-        # Columns of the fused projection on one rank; a KV head may be on several.
-        "qkv_width": (model.heads // ask.tp + 2 * ask.kv_rank) * model.head_size,
-    }  # fmt: skip
-    if ask.kv_copies > 1:
-        sizes["kv_copies"] = ask.kv_copies
-    if ask.shards > 1:
-        count = sum(prod(shape(dims, sizes)) for _, dims in _weights(ask))
-        sizes["weights"] = -(-count // ask.shards) * ask.shards  # padded to equal parts
-    steps = (_hold(ask), *_forward(ask), *_again(ask), *backward(ask), *_reduce(ask))
-    return Program(
-        kind="layer",
-        ranks=ask.layout.world,
-        sizes=sizes,
-        dtype=ask.dtype,
-        groups=(
-            axis_groups(ask.layout, ("tp",), "tp"),
-            axis_groups(ask.layout, ("cp",), "cp"),
-            axis_groups(ask.layout, ("dp", "cp"), _SHARDS),
+def layer_spec(
+    model: ModelShape,
+    tokens: int,
+    layout: Layout,
+    *,
+    dtype: Dtype = "bf16",
+    cp_kind: CpKind = "ring",
+    sharding: Sharding = "zero1",
+) -> RunSpec:
+    """A run with one sequence a rank, of which a middle layer is traced: what an end of the model
+    has does not matter, and a head is turned whole, which takes more room than a part of it."""
+    model = replace(model, layers=3, local_layers=None, head_bias=False)
+    note = ""
+    if "rotary" in " ".join(not_run(model, tokens)):
+        note = "rotary positions of a whole head, of which the model turns a part"
+        positions = replace(model.positions, partial=1.0)
+        model = replace(model, family="llama", positions=positions)
+    around = AROUND.get(dtype, dtype)
+    return RunSpec(
+        model=model,
+        gpus=layout.world,
+        layout=layout,
+        batch=Batch(seq_len=tokens, micro_batch=1, global_batch=layout.dp),
+        policy=Policy(
+            sharding=sharding,
+            cp_kind=cp_kind,
+            param_dtype=around,
+            compute_dtype=dtype,
+            reduce_dtype=around,
+            grad_dtype=around,
         ),
-        steps=steps,
-        per_rank={
-            "heads": model.heads // ask.tp,
-            "kv_heads": ask.kv_rank,
-            "tokens": ask.tokens // ask.cp,
-            "ffn": model.ffn // ask.tp,
-        },
-        rank=ask.rank,
-        notes=_notes(ask),
+        device="cpu",
+        note=note,
     )
 
 
-def _notes(ask: LayerAsk) -> tuple[str, ...]:
+def layer_program(spec: RunSpec, rank: int, trace: LayerTrace) -> Program:
+    """What stands above the steps: sizes, groups, a rank's share."""
+    model, layout = spec.model, spec.layout
+    kv_rank = max(1, model.kv_heads // layout.tp)
+    return Program(
+        kind="layer",
+        ranks=layout.world,
+        sizes=_sizes(spec, trace),
+        dtype=spec.policy.dtypes.compute,
+        groups=(
+            axis_groups(layout, ("tp",), "tp"),
+            axis_groups(layout, ("cp",), "cp"),
+            axis_groups(layout, ("dp", "cp"), SHARDS),
+        ),
+        steps=(),
+        per_rank={
+            "heads": model.heads // layout.tp,
+            "kv_heads": kv_rank,
+            "tokens": spec.batch.seq_len // layout.cp,
+            "ffn": model.ffn // layout.tp,
+        },
+        rank=rank,
+        notes=_notes(spec),
+    )
+
+
+def _notes(spec: RunSpec) -> tuple[str, ...]:
+    shards = spec.layout.dp * spec.layout.cp
     notes = [
-        f"{ask.model.name}, one layer forward and backward, batch 1, eager; flash attention, "
-        "causal: half the square; norms, biases and element-wise FLOPs are not counted",
+        f"{spec.model.name}, one layer forward and backward, batch 1, eager: the engine's own, "
+        "counted on fake tensors; flash attention, causal: half the square; norms, biases and "
+        "element-wise FLOPs are not counted",
         "weights and gradients in the trace's dtype, no optimizer state; "
-        f"{ask.sharding} over dp x cp = {ask.shards}",
+        f"{spec.policy.sharding} over dp x cp = {shards}",
     ]
-    if ask.cp > 1:
-        notes.append(f"cp kind: {ask.cp_kind}")
+    if spec.layout.cp > 1:
+        notes.append(f"cp kind: {spec.policy.cp_kind}")
+    if spec.note:
+        notes.append(spec.note)
     return tuple(notes)
 
 
-def _weights(ask: LayerAsk) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return (
-        ("W_qkv", ("hidden", "qkv_width")),
-        ("W_out", ("heads*head_size/tp", "hidden")),
-        ("W_up", ("hidden", ask.up_width)),
-        ("W_down", ("ffn/tp", "hidden")),
-        ("norms", ("4" if ask.model.norm == "layernorm" else "2", "hidden")),
+def _sizes(spec: RunSpec, trace: LayerTrace) -> dict[str, int]:
+    model, layout = spec.model, spec.layout
+    kv_rank = max(1, model.kv_heads // layout.tp)
+    sizes = {
+        "tokens": spec.batch.seq_len, "hidden": model.hidden, "heads": model.heads,
+        "kv_heads": model.kv_heads, "head_size": model.head_size, "ffn": model.ffn,
+        "tp": layout.tp, "cp": layout.cp, "dp": layout.dp,
+        # Columns of the fused projection on one rank; a KV head may be on several.
+        "qkv_width": (model.heads // layout.tp + 2 * kv_rank) * model.head_size,
+    }  # fmt: skip
+    if layout.cp > 1 and spec.policy.cp_kind == "ulysses":
+        copies = kv_copies(model.heads // layout.tp, kv_rank, layout.cp)
+        if copies > 1:
+            sizes["kv_copies"] = copies
+    flat = [t.shape[0] for step in trace.steps for t in step.tensors if t.name == "buffer"]
+    if flat:
+        sizes["weights"] = max(flat)  # padded to equal parts
+    return sizes
+
+
+def payload_bytes(trace: LayerTrace) -> tuple[int, int]:
+    """Whole buffers of all messages, forward and backward."""
+    names = [step.name for step in trace.steps]
+    turn = names.index("gradient")
+    forward, backward = (
+        sum(one.bytes for step in half for one in step.messages)
+        for half in (trace.steps[:turn], trace.steps[turn:])
     )
+    return forward, backward
 
 
-def _part(ask: LayerAsk) -> str:
-    """What a rank keeps between steps: one part of dp x cp, or under zero0 everything."""
-    return "weights" if ask.sharding == "zero0" else "weights/dp/cp"
-
-
-def _hold(ask: LayerAsk) -> Step:
-    tables = ()
-    if ask.rope:
-        tables = (Tensor("cos_sin", ("2", ask.here, "head_size"), dtype="fp32"),)
-    if ask.shards > 1:
-        weights = (Tensor("weights_part", (_part(ask),)),)
-    else:
-        weights = tuple(Tensor(*weight) for weight in _weights(ask))
-    return Step(
-        name="hold",
-        formula="x: tokens of this rank; weights: this rank's cut over tp, as it is kept",
-        tensors=(Tensor("x", (ask.part, "hidden")), *tables, *weights),
-    )
-
-
-def _forward(ask: LayerAsk) -> tuple[Step, ...]:
-    """The buffer of the gathered parts is let go with the layer, not with the copy."""
-    steps = (*_gather(ask), *forward(ask))
-    if not steps[0].sends:
-        return steps
-    first, *middle, last = steps
-    return (replace(first, frees=()), *middle, replace(last, frees=(*last.frees, "gathered")))
-
-
-def _gather(ask: LayerAsk, name: str = "gather weights") -> tuple[Step, ...]:
-    """All parts in one message, then copied to where the matrices are used."""
-    if ask.shards == 1:
-        return ()
-    matrices = tuple(Tensor(matrix, dims, "copied") for matrix, dims in _weights(ask))
-    if ask.sharding == "zero0":
-        step = Step(
-            name="unpack weights",
-            formula="weights_part is whole under zero0; the matrices are copied out of it",
-            tensors=matrices,
+def layer_rows(
+    program: Program,
+    spec: RunSpec,
+    counts: tuple[LayerTrace, LayerTrace],
+    cluster: Cluster,
+    *,
+    workspace_bytes: int = WORKSPACE_BYTES,
+) -> tuple[StepRow, ...]:
+    """Every step in numbers and symbols; equal steps in a row are one, `times` over."""
+    trace, second = counts
+    other_sizes = _sizes(stretched_sizes(spec), second)
+    if not _alike(trace, second):  # sizes of 1 may take another way through torch
+        second, other_sizes = trace, program.sizes
+    symbols = Symbols(program.sizes, other_sizes)
+    rows: list[StepRow] = []
+    workspace = peak = 0
+    pairs = zip(trace.steps, second.steps, strict=True)
+    for _, group in itertools.groupby(pairs, key=lambda pair: _content(pair[0])):
+        repeats = list(group)
+        step, other = repeats[-1]
+        workspace = workspace_bytes if step.flops else workspace
+        own_peak = max(first.peak_bytes for first, _ in repeats) + workspace
+        peak, times = max(peak, own_peak), len(repeats)
+        rows.append(
+            StepRow(
+                name=step.name,
+                formula=_formula(step),
+                times=times,
+                tensors=_tensors(step, other, symbols),
+                flops_rank=times * step.flops,
+                flops_all=times * step.flops * program.ranks,
+                messages=_messages(step, times, program, cluster),
+                live_bytes=step.live_bytes + workspace,
+                step_peak_bytes=own_peak,
+                peak_bytes=peak,
+            )
         )
-        return (step,)
-    step = Step(
-        name=name,
-        formula="gathered = all_gather(weights_part) over dp x cp, cut into matrices",
-        tensors=(Tensor("gathered", ("weights",), "received"), *matrices),
-        sends=(Send("all-gather", _SHARDS, ("weights",)),),
-        frees=("gathered",),
+    return tuple(rows)
+
+
+def _alike(one: LayerTrace, two: LayerTrace) -> bool:
+    """Whether two counts have the same steps with the same tensors, but for their sizes."""
+    names = (
+        [(s.name, [(t.name, len(t.shape)) for t in s.tensors]) for s in trace.steps]
+        for trace in (one, two)
     )
-    return (step,)
+    return next(names) == next(names)
 
 
-def _again(ask: LayerAsk) -> tuple[Step, ...]:
-    """Under zero3 the other layers need the room between forward and backward; the last layer's
-    backward comes at once, so its weights stay."""
-    if ask.sharding != "zero3" or ask.shards == 1 or ask.last:
-        return ()
-    drop = Step(
-        name="drop weights",
-        formula="only the part is kept until backward",
-        frees=tuple(name for name, _ in _weights(ask)),
+def _content(step: LayerStep) -> tuple[Any, ...]:
+    return step.name, step.tensors, step.flops, step.messages
+
+
+def _formula(step: LayerStep) -> str:
+    if step.name == "hold":
+        return "weights as they are kept, tables of positions, this rank's tokens"
+    return ", ".join(step.operators) or "one kernel"
+
+
+def _messages(
+    step: LayerStep, times: int, program: Program, cluster: Cluster
+) -> tuple[Message, ...]:
+    groups = {group.name: group for group in program.groups}
+    return tuple(
+        message(one.op, times * one.bytes, groups[one.group], cluster, program.rank)
+        for one in step.messages
     )
-    return drop, *_gather(ask, "gather weights again")
 
 
-def _reduce(ask: LayerAsk) -> tuple[Step, ...]:
-    """Gradients are added over the ranks that saw other tokens; ZeRO keeps one part of the sum."""
-    if ask.shards == 1:
-        return ()
-    names = tuple(f"d_{name}" for name, _ in _weights(ask) if name != "norms")
-    packed = Tensor("d_weights", ("weights",), "copied")
-    names += tuple(name for name, _ in _weights(ask))
-    if ask.sharding == "zero0":
-        step = Step(
-            name="sum gradients",
-            formula="d_weights = all_reduce(all gradients) over dp x cp; the matrices end",
-            tensors=(packed,),
-            sends=(Send("all-reduce", _SHARDS, ("weights",)),),
-            frees=names,
-        )
-        return (step,)
-    step = Step(
-        name="sum gradients",
-        formula="d_weights_part = reduce_scatter(all gradients) over dp x cp; the matrices end",
-        tensors=(packed, Tensor("d_weights_part", ("weights/dp/cp",), "received")),
-        sends=(Send("reduce-scatter", _SHARDS, ("weights",)),),
-        frees=(*names, "d_weights"),
+def _tensors(step: LayerStep, other: LayerStep, symbols: Symbols) -> tuple[TensorRow, ...]:
+    """What was made on the way to the first step, and has no name, is gone."""
+    pairs = zip(step.tensors, other.tensors, strict=True)
+    return tuple(
+        _tensor(one, two, symbols) for one, two in pairs if one.named or step.name != "hold"
     )
-    return (step,)
+
+
+def _tensor(one: LayerTensor, two: LayerTensor, symbols: Symbols) -> TensorRow:
+    """Without dimensions of 1, the batch's above all."""
+    pairs = [pair for pair in zip(one.shape, two.shape, strict=True) if pair != (1, 1)]
+    shape = tuple(first for first, _ in pairs)
+    return TensorRow(
+        name=one.name,
+        symbolic=size.bracketed(symbols.of(pairs)),
+        shape=shape,
+        elements=prod(shape),
+        bytes=one.bytes,
+        dtype=one.dtype,
+        how=one.how,
+    )

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fourfold.result.trace import How, Op
 from fourfold.spec.words import Dtype
 
-How = Literal["new", "copied", "received", "view"]
-Op = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "send"]
 Kind = Literal["ulysses", "allgather", "ring", "mlp", "mlp2d", "layer"]
 KINDS: tuple[Kind, ...] = ("ulysses", "allgather", "ring", "mlp", "mlp2d", "layer")
 CP_KINDS: tuple[Kind, ...] = ("ulysses", "allgather", "ring")

@@ -10,7 +10,8 @@ from fractions import Fraction
 from math import prod
 
 from fourfold.cost.trace import size
-from fourfold.cost.trace.step import WORKSPACE_BYTES, Group, How, Op, Program, Send, Step, Tensor
+from fourfold.cost.trace.step import WORKSPACE_BYTES, Group, Program, Send, Step, Tensor
+from fourfold.result.trace import How, Op
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.words import DTYPE_BYTES, Dtype
 
@@ -22,7 +23,7 @@ class TensorRow:
     shape: tuple[int, ...]
     elements: int
     bytes: int
-    dtype: Dtype
+    dtype: str
     how: How
 
 
@@ -144,18 +145,21 @@ def _flops(step: Step, program: Program) -> int:
 
 
 def _message(send: Send, program: Program, group: Group, cluster: Cluster, times: int) -> Message:
-    """A rank of n sends (n-1)/n of the buffer (all-reduce: twice that; send: all of it)."""
     count = prod(size.shape(send.dims, program.sizes))
     whole = times * count * item_bytes(send.dtype or program.dtype)
+    return message(send.op, whole, group, cluster, program.rank)
+
+
+def message(op: Op, whole_bytes: int, group: Group, cluster: Cluster, rank: int) -> Message:
+    """A rank of n sends (n-1)/n of the buffer (all-reduce: twice that; send: all of it)."""
     n = group.size
     if n == 1:
         sent = 0
-    elif send.op == "send":
-        sent = whole
+    elif op == "send":
+        sent = whole_bytes
     else:
-        sent = whole * (n - 1) // n * (2 if send.op == "all-reduce" else 1)
-    by_level = _by_level(send.op, sent, group, cluster, program.rank)
-    return Message(send.op, send.group, sent, by_level)
+        sent = whole_bytes * (n - 1) // n * (2 if op == "all-reduce" else 1)
+    return Message(op, group.name, sent, _by_level(op, sent, group, cluster, rank))
 
 
 def _by_level(op: Op, sent: int, group: Group, cluster: Cluster, rank: int) -> dict[str, int]:

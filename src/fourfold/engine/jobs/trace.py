@@ -5,6 +5,7 @@ Two walks: one under the ledger, which counts and checks, one under the clock al
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,34 +16,45 @@ import torch.distributed as dist
 from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.build import build
 from fourfold.cost.trace.groups import generic_cluster
-from fourfold.cost.trace.layer_ask import LayerAsk
 from fourfold.cost.trace.step import Step
+from fourfold.cost.trace.symbols import stretched_sizes
 from fourfold.cost.trace.walk import StepRow, payload_bytes, tensor_row, walk
+from fourfold.engine import compat
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.parallel.groups import World
+from fourfold.engine.process.heartbeat import Heartbeat
 from fourfold.engine.process.task import Task
-from fourfold.engine.trace.layer import walk_layer
+from fourfold.engine.trace.layer import Pass, count_layer, layer_pass
 from fourfold.engine.trace.steps import Stage, action_of
 from fourfold.result.trace import StepMeasure, TraceMeasure
 from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
 
 # Made and dropped inside the engine's joining of blocks: counted in peaks, never seen by name.
 _INSIDE = ("block_fp32",)
 # A busy host may keep gloo's thread waiting; what is still held after this is held for good.
 _LET_GO_S = 10.0
+_WARM_UPS = 2
 
 
 def perform(task: Task) -> None:
+    """Option `count`: a layer's rank, counted on fake tensors, and the same with other sizes."""
+    compat.quiet()
+    if task.job.option("count"):
+        for part, spec in enumerate((task.spec, stretched_sizes(task.spec))):
+            task.heartbeat.enter("counting")
+            task.answer(count_layer(spec, int(task.job.option("count"))), part=part)
+            task.heartbeat.step_done()
+        return
     device = task.device(task.job.option("device", "auto"))
     task.join(device)
     if device.type == "cpu":
         torch.set_num_threads(1)
     if task.job.option("kind") == "layer":
-        ask = replace(codec.from_json(LayerAsk, task.job.option("ask")), rank=task.rank)
-        steps, wrong = walk_layer(ask, device, task.heartbeat)
-        checked = 0
+        steps, checked = _walk_layer(task.spec, device, task.heartbeat), 0
+        wrong = _wrong_messages(steps, task.job.option("payload_bytes"))
     else:
         steps, wrong, checked = _walk_twice(task, device)
     found: list[Any] = [None] * task.place.world
@@ -60,6 +72,66 @@ def perform(task: Task) -> None:
             )
         )
     task.leave()
+
+
+def _wrong_messages(steps: list[StepMeasure], counted: str) -> list[str]:
+    """Every byte that is sent, forward and backward, against the dry run's."""
+    return [
+        f"{step.name}: payload bytes {step.payload_bytes}, not {count}"
+        for step, count in zip(steps, map(int, counted.split(",")), strict=True)
+        if step.payload_bytes != count
+    ]
+
+
+def _walk_layer(spec: RunSpec, device: torch.device, heartbeat: Heartbeat) -> list[StepMeasure]:
+    """Forward and backward, counted once and timed once, after warm-up."""
+    world = World.create(spec.layout, device.type)
+    world.warm(device)
+    before = _allocated(device)
+    with Ledger() as ledger:
+        pass_once = layer_pass(spec, world, device)
+    passes = []
+    for name in (*["warm up"] * _WARM_UPS, "count", "time"):
+        heartbeat.enter(name)
+        with ledger if name == "count" else contextlib.nullcontext():
+            passes.append(_halves(pass_once, ledger, device, before))
+        heartbeat.step_done()
+    *_, counted, timed = passes
+    return [replace(half, seconds=t.seconds) for half, t in zip(counted, timed, strict=True)]
+
+
+def _halves(
+    pass_once: Pass, ledger: Ledger, device: torch.device, before: int
+) -> list[StepMeasure]:
+    steps: list[StepMeasure] = []
+    on_gpu = device.type == "cuda"
+
+    def begin() -> float:
+        ledger.begin()
+        synchronize(device)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        return time.perf_counter()
+
+    def note(name: str) -> None:
+        synchronize(device)
+        seconds = time.perf_counter() - instants[-1]
+        peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else ledger.peak_bytes
+        steps.append(
+            StepMeasure(
+                name=name,
+                seconds=seconds,
+                flops=ledger.flops,
+                payload_bytes=sum(ledger.traffic.values()),
+                live_bytes=_allocated(device) - before if on_gpu else ledger.live_bytes,
+                peak_bytes=peak,
+            )
+        )
+        instants.append(begin())
+
+    instants = [begin()]
+    pass_once(note)
+    return steps
 
 
 def _walk_twice(task: Task, device: torch.device) -> tuple[list[StepMeasure], list[str], int]:

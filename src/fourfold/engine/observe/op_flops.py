@@ -20,6 +20,12 @@ _ATTENTION_FORWARD = (
 )
 
 
+def is_attention(func: Any) -> bool:
+    """Whether an operator is a fused attention kernel, forward or backward."""
+    name = func._schema.name.removeprefix("aten::")
+    return func.namespace == "aten" and name.removesuffix("_backward") in _ATTENTION_FORWARD
+
+
 def op_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     if func.namespace != "aten":
         return 0

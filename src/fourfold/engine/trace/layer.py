@@ -1,93 +1,230 @@
-"""The trace of a layer, run: the engine's own layer, forward and backward, under its ledger.
+"""The trace of a layer: the engine's own, forward and backward, on fake tensors or real ones.
 
 A middle layer of a three-layer model, so that there is no embedding and no head; cut by the same
-functions as in a real run. Its memory, FLOPs and messages are those of one rank.
+functions as in a real run. Hooks on modules name the steps forward; a node of autograd's graph
+belongs, backward, to the step that made it.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fourfold.cost.trace.layer import layer
-from fourfold.cost.trace.layer_ask import LayerAsk, check_layer
-from fourfold.cost.trace.walk import payload_bytes
-from fourfold.engine.compat import DTYPES
+from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import Tables, make_tables
-from fourfold.engine.observe.clock import synchronize
-from fourfold.engine.observe.ledger import Ledger
-from fourfold.engine.parallel.context import apply_context, token_positions
-from fourfold.engine.parallel.data import apply_data, before_backward
+from fourfold.engine.observe.gpu_kernels import gpu_kernels
+from fourfold.engine.observe.phases import axes_of
+from fourfold.engine.parallel.context import token_positions
+from fourfold.engine.parallel.data import before_backward
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.parallel.tensor import apply_tensor
-from fourfold.engine.process.heartbeat import Heartbeat
-from fourfold.result.trace import StepMeasure
-from fourfold.spec.policy import Policy
+from fourfold.engine.parallel.order import ORDER
+from fourfold.engine.process.task import CPU
+from fourfold.engine.trace.step_ledger import WEIGHTS, WEIGHTS_AGAIN, StepLedger
+from fourfold.result.trace import LayerTrace
+from fourfold.spec.run import RunSpec
 
-_WARM_UPS = 2
+_MIDDLE = range(1, 2)
+# Modules of a layer: their step, their output, and the step that goes on after them.
+_STEPS = {
+    "attention_norm": ("attention norm", "h1", ""),
+    "attention.input_comm": ("attention input", "h1_all", ""),
+    "attention.qkv": ("project", "qkv", "rotate"),
+    "attention.q": ("project q", "q_flat", ""),
+    "attention.k": ("project k", "k_flat", ""),
+    "attention.v": ("project v", "v_flat", "rotate"),
+    "attention.q_norm": ("norm q", "q_normed", ""),
+    "attention.k_norm": ("norm k", "k_normed", "rotate"),
+    "attention.core": ("attend", "out", "join heads"),
+    "attention.core.inner": ("attend", "out_heads", "heads to tokens"),
+    "attention.out": ("out projection", "o", "add o"),
+    "mlp_norm": ("MLP norm", "h2", ""),
+    "mlp.input_comm": ("MLP input", "h2_all", ""),
+    "mlp.gate_up": ("up", "gate_up", "activate"),
+    "mlp.gate": ("gate", "gate", "activate"),
+    "mlp.up": ("up", "up", "activate"),
+    "mlp.down": ("down", "m", "add m"),
+}
+_INPUTS = {
+    "attention.core": ("q", "k", "v"),
+    "attention.out": ("mixed",),
+    "mlp_norm": ("x1",),
+    "mlp.down": ("act",),
+}
 
 
-def walk_layer(
-    ask: LayerAsk, device: torch.device, heartbeat: Heartbeat
-) -> tuple[list[StepMeasure], list[str]]:
-    """Forward and backward, counted once and timed once, after warm-up."""
-    check_layer(ask)
-    world = World.create(ask.layout, device.type)
-    world.warm(device)
-    before = _allocated(device)
-    ledger = Ledger()
-    with ledger:
-        pass_once = _layer(ask, world, device)
-    for _ in range(_WARM_UPS):
-        heartbeat.enter("warm up")
-        pass_once(lambda name: None)
-        heartbeat.step_done()
-    heartbeat.enter("count")
-    with ledger:
-        counted = _counted(pass_once, ledger, device, before)
-    heartbeat.step_done()
-    heartbeat.enter("time")
-    seconds = _timed(pass_once, device)
-    heartbeat.step_done()
-    steps = [replace(step, seconds=s) for step, s in zip(counted, seconds, strict=True)]
-    return steps, _wrong_messages(ask, steps)
+def count_layer(spec: RunSpec, rank: int) -> LayerTrace:
+    """The steps of one rank on fake tensors, as on a GPU, without hardware."""
+    dist.init_process_group("fake", rank=rank, world_size=spec.gpus, store=FakeStore())
+    try:
+        world = World.create(spec.layout, "cpu")
+        decoder = _decoder(spec, world)
+        names = {"dp": "dpxcp"}
+        axes = {g: names.get(axis, axis) for g, axis in axes_of(world, spec.model).items()}
+        gc.collect()
+        with gpu_kernels(), FakeTensorMode(allow_non_fake_inputs=True), StepLedger(axes) as watched:
+            ledger = cast(StepLedger, watched)
+            x, tables = _held(decoder, spec, world, CPU)
+            for parameter, name in _weights(decoder):
+                ledger.name(parameter, name)
+            ledger.name(x, "x")
+            for name, table in tables._asdict().items():
+                if table is not None:
+                    ledger.name(table, name)
+            _follow(decoder, ledger)
+            ledger.begin_step(WEIGHTS)
+            _once(decoder, spec, x, tables, ledger)
+            return LayerTrace(tuple(ledger.steps))
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
 
 
-def _wrong_messages(ask: LayerAsk, steps: list[StepMeasure]) -> list[str]:
-    """Every byte that is sent, forward and backward, against the list."""
-    program = layer(ask)
-    names = [step.name for step in program.steps]
-    turn = names.index("gradient")
-    halves = (program.steps[:turn], program.steps[turn:])
-    said = [sum(payload_bytes(step, program) for step in half) for half in halves]
-    return [
-        f"{step.name}: payload bytes {step.payload_bytes}, not {count}"
-        for step, count in zip(steps, said, strict=True)
-        if step.payload_bytes != count
-    ]
+def _once(decoder: Decoder, spec: RunSpec, x: Tensor, tables: Tables, ledger: StepLedger) -> None:
+    """One pass; freed tensors must be gone when they are freed, whatever the collector does."""
+    gc.disable()
+    try:
+        y = decoder(x, tables)
+        _assign(ledger, y)
+        ledger.name(y, "y")
+        ledger.nodes.clear()
+        ledger.begin_step("gradient")
+        d_y = torch.ones_like(y)
+        ledger.name(d_y, "d_y")
+        ledger.begin_step(WEIGHTS_AGAIN)
+        _backward(decoder, spec, y, d_y)
+        ledger.begin_step("")
+    finally:
+        gc.enable()
+
+
+def _backward(decoder: Decoder, spec: RunSpec, y: Tensor, d_y: Tensor) -> None:
+    if isinstance(decoder, FSDPModule):
+        before_backward(decoder, spec.policy.zero, last=True)
+    y.backward(d_y)
+
+
+def _follow(decoder: Decoder, ledger: StepLedger) -> None:
+    """Begin a step wherever a module of the layer begins and ends."""
+    (layer,) = decoder.blocks.values()
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in layer.named_modules(remove_duplicate=False):
+        if path in _STEPS:
+            paths.setdefault(module, []).append(path)
+    steps = dict(_STEPS)
+    if hasattr(layer.attention.core, "inner"):
+        steps["attention.core"] = ("tokens to heads", *_STEPS["attention.core"][1:])
+    if layer.norms_after:
+        steps["attention_norm"] = (*_STEPS["attention_norm"][:2], "add o")
+        steps["mlp_norm"] = (*_STEPS["mlp_norm"][:2], "add m")
+    for module, places in paths.items():
+        _hook(module, places, steps, ledger)
+
+
+def _hook(
+    module: nn.Module, paths: list[str], steps: dict[str, tuple[str, str, str]], ledger: StepLedger
+) -> None:
+    """A module in several places is called from them in turn."""
+    before_paths, behind_paths = itertools.cycle(paths), itertools.cycle(paths)
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+        path = next(before_paths)
+        inputs = [value for value in args if isinstance(value, Tensor)]
+        _assign(ledger, *inputs)
+        for value, name in zip(inputs, _INPUTS.get(path, ()), strict=False):
+            ledger.name(value, name)
+        ledger.begin_step(steps[path][0])
+        for kind, parameter in module.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                ledger.name(parameter, _weight_name(path, kind))
+
+    def behind(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        output, then = steps[next(behind_paths)][1:]
+        _assign(ledger, out)
+        ledger.name(out, output)
+        ledger.begin_step(then or ledger.step)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(behind)
+
+
+def _assign(ledger: StepLedger, *tensors: Tensor) -> None:
+    """Nodes of the graph that are new since the last call belong to the present step."""
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    step = f"{ledger.step}, back"
+    while waiting:
+        node = waiting.pop()
+        if node in ledger.nodes or hasattr(node, "variable"):
+            continue
+        ledger.nodes.add(node)
+        node.register_prehook(lambda *_: ledger.go_on(step))
+        waiting += [other for other, _ in node.next_functions if other is not None]
+
+
+def _weight_name(path: str, kind: str) -> str:
+    return f"{'W' if kind == 'weight' else 'b'}_{path.rpartition('.')[2]}"
+
+
+def _weights(decoder: Decoder) -> list[tuple[nn.Parameter, str]]:
+    (layer,) = decoder.blocks.values()
+    split = ((name.rpartition("."), parameter) for name, parameter in layer.named_parameters())
+    return [(parameter, _weight_name(path, kind)) for (path, _, kind), parameter in split]
+
+
+def _decoder(spec: RunSpec, world: World) -> Decoder:
+    """One layer without storage, every axis applied in the engine's order. It is not its model's
+    last layer, so that zero3 lets go of its weights between the passes."""
+    with torch.device("meta"):
+        decoder = Decoder(
+            spec.model, spec.batch.seq_len, _MIDDLE, fused=spec.policy.fused_projections
+        ).to(DTYPES[spec.policy.dtypes.param])
+    for apply in ORDER:
+        apply(decoder, spec, world)
+    (layer,) = decoder.blocks.values()
+    if isinstance(layer, FSDPModule):
+        layer.set_reshard_after_forward(spec.policy.zero == 3)
+    return decoder
+
+
+def _held(
+    decoder: Decoder, spec: RunSpec, world: World, device: torch.device
+) -> tuple[Tensor, Tables]:
+    """What a rank has before the pass: its weights, the tables of positions, its part of x."""
+    decoder.to_empty(device=device)
+    positions = token_positions(spec.policy.cp_kind, spec.batch.seq_len, world.cp, device)
+    each = spec.model.heads // world.tp.size
+    heads = range(world.tp.rank * each, (world.tp.rank + 1) * each)
+    dtype = activation_dtype(spec.policy.dtypes.compute)
+    tables = make_tables(spec.model, positions, heads, dtype)
+    tokens = positions.shape[0] // world.tp.size
+    x = torch.empty((1, tokens, spec.model.hidden), device=device, dtype=dtype)
+    return x.requires_grad_(), tables
 
 
 Pass = Callable[[Callable[[str], None]], None]
 
 
-def _layer(ask: LayerAsk, world: World, device: torch.device) -> Pass:
-    """One forward and backward; what it is handed is called after each of the two."""
-    decoder, policy = _decoder(ask, world, device)
-    positions = token_positions(ask.cp_kind, ask.tokens, world.cp, device)
-    each = ask.model.heads // ask.tp
-    heads = range(world.tp.rank * each, (world.tp.rank + 1) * each)
-    tables: Tables = make_tables(ask.model, positions, heads)
-    shape = (1, ask.tokens // ask.cp // ask.tp, ask.model.hidden)
-    dtype = DTYPES[ask.dtype]
-    x = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
+def layer_pass(spec: RunSpec, world: World, device: torch.device) -> Pass:
+    """The same layer with real tensors: one forward and backward. What it is handed is called after
+    each of the two."""
+    decoder = _decoder(spec, world)
+    x, tables = _held(decoder, spec, world, device)
     parameters = list(decoder.parameters())
+    with torch.no_grad():
+        x.normal_()
+        for parameter in parameters:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.normal_(0.0, 0.02)
 
     def once(then: Callable[[str], None]) -> None:
         x.grad = None
@@ -95,84 +232,8 @@ def _layer(ask: LayerAsk, world: World, device: torch.device) -> Pass:
             parameter.grad = None
         y = decoder(x, tables)
         then("forward")
-        if ask.shards > 1:
-            before_backward(decoder, policy.zero, last=True)
-        d_y: Tensor = torch.ones_like(y)
-        y.backward(d_y)
+        d_y = torch.ones_like(y)
+        _backward(decoder, spec, y, d_y)
         then("backward")
 
     return once
-
-
-def _decoder(ask: LayerAsk, world: World, device: torch.device) -> tuple[Decoder, Policy]:
-    """Cut over tp and cp, sharded over dp x cp where there is anything to shard over."""
-    middle = replace(ask.model, layers=3)
-    policy = Policy(
-        precision="fp32",
-        sharding=ask.sharding,
-        param_dtype=ask.dtype,
-        compute_dtype=ask.dtype,
-        reduce_dtype=ask.dtype,
-        grad_dtype=ask.dtype,
-    )
-    with torch.device("meta"):
-        decoder = Decoder(middle, ask.tokens, range(1, 2)).to(DTYPES[ask.dtype])
-    apply_tensor(decoder, middle, world.tp, seq_len=ask.tokens, sequence=True)
-    apply_context(decoder, ask.cp_kind, world.cp)
-    if ask.shards > 1:
-        apply_data(decoder, world.data_mesh(policy.zero), policy)
-    decoder.to_empty(device=device)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.normal_(0.0, 0.02)
-    return decoder, policy
-
-
-def _counted(
-    pass_once: Pass, ledger: Ledger, device: torch.device, before: int
-) -> list[StepMeasure]:
-    steps: list[StepMeasure] = []
-
-    def note(name: str) -> None:
-        synchronize(device)
-        on_gpu = device.type == "cuda"
-        live, peak = ledger.live_bytes, ledger.peak_bytes
-        if on_gpu:
-            live = _allocated(device) - before
-            peak = torch.cuda.max_memory_allocated(device) - before
-        steps.append(
-            StepMeasure(
-                name=name,
-                seconds=0.0,
-                flops=ledger.flops,
-                payload_bytes=sum(ledger.traffic.values()),
-                live_bytes=live,
-                peak_bytes=peak,
-            )
-        )
-        ledger.begin()
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-
-    ledger.begin()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    pass_once(note)
-    return steps
-
-
-def _timed(pass_once: Pass, device: torch.device) -> list[float]:
-    synchronize(device)
-    instants = [time.perf_counter()]
-
-    def note(name: str) -> None:
-        synchronize(device)
-        instants.append(time.perf_counter())
-
-    pass_once(note)
-    return [end - begin for begin, end in itertools.pairwise(instants)]
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
