@@ -19,7 +19,7 @@ ALLOWED = {
     "search": COST | {"search"},
     "show": COST | {"search", "show"},  # pages of typed answers
     "launch": RESULT | {"launch"},
-    "tables": COST | {"tables"},
+    "tables": COST | {"tables", "show"},  # one renderer of tables
     "collect": COST | {"collect"},
     "verbs": COST | {"search", "launch", "tables", "verbs"},
     "commands": SPEC | {"verbs", "show", "options", "output", "commands"} | _UNSORTED,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fourfold import escape
 from fourfold.errors import UserError
@@ -34,12 +33,13 @@ def render(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str) -
     if style == "csv":
         numbers = ([_plain_number(cell) for cell in row] for row in rows)
         return csv_text([headings, *numbers]).rstrip("\n")
-    if style == "md":
-        cells = [[escape.markdown_cell(cell) for cell in row] for row in (headings, *rows)]
-        return _lined(cells, "| ", " | ", " |", rule=_markdown_rule)
-    if style == "text":
-        cells = [[escape.one_line(cell) for cell in row] for row in (headings, *rows)]
-        return _lined(cells, "", "  ", "", rule=_text_rule)
+    if style in ("md", "text"):
+        written = escape.markdown_cell if style == "md" else escape.one_line
+        titles, *cells = ([written(cell) for cell in row] for row in (headings, *rows))
+        right = [
+            bool(cells) and all(map(_is_number, column)) for column in zip(*cells, strict=True)
+        ]
+        return "\n".join(aligned(titles, cells, right or [False] * len(titles), style=style))
     raise UserError(
         "unknown format", field="format", value=style, hint=f"one of {', '.join(FORMATS)}"
     )
@@ -50,32 +50,41 @@ def _plain_number(cell: str) -> str:
     return cell.replace(",", "") if _THOUSANDS.match(cell) else cell
 
 
-def _lined(cells: list[list[str]], left: str, between: str, right: str, *, rule: Any) -> str:
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    numeric = [
-        len(cells) > 1 and all(_is_number(row[i]) for row in cells[1:]) for i in range(len(widths))
+def aligned(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str] | None],
+    right: Sequence[bool],
+    *,
+    style: str,
+    marks: Sequence[str] = (),
+) -> list[str]:
+    """Lines of a table in Markdown or text. Rows may be ragged; None is a rule between rows.
+    `right`: which columns are right-aligned; `marks`: the cells under the headings (Markdown)."""
+    is_text = style == "text"
+    shown = [headings, *(row for row in rows if row is not None)]
+    widths = [
+        max([0 if is_text else 3, *(len(row[i]) for row in shown if i < len(row))])
+        for i in range(max(map(len, shown)))
     ]
-    lines = []
-    for row in cells:
-        padded = [
-            cell.rjust(width) if right_side else cell.ljust(width)
-            for cell, width, right_side in zip(row, widths, numeric, strict=True)
+    left, between, end = ("", "  ", "") if is_text else ("| ", " | ", " |")
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(cells, widths, right, strict=False)
+        )
+        return f"{left}{between.join(padded)}{end}".rstrip()
+
+    if is_text:
+        rule = below = between.join("-" * width for width in widths)
+    else:
+        rule = f"{left}{between.join(['---'] * len(headings))}{end}"
+        ends = zip(widths[: len(headings)], right, strict=False)
+        below = marks or [
+            "-" * (width - 1) + (":" if is_right else "-") for width, is_right in ends
         ]
-        lines.append(f"{left}{between.join(padded)}{right}".rstrip())
-    lines.insert(1, rule(widths, numeric))
-    return "\n".join(lines)
-
-
-def _text_rule(widths: list[int], numeric: list[bool]) -> str:
-    return "  ".join("-" * width for width in widths)
-
-
-def _markdown_rule(widths: list[int], numeric: list[bool]) -> str:
-    marks = [
-        "-" * (max(width, 3) - 1) + (":" if right else "-")
-        for width, right in zip(widths, numeric, strict=True)
-    ]
-    return f"| {' | '.join(marks)} |"
+        below = f"{left}{between.join(below)}{end}"
+    return [line(headings), below, *(rule if row is None else line(row) for row in rows)]
 
 
 def _is_number(cell: str) -> bool:

@@ -54,7 +54,7 @@ def write(document: Document, form: str) -> str:
     if form == "csv":
         return _to_csv(document)
     if form in ("md", "text"):
-        return markdown.write(document, bare=form == "text")
+        return markdown.write(document, form)
     raise UserError("unknown format", field="format", value=form, hint="text, md, csv or json")
 
 

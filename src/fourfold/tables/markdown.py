@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from fourfold import escape
+from fourfold.show.table import aligned
 from fourfold.tables.document import Document, Row, Table, Text
 
 _MARK = re.compile(r":?-+:?\Z")
@@ -86,74 +87,46 @@ def _cell(part: str) -> str:
     return escape.from_markdown(part.strip().replace("\\|", "|").replace("<br>", "\n"))
 
 
-def write(document: Document, *, bare: bool = False) -> str:
-    """`bare` leaves the pipes out: aligned text for a terminal, not for reading again."""
+def write(document: Document, style: str = "md") -> str:
+    """Markdown; or aligned text for a terminal, not for reading again."""
     lines: list[str] = []
     after_table = False
     for block in document.blocks:
         if isinstance(block, Text):
-            shown = escape.visible if bare else escape.markdown_line
+            shown = escape.visible if style == "text" else escape.markdown_line
             lines += [shown(line.replace("\n", " ")) for line in block.lines]
             after_table = False
             continue
         if after_table:
             lines.append("")
-        lines += _text_lines(block) if bare else _lines(block)
+        lines += _lines(block, style)
         after_table = True
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def _escaped(cell: str) -> str:
-    return escape.markdown_cell(cell, line_break="<br>")
+def _lines(table: Table, style: str) -> list[str]:
+    def written(cells: tuple[str, ...]) -> list[str]:
+        if style == "text":
+            return list(map(escape.one_line, cells))
+        return [escape.markdown_cell(cell, line_break="<br>") for cell in cells]
+
+    rows = [None if row.rule else written(row.cells) for row in table.rows]
+    marks = table.marks if style == "md" else ()
+    lines = aligned(written(table.headings), rows, _right_columns(table), style=style, marks=marks)
+    for at, row in enumerate(table.rows, start=2):
+        if row.rule and style == "md":  # as it stood
+            lines[at] = f"| {' | '.join(row.cells)} |"
+    return lines
 
 
-def _widths(rows: list[tuple[str, ...]]) -> list[int]:
-    columns = max(len(row) for row in rows)
-    return [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
-
-
-def _right_columns(table: Table, columns: int) -> list[bool]:
+def _right_columns(table: Table) -> list[bool]:
     """Right-aligned where the source said so, else where all cells look like numbers."""
-    marked = [mark.endswith(":") and not mark.startswith(":") for mark in table.marks]
+    columns = max(map(len, (table.headings, *(row.cells for row in table.data))))
     if table.marks:
+        marked = [mark.endswith(":") and not mark.startswith(":") for mark in table.marks]
         return marked + [False] * (columns - len(marked))
-    found = []
+    right = []
     for i in range(columns):
         cells = [row.cells[i] for row in table.data if i < len(row.cells) and row.cells[i]]
-        found.append(bool(cells) and all(cell[0] in "0123456789-+." for cell in cells))
-    return found
-
-
-def _padded(cells: tuple[str, ...], widths: list[int], right: list[bool]) -> list[str]:
-    return [
-        cell.rjust(widths[i]) if right[i] else cell.ljust(widths[i]) for i, cell in enumerate(cells)
-    ]
-
-
-def _lines(table: Table) -> list[str]:
-    headings = tuple(map(_escaped, table.headings))
-    rows = [tuple(map(_escaped, row.cells)) for row in table.rows]
-    shown = [row for row, source in zip(rows, table.rows, strict=True) if not source.rule]
-    widths = [max(3, width) for width in _widths([headings, *shown])]
-    right = _right_columns(table, len(widths))
-    marks = table.marks or tuple(
-        "-" * (widths[i] - 1) + (":" if right[i] else "-") for i in range(len(headings))
-    )
-    lines = [f"| {' | '.join(_padded(headings, widths, right))} |", f"| {' | '.join(marks)} |"]
-    for row, source in zip(rows, table.rows, strict=True):
-        cells = list(row) if source.rule else _padded(row, widths, right)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _text_lines(table: Table) -> list[str]:
-    headings = tuple(map(escape.one_line, table.headings))
-    cells = [tuple(map(escape.one_line, row.cells)) for row in table.data]
-    widths = _widths([headings, *cells])
-    right = _right_columns(table, len(widths))
-    rule = "  ".join("-" * width for width in widths)
-    shown = iter(cells)
-    lines = ["  ".join(_padded(headings, widths, right)).rstrip(), rule]
-    for row in table.rows:
-        lines.append(rule if row.rule else "  ".join(_padded(next(shown), widths, right)).rstrip())
-    return lines
+        right.append(bool(cells) and all(cell[0] in "0123456789-+." for cell in cells))
+    return right
