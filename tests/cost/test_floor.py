@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fourfold.cost.floor import parts, total
+from fourfold.cost.floor import least_bytes, parts, total
 from fourfold.cost.run import columns_of
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult, PhaseTime
 from fourfold.search.question import usual_cluster
@@ -24,6 +24,7 @@ SPEC = codec.load(
         "policy": {"compile": True},
     },
 )
+LAYER, FIRST, LAST, ELEMENT = least_bytes(columns_of([SPEC], cluster=CLUSTER, stack="fourfold"))
 SEEN = {"matrix products": 0.21, "attention": 0.03, "norms and element-wise": 0.02,
         "copies and casts": 0.001, "fills": 0.5}  # fmt: skip
 
@@ -38,18 +39,15 @@ def found(**changes) -> OneRankResult:
         reserved_bytes=1, retries=0, peaks_from="allocator", device="NVIDIA H200", torch="2.11",
         parts=tuple(DevicePart(name=n, seconds=s) for n, s in SEEN.items()), watched=(1, 1),
         floor=Floor(products_s=0.2, attention_s=0.028, again_products_s=0.0,
-                    again_attention_s=0.0, bytes_per_s=4.2e12),
+                    again_attention_s=0.0, bytes_per_s=4.2e12,
+                    moved_bytes=16 * LAYER + FIRST + LAST,
+                    update_bytes=1_498_482_688 * ELEMENT),
     )  # fmt: skip
     return replace(usual, **changes)
 
 
-def table(one: OneRankResult, spec: RunSpec = SPEC):
-    columns = columns_of([spec], cluster=CLUSTER, stack="fourfold")
-    return parts(columns, one, stages=spec.layout.pp)
-
-
 def test_parts_sum_to_the_step_and_limits_are_bytes_at_the_measured_speed():
-    rows = {row.name: row for row in table(found())}
+    rows = {row.name: row for row in parts(found())}
     step = total(list(rows.values()))
     assert step.engine_s == pytest.approx(found().compute_s)
     assert rows["matrix products"].limit_s == 0.4
@@ -70,7 +68,7 @@ def test_parts_sum_to_the_step_and_limits_are_bytes_at_the_measured_speed():
 
 def test_what_is_computed_again_is_avoidable():
     again = replace(found().floor, again_products_s=0.05, again_attention_s=0.01)
-    rows = {row.name: row for row in table(found(floor=again))}
+    rows = {row.name: row for row in parts(found(floor=again))}
     assert rows["computed again"].limit_s == 0
     assert rows["computed again"].engine_s == pytest.approx(2 * 0.06)
     assert rows["matrix products"].engine_s == pytest.approx(2 * (0.21 - 0.05))
@@ -78,17 +76,17 @@ def test_what_is_computed_again_is_avoidable():
 
 def test_a_slow_watch_does_not_make_parts_larger_than_the_step():
     slow = tuple(DevicePart(name=part.name, seconds=3 * part.seconds) for part in found().parts)
-    rows = table(found(parts=slow))
+    rows = parts(found(parts=slow))
     assert total(rows).engine_s == pytest.approx(found().compute_s)
     assert rows[-1].engine_s >= 0
-    before = {row.name: row.engine_s for row in table(found())}
+    before = {row.name: row.engine_s for row in parts(found())}
     after = {row.name: row.engine_s for row in rows}
     ratio = before["matrix products"] / before["attention"]
     assert after["matrix products"] / after["attention"] == pytest.approx(ratio)
 
 
 def test_the_table_and_the_picture_show_every_part(tmp_path):
-    rows = table(found())
+    rows = parts(found())
     text = shown.text(rows, 32768, "text")
     assert all(row.name in text for row in rows)
     assert "% of the limit" in text

@@ -131,7 +131,9 @@ def test_other_schedules_are_continued_too(rank: int, tmp_path: Path) -> None:
 
 def test_the_floor_is_measured_beside_the_step(tmp_path: Path) -> None:
     asked = (spec("tp1", batch=2), spec("tp1", batch=2, recompute="full"))
-    job = Job(job="one-rank", specs=asked, options=(("ranks", "0,0"), ("hot_s", "0.2")))
+    least = "1e6 1e5 1e5 30,1e6 1e5 1e5 30"
+    options = (("ranks", "0,0"), ("hot_s", "0.2"), ("least", least))
+    job = Job(job="one-rank", specs=asked, options=options)
     assert run_job(job, tmp_path).outcome == "ok"
     plain, again = (
         codec.from_json(OneRankResult, answer_file(tmp_path, task).read_text()).floor
@@ -140,6 +142,8 @@ def test_the_floor_is_measured_beside_the_step(tmp_path: Path) -> None:
     assert plain is not None
     assert again is not None
     assert min(plain.products_s, plain.attention_s, plain.bytes_per_s) > 0
+    assert plain.moved_bytes == 4 * 1e6 + 2e5
+    assert plain.update_bytes == 30 * 250_432
     assert plain.again_products_s == plain.again_attention_s == 0
     # The forward runs again but for its last product: less than half of what is needed.
     assert 0 < again.again_products_s < 0.5 * again.products_s

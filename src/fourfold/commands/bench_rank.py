@@ -17,6 +17,7 @@ from fourfold import files
 from fourfold.commands import flags, progress
 from fourfold.commands.fast import with_fast_defaults
 from fourfold.commands.stage_planner import Planner
+from fourfold.cost.floor import least_bytes, parts
 from fourfold.errors import UserError
 from fourfold.launch.devices import gpu_count
 from fourfold.launch.local import run_job
@@ -104,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
             raise UserError("must be 0 or more", field="micro-batches", value=args.micro_batches)
         options.append(("micro_batches", ",".join([str(args.micro_batches)] * len(specs))))
     if args.against:
+        least = [" ".join(map(str, least_bytes(planner.columns))) for planner in planners]
+        options.append(("least", ",".join(least)))
         options.append(("hot_s", f"{_HOT_S if gpu_count() else _HOT_CPU_S:g}"))
     job = Job(job="one-rank", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
     with scratch() as folder:
@@ -116,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         files.write_text(Path(args.out), json_text(_plain(rows)) + "\n")
     if args.picture:
-        named = [(_name(row.spec), row.planner.floor(row.found)) for row in rows if row.found]
+        named = [(_name(row.spec), parts(row.found)) for row in rows if row.found]
         files.write_bytes(args.picture, floor.picture(named, args.picture), field="picture")
     if args.format == "json":
         print(json_text(_plain(rows)))
@@ -215,7 +218,7 @@ def _plain_row(row: Row) -> dict[str, Any]:
     said, whole = row.planner.predicted(row.found), row.planner.joined(row.found)
     plain |= {"measured": codec.encode(row.found)} | shown.plain(row.found, said, whole)
     if row.found.floor is not None:
-        plain["floor"] = floor.plain(row.planner.floor(row.found), _tokens(row))
+        plain["floor"] = floor.plain(parts(row.found), _tokens(row))
     return plain
 
 
@@ -260,7 +263,7 @@ def _print_floors(rows: list[Row], style: str) -> None:
             continue
         if style != "csv":
             print(f"{_name(row.spec)}, {row.found.device}, torch {row.found.torch}")
-        print(floor.text(row.planner.floor(row.found), _tokens(row), style))
+        print(floor.text(parts(row.found), _tokens(row), style))
 
 
 def _name(spec: RunSpec) -> str:

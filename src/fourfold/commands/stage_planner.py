@@ -21,7 +21,6 @@ from fourfold.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from fourfold.cost.columns import Columns
-    from fourfold.cost.floor import Part
     from fourfold.cost.one_rank import Joined, Predicted, Stage
 
 
@@ -69,12 +68,6 @@ class Planner:
         from fourfold.cost.one_rank import predicted
 
         return predicted(self.columns, self.entry.knobs, self.stage(found))
-
-    def floor(self, found: OneRankResult) -> list[Part]:
-        """By part: what can't be avoided, and what the engine took."""
-        from fourfold.cost.floor import parts
-
-        return parts(self.columns, found, stages=self.spec.layout.pp)
 
     def joined(self, found: OneRankResult) -> Joined:
         from fourfold.cost.one_rank import joined

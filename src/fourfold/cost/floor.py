@@ -28,8 +28,8 @@ class Part:
         return self.engine_s - self.limit_s
 
 
-def parts(c: Columns, found: OneRankResult, *, stages: int) -> list[Part]:
-    """Of the one run in `c`, whose floor was measured. Recomputing is work that could be avoided;
+def parts(found: OneRankResult) -> list[Part]:
+    """Of a rank whose floor was measured. Recomputing is work that could be avoided;
     the last part is what the watched kernels leave of the step."""
     floor, n = found.floor, found.micro_batches
     assert floor is not None
@@ -37,7 +37,6 @@ def parts(c: Columns, found: OneRankResult, *, stages: int) -> list[Part]:
     again = n * (floor.again_products_s + floor.again_attention_s)
     products = seen.get("matrix products", 0.0) - n * floor.again_products_s
     attention = seen.get("attention", 0.0) - n * floor.again_attention_s
-    moved, updated = _bytes(c, found, stages)
     update_s = found.phase("optimizer").seconds + found.phase("reduce").seconds
     rows = [
         Part("matrix products", n * floor.products_s, products),
@@ -45,11 +44,11 @@ def parts(c: Columns, found: OneRankResult, *, stages: int) -> list[Part]:
         Part("computed again", 0.0, again),
         Part(
             "norms, element-wise, loss",
-            n * moved / floor.bytes_per_s,
+            n * floor.moved_bytes / floor.bytes_per_s,
             seen.get("norms and element-wise", 0.0),
         ),
         Part("copies and casts", 0.0, seen.get("copies and casts", 0.0)),
-        Part("norm of gradients, update", updated / floor.bytes_per_s, update_s),
+        Part("norm of gradients, update", floor.update_bytes / floor.bytes_per_s, update_s),
     ]
     rest = found.compute_s - sum(row.engine_s for row in rows)
     return [*rows, Part("waiting for the host, rest", 0.0, rest)]
@@ -71,13 +70,16 @@ def total(rows: list[Part]) -> Part:
     return Part("step", sum(row.limit_s for row in rows), sum(row.engine_s for row in rows))
 
 
-def _bytes(c: Columns, found: OneRankResult, stages: int) -> tuple[float, float]:
-    """(of one micro batch besides products and attention, of the update)."""
+def least_bytes(c: Columns) -> tuple[float, float, float, float]:
+    """What can't be avoided besides products and attention, of the one run in `c`: bytes of a
+    micro batch in a layer, in the first and the last end; of the update, an element of this rank's
+    own weights."""
     tokens = c.micro * c.seq / c.cp
-    layers = sum(np.asarray(layer_bytes(c, tokens))) * found.layers
-    first, last = found.stage == 0, found.stage == stages - 1
-    ends = ends_bytes(c, tokens, first=first, last=last)
+    forward, backward = layer_bytes(c, tokens)
     shards = np.where(c.zero >= 1, c.shard, 1.0)
-    # `update_elements` are this rank's own.
-    updated = update_bytes(c, found.update_elements * shards)
-    return float((layers + ends)[0]), float(updated[0])
+    return (
+        float((forward + backward)[0]),
+        float(ends_bytes(c, tokens, first=True, last=False)[0]),
+        float(ends_bytes(c, tokens, first=False, last=True)[0]),
+        float(update_bytes(c, shards)[0]),
+    )

@@ -47,13 +47,16 @@ class DevicePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """What one micro batch can't do without, measured hot: its products and attention in a loop,
-    the same kernels without those that are computed `again`; and the memory's speed there."""
+    """What one micro batch can't do without, measured hot: its products, its attention (without
+    what is computed `again`) and the bytes of everything else, mixed in a loop. `update_bytes` are
+    of a step."""
 
     products_s: float
     attention_s: float
     again_products_s: float
     again_attention_s: float
+    moved_bytes: float
+    update_bytes: float
     bytes_per_s: float
 
 

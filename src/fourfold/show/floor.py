@@ -58,7 +58,7 @@ def must_be_picture(path: str) -> str:
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in SUFFIXES:
         raise UserError(
-            "is not a kind of picture",
+            "is not a supported picture format",
             field="picture",
             value=path,
             hint=f"end the name in one of {', '.join(SUFFIXES)}",

@@ -55,7 +55,8 @@ _LEAST_RUN = 4  # micro batches: the first and the last differ from the others
 
 def perform(task: Task) -> None:
     """Options, one number for each run: `ranks`; `micro_batches` to run, 0 all (else enough). For
-    all of them: `hot_s`, seconds in which the floor is measured (0: it is not)."""
+    the floor `hot_s`, seconds to measure it, and `least`, bytes of each run that can't be avoided:
+    of a layer, the first and the last end, and an element of the weights."""
     compat.quiet()
     refuse(task.spec)
     task.spec.batch.without_ramp()
@@ -96,8 +97,8 @@ def one_rank(task: Task, rank: int, ran: int, device: torch.device) -> OneRankRe
     kernels = stage.kernels(max(stage.sizes))
     kernel_s = kernel_times.time_kernels(kernels, stage.spec, device, _KERNELS_ALONE_S[device.type])
     dtype = compat.DTYPES[stage.spec.policy.dtypes.param]
-    hot_s = float(task.job.option("hot_s", "0"))
-    floor = floor_of(kernels, kernel_s, stage.spec, device, hot_s) if hot_s else None
+    wanted = task.job.option("hot_s")
+    floor = floor_of(task, stage, kernels, kernel_s, device) if wanted else None
     update_s = kernel_times.time_update(
         stage.elements, dtype, device, 0.1 * _KERNELS_ALONE_S[device.type]
     )
@@ -135,27 +136,36 @@ def one_rank(task: Task, rank: int, ran: int, device: torch.device) -> OneRankRe
 
 
 def floor_of(
+    task: Task,
+    stage: StageFacts,
     kernels: list[Kernel],
     kernel_s: list[float],
-    spec: RunSpec,
     device: torch.device,
-    hot_s: float,
 ) -> Floor:
-    """The kernels in a loop, then at once a copy: the device is hot. What each kind takes of the
-    loop is as when it was timed alone."""
+    """Kernels and copies in a loop. What each takes of it is as when it was timed alone."""
+    hot_s = float(task.job.option("hot_s"))
+    least = [float(word) for word in task.job.option("least").split(",")[task.index].split()]
     alone = {(a, p): 0.0 for a in (True, False) for p in (True, False)}
     for kernel, seconds in zip(kernels, kernel_s, strict=True):
         alone[is_again(kernel), isinstance(kernel, Product)] += kernel.calls * seconds
-    needed = [kernel for kernel in kernels if not is_again(kernel)]
-    hot = kernel_times.hot_seconds(needed, spec, device, hot_s)
-    ratio = hot / (alone[False, True] + alone[False, False])
+    spec, (of_layer, of_first, of_last, of_element) = stage.spec, least
+    moved = of_layer * len(stage.layers)
+    moved += stage.world.is_first * of_first + stage.world.is_last * of_last
+    updated = of_element * stage.elements
     copied = copy(2**30 if device.type == "cuda" else 2**26, device, hot_s / 10)
+    needed = [kernel for kernel in kernels if not is_again(kernel)]
+    every = moved + updated / (stage.ran + stage.more)
+    hot = kernel_times.hot_seconds(needed, every, spec, device, hot_s)
+    apart = alone[False, True] + alone[False, False] + every / copied.bytes_per_s
+    ratio = hot / apart
     return Floor(
         products_s=ratio * alone[False, True],
         attention_s=ratio * alone[False, False],
         again_products_s=ratio * alone[True, True],
         again_attention_s=ratio * alone[True, False],
-        bytes_per_s=copied.bytes_per_s,
+        moved_bytes=moved,
+        update_bytes=updated,
+        bytes_per_s=copied.bytes_per_s / ratio,
     )
 
 

@@ -48,17 +48,28 @@ def time_kernels(
 
 
 def hot_seconds(
-    kernels: Sequence[Kernel], spec: RunSpec, device: torch.device, budget_s: float
+    kernels: Sequence[Kernel],
+    moved_bytes: float,
+    spec: RunSpec,
+    device: torch.device,
+    budget_s: float,
 ) -> float:
-    """Seconds of all calls of all kernels, one after the other as in a step, again and again: at
-    the clock that the device keeps up. The median of the second half of the budget."""
+    """Seconds of all calls of all kernels and of moving so many bytes, mixed as in a step, again
+    and again: at the clock that the device keeps up under this load. The median of the second half
+    of the budget."""
     works = {kind: _work(kind, spec, device) for kind in dict.fromkeys(map(_kind, kernels))}
     turns = [(works[_kind(kernel)], kernel.calls) for kernel in kernels]
+    rounds = max(calls for _, calls in turns)
+    elements = max(1, round(moved_bytes / rounds / 2))  # read and written
+    source = torch.ones(min(elements, _MOST_ELEMENTS), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    turns.append((lambda: target.copy_(source), round(rounds * elements / source.numel())))
 
     def all_calls() -> None:
-        for work, calls in turns:
-            for _ in range(calls):
-                work()
+        for at in range(rounds):
+            for work, calls in turns:
+                for _ in range((at + 1) * calls // rounds - at * calls // rounds):
+                    work()
 
     all_calls()
     began = time.perf_counter()

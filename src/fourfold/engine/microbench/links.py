@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from fourfold.engine.microbench import device as probe
 from fourfold.engine.observe.clock import lower_quartile, reading
-from fourfold.engine.parallel import messages
 from fourfold.engine.parallel.groups import Group, World
 from fourfold.result.profile import CollectivePoint, SharedPoint
 from fourfold.result.report import LinkRate
@@ -95,7 +94,7 @@ def _in_group(op: str, payload: int, device: torch.device, group: Group) -> Call
     def around() -> None:
         send = dist.P2POp(dist.isend, own, ahead, group.handle)
         take = dist.P2POp(dist.irecv, received, behind, group.handle)
-        for part in messages.start([send, take]):
+        for part in dist.batch_isend_irecv([send, take]):
             part.wait()
 
     return around
@@ -133,7 +132,7 @@ def _collective(
     def around() -> None:
         send = dist.P2POp(dist.isend, whole, ahead, group)
         take = dist.P2POp(dist.irecv, received, behind, group)
-        for work in messages.start([send, take]):
+        for work in dist.batch_isend_irecv([send, take]):
             work.wait()
 
     return around

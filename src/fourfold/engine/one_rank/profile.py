@@ -122,11 +122,9 @@ def _on_device(events: Sequence[Any]) -> dict[str, float]:
     """Nanoseconds by part: kernels by the operator that launched them, important ones on top."""
     fills = _fills(events)
     launched: dict[int, str] = {}
-    named = set()
     for event in events:
         if event.device_type() != DeviceType.CPU:
             continue
-        named.add(event.name())
         # The driver's own calls (cudaLaunchKernel) are numbered apart from operators.
         if not event.linked_correlation_id() and not event.name().startswith("cu"):
             ranges = fills.get(event.start_thread_id())
@@ -134,8 +132,9 @@ def _on_device(events: Sequence[Any]) -> dict[str, float]:
             launched[event.correlation_id()] = "fills" if filled else kind_of(event.name())
     edges: list[tuple[int, int, str]] = []
     for event in events:
-        # Ranges that the host named are drawn on the device's track too: no kernels.
-        if event.device_type() != DeviceType.CUDA or event.name() in named:
+        # Ranges that the host named are drawn on the device's track too: no kernels. (Kernels of
+        # torch.compile have the name of the host's call as well.)
+        if event.device_type() != DeviceType.CUDA or event.is_user_annotation():
             continue
         kind = launched.get(event.linked_correlation_id()) or kind_of(event.name())
         begin = event.start_ns()

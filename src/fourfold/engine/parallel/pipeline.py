@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fourfold.cost.schedule.actions import Action
 from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.parallel import messages
 from fourfold.engine.parallel.groups import Group
 from fourfold.engine.parallel.schedule import Exchange, Step, Transfer
 
@@ -59,8 +58,8 @@ class Pipeline:
         self.outputs: dict[Key, Tensor] = {}
         self.grads: dict[Key, Tensor] = {}
         self.to_send: dict[Key, Tensor] = {}
-        self.receiving: dict[tuple[str, Key], messages.Pending] = {}
-        self.sending: list[tuple[messages.Pending, Tensor]] = []
+        self.receiving: dict[tuple[str, Key], dist.Work] = {}
+        self.sending: list[tuple[dist.Work, Tensor]] = []
 
     def run(self, plan: Sequence[Step]) -> list[Tensor]:
         """Losses of the micro batches, detached; none but on the rank of the last chunk."""
@@ -117,7 +116,9 @@ class Pipeline:
         if any(transfer.is_send for transfer in exchange.transfers):
             self._finish_sending()
         posted = [self._post(transfer) for transfer in exchange.transfers]
-        works = messages.start([op for op, _ in posted])
+        works = dist.batch_isend_irecv([op for op, _ in posted])
+        if len(works) != len(posted):  # NCCL joins a batch into one piece of work
+            works = [works[0]] * len(posted)
         for work, (_, tensor), transfer in zip(works, posted, exchange.transfers, strict=True):
             if transfer.is_send:
                 self.sending.append((work, tensor))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold import files
+from fourfold.engine.parallel import host_group
 from fourfold.engine.process.heartbeat import Heartbeat
 from fourfold.result.job import answer_file
 from fourfold.spec import codec
@@ -53,7 +54,7 @@ class Task:
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether ranks may share a GPU: NCCL refuses that, so they talk over gloo."""
+        """Whether ranks may share a GPU: NCCL refuses that, so they talk through host memory."""
         return self.job.option("share_gpu") == "true"
 
     def device(self, wanted: str) -> torch.device:
@@ -74,7 +75,7 @@ class Task:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         by_nccl = device.type == "cuda" and not self.shares_gpu
-        backend = "nccl" if by_nccl else "gloo"
+        backend = "nccl" if by_nccl else host_group.use() if self.shares_gpu else "gloo"
         where: dict[str, Any] = {"device_id": device} if by_nccl else {}
         if self.place.by_address:
             dist.init_process_group(backend, rank=self.rank, world_size=self.place.world, **where)

@@ -1,0 +1,186 @@
+"""A process group for ranks that share a GPU: every message goes through host memory, over gloo.
+
+NCCL refuses two ranks on one GPU. gloo knows some collectives of GPU tensors but no sends, and its
+own copies of them crashed in layouts with several groups: here each tensor is copied to the host,
+sent as any tensor of a CPU, and copied back on the stream that asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr]
+from torch.futures import Future
+
+BACKEND = "host"
+
+
+def use() -> str:
+    """The backend's name, known to torch from now on."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, HostProcessGroup, devices=["cpu", "cuda"])
+    return BACKEND
+
+
+class _Arriving(dist.Work):
+    """A message on its way to host memory; who waits for it has it copied to its place."""
+
+    def __init__(self, work: dist.Work, host: Tensor, target: Tensor) -> None:
+        super().__init__()
+        self._work, self._host, self._target = work, host, target
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._work.wait()
+        _put(self._target, self._host)
+        return True
+
+
+class _Leaving(dist.Work):
+    """Keeps the host's copy of a message until it is sent."""
+
+    def __init__(self, work: dist.Work, host: Tensor) -> None:
+        super().__init__()
+        self._work, self._host = work, host
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._work.wait()
+        return True
+
+
+class HostProcessGroup(dist.ProcessGroup):
+    """Collectives are over when they return; sends and receives when they are waited for."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[args]  (torch's stub knows another one)
+        self._place, self._ranks = rank, size
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def size(self) -> int:
+        return self._ranks
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    @property
+    def pg_name(self) -> str:
+        return self.group_name
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch calls it so)
+        return BACKEND
+
+    def _in_place(self, call: Callable[..., Any], tensors: Sequence[Tensor], *rest: Any) -> Any:
+        for tensor in tensors:
+            host = _host(tensor)
+            call([host], *rest).wait()
+            _put(tensor, host)
+        return _done()
+
+    # torch hands everything over by position: tensors first, then options.
+
+    def allreduce(self, *args: Any, **_: Any) -> Any:
+        return self._in_place(self._gloo.allreduce, *args)
+
+    def allreduce_coalesced(self, *args: Any, **_: Any) -> Any:
+        return self._in_place(self._gloo.allreduce, args[0], _summing(args[1]))
+
+    def broadcast(self, *args: Any, **_: Any) -> Any:
+        return self._in_place(self._gloo.broadcast, *args)
+
+    def reduce(self, *args: Any, **_: Any) -> Any:
+        return self._in_place(self._gloo.reduce, *args)
+
+    def barrier(self, *args: Any, **_: Any) -> Any:
+        self._gloo.barrier().wait()
+        return _done()
+
+    def send(self, *args: Any, **_: Any) -> Any:
+        host = _host(args[0][0])
+        return _Leaving(self._gloo.send([host], *args[1:]), host)
+
+    def recv(self, *args: Any, **_: Any) -> Any:
+        target = args[0][0]
+        host = torch.empty_like(target, device="cpu")
+        return _Arriving(self._gloo.recv([host], *args[1:]), host, target)
+
+    def allgather(self, *args: Any, **_: Any) -> Any:
+        """Lists of parts, one list for each input."""
+        for parts, own in zip(args[0], args[1], strict=True):
+            for part, host in zip(parts, self._gathered(own), strict=True):
+                _put(part, host)
+        return _done()
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        host = _host(own)
+        parts = [torch.empty_like(host) for _ in range(self._ranks)]
+        self._gloo.allgather([parts], [host]).wait()
+        return parts
+
+    def gather(self, *args: Any, **_: Any) -> Any:
+        hosts = [[torch.empty_like(part, device="cpu") for part in parts] for parts in args[0]]
+        self._gloo.gather(hosts, [_host(own) for own in args[1]], *args[2:]).wait()
+        for parts, arrived in zip(args[0], hosts, strict=True):
+            for part, host in zip(parts, arrived, strict=True):
+                _put(part, host)
+        return _done()
+
+    def _allgather_base(self, *args: Any, **_: Any) -> Any:
+        return self.allgather_into_tensor_coalesced([args[0]], [args[1]])
+
+    def allgather_into_tensor_coalesced(self, *args: Any, **_: Any) -> Any:
+        for whole, own in zip(args[0], args[1], strict=True):
+            _put(whole.view(-1), torch.cat([part.view(-1) for part in self._gathered(own)]))
+        return _done()
+
+    def _reduce_scatter_base(self, *args: Any, **_: Any) -> Any:
+        return self.reduce_scatter_tensor_coalesced([args[0]], [args[1]], *args[2:])
+
+    def reduce_scatter_tensor_coalesced(self, *args: Any, **_: Any) -> Any:
+        """All of it is summed, and this rank's part kept."""
+        for part, whole in zip(args[0], args[1], strict=True):
+            host = _host(whole).clone()
+            self._gloo.allreduce([host], _summing(args[2])).wait()
+            _put(part.view(-1), host.view(self._ranks, -1)[self._place])
+        return _done()
+
+    def alltoall_base(self, *args: Any, **_: Any) -> Any:
+        got, own, *splits = args[:4]
+        host = torch.empty_like(got, device="cpu")
+        self._gloo.alltoall_base(host, _host(own), *splits).wait()
+        _put(got, host)
+        return _done()
+
+    # torch 2.13 calls some of them by new names.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+@torch.no_grad()
+def _put(target: Tensor, host: Tensor) -> None:
+    if target.data_ptr() != host.data_ptr():
+        target.detach().copy_(host)
+
+
+def _summing(options: Any) -> dist.AllreduceOptions:
+    """The same reduction as an all-reduce's."""
+    same = dist.AllreduceOptions()
+    same.reduceOp = options.reduceOp
+    return same
+
+
+def _done() -> Any:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return _create_work_from_future(future)

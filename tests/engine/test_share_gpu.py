@@ -1,0 +1,107 @@
+"""Ranks that share a GPU: what they send goes through host memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fourfold.cli import main
+from fourfold.engine.process.task import Place, Task
+from fourfold.launch import devices
+from fourfold.launch.local import run_job
+from fourfold.result.job import answer_file
+from fourfold.spec import Batch, Layout, Policy, RunSpec
+from fourfold.spec.catalog import model
+from fourfold.spec.job import Job, Limits
+
+
+def through_host_memory(specs: list[RunSpec], folder: Path) -> list[dict]:
+    """On a CPU, where the copies are no copies: the group itself is tried."""
+    job = Job(
+        job="verify",
+        specs=tuple(specs),
+        ranks=specs[0].gpus,
+        options=(("share_gpu", "true"),),
+        limits=Limits(start_s=300.0, step_s=120.0),
+    )
+    report = run_job(job, folder)
+    assert report.outcome == "ok", report.failure
+    return [json.loads(answer_file(folder, task).read_text()) for task in range(len(specs))]
+
+
+def spec(layout: str, family: str = "llama", **policy) -> RunSpec:
+    where = Layout.parse(layout)
+    return RunSpec(
+        model=model(f"{family}-tiny"),
+        gpus=where.world,
+        layout=where,
+        batch=Batch(seq_len=32, global_batch=8, micro_batch=2),
+        policy=Policy(**{"precision": "fp32", "sequence_parallel": True, **policy}),
+        device="cpu",
+        steps=3,
+        warmup=0,
+    )
+
+
+def test_every_axis_equals_one_process_through_host_memory(tmp_path):
+    specs = [spec("pp2 tp2"), spec("dp2 cp2", sharding="zero3", cp_kind="ring")]
+    for row in through_host_memory(specs, tmp_path):
+        assert row["pass"], row
+
+
+@pytest.mark.slow
+def test_every_kind_of_context_and_sharding_through_host_memory(tmp_path):
+    specs = [
+        spec("dp2 tp2", sharding="zero3", sequence_parallel=False),
+        spec("dp2 cp2", sharding="zero0", cp_kind="ulysses", family="mpt"),
+        spec("cp4", cp_kind="allgather", sharding="zero1"),
+    ]
+    assert all(row["pass"] for row in through_host_memory(specs, tmp_path))
+
+
+@pytest.mark.slow
+def test_four_axes_and_every_kind_of_group_through_host_memory(tmp_path):
+    specs = [
+        spec("pp2 dp2 cp2 tp2", sharding=zero, schedule=schedule, precision=precision)
+        for zero, schedule, precision in (
+            ("zero1", "1f1b", "fp32"),
+            ("zero3", "zero-bubble", "fp64"),
+            ("zero2", "gpipe", "bf16-mixed"),
+        )
+    ]
+    assert all(row["pass"] for row in through_host_memory(specs, tmp_path))
+
+
+def test_ranks_that_share_take_turns_on_the_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = []
+    for rank in range(5):
+        job = Job(job="verify", options=(("share_gpu", "true"),))
+        place = Place(rank=rank, world=5, local_rank=rank, local_world=5)
+        found.append(Task(job, 0, place, Path(), None, 0.0).device("cuda").index)
+    assert found == [0, 1, 0, 1, 0]
+
+
+def test_a_gpu_is_shared_only_where_that_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(devices, "gpu_count", lambda: 1)
+    words = ["verify", "--world", "4", "--device", "cuda"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "needs 4 GPUs, one per rank" in said
+    assert "--share-gpu" in said
+    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    assert main([*words, "--share-gpu"]) == 2
+    assert "needs a GPU, but this machine has 0" in capsys.readouterr().err
+    assert main(["verify", "--world", "4", "--share-gpu"]) == 2
+    assert "belongs to --device cuda" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_four_axes_on_one_gpu_equal_one_process(precision, capsys):
+    words = ["verify", "--layout", "pp2 dp2 cp2 tp2", "--device", "cuda", "--share-gpu"]
+    assert main([*words, "--sample", "3", "--precision", precision]) == 0, capsys.readouterr().out
