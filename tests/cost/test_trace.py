@@ -6,9 +6,9 @@ import pytest
 
 from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.attention import allgather, ulysses
-from fourfold.cost.trace.groups import axis_groups, spans, stretched
 from fourfold.cost.trace.mlp import mlp, mlp2d
 from fourfold.cost.trace.ring import ring
+from fourfold.cost.trace.steps import axis_groups, spans, stretched
 from fourfold.cost.trace.walk import StepRow, walk
 from fourfold.errors import UserError
 from fourfold.spec import catalog
@@ -116,7 +116,7 @@ def test_refusals_name_a_way_out(program_of: object, changes: dict, words: str) 
 
 
 def test_ulysses_refusal_names_groups_that_fit() -> None:
-    with pytest.raises(UserError, match="a sequence group of 2, 3, 4, 6 fits"):
+    with pytest.raises(UserError, match="use 2, 3, 4, 6 ranks"):
         rows(ulysses, heads=12, kv_heads=6, hidden=1536, layout=Layout(tp=8))
 
 

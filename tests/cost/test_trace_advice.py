@@ -90,7 +90,7 @@ def test_refused_kinds_are_named_and_never_chosen() -> None:
     answer = advise(ask(ranks=64), H100)
     refused = {c.kind: c.refused for c in answer.choices if c.refused}
     assert list(refused) == ["ulysses"]
-    assert "16, 32 fits" in refused["ulysses"]
+    assert "16, 32 ranks" in refused["ulysses"]
     assert answer.best in ("allgather", "ring")
     assert len(answer.pairs) == 1
 

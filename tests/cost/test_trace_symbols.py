@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.cost.trace import size
+from fourfold.cost.trace import symbols
 from fourfold.cost.trace.layer import layer_spec
 from fourfold.cost.trace.symbols import Symbols, stretched_sizes
 from fourfold.spec import catalog
@@ -30,7 +30,7 @@ def both(spec: RunSpec) -> tuple[dict[str, int], dict[str, int]]:
 
 def named(spec: RunSpec, *dims: str) -> list[str]:
     first, second = both(spec)
-    pairs = [(size.whole(dim, first), size.whole(dim, second)) for dim in dims]
+    pairs = [(symbols.whole(dim, first), symbols.whole(dim, second)) for dim in dims]
     return Symbols(first, second).of(pairs)
 
 
@@ -82,6 +82,8 @@ def test_a_symbol_gives_its_number_in_both_counts(kind: str, data: st.DataObject
     texts = ("tokens", "tokens/cp", "tokens/cp/tp", "hidden", "heads/tp", "kv_heads/tp",
              "head_size", "ffn/tp", "2*ffn/tp", "qkv_width", "heads*head_size/tp")  # fmt: skip
     dims = data.draw(st.lists(st.sampled_from(texts), min_size=1, max_size=4))
-    pairs = [(size.whole(dim, first), size.whole(dim, second)) for dim in dims]
+    pairs = [(symbols.whole(dim, first), symbols.whole(dim, second)) for dim in dims]
     for text, pair in zip(Symbols(first, second).of(pairs), pairs, strict=True):
-        assert (size.ratio(text, first), size.ratio(text, second)) == pair or text == str(pair[0])
+        assert (symbols.ratio(text, first), symbols.ratio(text, second)) == pair or text == str(
+            pair[0]
+        )

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.build import build
-from fourfold.cost.trace.groups import generic_cluster
 from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
-from fourfold.cost.trace.step import Kind
-from fourfold.cost.trace.walk import walk
+from fourfold.cost.trace.steps import Kind, generic_cluster
+from fourfold.cost.trace.walk import build, walk
 from fourfold.launch.local import run_job
 from fourfold.launch.trace import count_layer, run_layer
 from fourfold.result.job import answer_file

@@ -12,10 +12,9 @@ from math import prod
 import pytest
 
 from fourfold.cost.count.params import layer_matmul_params, layer_params
-from fourfold.cost.trace import size
-from fourfold.cost.trace.groups import generic_cluster
+from fourfold.cost.trace import symbols
 from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec
-from fourfold.cost.trace.step import Program
+from fourfold.cost.trace.steps import Program, generic_cluster
 from fourfold.cost.trace.symbols import stretched_sizes
 from fourfold.cost.trace.walk import StepRow
 from fourfold.engine import compat
@@ -116,14 +115,14 @@ def test_flops_are_those_of_the_counts(name: str, kind: str, tp: int, cp: int) -
 def test_every_symbol_is_its_number(name: str, layout: Layout, kind: str, sharding: str) -> None:
     spec = spec_of(name, 2048, layout=layout, cp_kind=kind, sharding=sharding)
     program, rows = trace(spec)
-    symbols = 0
+    symbolic = 0
     for tensor in (tensor for row in rows for tensor in row.tensors):
         dims = [dim for dim in tensor.symbolic.strip("[]").split(", ") if dim]
-        assert size.shape(dims, program.sizes) == tensor.shape
+        assert symbols.shape(dims, program.sizes) == tensor.shape
         assert prod(tensor.shape) == tensor.elements
-        symbols += not all(dim.isdecimal() for dim in dims)
+        symbolic += not all(dim.isdecimal() for dim in dims)
     listed = sum(len(row.tensors) for row in rows)
-    assert symbols >= 0.97 * listed
+    assert symbolic >= 0.97 * listed
     peaks = [row.peak_bytes for row in rows]
     assert peaks == sorted(peaks)
     assert all(row.live_bytes <= row.step_peak_bytes <= row.peak_bytes for row in rows)

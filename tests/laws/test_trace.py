@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.cost.trace import size
+from fourfold.cost.trace import symbols
 from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.attention import allgather, ulysses
-from fourfold.cost.trace.groups import stretched
 from fourfold.cost.trace.mlp import mlp, mlp2d
 from fourfold.cost.trace.ring import ring
-from fourfold.cost.trace.step import WORKSPACE_BYTES, Program
+from fourfold.cost.trace.steps import WORKSPACE_BYTES, Program, stretched
 from fourfold.cost.trace.walk import StepRow, walk
 from fourfold.show import trace as show
 from fourfold.spec import catalog
@@ -59,7 +58,7 @@ def trace(kind: str, ask: Ask) -> tuple[Program, tuple[StepRow, ...]]:
 def expected_ratio(dims: str, old: dict[str, int], new: dict[str, int]) -> Fraction:
     """How a printed symbolic shape says its count changes, read from the text alone."""
     names = [dim.strip() for dim in dims.strip("[]").split(",")]
-    return prod((size.ratio(d, new) / size.ratio(d, old) for d in names), start=Fraction(1))
+    return prod((symbols.ratio(d, new) / symbols.ratio(d, old) for d in names), start=Fraction(1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -185,6 +184,6 @@ def test_text_json_and_csv_agree(case: tuple[str, Ask]) -> None:
 @given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 9))
 def test_a_size_is_its_product(one: int, other: int, factor: int) -> None:
     sizes = {"tokens": one * other, "ranks": other}
-    assert size.whole(f"{factor}*tokens/ranks", sizes) == factor * one
+    assert symbols.whole(f"{factor}*tokens/ranks", sizes) == factor * one
     with pytest.raises(AssertionError):
-        size.words("tokens + ranks")
+        symbols.words("tokens + ranks")

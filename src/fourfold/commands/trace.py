@@ -20,18 +20,16 @@ from fourfold import files
 from fourfold.commands import flags
 from fourfold.commands.progress import end_line, progress_lines
 from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.build import build
-from fourfold.cost.trace.groups import generic_cluster
 from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
-from fourfold.cost.trace.step import CP_KINDS, KINDS, WORKSPACE_BYTES, Program
-from fourfold.cost.trace.walk import StepRow, walk
+from fourfold.cost.trace.steps import CP_KINDS, KINDS, WORKSPACE_BYTES, Program, generic_cluster
+from fourfold.cost.trace.walk import StepRow, build, walk
 from fourfold.errors import UserError
 from fourfold.launch.local import JobError
 from fourfold.launch.trace import count_layer, local_device, run_layer, run_list
 from fourfold.result.trace import TraceMeasure
 from fourfold.search.legal import require_legal
 from fourfold.show import trace as show
-from fourfold.show import trace_advice, trace_run
+from fourfold.show import trace_run
 from fourfold.show.table import json_text
 from fourfold.spec import catalog, check, codec
 from fourfold.spec.cluster import Cluster
@@ -157,7 +155,7 @@ def _text(
     text = show.text(program, rows, cluster, style)
     if advice is None:
         return text
-    return f"{text}\n\n{trace_advice.text(advice, program, cluster, style)}"
+    return f"{text}\n\n{show.advice_text(advice, program, cluster, style)}"
 
 
 def _list(args: argparse.Namespace) -> Traced:

@@ -6,14 +6,16 @@ GB = 1e9 and MB = 1e6 bytes, TFLOP = 1e12, as in the traces people print by hand
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fourfold.cost.trace.groups import spans
-from fourfold.cost.trace.size import bracketed
-from fourfold.cost.trace.step import WORKSPACE_BYTES, Group, Program
+from fourfold.cost.trace.steps import WORKSPACE_BYTES, Group, Program, spans
+from fourfold.cost.trace.symbols import bracketed
 from fourfold.cost.trace.walk import StepRow, TensorRow
 from fourfold.show.table import csv_text, render
 from fourfold.spec.cluster import Cluster
+
+if TYPE_CHECKING:
+    from fourfold.cost.trace.advice import Advice, Choice, Pair
 
 _MAX_GROUPS = 4
 CSV_HEADINGS = (
@@ -202,3 +204,54 @@ def show_flops(count: float) -> str:
     if count == 0:
         return "-"
     return f"{count / 1e12:.2f}" if count >= 1e10 else f"{count / 1e12:.3g}"
+
+
+# Which kind of context parallelism to take: a table, then sentences.
+
+
+def advice_text(advice: Advice, program: Program, cluster: Cluster, style: str) -> str:
+    """The choice, what it rests on, and the lengths at which it would change."""
+    heads = ["kind", "ms", "attention ms", "waits ms", "hidden ms", "copies, launches ms", "sent",
+             "peak"]  # fmt: skip
+    table = render(heads, [_choice_row(choice) for choice in advice.choices], style)
+    lines = [
+        f"recommendation: {advice.best or 'none'}; {advice.reason}",
+        *(f"refused: {c.kind}: {c.refused}" for c in advice.choices if c.refused),
+        *(_order(pair, advice) for pair in advice.pairs),
+        f"one layer's attention, forward and backward, flash kernels, on {_described(cluster)}; "
+        f"{program.sizes['tokens']:,} tokens over {program.ranks:,} ranks, equal work on each",
+    ]
+    return f"{table}\n\n" + "\n".join(lines)
+
+
+def _choice_row(choice: Choice) -> list[str]:
+    if choice.refused:
+        return [choice.kind, *["-"] * 7]
+    seconds = (
+        choice.total_s, choice.attention_s, choice.exposed_s, choice.hidden_s, choice.around_s
+    )  # fmt: skip
+    return [
+        choice.kind,
+        *(f"{1e3 * value:.3f}" for value in seconds),
+        show_bytes(choice.sent_bytes),
+        show_bytes(choice.peak_bytes),
+    ]
+
+
+def _order(pair: Pair, advice: Advice) -> str:
+    between = f"from {advice.from_tokens:,} to {advice.to_tokens:,} tokens"
+    if not pair.crossover_tokens:
+        return f"crossover: none, {pair.first} is ahead of {pair.second} {between}"
+    names = (pair.second, pair.first)
+    changes = ", ".join(
+        f"{names[i % 2]} from {tokens:,}" for i, tokens in enumerate(pair.crossover_tokens)
+    )
+    return f"crossover: {pair.first} is ahead of {pair.second} when short, {changes} tokens"
+
+
+def _described(cluster: Cluster) -> str:
+    links = ", ".join(
+        f"{link.name} {link.bytes_per_s / 1e9:g} GB/s a rank within {link.ranks:,}"
+        for link in cluster.links
+    )
+    return f"{cluster.name} ({cluster.device.id}; {links})"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fourfold.cost.trace.step import Program
+from fourfold.cost.trace.steps import Program
 from fourfold.cost.trace.walk import StepRow
 from fourfold.errors import UserError
 

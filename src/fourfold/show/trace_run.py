@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.cost.trace.step import Program
+from fourfold.cost.trace.steps import Program
 from fourfold.cost.trace.walk import StepRow
 from fourfold.result.trace import StepMeasure, TraceMeasure
 from fourfold.show.table import render

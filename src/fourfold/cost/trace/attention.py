@@ -7,8 +7,7 @@ All-gather: every rank keeps its queries and gathers all keys and values (Llama 
 from __future__ import annotations
 
 from fourfold.cost.trace.ask import Ask, check_heads, check_ulysses, divided, kv_copies
-from fourfold.cost.trace.groups import world_group
-from fourfold.cost.trace.step import Kind, Program, Send, Step, Tensor
+from fourfold.cost.trace.steps import Kind, Program, Send, Step, Tensor, world_group
 
 GROUP = "sequence"
 _N = "tokens/ranks"

@@ -10,11 +10,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from fourfold.cost.trace import size
 from fourfold.cost.trace.ask import kv_copies
-from fourfold.cost.trace.groups import axis_groups
-from fourfold.cost.trace.step import WORKSPACE_BYTES, Program
-from fourfold.cost.trace.symbols import Symbols, stretched_sizes
+from fourfold.cost.trace.steps import WORKSPACE_BYTES, Program, axis_groups
+from fourfold.cost.trace.symbols import Symbols, bracketed, stretched_sizes
 from fourfold.cost.trace.walk import Message, StepRow, TensorRow, message
 from fourfold.result.trace import LayerStep, LayerTensor, LayerTrace
 from fourfold.spec.batch import Batch
@@ -221,7 +219,7 @@ def _tensor(one: LayerTensor, two: LayerTensor, symbols: Symbols) -> TensorRow:
     shape = tuple(first for first, _ in pairs)
     return TensorRow(
         name=one.name,
-        symbolic=size.bracketed(symbols.of(pairs)),
+        symbolic=bracketed(symbols.of(pairs)),
         shape=shape,
         elements=prod(shape),
         bytes=one.bytes,

@@ -7,8 +7,7 @@ are cut over dp, and over tp between the layers (sequence parallel, Korthikanti 
 from __future__ import annotations
 
 from fourfold.cost.trace.ask import Ask, divided
-from fourfold.cost.trace.groups import axis_groups
-from fourfold.cost.trace.step import Kind, Program, Send, Step, Tensor
+from fourfold.cost.trace.steps import Kind, Program, Send, Step, Tensor, axis_groups
 from fourfold.errors import UserError
 
 _NOTES = (

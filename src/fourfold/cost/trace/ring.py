@@ -24,7 +24,7 @@ from fourfold.cost.trace.attention import (
     sums,
     whole_heads,
 )
-from fourfold.cost.trace.step import Program, Send, Step, Tensor
+from fourfold.cost.trace.steps import Program, Send, Step, Tensor
 
 _N = "tokens/ranks"
 _KV = ("2", _N, "kv_heads", "head_size")

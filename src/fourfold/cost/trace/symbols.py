@@ -1,16 +1,21 @@
-"""What does a number of a dry run stand for? A layer is counted twice, the second time with every
+"""What number does a symbolic size stand for, and what symbol a number?
+
+A size is a product of names and whole numbers, some of them divided: 'heads*head_size', '2*ffn/tp'.
+A dry run knows numbers only. A layer is counted twice, the second time with every
 size of the model another one: a dimension is the symbol that gives both of its numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
-from fourfold.cost.trace import size
 from fourfold.spec.run import RunSpec
 
+_WORD = re.compile(r"([*/]?)([a-z_]+|[0-9]+)")
 # By what the sizes of the second count are larger: primes that no layout divides by.
 _STRETCH = {"tokens": 11, "hidden": 13, "ffn": 17, "head_size": 19}
 _HEADS = 23
@@ -33,6 +38,38 @@ _CUTS = {
     "kv_heads*kv_copies": ("", "/tp", "/tp/cp"),
     "weights": ("", "/dp/cp"),
 }
+
+
+def ratio(size: str, sizes: Mapping[str, int]) -> Fraction:
+    """The exact value of a size."""
+    value = Fraction(1)
+    for sign, word in words(size):
+        number = int(word) if word.isdecimal() else sizes[word]
+        value = value / number if sign == "/" else value * number
+    return value
+
+
+def whole(size: str, sizes: Mapping[str, int]) -> int:
+    """The value of a size that must come out whole: the builders of steps refuse the rest."""
+    value = ratio(size, sizes)
+    assert value.denominator == 1, f"{size} = {value} is not whole"
+    return value.numerator
+
+
+def words(size: str) -> list[tuple[str, str]]:
+    """(sign, word) in order; an assert for our own misspelt sizes."""
+    found = _WORD.findall(size)
+    assert "".join(sign + word for sign, word in found) == size, size
+    return found
+
+
+def shape(dims: Iterable[str], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(whole(dim, sizes) for dim in dims)
+
+
+def bracketed(items: Iterable[object]) -> str:
+    """The printed form of a shape, symbolic or in numbers."""
+    return f"[{', '.join(map(str, items))}]"
 
 
 def stretched_sizes(spec: RunSpec) -> RunSpec:
@@ -60,7 +97,7 @@ class Symbols:
     def __init__(self, sizes: Mapping[str, int], other: Mapping[str, int]) -> None:
         self.by_numbers: dict[tuple[Any, Any], list[str]] = {}
         for text in _expressions(sizes):
-            both = size.ratio(text, sizes), size.ratio(text, other)
+            both = ratio(text, sizes), ratio(text, other)
             self.by_numbers.setdefault(both, []).append(text)
 
     def of(self, dims: Sequence[tuple[int, int]]) -> list[str]:

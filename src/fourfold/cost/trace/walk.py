@@ -5,15 +5,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
-from fourfold.cost.trace import size
-from fourfold.cost.trace.step import WORKSPACE_BYTES, Group, Program, Send, Step, Tensor
+from fourfold.cost.trace import attention, mlp, ring, symbols
+from fourfold.cost.trace.ask import Ask
+from fourfold.cost.trace.steps import WORKSPACE_BYTES, Group, Kind, Program, Send, Step, Tensor
 from fourfold.result.trace import How, Op
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.words import DTYPE_BYTES, Dtype
+
+PROGRAMS: dict[Kind, Callable[[Ask], Program]] = {
+    "ulysses": attention.ulysses,
+    "allgather": attention.allgather,
+    "ring": ring.ring,
+    "mlp": mlp.mlp,
+    "mlp2d": mlp.mlp2d,
+}
+
+
+def build(kind: Kind, ask: Ask) -> Program:
+    """The steps of a kind; refuses with a UserError what cannot be divided so."""
+    return PROGRAMS[kind](ask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +115,7 @@ def payload_bytes(step: Step, program: Program) -> int:
     """Whole buffers of a step's messages, as one counts calls; a group of one sends none."""
     sizes = {group.name: group.size for group in program.groups}
     return step.times * sum(
-        prod(size.shape(send.dims, program.sizes)) * item_bytes(send.dtype or program.dtype)
+        prod(symbols.shape(send.dims, program.sizes)) * item_bytes(send.dtype or program.dtype)
         for send in step.sends
         if sizes[send.group] > 1
     )
@@ -108,11 +123,11 @@ def payload_bytes(step: Step, program: Program) -> int:
 
 def tensor_row(tensor: Tensor, program: Program) -> TensorRow:
     dtype = tensor.dtype or program.dtype
-    shape = size.shape(tensor.dims, program.sizes)
+    shape = symbols.shape(tensor.dims, program.sizes)
     count = prod(shape)
     return TensorRow(
         name=tensor.name,
-        symbolic=size.bracketed(tensor.dims),
+        symbolic=symbols.bracketed(tensor.dims),
         shape=shape,
         elements=count,
         bytes=count * item_bytes(dtype),
@@ -139,13 +154,13 @@ def _hold(held: dict[str, int], tensors: tuple[TensorRow, ...], step: Step) -> i
 
 
 def _flops(step: Step, program: Program) -> int:
-    total = sum((size.ratio(term, program.sizes) for term in step.flops), Fraction(0))
+    total = sum((symbols.ratio(term, program.sizes) for term in step.flops), Fraction(0))
     assert total.denominator == 1, step.name
     return total.numerator
 
 
 def _message(send: Send, program: Program, group: Group, cluster: Cluster, times: int) -> Message:
-    count = prod(size.shape(send.dims, program.sizes))
+    count = prod(symbols.shape(send.dims, program.sizes))
     whole = times * count * item_bytes(send.dtype or program.dtype)
     return message(send.op, whole, group, cluster, program.rank)
 

@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.build import build
-from fourfold.cost.trace.groups import generic_cluster
-from fourfold.cost.trace.step import Step
+from fourfold.cost.trace.steps import Step, generic_cluster
 from fourfold.cost.trace.symbols import stretched_sizes
-from fourfold.cost.trace.walk import StepRow, payload_bytes, tensor_row, walk
+from fourfold.cost.trace.walk import StepRow, build, payload_bytes, tensor_row, walk
 from fourfold.engine import compat
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.observe.clock import synchronize

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.size import shape
-from fourfold.cost.trace.step import Program
+from fourfold.cost.trace.steps import Program
+from fourfold.cost.trace.symbols import shape
 from fourfold.engine.parallel import blocks
 from fourfold.engine.parallel.blocks import JoinedBlocks, cut
 from fourfold.engine.parallel.collectives import (
