@@ -66,8 +66,8 @@ def profile() -> HardwareProfile:
 def test_a_profile_becomes_a_calibration_within_the_knobs_limits(profile: HardwareProfile) -> None:
     (entry,) = calibration_of(profile, cluster_of(profile, 4)).entries
     assert entry.stack == "fourfold"
-    assert entry.knobs["host_s"] == pytest.approx(1e-3)
-    for name, value in entry.knobs.items():
+    assert entry.coefficients["host_s"] == pytest.approx(1e-3)
+    for name, value in entry.coefficients.items():
         assert BY_NAME[name].low <= value <= BY_NAME[name].high
 
 

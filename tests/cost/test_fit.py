@@ -1,4 +1,4 @@
-"""Does a fit find the knobs that made the rows, stay at its priors elsewhere, and tell no tales?"""
+"""Does a fit find the coefficients that made the rows, and stay at its priors elsewhere?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from fourfold.cost.fit.accuracy import pair_agreement, score
-from fourfold.cost.fit.calibration import Calibration, Entry, blend, from_json, shipped, to_json
+from fourfold.cost.fit.calibration import (
+    Calibration,
+    FittedStack,
+    blend,
+    from_json,
+    shipped,
+    to_json,
+)
 from fourfold.cost.fit.coefficients import BY_NAME, defaults
 from fourfold.cost.fit.fit import MOST_MEMORY, MOST_TIME, fit_entries, sample
 from fourfold.cost.fit.folds import folds
@@ -53,7 +60,7 @@ def test_a_fit_finds_the_knobs_that_made_the_rows() -> None:
     (a100, h100) = fit_entries(sample([made]))
     for entry in (a100, h100):
         for name in ("gemm", "flash", "elem"):
-            assert entry.knobs[name] == pytest.approx(truth[name], rel=0.08), name
+            assert entry.coefficients[name] == pytest.approx(truth[name], rel=0.08), name
         assert len(entry.free_time) <= MOST_TIME
         assert len(entry.free_memory) <= MOST_MEMORY
     again = fit_entries(sample([made]))
@@ -64,7 +71,7 @@ def test_a_knob_the_rows_do_not_exercise_stays_at_its_prior() -> None:
     (entry, _) = fit_entries(sample([table("mpt")]))
     for name in ("cp_attention", "micro_s", "head128", "slow_tp_s"):
         assert name not in entry.free_time
-        assert entry.knobs[name] == pytest.approx(BY_NAME[name].default)
+        assert entry.coefficients[name] == pytest.approx(BY_NAME[name].default)
 
 
 def test_one_disturbed_run_hardly_moves_a_fit() -> None:
@@ -73,7 +80,7 @@ def test_one_disturbed_run_hardly_moves_a_fit() -> None:
     broken = rows.step_s.copy()
     broken[60] *= 30
     other = fit_entries(sample([replace(rows, step_s=broken)]))[0]
-    assert other.knobs["gemm"] == pytest.approx(clean.knobs["gemm"], rel=0.03)
+    assert other.coefficients["gemm"] == pytest.approx(clean.coefficients["gemm"], rel=0.03)
 
 
 def test_a_calibration_file_reads_back() -> None:
@@ -81,7 +88,9 @@ def test_a_calibration_file_reads_back() -> None:
     one = Calibration(name="x", sources=("bloom",), entries=entries)
     back = from_json(to_json(one), "x")
     assert [e.key for e in back.entries] == [e.key for e in entries]
-    assert back.entries[0].knobs["gemm"] == pytest.approx(entries[0].knobs["gemm"], rel=1e-5)
+    assert back.entries[0].coefficients["gemm"] == pytest.approx(
+        entries[0].coefficients["gemm"], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,12 +107,12 @@ def test_an_unknown_key_gets_a_blend_and_a_wider_interval() -> None:
     assert "no measured runs" in why
     own = [e for e in known.entries if e.rows_time >= 40]
     assert entry.high > np.median([e.high for e in own])
-    assert min(e.knobs["gemm"] for e in own) < entry.knobs["gemm"]
+    assert min(e.coefficients["gemm"] for e in own) < entry.coefficients["gemm"]
 
 
 def test_a_blend_of_nothing_is_the_default() -> None:
     entry = blend((), stack="a", cluster="b", generation="h")
-    assert entry.knobs == pytest.approx(defaults())
+    assert entry.coefficients == pytest.approx(defaults())
 
 
 def test_the_interval_grows_outside_the_calibrated_range() -> None:
@@ -120,7 +129,7 @@ def test_shipped_calibrations_keep_to_their_limits() -> None:
     for entry in shipped().entries:
         assert len(entry.free_time) <= MOST_TIME, entry.key
         assert len(entry.free_memory) <= MOST_MEMORY, entry.key
-        for name, value in entry.knobs.items():
+        for name, value in entry.coefficients.items():
             assert BY_NAME[name].low * 0.999 <= value <= BY_NAME[name].high * 1.001, (
                 entry.key,
                 name,
@@ -226,5 +235,5 @@ def test_an_unknown_cluster_is_predicted_with_the_usual_fabric(tmp_path: Path) -
 
 
 def test_entry_key() -> None:
-    entry = Entry(stack="a", cluster="b", generation="h", knobs={}, informed={})
+    entry = FittedStack(stack="a", cluster="b", generation="h", coefficients={}, informed={})
     assert entry.key == "a|b"

@@ -9,7 +9,7 @@ import pytest
 from fourfold.cost.floor import least_bytes, parts, total
 from fourfold.cost.run import columns_of
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult, PhaseTime
-from fourfold.search.question import usual_cluster
+from fourfold.search.query import usual_cluster
 from fourfold.show import floor as shown
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fourfold.cost.columns import Columns, columns
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.cost.count.params import layer_matmul_params, model_params
-from fourfold.cost.fit.coefficients import KNOBS, defaults
+from fourfold.cost.fit.coefficients import COEFFICIENTS, defaults
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.run import model_facts
 from fourfold.cost.step.attention import attention_s
@@ -52,19 +52,19 @@ def test_a_wave_more_costs_a_wave() -> None:
 
 
 def test_a_thin_product_is_bound_by_memory() -> None:
-    one = {"rate": 7e14, "hbm": np.array([3e12]), "sms": np.array([132.0]), "knobs": defaults()}
+    one = {"rate": 7e14, "hbm": np.array([3e12]), "sms": np.array([132.0]), "coef": defaults()}
     m, n, k = np.array([1.0]), np.array([8192.0]), np.array([8192.0])
     assert gemm_s(m, n, k, **one)[0] >= 2 * 8192 * 8192 / 3e12
 
 
 def test_hidden_14400_on_tp8_costs_more_per_flop_than_14336() -> None:
-    knobs = defaults()
+    coef = defaults()
     both = runs(
         2, hidden=[14336, 14400], ffn=[4 * 14336, 4 * 14400], heads=[64, 96], kv_heads=[64, 96],
         gated=0, seq=2048, tp=8, dp=1, vocab=250880,
         attention=PRICED_ATTENTION.index("fused-softmax"),
     )  # fmt: skip
-    step = estimate(both, knobs).step_s
+    step = estimate(both, coef).step_s
     flops = both.hidden**2
     assert 1.12 < (step[1] / flops[1]) / (step[0] / flops[0]) < 1.4
 
@@ -105,19 +105,19 @@ def test_the_slowest_stage_sets_the_beat() -> None:
 
 def test_groups_that_share_a_node_share_its_network() -> None:
     c = runs(tp=8, gpus=64)
-    knobs = defaults()
-    alone = group_rate(runs(tp=1, gpus=64), knobs, np.array([64.0]), np.array([1.0]))
-    shared = group_rate(c, knobs, np.array([8.0]), np.array([8.0]))
+    coef = defaults()
+    alone = group_rate(runs(tp=1, gpus=64), coef, np.array([64.0]), np.array([1.0]))
+    shared = group_rate(c, coef, np.array([8.0]), np.array([8.0]))
     assert shared[0] == pytest.approx(alone[0] / 8)
     assert ranks_within(16.0, 4.0, 8.0) == 2.0
 
 
 def test_groups_that_do_not_tile_a_host_pay_for_its_network() -> None:
     """tp 3 on hosts of 8: some group spans two hosts, and everybody waits for it."""
-    knobs, one = defaults(), np.array([1.0])
-    inside = group_rate(runs(tp=4, gpus=48), knobs, np.array([4.0]), one)
-    across = group_rate(runs(tp=3, gpus=48), knobs, np.array([3.0]), one)
-    single = group_rate(runs(tp=3, gpus=6), knobs, np.array([3.0]), one)
+    coef, one = defaults(), np.array([1.0])
+    inside = group_rate(runs(tp=4, gpus=48), coef, np.array([4.0]), one)
+    across = group_rate(runs(tp=3, gpus=48), coef, np.array([3.0]), one)
+    single = group_rate(runs(tp=3, gpus=6), coef, np.array([3.0]), one)
     assert across[0] < inside[0] / 4
     assert single[0] == inside[0]
 
@@ -186,9 +186,9 @@ def test_counting_over_columns_is_counting_one_model(name: str) -> None:
 
 
 def test_every_knob_has_a_default_inside_its_bounds() -> None:
-    for knob in KNOBS:
-        assert knob.low < knob.default < knob.high, knob.name
-        assert 0 < knob.spread <= 1.0, knob.name
+    for coefficient in COEFFICIENTS:
+        assert coefficient.low < coefficient.default < coefficient.high, coefficient.name
+        assert 0 < coefficient.spread <= 1.0, coefficient.name
 
 
 def test_a_head_size_of_its_own_reaches_every_formula() -> None:
@@ -199,11 +199,11 @@ def test_a_head_size_of_its_own_reaches_every_formula() -> None:
     c = runs(**model_facts(model))
     assert c.layer_weights[0] == layer_matmul_params(model)
     assert c.kv_width[0] == model.kv_width
-    knobs = defaults()
+    coef = defaults()
     wide = runs(**{**model_facts(model), "width": model.hidden})
-    assert attention_s(c, knobs, micro=c.micro)[0] < attention_s(wide, knobs, micro=c.micro)[0]
-    assert memory(c, knobs).worst_bytes < memory(wide, knobs).worst_bytes
-    assert estimate(c, knobs).step_s < estimate(wide, knobs).step_s
+    assert attention_s(c, coef, micro=c.micro)[0] < attention_s(wide, coef, micro=c.micro)[0]
+    assert memory(c, coef).worst_bytes < memory(wide, coef).worst_bytes
+    assert estimate(c, coef).step_s < estimate(wide, coef).step_s
 
 
 @given(st.integers(1, 300), st.integers(1, 300))

@@ -19,7 +19,7 @@ from fourfold.cost.memory.interval import (
     NO,
     TIGHT,
     YES,
-    lean_knobs,
+    lean_coefficients,
     memory_bounds,
     verdicts,
 )
@@ -30,7 +30,7 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import parse
-from fourfold.search.question import entry_for, usual_cluster
+from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
@@ -56,7 +56,7 @@ def seen(stack: str, gpu: str = "h100-80gb", micro: int = 1, **policy) -> Column
 
 def activations(c: Columns, stack: str) -> float:
     entry, _ = entry_for(SHIPPED, stack, usual_cluster(catalog.device("h100-80gb"), 256))
-    return float(memory(c, entry.knobs).parts["activations"][0])
+    return float(memory(c, entry.coefficients).parts["activations"][0])
 
 
 @pytest.mark.parametrize("stack", ["generic", "megatron-bridge-2026", "fourfold"])
@@ -84,8 +84,8 @@ def test_torchtitans_published_70b_run() -> None:
     entry, _ = entry_for(
         SHIPPED, "torchtitan-2024", usual_cluster(catalog.device("h100-96gb"), 256)
     )
-    assert float(estimate(c, entry.knobs).step_s[0]) == pytest.approx(19.764, rel=0.10)
-    peak = float(memory(c, entry.knobs).worst_bytes[0]) / 2**30
+    assert float(estimate(c, entry.coefficients).step_s[0]) == pytest.approx(19.764, rel=0.10)
+    peak = float(memory(c, entry.coefficients).worst_bytes[0]) / 2**30
     assert peak == pytest.approx(71.9, rel=0.15)
 
 
@@ -94,9 +94,11 @@ def test_a_verdict_is_sure_only_beyond_the_interval() -> None:
     c = seen(stack)
     entry, _ = entry_for(SHIPPED, stack, usual_cluster(catalog.device("h100-80gb"), 256))
     low, high = memory_bounds(c, entry)
-    limit = limit_bytes(replace(c, capacity=np.ones(1)), entry.knobs)
-    lean = lean_knobs(entry)
-    least = memory(c, lean).worst_bytes * np.exp(-FRAGMENTS) * entry.knobs["room"] / lean["room"]
+    limit = limit_bytes(replace(c, capacity=np.ones(1)), entry.coefficients)
+    lean = lean_coefficients(entry)
+    least = (
+        memory(c, lean).worst_bytes * np.exp(-FRAGMENTS) * entry.coefficients["room"] / lean["room"]
+    )
     assert least < low  # nobody measured this engine's memory: a lean one may need less
     sure = ((1.01 * high, YES), (0.99 * least, NO))
     unsure = [(one, TIGHT) for one in (0.99 * high, 1.01 * low, 0.99 * low, 1.01 * least)]
@@ -107,9 +109,9 @@ def test_a_verdict_is_sure_only_beyond_the_interval() -> None:
 def test_rows_narrow_what_a_lean_engine_may_need() -> None:
     entry, _ = entry_for(SHIPPED, "nanotron-2025", catalog.cluster("hf-h100"))
     assert entry.informed["state"] > 0.9
-    taught, lean = lean_knobs(entry), lean_knobs(replace(entry, informed={}))
+    taught, lean = lean_coefficients(entry), lean_coefficients(replace(entry, informed={}))
     for name in ("act", "state", "kept_hidden"):
-        assert lean[name] < taught[name] <= entry.knobs[name]
+        assert lean[name] < taught[name] <= entry.coefficients[name]
 
 
 @pytest.mark.parametrize("name", ["mpt", "bloom", "par4d"])

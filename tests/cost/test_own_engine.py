@@ -18,7 +18,7 @@ from fourfold.cost.step.own_engine import adding_bytes, layer_bytes, update_byte
 from fourfold.cost.table.reports import read_reports
 from fourfold.errors import UserError
 from fourfold.search.predict import predict
-from fourfold.search.question import entry_for, usual_cluster
+from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
 
@@ -58,10 +58,10 @@ def test_one_gpu_takes_what_was_measured_and_many_take_its_kernels():
     assert (entry, why) == (own, "")
     many, why = entry_for(shipped(), "fourfold", usual_cluster(catalog.device("h200"), 64))
     assert "generic" in why
-    assert all(many.knobs[name] == own.knobs[name] for name in own.free_time)
-    assert many.knobs["net"] != own.knobs["net"] or many.cluster != own.cluster
+    assert all(many.coefficients[name] == own.coefficients[name] for name in own.free_time)
+    assert many.coefficients["net"] != own.coefficients["net"] or many.cluster != own.cluster
     other, _ = entry_for(shipped(), "megatron-lm-2025", H200)
-    assert other.knobs["flash"] != own.knobs["flash"]
+    assert other.coefficients["flash"] != own.coefficients["flash"]
     assert own_entry("fourfold", "a100-80gb") is None
 
 
@@ -89,7 +89,7 @@ def test_a_biased_model_reads_its_gradients_once_more():
 
 def test_compiled_layers_keep_less_and_fp8_ones_least():
     specs = [run(compile=False), run(), run(compute_dtype="fp8")]
-    peaks = memory(columns(*specs), own_entry("fourfold", "h200").knobs).worst_bytes
+    peaks = memory(columns(*specs), own_entry("fourfold", "h200").coefficients).worst_bytes
     ffn, hidden = 2 * 8192 * 14336 * 32, 2 * 8192 * 4096 * 32
     assert peaks[0] - peaks[1] > 0.9 * ffn  # the gate's own activation, and logits in fp32
     assert peaks[1] - peaks[2] == pytest.approx(ffn + 2 * hidden, rel=0.1)
@@ -97,7 +97,7 @@ def test_compiled_layers_keep_less_and_fp8_ones_least():
 
 def test_fp8_by_its_compute_format_is_priced():
     both = columns(run(precision="bf16-pure"), run(precision="bf16-pure", compute_dtype="fp8"))
-    seconds = estimate(both, own_entry("fourfold", "h200").knobs).step_s
+    seconds = estimate(both, own_entry("fourfold", "h200").coefficients).step_s
     assert 0.7 < seconds[1] / seconds[0] < 0.9
 
 

@@ -12,8 +12,8 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.stacks import STACKS
 from fourfold.search.legal import Target, why_not
 from fourfold.search.predict import predict
-from fourfold.search.question import Question, entry_for, evidence_for, usual_cluster
-from fourfold.search.ranking import rank
+from fourfold.search.query import PlanQuery, entry_for, evidence_for, usual_cluster
+from fourfold.search.ranking import rank_layouts
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
@@ -79,13 +79,13 @@ def _policy(rng: random.Random) -> Policy:
     )
 
 
-def query(spec: RunSpec, stack: str, cluster: Cluster, left_open: set[str]) -> Question:
+def query(spec: RunSpec, stack: str, cluster: Cluster, left_open: set[str]) -> PlanQuery:
     """What the planner is asked: the run, with some of its fields left to the search."""
     entry, why = entry_for(SHIPPED, stack, cluster)
     axes = {name: getattr(spec.layout, name) for name in ("pp", "cp", "tp", "dp", "replicate")}
     chosen = axes | {name: getattr(spec.policy, name) for name in OPEN[6:]}
     chosen["micro_batch"] = spec.batch.micro_batch
-    return Question(
+    return PlanQuery(
         model=spec.model,
         cluster=cluster,
         gpus=spec.gpus,
@@ -105,7 +105,9 @@ def require_one_price(seed: int) -> int:
     """How many rows were compared."""
     rng = random.Random(seed)
     spec, stack, cluster = sampled(rng)
-    ranking = rank(query(spec, stack, cluster, set(rng.sample(OPEN, rng.choice((0, 1, 2))))))
+    ranking = rank_layouts(
+        query(spec, stack, cluster, set(rng.sample(OPEN, rng.choice((0, 1, 2)))))
+    )
     for i in range(len(ranking)):
         (alone,) = predict([ranking.spec(i)], cluster=cluster, stack=stack)
         assert alone == ranking.predicted.one(i), (seed, stack, ranking.spec(i))
@@ -135,7 +137,7 @@ def test_a_question_that_leaves_all_open_lists_rows_that_predict_repeats() -> No
         plain = replace(spec, policy=Policy(), model=catalog.model("llama-3.1-8b"))
         open_query = query(plain, stack, cluster, set(OPEN))
         machine = usual_cluster(cluster.device, 64)
-        ranking = rank(replace(open_query, gpus=64, cluster=machine, release=release))
+        ranking = rank_layouts(replace(open_query, gpus=64, cluster=machine, release=release))
         assert len(ranking) >= 8
         specs = [ranking.spec(i) for i in range(len(ranking))]
         alone = predict(specs, cluster=machine, stack=stack, release=release)

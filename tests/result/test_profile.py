@@ -13,8 +13,8 @@ from fourfold.result.profile import (
     HardwareProfile,
     SharedPoint,
     cluster_of,
+    coefficients_of,
     device_of,
-    knobs_of,
     link_of,
 )
 from fourfold.spec import codec
@@ -98,12 +98,12 @@ def test_the_link_comes_from_all_reduces() -> None:
 
 
 def test_knobs_are_shares_of_what_was_measured() -> None:
-    knobs = knobs_of(make())
-    assert knobs["gemm"] == pytest.approx(0.8)
-    assert knobs["host_s"] == 1e-3
-    assert knobs["latency_s"] == pytest.approx(1e-4)
+    coef = coefficients_of(make())
+    assert coef["gemm"] == pytest.approx(0.8)
+    assert coef["host_s"] == 1e-3
+    assert coef["latency_s"] == pytest.approx(1e-4)
     # 1000 misses 64 by 3 powers of two (8 divides it) and runs at 1.0e11 of 2e11.
-    assert knobs["align"] == pytest.approx((1 - (2 * 1000 * 1024 * 1000 / 0.02) / 2e11) / 3)
+    assert coef["align"] == pytest.approx((1 - (2 * 1000 * 1024 * 1000 / 0.02) / 2e11) / 3)
 
 
 def test_profiles_round_trip() -> None:

@@ -29,7 +29,7 @@ SHAPE = advise.Shape(
 
 def kernels(gpu: str = "a100-80gb", attention: str = "flash") -> advise.Kernels:
     entry, _ = calibrations.shipped().entry("fourfold", "", "a")
-    return advise.Kernels(catalog.device(gpu), "bf16-mixed", entry.knobs, attention)
+    return advise.Kernels(catalog.device(gpu), "bf16-mixed", entry.coefficients, attention)
 
 
 def asked(capsys, *words: str) -> dict:

@@ -15,8 +15,8 @@ from fourfold.cost.run import columns_of
 from fourfold.search.candidates import candidates
 from fourfold.search.explain import explain, ways_to_run
 from fourfold.search.predict import predict
-from fourfold.search.question import Question
-from fourfold.search.ranking import rank
+from fourfold.search.query import PlanQuery
+from fourfold.search.ranking import rank_layouts
 from fourfold.spec.batch import Batch
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
@@ -38,7 +38,7 @@ POLICIES = [
 ]
 
 
-def _asked(policy: Policy, stack: str = "fourfold") -> tuple[Question, RunSpec]:
+def _asked(policy: Policy, stack: str = "fourfold") -> tuple[PlanQuery, RunSpec]:
     """A question that leaves nothing open, and the run it asks about."""
     layout = Layout(pp=4, shard=2, tp=2)
     spec = RunSpec(
@@ -60,7 +60,7 @@ def _asked(policy: Policy, stack: str = "fourfold") -> tuple[Question, RunSpec]:
     return one, spec
 
 
-def _planned(one: Question) -> Columns:
+def _planned(one: PlanQuery) -> Columns:
     """The only point of the grid. Laid out for an engine that runs everything, seen by the one that
     was asked for: what an engine refuses is another question."""
     grid = candidates(replace(one, stack="generic"))
@@ -86,7 +86,7 @@ RUN = [policy for policy in POLICIES if not policy.async_tp and policy.overlap_g
 @pytest.mark.parametrize("policy", RUN, ids=lambda p: f"{p.attention}-{p.schedule}")
 def test_plan_and_bench_predict_the_same_seconds_and_bytes(policy: Policy) -> None:
     one, spec = _asked(policy)
-    ranking = rank(one)
+    ranking = rank_layouts(one)
     assert len(ranking) == 1
     (told,) = predict([spec], cluster=one.cluster)
     assert told.step_s == pytest.approx(float(ranking.step_s[0]), rel=1e-9)
@@ -98,7 +98,7 @@ def test_torchs_fused_kernels_keep_no_scores_and_megatrons_softmax_does() -> Non
     kinds = ("auto", "flash", "cudnn", "efficient", "fused", "fused-softmax")
     specs = [replace(spec, policy=Policy(attention=kind)) for kind in kinds]  # type: ignore[arg-type]
     c = columns_of(specs, cluster=one.cluster, stack="generic")
-    *torch_bytes, megatron_bytes = memory(c, one.entry.knobs).worst_bytes.tolist()
+    *torch_bytes, megatron_bytes = memory(c, one.entry.coefficients).worst_bytes.tolist()
     assert len(set(torch_bytes)) == 1
     assert megatron_bytes > 1.2 * torch_bytes[0]
 
@@ -149,7 +149,7 @@ def test_no_explained_layout_is_ahead_of_the_best() -> None:
 
 def test_an_explained_place_is_the_tables() -> None:
     one = ask(gpus=16, stack="megatron")
-    table = rank(one)
+    table = rank_layouts(one)
     for i in range(min(8, len(table))):
         layout = table.layout(i)
         said = explain(one, layout, tokens=None)
@@ -160,7 +160,7 @@ def test_an_explained_place_is_the_tables() -> None:
 
 def test_explained_places_are_distinct_layouts() -> None:
     one = ask(gpus=16, stack="megatron")
-    ranking = rank(one)
+    ranking = rank_layouts(one)
     assert len(set(ranking.layouts.tolist())) == len(ranking.layouts)
     assert ranking.layouts_s.min() == ranking.all_step_s[0]
     mine = ways_to_run(one, ranking.layout(0))

@@ -23,8 +23,8 @@ from fourfold.search.candidates import MICRO_BATCHES, candidates
 from fourfold.search.explain import explain
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import why_not
-from fourfold.search.question import (
-    Question,
+from fourfold.search.query import (
+    PlanQuery,
     default_stack,
     entry_for,
     evidence_for,
@@ -32,7 +32,7 @@ from fourfold.search.question import (
     usual_policy,
 )
 from fourfold.search.ramp import training
-from fourfold.search.ranking import rank
+from fourfold.search.ranking import rank_layouts
 from fourfold.search.rules.case import divisors
 from fourfold.search.sensitivity import deciding, flips, tie_width, tied_with_first
 from fourfold.search.stack_names import match_stack
@@ -47,10 +47,10 @@ from fourfold.spec.words import RECOMPUTE, RECOMPUTE_KINDS
 SHIPPED = calibrations.shipped()
 
 
-def ask(model: str = "llama-3.1-8b", gpus: int = 8, stack: str = "generic", **changed) -> Question:
+def ask(model: str = "llama-3.1-8b", gpus: int = 8, stack: str = "generic", **changed) -> PlanQuery:
     cluster = changed.pop("cluster", None) or usual_cluster(catalog.device("h100-80gb"), gpus)
     entry, why = entry_for(SHIPPED, stack, cluster)
-    base = Question(
+    base = PlanQuery(
         model=catalog.model(model),
         cluster=cluster,
         gpus=gpus,
@@ -88,7 +88,7 @@ def test_the_grid_holds_exactly_what_why_not_allows(stack: str) -> None:
     assert grid.looked_at == grid.legal + sum(grid.refused.values())
 
 
-def _legal_points(one: Question, layout: Layout) -> set[tuple[int, ...]]:
+def _legal_points(one: PlanQuery, layout: Layout) -> set[tuple[int, ...]]:
     found = set()
     kinds = ("ring", "allgather", "ulysses") if layout.cp > 1 else ("ring",)
     zeros = range(4) if layout.shard * layout.cp > 1 else range(1)
@@ -118,7 +118,7 @@ def _legal_points(one: Question, layout: Layout) -> set[tuple[int, ...]]:
 
 def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> None:
     one = ask(gpus=16)
-    ranking = rank(one)
+    ranking = rank_layouts(one)
     assert len(ranking) > 10
     specs = [
         RunSpec(
@@ -133,9 +133,9 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
     for spec in specs:
         assert not why_not(spec.model, spec.layout, spec.batch, spec.policy, one.target)
     columns = columns_of(specs, cluster=one.cluster, stack="generic")
-    assert np.allclose(estimate(columns, one.entry.knobs).step_s, ranking.closed_s)
+    assert np.allclose(estimate(columns, one.entry.coefficients).step_s, ranking.closed_s)
     assert np.allclose(
-        memory(columns, one.entry.knobs).worst_bytes, ranking.predicted.room.worst_bytes
+        memory(columns, one.entry.coefficients).worst_bytes, ranking.predicted.room.worst_bytes
     )
     assert (np.diff(ranking.step_s) >= 0).all()
     assert np.allclose(sum(ranking.predicted.times.parts.values()), ranking.step_s)
@@ -147,35 +147,39 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
 
 
 def test_what_is_over_the_memory_by_our_best_estimate_is_named_and_not_ranked() -> None:
-    crowded = rank(replace(ask(gpus=16), fixed={"pp": 1, "tp": 1, "cp": 1, "recompute": "none"}))
-    limit = crowded.ask.cluster.device.memory_bytes * USABLE
+    crowded = rank_layouts(
+        replace(ask(gpus=16), fixed={"pp": 1, "tp": 1, "cp": 1, "recompute": "none"})
+    )
+    limit = crowded.query.cluster.device.memory_bytes * USABLE
     assert (crowded.predicted.room.worst_bytes < limit).all()
     assert crowded.near_miss["peak_bytes"][0] >= limit
     # Where nothing else is left, it is ranked, and called tight.
     micro = int(crowded.near_miss["micro_batch"][0])
     zero = f"zero{int(crowded.near_miss['zero'][0])}"
     copies = int(crowded.near_miss["replicate"][0])
-    fixed = crowded.ask.fixed | {"micro_batch": micro, "sharding": zero, "replicate": copies}
-    alone = rank(replace(crowded.ask, fixed=fixed))
+    fixed = crowded.query.fixed | {"micro_batch": micro, "sharding": zero, "replicate": copies}
+    alone = rank_layouts(replace(crowded.query, fixed=fixed))
     assert (alone.predicted.room.worst_bytes >= limit).any()
 
 
 def test_one_layout_is_listed_in_its_variants() -> None:
-    alone = rank(ask(gpus=1, model="mpt-125m"), least=4)
+    alone = rank_layouts(ask(gpus=1, model="mpt-125m"), least=4)
     assert len(alone) == 4
     assert {str(alone.layout(i)) for i in range(4)} == {"pp1 dp1 cp1 tp1"}
     assert (np.diff(alone.step_s) >= 0).all()
-    assert len(rank(ask(gpus=1, model="mpt-125m"), least=1)) == 1
+    assert len(rank_layouts(ask(gpus=1, model="mpt-125m"), least=1)) == 1
 
 
 def test_flags_fix_an_axis_and_where_drops() -> None:
     one = ask(gpus=16)
-    fixed = rank(replace(one, fixed={"tp": 4, "recompute": "full", "micro_batch": 3}))
+    fixed = rank_layouts(replace(one, fixed={"tp": 4, "recompute": "full", "micro_batch": 3}))
     assert len(fixed)
     assert set(fixed.points["tp"].tolist()) == {4}
     assert set(fixed.points["micro_batch"].tolist()) == {3}
     assert {fixed.policy(i).recompute for i in range(len(fixed))} == {"full"}
-    few = rank(replace(one, where=(parse("dp % 4 == 0"), parse("step_s < 8 and mem_gib < 60"))))
+    few = rank_layouts(
+        replace(one, where=(parse("dp % 4 == 0"), parse("step_s < 8 and mem_gib < 60")))
+    )
     assert len(few)
     assert few.dropped
     assert (few.predicted.columns.dp % 4 == 0).all()
@@ -185,19 +189,23 @@ def test_flags_fix_an_axis_and_where_drops() -> None:
 
 def test_a_named_schedule_decides_the_virtual_stages() -> None:
     pipe = {"pp": 4, "tp": 2, "cp": 1}
-    plain = rank(ask(gpus=16, fixed=pipe | {"schedule": "1f1b"}))
+    plain = rank_layouts(ask(gpus=16, fixed=pipe | {"schedule": "1f1b"}))
     assert set(plain.points["virtual_stages"].tolist()) == {1}
-    looped = rank(ask(gpus=16, fixed=pipe | {"schedule": "interleaved"}))
+    looped = rank_layouts(ask(gpus=16, fixed=pipe | {"schedule": "interleaved"}))
     assert min(looped.points["virtual_stages"].tolist()) > 1
     held = replace(Policy(), schedule="gpipe")
-    gpipe = rank(ask(gpus=16, fixed=pipe | {"schedule": "gpipe"}, policy=held, explore=True))
+    gpipe = rank_layouts(
+        ask(gpus=16, fixed=pipe | {"schedule": "gpipe"}, policy=held, explore=True)
+    )
     assert {gpipe.policy(i).schedule for i in range(len(gpipe))} == {"gpipe"}
 
 
 def test_every_nth_recompute_is_priced_between_none_and_full() -> None:
     policy = {"policy": replace(Policy(), recompute="every-2")}
     steps = [
-        rank(ask(fixed={"recompute": how, "tp": 2, "pp": 1, "cp": 1, "micro_batch": 1}, **more))
+        rank_layouts(
+            ask(fixed={"recompute": how, "tp": 2, "pp": 1, "cp": 1, "micro_batch": 1}, **more)
+        )
         for how, more in (("none", {}), ("every-2", policy), ("full", {}))
     ]
     times = [float(ranking.step_s[0]) for ranking in steps]
@@ -211,7 +219,7 @@ def test_what_no_row_backs_is_set_aside_unless_explored() -> None:
     one = ask(
         "gpt-3-175b", 384, stack, cluster=cluster, batch=Batch(seq_len=2048, global_batch=2048)
     )
-    shy, bold = rank(one), rank(replace(one, explore=True))
+    shy, bold = rank_layouts(one), rank_layouts(replace(one, explore=True))
     assert {shy.policy(i).recompute for i in range(len(shy))} == {"full"}
     assert shy.set_aside > 0
     best_of_both = min(shy.unproven_best["step_s"][0], shy.closed_s.min())
@@ -221,7 +229,7 @@ def test_what_no_row_backs_is_set_aside_unless_explored() -> None:
 
 
 def test_played_pipelines_stay_near_the_closed_form() -> None:
-    ranking = rank(ask("llama-3.1-70b", 64, batch=Batch(seq_len=4096, global_batch=100)))
+    ranking = rank_layouts(ask("llama-3.1-70b", 64, batch=Batch(seq_len=4096, global_batch=100)))
     assert ranking.predicted.played > 20
     ratio = ranking.step_s / ranking.closed_s
     c = ranking.predicted.columns
@@ -240,7 +248,7 @@ def test_the_layout_bloom_was_trained_on_is_among_the_first() -> None:
     cluster = catalog.cluster("jean-zay")
     batch = Batch(seq_len=2048, global_batch=2048)
     stack = "megatron-deepspeed-2022"
-    ranking = rank(ask("bloom-176b", 384, stack, cluster=cluster, batch=batch))
+    ranking = rank_layouts(ask("bloom-176b", 384, stack, cluster=cluster, batch=batch))
     found = [str(ranking.layout(i)) for i in range(len(ranking))].index("pp12 dp8 cp1 tp4")
     assert found < 10
     assert ranking.step_s[found] < 1.1 * ranking.step_s[0]
@@ -248,9 +256,9 @@ def test_the_layout_bloom_was_trained_on_is_among_the_first() -> None:
 
 
 def test_ties_flips_and_deciding_runs_name_other_layouts() -> None:
-    ranking = rank(ask(gpus=16))
+    ranking = rank_layouts(ask(gpus=16))
     tied = tied_with_first(ranking)
-    width = np.exp(tie_width(ranking.ask.entry))
+    width = np.exp(tie_width(ranking.query.entry))
     assert ranking.step_s[tied - 1] <= ranking.step_s[0] * width < ranking.step_s[tied]
     for flip in flips(ranking):
         assert flip.gain > 1
@@ -259,7 +267,7 @@ def test_ties_flips_and_deciding_runs_name_other_layouts() -> None:
     assert runs[0] == 0
     assert 2 <= len(runs) <= 3
     assert max(runs) < tied
-    low, high = memory_bounds(ranking.predicted.columns, ranking.ask.entry)
+    low, high = memory_bounds(ranking.predicted.columns, ranking.query.entry)
     assert (
         (low < ranking.predicted.room.worst_bytes) & (ranking.predicted.room.worst_bytes < high)
     ).all()
@@ -267,14 +275,14 @@ def test_ties_flips_and_deciding_runs_name_other_layouts() -> None:
 
 def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
     batch = Batch(seq_len=4096, global_batch=64, ramp=Ramp(start=16, increment=16, samples=4800))
-    ranking = rank(ask(gpus=16, batch=batch, stack="megatron"))
+    ranking = rank_layouts(ask(gpus=16, batch=batch, stack="megatron"))
     assert (16 % (ranking.predicted.columns.dp * ranking.predicted.columns.micro) == 0).all()
     train = training(ranking, tokens=4096 * 10_000.0, top=5)
     assert train.stages == 3
     by_hand = 0.0
     for size, steps in ((16, 100), (32, 50), (48, 34)):  # 1600 each, in whole steps
         spec = RunSpec(
-            model=ranking.ask.model,
+            model=ranking.query.model,
             gpus=16,
             layout=ranking.layout(0),
             batch=Batch(
@@ -284,8 +292,8 @@ def test_a_ramp_is_legal_and_priced_in_every_stage() -> None:
             ),
             policy=ranking.policy(0),
         )
-        columns = columns_of([spec], cluster=ranking.ask.cluster, stack="megatron")
-        by_hand += steps * float(estimate(columns, ranking.ask.entry.knobs).step_s[0])
+        columns = columns_of([spec], cluster=ranking.query.cluster, stack="megatron")
+        by_hand += steps * float(estimate(columns, ranking.query.entry.coefficients).step_s[0])
     assert train.ramp_s[0] == pytest.approx(by_hand)
     assert train.ramp_sequences == 4832
     assert train.total_s[0] == pytest.approx(by_hand + (10_000 - 4832) / 64 * ranking.step_s[0])
@@ -450,7 +458,7 @@ def test_what_is_ranked_for_a_release_it_has_settings_for(release, model, precis
     except UserError:
         assert release == "nanotron"
         return
-    ranking = rank(asked, least=300)
+    ranking = rank_layouts(asked, least=300)
     assert len(ranking) > 20
     for place in range(0, len(ranking), 7):
         one = replace(

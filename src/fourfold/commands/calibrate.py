@@ -19,7 +19,7 @@ from fourfold.launch.devices import gpu_count
 from fourfold.launch.local import JobError, must_be_ok, run_job
 from fourfold.launch.scratch import scratch
 from fourfold.result.job import answer_file
-from fourfold.result.profile import HardwareProfile, cluster_of, knobs_of, link_of
+from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of, link_of
 from fourfold.show.table import json_text, render
 from fourfold.spec import codec
 from fourfold.spec.job import Job, Limits
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cluster_out:
         files.write_text(args.cluster_out, codec.to_toml(cluster_of(profile, ranks)))
     if args.format == "json":
-        print(json_text(codec.dump(profile) | {"knobs": knobs_of(profile)}))
+        print(json_text(codec.dump(profile) | {"knobs": coefficients_of(profile)}))
         return 0
     print(render(["quantity", "value", "measured as"], _rows(profile), args.format))
     if args.format != "csv":

@@ -87,12 +87,12 @@ def _plan(
 ) -> list[tuple[RunSpec, dict[str, float]]]:
     """The fastest plan and the best ones that divide the work in other ways."""
     from fourfold.cost.fit.measured import calibration_of
-    from fourfold.search.question import Question, entry_for
-    from fourfold.search.ranking import rank
+    from fourfold.search.query import PlanQuery, entry_for
+    from fourfold.search.ranking import rank_layouts
 
     known = calibration_of(profile, cluster)
     entry, _ = entry_for(known, "fourfold", cluster)
-    ask = Question(
+    ask = PlanQuery(
         model=catalog.model(chosen.model),
         cluster=cluster,
         gpus=chosen.ranks,
@@ -106,7 +106,7 @@ def _plan(
         fixed={"virtual_stages": 1, "recompute": "none"},
         explore=True,
     )
-    found = rank(ask)
+    found = rank_layouts(ask)
     _say(f"   {found.grid.legal:,} legal plans, {found.fitting:,} fit")
     planned: dict[str, tuple[RunSpec, dict[str, float]]] = {}
     for i in range(len(found)):

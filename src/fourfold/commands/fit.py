@@ -1,8 +1,9 @@
 """Fit the cost model to measured rows: a calibration for every stack and cluster in them.
 
 At most 14 free numbers for time and 6 for memory per stack and cluster; priors keep what the rows
-do not exercise at physical values (or at what --prior knows). The file stores knobs, residuals,
-row counts and cross-validated errors; 'predict', 'plan' and 'score' take it as --calibration.
+do not exercise at physical values (or at what --prior knows). The file stores coefficients,
+residuals, row counts and cross-validated errors; 'predict', 'plan' and 'score' take it as
+--calibration.
 
 --suggest K fits nothing: it names the K runs of the table whose measurement would teach most. It
 looks at configurations only, never at results.

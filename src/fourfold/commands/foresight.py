@@ -72,7 +72,7 @@ class Foresight:
 
     def cluster(self, spec: RunSpec) -> Cluster | None:
         """The named cluster; on a GPU that the catalogue knows, this host with its usual links."""
-        from fourfold.search.question import usual_cluster
+        from fourfold.search.query import usual_cluster
 
         if self._named is not None or self._profile is not None:
             return self._named

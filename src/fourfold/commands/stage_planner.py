@@ -30,16 +30,18 @@ class Planner:
     def __init__(self, args: argparse.Namespace, spec: RunSpec) -> None:
         from fourfold.cost.fit import calibration
         from fourfold.cost.run import columns_of
-        from fourfold.result.profile import knobs_of
-        from fourfold.search.question import entry_for
+        from fourfold.result.profile import coefficients_of
+        from fourfold.search.query import entry_for
 
         self.spec = spec
         profile = read_profile(args.profile) if args.profile else None
         self.cluster, self.basis = _cluster(args, spec)
         self.entry, _ = entry_for(calibration.shipped(), "fourfold", self.cluster)
-        known = knobs_of(profile) if profile is not None else {}
+        known = coefficients_of(profile) if profile is not None else {}
         on_cpu = {"base_gib": 0.0} if self.cluster.device.id.startswith("cpu") else {}
-        self.entry = replace(self.entry, knobs={**self.entry.knobs, **known, **on_cpu})
+        self.entry = replace(
+            self.entry, coefficients={**self.entry.coefficients, **known, **on_cpu}
+        )
         self.columns: Columns = columns_of([spec], cluster=self.cluster, stack="fourfold")
 
     def step_s(self) -> tuple[float, float, float]:
@@ -47,14 +49,14 @@ class Planner:
         from fourfold.cost.fit.interval import bounds
         from fourfold.cost.step.estimate import estimate
 
-        step = estimate(self.columns, self.entry.knobs).step_s
+        step = estimate(self.columns, self.entry.coefficients).step_s
         low, high = bounds(self.columns, self.entry, step)
         return float(step[0]), float(low[0]), float(high[0])
 
     def fullest_stage(self) -> int:
         from fourfold.cost.memory.peak import memory
 
-        said = memory(self.columns, self.entry.knobs)
+        said = memory(self.columns, self.entry.coefficients)
         at_first = float(said.first_bytes[0]) >= float(said.last_bytes[0])
         return 0 if at_first else self.spec.layout.pp - 1
 
@@ -67,7 +69,7 @@ class Planner:
     def predicted(self, found: OneRankResult) -> Predicted:
         from fourfold.cost.one_rank import predicted
 
-        return predicted(self.columns, self.entry.knobs, self.stage(found))
+        return predicted(self.columns, self.entry.coefficients, self.stage(found))
 
     def joined(self, found: OneRankResult) -> Joined:
         from fourfold.cost.one_rank import joined
@@ -75,7 +77,7 @@ class Planner:
 
         return joined(
             self.columns,
-            self.entry.knobs,
+            self.entry.coefficients,
             self.stage(found),
             compute_s=found.compute_s,
             layer_s=layer_s(found),
@@ -102,7 +104,7 @@ def _cluster(args: argparse.Namespace, spec: RunSpec) -> tuple[Cluster, str]:
     """Whose links and kernels the planner prices, and where they are from."""
     from fourfold.result.profile import cluster_of
     from fourfold.search.predict import rough_cpu
-    from fourfold.search.question import usual_cluster
+    from fourfold.search.query import usual_cluster
 
     if args.cluster:
         return catalog.cluster(args.cluster), args.cluster

@@ -161,7 +161,7 @@ def _limited(cluster: Cluster, table: dict[str, Any]) -> Cluster:
 
 
 def _spec(table: dict[str, Any], ranking: Any, i: int) -> RunSpec:
-    ask = ranking.ask
+    ask = ranking.query
     plain = {name: value for name, value in table.items() if name not in _PLANNED}
     return codec.load(
         RunSpec,

@@ -25,7 +25,7 @@ from fourfold.cost.step.estimate import (
     optimizer_s,
     waiting_s,
 )
-from fourfold.cost.step.gemm import Knobs
+from fourfold.cost.step.gemm import Coefficients
 from fourfold.cost.step.host import floor, host_layer_s
 from fourfold.cost.step.layer import fsdp_s, head_s, layer_times
 from fourfold.cost.step.pipeline import fill_share
@@ -67,52 +67,58 @@ class Joined:
         return sum(self.parts.values())
 
 
-def predicted(c: Columns, knobs: Knobs, stage: Stage) -> Predicted:
+def predicted(c: Columns, coef: Coefficients, stage: Stage) -> Predicted:
     """What the planner thinks this stage computes, without any traffic. `c` holds one run."""
-    layer = layer_times(c, knobs, micro=c.micro)
+    layer = layer_times(c, coef, micro=c.micro)
     tokens = c.micro * c.seq / c.cp
-    forward_tp, forward_cp = _recomputed_traffic(c, knobs, layer.tp_comm)
+    forward_tp, forward_cp = _recomputed_traffic(c, coef, layer.tp_comm)
     repeated = layer.recompute - c.full_ckpt * (forward_tp + forward_cp)
     busy = layer.gemm + layer.attention + layer.elementwise + repeated
-    layer_s = _one(floor(busy, host_layer_s(c, knobs)))
+    layer_s = _one(floor(busy, host_layer_s(c, coef)))
     slots, params = _slots(c), _params(c, stage)
     parts = {
         "layers": slots * stage.layers * layer_s,
-        "head": slots * _one(head_s(c, knobs, tokens=tokens)) if stage.last else 0.0,
+        "head": slots * _one(head_s(c, coef, tokens=tokens)) if stage.last else 0.0,
         "embedding": slots * _one(embedding_s(c, tokens)) if stage.first else 0.0,
         "optimizer": _one(optimizer_s(c, params=params, weights=params)),
-        "fixed": _one(fixed_s(c, knobs)),
+        "fixed": _one(fixed_s(c, coef)),
     }
     return Predicted(layer_s=layer_s, parts=parts, peak_bytes=_peak_bytes(c, stage))
 
 
 def joined(
-    c: Columns, knobs: Knobs, stage: Stage, *, compute_s: float, layer_s: float, micro_s: float
+    c: Columns,
+    coef: Coefficients,
+    stage: Stage,
+    *,
+    compute_s: float,
+    layer_s: float,
+    micro_s: float,
 ) -> Joined:
     """The step from measured seconds: of the whole step, of one layer and of one micro batch."""
-    layer = layer_times(c, knobs, micro=c.micro)
-    forward_tp, forward_cp = _recomputed_traffic(c, knobs, layer.tp_comm)
+    layer = layer_times(c, coef, micro=c.micro)
+    forward_tp, forward_cp = _recomputed_traffic(c, coef, layer.tp_comm)
     tp = _one(layer.tp_comm + c.full_ckpt * forward_tp)
     cp = _one(layer.cp_comm + c.full_ckpt * forward_cp)
     busy = layer_s + tp + cp
-    fsdp = _one(fsdp_s(c, knobs, params=layer.params, busy=np.array([busy]))) - busy
+    fsdp = _one(fsdp_s(c, coef, params=layer.params, busy=np.array([busy]))) - busy
     tokens = c.micro * c.seq / c.cp
-    ends = _one(embedding_comm_s(c, knobs, tokens)) if stage.first else 0.0
+    ends = _one(embedding_comm_s(c, coef, tokens)) if stage.first else 0.0
     window = np.array([stage.layers * busy])
-    reduced = _one(gradient_s(c, knobs, params=_params(c, stage), window=window))
+    reduced = _one(gradient_s(c, coef, params=_params(c, stage), window=window))
     slots = _slots(c)
     parts = {
         "compute, measured": compute_s,
         "tp": slots * (stage.layers * tp + ends),
         "cp": slots * stage.layers * cp,
         "dp": slots * stage.layers * fsdp + reduced,
-        "pp": slots * _one(handover_s(c, knobs, tokens)),
+        "pp": slots * _one(handover_s(c, coef, tokens)),
     }
     slot_s = micro_s + (sum(parts.values()) - compute_s) / slots
     parts["bubble"] = (_one(c.pp) - 1.0) * slot_s * _one(fill_share(c))
     work, slot_count = np.array([sum(parts.values())]), np.array([slots])
     return Joined(
-        parts=parts | {"jitter": sum(map(_one, waiting_s(c, knobs, work=work, slots=slot_count)))}
+        parts=parts | {"jitter": sum(map(_one, waiting_s(c, coef, work=work, slots=slot_count)))}
     )
 
 
@@ -130,12 +136,12 @@ def _params(c: Columns, stage: Stage) -> Floats:
     return (stage.layers * c.layer_weights + (stage.first + stage.last) * c.vocab * c.hidden) / c.tp
 
 
-def _recomputed_traffic(c: Columns, knobs: Knobs, tp_comm: Any) -> tuple[Any, Any]:
+def _recomputed_traffic(c: Columns, coef: Coefficients, tp_comm: Any) -> tuple[Any, Any]:
     """Forward parts of the layer's traffic, which a recomputed layer sends again."""
     forward_tp = tp_comm * 4.0 / np.where(c.sp > 0, 9.0, 8.0)
-    attention, _ = attention_s(c, knobs, micro=c.micro)
+    attention, _ = attention_s(c, coef, micro=c.micro)
     tokens = c.micro * c.seq / c.cp
-    return forward_tp, context_s(c, knobs, tokens=tokens, attention=attention, backward=False)
+    return forward_tp, context_s(c, coef, tokens=tokens, attention=attention, backward=False)
 
 
 def _peak_bytes(c: Columns, stage: Stage) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.fit.calibration import Entry
+from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.interval import bounds
 from fourfold.cost.memory.peak import Memory, memory
 from fourfold.cost.step.estimate import Times
@@ -63,16 +63,16 @@ class Predictions:
         )
 
 
-def predictions(c: Columns, entry: Entry) -> Predictions:
+def predictions(c: Columns, entry: FittedStack) -> Predictions:
     """Pipelines are played where a step has few enough events (cost/step/played.py)."""
-    answer = priced(c, entry.knobs)
+    answer = priced(c, entry.coefficients)
     low_s, high_s = bounds(c, entry, answer.times.step_s)
     return Predictions(
         columns=c,
         times=answer.times,
         low_s=low_s,
         high_s=high_s,
-        room=memory(c, entry.knobs),
+        room=memory(c, entry.coefficients),
         closed_s=answer.closed_s,
         played=answer.played,
     )

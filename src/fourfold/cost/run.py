@@ -2,7 +2,7 @@
 
     c = columns_of(specs, cluster=catalog.cluster("jean-zay"), stack="megatron-lm-2024")
     c = varied_columns(spec, points, cluster=..., stack=...)  # many that differ in CHOSEN fields
-    seconds = estimate(c, entry.knobs).step_s
+    seconds = estimate(c, entry.coefficients).step_s
 
 Both go through `run_facts`, so that a search over a million layouts and a question about one run
 see the same numbers. What a spec says stands over what a stack does by habit.

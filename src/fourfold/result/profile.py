@@ -203,12 +203,12 @@ def link_of(profile: HardwareProfile, ranks: int) -> tuple[float, float]:
     return 2.0 * (n - 1) / n * large.payload_bytes / moving_s, start_s / (2.0 * (n - 1))
 
 
-def knobs_of(profile: HardwareProfile) -> dict[str, float]:
+def coefficients_of(profile: HardwareProfile) -> dict[str, float]:
     """Where a calibration of this machine starts, by the planner's names: shares of measured peaks.
 
     Only what was measured is named; a fit on runs moves them from here.
     """
-    knobs = {
+    coef = {
         "gemm": _sustained_share(profile),
         "align": _alignment_loss(profile),
         "host_s": profile.layer_launch_s,
@@ -218,11 +218,11 @@ def knobs_of(profile: HardwareProfile) -> dict[str, float]:
         best = max(long, key=lambda point: point.seq_len * point.flops_per_s)
         own_peak = profile.peak(best.dtype)
         assert own_peak is not None, "read_profile refuses attention without products"
-        knobs["flash"] = best.flops_per_s / own_peak * (best.seq_len + 512.0) / best.seq_len
+        coef["flash"] = best.flops_per_s / own_peak * (best.seq_len + 512.0) / best.seq_len
     points = _all_reduces(profile, 0)
     if points:
-        knobs |= {"nvlink": 0.98, "latency_s": link_of(profile, points[0].ranks)[1]}
-    return knobs
+        coef |= {"nvlink": 0.98, "latency_s": link_of(profile, points[0].ranks)[1]}
+    return coef
 
 
 def _sustained_share(profile: HardwareProfile) -> float:

@@ -54,11 +54,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The GPU, the knobs and the kind of attention that the advice is for."""
+    """The GPU, the coefficients and the kind of attention that the advice is for."""
 
     device: Device
     precision: str
-    knobs: dict[str, float]
+    coefficients: dict[str, float]
     attention: str  # a word of PRICED_ATTENTION
 
     def columns(self, shapes: Sequence[Shape]) -> Columns:
@@ -76,7 +76,7 @@ class Kernels:
 def layer_rates(shapes: Sequence[Shape], kernels: Kernels) -> Floats:
     """FLOP/s of one rank in the compute of one layer, both ways."""
     c = kernels.columns(shapes)
-    times = layer_times(c, kernels.knobs, micro=c.micro)
+    times = layer_times(c, kernels.coefficients, micro=c.micro)
     seconds = times.gemm + times.attention + times.elementwise
     tokens = c.micro * c.seq
     return tokens * (6.0 * c.layer_weights + 12.0 * c.width * c.reach) / c.tp / seconds
@@ -170,9 +170,9 @@ def gemm_losses(shape: Shape, kernels: Kernels) -> list[dict[str, Any]]:
     for name, (out, into) in sizes.items():
         m, n, k = np.array([tokens]), np.array([out]), np.array([into])
         skew = float((misalignment(n) + misalignment(k))[0])
-        aligned = max(0.25, 1.0 - kernels.knobs["align"] * skew)
+        aligned = max(0.25, 1.0 - kernels.coefficients["align"] * skew)
         sms = np.array([float(kernels.device.sms)])
-        area = tile_waves(m, n, sms=sms, wave=kernels.knobs["wave"])[0]
+        area = tile_waves(m, n, sms=sms, wave=kernels.coefficients["wave"])[0]
         found.append(
             {
                 "name": name,
@@ -194,7 +194,7 @@ def heads_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
     shapes = [replace(shape, heads=n, kv_heads=max(1, n // ratio)) for n in counts]
     rates = layer_rates(shapes, kernels)
     c = kernels.columns(shapes)
-    forward, backward = attention_s(c, kernels.knobs, micro=c.micro)
+    forward, backward = attention_s(c, kernels.coefficients, micro=c.micro)
     core = (forward + backward) / (forward + backward).min()
     mine = counts.index(shape.heads)
     notes = []
@@ -241,7 +241,7 @@ def vocab_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
     padded = -(-shape.vocab // step) * step
     sizes = sorted({shape.vocab, padded, -(-shape.vocab // (2 * step)) * 2 * step})
     c = kernels.columns([replace(shape, vocab=v) for v in sizes])
-    seconds = head_s(c, kernels.knobs, tokens=c.micro * c.seq)
+    seconds = head_s(c, kernels.coefficients, tokens=c.micro * c.seq)
     # The useful work is that of the asked vocabulary whatever the padding.
     rates = 6.0 * c.micro * c.seq * shape.vocab * c.hidden / c.tp / seconds
     return _advice(shape.vocab, sizes, rates, _alignment("vocabulary", shape.vocab, shape.tp))

@@ -17,7 +17,7 @@ from fourfold.cost.fit.interval import features
 from fourfold.cost.memory.interval import memory_bounds
 from fourfold.cost.memory.peak import USABLE
 from fourfold.search.legal import why_not
-from fourfold.search.question import Question
+from fourfold.search.query import PlanQuery
 from fourfold.search.ramp import Training
 from fourfold.search.ranking import Pool, Ranking
 from fourfold.search.sensitivity import (
@@ -119,7 +119,7 @@ class Alternative:
 class Reversal:
     """An uncertain coefficient that would make another layout the winner."""
 
-    knob: str
+    knob: str  # the name that answers have for a coefficient
     about: str
     value: float
     other: float
@@ -228,10 +228,10 @@ def answer(
     ranking: Ranking, train: Training, *, top: int, tried: Mapping[int, float] | None = None
 ) -> PlanAnswer:
     """Everything `plan` says; `tried` are numbers of GPUs and the seconds of their best."""
-    ask = ranking.ask
+    query = ranking.query
     count = min(top, len(ranking))
     return PlanAnswer(
-        **_asked(ask),
+        **_asked(query),
         candidates=ranking.grid.looked_at,
         legal=ranking.grid.legal,
         fitting=ranking.fitting,
@@ -241,10 +241,10 @@ def answer(
         played=ranking.predicted.played,
         axes={name: list(values) for name, values in ranking.grid.values.items()},
         refused={str(reason): count for reason, count in ranking.grid.refused.items()},
-        flop_rule=ask.convention,
+        flop_rule=query.convention,
         ranked=tuple(_row(ranking, train, i) for i in range(count)),
         tied_with_first=tied_with_first(ranking),
-        tie_width_pct=100.0 * (exp(tie_width(ask.entry)) - 1.0),
+        tie_width_pct=100.0 * (exp(tie_width(query.entry)) - 1.0),
         flips=tuple(_flip(ranking, one) for one in flips(ranking)[:3]),
         deciding=tuple(Choice(**_short(ranking, i)) for i in deciding(ranking)),
         unproven_best=_unproven(ranking),
@@ -255,30 +255,30 @@ def answer(
     )
 
 
-def _asked(ask: Question) -> dict[str, Any]:
-    errors = ask.entry.errors_pct
+def _asked(query: PlanQuery) -> dict[str, Any]:
+    errors = query.entry.errors_pct
     return {
-        "model": ask.model.name,
-        "params": model_params(ask.model, ask.batch.seq_len),
-        "remarks": tuple(remarks(ask.model, ask.batch.seq_len)),
-        "cluster": ask.cluster.name,
-        "gpu": ask.cluster.device.id,
-        "gpus": ask.gpus,
-        "host_gpus": ask.cluster.host_gpus,
-        "memory_bytes": ask.cluster.device.memory_bytes,
-        "seq_len": ask.batch.seq_len,
-        "global_batch": ask.batch.global_batch,
-        "stack": ask.stack,
-        "precision": ask.policy.precision,
+        "model": query.model.name,
+        "params": model_params(query.model, query.batch.seq_len),
+        "remarks": tuple(remarks(query.model, query.batch.seq_len)),
+        "cluster": query.cluster.name,
+        "gpu": query.cluster.device.id,
+        "gpus": query.gpus,
+        "host_gpus": query.cluster.host_gpus,
+        "memory_bytes": query.cluster.device.memory_bytes,
+        "seq_len": query.batch.seq_len,
+        "global_batch": query.batch.global_batch,
+        "stack": query.stack,
+        "precision": query.policy.precision,
         "calibration": CalibrationFacts(
-            name=ask.calibration,
-            rows=ask.entry.rows_time,
-            memory_rows=ask.entry.rows_memory,
+            name=query.calibration,
+            rows=query.entry.rows_time,
+            memory_rows=query.entry.rows_memory,
             error_median_pct=errors.get("cv_median"),
             error_p90_pct=errors.get("cv_p90"),
-            interval_low_pct=100.0 * (exp(ask.entry.low) - 1.0),
-            interval_high_pct=100.0 * (exp(ask.entry.high) - 1.0),
-            note=ask.no_rows,
+            interval_low_pct=100.0 * (exp(query.entry.low) - 1.0),
+            interval_high_pct=100.0 * (exp(query.entry.high) - 1.0),
+            note=query.no_rows,
         ),
     }
 
@@ -292,15 +292,15 @@ def _flops_per_token(spec: RunSpec, name: str) -> float:
 
 def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
     """One ranked layout."""
-    ask, predicted = ranking.ask, ranking.predicted
+    query, predicted = ranking.query, ranking.predicted
     c = predicted.columns.take(slice(i, i + 1))
     step_s = float(ranking.step_s[i])
-    low, high = memory_bounds(c, ask.entry)
-    tokens_s = ask.batch.tokens / step_s / ask.gpus
-    flops = _flops_per_token(ranking.spec(i), ask.convention)
+    low, high = memory_bounds(c, query.entry)
+    tokens_s = query.batch.tokens / step_s / query.gpus
+    flops = _flops_per_token(ranking.spec(i), query.convention)
     total_s = float(train.total_s[i]) if i < len(train.total_s) else 0.0
-    hours = (total_s or step_s) * ask.gpus / 3600.0
-    price = ask.cluster.price_per_gpu_hour
+    hours = (total_s or step_s) * query.gpus / 3600.0
+    price = query.cluster.price_per_gpu_hour
     return PlanRow(
         rank=i + 1,
         **_short(ranking, i),
@@ -316,7 +316,7 @@ def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
         peak_bytes=float(predicted.room.worst_bytes[i]),
         peak_bytes_low=float(low[0]),
         peak_bytes_high=float(high[0]),
-        tight=bool(high[0] > ask.cluster.device.memory_bytes * USABLE),
+        tight=bool(high[0] > query.cluster.device.memory_bytes * USABLE),
         memory_bytes={name: float(part[i]) for name, part in predicted.room.parts.items()},
         tokens_s_gpu=tokens_s,
         tflops_gpu=flops * tokens_s / 1e12,
@@ -326,8 +326,8 @@ def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
         training_s=total_s or None,
         ramp_s=float(train.ramp_s[i]) if train.stages and i < len(train.ramp_s) else None,
         cost=hours * price if price is not None else None,
-        evidence=evidence(ask, c),
-        outside=tuple(outside(ask, c)),
+        evidence=evidence(query, c),
+        outside=tuple(outside(query, c)),
     )
 
 
@@ -339,17 +339,17 @@ def _short(ranking: Ranking, i: int) -> dict[str, Any]:
     }
 
 
-def evidence(ask: Question, c: Columns) -> dict[str, int]:
+def evidence(query: PlanQuery, c: Columns) -> dict[str, int]:
     """Measured rows behind each choice that one run makes."""
     made = (name for name, mask in choices(c).items() if mask[0])
-    return {name: ask.evidence.get(name, 0) for name in made} if ask.evidence else {}
+    return {name: query.evidence.get(name, 0) for name in made} if query.evidence else {}
 
 
-def outside(ask: Question, c: Columns) -> list[str]:
+def outside(query: PlanQuery, c: Columns) -> list[str]:
     """Sizes beyond what was measured: 'tp 4 (measured 8 to 8)'."""
     found = []
     for name, value in features(c).items():
-        low, high = ask.entry.ranges.get(name, (-np.inf, np.inf))
+        low, high = query.entry.ranges.get(name, (-np.inf, np.inf))
         if name in _SIZES and not low - ROUNDED <= value[0] <= high + ROUNDED:
             sizes = [f"{2.0**end:.0f}" for end in (float(value[0]), low, high)]
             found.append(f"{name} {sizes[0]} (measured {sizes[1]} to {sizes[2]})")
@@ -358,7 +358,7 @@ def outside(ask: Question, c: Columns) -> list[str]:
 
 def _flip(ranking: Ranking, flip: Flip) -> Reversal:
     return Reversal(
-        knob=flip.knob,
+        knob=flip.coefficient,
         about=flip.about,
         value=flip.value,
         other=flip.other,
@@ -370,24 +370,24 @@ def _flip(ranking: Ranking, flip: Flip) -> Reversal:
 
 def _unproven(ranking: Ranking) -> Alternative | None:
     """The fastest of what was set aside for want of evidence."""
-    points, ask = ranking.unproven_best, ranking.ask
+    points, query = ranking.unproven_best, ranking.query
     if not points or not len(points["pp"]):
         return None
-    rows = evidence(ask, ask.columns(points))
+    rows = evidence(query, query.columns(points))
     without = tuple(name for name, count in rows.items() if not count)
-    return _alternative(ask, points, without_rows=without)
+    return _alternative(query, points, without_rows=without)
 
 
 def _near_miss(ranking: Ranking) -> Alternative | None:
     """The fastest that may fit although our best estimate says no, if nothing ranked is faster."""
-    points, ask = ranking.near_miss, ranking.ask
+    points, query = ranking.near_miss, ranking.query
     if not points or not len(points["pp"]) or points["step_s"][0] >= ranking.closed_s.min():
         return None
-    return _alternative(ask, points, peak_bytes=float(points["peak_bytes"][0]))
+    return _alternative(query, points, peak_bytes=float(points["peak_bytes"][0]))
 
 
-def _alternative(ask: Question, points: Pool, **more: Any) -> Alternative:
-    policy = chosen_policy(ask.policy, points, 0)
+def _alternative(query: PlanQuery, points: Pool, **more: Any) -> Alternative:
+    policy = chosen_policy(query.policy, points, 0)
     return Alternative(
         layout=chosen_layout(points, 0),
         sharding=policy.sharding,
@@ -401,25 +401,30 @@ def _alternative(ask: Question, points: Pool, **more: Any) -> Alternative:
 
 def _nothing(ranking: Ranking) -> str:
     """Why there is no answer."""
-    ask, grid = ranking.ask, ranking.grid
+    query, grid = ranking.query, ranking.grid
     if not grid.legal:
         counts = sorted(((count, name) for name, count in grid.refused.items()), reverse=True)
         said = ", ".join(f"{name} {count:,}" for count, name in counts[:4])
-        why = _rule_in_words(ask, counts[0][1]) if counts else ""
+        why = _rule_in_words(query, counts[0][1]) if counts else ""
         said = said or "the flags given"
         return f"no legal layout among {grid.looked_at:,}; refused by: {said}{why}"
     if not ranking.fitting:
-        gib = ask.cluster.device.memory_bytes / 2**30
+        gib = query.cluster.device.memory_bytes / 2**30
         return f"nothing fits: every legal layout needs more than {gib:.0f} GiB on its fullest rank"
     return f"--where leaves none of the {ranking.fitting} layouts that fit"
 
 
-def _rule_in_words(ask: Question, reason: str) -> str:
+def _rule_in_words(query: PlanQuery, reason: str) -> str:
     """What the rule that refused most says of the plainest layout that breaks it."""
-    batch = replace(ask.batch, micro_batch=1)
-    plain = (Layout(shard=ask.gpus), Layout(tp=ask.gpus), Layout(pp=ask.gpus), Layout(cp=ask.gpus))
+    batch = replace(query.batch, micro_batch=1)
+    plain = (
+        Layout(shard=query.gpus),
+        Layout(tp=query.gpus),
+        Layout(pp=query.gpus),
+        Layout(cp=query.gpus),
+    )
     for layout in plain:
-        for refusal in why_not(ask.model, layout, batch, ask.policy, ask.target):
+        for refusal in why_not(query.model, layout, batch, query.policy, query.target):
             if refusal.reason == reason:
                 words = str(refusal)
                 return f" ({words}{'' if layout is plain[0] else f', for {layout}'})"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.search.legal import REASONS, RULES, case_of
-from fourfold.search.question import Question
+from fourfold.search.query import PlanQuery
 from fourfold.search.rules.case import Case, divisors
 from fourfold.spec.chosen import running_schedule
 from fourfold.spec.layout import SIZES, Layout
@@ -67,12 +67,12 @@ class Candidates:
         return self.layouts | {"micro_batch": first, "recompute": np.full(count, least)}
 
 
-def candidates(ask: Question) -> Candidates:
+def candidates(query: PlanQuery) -> Candidates:
     """The whole grid of a question: legal points, and what was refused."""
-    case = case_of(ask.model, Layout(shard=ask.gpus), ask.batch, ask.policy, ask.target)
-    grid = _grid(ask)
-    micros, kinds = _micro_batches(ask), _recompute_kinds(ask)
-    share = -(-ask.batch.global_batch // (grid["replicate"] * grid["shard"]))
+    case = case_of(query.model, Layout(shard=query.gpus), query.batch, query.policy, query.target)
+    grid = _grid(query)
+    micros, kinds = _micro_batches(query), _recompute_kinds(query)
+    share = -(-query.batch.global_batch // (grid["replicate"] * grid["shard"]))
     # A micro batch above a rank's share would run as the share itself: the same point again.
     tried = (micros[None, :] <= share[:, None]) | (micros[None, :] == micros.min())
     layout_rules = set(REASONS) - _MICRO_RULES - {"recompute"}
@@ -122,14 +122,14 @@ def _micro_reasons(case: Case, layouts: dict[str, Ints], micros: Ints) -> Ints:
     return reason.reshape(len(first), len(micros))[back.reshape(-1)]
 
 
-def _grid(ask: Question) -> dict[str, Ints]:
+def _grid(query: PlanQuery) -> dict[str, Ints]:
     """Layouts x kinds of context parallelism x virtual stages x sharding."""
-    kinds = _decided(ask, "cp_kind", range(3), CP_KINDS.index)
-    zeros = np.array(_decided(ask, "sharding", range(4), SHARDINGS.index))
-    virtual = {pp: _virtual_stages(ask, pp) for pp in divisors(ask.gpus)}
+    kinds = _decided(query, "cp_kind", range(3), CP_KINDS.index)
+    zeros = np.array(_decided(query, "sharding", range(4), SHARDINGS.index))
+    virtual = {pp: _virtual_stages(query, pp) for pp in divisors(query.gpus)}
     rows = [
         (*layout, kind, count)
-        for layout in _layouts(ask)
+        for layout in _layouts(query)
         for kind in (kinds if layout[3] > 1 else kinds[:1])
         for count in virtual[layout[0]]
     ]
@@ -141,7 +141,7 @@ def _grid(ask: Question) -> dict[str, Ints]:
     alone = (grid["shard"] * grid["cp"] == 1) & (grid["zero"] != zeros[0])
     kept = ~alone & ((grid["zero"] > 0) | (grid["replicate"] == 1))
     grid = {name: column[kept] for name, column in grid.items()}
-    asked = ask.policy.schedule
+    asked = query.policy.schedule
     looped, plain = running_schedule(asked, 2), running_schedule(asked, 1)
     codes = [SCHEDULES.index(name) for name in (looped, plain, "1f1b")]
     in_pipe = np.where(grid["virtual_stages"] > 1, codes[0], codes[1])
@@ -149,66 +149,66 @@ def _grid(ask: Question) -> dict[str, Ints]:
 
 
 def _decided(
-    ask: Question, field: str, choices: range, code: Callable[[str], int]
+    query: PlanQuery, field: str, choices: range, code: Callable[[str], int]
 ) -> tuple[int, ...]:
     """The user's choice, or all of them."""
-    return (code(str(ask.fixed[field])),) if field in ask.fixed else tuple(choices)
+    return (code(str(query.fixed[field])),) if field in query.fixed else tuple(choices)
 
 
-def _layouts(ask: Question) -> list[tuple[int, int, int, int, int]]:
+def _layouts(query: PlanQuery) -> list[tuple[int, int, int, int, int]]:
     """Every (pp, replicate, shard, cp, tp) whose product is the number of ranks."""
     found = []
-    for tp in _sizes(ask, "tp", ask.gpus):
-        for cp in _sizes(ask, "cp", ask.gpus // tp):
-            for pp in _sizes(ask, "pp", ask.gpus // tp // cp):
-                dp = ask.gpus // tp // cp // pp
-                if ask.fixed.get("dp", dp) != dp:
+    for tp in _sizes(query, "tp", query.gpus):
+        for cp in _sizes(query, "cp", query.gpus // tp):
+            for pp in _sizes(query, "pp", query.gpus // tp // cp):
+                dp = query.gpus // tp // cp // pp
+                if query.fixed.get("dp", dp) != dp:
                     continue
                 found += [
                     (pp, replicate, dp // replicate, cp, tp)
-                    for replicate in _copies(ask, dp)
+                    for replicate in _copies(query, dp)
                     if dp % replicate == 0
                 ]
     return found
 
 
-def _copies(ask: Question, dp: int) -> list[int]:
+def _copies(query: PlanQuery, dp: int) -> list[int]:
     """Copies of the sharded state: as asked, 'several' for HSDP, else every number that divides."""
-    asked = ask.fixed.get("replicate")
+    asked = query.fixed.get("replicate")
     if isinstance(asked, int):
         return [asked]
     some = divisors(dp)[:-1] or [1]
     return some[1:] if asked == "several" else some
 
 
-def _sizes(ask: Question, axis: str, ranks: int) -> list[int]:
-    asked = ask.fixed.get(axis)
+def _sizes(query: PlanQuery, axis: str, ranks: int) -> list[int]:
+    asked = query.fixed.get(axis)
     if asked is None:
         return divisors(ranks)
     return [asked] if isinstance(asked, int) and ranks % asked == 0 else []
 
 
-def _virtual_stages(ask: Question, pp: int) -> list[int]:
+def _virtual_stages(query: PlanQuery, pp: int) -> list[int]:
     """1, and every count that makes the chunks smaller: others only add hand-overs."""
-    asked = ask.fixed.get("virtual_stages")
+    asked = query.fixed.get("virtual_stages")
     if isinstance(asked, int):
         return [asked]
-    most = ask.model.layers // pp
-    if pp == 1 or most < 2 or ask.fixed.get("schedule") in ("1f1b", "gpipe"):
+    most = query.model.layers // pp
+    if pp == 1 or most < 2 or query.fixed.get("schedule") in ("1f1b", "gpipe"):
         return [1]
-    chunks = {virtual: -(-ask.model.layers // (pp * virtual)) for virtual in range(1, most + 1)}
+    chunks = {virtual: -(-query.model.layers // (pp * virtual)) for virtual in range(1, most + 1)}
     smallest = {size: virtual for virtual, size in sorted(chunks.items(), reverse=True)}
     counts = sorted({1, *smallest.values()})
-    return counts[1:] if ask.fixed.get("schedule") == "interleaved" else counts
+    return counts[1:] if query.fixed.get("schedule") == "interleaved" else counts
 
 
-def _micro_batches(ask: Question) -> Ints:
-    asked = ask.fixed.get("micro_batch")
+def _micro_batches(query: PlanQuery) -> Ints:
+    asked = query.fixed.get("micro_batch")
     return np.array([asked] if isinstance(asked, int) and asked else MICRO_BATCHES, dtype=np.int64)
 
 
-def _recompute_kinds(ask: Question) -> Ints:
-    asked = str(ask.fixed["recompute"]) if "recompute" in ask.fixed else None
+def _recompute_kinds(query: PlanQuery) -> Ints:
+    asked = str(query.fixed["recompute"]) if "recompute" in query.fixed else None
     names = RECOMPUTE if asked is None else ("every" if asked.startswith("every") else asked,)
     return np.array([RECOMPUTE_KINDS.index(name) for name in names], dtype=np.int64)
 

@@ -13,9 +13,9 @@ from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.search.answer import CalibrationFacts, PlanRow, answer, plain
 from fourfold.search.candidates import candidates
 from fourfold.search.legal import Refusal, why_not
-from fourfold.search.question import Question
+from fourfold.search.query import PlanQuery
 from fourfold.search.ramp import training
-from fourfold.search.ranking import Ranking, rank
+from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.spec.chosen import chosen_policy
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.policy import Policy
@@ -78,35 +78,35 @@ _ONLY_FITTING = ("row", "variants", "ways", "calibration", "stack", "rank", "of"
                  "best", "tie_width_pct")  # fmt: skip
 
 
-def explain(ask: Question, layout: Layout, *, tokens: float | None) -> Explanation:
-    return explain_ranking(ask, layout, ways_to_run(ask, layout), tokens=tokens)
+def explain(query: PlanQuery, layout: Layout, *, tokens: float | None) -> Explanation:
+    return explain_ranking(query, layout, ways_to_run(query, layout), tokens=tokens)
 
 
-def ways_to_run(ask: Question, layout: Layout) -> Ranking | None:
+def ways_to_run(query: PlanQuery, layout: Layout) -> Ranking | None:
     """Every way to run this layout, best first; None if it does not have the asked ranks."""
     only = layout.sizes | {"replicate": layout.replicate}
-    one = replace(ask, fixed=ask.fixed | only, where=())
-    return rank(one, least=VARIANTS) if layout.world == ask.gpus else None
+    one = replace(query, fixed=query.fixed | only, where=())
+    return rank_layouts(one, least=VARIANTS) if layout.world == query.gpus else None
 
 
 def explain_ranking(
-    ask: Question, layout: Layout, ranking: Ranking | None, *, tokens: float | None
+    query: PlanQuery, layout: Layout, ranking: Ranking | None, *, tokens: float | None
 ) -> Explanation:
     legal = ranking is not None and ranking.grid.legal > 0
     said: dict[str, Any] = {
         "layout": layout,
         "legal": legal,
         "fits": ranking is not None and len(ranking) > 0,
-        "refusals": () if legal else tuple(_plain(_refusals(ask, layout))),
-        "memory_bytes": ask.cluster.device.memory_bytes,
-        "remarks": remarks(ask.model, ask.batch.seq_len),
+        "refusals": () if legal else tuple(_plain(_refusals(query, layout))),
+        "memory_bytes": query.cluster.device.memory_bytes,
+        "remarks": remarks(query.model, query.batch.seq_len),
     }
     if ranking is None or not legal:
-        return Explanation(**said, nearest=tuple(nearest(ask, layout)))
+        return Explanation(**said, nearest=tuple(nearest(query, layout)))
     if not said["fits"]:
-        near = tuple(_fitting(ask, layout))
+        near = tuple(_fitting(query, layout))
         return Explanation(**said, nearest=near, smallest=_smallest(ranking))
-    everything = _rivals(ask, layout, ranking)
+    everything = _rivals(query, layout, ranking)
     own = answer(ranking, training(ranking, tokens=tokens, top=VARIANTS), top=VARIANTS)
     best = answer(everything, training(everything, tokens=tokens, top=1), top=1)
     return Explanation(
@@ -116,22 +116,24 @@ def explain_ranking(
         variants=own.ranked,
         ways=len(ranking.all_step_s),
         calibration=own.calibration,
-        stack=ask.stack,
+        stack=query.stack,
         rank=everything.place(ranking),
         of=len(everything.layouts),
-        with_unproven=everything.ask.explore and not ask.explore,
+        with_unproven=everything.query.explore and not query.explore,
         best=best.best,
         tie_width_pct=own.tie_width_pct,
     )
 
 
-def _rivals(ask: Question, layout: Layout, ranking: Ranking) -> Ranking:
+def _rivals(query: PlanQuery, layout: Layout, ranking: Ranking) -> Ranking:
     """Everything that a layout is compared with: what 'plan' ranks, and where the layout itself is
     not part of that (never measured, or outside --where), all that would be."""
     unproven = bool(ranking.points["unproven"][0])
-    inside = not ask.where or len(rank(replace(ranking.ask, where=ask.where)))
-    open_ask = replace(ask, explore=ask.explore or unproven, where=ask.where if inside else ())
-    return rank(open_ask)
+    inside = not query.where or len(rank_layouts(replace(ranking.query, where=query.where)))
+    open_query = replace(
+        query, explore=query.explore or unproven, where=query.where if inside else ()
+    )
+    return rank_layouts(open_query)
 
 
 def _plain(refusals: tuple[Refusal, ...]) -> list[dict[str, Any]]:
@@ -139,25 +141,25 @@ def _plain(refusals: tuple[Refusal, ...]) -> list[dict[str, Any]]:
     return [{name: getattr(one, name) for name in names} for one in refusals]
 
 
-def _refusals(ask: Question, layout: Layout) -> tuple[Refusal, ...]:
+def _refusals(query: PlanQuery, layout: Layout) -> tuple[Refusal, ...]:
     """Broken rules under the friendliest policy: what the user left open takes a legal value."""
-    rules = ask.target.rules
-    policy, open_fields = ask.policy, {"sharding", "cp_kind"} - ask.fixed.keys()
+    rules = query.target.rules
+    policy, open_fields = query.policy, {"sharding", "cp_kind"} - query.fixed.keys()
     changes: dict[str, Any] = {}
     if "sharding" in open_fields:
         zeros = rules.pipeline_zeros if layout.pp > 1 else rules.zeros
         changes["sharding"] = f"zero{1 if 1 in zeros else zeros[-1]}"
     if "cp_kind" in open_fields:
         changes["cp_kind"] = rules.cp_kinds[0]
-    if "virtual_stages" in ask.fixed and policy.virtual_stages > 1 and policy.schedule == "1f1b":
+    if "virtual_stages" in query.fixed and policy.virtual_stages > 1 and policy.schedule == "1f1b":
         changes["schedule"] = "interleaved"
     policy = replace(policy, **changes)
-    batch = replace(ask.batch, micro_batch=_micro(ask))
-    return why_not(ask.model, layout, batch, _aligned(policy, layout), ask.target)
+    batch = replace(query.batch, micro_batch=_micro(query))
+    return why_not(query.model, layout, batch, _aligned(policy, layout), query.target)
 
 
-def _micro(ask: Question) -> int:
-    asked = ask.fixed.get("micro_batch")
+def _micro(query: PlanQuery) -> int:
+    asked = query.fixed.get("micro_batch")
     return asked if isinstance(asked, int) else 1
 
 
@@ -171,10 +173,10 @@ def _distance(layout: Layout, other: Layout) -> float:
     return sum(abs(log2(layout.size(axis) / other.size(axis))) for axis in AXES)
 
 
-def nearest(ask: Question, layout: Layout) -> list[str]:
+def nearest(query: PlanQuery, layout: Layout) -> list[str]:
     """Legal layouts of the same ranks that need the fewest doublings from this one."""
-    open_ask = replace(ask, fixed={k: v for k, v in ask.fixed.items() if k == "micro_batch"})
-    legal = candidates(open_ask).layouts
+    open_query = replace(query, fixed={k: v for k, v in query.fixed.items() if k == "micro_batch"})
+    legal = candidates(open_query).layouts
     found = {
         Layout(pp=int(pp), shard=int(replicate * shard), cp=int(cp), tp=int(tp))
         for pp, replicate, shard, cp, tp in zip(*(legal[name] for name in SIZES), strict=True)
@@ -183,9 +185,9 @@ def nearest(ask: Question, layout: Layout) -> list[str]:
     return [str(one) for one in order[:NEAREST]]
 
 
-def _fitting(ask: Question, layout: Layout) -> list[str]:
+def _fitting(query: PlanQuery, layout: Layout) -> list[str]:
     """The fastest layouts that fit, nearest first."""
-    ranking = rank(ask)
+    ranking = rank_layouts(query)
     found = dict.fromkeys(ranking.layout(i) for i in range(len(ranking)))
     order = sorted(found, key=lambda one: _distance(one, layout))
     return [str(one) for one in order[:NEAREST]]
@@ -193,15 +195,15 @@ def _fitting(ask: Question, layout: Layout) -> list[str]:
 
 def _smallest(ranking: Ranking) -> Smallest:
     """Bytes by kind of the variant that needs least."""
-    ask = ranking.ask
+    query = ranking.query
     points = ranking.grid.smallest()
-    room = memory(ask.columns(points), ask.entry.knobs)
+    room = memory(query.columns(points), query.entry.coefficients)
     i = int(np.argmin(room.worst_bytes))
     return Smallest(
         micro_batch=int(points["micro_batch"][i]),
         sharding=SHARDINGS[int(points["zero"][i])],
-        recompute=chosen_policy(ask.policy, points, i).recompute,
+        recompute=chosen_policy(query.policy, points, i).recompute,
         peak_bytes=float(room.worst_bytes[i]),
-        limit_bytes=ask.cluster.device.memory_bytes * USABLE,
+        limit_bytes=query.cluster.device.memory_bytes * USABLE,
         memory_bytes={name: float(part[i]) for name, part in room.parts.items()},
     )

@@ -1,7 +1,7 @@
 """What will these runs take, before any of them runs? Seconds per step with interval, and bytes.
 
 On a cluster of the catalogue the shipped calibration answers, or one that is given; on this machine
-a hardware profile does ('fourfold calibrate'), with the same knobs as in 'plan'. Without any, a
+a hardware profile does ('fourfold calibrate'), with the coefficients of 'plan'. Without any, a
 rough guess of a CPU keeps the order of magnitude.
 """
 
@@ -20,7 +20,7 @@ from fourfold.cost.run import columns_of
 from fourfold.result.prediction import Prediction
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.warmup import LEAD, WINDOW
-from fourfold.search.question import entry_for
+from fourfold.search.query import entry_for
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import Device, Peaks
 from fourfold.spec.run import RunSpec

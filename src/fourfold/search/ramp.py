@@ -24,7 +24,7 @@ class Training:
 
 def training(ranking: Ranking, *, tokens: float | None, top: int) -> Training:
     """Time of the best `top` candidates; a ramp longer than the tokens is cut where they end."""
-    batch = ranking.ask.batch
+    batch = ranking.query.batch
     count = min(top, len(ranking))
     left = None if tokens is None else tokens / batch.seq_len
     ramp_s = np.zeros(count)
@@ -53,5 +53,5 @@ def _at_size(ranking: Ranking, size: int, count: int) -> Floats:
         "micro_batch": np.minimum(points["micro_batch"], share),
         "global_batch": size,
     }
-    columns = ranking.ask.columns(points)
-    return estimate(columns, ranking.ask.entry.knobs).step_s
+    columns = ranking.query.columns(points)
+    return estimate(columns, ranking.query.entry.coefficients).step_s

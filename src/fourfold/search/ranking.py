@@ -4,7 +4,6 @@ fits, event simulation of the best few hundred. Seconds per step decide, memory 
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +18,9 @@ from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.predict import Predictions, predictions
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.played import playable
+from fourfold.events import Event
 from fourfold.search.candidates import Candidates, candidates
-from fourfold.search.question import Question
+from fourfold.search.query import PlanQuery
 from fourfold.spec.chosen import CHOSEN, chosen_layout, chosen_policy
 from fourfold.spec.expression import in_gib
 from fourfold.spec.layout import SIZES, Layout
@@ -46,7 +46,7 @@ Pool = dict[str, NDArray[Any]]
 class Ranking:
     """The best points in full, best first."""
 
-    ask: Question
+    query: PlanQuery
     grid: Candidates
     points: Pool
     predicted: Predictions
@@ -85,42 +85,42 @@ class Ranking:
         return chosen_layout(self.points, i)
 
     def policy(self, i: int) -> Policy:
-        return chosen_policy(self.ask.policy, self.points, i)
+        return chosen_policy(self.query.policy, self.points, i)
 
     def spec(self, i: int) -> RunSpec:
         """The run at a place."""
-        batch = replace(self.ask.batch, micro_batch=int(self.points["micro_batch"][i]))
-        return replace(self.ask.spec, layout=self.layout(i), batch=batch, policy=self.policy(i))
+        batch = replace(self.query.batch, micro_batch=int(self.points["micro_batch"][i]))
+        return replace(self.query.spec, layout=self.layout(i), batch=batch, policy=self.policy(i))
 
 
-def rank(ask: Question, *, least: int = 10) -> Ranking:
+def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
     """Everything legal and fitting, priced; the best in full, one way to run each layout, or more
     where there are fewer layouts than `least`."""
-    grid = candidates(ask)
-    pool = _that_fit(ask, grid)
+    grid = candidates(query)
+    pool = _that_fit(query, grid)
     fitting = _size(pool)
-    pool = _where(ask, pool, priced=False)
+    pool = _where(query, pool, priced=False)
     pool["step_s"] = _chunked(
-        ask, pool, lambda c: estimate(c, ask.entry.knobs).step_s, "layouts priced:"
+        query, pool, lambda c: estimate(c, query.entry.coefficients).step_s, "layouts priced:"
     )
     priced_points = _size(pool)
-    pool = _where(ask, pool, priced=True)
+    pool = _where(query, pool, priced=True)
     dropped = fitting - _size(pool)
-    pool, near_miss = _likely(ask, pool)
+    pool, near_miss = _likely(query, pool)
     proven = _only(pool, ~pool["unproven"])
-    use_all = ask.explore or not _size(proven)
+    use_all = query.explore or not _size(proven)
     ranked = pool if use_all else proven
     aside = {} if use_all else _best(_only(pool, pool["unproven"]), 1, 1)
     unproven_count = _size(pool) - _size(ranked)
-    if ask.safe:
-        ranked = _surely(ask, ranked)
+    if query.safe:
+        ranked = _surely(query, ranked)
     played = _best(ranked, PLAYED, PLAYED_VARIANTS)
     if _size(played) < PLAYED_VARIANTS * least:
         played = _best(ranked, PLAYED, max(PLAYED_VARIANTS, least))
-    points, predicted = _full(ask, played, least)
+    points, predicted = _full(query, played, least)
     layouts, layouts_s = _fastest_ways(ranked)
     return Ranking(
-        ask=ask,
+        query=query,
         grid=grid,
         points=points,
         predicted=predicted,
@@ -152,70 +152,71 @@ def _only(pool: Pool, mask: NDArray[Any] | slice) -> Pool:
     return {name: column[mask] for name, column in pool.items()}
 
 
-def _chunked(ask: Question, points: Pool, compute: Any, telling: str = "") -> Floats:
+def _chunked(query: PlanQuery, points: Pool, compute: Any, telling: str = "") -> Floats:
     """compute(columns) of every point, a cache-sized piece at a time; long work tells how far."""
     pieces, size = [], _size(points)
     told_at = time.monotonic()
     for start in range(0, size, CHUNK):
-        pieces.append(compute(ask.columns(_only(points, slice(start, start + CHUNK)))))
+        pieces.append(compute(query.columns(_only(points, slice(start, start + CHUNK)))))
         if telling and time.monotonic() - told_at > PATIENCE_S:
             told_at = time.monotonic()
-            print(f"{telling} {min(start + CHUNK, size):,} of {size:,}", file=sys.stderr)
+            text = f"{telling} {min(start + CHUNK, size):,} of {size:,}"
+            query.on_event(Event(text, "progress"))
     return np.concatenate(pieces) if pieces else np.zeros(0)
 
 
-def _that_fit(ask: Question, grid: Candidates) -> Pool:
+def _that_fit(query: PlanQuery, grid: Candidates) -> Pool:
     """Legal points whose fullest stage may fit, its bytes, and whether rows back the choices."""
-    limit = ask.cluster.device.memory_bytes * USABLE
+    limit = query.cluster.device.memory_bytes * USABLE
 
     def peak(c: Columns) -> Floats:
-        return memory(c, ask.entry.knobs).worst_bytes
+        return memory(c, query.entry.coefficients).worst_bytes
 
-    rows = np.flatnonzero(_chunked(ask, grid.smallest(), peak) < WIDEST * limit)
+    rows = np.flatnonzero(_chunked(query, grid.smallest(), peak) < WIDEST * limit)
     points: Pool = dict(grid.points(rows))
-    points["peak_bytes"] = _chunked(ask, points, peak, "layouts checked for memory:")
+    points["peak_bytes"] = _chunked(query, points, peak, "layouts checked for memory:")
     points = _only(points, points["peak_bytes"] < WIDEST * limit)
     # Above the limit, but not surely: kept, and called tight.
     over = np.flatnonzero(points["peak_bytes"] >= limit)
     near = _only(points, over)
-    low = _chunked(ask, near, lambda c: memory_bounds(c, ask.entry)[0])
+    low = _chunked(query, near, lambda c: memory_bounds(c, query.entry)[0])
     fits = points["peak_bytes"] < limit
     fits[over] = low < limit
     points = _only(points, fits)
-    points["unproven"] = _chunked(ask, points, lambda c: unproven(ask, c)).astype(bool)
+    points["unproven"] = _chunked(query, points, lambda c: unproven(query, c)).astype(bool)
     return points
 
 
-def _likely(ask: Question, pool: Pool) -> tuple[Pool, Pool]:
+def _likely(query: PlanQuery, pool: Pool) -> tuple[Pool, Pool]:
     """Points that fit by our best estimate, all where none does; and the fastest of the others
     whose choices were measured (or are explored)."""
-    fits = pool["peak_bytes"] < ask.cluster.device.memory_bytes * USABLE
+    fits = pool["peak_bytes"] < query.cluster.device.memory_bytes * USABLE
     if not fits.any():
         return pool, {}
-    over = ~fits if ask.explore else ~fits & ~pool["unproven"]
+    over = ~fits if query.explore else ~fits & ~pool["unproven"]
     return _only(pool, fits), _best(_only(pool, over), 1, 1)
 
 
-def _surely(ask: Question, pool: Pool) -> Pool:
+def _surely(query: PlanQuery, pool: Pool) -> Pool:
     """Points whose bytes fit also at the upper end of their interval; all, where none does."""
-    limit = ask.cluster.device.memory_bytes * USABLE
-    high = _chunked(ask, pool, lambda c: memory_bounds(c, ask.entry)[1])
+    limit = query.cluster.device.memory_bytes * USABLE
+    high = _chunked(query, pool, lambda c: memory_bounds(c, query.entry)[1])
     sure = _only(pool, high < limit)
     return sure if _size(sure) else pool
 
 
-def unproven(ask: Question, c: Columns) -> NDArray[np.bool_]:
+def unproven(query: PlanQuery, c: Columns) -> NDArray[np.bool_]:
     """Which candidates make a choice that no measured row of the calibration makes."""
     new = np.zeros(len(c), dtype=bool)
     for name, made in choices(c).items():
-        if ask.evidence and not ask.evidence.get(name, 0):
+        if query.evidence and not query.evidence.get(name, 0):
             new |= made
     return new
 
 
-def _where(ask: Question, pool: Pool, *, priced: bool) -> Pool:
+def _where(query: PlanQuery, pool: Pool, *, priced: bool) -> Pool:
     """What the user's conditions leave; those about seconds are asked once seconds are known."""
-    asked = [one for one in ask.where if ("step_s" in one.names) == priced]
+    asked = [one for one in query.where if ("step_s" in one.names) == priced]
     if not asked or not _size(pool):
         return pool
     values = {
@@ -225,13 +226,13 @@ def _where(ask: Question, pool: Pool, *, priced: bool) -> Pool:
         "pp": pool["pp"],
         "vp": pool["virtual_stages"],
         "micro_batch": pool["micro_batch"],
-        "global_batch": ask.batch.global_batch,
-        "seq_len": ask.batch.seq_len,
-        "gpus": ask.gpus,
-        "nodes": -(-ask.gpus // ask.cluster.host_gpus),
-        "layers": ask.model.layers,
-        "hidden": ask.model.hidden,
-        "heads": ask.model.heads,
+        "global_batch": query.batch.global_batch,
+        "seq_len": query.batch.seq_len,
+        "gpus": query.gpus,
+        "nodes": -(-query.gpus // query.cluster.host_gpus),
+        "layers": query.model.layers,
+        "hidden": query.model.hidden,
+        "heads": query.model.heads,
         **in_gib(pool["peak_bytes"]),
         "step_s": pool.get("step_s"),
     }
@@ -279,12 +280,12 @@ def _best(pool: Pool, keep: int, variants: int) -> Pool:
     return _only(pool, np.array(chosen, dtype=np.intp))
 
 
-def _full(ask: Question, points: Pool, least: int) -> tuple[Pool, Predictions]:
+def _full(query: PlanQuery, points: Pool, least: int) -> tuple[Pool, Predictions]:
     """A few points, best first, and all about them: simulated pipelines, intervals, memory."""
-    c = ask.columns(points)
+    c = query.columns(points)
     count = max(least, playable(c, PLAYED_EVENTS))
     points, c = _only(points, slice(count)), c.take(slice(count))
-    predicted = predictions(c, ask.entry)
+    predicted = predictions(c, query.entry)
     order = np.lexsort((points["peak_bytes"], predicted.step_s))
     order = order[_first_few(_layout_keys(_only(points, order)), least)]
     return _only(points, order), predicted.take(order)

@@ -12,9 +12,9 @@ from math import exp, sqrt
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.fit.calibration import Entry
-from fourfold.cost.fit.coefficients import Knob
-from fourfold.cost.memory.interval import TWO_SIDED_80, moved_knobs, moves
+from fourfold.cost.fit.calibration import FittedStack
+from fourfold.cost.fit.coefficients import Coefficient
+from fourfold.cost.memory.interval import TWO_SIDED_80, moved_coefficients, moves
 from fourfold.cost.step.estimate import estimate
 from fourfold.search.ranking import Ranking
 
@@ -24,7 +24,7 @@ NOISE = 0.01
 LOOKED_AT = 24
 
 
-def tie_width(entry: Entry) -> float:
+def tie_width(entry: FittedStack) -> float:
     """Log ratio of two predictions below which their order is right less than 4 times in 5."""
     sd = max(NOISE, (entry.high - entry.low) / (2.0 * TWO_SIDED_80))
     return ONE_SIDED_80 * sqrt(2.0) * sd
@@ -34,15 +34,15 @@ def tied_with_first(ranking: Ranking) -> int:
     """How many of the best cannot be told apart from the first."""
     if not len(ranking):
         return 0
-    limit = ranking.step_s[0] * exp(tie_width(ranking.ask.entry))
+    limit = ranking.step_s[0] * exp(tie_width(ranking.query.entry))
     return int((ranking.step_s <= limit).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """Moving `knob` from `value` to `other` makes the candidate at `winner` the fastest."""
+    """Moving `coefficient` from `value` to `other` makes the candidate at `winner` the fastest."""
 
-    knob: str
+    coefficient: str
     about: str
     value: float
     other: float
@@ -50,44 +50,44 @@ class Flip:
     gain: float  # first over winner there, above 1
 
 
-def _moved_s(c: Columns, entry: Entry, ends: list[tuple[Knob, float]]) -> Floats:
-    """[moves, candidates] step seconds with one knob moved at a time."""
-    step = estimate(c, moved_knobs(entry, ends)).step_s
+def _moved_s(c: Columns, entry: FittedStack, ends: list[tuple[Coefficient, float]]) -> Floats:
+    """[moves, candidates] step seconds with one coefficient moved at a time."""
+    step = estimate(c, moved_coefficients(entry, ends)).step_s
     return np.broadcast_to(step, (len(ends), len(c)))
 
 
 def flips(ranking: Ranking) -> list[Flip]:
-    """Knobs that, moved within what is not known of them, make another layout fastest."""
+    """Coefficients that, moved within what is not known of them, make another layout fastest."""
     count = min(LOOKED_AT, len(ranking))
     if count < 2:
         return []
-    entry = ranking.ask.entry
+    entry = ranking.query.entry
     ends = moves(entry, "time")
     # What simulation added to the closed form stays added.
     step = _moved_s(ranking.predicted.columns.take(slice(0, count)), entry, ends)
     step = step * (ranking.step_s[:count] / ranking.closed_s[:count])
     found = []
-    for (knob, other), row in zip(ends, step, strict=True):
+    for (coefficient, other), row in zip(ends, step, strict=True):
         winner = int(np.argmin(row))
         gain = float(row[0] / row[winner])
         if winner and gain > 1.0 + NOISE and ranking.layout(winner) != ranking.layout(0):
-            value = entry.knobs[knob.name]
-            found.append(Flip(knob.name, knob.about, value, other, winner, gain))
+            value = entry.coefficients[coefficient.name]
+            found.append(Flip(coefficient.name, coefficient.about, value, other, winner, gain))
     best: dict[str, Flip] = {}
     for flip in sorted(found, key=lambda one: -one.gain):
-        best.setdefault(flip.knob, flip)
+        best.setdefault(flip.coefficient, flip)
     return list(best.values())
 
 
 def deciding(ranking: Ranking, runs: int = 3) -> list[int]:
     """The candidates to measure: the first, and those of its ties whose order to it is most open.
 
-    Open = a small difference where the knobs say little: difference over its own spread.
+    Open = a small difference where the coefficients say little: difference over its own spread.
     """
     tied = min(tied_with_first(ranking), LOOKED_AT)
     if tied < 2:
         return []
-    entry = ranking.ask.entry
+    entry = ranking.query.entry
     step = _moved_s(ranking.predicted.columns.take(slice(0, tied)), entry, moves(entry, "time"))
     ratio = np.log(step / step[:, :1]) - np.log(ranking.closed_s[:tied] / ranking.closed_s[0])
     spread = np.sqrt((ratio**2).sum(axis=0) / 2.0) / TWO_SIDED_80

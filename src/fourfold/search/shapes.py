@@ -3,14 +3,14 @@ best on the machines, compared by days for the same tokens."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
 from fourfold.cost.count.params import model_params
+from fourfold.events import Event
 from fourfold.search.advise import auto_heads
-from fourfold.search.question import Question
-from fourfold.search.ranking import Ranking, rank
+from fourfold.search.query import PlanQuery
+from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.rules.case import divisors
 from fourfold.spec.model import ModelShape
 
@@ -60,27 +60,27 @@ def _shape(
     return model if off <= TOLERANCE else None
 
 
-def compare(ask: Question, models: list[ModelShape], *, tokens: float) -> list[dict[str, Any]]:
+def compare(query: PlanQuery, models: list[ModelShape], *, tokens: float) -> list[dict[str, Any]]:
     """Days of each model for the tokens, fastest first; those that do not fit come last."""
     rows = []
     # Copies of shards and virtual stages move all shapes alike: left out to be quick.
-    fixed = {"replicate": 1, "virtual_stages": 1} | ask.fixed
+    fixed = {"replicate": 1, "virtual_stages": 1} | query.fixed
     for place, model in enumerate(models):
-        print(f"{model.name} ({place + 1} of {len(models)})", file=sys.stderr)
-        rows.append(_row(rank(replace(ask, model=model, fixed=fixed)), tokens))
+        query.on_event(Event(f"{model.name} ({place + 1} of {len(models)})", "progress"))
+        rows.append(_row(rank_layouts(replace(query, model=model, fixed=fixed)), tokens))
     return sorted(rows, key=lambda row: (row["days"] is None, row["days"] or 0.0))
 
 
 def _row(ranking: Ranking, tokens: float) -> dict[str, Any]:
-    ask = ranking.ask
-    model = ask.model
+    query = ranking.query
+    model = query.model
     row: dict[str, Any] = {
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,
         "kv_heads": model.kv_heads,
         "ffn": model.ffn,
-        "params": model_params(model, ask.batch.seq_len),
+        "params": model_params(model, query.batch.seq_len),
         "days": None,
         "gpu_hours": None,
         "layout": None,
@@ -89,10 +89,10 @@ def _row(ranking: Ranking, tokens: float) -> dict[str, Any]:
     if not len(ranking):
         return row
     step_s = float(ranking.step_s[0])
-    total_s = step_s * tokens / ask.batch.tokens
+    total_s = step_s * tokens / query.batch.tokens
     return row | {
         "days": total_s / 86400.0,
-        "gpu_hours": total_s * ask.gpus / 3600.0,
+        "gpu_hours": total_s * query.gpus / 3600.0,
         "layout": str(ranking.layout(0)),
         "micro_batch": int(ranking.points["micro_batch"][0]),
         "step_s": step_s,

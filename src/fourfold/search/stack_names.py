@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fourfold.cost.fit.calibration import Calibration, Entry
+from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.stacks import STACKS, stack_rules, year_of
 from fourfold.errors import UserError, nearest
 from fourfold.spec.catalog import generation_of
@@ -33,7 +33,7 @@ def match_stack(stack: str, cluster: Cluster | None, calibration: Calibration) -
         return stack
     generation = generation_of(cluster.device) if cluster else ""
 
-    def says(entry: Entry) -> tuple[bool, bool, int, int]:
+    def says(entry: FittedStack) -> tuple[bool, bool, int, int]:
         here = cluster is not None and entry.cluster == cluster.name
         alike = entry.generation == generation
         return here, alike, 0 if here else year_of(entry.stack) or 0, entry.rows_time

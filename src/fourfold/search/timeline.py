@@ -33,7 +33,7 @@ def timeline(ranking: Ranking, place: int = 0) -> Timeline:
         c, {n: part[index] for n, part in ranking.predicted.times.parts.items()}, micros
     )
     return play(
-        f"{ranking.ask.model.name}, {ranking.layout(place)}",
+        f"{ranking.query.model.name}, {ranking.layout(place)}",
         SCHEDULES[int(c.schedule[0])],
         times,
         stages=stages,

@@ -9,7 +9,7 @@ from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore
 from fourfold.search import advise as sizes
 from fourfold.search.advise import Shape, auto_heads
-from fourfold.search.question import entry_for, usual_cluster
+from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.shapes import compare, shapes_near
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog, words
@@ -69,13 +69,13 @@ def _precision(request: AdviseRequest, device: Device) -> str:
 
 
 def _knobs(request: AdviseRequest, device: Device) -> tuple[dict[str, float], str]:
-    """(knobs, whose they are)."""
+    """(coefficients, whose they are)."""
     known = read_calibration(request.calibration)
     cluster = known_cluster(request.cluster) if request.cluster else usual_cluster(device, 8)
     stack = match_stack(request.stack, cluster, known) if request.stack else "fourfold"
     entry, why = entry_for(known, stack, cluster)
     rows = why or f"{entry.rows_time} measured rows"
-    return entry.knobs, f"efficiencies of {stack} on {cluster.name} ({rows})"
+    return entry.coefficients, f"efficiencies of {stack} on {cluster.name} ({rows})"
 
 
 def _or(value: int | None, default: int) -> int:
@@ -92,9 +92,9 @@ def _sizes(request: AdviseRequest) -> dict[str, Any]:
     """Advice on each size that was given (all of them with --model)."""
     device = _device(request)
     precision = _precision(request, device)
-    knobs, whose = _knobs(request, device)
+    coef, whose = _knobs(request, device)
     shape = _shape(request)
-    kernels = sizes.Kernels(device, precision, knobs, request.attention)
+    kernels = sizes.Kernels(device, precision, coef, request.attention)
     said: dict[str, Any] = {
         "gpu": device.id,
         "tp": shape.tp,

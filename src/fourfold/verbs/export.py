@@ -53,7 +53,7 @@ def export(
 
 
 def _setup(ranking: Ranking, place: int, name: str) -> Setup:
-    query = ranking.ask
+    query = ranking.query
     return Setup(
         model=query.model,
         layout=ranking.layout(place),
@@ -69,7 +69,7 @@ def _setup(ranking: Ranking, place: int, name: str) -> Setup:
 
 def _export_notes(ranking: Ranking, place: int) -> tuple[str, ...]:
     """Seconds and bytes of the choice, and whether it surely fits."""
-    query, predicted, gib = ranking.ask, ranking.predicted, 2.0**30
+    query, predicted, gib = ranking.query, ranking.predicted, 2.0**30
     low, high = memory_bounds(predicted.columns.take(slice(place, place + 1)), query.entry)
     limit = query.cluster.device.memory_bytes
     needs = (

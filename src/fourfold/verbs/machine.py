@@ -24,7 +24,7 @@ from fourfold.result.profile import read_profile as profile_of
 from fourfold.result.report import RunReport
 from fourfold.search.fixes import remedies
 from fourfold.search.predict import predict, rough_cpu, state_bytes
-from fourfold.search.question import usual_cluster
+from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.device import device_id

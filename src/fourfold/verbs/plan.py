@@ -13,12 +13,12 @@ from fourfold.cost.stacks import release_of, stack_rules
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
-from fourfold.search import question as questions
+from fourfold.search import query as queries
 from fourfold.search.answer import PlanAnswer, answer
 from fourfold.search.explain import Explanation, explain_ranking, ways_to_run
 from fourfold.search.export.setup import Setup
 from fourfold.search.gpu_counts import best_of
-from fourfold.search.question import Question
+from fourfold.search.query import PlanQuery
 from fourfold.search.ramp import training
 from fourfold.search.stack_names import listed, match_stack
 from fourfold.search.timeline import timeline
@@ -95,7 +95,7 @@ def stacks(
     return Stacks(tuple(listed(planned_calibration(calibration, profile, machine), machine)))
 
 
-def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[Question, list[int]]:
+def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuery, list[int]]:
     """(the question at the largest number of GPUs, all numbers of GPUs to try)."""
     fixed = _fixed(request)
     cluster = planned_cluster(
@@ -109,11 +109,11 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[Question
     known = planned_calibration(request.calibration, request.profile, cluster)
     stack = _stack(request, cluster, known, on_event)
     policy = codec.decode(Policy, dict(request.policy), "policy")
-    entry, why = questions.entry_for(known, stack, cluster)
+    entry, why = queries.entry_for(known, stack, cluster)
     model = catalog.model(request.model) if isinstance(request.model, str) else request.model
     batch = Batch(seq_len=request.seq_len, global_batch=request.global_batch, ramp=request.ramp)
-    policy = questions.usual_policy(stack, policy, set(request.policy))
-    query = Question(
+    policy = queries.usual_policy(stack, policy, set(request.policy))
+    query = PlanQuery(
         model=model,
         cluster=cluster,
         gpus=counts[0],
@@ -124,12 +124,13 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[Question
         entry=entry,
         calibration=known.name,
         no_rows=why,
-        evidence=questions.evidence_for(known, entry),
+        evidence=queries.evidence_for(known, entry),
         fixed=fixed,
         where=tuple(parse(text) for text in request.where),
         explore=request.explore,
         safe=request.safe,
         convention=conventions.convention(request.convention).id,
+        on_event=on_event,
     )
     return query, counts
 
@@ -218,7 +219,7 @@ def _stack(request: PlanRequest, cluster: Cluster, known: Calibration, on_event:
     """Whose engine; what a short name stands for is an event."""
     asked = _implied_stack(request)
     if not asked:
-        return questions.default_stack(cluster, known)
+        return queries.default_stack(cluster, known)
     stack = match_stack(asked, cluster, known)
     if stack != asked.strip().lower():
         rows = {e.cluster: e.rows_time for e in known.entries if e.stack == stack}

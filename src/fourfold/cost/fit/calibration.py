@@ -1,7 +1,7 @@
-"""What did measured rows teach? One entry of knobs per (stack, cluster), with its evidence.
+"""What did measured rows teach? One entry of coefficients per (stack, cluster), with its evidence.
 
 A file holds the entries, their residuals and their cross-validated errors; it holds no measured
-value and no row. Errors are percent, knobs are as in `knobs`.
+value and no row. Errors are percent, coefficients are as in `coefficients`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import exp, log
 from typing import Any
 
 from fourfold import files
-from fourfold.cost.fit.coefficients import BY_NAME, KNOBS
+from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS
 from fourfold.cost.stacks import family_of, year_of
 from fourfold.errors import UserError, shorten
 from fourfold.spec import check, codec
@@ -22,15 +22,17 @@ from fourfold.spec import check, codec
 SCHEMA = 1
 MARK = '"type": "Calibration"'  # in every file that to_json wrote
 SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
-KNOB_FACTOR = 1e6  # a knob further from its default than this is a slip, and overflows what uses it
+WIDEST_FACTOR = (
+    1e6  # a coefficient further from its default than this is a slip, and overflows what uses it
+)
 GENERIC_HALF = 0.2  # 80% half width (log) of a calibration without any rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """Knobs of one stack on one cluster.
+class FittedStack:
+    """Coefficients of one stack on one cluster.
 
-    `informed` says for each knob how much the rows narrowed its prior (0 nothing, 1 all);
+    `informed` says for each coefficient how much the rows narrowed its prior (0 nothing, 1 all);
     `low` and `high` are the 10% and 90% quantiles of log(measured / predicted), cross-validated;
     `ranges` are the calibrated ranges of the features in `interval`; `residuals_pct` are sorted;
     `counts` are the rows behind each of `choices`.
@@ -39,7 +41,7 @@ class Entry:
     stack: str
     cluster: str
     generation: str
-    knobs: dict[str, float]
+    coefficients: dict[str, float]
     informed: dict[str, float]
     free_time: tuple[str, ...] = ()
     free_memory: tuple[str, ...] = ()
@@ -63,11 +65,11 @@ class Calibration:
 
     name: str
     sources: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[FittedStack, ...]
     generic_low: float = -GENERIC_HALF
     generic_high: float = GENERIC_HALF
 
-    def entry(self, stack: str, cluster: str, generation: str) -> tuple[Entry, str]:
+    def entry(self, stack: str, cluster: str, generation: str) -> tuple[FittedStack, str]:
         """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
         for known in self.entries:
             if known.stack == stack and known.cluster == cluster:
@@ -77,7 +79,7 @@ class Calibration:
         return wide, "no measured runs of this stack here, estimated from other stacks and clusters"
 
 
-def similarity(entry: Entry, *, stack: str, cluster: str, generation: str) -> float:
+def similarity(entry: FittedStack, *, stack: str, cluster: str, generation: str) -> float:
     """How much one key says about another: same engine, same machine, same GPU, same years."""
     weight = 1.0 + 4.0 * (family_of(entry.stack) == family_of(stack) != "")
     weight += 4.0 * (entry.cluster == cluster != "")
@@ -87,11 +89,13 @@ def similarity(entry: Entry, *, stack: str, cluster: str, generation: str) -> fl
     return weight * (1.0 if entry.generation == generation else 0.5)
 
 
-def blend(entries: tuple[Entry, ...], *, stack: str, cluster: str, generation: str) -> Entry:
-    """Prior of a key from the others: knob by knob, weighted by likeness and information.
+def blend(
+    entries: tuple[FittedStack, ...], *, stack: str, cluster: str, generation: str
+) -> FittedStack:
+    """Prior of a key from the others, each coefficient weighted by likeness and information.
 
     The physical default counts as one more, fully informed entry of the same year. Engines get
-    better by the year, so each knob may have a small slope over the years.
+    better by the year, so each coefficient may have a small slope over the years.
     """
     kin = [
         (entry, similarity(entry, stack=stack, cluster=cluster, generation=generation))
@@ -99,21 +103,21 @@ def blend(entries: tuple[Entry, ...], *, stack: str, cluster: str, generation: s
         if (entry.stack, entry.cluster) != (stack, cluster)
     ]
     year = year_of(stack)
-    knobs = {}
-    for knob in KNOBS:
-        weights, ages, logs = [1.0], [0.0], [log(knob.default)]
+    coef = {}
+    for coefficient in COEFFICIENTS:
+        weights, ages, logs = [1.0], [0.0], [log(coefficient.default)]
         for entry, like in kin:
             other = year_of(entry.stack)
-            weights.append(like * entry.informed.get(knob.name, 0.0))
+            weights.append(like * entry.informed.get(coefficient.name, 0.0))
             ages.append(float(other - year) if year and other else 0.0)
-            logs.append(log(entry.knobs[knob.name]))
-        knobs[knob.name] = exp(_level(weights, ages, logs))
-    return Entry(
+            logs.append(log(entry.coefficients[coefficient.name]))
+        coef[coefficient.name] = exp(_level(weights, ages, logs))
+    return FittedStack(
         stack=stack,
         cluster=cluster,
         generation=generation,
-        knobs=knobs,
-        informed=dict.fromkeys(knobs, 0.0),
+        coefficients=coef,
+        informed=dict.fromkeys(coef, 0.0),
     )
 
 
@@ -131,8 +135,13 @@ def _level(weights: list[float], ages: list[float], logs: list[float]) -> float:
 def to_json(calibration: Calibration) -> str:
     """The file's text."""
     data: dict[str, Any] = {"schema": SCHEMA, "type": "Calibration", **asdict(calibration)}
-    data["entries"] = [_rounded(entry) for entry in data["entries"]]
+    data["entries"] = [_rounded(_with_key(entry)) for entry in data["entries"]]
     return json.dumps(data, indent=1, sort_keys=False) + "\n"
+
+
+def _with_key(entry: dict[str, Any]) -> dict[str, Any]:
+    """Files call coefficients `coefficients`."""
+    return {"knobs" if name == "coefficients" else name: value for name, value in entry.items()}
 
 
 def _rounded(value: Any) -> Any:
@@ -172,13 +181,15 @@ def from_json(text: str, where: str) -> Calibration:
         ) from None
 
 
-def _entry(item: dict[str, Any]) -> Entry:
-    knobs = {knob.name: knob.default for knob in KNOBS}
+def _entry(item: dict[str, Any]) -> FittedStack:
+    coef = {coefficient.name: coefficient.default for coefficient in COEFFICIENTS}
     for name, value in item["knobs"].items():
         if name not in BY_NAME:
-            raise ValueError(f"unknown knob {name}")
+            raise ValueError(f"unknown coefficient {name}")
         usual = BY_NAME[name].default
-        knobs[name] = _number(value, f"knob {name}", usual / KNOB_FACTOR, usual * KNOB_FACTOR)
+        coef[name] = _number(
+            value, f"coefficient {name}", usual / WIDEST_FACTOR, usual * WIDEST_FACTOR
+        )
     low, high = _spread(item, "low", "high")
     ranges = {}
     for name, pair in item["ranges"].items():
@@ -192,7 +203,7 @@ def _entry(item: dict[str, Any]) -> Entry:
         "free_time": tuple(_texts(item, "free_time")),
         "free_memory": tuple(_texts(item, "free_memory")),
         "residuals_pct": tuple(_number(v, "residual", -1e9, 1e9) for v in item["residuals_pct"]),
-        "knobs": knobs,
+        "coefficients": coef,
         "informed": _numbers(item, "informed", 0.0, 1.0),
         "errors_pct": _numbers(item, "errors_pct", -1e9, 1e9),
         "counts": {name: int(n) for name, n in _numbers(item, "counts", 0.0, 1e12).items()},
@@ -202,7 +213,8 @@ def _entry(item: dict[str, Any]) -> Entry:
         "high": high,
         "ranges": ranges,
     }
-    return Entry(**{**item, **kept})
+    rest = {name: value for name, value in item.items() if name != "knobs"}
+    return FittedStack(**{**rest, **kept})
 
 
 def _number(value: object, name: str, least: float, most: float) -> float:
@@ -251,7 +263,7 @@ def shipped() -> Calibration:
     return _of_package("shipped.json")
 
 
-def own_entry(stack: str, device: str) -> Entry | None:
+def own_entry(stack: str, device: str) -> FittedStack | None:
     """Our own engine as it was measured on one GPU of this type, if it was (results/README.md)."""
     known = _of_package("own.json").entries
     return next((e for e in known if (e.stack, e.cluster) == (stack, f"1 x {device}")), None)

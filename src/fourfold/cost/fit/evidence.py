@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fourfold.cost.fit.calibration import Calibration, Entry, blend
+from fourfold.cost.fit.calibration import Calibration, FittedStack, blend
 from fourfold.cost.fit.choices import counts
 from fourfold.cost.fit.fit import Sample, fit_entries, sample
 from fourfold.cost.fit.validate import held_out, others_of, with_spread
@@ -44,8 +44,11 @@ def calibrate(
 
 
 def _with_evidence(
-    table: Rows, entries: tuple[Entry, ...], kept: tuple[Entry, ...], tell: Callable[[str], None]
-) -> tuple[Entry, ...]:
+    table: Rows,
+    entries: tuple[FittedStack, ...],
+    kept: tuple[FittedStack, ...],
+    tell: Callable[[str], None],
+) -> tuple[FittedStack, ...]:
     tell(f"cross-validating {table.table.name}")
     mine = {(s, c) for s, c in zip(table.stack.tolist(), table.cluster.tolist(), strict=True)}
     others = others_of((*kept, *entries), table)
@@ -64,11 +67,11 @@ def _with_evidence(
     return tuple(out)
 
 
-def _errors(entry: Entry, table: Rows, step: Floats, own: np.ndarray) -> Entry:
-    """Entry with in-sample and cross-validated errors; residuals sorted, so that no row shows."""
+def _errors(entry: FittedStack, table: Rows, step: Floats, own: np.ndarray) -> FittedStack:
+    """With in-sample and cross-validated errors; residuals sorted, so that no row shows."""
     if not own.any():
         return entry
-    fitted = estimate(table.columns.take(np.flatnonzero(own)), entry.knobs).step_s
+    fitted = estimate(table.columns.take(np.flatnonzero(own)), entry.coefficients).step_s
     inside = 100.0 * (fitted / table.step_s[own] - 1.0)
     across = 100.0 * (step[own] / table.step_s[own] - 1.0)
     picks = np.linspace(0, 1, min(len(inside), KEPT_RESIDUALS))
@@ -86,7 +89,7 @@ def _errors(entry: Entry, table: Rows, step: Floats, own: np.ndarray) -> Entry:
     )
 
 
-def _stranger_spread(rows: Sample, entries: tuple[Entry, ...]) -> tuple[float, float]:
+def _stranger_spread(rows: Sample, entries: tuple[FittedStack, ...]) -> tuple[float, float]:
     """Interval (log) of a key nobody measured: each key predicted from the others alone.
 
     Every key counts the same, however many rows it has.
@@ -99,7 +102,7 @@ def _stranger_spread(rows: Sample, entries: tuple[Entry, ...]) -> tuple[float, f
         if len(timed) < 4:
             continue
         guess = blend(entries, stack=key[0], cluster=key[1], generation=own.generation)
-        step = estimate(part.columns.take(timed), guess.knobs).step_s
+        step = estimate(part.columns.take(timed), guess.coefficients).step_s
         log = np.log(part.step_s[timed] / step)
         lows.append(np.quantile(log, 0.1))
         highs.append(np.quantile(log, 0.9))

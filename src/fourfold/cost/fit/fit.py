@@ -1,4 +1,4 @@
-"""Which knobs explain these rows? Fits every (stack, cluster) with the others as its prior.
+"""Which coefficients explain these rows? Fits every (stack, cluster) with the others as its prior.
 
 At most 14 free numbers for time and 6 for memory per key: those whose prior the rows narrow most;
 the others stay at the prior. Two rounds, so that each key is fitted under what the others taught.
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, joined
-from fourfold.cost.fit.calibration import Entry, blend
+from fourfold.cost.fit.calibration import FittedStack, blend
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
 from fourfold.cost.fit.interval import ranges
 from fourfold.cost.fit.minimise import Prior, minimise
@@ -27,7 +27,7 @@ from fourfold.spec.catalog import generation_of
 
 MOST_TIME = 14
 MOST_MEMORY = 6
-TIGHT = 0.7  # keys spread less around their kin than a knob does around its default
+TIGHT = 0.7  # keys spread less around their kin than a coefficient does around its default
 STEP_SCALE = 0.04  # an ordinary log residual of time
 MEMORY_SCALE = 0.05
 LABEL_SCALE = 0.05  # how sharp the edge between fits and does not is, as a share of capacity
@@ -86,11 +86,11 @@ Misfit = Callable[[dict[str, Floats | float]], Floats]
 
 
 def fit_entries(
-    rows: Sample, others: tuple[Entry, ...] = (), *, rounds: int = 2
-) -> tuple[Entry, ...]:
+    rows: Sample, others: tuple[FittedStack, ...] = (), *, rounds: int = 2
+) -> tuple[FittedStack, ...]:
     """An entry for every key in the rows; `others` are fitted already and stay as they are."""
     pool = {entry.key: entry for entry in others}
-    made: dict[str, Entry] = {}
+    made: dict[str, FittedStack] = {}
     for _ in range(rounds):
         current = {**pool, **made}
         for key in rows.all_keys():
@@ -104,7 +104,7 @@ def fit_entries(
     return tuple(made.values())
 
 
-def fit_one(rows: Sample, prior: Entry) -> Entry:
+def fit_one(rows: Sample, prior: FittedStack) -> FittedStack:
     """The entry of one key under a prior."""
     timed = rows.take(np.flatnonzero(np.isfinite(rows.step_s)))
     entry = prior
@@ -123,39 +123,40 @@ def fit_one(rows: Sample, prior: Entry) -> Entry:
 
 
 def _fit_part(
-    entry: Entry, names: tuple[str, ...], misfit: Misfit, *, scale: float, most: int
-) -> Entry:
-    """Fit all knobs of a part, keep free the `most` that the rows move furthest, fit again.
+    entry: FittedStack, names: tuple[str, ...], misfit: Misfit, *, scale: float, most: int
+) -> FittedStack:
+    """Fit all coefficients of a part, keep free the `most` that the rows move furthest, fit again.
 
-    Distance counts in prior spreads: a knob that ends at its prior costs nothing when it is fixed
-    there.
+    Distance counts in prior spreads: a coefficient that ends at its prior costs nothing when
+    it is fixed there.
     """
-    knobs, share = _solve(entry.knobs, names, misfit, scale)
+    coef, share = _solve(entry.coefficients, names, misfit, scale)
     moved = {
-        name: abs(np.log(knobs[name] / entry.knobs[name])) / BY_NAME[name].spread for name in names
+        name: abs(np.log(coef[name] / entry.coefficients[name])) / BY_NAME[name].spread
+        for name in names
     }
     taught = [name for name in names if share[name] > 0.01]
     free = tuple(sorted(taught, key=lambda name: -moved[name])[:most])
     free = tuple(name for name in names if name in free)
     if len(free) < len(names) and free:
-        knobs, share = _solve(entry.knobs, free, misfit, scale)
+        coef, share = _solve(entry.coefficients, free, misfit, scale)
     field = "free_time" if names == TIME else "free_memory"
     informed = {**entry.informed, **dict.fromkeys(names, 0.0), **share}
     changed: dict[str, Any] = {field: free}
-    return replace(entry, knobs=knobs, informed=informed, **changed)
+    return replace(entry, coefficients=coef, informed=informed, **changed)
 
 
 def _solve(
     start: dict[str, float], names: tuple[str, ...], misfit: Misfit, scale: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(knobs, information share) with `names` free and the rest as they start."""
+    """(coefficients, information share) with `names` free and the rest as they start."""
     asked = [BY_NAME[name] for name in names]
-    spread = np.array([knob.spread * TIGHT for knob in asked])
+    spread = np.array([coefficient.spread * TIGHT for coefficient in asked])
     prior = Prior(
         mean=np.log([start[name] for name in names]),
         spread=spread,
-        low=np.log([knob.low for knob in asked]),
-        high=np.log([knob.high for knob in asked]),
+        low=np.log([coefficient.low for coefficient in asked]),
+        high=np.log([coefficient.high for coefficient in asked]),
     )
 
     def residuals(x: Floats) -> Floats:
@@ -163,15 +164,15 @@ def _solve(
         return misfit({**start, **moved})
 
     found = minimise(residuals, prior, scale=scale)
-    knobs = {**start, **{n: float(v) for n, v in zip(names, np.exp(found.x), strict=True)}}
+    coef = {**start, **{n: float(v) for n, v in zip(names, np.exp(found.x), strict=True)}}
     share = np.clip(1.0 - np.diag(found.covariance) / spread**2, 0.0, 1.0)
-    return knobs, {name: float(value) for name, value in zip(names, share, strict=True)}
+    return coef, {name: float(value) for name, value in zip(names, share, strict=True)}
 
 
 def time_misfit(rows: Sample) -> Misfit:
     """Log residuals of the step time."""
     measured = np.log(rows.step_s)
-    return lambda knobs: np.log(estimate(rows.columns, knobs).step_s) - measured
+    return lambda coef: np.log(estimate(rows.columns, coef).step_s) - measured
 
 
 def printed_bytes(rows: Sample, first: Floats, worst: Floats) -> Floats:
@@ -192,11 +193,11 @@ def memory_misfit(rows: Sample) -> Misfit:
     oom = max(1.0, float(np.sum(rows.fits == 0)))
     weight = np.sqrt(np.where(rows.fits > 0, (ran + oom) / (2 * ran), (ran + oom) / (2 * oom)))
 
-    def misfit(knobs: dict[str, Floats | float]) -> Floats:
-        got = memory(rows.columns, knobs)
+    def misfit(coef: dict[str, Floats | float]) -> Floats:
+        got = memory(rows.columns, coef)
         printed = printed_bytes(rows, got.first_bytes, got.worst_bytes)
         size = np.where(has_mem, (np.log(printed) - measured) / MEMORY_SCALE, 0.0)
-        over = np.log(got.worst_bytes / limit_bytes(rows.columns, knobs)) * side / LABEL_SCALE
+        over = np.log(got.worst_bytes / limit_bytes(rows.columns, coef)) * side / LABEL_SCALE
         hinge = np.where(has_label, weight * np.sqrt(2.0 * np.logaddexp(0.0, over)), 0.0)
         return np.concatenate([size, hinge], axis=-1)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.fit.calibration import Entry
+from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.step.gemm import Floats
 
 PER_DOUBLING = 0.04  # half width (log) added in quadrature per doubling outside the range
@@ -49,7 +49,7 @@ def outside(c: Columns, known: dict[str, tuple[float, float]]) -> Floats:
     return total
 
 
-def bounds(c: Columns, entry: Entry, step_s: Floats) -> tuple[Floats, Floats]:
+def bounds(c: Columns, entry: FittedStack, step_s: Floats) -> tuple[Floats, Floats]:
     """(low, high) seconds that hold 80% of measured runs."""
     extra = PER_DOUBLING * outside(c, entry.ranges)
     low = -np.sqrt(min(entry.low, -0.005) ** 2 + extra**2)

@@ -3,9 +3,9 @@ the machine was measured, physical defaults elsewhere, and an interval as wide a
 
 from __future__ import annotations
 
-from fourfold.cost.fit.calibration import Calibration, Entry
+from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.coefficients import BY_NAME, defaults
-from fourfold.result.profile import HardwareProfile, knobs_of
+from fourfold.result.profile import HardwareProfile, coefficients_of
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
 
@@ -18,20 +18,20 @@ _CPU_FIXED_S = 1e-3
 
 
 def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
-    """Knobs of our own engine on the profiled machine, clipped to what the model allows."""
-    knobs = defaults()
+    """Coefficients of our own engine on the profiled machine, clipped to what the model allows."""
+    coef = defaults()
     if profile.device == "cpu":
-        knobs |= {"base_gib": _CPU_BASE_GIB, "fixed_s": _CPU_FIXED_S, "micro_s": profile.launch_s}
-    knobs |= knobs_of(profile)
-    for name, value in knobs.items():
-        knobs[name] = min(max(value, BY_NAME[name].low), BY_NAME[name].high)
+        coef |= {"base_gib": _CPU_BASE_GIB, "fixed_s": _CPU_FIXED_S, "micro_s": profile.launch_s}
+    coef |= coefficients_of(profile)
+    for name, value in coef.items():
+        coef[name] = min(max(value, BY_NAME[name].low), BY_NAME[name].high)
     half = HALF_WIDTH[profile.device]
-    entry = Entry(
+    entry = FittedStack(
         stack="fourfold",
         cluster=cluster.name,
         generation=generation_of(cluster.device),
-        knobs=knobs,
-        informed=dict.fromkeys(knobs, 0.0),
+        coefficients=coef,
+        informed=dict.fromkeys(coef, 0.0),
         low=-half,
         high=half,
     )

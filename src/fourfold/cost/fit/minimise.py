@@ -1,6 +1,6 @@
-"""Which knobs make the model agree with measured rows, given priors? Robust MAP by damped steps.
+"""Which coefficients agree with measured rows, given priors? Robust MAP by damped steps.
 
-Levenberg-Marquardt on the logarithms of the knobs; Gaussian priors there; residuals weighted as
+Levenberg-Marquardt on the coefficients' logarithms; Gaussian priors there; residuals weighted as
 Student's t (a run that was disturbed teaches little). The derivative columns are evaluated as one
 broadcast question to the model. NumPy only.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-# (k, n_params) log knobs -> (k, n_rows) residuals
+# (k, n_params) log coefficients -> (k, n_rows) residuals
 Residuals = Callable[[Floats], Floats]
 
 STEP = 1e-4
@@ -23,7 +23,7 @@ FREEDOM = 4.0  # degrees of freedom of the t weights
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Gaussian prior on log knobs, with hard bounds."""
+    """Gaussian prior on log coefficients, with hard bounds."""
 
     mean: Floats
     spread: Floats
@@ -33,7 +33,7 @@ class Prior:
 
 @dataclass(frozen=True, slots=True)
 class Minimum:
-    """Where it ended: log knobs, their covariance (Laplace), weights of the rows."""
+    """Where it ended: log coefficients, their covariance (Laplace), weights of the rows."""
 
     x: Floats
     covariance: Floats
@@ -52,7 +52,7 @@ def _cost(r: Floats, x: Floats, prior: Prior, scale: float) -> float:
 def minimise(
     residuals: Residuals, prior: Prior, *, scale: float, rounds: int = 60, row_weight: float = 1.0
 ) -> Minimum:
-    """Most probable log knobs. `scale` is the size of an ordinary residual."""
+    """Most probable log coefficients. `scale` is the size of an ordinary residual."""
     x = np.clip(prior.mean, prior.low, prior.high)
     damp = 1e-2
     moves = np.vstack([np.zeros_like(x), np.eye(x.size) * STEP])

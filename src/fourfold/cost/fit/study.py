@@ -17,7 +17,7 @@ from fourfold.cost.table.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One table scored in one way; `free` is the largest count of free time + memory knobs."""
+    """One table scored in one way; `free` is the most free coefficients, time + memory."""
 
     how: str
     score: Score
@@ -66,7 +66,7 @@ def _as_is(rows: Rows, calibration: Calibration) -> Result:
 
 
 def _free(rows: Rows, calibration: Calibration) -> str:
-    """Largest number of free knobs of a key in this table: time+memory."""
+    """Largest number of free coefficients of a key in this table: time+memory."""
     mine = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
     found = [e for e in calibration.entries if (e.stack, e.cluster) in mine]
     if not found:

@@ -1,7 +1,7 @@
 """Which runs would teach most? Names K configurations; sees layouts, never results.
 
 Greedy Bayesian design: each pick is the run whose measurement would shrink the mean predictive
-variance of all candidates most, with the knobs' priors as the starting uncertainty (V-optimal;
+variance of all candidates most, with priors as the starting uncertainty (V-optimal;
 Chaloner and Verdinelli, "Bayesian Experimental Design", 1995).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.fit.calibration import Entry
+from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import BY_NAME, TIME
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.step.estimate import estimate
@@ -20,26 +20,26 @@ NOISE = 0.05  # log error of one measured run under a good model
 STEP = 1e-3
 
 
-def sensitivities(c: Columns, entry: Entry) -> Floats:
-    """d log(step) / d log(knob) in units of the knob's prior spread; rows x knobs."""
-    base = np.log(estimate(c, entry.knobs).step_s)
+def sensitivities(c: Columns, entry: FittedStack) -> Floats:
+    """[rows, coefficients] d log(step) / d log(coefficient) in units of its prior's spread."""
+    base = np.log(estimate(c, entry.coefficients).step_s)
     found = []
     for name in TIME:
-        moved = {**entry.knobs, name: entry.knobs[name] * np.exp(STEP)}
+        moved = {**entry.coefficients, name: entry.coefficients[name] * np.exp(STEP)}
         slope = (np.log(estimate(c, moved).step_s) - base) / STEP
         found.append(slope * BY_NAME[name].spread)
     return np.stack(found, axis=1)
 
 
-def suggest(c: Columns, entry: Entry, count: int) -> list[int]:
+def suggest(c: Columns, entry: FittedStack, count: int) -> list[int]:
     """Places of the `count` most telling runs among the candidates, best first."""
     slopes = sensitivities(c, entry)
-    fits = memory(c, entry.knobs).worst_bytes < 0.97 * limit_bytes(c, entry.knobs)
+    fits = memory(c, entry.coefficients).worst_bytes < 0.97 * limit_bytes(c, entry.coefficients)
     allowed = fits if int(fits.sum()) >= count else np.ones(len(c), dtype=bool)
     covariance = np.eye(slopes.shape[1])
     chosen: list[int] = []
     for _ in range(min(count, len(c))):
-        spread = slopes @ covariance  # rows x knobs
+        spread = slopes @ covariance  # rows x coefficients
         own = np.einsum("ij,ij->i", spread, slopes) + NOISE**2
         # fall of the summed variance of all candidates if row i were measured
         gain = np.einsum("ij,ij->i", spread @ (slopes.T @ slopes), spread) / own

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.fit.calibration import Calibration, Entry
+from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.fit import Sample, fit_entries, sample
 from fourfold.cost.fit.folds import FOLDS, folds
 from fourfold.cost.fit.suggest import suggest
@@ -29,7 +29,7 @@ KIN = 12.0  # rows that the common spread counts for in a key's own
 Progress = Callable[[str], None]
 
 
-def fit_tables(tables: list[Rows]) -> tuple[Entry, ...]:
+def fit_tables(tables: list[Rows]) -> tuple[FittedStack, ...]:
     """Entries of all keys in these tables."""
     return fit_entries(sample(tables))
 
@@ -39,13 +39,13 @@ def only(rows: Rows, keep: NDArray[np.bool_]) -> Rows:
     return replace(rows, usable=rows.usable & keep)
 
 
-def others_of(entries: tuple[Entry, ...], rows: Rows) -> tuple[Entry, ...]:
+def others_of(entries: tuple[FittedStack, ...], rows: Rows) -> tuple[FittedStack, ...]:
     """Entries of keys that do not occur in this table."""
     mine = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
     return tuple(entry for entry in entries if (entry.stack, entry.cluster) not in mine)
 
 
-def held_out(rows: Rows, others: tuple[Entry, ...]) -> Predictions:
+def held_out(rows: Rows, others: tuple[FittedStack, ...]) -> Predictions:
     """Every row predicted by a fit on the other folds (and on the other tables)."""
     fold = folds(rows.table)
     made = [fit_entries(sample([only(rows, fold != f)]), others) for f in range(FOLDS)]
@@ -56,14 +56,14 @@ def held_out(rows: Rows, others: tuple[Entry, ...]) -> Predictions:
     return _merge_all(answers, fold, rows)
 
 
-def _plain(others: tuple[Entry, ...], made: tuple[Entry, ...]) -> Calibration:
+def _plain(others: tuple[FittedStack, ...], made: tuple[FittedStack, ...]) -> Calibration:
     low, high = common_spread((*others, *made))
     return Calibration(
         name="held out", sources=(), entries=(*others, *made), generic_low=low, generic_high=high
     )
 
 
-def common_spread(entries: tuple[Entry, ...]) -> tuple[float, float]:
+def common_spread(entries: tuple[FittedStack, ...]) -> tuple[float, float]:
     """Interval of a key nobody measured: twice what measured keys show."""
     if not entries:
         return -0.25, 0.25
@@ -87,8 +87,8 @@ def _merge_all(parts: list[Predictions], fold: NDArray[np.int64], rows: Rows) ->
 
 
 def with_spread(
-    entries: tuple[Entry, ...], rows: Rows, step: Floats, use: NDArray[np.bool_]
-) -> tuple[Entry, ...]:
+    entries: tuple[FittedStack, ...], rows: Rows, step: Floats, use: NDArray[np.bool_]
+) -> tuple[FittedStack, ...]:
     """Entries with `low`, `high` from held-out residuals of the rows in `use`.
 
     A key with few rows borrows from all rows of the table.
@@ -110,13 +110,13 @@ def with_spread(
     return tuple(out)
 
 
-def left_out(rows: Rows, others: tuple[Entry, ...]) -> Predictions:
+def left_out(rows: Rows, others: tuple[FittedStack, ...]) -> Predictions:
     """Every row predicted from the other tables alone."""
     return predict(rows, _plain(others, ()))
 
 
 def few_shot(
-    rows: Rows, others: tuple[Entry, ...], count: int = FEW
+    rows: Rows, others: tuple[FittedStack, ...], count: int = FEW
 ) -> tuple[Predictions, NDArray[np.bool_]]:
     """(predictions, rows not used) after a fit on `count` runs per key, picked without results."""
     used = picked(rows, others, count)
@@ -124,7 +124,7 @@ def few_shot(
     return predict(rows, _plain(others, entries)), ~used
 
 
-def picked(rows: Rows, others: tuple[Entry, ...], count: int) -> NDArray[np.bool_]:
+def picked(rows: Rows, others: tuple[FittedStack, ...], count: int) -> NDArray[np.bool_]:
     """The runs `suggest` names in every key of the table."""
     used = np.zeros(rows.table.length, dtype=bool)
     generic = _plain(others, ())
@@ -136,8 +136,8 @@ def picked(rows: Rows, others: tuple[Entry, ...], count: int) -> NDArray[np.bool
     return used
 
 
-def residuals(rows: Sample, entry: Entry) -> Floats:
+def residuals(rows: Sample, entry: FittedStack) -> Floats:
     """log(measured / predicted) of the timed rows of a key."""
     index = np.flatnonzero(np.isfinite(rows.step_s))
-    step = estimate(rows.columns.take(index), entry.knobs).step_s
+    step = estimate(rows.columns.take(index), entry.coefficients).step_s
     return np.log(rows.step_s[index] / step)

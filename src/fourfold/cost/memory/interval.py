@@ -1,5 +1,5 @@
 """How sure is a prediction of memory, and does the run fit? An 80% interval from what rows left
-open of the knobs, and a verdict: yes, tight (the limit lies in the interval) or no."""
+open of the coefficients, and a verdict: yes, tight (the limit lies in the interval) or no."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.fit.calibration import Entry
-from fourfold.cost.fit.coefficients import KNOBS, Knob
+from fourfold.cost.fit.calibration import FittedStack
+from fourfold.cost.fit.coefficients import COEFFICIENTS, Coefficient
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.step.gemm import Floats
 
@@ -28,56 +28,62 @@ LEAN = {"act": 1.0, "kept_hidden": 0.8, "state": 1.0, "logits": 0.5, "gathered":
 LEAN_ROOM = 1.0
 
 
-def moves(entry: Entry, part: str) -> list[tuple[Knob, float]]:
-    """(knob, value at an end of its 80% range): what rows taught narrows the prior's spread."""
+def moves(entry: FittedStack, part: str) -> list[tuple[Coefficient, float]]:
+    """(coefficient, an end of its 80% range): what rows taught narrows the prior's spread."""
     found = []
-    for knob in KNOBS:
-        spread = knob.spread * (1.0 - entry.informed.get(knob.name, 0.0)) * TWO_SIDED_80
-        if knob.part == part and spread > 1e-3:
-            value = entry.knobs[knob.name]
+    for coefficient in COEFFICIENTS:
+        spread = (
+            coefficient.spread * (1.0 - entry.informed.get(coefficient.name, 0.0)) * TWO_SIDED_80
+        )
+        if coefficient.part == part and spread > 1e-3:
+            value = entry.coefficients[coefficient.name]
             ends = (value * exp(-spread), value * exp(spread))
-            found += [(knob, min(max(end, knob.low), knob.high)) for end in ends]
+            found += [
+                (coefficient, min(max(end, coefficient.low), coefficient.high)) for end in ends
+            ]
     return found
 
 
-def moved_knobs(entry: Entry, ends: list[tuple[Knob, float]]) -> dict[str, Floats]:
-    """Knobs as [moves, 1] arrays, one of them moved at a time."""
-    knobs = {name: np.full((len(ends), 1), value) for name, value in entry.knobs.items()}
-    for i, (knob, value) in enumerate(ends):
-        knobs[knob.name][i] = value
-    return knobs
+def moved_coefficients(
+    entry: FittedStack, ends: list[tuple[Coefficient, float]]
+) -> dict[str, Floats]:
+    """Coefficients as [moves, 1] arrays, one of them moved at a time."""
+    coef = {name: np.full((len(ends), 1), value) for name, value in entry.coefficients.items()}
+    for i, (coefficient, value) in enumerate(ends):
+        coef[coefficient.name][i] = value
+    return coef
 
 
-def memory_bounds(c: Columns, entry: Entry) -> tuple[Floats, Floats]:
-    """(low, high) bytes of the fullest stage: every memory knob at the ends of its 80% range, the
+def memory_bounds(c: Columns, entry: FittedStack) -> tuple[Floats, Floats]:
+    """(low, high) bytes of the fullest stage: every coefficient at the ends of its 80% range, the
     effects added as independent ones, with what an allocator's fragments always add or save."""
-    worst = memory(c, entry.knobs).worst_bytes
+    worst = memory(c, entry.coefficients).worst_bytes
     always = np.where(c.own > 0, OWN_FRAGMENTS, FRAGMENTS)
     effect = np.zeros((1, len(c)))
     if not np.all(c.own > 0):
-        moved = memory(c, moved_knobs(entry, moves(entry, "memory"))).worst_bytes
+        moved = memory(c, moved_coefficients(entry, moves(entry, "memory"))).worst_bytes
         effect = np.log(moved / worst)
     half = np.sqrt((effect**2).sum(axis=0) / 2.0 + always**2)
     return worst * np.exp(-half), worst * np.exp(half)
 
 
-def lean_knobs(entry: Entry) -> dict[str, float]:
-    """Knobs of a lean engine, as far as rows leave them open."""
+def lean_coefficients(entry: FittedStack) -> dict[str, float]:
+    """Coefficients of a lean engine, as far as rows leave them open."""
 
     def moved(name: str, value: float) -> float:
-        mine = entry.knobs[name]
+        mine = entry.coefficients[name]
         return mine * (value / mine) ** (1.0 - entry.informed.get(name, 0.0))
 
-    lean = {name: min(entry.knobs[name], moved(name, value)) for name, value in LEAN.items()}
-    room = max(entry.knobs["room"], moved("room", LEAN_ROOM))
-    return {**entry.knobs, **lean, "room": room}
+    lean = {name: min(entry.coefficients[name], moved(name, value)) for name, value in LEAN.items()}
+    room = max(entry.coefficients["room"], moved("room", LEAN_ROOM))
+    return {**entry.coefficients, **lean, "room": room}
 
 
-def verdicts(c: Columns, entry: Entry) -> NDArray[np.str_]:
+def verdicts(c: Columns, entry: FittedStack) -> NDArray[np.str_]:
     """yes, tight or no of every run, against what the driver and the learned margin leave. No is
     said only where a lean engine does not fit either."""
     low, high = memory_bounds(c, entry)
-    limit, lean = limit_bytes(c, entry.knobs), lean_knobs(entry)
+    limit, lean = limit_bytes(c, entry.coefficients), lean_coefficients(entry)
     least = memory(c, lean).worst_bytes * np.exp(-np.where(c.own > 0, OWN_FRAGMENTS, FRAGMENTS))
     may_fit = (low < limit) | (least < limit_bytes(c, lean))
     return np.where(high < limit, YES, np.where(may_fit, TIGHT, NO))

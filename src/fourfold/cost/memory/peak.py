@@ -1,8 +1,8 @@
 """How many bytes does each stage hold at its peak, and of what? Does it fit?
 
 Activations after Korthikanti et al. (arXiv 2205.05198); ZeRO state after Rajbhandari et al.
-(arXiv 1910.02054). A stage i of p holds min(m, p - i) micro batches under 1F1B. Knobs carry what an
-engine keeps beyond that; our own needs none (own_memory.py). Broadcasts.
+(arXiv 1910.02054). A stage i of p holds min(m, p - i) micro batches under 1F1B. Coefficients carry
+what an engine keeps beyond that; our own needs none (own_memory.py). Broadcasts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.memory import own_engine as own_memory
-from fourfold.cost.step.gemm import Floats, Knobs
+from fourfold.cost.step.gemm import Coefficients, Floats
 from fourfold.cost.step.pipeline import held, stage_layers
 from fourfold.spec.words import PRICED_ATTENTION
 
@@ -34,21 +34,21 @@ class Memory:
     parts: dict[str, Floats]
 
 
-def kept_bytes(c: Columns, knobs: Knobs) -> Floats:
+def kept_bytes(c: Columns, coef: Coefficients) -> Floats:
     """Activation bytes one layer keeps for the backward of one micro batch."""
     tokens = c.micro * c.seq / c.cp
     split = np.where(c.sp > 0, c.tp, 1.0)
     # Inputs of norms in the activations' format, their outputs as products keep their inputs.
     norms = np.where(c.fused_norm > 0, 2.0, 4.0) * c.act_bytes + 2.0 * c.saved_bytes
-    on_hidden = norms * c.hidden * knobs["kept_hidden"] / split
-    whole = 2.0 * c.saved_bytes * c.hidden * knobs["gathered"]
+    on_hidden = norms * c.hidden * coef["kept_hidden"] / split
+    whole = 2.0 * c.saved_bytes * c.hidden * coef["gathered"]
     gathered = np.where((c.sp > 0) & (c.tp > 1), whole, 0.0)
     # Attention keeps its output; a product in fewer bits keeps that once more in them.
     copied = np.where(c.saved_bytes < c.act_bytes, c.saved_bytes, 0.0) * c.width
     products = c.qkv_width + c.width + (1.0 + c.gated) * c.ffn
     on_shards = (c.act_bytes * products + c.saved_bytes * c.ffn + copied) / c.tp
     scores = np.where(c.attn_ckpt > 0, 0.0, _score_bytes(c))
-    return tokens * (on_hidden + gathered + on_shards + scores) * knobs["act"]
+    return tokens * (on_hidden + gathered + on_shards + scores) * coef["act"]
 
 
 def _score_bytes(c: Columns) -> Floats:
@@ -60,16 +60,16 @@ def _score_bytes(c: Columns) -> Floats:
     return np.where(c.attention == _UNFUSED, unfused, each) * c.heads * c.seq / c.tp
 
 
-def state_bytes(c: Columns, knobs: Knobs, *, params: Floats) -> Floats:
+def state_bytes(c: Columns, coef: Coefficients, *, params: Floats) -> Floats:
     """Weights, gradients and optimizer of `params` parameters, divided as ZeRO says."""
     parted = [np.where(c.zero >= stage, c.shard, 1.0) for stage in (1, 2, 3)]
     each = c.opt_bytes / parted[0] + c.acc_bytes / parted[1] + 2.0 / parted[2]
-    return params * each * knobs["state"]
+    return params * each * coef["state"]
 
 
-def limit_bytes(c: Columns, knobs: Knobs) -> Floats:
+def limit_bytes(c: Columns, coef: Coefficients) -> Floats:
     """Bytes above which a run does not fit: what the driver leaves, less the learned margin."""
-    return c.capacity * USABLE * knobs["room"]
+    return c.capacity * USABLE * coef["room"]
 
 
 def saved_input_bytes(c: Columns) -> Floats:
@@ -78,14 +78,14 @@ def saved_input_bytes(c: Columns) -> Floats:
     return c.act_bytes * tokens * c.hidden / np.where(c.sp > 0, c.tp, 1.0)
 
 
-def memory(c: Columns, knobs: Knobs) -> Memory:
+def memory(c: Columns, coef: Coefficients) -> Memory:
     """Peak bytes of every run's first, last and fullest stage."""
     if np.all(c.own > 0) and len(c):
-        return _own(c, knobs)
-    fitted = _fitted(c, knobs)
+        return _own(c, coef)
+    fitted = _fitted(c, coef)
     if not np.any(c.own > 0):
         return fitted
-    own, mine = _own(c, knobs), c.own > 0
+    own, mine = _own(c, coef), c.own > 0
     parts = {name: np.where(mine, own.parts[name], fitted.parts[name]) for name in fitted.parts}
     return Memory(
         np.where(mine, own.first_bytes, fitted.first_bytes),
@@ -95,12 +95,12 @@ def memory(c: Columns, knobs: Knobs) -> Memory:
     )
 
 
-def _own(c: Columns, knobs: Knobs) -> Memory:
+def _own(c: Columns, coef: Coefficients) -> Memory:
     """Of our own engine, and of torch's FSDP2 in others: tensors, and what no tensor shows."""
     micros = c.micros
     peaks = [own_memory.stage_peak(c, stage, micros) for stage in own_memory.stages(c, micros)]
     # Nothing of a GPU's is there on a CPU, whose calibrations have no base.
-    base = np.where(np.asarray(knobs["base_gib"]) > 0, own_memory.unseen_bytes(c), 0.0)
+    base = np.where(np.asarray(coef["base_gib"]) > 0, own_memory.unseen_bytes(c), 0.0)
     totals = [peak.total * c.reserved + base for peak in peaks]
     worst = np.maximum.reduce(np.broadcast_arrays(*totals))
     fullest = [total >= worst for total in totals]
@@ -118,35 +118,35 @@ def _own(c: Columns, knobs: Knobs) -> Memory:
     return Memory(totals[0], np.where(c.pp > 1, totals[-1], totals[0]), worst, parts)
 
 
-def _fitted(c: Columns, knobs: Knobs) -> Memory:
+def _fitted(c: Columns, coef: Coefficients) -> Memory:
     per_layer = c.layer_weights / c.tp
     embed = c.vocab * c.hidden / c.tp
     split = stage_layers(c)
     tokens = c.micro * c.seq / c.cp
     micros = c.micros
-    kept = kept_bytes(c, knobs)
+    kept = kept_bytes(c, coef)
     layer_kept = c.full_ckpt * saved_input_bytes(c) + (1.0 - c.full_ckpt) * kept
     flight = held(c, micros)
     # A gathered loss holds the gathered copy beside the shards it came from.
     whole = np.where(c.tp > 1, 1.15, 1.0)
     share = np.where(c.split_loss > 0, 1.0 / c.tp, whole)
-    each = 10.0 * knobs["logits"] * share + 4.0 * knobs["whole_logits"]
+    each = 10.0 * coef["logits"] * share + 4.0 * coef["whole_logits"]
     logits = tokens * c.vocab * each / c.loss_chunks
     # What is computed again is there once.
     working = np.where(c.full_ckpt > 0, kept, 0.0)
     working = working + np.where(c.attn_ckpt > 0, tokens * _score_bytes(c), 0.0)
     unsharded = np.where(c.zero >= 3, c.gather_bytes * (2.0 * per_layer + embed), 0.0)
-    base = knobs["base_gib"] * GIB
+    base = coef["base_gib"] * GIB
     alone = c.pp == 1
     first_params = split.first * per_layer + embed * np.where(alone & (c.tied < 1), 2.0, 1.0)
     last_params = split.last * per_layer + embed
     act_first = split.first * flight.first * layer_kept + working
-    first_state = state_bytes(c, knobs, params=first_params)
+    first_state = state_bytes(c, coef, params=first_params)
     first = first_state + act_first + unsharded + base + np.where(alone, logits, 0.0)
     # What waits for its weight gradients was recomputed before and is held whole.
     waiting = flight.late * kept + (flight.last - flight.late) * layer_kept
     act_last = split.last * waiting + working
-    last_state = state_bytes(c, knobs, params=last_params)
+    last_state = state_bytes(c, coef, params=last_params)
     last = np.where(alone, first, last_state + act_last + unsharded + base + logits)
     worst = np.maximum(first, last)
     at_first = first >= last

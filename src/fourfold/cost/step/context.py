@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.step.gemm import Floats, Knobs
+from fourfold.cost.step.gemm import Coefficients, Floats
 from fourfold.cost.step.traffic import group_rate, hop_s
 from fourfold.spec.words import CP_KINDS
 
@@ -23,11 +23,11 @@ RING_EXPOSED, RING_HIDES = 0.3, 0.7
 
 
 def context_s(
-    c: Columns, knobs: Knobs, *, tokens: Floats, attention: Floats, backward: bool
+    c: Columns, coef: Coefficients, *, tokens: Floats, attention: Floats, backward: bool
 ) -> Floats:
     """`attention`: seconds of the layer's attention, under which a ring hides its hops."""
-    rate = group_rate(c, knobs, c.cp, c.tp)
-    hop = hop_s(c, knobs, c.cp, c.tp)
+    rate = group_rate(c, coef, c.cp, c.tp)
+    hop = hop_s(c, coef, c.cp, c.tp)
     keys = 4.0 * tokens * c.kv_width / c.tp  # k and v of this rank
     ways = 2.0 if backward else 1.0  # backward sends keys and values, and their gradients
     ring = (c.cp - 1.0) * (ways * keys / rate + 4.0 * hop)
@@ -35,7 +35,7 @@ def context_s(
     gather = ways * (c.cp - 1.0) * (keys / rate + hop)
     shares = (c.cp - 1.0) / c.cp
     exchanged = (keys + 4.0 * tokens * c.width / c.tp) * shares  # k, v and q, output
-    ulysses = exchanged / rate + 4.0 * knobs["call_s"]
+    ulysses = exchanged / rate + 4.0 * coef["call_s"]
     paid = np.where(c.cp_kind == _ALLGATHER, gather, ring)
     paid = np.where(c.cp_kind == _ULYSSES, ulysses, paid)
     return np.where(c.cp > 1, paid, 0.0)

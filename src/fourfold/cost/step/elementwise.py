@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.step.gemm import Floats, Knobs
+from fourfold.cost.step.gemm import Coefficients, Floats
 from fourfold.cost.step.own_engine import EXACT, cast_bytes, layer_bytes
 from fourfold.spec.words import DTYPES
 
@@ -18,19 +18,19 @@ from fourfold.spec.words import DTYPES
 EAGER = 1.5
 
 
-def elementwise_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, Floats]:
+def elementwise_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> tuple[Floats, Floats]:
     """(forward, backward): norms, residual adds and dropout on hidden; rope or bias and the
     activation on what the tensor-parallel GEMMs make. Without sequence parallelism every TP rank
     repeats the first kind."""
-    norms = np.where(c.fused_norm > 0, 1.0, knobs["norm"])
+    norms = np.where(c.fused_norm > 0, 1.0, coef["norm"])
     split = np.where(c.sp > 0, c.tp, 1.0)
     on_hidden = (4.0 * norms + 6.0 + 2.0 * (1.0 - c.gated)) * c.hidden / split
     on_shards = (2.0 * c.qkv_width + (2.0 + c.gated) * c.ffn) / c.tp
-    passes = knobs["elem"] * np.where(c.eager > 0, EAGER, 1.0)
+    passes = coef["elem"] * np.where(c.eager > 0, EAGER, 1.0)
     forward = 2.0 * tokens * (on_hidden + on_shards) * passes / c.hbm
     casts = cast_s(c, tokens=tokens)
     own = [
-        EXACT * knobs["elem"] * (least + cast) / c.hbm
+        EXACT * coef["elem"] * (least + cast) / c.hbm
         for least, cast in zip(layer_bytes(c, tokens), cast_bytes(c, tokens), strict=True)
     ]
     ours = c.own_kernels > 0

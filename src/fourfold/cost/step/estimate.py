@@ -1,10 +1,10 @@
 """How long does a step take, part by part? Puts the formulas of this package together.
 
-    time = estimate(columns, knobs)      # Times: arrays as long as the columns
+    time = estimate(columns, coefficients)      # Times: arrays as long as the columns
     time.step_s                          # seconds per optimizer step
     time.parts["tp_comm"]                # exposed seconds of one part; the parts sum to step_s
 
-`columns` is `fourfold.cost.columns.Columns`, `knobs` maps every name of
+`columns` is `fourfold.cost.columns.Columns`, `coefficients` maps every name of
 `fourfold.cost.fit.coefficients` to a number, or to an array that broadcasts against the
 columns (a (k, 1) array asks k questions at once; the fit does).
 Memory is a separate question: `fourfold.cost.memory.peak`.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.step.gemm import Floats, Knobs
+from fourfold.cost.step.gemm import Coefficients, Floats
 from fourfold.cost.step.layer import LayerTimes, head_s, layer_times
 from fourfold.cost.step.own_engine import update_bytes
 from fourfold.cost.step.pipeline import pipeline_s, stage_layers
@@ -59,17 +59,17 @@ class Times:
     parts: dict[str, Floats]
 
 
-def estimate(c: Columns, knobs: Knobs) -> Times:
+def estimate(c: Columns, coef: Coefficients) -> Times:
     """Closed-form step time of every run."""
     whole = np.floor(c.share / c.micro)
     rest = c.share - whole * c.micro
-    layer = layer_times(c, knobs, micro=c.micro)
-    main = _one_micro(c, knobs, layer, c.micro)
+    layer = layer_times(c, coef, micro=c.micro)
+    main = _one_micro(c, coef, layer, c.micro)
     slots = whole
     if np.any(rest > 1e-9):
         # A smaller last micro batch (48 = 11+11+11+11+4) is priced by its own shapes.
         small = np.maximum(rest, 1e-6)
-        other = _one_micro(c, knobs, layer_times(c, knobs, micro=small), small)
+        other = _one_micro(c, coef, layer_times(c, coef, micro=small), small)
         slots = whole + np.where(rest > 1e-9, other["slowest"] / main["slowest"], 0.0)
     pipe = pipeline_s(
         c,
@@ -79,16 +79,18 @@ def estimate(c: Columns, knobs: Knobs) -> Times:
         total=main["total"],
         slots=slots,
     )
-    return _assemble(c, knobs, layer, main, pipe=pipe, slots=slots)
+    return _assemble(c, coef, layer, main, pipe=pipe, slots=slots)
 
 
-def _one_micro(c: Columns, knobs: Knobs, layer: LayerTimes, micro: Floats) -> dict[str, Floats]:
+def _one_micro(
+    c: Columns, coef: Coefficients, layer: LayerTimes, micro: Floats
+) -> dict[str, Floats]:
     """Seconds of one micro batch in the first, a middle, the last stage and in all of them."""
     tokens = micro * c.seq / c.cp
-    head = head_s(c, knobs, tokens=tokens)
-    embed = embedding_s(c, tokens) + embedding_comm_s(c, knobs, tokens)
+    head = head_s(c, coef, tokens=tokens)
+    embed = embedding_s(c, tokens) + embedding_comm_s(c, coef, tokens)
     split = stage_layers(c)
-    p2p = handover_s(c, knobs, tokens)
+    p2p = handover_s(c, coef, tokens)
     first = split.first * layer.total + embed + p2p
     middle = split.middle * layer.total + p2p
     last = split.last * layer.total + head + p2p
@@ -111,16 +113,16 @@ def embedding_s(c: Columns, tokens: Floats) -> Floats:
     return 12.0 * tokens * c.hidden / c.hbm
 
 
-def embedding_comm_s(c: Columns, knobs: Knobs, tokens: Floats) -> Floats:
+def embedding_comm_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
     """What tensor-parallel ranks exchange at the ends of the model."""
     data = 2.0 * tokens * c.hidden
-    return 2.0 * half_collective_s(c, knobs, data, size=c.tp, stride=np.ones_like(c.tp))
+    return 2.0 * half_collective_s(c, coef, data, size=c.tp, stride=np.ones_like(c.tp))
 
 
-def handover_s(c: Columns, knobs: Knobs, tokens: Floats) -> Floats:
+def handover_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
     """Of one micro batch between stages, both ways."""
     moved = 2.0 * tokens * c.hidden / np.where(c.sp > 0, c.tp, 1.0)
-    both = 2.0 * moved / p2p_rate(c, knobs, c.gpus / c.pp) + knobs["micro_s"]
+    both = 2.0 * moved / p2p_rate(c, coef, c.gpus / c.pp) + coef["micro_s"]
     return np.where(c.pp > 1, c.vpp * both, 0.0)
 
 
@@ -133,26 +135,28 @@ def optimizer_s(c: Columns, *, params: Floats, weights: Floats) -> Floats:
     return moved / c.hbm
 
 
-def fixed_s(c: Columns, knobs: Knobs) -> Floats:
+def fixed_s(c: Columns, coef: Coefficients) -> Floats:
     """Nothing of a compiled step waits for its host once, whatever else happens between steps."""
-    return knobs["fixed_s"] * np.where(c.own_kernels > 0, _OWN_FIXED, 1.0)
+    return coef["fixed_s"] * np.where(c.own_kernels > 0, _OWN_FIXED, 1.0)
 
 
-def waiting_s(c: Columns, knobs: Knobs, *, work: Floats, slots: Floats) -> tuple[Floats, Floats]:
+def waiting_s(
+    c: Columns, coef: Coefficients, *, work: Floats, slots: Floats
+) -> tuple[Floats, Floats]:
     """(waits, jitter): stages on different nodes meet at every micro batch and wait for the later
     one; everything grows with the nodes."""
     nodes = np.maximum(1.0, c.gpus / c.node)
-    waits = np.where((nodes > 1) & (c.pp > 1), slots * knobs["noise_s"] * nodes**0.75, 0.0)
-    return waits, (work + waits) * knobs["jitter"] * np.log2(nodes)
+    waits = np.where((nodes > 1) & (c.pp > 1), slots * coef["noise_s"] * nodes**0.75, 0.0)
+    return waits, (work + waits) * coef["jitter"] * np.log2(nodes)
 
 
-def gradient_s(c: Columns, knobs: Knobs, *, params: Floats, window: Floats) -> Floats:
+def gradient_s(c: Columns, coef: Coefficients, *, params: Floats, window: Floats) -> Floats:
     """Exposed seconds of the gradient reduction (and ZeRO-1's weight gather) of a step.
 
     `window`: seconds of backward under which an overlapping engine hides it.
     """
     size = c.dp * c.cp
-    rate = group_rate(c, knobs, size, c.tp)
+    rate = group_rate(c, coef, size, c.tp)
     whole = (c.zero < 1) | (c.shard < size)  # every rank needs the whole sum: an all-reduce
     reduce = params * c.grad_bytes * np.where(whole, 2.0, 1.0) * (size - 1.0) / size / rate
     # An all-reduce goes up a tree, bucket by bucket, but around a ring when the fabric is in its
@@ -162,12 +166,12 @@ def gradient_s(c: Columns, knobs: Knobs, *, params: Floats, window: Floats) -> F
     per_stage = c.layers / c.pp
     hops = np.where(whole, tree * params * c.grad_bytes / BUCKET_BYTES, ring * per_stage)
     hops = hops * np.where(crosses(c, size, c.tp), 1.0, NEAR_HOP)
-    gather = 2.0 * params * (c.shard - 1.0) / c.shard / group_rate(c, knobs, c.shard, c.tp)
+    gather = 2.0 * params * (c.shard - 1.0) / c.shard / group_rate(c, coef, c.shard, c.tp)
     turns = (c.shard - 1.0) * per_stage * np.where(crosses(c, c.shard, c.tp), 1.0, NEAR_HOP)
-    hop = knobs["dp_hop_s"] * np.where(c.slow > 0, knobs["slow_hop"], 1.0)
+    hop = coef["dp_hop_s"] * np.where(c.slow > 0, coef["slow_hop"], 1.0)
     sharded = (c.zero >= 1) & (c.shard > 1)
     move = reduce + hops * hop + np.where(sharded, gather + turns * hop, 0.0)
-    paid = knobs["dp_exposed"] * move
+    paid = coef["dp_exposed"] * move
     hidden = np.maximum(0.1 * paid, paid - 0.6 * window)
     paid = np.where((c.zero < 1) | (c.overlap_dp > 0), hidden, paid)
     return np.where((size > 1) & (c.zero < 3), paid, 0.0)
@@ -175,7 +179,7 @@ def gradient_s(c: Columns, knobs: Knobs, *, params: Floats, window: Floats) -> F
 
 def _assemble(
     c: Columns,
-    knobs: Knobs,
+    coef: Coefficients,
     layer: LayerTimes,
     main: dict[str, Floats],
     *,
@@ -187,11 +191,11 @@ def _assemble(
     # first stage: its layers and the embedding; tied or not, the head's weights are as large
     params = per_stage * layer.params + c.vocab * c.hidden / c.tp
     window = per_stage * layer.total
-    dp = gradient_s(c, knobs, params=params, window=window)
+    dp = gradient_s(c, coef, params=params, window=window)
     weights = params + np.where((c.tied < 1) & (c.pp == 1), c.vocab * c.hidden / c.tp, 0.0)
     optimizer = optimizer_s(c, params=params, weights=weights)
-    waits, jitter = waiting_s(c, knobs, work=pipe + dp + optimizer, slots=slots)
-    fixed = fixed_s(c, knobs)
+    waits, jitter = waiting_s(c, coef, work=pipe + dp + optimizer, slots=slots)
+    fixed = fixed_s(c, coef)
     step = pipe + dp + optimizer + waits + jitter + fixed
     spent = slots * per_stage
     parts = {

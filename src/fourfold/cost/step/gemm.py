@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Knobs = Mapping[str, Any]
+Coefficients = Mapping[str, Any]
 
 # (rows, columns, relative speed) of the tiles libraries choose from; speeds as measured by NVIDIA
 # for large products, the smaller ones re-read their inputs more often.
@@ -50,10 +50,17 @@ def tile_waves(m: Floats, n: Floats, *, sms: Floats, wave: Floats | float) -> Fl
 
 
 def gemm_s(
-    m: Floats, n: Floats, k: Floats, *, rate: Floats | float, hbm: Floats, sms: Floats, knobs: Knobs
+    m: Floats,
+    n: Floats,
+    k: Floats,
+    *,
+    rate: Floats | float,
+    hbm: Floats,
+    sms: Floats,
+    coef: Coefficients,
 ) -> Floats:
     """Seconds of one product at `rate` FLOP/s for a perfect shape; never faster than memory."""
     skew = misalignment(n) + misalignment(k)
-    shape = (k / (k + 128.0)) * np.maximum(0.25, 1.0 - knobs["align"] * skew)
-    busy = tile_waves(m, n, sms=sms, wave=knobs["wave"]) * k / (rate * shape)
+    shape = (k / (k + 128.0)) * np.maximum(0.25, 1.0 - coef["align"] * skew)
+    busy = tile_waves(m, n, sms=sms, wave=coef["wave"]) * k / (rate * shape)
     return np.maximum(busy, 2.0 * (m * k + n * k + m * n) / hbm)

@@ -10,18 +10,18 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.step.gemm import Floats, Knobs
+from fourfold.cost.step.gemm import Coefficients, Floats
 from fourfold.cost.step.traffic import crosses
 
 
-def host_layer_s(c: Columns, knobs: Knobs) -> Floats:
+def host_layer_s(c: Columns, coef: Coefficients) -> Floats:
     """Launch time of one layer, forward and backward."""
     slow = c.slow > 0
-    launch = knobs["host_s"] * np.where(slow, knobs["slow_host"], 1.0)
+    launch = coef["host_s"] * np.where(slow, coef["slow_host"], 1.0)
     launch = launch * np.where(c.fused_host > 0, 0.5, 1.0)
     launch = launch * (1.0 + c.full_ckpt / 3.0) * (1.0 + 0.15 * (c.cp - 1.0))
-    far = np.where(crosses(c, c.tp, np.ones_like(c.tp)), knobs["slow_far"], 1.0)
-    return launch + np.where(slow, (c.tp - 1.0) * knobs["slow_tp_s"] * far, 0.0)
+    far = np.where(crosses(c, c.tp, np.ones_like(c.tp)), coef["slow_far"], 1.0)
+    return launch + np.where(slow, (c.tp - 1.0) * coef["slow_tp_s"] * far, 0.0)
 
 
 def floor(busy: Floats, launch: Floats) -> Floats:

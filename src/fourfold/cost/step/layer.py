@@ -13,7 +13,7 @@ from fourfold.cost.columns import Columns
 from fourfold.cost.step.attention import attention_s
 from fourfold.cost.step.context import context_s
 from fourfold.cost.step.elementwise import elementwise_s
-from fourfold.cost.step.gemm import Floats, Knobs, gemm_s
+from fourfold.cost.step.gemm import Coefficients, Floats, gemm_s
 from fourfold.cost.step.host import floor, host_layer_s
 from fourfold.cost.step.own_engine import EXACT, adding_bytes, loss_bytes
 from fourfold.cost.step.traffic import group_rate, half_collective_s, hop_s
@@ -40,20 +40,20 @@ class LayerTimes:
 
 
 def linear_s(
-    c: Columns, knobs: Knobs, *, tokens: Floats, wide: Floats, deep: Floats, low: bool = True
+    c: Columns, coef: Coefficients, *, tokens: Floats, wide: Floats, deep: Floats, low: bool = True
 ) -> tuple[Floats, Floats]:
     """(forward, backward) of a linear layer deep -> wide."""
-    rate = c.peak * c.clock * knobs["gemm"]
+    rate = c.peak * c.clock * coef["gemm"]
     if low:
         is_low = (c.precision == _FP8) | (c.precision == _FP4)
-        rate = np.where(is_low, c.peak_low * c.clock * knobs["gemm"] * knobs["fp8"], rate)
-    args = {"rate": rate, "hbm": c.hbm, "sms": c.sms, "knobs": knobs}
+        rate = np.where(is_low, c.peak_low * c.clock * coef["gemm"] * coef["fp8"], rate)
+    args = {"rate": rate, "hbm": c.hbm, "sms": c.sms, "coef": coef}
     forward = gemm_s(tokens, wide, deep, **args)
     backward = gemm_s(tokens, deep, wide, **args) + gemm_s(deep, wide, tokens, **args)
     return forward, backward
 
 
-def layer_gemm_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, Floats]:
+def layer_gemm_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> tuple[Floats, Floats]:
     """(forward, backward) of the four linear layers: qkv, attention out, mlp in, mlp out."""
     qkv = c.qkv_width / c.tp
     shapes = (
@@ -62,45 +62,43 @@ def layer_gemm_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> tuple[Floats, F
         ((1.0 + c.gated) * c.ffn / c.tp, c.hidden),
         (c.hidden, c.ffn / c.tp),
     )
-    pairs = [linear_s(c, knobs, tokens=tokens, wide=n, deep=k) for n, k in shapes]
+    pairs = [linear_s(c, coef, tokens=tokens, wide=n, deep=k) for n, k in shapes]
     none = np.zeros(())
     return sum((f for f, _ in pairs), start=none), sum((b for _, b in pairs), start=none)
 
 
-def head_s(c: Columns, knobs: Knobs, *, tokens: Floats) -> Floats:
+def head_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> Floats:
     """Logits and loss, both ways; always in 16 bits. In chunks logits are computed twice."""
     wide = np.ceil(c.vocab / c.tp)
-    forward, backward = linear_s(c, knobs, tokens=tokens, wide=wide, deep=c.hidden, low=False)
+    forward, backward = linear_s(c, coef, tokens=tokens, wide=wide, deep=c.hidden, low=False)
     again = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), forward, 0.0)
     passes = np.where(c.own_kernels > 0, EXACT * loss_bytes(c, tokens), 9.6 * tokens * wide)
-    return forward + again + backward + passes * knobs["elem"] / c.hbm
+    return forward + again + backward + passes * coef["elem"] / c.hbm
 
 
-def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
+def layer_times(c: Columns, coef: Coefficients, *, micro: Floats) -> LayerTimes:
     """Everything one layer does for one micro batch."""
     tokens = micro * c.seq / c.cp
-    gemm_f, gemm_b = layer_gemm_s(c, knobs, tokens=tokens)
-    attn_f, attn_b = attention_s(c, knobs, micro=micro)
-    elem_f, elem_b = elementwise_s(c, knobs, tokens=tokens)
-    half = half_collective_s(
-        c, knobs, 2.0 * tokens * c.hidden, size=c.tp, stride=np.ones_like(c.tp)
-    )
-    half = half + np.where(c.tp > 1, knobs["call_s"], 0.0)
-    half = half * np.where(c.overlap_tp > 0, knobs["tp_hidden"], 1.0)
+    gemm_f, gemm_b = layer_gemm_s(c, coef, tokens=tokens)
+    attn_f, attn_b = attention_s(c, coef, micro=micro)
+    elem_f, elem_b = elementwise_s(c, coef, tokens=tokens)
+    half = half_collective_s(c, coef, 2.0 * tokens * c.hidden, size=c.tp, stride=np.ones_like(c.tp))
+    half = half + np.where(c.tp > 1, coef["call_s"], 0.0)
+    half = half * np.where(c.overlap_tp > 0, coef["tp_hidden"], 1.0)
     tp_f, tp_b = 4.0 * half, np.where(c.sp > 0, 5.0, 4.0) * half
-    cp_f = context_s(c, knobs, tokens=tokens, attention=attn_f, backward=False)
-    cp_b = context_s(c, knobs, tokens=tokens, attention=attn_b, backward=True)
+    cp_f = context_s(c, coef, tokens=tokens, attention=attn_f, backward=False)
+    cp_b = context_s(c, coef, tokens=tokens, attention=attn_b, backward=True)
     forward = gemm_f + attn_f + elem_f + tp_f + cp_f
     # Our engine stops where a backward pass has all it needs: before the last product.
-    last, _ = linear_s(c, knobs, tokens=tokens, wide=c.hidden, deep=c.ffn / c.tp)
+    last, _ = linear_s(c, coef, tokens=tokens, wide=c.hidden, deep=c.ffn / c.tp)
     again = forward - np.where(c.own_kernels > 0, last, 0.0)
     recompute = c.full_ckpt * again + c.attn_ckpt * (1.0 - c.full_ckpt) * attn_f
     params = c.layer_weights / c.tp
     added = np.where(c.own_kernels > 0, adding_bytes(c, params), 10.0 * params)
     accumulate = added / c.hbm
     busy = forward + gemm_b + attn_b + elem_b + tp_b + cp_b + recompute + accumulate
-    gathered = fsdp_s(c, knobs, params=params, busy=busy)
-    total = floor(gathered, host_layer_s(c, knobs))
+    gathered = fsdp_s(c, coef, params=params, busy=busy)
+    total = floor(gathered, host_layer_s(c, coef))
     return LayerTimes(
         gemm=gemm_f + gemm_b,
         attention=attn_f + attn_b,
@@ -115,12 +113,12 @@ def layer_times(c: Columns, knobs: Knobs, *, micro: Floats) -> LayerTimes:
     )
 
 
-def fsdp_s(c: Columns, knobs: Knobs, *, params: Floats, busy: Floats) -> Floats:
+def fsdp_s(c: Columns, coef: Coefficients, *, params: Floats, busy: Floats) -> Floats:
     """Layer seconds under ZeRO-3: two weight gathers and a gradient scatter beside the compute."""
     size = c.shard
-    rate = group_rate(c, knobs, size, c.tp)
+    rate = group_rate(c, coef, size, c.tp)
     move = params * (2.0 * c.gather_bytes + c.grad_bytes) * (size - 1.0) / size / rate
-    move = move + 0.75 * (size - 1.0) * hop_s(c, knobs, size, c.tp)
-    together = (busy**4 + move**4) ** 0.25 + 0.2 * knobs["dp_exposed"] * move
+    move = move + 0.75 * (size - 1.0) * hop_s(c, coef, size, c.tp)
+    together = (busy**4 + move**4) ** 0.25 + 0.2 * coef["dp_exposed"] * move
     paid = np.where(c.prefetch > 0, together, busy + move)
     return np.where((c.zero >= 3) & (size > 1), paid, busy)

@@ -3,7 +3,7 @@
 Every kernel reads its inputs and writes its outputs once: norms with their residual adds, rotary
 positions, activations, the loss on logits that become their own gradient, the update of weights in
 one pass. `bench --against floor` takes these bytes at the memory's speed for what can't be avoided;
-the step's estimate multiplies those of activations by the knob `elem`. Bytes of one rank;
+the step's estimate multiplies those of activations by the coefficient `elem`. Bytes of one rank;
 broadcasts.
 """
 
@@ -17,8 +17,8 @@ from fourfold.cost.step.gemm import Floats
 from fourfold.spec.words import DTYPES
 
 _FP8 = DTYPES.index("fp8")
-# The knob `elem` is about 1.8 for engines whose passes are guessed; counted ones take about 1.2 of
-# their bytes at the memory's rate by its data sheet.
+# `elem` is about 1.8 for engines whose passes are guessed; counted ones take about 1.2 of their
+# bytes at the memory's rate by its data sheet.
 EXACT = 0.67
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Columns
 from fourfold.cost.schedule.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import Times, estimate
-from fourfold.cost.step.gemm import Knobs
+from fourfold.cost.step.gemm import Coefficients
 from fourfold.cost.step.pipeline import chunk_layers, pipeline_s
 from fourfold.spec.words import SCHEDULES, Schedule
 
@@ -38,9 +38,9 @@ class Priced:
     played: int
 
 
-def priced(c: Columns, knobs: Knobs) -> Priced:
+def priced(c: Columns, coef: Coefficients) -> Priced:
     """What runs take: the same seconds whoever asks, a search or the forecast of one run."""
-    times = estimate(c, knobs)
+    times = estimate(c, coef)
     work = times.step_s - times.parts["fixed"] - times.parts["jitter"]
     pipe = times.step_s - sum((times.parts[name] for name in _NOT_IN_PIPELINE), np.zeros(len(c)))
     ratio, played = pipeline_ratio(c, times)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fourfold.cost.columns import Columns
-from fourfold.cost.step.gemm import Floats, Knobs
+from fourfold.cost.step.gemm import Coefficients, Floats
 
 # All-reduces over 4 to 64 healthy nodes reach this share of the data sheet (nanotron table).
 SLOW_SHARE = 0.45
@@ -50,15 +50,15 @@ def wired_share(c: Columns, size: ArrayLike, stride: ArrayLike) -> Floats:
     return np.where(direct, share, 1.0)
 
 
-def group_rate(c: Columns, knobs: Knobs, size: Floats, stride: Floats) -> Floats:
+def group_rate(c: Columns, coef: Coefficients, size: Floats, stride: Floats) -> Floats:
     """One-way bytes/s of each rank in a ring over the group."""
-    inside = np.minimum(knobs["nvlink"], 0.98) * c.link * wired_share(c, size, stride)
+    inside = np.minimum(coef["nvlink"], 0.98) * c.link * wired_share(c, size, stride)
     here = np.where(straddles(c, size, stride, c.node), 1.0, ranks_within(size, stride, c.node))
-    outside = node_rate(c, knobs, size, here) * here / c.node
+    outside = node_rate(c, coef, size, here) * here / c.node
     return np.where(crosses(c, size, stride), np.minimum(inside, outside), inside)
 
 
-def node_rate(c: Columns, knobs: Knobs, size: Floats, here: Floats) -> Floats:
+def node_rate(c: Columns, coef: Coefficients, size: Floats, here: Floats) -> Floats:
     """Bytes/s of a node for a group that has `here` members in it.
 
     A rate measured over the whole job is used where there is one, but not in the slow state: there
@@ -69,24 +69,24 @@ def node_rate(c: Columns, knobs: Knobs, size: Floats, here: Floats) -> Floats:
     spans = np.maximum(1.0, size / here)
     seen = np.where(spans <= 2.0, np.maximum(c.net_seen, c.net), c.net_seen)
     unseen = np.where(c.slow > 0, c.net * SLOW_SHARE, c.net)
-    return np.where((c.net_seen > 0) & (c.slow <= 0), seen, unseen) * knobs["net"]
+    return np.where((c.net_seen > 0) & (c.slow <= 0), seen, unseen) * coef["net"]
 
 
-def p2p_rate(c: Columns, knobs: Knobs, stride: Floats) -> Floats:
+def p2p_rate(c: Columns, coef: Coefficients, stride: Floats) -> Floats:
     """Bytes/s of one rank sending to the next pipeline stage; all ranks of a node send at once."""
-    inside = np.minimum(knobs["nvlink"], 0.98) * c.link * wired_share(c, PAIR, stride)
-    share = node_rate(c, knobs, 2.0 * np.ones_like(c.net), np.ones_like(c.net)) / c.node
+    inside = np.minimum(coef["nvlink"], 0.98) * c.link * wired_share(c, PAIR, stride)
+    share = node_rate(c, coef, 2.0 * np.ones_like(c.net), np.ones_like(c.net)) / c.node
     return np.where(stride >= c.domain, share, inside)
 
 
 def half_collective_s(
-    c: Columns, knobs: Knobs, data: Floats, *, size: Floats, stride: Floats
+    c: Columns, coef: Coefficients, data: Floats, *, size: Floats, stride: Floats
 ) -> Floats:
     """Seconds of an all-gather or reduce-scatter of `data` bytes over the group."""
-    move = data * (size - 1.0) / size / group_rate(c, knobs, size, stride)
-    return np.where(size > 1, move + (size - 1.0) * hop_s(c, knobs, size, stride), 0.0)
+    move = data * (size - 1.0) / size / group_rate(c, coef, size, stride)
+    return np.where(size > 1, move + (size - 1.0) * hop_s(c, coef, size, stride), 0.0)
 
 
-def hop_s(c: Columns, knobs: Knobs, size: Floats, stride: Floats) -> Floats:
+def hop_s(c: Columns, coef: Coefficients, size: Floats, stride: Floats) -> Floats:
     """Latency of one step of a ring; a ring that leaves the domain runs at its slowest hop."""
-    return np.where(crosses(c, size, stride), knobs["net_latency_s"], knobs["latency_s"])
+    return np.where(crosses(c, size, stride), coef["net_latency_s"], coef["latency_s"])

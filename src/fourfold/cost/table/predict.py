@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
-from fourfold.cost.fit.calibration import Calibration, Entry
+from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.interval import bounds, outside
 from fourfold.cost.memory.interval import NO, TIGHT, verdicts
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
@@ -86,7 +86,9 @@ def _unstated(table: Table) -> NDArray[np.bool_]:
     return blank.any(axis=0) | np.array(unknown, dtype=bool)
 
 
-def _groups(rows: Rows, calibration: Calibration) -> Iterator[tuple[NDArray[np.intp], Entry, str]]:
+def _groups(
+    rows: Rows, calibration: Calibration
+) -> Iterator[tuple[NDArray[np.intp], FittedStack, str]]:
     """(rows, entry, reason) per stack, cluster and GPU generation."""
     generation = each(rows.hardware.tolist(), generation_of)
     labels = list(zip(rows.stack.tolist(), rows.cluster.tolist(), generation, strict=True))
@@ -99,16 +101,16 @@ def _groups(rows: Rows, calibration: Calibration) -> Iterator[tuple[NDArray[np.i
         yield np.array(index), entry, why
 
 
-def _answer(rows: Rows, part: NDArray[np.intp], entry: Entry, out: dict[str, Floats]) -> None:
+def _answer(rows: Rows, part: NDArray[np.intp], entry: FittedStack, out: dict[str, Floats]) -> None:
     c = rows.columns.take(part)
-    step = estimate(c, entry.knobs).step_s
+    step = estimate(c, entry.coefficients).step_s
     low, high = bounds(c, entry, step)
-    room = memory(c, entry.knobs)
+    room = memory(c, entry.coefficients)
     rank0 = stack_defaults(entry.stack).reports_rank0
     out["step"][part], out["low"][part], out["high"][part] = step, low, high
     out["mem"][part] = (room.first_bytes if rank0 else room.worst_bytes) / GIB
     out["worst"][part] = room.worst_bytes / GIB
-    out["limit"][part] = limit_bytes(c, entry.knobs) / GIB
+    out["limit"][part] = limit_bytes(c, entry.coefficients) / GIB
     out["beyond"][part] = outside(c, entry.ranges)
 
 

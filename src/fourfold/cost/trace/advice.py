@@ -234,11 +234,11 @@ def _ulysses(ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
     size = np.full_like(lengths, float(ask.ranks))
     sent = np.array([_sent("ulysses", ask, length) for length in lengths])
     near = (np.minimum(size, c.domain) - 1.0) / np.maximum(1.0, size - 1.0)
-    knobs = _knobs()
-    inside_s = sent * near / (knobs["nvlink"] * c.link)
-    outside_s = sent * (1.0 - near) / (knobs["net"] * c.net / c.node)
+    coef = _knobs()
+    inside_s = sent * near / (coef["nvlink"] * c.link)
+    outside_s = sent * (1.0 - near) / (coef["net"] * c.net / c.node)
     # Links of different levels work at the same time; six messages, each with one latency.
-    wait_s = np.maximum(inside_s, outside_s) + 6.0 * hop_s(c, knobs, size, np.ones_like(size))
+    wait_s = np.maximum(inside_s, outside_s) + 6.0 * hop_s(c, coef, size, np.ones_like(size))
     part = lengths / ask.ranks
     copies = kv_copies(ask.heads, ask.kv_heads, ask.ranks)
     moved = part * ask.hidden * (2.0 + 2.0 * copies * ask.kv_heads / ask.heads)
@@ -251,9 +251,9 @@ def _allgather(ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
     c = _columns(ask, cluster, lengths, by_heads=False)
     size, one = np.full_like(lengths, float(ask.ranks)), np.ones_like(lengths)
     sent = np.array([_sent("allgather", ask, length) for length in lengths])
-    knobs = _knobs()
-    hops = 2.0 * (size - 1.0) * hop_s(c, knobs, size, one)
-    wait_s = sent / group_rate(c, knobs, size, one) + hops
+    coef = _knobs()
+    hops = 2.0 * (size - 1.0) * hop_s(c, coef, size, one)
+    wait_s = sent / group_rate(c, coef, size, one) + hops
     part, kv = lengths / ask.ranks, ask.hidden * ask.kv_heads / ask.heads
     # Four blocks: either half of the queries against what lies before it, and against itself.
     joined = 2.0 * part * ask.hidden * (JOIN_BYTES + ADD_BYTES)
@@ -266,11 +266,11 @@ def _ring(ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
     forward, backward = _kernels(ask, cluster, lengths, by_heads=False)
     c = _columns(ask, cluster, lengths, by_heads=False)
     size, one = np.full_like(lengths, float(ask.ranks)), np.ones_like(lengths)
-    knobs = _knobs()
+    coef = _knobs()
     # A hop is one message of one rank: where the ring leaves a host it has one rank's share of
     # the network, not the host's.
     stride = np.where(size > c.domain, c.domain, 1.0)
-    rate, latency = p2p_rate(c, knobs, stride), hop_s(c, knobs, size, one)
+    rate, latency = p2p_rate(c, coef, stride), hop_s(c, coef, size, one)
     item = DTYPE_BYTES[ask.dtype]
     kv = lengths / ask.ranks * 2.0 * ask.hidden * ask.kv_heads / ask.heads
     there = (size - 1.0) * (kv * item / rate + latency)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.cost.fit.calibration import Calibration, Entry, own_entry
+from fourfold.cost.fit.calibration import Calibration, FittedStack, own_entry
 from fourfold.cost.run import varied_columns
 from fourfold.cost.stacks import stack_defaults
+from fourfold.events import OnEvent, ignore
 from fourfold.search.legal import Target
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import generation_of
@@ -24,7 +25,7 @@ from fourfold.spec.run import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanQuery:
     """`policy` holds what the search does not vary; `fixed` names fields the user has decided."""
 
     model: ModelShape
@@ -34,7 +35,7 @@ class Question:
     policy: Policy
     stack: str
     release: str = ""  # whose settings will be written: a release may lack what its stack has
-    entry: Entry
+    entry: FittedStack
     calibration: str
     no_rows: str  # why the calibration is a blend, '' when it has rows
     evidence: dict[str, int]  # measured rows by choice; {}: the calibration does not say
@@ -43,6 +44,9 @@ class Question:
     explore: bool = False
     safe: bool = False  # rank what surely fits, where anything does
     convention: str = DEFAULT  # by which TFLOP/s and MFU are counted
+    on_event: OnEvent = field(
+        default=ignore, compare=False, repr=False
+    )  # hears how far a search is
 
     @property
     def target(self) -> Target:
@@ -111,23 +115,25 @@ def usual_policy(stack: str, policy: Policy, decided: set[str]) -> Policy:
     return replace(policy, **changes)
 
 
-def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[Entry, str]:
-    """(knobs, why they are not this machine's own: '' when they are)."""
+def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[FittedStack, str]:
+    """(coefficients, why they are not this machine's own: '' when they are)."""
     entry, why = calibration.entry(stack, cluster.name, generation_of(cluster.device))
     own = own_entry(stack, cluster.device.id) if why else None
     if own is not None and cluster.gpus == 1:
         entry, why = own, ""
     elif own is not None:  # its kernels are known, its links are not
-        entry = replace(entry, knobs=entry.knobs | {k: own.knobs[k] for k in own.free_time})
+        entry = replace(
+            entry, coefficients=entry.coefficients | {k: own.coefficients[k] for k in own.free_time}
+        )
     if not why and not entry.rows_time:
         why = f"calibration '{calibration.name}' has kernels and links but no runs"
     if cluster.device.id.startswith("cpu"):
         # No CUDA context, no communicator buffers: only tensors count there.
-        entry = replace(entry, knobs={**entry.knobs, "base_gib": 0.0})
+        entry = replace(entry, coefficients={**entry.coefficients, "base_gib": 0.0})
     return entry, why
 
 
-def evidence_for(calibration: Calibration, entry: Entry) -> dict[str, int]:
+def evidence_for(calibration: Calibration, entry: FittedStack) -> dict[str, int]:
     """Rows by choice: of the entry, or of all entries where it is a blend of them."""
     if entry.counts or entry.rows_time:
         return entry.counts
