@@ -167,7 +167,7 @@ def test_stop_of_a_rank(tmp_path: Path) -> None:
     assert failure is not None
     assert failure.rank == 3
     place = f"rank 3 (pid {launched.ranks[3]} on {socket.gethostname()}, stage 0, {failure.phase})"
-    assert failure.message.startswith(f"{place} has been stopped by SIGSTOP for 1")
+    assert failure.message.startswith(f"{place} has been suspended by SIGSTOP for 1")
     assert (launched.folder / "rank-3.log").stat().st_mode & 0o777 == 0o644 & ~umask()
     assert launched.all_gone()
 
@@ -254,7 +254,7 @@ def test_stop_of_the_worker(tmp_path: Path) -> None:
     assert launched.report().outcome == "hung"
     assert failure is not None
     assert (failure.rank, failure.who) == (-1, "worker")
-    assert "has been stopped for 1" in failure.message  # 15 s, a little more on a busy machine
+    assert "has been suspended for 1" in failure.message  # 15 s, a little more on a busy machine
     assert launched.all_gone()
 
 

@@ -100,7 +100,7 @@ def test_asked_to_stop_it_saves_and_another_layout_goes_on(tmp_path: Path) -> No
     process.send_signal(signal.SIGTERM)
     code, printed, said = finish(process)
     assert code == 75, said
-    assert "SIGTERM: saving after this step, then ending" in said
+    assert "SIGTERM: saving after this step, then stopping" in said
     assert "stopped" in printed
     found = checkpoints.newest(out / "checkpoints")
     assert found is not None

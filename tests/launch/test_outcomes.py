@@ -110,7 +110,7 @@ def test_who_is_stopped_and_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert failure.message.startswith(
         f"rank 3 (pid 99 on {socket.gethostname()}, stage 3, forward)"
     )
-    assert missing_rank(scene) == (3, "is stopped")
+    assert missing_rank(scene) == (3, "is suspended")
     scene.stopped = {3: 19, WORKER: 0}
     assert looks(20.0) == WORKER  # who tells of the others
     assert stopped(scene, WORKER, 15.0).who == "worker"
@@ -119,7 +119,7 @@ def test_who_is_stopped_and_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("beats", "rank", "words"),
     [
-        ({0: beat(0)}, 1, "never came up"),
+        ({0: beat(0)}, 1, "never started"),
         ({0: beat(0, at=50.0), 1: beat(1), 2: beat(2)}, 0, "50 s old"),
         (
             {r: beat(r, groups=(("dp", str(7 - (r == 1))),)) for r in range(3)},

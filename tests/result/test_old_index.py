@@ -88,7 +88,7 @@ def _built_class() -> bytes:
 )
 def test_nothing_in_a_pickle_is_done(content: bytes, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnreadableError, match="no data that fourfold reads"):
+    with pytest.raises(UnreadableError, match="its metadata cannot be read"):
         old_index.loads(content, sizes())
     assert not list(tmp_path.iterdir())
 

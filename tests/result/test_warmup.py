@@ -43,7 +43,7 @@ def test_limits_are_told() -> None:
     found = judged(rising)
     assert found.ended == "most steps"
     assert found.still_drifts
-    assert f"its limit of {MOST_STEPS} steps" in found.words
+    assert f"the limit of {MOST_STEPS} steps" in found.words
     assert judged([[30.0] * 3], spent_s=MOST_S).ended == "most seconds"
     assert not judged([[30.0] * 3], spent_s=MOST_S).still_drifts  # nothing is known to drift
 

@@ -190,11 +190,11 @@ def _signals(stop_file: Path | None) -> Iterator[None]:
 
     def ask(number: int, _: object) -> None:
         assert stop_file is not None
-        what = "saving after this step, then ending"
+        what = "saving after this step, then stopping"
         try:
             stop_file.touch()
         except OSError as error:  # a full disk: must not end the ranks without a word
-            what = f"cannot ask the ranks to save ({error.strerror}); once more ends at once"
+            what = f"cannot ask the ranks to save ({error.strerror}); send it again to stop at once"
         # Not print: a handler may interrupt one.
         words = f"\n{signal.Signals(number).name}: {what}\n"
         with contextlib.suppress(OSError):

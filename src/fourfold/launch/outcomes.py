@@ -96,16 +96,16 @@ def _worker_end(scene: JobScene) -> tuple[Outcome, Failure]:
     code, log_tail = scene.worker_exit, tail(log_file(scene.folder, WORKER))
     outcome: Outcome = "crashed"
     if code is not None and code < 0:
-        how = f"was ended by signal {-code} ({_signal_name(-code)})"
+        how = f"was killed by signal {-code} ({_signal_name(-code)})"
         if code == -signal.SIGKILL and scene.kernel_kills:
             outcome, how = "oom", f"{how}, sent by the kernel: the host ran out of memory"
         words = (
-            f"{scene.place(WORKER)} {how}, and its ranks with it; find who sent it (the kernel's "
+            f"{scene.place(WORKER)} {how}, and its ranks with it; look for the sender in the log "
+            "of the kernel or the batch system, then start again"
         )
-        words += "or the batch system's log), then start again"
     else:
         last = log_tail.rpartition("\n")[2]
-        words = f"{scene.place(WORKER)} ended with exit code {code}: {last}"
+        words = f"{scene.place(WORKER)} exited with code {code}: {last}"
     message = f"{words}\n{log_tail}".strip()
     return outcome, Failure(rank=WORKER, stage=0, phase="worker", message=message)
 
@@ -121,11 +121,11 @@ def _silent_end(scene: JobScene, rank: int, code: int) -> tuple[Outcome, Failure
     stage, phase = scene.stands(rank)
     outcome: Outcome = "crashed"
     if code < 0:
-        message = f"{scene.place(rank)} was ended by signal {-code} ({_signal_name(-code)})"
+        message = f"{scene.place(rank)} was killed by signal {-code} ({_signal_name(-code)})"
         if code == -signal.SIGKILL and scene.kernel_kills:
             outcome, message = "oom", f"{message}, sent by the kernel: the host ran out of memory"
     else:
-        message = f"{scene.place(rank)} ended with exit code {code}"
+        message = f"{scene.place(rank)} exited with code {code}"
     failure = Failure(rank=rank, stage=stage, phase=phase, message=message)
     return outcome, _with_tail(failure, scene.folder)
 
@@ -133,10 +133,10 @@ def _silent_end(scene: JobScene, rank: int, code: int) -> tuple[Outcome, Failure
 def stopped(scene: JobScene, rank: int, seconds: float) -> Failure:
     """A rank, or the worker, is stopped and stays so."""
     by = f" by {_signal_name(scene.stopped[rank])}" if scene.stopped.get(rank) else ""
-    message = f"{scene.place(rank)} has been stopped{by} for {seconds:.0f} s"
+    message = f"{scene.place(rank)} has been suspended{by} for {seconds:.0f} s"
     message += "" if rank == WORKER else ", and the others wait for it"
     message += (
-        "; find who stops it (kill -STOP, a suspended batch job, a terminal), then start again"
+        "; find what suspends it (kill -STOP, a suspended batch job, a terminal), then start again"
     )
     stage, phase = scene.stands(rank) if rank != WORKER else (0, "worker")
     return Failure(rank=rank, stage=stage, phase=phase, message=message)
@@ -149,7 +149,7 @@ def silent(scene: JobScene, waited_s: float, limit: str) -> Failure:
     others = len(scene.beats) - 1
     message = f"no progress for {waited_s:.0f} s ({limit}); {scene.place(rank)} {how}"
     if others > 0:
-        message += f"; {others} other ranks wait"
+        message += f"; {others} other ranks are waiting"
     return Failure(rank=rank, stage=stage, phase=phase, message=message)
 
 
@@ -161,15 +161,15 @@ def missing_rank(scene: JobScene) -> tuple[int, str]:
     """
     halted = [rank for rank in scene.stopped if rank != WORKER]
     if halted:
-        return min(halted), "is stopped"
+        return min(halted), "is suspended"
     absent = [rank for rank in range(scene.ranks) if rank not in scene.beats]
     if absent:
-        return absent[0], "never came up"
+        return absent[0], "never started"
     newest = max(beat.at for beat in scene.beats.values())
     still = [rank for rank, beat in scene.beats.items() if newest - beat.at > STALE_S]
     if still:
         age_s = newest - scene.beats[min(still)].at
-        return min(still), f"is stopped or stuck: its last sign is {age_s:.0f} s old"
+        return min(still), f"is suspended or stuck: its last heartbeat is {age_s:.0f} s old"
     behind = _behind(scene.beats)
     busy = [rank for rank in scene.beats if not _waits(scene.folder, rank)]
     both = [rank for rank in busy if rank in behind]

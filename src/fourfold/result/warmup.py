@@ -32,14 +32,14 @@ class Warmup:
     @property
     def words(self) -> str:
         if self.ended == "count":
-            return "as many as asked"
-        drift = "too few steps to judge" if self.drift is None else f"{100 * self.drift:+.1f}%"
+            return "as requested"
+        drift = "too few steps to tell" if self.drift is None else f"{100 * self.drift:+.1f}%"
         clock = "" if self.clock_drift is None else f", clock {100 * self.clock_drift:+.1f}%"
         rule = f"medians of the last two windows of {WINDOW}: {drift}{clock}"
         if self.ended == "steady":
             return f"steady, {rule}"
         limit = f"{MOST_STEPS} steps" if self.ended == "most steps" else f"{MOST_S:g} s"
-        return f"ended by its limit of {limit}, {rule}"
+        return f"stopped at the limit of {limit}, {rule}"
 
     @property
     def still_drifts(self) -> bool:

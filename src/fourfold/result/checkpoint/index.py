@@ -123,7 +123,7 @@ def loads(content: bytes, real_sizes: Mapping[str, int]) -> Index:
     """Read and check; `real_sizes` are those that the files of the folder have."""
     plain = codec.parse_json(unseal(content, INDEX_FILE))
     if not isinstance(plain, dict) or plain.get("type") != "CheckpointIndex":
-        raise refused("it is no index of a checkpoint")
+        raise refused("it is not a checkpoint index")
     if _whole(plain.get("version"), "version") != VERSION:
         raise UnreadableError(
             f"its {INDEX_FILE} has a version that this fourfold does not read (it reads {VERSION})",
@@ -149,7 +149,7 @@ def check(index: Index, real_sizes: Mapping[str, int]) -> None:
         must_fill(name, stored)
         for chunk in stored.chunks:
             if chunk.file not in chunks:
-                raise refused(f"{name} lies in {chunk.file!r}, which is none of its files")
+                raise refused(f"{name} lies in {chunk.file!r}, which is not one of its files")
             if chunk.size != value_bytes(stored.dtype, chunk.sizes):
                 raise refused(f"a chunk of {name} has another size than its values")
             if len(chunk.sums) != -(-chunk.size // index.block_bytes):
@@ -202,7 +202,7 @@ def refused(what: str) -> UnreadableError:
     """The bytes are those that were written, but do not make sense."""
     return UnreadableError(
         f"its index is refused: {what}",
-        hint="use another checkpoint, or copy this one again from where it was written",
+        hint="use another checkpoint, or copy this one again from its source",
     )
 
 

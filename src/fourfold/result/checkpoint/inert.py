@@ -96,8 +96,8 @@ def loads(content: bytes) -> Any:
 
 def refused(what: str) -> UnreadableError:
     return UnreadableError(
-        f"its metadata is no data that fourfold reads: {what}",
-        hint="use another checkpoint, or copy this one again from where it was written",
+        f"its metadata cannot be read: {what}",
+        hint="use another checkpoint, or copy this one again from its source",
     )
 
 

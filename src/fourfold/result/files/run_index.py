@@ -50,7 +50,7 @@ class Index:
         try:
             data = read_stored(self.path, field="index", max_bytes=_MOST_BYTES)
         except UserError as error:
-            self._warn(f"{error}; it is only a cache, every run is read from its own file")
+            self._warn(f"{error}; it is only a cache, runs are read from their own files")
             return {}
         runs = data.get("runs")
         if data.get("version") != _VERSION or data.get("fields") != list(RUN_FIELDS):

@@ -174,7 +174,7 @@ class Store:
                 try:
                     found.append(Stored(name, self.root / name, _summary_of(self.root / name)))
                 except UserError as error:
-                    self._warn(f"{name} is passed over: {error}")
+                    self._warn(f"skipped {name}: {error}")
         return sorted(found, key=lambda stored: stored.summary.repeat)
 
     def runs(
@@ -196,7 +196,7 @@ class Store:
             try:
                 found.append(Stored(name, self.root / name, self._summary(name, index)))
             except (OSError, UserError) as error:
-                self._warn(f"{name} is passed over: {error}")
+                self._warn(f"skipped {name}: {error}")
                 if unreadable is not None:
                     unreadable.append(f"{name}: {error}")
         index.write(names)

@@ -58,7 +58,7 @@ def orphans(root: Path, warn: Callable[[str], None]) -> list[Path]:
     work = root / WORK
     if not is_folder(work):
         if os.path.lexists(work):
-            warn(f"runs={work}: is no folder of its own; what it leads to is left alone")
+            warn(f"{work} is not a plain folder; its target is left alone")
         return []
     places = [Path(entry.path) for entry in os.scandir(work)]
     return sorted(place for place in places if is_folder(place) and _orphaned(place, warn))
@@ -67,7 +67,7 @@ def orphans(root: Path, warn: Callable[[str], None]) -> list[Path]:
 def _orphaned(place: Path, warn: Callable[[str], None]) -> bool:
     named = _NAME.match(place.name)
     if named is None:
-        warn(f"{place}: was not made by fourfold; left alone")
+        warn(f"{place} was not made by fourfold and is left alone")
         return False
     host, pid, started = named["host"], int(named["pid"]), None
     if os.path.lexists(place / OWNER_FILE):  # else killed before it was written: the name tells
@@ -77,7 +77,7 @@ def _orphaned(place: Path, warn: Callable[[str], None]) -> bool:
             owner = {"host": host, "pid": pid}
             warn(f"{error}; the folder's name tells whose it is")
         if (owner.get("host"), owner.get("pid")) != (host, pid):
-            warn(f"{place}: its owner is not the one of its name; left alone")
+            warn(f"the owner of {place} does not match its name; it is left alone")
             return False
         started = owner.get("born")
     if host != socket.gethostname():

@@ -69,19 +69,19 @@ def compare(
 ) -> Comparison:
     """`one` and `other` are seconds per step of each repeat; `known` is a stored spread."""
     if not one or not other:
-        return Comparison(verdict="can't tell", ratio=None, spread=None, why="a run has no time")
+        return Comparison(
+            verdict="can't tell", ratio=None, spread=None, why="one run has no step time"
+        )
     ratio = math.exp(mean(map(math.log, other)) - mean(map(math.log, one)))
     own = between_runs([one, other])
     basis = own or known
     if basis is None:
-        why = "one run each, and no repeats in the store to know the spread by; --repeat gives some"
+        why = "one run each, and no repeats in the store to estimate the spread; run with --repeat"
         return Comparison(verdict="can't tell", ratio=ratio, spread=None, why=why)
     spread, freedom = basis
     limit = _t95(freedom) * spread * math.sqrt(1 / len(one) + 1 / len(other))
     whose = "their own repeats" if own else "repeats of other runs on this device"
-    why = (
-        f"spread {100 * spread:.2f}% between runs ({whose}); beyond {100 * limit:.2f}% is different"
-    )
+    why = f"runs spread by {100 * spread:.2f}% ({whose}); {100 * limit:.2f}% is significant"
     verdict: Verdict = "different" if abs(math.log(ratio)) > limit else "same"
     return Comparison(verdict=verdict, ratio=ratio, spread=spread, why=why)
 

@@ -33,19 +33,17 @@ def flags(report: RunReport) -> list[str]:
     if recompiles:
         found.append(f"{recompiles} recompiles in the window")
     if report.warmup is not None and report.warmup.still_drifts:
-        found.append(f"not warm: {report.warmup.words}")
+        found.append(f"still warming up: {report.warmup.words}")
     found += _probe_flags(report)
     timed = [step.seconds for step in report.steps if not step.warmup]
     if report.window_s and timed and report.window_s > (1 + _WINDOW_GAP) * sum(timed):
-        found.append(
-            f"wall clock {report.window_s:.3g} s over steps that take {sum(timed):.3g} s together"
-        )
+        found.append(f"wall clock {report.window_s:.3g} s, but the steps sum to {sum(timed):.3g} s")
     lost = sum(step.skipped for step in report.steps if not step.warmup)
     if lost:
-        found.append(f"{lost} of {len(timed)} timed steps changed no weights (fp16 overflow)")
+        found.append(f"{lost} of {len(timed)} timed steps were skipped (fp16 overflow)")
     known = timing(timed)
     if known is not None and known.dropped:
-        found.append(f"the first {known.dropped} timed steps were slower and are left out")
+        found.append(f"the first {known.dropped} timed steps were slower and are excluded")
     if known is not None and known.high_s > 1.2 * known.low_s:
         found.append(f"steps vary by {100 * (known.high_s / known.low_s - 1):.0f}%")
     return found
@@ -69,11 +67,11 @@ def _probe_flags(report: RunReport) -> list[str]:
     if not {"before", "after"} <= rates.keys():
         return []
     found = []
-    for name, words in (("flops_per_s", "products"), ("bytes_per_s", "copies")):
+    for name, words in (("flops_per_s", "GEMMs"), ("bytes_per_s", "copies")):
         before, after = getattr(rates["before"], name), getattr(rates["after"], name)
         if before > 0 and abs(after / before - 1) > _PROBE_CHANGE:
             found.append(
-                f"{words} {100 * (after / before - 1):+.0f}% after the run: machine changed"
+                f"{words} {100 * (after / before - 1):+.0f}% after the run: the machine changed"
             )
     return found
 
