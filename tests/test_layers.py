@@ -17,7 +17,7 @@ ALLOWED = {
     "result": RESULT,
     "cost": COST,
     "search": COST | {"search"},
-    "show": COST | {"search", "show"},  # pages of typed answers
+    "show": COST | {"search", "verbs", "show"},  # pages of typed answers
     "launch": RESULT | {"launch"},
     "tables": COST | {"tables", "show"},  # one renderer of tables
     "collect": COST | {"collect"},
@@ -47,7 +47,7 @@ FACE = {"__version__"}
 # Imported where they are used, never while a module loads: they cost 0.1 to 6 s.
 LATE = {"numpy", "rich", "plotly", "matplotlib", "torch"}
 # The vectorised cost model and search are reached only through commands that need NumPy anyway.
-NUMPY_FOLDERS = {"cost", "search"}
+NUMPY_FOLDERS = {"cost", "search", "verbs"}
 
 
 def _modules() -> list[tuple[str, Path]]:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TextIO, cast
 
 from fourfold import __version__, files
 from fourfold.commands import COMMANDS, GROUPS, Command, load
-from fourfold.errors import UserError, nearest
+from fourfold.errors import MachineError, UserError, nearest
 from fourfold.escape import Screen, one_line
 from fourfold.output import Output, terminal_columns, text_of
 from fourfold.spec.flag import Option
@@ -115,7 +115,7 @@ def _place(parser: Parser, one: Option, places: dict[tuple[str, str], Any]) -> A
 def _add(place: Any, one: Option, *, hidden: bool) -> None:
     said: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else one.help.replace("%", "%%")}
     if one.names[0].startswith("-"):
-        said["dest"] = one.dest or one.names[-1].lstrip("-").replace("-", "_")
+        said["dest"] = one.key
         said |= {"required": True} if one.required else {}
     if one.pair:
         place.add_argument(*one.names, action=argparse.BooleanOptionalAction, **said)
@@ -178,6 +178,8 @@ def _answered(words: list[str]) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
+    except MachineError as error:  # a job's last words may be several lines
+        return _say(f"error: {error}", error.status, lines=True)
     except UserError as error:
         return _say(f"error: {error}", error.status)
     except KeyboardInterrupt:
@@ -193,10 +195,10 @@ def _answered(words: list[str]) -> int:
         return _say(f"error: stdout cannot be written ({error.strerror}); free some space", 1)
 
 
-def _say(message: str, code: int) -> int:
+def _say(message: str, code: int, *, lines: bool = False) -> int:
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # nobody is left to tell
-            print(one_line(message), file=sys.stderr)
+            print(message if lines else one_line(message), file=sys.stderr)
     return code
 
 

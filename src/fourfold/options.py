@@ -69,11 +69,23 @@ def _of_field(field: dataclasses.Field[Any], hint: Any) -> Option:
         changes["choices"] = said.choices or typing.get_args(kind)
     elif typing.get_origin(kind) is tuple:
         changes["repeated"] = said.nargs is None
+        item = typing.get_args(kind)[0]
+        changes["read"] = item if item is int else None
     elif kind is bool:
         changes["switch"] = not said.pair
     elif kind in (int, float):
         changes["read"] = said.read or kind
     return dataclasses.replace(said, **changes)
+
+
+def grouped(found: typing.Iterable[Option], group: str) -> tuple[Option, ...]:
+    return tuple(dataclasses.replace(one, group=group) for one in found)
+
+
+def given(args: Any, *names: str) -> dict[str, Any]:
+    """Values of those flags that were given."""
+    values = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def load(cls: type[T], args: Any, **given: Any) -> T:
@@ -127,6 +139,7 @@ def run_table(
     known: Mapping[str, Any] | None = None,
     *,
     extra: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
     note: typing.Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The run as plain data: the spec file (or what is `known`), then flags, --set and --env.
@@ -142,13 +155,13 @@ def run_table(
         table["model"] = args.model
     for path, one in _run_fields(extra):
         value = getattr(args, one.dest, None)
-        if value is not None:
-            put(table, path, value)
+        if value is not None and one.dest not in without:
+            codec.put(table, path, value)
     for path, text in assignments(args):
-        value = toml_value(text)
+        value = codec.toml_value(text)
         is_text = path in ("note", "tag", "data") or path.startswith("policy.env.")
         # A shell eats the quotes of policy.env.X="1".
-        put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
+        codec.put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
     put_env(table, args)
     return _understood(table, note)
 
@@ -162,6 +175,14 @@ def assignments(args: Any) -> list[tuple[str, str]]:
             raise UserError("must be FIELD=VALUE", field="--set", value=assignment)
         found.append((path.strip(), text))
     return found
+
+
+def assigned(args: Any) -> dict[str, Any]:
+    """The table that --set alone makes."""
+    table: dict[str, Any] = {}
+    for path, text in assignments(args):
+        codec.put(table, path, codec.toml_value(text))
+    return table
 
 
 def _understood(table: dict[str, Any], note: typing.Callable[[str], None]) -> dict[str, Any]:
@@ -178,24 +199,13 @@ def _understood(table: dict[str, Any], note: typing.Callable[[str], None]) -> di
 def put_env(table: dict[str, Any], args: Any) -> None:
     """Of commands that have --env: the variables are the run's, and decide which run it is."""
     for name, value in parse_assignments(getattr(args, "env", None) or ()):
-        put(table, f"policy.env.{name}", value)
+        codec.put(table, f"policy.env.{name}", value)
 
 
 def run_spec(table: Mapping[str, Any]) -> RunSpec:
     if "model" not in table:
         raise UserError("is required", field="model", hint="'fourfold models' lists presets")
     return codec.load(RunSpec, dict(table))
-
-
-def put(table: dict[str, Any], path: str, value: Any) -> None:
-    """table['a']['b'] = value for path 'a.b', making tables on the way."""
-    *parents, leaf = path.split(".")
-    for name in parents:
-        inner = table.setdefault(name, {})
-        if not isinstance(inner, dict):
-            raise UserError(f"needs a table '{name}', but that is a value", field=path, value=value)
-        table = inner
-    table[leaf] = value
 
 
 def by_flag(error: UserError, args: Any, flags: Mapping[str, str]) -> UserError:
@@ -224,16 +234,6 @@ def _has(spec: str, path: str) -> bool:
             return False
         table = table[name]
     return True
-
-
-def toml_value(text: str) -> Any:
-    """What --set's value means: a TOML value if it is one, else plain text."""
-    text = text.strip()
-    try:
-        table = codec.parse_toml(f"value = {text}\n")
-    except UserError:
-        return text
-    return table["value"] if set(table) == {"value"} else text
 
 
 def number(text: str) -> float:

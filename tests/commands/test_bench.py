@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.commands import bench, bench_auto
 from fourfold.result.report import Failure, RankMemory, RunReport, StepReport
 from fourfold.spec.run import RunSpec
+from fourfold.verbs import bench
 
 RUN = ["bench", "--model", "llama-tiny", "--gpus", "2", "--seq-len", "64", "--global-batch", "16"]
 CPU = ["--precision", "fp32", "--set", "device=cpu"]
@@ -21,24 +21,19 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds per step; more than four sequences at once do not fit."""
     seconds = [0.5]
 
-    def fake(probe_s: float) -> object:
-        def run(spec: RunSpec, folder: Path, say: object) -> RunReport:
-            steps = tuple(StepReport(step=i, seconds=seconds[0]) for i in range(spec.steps))
-            fits = spec.batch.micro_batch <= 4
-            return RunReport(
-                spec=spec,
-                outcome="ok" if fits else "oom",
-                environment=(("device", "NVIDIA H200"), ("torch", "2.13")),
-                steps=steps if fits else (),
-                memory=(RankMemory(rank=0, stage=0, peak_bytes=10**6),),
-                failure=None
-                if fits
-                else Failure(rank=1, stage=0, phase="forward", message="limit"),
-            )
+    def run(spec: RunSpec, folder: Path, say: object, **how: object) -> RunReport:
+        steps = tuple(StepReport(step=i, seconds=seconds[0]) for i in range(spec.steps))
+        fits = spec.batch.micro_batch <= 4
+        return RunReport(
+            spec=spec,
+            outcome="ok" if fits else "oom",
+            environment=(("device", "NVIDIA H200"), ("torch", "2.13")),
+            steps=steps if fits else (),
+            memory=(RankMemory(rank=0, stage=0, peak_bytes=10**6),),
+            failure=None if fits else Failure(rank=1, stage=0, phase="forward", message="limit"),
+        )
 
-        return run
-
-    monkeypatch.setattr(bench, "_runner", fake)
+    monkeypatch.setattr(bench, "launch_run", run)
     return seconds
 
 
@@ -76,7 +71,7 @@ def test_auto_finds_the_largest_that_fits(
     data = json.loads(capsys.readouterr().out)
     assert data["micro_batch"] == 4
     assert {"micro_batch": 8, "fits": False} in data["micro_batch_trials"]
-    assert len(data["micro_batch_trials"]) <= bench_auto.MOST_TRIALS
+    assert len(data["micro_batch_trials"]) <= bench.MOST_TRIALS
 
 
 def test_the_search_for_auto_is_bounded_and_right() -> None:
@@ -84,10 +79,10 @@ def test_the_search_for_auto_is_bounded_and_right() -> None:
         for truth in range(count + 1):
             for guess in range(count):
                 sizes = list(range(1, count + 1))
-                found, trials = bench_auto.largest_fitting(sizes, guess, lambda n, t=truth: n <= t)
-                assert len(trials) <= bench_auto.MOST_TRIALS
+                found, trials = bench.largest_fitting(sizes, guess, lambda n, t=truth: n <= t)
+                assert len(trials) <= bench.MOST_TRIALS
                 assert found is None or found <= truth
-                if len(trials) < bench_auto.MOST_TRIALS:
+                if len(trials) < bench.MOST_TRIALS:
                     assert (found or 0) == truth
 
 

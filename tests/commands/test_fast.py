@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 
-from fourfold.commands.fast import with_fast_defaults
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from fourfold.verbs.bench import described
 
 TABLE: dict[str, Any] = {"model": "llama-tiny", "gpus": 2}
 
 
 def decided(monkeypatch: pytest.MonkeyPatch, gpus: int, **more: Any) -> RunSpec:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
-    table = TABLE | more
-    spec = codec.load(RunSpec, table)
-    return with_fast_defaults(spec, table, ranks=spec.gpus)
+    return described(TABLE | more)
 
 
 def test_a_run_on_gpus_is_compiled_and_its_name_says_so(monkeypatch):

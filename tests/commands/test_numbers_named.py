@@ -85,4 +85,4 @@ def test_every_gpu_says_how_it_is_linked() -> None:
 
 
 def test_runs_tell_shardings_apart(tmp_path: Path) -> None:
-    assert "sharding" in runs._HEADINGS
+    assert "sharding" in runs.HEADINGS

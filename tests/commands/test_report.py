@@ -68,8 +68,9 @@ def test_report_writes_both_files(store: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
     assert main(["report", "--runs", str(store), "--style", "mpt", "--out", str(out)]) == 0
     lines = (tmp_path / "results.csv").read_text().splitlines()
-    rows = list(csv.reader(line for line in lines if line and not line.startswith("#")))
-    assert tuple(rows[0]) == tuple(column.heading for column in MPT)
+    rows = list(csv.reader(lines))
+    assert tuple(rows[0]) == (*(column.heading for column in MPT), "about")
+    assert {len(row) for row in rows} == {21}
     assert len(rows) == 5
     assert main(["lint", str(tmp_path / "results.md"), str(tmp_path / "results.csv")]) == 0
 

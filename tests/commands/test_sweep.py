@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.commands import sweep
 from fourfold.result.files.store import Store
 from fourfold.result.report import RunReport, StepReport
 from fourfold.spec.run import RunSpec
 from fourfold.spec.token_write import write_array
+from fourfold.verbs import sweep
 
 SWEEP = """
 gpus = 4
@@ -71,7 +71,7 @@ def test_impossible_axes_are_stored_like_other_refusals(
 ) -> None:
     assert main(["sweep", file, "--runs", str(tmp_path / "runs")]) == 0
     out = capsys.readouterr().out
-    assert "12 of 12 accounted for: 5 ok, 1 oom, 6 illegal" in out
+    assert "12 of 12 accounted for: 5 ok, 6 illegal, 1 oom" in out
     stored = [item.summary for item in Store(tmp_path / "runs").runs()]
     refused = [item for item in stored if item.outcome == "illegal"]
     assert len(stored) == 12
@@ -125,7 +125,7 @@ def test_tokens_that_do_not_fit_are_refused_by_combination(
     (tmp_path / "sweep.toml").write_text(text)
     words = ["sweep", str(tmp_path / "sweep.toml"), "--runs", str(tmp_path / "runs")]
     assert main(words) == 0
-    assert "has 300 tokens, a sequence takes 301" in capsys.readouterr().err
+    assert "has 300 tokens, but" in capsys.readouterr().err
     assert [spec.batch.seq_len for spec in ran] == [64]
     name.with_suffix(".json").unlink()
     assert main(words) == 2

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.commands import sweep
 from fourfold.result.files.store import Store
 from fourfold.result.profile import (
     CollectivePoint,
@@ -20,6 +19,7 @@ from fourfold.result.profile import (
 from fourfold.result.report import RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from fourfold.verbs import sweep
 
 QUESTION = [
     "--model", "llama-tiny", "--gpus", "4", "--seq-len", "64", "--global-batch", "8",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fourfold.cli import main
-from fourfold.commands import verify
+from fourfold.verbs import verify
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def specs(monkeypatch):
     """The runs a command would make; none is made."""
     seen = []
 
-    def carry_out(found, args):
+    def carry_out(found, *rest):
         seen.extend(found)
         return [{"pass": True, "family": spec.model.family} for spec in found]
 
@@ -26,7 +26,7 @@ def specs(monkeypatch):
 @pytest.mark.parametrize("flag", ["--global-batch", "--micro-batch"])
 def test_a_size_of_nothing_is_refused(specs, capsys, flag):
     assert main(["verify", "--world", "2", flag, "0"]) == 2
-    assert f"{flag[2:].replace('-', '_')}=0" in capsys.readouterr().err
+    assert f"{flag} 0 must be" in capsys.readouterr().err
     assert not specs
 
 
@@ -35,7 +35,7 @@ def test_more_ranks_than_gpus_are_refused_before_any_starts(specs, capsys, monke
     assert main(["verify", "--world", "4", "--device", "cuda"]) == 2
     said = capsys.readouterr().err
     assert "this machine has 2" in said
-    assert "2 ranks, or --device cpu" in said
+    assert "2 ranks, or --share-gpu, or --device cpu" in said
     assert not specs
     assert main(["verify", "--world", "2", "--device", "cuda", "--format", "json"]) == 0
     assert {spec.device for spec in specs} == {"cuda"}

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.commands import demo, progress, sweep
+from fourfold.commands import demo, sweep
+from fourfold.events import Event
+from fourfold.output import Stderr
 from fourfold.spec.sweep import expand, read_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -57,9 +59,9 @@ def test_demo_gives_a_verdict() -> None:
 
 
 def test_a_new_phase_is_logged_at_once(capsys) -> None:
-    show = progress.progress_lines()
+    show = Stderr()
     for text in ("starting 2 ranks", "starting 2 ranks", "step 1 of 9, loss 5.2", "step 2 of 9, x"):
-        show(text)
+        show(Event(text, "progress"))
     assert capsys.readouterr().err.splitlines() == ["starting 2 ranks", "step 1 of 9, loss 5.2"]
 
 

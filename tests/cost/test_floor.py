@@ -13,6 +13,7 @@ from fourfold.search.query import usual_cluster
 from fourfold.show import floor as shown
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
+from fourfold.verbs.one_rank import floor_plain
 
 CLUSTER = usual_cluster(catalog.device("h200"), 1)
 SPEC = codec.load(
@@ -87,10 +88,10 @@ def test_a_slow_watch_does_not_make_parts_larger_than_the_step():
 
 def test_the_table_and_the_picture_show_every_part(tmp_path):
     rows = parts(found())
-    text = shown.text(rows, 32768, "text")
-    assert all(row.name in text for row in rows)
+    grid, _, text = shown.page(rows, 32768)
+    assert [cells[0] for cells in grid.rows[:-1]] == [row.name for row in rows]
     assert "% of the limit" in text
-    said = shown.plain(rows, 32768)
+    said = floor_plain(rows, 32768)
     assert said["limit_s"] < said["step_s"]
     assert sum(part["engine_s"] for part in said["parts"]) == pytest.approx(said["step_s"])
     pytest.importorskip("matplotlib")

@@ -8,8 +8,8 @@ from statistics import median
 
 import numpy as np
 import pytest
-
 from fourfold.commands.foresight import read_profile
+
 from fourfold.cost.fit.calibration import own_entry, shipped
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.run import columns_of

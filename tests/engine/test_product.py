@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from fourfold.commands.verify_cases import TINY, layouts
 from fourfold.errors import UserError
 from fourfold.launch.local import run_job
 from fourfold.result.job import answer_file
@@ -21,6 +20,7 @@ from fourfold.spec.catalog import model
 from fourfold.spec.job import Job, Limits
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.verbs.verify_cases import TINY, layouts
 
 SEED = 20261115
 # The formats that the engine runs; the last three mix them by hand.

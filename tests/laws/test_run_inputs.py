@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fourfold.cli import Parser
-from fourfold.commands import flags
+from fourfold import options
+from fourfold.cli import command_parser
 from fourfold.errors import UserError
 from fourfold.spec.run import RunSpec
 
@@ -54,10 +54,9 @@ VALUES = [
 
 
 def described(words: list[str]) -> RunSpec | None:
-    parser = Parser(allow_abbrev=False)
-    flags.add_run(parser)
+    parser = command_parser("dryrun")
     try:
-        return flags.run_spec(parser.parse_args(words))
+        return options.run_spec(options.run_table(parser.parse_args(words)))
     except UserError:
         return None
 

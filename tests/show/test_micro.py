@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fourfold.show.micro import micro_words
 from fourfold.spec import Batch
+from fourfold.verbs.facts import micro_words
 
 
 @pytest.mark.parametrize(

@@ -66,5 +66,5 @@ def test_an_image_has_room_for_its_key(stages, virtual):
 
 def test_an_image_and_what_cannot_be_drawn():
     assert picture(line("interleaved", 2), "x.PNG").startswith(b"\x89PNG")
-    with pytest.raises(UserError, match=r"timeline=.*\.html or \.png"):
+    with pytest.raises(UserError, match=r"timeline .*\.html or \.png"):
         picture(line("1f1b", 1), "x.gif")

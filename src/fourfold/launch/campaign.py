@@ -33,8 +33,8 @@ Say = Callable[[str], None]
 Runner = Callable[[RunSpec, Path, Say], RunReport]
 
 
-class Foresight(Protocol):
-    """Who says what a run will take, and after an out-of-memory what would have fitted."""
+class RunPredictor(Protocol):
+    """Predicts what a run will take, and after an out-of-memory what would have fitted."""
 
     def predicted(self, spec: RunSpec) -> Prediction | None: ...
 
@@ -83,10 +83,10 @@ class Campaign:
         runner: Runner = launch_run,
         say: Say = lambda text: None,
         again: Sequence[str] = (),
-        foresight: Foresight | None = None,
+        predictor: RunPredictor | None = None,
     ) -> None:
         self.store, self.runner, self.say = store, runner, say
-        self.foresight = foresight
+        self.predictor = predictor
         self.again = {"cancelled", *again}
         self._machines: dict[str, Machine] = {}
 
@@ -133,7 +133,7 @@ class Campaign:
 
     def _run_once(self, spec: RunSpec) -> Stored:
         place = self.store.workplace()
-        predicted = self.foresight.predicted(spec) if self.foresight else None
+        predicted = self.predictor.predicted(spec) if self.predictor else None
         if predicted is not None:
             content = seal(codec.to_json(predicted))
             files.write_bytes(place / PREDICTED_FILE, content, own=True)
@@ -143,8 +143,8 @@ class Campaign:
             shutil.rmtree(place, ignore_errors=True)
             raise
         report = replace(self._named(report), predicted=predicted)
-        if report.outcome == "oom" and self.foresight is not None:
-            report = replace(report, remedies=self.foresight.remedies(report))
+        if report.outcome == "oom" and self.predictor is not None:
+            report = replace(report, remedies=self.predictor.remedies(report))
         return self.store.keep(report, place)
 
     def refuse(self, spec: RunSpec, reason: str) -> Done:

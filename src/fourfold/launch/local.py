@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fourfold import files
-from fourfold.errors import UserError
+from fourfold.errors import MachineError, UserError
 from fourfold.launch.collect import job_report
 from fourfold.launch.folder import job_folder, set_aside
 from fourfold.launch.outcomes import fallen, silent, stopped
@@ -47,7 +47,7 @@ _DUMP_S = 3.0
 _SAME_REQUEST_S = 1.0  # signals closer together are one request
 
 
-class JobError(RuntimeError):
+class JobError(MachineError):
     """A job without which the command has no answer did not end well."""
 
 

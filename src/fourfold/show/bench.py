@@ -1,163 +1,12 @@
-"""What does one run say, in full? Speed with interval, utilisation, memory, machine, prediction."""
+"""How does one run read? Its quantities, and why it ran out of memory."""
 
 from __future__ import annotations
 
-import dataclasses
-from statistics import median
 from typing import Any
 
-from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, utilisation_pct
-from fourfold.errors import UserError
-from fourfold.result.read.from_run import record_of
-from fourfold.result.read.quality import flags, straggler, throttles
-from fourfold.result.report import Failure, RunReport
-from fourfold.show import oom as post_mortem
-from fourfold.show.micro import micro_words
-from fourfold.show.table import render
-from fourfold.spec import catalog, codec
-from fourfold.spec.device import Device, device_id
-from fourfold.spec.formats import running
+from fourfold.result.report import Failure
+from fourfold.show.table import Grid, Part
 from fourfold.units import show_bytes, show_seconds
-
-
-def facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
-    """Everything that follows from a report, in base units."""
-    spec, summary = report.spec, record_of(report)
-    device = device or _device(summary.device)
-    plain: dict[str, Any] = {
-        "run_id": spec.run_id,
-        "outcome": report.outcome,
-        "model": spec.model.name,
-        "layout": str(spec.layout),
-        "seq_len": spec.batch.seq_len,
-        "micro_batch": spec.batch.micro_batch,
-        "global_batch": spec.batch.global_batch,
-        "micro_sizes": [list(sizes) for sizes in spec.batch.micro_plan(spec.layout.dp)],
-        "micro_words": micro_words(spec.batch, spec.layout.dp),
-        "precision": spec.policy.precision,
-        "data": spec.data or "synthetic",
-        "formats": dataclasses.asdict(running(spec.policy, spec.layout)),
-        "optimizer": spec.policy.optimizer,
-        "recompute": spec.policy.recompute,
-        "sharding": spec.policy.sharding,
-        "device": summary.device,
-        "torch": summary.torch,
-        "start_s": report.start_s,
-        "peak_bytes": summary.peak_bytes,
-        "reserved_bytes": max((rank.reserved_bytes for rank in report.memory), default=0),
-        "device_bytes": max((rank.device_bytes for rank in report.memory), default=0),
-        "loss": summary.loss,
-        "loss_step": summary.loss_step,
-        "flags": flags(report) if report.outcome == "ok" else [],
-        "raw_step_s": [step.seconds for step in report.steps],
-        "warmup": spec.warmup,
-        "skipped_steps": sum(step.skipped for step in report.steps),
-        "loss_scale": report.steps[-1].loss_scale if report.steps else None,
-    }
-    if report.predicted is not None:
-        plain["predicted"] = codec.encode(report.predicted)
-    if report.outcome == "oom":
-        plain["post_mortem"] = post_mortem.facts(report)
-    if summary.step_s and summary.tokens_s_gpu:
-        plain |= {
-            "step_s": summary.step_s,
-            "step_s_low": summary.low_s,
-            "step_s_high": summary.high_s,
-            "timed_steps": summary.samples,
-            "window_s": report.window_s,
-            "samples_s": spec.batch.global_batch / summary.step_s,
-            "tokens_s": spec.batch.tokens / summary.step_s,
-            "tokens_s_gpu": summary.tokens_s_gpu,
-            "conventions": _conventions(report, summary.tokens_s_gpu, device),
-        }
-    return plain | _surroundings(report) | _machine(report) | _failure(report)
-
-
-def _surroundings(report: RunReport) -> dict[str, Any]:
-    """What the steps needed besides themselves: warm-up, data, compiling, links."""
-    plain: dict[str, Any] = {}
-    if report.warmup is not None:
-        plain["warmup_steps"] = report.warmup.steps
-        plain["warmup_ended"] = report.warmup.ended
-        plain["warmup_drift"] = report.warmup.drift
-        plain["warmup_clock_drift"] = report.warmup.clock_drift
-        plain["warmup_words"] = report.warmup.words
-    warm = [step.warmup for step in report.steps]
-    waits = [
-        [wait for wait, early in zip(rank.data_s, warm, strict=False) if not early]
-        for rank in report.ranks
-        if rank.data_s
-    ]
-    if any(waits):
-        plain["data_wait_s"] = max(median(one) for one in waits if one)
-    compile_s = max((rank.compile_s for rank in report.ranks), default=0.0)
-    if compile_s:
-        plain["compile_s"] = compile_s
-    plain["recompiles"] = sum(rank.recompiles for rank in report.ranks)
-    plain["retries"] = sum(rank.retries for rank in report.memory)
-    plain["memory"] = [codec.encode(rank) for rank in report.memory]
-    plain["links"] = [
-        codec.encode(link) | {"bytes_per_s": link.bytes_per_s} for link in report.links
-    ]
-    return plain
-
-
-def _device(name: str) -> Device | None:
-    known = device_id(name, catalog.device_names())
-    return catalog.device(known) if known else None
-
-
-def _conventions(report: RunReport, speed: float, device: Device | None) -> dict[str, Any]:
-    spec = report.spec
-    ask = FlopsQuery.of(
-        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
-    )
-    peak = None
-    if device is not None:
-        try:
-            peak = device.peak(spec.policy.precision)
-        except UserError:
-            peak = None  # a format this device has no unit for has no utilisation
-    found: dict[str, Any] = {}
-    for name, convention in CONVENTIONS.items():
-        count = convention.count(ask)
-        row = {"tflops_gpu": count.printed * speed / 1e12}
-        if peak is not None:
-            row["mfu_pct"] = utilisation_pct(count.model, speed, peak)
-            row["hfu_pct"] = utilisation_pct(count.hardware, speed, peak)
-        found[name] = row
-    return found
-
-
-def _machine(report: RunReport) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    if report.samples:
-        for name in ("clock_hz", "power_w", "temperature_c"):
-            values = [getattr(sample, name) for sample in report.samples]
-            plain[name] = {"low": min(values), "high": max(values)}
-        plain["throttle"] = sorted({sample.throttle for sample in report.samples})
-        plain["throttled_by"] = sorted({w for s in report.samples for w in throttles(s.throttle)})
-    for probe in report.probes:
-        rates = {"flops_per_s": probe.flops_per_s, "bytes_per_s": probe.bytes_per_s}
-        plain[f"probe_{probe.when}"] = rates
-    slowest = straggler(report)
-    if slowest is not None:
-        plain["straggler"] = {"rank": slowest[0], "busy_share": slowest[1]}
-    return plain
-
-
-def _failure(report: RunReport) -> dict[str, Any]:
-    failure = report.failure
-    if failure is None:
-        return {}
-    return {
-        "failure": {
-            "rank": failure.rank,
-            "stage": failure.stage,
-            "phase": failure.phase,
-            "message": failure.message,
-        }
-    }
 
 
 def head(plain: dict[str, Any]) -> str:
@@ -169,14 +18,11 @@ def head(plain: dict[str, Any]) -> str:
     )
 
 
-def text(plain: dict[str, Any], convention: str, style: str) -> str:
-    """All of it: what was run, its quantities, why it ran out of memory, where it is kept."""
-    table = render(["quantity", "value", "note"], rows(plain, convention), style)
-    table += f"\n{post_mortem.text(plain.get('post_mortem', {}), style)}"
-    if style == "csv":
-        return table
+def page(plain: dict[str, Any], convention: str) -> list[Part]:
+    """What was run, its quantities, why it ran out of memory, where it is kept."""
     kept = f"{plain['device']}, torch {plain['torch']}; kept in {plain['folder']}"
-    return f"{head(plain)}\n\n{table}\n{kept}\n"
+    table = Grid(["quantity", "value", "note"], rows(plain, convention))
+    return [head(plain), "", table, *oom_page(plain.get("post_mortem", {})), "", kept]
 
 
 def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
@@ -314,3 +160,57 @@ def _machine_rows(plain: dict[str, Any]) -> list[list[str]]:
             ["waits least", f"rank {said['rank']}", f"{100 * said['busy_share']:.0f}% busy"]
         )
     return lines
+
+
+def oom_page(said: dict[str, Any]) -> list[Part]:
+    """The moment, its largest tensors, what would help; nothing where nothing is known."""
+    if not said:
+        return []
+    parts: list[Part] = ["", _moment(said), ""]
+    if said["largest"]:
+        rows = [
+            [
+                show_bytes(one["bytes"]), one["kind"], one["name"] or "-", one["shape"] or "-",
+                one["dtype"] or "-", one["op"] or "-", one["phase"] or "-",
+            ]
+            for one in said["largest"]
+        ]  # fmt: skip
+        headings = ["largest tensors", "kind", "name", "shape", "format", "made by", "in"]
+        parts += [Grid(headings, rows), ""]
+    if said["fixes"]:
+        rows = [
+            [
+                one["change"], "yes" if one["fits"] else "no", show_bytes(one["peak_bytes"]),
+                show_seconds(one["step_s"]), f"{one['slower_pct']:+.0f}%",
+            ]
+            for one in said["fixes"]
+        ]  # fmt: skip
+        headings = ["what would help, by predicted cost", "fits", "memory", "sec/it", "slower"]
+        parts += [Grid(headings, rows), ""]
+    return parts
+
+
+def _moment(said: dict[str, Any]) -> str:
+    rank = said["rank"]
+    who = f"rank {rank} (stage {said['stage']}) in {said['phase'] or 'start'}"
+    lines = [f"out of memory: {who if rank is not None and rank >= 0 else 'no rank could tell'}"]
+    if said["live_bytes"] is not None:
+        held = f"held {show_bytes(said['live_bytes'])}"
+        kinds = ", ".join(
+            f"{name} {show_bytes(size)}" for name, size in said["kinds_bytes"].items()
+        )
+        held += f" ({kinds})" if kinds else ""
+        if said["asked_bytes"]:
+            held += f", asked for {show_bytes(said['asked_bytes'])}"
+        if said["reserved_bytes"]:
+            held += f", reserved {show_bytes(said['reserved_bytes'])}"
+        lines.append(held)
+    compared = []
+    if said["limit_bytes"]:
+        compared.append(f"limit {show_bytes(said['limit_bytes'])}")
+    if said["predicted_bytes"] is not None:
+        verdict = {True: ": should fit", False: ": should not fit", None: ""}[
+            said["predicted_fits"]
+        ]
+        compared.append(f"predicted peak {show_bytes(said['predicted_bytes'])}{verdict}")
+    return "\n".join([*lines, *(["; ".join(compared)] if compared else [])])

@@ -5,27 +5,30 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from fourfold.cost.floor import Part, total
 from fourfold.errors import UserError
-from fourfold.show.table import render
+from fourfold.show.table import Grid
+from fourfold.show.table import Part as Block
+
+if TYPE_CHECKING:
+    from fourfold.cost.floor import Part
 
 HEADINGS = ["ms of a step", "can't be avoided", "engine", "gap", "of the step"]
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = ("#3b6ea5", "#6ba3c8", "#9b59b6", "#f2b880", "#d98880", "#7dbb8a", "#b8b8b8")
 
 
-def text(rows: Sequence[Part], tokens: float, style: str) -> str:
+def page(rows: Sequence[Part], tokens: float) -> list[Block]:
+    from fourfold.cost.floor import total
+
     whole = total(list(rows))
     cells = [_cells(row, whole.engine_s) for row in (*rows, whole)]
-    table = render(HEADINGS, cells, style)
-    if style == "csv":
-        return table
     speeds = (
         f"{tokens / whole.engine_s:,.0f} of at most {tokens / whole.limit_s:,.0f} tokens/s a GPU"
     )
-    return f"{table}\n\n{speeds}: {100 * whole.limit_s / whole.engine_s:.1f}% of the limit"
+    share = f"{100 * whole.limit_s / whole.engine_s:.1f}% of the limit"
+    return [Grid(HEADINGS, cells), "", f"{speeds}: {share}"]
 
 
 def _cells(row: Part, step_s: float) -> list[str]:
@@ -38,21 +41,6 @@ def _cells(row: Part, step_s: float) -> list[str]:
     ]
 
 
-def plain(rows: Sequence[Part], tokens: float) -> dict[str, Any]:
-    whole = total(list(rows))
-    return {
-        "parts": [
-            {"name": r.name, "limit_s": r.limit_s, "engine_s": r.engine_s, "gap_s": r.gap_s}
-            for r in rows
-        ],
-        "limit_s": whole.limit_s,
-        "step_s": whole.engine_s,
-        "share_of_limit": whole.limit_s / whole.engine_s,
-        "limit_tokens_s": tokens / whole.limit_s,
-        "tokens_s": tokens / whole.engine_s,
-    }
-
-
 def must_be_picture(path: str) -> str:
     """The suffix of a picture's name, before minutes are spent on what is drawn."""
     suffix = os.path.splitext(path)[1].lower()
@@ -61,7 +49,7 @@ def must_be_picture(path: str) -> str:
             "is not a supported picture format",
             field="picture",
             value=path,
-            hint=f"end the name in one of {', '.join(SUFFIXES)}",
+            hint=f"use a name that ends in one of {', '.join(SUFFIXES)}",
         )
     return suffix
 

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from fourfold.cost.one_rank import Joined, Predicted
-from fourfold.result.one_rank import KernelTime, OneRankResult
-from fourfold.show.table import render
+from fourfold.result.one_rank import (
+    KernelTime,
+    OneRankResult,
+    bare_layer_s,
+    bare_s,
+    gap_pct,
+    layer_s,
+    micro_s,
+)
+from fourfold.show import floor
+from fourfold.show.bench import oom_page
+from fourfold.show.table import Grid, Part
+from fourfold.spec.run import RunSpec
 from fourfold.units import show_bytes
+
+if TYPE_CHECKING:
+    from fourfold.cost.one_rank import Joined, Predicted
+    from fourfold.verbs.one_rank import OneRank
 
 HEADINGS = [
     "layout", "rank", "layers", "bare ms/layer", "engine ms/layer", "gap", "planner ms/layer",
@@ -22,35 +36,6 @@ _STEP_WORDS = {
     "optimizer": "clip and update",
     "once": "first gather, last reduction",
 }
-
-
-def bare_s(found: OneRankResult, *parts: str, when: str = "") -> float:
-    """Seconds of the kernels of one micro batch alone."""
-    return sum(
-        kernel.calls * kernel.seconds
-        for kernel in found.kernels
-        if kernel.part in parts and when in ("", kernel.when)
-    )
-
-
-def layer_s(found: OneRankResult) -> float:
-    """Of one layer, forward and backward, in the engine."""
-    both = found.phase("layers").seconds + found.phase("layers back").seconds
-    return (both + found.phase("weights").seconds) / found.layers
-
-
-def bare_layer_s(found: OneRankResult) -> float:
-    return bare_s(found, "attention", "mlp") / found.layers
-
-
-def micro_s(found: OneRankResult) -> float:
-    """Of one steady micro batch, forward and backward."""
-    once = ("data", "reduce", "optimizer", "once")
-    return sum(phase.seconds for phase in found.phases if phase.name not in once)
-
-
-def gap_pct(measured: float, alone: float) -> float:
-    return 100.0 * (measured / alone - 1.0)
 
 
 def row(
@@ -187,51 +172,85 @@ def notes(basis: str, found: Sequence[OneRankResult]) -> list[str]:
     return [*lines, f"{one.device}, torch {one.torch}"]
 
 
-def details(
-    found: OneRankResult, whole: Joined, planner: tuple[float, float, float], name: str, style: str
-) -> str:
+def page(ranks: Sequence[OneRank], *, details: bool, against: bool) -> list[Part]:
+    """One row per layout, then of each, where its time goes; or each against its floor."""
+    spec = ranks[0].spec
+    parts: list[Part] = [
+        f"{spec.model.name}, {spec.gpus} ranks, global batch {spec.batch.global_batch} x "
+        f"{spec.batch.seq_len} tokens; one rank on this device, its peers only filled in",
+        "",
+    ]
+    if against:
+        return [*parts, *(part for one in ranks for part in _floor(one))]
+    cells = []
+    for one in ranks:
+        if one.found is None:
+            cells.append([name_of(one.spec), str(one.rank), one.report.outcome, *["-"] * 11])
+            continue
+        said, whole = one.planner.predicted(one.found), one.planner.joined(one.found)
+        cells.append(row(one.found, said, whole, one.planner.step_s()[0], name_of(one.spec)))
+    parts.append(Grid(HEADINGS, cells))
+    parts += notes(ranks[0].planner.basis, [one.found for one in ranks if one.found])
+    for one in ranks:
+        parts += _one(one, details=details or len(ranks) == 1)
+    return parts
+
+
+def _floor(one: OneRank) -> list[Part]:
+    if one.found is None:
+        return _one(one, details=False)
+    head = f"{name_of(one.spec)}, {one.found.device}, torch {one.found.torch}"
+    return [head, *floor.page(one.floor, one.tokens)]
+
+
+def _one(one: OneRank, *, details: bool) -> list[Part]:
+    if one.found is None:
+        said = one.report.failure
+        words = said.message.splitlines()[0] if said and said.message else "nobody could tell why"
+        parts: list[Part] = ["", f"{name_of(one.spec)}: {one.report.outcome}: {words}"]
+        is_oom = one.report.outcome == "oom"
+        return [*parts, *(oom_page(one.planner.post_mortem(one.report)) if is_oom else ())]
+    if not details:
+        return []
+    whole = one.planner.joined(one.found)
+    return _details(one.found, whole, one.planner.step_s(), name_of(one.spec))
+
+
+def name_of(spec: RunSpec) -> str:
+    policy = spec.policy
+    words = [str(spec.layout), policy.sharding, f"mbs{spec.batch.micro_batch}"]
+    words += [policy.cp_kind] if spec.layout.cp > 1 else []
+    words += [policy.schedule] if spec.layout.pp > 1 and policy.schedule != "1f1b" else []
+    words += [f"v{policy.virtual_stages}"] if policy.virtual_stages > 1 else []
+    words += [f"recompute {policy.recompute}"] if policy.recompute != "none" else []
+    return " ".join([*words, *(["compiled"] if policy.compile else [])])
+
+
+def _details(
+    found: OneRankResult, whole: Joined, planner: tuple[float, float, float], name: str
+) -> list[Part]:
     """Tables of one stand-in, in the order of a reader's questions."""
-    phases = render(["ms", "bare kernels", "engine", "gap", "gap %"], phase_rows(found), style)
-    kernels = render(
+    kernels = Grid(
         ["kernel", "in", "makes", "m x n x k, or b x h x q x k x d", "calls", "ms", "TFLOP/s"],
         kernel_rows(found),
-        style,
     )
-    texts = [f"\n{name}, rank {found.rank}, stage {found.stage}\n", phases]
+    phases = Grid(["ms", "bare kernels", "engine", "gap", "gap %"], phase_rows(found))
+    parts: list[Part] = ["", f"{name}, rank {found.rank}, stage {found.stage}", "", phases]
     if found.parts and found.watched == (1, 1):
         heads = ["ms of one micro batch", "bare kernels", "engine", "gap", "gap %"]
-        texts.append(f"\n{render(heads, part_rows(found), style)}")
+        parts += ["", Grid(heads, part_rows(found))]
     elif found.parts_note:
-        texts.append(f"\n{found.parts_note}")
+        parts += ["", found.parts_note]
     if found.comm:
         heads = ["axis", "collective", "calls a step", "payload", "exposed s, modelled"]
-        texts.append(f"\n{render(heads, comm_rows(found, whole), style)}")
+        parts += ["", Grid(heads, comm_rows(found, whole))]
     step = [[part, f"{seconds:.3f}"] for part, seconds in whole.parts.items()]
     step += [["step", f"{whole.step_s:.3f}"]]
     step += [["planner's own step", f"{planner[0]:.3f} ({planner[1]:.3f} to {planner[2]:.3f})"]]
-    texts += [f"\n{render(['part of a step', 's'], step, style)}", f"\n{kernels}"]
+    parts += ["", Grid(["part of a step", "s"], step), "", kernels]
     memory = f"peak {show_bytes(found.peak_bytes)} ({found.peaks_from})"
     if found.reserved_bytes:
         memory += f", reserved {show_bytes(found.reserved_bytes)}"
         memory += f", {found.retries} allocation retries" if found.retries else ""
-    texts.append(f"\n{memory}; timed steps {', '.join(f'{s:.4f}' for s in found.step_s)} s")
-    return "\n".join(texts)
-
-
-def plain(found: OneRankResult, said: Predicted, whole: Joined) -> dict[str, Any]:
-    """The derived numbers, beside the raw ones."""
-    return {
-        "bare_layer_s": bare_layer_s(found),
-        "engine_layer_s": layer_s(found),
-        "layer_gap_pct": gap_pct(layer_s(found), bare_layer_s(found)),
-        "bare_micro_s": bare_s(found, "attention", "mlp", "head"),
-        "engine_micro_s": micro_s(found),
-        "predicted": {
-            "layer_s": said.layer_s,
-            "compute_s": said.compute_s,
-            "compute_parts_s": said.parts,
-            "peak_bytes": said.peak_bytes,
-        },
-        "step_s_with_modelled_traffic": whole.step_s,
-        "step_parts_s": whole.parts,
-    }
+    timed = ", ".join(f"{seconds:.4f}" for seconds in found.step_s)
+    return [*parts, "", f"{memory}; timed steps {timed} s"]

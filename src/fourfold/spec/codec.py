@@ -273,3 +273,24 @@ def from_json(cls: type[T], text: str) -> T:
 
 def from_toml(cls: type[T], text: str) -> T:
     return load(cls, parse_toml(text))
+
+
+def put(table: dict[str, Any], path: str, value: Any) -> None:
+    """table['a']['b'] = value for path 'a.b', making tables on the way."""
+    *parents, leaf = path.split(".")
+    for name in parents:
+        inner = table.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"needs a table '{name}', but that is a value", field=path, value=value)
+        table = inner
+    table[leaf] = value
+
+
+def toml_value(text: str) -> Any:
+    """What --set's value means: a TOML value if it is one, else plain text."""
+    text = text.strip()
+    try:
+        table = parse_toml(f"value = {text}\n")
+    except UserError:
+        return text
+    return table["value"] if set(table) == {"value"} else text

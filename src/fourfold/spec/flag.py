@@ -27,6 +27,11 @@ class Option:
     either: str = ""  # of the options that share this word at most one may be given
     rare: bool = False  # only in --help-all
 
+    @property
+    def key(self) -> str:
+        """The name of its value among the parsed arguments."""
+        return self.dest or self.names[-1].lstrip("-").replace("-", "_")
+
 
 def flag(text: str, metavar: str | None = None, **rest: Any) -> dict[str, Option]:
     """Metadata of a dataclass field that a flag sets."""

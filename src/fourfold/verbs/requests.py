@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.errors import UserError
+from fourfold.result.report import OUTCOMES
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster
@@ -176,3 +177,48 @@ class AdviseRequest:
     precision: str = field(default="bf16-mixed", metadata=flag("precision, as in 'plan'", "X"))
     stack: str | None = field(default=None, metadata=flag("engine to predict", "NAME"))
     calibration: str | None = field(default=None, metadata=CALIBRATION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFilter:
+    """Which runs of a store; all conditions must hold."""
+
+    runs: str = field(default="runs", metadata=flag("the store (default: runs)", "DIR"))
+    where: tuple[str, ...] = field(default=(), metadata=flag("which runs", "CONDITION"))
+    outcome: tuple[str, ...] = field(
+        default=(), metadata=flag("only these outcomes", choices=OUTCOMES)
+    )
+    model: str | None = field(default=None, metadata=flag("only this model", "NAME"))
+    tag: str | None = field(default=None, metadata=flag("only runs of this tag", "TAG"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunsRequest(RunFilter):
+    sort: Literal["started_at", "step_s", "peak_bytes", "model", "outcome"] = field(
+        default="started_at", metadata=flag("order of the list (default started_at)")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRequest(RunFilter):
+    """`sources` are stores and files of tables; without any, the store."""
+
+    sources: tuple[str, ...] = field(
+        default=(),
+        metadata=flag("stores and files of tables", "SOURCE", names=("sources",), nargs="*"),
+    )
+    style: Literal["mpt", "topology", "scaling"] = field(
+        default="topology", metadata=flag("columns to print (default topology)")
+    )
+    convention: str | None = field(
+        default=None,
+        metadata=flag(
+            f"how FLOPs are counted (default {DEFAULT}; mpt for the mpt style, as published)", "ID"
+        ),
+    )
+    cluster: str | Cluster | None = field(
+        default=None, metadata=flag("score by what is predicted there today", "NAME", rare=True)
+    )
+    profile: str | None = field(
+        default=None, metadata=flag("or on this machine ('calibrate --out')", "FILE", rare=True)
+    )

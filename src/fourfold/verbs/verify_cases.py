@@ -21,6 +21,7 @@ from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS
 
 # As different as families get: learned positions; ALiBi, a norm after the embedding, a vocabulary
 # that nothing divides; rotary positions, a gate, shared KV heads and a head of its own. The first
@@ -37,7 +38,7 @@ USUAL = ("mpt", "gpt", "llama")
 SEQ_LEN = 32
 _GLOBAL_BATCH = 8
 # Schedules of a pipeline and their virtual stages.
-_SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
+_SCHEDULES = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
 # Of a sample: shares of layouts with one, two, and three or more axes above 1.
 _SHARES = {1: 0.2, 2: 0.4, 3: 0.4}
 
@@ -78,10 +79,10 @@ def _factors(number: int, slots: int) -> Iterator[tuple[int, ...]]:
 
 def policies(layout: Layout, base: Policy) -> Iterator[Policy]:
     """Every choice that a layout has: sharding, kind of context parallelism, schedule, sequence."""
-    zeros = ("zero0", "zero1", "zero2", "zero3") if layout.dp * layout.cp > 1 else ("zero1",)
+    zeros = SHARDINGS if layout.dp * layout.cp > 1 else ("zero1",)
     if layout.replicate > 1:
         zeros = zeros[1:]
-    kinds = ("ring", "allgather", "ulysses") if layout.cp > 1 else ("ring",)
+    kinds = CP_KINDS if layout.cp > 1 else ("ring",)
     schedules = _SCHEDULES if layout.pp > 1 else {"1f1b": 1}
     sequence = (True, False) if layout.tp > 1 else (False,)
     for zero, kind, schedule, cut in product(zeros, kinds, schedules, sequence):

@@ -1,0 +1,198 @@
+"""bench: measure one run, with a prediction beside it; every run is kept in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore, notes, progress
+from fourfold.launch.campaign import Campaign, launch_run
+from fourfold.launch.devices import gpu_count, require_gpus
+from fourfold.launch.permit import Permit
+from fourfold.result.files.store import Store
+from fourfold.result.prediction import Prediction
+from fourfold.search.legal import Target, why_not
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+from fourfold.spec.tokens import read_info, require_fit
+from fourfold.spec.variables import parse_assignments
+from fourfold.verbs.facts import run_facts
+from fourfold.verbs.machine import Predictor, predictor
+from fourfold.verbs.run_requests import BenchRequest, Start
+from fourfold.verbs.runs import TRIAL_TAG
+
+MOST_TRIALS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One entry for each repeat: everything that follows from its report."""
+
+    runs: tuple[dict[str, Any], ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(run["outcome"] == "ok" for run in self.runs)
+
+    def plain(self) -> dict[str, Any]:
+        return self.runs[0] if len(self.runs) == 1 else {"runs": list(self.runs)}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return list(self.runs)
+
+
+def described(run: RunSpec | Mapping[str, Any], *, ranks: int | None = None) -> RunSpec:
+    """A RunSpec as it is. A run's table gets what is fast on this machine where it does not say:
+    it is compiled if its `ranks` compute on GPUs of their own.
+
+    A split backward pass (zero-bubble) can't be compiled. A run on CPU cores is too short for it.
+    """
+    if isinstance(run, RunSpec):
+        return run
+    if "model" not in run:
+        raise UserError("is required", field="model", hint="'fourfold models' lists presets")
+    spec = codec.load(RunSpec, dict(run))
+    policy = run.get("policy")
+    if isinstance(policy, Mapping) and "compile" in policy:
+        return spec
+    if spec.device == "cpu" or spec.policy.schedule == "zero-bubble":
+        return spec
+    if gpu_count() < (ranks or spec.gpus):  # `auto` then computes on cores
+        return spec
+    return replace(spec, policy=replace(spec.policy, compile=True))
+
+
+def permit_of(request: Start) -> Permit:
+    return Permit(env=parse_assignments(request.env), oversubscribe=request.oversubscribe)
+
+
+def bench(
+    run: RunSpec | Mapping[str, Any],
+    request: BenchRequest | None = None,
+    *,
+    on_event: OnEvent = ignore,
+) -> Measured:
+    """Run it and keep it. An illegal run is kept too, with its reasons."""
+    request = request or BenchRequest()
+    known = predictor(cluster=request.cluster, profile=request.profile)
+    permit = permit_of(request)
+    options = (("probe_s", f"{request.probe_s:g}"),) if request.probe_s > 0 else ()
+    campaign = Campaign(
+        Store(request.runs, warn=notes(on_event)),
+        runner=partial(launch_run, options=options, permit=permit),
+        say=progress(on_event),
+        predictor=known,
+    )
+    campaign.clear_up()
+    spec = _startable(described(run), permit)
+    too_large = "" if request.force else known.too_large(spec)
+    if too_large:
+        raise UserError(
+            f"surely does not fit: {too_large}",
+            field="model",
+            value=spec.model.name,
+            hint="'fourfold plan' finds layouts that do; --force runs it all the same",
+        )
+    spec, trials = choose_micro_batch(spec, campaign, known, on_event)
+    refused = refusals(spec)
+    if refused:
+        on_event(Event(f"illegal: {refused}"))
+        stored = [campaign.refuse(spec, refused).stored]
+    else:
+        stored = [campaign.run_new(spec) for _ in range(request.repeat)]
+    return Measured(
+        tuple(
+            run_facts(one.report()) | {"folder": str(one.folder), "micro_batch_trials": trials}
+            for one in stored
+        )
+    )
+
+
+def refusals(spec: RunSpec) -> str:
+    """Why a run is illegal, in words; '' when it is not."""
+    target = Target(gpus=spec.gpus)
+    return "; ".join(map(str, why_not(spec.model, spec.layout, spec.batch, spec.policy, target)))
+
+
+def _startable(spec: RunSpec, permit: Permit) -> RunSpec:
+    spec.batch.without_ramp()
+    require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
+    permit.require((spec,), ranks=spec.gpus)
+    if spec.data:
+        vocab, seq_len = spec.model.vocab, spec.batch.seq_len
+        require_fit(read_info(spec.data), name=spec.data, vocab=vocab, seq_len=seq_len)
+    return spec
+
+
+# --- micro batch 'auto': the largest that fits, by prediction first, then by a few short trials.
+# Every trial is a run of its own in fresh processes, so an out-of-memory ends it for all ranks
+# alike: nobody waits for a rank that has given up.
+
+
+def with_micro(spec: RunSpec, micro: int) -> RunSpec:
+    return replace(spec, batch=replace(spec.batch, micro_batch=micro))
+
+
+def legal_sizes(spec: RunSpec) -> list[int]:
+    """From one sequence to a rank's whole share, as far as the layout allows."""
+    share = -(-spec.batch.global_batch // spec.layout.dp)
+    return [micro for micro in range(1, share + 1) if not refusals(with_micro(spec, micro))]
+
+
+def predicted_micro_batch(spec: RunSpec, known: Predictor) -> RunSpec:
+    """A run of 'auto' with the size that prediction alone would take; others as they are."""
+    sizes = [] if spec.batch.micro_batch else legal_sizes(spec)
+    if not sizes:
+        return spec
+    return with_micro(spec, sizes[first_guess(_predictions(spec, sizes, known))])
+
+
+def choose_micro_batch(
+    spec: RunSpec, campaign: Campaign, known: Predictor, on_event: OnEvent
+) -> tuple[RunSpec, list[dict[str, Any]]]:
+    """The spec with its micro batch chosen, and the trials that chose it; they are stored too."""
+    sizes = [] if spec.batch.micro_batch else legal_sizes(spec)
+    if not sizes:
+        return (spec if spec.batch.micro_batch else with_micro(spec, 1)), []
+    guess = first_guess(_predictions(spec, sizes, known))
+    short = replace(spec, steps=1, warmup=1, settle=False, tag=TRIAL_TAG)
+
+    def fits(size: int) -> bool:
+        on_event(Event(f"trying micro batch {size}"))
+        (done,) = campaign.run(with_micro(short, size))
+        return done.outcome == "ok"
+
+    best, trials = largest_fitting(sizes, guess, fits)
+    tried = [{"micro_batch": size, "fits": good} for size, good in trials]
+    return with_micro(spec, best or sizes[0]), tried
+
+
+def _predictions(spec: RunSpec, sizes: list[int], known: Predictor) -> list[Prediction]:
+    return known.predictions([with_micro(spec, size) for size in sizes])
+
+
+def first_guess(answers: list[Prediction]) -> int:
+    """Place of the largest size whose predicted memory fits; the smallest when none does."""
+    fitting = [at for at, answer in enumerate(answers) if answer.fits]
+    return fitting[-1] if fitting else 0
+
+
+def largest_fitting(
+    sizes: list[int], guess: int, fits: Callable[[int], bool]
+) -> tuple[int | None, list[tuple[int, bool]]]:
+    """(the largest size that ran, the trials). Starts at the guess and closes in by halves."""
+    low, high = -1, len(sizes)  # low ran, high did not
+    at = guess
+    trials: list[tuple[int, bool]] = []
+    while high - low > 1 and len(trials) < MOST_TRIALS:
+        good = fits(sizes[at])
+        trials.append((sizes[at], good))
+        low, high = (at, high) if good else (low, at)
+        at = (low + high) // 2
+        if good and high == len(sizes):
+            at = min(len(sizes) - 1, low + max(1, (len(sizes) - low) // 2))
+        at = max(low + 1, min(high - 1, at))
+    return (sizes[low] if low >= 0 else None), trials

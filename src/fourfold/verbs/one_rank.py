@@ -1,0 +1,298 @@
+"""one_rank: let this device stand in for one rank of a large world.
+
+Real kernels, collectives that only fill their buffers: true peak and compute of that rank's stage,
+against its kernels alone and against the planner. Traffic and bubble are then the only modelled
+parts. It is no run of its layout, so the run store, reports and fits never see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fourfold import files
+from fourfold.cost import one_rank as model
+from fourfold.cost.fit import calibration
+from fourfold.cost.fit.interval import bounds
+from fourfold.cost.floor import Part, least_bytes, parts, total
+from fourfold.cost.memory.peak import USABLE, memory
+from fourfold.cost.one_rank import Joined, Predicted, Stage
+from fourfold.cost.run import columns_of
+from fourfold.cost.step.estimate import estimate
+from fourfold.errors import UserError
+from fourfold.events import OnEvent, ignore, progress
+from fourfold.launch.devices import gpu_count
+from fourfold.launch.local import run_job
+from fourfold.launch.scratch import scratch
+from fourfold.result.job import JobReport, answer_file
+from fourfold.result.one_rank import (
+    OneRankResult,
+    bare_layer_s,
+    bare_s,
+    gap_pct,
+    layer_s,
+    micro_s,
+)
+from fourfold.result.profile import coefficients_of
+from fourfold.result.report import RunReport
+from fourfold.search.fixes import remedies
+from fourfold.search.legal import require_legal
+from fourfold.search.predict import predict
+from fourfold.search.query import entry_for
+from fourfold.spec import codec
+from fourfold.spec.job import Job, Limits
+from fourfold.spec.run import RunSpec
+from fourfold.spec.words import SHARDINGS
+from fourfold.verbs.bench import described, permit_of
+from fourfold.verbs.facts import post_mortem
+from fourfold.verbs.machine import read_profile, stage_cluster
+from fourfold.verbs.run_requests import OneRankRequest
+
+_WARMUP, _STEPS = 2, 3
+# Against the floor: enough for a GPU to be as hot as in a long run.
+_FLOOR_WARMUP, _FLOOR_STEPS, _HOT_S, _HOT_CPU_S = 8, 10, 6.0, 1.0
+_LIMITS = Limits(start_s=1800.0, step_s=900.0)
+
+
+class StagePlanner:
+    """What the planner says of one stage of a run, on the cluster that is asked about."""
+
+    def __init__(self, request: OneRankRequest, spec: RunSpec) -> None:
+        self.spec = spec
+        self.cluster, self.basis = stage_cluster(
+            spec, cluster=request.cluster, profile=request.profile
+        )
+        entry, _ = entry_for(calibration.shipped(), "fourfold", self.cluster)
+        known = coefficients_of(read_profile(request.profile)) if request.profile else {}
+        on_cpu = {"base_gib": 0.0} if self.cluster.device.id.startswith("cpu") else {}
+        self.entry = replace(entry, coefficients={**entry.coefficients, **known, **on_cpu})
+        self.columns = columns_of([spec], cluster=self.cluster, stack="fourfold")
+
+    def step_s(self) -> tuple[float, float, float]:
+        """The planner's own step: (seconds, low, high)."""
+        step = estimate(self.columns, self.entry.coefficients).step_s
+        low, high = bounds(self.columns, self.entry, step)
+        return float(step[0]), float(low[0]), float(high[0])
+
+    def fullest_stage(self) -> int:
+        room = memory(self.columns, self.entry.coefficients)
+        at_first = float(room.first_bytes[0]) >= float(room.last_bytes[0])
+        return 0 if at_first else self.spec.layout.pp - 1
+
+    def stage(self, found: OneRankResult) -> Stage:
+        last = found.stage == self.spec.layout.pp - 1
+        return Stage(stage=found.stage, layers=found.layers, first=found.stage == 0, last=last)
+
+    def predicted(self, found: OneRankResult) -> Predicted:
+        return model.predicted(self.columns, self.entry.coefficients, self.stage(found))
+
+    def joined(self, found: OneRankResult) -> Joined:
+        return model.joined(
+            self.columns,
+            self.entry.coefficients,
+            self.stage(found),
+            compute_s=found.compute_s,
+            layer_s=layer_s(found),
+            micro_s=micro_s(found),
+        )
+
+    def post_mortem(self, report: RunReport) -> dict[str, Any]:
+        """An out-of-memory as bench tells it: held, predicted, and what would fit."""
+        limit = float(report.spec.memory_limit or USABLE * self.cluster.device.memory_bytes)
+        own = predict([report.spec], cluster=self.cluster)[0]
+        fixes = remedies(
+            report.spec, lambda specs: predict(specs, cluster=self.cluster), limit_bytes=limit
+        )
+        said = replace(own, limit_bytes=limit, basis=self.basis)
+        return post_mortem(replace(report, predicted=said, remedies=fixes))
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """One layout: what was asked, what came back (`found` None: `report` says why), the planner."""
+
+    spec: RunSpec
+    rank: int
+    report: RunReport
+    found: OneRankResult | None
+    planner: StagePlanner
+
+    @property
+    def floor(self) -> list[Part]:
+        """By part: what can't be avoided, and what the engine took."""
+        return parts(self.found) if self.found is not None else []
+
+    @property
+    def tokens(self) -> float:
+        """Of a step, for each GPU."""
+        return self.spec.batch.tokens / self.spec.gpus
+
+    def plain(self) -> dict[str, Any]:
+        step, low, high = self.planner.step_s()
+        plain: dict[str, Any] = {
+            "model": self.spec.model.name,
+            "layout": str(self.spec.layout),
+            "world": self.spec.gpus,
+            "rank": self.rank,
+            "place": self.spec.layout.coordinates(self.rank),
+            "spec": codec.encode(self.spec, sparse=True),
+            "outcome": self.report.outcome,
+            "planner_basis": self.planner.basis,
+            "planner_step_s": step,
+            "planner_step_s_low": low,
+            "planner_step_s_high": high,
+        }
+        if self.found is None:
+            failure = self.report.failure
+            plain["failure"] = codec.encode(failure) if failure is not None else None
+            if self.report.outcome == "oom":
+                plain["post_mortem"] = self.planner.post_mortem(self.report)
+            return plain
+        said, whole = self.planner.predicted(self.found), self.planner.joined(self.found)
+        plain |= {"measured": codec.encode(self.found)} | _derived(self.found, said, whole)
+        if self.found.floor is not None:
+            plain["floor"] = floor_plain(self.floor, self.tokens)
+        return plain
+
+    def row(self) -> dict[str, Any]:
+        plain = self.plain()
+        numbers = {n: v for n, v in plain.items() if not isinstance(v, dict | list)}
+        chosen = {"sharding": self.spec.policy.sharding, "micro_batch": self.spec.batch.micro_batch}
+        measured = {}
+        if self.found is not None:
+            measured = {"compute_s": self.found.compute_s, "peak_bytes": self.found.peak_bytes}
+        return numbers | chosen | measured | {"predicted": plain.get("predicted", {})}
+
+
+@dataclass(frozen=True, slots=True)
+class OneRanks:
+    ranks: tuple[OneRank, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(one.found is not None for one in self.ranks)
+
+    def plain(self) -> dict[str, Any]:
+        return {"kind": "stand-in", "ranks": [one.plain() for one in self.ranks]}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each layout: its numbers, without kernels, phases and the whole spec."""
+        return [one.row() for one in self.ranks]
+
+
+def one_rank(
+    run: Mapping[str, Any], request: OneRankRequest | None = None, *, on_event: OnEvent = ignore
+) -> OneRanks:
+    """`run` is a run's table; each of the request's layouts is put into it."""
+    request = request or OneRankRequest()
+    specs = [_spec(run, request, text) for text in request.layouts or ("",)]
+    planners = [StagePlanner(request, spec) for spec in specs]
+    ranks = [_rank(request.as_rank, planner) for planner in planners]
+    for spec in specs:
+        require_legal(spec)
+    options = [("ranks", ",".join(map(str, ranks)))]
+    if request.micro_batches is not None:
+        options.append(("micro_batches", ",".join([str(request.micro_batches)] * len(specs))))
+    if request.against:
+        least = [" ".join(map(str, least_bytes(planner.columns))) for planner in planners]
+        options.append(("least", ",".join(least)))
+        options.append(("hot_s", f"{_HOT_S if gpu_count() else _HOT_CPU_S:g}"))
+    job = Job(job="one-rank", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
+    with scratch() as folder:
+        report = run_job(job, folder, progress=progress(on_event), permit=permit_of(request))
+        found = [_answer(folder, report, task) for task in range(len(specs))]
+    reports = [_of_rank(one, rank) for one, rank in zip(report.runs, ranks, strict=True)]
+    rows = zip(specs, ranks, reports, found, planners, strict=True)
+    return OneRanks(tuple(OneRank(*row) for row in rows))
+
+
+def _of_rank(report: RunReport, rank: int) -> RunReport:
+    """The only process calls itself 0; who it stood for is who failed."""
+    if report.failure is None or report.failure.rank < 0:
+        return report
+    return replace(report, failure=replace(report.failure, rank=rank))
+
+
+def _answer(folder: Path, report: JobReport, task: int) -> OneRankResult | None:
+    if report.runs[task].outcome != "ok":
+        return None
+    return codec.from_json(OneRankResult, files.read_text(answer_file(folder, task)))
+
+
+def _spec(run: Mapping[str, Any], request: OneRankRequest, text: str) -> RunSpec:
+    """The run under the layout text, which may add a sharding and any fields."""
+    table = {name: dict(v) if isinstance(v, Mapping) else v for name, v in run.items()}
+    axes = []
+    for word in text.split():
+        if word in SHARDINGS:
+            codec.put(table, "policy.sharding", word)
+        elif "=" in word:
+            path, _, value = word.partition("=")
+            codec.put(table, path, codec.toml_value(value))
+        else:
+            axes.append(word)
+    if axes:
+        table["layout"] = " ".join(axes)
+    if request.world is not None:
+        table["gpus"] = request.world
+    steps, warmup = (_FLOOR_STEPS, _FLOOR_WARMUP) if request.against else (_STEPS, _WARMUP)
+    table = {"steps": steps, "warmup": warmup, **table}
+    spec = described(table, ranks=1)
+    if spec.batch.micro_batch == 0:
+        raise UserError(
+            "'auto' needs the real ranks", field="micro_batch", hint="give --micro-batch N"
+        )
+    return replace(spec, warmup=max(2, spec.warmup))
+
+
+def _rank(wanted: str, planner: StagePlanner) -> int:
+    spec = planner.spec
+    stride = spec.layout.stride("pp")
+    if wanted == "worst":
+        return planner.fullest_stage() * stride
+    if wanted in ("first", "last"):
+        return 0 if wanted == "first" else (spec.layout.pp - 1) * stride
+    if not wanted.isdecimal() or int(wanted) >= spec.gpus:
+        raise UserError(
+            f"must be a rank of {spec.layout}, 0 to {spec.gpus - 1}, or first, last or worst",
+            field="as-rank",
+            value=wanted,
+            hint=f"--as-rank {spec.gpus - 1} is the last",
+        )
+    return int(wanted)
+
+
+def _derived(found: OneRankResult, said: Predicted, whole: Joined) -> dict[str, Any]:
+    """The derived numbers, beside the raw ones."""
+    return {
+        "bare_layer_s": bare_layer_s(found),
+        "engine_layer_s": layer_s(found),
+        "layer_gap_pct": gap_pct(layer_s(found), bare_layer_s(found)),
+        "bare_micro_s": bare_s(found, "attention", "mlp", "head"),
+        "engine_micro_s": micro_s(found),
+        "predicted": {
+            "layer_s": said.layer_s,
+            "compute_s": said.compute_s,
+            "compute_parts_s": said.parts,
+            "peak_bytes": said.peak_bytes,
+        },
+        "step_s_with_modelled_traffic": whole.step_s,
+        "step_parts_s": whole.parts,
+    }
+
+
+def floor_plain(rows: Sequence[Part], tokens: float) -> dict[str, Any]:
+    whole = total(list(rows))
+    return {
+        "parts": [
+            {"name": r.name, "limit_s": r.limit_s, "engine_s": r.engine_s, "gap_s": r.gap_s}
+            for r in rows
+        ],
+        "limit_s": whole.limit_s,
+        "step_s": whole.engine_s,
+        "share_of_limit": whole.limit_s / whole.engine_s,
+        "limit_tokens_s": tokens / whole.limit_s,
+        "tokens_s": tokens / whole.engine_s,
+    }

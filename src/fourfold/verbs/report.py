@@ -1,0 +1,127 @@
+"""report: stored runs and tables, as people publish them; and how well they were predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.cost.count.flops import convention
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore
+from fourfold.result.files.store import Stored
+from fourfold.result.record import Record
+from fourfold.search.running_score import Judged, Score, kept, scores
+from fourfold.tables.document import Document, Table, Text
+from fourfold.tables.forms import read_file
+from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
+from fourfold.tables.records import records
+from fourfold.tables.stored import published
+from fourfold.tables.styles import unread
+from fourfold.verbs.machine import predictor
+from fourfold.verbs.requests import ReportRequest
+from fourfold.verbs.runs import TRIAL_TAG, chosen_runs
+
+# Reading a whole run takes a millisecond; more than this many say nothing new about the planner.
+_MOST_SCORED = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """`document` has a table for what can be compared, `records` are all results, none merged."""
+
+    style: str
+    convention: str
+    document: Document
+    records: tuple[Record, ...]
+    scores: tuple[Score, ...]
+
+    def plain(self) -> dict[str, Any]:
+        scored = [dataclasses.asdict(score) for score in self.scores]
+        head = {"style": self.style, "convention": self.convention}
+        return {**head, "rows": self.rows(), "scores": scored}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return plain_records(self.records, self.convention)
+
+    def styled_rows(self) -> list[dict[str, str]]:
+        """The tables as one: the style's columns, then what stands above each table."""
+        found: list[dict[str, str]] = []
+        about = ""
+        for block in self.document.blocks:
+            if isinstance(block, Text):
+                about = next((line for line in reversed(block.lines) if line.strip()), about)
+                continue
+            cells = (dict(zip(block.headings, row.cells, strict=False)) for row in block.data)
+            found += [{**row, "about": about} for row in cells]
+        return found
+
+
+def report(request: ReportRequest, *, on_event: OnEvent = ignore) -> Report:
+    rule = convention(request.convention or STYLE_CONVENTION[request.style]).id
+    stored: list[Stored] = []
+    found = _records(request, stored, on_event)
+    if not found:
+        raise UserError(
+            "holds no results",
+            field="SOURCE",
+            value=" ".join(request.sources) or request.runs,
+            hint="'fourfold sweep' and 'fourfold bench' fill a store; --runs names another",
+        )
+    document = publish(found, request.style, rule)
+    judged = _scores(request, stored)
+    for score in judged:
+        document = with_line(document, str(score))
+    return Report(
+        style=request.style,
+        convention=rule,
+        document=document,
+        records=tuple(found),
+        scores=tuple(judged),
+    )
+
+
+def with_line(document: Document, line: str) -> Document:
+    """Below the last table; a document without any gets a text."""
+    *blocks, last = document.blocks or (Text(()),)
+    if isinstance(last, Text):
+        return Document((*blocks, Text((*last.lines, line))))
+    return Document((*blocks, last, Text(("", line))))
+
+
+def _scores(request: ReportRequest, found: list[Stored]) -> list[Score]:
+    """The planner against the stored runs: by what was predicted before each, or, with a cluster
+    or a profile, by what would be predicted today."""
+    stored = [item for item in found if item.summary.outcome in ("ok", "oom")]
+    if not (request.cluster or request.profile):
+        return scores(kept([item.summary for item in stored]))
+    known = predictor(cluster=request.cluster, profile=request.profile)
+    newest = sorted(stored, key=lambda item: item.summary.started_at)[-_MOST_SCORED:]
+    said = known.predictions([item.report().spec for item in newest]) if newest else []
+    pairs = zip(said, newest, strict=True)
+    return scores([Judged(prediction, item.summary) for prediction, item in pairs])
+
+
+def _records(request: ReportRequest, seen: list[Stored], on_event: OnEvent) -> list[Record]:
+    """Rows of every source; the stored runs among them are added to `seen`. Short trials that only
+    asked whether a run fits are no measurements."""
+    found: list[Record] = []
+    for source in request.sources or (request.runs,):
+        if Path(source).is_dir():
+            chosen = chosen_runs(dataclasses.replace(request, runs=source), on_event)
+            stored = [item for item in chosen if request.tag or item.summary.tag != TRIAL_TAG]
+            seen += stored
+            found += [published(item.summary, at) for at, item in enumerate(stored)]
+        elif request.sources:
+            document = read_file(source)
+            found += [r for r in records(document) if r.outcome != "absent"]
+            for table in (block for block in document.blocks if isinstance(block, Table)):
+                headings = ", ".join(f"'{heading}'" for heading in unread(table))
+                if headings:
+                    on_event(Event(f"{source}: columns that are not read: {headings}"))
+        else:
+            raise UserError(
+                "is no store yet", field="runs", value=source, hint="run something first"
+            )
+    return found

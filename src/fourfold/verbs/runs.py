@@ -1,0 +1,201 @@
+"""runs, diff: what a store holds, one run in full, and what differs between two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.events import OnEvent, ignore, notes
+from fourfold.result.files.store import RUN_FILE, Store, Stored
+from fourfold.result.read.compare import Comparison, compare, differences, stored_spread
+from fourfold.result.record import RUN_FIELDS, Record
+from fourfold.spec import codec
+from fourfold.spec.expression import Expression, parse
+from fourfold.verbs.facts import post_mortem, run_facts
+from fourfold.verbs.requests import RunFilter, RunsRequest
+
+# Trials of micro batches are stored like runs, but measure nothing.
+TRIAL_TAG = "auto-trial"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRuns:
+    runs: tuple[Stored, ...]
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return dict(Counter(str(stored.summary.outcome) for stored in self.runs))
+
+    def plain(self) -> dict[str, Any]:
+        return {"runs": self.rows(), "outcomes": self.outcomes, "total": len(self.runs)}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [_plain(stored) for stored in self.runs]
+
+
+def runs(request: RunsRequest, *, on_event: OnEvent = ignore) -> StoredRuns:
+    """The stored runs that every filter lets through, in the order asked for."""
+    found = chosen_runs(request, on_event)
+    return StoredRuns(tuple(sorted(found, key=lambda item: _order(item.summary, request.sort))))
+
+
+def chosen_runs(request: RunFilter, on_event: OnEvent) -> list[Stored]:
+    conditions = [parse(text) for text in request.where]
+    found = Store(request.runs, warn=notes(on_event)).runs(progress=notes(on_event))
+    return [stored for stored in found if _wanted(stored.summary, request, conditions)]
+
+
+def _wanted(summary: Record, request: RunFilter, conditions: list[Expression]) -> bool:
+    if request.outcome and summary.outcome not in request.outcome:
+        return False
+    if request.model and summary.model != request.model.lower():
+        return False
+    if request.tag is not None and summary.tag != request.tag:
+        return False
+    values = summary.values()
+    return all(
+        all(values.get(name) is not None for name in condition.names) and condition.holds(values)
+        for condition in conditions
+    )
+
+
+def _order(summary: Record, name: str) -> tuple[Any, ...]:
+    value = getattr(summary, name)
+    return (value is None, value, summary.run_id, summary.repeat)
+
+
+def _plain(stored: Stored) -> dict[str, Any]:
+    plain = {name: getattr(stored.summary, name) for name in RUN_FIELDS if name != "model_json"}
+    plain["env"] = dict(stored.summary.env)
+    plain["layout"] = stored.summary.layout
+    return {"folder": str(stored.folder), **plain}
+
+
+@dataclass(frozen=True, slots=True)
+class RunShown:
+    """Everything that one run's report says."""
+
+    facts: dict[str, Any]
+
+    def plain(self) -> dict[str, Any]:
+        return self.facts
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [self.facts]
+
+
+def show_run(run: str, *, store: str = "runs", on_event: OnEvent = ignore) -> RunShown:
+    """The newest repeat of a run: a folder, or the beginning of its id."""
+    *_, stored = repeats_of(run, Store(store, warn=notes(on_event)).runs())
+    return RunShown(run_facts(stored.report()) | {"folder": str(stored.folder)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """(name, a, b) of what differs, and whether the times do; `names` are the runs."""
+
+    names: tuple[str, str]
+    settings: list[tuple[str, Any, Any]]
+    environment: list[tuple[str, Any, Any]]
+    result: list[tuple[str, Any, Any]]
+    repeats: dict[str, int]
+    verdict: Comparison
+    post_mortem: dict[str, dict[str, Any]]
+
+    def plain(self) -> dict[str, Any]:
+        kinds = ("settings", "environment", "result")
+        return {
+            **{
+                kind: [{"name": n, "a": a, "b": b} for n, a, b in getattr(self, kind)]
+                for kind in kinds
+            },
+            "repeats": self.repeats,
+            "ratio": self.verdict.ratio,
+            "spread": self.verdict.spread,
+            "verdict": self.verdict.verdict,
+            "why": self.verdict.why,
+            "post_mortem": self.post_mortem,
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        kinds = (
+            ("setting", self.settings), ("environment", self.environment), ("result", self.result),
+        )  # fmt: skip
+        return [
+            {"what": kind, "name": name, "a": a, "b": b}
+            for kind, found in kinds
+            for name, a, b in found
+        ]
+
+
+def diff(a: str, b: str, *, store: str = "runs", on_event: OnEvent = ignore) -> Differences:
+    known = Store(store, warn=notes(on_event)).runs()
+    one, other = repeats_of(a, known), repeats_of(b, known)
+    first, second = one[-1].report(), other[-1].report()
+    spread = None
+    if one[-1].summary.device == other[-1].summary.device:
+        spread = stored_spread([stored.summary for stored in known], one[-1].summary.device)
+    reports = {"a": first, "b": second}
+    return Differences(
+        names=(one[-1].name[:8], other[-1].name[:8]),
+        settings=differences(codec.encode(first.spec), codec.encode(second.spec)),
+        environment=differences(dict(first.environment), dict(second.environment)),
+        result=_results(run_facts(first), run_facts(second)),
+        repeats={"a": len(one), "b": len(other)},
+        verdict=compare(_times(one), _times(other), spread),
+        post_mortem={n: post_mortem(r) for n, r in reports.items() if r.outcome == "oom"},
+    )
+
+
+def repeats_of(text: str, known: list[Stored]) -> list[Stored]:
+    """The repeats that a folder or the beginning of an id names."""
+    path = Path(text)
+    if (path / RUN_FILE).is_file():
+        name = path.absolute().name
+        found = [stored for stored in Store(path.absolute().parent).runs() if stored.name == name]
+        if found:
+            return found
+    head, _, repeat = text.partition("#")
+    found = [stored for stored in known if head and stored.name.startswith(head)]
+    if repeat:
+        found = [stored for stored in found if str(stored.summary.repeat) == repeat]
+    if not found:
+        raise UserError(
+            "names no stored run", field="run", value=text, hint="'fourfold runs' lists them"
+        )
+    if len({stored.summary.run_id for stored in found}) > 1:
+        raise UserError(
+            f"begins the id of {len({s.summary.run_id for s in found})} runs", field="run",
+            value=text, hint="give more letters",
+        )  # fmt: skip
+    return found
+
+
+def _times(repeats: list[Stored]) -> list[float]:
+    return [stored.summary.step_s for stored in repeats if stored.summary.step_s]
+
+
+# Of a run's facts, in the order of reading.
+_COMPARED = (
+    "outcome", "step_s", "step_s_low", "step_s_high", "tokens_s_gpu", "peak_bytes",
+    "reserved_bytes", "device_bytes", "loss", "loss_step", "warmup_steps", "warmup_ended",
+    "data_wait_s", "compile_s", "recompiles", "retries",
+)  # fmt: skip
+
+
+def _results(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Everything either run has; what is 0 or unknown in both says nothing."""
+    rows = [(name, one.get(name), other.get(name)) for name in _COMPARED]
+    for name in ("step_s", "peak_bytes"):
+        said = [facts.get("predicted", {}).get(name) for facts in (one, other)]
+        rows.append((f"predicted_{name}", said[0], said[1]))
+    links = [{x["axis"]: x["bytes_per_s"] for x in facts["links"]} for facts in (one, other)]
+    for axis in dict.fromkeys([*links[0], *links[1]]):
+        rows.append(
+            (f"link_{axis.replace(' ', '_')}_bytes_per_s", links[0].get(axis), links[1].get(axis))
+        )
+    rows.append(("flags", "; ".join(one["flags"]), "; ".join(other["flags"])))
+    return [row for row in rows if row[0] in _COMPARED[:2] or row[1] or row[2]]

@@ -1,0 +1,222 @@
+"""sweep: measure many runs, keep every outcome, start again where a stopped sweep left off."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.cost.count.flops import Convention, FlopsQuery, convention
+from fourfold.events import Event, OnEvent, ignore, notes, progress
+from fourfold.launch.campaign import Campaign, Done, launch_run
+from fourfold.result.files.store import Store
+from fourfold.result.prediction import Prediction
+from fourfold.result.report import OUTCOMES
+from fourfold.search.predict import run_s
+from fourfold.spec.run import RunSpec
+from fourfold.spec.sweep import Combination, Expansion
+from fourfold.units import show_seconds
+from fourfold.verbs.bench import choose_micro_batch, permit_of
+from fourfold.verbs.machine import Predictor
+from fourfold.verbs.run_requests import SweepRequest
+from fourfold.verbs.sweep_source import Prepared, predictions, prepared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """One entry for each combination, in order, whatever became of it."""
+
+    total: int
+    counts: dict[str, int]
+    dropped: int
+    same: int
+    skipped: list[dict[str, Any]]
+    runs: list[dict[str, Any]]
+    is_guess: bool  # predictions are rough: of the cores alone
+
+    def plain(self) -> dict[str, Any]:
+        head = {"total": self.total, **self.counts, "counts": self.counts}
+        rest = {"dropped": self.dropped, "same": self.same, "skipped": self.skipped}
+        return head | rest | {"runs": self.runs}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPlan:
+    """What would run, what can't and why, and how long it may take."""
+
+    total: int
+    illegal: list[dict[str, Any]]
+    planned: list[dict[str, Any]]
+    skipped: list[dict[str, Any]]
+    to_run: int
+    predicted_s: float
+    dropped: int
+    same: int
+    basis: str
+
+    def plain(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def rows(self) -> list[dict[str, Any]]:
+        refused = [
+            {"outcome": "illegal", **one["combination"], "reason": one["reason"]}
+            for one in self.illegal
+        ]
+        return [*({"outcome": "planned", **one} for one in self.planned), *refused]
+
+
+def sweep(
+    source: Mapping[str, Any] | Expansion,
+    request: SweepRequest | None = None,
+    *,
+    known: Predictor | None = None,
+    on_event: OnEvent = ignore,
+) -> Swept:
+    """Run every combination; a failed one is recorded and the sweep goes on. `source`: a run's
+    table with a [sweep] table whose lists are the axes."""
+    request = request or SweepRequest()
+    ready = prepared(source, request, known, on_event)
+    campaign = Campaign(
+        Store(request.runs, warn=notes(on_event)),
+        runner=functools.partial(launch_run, permit=permit_of(request)),
+        say=progress(on_event),
+        again=request.again,
+        predictor=ready.known,
+    )
+    rows = _run_all(campaign, ready, request, on_event)
+    counts = Counter(row["outcome"] for row in rows)
+    whole = {outcome: counts[outcome] for outcome in OUTCOMES}
+    assert sum(whole.values()) == ready.expansion.total
+    return Swept(
+        total=ready.expansion.total,
+        counts={str(outcome): count for outcome, count in whole.items()},
+        dropped=ready.expansion.dropped,
+        same=ready.expansion.same,
+        skipped=ready.skipped,
+        runs=rows,
+        is_guess=ready.known.is_guess and not ready.known.planned,
+    )
+
+
+def plan_sweep(
+    source: Mapping[str, Any] | Expansion,
+    request: SweepRequest | None = None,
+    *,
+    known: Predictor | None = None,
+    on_event: OnEvent = ignore,
+) -> SweepPlan:
+    """What the same sweep would run; nothing is started."""
+    request = request or SweepRequest()
+    ready = prepared(source, request, known, on_event)
+    legal = [ready.expansion.combinations[place].spec for place in ready.legal]
+    campaign = Campaign(Store(request.runs, warn=notes(on_event)), again=request.again)
+    missing = [max(0, request.repeat - len(campaign.finished(spec))) for spec in legal]
+    answers = predictions(ready.expansion, ready.legal, ready.known)
+    rows = list(zip(legal, answers, missing, strict=True))
+    return SweepPlan(
+        total=ready.expansion.total,
+        illegal=[
+            {"combination": dict(one.varied), "reason": why}
+            for one, why in zip(ready.expansion.combinations, ready.refused, strict=True)
+            if why
+        ],
+        planned=[_planned(*row) for row in rows],
+        skipped=ready.skipped,
+        to_run=sum(missing),
+        predicted_s=sum(run_s(spec, said.step_s) * left for spec, said, left in rows),
+        dropped=ready.expansion.dropped,
+        same=ready.expansion.same,
+        basis=answers[0].basis if answers else "",
+    )
+
+
+def _run_all(
+    campaign: Campaign, ready: Prepared, request: SweepRequest, on_event: OnEvent
+) -> list[dict[str, Any]]:
+    rule = convention(request.convention)
+    pairs = list(zip(ready.expansion.combinations, ready.refused, strict=True))
+    for combination, why in pairs:
+        if why:
+            on_event(Event(f"illegal: {combination.label}: {why}"))
+    campaign.clear_up()
+    rows: list[dict[str, Any]] = []
+    for number, (one, why) in enumerate(pairs, start=1):
+        done = _run(campaign, one.spec, why, request.repeat, ready.known, on_event)
+        rows.append(_row(one, done, why, rule))
+        on_event(Event(f"[{number}/{ready.expansion.total}] {one.label}: {_ended(done)}"))
+    return rows
+
+
+def _run(
+    campaign: Campaign, spec: RunSpec, why: str, repeats: int, known: Predictor, on_event: OnEvent
+) -> Done:
+    if why:
+        return campaign.refuse(spec, why)
+    if not spec.batch.micro_batch:
+        spec, _ = choose_micro_batch(spec, campaign, known, on_event)
+    return campaign.run(spec, repeats)[-1]
+
+
+def _ended(done: Done) -> str:
+    step_s = done.stored.summary.step_s
+    text = done.outcome + (f", {show_seconds(step_s)} a step" if step_s is not None else "")
+    return f"{text} (stored before)" if done.resumed else text
+
+
+def _row(one: Combination, done: Done, why: str, rule: Convention) -> dict[str, Any]:
+    summary, spec = done.stored.summary, one.spec
+    tflops = None
+    if summary.tokens_s_gpu:
+        model, seq_len = spec.model, spec.batch.seq_len
+        ask = FlopsQuery.of(model=model, seq_len=seq_len, layout=spec.layout, policy=spec.policy)
+        tflops = rule.count(ask).model * summary.tokens_s_gpu / 1e12
+    return {
+        "combination": dict(one.varied),
+        "outcome": done.outcome,
+        "run_id": summary.run_id,
+        "folder": str(done.stored.folder),
+        "resumed": done.resumed,
+        "micro_batch": summary.micro_batch,
+        "step_s": summary.step_s,
+        "step_s_low": summary.low_s,
+        "step_s_high": summary.high_s,
+        "tokens_s_gpu": summary.tokens_s_gpu,
+        "tflops_gpu": tflops,
+        "flop_rule": rule.id,
+        "peak_bytes": summary.peak_bytes,
+        "predicted": {
+            "step_s": summary.predicted_s,
+            "step_s_low": summary.predicted_low_s,
+            "step_s_high": summary.predicted_high_s,
+            "peak_bytes": summary.predicted_bytes,
+            "basis": summary.predicted_by,
+        },
+        "reason": why or summary.failure,
+    }
+
+
+def _planned(spec: RunSpec, said: Prediction, left: int) -> dict[str, Any]:
+    return {
+        "run_id": spec.run_id,
+        "model": spec.model.name,
+        "layout": str(spec.layout),
+        "gpus": spec.gpus,
+        "seq_len": spec.batch.seq_len,
+        "micro_batch": spec.batch.micro_batch or "auto",
+        "global_batch": spec.batch.global_batch,
+        "precision": spec.policy.precision,
+        "sharding": spec.policy.sharding,
+        "recompute": spec.policy.recompute,
+        "runs_left": left,
+        "step_s": said.step_s,
+        "step_s_low": said.step_s_low,
+        "step_s_high": said.step_s_high,
+        "peak_bytes": said.peak_bytes,
+        "fits": said.fits,
+        "run_s": run_s(spec, said.step_s),
+    }

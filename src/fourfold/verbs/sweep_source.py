@@ -1,0 +1,278 @@
+"""What does a sweep run? The combinations of a table, of the MPT scripts' flags, or the planner's
+best layouts; their predictions go with the runs, so that 'report' can tell how good they were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fourfold.cost.memory.peak import USABLE
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore
+from fourfold.result.prediction import Prediction
+from fourfold.search.gpu_counts import best_of
+from fourfold.search.ranking import Ranking
+from fourfold.spec import codec
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.expression import in_gib, parse
+from fourfold.spec.run import RunSpec
+from fourfold.spec.sweep import Combination, Expansion, Sweep, expand, read_sweep, told, values_of
+from fourfold.spec.tokens import read_info, require_fit
+from fourfold.verbs.bench import permit_of, predicted_micro_batch, refusals
+from fourfold.verbs.machine import Predictor, predictor
+from fourfold.verbs.plan import resolved
+from fourfold.verbs.requests import PlanRequest, decided
+from fourfold.verbs.run_requests import MptSweep, SweepRequest
+
+_MAX_EXPONENT, _GPUS_PER_NODE = 30, 8
+# Fields of a run that the plan decides.
+_PLANNED = ("model", "gpus", "layout", "batch", "policy")
+
+
+def combinations(table: Mapping[str, Any], where: tuple[str, ...] = ()) -> Expansion:
+    """Of a run with a [sweep] table whose lists are the axes."""
+    try:
+        sweep = read_sweep(dict(table))
+    except UserError as error:
+        raise error.within("") from None
+    return expand(replace(sweep, where=(*sweep.where, *map(parse, where))))
+
+
+def mpt_combinations(
+    request: MptSweep, base: Mapping[str, Any], where: tuple[str, ...] = ()
+) -> Expansion:
+    """Axes in the order of the MPT scripts: models, GPUs, precisions, lengths, batches."""
+    fixed = dict(base)
+    axes: list[tuple[str, tuple[Any, ...]]] = [("model", request.models)]
+    if request.gpus:
+        axes.append(("gpus", request.gpus))
+    elif "gpus" not in fixed and not request.layouts:
+        fixed["gpus"] = 1
+    if request.layouts:
+        axes.append(("layout", request.layouts))
+    if request.precisions:
+        axes.append(("precision", request.precisions))
+    axes.append(("batch", tuple(_batches(request, fixed.pop("batch", {})))))
+    if request.micro_batch:
+        sizes = ("auto" if word == "auto" else _whole(word) for word in request.micro_batch)
+        axes.append(("micro_batch", tuple(sizes)))
+    return expand(Sweep(base=fixed, axes=tuple(axes), where=tuple(map(parse, where))))
+
+
+def _whole(word: str) -> int:
+    if not word.isdecimal() or not int(word):
+        raise UserError("must be a whole number or auto", field="micro-batch", value=word)
+    return int(word)
+
+
+def exponents(name: str, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    for number in numbers:
+        if not 0 <= number <= _MAX_EXPONENT:
+            raise UserError(f"must be from 0 to {_MAX_EXPONENT}", field=name, value=number)
+    if len(numbers) == 2:
+        if numbers[0] > numbers[1]:
+            raise UserError("the range is empty", field=name, value=f"{numbers[0]} {numbers[1]}")
+        return tuple(range(numbers[0], numbers[1] + 1))
+    return numbers
+
+
+def _batches(request: MptSweep, fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Length and batch together: a batch of 2^b tokens is 2^b / 2^s sequences."""
+    lengths = [2**n for n in exponents("-s", request.seq_exp)] or [fixed.get("seq_len", 2048)]
+    found = []
+    for length in lengths:
+        if not request.batch_exp:
+            found.append({"global_batch": 1, **fixed, "seq_len": length})
+            continue
+        for power in exponents("-b", request.batch_exp):
+            if 2**power >= length:
+                found.append({**fixed, "seq_len": length, "global_batch": 2**power // length})
+    if not found:
+        raise UserError(
+            "is less than one sequence", field="-b", value=list(request.batch_exp),
+            hint=f"a batch holds at least one sequence of 2^{min(request.seq_exp or [11])} tokens",
+        )  # fmt: skip
+    return found
+
+
+def planned_combinations(
+    table: Mapping[str, Any],
+    count: int,
+    known: Predictor,
+    *,
+    on_event: OnEvent = ignore,
+    **machines: Any,
+) -> Expansion:
+    """The planner's best for a run's table, best first; `known` learns their predictions.
+    `machines` are fields of a PlanRequest."""
+    if count < 1:
+        raise UserError("must be 1 or more", field="--from-plan", value=count)
+    fields = decided(table) | {"ramp": None}
+    if not any(machines.get(name) for name in ("cluster", "gpu", "profile")):
+        machines["gpu"] = _local_gpu(table, known, count)
+    # Runs are our own engine's, so the plan is too.
+    query, counts = resolved(PlanRequest(**fields, **machines, stack="fourfold"), on_event)
+    query = replace(query, cluster=_limited(query.cluster, table))
+    ranking, _ = best_of(query, counts, least=count)
+    if not len(ranking):
+        raise UserError(
+            "finds no layout that is legal and fits", field="--from-plan", value=count,
+            hint="'fourfold plan' with the same flags says why",
+        )  # fmt: skip
+    found = []
+    basis = f"plan on {query.cluster.name}, calibration {query.calibration}"
+    for i in range(min(count, len(ranking))):
+        spec = _spec(table, ranking, i)
+        found.append(Combination(_varied(i, spec), spec))
+        known.planned[spec.run_id] = replace(
+            ranking.predicted.one(i), limit_bytes=known.limit_bytes(spec), basis=basis
+        )
+    return Expansion(tuple(found), 0, 0)
+
+
+def _varied(i: int, spec: RunSpec) -> tuple[tuple[str, Any], ...]:
+    """What sets one choice of the planner apart from the others."""
+    policy, layout = spec.policy, spec.layout
+    said: dict[str, Any] = {"plan": i + 1, "layout": str(layout)}
+    said |= {"micro_batch": spec.batch.micro_batch, "sharding": policy.sharding}
+    said |= {"cp_kind": policy.cp_kind} if layout.cp > 1 else {}
+    said |= {"schedule": policy.schedule} if layout.pp > 1 else {}
+    said |= {"recompute": policy.recompute} if policy.recompute != "none" else {}
+    return tuple(said.items())
+
+
+def _local_gpu(table: Mapping[str, Any], known: Predictor, count: int) -> str:
+    """The GPU of this host, where the catalogue knows it."""
+    probe = codec.load(RunSpec, {**table, "layout": {}})
+    host = known.cluster_of(probe)
+    if host is None:
+        raise UserError(
+            "nothing says what this machine can do", field="--from-plan", value=count,
+            hint="'fourfold calibrate --quick --out profile.json', then --profile profile.json",
+        )  # fmt: skip
+    return host.device.id
+
+
+def _limited(cluster: Cluster, table: Mapping[str, Any]) -> Cluster:
+    """A run's own memory_limit binds the plan too."""
+    if table.get("memory_limit") is None:
+        return cluster
+    limit = codec.load(RunSpec, {**table, "layout": {}, "gpus": 1}).memory_limit or 0
+    size = min(cluster.device.memory_bytes, round(limit / USABLE))
+    return replace(cluster, device=replace(cluster.device, memory_bytes=size))
+
+
+def _spec(table: Mapping[str, Any], ranking: Ranking, i: int) -> RunSpec:
+    """The planner's run, with the table's other fields: steps, device, limits."""
+    chosen = codec.encode(ranking.spec(i))
+    others = {name: value for name, value in table.items() if name not in _PLANNED}
+    return codec.load(RunSpec, {**others, **{name: chosen[name] for name in _PLANNED}})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What is left to run or to plan: combinations, why some can't run, what was left out."""
+
+    expansion: Expansion
+    refused: list[str]
+    skipped: list[dict[str, Any]]
+    known: Predictor
+
+    @property
+    def legal(self) -> list[int]:
+        return [place for place, why in enumerate(self.refused) if not why]
+
+
+def prepared(
+    source: Mapping[str, Any] | Expansion,
+    request: SweepRequest,
+    known: Predictor | None,
+    on_event: OnEvent,
+) -> Prepared:
+    if known is None:
+        known = predictor(
+            cluster=request.cluster, profile=request.profile, calibration=request.calibration
+        )
+    expansion = source if isinstance(source, Expansion) else combinations(source, request.where)
+    if request.tag:
+        tagged = (replace(o, spec=replace(o.spec, tag=request.tag)) for o in expansion.combinations)
+        expansion = replace(expansion, combinations=tuple(tagged))
+    # Before the first run: one of the last must not end the whole.
+    specs = [one.spec for one in expansion.combinations]
+    ranks = max((spec.gpus for spec in specs if not spec.refused), default=1)
+    permit_of(request).require(specs, ranks=ranks)
+    refused = [_refusal(spec) for spec in specs]
+    if not request.force:
+        pairs = zip(specs, refused, strict=True)
+        refused = [why or _too_large(spec, known) for spec, why in pairs]
+    ready = _foreseen(expansion, refused, known)
+    if not ready.expansion.total:
+        raise UserError(
+            "leaves no combination", field="where", value=f"{ready.expansion.dropped} dropped",
+            hint="loosen the conditions",
+        )  # fmt: skip
+    for one in ready.skipped:
+        on_event(Event(f"skipped: {told(tuple(one['combination'].items()))}: {one['reason']}"))
+    return ready
+
+
+def _refusal(spec: RunSpec) -> str:
+    """Why a combination cannot run; '' when it can."""
+    reasons = [refusals(spec)]
+    if spec.data:
+        info, vocab, seq_len = read_info(spec.data), spec.model.vocab, spec.batch.seq_len
+        try:
+            require_fit(info, name=spec.data, vocab=vocab, seq_len=seq_len)
+        except UserError as error:
+            reasons.append(str(error))
+    return spec.refused or "; ".join(filter(None, reasons))
+
+
+def _too_large(spec: RunSpec, known: Predictor) -> str:
+    why = known.too_large(spec)
+    return f"surely does not fit: {why} (--force runs it all the same)" if why else ""
+
+
+def _foreseen(expansion: Expansion, refused: list[str], known: Predictor) -> Prepared:
+    """Leave out legal combinations whose predicted bytes or seconds a condition does not allow.
+    Illegal ones stay, with their reason."""
+    whole = Prepared(expansion=expansion, refused=refused, skipped=[], known=known)
+    if not expansion.foreseen:
+        return whole
+    predicted = dict(zip(whole.legal, predictions(expansion, whole.legal, known), strict=True))
+    skipped: list[dict[str, Any]] = []
+    left = []
+    for place, one in enumerate(expansion.combinations):
+        said = predicted.get(place)
+        reason = _against(expansion, one.spec, said) if said else ""
+        if not said or not reason:
+            left.append(place)
+            continue
+        skipped.append({
+            "combination": dict(one.varied), "reason": reason,
+            "step_s": said.step_s, "peak_bytes": said.peak_bytes,
+        })  # fmt: skip
+    rest = replace(
+        expansion,
+        combinations=tuple(expansion.combinations[place] for place in left),
+        dropped=expansion.dropped + len(skipped),
+    )
+    why = [refused[place] for place in left]
+    return Prepared(expansion=rest, refused=why, skipped=skipped, known=known)
+
+
+def predictions(expansion: Expansion, places: list[int], known: Predictor) -> list[Prediction]:
+    specs = [predicted_micro_batch(expansion.combinations[p].spec, known) for p in places]
+    return known.predictions(specs) if specs else []
+
+
+def _against(expansion: Expansion, spec: RunSpec, said: Prediction) -> str:
+    predicted = {**in_gib(said.peak_bytes), "step_s": said.step_s}
+    values = values_of(spec, _GPUS_PER_NODE) | predicted
+    for condition in expansion.foreseen:
+        if not condition.holds(values):
+            names = sorted(condition.names & predicted.keys())
+            numbers = ", ".join(f"{name} {predicted[name]:.4g}" for name in names)
+            return f"'{condition.text}' does not hold: predicted {numbers} ({said.basis})"
+    return ""

@@ -1,0 +1,172 @@
+"""verify: does every layout compute what one process computes? Tiny models are trained both ways:
+loss, every gradient, the global norm, and parameters after three clipped AdamW steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore
+from fourfold.launch.devices import require_gpus
+from fourfold.launch.local import run_job
+from fourfold.launch.permit import Permit
+from fourfold.launch.scratch import scratch
+from fourfold.result.report import RunReport
+from fourfold.spec import check, codec
+from fourfold.spec.catalog import model
+from fourfold.spec.job import Job, Limits
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+from fourfold.spec.runnable import not_run
+from fourfold.verbs import verify_cases
+from fourfold.verbs.bench import permit_of
+from fourfold.verbs.facts import micro_words
+from fourfold.verbs.run_requests import VerifyRequest
+from fourfold.verbs.verify_cases import TINY, USUAL, Wish, describe
+
+_MAX_WORLD = 1024  # ranks are processes of this machine, which has its own bound
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Every layout with its differences and whether it passed; what was refused, by reason."""
+
+    facts: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        return self.facts["passed"] == self.facts["total"]
+
+    def plain(self) -> dict[str, Any]:
+        return self.facts
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.facts["layouts"]
+
+
+def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
+    permit = permit_of(request)
+    wish = _wish(request, permit)
+    found, refused = verify_cases.cases(wish)
+    if not found:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in refused.items())
+        raise UserError(
+            f"no legal layout; refused for: {reasons or 'nothing matched'}",
+            field="layout",
+            value=request.layout or f"{wish.world} ranks",
+            hint="change --world, --layout or --axis",
+        )
+    if request.sample is not None:
+        found = verify_cases.sample(found, request.sample, request.seed)
+    rows = _carry_out(found, request, permit, on_event)
+    limits = [row.pop("limits") for row in rows if "limits" in row]
+    micro = {micro_words(run.batch, run.layout.dp) for run in found}
+    return Verified(
+        {
+            "layouts": rows,
+            "passed": sum(row["pass"] for row in rows),
+            "refused": dict(refused),
+            "total": len(rows),
+            "world": wish.world,
+            "device": request.device,
+            "share_gpu": request.share_gpu,
+            "precision": found[0].policy.precision,
+            "break": request.fault,
+            "limits": limits[0] if limits else {},
+            # What all layouts have in common; None where they differ.
+            "micro_batches": micro.pop() if len(micro) == 1 else None,
+        }
+    )
+
+
+def _wish(request: VerifyRequest, permit: Permit) -> Wish:
+    layout = Layout.parse(request.layout) if request.layout else None
+    if request.world is None and layout is None:
+        raise UserError("is required", field="world", hint="or pass --layout")
+    world = request.world if request.world is not None else layout.world if layout else 0
+    if layout and layout.world != world:
+        raise UserError(
+            f"has {layout.world} ranks, not --world {world}", field="layout", value=request.layout
+        )
+    check.whole(1, _MAX_WORLD, world=world)
+    _checked_sizes(request, world, permit)
+    names = request.models or [TINY[family] for family in request.family or USUAL]
+    models = tuple(model(name) for name in names)
+    for shape in models:
+        _must_run(shape)
+    fixed: dict[str, Any] = {"precision": request.precision, **request.policy}
+    for name, value in permit.env:
+        codec.put(fixed, f"env.{name}", value)
+    # Unknown fields and values are refused here, with the codec's words; aliases are resolved.
+    policy = codec.decode(Policy, fixed, "policy")
+    return Wish(
+        world=world,
+        models=models,
+        layout=layout,
+        axis=request.axis,
+        global_batch=request.global_batch,
+        micro_batch=request.micro_batch,
+        fixed=tuple((name, getattr(policy, name)) for name in fixed),
+        device=request.device,
+        seed=request.seed,
+    )
+
+
+def _must_run(shape: ModelShape) -> None:
+    """Refused before layouts are tried: no layout would help."""
+    lacking = not_run(shape, verify_cases.SEQ_LEN)
+    if lacking:
+        rule = f"the engine does not run {', '.join(lacking)}"
+        raise UserError(rule, field="model", value=shape.name, hint="plan and models take it")
+
+
+def _checked_sizes(request: VerifyRequest, world: int, permit: Permit) -> None:
+    """0 is a mistake, not the absence of a wish; and GPUs are counted before ranks start."""
+    asked = {"global_batch": request.global_batch, "micro_batch": request.micro_batch}
+    check.whole(**{name: size for name, size in asked.items() if size is not None})
+    if request.share_gpu and request.device != "cuda":
+        raise UserError("belongs to --device cuda", field="--share-gpu", hint="add --device cuda")
+    hint = "--device cpu" if request.share_gpu else "--share-gpu, or --device cpu"
+    require_gpus(request.device, world, hint=hint, shared=request.share_gpu)
+    permit.require_room(world)
+
+
+def _carry_out(
+    found: list[RunSpec], request: VerifyRequest, permit: Permit, on_event: OnEvent
+) -> list[dict[str, Any]]:
+    options = (("break", request.fault),) if request.fault else ()
+    if request.share_gpu:
+        options += (("share_gpu", "true"),)
+    limits = Limits(start_s=max(600.0, request.limit), step_s=request.limit)
+    job = Job(job="verify", specs=tuple(found), ranks=found[0].gpus, options=options, limits=limits)
+    with scratch() as folder:
+        report = run_job(
+            job, folder, progress=lambda line: on_event(Event(f"verify: {line}")), permit=permit
+        )
+        ends = dict(enumerate(report.runs))
+        return [_row(i, spec, folder, ends.get(i)) for i, spec in enumerate(found)]
+
+
+def _row(index: int, spec: RunSpec, folder: Path, end: RunReport | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "family": spec.model.family,
+        "model": spec.model.name,
+        "layout": str(spec.layout),
+        "policy": describe(spec),
+        "micro_batch": spec.batch.micro_batch,
+        "global_batch": spec.batch.global_batch,
+        "micro_sizes": [list(sizes) for sizes in spec.batch.micro_plan(spec.layout.dp)],
+    }
+    path = folder / f"answer-{index}.json"
+    if path.exists():
+        return row | json.loads(path.read_text(encoding="utf-8"))
+    words = "no answer"
+    if end is not None and end.failure is not None:
+        words = f"{end.outcome}: {end.failure.who}: {end.failure.message}"
+    empty = dict.fromkeys(("loss_diff", "norm_rel", "grad_rel", "param_rel"))
+    return row | empty | {"pass": False, "error": words}
