@@ -112,7 +112,7 @@ def _advice(asked: int, values: list[int], rates: Floats, notes: list[str]) -> d
 def _alignment(name: str, size: int, tp: int) -> list[str]:
     """Why a dimension that tensor parallelism divides is slow."""
     if size % tp:
-        return [f"{name} {size} does not divide by tp {tp}"]
+        return [f"{name} {size} is not divisible by tp {tp}"]
     part = size // tp
     step = int(np.gcd(part, 64))
     if step == 64:
@@ -200,11 +200,11 @@ def heads_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
     notes = []
     size = shape.head_size
     if size % 8:
-        notes.append(f"head size {size} is no multiple of 8: matrix units need that alignment")
+        notes.append(f"head size {size} is not a multiple of 8: matrix units need that alignment")
     elif size % 32:
         notes.append(f"head size {size} is padded to {-(-size // 32) * 32} by flash kernels")
     if shape.heads % shape.tp:
-        notes.append(f"heads {shape.heads} do not divide by tp {shape.tp}")
+        notes.append(f"heads {shape.heads} are not divisible by tp {shape.tp}")
     if kernels.attention == "flash":
         plain = layer_rates(shapes, replace(kernels, attention="fused-softmax"))
         loss = float(plain.max() / plain[mine])
@@ -255,8 +255,8 @@ def micro_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
     per_rank = shape.heads // shape.tp * shape.micro_batch
     if per_rank % 4:
         notes.append(
-            f"(heads/tp) x micro batch = {per_rank} is no multiple of 4: Megatron's fused softmax "
-            "falls back to separate kernels (flash attention does not care)"
+            f"(heads/tp) x micro batch = {per_rank} is not a multiple of 4: Megatron's fused "
+            "softmax falls back to separate kernels (flash attention is not affected)"
         )
     said = _advice(shape.micro_batch, sizes, rates, notes)
     return said | {"kernel_rule": per_rank % 4 == 0}

@@ -407,11 +407,11 @@ def _nothing(ranking: Ranking) -> str:
         said = ", ".join(f"{name} {count:,}" for count, name in counts[:4])
         why = _rule_in_words(query, counts[0][1]) if counts else ""
         said = said or "the flags given"
-        return f"no legal layout among {grid.looked_at:,}; refused by: {said}{why}"
+        return f"no legal layout among {grid.looked_at:,}; rejected by: {said}{why}"
     if not ranking.fitting:
         gib = query.cluster.device.memory_bytes / 2**30
         return f"nothing fits: every legal layout needs more than {gib:.0f} GiB on its fullest rank"
-    return f"--where leaves none of the {ranking.fitting} layouts that fit"
+    return f"--where excludes all {ranking.fitting} layouts that fit"
 
 
 def _rule_in_words(query: PlanQuery, reason: str) -> str:

@@ -91,7 +91,7 @@ def usual_cluster(device: Device, gpus: int, host_gpus: int = 8) -> Cluster:
         gpus=gpus,
         host_gpus=min(host_gpus, gpus),
         links=tuple(links),
-        source="usual fabric of this GPU, not measured",
+        source="typical interconnect of this GPU, not measured",
     )
 
 

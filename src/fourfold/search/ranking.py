@@ -101,7 +101,7 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
     fitting = _size(pool)
     pool = _where(query, pool, priced=False)
     pool["step_s"] = _chunked(
-        query, pool, lambda c: estimate(c, query.entry.coefficients).step_s, "layouts priced:"
+        query, pool, lambda c: estimate(c, query.entry.coefficients).step_s, "layouts timed:"
     )
     priced_points = _size(pool)
     pool = _where(query, pool, priced=True)

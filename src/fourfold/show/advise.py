@@ -37,7 +37,7 @@ def _size(name: str, one: dict[str, Any]) -> list[Part]:
         change = better["value"] - one["asked"]
         ending = f"{better['value']} ({change:+d}) is {better['gain']:.2f}x as fast per FLOP"
     else:
-        ending = "nothing near it is better"
+        ending = "no nearby value is better"
     verdict = f", {one['verdict']}" if "verdict" in one else ""
     extra = (
         f" (head size {one['head_size']}, attention core {one['attention_loss']:.2f}x the best)"

@@ -34,7 +34,7 @@ VARIANTS: dict[Variant, str] = {
     "no-rope-layers": "layers without rotary positions",
     "other-rope": "rotary scaling other than linear and llama3",
     "two-ropes": "rotary settings per kind of layer",
-    "interleaved-rope": "rotary pairs side by side",
+    "interleaved-rope": "adjacent rotary pairs",
     "alibi-slopes": "ALiBi with other slopes",
     "residual-after-norm": "residuals taken after the norm",
 }

@@ -22,9 +22,9 @@ def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
         (model.qk_norm not in RUN_QK_NORMS, "norms of queries and keys with weights per head"),
         (model.qk_norm != "none" and model.norm != "rmsnorm", "LayerNorms of queries and keys"),
         (model.norms == "around", "norms before and after attention and MLP"),
-        (model.block != "sequential", "attention and MLP side by side"),
+        (model.block != "sequential", "parallel attention and MLP"),
         (model.head_bias, "a bias in the output layer"),
-        (_partial(model), "rotary positions on a part of a head"),
+        (_partial(model), "partial rotary positions"),
         (windowed(model, seq_len), f"windows of {model.window} tokens in longer sequences"),
     )
     found = [words for is_so, words in facts if is_so]
@@ -38,11 +38,11 @@ def remarks(model: ModelShape, seq_len: int) -> tuple[str, ...]:
     if windowed(model, seq_len):
         some = "all layers" if model.local_layers is None else f"{model.local_layers} layers"
         said.append(
-            f"attention of {some} is priced by a window of {model.window} tokens, their keys and "
-            "values as if all were sent"
+            f"attention of {some} is timed with a window of {model.window} tokens, but all keys "
+            "and values are sent"
         )
     if model.block != "sequential":
-        said.append("attention and MLP side by side are priced one after the other")
+        said.append("parallel attention and MLP are timed as sequential")
     untimed = [VARIANTS[variant] for variant in model.variants]
     if model.norms == "around":
         untimed.insert(0, "norms after attention and MLP")

@@ -152,7 +152,7 @@ def _choice(kind: str, parts: Parts, sent_bytes: float, peak_bytes: int) -> Choi
 def _reason(taken: list[Choice]) -> str:
     """What the runner-up pays more for."""
     if len(taken) < 2:
-        return "no other kind can be had" if taken else "no kind can be had"
+        return "no other kind is possible" if taken else "no kind is possible"
     best, second = taken[:2]
     extra = {
         "waits longer for its messages": second.exposed_s - best.exposed_s,

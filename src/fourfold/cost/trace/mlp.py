@@ -19,10 +19,10 @@ def mlp(ask: Ask) -> Program:
     """Tokens whole on every rank; partial outputs are summed over tp."""
     if ask.layout.dp * ask.layout.cp > 1:
         raise UserError(
-            "mlp divides over tp alone",
+            "is not supported by mlp, which splits over tp only",
             field="dp" if ask.layout.dp > 1 else "cp",
             value=ask.layout.dp if ask.layout.dp > 1 else ask.layout.cp,
-            hint="mlp2d divides tokens over dp as well",
+            hint="use mlp2d, which also splits tokens over dp",
         )
     divided("ffn", ask.ffn, ask.layout.tp, "columns of W1 are cut over tp")
     summed = Step(
@@ -41,10 +41,10 @@ def mlp2d(ask: Ask) -> Program:
     layout = ask.layout
     if layout.cp > 1:
         raise UserError(
-            "an MLP does not mix tokens: context parallel acts like dp",
+            "is the same as dp for an MLP, which does not mix tokens",
             field="cp",
             value=layout.cp,
-            hint=f"--dp {layout.dp * layout.cp}",
+            hint=f"use dp = {layout.dp * layout.cp}",
         )
     divided("tokens", ask.tokens, layout.dp * layout.tp, "tokens are cut over dp and tp")
     divided("ffn", ask.ffn, layout.tp, "columns of W1 are cut over tp")
