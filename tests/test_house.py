@@ -81,7 +81,6 @@ COPIES: set[tuple[str, str]] = {
 }
 CIRCLES: set[tuple[str, ...]] = {
     ("commands/clusters.py", "commands/clusters_new.py"),
-    ("engine/observe/ledger.py", "engine/process/failure.py"),
 }
 WITH_ARGPARSE: set[str] = {
     "engine/worker.py",
@@ -89,7 +88,6 @@ WITH_ARGPARSE: set[str] = {
 }
 LONG_FILES: set[str] = {
     "cost/memory/own_engine.py",
-    "engine/jobs/run.py",
     "search/answer.py",
     "search/ranking.py",
     "show/plan.py",
@@ -102,11 +100,6 @@ LONG_FUNCTIONS: set[str] = {
     "commands/trace.py:add_arguments",
     "cost/memory/own_engine.py:_peak",
     "cost/trace/attention.py:ulysses",
-    "engine/checkpoint/checkpoint.py:save",
-    "engine/jobs/one_rank.py:one_rank",
-    "engine/jobs/run.py:_measured",
-    "engine/training/trainer.py:accumulate",
-    "launch/local.py:_signals",
     "result/dryrun.py:extrapolated",
     "search/export/nanotron.py:_config",
     "search/export/torchtitan.py:_config",

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.engine import compat
 from fourfold.engine.data.source import Synthetic
 from fourfold.engine.model.layers import Norm
-from fourfold.engine.observe.phases import _fsdp_parameters
 from fourfold.engine.parallel.groups import World
+from fourfold.engine.training.hooks import StepEvent
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.loss_scale import ScalerSettings
-from fourfold.engine.training.optimizer import AdamSettings
+from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.compare import RankFindings
 from fourfold.engine.verify.reference import Recipe, train_alone
@@ -117,30 +117,23 @@ def formats_of(run: RunSpec) -> dict[str, Any]:
     norm.register_forward_hook(
         lambda module, args, out: inside.update({NAMES[out.dtype], NAMES[module.weight.dtype]})
     )
-    held: set[str] = set()
-    original = trainer.before_backward
+    grads: set[str] = set()
 
-    def before_backward(chunk: Any, *args: Any, **kwargs: Any) -> None:
-        for one in _fsdp_parameters([chunk]):
-            if one.unsharded_accumulated_grad is not None:
-                held.add(NAMES[one.unsharded_accumulated_grad_data.dtype])
-            elif one.sharded_param.grad is not None:
-                held.add(NAMES[one.sharded_param.grad.dtype])
-            elif one._unsharded_param.grad is not None:
-                held.add(NAMES[one._unsharded_param.grad.dtype])
-        original(chunk, *args, **kwargs)
-
-    trainer.before_backward = before_backward  # type: ignore[method-assign]
-    reduce = trainer.reduce
-
-    def before_reduce(loss: torch.Tensor) -> Any:
-        if trainer.alone:  # sums of all micro batches, but for what goes through more sums
+    def observe(event: StepEvent) -> None:
+        if event.phase == "reduce" and trainer.alone:
+            # Sums of all micro batches, but for what goes through more sums.
             more = {shard.param for shared in trainer.shared for shard in shared.shards}
             rest = [p.grad for p in trainer.parameters() if p not in more]
-            held.update(NAMES[grad.dtype] for grad in rest if grad is not None)
-        return reduce(loss)
+            grads.update(NAMES[grad.dtype] for grad in rest if grad is not None)
+        for parameter in compat.fsdp_parameters([event.chunk] if event.chunk is not None else []):
+            if parameter.unsharded_accumulated_grad is not None:
+                grads.add(NAMES[parameter.unsharded_accumulated_grad_data.dtype])
+            elif parameter.sharded_param.grad is not None:
+                grads.add(NAMES[parameter.sharded_param.grad.dtype])
+            elif parameter._unsharded_param.grad is not None:
+                grads.add(NAMES[parameter._unsharded_param.grad.dtype])
 
-    trainer.reduce = before_reduce  # type: ignore[method-assign]
+    trainer.hooks.add(observe)
     with Sent() as sent:
         trainer.step(1)
     assert isinstance(chunk, FSDPModule) != bool(trainer.alone)
@@ -149,7 +142,7 @@ def formats_of(run: RunSpec) -> dict[str, Any]:
     return {
         "weights": sorted({NAMES[leaf.dtype] for leaf in trainer.optimizer.leaves}),
         "activations": sorted(inside),
-        "grads": sorted(held),
+        "grads": sorted(grads),
         "sent": {op: sorted(names) for op, names in sent.seen.items()},
         "moments": sorted(moments),
     }
@@ -207,7 +200,7 @@ def ramp() -> dict[str, Any]:
         run = RunSpec(model=deep, gpus=parsed.world, layout=parsed, batch=batch, policy=policy)
         how = Recipe(
             source=Synthetic(vocab=32, seq_len=8, seed=0, masked=0.2),
-            settings=AdamSettings(lr=3e-3, eps=1e-5, max_norm=0.5),
+            settings=OptimizerSettings(lr=3e-3, eps=1e-5, max_norm=0.5),
             rule=InitRule(vector_std=0.1),
             steps=8,
         )

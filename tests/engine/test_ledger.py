@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.engine.observe.ledger import Ledger
-from fourfold.engine.process.failure import MemoryLimitError
+from fourfold.engine.observe.ledger import Ledger, MemoryLimitError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fourfold.engine.training.one_pass import OnePassAdamW
-from fourfold.engine.training.optimizer import AdamSettings, param_groups
+from fourfold.engine.training.optimizer import How, OnePassAdamW, OptimizerSettings, param_groups
 
-SETTINGS = AdamSettings(lr=1e-2)
+SETTINGS = OptimizerSettings(lr=1e-2)
 
 
 def leaves(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -22,12 +21,10 @@ def optimizer(tensors, dtype=torch.float32, copies=None) -> OnePassAdamW:
         tensor.grad_dtype = None
     return OnePassAdamW(
         param_groups(tensors, SETTINGS),
+        How(dtype=dtype, copies=copies or {}),
         lr=SETTINGS.lr,
         betas=SETTINGS.betas,
         eps=SETTINGS.eps,
-        dtype=dtype,
-        copies=copies or {},
-        compiled=False,
     )
 
 

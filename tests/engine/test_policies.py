@@ -180,10 +180,10 @@ def test_a_plain_optimizer_makes_temporaries_where_a_fused_one_makes_none():
             trainer = Trainer(run, World.create(run.layout, "cpu"), device=CPU)
             with Ledger() as ledger:
                 watch(trainer, ledger)
-                step = mark_phases(trainer, ledger.mark)
-                step(0)
+                mark_phases(trainer, ledger.mark)
+                trainer.step(0)
                 ledger.begin()
-                step(1)
+                trainer.step(1)
                 ledger.mark("end")
             return ledger.phase_bytes["optimizer"]
         finally:

@@ -18,7 +18,7 @@ from fourfold.engine.data.token_file import TokenFile
 from fourfold.engine.model.decoder import IGNORE
 from fourfold.engine.parallel.ring import zigzag
 from fourfold.engine.training.init import InitRule
-from fourfold.engine.training.optimizer import AdamSettings
+from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.verify.reference import Recipe, train_alone
 from fourfold.errors import UserError
 from fourfold.launch.local import run_job
@@ -194,7 +194,7 @@ def test_layouts_learn_the_same_from_a_file(tmp_path: Path) -> None:
     report = run_job(Job(job="run", specs=runs), tmp_path / "job")
     assert report.outcome == "ok", report.failure
     alone = run_of(name, "tp1")
-    recipe = Recipe(source=source_of(alone), settings=AdamSettings(), rule=InitRule(), steps=3)
+    recipe = Recipe(source=source_of(alone), settings=OptimizerSettings(), rule=InitRule(), steps=3)
     truth = train_alone(alone, recipe, CPU)
     for run in report.runs:
         losses = [step.loss for step in run.steps]

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fourfold.engine.jobs.train import adam
-from fourfold.engine.training.optimizer import Optimizer
+from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.files import curve
 from fourfold.result.job import beat_file, read_beat
@@ -232,7 +231,7 @@ def test_settings_reach_the_optimizer() -> None:
     )
     weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0]], dtype=torch.float64))
     twin = torch.nn.Parameter(weight.detach().clone())
-    mine = Optimizer([weight], adam(settings), fused=True, dtype=torch.float64)
+    mine = Optimizer([weight], OptimizerSettings.of(settings), kind="adamw", dtype=torch.float64)
     torchs = torch.optim.AdamW([twin], lr=0.01, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2)
     mine.set_lr(0.01)
     for _ in range(3):
@@ -241,7 +240,7 @@ def test_settings_reach_the_optimizer() -> None:
         torchs.step()
     torch.testing.assert_close(weight, twin, rtol=1e-12, atol=0)
     assert mine.updates == 3
-    assert adam(settings).max_norm is None
+    assert OptimizerSettings.of(settings).max_norm is None
 
 
 @pytest.fixture

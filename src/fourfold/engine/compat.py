@@ -1,12 +1,26 @@
-"""What differs between torch 2.11 and 2.13, and the dtypes behind our names: shims in one place."""
+"""All that is torch's own business and used here nonetheless: names with an underscore, which may
+change with any release, and what differs between torch 2.11 and 2.13. No other file has any.
+
+What costs seconds to import (FSDP, DTensor, dynamo) is imported where it is used: a rank that only
+answers a ping does without.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import logging
 import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes  # noqa: F401
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 from fourfold.spec.words import AROUND
 
@@ -16,7 +30,11 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+# Functional collectives by name: the same in all supported versions, and they trace under compile.
+functional = torch.ops._c10d_functional
+foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+foreach_copy_ = torch._foreach_copy_
+sleep_cycles = torch.cuda._sleep  # lets the GPU wait, so that its host gets ahead
 
 
 def quiet() -> None:
@@ -34,6 +52,242 @@ def activation_dtype(compute: str) -> torch.dtype:
     return DTYPES[AROUND.get(compute, compute)]
 
 
-def group_name(group: dist.ProcessGroup) -> str:
-    """The name functional collectives know a group by."""
-    return group.group_name
+# Tensors, operators, modules.
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a (possibly sharded) tensor on this rank, without DTensor's dispatch."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def storage_key(tensor: Tensor | torch.UntypedStorage) -> int:
+    """The same for all views of a storage, as long as it lives."""
+    storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor
+    return storage._cdata
+
+
+def version_of(tensor: Tensor) -> int:
+    """Counts changes in place."""
+    return tensor._version
+
+
+def op_name(func: Any) -> str:
+    """'aten::mm'."""
+    return func._schema.name
+
+
+def op_packet(func: Any) -> Any:
+    """The operator without its overload, as torch's FLOP formulas are filed."""
+    return func._overloadpacket
+
+
+def put_parameter(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """In the place of another of its shape, without a module's checks."""
+    owner._parameters[name] = parameter
+
+
+def scaled_mm(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+    """A product in fp8, bf16 out."""
+    return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """torch's flash kernel of the device, with its logsumexp."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+
+
+def flash_backward(
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    aten, (q, k, v) = torch.ops.aten, inputs
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal
+        )
+    # No dropout, so the generator's state is never read. The kernel reads the logsumexp as if it
+    # were contiguous, without a look at its strides: half of the queries is a slice.
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    lse, lengths = lse.contiguous(), (q.shape[2], k.shape[2])
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed
+    )
+
+
+# Fake tensors and fake peers.
+
+
+def fake_mode() -> Any:
+    """Operators on shapes only; real tensors may come in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def fake_store() -> dist.Store:
+    """Of a world of which only this rank exists."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def finished_work() -> Any:
+    """What a collective gives back that is over already."""
+    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr]
+
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_result(None)
+    return _create_work_from_future(future)
+
+
+# Process groups.
+
+
+def group_names() -> dict[dist.ProcessGroup, str]:
+    """All groups of this process, by the name that functional collectives know them by."""
+    names = dist.distributed_c10d._world.pg_names
+    return {group: str(name) for group, name in list(names.items())}
+
+
+def collectives_by_group() -> dict[str, str]:
+    """Group name -> collectives started; empty before torch.distributed is up.
+
+    Not of pipelines: sends and receives count too, and the middle stages have twice as many.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return {}
+    counts: dict[str, str] = {}
+    for group, name in group_names().items():
+        if getattr(group, "group_desc", "") == "pp":
+            continue
+        # A backend without a counter (the fake one), or a group going away.
+        with contextlib.suppress(RuntimeError):
+            counts[name] = str(group._get_sequence_number_for_group())  # type: ignore[attr]
+    return counts
+
+
+def flight_record() -> str:
+    """torch's record of the last collectives of this rank as JSON, '' where it keeps none."""
+    from torch._C import _distributed_c10d as c10d
+
+    # NCCL and the other backends keep separate recorders, under names that changed over versions.
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is None:
+            continue
+        record = dump(includeCollectives=True, onlyActive=False).decode()
+        if json.loads(record).get("entries"):
+            return record
+    return ""
+
+
+# Compiled code.
+
+
+def allow_graphs(count: int) -> None:
+    """torch gives up compiling a function at its limit of graphs, which is made to fit."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+
+
+def graphs() -> int:
+    """Graphs torch.compile has made so far in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def compile_s() -> float:
+    """Seconds torch.compile has taken so far in this process, by its own account."""
+    spent = torch._dynamo.utils.calculate_time_spent()
+    return float(spent.get("total_wall_time", spent.get("entire_frame_compile", 0.0)))
+
+
+def forget_compiled() -> None:
+    torch._dynamo.reset()
+
+
+# DTensor and FSDP2.
+
+
+@functools.cache
+def distributed_tensors() -> tuple[type, ...]:
+    """Tensors around a local one."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor, AsyncCollectiveTensor
+
+
+@contextlib.contextmanager
+def around_shape_propagation(around: Callable[[], Any]) -> Iterator[None]:
+    """Inside, `around()` is entered whenever DTensor works out a shape, which it does by running
+    operators on fake tensors of global size."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name)
+
+    def propagate(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return original(*args, **kwargs)
+
+    setattr(ShardingPropagator, name, propagate)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, name, original)
+
+
+def fsdp_parameters(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """What FSDP keeps of each parameter: its shard, and gradients that are not reduced yet."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for inner in (inner for module in modules for inner in module.modules()):
+        if isinstance(inner, FSDPModule):
+            group = inner._get_fsdp_state()._fsdp_param_group
+            yield from group.fsdp_params if group is not None else ()
+
+
+def fsdp_after_backward(module: Any, *, is_root: bool = False) -> None:
+    """What FSDP does after a backward pass through a module, where no autograd runs; at the root,
+    also what ends the pass."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is not None:  # a stage in the middle has nothing of its own beside its layers
+        # The first part has left gradients of norms and biases in the format of accumulation, the
+        # products' are in the format of compute: one reduction takes one format only.
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+        group.post_backward()
+    if is_root:
+        module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def cast_reduce_scatter(dtype: torch.dtype) -> Any:
+    """FSDP's reduce-scatter in another format than gradients are accumulated in."""
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+    class CastReduceScatter(ReduceScatter):
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            op: Any,
+            async_op: bool = False,
+        ) -> None:
+            sent = input_tensor.to(dtype)
+            got = torch.empty(output_tensor.shape, dtype=dtype, device=output_tensor.device)
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            scatter(got, sent, group=group, op=op)
+            output_tensor.copy_(got)
+
+    return CastReduceScatter()

@@ -171,41 +171,45 @@ def _wait_for(done: Callable[[], bool], limit_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-@contextlib.contextmanager
-def _signals(stop_file: Path | None) -> Iterator[None]:
-    """SIGTERM acts like Ctrl-C while ranks run. Only the main thread may set handlers.
-
-    With a `stop_file` the first of them makes that file and only a later one raises; SIGUSR1 asks
+class _StopRequests:
+    """With a `stop_file` the first signal makes that file and only a later one raises; SIGUSR1 asks
     and never raises. Slurm sends SIGUSR1 before a time limit and SIGTERM at it, `timeout` sends its
-    signal twice at once: neither may cut off the save that is under way.
-    """
-    asked_at: list[float] = []
+    signal twice at once: neither may cut off the save that is under way."""
 
-    def stop(number: int, _: object) -> None:
+    def __init__(self, stop_file: Path | None) -> None:
+        self._file = stop_file
+        self._asked_at: float | None = None
+
+    def stop(self, number: int, _: object) -> None:
         now = time.monotonic()
-        if stop_file is None or (asked_at and now - asked_at[0] > _SAME_REQUEST_S):
+        asked = self._asked_at is not None and now - self._asked_at > _SAME_REQUEST_S
+        if self._file is None or asked:
             raise KeyboardInterrupt
-        asked_at.append(now)
-        ask(number, _)
+        self._asked_at = self._asked_at or now
+        self.ask(number, _)
 
-    def ask(number: int, _: object) -> None:
-        assert stop_file is not None
+    def ask(self, number: int, _: object) -> None:
+        assert self._file is not None
         what = "saving after this step, then stopping"
         try:
-            stop_file.touch()
+            self._file.touch()
         except OSError as error:  # a full disk: must not end the ranks without a word
             what = f"cannot ask the ranks to save ({error.strerror}); send it again to stop at once"
         # Not print: a handler may interrupt one.
-        words = f"\n{signal.Signals(number).name}: {what}\n"
         with contextlib.suppress(OSError):
-            os.write(2, words.encode())
+            os.write(2, f"\n{signal.Signals(number).name}: {what}\n".encode())
 
+
+@contextlib.contextmanager
+def _signals(stop_file: Path | None) -> Iterator[None]:
+    """SIGTERM acts like Ctrl-C while ranks run. Only the main thread may set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {signal.SIGTERM: stop}
+    requests = _StopRequests(stop_file)
+    handlers = {signal.SIGTERM: requests.stop}
     if stop_file is not None:
-        handlers |= {signal.SIGINT: stop, signal.SIGUSR1: ask}
+        handlers |= {signal.SIGINT: requests.stop, signal.SIGUSR1: requests.ask}
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs so: the keyboard's Ctrl-C is not meant for them.
         handlers.pop(signal.SIGINT, None)

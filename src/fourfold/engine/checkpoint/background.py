@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fourfold.engine.checkpoint.checkpoint import LOOK_S, cpu_group, save
 from fourfold.engine.checkpoint.state import StateShard, assign_writers, state_shards
+from fourfold.engine.compat import foreach_norm
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.process.failure import NonFiniteError
 from fourfold.engine.training.trainer import Trainer
@@ -26,10 +27,7 @@ def must_be_finite(items: Sequence[StateShard]) -> None:
     if not items:
         return
     peaks = torch.stack(
-        [
-            peak.double()
-            for peak in torch._foreach_norm([item.tensor for item in items], float("inf"))
-        ]
+        [peak.double() for peak in foreach_norm([item.tensor for item in items], float("inf"))]
     )
     if not bool(torch.isfinite(peaks).all()):
         bad = items[int((~torch.isfinite(peaks)).nonzero()[0])].name

@@ -187,10 +187,14 @@ def save(
         if rank == 0:
             # Gives the room back; every rank has left the folder by now.
             shutil.rmtree(folder, ignore_errors=True)
-        last = checkpoints.newest(root)
-        earlier = f"the last good one is {last.folder.name}" if last else "there is no earlier one"
-        what = f"the checkpoint of step {state.step} could not be written"
-        raise CheckpointError(f"{what}: {_words(error)}; {earlier}") from error
+        raise _not_written(root, state.step, error) from error
+
+
+def _not_written(root: Path, step: int, error: BaseException) -> CheckpointError:
+    last = checkpoints.newest(root)
+    earlier = f"the last good one is {last.folder.name}" if last else "there is no earlier one"
+    what = f"the checkpoint of step {step} could not be written"
+    return CheckpointError(f"{what}: {_words(error)}; {earlier}")
 
 
 def _words(error: BaseException) -> str:

@@ -1,5 +1,5 @@
 """What tokens does a step see? Those of a file, or synthetic ones, fresh each step: f(seed,
-sequence, position).
+sequence, position). And which sequences does a data-parallel rank take, in which micro batches?
 
 Any rank can make exactly the sequences and positions it needs, with no host synchronisation; ranks
 that share data (tensor and pipeline peers) make the same.
@@ -17,6 +17,7 @@ from torch import Tensor
 from fourfold.engine.data import rng
 from fourfold.engine.data.token_file import TokenFile
 from fourfold.engine.model.decoder import IGNORE
+from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info
 
@@ -94,3 +95,26 @@ class Synthetic:
         most = max(1, int(2 * self.masked * scale))
         share = rng.below(rng.key(self.seed, "share"), number, most)
         return rng.below(rng.key(self.seed, "mask"), index, scale) < share
+
+
+def micro_sizes(batch: Batch, dp: int, rank: int) -> tuple[int, ...]:
+    """Sequences of each micro batch of data-parallel rank `rank`.
+
+    Ranks meet in collectives with every micro batch, so all run as many as the busiest; a rank with
+    fewer sequences adds micro batches of one padding sequence, which counts nothing.
+    """
+    sizes = batch.micro_sizes(batch.shares(dp)[rank])
+    return sizes + (1,) * (batch.micro_count(dp) - len(sizes))
+
+
+def micro_sequences(batch: Batch, dp: int, rank: int, device: torch.device) -> list[Tensor]:
+    """Numbers, within a step, of the sequences of each micro batch; -1 is padding."""
+    shares = batch.shares(dp)
+    start, stop = sum(shares[:rank]), sum(shares[: rank + 1])
+    made = []
+    for size in micro_sizes(batch, dp, rank):
+        real = torch.arange(start, min(start + size, stop), device=device)
+        padding = torch.full((size - real.numel(),), -1, device=device)
+        made.append(torch.cat([real, padding]))
+        start = min(start + size, stop)
+    return made

@@ -13,8 +13,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold.engine import compat
 from fourfold.engine.observe.gpu_kernels import gpu_kernels
@@ -71,18 +69,18 @@ def with_micro_batches(spec: RunSpec, count: int) -> RunSpec:
 
 def _count(spec: RunSpec, rank: int) -> RankCount:
     began = time.perf_counter()
-    dist.init_process_group("fake", rank=rank, world_size=spec.gpus, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=spec.gpus, store=compat.fake_store())
     try:
         world = World.create(spec.layout, "cpu")
         trainer = Trainer(spec, world, device=CPU, materialize=False)
-        with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
+        with compat.fake_mode(), Ledger() as ledger:
             trainer.materialize(initial=False)
             prime_optimizer(trainer)
             watch(trainer, ledger)
-            step = mark_phases(trainer, ledger.mark)
+            mark_phases(trainer, ledger.mark)
             gc.collect()
             ledger.begin()
-            step(1)
+            trainer.step(1)
             ledger.mark("end")
             return count_of(ledger, trainer, time.perf_counter() - began)
     finally:

@@ -8,24 +8,24 @@ Then the same kernels are timed alone.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fourfold.engine import compat
+from fourfold.engine.compat import local
+from fourfold.engine.jobs.build import counts, with_trainer
 from fourfold.engine.jobs.dryrun import with_micro_batches
-from fourfold.engine.jobs.run import Steps, counts, let_go, limit_memory, refuse, shortage_of
+from fourfold.engine.jobs.run import Steps
 from fourfold.engine.microbench import kernel_times
 from fourfold.engine.microbench.device import copy
 from fourfold.engine.microbench.kernels import Kernel, Product, is_again
 from fourfold.engine.observe.clock import synchronize
-from fourfold.engine.observe.ledger import Ledger
-from fourfold.engine.observe.phases import axes_of, watch
+from fourfold.engine.observe.memory import retries
+from fourfold.engine.observe.phases import axes_of
 from fourfold.engine.observe.timeline import PhaseTimeline, attach, steady
 from fourfold.engine.one_rank import fake_peers
 from fourfold.engine.one_rank.fake_peers import StepTraffic, TrafficLog
@@ -40,10 +40,7 @@ from fourfold.engine.one_rank.totals import (
     step_flops,
     step_traffic,
 )
-from fourfold.engine.parallel.groups import World
-from fourfold.engine.parallel.shards import local
 from fourfold.engine.process.environment import environment
-from fourfold.engine.process.failure import outcome_of
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult
@@ -57,23 +54,14 @@ def perform(task: Task) -> None:
     """Options, one number for each run: `ranks`; `micro_batches` to run, 0 all (else enough). For
     the floor `hot_s`, seconds to measure it, and `least`, bytes of each run that can't be avoided:
     of a layer, the first and the last end, and an element of the weights."""
-    compat.quiet()
-    refuse(task.spec)
-    task.spec.batch.without_ramp()
+    spec = task.spec
+    spec.batch.without_ramp()
     rank = int(task.job.option("ranks", "0").split(",")[task.index])
-    device = task.device(task.spec.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    limit_memory(task.spec, device)
     wanted = task.job.option("micro_batches")
-    ran = micro_batches_to_run(task.spec, wanted.split(",")[task.index] if wanted else "")
-    try:
-        task.answer(one_rank(task, rank, ran, device))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        let_go(device, compiled=task.spec.policy.compile)
+    ran = micro_batches_to_run(spec, wanted.split(",")[task.index] if wanted else "")
+    stage, readings = _steps(task, rank, ran)
+    stage.more = spec.batch.micro_count(spec.layout.dp) - ran
+    task.answer(_result(task, rank, stage, readings))
 
 
 def micro_batches_to_run(spec: RunSpec, wanted: str = "") -> int:
@@ -87,23 +75,13 @@ def micro_batches_to_run(spec: RunSpec, wanted: str = "") -> int:
     return whole if whole <= enough + 1 else enough
 
 
-def one_rank(task: Task, rank: int, ran: int, device: torch.device) -> OneRankResult:
-    """Run, let go of the model, time its kernels alone, and put both together."""
-    more = task.spec.batch.micro_count(task.spec.layout.dp) - ran
-    stage, readings = _steps(task, rank, ran, device)
-    stage.more = more
-    let_go(device, compiled=False)
+def _result(task: Task, rank: int, stage: StageFacts, readings: StepReadings) -> OneRankResult:
+    """The model is gone: its kernels are timed alone, and both are put together."""
+    device, memory = task.device(task.spec.device), readings.memory
     task.heartbeat.enter("kernels alone")
     kernels = stage.kernels(max(stage.sizes))
-    kernel_s = kernel_times.time_kernels(kernels, stage.spec, device, _KERNELS_ALONE_S[device.type])
-    dtype = compat.DTYPES[stage.spec.policy.dtypes.param]
-    wanted = task.job.option("hot_s")
-    floor = floor_of(task, stage, kernels, kernel_s, device) if wanted else None
-    update_s = kernel_times.time_update(
-        stage.elements, dtype, device, 0.1 * _KERNELS_ALONE_S[device.type]
-    )
-    axes = axes_of(stage.world, stage.spec.model)
-    fills = fill_seconds(readings.traffic, axes, device)
+    alone = _alone(task, stage, kernels, device)
+    fills = fill_seconds(readings.traffic, stage.axes, device)
     task.heartbeat.step_done()
     micro_s = steady(readings.intervals, stage.ran * len(readings.step_s))
     phases, compute_s = phase_times(readings, micro_s, fills, stage)
@@ -112,27 +90,40 @@ def one_rank(task: Task, rank: int, ran: int, device: torch.device) -> OneRankRe
         world=stage.spec.gpus,
         stage=stage.world.stage,
         layers=len(stage.layers),
-        micro_batches=stage.ran + more,
+        micro_batches=stage.ran + stage.more,
         ran=stage.ran,
         step_s=tuple(readings.step_s),
         compute_s=compute_s,
         phases=tuple(phases),
-        kernels=tuple(kernel_time(*pair) for pair in zip(kernels, kernel_s, strict=True)),
-        update_s=update_s,
-        update_elements=stage.elements,
-        comm=step_traffic(readings.traffic, axes, stage),
+        comm=step_traffic(readings.traffic, stage.axes, stage),
         flops=step_flops(stage, kernels),
-        peak_bytes=readings.peak_bytes + kept_bytes(stage),
-        reserved_bytes=readings.reserved_bytes,
-        retries=readings.retries,
+        peak_bytes=memory.peak_bytes + kept_bytes(stage),
+        reserved_bytes=memory.reserved_bytes,
+        retries=memory.retries,
         peaks_from="ledger" if counts(stage.spec, device) else "allocator",
         device=dict(environment(device, task.place)).get("device", device.type),
         torch=torch.__version__,
         parts=tuple(DevicePart(name=n, seconds=s) for n, s in readings.profiler.parts().items()),
         parts_note=readings.profiler.refusal,
         watched=(readings.profiler.watched, readings.profiler.turned),
-        floor=floor,
+        **alone,
     )
+
+
+def _alone(
+    task: Task, stage: StageFacts, kernels: list[Kernel], device: torch.device
+) -> dict[str, Any]:
+    """Kernels and the update, timed alone, and (`hot_s`) the floor: fields of OneRankResult."""
+    budget_s, spec = _KERNELS_ALONE_S[device.type], stage.spec
+    kernel_s = kernel_times.time_kernels(kernels, spec, device, budget_s)
+    return {
+        "kernels": tuple(kernel_time(*pair) for pair in zip(kernels, kernel_s, strict=True)),
+        "floor": floor_of(task, stage, kernels, kernel_s, device)
+        if task.job.option("hot_s")
+        else None,
+        "update_s": kernel_times.time_update(stage.elements, spec.policy, device, budget_s / 10),
+        "update_elements": stage.elements,
+    }
 
 
 def floor_of(
@@ -169,37 +160,32 @@ def floor_of(
     )
 
 
-def _steps(
-    task: Task, rank: int, ran: int, device: torch.device
-) -> tuple[StageFacts, StepReadings]:
+def _steps(task: Task, rank: int, ran: int) -> tuple[StageFacts, StepReadings]:
     spec = with_micro_batches(task.spec, ran)
     specs = tuple(spec if i == task.index else other for i, other in enumerate(task.job.specs))
     task = replace(task, job=replace(task.job, specs=specs))
-    traffic_log = fake_peers.join(rank, spec.gpus)
-    task.heartbeat.enter("build")
-    ledger = Ledger(limit_bytes=spec.memory_limit) if counts(spec, device) else None
-    trainer: Trainer | None = None
-    try:
-        with ledger or contextlib.nullcontext():
-            world = World.create(spec.layout, device.type)
-            task.heartbeat.stage = world.stage
-            trainer = Trainer(spec, world, device=device)
-            if ledger is not None:
-                watch(trainer, ledger)
-        return _stage(spec, world, trainer), _run(Steps(task, trainer, ledger), traffic_log)
-    except BaseException as error:
-        if outcome_of(error) == "oom":
-            vars(error)["shortage"] = shortage_of(device, ledger, trainer, error)
-        raise
+    traffic_log = TrafficLog()
+
+    def join(device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        fake_peers.join(rank, spec.gpus, traffic_log)
+
+    return with_trainer(
+        task,
+        lambda trainer, ledger: (_stage(trainer), _run(Steps(task, trainer, ledger), traffic_log)),
+        join=join,
+    )
 
 
-def _stage(spec: RunSpec, world: World, trainer: Trainer) -> StageFacts:
+def _stage(trainer: Trainer) -> StageFacts:
     return StageFacts(
-        spec=spec,
-        world=world,
+        spec=trainer.spec,
+        world=trainer.world,
+        axes=axes_of(trainer.world, trainer.spec.model),
         layers=[index for chunk in trainer.chunks for index in chunk.blocks],
         sizes=Counter(trainer.sizes),
-        elements=sum(local(p).numel() for chunk in trainer.chunks for p in chunk.parameters()),
+        elements=sum(local(parameter).numel() for parameter in trainer.parameters()),
         more=0,
     )
 
@@ -223,18 +209,15 @@ def _run(steps: Steps, traffic_log: TrafficLog) -> StepReadings:
     ticks = steps.run(spec.steps)
     synchronize(device)
     intervals = line.take()
-    peak, reserved, retries = _memory(device, steps.peak_bytes)
+    steps.peak.note()
+    memory = steps.peak.memory(
+        rank=steps.task.rank,
+        stage=trainer.world.stage,
+        counted_bytes=steps.peak_bytes,
+        retries=retries(device),
+    )
     profiler = MicroBatchProfiler(device, len(trainer.sizes) * len(trainer.chunks))
     listeners.append(profiler.note)
     steps.run(1)
     synchronize(device)
-    return StepReadings(ticks.step_s(), intervals, traffic, profiler, peak, reserved, retries)
-
-
-def _memory(device: torch.device, ledger_bytes: int) -> tuple[int, int, int]:
-    """(peak, reserved, retries)."""
-    if device.type == "cpu":
-        return ledger_bytes, 0, 0
-    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
-    peak = torch.cuda.max_memory_allocated(device)
-    return peak, torch.cuda.max_memory_reserved(device), retries
+    return StepReadings(ticks.step_s(), intervals, traffic, profiler, memory)

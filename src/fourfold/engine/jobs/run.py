@@ -14,7 +14,7 @@ import math
 import socket
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,104 +22,29 @@ from torch import Tensor
 
 from fourfold.engine import compat
 from fourfold.engine.data.source import data_facts
+from fourfold.engine.jobs.build import with_trainer
 from fourfold.engine.microbench import device as probe
 from fourfold.engine.microbench.links import axis_rates
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory, allocator_peak, retries
 from fourfold.engine.observe.nvidia_smi import Sampler
-from fourfold.engine.observe.oom import of_allocator, of_ledger
-from fourfold.engine.observe.phases import count_of, mark_phases, watch
+from fourfold.engine.observe.phases import count_of, mark_phases
 from fourfold.engine.observe.warmup import WarmupTicks, by_count, until_steady
-from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.environment import environment
-from fourfold.engine.process.failure import NonFiniteError, check_finite, inject_fault, outcome_of
+from fourfold.engine.process.failure import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task
-from fourfold.engine.training.trainer import Trainer
-from fourfold.errors import UserError
+from fourfold.engine.training.trainer import StepOutcome, Trainer
 from fourfold.result.job import RankFacts
-from fourfold.result.oom import OomReport
-from fourfold.result.report import LinkRate, ProbeReport, RankSteps, StepReport
-from fourfold.search.legal import require_legal
-from fourfold.spec.run import RunSpec
+from fourfold.result.report import DeviceSample, LinkRate, ProbeReport, RankSteps, StepReport
 
 # The optimizer's state exists from the second step on; from then on every step holds the same.
 _COUNTED_STEPS = 2
 
 
 def perform(task: Task) -> RankFacts:
-    spec = task.spec
-    compat.quiet()
-    refuse(spec)
-    spec.batch.without_ramp()
-    device = task.device(spec.device)
-    limit_memory(spec, device)
-    task.join(device)
-    task.heartbeat.stage = spec.layout.coordinates(task.rank)["pp"]
-    task.heartbeat.enter("build")
-    ledger = Ledger(limit_bytes=spec.memory_limit) if counts(spec, device) else None
-    trainer: Trainer | None = None
-    try:
-        with ledger or contextlib.nullcontext():
-            world = World.create(spec.layout, device.type)
-            world.warm(device)
-            trainer = Trainer(spec, world, device=device)
-            if ledger is not None:
-                watch(trainer, ledger)
-        synchronize(device)
-        start_s = time.time() - task.began_at
-        facts = _measured(Steps(task, trainer, ledger), start_s)
-    except BaseException as error:
-        if outcome_of(error) == "oom":
-            vars(error)["shortage"] = shortage_of(device, ledger, trainer, error)
-        raise
-    task.leave()
-    trainer = None
-    let_go(device, compiled=spec.policy.compile)
-    return facts
-
-
-def let_go(device: torch.device, *, compiled: bool) -> None:
-    """A task leaves nothing to the next one of its process: no tensors, no compiled code (torch
-    counts versions of a function, however different their models), no peak."""
-    if compiled:
-        torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def shortage_of(
-    device: torch.device, ledger: Ledger | None, trainer: Trainer | None, error: BaseException
-) -> OomReport | None:
-    """Here the exception still holds what was held."""
-    if device.type == "cuda":
-        return of_allocator(device, trainer, error)
-    return of_ledger(ledger, trainer, error) if ledger is not None else None
-
-
-def refuse(spec: RunSpec) -> None:
-    """Before anything is built: a rank that starts an impossible layout hangs its peers."""
-    if spec.batch.micro_batch == 0:
-        raise UserError(
-            "must be a number here, not 'auto'", field="batch.micro_batch", hint="give a number"
-        )
-    require_legal(spec)
-
-
-def counts(spec: RunSpec, device: torch.device) -> bool:
-    """Whether a ledger runs. Compiled code hides from it, and it keeps steps from being compiled,
-    so there it runs only when a limit must be held."""
-    if device.type != "cpu":
-        return False
-    return not spec.policy.compile or spec.memory_limit is not None
-
-
-def limit_memory(spec: RunSpec, device: torch.device) -> None:
-    if spec.memory_limit is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, spec.memory_limit / total), device)
+    task.spec.batch.without_ramp()
+    return with_trainer(task, lambda trainer, ledger: _measured(Steps(task, trainer, ledger)))
 
 
 @dataclass(slots=True)
@@ -157,13 +82,13 @@ class Steps:
 
     def __init__(self, task: Task, trainer: Trainer, ledger: Ledger | None) -> None:
         self.task, self.trainer, self.ledger = task, trainer, ledger
-        self.results: list[tuple[Tensor, Tensor]] = []
+        self.results: list[StepOutcome] = []
         self.scales: list[Tensor] = []
         self.data_s: list[float] = []
         self.peak_bytes = 0
         self.peak = PeakMemory(trainer.device)
         check = self._must_be_finite if trainer.device.type == "cpu" else None
-        self._step = mark_phases(trainer, self._mark, check)
+        mark_phases(trainer, self._mark, check)
 
     def run(self, count: int) -> Ticks:
         """The next `count` steps."""
@@ -195,13 +120,13 @@ class Steps:
             self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
             self.peak.update_bytes = self.ledger.phase_bytes.get("optimizer", 0)
 
-    def _counted(self, index: int) -> tuple[Tensor, Tensor]:
+    def _counted(self, index: int) -> StepOutcome:
         """Compiled steps on a CPU hide from the ledger; of the second one the allocator tells."""
         hidden = self.ledger is None and self.trainer.device.type == "cpu"
         if not hidden or index != _COUNTED_STEPS - 1:
-            return self._step(index)
+            return self.trainer.step(index)
         with allocator_peak(self.trainer) as peaks:
-            done = self._step(index)
+            done = self.trainer.step(index)
         self.peak_bytes = max(self.peak_bytes, *peaks)
         return done
 
@@ -237,67 +162,83 @@ class Steps:
         return numbers
 
 
-def _measured(steps: Steps, start_s: float) -> RankFacts:
-    task, spec, device = steps.task, steps.task.spec, steps.trainer.device
-    peak = steps.peak
-    warm = _warm(steps)
-    synchronize(device)
-    peak.note()
-    probes = [_probe("before", task, device)]
-    peak.forget()
+@dataclass(slots=True)
+class Window:
+    """The timed steps: their readings, and what else happened meanwhile."""
+
+    ticks: Ticks
+    seconds: float
+    samples: tuple[DeviceSample, ...]
+    recompiles: int
+    retries: int
+
+
+def _timed(steps: Steps) -> Window:
+    device = steps.trainer.device
     gc.collect()
-    graphs, failed, sampler = _graphs(), retries(device), Sampler(device) if not task.rank else None
+    sampler = Sampler(device) if steps.task.rank == 0 else None
+    graphs, failed = compat.graphs(), retries(device)
     dist.barrier()  # nobody's first step waits for another's preparations
     synchronize(device)
     began = time.perf_counter()
-    timed = steps.run(spec.steps)
+    ticks = steps.run(steps.task.spec.steps)
     synchronize(device)
     window_s = time.perf_counter() - began
     samples = sampler.stop() if sampler is not None else ()
-    recompiles, failed = _graphs() - graphs, retries(device) - failed
+    return Window(ticks, window_s, samples, compat.graphs() - graphs, retries(device) - failed)
+
+
+def _measured(steps: Steps) -> RankFacts:
+    task, device, peak = steps.task, steps.trainer.device, steps.peak
+    start_s = time.time() - task.began_at
+    warm = _warm(steps)
+    synchronize(device)
     peak.note()
-    probes.append(_probe("after", task, device))
-    if steps.ledger is not None and task.job.option("count") == "true":
-        task.answer(count_of(steps.ledger, steps.trainer), part=task.rank)
-    if task.job.option("actions") == "true":
-        task.answer(_executed(steps.trainer), part=task.rank)
-    seconds = [*warm.step_s(), *timed.step_s()]
+    before = _probe("before", task, device)
+    peak.forget()
+    window = _timed(steps)
+    peak.note()
+    probes = (before, _probe("after", task, device))
+    _answer(steps)
+    seconds = [*warm.step_s(), *window.ticks.step_s()]
+    place: dict[str, int] = {"rank": task.rank, "stage": task.heartbeat.stage}
     return RankFacts(
-        memory=peak.memory(
-            rank=task.rank,
-            stage=task.heartbeat.stage,
-            counted_bytes=steps.peak_bytes,
-            retries=failed,
-        ),
+        memory=peak.memory(**place, counted_bytes=steps.peak_bytes, retries=window.retries),
         times=RankSteps(
             rank=task.rank,
             host=socket.gethostname(),
             step_s=tuple(seconds),
-            busy_s=(*warm.busy_s(), *timed.busy_s()),
-            recompiles=recompiles,
+            busy_s=(*warm.busy_s(), *window.ticks.busy_s()),
+            recompiles=window.recompiles,
             data_s=tuple(steps.data_s),
-            compile_s=_compile_s(),
+            compile_s=compat.compile_s(),
         ),
         steps=_step_reports(steps, seconds, warm.warmup.steps),
         start_s=start_s,
-        window_s=window_s,
-        samples=samples,
-        probes=tuple(probe_report for probe_report in probes if probe_report is not None),
+        window_s=window.seconds,
+        samples=window.samples,
+        probes=tuple(probed for probed in probes if probed is not None),
         links=_links(steps),
         warmup=warm.warmup,
         environment=_environment(task, device) if task.rank == 0 else (),
     )
 
 
+def _answer(steps: Steps) -> None:
+    """Options `count` and `actions`: what the ledger counted; what this rank's pipeline did in the
+    last step, in order: kind, chunk, micro batch."""
+    task, trainer = steps.task, steps.trainer
+    if steps.ledger is not None and task.job.option("count") == "true":
+        task.answer(count_of(steps.ledger, trainer), part=task.rank)
+    if task.job.option("actions") == "true":
+        actions = [list(action) for action in trainer.executed]
+        task.answer({"stage": trainer.world.stage, "actions": actions}, part=task.rank)
+
+
 def _environment(task: Task, device: torch.device) -> tuple[tuple[str, str], ...]:
     """Where it ran, on which tokens."""
     facts = dict(environment(device, task.place)) | data_facts(task.spec)
     return tuple(sorted(facts.items()))
-
-
-def _executed(trainer: Trainer) -> dict[str, Any]:
-    """What this rank's pipeline did in the last step, in order: kind, chunk, micro batch."""
-    return {"stage": trainer.world.stage, "actions": [list(action) for action in trainer.executed]}
 
 
 def _warm(steps: Steps) -> WarmupTicks:
@@ -347,14 +288,3 @@ def _probe(
     assert product is not None, "every device multiplies in this format"
     copied = probe.copy(2**28 if device.type == "cuda" else 2**26, device, seconds / 2)
     return ProbeReport(when=when, flops_per_s=product.flops_per_s, bytes_per_s=copied.bytes_per_s)
-
-
-def _compile_s() -> float:
-    """Seconds torch.compile has taken so far in this process, by its own account."""
-    spent = torch._dynamo.utils.calculate_time_spent()
-    return float(spent.get("total_wall_time", spent.get("entire_frame_compile", 0.0)))
-
-
-def _graphs() -> int:
-    """Graphs torch.compile has made so far in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -16,69 +16,55 @@ import torch
 from torch import Tensor
 
 from fourfold.cost.count.flops import CONVENTIONS, DEFAULT, FlopsQuery, utilisation_pct
-from fourfold.engine import compat
 from fourfold.engine.checkpoint import checkpoint
 from fourfold.engine.checkpoint.background import Saver
 from fourfold.engine.checkpoint.checkpoint import state_of
 from fourfold.engine.checkpoint.hf_read import begin_from
-from fourfold.engine.jobs.run import Ticks, refuse
+from fourfold.engine.jobs.build import with_trainer
+from fourfold.engine.jobs.run import Ticks
 from fourfold.engine.observe.clock import synchronize
+from fourfold.engine.observe.ledger import Ledger
+from fourfold.engine.observe.memory import PeakMemory
 from fourfold.engine.observe.phases import mark_phases
-from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.environment import environment
 from fourfold.engine.process.failure import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.stop import StopRequest
 from fourfold.engine.process.task import Task
-from fourfold.engine.training.optimizer import AdamSettings
+from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trackers import Tracker, trackers
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.result.files import curve, inside
 from fourfold.result.files.curve import Point
 from fourfold.result.job import RankFacts
-from fourfold.result.report import RankMemory, RankSteps
+from fourfold.result.report import RankSteps
 from fourfold.spec import catalog
 from fourfold.spec.device import device_id
 from fourfold.spec.run import RunSpec
-from fourfold.spec.train import TrainSettings, lr_at
+from fourfold.spec.train import lr_at
 
 
 def perform(task: Task) -> RankFacts:
-    spec, settings = task.spec, task.job.train
+    settings = task.job.train
     assert settings is not None
-    compat.quiet()
-    refuse(spec)
     stop = StopRequest(task.folder, task.rank)
-    device = task.device(spec.device)
-    task.join(device)
-    task.heartbeat.stage = spec.layout.coordinates(task.rank)["pp"]
-    task.heartbeat.enter("build")
-    world = World.create(spec.layout, device.type)
-    world.warm(device)
-    stop.connect()
-    trainer = Trainer(spec, world, device=device, settings=adam(settings))
-    out = Path(task.job.option("out"))
-    saver = Saver(trainer, out / "checkpoints", keep=settings.keep, background=settings.async_save)
-    first = _load(task, trainer, out)
-    training = TrainingLoop(task, trainer, saver, stop, first)
-    training.run()
-    facts = RankFacts(
-        memory=_memory(task, device),
-        times=RankSteps(rank=task.rank, host=socket.gethostname()),
-        environment=environment(device, task.place) if task.rank == 0 else (),
-    )
-    task.leave()
-    return facts
 
+    def train(trainer: Trainer, _: Ledger | None) -> RankFacts:
+        stop.connect()
+        out = Path(task.job.option("out"))
+        saver = Saver(
+            trainer, out / "checkpoints", keep=settings.keep, background=settings.async_save
+        )
+        TrainingLoop(task, trainer, saver, stop, _load(task, trainer, out)).run()
+        peak = PeakMemory(trainer.device)
+        peak.note()
+        return RankFacts(
+            memory=peak.memory(rank=task.rank, stage=task.heartbeat.stage),
+            times=RankSteps(rank=task.rank, host=socket.gethostname()),
+            environment=environment(trainer.device, task.place) if task.rank == 0 else (),
+        )
 
-def adam(settings: TrainSettings) -> AdamSettings:
-    return AdamSettings(
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        max_norm=settings.max_norm or None,
-    )
+    return with_trainer(task, train, settings=OptimizerSettings.of(settings), counted=False)
 
 
 def _load(task: Task, trainer: Trainer, out: Path) -> int:
@@ -110,7 +96,7 @@ class TrainingLoop:
         self.ticks = Ticks(trainer.device)
         self.window: list[tuple[Tensor, Tensor]] = []
         on_host = trainer.device.type == "cpu"
-        self._step = mark_phases(trainer, task.heartbeat.enter, self._check if on_host else None)
+        mark_phases(trainer, task.heartbeat.enter, self._check if on_host else None)
         self._log = _Log(task, first) if task.rank == 0 else None
 
     def run(self) -> None:
@@ -146,7 +132,7 @@ class TrainingLoop:
                 leaves[0].view(-1)[0] = math.nan
 
         inject_fault(self.spec.fault, rank=self.task.rank, step=index, poison=poison)
-        self.window.append(self._step(index))
+        self.window.append(self.trainer.step(index))
         self.ticks.tick()
         self.done += 1
         self.task.heartbeat.step_done()
@@ -240,13 +226,3 @@ def _utilisation(spec: RunSpec, device: torch.device) -> Callable[[float], float
     )
     flops = CONVENTIONS[DEFAULT].count(ask).model
     return lambda speed: None if peak is None else utilisation_pct(flops, speed, peak)
-
-
-def _memory(task: Task, device: torch.device) -> RankMemory:
-    peak = reserved = 0
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        reserved = torch.cuda.max_memory_reserved(device)
-    return RankMemory(
-        rank=task.rank, stage=task.heartbeat.stage, peak_bytes=peak, reserved_bytes=reserved
-    )

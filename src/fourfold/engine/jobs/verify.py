@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from fourfold.engine import compat
 from fourfold.engine.data.source import Synthetic
-from fourfold.engine.jobs.run import let_go
+from fourfold.engine.jobs.build import let_go
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.init import InitRule
-from fourfold.engine.training.optimizer import AdamSettings
+from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.compare import RankFindings, tolerances_of, verdict
 from fourfold.engine.verify.faults import FAULTS
@@ -35,7 +35,7 @@ _STEPS = 3
 # eps 1e-5: a key bias has no gradient in exact arithmetic, and rounding must not steer Adam. The
 # norm of these models' gradients falls with the root of the batch, from 0.5 to 1 at 8 sequences to
 # 0.2 to 0.5 at 48: clipping acts.
-_SETTINGS = AdamSettings(lr=3e-3, eps=1e-5, max_norm=0.1)
+_SETTINGS = OptimizerSettings(lr=3e-3, eps=1e-5, max_norm=0.1)
 _MASKED = 0.2
 _VECTOR_STD = 0.1
 
@@ -79,20 +79,9 @@ def perform(task: Task) -> None:
 
 
 def _trainer(spec: RunSpec, world: World, device: torch.device, fault: str) -> Trainer:
-    how = recipe(spec)
-    trainer = Trainer(
-        spec,
-        world,
-        device=device,
-        settings=how.settings,
-        source=how.source,
-        rule=how.rule,
-        materialize=False,
-    )
-    if fault:
-        FAULTS[fault](trainer)
-    trainer.materialize()
-    return trainer
+    """With a fault planted where one is named."""
+    how, kind = recipe(spec), FAULTS[fault] if fault else Trainer
+    return kind(spec, world, device=device, settings=how.settings, source=how.source, rule=how.rule)
 
 
 def _step(trainer: Trainer, step: int, truth: Truth, findings: RankFindings) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fourfold.engine.compat import scaled_mm
 from fourfold.engine.observe.clock import seconds_of, synchronize
 from fourfold.result.profile import AttentionPoint, CopyPoint, GemmPoint
 
@@ -39,9 +40,7 @@ def product(dtype: str, shape: tuple[int, int, int], device: torch.device) -> Ca
     if dtype == "fp8":
         a, b = left.to(DTYPES[dtype]), right.to(DTYPES[dtype]).t()
         scale = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(
-            a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16
-        )
+        return lambda: scaled_mm(a, b, scale)
     a, b = left.to(DTYPES[dtype]), right.to(DTYPES[dtype]).t()
     return lambda: a @ b
 

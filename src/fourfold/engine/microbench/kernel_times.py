@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.engine.compat import activation_dtype
+from fourfold.engine.compat import DTYPES, activation_dtype, sleep_cycles
 from fourfold.engine.microbench.device import product
 from fourfold.engine.microbench.kernels import Attend, Kernel, Product
 from fourfold.engine.model.layers import Core
@@ -26,6 +26,8 @@ from fourfold.engine.one_rank import fake_peers
 from fourfold.engine.one_rank.fake_peers import Fill
 from fourfold.engine.parallel import blocks
 from fourfold.engine.parallel.order import attention_kernels
+from fourfold.engine.training.optimizer import KINDS, OptimizerSettings, param_groups
+from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
 Work = Callable[[], object]
@@ -84,12 +86,15 @@ def time_fills(fills: Sequence[Fill], device: torch.device, budget_s: float) -> 
     return seconds_in_turn([_fill(fill, device) for fill in fills], device, budget_s)
 
 
-def time_update(elements: int, dtype: torch.dtype, device: torch.device, budget_s: float) -> float:
-    """Seconds of a fused AdamW update of so many elements, moments in the same format."""
+def time_update(elements: int, policy: Policy, device: torch.device, budget_s: float) -> float:
+    """Seconds of a fused update of so many elements, the optimizer's state in the same format."""
+    dtype = DTYPES[policy.dtypes.param]
     count = max(1, min(elements, _MOST_ELEMENTS))
     weight = torch.randn(count, device=device, dtype=dtype).mul_(_WEIGHT_STD).requires_grad_()
     weight.grad = torch.randn_like(weight).mul_(1e-3)
-    optimizer = torch.optim.AdamW([weight], fused=True)
+    settings = OptimizerSettings()
+    groups = param_groups([weight], settings)
+    optimizer = KINDS[policy.optimizer].reference(groups, settings, fused=True)
     return seconds_in_turn([optimizer.step], device, budget_s)[0] * elements / count
 
 
@@ -116,7 +121,7 @@ def seconds_in_turn(works: Sequence[Work], device: torch.device, budget_s: float
     for _ in range(_ROUNDS):
         for work, count, times in zip(works, calls, readings, strict=True):
             if device.type == "cuda":
-                torch.cuda._sleep(_HOST_CYCLES * count)
+                sleep_cycles(_HOST_CYCLES * count)
             times.append(reading(work, device, count))
     synchronize(device)
     return [lower_quartile(times) for times in readings]

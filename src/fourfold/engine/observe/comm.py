@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from fourfold.engine import compat
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # torch's names of one collective, by API: c10d's in place, coalesced and functional ones.
@@ -55,10 +56,10 @@ def is_collective(func: Any) -> bool:
 
 def collective(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, str, int] | None:
     """(group's name, our name of the collective, payload bytes); None for waits and barriers."""
-    op = OPS.get(func._schema.name.split("::")[1])
+    op = OPS.get(compat.op_name(func).split("::")[1])
     if op is None:
         return None
-    tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in compat.tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     lists = [_bytes_of(item) for item in (*args, out) if isinstance(item, (list, tuple))]
     name = next(_group_names((*args, *kwargs.values())), "?")
@@ -67,13 +68,13 @@ def collective(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, str, i
 
 def _bytes_of(item: Any) -> int:
     """A list of tensors is one payload: the shards of an all-gather, coalesced gradients."""
-    leaves = [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in compat.tree_leaves(item) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
 def _group_names(arguments: tuple[Any, ...]) -> Iterator[str]:
     """c10d's operators carry a boxed group, the functional ones its name (and a reduction's)."""
-    known = {str(name) for name in dist.distributed_c10d._world.pg_names.values()}
+    known = set(compat.group_names().values())
     for argument in arguments:
         if isinstance(argument, str) and argument in known:
             yield argument

@@ -7,23 +7,20 @@ What a kernel allocates inside itself, and what an allocator rounds up, is not s
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from fourfold.engine import compat
 from fourfold.engine.observe.comm import collective, is_collective
 from fourfold.engine.observe.op_flops import op_flops
-from fourfold.engine.process.failure import MemoryLimitError
 
 # Kinds that outlive a step; what is left is activations, whatever made it.
 STATE_KINDS = ("parameters", "gradients", "optimizer")
@@ -68,7 +65,15 @@ class OverLimit:
     largest: tuple[Allocation, ...]
 
 
-class Ledger(TorchDispatchMode):
+class MemoryLimitError(MemoryError):
+    """Live bytes passed the run's memory_limit; `over`: the ledger's picture of that moment."""
+
+    def __init__(self, message: str, over: OverLimit) -> None:
+        super().__init__(message)
+        self.over = over
+
+
+class Ledger(compat.TorchDispatchMode):
     """`axes`: group name -> axis. More live bytes than `limit_bytes` raise MemoryLimitError."""
 
     def __init__(
@@ -84,7 +89,7 @@ class Ledger(TorchDispatchMode):
         self.owners: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         self._allocations: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}
         self._paused = 0
-        self._undo: list[Callable[[], None]] = []
+        self._patches = contextlib.ExitStack()
         self.begin()
 
     def begin(self) -> None:
@@ -106,8 +111,7 @@ class Ledger(TorchDispatchMode):
 
     def own(self, kind: str, tensor: Tensor) -> None:
         """This tensor's storage counts as `kind` from now on."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        entry = self._allocations.get(local.untyped_storage()._cdata)
+        entry = self._allocations.get(compat.storage_key(compat.local(tensor)))
         if entry is not None and entry[0].kind != kind:
             self.kinds[entry[0].kind] -= entry[0].size
             self.kinds[kind] += entry[0].size
@@ -126,10 +130,10 @@ class Ledger(TorchDispatchMode):
 
     def see(self, tensor: Tensor, op: str = "given") -> None:
         """Count a tensor's storage if it is new; meta tensors have none."""
-        if tensor.device.type == "meta" and not isinstance(tensor, torch._subclasses.FakeTensor):
+        if tensor.device.type == "meta" and not compat.is_fake(tensor):
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = compat.storage_key(storage)
         if key in self._allocations:
             return
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -145,7 +149,7 @@ class Ledger(TorchDispatchMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP frees and fills its gathered weights this way."""
-        entry = self._allocations.get(storage._cdata)
+        entry = self._allocations.get(compat.storage_key(storage))
         if entry is None:
             return
         allocation = entry[0]
@@ -209,7 +213,7 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types) or any(
+        if any(issubclass(kind, compat.distributed_tensors()) for kind in types) or any(
             kind.__module__.startswith("torchao.") for kind in types
         ):
             return NotImplemented  # let it come down to plain local tensors first
@@ -227,23 +231,25 @@ class Ledger(TorchDispatchMode):
                 key = (self.axes.get(name, name), op)
                 self.traffic[key] += size
                 self.calls[key] += 1
-        op_name = func._schema.name
-        for leaf in tree_leaves(out):
+        op_name = compat.op_name(func)
+        for leaf in compat.tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf, op_name)
         return out
 
     def __enter__(self) -> Ledger:
-        self._undo = [self._watch_resizes(), self._skip_shape_shadows()]
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(self._watched_resizes())
+        self._patches.enter_context(compat.around_shape_propagation(self._not_counting))
         super().__enter__()
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         super().__exit__(exc_type, exc_val, exc_tb)
-        while self._undo:
-            self._undo.pop()()
+        self._patches.close()
 
-    def _watch_resizes(self) -> Callable[[], None]:
+    @contextlib.contextmanager
+    def _watched_resizes(self) -> Iterator[None]:
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -252,21 +258,15 @@ class Ledger(TorchDispatchMode):
             return result
 
         setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010  (torch types it Never)
-        return lambda: setattr(torch.UntypedStorage, "resize_", original)
+        try:
+            yield
+        finally:
+            setattr(torch.UntypedStorage, "resize_", original)  # noqa: B010
 
-    def _skip_shape_shadows(self) -> Callable[[], None]:
-        """DTensor works out shapes by running operators on fake tensors of global size."""
-        from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-        name = "_propagate_tensor_meta_non_cached"
-        original = getattr(ShardingPropagator, name)
-
-        def quiet(*args: Any, **kwargs: Any) -> Any:
-            self._paused += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._paused -= 1
-
-        setattr(ShardingPropagator, name, quiet)
-        return lambda: setattr(ShardingPropagator, name, original)
+    @contextlib.contextmanager
+    def _not_counting(self) -> Iterator[None]:
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1

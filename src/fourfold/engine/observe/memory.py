@@ -55,21 +55,20 @@ class PeakMemory:
             self._left_by_probe = torch.cuda.memory_reserved(self.device) - self._reserved
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def memory(self, *, rank: int, stage: int, counted_bytes: int, retries: int) -> RankMemory:
-        if self.device.type == "cpu":
-            return RankMemory(
-                rank=rank,
-                stage=stage,
-                peak_bytes=counted_bytes,
-                optimizer_bytes=self.update_bytes,
-            )
-        free, total = torch.cuda.mem_get_info(self.device)
+    def memory(
+        self, *, rank: int, stage: int, counted_bytes: int = 0, retries: int = 0
+    ) -> RankMemory:
+        """As of the last `note`; on a CPU `counted_bytes`, which somebody else counted."""
+        device_bytes = 0
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            device_bytes = total - free
         return RankMemory(
             rank=rank,
             stage=stage,
-            peak_bytes=self.allocated_bytes,
+            peak_bytes=max(counted_bytes, self.allocated_bytes),
             reserved_bytes=self.reserved_bytes,
-            device_bytes=total - free,
+            device_bytes=device_bytes,
             retries=retries,
             optimizer_bytes=self.update_bytes,
         )

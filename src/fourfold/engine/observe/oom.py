@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.engine.observe.ledger import Allocation, Ledger
+from fourfold.engine.compat import local, storage_key
+from fourfold.engine.observe.ledger import Allocation, Ledger, MemoryLimitError
 from fourfold.engine.observe.phases import owners_of
-from fourfold.engine.parallel.shards import local, published
-from fourfold.engine.process.failure import MemoryLimitError
+from fourfold.engine.parallel.shards import published
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.dryrun import Kind, Large
 from fourfold.result.oom import OomReport
@@ -36,16 +36,25 @@ def names_of(trainer: Trainer) -> dict[int, str]:
     """
     names_by_storage: dict[int, list[str]] = {}
     for shard in trainer.shards:
-        key = local(shard.param.detach()).untyped_storage()._cdata
+        key = storage_key(local(shard.param.detach()))
         names_by_storage.setdefault(key, []).append(shard.name)
         if shard.param.grad is not None:
-            grad = local(shard.param.grad).untyped_storage()._cdata
+            grad = storage_key(local(shard.param.grad))
             names_by_storage.setdefault(grad, ["gradient of"]).append(shard.name)
     for chunk in trainer.chunks:
         for param, names in published(chunk):
-            key = local(param.detach()).untyped_storage()._cdata
+            key = storage_key(local(param.detach()))
             names_by_storage.setdefault(key, [name for name, _ in names])
     return {key: " ".join(names) for key, names in names_by_storage.items()}
+
+
+def oom_report(
+    device: torch.device, ledger: Ledger | None, trainer: Trainer | None, error: BaseException
+) -> OomReport | None:
+    """None where nobody counted."""
+    if device.type == "cuda":
+        return of_allocator(device, trainer, error)
+    return of_ledger(ledger, trainer, error) if ledger is not None else None
 
 
 def of_ledger(ledger: Ledger, trainer: Trainer | None, error: BaseException) -> OomReport:
@@ -133,7 +142,7 @@ def _reachable(trainer: Trainer | None) -> dict[int, Large]:
     names = names_of(trainer)
     for kind, tensor in owners_of(trainer):
         storage = tensor.untyped_storage()
-        known[storage.data_ptr()] = _seen(tensor, kind, names.get(storage._cdata, ""))
+        known[storage.data_ptr()] = _seen(tensor, kind, names.get(storage_key(storage), ""))
     return known
 
 

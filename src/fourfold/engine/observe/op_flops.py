@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from fourfold.engine import compat
+
 _ATTENTION_FORWARD = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -29,14 +31,14 @@ def is_attention(func: Any) -> bool:
 def op_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     if func.namespace != "aten":
         return 0
-    name = func._schema.name.removeprefix("aten::")
+    name = compat.op_name(func).removeprefix("aten::")
     if name.endswith("_backward") and name.removesuffix("_backward") in _ATTENTION_FORWARD:
         query, key, value = args[1], args[2], args[3]
         return _pairs(query, key) * 2 * (3 * query.shape[-1] + 2 * value.shape[-1])
     if name in _ATTENTION_FORWARD:
         query, key, value = args[0], args[1], args[2]
         return _pairs(query, key) * 2 * (query.shape[-1] + value.shape[-1])
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(compat.op_packet(func))
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 

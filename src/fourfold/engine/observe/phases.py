@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.compat import fsdp_parameters, local
 from fourfold.engine.observe.ledger import STATE_KINDS, Ledger
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.parallel.shards import local
+from fourfold.engine.training.hooks import StepEvent
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.dryrun import Kind, Large, RankCount, Traffic
 from fourfold.spec.model import ModelShape
@@ -38,7 +35,7 @@ def owners_of(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
         yield "parameters", local(parameter.detach())
         if parameter.grad is not None:
             yield "gradients", local(parameter.grad)
-    for parameter in _fsdp_parameters(trainer.chunks):
+    for parameter in fsdp_parameters(trainer.chunks):
         # Not yet reduced: whole, in the accumulation format.
         if parameter.unsharded_accumulated_grad is not None:
             yield "gradients", parameter.unsharded_accumulated_grad_data
@@ -48,13 +45,6 @@ def owners_of(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
         for value in state.values():
             if isinstance(value, Tensor):
                 yield "optimizer", value
-
-
-def _fsdp_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[Any]:
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            yield from group.fsdp_params if group is not None else ()
 
 
 def watch(trainer: Trainer, ledger: Ledger) -> None:
@@ -68,42 +58,19 @@ def mark_phases(
     trainer: Trainer,
     mark: Callable[[str], None],
     check: Callable[[Tensor], None] | None = None,
-) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """A step that says where it is: forward and backward of each micro batch, reduce, optimizer.
+) -> None:
+    """From here on steps say where they are: forward and backward of each micro batch, reduce,
+    optimizer. `check` sees the norm before weights change."""
 
-    The same calls in the same order as Trainer.step; gives (loss, gradient norm), unread. `check`
-    sees the norm before weights change.
-    """
-    before, reduce, update = trainer.before_backward, trainer.reduce, trainer.update
+    def observe(event: StepEvent) -> None:
+        if event.phase in ("backward", "reduce", "optimizer"):
+            mark(event.phase)
+        if check is not None and event.norm is not None:
+            check(event.norm)
 
-    def before_backward(chunk: Decoder, kind: str, last: bool) -> None:
-        mark("backward")
-        before(chunk, kind, last)
-
-    def marked_reduce(loss: Tensor) -> tuple[Tensor, Tensor]:
-        mark("reduce")
-        return reduce(loss)
-
-    def marked_update(norm: Tensor) -> None:
-        mark("optimizer")
-        if check is not None:
-            check(norm)
-        update(norm)
-
-    def step(index: int) -> tuple[Tensor, Tensor]:
-        done = trainer.step(index)
-        return done.loss, done.grad_norm
-
-    # The trainer looks these up on itself at every step, so that they can be replaced from outside.
-    for name, method in (
-        ("before_backward", before_backward),
-        ("reduce", marked_reduce),
-        ("update", marked_update),
-    ):
-        setattr(trainer, name, method)
+    trainer.hooks.add(observe)
     for chunk in trainer.chunks:
         chunk.register_forward_pre_hook(lambda *_: mark("forward"))
-    return step
 
 
 def count_of(ledger: Ledger, trainer: Trainer, seconds: float = 0.0) -> RankCount:

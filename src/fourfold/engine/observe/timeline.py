@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.training.hooks import StepEvent
 from fourfold.engine.training.trainer import Trainer
 
 MICRO_PHASES = (
@@ -80,21 +81,16 @@ def steady(intervals: dict[str, list[float]], passes: int) -> dict[str, float]:
 
 
 def attach(trainer: Trainer, mark: Callable[[str], None]) -> None:
-    """From here on the trainer's steps call `mark` at the beginning of every phase.
-
-    The trainer looks its methods up on itself at every step, so that they can be replaced.
-    """
-    for name, phase in (("accumulate", "data"), ("reduce", "reduce")):
-        _before(trainer, name, lambda _, phase=phase: mark(phase))
-    _before(trainer, "update", lambda _: mark("optimizer"), lambda: mark("end"))
+    """From here on the trainer's steps call `mark` at the beginning of every phase."""
     names = {chunk: f"#{i}" if i else "" for i, chunk in enumerate(trainer.chunks)}
 
-    def backward(args: tuple[Any, ...]) -> None:
-        # A split backward says its kind: W makes gradients of weights, after those of inputs.
-        late = any(isinstance(arg, str) and arg == "W" for arg in args)
-        mark(("weights" if late else "head back") + names[args[0]])
+    def observe(event: StepEvent) -> None:
+        if event.chunk is None:
+            mark(event.phase)
+        else:  # W makes gradients of weights, after those of inputs
+            mark(("weights" if event.kind == "W" else "head back") + names[event.chunk])
 
-    _before(trainer, "before_backward", backward)
+    trainer.hooks.add(observe)
     for chunk, name in names.items():
         _attach_chunk(chunk, lambda phase, name=name: mark(phase + name))
 
@@ -105,23 +101,6 @@ def _attach_chunk(chunk: Decoder, mark: Callable[[str], None]) -> None:
     chunk.register_forward_hook(lambda *_: mark("between"))
     layers[0].register_forward_pre_hook(_into_layers(mark), prepend=True)
     layers[-1].register_forward_hook(_out_of_layers(mark))
-
-
-def _before(
-    trainer: Trainer,
-    name: str,
-    begin: Callable[[tuple[Any, ...]], None],
-    end: Callable[[], None] = lambda: None,
-) -> None:
-    method = getattr(trainer, name)
-
-    def wrapped(*args: Any) -> Any:
-        begin(args)
-        result = method(*args)
-        end()
-        return result
-
-    setattr(trainer, name, wrapped)
 
 
 def _into_layers(mark: Callable[[str], None]) -> Callable[..., None]:

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr]
-from torch.futures import Future
 from torch.profiler import record_function
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fourfold.engine import compat
 
 BACKEND = "filling"
 FILL = "fake_peers::fill"  # what a profile calls the making of received values
@@ -104,7 +103,7 @@ class FillingProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        return str(dist.distributed_c10d._world.pg_names[self])
+        return compat.group_names()[self]
 
     @property
     def pg_name(self) -> str:
@@ -118,9 +117,7 @@ class FillingProcessGroup(dist.ProcessGroup):
             key = (self.group_name, op)
             self._log.traffic[key] += sum(t.numel() * t.element_size() for t in payload)
             self._log.calls[key] += 1
-        future: Future[None] = Future()
-        future.set_result(None)
-        return _create_work_from_future(future)
+        return compat.finished_work()
 
     def _fill(self, kind: str, target: Tensor, parts: int = 1) -> None:
         """Note a fill; groups of one rank only hand their own values back."""
@@ -231,9 +228,8 @@ def receive(tensor: Tensor, scale: float) -> None:
             values.zero_()  # a place in a table: 0 is in every range
 
 
-def join(rank: int, world: int) -> TrafficLog:
-    """Make the default process group, as `rank` of `world`; what travels is noted in the book."""
-    traffic_log = TrafficLog()
+def join(rank: int, world: int, traffic_log: TrafficLog) -> None:
+    """Make the default process group, as `rank` of `world`; messages are counted in the log."""
 
     def make(store: Any, place: int, size: int, timeout: Any) -> FillingProcessGroup:
         return FillingProcessGroup(place, size, traffic_log)
@@ -242,5 +238,4 @@ def join(rank: int, world: int) -> TrafficLog:
     taken = dist.Backend.backend_list
     name = next(name for i in range(len(taken) + 1) if (name := f"{BACKEND}{i}") not in taken)
     dist.Backend.register_backend(name, make, devices=["cpu", "cuda"])
-    dist.init_process_group(name, rank=rank, world_size=world, store=FakeStore())
-    return traffic_log
+    dist.init_process_group(name, rank=rank, world_size=world, store=compat.fake_store())

@@ -21,6 +21,7 @@ from fourfold.engine.one_rank.profile import MicroBatchProfiler
 from fourfold.engine.parallel.groups import World
 from fourfold.result.dryrun import Traffic
 from fourfold.result.one_rank import KernelTime, PhaseTime
+from fourfold.result.report import RankMemory
 from fourfold.spec.run import RunSpec
 
 # Axes whose messages a GPU handles on streams of their own, beside the compute.
@@ -33,6 +34,7 @@ class StageFacts:
 
     spec: RunSpec
     world: World
+    axes: dict[str, str]
     layers: list[int]
     sizes: Counter[int]
     elements: int
@@ -55,9 +57,7 @@ class StepReadings:
     intervals: dict[str, list[float]]
     traffic: StepTraffic
     profiler: MicroBatchProfiler
-    peak_bytes: int
-    reserved_bytes: int
-    retries: int
+    memory: RankMemory
 
 
 def kept_bytes(stage: StageFacts) -> int:

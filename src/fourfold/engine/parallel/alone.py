@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fourfold.engine.compat import DTYPES, activation_dtype
+from fourfold.engine.compat import DTYPES, activation_dtype, put_parameter, version_of
 from fourfold.engine.model.decoder import Decoder
 from fourfold.spec.formats import running
 from fourfold.spec.run import RunSpec
@@ -91,21 +91,21 @@ class Alone:
         copied = [weight for weight in self.weights if weight.is_copied]
         with torch.no_grad():
             for weight in copied:
-                if weight.version != weight.master._version:
+                if weight.version != version_of(weight.master):
                     weight.used.copy_(weight.master)
         self.mark_equal()
         try:
             for weight in copied:
-                weight.owner._parameters[weight.name] = weight.used
+                put_parameter(weight.owner, weight.name, weight.used)
             yield
         finally:
             for weight in copied:
-                weight.owner._parameters[weight.name] = weight.master
+                put_parameter(weight.owner, weight.name, weight.master)
 
     def mark_equal(self) -> None:
         """Copies are those of the weights as they are now."""
         for weight in self.weights:
-            weight.version = weight.master._version
+            weight.version = version_of(weight.master)
 
     def collect(self) -> None:
         """Take gradients that no backward pass of autograd put there (a split one's weights)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_aten = torch.ops.aten
+from fourfold.engine.compat import flash_backward, flash_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +27,19 @@ def cut(x_BHSC: Tensor, span: tuple[int, int]) -> Tensor:
     return x_BHSC[:, :, span[0] : span[1]]
 
 
-def _kernel(q: Tensor, bias: Tensor | None) -> str:
+def _is_flash(q: Tensor, bias: Tensor | None) -> bool:
     if bias is not None:
-        return "scores"
-    if q.device.type == "cpu":
-        return "cpu"
+        return False
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
-    return "flash" if q.device.type == "cuda" and fits else "scores"
+    return q.device.type == "cpu" or (q.device.type == "cuda" and fits)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out [B,H,S,C], logsumexp [B,H,S])."""
-    kernel = _kernel(q, bias)
-    if kernel == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if kernel == "flash":
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    if _is_flash(q, bias):
+        return flash_forward(q, k, v, causal=causal)
     scores = _scores(q, k, causal=causal, bias=bias)
     lse = scores.logsumexp(dim=-1)
     shares = (scores - lse[..., None]).exp()
@@ -62,20 +57,8 @@ def backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one block, where `out` and `lse` are those of all blocks joined."""
-    q, k, v = inputs
-    kernel = _kernel(q, bias)
-    if kernel == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal
-        )
-    if kernel == "flash":
-        # No dropout, so the generator's state is never read. The kernel reads the logsumexp as if
-        # it were contiguous, without a look at its strides: half of the queries is a slice.
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        lse, lengths = lse.contiguous(), (q.shape[2], k.shape[2])
-        return _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed
-        )
+    if _is_flash(inputs[0], bias):
+        return flash_backward(grad, inputs, out, lse, causal=causal)
     return _scores_backward(grad, inputs, out, lse, causal=causal, bias=bias)
 
 

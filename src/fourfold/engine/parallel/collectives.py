@@ -1,7 +1,6 @@
 """Collectives that autograd understands, over one group, on plain tensors.
 
-The functional ops are called by name: names are the same in torch 2.11 to 2.13, they trace under
-compile, and they return before the transfer ends (`wait` is where the result is needed).
+The functional ops return before the transfer ends (`wait` is where the result is needed).
 """
 
 from __future__ import annotations
@@ -11,22 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.engine.compat import functional
 from fourfold.engine.parallel.groups import Group
-
-_ops = torch.ops._c10d_functional
 
 
 def wait(tensor: Tensor) -> Tensor:
-    return _ops.wait_tensor(tensor)
+    return functional.wait_tensor(tensor)
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    return wait(_ops.all_reduce(x.contiguous(), op, group.name))
+    return wait(functional.all_reduce(x.contiguous(), op, group.name))
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Parts of all ranks, joined along `dim`."""
-    joined = wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    joined = wait(functional.all_gather_into_tensor(x.contiguous(), group.size, group.name))
     if dim == 0 or x.shape[:dim].numel() == 1:
         return joined.view(*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :])
     return torch.cat(joined.chunk(group.size), dim=dim)
@@ -39,13 +37,13 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     if dim > 0 and x.shape[:dim].numel() > 1:
         x = torch.cat(x.chunk(group.size, dim=dim))
     flat = x.reshape(group.size * each, -1) if dim else x
-    out = wait(_ops.reduce_scatter_tensor(flat.contiguous(), "sum", group.size, group.name))
+    out = wait(functional.reduce_scatter_tensor(flat.contiguous(), "sum", group.size, group.name))
     return out.view(shape)
 
 
 def start_exchange(x: Tensor, group: Group, sent: list[int], received: list[int]) -> Tensor:
     """All-to-all of rows: `sent[r]` rows go to rank r. The result must be waited for."""
-    return _ops.all_to_all_single(x.contiguous(), received, sent, group.name)
+    return functional.all_to_all_single(x.contiguous(), received, sent, group.name)
 
 
 class IdentityWithGradReduce(torch.autograd.Function):

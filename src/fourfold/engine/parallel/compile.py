@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fourfold.engine.compat import allow_graphs
 from fourfold.engine.model.decoder import Decoder
 
 
@@ -17,7 +18,6 @@ def apply_compile(
     """
     if not enabled:
         return
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 2 * shapes)
+    allow_graphs(2 * shapes)
     for layer in decoder.blocks.values():
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True, dynamic=False)

@@ -15,14 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from fourfold.engine.compat import DTYPES, activation_dtype
+from fourfold.engine.compat import (
+    DTYPES,
+    activation_dtype,
+    cast_reduce_scatter,
+    fsdp_after_backward,
+)
 from fourfold.engine.model.decoder import Decoder
 from fourfold.spec.policy import Dtypes, Policy
 
@@ -67,35 +69,11 @@ def _sharded(decoder: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in decoder.modules() if isinstance(module, FSDPModule))
 
 
-class _CastReduceScatter(ReduceScatter):
-    """Reduce-scatter in another format than gradients are accumulated in."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        sent = input_tensor.to(self.dtype)
-        got = torch.empty(output_tensor.shape, dtype=self.dtype, device=output_tensor.device)
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(got, sent, group=group, op=op)
-        output_tensor.copy_(got)
-
-
 def _set_wire_format(decoder: Decoder, dtypes: Dtypes) -> None:
     if dtypes.reduce == dtypes.grad:
         return
     for module in _sharded(decoder):
-        module.set_custom_reduce_scatter(_CastReduceScatter(DTYPES[dtypes.reduce]))
+        module.set_custom_reduce_scatter(cast_reduce_scatter(DTYPES[dtypes.reduce]))
 
 
 def before_backward(decoder: Decoder, zero: int, *, last: bool, kind: str = "B") -> None:
@@ -119,20 +97,5 @@ def backward_weights(decoder: Decoder, multiply: Callable[[int | None], None]) -
     multiply(None)
     for index, layer in reversed(decoder.blocks.items()):
         multiply(index)
-        _after_backward(layer)
-    _after_backward(decoder)
-    assert isinstance(decoder, FSDPModule)
-    decoder._get_fsdp_state()._root_post_backward_final_callback()
-
-
-def _after_backward(module: nn.Module) -> None:
-    assert isinstance(module, FSDPModule)
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:  # a stage in the middle has nothing of its own beside its layers
-        return
-    # The first part has left gradients of norms and biases in the format of accumulation, the
-    # products' are in the format of compute: one reduction takes one format only.
-    for parameter in group.fsdp_params:
-        parameter.accumulate_unsharded_grad_if_needed()
-        parameter.to_accumulated_grad_if_needed()
-    group.post_backward()
+        fsdp_after_backward(layer)
+    fsdp_after_backward(decoder, is_root=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from fourfold.engine.compat import storage_key, version_of, without_modes
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Layer
 
@@ -42,7 +42,7 @@ class Packed:
         self.arrived: torch.cuda.Event | None = None
         self._lent: weakref.ref[Tensor] | None = None
         # Modes are those of a ledger or of fake tensors: neither shall count the host's copy.
-        with _disable_current_modes():
+        with without_modes():
             if side is None:
                 self.host = tensor.detach().clone()
                 return
@@ -87,7 +87,7 @@ class Bag:
 
     def __init__(self, offloader: Offloader, before: Bag | None, stay: Iterable[Tensor]) -> None:
         self.offloader, self.before = offloader, before
-        self.stay = {_key(tensor) for tensor in stay}
+        self.stay = {storage_key(tensor) for tensor in stay}
         self.packed: list[weakref.ref[Packed]] = []
         self._known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Packed]] = {}
         self._begun = False
@@ -98,7 +98,7 @@ class Bag:
         # Two operators may keep the same tensor. Its storage's address may be used again, so it
         # must still be alive.
         layout = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        key = (_key(tensor), layout, tensor._version)
+        key = (storage_key(tensor), layout, version_of(tensor))
         storage = tensor.untyped_storage()
         known = self._known.get(key)
         if known is not None and known[0]() is storage:
@@ -118,7 +118,7 @@ class Bag:
         # By the storage: a small view (keys of a fused product) keeps all of it.
         size = tensor.untyped_storage().nbytes()
         small = size < self.offloader.smallest_bytes or not tensor.is_floating_point()
-        return small or spread or _key(tensor) in self.stay
+        return small or spread or storage_key(tensor) in self.stay
 
     def begin(self) -> None:
         """The backward pass has reached this layer: it and the one before start their way back."""
@@ -149,10 +149,6 @@ def _unpack(saved: Tensor | tuple[Bag, Packed]) -> Tensor:
     bag, packed = saved
     bag.begin()
     return packed.take()
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class Offloader:

@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from fourfold.cost.count import params
+from fourfold.engine.compat import local
 from fourfold.spec.model import ModelShape
 
 # Which tensor-parallel ranks hold the same values: none, all, those that share a KV head, or all of
@@ -55,11 +56,6 @@ class Shard:
     def count(self) -> int:
         (top, bottom), (left, right) = self.rect.rows, self.rect.columns
         return (bottom - top) * (right - left)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a (possibly sharded) tensor on this rank, without DTensor's dispatch."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def tp_rect(model: ModelShape, tensor: params.Tensor, tp: int, rank: int) -> tuple[Rect, SharedBy]:

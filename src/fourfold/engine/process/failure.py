@@ -8,17 +8,14 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fourfold.errors import UserError
+from fourfold.result.oom import OomReport
 from fourfold.result.report import Outcome
 from fourfold.spec.run import Fault
-
-if TYPE_CHECKING:
-    from fourfold.engine.observe.ledger import OverLimit
 
 # What allocators say when they raise a plain RuntimeError: torch on CPU, cuBLAS, CUDA, NCCL.
 _NO_MEMORY = re.compile(
@@ -37,12 +34,12 @@ class NonFiniteError(RuntimeError):
         self.from_here = from_here
 
 
-class MemoryLimitError(RuntimeError):
-    """Live bytes passed the run's memory_limit; `over`: the ledger's picture of that moment."""
+class OomError(MemoryError):
+    """Memory ran out; what was raised then is its `__cause__`, what the rank held its `report`."""
 
-    def __init__(self, message: str, over: OverLimit | None = None) -> None:
-        super().__init__(message)
-        self.over = over
+    def __init__(self, report: OomReport | None) -> None:
+        super().__init__("out of memory")
+        self.report = report
 
 
 def check_finite(
@@ -68,7 +65,7 @@ def outcome_of(error: BaseException) -> Outcome:
         return "nonfinite"
     if isinstance(error, (KeyboardInterrupt,)):
         return "cancelled"
-    if isinstance(error, (MemoryLimitError, MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "oom"
     if isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)):
         return "oom"

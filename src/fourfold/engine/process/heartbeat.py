@@ -8,13 +8,13 @@ When the launcher asks (DUMP_FILE) that thread dumps the stacks and torch's flig
 from __future__ import annotations
 
 import faulthandler
-import json
 import mmap
 import os
 import threading
 import time
 from pathlib import Path
 
+from fourfold.engine import compat
 from fourfold.result.job import ALIVE_BYTES, DUMP_FILE, WHERE_BYTES, beat_file, padded
 
 BEAT_EVERY_S = 0.25
@@ -68,7 +68,7 @@ class Heartbeat:
 
     def _live(self) -> None:
         alive: dict[str, object] = {"rank": self.rank, "pid": os.getpid(), "at": time.time()}
-        line = padded(alive | {"groups": _collectives_by_group()}, ALIVE_BYTES)
+        line = padded(alive | {"groups": compat.collectives_by_group()}, ALIVE_BYTES)
         if line.startswith(b"{}"):  # too many groups for the line; the rest still matters
             line = padded(alive, ALIVE_BYTES)
         self._lines[WHERE_BYTES:] = line
@@ -91,41 +91,6 @@ class Heartbeat:
         """Stacks first: they need nothing from torch, whose recorder may itself be stuck."""
         with open(self.folder / f"stack-{self.rank}.txt", "w") as stream:
             faulthandler.dump_traceback(stream, all_threads=True)
-        record = flight_record()
+        record = compat.flight_record()
         if record:
             (self.folder / f"flight-{self.rank}.json").write_text(record)
-
-
-def _collectives_by_group() -> dict[str, str]:
-    """Group name -> collectives started; empty before torch.distributed is up.
-
-    Not of pipelines: sends and receives count too, and the middle stages have twice as many.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return {}
-    counts: dict[str, str] = {}
-    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
-        if getattr(group, "group_desc", "") == "pp":
-            continue
-        try:
-            counts[str(name)] = str(group._get_sequence_number_for_group())  # type: ignore[attr]
-        except RuntimeError:
-            continue  # a backend without a counter (the fake one), or a group going away
-    return counts
-
-
-def flight_record() -> str:
-    """torch's record of the last collectives of this rank as JSON, '' where it keeps none."""
-    from torch._C import _distributed_c10d as c10d
-
-    # NCCL and the other backends keep separate recorders, under names that changed over versions.
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(c10d, name, None)
-        if dump is None:
-            continue
-        record = dump(includeCollectives=True, onlyActive=False).decode()
-        if json.loads(record).get("entries"):
-            return record
-    return ""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fourfold import files
-from fourfold.engine.process.failure import NonFiniteError, outcome_of
+from fourfold.engine.process.failure import NonFiniteError, OomError, outcome_of
 from fourfold.engine.process.heartbeat import Heartbeat
 from fourfold.engine.process.task import Place, Task
 from fourfold.result.job import RankFacts, RankFailure, facts_file, failure_file
@@ -60,7 +60,9 @@ def _no_facts(rank: int) -> RankFacts:
 def _say_why(folder: Path, heartbeat: Heartbeat, error: BaseException) -> None:
     """The failure as a file, the traceback in the rank's log."""
     at = time.time()
-    text = f"{type(error).__name__}: {error}"
+    report = error.report if isinstance(error, OomError) else None
+    cause = error.__cause__ or error if isinstance(error, OomError) else error
+    text = f"{type(cause).__name__}: {cause}"
     failure = Failure(
         rank=heartbeat.rank,
         stage=heartbeat.stage,
@@ -68,10 +70,8 @@ def _say_why(folder: Path, heartbeat: Heartbeat, error: BaseException) -> None:
         message=text[:_MESSAGE_CHARS],
     )
     echo = isinstance(error, NonFiniteError) and not error.from_here
-    # Put there by who could still ask what was held.
-    shortage = vars(error).get("shortage")
     record = RankFailure(
-        outcome=outcome_of(error), failure=failure, at=at, echo=echo, shortage=shortage
+        outcome=outcome_of(error), failure=failure, at=at, echo=echo, shortage=report
     )
     files.write_text(failure_file(folder, heartbeat.rank), codec.to_json(record))
     traceback.print_exception(error)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.engine import compat
 from fourfold.engine.parallel.groups import Group, World
 from fourfold.engine.parallel.shards import Shard
 from fourfold.spec.run import RunSpec
@@ -87,7 +88,7 @@ def squares(shards: Sequence[Shard], device: torch.device) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     wide = torch.promote_types(grads[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(grads, 2, wide))
+    norms = torch.stack(compat.foreach_norm(grads, 2, wide))
     return norms.to(torch.float64).square().sum()
 
 

@@ -1,27 +1,31 @@
-"""AdamW on this rank's shards (Loshchilov and Hutter 2019), as plain local tensors.
+"""The optimizers: AdamW on this rank's shards (Loshchilov and Hutter 2019), as plain local tensors.
 
-Fused where torch has it, in one pass (one_pass.py) where steps are compiled; else moments in
-another format than the weights are updated by a plain loop. Matrices decay, vectors (norms, biases)
-do not.
+Fused where torch has it; in one pass over memory (clipping, update and copy together) where steps
+are compiled or moments are in another format than weights; else by torch's plain loop. Matrices
+decay, vectors (norms, biases) do not. Another optimizer is a name in `spec.policy`, an entry of
+KINDS here, and what its update costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.engine.parallel.shards import local
-from fourfold.engine.training.one_pass import OnePassAdamW
+from fourfold.engine import compat
+from fourfold.engine.compat import local
+from fourfold.spec.train import TrainSettings
 
+Groups = list[dict[str, Any]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamSettings:
+class OptimizerSettings:
     """`max_norm` clips by the global norm of the gradient; None leaves gradients as they are."""
 
     lr: float = 3e-4
@@ -30,8 +34,63 @@ class AdamSettings:
     weight_decay: float = 0.1
     max_norm: float | None = 1.0
 
+    @classmethod
+    def of(cls, train: TrainSettings) -> OptimizerSettings:
+        return cls(
+            lr=train.lr,
+            betas=(train.beta1, train.beta2),
+            eps=train.eps,
+            weight_decay=train.weight_decay,
+            max_norm=train.max_norm or None,
+        )
 
-def param_groups(tensors: list[Tensor], settings: AdamSettings) -> list[dict[str, Any]]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """`dtype` of the moments; `copies`, by leaf, are kept equal to it in their own format."""
+
+    dtype: torch.dtype
+    compiled: bool = False
+    copies: Mapping[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One choice of `policy.optimizer`. `state`: names of the tensors it keeps for each weight;
+    `reference`: torch's own, which updates are compared with and timed against."""
+
+    state: tuple[str, ...]
+    make: Callable[[Groups, OptimizerSettings, How], torch.optim.Optimizer]
+    reference: Callable[..., torch.optim.Optimizer]
+
+
+def _adamw(
+    groups: Groups, settings: OptimizerSettings, how: How, *, fused: bool
+) -> torch.optim.Optimizer:
+    leaves = [leaf for group in groups for leaf in group["params"]]
+    options: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    if any(leaf.dtype != how.dtype for leaf in leaves) or (fused and how.compiled and leaves):
+        return OnePassAdamW(groups, how, **options)
+    if fused:
+        return _FusedAdamW(groups, fused=True, **options)
+    return torch.optim.AdamW(groups, fused=False, foreach=False, **options)
+
+
+def _torch_adamw(
+    groups: Groups, settings: OptimizerSettings, **options: Any
+) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, **options
+    )
+
+
+KINDS: dict[str, Kind] = {
+    "adamw": Kind(MOMENTS, partial(_adamw, fused=True), _torch_adamw),
+    "adamw-plain": Kind(MOMENTS, partial(_adamw, fused=False), _torch_adamw),
+}
+
+
+def param_groups(tensors: list[Tensor], settings: OptimizerSettings) -> Groups:
     matrices = [t for t in tensors if t.ndim > 1]
     vectors = [t for t in tensors if t.ndim <= 1]
     decays = ((matrices, settings.weight_decay), (vectors, 0.0))
@@ -47,9 +106,9 @@ class Optimizer:
     def __init__(
         self,
         params: list[nn.Parameter],
-        settings: AdamSettings,
+        settings: OptimizerSettings,
         *,
-        fused: bool,
+        kind: str,
         dtype: torch.dtype,
         compiled: bool = False,
         copies: Mapping[nn.Parameter, Tensor] | None = None,
@@ -59,28 +118,10 @@ class Optimizer:
         for leaf in self.leaves:
             leaf.grad_dtype = None  # gradients come in formats of their own
         self._leaf_of = dict(zip(self.params, self.leaves, strict=True))
-        groups = param_groups(self.leaves, settings)
-        lr, betas, eps = settings.lr, settings.betas, settings.eps
-        self.inner: torch.optim.Optimizer
-        same = all(leaf.dtype == dtype for leaf in self.leaves)
         self.copies = {self._leaf_of[p]: c for p, c in (copies or {}).items() if p in self._leaf_of}
-        if fused and compiled and self.leaves:
-            self.inner = OnePassAdamW(
-                groups,
-                lr=lr,
-                betas=betas,
-                eps=eps,
-                dtype=dtype,
-                copies=self.copies,
-                compiled=True,
-            )
-        elif same and fused:
-            self.inner = _FusedAdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        elif same:
-            options = {"fused": False, "foreach": False}
-            self.inner = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **options)
-        else:
-            self.inner = _MixedAdamW(groups, lr=lr, betas=betas, eps=eps, dtype=dtype)
+        how = How(dtype=dtype, compiled=compiled, copies=self.copies)
+        self.kind = KINDS[kind]
+        self.inner = self.kind.make(param_groups(self.leaves, settings), settings, how)
 
     def set_lr(self, lr: float) -> None:
         for group in self.inner.param_groups:
@@ -89,7 +130,7 @@ class Optimizer:
     def moments(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Both moments of a parameter's local shard by name; none before the first update."""
         state = self.inner.state.get(self._leaf_of[param], {})
-        return {name: state[name] for name in MOMENTS if name in state}
+        return {name: state[name] for name in self.kind.state if name in state}
 
     @property
     def updates(self) -> int:
@@ -108,16 +149,12 @@ class Optimizer:
                 self.inner.begin(leaf)
             return
         for leaf in self.leaves if updates else ():
+            # torch's fused kernels count on the device, its plain loop on the host.
+            where = leaf.device if self.inner.defaults.get("fused") else torch.device("cpu")
             state = self.inner.state[leaf]
-            if isinstance(self.inner, _MixedAdamW):
-                state["step"], dtype = updates, self.inner.dtype
-            else:
-                # torch's fused kernels count on the device, its plain loop on the host.
-                where = leaf.device if self.inner.defaults.get("fused") else torch.device("cpu")
-                state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=where)
-                dtype = leaf.dtype
-            for name in MOMENTS:
-                state[name] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
+            state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=where)
+            for name in self.kind.state:
+                state[name] = torch.zeros_like(leaf, requires_grad=False)
 
     def step(self, overflow: Tensor | None = None, factor: Tensor | None = None) -> None:
         """Update by gradients times `factor`, then forget them. Where `overflow` is 1 nothing is
@@ -139,7 +176,7 @@ class Optimizer:
             return
         grads = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
         if factor is not None and grads:
-            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+            compat.foreach_mul_(grads, factor.to(grads[0].dtype))
         if isinstance(self.inner, _FusedAdamW):
             self.inner.found_inf = overflow
             self.inner.step()
@@ -147,7 +184,7 @@ class Optimizer:
             self.inner.step()
         if self.copies:
             with torch.no_grad():
-                torch._foreach_copy_(list(self.copies.values()), list(self.copies))
+                compat.foreach_copy_(list(self.copies.values()), list(self.copies))
 
 
 class _FusedAdamW(torch.optim.AdamW):
@@ -156,43 +193,106 @@ class _FusedAdamW(torch.optim.AdamW):
     found_inf: Tensor | None = None
 
 
-class _MixedAdamW(torch.optim.Optimizer):
-    """Moments in `dtype`, arithmetic in the wider of the two formats, weights in their own."""
+class OnePassAdamW(torch.optim.Optimizer):
+    """`factor` multiplies all gradients; where `overflow` is 1 nothing changes. `copies`, by leaf,
+    become the leaf's new values in their own format. All leaves share one count of steps."""
+
+    factor: Tensor | None = None
+    overflow: Tensor | None = None
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        dtype: torch.dtype,
+        self, groups: Groups, how: How, *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        self.dtype = dtype
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self.dtype, self.copies = how.dtype, how.copies
+        leaves = [leaf for group in self.param_groups for leaf in group["params"]]
+        wide = torch.promote_types(leaves[0].dtype, how.dtype)
+        self.wide = torch.promote_types(wide, torch.float32)
+        self.count = torch.zeros((), dtype=torch.float64, device=leaves[0].device)
+        self._update: Callable[..., None] = _compiled_for(leaves) if how.compiled else _update
+
+    def begin(self, leaf: Tensor) -> None:
+        """State before the first update; the count is everybody's."""
+        state = self.state[leaf]
+        state["step"] = self.count
+        for moment in MOMENTS:
+            state[moment] = torch.zeros_like(leaf, dtype=self.dtype, requires_grad=False)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.count += 1.0 if self.overflow is None else 1.0 - self.overflow
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, group)
+            knobs = self._knobs(group)
+            for leaf in group["params"]:
+                if leaf.grad is not None:
+                    self._change(leaf, group, knobs)
 
-    def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[weight]
+    def _knobs(self, group: dict[str, Any]) -> Tensor:
+        """On the device: the factor of gradients, what decay leaves of a weight, the step size, and
+        the root of what the second moment lacks in the first steps."""
+        # Before the first good update the count is 0, and so would be what is divided by.
+        past = self.count.clamp(min=1.0)
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        unity = torch.ones_like(past)
+        knobs = (
+            unity if self.factor is None else self.factor.to(past.dtype),
+            unity * (1.0 - lr * group["weight_decay"]),
+            lr / (1.0 - torch.pow(beta1, past)),
+            (1.0 - torch.pow(beta2, past)).sqrt(),
+        )
+        return torch.stack(knobs).to(self.wide)
+
+    def _change(self, leaf: Tensor, group: dict[str, Any], knobs: Tensor) -> None:
+        state = self.state[leaf]
         if not state:
-            state["step"] = 0
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = torch.zeros_like(weight, dtype=self.dtype)
-        state["step"] += 1
-        (beta1, beta2), lr, eps = group["betas"], group["lr"], group["eps"]
-        wide = torch.promote_types(torch.promote_types(weight.dtype, self.dtype), torch.float32)
-        assert weight.grad is not None
-        grad = weight.grad.to(wide)
-        first = torch.lerp(state["exp_avg"].to(wide), grad, 1 - beta1)
-        second = torch.lerp(state["exp_avg_sq"].to(wide), grad * grad, 1 - beta2)
-        state["exp_avg"].copy_(first)
-        state["exp_avg_sq"].copy_(second)
-        scale = (second / (1 - beta2 ** state["step"])).sqrt_().add_(eps)
-        fresh = weight.to(wide) * (1 - lr * group["weight_decay"])
-        weight.copy_(fresh.addcdiv_(first, scale, value=-lr / (1 - beta1 ** state["step"])))
+            self.begin(leaf)
+        copy = self.copies.get(leaf)
+        assert leaf.grad is not None
+        self._update(
+            leaf.detach().view(-1),
+            state["exp_avg"].view(-1),
+            state["exp_avg_sq"].view(-1),
+            leaf.grad.reshape(-1),
+            None if copy is None else copy.view(-1),
+            knobs,
+            self.overflow,
+            *group["betas"],
+            group["eps"],
+        )
+
+
+def _compiled_for(leaves: list[Tensor]) -> Callable[..., None]:
+    """One graph per size."""
+    compat.allow_graphs(4 * len({leaf.numel() for leaf in leaves}))
+    return torch.compile(_update, fullgraph=True, dynamic=False)
+
+
+def _update(
+    weight: Tensor,
+    first: Tensor,
+    second: Tensor,
+    grad: Tensor,
+    copy: Tensor | None,
+    knobs: Tensor,
+    overflow: Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    wide = knobs.dtype
+    factor, decay, rate, root = knobs.unbind()
+    grad = grad.to(wide) * factor
+    old, mean, square = weight.to(wide), first.to(wide), second.to(wide)
+    new_mean = mean + (grad - mean) * (1.0 - beta1)
+    new_square = square * beta2 + grad * grad * (1.0 - beta2)
+    new = old * decay - rate * (new_mean / (new_square.sqrt() / root + eps))
+    if overflow is not None:
+        skip = overflow > 0
+        new = torch.where(skip, old, new)
+        new_mean = torch.where(skip, mean, new_mean)
+        new_square = torch.where(skip, square, new_square)
+    weight.copy_(new)
+    first.copy_(new_mean)
+    second.copy_(new_square)
+    if copy is not None:
+        copy.copy_(weight)

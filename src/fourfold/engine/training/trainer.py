@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fourfold.cost.schedule.actions import Action
 from fourfold.engine.compat import DTYPES, activation_dtype
-from fourfold.engine.data.source import Source, source_of
+from fourfold.engine.data.source import Source, micro_sequences, micro_sizes, source_of
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import Tables, make_tables
 from fourfold.engine.parallel.alone import make_alone
@@ -37,16 +37,15 @@ from fourfold.engine.parallel.shards import Shard, shards_of
 from fourfold.engine.parallel.weight_grad import DeferredWeightGrads, apply_split
 from fourfold.engine.training import gradients, init
 from fourfold.engine.training.gradients import SharedGradients
+from fourfold.engine.training.hooks import StepEvent, StepHooks
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.loss_scale import LossScaler, ScalerSettings
-from fourfold.engine.training.micro_batches import micro_sequences, micro_sizes
-from fourfold.engine.training.optimizer import AdamSettings, Optimizer
+from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
 from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """Tensors: nothing waits for the device until somebody reads them. Equal on all ranks."""
 
     loss: Tensor
@@ -64,14 +63,14 @@ class Trainer:
         world: World,
         *,
         device: torch.device,
-        settings: AdamSettings | None = None,
+        settings: OptimizerSettings | None = None,
         source: Source | None = None,
         rule: InitRule | None = None,
         scaling: ScalerSettings | None = None,
         materialize: bool = True,
     ) -> None:
         self.spec, self.world, self.device = spec, world, device
-        self.settings = settings or AdamSettings()
+        self.settings = settings or OptimizerSettings()
         self.scaling = scaling or ScalerSettings()
         self.rule = rule or InitRule()
         self.source = source or source_of(spec)
@@ -82,6 +81,7 @@ class Trainer:
         self.batch = spec.batch.at(0)
         self._divide()
         self.executed: list[Action] = []
+        self.hooks = StepHooks()
         if materialize:
             self.materialize()
 
@@ -103,7 +103,7 @@ class Trainer:
         self.optimizer = Optimizer(
             list(self.parameters()),
             self.settings,
-            fused=spec.policy.optimizer == "adamw",
+            kind=spec.policy.optimizer,
             dtype=DTYPES[spec.policy.dtypes.optimizer],
             compiled=spec.policy.compile and self.device.type == "cuda",
             copies={w: c for alone in self.alone.values() for w, c in alone.copies.items()},
@@ -156,14 +156,19 @@ class Trainer:
 
     def step(self, index: int) -> StepOutcome:
         """One optimizer update on the batch of step `index`; no host synchronisation inside."""
-        with _no_collection():
-            loss = self.accumulate(index)
-            norm, loss = self.reduce(loss)
+        was_on = gc.isenabled()
+        gc.disable()  # collecting takes milliseconds at a moment of its own choosing
+        try:
+            norm, loss = self.reduce(self.accumulate(index))
             self.update(norm)
+        finally:
+            if was_on:
+                gc.enable()
         return StepOutcome(loss, norm)
 
     def update(self, norm: Tensor) -> None:
         """Clip by the global norm, change the weights, forget the gradients."""
+        self.hooks.tell(StepEvent("optimizer", norm=norm))
         max_norm, scaler = self.settings.max_norm, self.scaler
         if scaler is None:
             self.optimizer.step(factor=gradients.clip_factor(norm, max_norm))
@@ -174,38 +179,16 @@ class Trainer:
             scaler.update(overflow)
         for alone in self.alone.values():
             alone.mark_equal()
+        self.hooks.tell(StepEvent("end"))
 
     def accumulate(self, index: int) -> Tensor:
         """All micro batches forwards and backwards; this rank's part of the loss."""
-        spec, world = self.spec, self.world
+        self.hooks.tell(StepEvent("data"))
         self._follow_ramp(index)
-        batches = []
-        if world.is_first or world.is_last:
-            first = self.spec.batch.sequences_before(index)
-            batches = [self.source.batch(first, s, self.positions) for s in self.sequences]
-            first, coming = spec.batch.sequences_before(index + 1), spec.batch.at(index + 1)
-            same = coming.global_batch == self.batch.global_batch
-            sequences = self.sequences if same else self._sequences(coming)
-            self.source.ahead(first, sequences, self.positions)
-        count = self.count_targets([t for _, t in batches]) if world.is_last else None
-
-        def forward(chunk: Decoder, micro: int, x: Tensor | None) -> Tensor:
-            tokens, targets = batches[micro] if batches else (None, None)
-            given = tokens if chunk.is_first else x
-            if count is None or not chunk.is_last:
-                return chunk(given, self.tables)
-            loss = chunk(given, self.tables, targets) / count
-            return loss if self.scaler is None else self.scaler.scaled(loss)
-
-        passes = Passes(
-            forward=forward,
-            before=self.before_backward,
-            split=lambda chunk, micro: self.deferred[chunk].keep(micro),
-            weights=self.backward_weights,
-        )
-        numbers = range(world.stage, spec.layout.pp * len(self.chunks), spec.layout.pp)
+        pp, stage = self.spec.layout.pp, self.world.stage
+        numbers = range(stage, pp * len(self.chunks), pp)
         chunks = dict(zip(numbers, self.chunks, strict=True))
-        pipeline = Pipeline(chunks, self._stage_link(), passes)
+        pipeline = Pipeline(chunks, self._stage_link(), self._passes(index))
         with contextlib.ExitStack() as stack:
             for alone in self.alone.values():
                 stack.enter_context(alone.in_use())
@@ -218,6 +201,37 @@ class Trainer:
         loss = torch.stack(losses).sum()
         return loss if self.scaler is None else self.scaler.unscaled(loss)
 
+    def _passes(self, index: int) -> Passes:
+        """What step `index` does with a chunk."""
+        batches = self._batches(index) if self.world.is_first or self.world.is_last else []
+        count = self.count_targets([t for _, t in batches]) if self.world.is_last else None
+
+        def forward(chunk: Decoder, micro: int, x: Tensor | None) -> Tensor:
+            tokens, targets = batches[micro] if batches else (None, None)
+            given = tokens if chunk.is_first else x
+            if count is None or not chunk.is_last:
+                return chunk(given, self.tables)
+            loss = chunk(given, self.tables, targets) / count
+            return loss if self.scaler is None else self.scaler.scaled(loss)
+
+        return Passes(
+            forward=forward,
+            before=self.before_backward,
+            split=lambda chunk, micro: self.deferred[chunk].keep(micro),
+            weights=self.backward_weights,
+        )
+
+    def _batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        """Tokens and targets of each micro batch; those of the next step are asked for."""
+        whole, source = self.spec.batch, self.source
+        first = whole.sequences_before(index)
+        batches = [source.batch(first, s, self.positions) for s in self.sequences]
+        coming = whole.at(index + 1)
+        same = coming.global_batch == self.batch.global_batch
+        sequences = self.sequences if same else self._sequences(coming)
+        source.ahead(whole.sequences_before(index + 1), sequences, self.positions)
+        return batches
+
     def count_targets(self, targets: list[Tensor]) -> Tensor:
         """Targets that count, over all ranks that see different tokens; never 0."""
         count = torch.stack([(t != IGNORE).sum() for t in targets]).sum()
@@ -227,6 +241,7 @@ class Trainer:
 
     def before_backward(self, chunk: Decoder, kind: str, last: bool) -> None:
         """`kind` B, or I and W of a split one; `last`: the step's last through this chunk."""
+        self.hooks.tell(StepEvent("backward", chunk, kind))
         if chunk not in self.alone:
             before_backward(chunk, self.spec.policy.zero, last=last, kind=kind)
 
@@ -242,6 +257,7 @@ class Trainer:
     def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Finish gradients; (global norm, loss), the same on every rank. Gradients keep the scale
         of the loss, the two numbers do not."""
+        self.hooks.tell(StepEvent("reduce"))
         for shared in self.shared:
             shared.sum()
         squares = gradients.squares(self.counted, self.device)
@@ -281,15 +297,3 @@ class Trainer:
     def _sequences(self, batch: Batch) -> list[Tensor]:
         dp = self.spec.layout.dp
         return micro_sequences(batch, dp, self.world.place["dp"], self.device)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage collection takes milliseconds at a moment of its own choosing: not inside a step."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -1,12 +1,11 @@
 """Does the comparison see mistakes? Eight real ones, planted in the parallel path on request.
 
-Each is a mistake people have shipped. It is planted before the model gets its storage, by replacing
-one step of the trainer; where a layout has no such step the fault cannot act.
+Each is a mistake people have shipped: a trainer with one method of its own. Where a layout has no
+such step the fault cannot act.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,105 +20,106 @@ from fourfold.engine.training.gradients import SharedGradients
 from fourfold.engine.training.trainer import Trainer
 
 
-def _loss_divisor(trainer: Trainer) -> None:
+class _LossDivisor(Trainer):
     """Each rank divides by its own number of targets, as if all had the same."""
 
-    def count_targets(targets: list[Tensor]) -> Tensor:
+    def count_targets(self, targets: list[Tensor]) -> Tensor:
         own = torch.stack([(t != IGNORE).sum() for t in targets]).sum()
-        return own.clamp(min=1) * trainer.world.dp_cp.size
-
-    trainer.count_targets = count_targets
+        return own.clamp(min=1) * self.world.dp_cp.size
 
 
-def _without(trainer: Trainer, dropped: Callable[[SharedGradients, Shard], bool]) -> None:
-    """Leave some pieces out of the sums over ranks that share weights."""
-    make = trainer.make_shared
+class _FewerSums(Trainer):
+    """Some shards are left out of the sums over ranks that share weights."""
 
-    def make_shared() -> list[SharedGradients]:
+    def is_dropped(self, sums: SharedGradients, shard: Shard) -> bool:
+        raise NotImplementedError
+
+    def make_shared(self) -> list[SharedGradients]:
         left = (
-            replace(sums, shards=tuple(shard for shard in sums.shards if not dropped(sums, shard)))
-            for sums in make()
+            replace(sums, shards=tuple(s for s in sums.shards if not self.is_dropped(sums, s)))
+            for sums in super().make_shared()
         )
         return [sums for sums in left if sums.shards]
 
-    trainer.make_shared = make_shared
 
-
-def _tied_grad(trainer: Trainer) -> None:
+class _TiedGrad(_FewerSums):
     """First and last stage update their copies of the embedding from their own gradients."""
-    _without(trainer, lambda shared, shard: shared.group.axis == "embedding")
+
+    def is_dropped(self, sums: SharedGradients, shard: Shard) -> bool:
+        return sums.group.axis == "embedding"
 
 
-def _norm_grad(trainer: Trainer) -> None:
+class _NormGrad(_FewerSums):
     """Norm weights see only their rank's part of the sequence."""
-    _without(trainer, lambda shared, shard: shared.group.axis == "tp" and "norm." in shard.name)
+
+    def is_dropped(self, sums: SharedGradients, shard: Shard) -> bool:
+        return sums.group.axis == "tp" and "norm." in shard.name
 
 
-def _cp_positions(trainer: Trainer) -> None:
+class _CpPositions(Trainer):
     """Every context rank counts its tokens from 0."""
-    world, model = trainer.world, trainer.spec.model
-    each = model.heads // world.tp.size
 
-    def make() -> Tables:
-        own = torch.arange(trainer.positions.numel(), device=trainer.device)
+    def make_tables(self) -> Tables:
+        world, model = self.world, self.spec.model
+        each = model.heads // world.tp.size
+        own = torch.arange(self.positions.numel(), device=self.device)
         heads = range(world.tp.rank * each, (world.tp.rank + 1) * each)
-        dtype = activation_dtype(trainer.spec.policy.dtypes.compute)
-        return make_tables(model, own, heads, dtype)
-
-    trainer.make_tables = make
+        return make_tables(model, own, heads, activation_dtype(self.spec.policy.dtypes.compute))
 
 
-def _layer_skip(trainer: Trainer) -> None:
+class _LayerSkip(Trainer):
     """The cut between stages loses the layer before it."""
-    for chunk in trainer.chunks:
-        if not chunk.is_last:
-            *_, last = chunk.layers.values()
-            last.forward = lambda x, tables: x
+
+    def materialize(self, *, initial: bool = True) -> None:
+        for chunk in self.chunks:
+            if not chunk.is_last:
+                *_, last = chunk.layers.values()
+                last.forward = lambda x, tables: x
+        super().materialize(initial=initial)
 
 
-def _kv_head(trainer: Trainer) -> None:
+class _KvHead(Trainer):
     """KV heads are dealt round robin over ranks, not in blocks as the query heads are."""
-    make, model, rank = trainer.make_shards, trainer.spec.model, trainer.world.tp.rank
 
-    def moved(shard: Shard) -> Shard:
+    def make_shards(self) -> list[Shard]:
+        return [self._moved(shard) for shard in super().make_shards()]
+
+    def _moved(self, shard: Shard) -> Shard:
         if shard.shared != "kv":
             return shard
-        size = model.head_size
-        start = rank % model.kv_heads * size + shard.rect.rows[0] % size
+        model = self.spec.model
+        start = self.world.tp.rank % model.kv_heads * model.head_size
+        start += shard.rect.rows[0] % model.head_size
         rows = (start, start + shard.rect.rows[1] - shard.rect.rows[0])
         return replace(shard, rect=Rect(rows, shard.rect.columns))
 
-    trainer.make_shards = lambda: [moved(shard) for shard in make()]
 
-
-def _stale_weight(trainer: Trainer) -> None:
+class _StaleWeight(Trainer):
     """Gathered weights outlive the update: the next step computes with the old ones."""
-    original = trainer.before_backward
 
-    def before_backward(chunk: Decoder, kind: str, last: bool) -> None:
-        original(chunk, kind, last)
-        if trainer.world.dp_cp.size > 1:
+    def before_backward(self, chunk: Decoder, kind: str, last: bool) -> None:
+        super().before_backward(chunk, kind, last)
+        if self.world.dp_cp.size > 1:
             assert isinstance(chunk, FSDPModule)
             chunk.set_reshard_after_backward(False)
 
-    trainer.before_backward = before_backward
 
-
-def _norm_twice(trainer: Trainer) -> None:
+class _NormTwice(Trainer):
     """Weights that tensor ranks share, and a tied embedding's copy, count as often as held."""
-    make = trainer.make_counted
-    world, zero = trainer.world, trainer.spec.policy.zero
-    copies = world.dp_cp if zero == 0 else world.replicas
-    trainer.make_counted = lambda: make() if copies.rank else list(trainer.shards)
+
+    def make_counted(self) -> list[Shard]:
+        world = self.world
+        copies = world.dp_cp if self.spec.policy.zero == 0 else world.replicas
+        return super().make_counted() if copies.rank else list(self.shards)
 
 
-FAULTS: dict[str, Callable[[Trainer], None]] = {
-    "loss-divisor": _loss_divisor,
-    "tied-grad": _tied_grad,
-    "cp-positions": _cp_positions,
-    "norm-grad": _norm_grad,
-    "layer-skip": _layer_skip,
-    "kv-head": _kv_head,
-    "stale-weight": _stale_weight,
-    "norm-twice": _norm_twice,
+FAULTS: dict[str, type[Trainer]] = {
+    "loss-divisor": _LossDivisor,
+    "tied-grad": _TiedGrad,
+    "cp-positions": _CpPositions,
+    "norm-grad": _NormGrad,
+    "layer-skip": _LayerSkip,
+    "kv-head": _KvHead,
+    "stale-weight": _StaleWeight,
+    "norm-twice": _NormTwice,
 }

@@ -1,5 +1,5 @@
 """What must every layout compute? The same training in one process that uses no parallel code:
-one model, the whole batch at once, torch's own clipping, AdamW and scaling of the loss.
+one model, the whole batch at once, torch's own clipping, optimizer and scaling of the loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fourfold.engine.parallel.shards import Shard, ShardPlace, shards_of
 from fourfold.engine.training import init
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.loss_scale import ScalerSettings
-from fourfold.engine.training.optimizer import AdamSettings, param_groups
+from fourfold.engine.training.optimizer import KINDS, OptimizerSettings, param_groups
 from fourfold.spec.run import RunSpec
 
 
@@ -37,7 +37,7 @@ class Recipe:
     """All that a comparison fixes besides the run: data, initial values, optimizer, steps."""
 
     source: Source
-    settings: AdamSettings
+    settings: OptimizerSettings
     rule: InitRule
     steps: int
 
@@ -54,9 +54,8 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
         apply_float8(decoder, device.type)
     weights: list[Tensor] = list(masters.parameters())
     settings = recipe.settings
-    optimizer = torch.optim.AdamW(
-        param_groups(weights, settings), lr=settings.lr, betas=settings.betas, eps=settings.eps
-    )
+    kind = KINDS[spec.policy.optimizer]
+    optimizer = kind.reference(param_groups(weights, settings), settings)
     first = ScalerSettings().initial
     scaler = torch.amp.GradScaler(device.type, init_scale=first, enabled=dtypes.compute == "fp16")
     losses, norms, grads = [], [], {}
