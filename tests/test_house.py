@@ -110,7 +110,6 @@ SAME_NAMES: set[tuple[str, str]] = {
     ("cost", "Predictions"),
     ("cost", "Stage"),
     ("cost", "Tensor"),
-    ("engine", "Ticks"),
     ("result", "Index"),
     ("result", "Stored"),
 }

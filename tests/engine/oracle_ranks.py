@@ -34,9 +34,9 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, make_tables, rotate
 from fourfold.engine.parallel import order
-from fourfold.engine.parallel.compile import apply_compile
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.shards import ShardPlace, shards_of
+from fourfold.engine.parallel.wrap import apply_compile
 from fourfold.engine.training import init
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.trainer import Trainer

@@ -14,7 +14,7 @@ from fourfold.cost.count.params import layer_matmul_params
 from fourfold.cost.count.stages import stage_layers
 from fourfold.engine.microbench import kernel_times
 from fourfold.engine.microbench.kernels import Attend, Kernel, Product, stage_kernels
-from fourfold.engine.one_rank import fake_peers as lone
+from fourfold.engine.one_rank import fake_peers
 from fourfold.engine.parallel.groups import World
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
@@ -29,7 +29,7 @@ def spec(model: str, layout: str, **policy: object) -> RunSpec:
 
 @contextmanager
 def world_of(one: RunSpec, rank: int) -> Iterator[World]:
-    lone.join(rank, one.gpus)
+    fake_peers.join(rank, one.gpus, fake_peers.TrafficLog())
     try:
         yield World.create(one.layout, "cpu")
     finally:

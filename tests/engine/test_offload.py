@@ -12,8 +12,7 @@ from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.parallel import offload
-from fourfold.engine.parallel.compile import apply_compile
-from fourfold.engine.parallel.recompute import apply_recompute
+from fourfold.engine.parallel.wrap import apply_compile, apply_recompute
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.catalog import shape
 

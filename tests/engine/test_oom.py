@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fourfold.engine.observe import oom
-from fourfold.engine.observe.nvidia_smi import Sampler, parse
 from fourfold.result.dryrun import Large
+from fourfold.result.machine import Sampler, parse_sample
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_blocks_in_use_are_told_with_what_python_knows(monkeypatch: pytest.Monke
 
 
 def test_clocks_are_read_while_the_sampler_runs() -> None:
-    sampler = Sampler(torch.device("cpu"))
+    sampler = Sampler("")
     sampler._lines.write(b"1980, 600.0, 60, 0x0\n1900, 600.0, 60, 0x0\n17")
     sampler._lines.flush()
     assert sampler.clocks_since(0) == [1.98e9, 1.9e9]
     assert sampler.clocks_since(1) == [1.9e9]
-    assert parse("17", 0.0) is None
+    assert parse_sample("17", 0.0) is None
     assert len(sampler.stop()) == 2

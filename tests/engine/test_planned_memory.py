@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fourfold.search.question import usual_cluster
 
 from fourfold.engine import compat
 from fourfold.engine.jobs.dryrun import count_rank
-from fourfold.engine.observe.gpu_kernels import gpu_kernels
+from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.errors import UserError
 from fourfold.result.overheads import unseen_parts
 from fourfold.search.legal import Target, why_not
 from fourfold.search.predict import predict
-from fourfold.search.question import usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fourfold.engine.training.loss_scale import LossScaler, ScalerSettings
+from fourfold.engine.training.gradients import LossScaler, ScalerSettings
 from fourfold.spec import Layout, Policy
 from fourfold.spec.formats import running
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.engine.data.shuffle import shuffled
+from fourfold.engine.data.rng import shuffled
 from fourfold.engine.data.source import Synthetic, data_facts, source_of
 from fourfold.engine.data.token_file import TokenFile
 from fourfold.engine.model.decoder import IGNORE

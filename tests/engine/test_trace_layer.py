@@ -19,7 +19,7 @@ from fourfold.cost.trace.symbols import stretched_sizes
 from fourfold.cost.trace.walk import StepRow
 from fourfold.engine import compat
 from fourfold.engine.jobs.dryrun import count_rank
-from fourfold.engine.observe.gpu_kernels import gpu_kernels
+from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.engine.trace.layer import count_layer
 from fourfold.errors import UserError
 from fourfold.search.legal import require_legal

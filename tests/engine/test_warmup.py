@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fourfold.engine.observe.warmup import by_count, until_steady
+from fourfold.engine.observe.clock import by_count, until_steady
 from fourfold.result.warmup import ENDINGS, LEAD, MOST_STEPS, WINDOW
 
 CPU = torch.device("cpu")

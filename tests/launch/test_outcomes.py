@@ -10,7 +10,7 @@ import pytest
 from fourfold.errors import UserError
 from fourfold.launch import local
 from fourfold.launch.outcomes import WORKER, JobScene, fallen, missing_rank, stopped
-from fourfold.launch.watch import Silence, Standstill
+from fourfold.launch.ranks import Silence, Standstill
 from fourfold.result.job import (
     Beat,
     RankFailure,

@@ -31,7 +31,7 @@ DTYPES = {
     "fp16": torch.float16,
 }
 # Functional collectives by name: the same in all supported versions, and they trace under compile.
-functional = torch.ops._c10d_functional
+functional, _aten = torch.ops._c10d_functional, torch.ops.aten
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
 sleep_cycles = torch.cuda._sleep  # lets the GPU wait, so that its host gets ahead
@@ -76,6 +76,10 @@ def op_name(func: Any) -> str:
     return func._schema.name
 
 
+def op_arguments(func: Any) -> list[str]:
+    return [argument.name for argument in func._schema.arguments]
+
+
 def op_packet(func: Any) -> Any:
     """The operator without its overload, as torch's FLOP formulas are filed."""
     return func._overloadpacket
@@ -91,27 +95,30 @@ def scaled_mm(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
 
 
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """torch's flash kernel of the device, with its logsumexp."""
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    if _on_host(q):
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
 
 
 def flash_backward(
     grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    aten, (q, k, v) = torch.ops.aten, inputs
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    q, k, v = inputs
+    if _on_host(q):
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal
         )
     # No dropout, so the generator's state is never read. The kernel reads the logsumexp as if it
     # were contiguous, without a look at its strides: half of the queries is a slice.
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     lse, lengths = lse.contiguous(), (q.shape[2], k.shape[2])
-    return aten._scaled_dot_product_flash_attention_backward(
+    return _aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed
     )
 

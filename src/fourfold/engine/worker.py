@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print("torch is not installed: pip install torch", file=sys.stderr)
         return NO_TORCH_EXIT
-    from fourfold.engine.process.rank import work
+    from fourfold.engine.process.task import work
 
     tasks = [int(word) for word in args.tasks.split(",")] if args.tasks else list(range(job.tasks))
     performer = importlib.import_module(PERFORMERS[job.job])

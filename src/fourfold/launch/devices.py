@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 
 from fourfold.errors import UserError
+from fourfold.result.machine import listed_gpus
 
 
 def core_count() -> int:
@@ -21,13 +21,7 @@ def gpu_count() -> int:
     if visible is not None:
         ids = [word.strip() for word in visible.split(",") if word.strip()]
         return len(ids[: ids.index("-1")] if "-1" in ids else ids)
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    return listed_gpus()
 
 
 def require_gpus(

@@ -23,8 +23,7 @@ from fourfold.launch.collect import job_report
 from fourfold.launch.folder import job_folder, set_aside
 from fourfold.launch.outcomes import fallen, silent, stopped
 from fourfold.launch.permit import Permit
-from fourfold.launch.ranks import Ranks
-from fourfold.launch.watch import Silence, Standstill
+from fourfold.launch.ranks import Ranks, Silence, Standstill
 from fourfold.result.files.sealed import seal
 from fourfold.result.job import (
     DUMP_FILE,

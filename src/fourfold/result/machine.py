@@ -1,4 +1,5 @@
-"""Which machine is this, in the words of a stored run's key? Asked without importing torch.
+"""Which machine is this, in the words of a stored run's key, and how does its GPU do? Asked without
+importing torch: of the system, and of the driver's own tool, which only this file runs.
 
 A key names the device and the torch version, so that a store shared by several machines keeps their
 runs apart, and a sweep knows which of its runs were finished here.
@@ -9,9 +10,16 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import IO
+
+from fourfold.result.report import DeviceSample
+
+_EVERY_S = 0.2
+_SAMPLED = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +52,35 @@ def cpu_name() -> str:
 
 def gpu_name() -> str:
     """Of the first GPU, as the driver's tool prints it (and torch too)."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return gpu_facts("name").get("name", "")
+
+
+def gpu_facts(*names: str, uuid: str = "") -> dict[str, str]:
+    """What the driver's tool tells of the first GPU, or of this one; empty where it is not
+    installed."""
+    which = ["-i", uuid] if uuid else []
+    first = nvidia_smi(*_query(names), *which).partition("\n")[0]
+    return (
+        dict(zip(names, (word.strip() for word in first.split(",")), strict=False)) if first else {}
+    )
+
+
+def listed_gpus() -> int:
+    """GPUs that the driver's tool lists; 0 where it is not installed."""
+    return sum(line.startswith("GPU ") for line in nvidia_smi("-L").splitlines())
+
+
+def nvidia_smi(*arguments: str) -> str:
+    command = ["nvidia-smi", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip().split("\n")[0].strip()
+    return done.stdout.strip()
+
+
+def _query(names: Sequence[str]) -> list[str]:
+    return [f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
 
 
 def host_memory_bytes() -> int:
@@ -60,3 +91,58 @@ def host_memory_bytes() -> int:
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdecimal() else total
+
+
+class Sampler:
+    """Was the GPU slowed while it was timed? Clock, power and temperature, from the first timed
+    step to the last. The driver's tool runs as a child and writes a line every fifth of a second:
+    no thread of ours wakes inside a timed step. Without a `uuid` there is no GPU to sample."""
+
+    def __init__(self, uuid: str) -> None:
+        import tempfile  # 15 ms with what it imports
+
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lines: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed in stop)
+        if not uuid:
+            return
+        command = ["nvidia-smi", *_query(_SAMPLED), "-lms", str(round(_EVERY_S * 1e3)), "-i", uuid]
+        try:
+            self._process = subprocess.Popen(
+                command, stdout=self._lines, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+            )
+        except OSError:
+            self._process = None  # no such tool: no samples, which the report shows as none
+
+    def clocks_since(self, count: int) -> list[float]:
+        """Hertz of the samples so far, less the first `count`."""
+        text = os.pread(self._lines.fileno(), 2**20, 0).decode(errors="replace")
+        whole = text.splitlines()[: text.count("\n")]
+        samples = [sample for line in whole if (sample := parse_sample(line, 0.0)) is not None]
+        return [sample.clock_hz for sample in samples[count:]]
+
+    def stop(self) -> tuple[DeviceSample, ...]:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+        self._lines.seek(0)
+        text = self._lines.read().decode(errors="replace")
+        self._lines.close()
+        samples = (parse_sample(line, i * _EVERY_S) for i, line in enumerate(text.splitlines()))
+        return tuple(sample for sample in samples if sample is not None)
+
+
+def parse_sample(line: str, at_s: float) -> DeviceSample | None:
+    """'1980, 689.42, 61, 0x0000000000000004'; None for a line cut off in the middle."""
+    words = [word.strip() for word in line.split(",")]
+    try:
+        clock_mhz, power_w, temperature_c = (float(word) for word in words[:3])
+        throttle = words[3]
+    except (ValueError, IndexError):
+        return None
+    return DeviceSample(
+        at_s=at_s,
+        clock_hz=clock_mhz * 1e6,
+        power_w=power_w,
+        temperature_c=temperature_c,
+        throttle=throttle,
+    )

@@ -1,7 +1,9 @@
-"""Which value stands at index i? A counter-based generator: value = f(key, index), nothing else.
+"""Which value stands at index i, and in which order are indices visited? Functions of a key and an
+index, nothing else: any rank can make any part of a tensor or of an order without the rest.
 
-Integer arithmetic only (wrapping int64, splitmix64's finaliser), so that CPU and GPU agree bit for
-bit and any rank can make any part of a tensor without making the rest.
+Values: integer arithmetic only (wrapping int64, splitmix64's finaliser), so that CPU and GPU agree
+bit for bit. Orders: a Feistel network over the smallest even number of bits that holds the size,
+walked until the result is inside, so no table that grows with the data.
 """
 
 from __future__ import annotations
@@ -57,3 +59,29 @@ def normal(stream: int, index: Tensor, std: float) -> Tensor:
     total = (word & field) + (_shift(word, 16) & field) + (_shift(word, 32) & field)
     total = total + (_shift(word, 48) & field) - _MEAN
     return total.to(torch.float32) * (std / _SIGMA)
+
+
+# Four rounds of a good round function give a pseudo-random permutation (Luby and Rackoff 1988).
+_ROUNDS = 4
+
+
+def shuffled(index: Tensor, size: int, stream: int) -> Tensor:
+    """Where each index (int64, in [0, size)) comes to stand; `stream` names the permutation."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    place = _network(index, half, stream)
+    # The network permutes 2^(2 half) numbers, at most 4 x size: following a cycle from inside the
+    # range comes back inside, after a few turns.
+    outside = place >= size
+    while bool(outside.any()):
+        place = torch.where(outside, _network(place, half, stream), place)
+        outside = place >= size
+    return place
+
+
+def _network(index: Tensor, half: int, stream: int) -> Tensor:
+    mask = (1 << half) - 1
+    left, right = index >> half, index & mask
+    for turn in range(_ROUNDS):
+        mixed = bits(key(stream, turn), right) & mask
+        left, right = right, left ^ mixed
+    return (left << half) | right

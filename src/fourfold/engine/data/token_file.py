@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fourfold.engine.data import rng
-from fourfold.engine.data.shuffle import shuffled
+from fourfold.engine.data.rng import shuffled
 from fourfold.engine.model.decoder import IGNORE
 from fourfold.errors import UserError
 from fourfold.spec.tokens import read_info, require_fit, token_paths

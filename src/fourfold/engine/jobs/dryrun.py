@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fourfold.engine import compat
-from fourfold.engine.observe.gpu_kernels import gpu_kernels
 from fourfold.engine.observe.ledger import Ledger
+from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.engine.observe.phases import count_of, mark_phases, watch
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.task import CPU, Task

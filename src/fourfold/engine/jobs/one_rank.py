@@ -25,8 +25,7 @@ from fourfold.engine.microbench.device import copy
 from fourfold.engine.microbench.kernels import Kernel, Product, is_again
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.memory import retries
-from fourfold.engine.observe.phases import axes_of
-from fourfold.engine.observe.timeline import PhaseTimeline, attach, steady
+from fourfold.engine.observe.phases import PhaseTimeline, attach, axes_of, steady
 from fourfold.engine.one_rank import fake_peers
 from fourfold.engine.one_rank.fake_peers import StepTraffic, TrafficLog
 from fourfold.engine.one_rank.profile import MicroBatchProfiler

@@ -13,7 +13,7 @@ import gc
 import math
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -25,17 +25,16 @@ from fourfold.engine.data.source import data_facts
 from fourfold.engine.jobs.build import with_trainer
 from fourfold.engine.microbench import device as probe
 from fourfold.engine.microbench.links import axis_rates
-from fourfold.engine.observe.clock import synchronize
+from fourfold.engine.observe.clock import Ticks, WarmupTicks, by_count, synchronize, until_steady
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory, allocator_peak, retries
-from fourfold.engine.observe.nvidia_smi import Sampler
 from fourfold.engine.observe.phases import count_of, mark_phases
-from fourfold.engine.observe.warmup import WarmupTicks, by_count, until_steady
-from fourfold.engine.process.environment import environment
+from fourfold.engine.process.environment import environment, uuid_of
 from fourfold.engine.process.failure import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.trainer import StepOutcome, Trainer
 from fourfold.result.job import RankFacts
+from fourfold.result.machine import Sampler
 from fourfold.result.report import DeviceSample, LinkRate, ProbeReport, RankSteps, StepReport
 
 # The optimizer's state exists from the second step on; from then on every step holds the same.
@@ -45,36 +44,6 @@ _COUNTED_STEPS = 2
 def perform(task: Task) -> RankFacts:
     task.spec.batch.without_ramp()
     return with_trainer(task, lambda trainer, ledger: _measured(Steps(task, trainer, ledger)))
-
-
-@dataclass(slots=True)
-class Ticks:
-    """Clock readings between steps: n + 1 of them around n steps."""
-
-    device: torch.device
-    wall: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
-    events: list[torch.cuda.Event] = field(default_factory=list)
-
-    def tick(self) -> None:
-        self.wall.append(time.perf_counter())
-        self.busy.append(time.process_time())
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.events.append(event)
-
-    def step_s(self) -> list[float]:
-        """Only after the device has caught up."""
-        if self.events:
-            pairs = zip(self.events, self.events[1:], strict=False)
-            return [first.elapsed_time(last) / 1e3 for first, last in pairs]
-        return [b - a for a, b in zip(self.wall, self.wall[1:], strict=False)]
-
-    def busy_s(self) -> list[float]:
-        if self.events:
-            return []  # a GPU's waiting is inside its communication kernels, which no clock shows
-        return [b - a for a, b in zip(self.busy, self.busy[1:], strict=False)]
 
 
 class Steps:
@@ -176,7 +145,7 @@ class Window:
 def _timed(steps: Steps) -> Window:
     device = steps.trainer.device
     gc.collect()
-    sampler = Sampler(device) if steps.task.rank == 0 else None
+    sampler = Sampler(uuid_of(device)) if steps.task.rank == 0 else None
     graphs, failed = compat.graphs(), retries(device)
     dist.barrier()  # nobody's first step waits for another's preparations
     synchronize(device)

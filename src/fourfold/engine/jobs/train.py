@@ -2,17 +2,22 @@
 
 Loss and norm stay on the device until a window of `log_every` steps is read at once; every step of
 a window is checked before anything of it is saved, so a checkpoint never holds a NaN.
+Asked to stop, by a signal to any rank or by the launcher's file, all ranks agree on the step,
+without waiting for the device.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.cost.count.flops import CONVENTIONS, DEFAULT, FlopsQuery, utilisation_pct
@@ -21,14 +26,12 @@ from fourfold.engine.checkpoint.background import Saver
 from fourfold.engine.checkpoint.checkpoint import state_of
 from fourfold.engine.checkpoint.hf_read import begin_from
 from fourfold.engine.jobs.build import with_trainer
-from fourfold.engine.jobs.run import Ticks
-from fourfold.engine.observe.clock import synchronize
+from fourfold.engine.observe.clock import Ticks, synchronize
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory
 from fourfold.engine.observe.phases import mark_phases
 from fourfold.engine.process.environment import environment
 from fourfold.engine.process.failure import NonFiniteError, check_finite, inject_fault
-from fourfold.engine.process.stop import StopRequest
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trackers import Tracker, trackers
@@ -36,7 +39,7 @@ from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.result.files import curve, inside
 from fourfold.result.files.curve import Point
-from fourfold.result.job import RankFacts
+from fourfold.result.job import STOP_FILE, RankFacts
 from fourfold.result.report import RankSteps
 from fourfold.spec import catalog
 from fourfold.spec.device import device_id
@@ -226,3 +229,52 @@ def _utilisation(spec: RunSpec, device: torch.device) -> Callable[[float], float
     )
     flops = CONVENTIONS[DEFAULT].count(ask).model
     return lambda speed: None if peak is None else utilisation_pct(flops, speed, peak)
+
+
+class StopRequest:
+    """Made before ranks join, so that a signal in between is not lost."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = folder / STOP_FILE if rank == 0 else None
+        self._signalled = False
+        self._group: dist.ProcessGroup | None = None
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._answer: dist.Work | None = None
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, self._hear)
+
+    def _hear(self, *_: object) -> None:
+        self._signalled = True
+
+    def connect(self) -> None:
+        """A CPU group of its own, whose only collectives are these questions. Collective."""
+        if dist.get_world_size() > 1:
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this rank has heard of a request."""
+        return self._signalled or (self._file is not None and self._file.exists())
+
+    def agreed(self) -> bool:
+        """Once a step on all ranks: what the step before asked, answered while this one ran."""
+        if self._group is None:
+            return self.wanted
+        answer = False
+        if self._answer is not None:
+            self._answer.wait()
+            answer = bool(self._flag.item())
+        self._flag = torch.tensor([int(self.wanted)], dtype=torch.int32)
+        self._answer = dist.all_reduce(
+            self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+        return answer
+
+    def leave(self) -> None:
+        """No question may be open when the group goes away."""
+        if self._answer is not None:
+            self._answer.wait()
+            self._answer = None

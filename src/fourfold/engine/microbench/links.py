@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -39,12 +39,14 @@ def shared_rates(
 def collectives_of(
     device: torch.device, ranks: int, group: dist.ProcessGroup, seconds: float
 ) -> list[CollectivePoint]:
+    """Of the world's first `ranks`."""
     sizes = (2**10, 2**16, 2**20, 2**24) if device.type == "cpu" else (2**10, 2**20, 2**24, 2**28)
-    points = []
+    budget_s = seconds / len(sizes) / len(_OPS)
+    members, points = tuple(range(ranks)), []
     for op in _OPS:
         for payload in sizes:
-            work = _collective(op, payload, device, ranks, group)
-            took = _seconds_together(work, device, group, seconds / len(sizes) / len(_OPS))
+            work = _collective(op, payload, device, members, group)
+            took = _seconds_together(work, device, 0, group, budget_s, most_calls=2000)
             points.append(CollectivePoint(op=op, ranks=ranks, payload_bytes=payload, seconds=took))
     return points
 
@@ -54,20 +56,23 @@ def axis_rates(world: World, device: torch.device, seconds: float) -> tuple[Link
 
     Collective: every rank goes through the same axes in the same order.
     """
-    rates = []
-    hosts = _hosts(world)
+    hosts: list[str] = [""] * world.all_ranks.size
+    dist.all_gather_object(hosts, socket.gethostname())
     groups = [(axis, group) for axis, group in _axes(world) if group.size > 1]
+    payload, rates = 2**22 if device.type == "cpu" else 2**26, []
     for axis, group in groups:
         op = "send" if axis == "pp" else "all-reduce"
-        payload = 2**22 if device.type == "cpu" else 2**26
-        work = _in_group(op, payload, device, group)
+        work = _collective(op, payload, device, group.ranks, group.handle)
         dist.barrier()
-        took = _seconds_in(work, device, group, seconds / len(groups))
-        level: Level = "host" if len({hosts[rank] for rank in group.ranks}) == 1 else "network"
-        rate = LinkRate(
-            axis=axis, ranks=group.size, level=level, op=op, payload_bytes=payload, seconds=took
+        took = _seconds_together(
+            work, device, group.ranks[0], group.handle, seconds / len(groups), most_calls=100
         )
-        rates.append(rate)
+        level: Level = "host" if len({hosts[rank] for rank in group.ranks}) == 1 else "network"
+        rates.append(
+            LinkRate(
+                axis=axis, ranks=group.size, level=level, op=op, payload_bytes=payload, seconds=took
+            )
+        )
     return tuple(rates)
 
 
@@ -77,73 +82,51 @@ def _axes(world: World) -> list[tuple[str, Group]]:
     return [*axes, ("dp copies", world.replicas)]
 
 
-def _hosts(world: World) -> list[str]:
-    hosts: list[str] = [""] * world.all_ranks.size
-    dist.all_gather_object(hosts, socket.gethostname())
-    return hosts
-
-
-def _in_group(op: str, payload: int, device: torch.device, group: Group) -> Callable[[], object]:
-    own = torch.ones(payload // 4, device=device)
-    if op == "all-reduce":
-        return lambda: dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group.handle)
-    received = torch.empty_like(own)
-    ahead = group.ranks[(group.rank + 1) % group.size]
-    behind = group.ranks[(group.rank - 1) % group.size]
-
-    def around() -> None:
-        send = dist.P2POp(dist.isend, own, ahead, group.handle)
-        take = dist.P2POp(dist.irecv, received, behind, group.handle)
-        for part in dist.batch_isend_irecv([send, take]):
-            part.wait()
-
-    return around
-
-
-def _seconds_in(
-    work: Callable[[], object], device: torch.device, group: Group, budget_s: float
-) -> float:
-    """Seconds of a call. The group's first rank says how many calls its ranks make."""
-    work()
-    once_s = reading(work, device, 1)
-    calls = torch.tensor([max(2.0, min(100.0, budget_s / max(once_s, 1e-6)))], device=device)
-    dist.broadcast(calls, group.ranks[0], group=group.handle)
-    return lower_quartile([reading(work, device, 1) for _ in range(int(calls.item()))])
-
-
 def _collective(
-    op: str, payload: int, device: torch.device, ranks: int, group: dist.ProcessGroup
+    op: str,
+    payload: int,
+    device: torch.device,
+    members: Sequence[int],
+    group: dist.ProcessGroup,
 ) -> Callable[[], object]:
+    """A ready one of these ranks; `p2p` and `send` pass the whole payload around the ring."""
+    ranks = len(members)
     whole = torch.ones(payload // 4 // ranks * ranks, device=device)
     part = torch.ones(payload // 4 // ranks, device=device)
-    if op == "all-reduce":
+    if op == "all-reduce":  # a sum, as in training: switches add some formats, and only add
         return lambda: dist.all_reduce(whole, group=group)
     if op == "all-gather":
         return lambda: dist.all_gather_into_tensor(whole, part, group=group)
     if op == "reduce-scatter":
         return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
-    if op == "all-to-all":
-        target = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(target, whole, group=group)
-    rank = dist.get_rank()
     received = torch.empty_like(whole)
-    ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
+    if op == "all-to-all":
+        return lambda: dist.all_to_all_single(received, whole, group=group)
+    place = members.index(dist.get_rank())
+    ahead, behind = members[(place + 1) % ranks], members[(place - 1) % ranks]
 
     def around() -> None:
         send = dist.P2POp(dist.isend, whole, ahead, group)
         take = dist.P2POp(dist.irecv, received, behind, group)
-        for work in dist.batch_isend_irecv([send, take]):
-            work.wait()
+        for message in dist.batch_isend_irecv([send, take]):
+            message.wait()
 
     return around
 
 
 def _seconds_together(
-    work: Callable[[], object], device: torch.device, group: dist.ProcessGroup, budget_s: float
+    work: Callable[[], object],
+    device: torch.device,
+    first: int,
+    group: dist.ProcessGroup,
+    budget_s: float,
+    *,
+    most_calls: int,
 ) -> float:
-    """Seconds of a call. Rank 0 says how many calls all ranks make: their clocks would differ."""
+    """Seconds of a call. The group's first rank says how many calls all make: clocks differ."""
     work()
     once_s = reading(work, device, 2)
-    calls = torch.tensor([max(3.0, min(2000.0, budget_s / max(once_s, 1e-7)))], device=device)
-    dist.broadcast(calls, 0, group=group)
+    wanted = max(3.0, min(float(most_calls), budget_s / max(once_s, 1e-7)))
+    calls = torch.tensor([wanted], device=device)
+    dist.broadcast(calls, first, group=group)
     return lower_quartile([reading(work, device, 1) for _ in range(int(calls.item()))])

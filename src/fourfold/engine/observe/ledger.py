@@ -1,7 +1,7 @@
 """What does a rank hold, compute and send? Counted as operators run, on real or fake tensors.
 
 Bytes are of storages (views are free), FLOPs of matrix products and attention on local shapes (see
-`op_flops`), traffic by axis and collective as payload (see `comm`).
+`operators`), traffic by axis and collective as payload.
 What a kernel allocates inside itself, and what an allocator rounds up, is not seen.
 """
 
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fourfold.engine import compat
-from fourfold.engine.observe.comm import collective, is_collective
-from fourfold.engine.observe.op_flops import op_flops
+from fourfold.engine.observe.operators import collective, is_collective, op_flops
 
 # Kinds that outlive a step; what is left is activations, whatever made it.
 STATE_KINDS = ("parameters", "gradients", "optimizer")
@@ -219,7 +218,7 @@ class Ledger(compat.TorchDispatchMode):
             return NotImplemented  # let it come down to plain local tensors first
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func._schema.name == "_c10d_functional::wait_tensor":
+        if compat.op_name(func) == "_c10d_functional::wait_tensor":
             out = args[0]  # what was waited for; as a fake tensor it would be counted again
         if self._paused:
             return out

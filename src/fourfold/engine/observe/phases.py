@@ -1,12 +1,22 @@
-"""Point a ledger at a trainer: whose bytes are whose, which group serves which axis."""
+"""Where in its step is a trainer, and whose bytes are whose? For ledgers, heartbeats and clocks.
+
+On a timeline a micro batch passes embed, layers, head, between, head back, layers back, embed back
+(weights, where they come later); a step has data, reduce and optimizer once. A phase lasts until
+the next. With virtual stages each chunk has phases of its own: `layers#1`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fourfold.engine.compat import fsdp_parameters, local
+from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.observe.ledger import STATE_KINDS, Ledger
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.training.hooks import StepEvent
@@ -109,3 +119,105 @@ def count_of(ledger: Ledger, trainer: Trainer, seconds: float = 0.0) -> RankCoun
         micro_batches=len(trainer.sizes),
         seconds=seconds,
     )
+
+
+MICRO_PHASES = (
+    "embed", "layers", "head", "between", "head back", "layers back", "embed back", "weights",
+)  # fmt: skip
+STEP_PHASES = ("data", "reduce", "optimizer")
+
+Stamp = torch.cuda.Event | float
+
+
+class PhaseTimeline:
+    """`listeners` are told the name of every phase that begins."""
+
+    def __init__(self, device: torch.device, listeners: Sequence[Callable[[str], None]]) -> None:
+        self.device, self.listeners = device, listeners
+        self.marks: list[tuple[str, Stamp]] = []
+
+    def mark(self, name: str) -> None:
+        for listener in self.listeners:
+            listener(name)
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((name, event))
+        else:
+            self.marks.append((name, time.perf_counter()))
+
+    def take(self) -> dict[str, list[float]]:
+        """Seconds of every interval so far by phase, only after the device has caught up."""
+        seconds: dict[str, list[float]] = {}
+        for (name, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+            if name != "end":
+                seconds.setdefault(name, []).append(_between(begin, end))
+        self.marks.clear()
+        return seconds
+
+
+def _between(begin: Stamp, end: Stamp) -> float:
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return end - begin
+    assert not isinstance(end, float)
+    return begin.elapsed_time(end) / 1e3
+
+
+def phase_of(name: str) -> str:
+    """Without the chunk."""
+    return name.partition("#")[0]
+
+
+def steady(intervals: dict[str, list[float]], passes: int) -> dict[str, float]:
+    """Seconds (or anything else) of one ordinary micro batch by phase, from `passes` of them.
+
+    The median of a chunk's passes: the first forward gathers and the last backward reduces besides.
+    """
+    by_phase = {}
+    for name, values in intervals.items():
+        phase = phase_of(name)
+        if phase in MICRO_PHASES and values:
+            by_phase[phase] = by_phase.get(phase, 0.0) + median(values) * len(values) / passes
+    return {phase: by_phase[phase] for phase in MICRO_PHASES if phase in by_phase}
+
+
+def attach(trainer: Trainer, mark: Callable[[str], None]) -> None:
+    """From here on the trainer's steps call `mark` at the beginning of every phase."""
+    names = {chunk: f"#{i}" if i else "" for i, chunk in enumerate(trainer.chunks)}
+
+    def observe(event: StepEvent) -> None:
+        if event.chunk is None:
+            mark(event.phase)
+        else:  # W makes gradients of weights, after those of inputs
+            mark(("weights" if event.kind == "W" else "head back") + names[event.chunk])
+
+    trainer.hooks.add(observe)
+    for chunk, name in names.items():
+        _attach_chunk(chunk, lambda phase, name=name: mark(phase + name))
+
+
+def _attach_chunk(chunk: Decoder, mark: Callable[[str], None]) -> None:
+    layers = list(chunk.layers.values())
+    chunk.register_forward_pre_hook(lambda *_: mark("embed"), prepend=True)
+    chunk.register_forward_hook(lambda *_: mark("between"))
+    layers[0].register_forward_pre_hook(_into_layers(mark), prepend=True)
+    layers[-1].register_forward_hook(_out_of_layers(mark))
+
+
+def _into_layers(mark: Callable[[str], None]) -> Callable[..., None]:
+    def hook(_: object, args: tuple[Any, ...]) -> None:
+        mark("layers")
+        if isinstance(args[0], Tensor) and args[0].requires_grad:
+            args[0].register_hook(lambda _: mark("embed back"))
+
+    return hook
+
+
+def _out_of_layers(mark: Callable[[str], None]) -> Callable[..., None]:
+    def hook(_: object, args: tuple[Any, ...], out: Tensor) -> None:
+        mark("head")
+        if out.requires_grad:
+            out.register_hook(lambda _: mark("layers back"))
+
+    return hook

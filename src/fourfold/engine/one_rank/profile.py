@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from fourfold.engine.observe.clock import synchronize
-from fourfold.engine.observe.timeline import phase_of
+from fourfold.engine.observe.phases import phase_of
 from fourfold.engine.one_rank.fake_peers import FILL
 
 PARTS = ("matrix products", "attention", "norms and element-wise", "copies and casts", "fills")

@@ -15,7 +15,7 @@ import torch
 from fourfold.engine import compat
 from fourfold.engine.microbench import kernel_times
 from fourfold.engine.microbench.kernels import Kernel, Product, stage_kernels
-from fourfold.engine.observe.timeline import STEP_PHASES, phase_of, steady
+from fourfold.engine.observe.phases import STEP_PHASES, phase_of, steady
 from fourfold.engine.one_rank.fake_peers import Fill, StepTraffic
 from fourfold.engine.one_rank.profile import MicroBatchProfiler
 from fourfold.engine.parallel.groups import World

@@ -1,7 +1,5 @@
-"""Collectives that autograd understands, over one group, on plain tensors.
-
-The functional ops return before the transfer ends (`wait` is where the result is needed).
-"""
+"""Collectives that autograd understands, over one group, on plain tensors. The functional ops
+return before the transfer ends (`wait` is where the result is needed)."""
 
 from __future__ import annotations
 

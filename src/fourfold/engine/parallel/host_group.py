@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr]
-from torch.futures import Future
+
+from fourfold.engine import compat
 
 BACKEND = "host"
 
@@ -65,7 +65,7 @@ class HostProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        return str(dist.distributed_c10d._world.pg_names[self])
+        return compat.group_names()[self]
 
     @property
     def pg_name(self) -> str:
@@ -181,6 +181,4 @@ def _summing(options: Any) -> dist.AllreduceOptions:
 
 
 def _done() -> Any:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return _create_work_from_future(future)
+    return compat.finished_work()

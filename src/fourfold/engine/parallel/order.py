@@ -25,15 +25,14 @@ from fourfold.engine.model.activations import apply_fast_activations
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
 from fourfold.engine.parallel.alone import is_alone
-from fourfold.engine.parallel.compile import apply_compile
 from fourfold.engine.parallel.context import apply_context
 from fourfold.engine.parallel.data import apply_data
 from fourfold.engine.parallel.float8 import apply_float8
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.lean_loss import apply_lean_loss
 from fourfold.engine.parallel.offload import apply_offload
-from fourfold.engine.parallel.recompute import apply_recompute
 from fourfold.engine.parallel.tensor import apply_tensor
+from fourfold.engine.parallel.wrap import apply_compile, apply_recompute
 from fourfold.errors import UserError
 from fourfold.search.legal import require_legal
 from fourfold.spec.run import RunSpec

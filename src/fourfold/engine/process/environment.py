@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import platform
 import socket
-import subprocess
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 from fourfold.engine.process.task import Place
-from fourfold.result.machine import cpu_name, host_memory_bytes
+from fourfold.result.machine import cpu_name, gpu_facts, host_memory_bytes
 
 
 def machine_facts(device: torch.device, cores: int) -> dict[str, Any]:
@@ -62,16 +61,11 @@ def environment(device: torch.device, place: Place) -> tuple[tuple[str, str], ..
 def driver_facts(device: torch.device) -> dict[str, str]:
     """What only the driver's own tool tells; empty where it is not installed."""
     names = ("driver_version", "power.limit", "clocks.max.sm", "pcie.link.gen.current")
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            [*command, "-i", uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(names, (word.strip() for word in done.stdout.split(",")), strict=False))
+    return gpu_facts(*names, uuid=uuid_of(device))
+
+
+def uuid_of(device: torch.device) -> str:
+    """As the driver's tool knows a GPU; '' for a CPU."""
+    if device.type != "cuda":
+        return ""
+    return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"

@@ -15,15 +15,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fourfold.engine import compat
 from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import Tables, make_tables
-from fourfold.engine.observe.gpu_kernels import gpu_kernels
+from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.engine.observe.phases import axes_of
 from fourfold.engine.parallel.context import token_positions
 from fourfold.engine.parallel.data import before_backward
@@ -65,14 +64,14 @@ _INPUTS = {
 
 def count_layer(spec: RunSpec, rank: int) -> LayerTrace:
     """The steps of one rank on fake tensors, as on a GPU, without hardware."""
-    dist.init_process_group("fake", rank=rank, world_size=spec.gpus, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=spec.gpus, store=compat.fake_store())
     try:
         world = World.create(spec.layout, "cpu")
         decoder = _decoder(spec, world)
         names = {"dp": "dpxcp"}
         axes = {g: names.get(axis, axis) for g, axis in axes_of(world, spec.model).items()}
         gc.collect()
-        with gpu_kernels(), FakeTensorMode(allow_non_fake_inputs=True), StepLedger(axes) as watched:
+        with gpu_kernels(), compat.fake_mode(), StepLedger(axes) as watched:
             ledger = cast(StepLedger, watched)
             x, tables = _held(decoder, spec, world, CPU)
             for parameter, name in _weights(decoder):

@@ -12,13 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fourfold.engine import compat
 from fourfold.engine.compat import DTYPES
-from fourfold.engine.observe.comm import OPS, is_collective
 from fourfold.engine.observe.ledger import Ledger
-from fourfold.engine.observe.op_flops import is_attention
+from fourfold.engine.observe.operators import OPS, is_attention, is_collective
 from fourfold.result.trace import How, LayerMessage, LayerStep, LayerTensor, Op
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -108,7 +107,7 @@ class StepLedger(Ledger):
         return written
 
     def _find(self, tensor: Tensor) -> LayerTensor | None:
-        return self._written.get(tensor.untyped_storage()._cdata)
+        return self._written.get(compat.storage_key(tensor))
 
     # What the ledger sees.
 
@@ -119,7 +118,7 @@ class StepLedger(Ledger):
             short = op.partition("::")[2]
             how = "copied" if short in _COPIES else "received" if short in OPS else "new"
             name = "result" if short in _MADE else short.strip("_")
-            self._written[tensor.untyped_storage()._cdata] = self._list(tensor, name, how)
+            self._written[compat.storage_key(tensor)] = self._list(tensor, name, how)
 
     def _forget(self, key: int) -> None:
         super()._forget(key)
@@ -127,7 +126,7 @@ class StepLedger(Ledger):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         super()._resized(storage)
-        written = self._written.get(storage._cdata)
+        written = self._written.get(compat.storage_key(storage))
         if written is not None and storage.nbytes():
             self._step.tensors += (written,)
 
@@ -135,7 +134,7 @@ class StepLedger(Ledger):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        short = func._schema.name.partition("::")[2]
+        short = compat.op_name(func).partition("::")[2]
         if not self._paused:
             self._split(func, short)
         flops, traffic, listed = self.flops, self.traffic.copy(), len(self._step.tensors)
@@ -160,7 +159,7 @@ class StepLedger(Ledger):
 
     def _filled(self, arguments: Any, how: How) -> None:
         """What operators of FSDP and c10d write into was made empty before."""
-        for leaf in tree_leaves(arguments):
+        for leaf in compat.tree_leaves(arguments):
             written = self._find(leaf) if isinstance(leaf, Tensor) else None
             if written is not None and written.how != "received" and not written.named:
                 written.how = how
@@ -169,12 +168,12 @@ class StepLedger(Ledger):
     def _attended(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> None:
         """A causal kernel computes half of the square. Its backward on a GPU holds, inside, the
         gradient of queries in fp32 and those of keys and values for every query head."""
-        names = [argument.name for argument in func._schema.arguments]
+        names = compat.op_arguments(func)
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("is_causal") or given.get("attn_mask") is not None:
             self._step.masked_flops += flops // 2
             self._step.flops -= flops // 2
-        back = func._schema.name.endswith("_backward")
+        back = compat.op_name(func).endswith("_backward")
         self._operator("attention backward" if back else "attention")
         for tensor, name in zip(out, _D_BLOCKS if back else _BLOCKS, strict=False):
             if isinstance(tensor, Tensor) and (written := self._find(tensor)) is not None:
@@ -201,7 +200,7 @@ def _kind(func: Any, short: str) -> str:
         return "attention"
     if is_collective(func) and short in OPS:
         return "message"
-    return "product" if func._overloadpacket in flop_registry else ""
+    return "product" if compat.op_packet(func) in flop_registry else ""
 
 
 def _message(axis: str, op: str, size: int, args: tuple[Any, ...]) -> LayerMessage:

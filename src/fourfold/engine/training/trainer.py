@@ -36,10 +36,9 @@ from fourfold.engine.parallel.schedule import plan
 from fourfold.engine.parallel.shards import Shard, shards_of
 from fourfold.engine.parallel.weight_grad import DeferredWeightGrads, apply_split
 from fourfold.engine.training import gradients, init
-from fourfold.engine.training.gradients import SharedGradients
+from fourfold.engine.training.gradients import LossScaler, ScalerSettings, SharedGradients
 from fourfold.engine.training.hooks import StepEvent, StepHooks
 from fourfold.engine.training.init import InitRule
-from fourfold.engine.training.loss_scale import LossScaler, ScalerSettings
 from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
 from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec

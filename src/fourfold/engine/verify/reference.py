@@ -16,8 +16,8 @@ from fourfold.engine.model.positions import make_tables
 from fourfold.engine.parallel.float8 import apply_float8
 from fourfold.engine.parallel.shards import Shard, ShardPlace, shards_of
 from fourfold.engine.training import init
+from fourfold.engine.training.gradients import ScalerSettings
 from fourfold.engine.training.init import InitRule
-from fourfold.engine.training.loss_scale import ScalerSettings
 from fourfold.engine.training.optimizer import KINDS, OptimizerSettings, param_groups
 from fourfold.spec.run import RunSpec
 

@@ -1,0 +1,160 @@
+"""What does one operator send and compute, on the arguments it really got?
+
+Bytes of a collective are its payload: the whole tensor (gathered output, scattered input, message).
+A ring moves (n-1)/n of it through each rank, twice for an all-reduce. FLOPs are those of products
+and attention, 2 per multiply-add; attention counts every query-key pair, causal or not, as torch's
+own counter does: forward 2 products per pair, backward 5 (scores again; gradients of values,
+probabilities, queries, keys).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from fourfold.engine import compat
+
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+# torch's names of one collective, by API: c10d's in place, coalesced and functional ones.
+OPS = {
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_reduce_coalesced": "all-reduce",
+    "all_reduce_coalesced_": "all-reduce",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "allgather_coalesced_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "all_gather_into_tensor_coalesced": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "alltoall_": "all-to-all",
+    "alltoall_base_": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "reduce_": "reduce",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+    "isend": "send",
+    "irecv": "recv",
+}
+
+
+def is_collective(func: Any) -> bool:
+    return func.namespace in _NAMESPACES
+
+
+def collective(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[str, str, int] | None:
+    """(group's name, our name of the collective, payload bytes); None for waits and barriers."""
+    op = OPS.get(compat.op_name(func).split("::")[1])
+    if op is None:
+        return None
+    tensors = [leaf for leaf in compat.tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    lists = [_bytes_of(item) for item in (*args, out) if isinstance(item, (list, tuple))]
+    name = next(_group_names((*args, *kwargs.values())), "?")
+    return name, op, max([*sizes, *lists], default=0)
+
+
+def _bytes_of(item: Any) -> int:
+    """A list of tensors is one payload: the shards of an all-gather, coalesced gradients."""
+    leaves = [leaf for leaf in compat.tree_leaves(item) if isinstance(leaf, Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def _group_names(arguments: tuple[Any, ...]) -> Iterator[str]:
+    """c10d's operators carry a boxed group, the functional ones its name (and a reduction's)."""
+    known = set(compat.group_names().values())
+    for argument in arguments:
+        if isinstance(argument, str) and argument in known:
+            yield argument
+        elif isinstance(argument, torch.ScriptObject):
+            try:
+                yield str(dist.ProcessGroup.unbox(argument).group_name)
+            except (RuntimeError, TypeError, ValueError):
+                continue  # a boxed reduce operation, not a group
+
+
+_ATTENTION_FORWARD = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+def is_attention(func: Any) -> bool:
+    """Whether an operator is a fused attention kernel, forward or backward."""
+    name = compat.op_name(func).removeprefix("aten::")
+    return func.namespace == "aten" and name.removesuffix("_backward") in _ATTENTION_FORWARD
+
+
+def op_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    if func.namespace != "aten":
+        return 0
+    name = compat.op_name(func).removeprefix("aten::")
+    if name.endswith("_backward") and name.removesuffix("_backward") in _ATTENTION_FORWARD:
+        query, key, value = args[1], args[2], args[3]
+        return _pairs(query, key) * 2 * (3 * query.shape[-1] + 2 * value.shape[-1])
+    if name in _ATTENTION_FORWARD:
+        query, key, value = args[0], args[1], args[2]
+        return _pairs(query, key) * 2 * (query.shape[-1] + value.shape[-1])
+    count = flop_registry.get(compat.op_packet(func))
+    return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+
+
+def _pairs(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Query-key pairs over all query heads; keys may have fewer heads. Layout [B, H, S, D]."""
+    return query.shape[0] * query.shape[1] * query.shape[-2] * key.shape[-2]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The storages of torch's fused kernel. Its values are never read: tensors here are fake."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        root = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, root)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Inside, fused kernels of GPUs stand for what the CPU would do in pieces. torch normalises on
+    a GPU by one kernel, which keeps its input and one number a token; on a CPU the same call is a
+    dozen operators, two of which keep the whole input again in fp32. For dry runs, which have
+    shapes and no values."""
+    original = F.rms_norm
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
+        if weight is None:
+            return original(x, shape, weight, eps)
+        return _RmsNorm.apply(x, weight)
+
+    setattr(F, "rms_norm", rms_norm)  # noqa: B010  (torch types it as a function, not a variable)
+    try:
+        yield
+    finally:
+        setattr(F, "rms_norm", original)  # noqa: B010
