@@ -55,7 +55,6 @@ HONEST = {
 COPIES: set[tuple[str, str]] = {
     ("attention kernels", "engine/jobs/calibrate.py"),
     ("axes", "commands/fit.py"),
-    ("axes", "cost/fit/folds.py"),
     ("axes", "cost/run.py"),
     ("axes", "search/answer.py"),
     ("axes", "search/candidates.py"),
@@ -67,10 +66,8 @@ COPIES: set[tuple[str, str]] = {
     ("context kinds", "engine/trace/steps.py"),
     ("number formats", "commands/trace.py"),
     ("number formats", "commands/weights.py"),
-    ("number formats", "cost/fit/choices.py"),
     ("number formats", "engine/jobs/calibrate.py"),
     ("precisions", "commands/trace.py"),
-    ("precisions", "cost/fit/choices.py"),
     ("precisions", "engine/jobs/calibrate.py"),
     ("recompute", "commands/completion.py"),
     ("recompute", "verbs/verify_cases.py"),
@@ -89,7 +86,6 @@ WITH_ARGPARSE: set[str] = {
 LONG_FILES: set[str] = {
     "cost/memory/own_engine.py",
     "search/answer.py",
-    "search/ranking.py",
     "show/plan.py",
 }
 LONG_FUNCTIONS: set[str] = {
@@ -103,7 +99,6 @@ LONG_FUNCTIONS: set[str] = {
     "result/dryrun.py:extrapolated",
     "search/export/nanotron.py:_config",
     "search/export/torchtitan.py:_config",
-    "search/ranking.py:rank",
     "show/schedule_picture.py:_page",
 }
 SAME_NAMES: set[tuple[str, str]] = {

@@ -15,12 +15,10 @@ from fourfold.cost.count.params import layer_matmul_params, model_params
 from fourfold.cost.fit.coefficients import COEFFICIENTS, defaults
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.run import model_facts
-from fourfold.cost.step.attention import attention_s
 from fourfold.cost.step.estimate import PARTS, estimate
-from fourfold.cost.step.gemm import gemm_s, misalignment, tile_waves
-from fourfold.cost.step.hardware import device_facts, fabric_facts
+from fourfold.cost.step.hardware import clock_share, device_facts, fabric_facts
+from fourfold.cost.step.kernels import attention_s, gemm_s, misalignment, tile_waves
 from fourfold.cost.step.pipeline import pipeline_s
-from fourfold.cost.step.power import clock_share
 from fourfold.cost.step.traffic import group_rate, ranks_within
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout

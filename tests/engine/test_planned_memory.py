@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fourfold.search.question import usual_cluster
 
 from fourfold.engine import compat
 from fourfold.engine.jobs.dryrun import count_rank
@@ -16,6 +15,7 @@ from fourfold.errors import UserError
 from fourfold.result.overheads import unseen_parts
 from fourfold.search.legal import Target, why_not
 from fourfold.search.predict import predict
+from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from fourfold.cost.schedule.actions import rank_actions
-from fourfold.cost.schedule.simulate import ChunkTimes
-from fourfold.cost.schedule.timeline import play
+from fourfold.cost.schedule.simulate import ChunkTimes, play
 from fourfold.errors import UserError
 from fourfold.show.schedule_picture import picture, title
 

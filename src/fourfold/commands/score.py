@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from fourfold.cost.fit.accuracy import study
     from fourfold.cost.fit.calibration import load, shipped
-    from fourfold.cost.fit.study import study
     from fourfold.cost.table.reference import read_table
     from fourfold.cost.table.rows import parse
     from fourfold.show.table import json_text, render

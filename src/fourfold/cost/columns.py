@@ -8,7 +8,9 @@ million are the same call.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION, SCHEDULES
 
 Floats = NDArray[np.float64]
+Coefficients = Mapping[str, Any]  # fitted numbers by name (fit/coefficients.py), or arrays of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.memory import own_engine as own_memory
-from fourfold.cost.step.attention import attention_s
-from fourfold.cost.step.context import context_s
 from fourfold.cost.step.estimate import (
     embedding_comm_s,
     embedding_s,
@@ -25,10 +23,10 @@ from fourfold.cost.step.estimate import (
     optimizer_s,
     waiting_s,
 )
-from fourfold.cost.step.gemm import Coefficients
-from fourfold.cost.step.host import floor, host_layer_s
+from fourfold.cost.step.kernels import attention_s
 from fourfold.cost.step.layer import fsdp_s, head_s, layer_times
 from fourfold.cost.step.pipeline import fill_share
+from fourfold.cost.step.traffic import context_s, floor, host_layer_s
 
 COMPUTE = ("layers", "head", "embedding", "optimizer", "fixed")
 

@@ -12,8 +12,7 @@ import numpy as np
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
-from fourfold.cost.fit.choices import choices
-from fourfold.cost.fit.interval import features
+from fourfold.cost.fit.interval import choices, features
 from fourfold.cost.memory.interval import memory_bounds
 from fourfold.cost.memory.peak import USABLE
 from fourfold.search.legal import why_not

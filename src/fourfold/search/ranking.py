@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.fit.choices import choices
+from fourfold.cost.fit.interval import choices
 from fourfold.cost.memory.interval import memory_bounds
 from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.predict import Predictions, predictions
@@ -50,7 +50,6 @@ class Ranking:
     grid: Candidates
     points: Pool
     predicted: Predictions
-    priced: int
     fitting: int
     dropped: int  # by --where
     set_aside: int  # without evidence, and no --explore
@@ -103,7 +102,6 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
     pool["step_s"] = _chunked(
         query, pool, lambda c: estimate(c, query.entry.coefficients).step_s, "layouts timed:"
     )
-    priced_points = _size(pool)
     pool = _where(query, pool, priced=True)
     dropped = fitting - _size(pool)
     pool, near_miss = _likely(query, pool)
@@ -111,23 +109,18 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
     use_all = query.explore or not _size(proven)
     ranked = pool if use_all else proven
     aside = {} if use_all else _best(_only(pool, pool["unproven"]), 1, 1)
-    unproven_count = _size(pool) - _size(ranked)
-    if query.safe:
-        ranked = _surely(query, ranked)
-    played = _best(ranked, PLAYED, PLAYED_VARIANTS)
-    if _size(played) < PLAYED_VARIANTS * least:
-        played = _best(ranked, PLAYED, max(PLAYED_VARIANTS, least))
-    points, predicted = _full(query, played, least)
+    set_aside = _size(pool) - _size(ranked)
+    ranked = _surely(query, ranked) if query.safe else ranked
+    points, predicted = _full(query, ranked, least)
     layouts, layouts_s = _fastest_ways(ranked)
     return Ranking(
         query=query,
         grid=grid,
         points=points,
         predicted=predicted,
-        priced=priced_points,
         fitting=fitting,
         dropped=dropped,
-        set_aside=unproven_count,
+        set_aside=set_aside,
         unproven_best=aside,
         near_miss=near_miss,
         all_step_s=np.sort(ranked["step_s"]),
@@ -280,8 +273,11 @@ def _best(pool: Pool, keep: int, variants: int) -> Pool:
     return _only(pool, np.array(chosen, dtype=np.intp))
 
 
-def _full(query: PlanQuery, points: Pool, least: int) -> tuple[Pool, Predictions]:
+def _full(query: PlanQuery, ranked: Pool, least: int) -> tuple[Pool, Predictions]:
     """A few points, best first, and all about them: simulated pipelines, intervals, memory."""
+    points = _best(ranked, PLAYED, PLAYED_VARIANTS)
+    if _size(points) < PLAYED_VARIANTS * least:
+        points = _best(ranked, PLAYED, max(PLAYED_VARIANTS, least))
     c = query.columns(points)
     count = max(least, playable(c, PLAYED_EVENTS))
     points, c = _only(points, slice(count)), c.take(slice(count))

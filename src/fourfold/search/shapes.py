@@ -1,5 +1,8 @@
-"""Which model should a budget buy? Shapes of about the asked parameter count, each laid out at its
-best on the machines, compared by days for the same tokens."""
+"""Are fewer GPUs faster, and which model should a budget buy? Rankings of several queries compared.
+
+A number of hosts with an awkward factor may lose to a smaller one. Shapes of about the asked
+parameter count are each laid out at their best on the machines and compared by days for the tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,32 @@ from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.rules.case import divisors
 from fourfold.spec.model import ModelShape
+
+# A smaller machine must be this much better per GPU to win; below, it is not tried.
+WORTH_TRYING = 0.8
+
+
+def best_of(query: PlanQuery, counts: list[int], *, least: int) -> tuple[Ranking, dict[int, float]]:
+    """The ranking at the number of GPUs whose best layout is fastest, and the seconds of each.
+
+    Counts come largest first. Those far below one that works are skipped: they would have to be a
+    quarter faster per GPU.
+    """
+    best: Ranking | None = None
+    tried: dict[int, float] = {}
+    for place, gpus in enumerate(counts):
+        if best is not None and len(best) and gpus < WORTH_TRYING * best.query.gpus:
+            break
+        if len(counts) > 1:
+            query.on_event(Event(f"{gpus} GPUs ({place + 1} of {len(counts)})", "progress"))
+        found = rank_layouts(replace(query, gpus=gpus), least=least)
+        if len(found):
+            tried[gpus] = float(found.step_s[0])
+        if best is None or (len(found) and (not len(best) or found.step_s[0] < best.step_s[0])):
+            best = found
+    assert best is not None, "there is at least one number of GPUs"
+    return best, tried
+
 
 # Depth over width of published decoders (hidden/layers) runs from 60 to 250.
 ASPECTS = (64, 96, 128, 160, 200, 240)

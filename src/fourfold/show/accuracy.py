@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fourfold.errors import UserError
 
 if TYPE_CHECKING:
-    from fourfold.cost.fit.study import Result
+    from fourfold.cost.fit.accuracy import Result
 
 
 def draw(results: list[Result], path: str) -> None:

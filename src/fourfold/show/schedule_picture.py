@@ -12,8 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from fourfold.cost.schedule.actions import Action
-from fourfold.cost.schedule.simulate import Event
-from fourfold.cost.schedule.timeline import Timeline
+from fourfold.cost.schedule.simulate import Event, Timeline
 from fourfold.errors import UserError
 
 if TYPE_CHECKING:

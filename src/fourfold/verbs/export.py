@@ -10,8 +10,8 @@ from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup
-from fourfold.search.gpu_counts import best_of
 from fourfold.search.ranking import Ranking
+from fourfold.search.shapes import best_of
 from fourfold.verbs.plan import resolved
 from fourfold.verbs.requests import PlanRequest
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.schedule.timeline import Timeline
+from fourfold.cost.schedule.simulate import Timeline
 from fourfold.cost.stacks import release_of, stack_rules
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
@@ -17,11 +17,10 @@ from fourfold.search import query as queries
 from fourfold.search.answer import PlanAnswer, answer
 from fourfold.search.explain import Explanation, explain_ranking, ways_to_run
 from fourfold.search.export.setup import Setup
-from fourfold.search.gpu_counts import best_of
 from fourfold.search.query import PlanQuery
-from fourfold.search.ramp import training
+from fourfold.search.ramp import timeline, training
+from fourfold.search.shapes import best_of
 from fourfold.search.stack_names import listed, match_stack
-from fourfold.search.timeline import timeline
 from fourfold.spec import catalog, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster

@@ -11,8 +11,8 @@ from fourfold.cost.memory.peak import USABLE
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.result.prediction import Prediction
-from fourfold.search.gpu_counts import best_of
 from fourfold.search.ranking import Ranking
+from fourfold.search.shapes import best_of
 from fourfold.spec import codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.expression import in_gib, parse

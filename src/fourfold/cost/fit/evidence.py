@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from fourfold.cost.columns import Floats
 from fourfold.cost.fit.calibration import Calibration, FittedStack, blend
-from fourfold.cost.fit.choices import counts
 from fourfold.cost.fit.fit import Sample, fit_entries, sample
+from fourfold.cost.fit.interval import counts
 from fourfold.cost.fit.validate import held_out, others_of, with_spread
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.step.gemm import Floats
 from fourfold.cost.table.rows import Rows
 
 KEPT_RESIDUALS = 200

@@ -1,16 +1,58 @@
-"""How sure is a prediction? An 80% interval from cross-validated residuals, wider outside.
+"""How sure is a prediction, and which choices of a run were measured? Evidence by name.
 
-Outside the calibrated range the interval grows with the distance in doublings, feature by feature:
-a fit that never saw 512 GPUs knows less about 2048 than about 1024.
+A choice is something a planner can take or leave (virtual stages, ZeRO-3, Ulysses), not a size. The
+interval of 80% comes from cross-validated residuals. Outside the calibrated range it grows with the
+distance in doublings, feature by feature: a fit that never saw 512 GPUs knows less about 2048 than
+about 1024.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
-from fourfold.cost.step.gemm import Floats
+from fourfold.cost.step.traffic import crosses
+from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES
+
+Bools = NDArray[np.bool_]
+
+
+def choices(c: Columns) -> dict[str, Bools]:
+    """For each choice which runs make it."""
+    shared = c.dp * c.cp > 1
+    kept = (c.full_ckpt == 0) & (c.attn_ckpt == 0)
+    found = {
+        "tensor parallel": c.tp > 1,
+        "tensor parallel across nodes": crosses(c, c.tp, np.ones_like(c.tp)),
+        "sequence parallel": (c.tp > 1) & (c.sp > 0),
+        "tensor parallel without sequence parallel": (c.tp > 1) & (c.sp == 0),
+        "pipeline": c.pp > 1,
+        "virtual stages": (c.pp > 1) & (c.vpp > 1),
+        "data parallel": c.dp > 1,
+        "hybrid sharding": (c.zero > 0) & (c.shard < c.dp * c.cp),
+        "recompute none": kept,
+        "recompute selective": c.attn_ckpt > 0,
+        "recompute full": c.full_ckpt == 1,
+        "recompute of some layers": (c.full_ckpt > 0) & (c.full_ckpt < 1),
+        "more than one sequence a micro batch": c.micro > 1,
+    }
+    for stage in range(4):
+        found[f"zero{stage}"] = shared & (c.zero == stage)
+    for code, kind in enumerate(CP_KINDS):
+        found[f"context parallel ({kind})"] = (c.cp > 1) & (c.cp_kind == code)
+    for kind in ("gpipe", "zero-bubble"):
+        found[f"schedule {kind}"] = (c.pp > 1) & (c.schedule == SCHEDULES.index(kind))
+    for kind in sorted({*DTYPES} - {"bf16", "fp16"}):
+        found[f"precision {kind}"] = c.precision == DTYPES.index(kind)
+    return found
+
+
+def counts(c: Columns) -> dict[str, int]:
+    """How many of these runs make each choice."""
+    return {name: int(mask.sum()) for name, mask in choices(c).items()}
+
 
 PER_DOUBLING = 0.04  # half width (log) added in quadrature per doubling outside the range
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import BY_NAME, TIME
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.step.gemm import Floats
 
 NOISE = 0.05  # log error of one measured run under a good model
 STEP = 1e-3

@@ -8,11 +8,10 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import COEFFICIENTS, Coefficient
 from fourfold.cost.memory.peak import limit_bytes, memory
-from fourfold.cost.step.gemm import Floats
 
 # 80% of a normal distribution lies within 1.28 sd.
 TWO_SIDED_80 = 1.2816

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns
-from fourfold.cost.step.gemm import Floats
+from fourfold.cost.columns import Columns, Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.stages import EMBEDDING_COST, split_layers
 from fourfold.cost.memory.own_alone import Moments, Params, alone, is_alone
 from fourfold.cost.memory.own_layer import Layer, Sizes, layer, logits_bytes, loss_bytes, sizes
-from fourfold.cost.step.gemm import Floats
 from fourfold.cost.step.pipeline import Held, held
 from fourfold.result.overheads import (
     COMMUNICATOR_BYTES,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns
-from fourfold.cost.step.gemm import Floats
+from fourfold.cost.columns import Columns, Floats
 from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION
 
 _UNFUSED = PRICED_ATTENTION.index("unfused")

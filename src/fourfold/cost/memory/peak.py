@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.memory import own_engine as own_memory
-from fourfold.cost.step.gemm import Coefficients, Floats
 from fourfold.cost.step.pipeline import held, stage_layers
 from fourfold.spec.words import PRICED_ATTENTION
 

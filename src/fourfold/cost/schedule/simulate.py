@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fourfold.cost.columns import Floats
 from fourfold.cost.schedule.actions import Action, global_order
 from fourfold.spec.words import Schedule
 
-Floats = NDArray[np.float64]
 # Rounds after which a pipeline repeats itself: fill and drain are behind, the slowest rank leads.
 SETTLED_ROUNDS = 6
 
@@ -131,3 +130,44 @@ def step_s(
     before = simulate(schedule, times, micros=short, **shape).step_s
     after = simulate(schedule, times, micros=short + stages, **shape).step_s
     return after + (micros - short - stages) / stages * (after - before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """`events` of each rank are in its order; `bubble` is the idle share of all ranks' time."""
+
+    name: str
+    schedule: Schedule
+    stages: int
+    virtual_stages: int
+    micros: int
+    step_s: float
+    bubble: float
+    events: tuple[Event, ...]
+
+    def of_rank(self, rank: int) -> list[Event]:
+        return [event for event in self.events if event.rank == rank]
+
+
+def play(
+    name: str,
+    schedule: Schedule,
+    times: ChunkTimes,
+    *,
+    stages: int,
+    virtual_stages: int,
+    micros: int,
+) -> Timeline:
+    """The step of the first candidate in `times`, all micro batches played."""
+    shape = {"stages": stages, "virtual_stages": virtual_stages, "micros": micros}
+    played = simulate(schedule, times, keep_events=True, **shape)
+    step_s = max(event.end_s for event in played.events)
+    busy_s = float(played.busy_s[:, 0].sum())
+    return Timeline(
+        name=name,
+        schedule=schedule,
+        **shape,
+        step_s=step_s,
+        bubble=1.0 - busy_s / (stages * step_s),
+        events=played.events,
+    )

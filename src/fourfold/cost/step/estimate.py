@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.columns import Columns
-from fourfold.cost.step.gemm import Coefficients, Floats
+from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.step.layer import LayerTimes, head_s, layer_times
 from fourfold.cost.step.own_engine import update_bytes
 from fourfold.cost.step.pipeline import pipeline_s, stage_layers

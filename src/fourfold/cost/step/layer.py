@@ -9,14 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fourfold.cost.columns import Columns
-from fourfold.cost.step.attention import attention_s
-from fourfold.cost.step.context import context_s
-from fourfold.cost.step.elementwise import elementwise_s
-from fourfold.cost.step.gemm import Coefficients, Floats, gemm_s
-from fourfold.cost.step.host import floor, host_layer_s
+from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.step.kernels import attention_s, elementwise_s, gemm_s
 from fourfold.cost.step.own_engine import EXACT, adding_bytes, loss_bytes
-from fourfold.cost.step.traffic import group_rate, half_collective_s, hop_s
+from fourfold.cost.step.traffic import (
+    context_s,
+    floor,
+    group_rate,
+    half_collective_s,
+    hop_s,
+    host_layer_s,
+)
 from fourfold.spec.words import DTYPES
 
 _FP8 = DTYPES.index("fp8")

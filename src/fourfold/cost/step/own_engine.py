@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.memory.own_alone import is_alone
-from fourfold.cost.step.gemm import Floats
 from fourfold.spec.words import DTYPES
 
 _FP8 = DTYPES.index("fp8")

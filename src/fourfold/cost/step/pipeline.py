@@ -12,9 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.stages import end_layers, passing_unit
-from fourfold.cost.step.gemm import Floats
 from fourfold.spec.words import SCHEDULES
 
 _ZERO_BUBBLE = SCHEDULES.index("zero-bubble")

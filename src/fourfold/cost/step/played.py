@@ -11,16 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns
+from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.schedule.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import Times, estimate
-from fourfold.cost.step.gemm import Coefficients
 from fourfold.cost.step.pipeline import chunk_layers, pipeline_s
 from fourfold.spec.words import SCHEDULES, Schedule
 
-Floats = NDArray[np.float64]
 LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "fsdp_comm",
                "host")  # fmt: skip
 _NOT_IN_PIPELINE = ("dp_comm", "optimizer", "fixed", "jitter")

@@ -1,8 +1,9 @@
-"""How fast do the ranks of a group talk? Bytes/s and seconds by link level.
+"""How fast do the ranks of a group talk, how fast does a host launch a layer? Bytes/s and seconds.
 
-Ring and tree collectives as in NCCL: a rank sends (n-1)/n of the buffer per half (reduce-scatter
-or all-gather). A level has a rate and a latency; groups that share a node share its network.
-Ranks are placed tp innermost, then cp, dp, pp. Broadcasts.
+Ring and tree collectives as in NCCL: a rank sends (n-1)/n of the buffer per half (reduce-scatter or
+all-gather). A level has a rate and a latency; groups that share a node share its network. Ranks are
+placed tp innermost, then cp, dp, pp. Context parallelism: ring (Liu et al., arXiv 2310.01889),
+all-gather (Llama 3, arXiv 2407.21783), Ulysses (Jacobs et al., arXiv 2309.14509). Broadcasts.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fourfold.cost.columns import Columns
-from fourfold.cost.step.gemm import Coefficients, Floats
+from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.spec.words import CP_KINDS
 
 # All-reduces over 4 to 64 healthy nodes reach this share of the data sheet (nanotron table).
 SLOW_SHARE = 0.45
@@ -90,3 +91,46 @@ def half_collective_s(
 def hop_s(c: Columns, coef: Coefficients, size: Floats, stride: Floats) -> Floats:
     """Latency of one step of a ring; a ring that leaves the domain runs at its slowest hop."""
     return np.where(crosses(c, size, stride), coef["net_latency_s"], coef["latency_s"])
+
+
+_ALLGATHER = CP_KINDS.index("allgather")
+_ULYSSES = CP_KINDS.index("ulysses")
+
+
+# Of a ring's hops this much is always paid, and that share of attention hides the rest.
+RING_EXPOSED, RING_HIDES = 0.3, 0.7
+
+
+def context_s(
+    c: Columns, coef: Coefficients, *, tokens: Floats, attention: Floats, backward: bool
+) -> Floats:
+    """`attention`: seconds of the layer's attention, under which a ring hides its hops."""
+    rate = group_rate(c, coef, c.cp, c.tp)
+    hop = hop_s(c, coef, c.cp, c.tp)
+    keys = 4.0 * tokens * c.kv_width / c.tp  # k and v of this rank
+    ways = 2.0 if backward else 1.0  # backward sends keys and values, and their gradients
+    ring = (c.cp - 1.0) * (ways * keys / rate + 4.0 * hop)
+    ring = RING_EXPOSED * ring + np.maximum(0.0, ring - RING_HIDES * attention)
+    gather = ways * (c.cp - 1.0) * (keys / rate + hop)
+    shares = (c.cp - 1.0) / c.cp
+    exchanged = (keys + 4.0 * tokens * c.width / c.tp) * shares  # k, v and q, output
+    ulysses = exchanged / rate + 4.0 * coef["call_s"]
+    paid = np.where(c.cp_kind == _ALLGATHER, gather, ring)
+    paid = np.where(c.cp_kind == _ULYSSES, ulysses, paid)
+    return np.where(c.cp > 1, paid, 0.0)
+
+
+def host_layer_s(c: Columns, coef: Coefficients) -> Floats:
+    """Launch time of one layer, forward and backward."""
+    slow = c.slow > 0
+    launch = coef["host_s"] * np.where(slow, coef["slow_host"], 1.0)
+    launch = launch * np.where(c.fused_host > 0, 0.5, 1.0)
+    launch = launch * (1.0 + c.full_ckpt / 3.0) * (1.0 + 0.15 * (c.cp - 1.0))
+    far = np.where(crosses(c, c.tp, np.ones_like(c.tp)), coef["slow_far"], 1.0)
+    return launch + np.where(slow, (c.tp - 1.0) * coef["slow_tp_s"] * far, 0.0)
+
+
+def floor(busy: Floats, launch: Floats) -> Floats:
+    """Smooth maximum of GPU time and host time (12-norm)."""
+    top = np.maximum(busy, launch)
+    return top * ((busy / top) ** 12 + (launch / top) ** 12) ** (1.0 / 12.0)

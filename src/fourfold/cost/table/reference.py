@@ -1,12 +1,15 @@
 """How is a table of runs read? CSV in the reference schema -> one list of texts per column.
 
-Columns may come in any order, may be missing (all blank) and more may be there (ignored).
+Columns may come in any order, may be missing (all blank) and more may be there (ignored). Of a note
+only the words that the tables' README explains are facts: kernel, network state, pure or default
+reductions, fp8/fp4 recipe, shard group; nothing else in it, and no other label, reaches an answer.
 """
 
 from __future__ import annotations
 
 import csv
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,39 @@ from numpy.typing import NDArray
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.record import REFERENCE_COLUMNS
+
+_GROUP = re.compile(r"zero[123] over (\d+) ranks|\bfsdp ?(\d+)\b")
+_RECIPE = re.compile(r"recipe ([a-z0-9-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class NoteWords:
+    """`shard_group` 0 means not stated; `shards_in_node`: ZeRO within a node, replicas across."""
+
+    flash1: bool
+    plain_norm: bool
+    slow_network: bool
+    pure: bool
+    block_scale: bool
+    shard_group: int
+    shards_in_node: bool
+
+
+def note_words(note: str) -> NoteWords:
+    """The facts of one note."""
+    group = _GROUP.search(note)
+    recipe = _RECIPE.search(note)
+    name = recipe[1] if recipe else ""
+    return NoteWords(
+        flash1="flash_attentionv1" in note,
+        plain_norm="kernel:" in note and "RMS kernel" not in note,
+        slow_network=re.search(r"\bnetwork slow\b", note) is not None,
+        pure=re.search(r"\bpure\b", note) is not None,
+        block_scale=name.startswith(("mxfp", "nvfp")) or name.endswith("-mx"),
+        shard_group=int(group[1] or group[2]) if group else 0,
+        shards_in_node=re.search(r"\bhsdp\b", note) is not None,
+    )
+
 
 SCHEMA = tuple(REFERENCE_COLUMNS)
 T = TypeVar("T")

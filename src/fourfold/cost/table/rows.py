@@ -15,8 +15,7 @@ from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.run import stack_facts
 from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults
 from fourfold.cost.step.hardware import device_facts, fabric_facts
-from fourfold.cost.table.notes import NoteWords, note_words
-from fourfold.cost.table.reference import Table, each, numbers
+from fourfold.cost.table.reference import NoteWords, Table, each, note_words, numbers
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.layout import MODEL_AXES

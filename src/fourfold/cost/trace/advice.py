@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns, columns
+from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.fit import coefficients as planner_knobs
-from fourfold.cost.step.attention import attention_s
-from fourfold.cost.step.context import RING_EXPOSED, RING_HIDES
 from fourfold.cost.step.hardware import device_facts, fabric_facts
-from fourfold.cost.step.traffic import group_rate, hop_s, p2p_rate
+from fourfold.cost.step.kernels import attention_s
+from fourfold.cost.step.traffic import RING_EXPOSED, RING_HIDES, group_rate, hop_s, p2p_rate
 from fourfold.cost.trace import attention
 from fourfold.cost.trace.ask import Ask, kv_copies
 from fourfold.cost.trace.ring import ring
@@ -29,7 +27,6 @@ from fourfold.errors import UserError
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.words import DTYPE_BYTES
 
-Floats = NDArray[np.float64]
 PROGRAMS = {"ulysses": attention.ulysses, "allgather": attention.allgather, "ring": ring}
 KINDS = tuple(PROGRAMS)
 # Memory passes in bytes per element, read and written, of what the engine does around its kernels.
