@@ -11,7 +11,7 @@ from fourfold.cli import main
 from fourfold.result.files.store import Store
 from fourfold.result.report import RunReport, StepReport
 from fourfold.spec.run import RunSpec
-from fourfold.spec.token_write import write_array
+from fourfold.spec.tokens import write_array
 from fourfold.verbs import sweep
 
 SWEEP = """

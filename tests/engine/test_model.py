@@ -15,8 +15,7 @@ from fourfold.engine.parallel.shards import ShardPlace, published, shards_of
 from fourfold.engine.training import init
 from fourfold.engine.training.init import InitRule
 from fourfold.spec.catalog import model, model_names, shape
-from fourfold.spec.model import ModelShape
-from fourfold.spec.runnable import not_run
+from fourfold.spec.model import ModelShape, not_run
 
 SEQ_LEN = 64
 

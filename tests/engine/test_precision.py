@@ -14,7 +14,7 @@ import torch
 
 from fourfold.engine.training.gradients import LossScaler, ScalerSettings
 from fourfold.spec import Layout, Policy
-from fourfold.spec.formats import running
+from fourfold.spec.policy import running
 
 HERE = Path(__file__).parent
 

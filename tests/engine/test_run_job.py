@@ -14,7 +14,7 @@ from fourfold.launch.local import run_job
 from fourfold.result.dryrun import RankCount
 from fourfold.result.job import answer_file
 from fourfold.result.report import RunReport
-from fourfold.result.warmup import LEAD, MOST_STEPS, WINDOW
+from fourfold.result.timing import LEAD, MOST_STEPS, WINDOW
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model

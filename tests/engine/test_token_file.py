@@ -28,8 +28,7 @@ from fourfold.spec.job import Job
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.token_write import write_array
-from fourfold.spec.tokens import read_info
+from fourfold.spec.tokens import read_info, write_array
 
 SEQ_LEN = 8
 CPU = torch.device("cpu")

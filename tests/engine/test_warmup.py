@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.engine.observe.clock import by_count, until_steady
-from fourfold.result.warmup import ENDINGS, LEAD, MOST_STEPS, WINDOW
+from fourfold.result.timing import ENDINGS, LEAD, MOST_STEPS, WINDOW
 
 CPU = torch.device("cpu")
 

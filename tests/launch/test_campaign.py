@@ -16,8 +16,7 @@ from fourfold.launch.folder import end_processes_of
 from fourfold.launch.identity import VARIABLE, new_mark
 from fourfold.result.files.store import WORK, Store
 from fourfold.result.job import REPORT_FILE, JobReport
-from fourfold.result.prediction import Prediction, Remedy
-from fourfold.result.report import Outcome, RunReport, StepReport
+from fourfold.result.report import Outcome, Prediction, Remedy, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 

@@ -19,9 +19,15 @@ import pytest
 from fourfold.cli import main
 from fourfold.result.files.sealed import seal
 from fourfold.result.files.store import INDEX, RUN_FILE, Store
-from fourfold.result.oom import OomReport
-from fourfold.result.prediction import Prediction
-from fourfold.result.report import Failure, RankMemory, RankSteps, RunReport, StepReport
+from fourfold.result.report import (
+    Failure,
+    OomReport,
+    Prediction,
+    RankMemory,
+    RankSteps,
+    RunReport,
+    StepReport,
+)
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fourfold.result.read.compare import between_runs, compare, differences
-from fourfold.result.read.quality import flags, straggler
-from fourfold.result.read.timing import drifting, timing
+from fourfold.result.read.quality import between_runs, compare, differences, flags, straggler
 from fourfold.result.report import (
     DeviceSample,
     ProbeReport,
@@ -15,6 +13,7 @@ from fourfold.result.report import (
     RunReport,
     StepReport,
 )
+from fourfold.result.timing import drifting, timing
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 

@@ -13,7 +13,7 @@ from fourfold.result.report import (
     RunReport,
     StepReport,
 )
-from fourfold.result.warmup import Warmup
+from fourfold.result.timing import Warmup
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
 from fourfold.spec.run import RunSpec

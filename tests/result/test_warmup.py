@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fourfold.result.report import RunReport
-from fourfold.result.warmup import LEAD, MOST_S, MOST_STEPS, WINDOW, Warmup, verdict
+from fourfold.result.timing import LEAD, MOST_S, MOST_STEPS, WINDOW, Warmup, verdict
 from fourfold.spec import codec
 
 FLAT = [[1.0, 1.01, 0.99], [1.0, 1.02, 0.98]]

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fourfold.result.prediction import Prediction
 from fourfold.result.read.from_run import record_of
 from fourfold.result.record import Record
-from fourfold.result.report import Outcome, RankMemory, RunReport, StepReport
+from fourfold.result.report import Outcome, Prediction, RankMemory, RunReport, StepReport
 from fourfold.search.running_score import kept, scores
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model

@@ -17,9 +17,8 @@ from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.hf.read import shape_from_config
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import RopeScaling
+from fourfold.spec.model import RopeScaling, not_run
 from fourfold.spec.policy import Policy
-from fourfold.spec.runnable import not_run
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3,

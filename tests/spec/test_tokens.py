@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.spec.token_write import write_array, write_tokens
-from fourfold.spec.tokens import read_info, token_paths
+from fourfold.spec.tokens import read_info, token_paths, write_array, write_tokens
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.result.prediction import Prediction
 from fourfold.result.read.from_run import record_of
 from fourfold.result.record import Record
 from fourfold.result.report import (
     OUTCOMES,
     Failure,
     Outcome,
+    Prediction,
     RankMemory,
     RunReport,
     StepReport,
@@ -22,12 +22,12 @@ from fourfold.result.report import (
 )
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from fourfold.tables.derive import published
 from fourfold.tables.document import Document
 from fourfold.tables.forms import parse, read_file, write
 from fourfold.tables.lint import lint
 from fourfold.tables.publish import STYLE_CONVENTION, STYLES, plain_records, publish
 from fourfold.tables.records import records
-from fourfold.tables.stored import published
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SAMPLES = read_file(GOLDEN / "raw_samples.md")

@@ -90,7 +90,7 @@ def _first(name: str, info: TokenInfo) -> list[int]:
 def _checked(name: str, info: TokenInfo) -> dict[str, Any]:
     """All tokens read once: hash, entropy and how many kinds there are."""
     from fourfold.commands.data_make import Meter
-    from fourfold.spec.token_write import Tally, chunks
+    from fourfold.spec.tokens import Tally, chunks
 
     tally, meter = Tally(info.dtype, info.vocab), Meter("read", info.size_bytes)
     path, _ = token_paths(name)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold import files
 from fourfold.commands import progress
 from fourfold.errors import UserError
-from fourfold.spec.token_write import chunks, write_tokens
-from fourfold.spec.tokens import token_paths, tokenizer_name, tokenizer_path
+from fourfold.spec.tokens import chunks, token_paths, tokenizer_name, tokenizer_path, write_tokens
 from fourfold.units import show_bytes
 
 if TYPE_CHECKING:

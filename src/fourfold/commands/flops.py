@@ -17,7 +17,7 @@ from fourfold.errors import UserError
 from fourfold.show.table import json_text, render
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
-from fourfold.spec.runnable import windowed
+from fourfold.spec.model import windowed
 
 EXAMPLES = """\
 examples:

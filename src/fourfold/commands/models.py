@@ -18,9 +18,8 @@ from fourfold.errors import UserError
 from fourfold.show.table import json_text, render
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.model import ModelShape
+from fourfold.spec.model import ModelShape, not_run, remarks
 from fourfold.spec.run import RunSpec
-from fourfold.spec.runnable import not_run, remarks
 
 EXAMPLES = """\
 examples:

@@ -18,8 +18,7 @@ from fourfold.errors import UserError
 from fourfold.events import Event
 from fourfold.options import option
 from fourfold.output import Output, Stderr, table_csv
-from fourfold.result.files.run_file import RUN_FILE
-from fourfold.result.files.run_index import INDEX
+from fourfold.result.files.run_file import INDEX, RUN_FILE
 from fourfold.tables.forms import write
 from fourfold.verbs.requests import ReportRequest
 

@@ -14,7 +14,7 @@ from fourfold.cost.fit.interval import bounds
 from fourfold.cost.memory.peak import Memory, memory
 from fourfold.cost.step.estimate import Times
 from fourfold.cost.step.played import priced
-from fourfold.result.prediction import Prediction
+from fourfold.result.report import Prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

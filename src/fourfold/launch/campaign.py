@@ -21,9 +21,8 @@ from fourfold.launch.permit import Permit
 from fourfold.result.files.sealed import seal
 from fourfold.result.files.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.machine import Machine, this_machine
-from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.record import Record
-from fourfold.result.report import Failure, Outcome, RunReport
+from fourfold.result.report import Failure, Outcome, Prediction, Remedy, RunReport
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec

@@ -8,8 +8,15 @@ from pathlib import Path
 from fourfold.errors import UserError
 from fourfold.launch.outcomes import own_words
 from fourfold.result.job import JobReport, RankFacts, facts_file
-from fourfold.result.oom import OomReport
-from fourfold.result.report import WORST_FIRST, Failure, LinkRate, Outcome, RunReport, StepReport
+from fourfold.result.report import (
+    WORST_FIRST,
+    Failure,
+    LinkRate,
+    OomReport,
+    Outcome,
+    RunReport,
+    StepReport,
+)
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.result.oom import OomReport
 from fourfold.result.report import (
     DeviceSample,
     Failure,
     LinkRate,
+    OomReport,
     Outcome,
     ProbeReport,
     RankMemory,
@@ -23,7 +23,7 @@ from fourfold.result.report import (
     RunReport,
     StepReport,
 )
-from fourfold.result.warmup import Warmup
+from fourfold.result.timing import Warmup
 from fourfold.spec import codec
 
 JOB_FILE = "job.json"

@@ -1,13 +1,15 @@
-"""What did a run measure? Facts only: MFU and friends are computed when the report is read."""
+"""What was predicted for a run, what did it measure, what did it hold when memory ran out?
+
+Facts only: MFU and friends are computed when the report is read.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fourfold.result.oom import OomReport
-from fourfold.result.prediction import Prediction, Remedy
-from fourfold.result.warmup import Warmup
+from fourfold.result.dryrun import Kind, Large
+from fourfold.result.timing import Warmup
 from fourfold.spec.run import RunSpec
 
 # How a run can end, worst first: a job's outcome is the worst of its runs'.
@@ -160,3 +162,51 @@ class RunReport:
     predicted: Prediction | None = None
     shortage: OomReport | None = None
     remedies: tuple[Remedy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomReport:
+    """What a rank held when it ran out of memory. On a CPU the ledger knows every live tensor; on
+    a GPU the allocator knows its blocks, and tensors that Python still sees name some of them.
+
+    `asked_bytes`: the allocation that failed (0: not known); `live_bytes` do not hold it unless
+    the ledger counted it. `limit_bytes`: what the rank might use (0: not known)."""
+
+    live_bytes: int
+    asked_bytes: int = 0
+    limit_bytes: int = 0
+    reserved_bytes: int = 0
+    kinds: tuple[Kind, ...] = ()
+    largest: tuple[Large, ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Seconds of a step with the interval that should hold 80% of runs, bytes of the fullest rank.
+
+    `limit_bytes`: what a rank might use (0: unknown). `basis`: which calibration, cluster or
+    profile said it.
+    """
+
+    step_s: float
+    step_s_low: float
+    step_s_high: float
+    peak_bytes: float
+    limit_bytes: float = 0.0
+    basis: str = ""
+
+    @property
+    def fits(self) -> bool | None:
+        return self.peak_bytes <= self.limit_bytes if self.limit_bytes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A change that would make a run fit (or not enough), and what it would cost; predicted."""
+
+    change: str
+    fits: bool
+    peak_bytes: float
+    step_s: float
+    slower_pct: float

@@ -29,9 +29,9 @@ from fourfold.search.sensitivity import (
 from fourfold.spec import codec
 from fourfold.spec.chosen import chosen_layout, chosen_policy
 from fourfold.spec.layout import Layout
+from fourfold.spec.model import remarks
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.runnable import remarks
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
 EXPOSED = {

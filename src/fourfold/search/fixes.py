@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
-from fourfold.result.prediction import Prediction, Remedy
+from fourfold.result.report import Prediction, Remedy
 from fourfold.search.legal import Target, why_not
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec

@@ -17,9 +17,9 @@ from fourfold.cost.fit.measured import calibration_of
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
-from fourfold.result.prediction import Prediction
 from fourfold.result.profile import HardwareProfile, cluster_of
-from fourfold.result.warmup import LEAD, WINDOW
+from fourfold.result.report import Prediction
+from fourfold.result.timing import LEAD, WINDOW
 from fourfold.search.query import entry_for
 from fourfold.spec.cluster import Cluster, Link
 from fourfold.spec.device import Device, Peaks

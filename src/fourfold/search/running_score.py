@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fourfold.result.prediction import Prediction
 from fourfold.result.record import Record
+from fourfold.result.report import Prediction
 
 
 @dataclass(frozen=True, slots=True)

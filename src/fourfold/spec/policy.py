@@ -1,7 +1,9 @@
 """How is the work done? Number formats, sharding, schedule, recompute, overlap: all that changes
 speed and memory but not which model is trained.
 
-`precision` names a bundle of five formats; each can be overridden on its own.
+`precision` names a bundle of five formats; each can be overridden on its own. Two of them are not
+free everywhere in our engine: with zero2 and zero3 only a shard of the gradient is kept, in the
+weights' format, and copies (zero0, or `dp2x4`) are summed in the format gradients add up in.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from typing import Annotated, Literal
 from fourfold.errors import UserError
 from fourfold.spec import check, words
 from fourfold.spec.flag import flag
+from fourfold.spec.layout import Layout
 from fourfold.spec.variables import require_form
 from fourfold.spec.words import (
+    AROUND,
     BUNDLES,
     Attention,
     CpKind,
@@ -138,3 +142,38 @@ class Policy:
         if isinstance(data, dict):
             data = {name: words.policy_word(str(name), value) for name, value in data.items()}
         return decode_fields(cls, data, path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """`products`: matrix products of layers; `activations`: everything else that computes.
+
+    `reduce`: gradients on their way between ranks that saw other tokens; None: there are none.
+    `copies`: the same between copies of a shard, where there are copies and shards.
+    """
+
+    weights: Dtype
+    products: Dtype
+    activations: Dtype
+    grads: Dtype
+    reduce: Dtype | None
+    copies: Dtype | None
+    moments: Dtype
+
+
+def running(policy: Policy, layout: Layout) -> Formats:
+    """The formats that our engine uses where: a report must say what ran."""
+    dtypes = policy.dtypes
+    alone = layout.dp * layout.cp == 1
+    shards = layout.shard * layout.cp if policy.zero else 1
+    copies = layout.dp * layout.cp // shards
+    reduce: Dtype | None = dtypes.reduce if shards > 1 else dtypes.grad
+    return Formats(
+        weights=dtypes.param,
+        products=dtypes.compute,
+        activations=AROUND.get(dtypes.compute, dtypes.compute),
+        grads=dtypes.param if policy.zero >= 2 else dtypes.grad,
+        reduce=None if alone else reduce,
+        copies=dtypes.grad if copies > 1 and shards > 1 else None,
+        moments=dtypes.optimizer,
+    )

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from fourfold.result.record import MODEL_FIELDS, Record
 from fourfold.tables import cells
 from fourfold.tables.finding import Case, Finding, finding
-from fourfold.tables.shape import hardware_ratio, shape_of
-from fourfold.tables.work import row_work
+from fourfold.tables.shape import hardware_ratio, row_work, shape_of
 
 # Fewer digits than this agree by chance too often to mean anything.
 _LEAST_DIGITS = 4

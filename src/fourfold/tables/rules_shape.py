@@ -11,8 +11,13 @@ from fourfold.result.record import Record
 from fourfold.tables import cells, styles
 from fourfold.tables.finding import Case, Finding, finding
 from fourfold.tables.records import axes_world
-from fourfold.tables.shape import NOTES_SEQ_LEN, named_shape, params_range, shape_of
-from fourfold.tables.work import implied_batches
+from fourfold.tables.shape import (
+    NOTES_SEQ_LEN,
+    implied_batches,
+    named_shape,
+    params_range,
+    shape_of,
+)
 from fourfold.units import show_count
 
 # Labels are rounded by hand and count embeddings in some tables: this much beyond rounding is fine.

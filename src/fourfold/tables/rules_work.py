@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
 from fourfold.result.record import Record
 from fourfold.tables.finding import Case, Finding, finding
-from fourfold.tables.shape import Shape, flops_per_token, peak_tflops, shape_of
-from fourfold.tables.work import (
+from fourfold.tables.shape import (
     SLACK,
+    Shape,
     agree,
     common_length,
+    flops_per_token,
     matching,
+    peak_tflops,
     possible,
     rounding,
     row_work,
+    shape_of,
 )
 
 # Some sources print a mean speed beside a mean time, or coarse tokens/s: 3% apart, no mistake.

@@ -13,7 +13,7 @@ from fourfold.launch.campaign import Campaign, launch_run
 from fourfold.launch.devices import gpu_count, require_gpus
 from fourfold.launch.permit import Permit
 from fourfold.result.files.store import Store
-from fourfold.result.prediction import Prediction
+from fourfold.result.report import Prediction
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec

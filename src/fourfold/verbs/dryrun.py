@@ -12,9 +12,8 @@ from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.devices import core_count
 from fourfold.launch.local import must_be_ok, run_job
 from fourfold.launch.scratch import scratch
-from fourfold.result.dryrun import RankCount
+from fourfold.result.dryrun import RankCount, unseen_parts
 from fourfold.result.job import answer_file
-from fourfold.result.overheads import unseen_parts
 from fourfold.search.legal import require_legal
 from fourfold.spec import codec
 from fourfold.spec.job import Job, Limits

@@ -16,7 +16,7 @@ from fourfold.result.report import RunReport
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.device import Device, device_id
-from fourfold.spec.formats import running
+from fourfold.spec.policy import running
 from fourfold.spec.run import RunSpec
 
 # A longer list is told by counting equal neighbours: "8 x 32, 5".

@@ -18,10 +18,9 @@ from fourfold.errors import UserError
 from fourfold.launch.campaign import kind_of
 from fourfold.launch.devices import core_count, gpu_count
 from fourfold.result.machine import gpu_name, host_memory_bytes
-from fourfold.result.prediction import Prediction, Remedy
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.profile import read_profile as profile_of
-from fourfold.result.report import RunReport
+from fourfold.result.report import Prediction, Remedy, RunReport
 from fourfold.search.fixes import remedies
 from fourfold.search.predict import predict, rough_cpu, state_bytes
 from fourfold.search.query import usual_cluster

@@ -13,11 +13,11 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.result.files.store import Stored
 from fourfold.result.record import Record
 from fourfold.search.running_score import Judged, Score, kept, scores
+from fourfold.tables.derive import published
 from fourfold.tables.document import Document, Table, Text
 from fourfold.tables.forms import read_file
 from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
 from fourfold.tables.records import records
-from fourfold.tables.stored import published
 from fourfold.tables.styles import unread
 from fourfold.verbs.machine import predictor
 from fourfold.verbs.requests import ReportRequest

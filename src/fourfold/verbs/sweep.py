@@ -12,8 +12,7 @@ from fourfold.cost.count.flops import Convention, FlopsQuery, convention
 from fourfold.events import Event, OnEvent, ignore, notes, progress
 from fourfold.launch.campaign import Campaign, Done, launch_run
 from fourfold.result.files.store import Store
-from fourfold.result.prediction import Prediction
-from fourfold.result.report import OUTCOMES
+from fourfold.result.report import OUTCOMES, Prediction
 from fourfold.search.predict import run_s
 from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import Combination, Expansion

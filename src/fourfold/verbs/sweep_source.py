@@ -10,7 +10,7 @@ from typing import Any
 from fourfold.cost.memory.peak import USABLE
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
-from fourfold.result.prediction import Prediction
+from fourfold.result.report import Prediction
 from fourfold.search.ranking import Ranking
 from fourfold.search.shapes import best_of
 from fourfold.spec import codec

@@ -19,10 +19,9 @@ from fourfold.spec import check, codec
 from fourfold.spec.catalog import model
 from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
+from fourfold.spec.model import ModelShape, not_run
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.runnable import not_run
 from fourfold.verbs import verify_cases
 from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words

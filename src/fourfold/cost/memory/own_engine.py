@@ -18,7 +18,7 @@ from fourfold.cost.count.stages import EMBEDDING_COST, split_layers
 from fourfold.cost.memory.own_alone import Moments, Params, alone, is_alone
 from fourfold.cost.memory.own_layer import Layer, Sizes, layer, logits_bytes, loss_bytes, sizes
 from fourfold.cost.step.pipeline import Held, held
-from fourfold.result.overheads import (
+from fourfold.result.dryrun import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FIRST_COMMUNICATOR_BYTES,

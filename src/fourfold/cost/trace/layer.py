@@ -17,12 +17,10 @@ from fourfold.cost.trace.walk import Message, StepRow, TensorRow, message
 from fourfold.result.trace import LayerStep, LayerTensor, LayerTrace
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.formats import AROUND
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import CpKind, Dtype, Policy, Sharding
+from fourfold.spec.model import ModelShape, not_run
+from fourfold.spec.policy import AROUND, CpKind, Dtype, Policy, Sharding
 from fourfold.spec.run import RunSpec
-from fourfold.spec.runnable import not_run
 
 SHARDS = "dpxcp"
 

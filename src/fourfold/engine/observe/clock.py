@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fourfold.engine.process.environment import uuid_of
 from fourfold.result.machine import Sampler
-from fourfold.result.warmup import ENDINGS, LEAD, WINDOW, Warmup, verdict
+from fourfold.result.timing import ENDINGS, LEAD, WINDOW, Warmup, verdict
 
 # One reading spans at least this long, so that the clock's own cost and grain do not matter.
 _READING_S = 0.002

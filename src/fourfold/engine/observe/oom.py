@@ -22,7 +22,7 @@ from fourfold.engine.observe.phases import owners_of
 from fourfold.engine.parallel.shards import published
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.dryrun import Kind, Large
-from fourfold.result.oom import OomReport
+from fourfold.result.report import OomReport
 
 _LARGEST = 10
 _ASKED = re.compile(r"tried to allocate\s+([\d.]+)\s*(bytes|[KMGT]iB)?", re.I)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.engine.compat import DTYPES, activation_dtype, put_parameter, version_of
 from fourfold.engine.model.decoder import Decoder
-from fourfold.spec.formats import running
+from fourfold.spec.policy import running
 from fourfold.spec.run import RunSpec
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import UserError
-from fourfold.result.oom import OomReport
-from fourfold.result.report import Outcome
+from fourfold.result.report import OomReport, Outcome
 from fourfold.spec.run import Fault
 
 # What allocators say when they raise a plain RuntimeError: torch on CPU, cuBLAS, CUDA, NCCL.

@@ -1,7 +1,9 @@
 """JSON that carries its own checksum, and checksums of bytes that were summed in parts.
 
 The last line of a sealed file is the crc32 of all bytes before that line: the file stays plain
-JSON, and every change of a single bit is seen. A checksum finds damage, not intent.
+JSON, and every change of a single bit is seen. A checksum finds damage and edits; it does not prove
+who wrote a file, so what comes back is checked like any other input. Files from before there were
+checksums are read without.
 """
 
 from __future__ import annotations
@@ -9,8 +11,13 @@ from __future__ import annotations
 import functools
 import re
 import zlib
+from pathlib import Path
+from typing import Any
 
+from fourfold import files
+from fourfold.errors import UserError
 from fourfold.result.files.inside import NotWholeError
+from fourfold.spec import codec
 
 _SEAL = re.compile(rb',\n"crc32": "([0-9a-f]{8})"}\n\Z')
 _SEAL_BYTES = len(b',\n"crc32": "01234567"}\n')
@@ -75,3 +82,36 @@ def _power(count: int) -> int:
         factor = _times(factor, factor)
         count >>= 1
     return result
+
+
+_CHANGED = UserError(
+    "was changed after it was written: its checksum does not match",
+    hint="restore it from a copy, or remove the checksum to keep the change",
+)
+
+
+def read_stored(
+    path: Path, *, field: str = "run", max_bytes: int = files.MAX_STORED_BYTES
+) -> dict[str, Any]:
+    """The table a stored file holds, or an error that says what is wrong with it."""
+    content = files.read_own(path, field=field, max_bytes=max_bytes)
+    try:
+        return _opened(content, path.name)
+    except UserError as error:
+        raise UserError(error.rule, field=field, value=str(path), hint=error.hint) from None
+
+
+def _opened(content: bytes, name: str) -> dict[str, Any]:
+    sealed = is_sealed(content)
+    try:
+        text = unseal(content, name) if sealed else content.decode()
+    except NotWholeError:
+        raise _CHANGED from None
+    except UnicodeDecodeError:
+        raise UserError("is not UTF-8 text") from None
+    plain = codec.parse_json(text)
+    if not isinstance(plain, dict):
+        raise UserError("is not a JSON object")
+    if "crc32" in plain:  # it had one, in another place
+        raise _CHANGED
+    return plain

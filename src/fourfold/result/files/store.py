@@ -21,22 +21,23 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.escape import one_line
 from fourfold.result.files.run_file import (
+    INDEX,
     NAME,
     RUN_FILE,
+    Index,
     RunKey,
     key_of,
     read_kept,
     read_run,
     run_bytes,
+    stamp,
 )
-from fourfold.result.files.run_index import INDEX, Index, stamp
-from fourfold.result.files.stored import read_stored
+from fourfold.result.files.sealed import read_stored
 from fourfold.result.files.work import WORK, is_folder, new_place, orphans
 from fourfold.result.job import REPORT_FILE, JobReport
-from fourfold.result.prediction import Prediction
 from fourfold.result.read.from_run import record_from
 from fourfold.result.record import Record
-from fourfold.result.report import RunReport
+from fourfold.result.report import Prediction, RunReport
 from fourfold.spec import codec
 
 __all__ = ["INDEX", "PREDICTED_FILE", "RUN_FILE", "WORK", "RunKey", "Store", "Stored", "key_of"]

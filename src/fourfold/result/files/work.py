@@ -17,8 +17,7 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.result.files.sealed import seal
-from fourfold.result.files.stored import read_stored
+from fourfold.result.files.sealed import read_stored, seal
 from fourfold.result.process import born
 
 WORK = ".work"

@@ -10,9 +10,9 @@ import re
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.result.read.timing import timing
 from fourfold.result.record import KINDS, RUN_FIELDS, Record
 from fourfold.result.report import OUTCOMES, RunReport
+from fourfold.result.timing import timing
 from fourfold.spec import codec
 from fourfold.spec.layout import AXES
 

@@ -32,7 +32,7 @@ _NARROW = ("fp8", "fp4")
 def unbuilt_choices(c: Case) -> dict[str, Truth]:
     """Choices that the cost model knows and our own engine does not run, by the policy's field.
 
-    A format that was asked for is refused where another one would run (spec/formats.py): gradients
+    A format that was asked for is refused where another one would run (spec/policy.py): gradients
     of zero2 and zero3 are kept in the weights' format, copies are summed in that of gradients.
     """
     policy, dtypes = c.policy, c.policy.dtypes

@@ -13,10 +13,11 @@ from fourfold.spec.hf.parts import (
     biases,
     head_dim,
     kv_heads,
+    rope,
+    rotary_dims,
     sizes,
     windows,
 )
-from fourfold.spec.hf.rope import rope, rotary_dims
 
 _EPS = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
 

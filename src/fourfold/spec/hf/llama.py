@@ -7,8 +7,16 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.spec.hf.config import Config
-from fourfold.spec.hf.parts import activation, biases, every, head_dim, kv_heads, sizes, windows
-from fourfold.spec.hf.rope import rope
+from fourfold.spec.hf.parts import (
+    activation,
+    biases,
+    every,
+    head_dim,
+    kv_heads,
+    rope,
+    sizes,
+    windows,
+)
 
 Reader = Callable[[Config], dict[str, Any]]
 
