@@ -10,8 +10,8 @@ import pytest
 from fourfold.cli import main
 from fourfold.commands import demo
 from fourfold.cost.fit import calibration
+from fourfold.cost.fit.calibration import calibration_of
 from fourfold.cost.fit.coefficients import BY_NAME
-from fourfold.cost.fit.measured import calibration_of
 from fourfold.result.profile import (
     AttentionPoint,
     CollectivePoint,

@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         files.write_text(args.out, codec.to_json(profile))
     if args.calibration_out:
-        from fourfold.cost.fit import calibration, measured
+        from fourfold.cost.fit import calibration
 
-        known = measured.calibration_of(profile, cluster_of(profile, ranks))
+        known = calibration.calibration_of(profile, cluster_of(profile, ranks))
         files.write_text(args.calibration_out, calibration.to_json(known))
     if args.cluster_out:
         files.write_text(args.cluster_out, codec.to_toml(cluster_of(profile, ranks)))

@@ -86,7 +86,7 @@ def _plan(
     chosen: Scene, cluster: Cluster, profile: HardwareProfile, layouts: int
 ) -> list[tuple[RunSpec, dict[str, float]]]:
     """The fastest plan and the best ones that divide the work in other ways."""
-    from fourfold.cost.fit.measured import calibration_of
+    from fourfold.cost.fit.calibration import calibration_of
     from fourfold.search.query import PlanQuery, entry_for
     from fourfold.search.ranking import rank_layouts
 

@@ -93,6 +93,8 @@ def _decode_value(hint: Any, value: object, path: str) -> Any:
         return _decode_choice(arguments, value, path)
     if origin is tuple:
         return _decode_tuple(arguments, value, path)
+    if origin is dict and isinstance(value, dict):
+        return {key: _decode_value(arguments[1], v, _join(path, key)) for key, v in value.items()}
     if dataclasses.is_dataclass(hint):
         return decode(typing.cast(type, hint), value, path)
     return _decode_scalar(hint, value, path)
@@ -143,10 +145,8 @@ def _decode_scalar(hint: Any, value: object, path: str) -> Any:
         return float(value)
     if hint is str and isinstance(value, str):
         return value
-    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[
-        hint
-    ]
-    raise UserError(f"must be {wanted}", field=path, value=value)
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    raise UserError(f"must be {wanted.get(hint, 'a table')}", field=path, value=value)
 
 
 def encode(value: Any, *, sparse: bool = False) -> Any:
@@ -166,6 +166,8 @@ def encode(value: Any, *, sparse: bool = False) -> Any:
         return plain
     if isinstance(value, tuple):
         return [encode(item, sparse=sparse) for item in value]
+    if isinstance(value, dict):
+        return {key: encode(item, sparse=sparse) for key, item in value.items()}
     return value
 
 

@@ -11,8 +11,7 @@ from functools import cache
 
 from fourfold import files
 from fourfold.cost.fit import calibration as calibrations
-from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.fit.measured import calibration_of
+from fourfold.cost.fit.calibration import Calibration, calibration_of
 from fourfold.cost.memory.peak import USABLE
 from fourfold.errors import UserError
 from fourfold.launch.campaign import kind_of

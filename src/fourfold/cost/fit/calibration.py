@@ -1,7 +1,8 @@
 """What did measured rows teach? One entry of coefficients per (stack, cluster), with its evidence.
 
 A file holds the entries, their residuals and their cross-validated errors; it holds no measured
-value and no row. Errors are percent, coefficients are as in `coefficients`.
+value and no row. Errors are percent. A hardware profile makes one too: measured rates where the
+machine was measured, defaults elsewhere, and an interval as wide as that deserves.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from math import exp, log
 from typing import Any
 
 from fourfold import files
-from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS
+from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, defaults
 from fourfold.cost.stacks import family_of, year_of
 from fourfold.errors import UserError, shorten
+from fourfold.result.profile import HardwareProfile, coefficients_of
 from fourfold.spec import check, codec
+from fourfold.spec.catalog import generation_of
+from fourfold.spec.cluster import Cluster
 
-SCHEMA = 1
 MARK = '"type": "Calibration"'  # in every file that to_json wrote
 SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
-WIDEST_FACTOR = (
-    1e6  # a coefficient further from its default than this is a slip, and overflows what uses it
-)
+# A coefficient further from its default than this is a slip, and overflows what uses it.
+WIDEST_FACTOR = 1e6
 GENERIC_HALF = 0.2  # 80% half width (log) of a calibration without any rows
 
 
@@ -58,6 +60,37 @@ class FittedStack:
     def key(self) -> str:
         return f"{self.stack}|{self.cluster}"
 
+    def to_plain(self) -> dict[str, Any]:
+        """As files have it: coefficients are `knobs` there."""
+        plain = _rounded(asdict(self))
+        names = {"coefficients": "knobs"}
+        return {names.get(name, name): value for name, value in plain.items()}
+
+    @classmethod
+    def from_plain(cls, data: object, path: str = "") -> FittedStack:
+        """A coefficient that a file does not name takes its default."""
+        if isinstance(data, dict) and isinstance(data.get("knobs"), dict):
+            given = {name: value for name, value in data.items() if name != "knobs"}
+            data = given | {"coefficients": defaults() | data["knobs"]}
+        entry = codec.decode_fields(cls, data, path)
+        check.name(stack=entry.stack, cluster=entry.cluster, generation=entry.generation)
+        for name, value in entry.coefficients.items():
+            if name not in BY_NAME:
+                raise UserError("unknown coefficient", field=name, value=value)
+            usual = BY_NAME[name].default
+            _within(usual / WIDEST_FACTOR, usual * WIDEST_FACTOR, **{name: value})
+        _in_order(low=entry.low, high=entry.high)
+        _within(0.0, 1.0, **entry.informed)
+        _within(0, 1e12, **entry.counts)
+        _within(0, 1e12, rows_time=entry.rows_time, rows_memory=entry.rows_memory)
+        _within(-1e9, 1e9, **entry.errors_pct)
+        for number in (
+            *entry.residuals_pct,
+            *(end for pair in entry.ranges.values() for end in pair),
+        ):
+            _within(-1e9, 1e9, residual=number)
+        return entry
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
@@ -68,6 +101,10 @@ class Calibration:
     entries: tuple[FittedStack, ...]
     generic_low: float = -GENERIC_HALF
     generic_high: float = GENERIC_HALF
+
+    def __post_init__(self) -> None:
+        check.name(name=self.name)
+        _in_order(generic_low=self.generic_low, generic_high=self.generic_high)
 
     def entry(self, stack: str, cluster: str, generation: str) -> tuple[FittedStack, str]:
         """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
@@ -134,14 +171,7 @@ def _level(weights: list[float], ages: list[float], logs: list[float]) -> float:
 
 def to_json(calibration: Calibration) -> str:
     """The file's text."""
-    data: dict[str, Any] = {"schema": SCHEMA, "type": "Calibration", **asdict(calibration)}
-    data["entries"] = [_rounded(_with_key(entry)) for entry in data["entries"]]
-    return json.dumps(data, indent=1, sort_keys=False) + "\n"
-
-
-def _with_key(entry: dict[str, Any]) -> dict[str, Any]:
-    """Files call coefficients `coefficients`."""
-    return {"knobs" if name == "coefficients" else name: value for name, value in entry.items()}
+    return json.dumps(codec.dump(calibration), indent=1) + "\n"
 
 
 def _rounded(value: Any) -> Any:
@@ -150,9 +180,7 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def from_json(text: str, where: str) -> Calibration:
@@ -160,98 +188,29 @@ def from_json(text: str, where: str) -> Calibration:
     try:
         data = codec.parse_json(text)
         if not isinstance(data, dict) or data.get("type") != "Calibration":
-            raise ValueError("not a calibration file")
-        if data.get("schema") != SCHEMA:
-            raise ValueError(f"schema {data.get('schema')} (this version reads {SCHEMA})")
-        low, high = _spread(data, "generic_low", "generic_high")
-        return Calibration(
-            name=_name(data, "name"),
-            sources=tuple(_texts(data, "sources")),
-            entries=tuple(_entry(item) for item in _items(data, "entries")),
-            generic_low=low,
-            generic_high=high,
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise UserError("is not a calibration file")
+        return codec.load(Calibration, data)
+    except UserError as error:
         raise UserError(
-            f"cannot be used ({shorten(said, 200)})",
+            f"cannot be used ({shorten(str(error), 200)})",
             field="calibration",
             value=where,
             hint="create one with 'fourfold fit ROWS.csv --out FILE'",
         ) from None
 
 
-def _entry(item: dict[str, Any]) -> FittedStack:
-    coef = {coefficient.name: coefficient.default for coefficient in COEFFICIENTS}
-    for name, value in item["knobs"].items():
-        if name not in BY_NAME:
-            raise ValueError(f"unknown coefficient {name}")
-        usual = BY_NAME[name].default
-        coef[name] = _number(
-            value, f"coefficient {name}", usual / WIDEST_FACTOR, usual * WIDEST_FACTOR
-        )
-    low, high = _spread(item, "low", "high")
-    ranges = {}
-    for name, pair in item["ranges"].items():
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"range {name} must be two numbers")
-        ranges[name] = (_number(pair[0], name, -1e9, 1e9), _number(pair[1], name, -1e9, 1e9))
-    kept: dict[str, Any] = {
-        "stack": _name(item, "stack"),
-        "cluster": _name(item, "cluster"),
-        "generation": _name(item, "generation"),
-        "free_time": tuple(_texts(item, "free_time")),
-        "free_memory": tuple(_texts(item, "free_memory")),
-        "residuals_pct": tuple(_number(v, "residual", -1e9, 1e9) for v in item["residuals_pct"]),
-        "coefficients": coef,
-        "informed": _numbers(item, "informed", 0.0, 1.0),
-        "errors_pct": _numbers(item, "errors_pct", -1e9, 1e9),
-        "counts": {name: int(n) for name, n in _numbers(item, "counts", 0.0, 1e12).items()},
-        "rows_time": int(_number(item["rows_time"], "rows_time", 0, 1e12)),
-        "rows_memory": int(_number(item["rows_memory"], "rows_memory", 0, 1e12)),
-        "low": low,
-        "high": high,
-        "ranges": ranges,
-    }
-    rest = {name: value for name, value in item.items() if name != "knobs"}
-    return FittedStack(**{**rest, **kept})
+def _within(least: float, most: float, /, **values: float) -> None:
+    for name, value in values.items():
+        if not least <= value <= most:
+            raise UserError(f"must be from {least:g} to {most:g}", field=name, value=value)
 
 
-def _number(value: object, name: str, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ValueError(f"{name}={shorten(value)} must be a number from {least:g} to {most:g}")
-    return float(value)
-
-
-def _numbers(item: dict[str, Any], name: str, least: float, most: float) -> dict[str, float]:
-    return {key: _number(value, f"{name}.{key}", least, most) for key, value in item[name].items()}
-
-
-def _spread(item: dict[str, Any], low: str, high: str) -> tuple[float, float]:
-    """Two logs of a ratio, in order."""
-    found = _number(item[low], low, -10.0, 10.0), _number(item[high], high, -10.0, 10.0)
-    if found[0] > found[1]:
-        raise ValueError(f"{low} must not be above {high}")
-    return found
-
-
-def _items(item: dict[str, Any], name: str) -> list[Any]:
-    if not isinstance(item[name], list):
-        raise ValueError(f"{name} must be a list")
-    return item[name]
-
-
-def _texts(item: dict[str, Any], name: str) -> list[str]:
-    if not all(isinstance(text, str) for text in _items(item, name)):
-        raise ValueError(f"{name} must be a list of texts")
-    return item[name]
-
-
-def _name(item: dict[str, Any], name: str) -> str:
-    if not isinstance(item[name], str):
-        raise ValueError(f"{name} must be text")
-    check.name(**{name: item[name]})
-    return item[name]
+def _in_order(**spread: float) -> None:
+    """Two logs of a ratio."""
+    (low, least), (high, most) = spread.items()
+    _within(-10.0, 10.0, **spread)
+    if least > most:
+        raise UserError(f"must not be above {high}", field=low, value=least)
 
 
 def load(path: str) -> Calibration:
@@ -273,3 +232,34 @@ def own_entry(stack: str, device: str) -> FittedStack | None:
 def _of_package(name: str) -> Calibration:
     file = resources.files("fourfold").joinpath("data", "calibrations", name)
     return from_json(file.read_text(encoding="utf-8"), name)
+
+
+# Kernels alone were measured, no training step: twice the spread of a stack nobody measured. The
+# tile and wave formulas are a GPU's: on CPUs steps took 0.5 to 2.6 times the prediction.
+HALF_WIDTH = {"cuda": 0.4, "cpu": 0.9}
+# Copies run by the operating system, not by a device driver: no context, no communicator buffers.
+_CPU_BASE_GIB = 0.1
+_CPU_FIXED_S = 1e-3
+
+
+def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
+    """Coefficients of our own engine on the profiled machine, clipped to what the model allows."""
+    coef = defaults()
+    if profile.device == "cpu":
+        coef |= {"base_gib": _CPU_BASE_GIB, "fixed_s": _CPU_FIXED_S, "micro_s": profile.launch_s}
+    coef |= coefficients_of(profile)
+    for name, value in coef.items():
+        coef[name] = min(max(value, BY_NAME[name].low), BY_NAME[name].high)
+    half = HALF_WIDTH[profile.device]
+    entry = FittedStack(
+        stack="fourfold",
+        cluster=cluster.name,
+        generation=generation_of(cluster.device),
+        coefficients=coef,
+        informed=dict.fromkeys(coef, 0.0),
+        low=-half,
+        high=half,
+    )
+    return Calibration(
+        name=f"profile of {profile.host}", sources=("fourfold calibrate",), entries=(entry,)
+    )
