@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fourfold.cost.schedule.actions import Action, global_order, held_at_once, rank_actions
 from fourfold.cost.schedule.simulate import ChunkTimes, simulate, step_s
-from fourfold.cost.step.pipeline import held
+from fourfold.cost.step.pipeline import in_flight
 from fourfold.spec.words import SCHEDULES
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20))
@@ -184,7 +184,7 @@ def test_the_planners_memory_holds_what_the_lists_hold(schedule, stages, virtual
         pp=np.array([float(stages)]),
         vpp=np.array([float(virtual)]),
     )
-    closed = held(c, np.array([float(micros)]))  # type: ignore[arg-type]
+    closed = in_flight(c, np.array([float(micros)]))  # type: ignore[arg-type]
     lists = [
         held_at_once(
             rank_actions(schedule, stages=stages, virtual_stages=virtual, micros=micros, rank=rank)

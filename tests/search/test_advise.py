@@ -14,7 +14,7 @@ from fourfold.search import advise
 from fourfold.search.shapes import TOLERANCE, shapes_near
 from fourfold.spec import catalog
 
-SHAPE = advise.Shape(
+SHAPE = advise.LayerShape(
     hidden=14336,
     heads=112,
     kv_heads=112,

@@ -32,7 +32,7 @@ COMPUTE = ("layers", "head", "embedding", "optimizer", "fixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class MeasuredStage:
     """One stage of one run: its layers, and whether it holds the ends."""
 
     stage: int
@@ -42,7 +42,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
+class StageCompute:
     """The planner's compute of the stage: of one layer and micro batch, and of a step by part."""
 
     layer_s: float
@@ -55,7 +55,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class JoinedStep:
     """A step whose compute was measured; `parts` sum to `step_s`."""
 
     parts: dict[str, float]
@@ -65,7 +65,7 @@ class Joined:
         return sum(self.parts.values())
 
 
-def predicted(c: Columns, coef: Coefficients, stage: Stage) -> Predicted:
+def predicted(c: Columns, coef: Coefficients, stage: MeasuredStage) -> StageCompute:
     """What the planner thinks this stage computes, without any traffic. `c` holds one run."""
     layer = layer_times(c, coef, micro=c.micro)
     tokens = c.micro * c.seq / c.cp
@@ -81,18 +81,18 @@ def predicted(c: Columns, coef: Coefficients, stage: Stage) -> Predicted:
         "optimizer": _one(optimizer_s(c, params=params, weights=params)),
         "fixed": _one(fixed_s(c, coef)),
     }
-    return Predicted(layer_s=layer_s, parts=parts, peak_bytes=_peak_bytes(c, stage))
+    return StageCompute(layer_s=layer_s, parts=parts, peak_bytes=_peak_bytes(c, stage))
 
 
 def joined(
     c: Columns,
     coef: Coefficients,
-    stage: Stage,
+    stage: MeasuredStage,
     *,
     compute_s: float,
     layer_s: float,
     micro_s: float,
-) -> Joined:
+) -> JoinedStep:
     """The step from measured seconds: of the whole step, of one layer and of one micro batch."""
     layer = layer_times(c, coef, micro=c.micro)
     forward_tp, forward_cp = _recomputed_traffic(c, coef, layer.tp_comm)
@@ -115,7 +115,7 @@ def joined(
     slot_s = micro_s + (sum(parts.values()) - compute_s) / slots
     parts["bubble"] = (_one(c.pp) - 1.0) * slot_s * _one(fill_share(c))
     work, slot_count = np.array([sum(parts.values())]), np.array([slots])
-    return Joined(
+    return JoinedStep(
         parts=parts | {"jitter": sum(map(_one, waiting_s(c, coef, work=work, slots=slot_count)))}
     )
 
@@ -129,7 +129,7 @@ def _slots(c: Columns) -> float:
     return _one(c.share / c.micro)
 
 
-def _params(c: Columns, stage: Stage) -> Floats:
+def _params(c: Columns, stage: MeasuredStage) -> Floats:
     """Of one tensor rank: its layers, and a table at each end of the model."""
     return (stage.layers * c.layer_weights + (stage.first + stage.last) * c.vocab * c.hidden) / c.tp
 
@@ -142,7 +142,7 @@ def _recomputed_traffic(c: Columns, coef: Coefficients, tp_comm: Any) -> tuple[A
     return forward_tp, context_s(c, coef, tokens=tokens, attention=attention, backward=False)
 
 
-def _peak_bytes(c: Columns, stage: Stage) -> float:
+def _peak_bytes(c: Columns, stage: MeasuredStage) -> float:
     """Tensors of this stage at its peak: without context, communicators and workspaces."""
     micros = c.micros
     first, middle, last = own_memory.stages(c, micros)

@@ -33,7 +33,7 @@ USUAL_HEAD_SIZES = range(48, 289)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class LayerShape:
     """One layer on one rank: the sizes that decide how its kernels fit the GPU."""
 
     hidden: int
@@ -60,7 +60,7 @@ class Kernels:
     coefficients: dict[str, float]
     attention: str  # a word of PRICED_ATTENTION
 
-    def columns(self, shapes: Sequence[Shape]) -> Columns:
+    def columns(self, shapes: Sequence[LayerShape]) -> Columns:
         names = ("hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tp")
         facts: dict[str, Any] = {name: [getattr(s, name) for s in shapes] for name in names}
         facts |= {"seq": [s.seq_len for s in shapes], "micro": [s.micro_batch for s in shapes]}
@@ -72,7 +72,7 @@ class Kernels:
         )
 
 
-def layer_rates(shapes: Sequence[Shape], kernels: Kernels) -> Floats:
+def layer_rates(shapes: Sequence[LayerShape], kernels: Kernels) -> Floats:
     """FLOP/s of one rank in the compute of one layer, both ways."""
     c = kernels.columns(shapes)
     times = layer_times(c, kernels.coefficients, micro=c.micro)
@@ -119,12 +119,12 @@ def _alignment(name: str, size: int, tp: int) -> list[str]:
     return [f"{name}/tp = {part} is a multiple of {step}, not of 64 (128 bytes in 16 bits)"]
 
 
-def _groups(shape: Shape, heads: int) -> int:
+def _groups(shape: LayerShape, heads: int) -> int:
     """Key heads for another number of heads: all of them, or as many as asked."""
     return heads if shape.kv_heads == shape.heads else shape.kv_heads
 
 
-def hidden_advice(shape: Shape, kernels: Kernels, *, free_heads: bool) -> dict[str, Any]:
+def hidden_advice(shape: LayerShape, kernels: Kernels, *, free_heads: bool) -> dict[str, Any]:
     """Hidden sizes near the asked one; heads and MLP follow it where the user left them open."""
     step = int(np.lcm(64, shape.tp)) if free_heads else int(np.lcm(64, shape.heads))
     low, high = int(shape.hidden * (1 - WINDOW)), int(shape.hidden * (1 + WINDOW))
@@ -153,7 +153,7 @@ def hidden_advice(shape: Shape, kernels: Kernels, *, free_heads: bool) -> dict[s
     return said | {"gemms": gemm_losses(shape, kernels)}
 
 
-def gemm_losses(shape: Shape, kernels: Kernels) -> list[dict[str, Any]]:
+def gemm_losses(shape: LayerShape, kernels: Kernels) -> list[dict[str, Any]]:
     """The layer's products on one rank, [tokens, in] x [in, out]: what alignment and what tiles and
     waves cost against a product that fills the GPU."""
     tokens = float(shape.micro_batch * shape.seq_len)
@@ -185,7 +185,7 @@ def gemm_losses(shape: Shape, kernels: Kernels) -> list[dict[str, Any]]:
     return found
 
 
-def heads_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
+def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     """Head counts that divide hidden and tp; the attention core is judged beside the layer."""
     even = [n for n in divisors(shape.hidden) if n % shape.tp == 0]
     counts = sorted({shape.heads, *(n for n in even if 32 <= shape.hidden // n <= 320)})
@@ -226,7 +226,7 @@ def heads_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
     return said
 
 
-def ffn_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
+def ffn_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     step = int(np.lcm(64, shape.tp))
     low, high = int(shape.ffn * (1 - WINDOW)), int(shape.ffn * (1 + WINDOW))
     sizes = sorted({shape.ffn, *range(-(-low // step) * step, high + 1, step)})
@@ -234,7 +234,7 @@ def ffn_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
     return _advice(shape.ffn, sizes, rates, _alignment("ffn", shape.ffn, shape.tp))
 
 
-def vocab_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
+def vocab_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     """Padding a vocabulary costs work and may still save time; only padding upwards is safe."""
     step = 64 * shape.tp
     padded = -(-shape.vocab // step) * step
@@ -246,7 +246,7 @@ def vocab_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
     return _advice(shape.vocab, sizes, rates, _alignment("vocabulary", shape.vocab, shape.tp))
 
 
-def micro_advice(shape: Shape, kernels: Kernels) -> dict[str, Any]:
+def micro_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     """Micro batches up to 16 by rate; tokens fill tiles and waves in steps."""
     sizes = sorted({*range(1, 17), shape.micro_batch})
     rates = layer_rates([replace(shape, micro_batch=m) for m in sizes], kernels)

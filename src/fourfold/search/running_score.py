@@ -24,7 +24,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class RunningScore:
     """`bias_pct`: median of predicted over measured, less 100%. `inside_pct`: measured times within
     the stated 80% interval. `fit_right` of `fit_runs`: the verdict "fits" or "does not" was true;
     `missed_oom` were said to fit and did not. `regret`: time of the planner's first choice over the
@@ -81,7 +81,7 @@ def kept(runs: Sequence[Record]) -> list[Judged]:
     return found
 
 
-def scores(judged: Sequence[Judged]) -> list[Score]:
+def scores(judged: Sequence[Judged]) -> list[RunningScore]:
     """One for each basis, the most used first; what no run can judge is left out."""
     by_basis: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
@@ -91,7 +91,7 @@ def scores(judged: Sequence[Judged]) -> list[Score]:
     return sorted(found, key=lambda score: (-score.runs, score.basis))
 
 
-def _score(basis: str, group: Sequence[Judged]) -> Score:
+def _score(basis: str, group: Sequence[Judged]) -> RunningScore:
     timed = [one for one in group if one.run.step_s]
     ratios = [one.said.step_s / (one.run.step_s or 1.0) for one in timed]
     inside = [
@@ -104,7 +104,7 @@ def _score(basis: str, group: Sequence[Judged]) -> Score:
         for one in group
         if one.said.fits is not None and one.run.outcome in ("ok", "oom")
     ]
-    return Score(
+    return RunningScore(
         basis=basis,
         runs=len(timed),
         median_error_pct=_median_pct([abs(ratio - 1) for ratio in ratios]),

@@ -21,7 +21,7 @@ from fourfold.spec.run import RunSpec
 from fourfold.units import show_bytes
 
 if TYPE_CHECKING:
-    from fourfold.cost.one_rank import Joined, Predicted
+    from fourfold.cost.one_rank import JoinedStep, StageCompute
     from fourfold.verbs.one_rank import OneRank
 
 HEADINGS = [
@@ -39,7 +39,7 @@ _STEP_WORDS = {
 
 
 def row(
-    found: OneRankResult, said: Predicted, whole: Joined, planner_step_s: float, name: str
+    found: OneRankResult, said: StageCompute, whole: JoinedStep, planner_step_s: float, name: str
 ) -> list[str]:
     alone, engine = bare_layer_s(found), layer_s(found)
     return [
@@ -111,7 +111,7 @@ def part_rows(found: OneRankResult) -> list[list[str]]:
     return rows
 
 
-def comm_rows(found: OneRankResult, whole: Joined) -> list[list[str]]:
+def comm_rows(found: OneRankResult, whole: JoinedStep) -> list[list[str]]:
     """Axis | collective | calls | payload | exposed seconds of the axis."""
     rows, told = [], set()
     for one in found.comm:
@@ -227,7 +227,7 @@ def name_of(spec: RunSpec) -> str:
 
 
 def _details(
-    found: OneRankResult, whole: Joined, planner: tuple[float, float, float], name: str
+    found: OneRankResult, whole: JoinedStep, planner: tuple[float, float, float], name: str
 ) -> list[Part]:
     """Tables of one stand-in, in the order of a reader's questions."""
     kernels = Grid(

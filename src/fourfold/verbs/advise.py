@@ -8,7 +8,7 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore
 from fourfold.search import advise as sizes
-from fourfold.search.advise import Shape, auto_heads
+from fourfold.search.advise import LayerShape, auto_heads
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.shapes import compare, shapes_near
 from fourfold.search.stack_names import match_stack
@@ -117,7 +117,7 @@ def _sizes(request: AdviseRequest) -> dict[str, Any]:
     return said
 
 
-def _shape(request: AdviseRequest) -> Shape:
+def _shape(request: AdviseRequest) -> LayerShape:
     base = catalog.model(request.model) if request.model else None
     hidden = request.hidden if request.hidden is not None else base.hidden if base else None
     if hidden is None:
@@ -136,7 +136,7 @@ def _shape(request: AdviseRequest) -> Shape:
     ):
         if whole % value:
             raise UserError(f"must divide {whole}", field=name, value=value)
-    return Shape(
+    return LayerShape(
         hidden=hidden,
         heads=heads,
         kv_heads=kv,

@@ -18,7 +18,7 @@ from fourfold.cost.fit import calibration
 from fourfold.cost.fit.interval import bounds
 from fourfold.cost.floor import Part, least_bytes, parts, total
 from fourfold.cost.memory.peak import USABLE, memory
-from fourfold.cost.one_rank import Joined, Predicted, Stage
+from fourfold.cost.one_rank import JoinedStep, MeasuredStage, StageCompute
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
@@ -81,14 +81,16 @@ class StagePlanner:
         at_first = float(room.first_bytes[0]) >= float(room.last_bytes[0])
         return 0 if at_first else self.spec.layout.pp - 1
 
-    def stage(self, found: OneRankResult) -> Stage:
+    def stage(self, found: OneRankResult) -> MeasuredStage:
         last = found.stage == self.spec.layout.pp - 1
-        return Stage(stage=found.stage, layers=found.layers, first=found.stage == 0, last=last)
+        return MeasuredStage(
+            stage=found.stage, layers=found.layers, first=found.stage == 0, last=last
+        )
 
-    def predicted(self, found: OneRankResult) -> Predicted:
+    def predicted(self, found: OneRankResult) -> StageCompute:
         return model.predicted(self.columns, self.entry.coefficients, self.stage(found))
 
-    def joined(self, found: OneRankResult) -> Joined:
+    def joined(self, found: OneRankResult) -> JoinedStep:
         return model.joined(
             self.columns,
             self.entry.coefficients,
@@ -264,7 +266,7 @@ def _rank(wanted: str, planner: StagePlanner) -> int:
     return int(wanted)
 
 
-def _derived(found: OneRankResult, said: Predicted, whole: Joined) -> dict[str, Any]:
+def _derived(found: OneRankResult, said: StageCompute, whole: JoinedStep) -> dict[str, Any]:
     """The derived numbers, beside the raw ones."""
     return {
         "bare_layer_s": bare_layer_s(found),

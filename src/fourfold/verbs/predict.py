@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
 from fourfold.cost.memory.peak import USABLE
-from fourfold.cost.table.predict import FIELDS, Predictions
+from fourfold.cost.table.predict import FIELDS, RowPredictions
 from fourfold.cost.table.predict import predict as predict_rows
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import parse
@@ -101,7 +101,7 @@ class PredictedTable:
     """A table's rows with seconds, memory and fit; NaN where a row cannot be expressed."""
 
     row_ids: list[str]
-    answers: Predictions
+    answers: RowPredictions
     calibration: str
     predicted: int
     fit: int

@@ -12,7 +12,7 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.result.files.store import Stored
 from fourfold.result.record import Record
-from fourfold.search.running_score import Judged, Score, kept, scores
+from fourfold.search.running_score import Judged, RunningScore, kept, scores
 from fourfold.tables.derive import published
 from fourfold.tables.document import Document, Table, Text
 from fourfold.tables.forms import read_file
@@ -35,7 +35,7 @@ class Report:
     convention: str
     document: Document
     records: tuple[Record, ...]
-    scores: tuple[Score, ...]
+    scores: tuple[RunningScore, ...]
 
     def plain(self) -> dict[str, Any]:
         scored = [dataclasses.asdict(score) for score in self.scores]
@@ -90,7 +90,7 @@ def with_line(document: Document, line: str) -> Document:
     return Document((*blocks, last, Text(("", line))))
 
 
-def _scores(request: ReportRequest, found: list[Stored]) -> list[Score]:
+def _scores(request: ReportRequest, found: list[Stored]) -> list[RunningScore]:
     """The planner against the stored runs: by what was predicted before each, or, with a cluster
     or a profile, by what would be predicted today."""
     stored = [item for item in found if item.summary.outcome in ("ok", "oom")]

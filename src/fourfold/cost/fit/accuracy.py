@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.fit.validate import few_shot, fit_tables, held_out, left_out, others_of
-from fourfold.cost.table.predict import Predictions, predict
+from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import note_words
 from fourfold.cost.table.rows import Rows
 
@@ -53,7 +53,7 @@ class Score:
         return cls(source, 0, nan, nan, nan, nan, nan, nan, 0, nan, nan, nan, nan, nan)
 
 
-def score(rows: Rows, answers: Predictions, *, within: NDArray[np.bool_] | None = None) -> Score:
+def score(rows: Rows, answers: RowPredictions, *, within: NDArray[np.bool_] | None = None) -> Score:
     """Compare with what was measured; `within` limits it to some rows."""
     inside = rows.usable if within is None else rows.usable & within
     timed = inside & (rows.status != "oom") & np.isfinite(rows.step_s) & np.isfinite(answers.step_s)
@@ -78,7 +78,7 @@ def score(rows: Rows, answers: Predictions, *, within: NDArray[np.bool_] | None 
     )
 
 
-def _fit(rows: Rows, answers: Predictions, inside: NDArray[np.bool_]) -> dict[str, float]:
+def _fit(rows: Rows, answers: RowPredictions, inside: NDArray[np.bool_]) -> dict[str, float]:
     """Verdicts against what happened. Of runs that ran, those refused; of runs out of memory, those
     said to fit without a doubt; of all, those called tight. `fit_pct` is the mean of the shares
     that the bare prediction judges right among runs that ran and those out of memory."""
@@ -151,7 +151,7 @@ class Result:
     score: Score
     free: str
     rows: Rows
-    answers: Predictions
+    answers: RowPredictions
     within: NDArray[np.bool_]
 
 

@@ -69,14 +69,17 @@ class FittedStack:
     @classmethod
     def from_plain(cls, data: object, path: str = "") -> FittedStack:
         """A coefficient that a file does not name takes its default."""
-        if isinstance(data, dict) and isinstance(data.get("knobs"), dict):
+        if isinstance(data, dict):
             given = {name: value for name, value in data.items() if name != "knobs"}
-            data = given | {"coefficients": defaults() | data["knobs"]}
+            knobs = data.get("knobs")
+            if not isinstance(knobs, dict):
+                raise UserError("must be a table", field=f"{path}.knobs", value=knobs)
+            data = given | {"coefficients": defaults() | knobs}
         entry = codec.decode_fields(cls, data, path)
         check.name(stack=entry.stack, cluster=entry.cluster, generation=entry.generation)
         for name, value in entry.coefficients.items():
             if name not in BY_NAME:
-                raise UserError("unknown coefficient", field=name, value=value)
+                raise UserError("is not a coefficient", field="knobs", value=name)
             usual = BY_NAME[name].default
             _within(usual / WIDEST_FACTOR, usual * WIDEST_FACTOR, **{name: value})
         _in_order(low=entry.low, high=entry.high)

@@ -21,8 +21,8 @@ from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.fit import Sample, fit_entries, sample
 from fourfold.cost.fit.suggest import suggest
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.table.predict import Predictions, predict
-from fourfold.cost.table.reference import Table
+from fourfold.cost.table.predict import RowPredictions, predict
+from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import MODEL_AXES
@@ -39,7 +39,7 @@ BY_TABLE: dict[str, tuple[str, ...]] = {
 OTHER = ("model", "n_layers", "d_model", "n_heads", "hardware", "seq_len", *MODEL_AXES)
 
 
-def folds(table: Table) -> NDArray[np.int64]:
+def folds(table: RowTable) -> NDArray[np.int64]:
     """Fold of every row, 0..4."""
     names = BY_TABLE.get(table.name, OTHER)
     values = zip(*(table.column(name) for name in names), strict=True)
@@ -72,7 +72,7 @@ def others_of(entries: tuple[FittedStack, ...], rows: Rows) -> tuple[FittedStack
     return tuple(entry for entry in entries if (entry.stack, entry.cluster) not in mine)
 
 
-def held_out(rows: Rows, others: tuple[FittedStack, ...]) -> Predictions:
+def held_out(rows: Rows, others: tuple[FittedStack, ...]) -> RowPredictions:
     """Every row predicted by a fit on the other folds (and on the other tables)."""
     fold = folds(rows.table)
     made = [fit_entries(sample([only(rows, fold != f)]), others) for f in range(FOLDS)]
@@ -99,18 +99,18 @@ def common_spread(entries: tuple[FittedStack, ...]) -> tuple[float, float]:
     return 2.0 * low, 2.0 * high
 
 
-def merged(parts: list[Predictions], fold: NDArray[np.int64]) -> Floats:
+def merged(parts: list[RowPredictions], fold: NDArray[np.int64]) -> Floats:
     """Step times, each row from its own fold."""
     return np.choose(fold, [part.step_s for part in parts])
 
 
-def _merge_all(parts: list[Predictions], fold: NDArray[np.int64], rows: Rows) -> Predictions:
+def _merge_all(parts: list[RowPredictions], fold: NDArray[np.int64], rows: Rows) -> RowPredictions:
     names = ("step_s", "low_s", "high_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "mem_gb",
              "worst_gb", "fits", "tight")  # fmt: skip
     chosen: dict[str, Any] = {
         name: np.choose(fold, [getattr(part, name) for part in parts]) for name in names
     }
-    return Predictions(**chosen, reasons=rows.reasons)
+    return RowPredictions(**chosen, reasons=rows.reasons)
 
 
 def with_spread(
@@ -137,14 +137,14 @@ def with_spread(
     return tuple(out)
 
 
-def left_out(rows: Rows, others: tuple[FittedStack, ...]) -> Predictions:
+def left_out(rows: Rows, others: tuple[FittedStack, ...]) -> RowPredictions:
     """Every row predicted from the other tables alone."""
     return predict(rows, _plain(others, ()))
 
 
 def few_shot(
     rows: Rows, others: tuple[FittedStack, ...], count: int = FEW
-) -> tuple[Predictions, NDArray[np.bool_]]:
+) -> tuple[RowPredictions, NDArray[np.bool_]]:
     """(predictions, rows not used) after a fit on `count` runs per key, picked without results."""
     used = picked(rows, others, count)
     entries = fit_entries(sample([only(rows, used)]), others)

@@ -17,7 +17,7 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.stages import EMBEDDING_COST, split_layers
 from fourfold.cost.memory.own_alone import Moments, Params, alone, is_alone
 from fourfold.cost.memory.own_layer import Layer, Sizes, layer, logits_bytes, loss_bytes, sizes
-from fourfold.cost.step.pipeline import Held, held
+from fourfold.cost.step.pipeline import InFlight, in_flight
 from fourfold.result.dryrun import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -102,7 +102,7 @@ class Peak:
 def stages(c: Columns, micros: Floats) -> list[Stage]:
     """The ranks that can be the fullest: the first, the fullest between, the last."""
     first, middle, last = _shares(c)
-    flight: Held = held(c, micros)
+    flight: InFlight = in_flight(c, micros)
     one, alone = np.ones_like(c.pp), (c.pp == 1).astype(float)
     # Under zero-bubble the second has as many as the first, one of which waits for its weights.
     split = c.schedule == _ZERO_BUBBLE

@@ -13,7 +13,7 @@ import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.memory import own_engine as own_memory
-from fourfold.cost.step.pipeline import held, stage_layers
+from fourfold.cost.step.pipeline import in_flight, stage_layers
 from fourfold.spec.words import PRICED_ATTENTION
 
 GIB = 2.0**30
@@ -125,7 +125,7 @@ def _fitted(c: Columns, coef: Coefficients) -> Memory:
     micros = c.micros
     kept = kept_bytes(c, coef)
     layer_kept = c.full_ckpt * saved_input_bytes(c) + (1.0 - c.full_ckpt) * kept
-    flight = held(c, micros)
+    flight = in_flight(c, micros)
     # A gathered loss holds the gathered copy beside the shards it came from.
     whole = np.where(c.tp > 1, 1.15, 1.0)
     share = np.where(c.split_loss > 0, 1.0 / c.tp, whole)

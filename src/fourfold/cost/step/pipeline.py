@@ -79,7 +79,7 @@ def _last_with_head(c: Columns, stages: Floats | float) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class InFlight:
     """Micro batches whose activations a rank holds at once, over all of its layers: on the first,
     the second and the last rank; `late` of the last wait for their weight gradients only."""
 
@@ -89,7 +89,7 @@ class Held:
     late: Floats
 
 
-def held(c: Columns, micros: Floats) -> Held:
+def in_flight(c: Columns, micros: Floats) -> InFlight:
     """The lists of cost/schedule/actions.py in closed form: exact for whole rounds, where the last
     round is cut short a little more than is held."""
     split, looped = c.schedule == _ZERO_BUBBLE, c.vpp > 1
@@ -102,7 +102,7 @@ def held(c: Columns, micros: Floats) -> Held:
     first, second, last = (
         np.where(every, micros, np.minimum(micros, some)) for some in (first, second, last)
     )
-    return Held(first, second, last, np.where(split, np.maximum(0.0, last - started), 0.0))
+    return InFlight(first, second, last, np.where(split, np.maximum(0.0, last - started), 0.0))
 
 
 def fill_share(c: Columns) -> Floats:

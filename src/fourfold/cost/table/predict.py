@@ -19,7 +19,7 @@ from fourfold.cost.memory.interval import NO, TIGHT, verdicts
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
 from fourfold.cost.stacks import is_known, stack_defaults
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.table.reference import Table, each
+from fourfold.cost.table.reference import RowTable, each
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
 
@@ -31,7 +31,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Predictions:
+class RowPredictions:
     """Arrays as long as the table; NaN where a row cannot be expressed. mem_gb is in GiB, of the
     rank the stack prints; `fits` and `tight` look at the fullest stage and its interval."""
 
@@ -48,7 +48,7 @@ class Predictions:
     reasons: list[str]
 
 
-def predict(rows: Rows, calibration: Calibration) -> Predictions:
+def predict(rows: Rows, calibration: Calibration) -> RowPredictions:
     """Answer every row that can be expressed."""
     n = rows.table.length
     out = {
@@ -70,13 +70,13 @@ def predict(rows: Rows, calibration: Calibration) -> Predictions:
     tokens = rows.columns.batch * rows.columns.seq / (rows.columns.gpus * out["step"])
     tflops, mfu = _rates(rows, tokens)
     fits = np.nan_to_num(out["worst"], nan=2.0) < np.nan_to_num(out["limit"], nan=1.0)
-    return Predictions(
+    return RowPredictions(
         out["step"], out["low"], out["high"], tokens, tflops, mfu, out["mem"], out["worst"],
         fits, tight, reasons,
     )  # fmt: skip
 
 
-def _unstated(table: Table) -> NDArray[np.bool_]:
+def _unstated(table: RowTable) -> NDArray[np.bool_]:
     """Rows that may need far less than what is assumed: layout, micro batch or recompute is not
     stated, or "selective" is, of an engine whose meaning of it is unknown."""
     names = ("tp", "pp", "mbs", "act_ckpt")

@@ -67,7 +67,7 @@ NEEDED = ("hardware", "n_layers", "d_model", "n_heads", "vocab", "seq_len", "n_g
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RowTable:
     """Texts by column; `name` is the file's stem (a source is one file)."""
 
     name: str
@@ -77,12 +77,12 @@ class Table:
     def column(self, name: str) -> list[str]:
         return self.texts[name]
 
-    def take(self, index: Sequence[int]) -> Table:
+    def take(self, index: Sequence[int]) -> RowTable:
         texts = {name: [cells[i] for i in index] for name, cells in self.texts.items()}
-        return Table(self.name, texts, len(index))
+        return RowTable(self.name, texts, len(index))
 
 
-def read_table(path: str | Path) -> Table:
+def read_table(path: str | Path) -> RowTable:
     """A table from a CSV file; says which needed column is missing."""
     text = files.read_text(path, field="rows")
     reader = csv.reader(text.splitlines())
@@ -120,7 +120,7 @@ def _check_header(header: list[str], path: str) -> None:
         )
 
 
-def _plain(name: str, header: list[str], text: str) -> Table | None:
+def _plain(name: str, header: list[str], text: str) -> RowTable | None:
     """A large file cut in one go, lines with quotes apart: half the time of the CSV reader.
 
     None where that could go wrong: a quoted line break, a line with another number of cells.
@@ -142,10 +142,10 @@ def _plain(name: str, header: list[str], text: str) -> Table | None:
     flat = MARK.join(lines).split(MARK)
     found = {column: flat[width + i :: width] for i, column in enumerate(header)}
     blank = [""] * (len(lines) - 1)
-    return Table(name, {column: found.get(column, blank) for column in SCHEMA}, len(lines) - 1)
+    return RowTable(name, {column: found.get(column, blank) for column in SCHEMA}, len(lines) - 1)
 
 
-def _columnar(name: str, header: list[str], reader: Iterator[list[str]]) -> Table:
+def _columnar(name: str, header: list[str], reader: Iterator[list[str]]) -> RowTable:
     """A batch at a time: a list of all records would cost more than the model itself."""
     width = len(header)
     cells: list[list[str]] = [[] for _ in header]
@@ -160,7 +160,7 @@ def _columnar(name: str, header: list[str], reader: Iterator[list[str]]) -> Tabl
     length = len(cells[0])
     blank = [""] * length
     by_name = dict(zip(header, cells, strict=True))
-    return Table(name, {column: by_name.get(column, blank) for column in SCHEMA}, length)
+    return RowTable(name, {column: by_name.get(column, blank) for column in SCHEMA}, length)
 
 
 def each(cells: Sequence[str], ask: Callable[[str], T]) -> list[T]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fourfold.cost.memory.peak import GIB
 from fourfold.cost.run import columns_of
-from fourfold.cost.table.reference import SCHEMA, Table
+from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
 from fourfold.result.files.run_file import NAME, RUN_FILE, read_kept, read_run
@@ -85,7 +85,7 @@ def _gib(report: RunReport) -> float:
     return max(peaks) / GIB if peaks else float("nan")
 
 
-def _table(folder: str, reports: list[RunReport], cluster: Cluster) -> Table:
+def _table(folder: str, reports: list[RunReport], cluster: Cluster) -> RowTable:
     """The columns that folds and groups look at; the rest stays blank."""
     texts = {name: [""] * len(reports) for name in SCHEMA}
     for i, report in enumerate(reports):
@@ -102,4 +102,4 @@ def _table(folder: str, reports: list[RunReport], cluster: Cluster) -> Table:
         }  # fmt: skip
         for name, value in said.items():
             texts[name][i] = str(value)
-    return Table(Path(folder).name, texts, len(reports))
+    return RowTable(Path(folder).name, texts, len(reports))

@@ -15,7 +15,7 @@ from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.run import stack_facts
 from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults
 from fourfold.cost.step.hardware import device_facts, fabric_facts
-from fourfold.cost.table.reference import NoteWords, Table, each, note_words, numbers
+from fourfold.cost.table.reference import NoteWords, RowTable, each, note_words, numbers
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.layout import MODEL_AXES
@@ -30,7 +30,7 @@ LARGEST = 1e9
 class Rows:
     """Parsed rows of one table. Measured values are NaN where blank; never used to predict."""
 
-    table: Table
+    table: RowTable
     columns: Columns
     usable: Bools
     reasons: list[str]
@@ -46,7 +46,7 @@ class Rows:
 class _Draft:
     """Facts under construction, with what was assumed or is wrong per row."""
 
-    table: Table
+    table: RowTable
     facts: dict[str, Floats] = field(default_factory=dict)
     bad: dict[int, str] = field(default_factory=dict)
     assumed: dict[int, list[str]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class _Draft:
         return self.facts[name]
 
 
-def parse(table: Table) -> Rows:
+def parse(table: RowTable) -> Rows:
     """All rows of a table."""
     draft = _Draft(table)
     _model(draft)
