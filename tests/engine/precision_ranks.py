@@ -25,8 +25,7 @@ from fourfold.engine.training.hooks import StepEvent
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
-from fourfold.engine.verify.compare import RankFindings
-from fourfold.engine.verify.reference import Recipe, train_alone
+from fourfold.engine.verify.reference import RankFindings, Recipe, train_alone
 from fourfold.spec import Batch, Layout, Policy, RunSpec
 from fourfold.spec.batch import Ramp
 from fourfold.spec.catalog import shape

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fourfold.engine.parallel import float8
+from fourfold.engine.parallel import products
 from fourfold.errors import UserError
 
 
@@ -31,7 +31,7 @@ def results(product, bias: torch.Tensor | None) -> list[torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_all_three_products_round_to_eight_bits_and_no_more():
     bias = torch.ones(48, dtype=torch.bfloat16)
-    eight = results(float8.float8_product(emulate=True), bias)
+    eight = results(products.float8_product(emulate=True), bias)
     for have, want in zip(eight, results(F.linear, bias), strict=True):
         assert have.dtype == want.dtype == torch.bfloat16
         # Products of e4m3 (3 bits) with e4m3 or e5m2 (2 bits).
@@ -43,22 +43,24 @@ def test_without_torchao_the_way_out_is_said(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UserError, match=r"precision=fp8 needs torchao.*pip install torchao"):
-        float8.float8_product(emulate=True)
+        products.float8_product(emulate=True)
 
 
 def test_a_gpu_without_units_for_it_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    with pytest.raises(UserError, match=r"NVIDIA A100 .compute capability 8\.0. has no fp8"):
-        float8._emulates("cuda")
+    with pytest.raises(
+        UserError, match=r"fp8 matrix units, which NVIDIA A100 .compute capability 8\.0. does not"
+    ):
+        products._emulates("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert float8._emulates("cuda") is False
+    assert products._emulates("cuda") is False
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_a_compiled_layer_computes_the_same():
-    product = float8.float8_product(emulate=True)
+    product = products.float8_product(emulate=True)
     compiled = torch.compile(product, fullgraph=True, dynamic=False)
     for have, want in zip(results(compiled, None), results(product, None), strict=True):
         assert relative(have, want) < 0.02

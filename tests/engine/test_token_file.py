@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.engine.data.rng import shuffled
-from fourfold.engine.data.source import Synthetic, data_facts, source_of
-from fourfold.engine.data.token_file import TokenFile
+from fourfold.engine.data.source import Synthetic, TokenFile, data_facts, source_of
 from fourfold.engine.model.decoder import IGNORE
 from fourfold.engine.parallel.ring import zigzag
 from fourfold.engine.training.init import InitRule
@@ -147,7 +146,7 @@ def test_on_cuda_nothing_waits_for_the_device(name: str) -> None:
 def test_what_cannot_be_trained_on_is_refused(name: str, tmp_path: Path) -> None:
     for fields, words in (
         ({"vocab": 256}, "tokens up to 399"),
-        ({"seq_len": 400}, "a sequence takes 401"),
+        ({"seq_len": 400}, "a sequence needs 401"),
     ):
         with pytest.raises(UserError, match=words):
             source(name, **fields)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import MachineError
-from fourfold.launch.scratch import scratch
+from fourfold.launch.folder import scratch
 
 HOLD = """
 import sys
-from fourfold.launch.scratch import scratch
+from fourfold.launch.folder import scratch
 with scratch() as folder:
     (folder / "rank-0.log").write_text("x")
     print(folder, flush=True)

@@ -16,8 +16,8 @@ from fourfold.commands import flags
 from fourfold.commands.progress import end_line, progress_lines
 from fourfold.errors import UserError
 from fourfold.launch.devices import gpu_count
+from fourfold.launch.folder import scratch
 from fourfold.launch.local import JobError, must_be_ok, run_job
-from fourfold.launch.scratch import scratch
 from fourfold.result.job import answer_file
 from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of, link_of
 from fourfold.show.table import json_text, render

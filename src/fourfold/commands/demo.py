@@ -16,8 +16,8 @@ from typing import Any
 from fourfold.commands import calibrate
 from fourfold.commands.progress import end_line, progress_lines
 from fourfold.launch.devices import gpu_count
+from fourfold.launch.folder import scratch
 from fourfold.launch.local import JobError, run_job
-from fourfold.launch.scratch import scratch
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.read.quality import flags
 from fourfold.result.report import RunReport

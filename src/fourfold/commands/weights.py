@@ -19,8 +19,8 @@ from typing import Any
 from fourfold import files
 from fourfold.commands import flags, progress
 from fourfold.errors import UserError
+from fourfold.launch.folder import scratch
 from fourfold.launch.local import JobError, must_be_ok, run_job
-from fourfold.launch.scratch import scratch
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.checkpoint.state import STATE_FILE

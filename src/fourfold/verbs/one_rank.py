@@ -24,8 +24,8 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.devices import gpu_count
+from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
-from fourfold.launch.scratch import scratch
 from fourfold.result.job import JobReport, answer_file
 from fourfold.result.one_rank import (
     OneRankResult,

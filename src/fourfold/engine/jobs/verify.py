@@ -24,9 +24,15 @@ from fourfold.engine.process.task import Task
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
-from fourfold.engine.verify.compare import RankFindings, tolerances_of, verdict
 from fourfold.engine.verify.faults import FAULTS
-from fourfold.engine.verify.reference import Recipe, Truth, train_alone
+from fourfold.engine.verify.reference import (
+    RankFindings,
+    Recipe,
+    Truth,
+    tolerances_of,
+    train_alone,
+    verdict,
+)
 from fourfold.spec import codec
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec

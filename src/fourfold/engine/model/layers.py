@@ -26,7 +26,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class Linear(nn.Module):
     """One or more matrices with the same input, held as one: (("q", 64), ("k", 32), ("v", 32)).
 
-    `product` may be replaced by one whose weight gradients come later (parallel/weight_grad.py).
+    `product` may be replaced by one whose weight gradients come later (parallel/products.py).
     """
 
     product: Product = staticmethod(F.linear)

@@ -27,10 +27,10 @@ from fourfold.engine.model.layers import Core
 from fourfold.engine.parallel.alone import is_alone
 from fourfold.engine.parallel.context import apply_context
 from fourfold.engine.parallel.data import apply_data
-from fourfold.engine.parallel.float8 import apply_float8
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.lean_loss import apply_lean_loss
 from fourfold.engine.parallel.offload import apply_offload
+from fourfold.engine.parallel.products import apply_float8
 from fourfold.engine.parallel.tensor import apply_tensor
 from fourfold.engine.parallel.wrap import apply_compile, apply_recompute
 from fourfold.errors import UserError

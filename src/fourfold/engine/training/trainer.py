@@ -32,9 +32,9 @@ from fourfold.engine.parallel.data import backward_weights, before_backward
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.order import parallelize
 from fourfold.engine.parallel.pipeline import Passes, Pipeline, StageLink
+from fourfold.engine.parallel.products import DeferredWeightGrads, apply_split
 from fourfold.engine.parallel.schedule import plan
 from fourfold.engine.parallel.shards import Shard, shards_of
-from fourfold.engine.parallel.weight_grad import DeferredWeightGrads, apply_split
 from fourfold.engine.training import gradients, init
 from fourfold.engine.training.gradients import LossScaler, ScalerSettings, SharedGradients
 from fourfold.engine.training.hooks import StepEvent, StepHooks

@@ -1,10 +1,17 @@
-"""What must every layout compute? The same training in one process that uses no parallel code:
-one model, the whole batch at once, torch's own clipping, optimizer and scaling of the loss.
+"""What must every layout compute, and how far is one from it?
+
+The reference is the same training in one process that uses no parallel code: one model, the whole
+batch at once, torch's own clipping, optimizer and scaling of the loss. Each rank compares the
+shards it has. Relative difference of a tensor: max|a-b| / max(max|b| in it, 1e-3 of max|b| over all
+tensors).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +20,13 @@ from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.data.source import Source
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import make_tables
-from fourfold.engine.parallel.float8 import apply_float8
+from fourfold.engine.parallel.products import apply_float8
 from fourfold.engine.parallel.shards import Shard, ShardPlace, shards_of
 from fourfold.engine.training import init
 from fourfold.engine.training.gradients import ScalerSettings
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.optimizer import KINDS, OptimizerSettings, param_groups
+from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
 
@@ -112,3 +120,125 @@ def _copy_grads(source: nn.Module, target: nn.Module) -> None:
     for old, new in zip(source.parameters(), target.parameters(), strict=True):
         assert old.grad is not None
         new.grad = old.grad.to(new.dtype)
+
+
+# A tensor whose values are all this much smaller than the largest is measured against the largest.
+_FLOOR = 1e-3
+
+
+@dataclass(slots=True)
+class RankFindings:
+    """Of one rank: largest absolute differences by tensor, and the rectangles it looked at."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: dict[str, float] = field(default_factory=dict)
+    params: dict[str, float] = field(default_factory=dict)
+    seen: list[tuple[str, tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+
+    def look(
+        self, shards: Iterable[Shard], truth: Truth, *, at_grads: bool, scale: float = 1.0
+    ) -> None:
+        """`scale`: what the loss was multiplied by before the backward pass."""
+        gaps, wanted = (self.grads, truth.grads) if at_grads else (self.params, truth.params)
+        for shard in shards:
+            have = shard.grad if at_grads else shard.values
+            want = _cut(wanted[shard.name], shard)
+            gap = want.abs().max() if have is None else (have.cpu() / scale - want).abs().max()
+            gaps[shard.name] = max(gaps.get(shard.name, 0.0), _finite(float(gap)))
+            if not at_grads:
+                self.seen.append((shard.name, shard.rect.rows, shard.rect.columns))
+
+
+def _cut(whole: Tensor, shard: Shard) -> Tensor:
+    rows, columns = slice(*shard.rect.rows), slice(*shard.rect.columns)
+    return whole[rows] if whole.ndim == 1 else whole[rows, columns]
+
+
+def _finite(gap: float) -> float:
+    """A NaN must not pass as 'no difference'."""
+    return gap if math.isfinite(gap) else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerances:
+    """The largest relative differences that count as equal."""
+
+    loss: float
+    norm: float
+    grad: float
+    param: float
+
+
+def tolerances_of(policy: Policy) -> Tolerances:
+    """fp32 and fp64 must agree to rounding. Formats of 16 bits round gradients by about 1e-2, and
+    Adam makes a whole step of a small gradient either way: parameters show only gross mistakes.
+    fp8 keeps two or three bits and scales whole micro batches and shards: the same, and coarser."""
+    dtypes = policy.dtypes
+    if {dtypes.param, dtypes.compute, dtypes.reduce, dtypes.grad, dtypes.optimizer} == {"fp64"}:
+        return Tolerances(loss=1e-9, norm=1e-9, grad=1e-9, param=1e-9)
+    if dtypes.compute in ("fp32", "fp64"):
+        return Tolerances(loss=1e-5, norm=1e-5, grad=1e-4, param=1e-3)
+    if dtypes.compute == "fp8":
+        return Tolerances(loss=5e-3, norm=5e-2, grad=0.5, param=1.0)
+    return Tolerances(loss=1e-3, norm=1e-2, grad=1e-1, param=0.5)
+
+
+def verdict(
+    findings: Sequence[RankFindings], truth: Truth, tolerances: Tolerances
+) -> dict[str, Any]:
+    """One row of the report from the findings of all ranks."""
+    loss = max(_relative(f.losses, truth.losses) for f in findings)
+    norm = max(_relative(f.norms, truth.norms) for f in findings)
+    grad, worst_grad = _worst([f.grads for f in findings], truth.grads)
+    param, worst_param = _worst([f.params for f in findings], truth.params)
+    missing = _unseen(findings, truth)
+    passed = loss <= tolerances.loss and norm <= tolerances.norm
+    passed = passed and grad <= tolerances.grad and param <= tolerances.param
+    row: dict[str, Any] = {
+        "loss_diff": _json(loss),
+        "norm_rel": _json(norm),
+        "grad_rel": _json(grad),
+        "param_rel": _json(param),
+        "worst_grad": worst_grad,
+        "worst_param": worst_param,
+        "pass": passed and not missing,
+        "limits": {"loss": tolerances.loss, "norm": tolerances.norm}
+        | {"grad": tolerances.grad, "param": tolerances.param},
+    }
+    if missing:
+        row["error"] = f"no rank holds all of {missing[0]} ({len(missing)} tensors in all)"
+    return row
+
+
+def _relative(have: list[float], want: list[float]) -> float:
+    gaps = (_finite(abs(a - b)) / abs(b) for a, b in zip(have, want, strict=True))
+    return max(gaps)
+
+
+def _worst(gaps_of_ranks: list[dict[str, float]], wanted: dict[str, Tensor]) -> tuple[float, str]:
+    sizes = {name: float(tensor.abs().max()) for name, tensor in wanted.items()}
+    floor = _FLOOR * max(sizes.values())
+    gaps = {
+        name: max(gaps_of_rank.get(name, 0.0) for gaps_of_rank in gaps_of_ranks) / max(size, floor)
+        for name, size in sizes.items()
+    }
+    name = max(gaps, key=gaps.__getitem__)
+    return gaps[name], name
+
+
+def _unseen(findings: Sequence[RankFindings], truth: Truth) -> list[str]:
+    """Tensors of which some value was on no rank."""
+    marks = {
+        name: torch.zeros(tensor.shape[0], math.prod(tensor.shape[1:]), dtype=torch.bool)
+        for name, tensor in truth.params.items()
+    }
+    for finding in findings:
+        for name, rows, columns in finding.seen:
+            marks[name][slice(*rows), slice(*columns)] = True
+    return [name for name, mark in marks.items() if not bool(mark.all())]
+
+
+def _json(value: float) -> float | None:
+    """JSON has no infinity; null is a difference that is not a number."""
+    return value if math.isfinite(value) else None
