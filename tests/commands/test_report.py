@@ -129,4 +129,4 @@ def test_no_results_is_a_bad_request(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["report", "--runs", str(tmp_path / "none")]) == 2
     (tmp_path / "empty").mkdir()
     assert main(["report", "--runs", str(tmp_path / "empty")]) == 2
-    assert "no store yet" in capsys.readouterr().err
+    assert "is not a run store" in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_impossible_axes_are_stored_like_other_refusals(
 ) -> None:
     assert main(["sweep", file, "--runs", str(tmp_path / "runs")]) == 0
     out = capsys.readouterr().out
-    assert "12 of 12 accounted for: 5 ok, 6 illegal, 1 oom" in out
+    assert "12 of 12 runs recorded: 5 ok, 6 illegal, 1 oom" in out
     stored = [item.summary for item in Store(tmp_path / "runs").runs()]
     refused = [item for item in stored if item.outcome == "illegal"]
     assert len(stored) == 12
@@ -94,7 +94,7 @@ def test_what_surely_does_not_fit_is_refused_unless_forced(
     data = json.loads(capsys.readouterr().out)
     assert {k: v for k, v in data["counts"].items() if v} == {"ok": 3, "illegal": 3}
     reasons = {row["reason"] for row in data["runs"] if row["outcome"] == "illegal"}
-    assert all("surely does not fit: weights, gradients and moments" in why for why in reasons)
+    assert all("certainly does not fit: weights, gradients and moments" in why for why in reasons)
     assert {spec.model.name for spec in ran} == {"llama-tiny"}
     assert main([*words, "--force", "--runs", str(tmp_path / "more")]) == 0
     assert "llama-3.1-405b" in {spec.model.name for spec in ran}
@@ -226,7 +226,7 @@ def test_the_flag_form_needs_run(
 ) -> None:
     where = ["--runs", str(tmp_path / "runs"), "--micro-batch", "1", "2", "--tag", "night"]
     assert main([*FLAGS, *where]) == 0
-    assert "nothing was run: add --run" in capsys.readouterr().out
+    assert "nothing was run; add --run to start" in capsys.readouterr().out
     assert ran == []
     assert main([*FLAGS, *where, "--run"]) == 0
     assert len(ran) == 8

@@ -21,7 +21,7 @@ def test_bench_refuses_what_surely_does_not_fit(tmp_path: Path, capsys) -> None:
     words = ["bench", "--model", "llama-3.1-405b", "--gpus", "1", "--runs", str(tmp_path / "runs")]
     assert main([*words, "--set", "device=cpu"]) == 2
     said = capsys.readouterr().err
-    assert "surely does not fit: weights, gradients and moments of all ranks take" in said
+    assert "certainly does not fit: weights, gradients and moments of all ranks take" in said
     assert "--force runs it" in said
     assert not list(tmp_path.glob("runs/*/run.json"))
 
@@ -40,7 +40,7 @@ def test_report_names_what_it_does_not_read(tmp_path: Path, capsys) -> None:
     )
     assert main(["report", str(file)]) == 0
     out, err = capsys.readouterr()
-    assert "columns that are not read: 'lr', 'my note'" in err
+    assert "ignored columns: 'lr', 'my note'" in err
     assert "SEQLEN" not in out
     assert "3.250" in out
     assert re.search(r"\b64\b", out)

@@ -96,7 +96,7 @@ def test_a_gpu_is_shared_only_where_that_is_asked_for(monkeypatch, capsys):
     assert main([*words, "--share-gpu"]) == 2
     assert "needs a GPU, but this machine has 0" in capsys.readouterr().err
     assert main(["verify", "--world", "4", "--share-gpu"]) == 2
-    assert "belongs to --device cuda" in capsys.readouterr().err
+    assert "--share-gpu needs --device cuda" in capsys.readouterr().err
 
 
 @pytest.mark.slow

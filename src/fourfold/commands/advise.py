@@ -1,8 +1,8 @@
 """Find hidden sizes, heads, MLP widths, vocabularies and micro batches that suit a GPU.
 
-Sizes are judged against tiles, waves, alignment and kernel rules, by the cost model's own formulas,
-and the nearest better value is named. With --params, --tokens and machines: model shapes of about
-that many parameters, each laid out at its best, compared by days.
+Judges sizes against tiles, waves, alignment and kernel rules with the cost model's formulas, and
+names the nearest better value. With --params, --tokens and a machine it compares model shapes of
+about that many parameters, each at its best layout, by days of training.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Run one configuration; report speed, confidence interval and anything suspicious about the
 measurement.
 
-The run is kept in the store with every step's time, versions, variables, clocks and probes. Warm-up
-ends when step time and clock no longer drift. The prediction comes from --cluster, --profile, the
-detected GPU or, roughly, the core count.
+The run is stored with every step's time, versions, variables, clocks and probes. Warm-up ends when
+step time and clock no longer drift. The prediction comes from --cluster, --profile, the detected
+GPU or, roughly, the core count.
 
-With --as-rank this device stands in for one rank of a large world: real kernels, collectives that
-only fill their buffers, so that traffic and bubble are the only modelled parts.
+With --as-rank this device runs as one rank of a large run: real kernels, collectives that only fill
+their buffers. Only traffic and pipeline bubble are then predicted.
 """
 
 from __future__ import annotations
@@ -40,9 +40,17 @@ OPTIONS = (
     *options.of(BenchRequest),
     *options.of(PlanRequest, "convention"),
     *options.of(OneRankRequest, *_OWN),
-    option("--details", "kernels, traffic and parts of each", group=ONE_RANK, switch=True),
-    option("--out", "keep the whole answer there", "FILE.json", group=ONE_RANK, rare=True),
-    option("--picture", "with --against: two bars by part", "FILE.png", group=ONE_RANK, rare=True),
+    option(
+        "--details", "also show kernels, traffic and parts of the step", group=ONE_RANK, switch=True
+    ),
+    option("--out", "write the full result to a file", "FILE.json", group=ONE_RANK, rare=True),
+    option(
+        "--picture",
+        "with --against: draw both as bars by part",
+        "FILE.png",
+        group=ONE_RANK,
+        rare=True,
+    ),
     options.FORMAT,
 )
 
@@ -62,14 +70,14 @@ def run(args: Any) -> Output:
 
 def _is_one_rank(args: Any) -> bool:
     if args.picture and not args.against:
-        raise UserError("belongs to --against", field="--picture", hint="add --against floor")
+        raise UserError("needs --against", field="--picture", hint="add --against floor")
     if args.as_rank is None and not args.against:
         for flag in ("world", "layouts", "micro_batches", "out"):
             if getattr(args, flag):
                 raise UserError(
-                    "belongs to --as-rank",
+                    "needs --as-rank",
                     field=f"--{flag.rstrip('s') if flag == 'layouts' else flag.replace('_', '-')}",
-                    hint="add --as-rank 0, or give the layout by --gpus, --pp, --dp, --cp, --tp",
+                    hint="add --as-rank 0, or use --gpus, --pp, --dp, --cp and --tp",
                 )
     return args.as_rank is not None or bool(args.against)
 

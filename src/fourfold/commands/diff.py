@@ -1,8 +1,8 @@
 """Compare two stored runs: settings, environment, results, and whether the times differ.
 
-A and B are folders of runs, or beginnings of a run's id in the store of --runs ('3fa2', '3fa2#1'
-for a repeat). Without '#' all repeats of a run count. The verdict needs repeats, of these runs
-or of others on the same device; without any it is "can't tell".
+A and B are run folders, or the start of a run's id in the store of --runs ('3fa2', or '3fa2#1' for
+one repeat). Without '#' all repeats of a run count. The verdict needs repeats, of these runs or of
+others on the same device; without any it is "can't tell".
 """
 
 from __future__ import annotations

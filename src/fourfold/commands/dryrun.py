@@ -1,9 +1,9 @@
-"""Count what any rank of any world holds, computes and sends: the engine itself, without hardware.
+"""Count what any rank of any layout holds, computes and sends, without hardware.
 
-One process pretends to be the rank: every operator and collective of a step happens on tensors that
-have shapes but no memory. With --stages one rank of every pipeline stage, else rank 0 or --rank.
-Steps of more than 2 pp micro batches are counted at pp + 2 and 2 pp, and continued as a straight
-line.
+One process plays the rank: every operator and collective of a step of the real engine runs on fake
+tensors, which have shapes but no memory. It counts rank 0, --rank R, or with --stages one rank of
+every pipeline stage. Steps of more than 2 pp micro batches are counted at pp + 2 and 2 pp and
+extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ examples:
       --seq-len 2048 --recompute full --sharding zero1 --precision fp16 --stages
 """
 OPTIONS = (
-    option("--rank", "which rank (default 0)", "R", read=int, either="which"),
-    option("--stages", "one rank of every pipeline stage", switch=True, either="which"),
+    option("--rank", "rank to count (default 0)", "R", read=int, either="which"),
+    option("--stages", "count one rank of every pipeline stage", switch=True, either="which"),
     *options.run_options(),
     options.FORMAT,
 )
@@ -65,7 +65,7 @@ def _page(answer: Any) -> list[Part]:
         Grid(headings, rows),
         "",
         f"{spec.model.name} on {spec.gpus} ranks, {spec.layout}; per rank and step; "
-        f"{', '.join(AXES)}: payload of its collectives",
+        f"{', '.join(AXES)}: payload of collectives",
         f"fullest: stage {worst.stage}, rank {worst.rank}, in {worst.peak_phase}; its largest:",
         *(
             f"  {show_bytes(large.bytes):>10}  {large.kind}, {large.shape} {large.dtype}, "
@@ -75,6 +75,6 @@ def _page(answer: Any) -> list[Part]:
         f"on a GPU about {answer.peak_with_unseen_bytes / 1e9:.1f} GB; a dry run cannot see:",
         *(f"  {show_bytes(part.bytes):>10}  {part.name} ({part.source})" for part in answer.unseen),
         f"torch's allocator may reserve {low:g} to {high:g} times the peak (measured on an H200) "
-        "and gives it back when short",
+        "and returns it when short",
         *([answer.extrapolation] if answer.extrapolation else []),
     ]

@@ -1,9 +1,9 @@
 """Predict step time, memory and fit of every row of a table in the reference schema.
 
 Writes one line per row: row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,
-mem_gb,fits,tight,reason. The interval holds 80% of measured runs. A row that cannot be expressed
-keeps its line, blank but for the reason. mem_gb is in GiB, of the rank the stack prints (rank 0 for
-nanotron, the fullest elsewhere); fits looks at the fullest stage.
+mem_gb,fits,tight,reason. The interval contains 80% of measured runs. A row that cannot be predicted
+keeps its line, empty except for the reason. mem_gb is in GiB, for the rank the stack prints (rank 0
+for nanotron, the fullest elsewhere); fits is decided by the fullest stage.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ example:
   fourfold predict rows.csv --out predicted.csv --calibration mine.json
 """
 OPTIONS = (
-    option("rows", "runs to predict, reference schema", "ROWS.csv"),
-    option("--out", "where the answers go", "OUT.csv", required=True),
+    option("rows", "runs to predict, in the reference schema", "ROWS.csv"),
+    option("--out", "file for the predictions", "OUT.csv", required=True),
     *options.of(PlanRequest, "calibration", rare=False),
     options.FORCE,
 )

@@ -1,10 +1,10 @@
 """Print results in published styles, from stored runs and from files of tables.
 
-SOURCE is a store (a folder of runs) or a file of tables (.md, .csv, .json); without one the store
-of --runs is taken. mpt: the 20 columns of the MPT benchmarks. topology: the BLOOM notes' columns.
-scaling: TFLOP/s by layout and GPU count. A configuration measured again is shown with its newest
-figure, the older ones stand below. Last comes how well the runs were predicted before they ran.
---out NAME writes NAME.csv and NAME.md.
+SOURCE is a store (a folder of runs) or a file of tables (.md, .csv, .json); the default is the
+store of --runs. Styles: mpt, the 20 columns of the MPT benchmarks; topology, the columns of the
+BLOOM notes; scaling, TFLOP/s by layout and GPU count. A configuration measured more than once is
+shown with its newest figure, with the older ones below. The report ends with the accuracy of the
+predictions made before the runs. --out NAME writes NAME.csv and NAME.md.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def run(args: Any) -> Output:
 def _write_both(answer: Any, name: str, force: bool, show: Stderr) -> None:
     stem = name.removesuffix(".csv").removesuffix(".md")
     if Path(stem).name in ("", INDEX, RUN_FILE):
-        raise UserError("must be a file's name", field="out", value=name, hint="--out results")
+        raise UserError(
+            "must be a file name", field="out", value=name, hint="use a name such as results"
+        )
     for ending, mark in _MARKS.items():  # both or none: asked before the first is written
         files.require_mine(f"{stem}.{ending}", mark=mark, force=force)
     page = write(answer.document, "md").rstrip("\n")

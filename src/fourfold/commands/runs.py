@@ -1,8 +1,8 @@
 """List stored runs with outcome, speed and memory; failed ones too.
 
-Conditions of --where know dp tp cp pp vp micro_batch global_batch seq_len gpus nodes layers hidden
-heads mem_gib step_s; a run that has no value for a word (a failed one has no step_s) does not
-match. 'runs show RUN' prints one run in full.
+--where may use dp tp cp pp vp micro_batch global_batch seq_len gpus nodes layers hidden heads
+mem_gib step_s; a run without a value (a failed run has no step_s) does not match. 'runs show RUN'
+prints one run in full.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ examples:
 OPTIONS = (*options.of(RunsRequest), options.FORMAT)
 HEADINGS = (
     "run", "model", "layout", "seq", "micro", "global", "precision", "sharding", "outcome",
-    "sec/it", "tokens/s/GPU", "memory", "tag", "why",
+    "step time", "tokens/s/GPU", "memory", "tag", "why",
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ ACTIONS = {
         "show",
         "Print one run in full, as 'bench' does.",
         (
-            option("run_id", "the beginning of its id, or its folder", "RUN"),
+            option("run_id", "start of the run's id, or its folder", "RUN"),
             *options.of(RunsRequest, "runs"),
             *options.of(PlanRequest, "convention"),
             options.FORMAT,

@@ -1,9 +1,9 @@
-"""Measure many runs; every outcome is kept, and a stopped sweep resumes where it left off.
+"""Measure many runs; every outcome is stored, and a stopped sweep resumes where it left off.
 
-FILE is a run with a [sweep] table whose lists are the axes; it runs at once. The flag form (-m -s
--b -t -g) follows the MPT scripts and runs nothing without --run. --from-plan K measures the best K
-of the planner. A failed configuration is recorded and the sweep goes on. Finished runs of the
-store are not run again, interrupted ones are.
+FILE is a run with a [sweep] table whose lists are the axes; it starts at once. The flag form (-m -s
+-b -t -g) follows the MPT scripts and only prints the plan without --run. --from-plan K measures the
+planner's K best layouts. A failed configuration is recorded and the sweep goes on. Runs already
+finished in the store are skipped, interrupted ones are run again.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _RUN = tuple(one for one in options.run_options() if one.names[0] not in (*_LIST
 _FROM_PLAN = (*_RUN, *options.of(PlanRequest, "gpu", "max_nodes", "explore"))
 OPTIONS = (
     option("file", "a run with a [sweep] table", "FILE.toml", nargs="?"),
-    option("--dry-run", "print plan and predicted time", switch=True),
+    option("--dry-run", "print what would run, and the predicted time", switch=True),
     *options.of(SweepRequest),
     *options.of(MptSweep),
     *(one for one in options.run_options() if one.names == ("--set",)),
     # Not dest "run": that is the command's own function.
-    option("--run", "run it; without this, only the plan", switch=True, dest="start",
+    option("--run", "start the runs (default: only print the plan)", switch=True, dest="start",
            group=MPT_GROUP),
-    option("--from-plan", "measure the planner's top K", "K", read=int, group=_PLAN),
+    option("--from-plan", "measure the planner's K best layouts", "K", read=int, group=_PLAN),
     *options.grouped(_FROM_PLAN, _PLAN),
     options.FORMAT,
 )  # fmt: skip
@@ -85,8 +85,7 @@ def _source(args: Any, request: SweepRequest, known: Any, show: Stderr) -> Any:
     ways = (bool(args.file), bool(args.models), args.from_plan is not None)
     if sum(ways) != 1:
         raise UserError(
-            "give a FILE.toml, models with -m, or --from-plan K",
-            field="FILE",
+            "a sweep needs a FILE.toml, models with -m, or --from-plan K",
             hint="see 'fourfold sweep --help'",
         )
     if args.from_plan is not None:
@@ -94,8 +93,8 @@ def _source(args: Any, request: SweepRequest, known: Any, show: Stderr) -> Any:
     used = [one for one in _FROM_PLAN if getattr(args, one.key) is not None]
     if used:
         flag = used[0].names[0]
-        hint = f"here: a FILE's axis, or --set ({flag[2:].replace('-', '_')} as an axis of [sweep])"
-        raise UserError("goes with --from-plan", field=flag, hint=hint)
+        hint = f"use --set, or make {flag[2:].replace('-', '_')} an axis of [sweep]"
+        raise UserError("needs --from-plan", field=flag, hint=hint)
     if args.models:
         base = options.assigned(args)
         options.put_env(base, args)

@@ -1,5 +1,7 @@
-"""Check that layouts compute what one process computes. Trains tiny models both ways and compares
-loss, every gradient, the global norm, and parameters after three clipped AdamW steps.
+"""Check that layouts compute what one process computes.
+
+Trains tiny models both ways and compares the loss, every gradient, the global norm, and the
+parameters after three clipped AdamW steps.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ examples:
 """
 OPTIONS = (
     *options.of(VerifyRequest),
-    options.option("--set", "such as policy.cp_kind=ring", "FIELD=VALUE", repeated=True, rare=True),
+    options.option(
+        "--set",
+        "set a policy field, such as policy.cp_kind=ring",
+        "FIELD=VALUE",
+        repeated=True,
+        rare=True,
+    ),
     options.FORMAT,
 )
 _HEADINGS = ("family", "layout", "policy", "loss", "norm", "grad", "param", "result")
@@ -77,6 +85,6 @@ def _summary(report: dict[str, Any]) -> str:
     device = report["device"] + (" (shared, over gloo)" if report["share_gpu"] else "")
     return (
         f"{report['passed']} of {report['total']} layouts equal one process ({by_family}); "
-        f"refused: {refused or 'none'}\n{report['world']} ranks, {device}, "
+        f"rejected: {refused or 'none'}\n{report['world']} ranks, {device}, "
         f"{report['precision']}{fault}; limits: {limits}{micro}"
     )

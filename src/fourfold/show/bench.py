@@ -20,7 +20,7 @@ def head(plain: dict[str, Any]) -> str:
 
 def page(plain: dict[str, Any], convention: str) -> list[Part]:
     """What was run, its quantities, why it ran out of memory, where it is kept."""
-    kept = f"{plain['device']}, torch {plain['torch']}; kept in {plain['folder']}"
+    kept = f"{plain['device']}, torch {plain['torch']}; stored in {plain['folder']}"
     table = Grid(["quantity", "value", "note"], rows(plain, convention))
     return [head(plain), "", table, *oom_page(plain.get("post_mortem", {})), "", kept]
 
@@ -28,11 +28,11 @@ def page(plain: dict[str, Any], convention: str) -> list[Part]:
 def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
     """The same for a reader: one line for each quantity."""
     lines = [["outcome", plain["outcome"], ""]]
-    lines.append(["micro batches", plain["micro_words"], "sequences each, in a step"])
+    lines.append(["micro batches", plain["micro_words"], "sequences per micro batch of a step"])
     if "step_s" in plain:
         spread = f"{show_seconds(plain['step_s_low'])} to {show_seconds(plain['step_s_high'])}"
         lines += [
-            ["sec/it", show_seconds(plain["step_s"]), f"median of {plain['timed_steps']} steps; "
+            ["step time", show_seconds(plain["step_s"]), f"median of {plain['timed_steps']} steps; "
              f"95%: {spread}"],
             ["samples/s", f"{plain['samples_s']:,.2f}", ""],
             ["tokens/s", f"{plain['tokens_s']:,.0f}", ""],
@@ -47,7 +47,7 @@ def rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
         )
         if "step_s" in plain:
             note += f"; off by {100 * (predicted['step_s'] / plain['step_s'] - 1):+.0f}%"
-        lines.append(["predicted sec/it", show_seconds(predicted["step_s"]), note])
+        lines.append(["predicted step time", show_seconds(predicted["step_s"]), note])
         lines.append(["predicted memory", show_bytes(predicted["peak_bytes"]), predicted["basis"]])
     lines += _memory_rows(plain)
     lines += _surrounding_rows(plain)
@@ -73,7 +73,9 @@ def _memory_rows(plain: dict[str, Any]) -> list[list[str]]:
     lines = [["memory", show_bytes(plain["peak_bytes"]), f"fullest rank; {note}"]]
     updating = max(rank["optimizer_bytes"] for rank in plain["memory"])
     if updating:
-        lines.append(["in the update", show_bytes(updating), "fullest rank, while weights change"])
+        lines.append(
+            ["in the update", show_bytes(updating), "fullest rank, during the optimizer step"]
+        )
     stages: dict[int, dict[str, Any]] = {}
     for rank in plain["memory"]:
         if rank["peak_bytes"] > stages.get(rank["stage"], {"peak_bytes": -1})["peak_bytes"]:
@@ -94,7 +96,7 @@ def _surrounding_rows(plain: dict[str, Any]) -> list[list[str]]:
         lines.append(["compiling", show_seconds(plain["compile_s"]), note])
     if "data_wait_s" in plain:
         made = plain["data"] == "synthetic"
-        share = "tokens are made where they are needed" if made else ""
+        share = "tokens are generated on the device" if made else ""
         if not made and "step_s" in plain:
             share = f"{100 * plain['data_wait_s'] / plain['step_s']:.1f}% of a step"
         lines.append(["data wait", show_seconds(plain["data_wait_s"]), share])
@@ -112,16 +114,16 @@ def _format_rows(plain: dict[str, Any]) -> list[list[str]]:
     said = plain["formats"]
     inside = said["products"]
     if said["activations"] != inside:
-        inside = f"{inside} products, {said['activations']} around them"
+        inside = f"{inside} products, {said['activations']} elsewhere"
     sent = " and ".join(dict.fromkeys(name for name in (said["reduce"], said["copies"]) if name))
-    grads = f"added in {said['grads']}" + (f", sent in {sent}" if sent else "")
+    grads = f"accumulated in {said['grads']}" + (f", reduced in {sent}" if sent else "")
     lines = [
         [
             "weights, moments",
             f"{said['weights']}, {said['moments']}",
-            f"kept by {plain['optimizer']}",
+            f"optimizer {plain['optimizer']}",
         ],
-        ["computed in", inside, ""],
+        ["compute dtype", inside, ""],
         ["gradients", grads, ""],
     ]
     if plain["loss_scale"] is not None:
@@ -135,7 +137,7 @@ def _utilisation_rows(count: dict[str, float], convention: str) -> list[list[str
     lines = [["TFLOPs/GPU", f"{count['tflops_gpu']:.4g}", f"by {convention}"]]
     if "mfu_pct" in count:
         lines.append(["MFU", f"{count['mfu_pct']:.2f} %", f"by {convention}"])
-        lines.append(["HFU", f"{count['hfu_pct']:.2f} %", "with what the policy recomputes"])
+        lines.append(["HFU", f"{count['hfu_pct']:.2f} %", "including recomputation"])
     return lines
 
 
@@ -156,9 +158,7 @@ def _machine_rows(plain: dict[str, Any]) -> list[list[str]]:
             lines.append([f"probe {name.split('_')[0]}", text, "before / after the steps"])
     if "straggler" in plain:
         said = plain["straggler"]
-        lines.append(
-            ["waits least", f"rank {said['rank']}", f"{100 * said['busy_share']:.0f}% busy"]
-        )
+        lines.append(["straggler", f"rank {said['rank']}", f"{100 * said['busy_share']:.0f}% busy"])
     return lines
 
 
@@ -185,7 +185,13 @@ def oom_page(said: dict[str, Any]) -> list[Part]:
             ]
             for one in said["fixes"]
         ]  # fmt: skip
-        headings = ["what would help, by predicted cost", "fits", "memory", "sec/it", "slower"]
+        headings = [
+            "changes that would fit, by predicted cost",
+            "fits",
+            "memory",
+            "step time",
+            "slower",
+        ]
         parts += [Grid(headings, rows), ""]
     return parts
 
@@ -193,7 +199,7 @@ def oom_page(said: dict[str, Any]) -> list[Part]:
 def _moment(said: dict[str, Any]) -> str:
     rank = said["rank"]
     who = f"rank {rank} (stage {said['stage']}) in {said['phase'] or 'start'}"
-    lines = [f"out of memory: {who if rank is not None and rank >= 0 else 'no rank could tell'}"]
+    lines = [f"out of memory: {who if rank is not None and rank >= 0 else 'rank unknown'}"]
     if said["live_bytes"] is not None:
         held = f"held {show_bytes(said['live_bytes'])}"
         kinds = ", ".join(
@@ -201,7 +207,7 @@ def _moment(said: dict[str, Any]) -> str:
         )
         held += f" ({kinds})" if kinds else ""
         if said["asked_bytes"]:
-            held += f", asked for {show_bytes(said['asked_bytes'])}"
+            held += f", requested {show_bytes(said['asked_bytes'])}"
         if said["reserved_bytes"]:
             held += f", reserved {show_bytes(said['reserved_bytes'])}"
         lines.append(held)

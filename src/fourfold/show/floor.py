@@ -1,4 +1,4 @@
-"""How near is a step to what can't be avoided? A table by part, and a picture of two bars."""
+"""How near is a step to what unavoidable? A table by part, and a picture of two bars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fourfold.show.table import Part as Block
 if TYPE_CHECKING:
     from fourfold.cost.floor import Part
 
-HEADINGS = ["ms of a step", "can't be avoided", "engine", "gap", "of the step"]
+HEADINGS = ["ms per step", "unavoidable", "engine", "gap", "of the step"]
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = ("#3b6ea5", "#6ba3c8", "#9b59b6", "#f2b880", "#d98880", "#7dbb8a", "#b8b8b8")
 
@@ -25,7 +25,7 @@ def page(rows: Sequence[Part], tokens: float) -> list[Block]:
     whole = total(list(rows))
     cells = [_cells(row, whole.engine_s) for row in (*rows, whole)]
     speeds = (
-        f"{tokens / whole.engine_s:,.0f} of at most {tokens / whole.limit_s:,.0f} tokens/s a GPU"
+        f"{tokens / whole.engine_s:,.0f} of at most {tokens / whole.limit_s:,.0f} tokens/s per GPU"
     )
     share = f"{100 * whole.limit_s / whole.engine_s:.1f}% of the limit"
     return [Grid(HEADINGS, cells), "", f"{speeds}: {share}"]
@@ -55,7 +55,7 @@ def must_be_picture(path: str) -> str:
 
 
 def picture(named: Sequence[tuple[str, Sequence[Part]]], path: str) -> bytes:
-    """Two bars for each step: what can't be avoided, and what it took."""
+    """Two bars for each step: what unavoidable, and what it took."""
     suffix = must_be_picture(path)
     try:
         from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ def picture(named: Sequence[tuple[str, Sequence[Part]]], path: str) -> bytes:
                 left += width
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("ms of a step")
+    axes.set_xlabel("ms per step")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     buffer = io.BytesIO()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.one_rank import OneRank
 
 HEADINGS = [
-    "layout", "rank", "layers", "bare ms/layer", "engine ms/layer", "gap", "planner ms/layer",
+    "layout", "rank", "layers", "kernels ms/layer", "engine ms/layer", "gap", "planner ms/layer",
     "compute s", "planner compute s", "peak", "planner peak", "traffic+bubble s", "step s",
     "planner step s",
 ]  # fmt: skip
@@ -156,18 +156,18 @@ def notes(basis: str, found: Sequence[OneRankResult]) -> list[str]:
     one = found[0]
     lines = [
         "",
-        "bare: matrix products and attention of a layer, both ways, timed alone; engine: the same "
-        "layer in its step; gap: norms, element-wise work, copies, dispatch and waiting for the "
-        "host",
-        f"planner: {basis}; its peak without context and communicators, as the {one.peaks_from} "
-        "counts",
-        "step = compute, measured + traffic and bubble, modelled (other stages as slow as this)",
+        "kernels: matrix products and attention of a layer, both ways, timed alone; engine: the "
+        "same layer in its step; gap: norms, element-wise work, copies, dispatch and waiting for "
+        "the host",
+        f"planner: {basis}; its peak excludes context and communicators, as the {one.peaks_from} "
+        "does",
+        "step = measured compute + predicted traffic and bubble (other stages assumed as slow)",
     ]
     for stand_in in found:
         if stand_in.ran < stand_in.micro_batches:
             lines.append(
                 f"rank {stand_in.rank}, {stand_in.layers} layers: {stand_in.ran} of "
-                f"{stand_in.micro_batches} micro batches run, the others as its steady ones"
+                f"{stand_in.micro_batches} micro batches run, the rest extrapolated"
             )
     return [*lines, f"{one.device}, torch {one.torch}"]
 
@@ -177,7 +177,7 @@ def page(ranks: Sequence[OneRank], *, details: bool, against: bool) -> list[Part
     spec = ranks[0].spec
     parts: list[Part] = [
         f"{spec.model.name}, {spec.gpus} ranks, global batch {spec.batch.global_batch} x "
-        f"{spec.batch.seq_len} tokens; one rank on this device, its peers only filled in",
+        f"{spec.batch.seq_len} tokens; one rank on this device, without its peers",
         "",
     ]
     if against:
@@ -206,7 +206,7 @@ def _floor(one: OneRank) -> list[Part]:
 def _one(one: OneRank, *, details: bool) -> list[Part]:
     if one.found is None:
         said = one.report.failure
-        words = said.message.splitlines()[0] if said and said.message else "nobody could tell why"
+        words = said.message.splitlines()[0] if said and said.message else "cause unknown"
         parts: list[Part] = ["", f"{name_of(one.spec)}: {one.report.outcome}: {words}"]
         is_oom = one.report.outcome == "oom"
         return [*parts, *(oom_page(one.planner.post_mortem(one.report)) if is_oom else ())]
@@ -234,15 +234,15 @@ def _details(
         ["kernel", "in", "makes", "m x n x k, or b x h x q x k x d", "calls", "ms", "TFLOP/s"],
         kernel_rows(found),
     )
-    phases = Grid(["ms", "bare kernels", "engine", "gap", "gap %"], phase_rows(found))
+    phases = Grid(["ms", "kernels alone", "engine", "gap", "gap %"], phase_rows(found))
     parts: list[Part] = ["", f"{name}, rank {found.rank}, stage {found.stage}", "", phases]
     if found.parts and found.watched == (1, 1):
-        heads = ["ms of one micro batch", "bare kernels", "engine", "gap", "gap %"]
+        heads = ["ms of one micro batch", "kernels alone", "engine", "gap", "gap %"]
         parts += ["", Grid(heads, part_rows(found))]
     elif found.parts_note:
         parts += ["", found.parts_note]
     if found.comm:
-        heads = ["axis", "collective", "calls a step", "payload", "exposed s, modelled"]
+        heads = ["axis", "collective", "calls per step", "payload", "exposed s, predicted"]
         parts += ["", Grid(heads, comm_rows(found, whole))]
     step = [[part, f"{seconds:.3f}"] for part, seconds in whole.parts.items()]
     step += [["step", f"{whole.step_s:.3f}"]]

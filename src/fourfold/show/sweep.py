@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 _PLAN_HEADINGS = (
     "model", "layout", "seq", "micro", "global", "precision", "sharding", "recompute", "left",
-    "sec/it", "80% interval", "memory", "run",
+    "step time", "80% interval", "memory", "run",
 )  # fmt: skip
 
 
 def page(answer: Swept, store: str) -> list[Part]:
     """A guess from the cores is kept with the runs, but is not worth three columns here."""
-    headings = ["combination", "outcome", "sec/it", "tokens/s/GPU", "TFLOP/s/GPU", "memory"]
-    headings += [] if answer.is_guess else ["predicted sec/it", "off by", "predicted memory"]
+    headings = ["combination", "outcome", "step time", "tokens/s/GPU", "TFLOP/s/GPU", "memory"]
+    headings += [] if answer.is_guess else ["predicted step time", "off by", "predicted memory"]
     cells = []
     for row in answer.runs:
         auto = row["combination"].get("micro_batch") == "auto"
@@ -36,7 +36,7 @@ def page(answer: Swept, store: str) -> list[Part]:
         line += [] if answer.is_guess else _predicted_cells(row)
         cells.append([*line, row["reason"][:70]])
     counts = ", ".join(f"{count} {outcome}" for outcome, count in answer.counts.items() if count)
-    ended = f"{sum(answer.counts.values())} of {answer.total} accounted for: {counts}"
+    ended = f"{sum(answer.counts.values())} of {answer.total} runs recorded: {counts}"
     return [Grid([*headings, "why"], cells), "", f"{ended}; store {store}"]
 
 
@@ -57,14 +57,14 @@ def plan_page(answer: SweepPlan, *, is_guess: bool, unstarted: bool) -> list[Par
     if answer.planned:
         parts += [Grid(_PLAN_HEADINGS, [_plan_cells(row) for row in answer.planned]), ""]
     stored = sum(row["runs_left"] == 0 for row in answer.planned)
-    better = "; 'fourfold calibrate' knows better" if is_guess else ""
+    better = "; 'fourfold calibrate' gives a better estimate" if is_guess else ""
     parts += [
         f"{answer.total} combinations: {len(answer.illegal)} illegal, {len(answer.planned)} legal, "
-        f"{stored} of them stored before; {answer.dropped} dropped by conditions",
+        f"{stored} of them already stored; {answer.dropped} excluded by conditions",
         f"to run: {answer.to_run}, about {show_seconds(answer.predicted_s)} "
         f"({answer.predicted_s / 3600:.2f} h) by {answer.basis}{better}",
     ]
-    return [*parts, *(["nothing was run: add --run"] if unstarted else [])]
+    return [*parts, *(["nothing was run; add --run to start"] if unstarted else [])]
 
 
 def _plan_cells(row: dict[str, Any]) -> list[str]:

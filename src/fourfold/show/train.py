@@ -54,7 +54,7 @@ def rows(plain: dict[str, Any]) -> list[list[str]]:
             ["last loss", f"{plain['recent_loss']:.4f}", f"mean of the {recent}"],
             ["best loss", f"{plain['best_loss']:.4f}", f"step {plain['best_step']:,}"],
             ["tokens", f"{plain['tokens']:,}", f"{plain['sequences']:,} sequences"],
-            ["sec/it", show_seconds(plain["step_s"]), f"median of the {recent}"],
+            ["step time", show_seconds(plain["step_s"]), f"median of the {recent}"],
             ["tokens/s", f"{plain['tokens_s']:,.0f}", ""],
         ]
         if plain.get("unigram_nats") is not None:

@@ -91,10 +91,10 @@ def bench(
     too_large = "" if request.force else known.too_large(spec)
     if too_large:
         raise UserError(
-            f"surely does not fit: {too_large}",
+            f"certainly does not fit: {too_large}",
             field="model",
             value=spec.model.name,
-            hint="'fourfold plan' finds layouts that do; --force runs it all the same",
+            hint="'fourfold plan' finds layouts that do; --force runs it anyway",
         )
     spec, trials = choose_micro_batch(spec, campaign, known, on_event)
     refused = refusals(spec)

@@ -49,7 +49,7 @@ class DryRun:
             return ""
         few, more = first.counted_at
         return (
-            f"counted at {few} and {more} micro batches, continued as a straight line "
+            f"counted at {few} and {more} micro batches, extrapolated linearly "
             f"to the {first.micro_batches} of the step"
         )
 
@@ -88,9 +88,7 @@ def dryrun(
     if stages:
         ranks = [stage * spec.layout.stride("pp") for stage in range(spec.layout.pp)]
     elif not 0 <= ranks[0] < spec.gpus:
-        raise UserError(
-            f"the world has {spec.gpus} ranks", field="rank", value=rank, hint="--rank 0"
-        )
+        raise UserError(f"must be from 0 to {spec.gpus - 1}", field="rank", value=rank)
     require_legal(spec)
     job = Job(
         job="dryrun",

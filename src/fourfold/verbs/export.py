@@ -75,7 +75,7 @@ def _export_notes(ranking: Ranking, place: int) -> tuple[str, ...]:
     needs = (
         f"{low[0] / gib:.0f} to {high[0] / gib:.0f} GiB of {limit / gib:.0f} on the fullest rank"
     )
-    seconds = f"{predicted.low_s[place]:.3g} to {predicted.high_s[place]:.3g} s a step"
+    seconds = f"{predicted.low_s[place]:.3g} to {predicted.high_s[place]:.3g} s per step"
     fits = "certain to fit" if high[0] <= limit * USABLE else "MAY NOT FIT"
     wrong = fits != "certain to fit" and not query.safe
     advice = "; --safe prefers layouts that are certain to fit" if wrong else ""

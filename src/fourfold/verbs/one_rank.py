@@ -244,7 +244,7 @@ def _spec(run: Mapping[str, Any], request: OneRankRequest, text: str) -> RunSpec
     spec = described(table, ranks=1)
     if spec.batch.micro_batch == 0:
         raise UserError(
-            "'auto' needs the real ranks", field="micro_batch", hint="give --micro-batch N"
+            "must be a number here, not 'auto'", field="micro_batch", hint="pass a micro batch"
         )
     return replace(spec, warmup=max(2, spec.warmup))
 
@@ -261,7 +261,7 @@ def _rank(wanted: str, planner: StagePlanner) -> int:
             f"must be a rank of {spec.layout}, 0 to {spec.gpus - 1}, or first, last or worst",
             field="as-rank",
             value=wanted,
-            hint=f"--as-rank {spec.gpus - 1} is the last",
+            hint=f"the last rank is {spec.gpus - 1}",
         )
     return int(wanted)
 

@@ -222,7 +222,7 @@ def _stack(request: PlanRequest, cluster: Cluster, known: Calibration, on_event:
     stack = match_stack(asked, cluster, known)
     if stack != asked.strip().lower():
         rows = {e.cluster: e.rows_time for e in known.entries if e.stack == stack}
-        where = ", ".join(f"{name} ({count} rows)" for name, count in rows.items())
+        where = ", ".join(f"{name} ({count} runs)" for name, count in rows.items())
         on_event(Event(f"read as: stack {asked} = {stack}, measured on {where}"))
     return stack
 

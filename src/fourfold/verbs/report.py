@@ -64,10 +64,9 @@ def report(request: ReportRequest, *, on_event: OnEvent = ignore) -> Report:
     found = _records(request, stored, on_event)
     if not found:
         raise UserError(
-            "holds no results",
-            field="SOURCE",
+            "contains no results",
             value=" ".join(request.sources) or request.runs,
-            hint="'fourfold sweep' and 'fourfold bench' fill a store; --runs names another",
+            hint="'fourfold bench' and 'fourfold sweep' store runs; --runs selects another store",
         )
     document = publish(found, request.style, rule)
     judged = _scores(request, stored)
@@ -119,9 +118,12 @@ def _records(request: ReportRequest, seen: list[Stored], on_event: OnEvent) -> l
             for table in (block for block in document.blocks if isinstance(block, Table)):
                 headings = ", ".join(f"'{heading}'" for heading in unread(table))
                 if headings:
-                    on_event(Event(f"{source}: columns that are not read: {headings}"))
+                    on_event(Event(f"{source}: ignored columns: {headings}"))
         else:
             raise UserError(
-                "is no store yet", field="runs", value=source, hint="run something first"
+                "is not a run store",
+                field="runs",
+                value=source,
+                hint="measure something with 'fourfold bench' first",
             )
     return found

@@ -183,19 +183,21 @@ class AdviseRequest:
 class RunFilter:
     """Which runs of a store; all conditions must hold."""
 
-    runs: str = field(default="runs", metadata=flag("the store (default: runs)", "DIR"))
-    where: tuple[str, ...] = field(default=(), metadata=flag("which runs", "CONDITION"))
-    outcome: tuple[str, ...] = field(
-        default=(), metadata=flag("only these outcomes", choices=OUTCOMES)
+    runs: str = field(default="runs", metadata=flag("run store (default: runs)", "DIR"))
+    where: tuple[str, ...] = field(
+        default=(), metadata=flag("only runs that satisfy a condition", "CONDITION")
     )
-    model: str | None = field(default=None, metadata=flag("only this model", "NAME"))
-    tag: str | None = field(default=None, metadata=flag("only runs of this tag", "TAG"))
+    outcome: tuple[str, ...] = field(
+        default=(), metadata=flag("only runs with this outcome", choices=OUTCOMES)
+    )
+    model: str | None = field(default=None, metadata=flag("only runs of this model", "NAME"))
+    tag: str | None = field(default=None, metadata=flag("only runs with this tag", "TAG"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunsRequest(RunFilter):
     sort: Literal["started_at", "step_s", "peak_bytes", "model", "outcome"] = field(
-        default="started_at", metadata=flag("order of the list (default started_at)")
+        default="started_at", metadata=flag("sort order (default started_at)")
     )
 
 
@@ -208,17 +210,17 @@ class ReportRequest(RunFilter):
         metadata=flag("stores and files of tables", "SOURCE", names=("sources",), nargs="*"),
     )
     style: Literal["mpt", "topology", "scaling"] = field(
-        default="topology", metadata=flag("columns to print (default topology)")
+        default="topology", metadata=flag("table style (default topology)")
     )
     convention: str | None = field(
         default=None,
         metadata=flag(
-            f"how FLOPs are counted (default {DEFAULT}; mpt for the mpt style, as published)", "ID"
+            f"FLOP convention (default {DEFAULT}; mpt for the mpt style, as published)", "ID"
         ),
     )
     cluster: str | Cluster | None = field(
-        default=None, metadata=flag("score by what is predicted there today", "NAME", rare=True)
+        default=None, metadata=flag("score today's predictions for this cluster", "NAME", rare=True)
     )
     profile: str | None = field(
-        default=None, metadata=flag("or on this machine ('calibrate --out')", "FILE", rare=True)
+        default=None, metadata=flag("score today's predictions for a profile", "FILE", rare=True)
     )

@@ -23,13 +23,13 @@ class Start:
     env: tuple[str, ...] = field(
         default=(),
         metadata=flag(
-            "a variable of the ranks; some only this flag may set, for this start",
+            "set an environment variable of the ranks, for this start only",
             "NAME=VALUE",
             rare=True,
         ),
     )
     oversubscribe: bool = field(
-        default=False, metadata=flag("more ranks than this host has room for", rare=True)
+        default=False, metadata=flag("allow more ranks than this host has room for", rare=True)
     )
 
 
@@ -37,7 +37,7 @@ class Start:
 class BenchRequest(Start):
     """How a run is measured; `cluster` and `profile` say whom its prediction is by."""
 
-    runs: str = field(default="runs", metadata=flag("the store (default: runs)", "DIR"))
+    runs: str = field(default="runs", metadata=flag("run store (default: runs)", "DIR"))
     repeat: int = field(default=1, metadata=flag("number of runs (default 1)", "N"))
     probe_s: float = field(
         default=1.0,
@@ -49,20 +49,20 @@ class BenchRequest(Start):
         ),
     )
     force: bool = field(
-        default=False, metadata=flag("run even what surely does not fit", rare=True)
+        default=False, metadata=flag("run even if it certainly does not fit in memory", rare=True)
     )
     cluster: str | Cluster | None = field(
-        default=None, metadata=flag("predict for this cluster", "NAME")
+        default=None, metadata=flag("cluster for the prediction", "NAME")
     )
     profile: str | None = field(
-        default=None, metadata=flag("predict from this machine's 'calibrate --out'", "FILE")
+        default=None, metadata=flag("profile for the prediction, from 'calibrate --out'", "FILE")
     )
 
     def __post_init__(self) -> None:
         at_least_one(repeat=self.repeat)
 
 
-ONE_RANK = "one rank of a large world, on this device"
+ONE_RANK = "one rank of a large run, on this device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +72,17 @@ class OneRankRequest(Start):
 
     as_rank: str = field(
         default="0",
-        metadata=flag("a rank, or first, last, worst (the fullest stage's)", "R", group=ONE_RANK),
+        metadata=flag(
+            "rank to run, or first, last, worst (the fullest stage)", "R", group=ONE_RANK
+        ),
     )
     world: int | None = field(
-        default=None, metadata=flag("ranks in all, like --gpus", "W", group=ONE_RANK)
+        default=None, metadata=flag("total number of ranks", "W", group=ONE_RANK)
     )
     layouts: tuple[str, ...] = field(
         default=(),
         metadata=flag(
-            "'pp4 dp16 tp8', then zero0-3 or FIELD=VALUE words; again for another row",
+            "layout such as 'pp4 dp16 tp8', with zero0-3 or FIELD=VALUE; repeat for more rows",
             "TEXT",
             names=("--layout",),
             group=ONE_RANK,
@@ -88,12 +90,17 @@ class OneRankRequest(Start):
     )
     micro_batches: int | None = field(
         default=None,
-        metadata=flag("really run (default: enough; 0: all)", "N", group=ONE_RANK, rare=True),
+        metadata=flag(
+            "micro batches to run (default: enough for the peak; 0: all)",
+            "N",
+            group=ONE_RANK,
+            rare=True,
+        ),
     )
     against: Literal["floor"] | None = field(
         default=None,
         metadata=flag(
-            "one GPU: where a step loses what could be avoided", group=ONE_RANK, rare=True
+            "on one GPU: compare a step with its floor, part by part", group=ONE_RANK, rare=True
         ),
     )
     cluster: str | Cluster | None = None
@@ -108,9 +115,9 @@ class OneRankRequest(Start):
 class SweepRequest(Start):
     """How the runs of a sweep are measured; `where` may ask about predicted mem_gib and step_s."""
 
-    runs: str = field(default="runs", metadata=flag("the store (default: runs)", "DIR"))
-    tag: str = field(default="", metadata=flag("a word kept with every run", "TEXT", rare=True))
-    repeat: int = field(default=1, metadata=flag("runs of each (default 1)", "N"))
+    runs: str = field(default="runs", metadata=flag("run store (default: runs)", "DIR"))
+    tag: str = field(default="", metadata=flag("tag stored with every run", "TEXT", rare=True))
+    repeat: int = field(default=1, metadata=flag("runs per configuration (default 1)", "N"))
     again: tuple[str, ...] = field(
         default=(),
         metadata=flag(
@@ -122,20 +129,22 @@ class SweepRequest(Start):
     )
     where: tuple[str, ...] = field(
         default=(),
-        metadata=flag("run only what it holds for; mem_gib and step_s are predicted", "CONDITION"),
+        metadata=flag(
+            "only runs that satisfy a condition; mem_gib and step_s are predicted", "CONDITION"
+        ),
     )
     cluster: str | Cluster | None = field(
-        default=None, metadata=flag("predict for this cluster", "NAME")
+        default=None, metadata=flag("cluster for the prediction", "NAME")
     )
     profile: str | None = field(
-        default=None, metadata=flag("predict from this machine's 'calibrate --out'", "FILE")
+        default=None, metadata=flag("profile for the prediction, from 'calibrate --out'", "FILE")
     )
     calibration: str | None = field(
-        default=None, metadata=flag("from 'fit' or 'calibrate'", "FILE", rare=True)
+        default=None, metadata=flag("calibration from 'fit' or 'calibrate'", "FILE", rare=True)
     )
 
     force: bool = field(
-        default=False, metadata=flag("run even what surely does not fit", rare=True)
+        default=False, metadata=flag("run even if it certainly does not fit in memory", rare=True)
     )
     convention: str = field(default=DEFAULT, metadata=CONVENTION)
 
@@ -152,10 +161,10 @@ def _many(text: str, metavar: str, *names: str, **rest: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MptSweep:
-    """A sweep in the habit of the MPT scripts: models, exponents, formats."""
+    """A sweep in the style of the MPT scripts: models, exponents, precisions."""
 
     models: tuple[str, ...] = field(
-        metadata=_many("presets or config.json", "NAME", "-m", "--models")
+        metadata=_many("model presets or config.json files", "NAME", "-m", "--models")
     )
     seq_exp: tuple[int, ...] = field(
         default=(),
@@ -167,21 +176,21 @@ class MptSweep:
     batch_exp: tuple[int, ...] = field(
         default=(),
         metadata=_many(
-            "tokens of a global batch 2^N; two numbers are a range, both ends included",
+            "global batches of 2^N tokens; two numbers are a range, both ends included",
             "N", "-b", "--batch-exp",
         ),
     )  # fmt: skip
     precisions: tuple[str, ...] = field(
-        default=(), metadata=_many("bf16, fp8, fp32, ...", "P", "-t", "--precisions")
+        default=(), metadata=_many("precisions: bf16, fp8, fp32, ...", "P", "-t", "--precisions")
     )
     gpus: tuple[int, ...] = field(
-        default=(), metadata=_many("GPUs (or CPU ranks) in all", "N", "-g", "--gpus")
+        default=(), metadata=_many("total numbers of GPUs (or CPU ranks)", "N", "-g", "--gpus")
     )
     micro_batch: tuple[str, ...] = field(
-        default=(), metadata=_many("sizes, or auto", "N", "--micro-batch")
+        default=(), metadata=_many("micro-batch sizes, or auto", "N", "--micro-batch")
     )
     layouts: tuple[str, ...] = field(
-        default=(), metadata=_many("such as 'dp4' 'pp2 tp2'", "L", "--layouts", rare=True)
+        default=(), metadata=_many("layouts, such as 'dp4' 'pp2 tp2'", "L", "--layouts", rare=True)
     )
 
 
@@ -196,38 +205,51 @@ Fault = Literal[
 class VerifyRequest(Start):
     """Which layouts are trained both ways. `policy`: fields that all of them have."""
 
-    world: int | None = field(default=None, metadata=flag("ranks (default: the layout's)", "N"))
-    sample: int | None = field(default=None, metadata=flag("only K layouts, stratified", "K"))
-    seed: int = field(default=0, metadata=flag("of the sample, weights and tokens"))
-    layout: str | None = field(default=None, metadata=flag("only this one, as 'pp2 dp2 tp2'", "L"))
+    world: int | None = field(
+        default=None, metadata=flag("number of ranks (default: as the layout needs)", "N")
+    )
+    sample: int | None = field(
+        default=None, metadata=flag("check only K layouts, stratified by axis", "K")
+    )
+    seed: int = field(default=0, metadata=flag("seed of the sample, weights and tokens"))
+    layout: str | None = field(
+        default=None, metadata=flag("check only this layout, such as 'pp2 dp2 tp2'", "L")
+    )
     family: tuple[str, ...] = field(
         default=(),
         metadata=flag(
-            "only this family (default: mpt, gpt, llama)",
+            "check only this model family (default: mpt, gpt, llama)",
             choices=("mpt", "gpt", "llama", "qwen", "olmo2"),
         ),
     )
     models: tuple[str, ...] = field(
         default=(),
-        metadata=flag("another (small) model: a preset or a file", "NAME", names=("--model",)),
+        metadata=flag(
+            "check another (small) model: a preset or a file", "NAME", names=("--model",)
+        ),
     )
     axis: str | None = field(
-        default=None, metadata=flag("only layouts with this axis above 1", choices=AXES)
+        default=None, metadata=flag("check only layouts with this axis above 1", choices=AXES)
     )
-    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=flag("where (default cpu)"))
+    device: Literal["cpu", "cuda"] = field(
+        default="cpu", metadata=flag("device to run on (default cpu)")
+    )
     share_gpu: bool = field(
         default=False,
-        metadata=flag("several ranks on a GPU: its kernels, gloo through host memory between them"),
+        metadata=flag("put several ranks on one GPU, with gloo through host memory between them"),
     )
     fault: Fault | None = field(
-        default=None, metadata=flag("plant a fault: must fail", names=("--break",))
+        default=None, metadata=flag("plant a bug, which must be detected", names=("--break",))
     )
     precision: str = field(
-        default="fp32", metadata=flag(f"{', '.join(BUNDLES)} (default fp32)", "X")
+        default="fp32", metadata=flag(f"one of {', '.join(BUNDLES)} (default fp32)", "X")
     )
-    global_batch: Size | None = field(default=None, metadata=flag("sequences of a step", "N"))
-    micro_batch: Size | None = field(default=None, metadata=flag("need not divide anything", "N"))
+    global_batch: Size | None = field(default=None, metadata=flag("sequences per step", "N"))
+    micro_batch: Size | None = field(
+        default=None, metadata=flag("sequences per micro batch; any number", "N")
+    )
     limit: float = field(
-        default=180.0, metadata=flag("seconds a layout may take (default 180)", "S", rare=True)
+        default=180.0,
+        metadata=flag("time limit per layout, in seconds (default 180)", "S", rare=True),
     )
     policy: Mapping[str, Any] = field(default_factory=dict)

@@ -164,12 +164,15 @@ def repeats_of(text: str, known: list[Stored]) -> list[Stored]:
         found = [stored for stored in found if str(stored.summary.repeat) == repeat]
     if not found:
         raise UserError(
-            "names no stored run", field="run", value=text, hint="'fourfold runs' lists them"
+            "does not match any stored run",
+            field="run",
+            value=text,
+            hint="'fourfold runs' lists them",
         )
     if len({stored.summary.run_id for stored in found}) > 1:
         raise UserError(
-            f"begins the id of {len({s.summary.run_id for s in found})} runs", field="run",
-            value=text, hint="give more letters",
+            f"matches {len({s.summary.run_id for s in found})} runs", field="run",
+            value=text, hint="use more characters of the id",
         )  # fmt: skip
     return found
 

@@ -163,8 +163,8 @@ def _run(
 
 def _ended(done: Done) -> str:
     step_s = done.stored.summary.step_s
-    text = done.outcome + (f", {show_seconds(step_s)} a step" if step_s is not None else "")
-    return f"{text} (stored before)" if done.resumed else text
+    text = done.outcome + (f", {show_seconds(step_s)} per step" if step_s is not None else "")
+    return f"{text} (already stored)" if done.resumed else text
 
 
 def _row(one: Combination, done: Done, why: str, rule: Convention) -> dict[str, Any]:

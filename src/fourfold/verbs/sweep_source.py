@@ -72,7 +72,7 @@ def exponents(name: str, numbers: tuple[int, ...]) -> tuple[int, ...]:
             raise UserError(f"must be from 0 to {_MAX_EXPONENT}", field=name, value=number)
     if len(numbers) == 2:
         if numbers[0] > numbers[1]:
-            raise UserError("the range is empty", field=name, value=f"{numbers[0]} {numbers[1]}")
+            raise UserError("is an empty range", field=name, value=f"{numbers[0]} {numbers[1]}")
         return tuple(range(numbers[0], numbers[1] + 1))
     return numbers
 
@@ -90,8 +90,8 @@ def _batches(request: MptSweep, fixed: Mapping[str, Any]) -> list[dict[str, Any]
                 found.append({**fixed, "seq_len": length, "global_batch": 2**power // length})
     if not found:
         raise UserError(
-            "is less than one sequence", field="-b", value=list(request.batch_exp),
-            hint=f"a batch holds at least one sequence of 2^{min(request.seq_exp or [11])} tokens",
+            "is less than one sequence", field="-b", value=" ".join(map(str, request.batch_exp)),
+            hint=f"use at least {min(request.seq_exp or [11])}, the shortest sequence",
         )  # fmt: skip
     return found
 
@@ -107,7 +107,7 @@ def planned_combinations(
     """The planner's best for a run's table, best first; `known` learns their predictions.
     `machines` are fields of a PlanRequest."""
     if count < 1:
-        raise UserError("must be 1 or more", field="--from-plan", value=count)
+        raise UserError("must be 1 or more", field="from_plan", value=count)
     fields = decided(table) | {"ramp": None}
     if not any(machines.get(name) for name in ("cluster", "gpu", "profile")):
         machines["gpu"] = _local_gpu(table, known, count)
@@ -117,8 +117,8 @@ def planned_combinations(
     ranking, _ = best_of(query, counts, least=count)
     if not len(ranking):
         raise UserError(
-            "finds no layout that is legal and fits", field="--from-plan", value=count,
-            hint="'fourfold plan' with the same flags says why",
+            "found no legal layout that fits", field="from_plan", value=count,
+            hint="'fourfold plan' with the same flags shows the reasons",
         )  # fmt: skip
     found = []
     basis = f"plan on {query.cluster.name}, calibration {query.calibration}"
@@ -148,8 +148,9 @@ def _local_gpu(table: Mapping[str, Any], known: Predictor, count: int) -> str:
     host = known.cluster_of(probe)
     if host is None:
         raise UserError(
-            "nothing says what this machine can do", field="--from-plan", value=count,
-            hint="'fourfold calibrate --quick --out profile.json', then --profile profile.json",
+            "needs a description of this machine", field="from_plan", value=count,
+            hint="run 'fourfold calibrate --quick --out profile.json', then pass --profile "
+            "profile.json",
         )  # fmt: skip
     return host.device.id
 
@@ -209,8 +210,8 @@ def prepared(
     ready = _foreseen(expansion, refused, known)
     if not ready.expansion.total:
         raise UserError(
-            "leaves no combination", field="where", value=f"{ready.expansion.dropped} dropped",
-            hint="loosen the conditions",
+            f"no run is left: conditions exclude all {ready.expansion.dropped}",
+            hint="relax --where",
         )  # fmt: skip
     for one in ready.skipped:
         on_event(Event(f"skipped: {told(tuple(one['combination'].items()))}: {one['reason']}"))
@@ -231,7 +232,7 @@ def _refusal(spec: RunSpec) -> str:
 
 def _too_large(spec: RunSpec, known: Predictor) -> str:
     why = known.too_large(spec)
-    return f"surely does not fit: {why} (--force runs it all the same)" if why else ""
+    return f"certainly does not fit: {why} (--force runs it anyway)" if why else ""
 
 
 def _foreseen(expansion: Expansion, refused: list[str], known: Predictor) -> Prepared:

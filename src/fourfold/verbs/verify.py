@@ -55,9 +55,8 @@ def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
     if not found:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in refused.items())
         raise UserError(
-            f"no legal layout; refused for: {reasons or 'nothing matched'}",
-            field="layout",
-            value=request.layout or f"{wish.world} ranks",
+            f"no legal layout for {request.layout or f'{wish.world} ranks'}; rejected by: "
+            f"{reasons or 'nothing matched'}",
             hint="change --world, --layout or --axis",
         )
     if request.sample is not None:
@@ -90,7 +89,9 @@ def _wish(request: VerifyRequest, permit: Permit) -> Wish:
     world = request.world if request.world is not None else layout.world if layout else 0
     if layout and layout.world != world:
         raise UserError(
-            f"has {layout.world} ranks, not --world {world}", field="layout", value=request.layout
+            f"has {layout.world} ranks, not the {world} of --world",
+            field="layout",
+            value=request.layout,
         )
     check.whole(1, _MAX_WORLD, world=world)
     _checked_sizes(request, world, permit)
@@ -120,8 +121,8 @@ def _must_run(shape: ModelShape) -> None:
     """Refused before layouts are tried: no layout would help."""
     lacking = not_run(shape, verify_cases.SEQ_LEN)
     if lacking:
-        rule = f"the engine does not run {', '.join(lacking)}"
-        raise UserError(rule, field="model", value=shape.name, hint="plan and models take it")
+        rule = f"needs {', '.join(lacking)}, which the engine does not support"
+        raise UserError(rule, field="model", value=shape.name, hint="plan and models accept it")
 
 
 def _checked_sizes(request: VerifyRequest, world: int, permit: Permit) -> None:
@@ -129,7 +130,7 @@ def _checked_sizes(request: VerifyRequest, world: int, permit: Permit) -> None:
     asked = {"global_batch": request.global_batch, "micro_batch": request.micro_batch}
     check.whole(**{name: size for name, size in asked.items() if size is not None})
     if request.share_gpu and request.device != "cuda":
-        raise UserError("belongs to --device cuda", field="--share-gpu", hint="add --device cuda")
+        raise UserError("needs --device cuda", field="--share-gpu")
     hint = "--device cpu" if request.share_gpu else "--share-gpu, or --device cpu"
     require_gpus(request.device, world, hint=hint, shared=request.share_gpu)
     permit.require_room(world)
