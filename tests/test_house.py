@@ -102,8 +102,6 @@ LONG_FUNCTIONS: set[str] = {
     "show/schedule_picture.py:_page",
 }
 SAME_NAMES: set[tuple[str, str]] = {
-    ("cost", "Predictions"),
-    ("cost", "Stage"),
     ("cost", "Tensor"),
     ("result", "Index"),
     ("result", "Stored"),

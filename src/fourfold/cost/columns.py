@@ -64,7 +64,7 @@ class Columns:
     grad_bytes: Floats  # bytes of one gradient element on the wire
     acc_bytes: Floats  # bytes of one gradient element held in memory
     opt_bytes: Floats  # optimizer bytes a parameter (fp32 master + two moments = 12)
-    own: Floats  # 1: our own engine or one like it: tensors are counted one by one (own_memory.py)
+    own: Floats  # 1: our own engine or one like it: tensors are counted one by one (own_engine.py)
     reserved: Floats  # bytes its allocator reserves and prints, against those of its tensors
     selective_share: Floats  # share of what a layer keeps that "selective" leaves
     act_bytes: Floats  # bytes of one element of activations

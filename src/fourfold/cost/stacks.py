@@ -167,7 +167,7 @@ class StackDefaults:
     # cast, torchao the original), and of a weight that ZeRO-3 gathers.
     fp8_saved_bytes: float = 1.0
     fp8_gather_bytes: float = 2.0
-    # Its tensors are those of torch's FSDP2, counted one by one (own_memory.py); the memory it
+    # Its tensors are those of torch's FSDP2, counted one by one (own_engine.py); the memory it
     # prints is what the allocator reserved, so much more than they take (result/dryrun.py).
     counted: bool = False
     reserved: float = 1.0

@@ -2,7 +2,7 @@
 
 Activations after Korthikanti et al. (arXiv 2205.05198); ZeRO state after Rajbhandari et al.
 (arXiv 1910.02054). A stage i of p holds min(m, p - i) micro batches under 1F1B. Coefficients carry
-what an engine keeps beyond that; our own needs none (own_memory.py). Broadcasts.
+what an engine keeps beyond that; our own needs none (own_engine.py). Broadcasts.
 """
 
 from __future__ import annotations
