@@ -144,3 +144,13 @@ def test_commands_named_anywhere_exist() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for name in re.findall(r"`?(?:\./|\$ |`)fourfold ([a-z]+)\b", page.read_text()):
             assert name in COMMANDS, f"{page.name} names 'fourfold {name}'"
+
+
+def test_source_files_named_in_the_pages_exist() -> None:
+    """`engine/worker.py` and `worker.py` both: a moved file takes its mention along."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    known = [f"/{name}" for name in tracked.splitlines()]
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(r"`([a-z_0-9/]+\.py)`", page.read_text()):
+            if name != "fourfold_config.py" and name != "fourfold_model.py":  # exported ones
+                assert any(one.endswith(f"/{name}") for one in known), f"{page.name}: {name}"
