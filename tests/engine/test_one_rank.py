@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,13 @@ def test_the_floor_is_measured_beside_the_step(tmp_path: Path) -> None:
     assert plain.again_products_s == plain.again_attention_s == 0
     # The forward runs again but for its last product: less than half of what is needed.
     assert 0 < again.again_products_s < 0.5 * again.products_s
+
+
+def test_a_compiled_rank_holds_its_memory_limit(tmp_path: Path) -> None:
+    """Compiled code hides from the ledger, so with a limit it runs uncompiled, as in `bench`."""
+    one = replace(spec("tp2", compile=True), memory_limit=1_500_000)
+    job = Job(job="one-rank", specs=(one,), options=(("ranks", "0"),))
+    (run,) = run_job(job, tmp_path).runs
+    assert run.outcome == "oom"
+    assert run.shortage is not None
+    assert run.shortage.live_bytes > run.shortage.limit_bytes == 1_500_000

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -50,9 +51,6 @@ def quiet() -> None:
 def activation_dtype(compute: str) -> torch.dtype:
     """What activations and gathered weights are in, given the format of matrix products."""
     return DTYPES[AROUND.get(compute, compute)]
-
-
-# Tensors, operators, modules.
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -123,9 +121,6 @@ def flash_backward(
     )
 
 
-# Fake tensors and fake peers.
-
-
 def fake_mode() -> Any:
     """Operators on shapes only; real tensors may come in."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -151,9 +146,6 @@ def finished_work() -> Any:
     future: torch.futures.Future[None] = torch.futures.Future()
     future.set_result(None)
     return _create_work_from_future(future)
-
-
-# Process groups.
 
 
 def group_names() -> dict[dist.ProcessGroup, str]:
@@ -194,9 +186,6 @@ def flight_record() -> str:
     return ""
 
 
-# Compiled code.
-
-
 def allow_graphs(count: int) -> None:
     """torch gives up compiling a function at its limit of graphs, which is made to fit."""
     config = torch._dynamo.config
@@ -214,11 +203,15 @@ def compile_s() -> float:
     return float(spent.get("total_wall_time", spent.get("entire_frame_compile", 0.0)))
 
 
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Inside, compiled functions run as written; under a dispatch mode they would refuse to."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 def forget_compiled() -> None:
     torch._dynamo.reset()
-
-
-# DTensor and FSDP2.
 
 
 @functools.cache

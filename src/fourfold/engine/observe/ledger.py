@@ -240,6 +240,7 @@ class Ledger(compat.TorchDispatchMode):
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(self._watched_resizes())
         self._patches.enter_context(compat.around_shape_propagation(self._not_counting))
+        self._patches.enter_context(compat.uncompiled())
         super().__enter__()
         return self
 
