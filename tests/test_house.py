@@ -43,45 +43,36 @@ HOMES: dict[str, tuple[str, set[str]]] = {
 HONEST = {
     ("axes", "result/record.py"): "columns of the reference schema",
     ("axes", "cost/one_rank.py"): "parts of a step that are named by the axis they serve",
+    ("axes", "search/answer.py"): "parts of a step that are named by the axis they serve",
+    ("axes", "search/fixes.py"): "the order in which changes are tried",
     ("context kinds", "engine/parallel/context.py"): "the kernel of each",
     ("context kinds", "engine/jobs/trace.py"): "how each is run",
+    ("context kinds", "engine/trace/steps.py"): "how each is run",
+    ("context kinds", "cost/trace/walk.py"): "the steps of each",
+    ("context kinds", "cost/trace/advice.py"): "the price of each",
     ("context kinds", "search/export/megatron.py"): "Megatron's word for each",
+    ("shardings", "search/export/titan.py"): "what torchtitan can do",
     ("recompute", "cost/stacks.py"): "what each engine can do",
     ("precisions", "cost/stacks.py"): "what each engine can do",
     ("context kinds", "cost/stacks.py"): "what each engine can do",
     ("number formats", "cost/stacks.py"): "what each engine can do",
+    ("precisions", "engine/jobs/calibrate.py"): "what torch multiplies on a GPU and on a CPU",
+    ("number formats", "engine/jobs/calibrate.py"): "what torch multiplies on a GPU and on a CPU",
+    ("attention kernels", "engine/jobs/calibrate.py"): "torch's kernels on a GPU",
+    ("recompute", "verbs/verify_cases.py"): "which case varies it how",
 }
+# Programs of their own, which a launcher starts and no command of ours wraps.
+PROGRAMS = {"cli.py", "engine/worker.py", "launch/__main__.py"}
 # To be mended; may only shrink. (set, file) that spells it out.
 COPIES: set[tuple[str, str]] = {
-    ("attention kernels", "engine/jobs/calibrate.py"),
     ("axes", "commands/fit.py"),
-    ("axes", "cost/run.py"),
-    ("axes", "search/answer.py"),
-    ("axes", "search/candidates.py"),
-    ("axes", "search/fixes.py"),
-    ("axes", "search/ranking.py"),
-    ("context kinds", "cost/trace/advice.py"),
-    ("context kinds", "cost/trace/walk.py"),
-    ("context kinds", "cost/trace/steps.py"),
-    ("context kinds", "engine/trace/steps.py"),
     ("number formats", "commands/trace.py"),
     ("number formats", "commands/weights.py"),
-    ("number formats", "engine/jobs/calibrate.py"),
     ("precisions", "commands/trace.py"),
-    ("precisions", "engine/jobs/calibrate.py"),
     ("recompute", "commands/completion.py"),
-    ("recompute", "verbs/verify_cases.py"),
-    ("recompute", "engine/microbench/kernels.py"),
-    ("recompute", "search/fixes.py"),
-    ("shardings", "cost/table/rows.py"),
-    ("shardings", "search/export/titan.py"),
 }
 CIRCLES: set[tuple[str, ...]] = {
     ("commands/clusters.py", "commands/clusters_new.py"),
-}
-WITH_ARGPARSE: set[str] = {
-    "engine/worker.py",
-    "launch/__main__.py",
 }
 LONG_FILES: set[str] = {
     "cost/memory/own_engine.py",
@@ -96,15 +87,12 @@ LONG_FUNCTIONS: set[str] = {
     "commands/trace.py:add_arguments",
     "cost/memory/own_engine.py:_peak",
     "cost/trace/attention.py:ulysses",
-    "result/dryrun.py:extrapolated",
     "search/export/nanotron.py:_config",
     "search/export/torchtitan.py:_config",
     "show/schedule_picture.py:_page",
 }
 SAME_NAMES: set[tuple[str, str]] = {
     ("cost", "Tensor"),
-    ("result", "Index"),
-    ("result", "Stored"),
 }
 NO_COMMANDS: set[str] = {
     "commands/clusters_new.py",
@@ -212,7 +200,7 @@ def long_files(texts: Mapping[str, str]) -> dict[str, int]:
 
 
 def with_argparse(trees: Mapping[str, ast.AST]) -> set[str]:
-    """Modules outside cli.py and commands/ that name argparse."""
+    """Modules outside commands/ that name argparse and are no program."""
     named = {
         name
         for name, tree in trees.items()
@@ -220,7 +208,7 @@ def with_argparse(trees: Mapping[str, ast.AST]) -> set[str]:
         if (isinstance(node, ast.Import) and any(a.name == "argparse" for a in node.names))
         or (isinstance(node, ast.ImportFrom) and node.module == "argparse")
     }
-    return {name for name in named if name != "cli.py" and not name.startswith("commands/")}
+    return {name for name in named - PROGRAMS if not name.startswith("commands/")}
 
 
 def same_names(trees: Mapping[str, ast.Module]) -> dict[tuple[str, str], list[str]]:
@@ -280,7 +268,7 @@ def test_no_file_imports_itself_in_a_circle() -> None:
 
 
 def test_only_commands_know_argparse() -> None:
-    _only(with_argparse(TREES), WITH_ARGPARSE)
+    assert not with_argparse(TREES)
 
 
 def test_files_and_functions_are_short() -> None:

@@ -21,7 +21,7 @@ from fourfold.result.checkpoint.index import (
     Chunk,
     FileEntry,
     Index,
-    Stored,
+    StoredTensor,
     dumps,
     is_name,
     loads,
@@ -47,7 +47,7 @@ def laid_out(tensors: dict[str, tuple[str, tuple[int, ...], list[tuple]]]) -> tu
             blocks = range(0, len(values), BLOCK_BYTES)
             sums = tuple(zlib.crc32(values[first : first + BLOCK_BYTES]) for first in blocks)
             chunks.append(Chunk(offsets, sizes, file, start, len(values), sums))
-        stored[name] = Stored(dtype, shape, tuple(chunks))
+        stored[name] = StoredTensor(dtype, shape, tuple(chunks))
     entries = {
         name: FileEntry(len(held), zlib.crc32(held), len(HEADER), zlib.crc32(HEADER))
         for name, held in content.items()
@@ -109,7 +109,7 @@ def test_rectangles_fill_a_tensor_or_are_refused(made: Any, data: st.DataObject)
         chunks[number] = replace(one, sizes=(one.sizes[0] + 1, *one.sizes[1:]))
     else:
         shape = (shape[0] + 1, *shape[1:])
-    wrong = Index(index.files, {"x": Stored("F16", shape, tuple(chunks))})
+    wrong = Index(index.files, {"x": StoredTensor("F16", shape, tuple(chunks))})
     with pytest.raises(UnreadableError):
         loads(dumps(wrong), sizes)
 
@@ -200,7 +200,7 @@ def test_files_must_be_there_as_they_are_listed() -> None:
 def test_no_chunks_and_huge_shapes_cost_nothing() -> None:
     for shape in ((2**48,) * 4, (2**48,), (3,)):
         with pytest.raises(UnreadableError, match="do not fill it"):
-            must_fill("x", Stored("F32", shape, ()))
+            must_fill("x", StoredTensor("F32", shape, ()))
 
 
 def test_deep_and_wide_json_is_refused() -> None:

@@ -20,6 +20,7 @@ from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
 from fourfold.cost.step.hardware import device_facts, fabric_facts
 from fourfold.spec.chosen import chosen, running_schedule
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
@@ -161,9 +162,7 @@ def run_facts(
         "micro": run["micro_batch"],
         "batch": run.get("global_batch", spec.batch.global_batch),
         "gpus": spec.gpus,
-        "pp": run["pp"],
-        "cp": run["cp"],
-        "tp": run["tp"],
+        **{axis: run[axis] for axis in MODEL_AXES},
         "dp": run["replicate"] * run["shard"],
         "shard": run["shard"] * run["cp"],
         "vpp": run["virtual_stages"],

@@ -8,7 +8,7 @@ gradients and optimizer state, and all the rest, at the fullest moment of the st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.spec.run import RunSpec
 
@@ -82,37 +82,24 @@ def extrapolated(few: RankCount, more: RankCount, micro_batches: int) -> RankCou
     def at(first: int, second: int) -> int:
         return second + (second - first) * ahead // step
 
-    before = {(one.axis, one.op): one for one in few.comm}
-    comm = []
-    for one in more.comm:
-        old = before[one.axis, one.op]
-        comm.append(
-            Traffic(
-                axis=one.axis,
-                op=one.op,
-                bytes=at(old.bytes, one.bytes),
-                calls=at(old.calls, one.calls),
-            )
-        )
+    before = {(traffic.axis, traffic.op): traffic for traffic in few.comm}
+    pairs = [(before[traffic.axis, traffic.op], traffic) for traffic in more.comm]
     state = at(few.state_bytes, more.state_bytes)
     peak = at(few.peak_bytes, more.peak_bytes)
-    return RankCount(
-        stage=more.stage,
-        rank=more.rank,
-        params=more.params,
+    grown = {"activations": peak - more.peak_bytes}
+    return replace(
+        more,
         state_bytes=state,
         activation_bytes=peak - state,
         peak_bytes=peak,
-        peak_phase=more.peak_phase,
         flops=at(few.flops, more.flops),
-        comm=tuple(comm),
-        kinds=tuple(
-            Kind(name=kind.name, bytes=kind.bytes + (peak - more.peak_bytes))
-            if kind.name == "activations"
-            else kind
-            for kind in more.kinds
+        comm=tuple(
+            replace(new, bytes=at(old.bytes, new.bytes), calls=at(old.calls, new.calls))
+            for old, new in pairs
         ),
-        largest=more.largest,
+        kinds=tuple(
+            replace(kind, bytes=kind.bytes + grown.get(kind.name, 0)) for kind in more.kinds
+        ),
         micro_batches=micro_batches,
         counted_at=(few.micro_batches, more.micro_batches),
         seconds=few.seconds + more.seconds,

@@ -28,7 +28,7 @@ from fourfold.search.sensitivity import (
 )
 from fourfold.spec import codec
 from fourfold.spec.chosen import chosen_layout, chosen_policy
-from fourfold.spec.layout import Layout
+from fourfold.spec.layout import MODEL_AXES, Layout
 from fourfold.spec.model import remarks
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
@@ -46,7 +46,7 @@ EXPOSED = {
 }
 # Calibration files keep six digits of a range's ends.
 ROUNDED = 1e-4
-_SIZES = ("tp", "cp", "pp", "gpus", "seq", "hidden", "tokens")
+_SIZES = (*MODEL_AXES, "gpus", "seq", "hidden", "tokens")
 _SHOWN = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule", "virtual_stages",
           "recompute", "attention")  # fmt: skip
 

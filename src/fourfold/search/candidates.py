@@ -19,7 +19,7 @@ from fourfold.search.legal import REASONS, RULES, case_of
 from fourfold.search.query import PlanQuery
 from fourfold.search.rules.case import Case, divisors
 from fourfold.spec.chosen import running_schedule
-from fourfold.spec.layout import SIZES, Layout
+from fourfold.spec.layout import MODEL_AXES, SIZES, Layout
 from fourfold.spec.words import CP_KINDS, RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES, SHARDINGS
 
 Ints = NDArray[np.int64]
@@ -216,7 +216,7 @@ def _recompute_kinds(query: PlanQuery) -> Ints:
 def _values(grid: dict[str, Ints], micros: Ints, kinds: Ints) -> dict[str, tuple[int | str, ...]]:
     """What was tried on each axis, for the report."""
     dp = grid["replicate"] * grid["shard"]
-    axes = {"tp": grid["tp"], "cp": grid["cp"], "pp": grid["pp"], "dp": dp,
+    axes = {**{axis: grid[axis] for axis in MODEL_AXES}, "dp": dp,
             "dp copies": grid["replicate"], "virtual stages": grid["virtual_stages"],
             "micro batch": micros}  # fmt: skip
     values: dict[str, tuple[int | str, ...]] = {

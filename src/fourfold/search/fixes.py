@@ -14,6 +14,7 @@ from fourfold.result.report import Prediction, Remedy
 from fourfold.search.legal import Target, why_not
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
+from fourfold.spec.words import RECOMPUTE
 
 # What a reader looks at, and a stored run keeps.
 MOST = 8
@@ -46,7 +47,7 @@ def _changes(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         micro //= 2
         batch = replace(spec.batch, micro_batch=micro)
         yield f"micro_batch = {micro}", replace(spec, batch=batch)
-    for kind in ("selective", "full"):
+    for kind in RECOMPUTE[1:]:
         if spec.policy.recompute != kind:
             policy = replace(spec.policy, recompute=kind)
             yield f"recompute = {kind}", replace(spec, policy=policy)

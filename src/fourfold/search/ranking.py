@@ -23,7 +23,7 @@ from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.query import PlanQuery
 from fourfold.spec.chosen import CHOSEN, chosen_layout, chosen_policy
 from fourfold.spec.expression import in_gib
-from fourfold.spec.layout import SIZES, Layout
+from fourfold.spec.layout import MODEL_AXES, SIZES, Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
@@ -213,10 +213,8 @@ def _where(query: PlanQuery, pool: Pool, *, priced: bool) -> Pool:
     if not asked or not _size(pool):
         return pool
     values = {
+        **{axis: pool[axis] for axis in MODEL_AXES},
         "dp": pool["replicate"] * pool["shard"],
-        "tp": pool["tp"],
-        "cp": pool["cp"],
-        "pp": pool["pp"],
         "vp": pool["virtual_stages"],
         "micro_batch": pool["micro_batch"],
         "global_batch": query.batch.global_batch,
@@ -237,7 +235,7 @@ def _where(query: PlanQuery, pool: Pool, *, priced: bool) -> Pool:
 
 def layout_numbers(points: Pool) -> NDArray[np.int64]:
     """One number for what `_layout_keys` tells apart; dp follows from the other axes."""
-    sizes = (points[name].astype(np.int64) for name in ("cp_kind", "pp", "cp", "tp"))
+    sizes = (points[name].astype(np.int64) for name in ("cp_kind", *MODEL_AXES[::-1]))
     number = np.zeros(_size(points), dtype=np.int64)
     for size in sizes:
         number = (number << 20) + size

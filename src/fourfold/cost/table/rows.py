@@ -19,7 +19,7 @@ from fourfold.cost.table.reference import NoteWords, RowTable, each, note_words,
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.layout import MODEL_AXES
-from fourfold.spec.words import DTYPES, PRICED_ATTENTION, SCHEDULES
+from fourfold.spec.words import DTYPES, PRICED_ATTENTION, SCHEDULES, SHARDINGS
 
 Bools = NDArray[np.bool_]
 # A count above this is a typing error, not a run.
@@ -195,13 +195,13 @@ def _choice(draft: _Draft, column: str, words: tuple[str, ...], blank: str) -> F
 
 def _zero(draft: _Draft, words: list[NoteWords], stack: list[StackDefaults]) -> None:
     facts = draft.facts
-    stages = {"zero0": 0.0, "zero1": 1.0, "zero2": 2.0, "zero3": 3.0, "none": 0.0, "ddp": 0.0}
+    stages = {name: float(i) for i, name in enumerate(SHARDINGS)} | {"none": 0.0, "ddp": 0.0}
     cells = draft.table.column("sharding")
     blank = np.array([cell == "" for cell in cells], dtype=bool)
     draft.assume(blank, "sharding taken as the stack's usual")
     filled = [cell or h.sharding for cell, h in zip(cells, stack, strict=True)]
     values = np.array([stages.get(cell, -1.0) for cell in filled])
-    draft.refuse(values < 0, "sharding is not one of zero0, zero1, zero2, zero3")
+    draft.refuse(values < 0, f"sharding is not one of {', '.join(SHARDINGS)}")
     facts["zero"] = np.maximum(values, 0.0)
     everyone = facts["dp"] * facts["cp"]
     node = numbers(draft.table.column("gpus_per_node"))

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fourfold.result.trace import How, Op
-from fourfold.spec import catalog
+from fourfold.spec import catalog, words
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
 from fourfold.spec.words import Dtype
 
-Kind = Literal["ulysses", "allgather", "ring", "mlp", "mlp2d", "layer"]
-KINDS: tuple[Kind, ...] = ("ulysses", "allgather", "ring", "mlp", "mlp2d", "layer")
-CP_KINDS: tuple[Kind, ...] = ("ulysses", "allgather", "ring")
+Kind = words.CpKind | Literal["mlp", "mlp2d", "layer"]
+CP_KINDS: tuple[Kind, ...] = words.CP_KINDS[::-1]
+KINDS: tuple[Kind, ...] = (*CP_KINDS, "mlp", "mlp2d", "layer")
 
 # Scratch of the matrix library, held from the first product on; 42 MB in the published trace of
 # 60,000 tokens on 16 GPUs whose peaks this reproduces.

@@ -22,7 +22,7 @@ from torch import Tensor
 from fourfold.engine.checkpoint.state import StateShard
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import old_index
-from fourfold.result.checkpoint.index import BLOCK_BYTES, Chunk, FileEntry, Index, Stored
+from fourfold.result.checkpoint.index import BLOCK_BYTES, Chunk, FileEntry, Index, StoredTensor
 from fourfold.result.files import inside, sealed
 
 DTYPES = {
@@ -126,7 +126,7 @@ def index_of(parts: Sequence[Written]) -> Index:
         assert known[:2] == (dtype, shape), f"ranks disagree on {name}"
         known[2].append(chunk)
     stored = {
-        name: Stored(dtype, shape, tuple(sorted(chunks, key=lambda chunk: chunk.offsets)))
+        name: StoredTensor(dtype, shape, tuple(sorted(chunks, key=lambda chunk: chunk.offsets)))
         for name, (dtype, shape, chunks) in sorted(tensors.items())
     }
     return Index({part.file: part.entry for part in parts}, stored)

@@ -19,7 +19,7 @@ from fourfold.engine.process.task import Task
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint
-from fourfold.result.checkpoint.index import Index, Stored
+from fourfold.result.checkpoint.index import Index, StoredTensor
 
 
 def perform(task: Task) -> None:
@@ -85,7 +85,7 @@ def _to_dcp(
 ) -> list[str]:
     """`dtype` is that of the weights; moments stay as they are."""
 
-    def asked(name: str, stored: Stored) -> torch.dtype:
+    def asked(name: str, stored: StoredTensor) -> torch.dtype:
         weight = name.startswith(f"{WEIGHTS}.")
         return dtype if dtype is not None and weight else tensor_file.DTYPES[stored.dtype]
 

@@ -110,7 +110,7 @@ def stage_kernels(
 def _recomputed(spec: RunSpec, layers: Sequence[int]) -> int:
     """Layers whose whole forward runs again."""
     kind = spec.policy.recompute
-    if kind in ("none", "selective"):
+    if not spec.policy.recompute_share:
         return 0
     every = 1 if kind == "full" else int(kind.removeprefix("every-"))
     return sum(index % every == 0 for index in layers)

@@ -48,7 +48,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor by its chunks."""
 
     dtype: str
@@ -69,7 +69,7 @@ class FileEntry:
 @dataclass(frozen=True, slots=True)
 class Index:
     files: Mapping[str, FileEntry]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     block_bytes: int = BLOCK_BYTES
 
 
@@ -101,7 +101,7 @@ def dumps(index: Index) -> bytes:
     return seal(text)
 
 
-def _plain(stored: Stored) -> dict[str, Any]:
+def _plain(stored: StoredTensor) -> dict[str, Any]:
     return {
         "dtype": stored.dtype,
         "shape": stored.shape,
@@ -159,7 +159,7 @@ def check(index: Index, real_sizes: Mapping[str, int]) -> None:
         _must_fill_file(name, entry, chunks[name], index.block_bytes)
 
 
-def must_fill(name: str, stored: Stored) -> None:
+def must_fill(name: str, stored: StoredTensor) -> None:
     """Chunks cover every value once. A corner inside belongs to an even number of chunks, and only
     the tensor's own corners are left over, where each value is covered an odd number of times; and
     volumes add up to the tensor's, so that number is one."""
@@ -224,7 +224,7 @@ def _entry(plain: object, name: str) -> FileEntry:
     )
 
 
-def _stored(plain: object, name: str) -> Stored:
+def _stored(plain: object, name: str) -> StoredTensor:
     if not isinstance(plain, dict) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise refused("a tensor has no proper name or entry")
     dtype, chunks = plain.get("dtype"), plain.get("chunks")
@@ -237,7 +237,9 @@ def _stored(plain: object, name: str) -> Stored:
         )
     if not isinstance(chunks, list):
         raise refused(f"the chunks of {name} are no list")
-    return Stored(dtype, sizes_of(plain.get("shape"), name), tuple(_chunk(c, name) for c in chunks))
+    return StoredTensor(
+        dtype, sizes_of(plain.get("shape"), name), tuple(_chunk(c, name) for c in chunks)
+    )
 
 
 def _chunk(plain: object, name: str) -> Chunk:

@@ -21,7 +21,7 @@ from fourfold.result.checkpoint.index import (
     VALUE_BYTES,
     Chunk,
     Index,
-    Stored,
+    StoredTensor,
     is_name,
     must_fill,
     sizes_of,
@@ -58,7 +58,7 @@ def loads(content: bytes, real_sizes: Mapping[str, int]) -> Index:
 
 def _stored(
     name: str, one: object, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
-) -> Stored:
+) -> StoredTensor:
     fields = _fields(one, f"{_MODULE}.metadata", "TensorStorageMetadata")
     kind = fields.get("properties")
     _must_be(kind, f"{_MODULE}.metadata", "TensorProperties")
@@ -78,7 +78,7 @@ def _stored(
         if place is None:
             raise refused(f"a chunk of {name} has no place of its own")
         chunks.append(Chunk(offsets, sizes, *place, archive=True))
-    return Stored(_FORMATS[dtype.name], _size(fields.get("size"), name), tuple(chunks))
+    return StoredTensor(_FORMATS[dtype.name], _size(fields.get("size"), name), tuple(chunks))
 
 
 def _places(

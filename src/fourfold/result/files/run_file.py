@@ -42,7 +42,7 @@ def stamp(path: Path) -> list[int]:
     return [status.st_mtime_ns, status.st_ctime_ns, status.st_size]
 
 
-class Index:
+class RunIndex:
     """Entries by the name of a run's folder, as read; and those to write."""
 
     def __init__(self, root: Path, warn: Callable[[str], None]) -> None:

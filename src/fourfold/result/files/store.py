@@ -24,7 +24,7 @@ from fourfold.result.files.run_file import (
     INDEX,
     NAME,
     RUN_FILE,
-    Index,
+    RunIndex,
     RunKey,
     key_of,
     read_kept,
@@ -186,7 +186,7 @@ class Store:
     ) -> list[Stored]:
         """Every stored run, in the order of keys. What cannot be read is named, not dropped; in
         `unreadable` too, where it is given."""
-        index = Index(self.root, self._warn)
+        index = RunIndex(self.root, self._warn)
         found: list[Stored] = []
         names = self._names()
         said_at = time.monotonic()
@@ -203,7 +203,7 @@ class Store:
         index.write(names)
         return found
 
-    def _summary(self, name: str, index: Index) -> Record:
+    def _summary(self, name: str, index: RunIndex) -> Record:
         folder = self.root / name
         at = stamp(folder / RUN_FILE) if is_folder(folder) else []
         known = index.record(name, at)
