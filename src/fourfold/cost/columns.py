@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,11 +19,14 @@ from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION, SCHEDULES
 
 Floats = NDArray[np.float64]
 Coefficients = Mapping[str, Any]  # fitted numbers by name (fit/coefficients.py), or arrays of them
+# Moments that an optimizer keeps of a weight, and bytes that its update moves, as engines run it.
+OPTIMIZERS = {"adamw": (2.0, 45.0), "adamw-plain": (2.0, 45.0)}
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Runs as struct of arrays. Build with `columns(n, **facts)`."""
+    """Runs as struct of arrays. Build with `columns(n, **facts)`; the number beside a type is what
+    a fact is where nobody says: a bf16 run with flash attention, fp32 gradients, plain 1F1B."""
 
     # model
     layers: Floats
@@ -33,10 +36,10 @@ class Columns:
     width: Floats  # heads x head size; equals hidden in most models
     ffn: Floats
     vocab: Floats
-    tied: Floats
-    gated: Floats
-    window: Floats  # tokens that a layer with a sliding window looks back; 0: none
-    local: Floats  # share of layers with that window, 0..1
+    tied: Annotated[Floats, 0]
+    gated: Annotated[Floats, 1]
+    window: Annotated[Floats, 0]  # tokens that a sliding window looks back; 0: none
+    local: Annotated[Floats, 0]  # share of layers with that window, 0..1
     # batch
     seq: Floats
     micro: Floats
@@ -44,52 +47,52 @@ class Columns:
     # layout: ranks per axis; shard = ranks over which ZeRO divides (dp x cp unless hybrid)
     gpus: Floats
     tp: Floats
-    cp: Floats
+    cp: Annotated[Floats, 1]
     pp: Floats
-    vpp: Floats
+    vpp: Annotated[Floats, 1]
     dp: Floats
     shard: Floats
     # policy
-    zero: Floats
-    sp: Floats
-    full_ckpt: Floats  # share of layers recomputed whole, 0..1
-    attn_ckpt: Floats  # 1 when only the attention core is recomputed
-    attention: Floats  # index in PRICED_ATTENTION
-    fused_norm: Floats
-    fused_host: Floats  # 1 when compiled or graphed: fewer launches, fewer passes over memory
-    precision: Floats  # of the products: index in DTYPES
-    block_scale: Floats  # fp8/fp4 scales per block (mxfp8, nvfp4) instead of per tensor
-    cp_kind: Floats
-    schedule: Floats
-    grad_bytes: Floats  # bytes of one gradient element on the wire
-    acc_bytes: Floats  # bytes of one gradient element held in memory
-    opt_bytes: Floats  # optimizer bytes a parameter (fp32 master + two moments = 12)
-    own: Floats  # 1: our own engine or one like it: tensors are counted one by one (own_engine.py)
-    reserved: Floats  # bytes its allocator reserves and prints, against those of its tensors
-    selective_share: Floats  # share of what a layer keeps that "selective" leaves
-    act_bytes: Floats  # bytes of one element of activations
-    saved_bytes: Floats  # ... of what a product keeps as its input
-    gather_bytes: Floats  # bytes of one weight as ZeRO-3 gathers it
-    param_bytes: Floats  # bytes of one weight as the optimizer updates it
-    moment_bytes: Floats  # all moments of one weight
-    update_traffic: Floats  # bytes that the update of one weight moves
-    rope: Floats  # 1: queries and keys are turned (in fp32)
-    positions: Floats  # rows of a learned table of positions; -1: one a token, 0: none
-    alibi: Floats  # 1: attention adds a bias to every score
-    bias: Floats  # 1: linears add a vector, whose gradient is a sum over all tokens
-    fused_qkv: Floats  # 1: queries, keys and values are one product
-    overlap_dp: Floats  # 1: gradient reduction and parameter gather run under compute
-    prefetch: Floats  # layers that ZeRO-3 gathers ahead while one computes; 0: none
-    overlap_tp: Floats  # 1: tensor-parallel collectives run in pieces under their GEMMs
-    eager: Floats  # 1: activation, rope and residual are plain framework calls, not fused kernels
-    split_loss: Floats  # 1: logits and loss are divided over tp, 0: gathered whole on every rank
-    loss_chunks: Floats  # parts of the tokens whose logits exist one after the other
-    lean_loss: Floats  # 1 when logits' gradient takes their place, and none are computed again
-    own_kernels: Floats  # 1: our engine, compiled: passes over memory are counted (own_engine.py)
+    zero: Annotated[Floats, 1]
+    sp: Annotated[Floats, 1]
+    full_ckpt: Annotated[Floats, 0]  # share of layers recomputed whole, 0..1
+    attn_ckpt: Annotated[Floats, 0]  # 1 when only the attention core is recomputed
+    attention: Annotated[Floats, PRICED_ATTENTION.index("flash")]  # index in PRICED_ATTENTION
+    fused_norm: Annotated[Floats, 1]
+    fused_host: Annotated[Floats, 0]  # 1: compiled or graphed, fewer launches and passes
+    precision: Annotated[Floats, DTYPES.index("bf16")]  # of the products: index in DTYPES
+    block_scale: Annotated[Floats, 0]  # scales of fp8/fp4 per block, not per tensor
+    cp_kind: Annotated[Floats, CP_KINDS.index("ring")]
+    schedule: Annotated[Floats, SCHEDULES.index("1f1b")]
+    grad_bytes: Annotated[Floats, 4]  # bytes of one gradient element on the wire
+    acc_bytes: Annotated[Floats, 4]  # bytes of one gradient element held in memory
+    opt_bytes: Annotated[Floats, 12]  # optimizer's of a parameter (fp32 master, two moments)
+    own: Annotated[Floats, 0]  # 1: tensors are counted one by one (own_engine.py)
+    reserved: Annotated[Floats, 1]  # bytes reserved and printed against tensors'
+    selective_share: Annotated[Floats, 1]  # of what a layer keeps under "selective"
+    act_bytes: Annotated[Floats, 2]  # bytes of one element of activations
+    saved_bytes: Annotated[Floats, 2]  # ... of what a product keeps as its input
+    gather_bytes: Annotated[Floats, 2]  # bytes of one weight as ZeRO-3 gathers it
+    param_bytes: Annotated[Floats, 4]  # bytes of one weight as the optimizer updates it
+    moment_bytes: Annotated[Floats, 8]  # all moments of one weight
+    update_traffic: Annotated[Floats, OPTIMIZERS["adamw"][1]]  # bytes of updating one weight
+    rope: Annotated[Floats, 1]  # 1: queries and keys are turned (in fp32)
+    positions: Annotated[Floats, 0]  # rows of a learned table; -1: one a token, 0: none
+    alibi: Annotated[Floats, 0]  # 1: attention adds a bias to every score
+    bias: Annotated[Floats, 0]  # 1: linears add a vector, whose gradient is a sum over all tokens
+    fused_qkv: Annotated[Floats, 1]  # 1: queries, keys and values are one product
+    overlap_dp: Annotated[Floats, 0]  # 1: reduction and gather run under compute
+    prefetch: Annotated[Floats, 1]  # layers that ZeRO-3 gathers ahead; 0: none
+    overlap_tp: Annotated[Floats, 0]  # 1: tp collectives run in pieces under GEMMs
+    eager: Annotated[Floats, 0]  # 1: activation, rope and residual are not fused kernels
+    split_loss: Annotated[Floats, 1]  # 1: logits and loss are divided over tp, 0: gathered whole
+    loss_chunks: Annotated[Floats, 1]  # parts of the tokens whose logits exist at a time
+    lean_loss: Annotated[Floats, 0]  # 1: logits' gradient takes their place
+    own_kernels: Annotated[Floats, 0]  # 1: our engine, compiled: passes are counted
     # 1: the engine gives the last stage fewer layers to pay for the head; 2: each stage ends with
     # the layer that exceeds its share of layers and head
-    balanced: Floats
-    even_stages: Floats  # 1: equal stages, only the first and the last may hold fewer layers
+    balanced: Annotated[Floats, 0]
+    even_stages: Annotated[Floats, 0]  # 1: equal stages, fewer layers at the ends only
     # hardware
     peak: Floats  # FLOP/s of a 16-bit GEMM
     peak_low: Floats  # FLOP/s of a GEMM in the precision asked for
@@ -100,8 +103,8 @@ class Columns:
     domain: Floats  # ranks in the NVLink domain
     node: Floats  # ranks that share the node's network
     net: Floats  # one-way bytes/s of a whole node by its data sheet
-    net_seen: Floats  # bytes/s of an all-reduce over the whole job, measured in it; 0 unknown
-    slow: Floats  # 1: the network was in its slow state
+    net_seen: Annotated[Floats, 0]  # of an all-reduce over the whole job, measured; 0 unknown
+    slow: Annotated[Floats, 0]  # 1: the network was in its slow state
     capacity: Floats  # bytes of device memory
 
     def __len__(self) -> int:
@@ -146,57 +149,10 @@ class Columns:
         return Columns(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
 
-# Moments that an optimizer keeps of a weight, and bytes that its update moves, as engines run it.
-OPTIMIZERS = {"adamw": (2.0, 45.0), "adamw-plain": (2.0, 45.0)}
-
-# What a fact is when nobody says: a bf16 run with flash attention, fp32 gradients, plain 1F1B.
 DEFAULTS: dict[str, float] = {
-    "tied": 0,
-    "gated": 1,
-    "window": 0,
-    "local": 0,
-    "vpp": 1,
-    "cp": 1,
-    "zero": 1,
-    "sp": 1,
-    "full_ckpt": 0,
-    "attn_ckpt": 0,
-    "attention": PRICED_ATTENTION.index("flash"),
-    "fused_norm": 1,
-    "fused_host": 0,
-    "precision": DTYPES.index("bf16"),
-    "block_scale": 0,
-    "cp_kind": CP_KINDS.index("ring"),
-    "schedule": SCHEDULES.index("1f1b"),
-    "grad_bytes": 4,
-    "acc_bytes": 4,
-    "opt_bytes": 12,
-    "own": 0,
-    "reserved": 1,
-    "selective_share": 1,
-    "act_bytes": 2,
-    "saved_bytes": 2,
-    "gather_bytes": 2,
-    "param_bytes": 4,
-    "moment_bytes": 8,
-    "update_traffic": OPTIMIZERS["adamw"][1],
-    "rope": 1,
-    "alibi": 0,
-    "bias": 0,
-    "positions": 0,
-    "fused_qkv": 1,
-    "overlap_dp": 0,
-    "prefetch": 1,
-    "overlap_tp": 0,
-    "eager": 0,
-    "split_loss": 1,
-    "loss_chunks": 1,
-    "lean_loss": 0,
-    "own_kernels": 0,
-    "balanced": 0,
-    "even_stages": 0,
-    "net_seen": 0,
-    "slow": 0,
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Columns, include_extras=True).items()
+    if get_origin(hint) is Annotated
 }
 
 
