@@ -34,8 +34,9 @@ GUESS = "a rough guess from the cores"
 _HOST_SHARE = 0.8
 
 
-def read_profile(path: str) -> HardwareProfile:
-    return profile_of(files.read_text(path, field="profile"))
+def read_profile(name: str) -> HardwareProfile:
+    """Of a file, or of a GPU whose profile comes with the package ('h200')."""
+    return profile_of(catalog.profile_text(name) or files.read_text(name, field="profile"))
 
 
 def known_cluster(cluster: str | Cluster) -> Cluster:

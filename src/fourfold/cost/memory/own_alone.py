@@ -61,7 +61,9 @@ def alone(
     # What a gradient adds when it comes, and what of it stays.
     coming = np.where(second & (a != g), a + g, a)
     stays = np.where(second, g - a, 0.0) if later else a
-    update = np.where((micros < 2) | later, p, before + stays) - before
+    # Compiled, the update reads gradients of a single micro batch as they are.
+    single = np.where(c.own_kernels > 0, a, p)
+    update = np.where(micros < 2, single, p if later else before + stays) - before
     moments = (
         places.loss,
         places.split,

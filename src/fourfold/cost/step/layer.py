@@ -11,7 +11,7 @@ import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.step.kernels import attention_s, elementwise_s, gemm_s
-from fourfold.cost.step.own_engine import EXACT, adding_bytes, loss_bytes
+from fourfold.cost.step.own_engine import EXACT, adding_bytes, lean_bytes
 from fourfold.cost.step.traffic import (
     context_s,
     floor,
@@ -75,7 +75,8 @@ def head_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> Floats:
     wide = np.ceil(c.vocab / c.tp)
     forward, backward = linear_s(c, coef, tokens=tokens, wide=wide, deep=c.hidden, low=False)
     again = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), forward, 0.0)
-    passes = np.where(c.own_kernels > 0, EXACT * loss_bytes(c, tokens), 9.6 * tokens * wide)
+    lean = EXACT * lean_bytes(c, tokens)
+    passes = np.where(c.own_kernels + c.lean_loss > 0, lean, 9.6 * tokens * wide)
     return forward + again + backward + passes * coef["elem"] / c.hbm
 
 

@@ -19,6 +19,8 @@ _FP8 = DTYPES.index("fp8")
 # `elem` is about 1.8 for engines whose passes are guessed; counted ones take about 1.2 of their
 # bytes at the memory's rate by its data sheet.
 EXACT = 0.67
+# Of a logit: 30 for its row's maximum and sum, 58 for its gradient (parallel/lean_loss.py).
+_EAGER_LEAN_BYTES = 88.0
 
 
 def layer_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
@@ -53,6 +55,13 @@ def cast_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
 def loss_bytes(c: Columns, tokens: Floats) -> Floats:
     """Logits are read for their sums, and read and written as their own gradient."""
     return 3.0 * tokens * np.ceil(c.vocab / c.tp) * c.act_bytes
+
+
+def lean_bytes(c: Columns, tokens: Floats) -> Floats:
+    """The same by our lean loss; uncompiled it goes through logits in a dozen operators, most of
+    them in fp32 on both sides."""
+    eager = tokens * np.ceil(c.vocab / c.tp) * _EAGER_LEAN_BYTES
+    return np.where(c.own_kernels > 0, loss_bytes(c, tokens), eager)
 
 
 def update_bytes(c: Columns, params: Floats) -> Floats:
