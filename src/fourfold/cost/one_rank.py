@@ -28,8 +28,6 @@ from fourfold.cost.step.layer import fsdp_s, head_s, layer_times
 from fourfold.cost.step.pipeline import fill_share
 from fourfold.cost.step.traffic import context_s, floor, host_layer_s
 
-COMPUTE = ("layers", "head", "embedding", "optimizer", "fixed")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStage:

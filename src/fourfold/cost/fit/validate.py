@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.fit.calibration import Calibration, FittedStack
-from fourfold.cost.fit.fit import Sample, fit_entries, sample
+from fourfold.cost.fit.fit import fit_entries, sample
 from fourfold.cost.fit.suggest import suggest
-from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
@@ -161,10 +160,3 @@ def picked(rows: Rows, others: tuple[FittedStack, ...], count: int) -> NDArray[n
         entry, _ = generic.entry(stack, cluster, generation_of(str(rows.hardware[index][0])))
         used[index[suggest(rows.columns.take(index), entry, count)]] = True
     return used
-
-
-def residuals(rows: Sample, entry: FittedStack) -> Floats:
-    """log(measured / predicted) of the timed rows of a key."""
-    index = np.flatnonzero(np.isfinite(rows.step_s))
-    step = estimate(rows.columns.take(index), entry.coefficients).step_s
-    return np.log(rows.step_s[index] / step)

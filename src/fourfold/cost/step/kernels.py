@@ -66,7 +66,6 @@ def gemm_s(
     return np.maximum(busy, 2.0 * (m * k + n * k + m * n) / hbm)
 
 
-_FLASH = PRICED_ATTENTION.index("flash")
 _FUSED = PRICED_ATTENTION.index("fused-softmax")
 _UNFUSED = PRICED_ATTENTION.index("unfused")
 _FLASH1 = PRICED_ATTENTION.index("flash1")
