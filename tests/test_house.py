@@ -64,16 +64,8 @@ HONEST = {
 # Programs of their own, which a launcher starts and no command of ours wraps.
 PROGRAMS = {"cli.py", "engine/worker.py", "launch/__main__.py"}
 # To be mended; may only shrink. (set, file) that spells it out.
-COPIES: set[tuple[str, str]] = {
-    ("axes", "commands/fit.py"),
-    ("number formats", "commands/trace.py"),
-    ("number formats", "commands/weights.py"),
-    ("precisions", "commands/trace.py"),
-    ("recompute", "commands/completion.py"),
-}
-CIRCLES: set[tuple[str, ...]] = {
-    ("commands/clusters.py", "commands/clusters_new.py"),
-}
+COPIES: set[tuple[str, str]] = set()
+CIRCLES: set[tuple[str, ...]] = set()
 LONG_FILES: set[str] = {
     "cost/memory/own_engine.py",
     "search/answer.py",
@@ -81,10 +73,6 @@ LONG_FILES: set[str] = {
 }
 LONG_FUNCTIONS: set[str] = {
     "cli.py:_dispatch",
-    "commands/calibrate.py:_rows",
-    "commands/demo.py:_plan",
-    "commands/trace.py:_ask",
-    "commands/trace.py:add_arguments",
     "cost/memory/own_engine.py:_peak",
     "cost/trace/attention.py:ulysses",
     "search/export/nanotron.py:_config",
@@ -94,33 +82,8 @@ LONG_FUNCTIONS: set[str] = {
 SAME_NAMES: set[tuple[str, str]] = {
     ("cost", "Tensor"),
 }
-NO_COMMANDS: set[str] = {
-    "commands/clusters_new.py",
-    "commands/data_make.py",
-    "commands/flags.py",
-    "commands/progress.py",
-    "commands/train_flags.py",
-    "commands/train_resume.py",
-    "commands/train_weights.py",
-}
-COMMAND_IMPORTS: set[str] = {
-    "commands/calibrate.py",
-    "commands/clusters.py",
-    "commands/clusters_new.py",
-    "commands/data.py",
-    "commands/data_make.py",
-    "commands/demo.py",
-    "commands/fit.py",
-    "commands/flops.py",
-    "commands/lint.py",
-    "commands/models.py",
-    "commands/score.py",
-    "commands/trace.py",
-    "commands/train.py",
-    "commands/train_flags.py",
-    "commands/train_weights.py",
-    "commands/weights.py",
-}
+NO_COMMANDS: set[str] = set()
+COMMAND_IMPORTS: set[str] = set()
 
 
 def lists_of_words(tree: ast.AST) -> Iterator[tuple[int, list[str], bool]]:
@@ -227,9 +190,14 @@ def no_commands(trees: Mapping[str, ast.Module]) -> set[str]:
         name
         for name, tree in trees.items()
         if name.startswith("commands/") and not name.endswith("__init__.py")
-        if not ast.get_docstring(tree)
-        or not any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body)
+        if not ast.get_docstring(tree) or not {"run", "ACTIONS"} & _defined(tree)
     }
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    return names | {t.id for node in assigned for t in node.targets if isinstance(t, ast.Name)}
 
 
 def command_imports(trees: Mapping[str, ast.AST]) -> set[str]:
@@ -238,7 +206,10 @@ def command_imports(trees: Mapping[str, ast.AST]) -> set[str]:
         name
         for name, tree in trees.items()
         if name.startswith("commands/") and not name.endswith("__init__.py")
-        if any(other.startswith("commands/") for other in imports(tree, trees))
+        if any(
+            other.startswith("commands/") and other != "commands/__init__.py"
+            for other in imports(tree, trees)
+        )
     }
 
 

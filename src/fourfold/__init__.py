@@ -17,8 +17,16 @@ if TYPE_CHECKING:
     from fourfold.spec.run import RunSpec as RunSpec
     from fourfold.verbs.advise import advise as advise
     from fourfold.verbs.bench import bench as bench
+    from fourfold.verbs.calibrate import calibrate as calibrate
+    from fourfold.verbs.clusters import new_cluster as new_cluster
+    from fourfold.verbs.demo import demo as demo
     from fourfold.verbs.dryrun import dryrun as dryrun
     from fourfold.verbs.export import export as export
+    from fourfold.verbs.fit import fit as fit
+    from fourfold.verbs.fit import score as score
+    from fourfold.verbs.fit import suggest_runs as suggest_runs
+    from fourfold.verbs.lint import lint as lint
+    from fourfold.verbs.lint import lint_rules as lint_rules
     from fourfold.verbs.machine import predictor as predictor
     from fourfold.verbs.one_rank import one_rank as one_rank
     from fourfold.verbs.plan import explain as explain
@@ -27,7 +35,6 @@ if TYPE_CHECKING:
     from fourfold.verbs.predict import predict as predict
     from fourfold.verbs.predict import predict_table as predict_table
     from fourfold.verbs.report import report as report
-    from fourfold.verbs.requests import AdviseRequest as AdviseRequest
     from fourfold.verbs.requests import PlanRequest as PlanRequest
     from fourfold.verbs.requests import ReportRequest as ReportRequest
     from fourfold.verbs.requests import RunsRequest as RunsRequest
@@ -35,24 +42,41 @@ if TYPE_CHECKING:
     from fourfold.verbs.run_requests import MptSweep as MptSweep
     from fourfold.verbs.run_requests import OneRankRequest as OneRankRequest
     from fourfold.verbs.run_requests import SweepRequest as SweepRequest
+    from fourfold.verbs.run_requests import TrainRequest as TrainRequest
     from fourfold.verbs.run_requests import VerifyRequest as VerifyRequest
     from fourfold.verbs.runs import diff as diff
     from fourfold.verbs.runs import runs as runs
     from fourfold.verbs.runs import show_run as show_run
+    from fourfold.verbs.shapes import cluster as cluster
+    from fourfold.verbs.shapes import clusters as clusters
+    from fourfold.verbs.shapes import flops as flops
+    from fourfold.verbs.shapes import gpus as gpus
+    from fourfold.verbs.shapes import model as model
+    from fourfold.verbs.shapes import models as models
     from fourfold.verbs.sweep import plan_sweep as plan_sweep
     from fourfold.verbs.sweep import sweep as sweep
     from fourfold.verbs.sweep_source import mpt_combinations as mpt_combinations
     from fourfold.verbs.sweep_source import planned_combinations as planned_combinations
+    from fourfold.verbs.tokens import make_tokens as make_tokens
+    from fourfold.verbs.tokens import show_tokens as show_tokens
+    from fourfold.verbs.tool_requests import AdviseRequest as AdviseRequest
+    from fourfold.verbs.tool_requests import ClusterRequest as ClusterRequest
+    from fourfold.verbs.tool_requests import TraceRequest as TraceRequest
+    from fourfold.verbs.trace import trace as trace
+    from fourfold.verbs.train import show_training as show_training
+    from fourfold.verbs.train import train as train
     from fourfold.verbs.verify import verify as verify
+    from fourfold.verbs.weights import export_weights as export_weights
 
 __version__ = "0.1.0"
 
 # name -> module; no submodule of this package has a verb's name.
 _HOMES = {
-    "AdviseRequest": "verbs.requests",
+    "AdviseRequest": "verbs.tool_requests",
     "Batch": "spec.batch",
     "BenchRequest": "verbs.run_requests",
     "Cluster": "spec.cluster",
+    "ClusterRequest": "verbs.tool_requests",
     "Event": "events",
     "Layout": "spec.layout",
     "MptSweep": "verbs.run_requests",
@@ -63,14 +87,30 @@ _HOMES = {
     "RunSpec": "spec.run",
     "RunsRequest": "verbs.requests",
     "SweepRequest": "verbs.run_requests",
+    "TraceRequest": "verbs.tool_requests",
+    "TrainRequest": "verbs.run_requests",
     "VerifyRequest": "verbs.run_requests",
     "advise": "verbs.advise",
     "bench": "verbs.bench",
+    "calibrate": "verbs.calibrate",
+    "cluster": "verbs.shapes",
+    "clusters": "verbs.shapes",
+    "demo": "verbs.demo",
     "diff": "verbs.runs",
     "dryrun": "verbs.dryrun",
     "explain": "verbs.plan",
     "export": "verbs.export",
+    "export_weights": "verbs.weights",
+    "fit": "verbs.fit",
+    "flops": "verbs.shapes",
+    "gpus": "verbs.shapes",
+    "lint": "verbs.lint",
+    "lint_rules": "verbs.lint",
+    "make_tokens": "verbs.tokens",
+    "model": "verbs.shapes",
+    "models": "verbs.shapes",
     "mpt_combinations": "verbs.sweep_source",
+    "new_cluster": "verbs.clusters",
     "one_rank": "verbs.one_rank",
     "plan": "verbs.plan",
     "plan_sweep": "verbs.sweep",
@@ -80,9 +120,15 @@ _HOMES = {
     "predictor": "verbs.machine",
     "report": "verbs.report",
     "runs": "verbs.runs",
+    "score": "verbs.fit",
     "show_run": "verbs.runs",
+    "show_tokens": "verbs.tokens",
+    "show_training": "verbs.train",
     "stacks": "verbs.plan",
+    "suggest_runs": "verbs.fit",
     "sweep": "verbs.sweep",
+    "trace": "verbs.trace",
+    "train": "verbs.train",
     "verify": "verbs.verify",
 }
 

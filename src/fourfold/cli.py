@@ -15,7 +15,7 @@ from fourfold import __version__, files
 from fourfold.commands import COMMANDS, GROUPS, Command, load
 from fourfold.errors import MachineError, UserError, nearest
 from fourfold.escape import Screen, one_line
-from fourfold.output import Output, terminal_columns, text_of
+from fourfold.output import FORMATS, Output, terminal_columns, text_of
 from fourfold.spec.flag import Option
 
 # What argparse says of a flag -> what we say, after the flag's name.
@@ -85,9 +85,6 @@ def command_parser(name: str, action: str = "", *, everything: bool = True) -> P
     places: dict[tuple[str, str], Any] = {}
     for one in command.options:
         _add(_place(parser, one, places), one, hidden=one in rare)
-    if command.add_arguments:
-        command.add_arguments(parser)
-        parser.set_defaults(parsers=dict.fromkeys(COMMANDS, command_parser))
     parser.set_defaults(run=command.run)
     return parser
 
@@ -248,13 +245,14 @@ def _dispatch(words: list[str]) -> int:
         from fourfold.options import by_flag  # 10 ms, only paid on an error
 
         raise by_flag(error, args, parser.flags()) from None
-    return answer if isinstance(answer, int) else show(answer, style)
+    return show(answer, style)
 
 
 def _style(args: Any) -> str:
     """The last format given; 'weights export' has two kinds of them."""
     given = getattr(args, "format", None) or "text"
-    return given if isinstance(given, str) else given[-1]
+    styles = [given] if isinstance(given, str) else given
+    return next((style for style in reversed(styles) if style in FORMATS), "text")
 
 
 def show(output: Output, style: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -41,17 +40,12 @@ def option(name: str, text: str, metavar: str | None = None, **rest: Any) -> Opt
 
 def of(cls: type, *only: str, **changes: Any) -> tuple[Option, ...]:
     """The options that set a dataclass's fields: all that have a flag, or those named."""
-    hints = _hints(cls)
+    hints = codec.type_hints(cls)
     found = {f.name: f for f in dataclasses.fields(cls) if "flag" in f.metadata}
     return tuple(
         dataclasses.replace(_of_field(found[name], hints[name]), **changes)
         for name in only or found
     )
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls, include_extras=True)
 
 
 def _of_field(field: dataclasses.Field[Any], hint: Any) -> Option:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from fourfold.escape import csv_text, json_text, one_line, steer
 from fourfold.events import Event
+from fourfold.show.table import FORMATS as FORMATS
 from fourfold.show.table import Grid, Part, render
 
 # In a log file a line every few seconds says enough.

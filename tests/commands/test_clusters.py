@@ -109,11 +109,11 @@ def test_islands_need_the_rate_of_pcie(capsys):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "gpu is missing"),
+        ([], "--gpu is required"),
         (["--gpu", "rtx-9090"], "unknown GPU 'rtx-9090'; known: a100-40gb"),
-        (H100, "host-gpus is missing"),
-        ([*H100, "--host-gpus", "8"], "hosts is missing"),
-        ([*H100, "--host-gpus", "8", "--hosts", "2"], "network is missing"),
+        (H100, "--host-gpus is required"),
+        ([*H100, "--host-gpus", "8"], "--hosts is required"),
+        ([*H100, "--host-gpus", "8", "--hosts", "2"], "--network is required"),
         ([*H100, "--host-gpus", "8", "--hosts", "0"], "--hosts 0 must be from 1"),
         ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "fast"], "is not a rate"),
         ([*H100, "--host-gpus", "8", "--hosts", "2", "--network", "0Gbit/s"], "must be above 0"),
@@ -129,8 +129,8 @@ def test_incomplete_or_wrong_requests(capsys, words, reason):
 
 
 def test_flags_of_new_need_new(capsys):
-    assert "belongs to 'clusters new'" in text(capsys, "clusters", "--hosts", "2", code=2)
-    assert "not both" in text(capsys, "clusters", "jean-zay", *H100, code=2)
+    assert "unknown option --hosts" in text(capsys, "clusters", "--hosts", "2", code=2)
+    assert "cannot be combined" in text(capsys, "clusters", "jean-zay", *H100, code=2)
 
 
 class Terminal(io.StringIO):
@@ -146,7 +146,7 @@ def test_questions_on_a_terminal(capsys, monkeypatch):
     assert 'bytes_per_s = "25GB/s"' in captured.out
     assert "how many hosts? " in captured.err
     monkeypatch.setattr("sys.stdin", Terminal(""))
-    assert "is missing" in text(capsys, "clusters", "new", code=2)
+    assert "is required" in text(capsys, "clusters", "new", code=2)
 
 
 def test_the_shipped_clusters_agree_with_their_gpus():

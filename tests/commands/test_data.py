@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cli import main
-from fourfold.commands import weights
-from fourfold.commands.data_make import pieces
+from fourfold.output import Stderr
 from fourfold.spec.tokens import read_info, tokenizer_path
+from fourfold.verbs import weights
+from fourfold.verbs.tokens import pieces
 
 
 def ran(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
@@ -102,7 +103,7 @@ def test_damage_is_found(capsys, name, tmp_path):
     assert "differs" in ran(capsys, "show", name, code=1)
     with open(f"{name}.bin", "ab") as stream:
         stream.write(b"\0")
-    assert "make it again" in ran(capsys, "show", name, code=2)
+    assert "create it again" in ran(capsys, "show", name, code=2)
 
 
 @given(st.lists(st.text(alphabet="ab \n.\u00e9", max_size=30)), st.integers(1, 12))
@@ -140,7 +141,7 @@ def export_of(name: str, out: Path) -> None:
     """What 'weights export' does about the tokenizer of a training on these tokens."""
     out.mkdir()
     state = SimpleNamespace(spec=SimpleNamespace(data=name))
-    weights._copy_tokenizer(SimpleNamespace(state=state), out)  # pyrefly: ignore
+    weights._copy_tokenizer(SimpleNamespace(state=state), out, Stderr())  # pyrefly: ignore
 
 
 def test_a_tokenizer_file_makes_the_tokens(capsys, name, tokenizer, tmp_path, monkeypatch):
@@ -149,7 +150,7 @@ def test_a_tokenizer_file_makes_the_tokens(capsys, name, tokenizer, tmp_path, mo
     body = "the cat sat\n\non the mat.\n  \u00e9nd\n" * 300
     path = tmp_path / "cats.txt"
     path.write_text(body, encoding="utf-8")
-    monkeypatch.setattr("fourfold.commands.data_make.pieces.__defaults__", (100,))
+    monkeypatch.setattr("fourfold.verbs.tokens.pieces.__defaults__", (100,))
     ran(capsys, "make", "--out", name, "--tokenizer", tokenizer, str(path), str(path))
     whole = package.Tokenizer.from_file(tokenizer)
     whole.no_truncation()

@@ -45,7 +45,7 @@ def test_axes_must_make_the_gpus(command, capsys) -> None:
 
 
 def test_a_layout_needs_a_model(capsys) -> None:
-    assert "name is missing" in _error(capsys, "models", "--tp", "2")
+    assert "name is required" in _error(capsys, "models", "--tp", "2")
 
 
 def test_flops_of_a_spec_file(tmp_path, capsys) -> None:
@@ -54,7 +54,7 @@ def test_flops_of_a_spec_file(tmp_path, capsys) -> None:
     words = ("--step-s", str(256 * 2048 / 85144), "--gpu", "h100-80gb")
     answer = _json(capsys, "flops", "--spec", str(spec), *words)
     assert answer["conventions"]["mpt"]["mfu_pct"] == pytest.approx(46.44, abs=0.005)
-    assert "seq-len is missing" in _error(capsys, "flops", "--model", "mpt-7b")
+    assert "--seq-len is required" in _error(capsys, "flops", "--model", "mpt-7b")
     assert "batch" in _error(capsys, "flops", "--model", "mpt-7b", "--set", "batch=3")
 
 

@@ -53,8 +53,8 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["ulysses", "--tokens", "4096"], "hidden is missing"),
-        (["mlp2d", "--tokens", "4096", "--hidden", "64"], "ffn is missing"),
+        (["ulysses", "--tokens", "4096"], "--hidden is required"),
+        (["mlp2d", "--tokens", "4096", "--hidden", "64"], "--ffn is required"),
         (["ulysses", *SIZES, "--cp", "3"], "use 1, 2 ranks"),
         (["ring", *SIZES, "--cp", "0"], "--cp 0 must be from 1"),
         (["ring", "--tokens", "-8", "--hidden", "8", "--heads", "1"], "--tokens -8 must be"),
@@ -112,4 +112,4 @@ def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert main([*words, "--cp", "64"]) == 2
     assert "at most 32" in capsys.readouterr().err
     assert main([*words, "--cp", "2", "--rank", "1"]) == 2
-    assert "rank 0" in capsys.readouterr().err
+    assert "--rank 1 must be 0" in capsys.readouterr().err

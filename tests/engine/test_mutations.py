@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from fourfold.cli import main
-from fourfold.commands import train as command
 from fourfold.engine.checkpoint import checkpoint
 from fourfold.engine.checkpoint.state import StateShard
 from fourfold.errors import UserError
@@ -37,6 +36,7 @@ from fourfold.spec import Batch, Policy, RunSpec
 from fourfold.spec.catalog import model
 from fourfold.spec.job import Job
 from fourfold.spec.train import TrainSettings
+from fourfold.verbs import train as command
 
 SPEC = RunSpec(
     model=model("llama-tiny"), gpus=1, batch=Batch(seq_len=16, global_batch=4), device="cpu",

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.commands import train as train_command
 from fourfold.errors import UserError
 from fourfold.launch import local, permit
 from fourfold.launch.permit import RANK_BYTES, Permit, most_ranks
@@ -21,6 +20,7 @@ from fourfold.spec.job import Job
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.verbs import train as train_command
 
 RUN = """\
 model = "llama-tiny"

@@ -61,7 +61,6 @@ class Command:
     examples: str = ""
     line: str = ""  # one line for the list of sub-commands
     actions: dict[str, Command] = field(default_factory=dict)
-    add_arguments: Any = None
 
 
 def load(name: str) -> Command:
@@ -74,5 +73,4 @@ def load(name: str) -> Command:
         run=getattr(module, "run", None),
         examples=getattr(module, "EXAMPLES", ""),
         actions=getattr(module, "ACTIONS", {}),
-        add_arguments=getattr(module, "add_arguments", None),
     )

@@ -13,7 +13,7 @@ import fourfold
 from fourfold import options
 from fourfold.output import Output, Stderr
 from fourfold.show.advise import page
-from fourfold.verbs.requests import AdviseRequest
+from fourfold.verbs.tool_requests import AdviseRequest
 
 EXAMPLES = """\
 examples:

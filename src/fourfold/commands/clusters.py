@@ -1,4 +1,4 @@
-"""Which GPUs and clusters are known? 'clusters new' describes yours.
+"""List GPUs and clusters, or show one; 'clusters new' describes yours.
 
 Without a name: all of them. With a name or a path: one cluster's link levels, from inner to outer,
 as one GPU sees them (one way, while all its neighbours send too). With --gpu: one GPU's peaks; its
@@ -7,14 +7,20 @@ JSON is also the form of a file that adds a GPU ('--gpu ./mine.json' or .toml).
 
 from __future__ import annotations
 
-import argparse
+import sys
+from pathlib import Path
+from typing import Any
 
-from fourfold.commands import flags
+import fourfold
+from fourfold import files, options
+from fourfold.commands import Command
 from fourfold.errors import UserError
-from fourfold.show.table import json_text, render
+from fourfold.events import Event
+from fourfold.options import option
+from fourfold.output import Output, Stderr
+from fourfold.show import clusters as shown
 from fourfold.spec import catalog, codec
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.device import PEAK_NAMES, Device
+from fourfold.verbs.tool_requests import ClusterRequest
 
 EXAMPLES = """\
 examples:
@@ -27,169 +33,71 @@ examples:
   fourfold clusters new --name mine --gpu h100-80gb --hosts 16 --topo topo.txt \\
       --nic-rate 400Gbit/s --nccl-tests all_reduce_1x8.log all_reduce_16x8.log --out mine.toml
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cluster", nargs="?", metavar="NAME", help="a cluster, a path, or 'new'")
-    parser.add_argument("--gpu", metavar="ID", help="a GPU's id or file; 'all' lists the GPUs")
-    flags.add_format(parser)
-    group = parser.add_argument_group(
-        "clusters new (what is missing is asked for on a terminal; a measurement replaces the "
-        "data sheet's rate, a flag replaces both)"
-    )
-    for flag, kind, metavar, text in _NEW_FLAGS:
-        group.add_argument(flag, type=kind, metavar=metavar, help=text)
-    group.add_argument("--nccl-tests", nargs="+", metavar="FILE", help="logs of nccl-tests")
-    group.add_argument("--force", action="store_true", help="replace an existing --out file")
-
-
-_NEW_FLAGS: tuple[tuple[str, type, str, str], ...] = (
-    ("--name", str, "NAME", "what the cluster is called"),
-    ("--hosts", int, "N", "how many hosts"),
-    ("--host-gpus", int, "N", "GPUs of one host"),
-    ("--nvlink-ranks", int, "N", "GPUs joined by NVLink (default: those of a host)"),
-    ("--nvlink", str, "RATE", "of one GPU, one way: 450GB/s"),
-    ("--nvlink-latency", str, "TIME", "of one message: 3us"),
-    ("--pcie", str, "RATE", "of one GPU, one way, where NVLink does not reach"),
-    ("--network", str, "RATE", "of one host, one way, all its cards: 3200Gbit/s"),
-    ("--network-latency", str, "TIME", "of one message: 10us"),
-    ("--nics", int, "N", "network cards of one host"),
-    ("--nic-rate", str, "RATE", "of one network card: 400Gbit/s"),
-    ("--price", float, "X", "of one GPU-hour, in any currency"),
-    ("--topo", str, "FILE", "output of 'nvidia-smi topo -m' on one host"),
-    ("--out", str, "FILE", "where to write (default: stdout)"),
+OPTIONS = (
+    option("cluster", "a cluster, or the path of its file", "NAME", nargs="?"),
+    option("--gpu", "a GPU's id or file; 'all' lists the GPUs", "ID"),
+    options.FORMAT,
 )
 
 
-def run(args: argparse.Namespace) -> int:
-    if args.cluster == "new":
-        from fourfold.commands.clusters_new import run_new
-
-        return run_new(args)
-    _refuse_new_flags(args)
+def run(args: Any) -> Output:
     if args.cluster is not None and args.gpu is not None:
         raise UserError(
-            "name a cluster or a GPU, not both",
-            field="gpu",
-            value=args.gpu,
-            hint="leave one out",
+            "cannot be combined with a cluster", field="gpu", value=args.gpu, hint="omit one"
         )
     if args.cluster is not None:
-        print(cluster_text(catalog.cluster(args.cluster), args.format))
-    elif args.gpu == "all":
-        print(_gpus(args.format))
-    elif args.gpu is not None:
-        print(_gpu_text(catalog.device(args.gpu), args.format))
-    else:
-        print(_all(args.format))
-    return 0
+        one = fourfold.cluster(args.cluster)
+        return Output.of(one, lambda: shown.cluster_page(one.cluster))
+    if args.gpu == "all":
+        return Output.of(fourfold.gpus(), shown.gpus_page)
+    if args.gpu is not None:
+        device = catalog.device(args.gpu)
+        plain = codec.dump(device)
+        return Output(lambda: plain, lambda: [plain], lambda: shown.gpu_page(device))
+    return Output.of(fourfold.clusters(), shown.all_page)
 
 
-def _refuse_new_flags(args: argparse.Namespace) -> None:
-    for flag in (*(flag for flag, *_ in _NEW_FLAGS), "--nccl-tests", "--force"):
-        if getattr(args, flag[2:].replace("-", "_")):
-            raise UserError(
-                "belongs to 'clusters new'", field=flag, hint=f"fourfold clusters new {flag} ..."
-            )
-
-
-def _all(style: str) -> str:
-    clusters = [catalog.cluster(name) for name in catalog.cluster_names()]
-    if style == "json":
-        devices = [catalog.device(name) for name in catalog.device_names()]
-        return json_text(
-            {
-                "clusters": [codec.encode(cluster) for cluster in clusters],
-                "gpus": [codec.encode(device) for device in devices],
-            }
+def new(args: Any) -> Output:
+    show = Stderr()
+    if args.out:
+        files.require_mine(args.out, mark="", force=bool(args.force))
+    name = args.name or (Path(args.out).stem if args.out else None)
+    request = options.load(ClusterRequest, args, name=name)
+    answer = fourfold.new_cluster(request, ask=_ask, on_event=show)
+    if not args.out:
+        return (
+            Output(raw=answer.toml)
+            if args.format in (None, "text", "md")
+            else Output.of(answer, list)
         )
-    rows = [
-        [
-            cluster.name,
-            cluster.device.id,
-            f"{cluster.gpus:,}",
-            str(cluster.host_gpus),
-            str(cluster.links[0].ranks),
-            _rate(cluster.links[0].bytes_per_s),
-            _rate(cluster.links[-1].bytes_per_s),
-        ]
-        for cluster in clusters
-    ]
-    headings = [
-        "cluster", "GPU", "GPUs", "per host", "NVLink domain", "NVLink GB/s", "network GB/s/GPU",
-    ]  # fmt: skip
-    table = render(headings, rows, style)
-    if style == "csv":
-        return table
-    return f"{table}\n\n{_gpus(style)}"
+    files.write_text(args.out, answer.toml)
+    path = args.out if "/" in args.out or args.out.endswith(".toml") else f"./{args.out}"
+    show(Event(f"wrote {args.out}; use it as --cluster {path}"))
+    return Output.of(answer, lambda: shown.cluster_page(answer.cluster))
 
 
-def _gpus(style: str) -> str:
-    devices = [catalog.device(name) for name in catalog.device_names()]
-    if style == "json":
-        return json_text([codec.encode(device) for device in devices])
-    peaks = ("bf16", "fp8", "fp4")
-    rows = [
-        [
-            device.id,
-            *(_teraflops(device, name) for name in peaks),
-            f"{device.memory_bytes / 2**30:.1f}",
-            f"{device.memory_bytes_per_s / 1e9:,.0f}",
-            _rate(device.peer_bytes_per_s) if device.links else "-",
-            str(device.sms),
-            f"{device.power_w:.0f}",
-        ]
-        for device in devices
-    ]
-    headings = [
-        "GPU", *(f"{name} TFLOP/s" for name in peaks), "memory GiB", "memory GB/s", "NVLink GB/s",
-        "SMs", "W",
-    ]  # fmt: skip
-    table = render(headings, rows, style)
-    if style == "csv":
-        return table
-    return f"{table}\n\npeaks are dense; links are one way; GB = 1e9 bytes, GiB = 2^30 bytes"
+def _ask(field: str, question: str, flag: str) -> str:
+    """An answer from the terminal; without one the request is incomplete."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise UserError("is required", field=field, hint=f"{flag}: {question}")
+    print(f"{question}? ", end="", file=sys.stderr, flush=True)
+    answer = sys.stdin.readline().strip()
+    if not answer:
+        raise UserError("is required", field=field, hint=f"answer, or pass {flag}")
+    return answer
 
 
-def cluster_text(cluster: Cluster, style: str) -> str:
-    if style == "json":
-        return json_text(codec.dump(cluster))
-    rows = [
-        [link.name, f"{link.ranks:,}", _rate(link.bytes_per_s), f"{link.latency_s * 1e6:.4g}"]
-        for link in cluster.links
-    ]
-    table = render(["level", "GPUs", "GB/s/GPU one way", "latency us"], rows, style)
-    if style == "csv":
-        return table
-    price = cluster.price_per_gpu_hour
-    conditions = [
-        f"{cluster.name}: {cluster.gpus:,} x {cluster.device.id} in {cluster.hosts:,} "
-        f"{'host' if cluster.hosts == 1 else 'hosts'} of {cluster.host_gpus}",
-        *([f"{price:g} a GPU-hour"] if price is not None else []),
-    ]
-    return f"{table}\n\n{'; '.join(conditions)}" + (f"\n{cluster.source}" if cluster.source else "")
-
-
-def _gpu_text(device: Device, style: str) -> str:
-    if style == "json":
-        return json_text(codec.dump(device))
-    rows = [[f"{name} TFLOP/s, dense", _teraflops(device, name)] for name in PEAK_NAMES]
-    rows += [
-        ["memory GiB", f"{device.memory_bytes / 2**30:.2f}"],
-        ["memory GB/s", f"{device.memory_bytes_per_s / 1e9:,.0f}"],
-        ["links", str(device.links)],
-        ["link GB/s, one way", _rate(device.link_bytes_per_s or 0.0)],
-        ["SMs", str(device.sms)],
-        ["W", f"{device.power_w:g}"],
-    ]
-    table = render([device.id, "value"], rows, style)
-    return table if style == "csv" else f"{table}\n\n{device.name}; {device.source}"
-
-
-def _teraflops(device: Device, name: str) -> str:
-    value = getattr(device.peak_flops_per_s, name)
-    return "-" if value is None else f"{value / 1e12:,.7g}"
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:,.6g}"
+ACTIONS = {
+    "new": Command(
+        "new",
+        "Describe a cluster in a file: what is missing is asked for on a terminal.",
+        (
+            *options.of(ClusterRequest),
+            option("--out", "where to write (default: stdout)", "FILE"),
+            option("--force", "replace an existing --out file", switch=True),
+            options.FORMAT,
+        ),
+        new,
+        line="a cluster file from what you know and measured",
+    )
+}

@@ -5,13 +5,16 @@ The script asks fourfold itself at each TAB and so never grows stale; files wher
 
 from __future__ import annotations
 
-import argparse
-import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
+from typing import Any
 
+from fourfold.commands import COMMANDS, load
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
 from fourfold.errors import UserError
-from fourfold.spec import catalog, policy
+from fourfold.options import option
+from fourfold.output import Output
+from fourfold.spec import catalog, words
+from fourfold.spec.flag import Option
 
 EXAMPLES = """\
 install:
@@ -57,100 +60,89 @@ function __fourfold_complete
 end
 complete -c fourfold -f -n 'count (__fourfold_complete) >/dev/null' -a '(__fourfold_complete)'
 """
-# Command -> what makes its parser, given its name.
-Parsers = Mapping[str, Callable[[str], argparse.ArgumentParser]]
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", nargs="?", metavar="{bash,zsh,fish}", help="whose script to print")
+OPTIONS = (
+    option("shell", "whose script to print", "{bash,zsh,fish}", nargs="?"),
     # 'completion words ...' is what the scripts call: what follows 'fourfold', up to the cursor.
-    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    option("words", "", nargs="...", rare=True),
+)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Any) -> Output:
     if args.shell == "words":
-        print("".join(f"{word}\n" for word in candidates(args.words, args.parsers)), end="")
-        return 0
+        return Output(raw="".join(f"{word}\n" for word in candidates(args.words)))
     if args.shell not in _SCRIPTS or args.words:
         raise UserError(
-            "is missing" if args.shell is None else "is not a shell with a script",
+            "is required" if args.shell is None else "has no completion script",
             field="shell",
             value=" ".join([args.shell, *args.words]) if args.shell else None,
-            hint=f"fourfold completion {'|'.join(_SCRIPTS)}",
+            hint=f"one of {', '.join(_SCRIPTS)}",
         )
-    print(_SCRIPTS[args.shell], end="")
-    return 0
+    return Output(raw=_SCRIPTS[args.shell])
 
 
-def candidates(words: list[str], parsers: Parsers) -> list[str]:
+def candidates(typed: list[str]) -> list[str]:
     """What may stand where the last word is; nothing for a place that takes any text or a file."""
     # bash cuts '--format=json' into three words.
-    *before, current = [word for word in words[:-1] if word != "="] + (words[-1:] or [""])
+    *before, current = [word for word in typed[:-1] if word != "="] + (typed[-1:] or [""])
     current = "" if current == "=" else current
     if not before or before == ["help"]:
-        found: Iterable[str] = (*parsers, *(() if before else ("help", "--help", "--version")))
-    elif before[0] not in parsers:
+        found: Iterable[str] = (*COMMANDS, *(() if before else ("help", "--help", "--version")))
+    elif before[0] not in COMMANDS:
         found = ()
     else:
-        flag, equals, typed = current.partition("=")
+        flag, equals, value = current.partition("=")
         if current.startswith("--") and equals:
-            values = _after(before[0], [*before[1:], flag], typed, parsers)
-            return [f"{flag}={value}" for value in values if value.startswith(typed)]
-        found = _after(before[0], before[1:], current, parsers)
+            values = _after(before[0], [*before[1:], flag], value)
+            return [f"{flag}={word}" for word in values if word.startswith(value)]
+        found = _after(before[0], before[1:], current)
     return [word for word in found if word.startswith(current)]
 
 
-def _after(command: str, before: list[str], current: str, parsers: Parsers) -> tuple[str, ...]:
-    actions, before = _within(parsers[command](command), before)
-    options = {name: action for action in actions for name in action.option_strings}
-    last = options.get(before[-1]) if before else None
-    if last is not None and last.nargs != 0:
-        return _values(command, last)
+def _after(name: str, before: list[str], current: str) -> tuple[str, ...]:
+    command = load(name)
+    places = [i for i, word in enumerate(before) if word in command.actions]
+    actions = () if places else tuple(command.actions)
+    if places:  # the options of 'data make' once 'make' was typed
+        command, before = command.actions[before[places[0]]], before[places[0] + 1 :]
+    flags = {flag: one for one in command.options for flag in one.names if flag[0] == "-"}
+    last = flags.get(before[-1]) if before else None
+    if last is not None and _takes_value(last):
+        return _values(name, last)
     if current.startswith("-"):
-        return tuple(name for name, action in options.items() if action.help != argparse.SUPPRESS)
-    free = [action for action in actions if not action.option_strings]
+        return (*flags, "--help", "--help-all")
+    free = [one for one in command.options if one.names[0][0] != "-" and one.help]
     given = sum(
         1
         for i, word in enumerate(before)
-        if not word.startswith("-") and not (i and _takes_value(options.get(before[i - 1])))
+        if not word.startswith("-") and not (i and _takes_value(flags.get(before[i - 1])))
     )
-    return _values(command, free[given]) if given < len(free) else ()
+    return (*(_values(name, free[given]) if given < len(free) else ()), *actions)
 
 
-def _within(
-    parser: argparse.ArgumentParser, before: list[str]
-) -> tuple[list[argparse.Action], list[str]]:
-    """The arguments that count here: those of 'data make' once 'make' was typed."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for i, word in enumerate(before):
-                if word in action.choices:
-                    return action.choices[word]._actions, before[i + 1 :]
-    return parser._actions, before
+def _takes_value(one: Option | None) -> bool:
+    return one is not None and not one.switch and not one.pair
 
 
-def _takes_value(action: argparse.Action | None) -> bool:
-    return action is not None and action.nargs != 0
-
-
-def _values(command: str, action: argparse.Action) -> tuple[str, ...]:
+def _values(command: str, one: Option) -> tuple[str, ...]:
     """Names and choices an argument takes, by the meaning its name has in every command."""
-    if action.choices is not None:
-        return tuple(map(str, action.choices))
-    if (command, action.dest) == ("completion", "shell"):
+    if one.choices:
+        return one.choices
+    if (command, one.key) == ("completion", "shell"):
         return tuple(_SCRIPTS)
-    if action.dest == "model" or (command, action.dest) == ("models", "name"):
+    if one.key == "model" or (command, one.key) == ("models", "name"):
         return tuple(catalog.model_names())
-    if action.dest == "gpu":
+    if one.key == "gpu":
         return (*catalog.device_names(), *(("all",) if command == "clusters" else ()))
-    if action.dest == "cluster":
-        return (*catalog.cluster_names(), *(("new",) if command == "clusters" else ()))
+    if one.key == "cluster":
+        return tuple(catalog.cluster_names())
     return {
         "convention": (*CONVENTIONS, *ALIASES),
-        "precision": (*policy.BUNDLES, "bf16"),
-        "sharding": typing.get_args(policy.Sharding),
-        "cp_kind": typing.get_args(policy.CpKind),
-        "schedule": typing.get_args(policy.Schedule),
-        "recompute": ("none", "full", "selective", "every-2"),
-    }.get(action.dest, ())
+        "precision": (*words.BUNDLES, "bf16"),
+        "sharding": words.SHARDINGS,
+        "cp_kind": words.CP_KINDS,
+        "schedule": words.SCHEDULES,
+        "recompute": (*words.RECOMPUTE, "every-2"),
+    }.get(one.key, ())

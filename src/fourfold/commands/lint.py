@@ -6,16 +6,13 @@ number of them in a file, with the text between. Exit code: 0 nothing found, 1 f
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
+from typing import Any
 
-from fourfold.commands import flags
-from fourfold.errors import UserError, nearest
-from fourfold.show.table import json_text, render
-from fourfold.tables.document import Document
-from fourfold.tables.forms import read_file
-from fourfold.tables.lint import RULES, Finding, lint
-from fourfold.tables.styles import style_of
+import fourfold
+from fourfold import options
+from fourfold.options import option
+from fourfold.output import Output
+from fourfold.show.table import Grid, Part
 
 EXAMPLES = """\
 examples:
@@ -24,69 +21,31 @@ examples:
   fourfold lint results.csv --ignore memory-order --ignore heading-count
   fourfold lint --rules
 """
+OPTIONS = (
+    option("files", "tables in .md, .csv or .json", "FILE", nargs="*"),
+    option("--ignore", "leave out a rule's findings", "RULE", repeated=True),
+    option("--rules", "list the rules and leave", switch=True),
+    options.FORMAT,
+)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE", help="tables in .md, .csv or .json")
-    parser.add_argument(
-        "--ignore", action="append", default=[], metavar="RULE", help="leave out a rule's findings"
-    )
-    parser.add_argument("--rules", action="store_true", help="list the rules and leave")
-    flags.add_format(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Any) -> Output:
     if args.rules:
-        print(render(["rule", "what must hold"], [[*pair] for pair in RULES.items()], args.format)
-              if args.format != "json" else json_text({"rules": RULES}))  # fmt: skip
-        return 0
-    for rule in args.ignore:
-        if rule not in RULES:
-            raise UserError("unknown rule", field="ignore", value=rule, hint=nearest(rule, RULES))
-    if not args.files:
-        raise UserError("is missing", field="FILE", hint="name a .md, .csv or .json file")
-    found: list[tuple[str, Finding]] = []
-    tables = rows = 0
-    for path in args.files:
-        document = read_file(path)
-        tables, rows = tables + _known(document, path), rows + _rows(document)
-        found += [(path, item) for item in lint(document) if item.rule not in args.ignore]
-    _show(args, found, f"{tables} tables, {rows} rows checked")
-    return 1 if found else 0
+        rules = fourfold.lint_rules()
+        cells = [[row["rule"], row["what"]] for row in rules.table]
+        return Output.of(rules, lambda: [Grid(["rule", "what must hold"], cells)])
+    answer = fourfold.lint(args.files, ignore=args.ignore or ())
+    status = 1 if answer.findings else 0
+    return Output.of(answer, lambda: _page(answer, several=len(args.files) > 1), status=status)
 
 
-def _known(document: Document, path: str) -> int:
-    """Tables whose style is known. Checking none would look like a clean bill: that is an error."""
-    known = sum(style_of(table) != "other" for table in document.tables)
-    if not known:
-        raise UserError(
-            "holds no table of a known style",
-            field="FILE",
-            value=path,
-            hint="mpt, topology, scaling and reference tables are known ('docs/tables.md')",
-        )
-    return known
-
-
-def _rows(document: Document) -> int:
-    return sum(len(table.data) for table in document.tables if style_of(table) != "other")
-
-
-def _show(args: argparse.Namespace, found: list[tuple[str, Finding]], checked: str) -> None:
-    if args.format == "json":
-        items = [{"file": path, **dataclasses.asdict(item)} for path, item in found]
-        print(json_text({"findings": items, "checked": checked}))
-        return
-    several = len(args.files) > 1
-    headings = ["where", "rule", "value", "expected", "repair"]
+def _page(answer: Any, *, several: bool) -> list[Part]:
+    if not answer.findings:
+        return [f"nothing found; {answer.checked}"]
     rows = [
-        [f"{path}: {item.place}" if several else item.place, *_texts(item)] for path, item in found
-    ]
-    if rows or args.format == "csv":
-        print(render(headings, rows, args.format))
-    if args.format != "csv":
-        print(f"\n{len(found)} findings; {checked}" if found else f"nothing found; {checked}")
-
-
-def _texts(item: Finding) -> list[str]:
-    return [item.rule, item.value, item.expected, item.repair]
+        [f"{path}: {item.place}" if several else item.place, item.rule, item.value, item.expected,
+         item.repair]
+        for path, item in answer.findings
+    ]  # fmt: skip
+    table = Grid(["where", "rule", "value", "expected", "repair"], rows)
+    return [table, "", f"{len(rows)} findings; {answer.checked}"]

@@ -1,4 +1,4 @@
-"""Which model shapes are known, and how large are they?
+"""List model presets, or show one model's shape and size.
 
 Without a name: every preset. With a name, or the path of a Hugging Face config.json: its shape and
 exact parameter count, and with layout flags what the first rank of each pipeline stage (or --rank)
@@ -7,19 +7,16 @@ holds and owns. A stage has more or fewer layers where embedding and output laye
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import MISSING, fields
 from typing import Any
 
-from fourfold.commands import flags
-from fourfold.cost.count.params import layer_params, model_params, rank_params
-from fourfold.cost.count.stages import stage_layers
+import fourfold
+from fourfold import options
 from fourfold.errors import UserError
-from fourfold.show.table import json_text, render
-from fourfold.spec import catalog, codec
-from fourfold.spec.batch import Batch
-from fourfold.spec.model import ModelShape, not_run, remarks
-from fourfold.spec.run import RunSpec
+from fourfold.options import option
+from fourfold.output import Output
+from fourfold.show.table import Grid, Part
+from fourfold.spec.model import ModelShape
 
 EXAMPLES = """\
 examples:
@@ -30,112 +27,40 @@ examples:
   fourfold models ./config.json --format json
   fourfold models ./Qwen3-8B                  a downloaded model's folder
 """
-DEFAULT_SEQ_LEN = 2048
+OPTIONS = (
+    option("name", "a preset, or the path of a config.json or of its folder", nargs="?"),
+    option("--rank", "one rank, not the first of a stage", "R", read=int),
+    *options.layout_options(),
+    options.FORMAT,
+)
+_COLUMNS = ("family", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "name", nargs="?", help="a preset, or the path of a config.json or of its folder"
-    )
-    parser.add_argument("--rank", type=int, metavar="R", help="one rank, not the first of a stage")
-    flags.add_layout(parser)
-    flags.add_format(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    table = flags.run_table(args)
-    table.setdefault("batch", {}).setdefault("seq_len", DEFAULT_SEQ_LEN)
+def run(args: Any) -> Output:
+    table = options.run_table(args)
+    table.setdefault("batch", {}).setdefault("seq_len", 2048)
     if args.name is None:
         if "layout" in table or "gpus" in table or args.rank is not None:
-            raise UserError("is missing", field="name", hint="a layout is of one model: name it")
-        return _list_all(args.format, codec.decode(Batch, table["batch"], "batch").seq_len)
-    spec = codec.decode(RunSpec, table | {"model": args.name})
-    answer = _describe(spec.model, spec.batch.seq_len)
-    if spec.gpus > 1 or args.rank is not None:
-        answer |= _shares(spec, args.rank)
-    if args.format == "json":
-        print(json_text(answer))
-    elif "stages" not in answer:
-        print(_shape_text(answer, args.format))
-    else:
-        print(_stages_text(answer, args.format))
-    return 0
+            raise UserError("is required", field="name", hint="a layout is of one model")
+        answer = fourfold.models(int(table["batch"]["seq_len"]))
+        return Output.of(answer, lambda: _list_page(answer.facts))
+    answer = fourfold.model(table | {"model": args.name}, rank=args.rank)
+    page = _stages_page if "stages" in answer.facts else _shape_page
+    return Output.of(answer, lambda: page(answer.facts))
 
 
-def _list_all(style: str, seq_len: int) -> int:
-    shapes = [catalog.model(name) for name in catalog.model_names()]
-    if style == "json":
-        print(json_text([_describe(shape, seq_len) for shape in shapes]))
-        return 0
+def _list_page(found: list[dict[str, Any]]) -> list[Part]:
     rows = [
-        [
-            shape.name, shape.family, str(shape.layers), str(shape.hidden), str(shape.ffn),
-            str(shape.heads), str(shape.kv_heads), str(shape.vocab), "yes" if shape.tied else "no",
-            f"{model_params(shape, seq_len):,}",
-        ]
-        for shape in shapes
+        [one["name"], *(str(one["shape"][name]) for name in _COLUMNS),
+         "yes" if one["shape"]["tied"] else "no", f"{one['params']:,}"]
+        for one in found
     ]  # fmt: skip
-    headings = [
-        "model",
-        "family",
-        "layers",
-        "hidden",
-        "ffn",
-        "heads",
-        "kv",
-        "vocab",
-        "tied",
-        "params",
-    ]
-    print(render(headings, rows, style))
-    if style != "csv":
-        print(f"\nlearned positions of MPT follow the sequence: counted at {seq_len} tokens")
-    return 0
+    headings = ["model", *(name.removesuffix("_heads") for name in _COLUMNS), "tied", "params"]
+    note = f"learned positions of MPT follow the sequence: counted at {found[0]['seq_len']} tokens"
+    return [Grid(headings, rows), "", note]
 
 
-def _describe(model: ModelShape, seq_len: int) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "params": model_params(model, seq_len),
-        "layer_params": layer_params(model),
-        "seq_len": seq_len,
-        "shape": codec.encode(model),
-        "remarks": _remarks(model, seq_len),
-    }
-
-
-def _remarks(model: ModelShape, seq_len: int) -> list[str]:
-    said = [f"plan approximates: {words}" for words in remarks(model, seq_len)]
-    lacking = not_run(model, seq_len)
-    if lacking:
-        said.append(f"planned, not run here (at {seq_len} tokens): {', '.join(lacking)}")
-    return said
-
-
-def _shares(spec: RunSpec, rank: int | None) -> dict[str, Any]:
-    """What one rank, or the first of every stage, holds and owns."""
-    from fourfold.search.legal import require_legal
-
-    model, layout, seq_len = spec.model, spec.layout, spec.batch.seq_len
-    require_legal(spec, only=("stages", "heads", "kv-heads"))
-    if rank is not None and not 0 <= rank < layout.world:
-        raise UserError(f"must be from 0 to {layout.world - 1}", field="rank", value=rank)
-    stages = stage_layers(model, layout.pp, seq_len)
-    firsts = [stage * layout.stride("pp") for stage in range(layout.pp)]
-    rows = []
-    for each in firsts if rank is None else [rank]:
-        count = rank_params(
-            model, layout, seq_len=seq_len, stages=stages, rank=each, zero=spec.policy.zero
-        )
-        stage = layout.coordinates(each)["pp"]
-        rows.append(
-            {"stage": stage, "rank": each, "layers": len(stages[stage]), "held": count.held,
-             "owned": count.owned}
-        )  # fmt: skip
-    return {"layout": str(layout), "sharding": spec.policy.sharding, "stages": rows}
-
-
-def _shape_text(answer: dict[str, Any], style: str) -> str:
+def _shape_page(answer: dict[str, Any]) -> list[Part]:
     shape = dict(answer["shape"])
     positions = dict(shape.pop("positions"))
     rows = [
@@ -153,9 +78,7 @@ def _shape_text(answer: dict[str, Any], style: str) -> str:
         del positions["partial"]
     rows += [[f"positions.{key}", str(value)] for key, value in positions.items()]
     rows += [[f"positions.scaling.{key}", str(value)] for key, value in scaling.items()]
-    table = render([answer["name"], "value"], rows, style)
-    lines = [] if style == "csv" else answer["remarks"]
-    return "\n".join([table, *([""] if lines else []), *lines])
+    return [Grid([answer["name"], "value"], rows), "", *answer["remarks"]]
 
 
 def _usual() -> dict[str, Any]:
@@ -168,7 +91,7 @@ def _usual() -> dict[str, Any]:
     }
 
 
-def _stages_text(answer: dict[str, Any], style: str) -> str:
+def _stages_page(answer: dict[str, Any]) -> list[Part]:
     rows = [
         [
             str(row["stage"]),
@@ -179,12 +102,10 @@ def _stages_text(answer: dict[str, Any], style: str) -> str:
         ]
         for row in answer["stages"]
     ]
-    table = render(["stage", "rank", "layers", "held", "owned"], rows, style)
-    if style == "csv":
-        return table
+    table = Grid(["stage", "rank", "layers", "held", "owned"], rows)
     total = f"{answer['name']}: {answer['params']:,} parameters"
     meaning = (
         "held: of its stage and tensor shard, while it computes; owned: its share of the "
         "optimizer's\nupdate (under zero3 also all it keeps between uses; a tied copy is not owned)"
     )
-    return f"{table}\n\n{total}; {answer['layout']}; {answer['sharding']}\n{meaning}"
+    return [table, "", f"{total}; {answer['layout']}; {answer['sharding']}", meaning]

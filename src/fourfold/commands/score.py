@@ -7,9 +7,15 @@ refits with each fold of layouts held out, --leave-out predicts each table from 
 
 from __future__ import annotations
 
-import argparse
-import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import fourfold
+from fourfold import options
+from fourfold.events import Event
+from fourfold.options import option
+from fourfold.output import Output, Stderr
+from fourfold.show.accuracy import draw
+from fourfold.show.table import Grid
 
 if TYPE_CHECKING:
     from fourfold.cost.fit.accuracy import Score
@@ -24,52 +30,27 @@ HEADINGS = (
     "regret %", "groups", "memory %", "fit %", "refused %", "missed %", "tight %",
     "free",
 )  # fmt: skip
+OPTIONS = (
+    option("rows", "measured runs, one per source", "ROWS.csv", nargs="+"),
+    option("--calibration", "default: the shipped one", "FILE"),
+    option("--cv", "cross-validated by layout", switch=True),
+    option("--leave-out", "each source from the others", switch=True),
+    option("--few-shot", "10 chosen rows per cluster", switch=True),
+    option("--picture", "predicted against measured", "FILE.png"),
+    options.FORMAT,
+)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from fourfold.commands.flags import add_format
-
-    parser.add_argument("rows", nargs="+", metavar="ROWS.csv", help="measured runs, one per source")
-    parser.add_argument("--calibration", metavar="FILE", help="default: the shipped one")
-    parser.add_argument("--cv", action="store_true", help="cross-validated by layout")
-    parser.add_argument("--leave-out", action="store_true", help="each source from the others")
-    parser.add_argument("--few-shot", action="store_true", help="10 chosen rows per cluster")
-    parser.add_argument("--picture", metavar="FILE.png", help="predicted against measured")
-    add_format(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    from fourfold.cost.fit.accuracy import study
-    from fourfold.cost.fit.calibration import load, shipped
-    from fourfold.cost.table.reference import read_table
-    from fourfold.cost.table.rows import parse
-    from fourfold.show.table import json_text, render
-
-    tables = [parse(read_table(path)) for path in args.rows]
-    calibration = load(args.calibration) if args.calibration else shipped()
-    asked = [
-        name
-        for name, on in (
-            ("cv", args.cv),
-            ("leave-out", args.leave_out),
-            ("few-shot", args.few_shot),
-        )
-        if on
-    ]
-    results = study(
-        tables, calibration, asked=asked, tell=lambda text: print(text, file=sys.stderr)
-    )
+def run(args: Any) -> Output:
+    show = Stderr()
+    ways = {"cv": args.cv, "leave-out": args.leave_out, "few-shot": args.few_shot}
+    how = [name for name, is_asked in ways.items() if is_asked]
+    answer = fourfold.score(args.rows, calibration=args.calibration, how=how, on_event=show)
     if args.picture:
-        from fourfold.show.accuracy import draw
-
-        draw(results, args.picture)
-        print(f"picture in {args.picture}", file=sys.stderr)
-    if args.format == "json":
-        print(json_text({"scores": [_plain(r.how, r.score, r.free) for r in results]}))
-    else:
-        cells = [_cells(r.how, r.score, r.free) for r in results]
-        print(render(HEADINGS, cells, args.format))
-    return 0
+        draw(list(answer.results), args.picture)
+        show(Event(f"picture in {args.picture}"))
+    cells = [_cells(one.how, one.score, one.free) for one in answer.results]
+    return Output.of(answer, lambda: [Grid(HEADINGS, cells)])
 
 
 def _cells(how: str, score: Score, free: str) -> tuple[str, ...]:
@@ -83,10 +64,3 @@ def _cells(how: str, score: Score, free: str) -> tuple[str, ...]:
 
 def _one(value: float, digits: int = 1) -> str:
     return "-" if value != value else f"{value:.{digits}f}"
-
-
-def _plain(how: str, score: Score, free: str) -> dict[str, object]:
-    from dataclasses import asdict
-
-    cells = {n: (None if v != v else v) for n, v in asdict(score).items()}
-    return {"how": how, **cells, "free_parameters": free}

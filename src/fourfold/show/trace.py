@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.cost.trace.steps import WORKSPACE_BYTES, Group, Program, spans
 from fourfold.cost.trace.symbols import bracketed
 from fourfold.cost.trace.walk import StepRow, TensorRow
-from fourfold.show.table import csv_text, render
+from fourfold.show.table import render
 from fourfold.spec.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def _tensor(tensor: TensorRow) -> dict[str, Any]:
     }
 
 
-def csv(rows: Sequence[StepRow]) -> str:
+def tensor_rows(rows: Sequence[StepRow]) -> list[dict[str, str]]:
     """One row per tensor; a step's own numbers stand on its first row only, so columns add up."""
-    lines: list[Sequence[str]] = [CSV_HEADINGS]
+    lines: list[Sequence[str]] = []
     for number, row in enumerate(rows, 1):
         head = [str(number), row.name, row.formula, str(row.times)]
         own = [str(value) for value in (row.flops_rank, row.flops_all, row.comm_bytes)]
@@ -97,7 +97,7 @@ def csv(rows: Sequence[StepRow]) -> str:
         ] or [[""] * 7]
         for index, cell in enumerate(cells):
             lines.append([*head, *cell, *(own if index == 0 else [""] * len(own))])
-    return csv_text(lines).rstrip("\n")
+    return [dict(zip(CSV_HEADINGS, line, strict=True)) for line in lines]
 
 
 def text(program: Program, rows: Sequence[StepRow], cluster: Cluster, style: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 from fourfold.errors import UserError
@@ -13,31 +12,6 @@ from fourfold.result.files.curve import Point
 from fourfold.units import show_seconds
 
 SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def facts(points: Sequence[Point]) -> dict[str, Any]:
-    """What the curve says, in base units; speed over the last tenth of the steps."""
-    if not points:
-        return {"steps_done": 0}
-    recent = points[-max(1, len(points) // 10) :]
-    best = min(points, key=lambda point: point.loss)
-    step_s = median(point.step_s for point in recent)
-    mfu = [point.mfu_pct for point in recent if point.mfu_pct is not None]
-    return {
-        "steps_done": points[-1].step,
-        "first_loss": points[0].loss,
-        "last_loss": points[-1].loss,
-        "recent_loss": sum(point.loss for point in recent) / len(recent),
-        "recent_steps": len(recent),
-        "best_loss": best.loss,
-        "best_step": best.step,
-        "tokens": points[-1].tokens,
-        "sequences": points[-1].sequences,
-        "step_s": step_s,
-        "tokens_s": median(point.tokens_per_s for point in recent),
-        "mfu_pct": median(mfu) if mfu else None,
-        "trained_s": sum(point.step_s for point in points),
-    }
 
 
 def rows(plain: dict[str, Any]) -> list[list[str]]:

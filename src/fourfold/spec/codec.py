@@ -33,7 +33,7 @@ _LONG_KEY = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{MAX_DEPT
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def type_hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -55,7 +55,7 @@ def decode_fields(cls: type[T], data: object, path: str = "") -> T:
         if key not in fields:
             raise UserError("unknown field", field=_join(path, key), hint=nearest(str(key), fields))
         if value is not None:
-            values[key] = _decode_value(_hints(cls)[key], value, _join(path, key))
+            values[key] = _decode_value(type_hints(cls)[key], value, _join(path, key))
     for name, field in fields.items():
         no_default = (
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -159,7 +159,7 @@ def encode(value: Any, *, sparse: bool = False) -> Any:
             item = getattr(value, field.name)
             if item is None or (sparse and item == _default_of(field)):
                 continue
-            if _hints(type(value))[field.name] == tuple[tuple[str, str], ...]:
+            if type_hints(type(value))[field.name] == tuple[tuple[str, str], ...]:
                 plain[field.name] = dict(item)
             else:
                 plain[field.name] = encode(item, sparse=sparse)

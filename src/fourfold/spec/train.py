@@ -5,11 +5,12 @@ adds to a run. Learning rates per update, the interval of saves in steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from fourfold.errors import UserError
 from fourfold.spec import check
+from fourfold.spec.flag import flag
 from fourfold.units import count_from
 
 Count = Annotated[int, count_from]
@@ -24,24 +25,52 @@ class TrainSettings:
     `weights` is a Hugging Face folder to begin from; a resume has its own.
     """
 
-    steps: Count
-    lr: float = 3e-4
-    min_lr: float = 0.0
-    warmup_steps: Count = 0
-    lr_schedule: LrSchedule = "cosine"
+    steps: Count = field(metadata=flag("steps in all, those before a resume included", "N"))
+    lr: float = field(default=3e-4, metadata=flag("highest learning rate (default 3e-4)", "N"))
+    min_lr: float = field(
+        default=0.0,
+        metadata=flag("learning rate at the end of the decay (default 0)", "N", rare=True),
+    )
+    warmup_steps: Count = field(
+        default=0, metadata=flag("steps up to the highest rate (default 0)", "N")
+    )
+    lr_schedule: LrSchedule = field(
+        default="cosine", metadata=flag("cosine (default), linear, constant or wsd", "X", rare=True)
+    )
     decay_steps: Count = 0
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_norm: float = 1.0
-    save_every: Count = 100
-    keep: int = 2
-    async_save: bool = True
-    log_every: Count = 10
-    tensorboard: bool = False
-    wandb: str = ""
-    weights: str = ""
+    save_every: Count = field(
+        default=100,
+        metadata=flag("steps between checkpoints (default 100); 0: only at the end", "N"),
+    )
+    keep: int = field(
+        default=2, metadata=flag("checkpoints to keep (default 2); 0: all", "N", rare=True)
+    )
+    async_save: bool = field(
+        default=True,
+        metadata=flag(
+            "write checkpoints while training goes on (default)",
+            names=("--async",),
+            pair=True,
+            rare=True,
+        ),
+    )
+    log_every: Count = field(
+        default=10, metadata=flag("steps between looks at the loss (default 10)", "N", rare=True)
+    )
+    tensorboard: bool = field(
+        default=False, metadata=flag("also write TensorBoard events", pair=True, rare=True)
+    )
+    wandb: str = field(
+        default="", metadata=flag("also log to this Weights & Biases project", "X", rare=True)
+    )
+    weights: str = field(
+        default="", metadata=flag("start from a Hugging Face folder (its --model too)", "X")
+    )
 
     def __post_init__(self) -> None:
         check.whole(1, 10**9, steps=self.steps, log_every=self.log_every)

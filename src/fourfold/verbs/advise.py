@@ -17,7 +17,8 @@ from fourfold.spec.device import Device
 from fourfold.spec.words import BUNDLES
 from fourfold.verbs.machine import known_cluster, read_calibration
 from fourfold.verbs.plan import resolved
-from fourfold.verbs.requests import AdviseRequest, PlanRequest
+from fourfold.verbs.requests import PlanRequest
+from fourfold.verbs.tool_requests import AdviseRequest
 
 SIZES = ("hidden", "heads", "ffn", "vocab", "micro_batch")
 

@@ -130,56 +130,6 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdviseRequest:
-    """Sizes of one layer on a GPU; with `params` and `tokens`, whole models on machines."""
-
-    gpu: str | None = field(
-        default=None, metadata=flag("GPU to judge for (see 'fourfold clusters')", "ID")
-    )
-    cluster: str | Cluster | None = field(
-        default=None,
-        metadata=flag("take the GPU, and the machines for --params, from a cluster", "NAME"),
-    )
-    model: str | None = field(
-        default=None, metadata=flag("model preset for sizes that are not given", "NAME")
-    )
-    hidden: Size | None = field(default=None, metadata=flag("hidden size", "N"))
-    heads: Size | None = field(
-        default=None, metadata=flag("attention heads (default: head size 128)", "N")
-    )
-    kv_heads: Size | None = field(
-        default=None, metadata=flag("key-value heads (default: as many as heads)", "N")
-    )
-    ffn: Size | None = field(default=None, metadata=flag("MLP width (default: 4 x hidden)", "N"))
-    vocab: int | None = field(default=None, metadata=flag("vocabulary size", "N"))
-    tp: Size | None = field(default=None, metadata=flag("tensor-parallel size (default 1)", "N"))
-    micro_batch: Size | None = field(
-        default=None, metadata=flag("sequences per micro batch (default 1)", "N")
-    )
-    seq_len: Size | None = field(
-        default=None, metadata=flag("sequence length in tokens (default 2048)", "N")
-    )
-    max_nodes: Size | None = field(
-        default=None, metadata=flag("at most N hosts, for --params", "N")
-    )
-    global_batch: Size | None = field(
-        default=None, metadata=flag("sequences per step, for --params (default 2048)", "N")
-    )
-    params: Count | None = field(
-        default=None, metadata=flag("compare model shapes of about P parameters, such as 30B", "P")
-    )
-    tokens: Count | None = field(
-        default=None, metadata=flag("training tokens for --params, such as 1T", "T")
-    )
-    attention: Literal["flash", "fused-softmax", "unfused"] = field(
-        default="flash", metadata=flag("attention kernel (default flash)")
-    )
-    precision: str = field(default="bf16-mixed", metadata=flag("precision, as in 'plan'", "X"))
-    stack: str | None = field(default=None, metadata=flag("engine to predict", "NAME"))
-    calibration: str | None = field(default=None, metadata=CALIBRATION)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFilter:
     """Which runs of a store; all conditions must hold."""
 

@@ -253,3 +253,21 @@ class VerifyRequest(Start):
         metadata=flag("time limit per layout, in seconds (default 180)", "S", rare=True),
     )
     policy: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest(Start):
+    """Where a training is kept and how it starts. It continues where its folder stands, unless it
+    is to be `fresh`; `resume`: and fails if there is nothing to continue."""
+
+    out: str | None = field(default=None, metadata=flag("the training's folder", "DIR"))
+    resume: bool = field(
+        default=False, metadata=flag("fail if there is no checkpoint", either="start")
+    )
+    fresh: bool = field(
+        default=False,
+        metadata=flag(
+            "start over (old checkpoints are kept until the new run saves one)", either="start"
+        ),
+    )
+    convention: str = field(default=DEFAULT, metadata=CONVENTION)

@@ -1,28 +1,37 @@
-"""'data make': texts -> tokens, a few MiB at a time: a file may be larger than memory."""
+"""make_tokens, show_tokens: texts -> tokens, a few MiB at a time; a file may exceed the memory."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from fourfold import files
-from fourfold.commands import progress
 from fourfold.errors import UserError
-from fourfold.spec.tokens import chunks, token_paths, tokenizer_name, tokenizer_path, write_tokens
+from fourfold.events import OnEvent, ignore, progress
+from fourfold.spec import codec
+from fourfold.spec.tokens import (
+    Tally,
+    TokenInfo,
+    chunks,
+    read_info,
+    token_paths,
+    tokenizer_name,
+    tokenizer_path,
+    write_tokens,
+)
 from fourfold.units import show_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
+from fourfold.verbs import Facts
 
 _QUIET_S = 2.0
-_BYTES = 256
+_BYTES, _FIRST = 256, 64
 # Texts go through a tokenizer in pieces of about this many characters, several at once.
 _PIECE, _AT_ONCE = 2**18, 16
 # Where tokenizers never join what stands on both sides: before a line's end after a letter or
@@ -36,10 +45,10 @@ _END_TOKENS = (
 class Meter:
     """Progress in bytes, from two seconds on."""
 
-    def __init__(self, word: str, total: int) -> None:
+    def __init__(self, word: str, total: int, on_event: OnEvent) -> None:
         self.word, self.total, self.done = word, total, 0
         self.began_at = time.monotonic()
-        self.say = progress.progress_lines()
+        self.say = progress(on_event)
 
     def add(self, count: int) -> None:
         self.done += count
@@ -48,10 +57,6 @@ class Meter:
             return
         of = f" of {show_bytes(self.total)}" if self.total else ""
         self.say(f"{self.word} {show_bytes(self.done)}{of}, {show_bytes(self.done / passed)}/s")
-
-    def end(self) -> None:
-        if time.monotonic() - self.began_at >= _QUIET_S:
-            progress.end_line()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +70,88 @@ class Encoder:
     text: str = ""  # of its tokenizer.json, which is kept beside the tokens
 
 
-def run_make(args: argparse.Namespace) -> str:
-    """The name of the file that was made."""
-    path, side = token_paths(args.out)
-    kept = tokenizer_path(args.out)
+def make_tokens(
+    paths: Sequence[str],
+    out: str,
+    *,
+    tokenizer: str = "bytes",
+    vocab: int | None = None,
+    end_token: str | None = None,
+    force: bool = False,
+    on_event: OnEvent = ignore,
+) -> Facts:
+    """Texts -> a token file NAME.bin with its NAME.json; `vocab` of a model must suffice."""
+    path, side = token_paths(out)
+    kept = tokenizer_path(out)
     for old in (path, side, kept):
-        if os.path.lexists(old) and not args.force:
+        if os.path.lexists(old) and not force:
             raise UserError(
                 "exists", field="out", value=str(old), hint="add --force, or name another"
             )
-    total = sum(_size(name) for name in args.files)
-    encoder = _encoder(args)
-    _require_vocab(encoder, args.vocab)
-    meter = Meter("read", 0 if "-" in args.files else total)
-    with write_tokens(
-        args.out, vocab=encoder.vocab, end=encoder.end, tokenizer=encoder.name
-    ) as writer:
-        for name in args.files:
+    total = sum(_size(name) for name in paths)
+    encoder = _encoder(tokenizer, vocab, end_token)
+    _require_vocab(encoder, vocab)
+    meter = Meter("read", 0 if "-" in paths else total, on_event)
+    with write_tokens(out, vocab=encoder.vocab, end=encoder.end, tokenizer=encoder.name) as writer:
+        for name in paths:
             for tokens in encoder.tokens(_metered(name, meter), name):
                 writer.add(tokens)
             writer.end_document()
         if not writer.tally.tokens:
-            raise UserError("hold no text", field="files", value=" ".join(args.files))
-    meter.end()
+            raise UserError("hold no text", field="files", value=" ".join(paths))
     if encoder.text:
         files.write_text(kept, encoder.text)
     else:
         kept.unlink(missing_ok=True)
-    return args.out
+    info = read_info(out)
+    facts = _facts(out, info)
+    return Facts(facts, [facts])
+
+
+def show_tokens(name: str, *, quick: bool = False, on_event: OnEvent = ignore) -> Facts:
+    """What a token file holds; all of it is read and checked, unless `quick`."""
+    info = read_info(name)
+    facts = _facts(name, info)
+    if not quick:
+        facts |= _checked(name, info, on_event)
+    return Facts(facts, [facts])
+
+
+def _facts(name: str, info: TokenInfo) -> dict[str, Any]:
+    tokens, _ = token_paths(name)
+    first = _first(name, info)
+    facts = codec.encode(info) | {
+        "tokens_file": str(tokens),
+        "size_bytes": info.size_bytes,
+        "checksum": "ends match",
+        "first_tokens": first,
+    }
+    if info.tokenizer == "bytes":
+        plain = bytes(token for token in first if token < 256)
+        facts["first_text"] = plain.decode("utf-8", errors="replace")
+    return facts
+
+
+def _first(name: str, info: TokenInfo) -> list[int]:
+    kind = np.dtype(info.dtype).newbyteorder("<")
+    found = np.fromfile(token_paths(name)[0], dtype=kind, count=min(_FIRST, info.tokens))
+    return [int(token) for token in found]
+
+
+def _checked(name: str, info: TokenInfo, on_event: OnEvent) -> dict[str, Any]:
+    """All tokens read once: hash, entropy and how many kinds there are."""
+    tally, meter = Tally(info.dtype, info.vocab), Meter("read", info.size_bytes, on_event)
+    path, _ = token_paths(name)
+    for plain in chunks(path):
+        tally.add(plain)
+        meter.add(len(plain))
+    same = tally.sha256 == info.sha256 and tally.beyond == 0
+    return {
+        "checksum": "matches" if same else "differs",
+        "found_sha256": tally.sha256,
+        "distinct_tokens": tally.distinct,
+        "unigram_nats": tally.entropy_nats,
+    }
 
 
 def _size(name: str) -> int:
@@ -119,17 +178,17 @@ def _metered(name: str, meter: Meter) -> Iterator[bytes]:
         meter.add(len(content))
 
 
-def _encoder(args: argparse.Namespace) -> Encoder:
-    if args.tokenizer == "bytes":
-        if args.end_token is not None:
+def _encoder(tokenizer: str, vocab: int | None, end_token: str | None) -> Encoder:
+    if tokenizer == "bytes":
+        if end_token is not None:
             raise UserError(
                 "byte tokens end a document by themselves", field="--end-token",
-                value=args.end_token, hint="leave it out, or name a --tokenizer",
+                value=end_token, hint="leave it out, or name a --tokenizer",
             )  # fmt: skip
         # A model of 256 tokens has none to spare: a zero byte, which texts do not hold.
-        spare = args.vocab != _BYTES
+        spare = vocab != _BYTES
         return Encoder("bytes", _BYTES + spare, _BYTES if spare else 0, _from_bytes)
-    return _from_file(args.tokenizer, args.end_token)
+    return _from_file(tokenizer, end_token)
 
 
 def _require_vocab(encoder: Encoder, vocab: int | None) -> None:
@@ -143,8 +202,6 @@ def _require_vocab(encoder: Encoder, vocab: int | None) -> None:
 
 
 def _from_bytes(content: Iterator[bytes], name: str) -> Iterator[np.ndarray[Any, Any]]:
-    import numpy as np
-
     for plain in content:
         yield np.frombuffer(plain, np.uint8)
 
@@ -172,8 +229,6 @@ def _from_file(path: str, end_token: str | None) -> Encoder:
     known = made.get_vocab(with_added_tokens=True)
 
     def encode(content: Iterator[bytes], source: str) -> Iterator[np.ndarray[Any, Any]]:
-        import numpy as np
-
         texts = pieces(_decoded(content, source))
         while some := list(itertools.islice(texts, _AT_ONCE)):
             for one in made.encode_batch_fast(some, add_special_tokens=False):

@@ -1,28 +1,37 @@
-"""'clusters new': a cluster file from answers, `nvidia-smi topo -m` output and nccl-tests logs.
+"""new_cluster: a cluster file from answers, `nvidia-smi topo -m` output and nccl-tests logs.
 
-Rates are never guessed: a flag, else a measurement, else links x the data sheet's rate of a link,
-else a question (on a terminal) or a refusal. A latency that nobody gave or measured is assumed, and
-the file says so.
+Rates are never guessed: a value given, else a measurement, else links x the data sheet's rate of a
+link, else a question or a refusal. A latency that nobody gave or measured is assumed, and the file
+says so.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fourfold import files
-from fourfold.commands.clusters import cluster_text
 from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore
 from fourfold.spec import catalog, check, codec
 from fourfold.spec.device import Device, device_id
 from fourfold.spec.nccl_tests import LinkFit, NcclLog, fit, parse_log
 from fourfold.spec.toml import toml_text
 from fourfold.spec.topology import HostTopology, parse_topo
 from fourfold.units import bytes_per_s_from
+from fourfold.verbs.shapes import OneCluster
+from fourfold.verbs.tool_requests import ClusterRequest
+
+# (field, question, flag) -> the answer.
+Ask = Callable[[str, str, str], str]
+
+
+def refuse(field: str, question: str, flag: str) -> str:
+    raise UserError("is required", field=field, hint=f"{flag}: {question}")
+
 
 # Typical of one NCCL step inside a host and between hosts; the shipped clusters assume the same.
 _ASSUMED = {"alone": "0us", "nvlink": "3us", "pcie": "5us", "network": "10us"}
@@ -32,7 +41,9 @@ _ASSUMED = {"alone": "0us", "nvlink": "3us", "pcie": "5us", "network": "10us"}
 class _Evidence:
     """What is known before levels are built."""
 
-    args: argparse.Namespace
+    request: ClusterRequest
+    ask: Ask
+    on_event: OnEvent
     device: Device
     topo: HostTopology | None
     logs: tuple[NcclLog, ...]
@@ -46,74 +57,54 @@ class _Evidence:
 
     @property
     def nics(self) -> int:
-        return self.args.nics or (self.topo.nics if self.topo else 0)
+        return self.request.nics or (self.topo.nics if self.topo else 0)
 
 
-def run_new(args: argparse.Namespace) -> int:
-    if args.out:
-        files.require_mine(args.out, mark="", force=args.force)
-    name = args.name or (Path(args.out).stem if args.out else "")
-    name = name or _ask("name", "a name for the cluster", "--name NAME")
+def new_cluster(
+    request: ClusterRequest, *, ask: Ask = refuse, on_event: OnEvent = ignore
+) -> OneCluster:
+    """A cluster from what is known of it. `ask` answers what is missing: on a terminal a person,
+    else it refuses."""
+    name = request.name or ask("name", "a name for the cluster", "--name NAME")
     if not name.isprintable() or len(name) > 100:
         raise UserError("must be one short line of text", field="name", value=name)
-    plain = _plain(_evidence(args), name)
-    cluster = catalog.cluster_from(plain)
-    text = toml_text(plain)
-    if args.out:
-        files.write_text(args.out, text)
-        print(cluster_text(cluster, args.format))
-        print(f"wrote {args.out}; use it as --cluster {_as_path(args.out)}", file=sys.stderr)
-    else:
-        print(cluster_text(cluster, "json") if args.format == "json" else text.rstrip("\n"))
-    return 0
+    plain = _plain(_evidence(request, ask, on_event), name)
+    return OneCluster(catalog.cluster_from(plain), toml_text(plain))
 
 
-def _as_path(out: str) -> str:
-    return out if "/" in out or out.endswith(".toml") else f"./{out}"
-
-
-def _ask(field: str, question: str, flag: str) -> str:
-    """An answer from the terminal; without one the request is incomplete."""
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise UserError("is missing", field=field, hint=f"add {flag}: {question}")
-    print(f"{question}? ", end="", file=sys.stderr, flush=True)
-    answer = sys.stdin.readline().strip()
-    if not answer:
-        raise UserError("is missing", field=field, hint=f"answer, or add {flag}")
-    return answer
-
-
-def _ask_count(field: str, question: str, flag: str) -> int:
-    answer = _ask(field, question, flag)
+def _ask_count(ask: Ask, field: str, question: str, flag: str) -> int:
+    answer = ask(field, question, flag)
     if not (answer.isascii() and answer.isdecimal()) or int(answer[:9]) < 1:
         raise UserError("must be a whole number from 1", field=field, value=answer)
     return int(answer[:9])
 
 
-def _evidence(args: argparse.Namespace) -> _Evidence:
+def _evidence(request: ClusterRequest, ask: Ask, on_event: OnEvent) -> _Evidence:
     for flag in ("hosts", "host_gpus", "nvlink_ranks", "nics"):
-        value = getattr(args, flag)
+        value = getattr(request, flag)
         if value is not None and not 1 <= value <= 2**24:
             name = flag.replace("_", "-")
             raise UserError("must be from 1 to 2^24", field=name, value=value)
-    logs = tuple(_read_log(path) for path in args.nccl_tests or ())
-    device = catalog.device(args.gpu or _gpu_of(logs) or _ask("gpu", "which GPU", "--gpu ID"))
+    logs = tuple(_read_log(path) for path in request.nccl_tests or ())
+    device = catalog.device(request.gpu or _gpu_of(logs) or ask("gpu", "which GPU", "--gpu ID"))
     topo = None
-    if args.topo:
+    if request.topo:
         try:
-            topo = parse_topo(files.read_text(args.topo, field="topo"), device)
+            topo = parse_topo(files.read_text(request.topo, field="topo"), device)
         except UserError as error:
-            raise error.within(f"topo {args.topo}") from None
-    host_gpus = _host_gpus(args, topo, logs)
-    hosts = args.hosts or max((log.hosts for log in logs), default=0)
-    hosts = hosts or _ask_count("hosts", "how many hosts", "--hosts N")
-    if topo is not None and topo.switched and topo.gpus <= 4 and not args.nvlink_ranks:
+            raise error.within(f"topo {request.topo}") from None
+    host_gpus = _host_gpus(request, ask, topo, logs)
+    hosts = request.hosts or max((log.hosts for log in logs), default=0)
+    hosts = hosts or _ask_count(ask, "hosts", "how many hosts", "--hosts N")
+    if topo is not None and topo.switched and topo.gpus <= 4 and not request.nvlink_ranks:
         # Hosts of 4 join their GPUs directly; a switch there is a rack's (NVL72).
         say = "note: NVLink is taken to end at the host; where its switch joins hosts (NVL72), add"
-        print(f"{say} --nvlink-ranks 72", file=sys.stderr)
-    island = args.nvlink_ranks or (topo.island if topo else host_gpus if device.links else 1)
+        on_event(Event(f"{say} --nvlink-ranks 72"))
+    island = request.nvlink_ranks or (topo.island if topo else host_gpus if device.links else 1)
     return _Evidence(
-        args=args,
+        request=request,
+        ask=ask,
+        on_event=on_event,
         device=device,
         topo=topo,
         logs=logs,
@@ -136,19 +127,19 @@ def _gpu_of(logs: tuple[NcclLog, ...]) -> str | None:
 
 
 def _host_gpus(
-    args: argparse.Namespace, topo: HostTopology | None, logs: tuple[NcclLog, ...]
+    request: ClusterRequest, ask: Ask, topo: HostTopology | None, logs: tuple[NcclLog, ...]
 ) -> int:
     seen = topo.gpus if topo else 0
-    if seen and args.host_gpus and args.host_gpus != seen:
+    if seen and request.host_gpus and request.host_gpus != seen:
         raise UserError(
             f"the topology shows {seen}",
             field="host-gpus",
-            value=args.host_gpus,
+            value=request.host_gpus,
             hint="leave --host-gpus out, or give the topology of the right host",
         )
     most = max((log.host_ranks for log in logs), default=0)
-    count = args.host_gpus or seen or most
-    count = count or _ask_count("host-gpus", "how many GPUs in one host", "--host-gpus N")
+    count = request.host_gpus or seen or most
+    count = count or _ask_count(ask, "host-gpus", "how many GPUs in one host", "--host-gpus N")
     if most > count:
         raise UserError(
             f"a log of nccl-tests has {most} ranks on a host", field="host-gpus", value=count
@@ -168,7 +159,7 @@ def _plain(known: _Evidence, name: str) -> dict[str, Any]:
         _add_level(known, links, notes, "network" if known.gpus > 1 else "alone", known.gpus)
     shipped = known.device.id in catalog.device_names()
     shipped = shipped and catalog.device(known.device.id) == known.device
-    price = known.args.price
+    price = known.request.price
     return {
         "schema": codec.SCHEMA_VERSION,
         "name": name,
@@ -186,7 +177,7 @@ def _add_level(
 ) -> None:
     measured = _measured(known, level)
     rate, why = _rate(known, level, measured)
-    given = getattr(known.args, f"{level}_latency", None)
+    given = getattr(known.request, f"{level}_latency", None)
     if given:
         latency, source = given, "given"
     elif measured is not None and measured.latency_s is not None:
@@ -199,12 +190,12 @@ def _add_level(
 
 def _rate(known: _Evidence, level: str, measured: LinkFit | None) -> tuple[str, str]:
     """(rate of one GPU, where it comes from)."""
-    args, device, topo = known.args, known.device, known.topo
+    request, device, topo = known.request, known.device, known.topo
     if level == "network":
         return _network_rate(known, measured)
     if level == "alone":
         return _show_rate(device.memory_bytes_per_s), "one GPU, its own memory"
-    given = args.nvlink if level == "nvlink" else args.pcie
+    given = request.nvlink if level == "nvlink" else request.pcie
     if given:
         return given, "given"
     if measured is not None:
@@ -215,31 +206,31 @@ def _rate(known: _Evidence, level: str, measured: LinkFit | None) -> tuple[str, 
         return _show_rate(topo.nvlinks * each), f"{topo.nvlinks} links of {_show_rate(each)} {how}"
     if level == "nvlink" and device.peer_bytes_per_s:
         return _show_rate(device.peer_bytes_per_s), "data sheet"
-    return _ask(
+    return known.ask(
         level, f"{level} rate of one GPU, one way, such as 30GB/s", f"--{level} RATE"
     ), "given"
 
 
 def _network_rate(known: _Evidence, measured: LinkFit | None) -> tuple[str, str]:
-    args = known.args
-    if args.network:
-        host, why = _parsed("network", args.network), f"{args.network} a host"
+    request = known.request
+    if request.network:
+        host, why = _parsed("network", request.network), f"{request.network} a host"
     elif measured is not None:
         used = max(log.host_ranks for log in known.logs if _level_of(known, log) == "network")
         part = f" on {used} of {known.host_gpus} GPUs a host" if used < known.host_gpus else ""
         return _show_rate(measured.bytes_per_s), f"measured with nccl-tests{part}"
-    elif args.nic_rate and known.nics:
-        host = known.nics * _parsed("nic-rate", args.nic_rate)
-        why = f"{known.nics} cards of {args.nic_rate} a host"
-    elif args.nic_rate:
+    elif request.nic_rate and known.nics:
+        host = known.nics * _parsed("nic-rate", request.nic_rate)
+        why = f"{known.nics} cards of {request.nic_rate} a host"
+    elif request.nic_rate:
         raise UserError("is missing", field="nics", hint="add --nics N, or --topo FILE")
     else:
         example = f"--nic-rate RATE ({known.nics} cards seen)" if known.nics else "--network RATE"
-        answer = _ask("network", "network rate of one host, such as 3200Gbit/s", example)
+        answer = known.ask("network", "network rate of one host, such as 3200Gbit/s", example)
         host, why = _parsed("network", answer), f"{answer} a host"
     gpu = _show_rate(host / known.host_gpus)
     bits = f"{8 * host / known.host_gpus / 1e9:.6g}Gbit/s"
-    print(f"network: {why} = {bits} ({gpu}) a GPU", file=sys.stderr)
+    known.on_event(Event(f"network: {why} = {bits} ({gpu}) a GPU"))
     return gpu, why
 
 

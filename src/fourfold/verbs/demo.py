@@ -1,0 +1,139 @@
+"""demo: the main job on this machine, start to end: calibrate, plan, measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from fourfold.cost.fit.calibration import calibration_of
+from fourfold.events import Event, OnEvent, ignore, progress
+from fourfold.launch.devices import gpu_count
+from fourfold.launch.folder import scratch
+from fourfold.launch.local import run_job
+from fourfold.result.profile import HardwareProfile, cluster_of
+from fourfold.result.read.quality import flags
+from fourfold.result.report import Prediction, RunReport
+from fourfold.search.query import PlanQuery, entry_for
+from fourfold.search.ranking import rank_layouts
+from fourfold.spec import AXES, Batch, Policy, RunSpec, catalog
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.job import Job
+from fourfold.verbs.calibrate import calibrate
+
+CPU_RANKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is trained where."""
+
+    model: str
+    batch: Batch
+    policy: Policy
+    ranks: int
+
+
+def scene(gpus: int) -> Scene:
+    if gpus:
+        batch = Batch(seq_len=2048, micro_batch=1, global_batch=8 * gpus)
+        return Scene("llama-3.2-1b-untied", batch, Policy(precision="bf16-mixed"), gpus)
+    batch = Batch(seq_len=128, micro_batch=1, global_batch=16)
+    return Scene("llama-mini", batch, Policy(precision="fp32"), CPU_RANKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    scene: Scene
+    cluster: Cluster
+    runs: list[dict[str, Any]]
+
+    def plain(self) -> dict[str, Any]:
+        return {"model": self.scene.model, "cluster": self.cluster.name, "runs": self.runs}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.runs
+
+
+def demo(*, layouts: int = 3, steps: int = 6, on_event: OnEvent = ignore) -> Demo:
+    layouts, steps = min(max(layouts, 1), 8), min(max(steps, 1), 1000)
+    chosen = scene(gpu_count())
+    on_event(Event("1 of 3: measuring this machine (fourfold calibrate --quick) ..."))
+    profile = calibrate(quick=True, on_event=on_event).profile
+    cluster = cluster_of(profile, chosen.ranks)
+    on_event(Event(f"2 of 3: planning {chosen.model} on {chosen.ranks} ranks (fourfold plan) ..."))
+    planned = _plan(chosen, cluster, profile, layouts, on_event)
+    on_event(Event(f"3 of 3: running {len(planned)} layouts, {steps} timed steps each ..."))
+    reports = _measure([spec for spec, _ in planned], steps, on_event)
+    pairs = zip(planned, reports, strict=True)
+    return Demo(chosen, cluster, [_row(spec, said, report) for (spec, said), report in pairs])
+
+
+def _plan(
+    chosen: Scene, cluster: Cluster, profile: HardwareProfile, layouts: int, on_event: OnEvent
+) -> list[tuple[RunSpec, Prediction]]:
+    """The fastest plan and the best ones that divide the work in other ways."""
+    known = calibration_of(profile, cluster)
+    entry, _ = entry_for(known, "fourfold", cluster)
+    ask = PlanQuery(
+        model=catalog.model(chosen.model),
+        cluster=cluster,
+        gpus=chosen.ranks,
+        batch=chosen.batch,
+        policy=chosen.policy,
+        stack="fourfold",
+        entry=entry,
+        calibration=known.name,
+        no_rows="no run was measured here yet",
+        evidence={},
+        fixed={"virtual_stages": 1, "recompute": "none"},
+        explore=True,
+    )
+    found = rank_layouts(ask)
+    on_event(Event(f"   {found.grid.legal:,} legal plans, {found.fitting:,} fit"))
+    planned: dict[str, tuple[RunSpec, Prediction]] = {}
+    for i in range(len(found)):
+        layout = found.layout(i)
+        axes = " ".join(axis for axis in AXES if layout.size(axis) > 1)
+        if axes in planned:
+            continue
+        planned[axes] = (found.spec(i), found.predicted.one(i))
+        if len(planned) == layouts:
+            break
+    return list(planned.values())
+
+
+def _measure(specs: list[RunSpec], steps: int, on_event: OnEvent) -> list[RunReport]:
+    timed = tuple(replace(spec, steps=steps, warmup=2) for spec in specs)
+    with scratch() as folder:
+        # Probes before and after each run tell a changed machine from a wrong prediction.
+        job = Job(job="run", specs=timed, options=(("probe_s", "0.5"),))
+        report = run_job(job, folder, progress=progress(on_event))
+    return list(report.runs)
+
+
+def _row(spec: RunSpec, said: Prediction, report: RunReport) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "layout": str(spec.layout),
+        "sharding": spec.policy.sharding,
+        "micro_batch": spec.batch.micro_batch,
+        "predicted_s": said.step_s,
+        "predicted_s_low": said.step_s_low,
+        "predicted_s_high": said.step_s_high,
+        "predicted_peak_bytes": said.peak_bytes,
+        "outcome": report.outcome,
+    }
+    timed = [step for step in report.steps if not step.warmup]
+    if report.outcome == "ok" and timed:
+        row |= {
+            "measured_s": median(step.seconds for step in timed),
+            "measured_peak_bytes": max(memory.peak_bytes for memory in report.memory),
+            "inside_interval": said.step_s_low
+            <= median(step.seconds for step in timed)
+            <= said.step_s_high,
+            "flags": flags(report),
+            "loss": next((s.loss for s in reversed(timed) if s.loss is not None), None),
+        }
+    elif report.failure is not None:
+        row["failure"] = report.failure.message
+    return row

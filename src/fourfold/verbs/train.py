@@ -1,0 +1,284 @@
+"""train: the engine with data, a learning-rate schedule, checkpoints and a kept loss curve.
+
+A folder that has checkpoints is continued where it stands, on any layout and world that computes
+the same training.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from fourfold import files
+from fourfold.cost.count.flops import DEFAULT, FlopsQuery, convention
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore, progress
+from fourfold.launch.devices import require_gpus
+from fourfold.launch.folder import exclusive
+from fourfold.launch.local import run_job
+from fourfold.launch.permit import Permit
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.files import curve
+from fourfold.result.files.curve import Point
+from fourfold.result.files.training_folder import TrainingFolder
+from fourfold.result.job import JobReport, answer_file
+from fourfold.search.legal import require_legal
+from fourfold.spec import codec
+from fourfold.spec.job import Job
+from fourfold.spec.run import RunSpec
+from fourfold.spec.tokens import TokenInfo, read_info, require_fit
+from fourfold.spec.train import TrainSettings
+from fourfold.units import show_seconds
+from fourfold.verbs.bench import permit_of
+from fourfold.verbs.run_requests import TrainRequest
+from fourfold.verbs.train_start import described, end_killed, known_table, prepared
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """`facts`: outcome, losses, speed; `points`: the curve."""
+
+    facts: dict[str, Any]
+    points: Sequence[Point]
+
+    @property
+    def outcome(self) -> str:
+        return self.facts["outcome"]
+
+    def plain(self) -> dict[str, Any]:
+        return self.facts
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [self.facts]
+
+
+def train(
+    run: Callable[[dict[str, Any]], Mapping[str, Any]] | Mapping[str, Any],
+    request: TrainRequest,
+    *,
+    on_event: OnEvent = ignore,
+) -> Training:
+    """`run`: a run's table with a [train] table; or a function that makes it of what the folder
+    was trained with."""
+    if not request.out:
+        raise UserError("is required", field="out", hint="the training's folder")
+    folder = TrainingFolder(request.out)
+    folder.must_be_plain()
+    if folder.aside.exists():  # a --fresh was killed
+        with folder.locked(), exclusive(folder.root):
+            end_killed(folder, on_event)
+            _settle(folder, on_event)
+    table = run(known_table(folder, request)) if callable(run) else run
+    spec, settings = described(table, folder, request, on_event)
+    permit = permit_of(request)
+    _must_be_legal(spec, permit)
+    _must_have_packages(settings)
+    data = _data(spec)
+    with folder.locked(), exclusive(folder.root):
+        try:
+            sha256 = data.sha256 if data else ""
+            start = prepared(request, folder, spec, settings, sha256, on_event)
+            if start is not None and start.step >= settings.steps:
+                on_event(Event(f"{start.step} steps are done, {settings.steps} are asked for"))
+                return _shown(folder, settings, {"outcome": "ok"}, request.convention, on_event)
+            folder.describe(spec, settings)
+            report = _trained(folder, spec, settings, start, permit, on_event)
+            ended = _ended(folder, report, on_event)
+            return _shown(folder, settings, ended, request.convention, on_event)
+        finally:
+            _settle(folder, on_event)
+
+
+def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore) -> Training:
+    """What a training's folder holds."""
+    folder = TrainingFolder(path)
+    folder.must_be_plain()
+    table = folder.described()
+    if not table:
+        raise UserError(
+            "is not the folder of a training (it has no train.toml)",
+            field="show",
+            value=path,
+            hint="name the --out of a 'fourfold train'",
+        )
+    settings = codec.decode(TrainSettings, table.get("train", {}), "train")
+    return _shown(folder, settings, {"outcome": "shown"}, rule, on_event)
+
+
+def _ended(folder: TrainingFolder, report: JobReport, on_event: OnEvent) -> dict[str, Any]:
+    failure = report.failure
+    if failure is None:
+        if _stopped(folder):
+            return {"outcome": "stopped", "note": "as asked; the same command continues"}
+        return {"outcome": report.outcome}
+    first_line = failure.message.partition("\n")[0]
+    on_event(Event(f"{report.outcome}: {failure.who}: {first_line}"))
+    on_event(Event(f"logs of the ranks: {folder.job}"))
+    names = ("rank", "stage", "phase", "message")
+    failed = {name: getattr(failure, name) for name in names}
+    return {"outcome": report.outcome, "failure": failed}
+
+
+def _data(spec: RunSpec) -> TokenInfo | None:
+    """The token file, once it is seen to fit the model; None for synthetic tokens."""
+    if not spec.data:
+        return None
+    info = read_info(spec.data)
+    require_fit(info, name=spec.data, vocab=spec.model.vocab, seq_len=spec.batch.seq_len)
+    return info
+
+
+def _must_be_legal(spec: RunSpec, permit: Permit) -> None:
+    if spec.batch.micro_batch == 0:
+        raise UserError(
+            "'auto' is chosen by bench", field="batch.micro_batch", value=0, hint="give a number"
+        )
+    require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
+    permit.require((spec,), ranks=spec.gpus)
+    require_legal(spec)
+
+
+def _must_have_packages(settings: TrainSettings) -> None:
+    """Before minutes of start-up, not after."""
+    for wanted, package in ((settings.tensorboard, "tensorboard"), (settings.wandb, "wandb")):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"needs the package {package}, which is not installed",
+                field=package,
+                hint=f"pip install {package}, or leave --{package} out",
+            )
+
+
+def _settle(folder: TrainingFolder, on_event: OnEvent) -> None:
+    said = folder.settle()
+    if said:
+        on_event(Event(said))
+
+
+def _trained(
+    folder: TrainingFolder,
+    spec: RunSpec,
+    settings: TrainSettings,
+    start: Checkpoint | None,
+    permit: Permit,
+    on_event: OnEvent,
+) -> JobReport:
+    options = {"out": str(folder.root), "load": start.folder.name if start else ""}
+    job = Job(job="train", specs=(spec,), options=tuple(options.items()), train=settings)
+    apart = checkpoints.kept_apart(folder.checkpoints)
+    report = run_job(job, folder.job, progress=_progress(folder, settings, on_event), permit=permit)
+    for name, reason in checkpoints.kept_apart(folder.checkpoints).items():
+        if apart.get(name) != reason:
+            said = f"passed over a checkpoint, kept as {name}, for the one before: {reason}"
+            on_event(Event(said))
+    return report
+
+
+def _progress(
+    folder: TrainingFolder, settings: TrainSettings, on_event: OnEvent
+) -> Callable[[str], None]:
+    """Where the training stands, from its own curve; before the first step, what the ranks say."""
+    show = progress(on_event)
+
+    def say(text: str) -> None:
+        if folder.aside.exists() and folder.newest() is not None:
+            folder.settle()
+        point = curve.last(folder.metrics)
+        if point is None or "steps done" not in text or text.startswith("0 steps"):
+            show(text)
+            return
+        left_s = (settings.steps - point.step) * point.step_s
+        left = f", {show_seconds(left_s)} left" if left_s else ", saving"
+        show(
+            f"step {point.step} of {settings.steps}, loss {point.loss:.4f}, lr {point.lr:.3g}, "
+            f"{point.tokens_per_s:,.0f} tokens/s{left}"
+        )
+
+    return say
+
+
+def _stopped(folder: TrainingFolder) -> bool:
+    answer = codec.parse_json(files.read_text(answer_file(folder.job, 0), field="answer"))
+    assert isinstance(answer, dict)
+    return bool(answer["stopped"])
+
+
+def _unigram_nats(folder: TrainingFolder) -> float | None:
+    """What a model that knows only frequencies would reach; None without a readable token file."""
+    name = folder.described().get("data")
+    try:
+        return read_info(name).unigram_nats if isinstance(name, str) and name else None
+    except UserError:  # it has moved since
+        return None
+
+
+def _count_by(rule: str, folder: TrainingFolder, plain: dict[str, Any]) -> None:
+    """MFU of the curve, which is kept by the default convention, by the asked one."""
+    asked = convention(rule)
+    plain["convention"] = asked.id
+    if plain.get("mfu_pct") is None or asked.id == DEFAULT:
+        return
+    table = {name: part for name, part in folder.described().items() if name != "train"}
+    spec = codec.load(RunSpec, table)
+    ask = FlopsQuery.of(
+        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
+    )
+    plain["mfu_pct"] *= asked.count(ask).model / convention(DEFAULT).count(ask).model
+
+
+def _shown(
+    folder: TrainingFolder,
+    settings: TrainSettings,
+    plain: dict[str, Any],
+    rule: str,
+    on_event: OnEvent,
+) -> Training:
+    read = curve.parse(folder.metrics)
+    newest = folder.newest()
+    if read.bad:
+        lines = "a line" if len(read.bad) == 1 else f"{len(read.bad)} lines"
+        on_event(Event(f"left out {lines} of {folder.metrics} that can't be read"))
+    for name, error in checkpoints.torn(folder.checkpoints):
+        on_event(Event(f"passed over {name}: {error.rule}"))
+    plain = {
+        **plain,
+        "folder": str(folder.root),
+        "steps": settings.steps,
+        "checkpoint": newest.folder.name if newest else None,
+        "unigram_nats": _unigram_nats(folder),
+        **curve_facts(read.points),
+    }
+    _count_by(rule, folder, plain)
+    if plain["outcome"] == "shown":
+        done = newest is not None and newest.step >= settings.steps
+        plain["outcome"] = "done" if done else "not finished"
+    return Training(plain, read.points)
+
+
+def curve_facts(points: Sequence[Point]) -> dict[str, Any]:
+    """What the curve says, in base units; speed over the last tenth of the steps."""
+    if not points:
+        return {"steps_done": 0}
+    recent = points[-max(1, len(points) // 10) :]
+    best = min(points, key=lambda point: point.loss)
+    step_s = median(point.step_s for point in recent)
+    mfu = [point.mfu_pct for point in recent if point.mfu_pct is not None]
+    return {
+        "steps_done": points[-1].step,
+        "first_loss": points[0].loss,
+        "last_loss": points[-1].loss,
+        "recent_loss": sum(point.loss for point in recent) / len(recent),
+        "recent_steps": len(recent),
+        "best_loss": best.loss,
+        "best_step": best.step,
+        "tokens": points[-1].tokens,
+        "sequences": points[-1].sequences,
+        "step_s": step_s,
+        "tokens_s": median(point.tokens_per_s for point in recent),
+        "mfu_pct": median(mfu) if mfu else None,
+        "trained_s": sum(point.step_s for point in points),
+    }

@@ -1,0 +1,180 @@
+"""Where does a training start? What it was described as, the newest whole checkpoint, what is said
+of the others, and the curve up to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent
+from fourfold.launch.folder import end_processes_of
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.files import curve, inside
+from fourfold.result.files.inside import NotWholeError
+from fourfold.result.files.training_folder import (
+    TrainingFolder,
+    changes,
+    must_continue,
+    must_follow,
+)
+from fourfold.spec import codec
+from fourfold.spec.hf.tensors import MODULES, approximation
+from fourfold.spec.run import RunSpec
+from fourfold.spec.train import TrainSettings
+from fourfold.verbs.run_requests import TrainRequest
+from fourfold.verbs.weights import must_have_safetensors
+
+
+def known_table(folder: TrainingFolder, request: TrainRequest) -> dict[str, Any]:
+    """What the folder was trained with; refuses to resume where nothing is."""
+    known = {} if request.fresh else folder.described()
+    if request.resume and not known and not folder.checkpoints.exists():
+        raise UserError(
+            "has no training to resume",
+            field="out",
+            value=str(folder.root),
+            hint="name the --out of an earlier 'fourfold train', or omit --resume",
+        )
+    return known
+
+
+def described(
+    run: Mapping[str, Any], folder: TrainingFolder, request: TrainRequest, on_event: OnEvent
+) -> tuple[RunSpec, TrainSettings]:
+    """What to train: a run's table with its [train] table."""
+    table = dict(run)
+    plain = dict(table.pop("train", {}))
+    if "steps" not in plain:
+        raise UserError("is required", field="steps")
+    newest = None if request.fresh else folder.newest()
+    asked = plain.get("weights")
+    if newest is None:
+        _begin_from(table, plain, on_event)
+    elif asked:
+        plain["weights"] = _same_weights(asked, newest)
+    if "model" not in table:
+        raise UserError("is required", field="model", hint="'fourfold models' lists presets")
+    spec = codec.load(RunSpec, table)
+    if spec.data:  # the ranks, and the next start, may work in another folder
+        spec = replace(spec, data=str(Path(spec.data).absolute()))
+    return spec, codec.decode(TrainSettings, plain, "train")
+
+
+def _same_weights(asked: str, newest: Checkpoint) -> str:
+    """Weights are where a training begins: one under way can't be given others."""
+    began = newest.state.settings.weights if newest.state.settings else ""
+    if str(Path(asked).absolute()) != began:
+        raise UserError(
+            f"the training in this folder is at step {newest.step} and began from "
+            f"{began or 'random weights'}",
+            field="weights",
+            value=asked,
+            hint="leave --weights out, name another --out, or start over with --fresh",
+        )
+    return began
+
+
+def _begin_from(table: dict[str, Any], settings: dict[str, Any], on_event: OnEvent) -> None:
+    """Complete a training's tables where it begins from a folder: the model is the folder's unless
+    another is named, and the path holds wherever the ranks work."""
+    if not settings.get("weights"):
+        return
+    folder = Path(settings["weights"]).absolute()
+    settings["weights"] = str(folder)
+    must_have_safetensors("train --weights")
+    config = codec.parse_json(files.read_text(folder / "config.json", field="weights"))
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind not in MODULES:
+        raise UserError(
+            f"weights of type '{kind}' are not read",
+            field="weights",
+            value=str(folder),
+            hint=f"read are {', '.join(MODULES)}",
+        )
+    assert isinstance(config, dict)
+    said = approximation(kind, config)
+    if said:
+        on_event(Event(f"note: {said}"))
+    table.setdefault("model", str(folder / "config.json"))
+
+
+def end_killed(folder: TrainingFolder, on_event: OnEvent) -> None:
+    ended = end_processes_of(folder.job)
+    if ended:
+        on_event(Event(f"ended {ended} processes of a killed training"))
+
+
+def prepared(
+    request: TrainRequest,
+    folder: TrainingFolder,
+    spec: RunSpec,
+    settings: TrainSettings,
+    data: str,
+    on_event: OnEvent,
+) -> Checkpoint | None:
+    """Clear what a killed training left; the checkpoint to continue from, None to begin."""
+    end_killed(folder, on_event)
+    if request.fresh:
+        folder.set_aside()
+    if checkpoints.clear_leftovers(folder.checkpoints):
+        on_event(Event("removed an unfinished checkpoint"))
+    start = _newest(folder, on_event)
+    if start is None:
+        _may_begin(request, folder, on_event)
+        return None
+    must_continue(start.state, spec, data)
+    if start.step >= settings.steps:
+        return start
+    cut = curve.cut(folder.metrics, start.step)
+    if cut.unreadable:
+        lines = "a line" if cut.unreadable == 1 else f"{cut.unreadable} lines"
+        on_event(Event(f"{lines} of the curve can't be read, and kept in {cut.aside}"))
+    again = f"; {cut.steps} later steps are done again" if cut.steps else ""
+    on_event(Event(f"continuing after step {start.step}{again}"))
+    for change in changes(start.state, spec, settings):
+        on_event(Event(f"changed since then: {change}"))
+    return start
+
+
+def _newest(folder: TrainingFolder, on_event: OnEvent) -> Checkpoint | None:
+    """The newest whole checkpoint. Ones with changed or missing bytes are named and kept apart, if
+    there is another; what can't be read for any other reason, or contradicts, stops the start."""
+    whole, torn = checkpoints.whole(folder.checkpoints), checkpoints.torn(folder.checkpoints)
+    for _, error in torn:
+        if not isinstance(error, NotWholeError):
+            raise error
+    if torn and not whole:
+        raise UserError(
+            f"has checkpoints, but none of the {len(torn)} is whole: "
+            f"{torn[-1][0]}: {torn[-1][1].rule}",
+            field="out",
+            value=str(folder.root),
+            hint="copy one again from where it was written; nothing was changed",
+        )
+    points = curve.parse(folder.metrics)
+    for found in whole:
+        must_follow(found, points)
+    for name, error in torn:
+        kept = checkpoints.keep_apart(folder.checkpoints / name, error.rule)
+        on_event(Event(f"passed over {name}, kept as {kept.name}: {error.rule}"))
+    return whole[-1] if whole else None
+
+
+def _may_begin(request: TrainRequest, folder: TrainingFolder, on_event: OnEvent) -> None:
+    """From nothing, unless a checkpoint is asked for."""
+    if request.resume:
+        raise UserError(
+            "holds no whole checkpoint",
+            field="out",
+            value=str(folder.root),
+            hint="leave --resume out to start from nothing",
+        )
+    if inside.kind_of(folder.metrics) and inside.size_of(folder.metrics):
+        old = folder.metrics.with_name(f"{folder.metrics.name}.old")
+        kept = folder.metrics.rename(inside.free_name(old))
+        on_event(Event(f"no checkpoint yet: starting over, the curve is kept as {kept}"))

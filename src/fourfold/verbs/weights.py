@@ -1,0 +1,178 @@
+"""export_weights: a training's weights as a Hugging Face folder, or in torch's own format."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore, progress
+from fourfold.launch.folder import scratch
+from fourfold.launch.local import JobError, must_be_ok, run_job
+from fourfold.result.checkpoint import folder as checkpoints
+from fourfold.result.checkpoint.folder import Checkpoint
+from fourfold.result.checkpoint.state import STATE_FILE
+from fourfold.result.files.inside import NotWholeError
+from fourfold.result.job import answer_file
+from fourfold.spec import codec
+from fourfold.spec.hf.tensors import export_type
+from fourfold.spec.job import Job
+from fourfold.spec.tokens import read_info, tokenizer_name, tokenizer_path
+from fourfold.verbs import Facts
+
+
+def export_weights(
+    checkpoint: str,
+    out: str,
+    *,
+    dtype: str | None = None,
+    folder_format: str = "hf",
+    force: bool = False,
+    on_event: OnEvent = ignore,
+) -> Facts:
+    """Of one checkpoint, or the newest of a training; `folder_format`: hf or dcp."""
+    found = _checkpoint(Path(checkpoint), on_event)
+    kind = export_type(found.state.spec.model) if folder_format == "hf" else folder_format
+    _must_be_free(Path(out), force, folder_format)
+    if folder_format == "hf":
+        must_have_safetensors("weights export")
+    answer = _exported(found, Path(out), dtype or "", folder_format, on_event)
+    if folder_format == "hf" and (name := _copy_tokenizer(found, Path(out), on_event)):
+        answer["files"] = [*answer["files"], name]
+    facts = {
+        "out": str(out),
+        "model_type": kind,
+        "model": found.state.spec.model.name,
+        "checkpoint": str(found.folder),
+        "step": found.step,
+        **answer,
+    }
+    return Facts(facts, [facts])
+
+
+def must_have_safetensors(what: str) -> None:
+    """Before torch is started, which never needs to be for this."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise UserError(
+            f"'{what}' needs the package 'safetensors', which is not installed",
+            hint="pip install safetensors",
+        )
+
+
+def _checkpoint(path: Path, on_event: OnEvent) -> Checkpoint:
+    """A checkpoint's own folder, or the newest whole one of a training."""
+    path = path.resolve() if path.is_symlink() else path  # what the user names may be a link
+    if (path / STATE_FILE).exists():
+        return checkpoints.read(path)
+    torn: list[tuple[str, UserError]] = []
+    for root in (path / "checkpoints", path):
+        found, some = checkpoints.newest(root), checkpoints.torn(root)
+        torn += some
+        if found is not None:
+            for name, error in some:
+                if (len(name), name) < (len(found.folder.name), found.folder.name):
+                    continue
+                if not isinstance(error, NotWholeError):
+                    raise error
+                on_event(Event(f"passed over {name}: {error.rule}"))
+            return found
+    why = f": {torn[-1][0]}: {torn[-1][1].rule}" if torn else ""
+    raise UserError(
+        f"holds no whole checkpoint{why}",
+        field="checkpoint",
+        value=str(path),
+        hint="name the --out of a 'fourfold train', or one of its checkpoints",
+    )
+
+
+def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError("is a file", field="out", value=str(out), hint="name a folder")
+    held = [path.name for path in out.iterdir()]
+    if held and not force:
+        raise UserError(
+            "exists", field="out", value=str(out), hint="add --force, or name another folder"
+        )
+    made, suffix = {
+        "hf": (
+            ("config.json", "model.safetensors.index.json", "tokenizer.json"),
+            ".safetensors",
+        ),
+        "dcp": ((".metadata",), ".distcp"),
+    }[folder_format]
+    other = [name for name in held if name not in made and not name.endswith(suffix)]
+    if other:
+        raise UserError(
+            f"holds more than an export: {', '.join(sorted(other)[:3])}",
+            field="out",
+            value=str(out),
+            hint="name another folder",
+        )
+
+
+def _exported(
+    found: Checkpoint, out: Path, dtype: str, folder_format: str, on_event: OnEvent
+) -> dict[str, Any]:
+    options = {
+        "checkpoint": str(found.folder.absolute()),
+        "out": str(out.absolute()),
+        "dtype": dtype,
+        "format": folder_format,
+        "eos": _end_token(found, on_event),
+    }
+    show = progress(on_event)
+    phases = {"load": "reading the checkpoint", "save": "writing"}
+
+    def say(text: str) -> None:
+        show(phases.get(text.rpartition("now ")[2], "starting"))
+
+    job = Job(job="weights", options=tuple(options.items()))
+    with scratch() as folder:
+        report = run_job(job, folder, progress=say)
+        try:
+            must_be_ok(report)
+        except JobError as error:
+            lines = str(error)
+            if (
+                " illegal " in lines.partition("\n")[0]
+            ):  # explained; where it was noticed is no help
+                raise JobError(lines.partition("\nTraceback")[0]) from None
+            raise
+        answer = codec.parse_json(files.read_text(answer_file(folder, 0)))
+    assert isinstance(answer, dict)
+    return answer
+
+
+def _end_token(found: Checkpoint, on_event: OnEvent) -> str:
+    """The token that ends a document in the training's token file; '' if there is none, or the
+    file has moved since: an export does not need it."""
+    data = found.state.spec.data
+    try:
+        end = read_info(data).end if data else -1
+    except UserError as error:
+        on_event(Event(f"eos_token_id is left open: {error}"))
+        return ""
+    return str(end) if end >= 0 else ""
+
+
+def _copy_tokenizer(found: Checkpoint, out: Path, on_event: OnEvent) -> str:
+    """The file written: the tokenizer.json that made the training's tokens, where 'data make' kept
+    it beside them and it is still that one; ''."""
+    data = found.state.spec.data
+    try:
+        info = read_info(data) if data else None
+        kept = tokenizer_path(data)
+        if info is None or info.tokenizer in ("bytes", "given"):
+            return ""
+        text = files.read_text(kept, field="tokenizer")
+        if tokenizer_name("", text).split()[-1] != info.tokenizer.split()[-1]:
+            raise UserError("is not the one that made the tokens", field="tokenizer", value=kept)
+    except UserError as error:
+        on_event(Event(f"tokenizer.json is left out: {error}"))
+        return ""
+    files.write_text(out / "tokenizer.json", text)
+    return "tokenizer.json"
