@@ -96,33 +96,33 @@ class OneRankResult:
     floor: Floor | None = None
 
     def phase(self, name: str) -> PhaseTime:
-        found = (phase for phase in self.phases if phase.name == name)
-        return next(found, PhaseTime(name=name, seconds=0.0))
+        named = (phase for phase in self.phases if phase.name == name)
+        return next(named, PhaseTime(name=name, seconds=0.0))
 
 
-def bare_s(found: OneRankResult, *parts: str, when: str = "") -> float:
+def bare_s(result: OneRankResult, *parts: str, when: str = "") -> float:
     """Seconds of the kernels of one micro batch alone."""
     return sum(
         kernel.calls * kernel.seconds
-        for kernel in found.kernels
+        for kernel in result.kernels
         if kernel.part in parts and when in ("", kernel.when)
     )
 
 
-def layer_s(found: OneRankResult) -> float:
+def layer_s(result: OneRankResult) -> float:
     """Of one layer, forward and backward, in the engine."""
-    both = found.phase("layers").seconds + found.phase("layers back").seconds
-    return (both + found.phase("weights").seconds) / found.layers
+    both = result.phase("layers").seconds + result.phase("layers back").seconds
+    return (both + result.phase("weights").seconds) / result.layers
 
 
-def bare_layer_s(found: OneRankResult) -> float:
-    return bare_s(found, "attention", "mlp") / found.layers
+def bare_layer_s(result: OneRankResult) -> float:
+    return bare_s(result, "attention", "mlp") / result.layers
 
 
-def micro_s(found: OneRankResult) -> float:
+def micro_s(result: OneRankResult) -> float:
     """Of one steady micro batch, forward and backward."""
     once = ("data", "reduce", "optimizer", "once")
-    return sum(phase.seconds for phase in found.phases if phase.name not in once)
+    return sum(phase.seconds for phase in result.phases if phase.name not in once)
 
 
 def gap_pct(measured: float, alone: float) -> float:

@@ -122,11 +122,11 @@ def sequences_from(text: str, seq_len: Any) -> int:
 
 def tidied(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A run's table with numbers and its own words, and what each other word was taken for."""
-    found: dict[str, Any] = dict(table)
+    tidy: dict[str, Any] = dict(table)
     notes: list[str] = []
     for path in (*_SIZES, *(f"policy.{name}" for name in POLICY)):
         head, _, leaf = path.rpartition(".")
-        inner = found.get(head) if head else found
+        inner = tidy.get(head) if head else tidy
         if not isinstance(inner, dict) or not isinstance(inner.get(leaf), str):
             continue
         typed = inner[leaf]
@@ -134,12 +134,12 @@ def tidied(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if value == typed:
             continue
         if head:
-            found[head] = {**inner, leaf: value}
+            tidy[head] = {**inner, leaf: value}
         else:
-            found[leaf] = value
+            tidy[leaf] = value
         if str(value) != typed.strip().lower():
             notes.append(_note(path, typed, value))
-    return found, notes
+    return tidy, notes
 
 
 def _reader(path: str, inner: Mapping[str, Any]) -> Callable[[str], Any]:

@@ -93,10 +93,10 @@ def layout(text: str) -> tuple[int, int, int, int] | None:
 
 def size_label(text: str) -> tuple[float, float] | None:
     """'200B' -> (199.5e9, 200.5e9): the parameters that print as this label."""
-    found = _SIZE.findall(text)
-    if not found:
+    sizes = _SIZE.findall(text)
+    if not sizes:
         return None
-    digits, unit = found[-1]
+    digits, unit = sizes[-1]
     half = half_unit(digits)
     scale = _SCALE[unit.lower()]
     return (float(digits) - half) * scale, (float(digits) + half) * scale

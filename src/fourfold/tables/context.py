@@ -64,17 +64,17 @@ def after(previous: Context, lines: tuple[str, ...]) -> Context:
     if not text.strip():
         return previous
     context = Context(hardware=previous.hardware, gpus_per_node=previous.gpus_per_node)
-    found: dict[str, Any] = {}
+    stated: dict[str, Any] = {}
     for name, digits in _SETTING.findall(text):
         if int(digits) > 0:
-            found[_FIELDS[name]] = int(digits)  # the last one said stands
+            stated[_FIELDS[name]] = int(digits)  # the last one said stands
     for digits in _LENGTH.findall(text):
-        found["seq_len"] = int(digits)
+        stated["seq_len"] = int(digits)
     for name in _FAMILY.findall(text):
-        found["family"] = name
+        stated["family"] = name
     for digit in _TIED.findall(text):
-        found["tied"] = digit == "1"
-    context = replace(context, **found)
+        stated["tied"] = digit == "1"
+    context = replace(context, **stated)
     for name in _CONVENTION.findall(text):
         context = replace(context, convention=name)
     return _hardware(replace(context, model=_model(lines)), text)
@@ -97,17 +97,17 @@ def _model(lines: tuple[str, ...]) -> str | None:
 def _devices() -> tuple[tuple[str, re.Pattern[str]], ...]:
     """Every GPU of the catalogue with the words that name it: 'A100 (80GB)', 'h100_80gb', 'H200'.
     A name that comes in several sizes needs its own."""
-    found = []
+    patterns = []
     for device in catalog.device_names():
         name, _, size = device.partition("-")
         own = rf"[ _-]*\(?{size.removesuffix('gb')}\s*gb\b" if size.endswith("gb") else r"(?![\w-])"
-        found.append((device, re.compile(rf"(?<![\w-]){re.escape(name)}{own}", re.IGNORECASE)))
-    return tuple(found)
+        patterns.append((device, re.compile(rf"(?<![\w-]){re.escape(name)}{own}", re.IGNORECASE)))
+    return tuple(patterns)
 
 
 def _hardware(context: Context, text: str) -> Context:
     named = [
-        (found.end(), device) for device, words in _devices() for found in words.finditer(text)
+        (match.end(), device) for device, words in _devices() for match in words.finditer(text)
     ]
     for _, device in sorted(named):
         context = replace(context, hardware=device, gpus_per_node=None)

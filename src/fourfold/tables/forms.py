@@ -90,11 +90,11 @@ def _is_text(lines: list[str], at: int) -> bool:
 
 def _text(lines: list[str], at: int) -> tuple[Text, int]:
     first = at
-    found = []
+    texts = []
     while at < len(lines) and lines[at].startswith("#") and _is_text(lines, at):
-        found.append(lines[at][1:].removeprefix(" "))
+        texts.append(lines[at][1:].removeprefix(" "))
         at += 1
-    return Text(tuple(found), line=first + 1), at
+    return Text(tuple(texts), line=first + 1), at
 
 
 def _table(lines: list[str], at: int) -> tuple[Table, int]:

@@ -17,21 +17,21 @@ from fourfold.tables.records import contexts, records
 
 
 def _case(document: Document) -> Case:
-    found = tuple(records(document))
+    rows = tuple(records(document))
     by_table: dict[int, list[Record]] = {}
-    for record in found:
+    for record in rows:
         by_table.setdefault(record.table, []).append(record)
-    return Case(tuple(contexts(document)), found, by_table)
+    return Case(tuple(contexts(document)), rows, by_table)
 
 
 def lint(document: Document) -> list[Finding]:
     case = _case(document)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for module in (rules_shape, rules_speed, rules_work, rules_copies):
         for rule in module.CHECKS:
-            found += rule(case)
+            findings += rule(case)
     order = list(RULES)
-    return sorted(set(_settled(found)), key=lambda f: (f.row, f.place, order.index(f.rule)))
+    return sorted(set(_settled(findings)), key=lambda f: (f.row, f.place, order.index(f.rule)))
 
 
 # When the first rule has explained a row, the second would only repeat it in other words.
@@ -49,10 +49,13 @@ _EXPLAINS = (
 )
 
 
-def _settled(found: list[Finding]) -> Iterator[Finding]:
+def _settled(findings: list[Finding]) -> Iterator[Finding]:
     explained = {
-        (second, item.place) for item in found for first, second in _EXPLAINS if item.rule == first
+        (second, item.place)
+        for item in findings
+        for first, second in _EXPLAINS
+        if item.rule == first
     }
-    for item in found:
+    for item in findings:
         if (item.rule, item.place) not in explained:
             yield item

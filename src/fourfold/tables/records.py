@@ -30,33 +30,33 @@ _HANGS = re.compile(r"\bh[au]ngs?\b", re.IGNORECASE)
 def contexts(document: Document) -> list[tuple[Table, Context]]:
     """Every table with what the text above it says."""
     context = Context()
-    found: list[tuple[Table, Context]] = []
+    tables: list[tuple[Table, Context]] = []
     for block in document.blocks:
         if isinstance(block, Text):
             context = after(context, block.lines)
         else:
-            found.append((block, context))
-    return found
+            tables.append((block, context))
+    return tables
 
 
 def records(document: Document) -> list[Record]:
-    found: list[Record] = []
+    rows: list[Record] = []
     for number, (table, context) in enumerate(contexts(document)):
         style = styles.style_of(table)
         if style == "scaling":
-            found += _scaling(table, context, number)
+            rows += _scaling(table, context, number)
         elif style != "other":
-            found += _rows(table, context, number, style)
-    return _with_gpus(found)
+            rows += _rows(table, context, number, style)
+    return _with_gpus(rows)
 
 
 def _rows(table: Table, context: Context, number: int, style: Style) -> list[Record]:
     fields = styles.columns(table, style)
-    found = []
+    rows = []
     for at, row in enumerate(table.data):
         if any(cell for cell in row.cells):
-            found.append(_row(row, fields, context, (style, number, at)))
-    return found
+            rows.append(_row(row, fields, context, (style, number, at)))
+    return rows
 
 
 def _row(
@@ -145,15 +145,15 @@ def _ended(text: str) -> RowOutcome | None:
 
 def _scaling(table: Table, context: Context, number: int) -> list[Record]:
     gpus = styles.gpu_columns(table)
-    found = []
+    rows = []
     for at, row in enumerate(table.data):
         axes = cells.layout(row.cells[0]) if row.cells else None
         if axes is None:
             continue
         for column, count in gpus.items():
             text = row.cells[column] if column < len(row.cells) else ""
-            found.append(_cell(axes, count, text, context, (number, at, row.line)))
-    return found
+            rows.append(_cell(axes, count, text, context, (number, at, row.line)))
+    return rows
 
 
 def _cell(
@@ -188,16 +188,16 @@ def _cell(
     )
 
 
-def _with_gpus(found: list[Record]) -> list[Record]:
+def _with_gpus(rows: list[Record]) -> list[Record]:
     """GPUs of rows that state nodes only: hosts of the size most rows of the file agree on."""
     votes = Counter(
         world // record.nodes
-        for record in found
+        for record in rows
         if record.nodes and (world := axes_world(record)) and world % record.nodes == 0
     )
     common = votes.most_common(1)[0][0] if votes else _DEFAULT_GPUS_PER_NODE
     filled = []
-    for record in found:
+    for record in rows:
         if record.gpus is None and record.nodes:
             each = record.gpus_per_node or common
             record = dataclasses.replace(record, gpus=record.nodes * each, gpus_per_node=each)

@@ -58,7 +58,7 @@ def read(folder: Path) -> Checkpoint:
     try:
         inside.must_be(folder, "a folder")
         state = _state(inside.read_bytes(folder / STATE_FILE, _MAX_STATE_BYTES), folder)
-        found = Checkpoint(folder, state)
+        checkpoint = Checkpoint(folder, state)
         named = _NAME.fullmatch(folder.name)
         said = disagreement(state, int(named[1]) if named else state.step)
         if said:
@@ -66,13 +66,13 @@ def read(folder: Path) -> Checkpoint:
                 f"it contradicts itself: {said}",
                 hint="copy it again from its source, or move it away to resume from the one before",
             )
-        real = real_sizes(found)
+        real = real_sizes(checkpoint)
         for name, size in state.files:
             if str(real[name]) != size:
                 raise NotWholeError(f"its file {name} has {real[name]:,} bytes, not {size}")
     except UserError as error:
         raise said_of(error, folder) from None
-    return found
+    return checkpoint
 
 
 def said_of(error: UserError, folder: Path) -> UserError:
@@ -110,25 +110,25 @@ def _state(content: bytes, folder: Path) -> CheckpointState:
     return state
 
 
-def real_sizes(found: Checkpoint) -> dict[str, int]:
+def real_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     """The sizes of its files as they are; each is a regular file of the folder itself."""
-    for name, _ in found.state.files:
+    for name, _ in checkpoint.state.files:
         if not index.is_name(name) or name == STATE_FILE:
             raise UnreadableError(f"it names a file {name[:80]!r}, which is not in its folder")
-    return {name: inside.size_of(found.folder / name) for name, _ in found.state.files}
+    return {name: inside.size_of(checkpoint.folder / name) for name, _ in checkpoint.state.files}
 
 
-def read_index(found: Checkpoint) -> Index:
+def read_index(checkpoint: Checkpoint) -> Index:
     """Where its tensors are, of either format, once that is seen to be sound."""
-    old = found.state.format == 1
+    old = checkpoint.state.format == 1
     name, limit = (
         (METADATA_FILE, inert.MAX_PICKLE_BYTES) if old else (INDEX_FILE, index.MAX_INDEX_BYTES)
     )
     try:
-        sizes, sums = real_sizes(found), dict(found.state.sums)
+        sizes, sums = real_sizes(checkpoint), dict(checkpoint.state.sums)
         if name not in sizes:
             raise NotWholeError(f"it has no {name}")
-        content = inside.read_bytes(found.folder / name, limit)
+        content = inside.read_bytes(checkpoint.folder / name, limit)
         if name in sums and sums[name] != f"{zlib.crc32(content):08x}":
             raise sealed.changed(name)
         made = old_index.loads(content, sizes) if old else index.loads(content, sizes)
@@ -137,7 +137,7 @@ def read_index(found: Checkpoint) -> Index:
                 raise index.refused(f"the checksum of {file} is another in {STATE_FILE}")
         return made
     except UserError as error:
-        raise said_of(error, found.folder) from None
+        raise said_of(error, checkpoint.folder) from None
 
 
 def file_sum(path: Path, tick: Callable[[], None] | None = None) -> str:
@@ -152,13 +152,13 @@ def file_sum(path: Path, tick: Callable[[], None] | None = None) -> str:
 
 
 def damage(
-    found: Checkpoint, share: tuple[int, int] = (0, 1), tick: Callable[[], None] | None = None
+    checkpoint: Checkpoint, share: tuple[int, int] = (0, 1), tick: Callable[[], None] | None = None
 ) -> str:
     """What is wrong with the contents of its files, '' for nothing. `share` is (number, count):
     several readers take a part of the files each. The oldest have no sums to compare."""
-    for name, known in found.state.sums[share[0] :: share[1]]:
+    for name, known in checkpoint.state.sums[share[0] :: share[1]]:
         try:
-            read_sum = file_sum(found.folder / name, tick)
+            read_sum = file_sum(checkpoint.folder / name, tick)
         except NotWholeError as error:
             return f"its file {name} {error.rule}"
         if read_sum != known:
@@ -178,24 +178,24 @@ def keep_apart(folder: Path, reason: str) -> Path:
 
 def kept_apart(root: Path) -> dict[str, str]:
     """Names of those, and why."""
-    found = {}
+    reasons = {}
     for path in sorted(root.glob(f"{_DAMAGED}*/{_REASON_FILE}")):
         try:
             reason = inside.read_bytes(path, _READ_BYTES)
         except UserError as error:
             reason = error.rule.encode()
-        found[path.parent.name] = reason.decode(errors="replace").strip()
-    return found
+        reasons[path.parent.name] = reason.decode(errors="replace").strip()
+    return reasons
 
 
 def whole(root: Path) -> list[Checkpoint]:
     """Checkpoints that can be loaded, oldest first; what is torn is left out."""
-    return [found for found in _all(root) if isinstance(found, Checkpoint)]
+    return [checkpoint for checkpoint in _all(root) if isinstance(checkpoint, Checkpoint)]
 
 
 def torn(root: Path) -> list[tuple[str, UserError]]:
     """Names of the others, and what is wrong with them."""
-    return [found for found in _all(root) if not isinstance(found, Checkpoint)]
+    return [broken for broken in _all(root) if not isinstance(broken, Checkpoint)]
 
 
 def _all(root: Path) -> Iterator[Checkpoint | tuple[str, UserError]]:
@@ -210,8 +210,8 @@ def _all(root: Path) -> Iterator[Checkpoint | tuple[str, UserError]]:
 
 
 def newest(root: Path) -> Checkpoint | None:
-    found = whole(root)
-    return found[-1] if found else None
+    checkpoints = whole(root)
+    return checkpoints[-1] if checkpoints else None
 
 
 def clear_leftovers(root: Path) -> int:

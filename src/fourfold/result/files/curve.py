@@ -81,10 +81,10 @@ def _line(point: Point) -> str:
 
 def _point(line: bytes) -> Point | None:
     """None for what is no line of a curve, or has changed since it was written."""
-    found = _SUM.search(line)
-    if found is not None:
-        body = line[: found.start()]
-        if f"{zlib.crc32(body):08x}".encode() != found[1]:
+    match = _SUM.search(line)
+    if match is not None:
+        body = line[: match.start()]
+        if f"{zlib.crc32(body):08x}".encode() != match[1]:
             return None
         line = body + b"}"
     try:
@@ -124,20 +124,20 @@ def read(path: Path) -> list[Point]:
 def cut(path: Path, step: int) -> Cut:
     """Drop what came after `step`, since it will be computed again, and set aside what can't be
     read."""
-    found = parse(path)
-    kept = [
-        line for point, line in zip(found.points, found.lines, strict=True) if point.step <= step
+    curve = parse(path)
+    lines = [
+        line for point, line in zip(curve.points, curve.lines, strict=True) if point.step <= step
     ]
     aside = path.with_name(path.name + _UNREADABLE)
-    if found.bad:
+    if curve.bad:
         with inside.appending(aside) as stream:
-            stream.write(b"".join(line + b"\n" for line in found.bad))
+            stream.write(b"".join(line + b"\n" for line in curve.bad))
             stream.flush()
             os.fsync(stream.fileno())
-    if found.bad or len(kept) < len(found.lines):
-        files.write_bytes(path, b"".join(line + b"\n" for line in kept), own=True)
-    dropped = len(found.lines) - len(kept)
-    return Cut(dropped, len(found.bad), aside if found.bad else None)
+    if curve.bad or len(lines) < len(curve.lines):
+        files.write_bytes(path, b"".join(line + b"\n" for line in lines), own=True)
+    dropped = len(curve.lines) - len(lines)
+    return Cut(dropped, len(curve.bad), aside if curve.bad else None)
 
 
 def last(path: Path) -> Point | None:

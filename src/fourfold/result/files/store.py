@@ -169,14 +169,14 @@ class Store:
 
     def named(self, prefix: str) -> list[Stored]:
         """The few runs whose key begins so, read from their own files, in order of repeats."""
-        found = []
+        runs = []
         for name in self._names():
             if name.startswith(prefix):
                 try:
-                    found.append(Stored(name, self.root / name, _summary_of(self.root / name)))
+                    runs.append(Stored(name, self.root / name, _summary_of(self.root / name)))
                 except UserError as error:
                     self._warn(f"skipped {name}: {error}")
-        return sorted(found, key=lambda stored: stored.summary.repeat)
+        return sorted(runs, key=lambda stored: stored.summary.repeat)
 
     def runs(
         self,
@@ -187,7 +187,7 @@ class Store:
         """Every stored run, in the order of keys. What cannot be read is named, not dropped; in
         `unreadable` too, where it is given."""
         index = RunIndex(self.root, self._warn)
-        found: list[Stored] = []
+        runs: list[Stored] = []
         names = self._names()
         said_at = time.monotonic()
         for number, name in enumerate(names):
@@ -195,13 +195,13 @@ class Store:
                 said_at = time.monotonic()
                 progress(f"read {number} of {len(names)} runs")
             try:
-                found.append(Stored(name, self.root / name, self._summary(name, index)))
+                runs.append(Stored(name, self.root / name, self._summary(name, index)))
             except (OSError, UserError) as error:
                 self._warn(f"skipped {name}: {error}")
                 if unreadable is not None:
                     unreadable.append(f"{name}: {error}")
         index.write(names)
-        return found
+        return runs
 
     def _summary(self, name: str, index: RunIndex) -> Record:
         folder = self.root / name
@@ -234,10 +234,10 @@ def _finished(place: Path) -> RunReport | None:
             continue
         plain = read_run(place / name)[0] if kind is RunReport else read_stored(place / name)
         try:
-            found = codec.load(kind, plain)
+            loaded = codec.load(kind, plain)
         except UserError as error:
             raise error.inside(place / name) from None
-        report = found if isinstance(found, RunReport) else next(iter(found.runs), None)
+        report = loaded if isinstance(loaded, RunReport) else next(iter(loaded.runs), None)
         if report is not None and report.outcome != "cancelled":
             return dataclasses.replace(report, predicted=report.predicted or _predicted(place))
     return None

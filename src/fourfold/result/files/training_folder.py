@@ -184,30 +184,30 @@ def must_continue(state: CheckpointState, spec: RunSpec, data: str = "") -> None
             )
 
 
-def must_follow(found: Checkpoint, curve_read: Curve) -> None:
+def must_follow(checkpoint: Checkpoint, curve_read: Curve) -> None:
     """Refuse a checkpoint that the curve contradicts: one of them is not of this training, or was
     changed. Steps without a readable line prove nothing."""
-    said = contradiction(found.state, curve_read)
-    if said:
+    why = contradiction(checkpoint.state, curve_read)
+    if why:
         raise UserError(
-            f"contradicts the loss curve: {said}",
+            f"contradicts the loss curve: {why}",
             field="checkpoint",
-            value=str(found.folder),
+            value=str(checkpoint.folder),
             hint=f"restore the {curve.METRICS_FILE} or checkpoint that belongs here, or move the "
             "wrong one out of the folder",
         )
 
 
-def contradiction(state: CheckpointState, found: Curve) -> str:
-    points = [point for point in found.points if point.step <= state.step]
+def contradiction(state: CheckpointState, curve_read: Curve) -> str:
+    points = [point for point in curve_read.points if point.step <= state.step]
     skipped = sum(point.grad_norm is None for point in points)
     unknown, lacks = state.step - len(points), state.step - state.updates
     if state.format == 1 and lacks > skipped + (unknown if state.may_skip else 0):
         return f"{state.updates} updates, where {skipped} of {state.step} steps were skipped"
-    if not found.points:
+    if not curve_read.points:
         return ""
-    if not found.ends_bad and found.points[-1].step < state.step:
-        return f"step {state.step}, where the curve ends with step {found.points[-1].step}"
+    if not curve_read.ends_bad and curve_read.points[-1].step < state.step:
+        return f"step {state.step}, where the curve ends with step {curve_read.points[-1].step}"
     if not skipped <= lacks <= skipped + unknown:
         return f"{state.updates} updates, where {skipped} of {state.step} steps were skipped"
     if points and points[-1].sequences != state.spec.batch.sequences_before(points[-1].step):
@@ -220,14 +220,14 @@ def contradiction(state: CheckpointState, found: Curve) -> str:
 
 def _identity(old: RunSpec, new: RunSpec) -> dict[str, tuple[Any, Any]]:
     """What decides the training, whatever the layout: field -> (checkpoint's, asked)."""
-    found: dict[str, tuple[Any, Any]] = {}
+    differing: dict[str, tuple[Any, Any]] = {}
     one, other = codec.encode(old.model), codec.encode(new.model)
     for name in sorted({*one, *other} - {"name"}):
-        found[f"model.{name}"] = (one.get(name), other.get(name))
+        differing[f"model.{name}"] = (one.get(name), other.get(name))
     for name in ("seq_len", "global_batch", "ramp"):
-        found[f"batch.{name}"] = (getattr(old.batch, name), getattr(new.batch, name))
-    found["seed"] = (old.seed, new.seed)
-    return found
+        differing[f"batch.{name}"] = (getattr(old.batch, name), getattr(new.batch, name))
+    differing["seed"] = (old.seed, new.seed)
+    return differing
 
 
 def changes(state: CheckpointState, spec: RunSpec, settings: TrainSettings) -> list[str]:

@@ -32,31 +32,33 @@ _SLOWING_WORDS = ("slowdown", "thermal", "power_brake", "power_cap")
 
 
 def flags(report: RunReport) -> list[str]:
-    found = []
+    doubts = []
     reasons = sorted({reason for one in report.samples for reason in throttles(one.throttle)})
     if reasons:
-        found.append(f"throttled: {', '.join(reasons)}")
+        doubts.append(f"throttled: {', '.join(reasons)}")
     retries = sum(rank.retries for rank in report.memory)
     if retries:
-        found.append(f"{retries} allocator retries in the window")
+        doubts.append(f"{retries} allocator retries in the window")
     recompiles = sum(rank.recompiles for rank in report.ranks)
     if recompiles:
-        found.append(f"{recompiles} recompiles in the window")
+        doubts.append(f"{recompiles} recompiles in the window")
     if report.warmup is not None and report.warmup.still_drifts:
-        found.append(f"still warming up: {report.warmup.words}")
-    found += _probe_flags(report)
+        doubts.append(f"still warming up: {report.warmup.words}")
+    doubts += _probe_flags(report)
     timed = [step.seconds for step in report.steps if not step.warmup]
     if report.window_s and timed and report.window_s > (1 + _WINDOW_GAP) * sum(timed):
-        found.append(f"wall clock {report.window_s:.3g} s, but the steps sum to {sum(timed):.3g} s")
+        doubts.append(
+            f"wall clock {report.window_s:.3g} s, but the steps sum to {sum(timed):.3g} s"
+        )
     lost = sum(step.skipped for step in report.steps if not step.warmup)
     if lost:
-        found.append(f"{lost} of {len(timed)} timed steps were skipped (fp16 overflow)")
+        doubts.append(f"{lost} of {len(timed)} timed steps were skipped (fp16 overflow)")
     known = timing(timed)
     if known is not None and known.dropped:
-        found.append(f"the first {known.dropped} timed steps were slower and are excluded")
+        doubts.append(f"the first {known.dropped} timed steps were slower and are excluded")
     if known is not None and known.high_s > 1.2 * known.low_s:
-        found.append(f"steps vary by {100 * (known.high_s / known.low_s - 1):.0f}%")
-    return found
+        doubts.append(f"steps vary by {100 * (known.high_s / known.low_s - 1):.0f}%")
+    return doubts
 
 
 def throttles(said: str) -> list[str]:
@@ -76,14 +78,14 @@ def _probe_flags(report: RunReport) -> list[str]:
     rates = {probe.when: probe for probe in report.probes}
     if not {"before", "after"} <= rates.keys():
         return []
-    found = []
+    doubts = []
     for name, words in (("flops_per_s", "GEMMs"), ("bytes_per_s", "copies")):
         before, after = getattr(rates["before"], name), getattr(rates["after"], name)
         if before > 0 and abs(after / before - 1) > _PROBE_CHANGE:
-            found.append(
+            doubts.append(
                 f"{words} {100 * (after / before - 1):+.0f}% after the run: the machine changed"
             )
-    return found
+    return doubts
 
 
 def straggler(report: RunReport) -> tuple[int, float] | None:
@@ -116,10 +118,10 @@ def flat(plain: Any, prefix: str = "") -> dict[str, Any]:
     """{'layout.tp': 2, ...}"""
     if not isinstance(plain, Mapping):
         return {prefix: plain}
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in plain.items():
-        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        entries |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return entries
 
 
 def differences(one: Any, other: Any) -> list[tuple[str, Any, Any]]:
