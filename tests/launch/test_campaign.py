@@ -119,7 +119,7 @@ class Seer:
 def test_what_was_predicted_is_kept(tmp_path: Path) -> None:
     for number, outcome in enumerate(("ok", "oom"), start=1):
         fake = Fake("ok" if outcome == "ok" else "oom")
-        (done,) = Campaign(Store(tmp_path), runner=fake, foresight=Seer()).run(spec(number))
+        (done,) = Campaign(Store(tmp_path), runner=fake, predictor=Seer()).run(spec(number))
         report = done.stored.report()
         assert report.predicted == Seer().predicted(spec())
         assert len(report.remedies) == (outcome == "oom")
@@ -142,7 +142,7 @@ def test_a_killed_campaign_keeps_what_was_predicted(tmp_path: Path) -> None:
 
     store = Store(tmp_path)
     with pytest.raises(KilledError):
-        Campaign(store, runner=runner, foresight=Seer()).run(spec())
+        Campaign(store, runner=runner, predictor=Seer()).run(spec())
     kept = store.recover(tmp_path / "moved")
     assert kept is not None
     assert kept.report().predicted == Seer().predicted(spec())
