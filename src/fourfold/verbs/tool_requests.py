@@ -105,7 +105,7 @@ _TRACED = "sizes (each overrides the model's)"
 class TraceRequest:
     """One rank's part of a parallel layer."""
 
-    kind: Kind = field(metadata=flag(", ".join(KINDS), "KIND", names=("kind",)))
+    kind: Kind = field(metadata=flag(", ".join(KINDS), "KIND", names=("kind",), choices=KINDS))
     tokens: Size = field(metadata=flag("of the sequence", "N", required=True))
     model: str | None = field(
         default=None, metadata=flag("a preset or config.json for the sizes", "NAME")
