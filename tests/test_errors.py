@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,36 @@ def test_a_file_names_the_path(tmp_path: Path, capsys: pytest.CaptureFixture[str
     spec.write_text("model = \n")
     assert main(["bench", "--spec", str(spec)]) == 2
     assert f"error: {spec} is not TOML" in capsys.readouterr().err
+
+
+SOURCE = Path(__file__).parent.parent / "src" / "fourfold"
+# How a rule goes on after its subject.
+VERBS = {
+    "must", "is", "are", "was", "has", "have", "needs", "does", "cannot", "could", "contain",
+    "contains", "contradicts", "exceeds", "matches", "makes", "gives", "ends", "lists", "says",
+    "names", "lacks", "leaves", "uses", "takes", "changes", "counts", "shows", "already", "times",
+    "found", "of", "certainly", "unknown",
+    "its",  # of a checkpoint, whose reader puts "is damaged" before it
+}  # fmt: skip
+
+
+def _rules() -> Iterator[tuple[str, str]]:
+    """(place, text) of every error with a subject whose rule is written out."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            called = node.func.id if isinstance(node.func, ast.Name) else ""
+            fields = {keyword.arg for keyword in node.keywords}
+            if called.endswith("Error") and fields & {"field", "value"}:
+                rule = node.args[0]
+                parts = rule.values if isinstance(rule, ast.JoinedStr) else [rule]
+                if isinstance(parts[0], ast.Constant):
+                    yield f"{path.relative_to(SOURCE)}:{node.lineno}", str(parts[0].value)
+
+
+def test_every_rule_continues_its_subject() -> None:
+    rules = list(_rules())
+    assert len(rules) > 200
+    wrong = [f"{place}: {text}" for place, text in rules if text.split()[0] not in VERBS]
+    assert not wrong, "\n".join(wrong)

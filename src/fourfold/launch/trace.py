@@ -25,15 +25,18 @@ def local_device(wanted: str, ranks: int) -> str:
     """What steps run on here, one process per rank: GPUs where there are enough."""
     if ranks > MAX_LOCAL_RANKS:
         raise UserError(
-            f"a run starts one process per rank on this host, at most {MAX_LOCAL_RANKS}",
+            f"is too many to run: this host starts one process per rank, at most {MAX_LOCAL_RANKS}",
             field="ranks",
             value=ranks,
-            hint="leave --run out: any number can be computed",
+            hint="omit --run to compute any number of ranks",
         )
     gpus = gpu_count() if wanted != "cpu" else 0
     if wanted == "cuda" and gpus < ranks:
         raise UserError(
-            f"{gpus} visible on this host", field="ranks", value=ranks, hint="--device cpu"
+            f"needs as many GPUs, but this host has {gpus}",
+            field="ranks",
+            value=ranks,
+            hint="use --device cpu",
         )
     return "cuda" if gpus >= ranks else "cpu"
 

@@ -48,9 +48,9 @@ class Job:
     def __post_init__(self) -> None:
         check.whole(0, 2**24, ranks=self.ranks)
         if self.job in _ONE_PROCESS_PER_RANK and not self.specs:
-            raise UserError(f"a '{self.job}' job needs at least one run", field="specs")
+            raise UserError(f"must have at least one run in a '{self.job}' job", field="specs")
         if self.job == "train" and (self.train is None or len(self.specs) != 1):
-            raise UserError("a 'train' job needs one run and its settings", field="train")
+            raise UserError("must have one run and its settings in a 'train' job", field="train")
 
     @property
     def patient(self) -> bool:

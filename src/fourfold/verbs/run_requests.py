@@ -121,7 +121,7 @@ class SweepRequest(Start):
     again: tuple[str, ...] = field(
         default=(),
         metadata=flag(
-            "re-run stored runs with this outcome: oom, crashed, hung, nonfinite, ok",
+            "re-run stored runs with this outcome",
             "OUTCOME",
             choices=OUTCOMES,
             rare=True,
