@@ -1,4 +1,4 @@
-"""What happens while a verb works? Its caller gets events; what to do with them is the caller's."""
+"""Events that a verb reports to its caller while it works: progress and notes."""
 
 from __future__ import annotations
 

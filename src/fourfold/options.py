@@ -1,4 +1,4 @@
-"""Flags of the commands, as data: derived from the fields that they set. `cli` makes parsers."""
+"""Options of the commands as data, derived from the fields they set; `cli` builds parsers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How does an answer leave a command? As text or Markdown for people, as one CSV table or JSON for
-programs; events that happen on the way go to stderr. Nothing else in a command prints.
+"""Writes a command's answer: text or Markdown for people, one CSV table or JSON for programs.
+Events on the way go to stderr. Nothing else in a command prints.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def test_questions_on_a_terminal(capsys, monkeypatch):
     captured = capsys.readouterr()
     assert 'name = "mine"' in captured.out
     assert 'bytes_per_s = "25GB/s"' in captured.out
-    assert "how many hosts? " in captured.err
+    assert "number of hosts? " in captured.err
     monkeypatch.setattr("sys.stdin", Terminal(""))
     assert "is required" in text(capsys, "clusters", "new", code=2)
 

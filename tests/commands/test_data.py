@@ -62,7 +62,9 @@ def test_a_vocabulary_of_256_has_a_zero_byte_for_the_end(capsys, name, text):
     ran(capsys, "make", "--out", name, "--vocab", "256", text)
     assert tokens(name)[-1] == 0
     assert read_info(name).vocab == 256
-    assert "needs 257" in ran(capsys, "make", "--out", f"{name}2", "--vocab", "255", text, code=2)
+    assert "is below the 257 of the tokenizer" in ran(
+        capsys, "make", "--out", f"{name}2", "--vocab", "255", text, code=2
+    )
 
 
 def test_stdin_is_a_text(capsys, name, monkeypatch):
@@ -78,8 +80,8 @@ def test_what_cannot_be_made_is_refused_and_leaves_nothing(capsys, name, text, t
         ([str(tmp_path / "nothing")], "No such file"),
         ([str(tmp_path)], "is a folder"),
         (["/dev/zero"], "is a device"),
-        ([str(tmp_path / "empty")], "hold no text"),
-        ([text, "--end-token", "x"], "by themselves"),
+        ([str(tmp_path / "empty")], "contain no text"),
+        ([text, "--end-token", "x"], "is not used with byte tokens"),
     ):
         assert said in ran(capsys, "make", "--out", name, *words, code=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.txt"]
@@ -87,7 +89,7 @@ def test_what_cannot_be_made_is_refused_and_leaves_nothing(capsys, name, text, t
 
 def test_an_old_file_is_kept_unless_forced(capsys, name, text):
     ran(capsys, "make", "--out", name, text)
-    assert "add --force" in ran(capsys, "make", "--out", name, text, code=2)
+    assert "use --force" in ran(capsys, "make", "--out", name, text, code=2)
     ran(capsys, "make", "--out", name, "--force", text, text)
     assert read_info(name).documents == 2
 
@@ -169,8 +171,8 @@ def test_a_tokenizer_file_makes_the_tokens(capsys, name, tokenizer, tmp_path, mo
     path.write_bytes(b"\xff\xfe")
     for words, said in (
         ([str(path)], "is not UTF-8"),
-        ([str(path), "--end-token", "<nope>"], "no such token"),
-        ([str(path), "--vocab", "20"], "needs"),
+        ([str(path), "--end-token", "<nope>"], "is not a token of this tokenizer"),
+        ([str(path), "--vocab", "20"], "is below the 272"),
     ):
         made = ["make", "--out", f"{name}2", "--tokenizer", tokenizer, *words]
         assert said in ran(capsys, *made, code=2)

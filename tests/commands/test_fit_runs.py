@@ -71,5 +71,5 @@ def test_failed_runs_teach_no_speed(tmp_path: Path, capsys: pytest.CaptureFixtur
     _store(tmp_path / "runs", [crashed])
     out = str(tmp_path / "out.json")
     assert main(["fit", "--runs", str(tmp_path / "runs"), *WORDS, "--out", out]) == 2
-    assert "holds no report of a run" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
     assert not Path(out).exists()

@@ -40,7 +40,7 @@ def test_a_file_without_tables_is_a_bad_request(
     assert main(["lint", str(tmp_path / "notes.md")]) == 2
     assert main(["lint", str(tmp_path / "missing.md")]) == 2
     assert main(["lint"]) == 2
-    assert "holds no table of a known style" in capsys.readouterr().err
+    assert "contains no table of a known style" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["text", "md", "csv", "json"])

@@ -63,7 +63,7 @@ def test_a_folder_that_cannot_be_used(capsys, tmp_path: Path) -> None:
     with folder.locked():
         said = refused(capsys, *RUN, "--steps", "3", "--out", str(tmp_path / "out"))
     assert "is in use by another training run (process " in said
-    assert "holds no whole checkpoint" in refused(
+    assert "has no intact checkpoint" in refused(
         capsys, *RUN, "--steps", "3", "--resume", "--out", str(tmp_path / "out")
     )
 
@@ -190,7 +190,7 @@ def test_torn_checkpoints_are_not_trained_over(capsys, tmp_path: Path) -> None:
     folder = TrainingFolder(tmp_path)
     (checkpoint(folder, 5) / "__0_0.distcp").unlink()
     said = refused(capsys, *RUN, "--steps", "9", "--out", str(tmp_path))
-    assert "none of the 1 is whole" in said
+    assert "has 1 checkpoints, none of them intact" in said
     assert "__0_0.distcp is missing" in said
     assert "--fresh" not in said
     assert len(curve.read(folder.metrics)) == 5
@@ -213,7 +213,7 @@ def test_a_curve_without_a_checkpoint_is_kept(capsys, monkeypatch, tmp_path: Pat
 def test_weights_are_for_a_beginning(capsys, tmp_path: Path) -> None:
     checkpoint(TrainingFolder(tmp_path), 5)
     said = refused(capsys, "--steps", "9", "--weights", "elsewhere", "--out", str(tmp_path))
-    assert "the training in this folder is at step 5" in said
+    assert "contradicts this folder, which is at step 5" in said
     assert "--fresh" in said
 
 

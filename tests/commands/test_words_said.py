@@ -28,7 +28,7 @@ def test_bench_refuses_what_surely_does_not_fit(tmp_path: Path, capsys) -> None:
 
 def test_resume_of_nothing(tmp_path: Path, capsys) -> None:
     assert main(["train", "--out", str(tmp_path / "nothing"), "--resume"]) == 2
-    assert "holds no training to resume" in capsys.readouterr().err
+    assert "has no training to resume" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
 
 

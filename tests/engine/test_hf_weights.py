@@ -277,5 +277,5 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         HfWeights(folder)
     config = json.loads((folder / hf.CONFIG).read_text())
     (folder / hf.CONFIG).write_text(json.dumps(config | {"model_type": "granite"}))
-    with pytest.raises(UserError, match="type 'granite' are not read"):
+    with pytest.raises(UserError, match="unsupported model type 'granite'"):
         HfWeights(folder)

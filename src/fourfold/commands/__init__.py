@@ -1,4 +1,4 @@
-"""The commands: parser, one call of a verb, one display. Their names and order, by kind of work."""
+"""The commands, grouped by kind of work; each is a parser, one call of a verb and one display."""
 
 from __future__ import annotations
 

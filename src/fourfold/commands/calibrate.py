@@ -1,4 +1,4 @@
-"""What can this machine do? Measures it and writes a hardware profile.
+"""Measure this machine's kernels and links, and write a hardware profile.
 
 Matrix products by shape and format, attention by kernel, head size and length, memory bandwidth,
 launch time, sustained against burst speed, and collectives between ranks of this host (gloo with 2
@@ -30,8 +30,8 @@ OPTIONS = (
     option("--device", "what to measure (default auto)", choices=("auto", "cpu", "cuda")),
     option("--out", "write the profile as JSON", "FILE"),
     option("--cluster-out", "write this host as a cluster file for plan", "FILE"),
-    option("--calibration-out", "write what plan and predict start from here", "FILE"),
-    option("--ranks", "ranks of that cluster (default: all measured)", "N", read=int),
+    option("--calibration-out", "write a starting calibration for plan and predict", "FILE"),
+    option("--ranks", "ranks of the cluster file (default: all measured)", "N", read=int),
     options.FORCE,
     options.FORMAT,
 )

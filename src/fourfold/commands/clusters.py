@@ -1,8 +1,8 @@
 """List GPUs and clusters, or show one; 'clusters new' describes yours.
 
-Without a name: all of them. With a name or a path: one cluster's link levels, from inner to outer,
-as one GPU sees them (one way, while all its neighbours send too). With --gpu: one GPU's peaks; its
-JSON is also the form of a file that adds a GPU ('--gpu ./mine.json' or .toml).
+Without a name it lists all. With a name or path it shows the cluster's link levels, from inner to
+outer, as one GPU sees them (per direction, while all its neighbours send too). With --gpu it shows
+a GPU's peaks; its JSON is also the template of a file that adds a GPU ('--gpu ./mine.json').
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ def _ask(field: str, question: str, flag: str) -> str:
 ACTIONS = {
     "new": Command(
         "new",
-        "Describe a cluster in a file: what is missing is asked for on a terminal.",
+        "Describe a cluster in a file; on a terminal, missing values are asked for.",
         (
             *options.of(ClusterRequest),
-            option("--out", "where to write (default: stdout)", "FILE"),
-            option("--force", "replace an existing --out file", switch=True),
+            option("--out", "output file (default: stdout)", "FILE"),
+            option("--force", "overwrite an existing --out file", switch=True),
             options.FORMAT,
         ),
         new,

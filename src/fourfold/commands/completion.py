@@ -1,6 +1,7 @@
-"""A completion script for bash, zsh or fish: commands, flags, choices and catalogue names.
+"""Print a completion script for bash, zsh or fish.
 
-The script asks fourfold itself at each TAB and so never grows stale; files where no name fits.
+It completes commands, flags, choices and catalogue names by asking fourfold at each TAB, and file
+names elsewhere.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 OPTIONS = (
-    option("shell", "whose script to print", "{bash,zsh,fish}", nargs="?"),
+    option("shell", "shell: bash, zsh or fish", "{bash,zsh,fish}", nargs="?"),
     # 'completion words ...' is what the scripts call: what follows 'fourfold', up to the cursor.
     option("words", "", nargs="...", rare=True),
 )

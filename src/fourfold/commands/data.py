@@ -45,12 +45,14 @@ ACTIONS = {
         "make",
         "Turn texts into a token file.",
         (
-            option("files", "a text; - is stdin", "FILE", nargs="+"),
-            option("--out", "for NAME.bin and NAME.json", "NAME", required=True),
+            option("files", "text files; - is stdin", "FILE", nargs="+"),
+            option(
+                "--out", "name of the token file: NAME.bin and NAME.json", "NAME", required=True
+            ),
             option("--tokenizer", "bytes (default), or a Hugging Face tokenizer.json", "FILE"),
-            option("--vocab", "the model's, which must suffice", "N", read=int),
-            option("--end-token", "of a tokenizer, after each document; or 'none'", "TEXT"),
-            option("--force", "replace an existing NAME", switch=True),
+            option("--vocab", "vocabulary of the model, to check against", "N", read=int),
+            option("--end-token", "token after each document, or 'none'", "TEXT"),
+            option("--force", "overwrite an existing NAME", switch=True),
             options.FORMAT,
         ),
         make,
@@ -58,10 +60,10 @@ ACTIONS = {
     ),
     "show": Command(
         "show",
-        "Show what a token file holds.",
+        "Show and check a token file.",
         (
-            option("name", "as given to 'data make --out'", "NAME"),
-            option("--quick", "only look at both ends of the tokens", switch=True),
+            option("name", "name given to 'data make --out'", "NAME"),
+            option("--quick", "check only both ends of the file", switch=True),
             options.FORMAT,
         ),
         show,

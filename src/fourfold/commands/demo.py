@@ -1,8 +1,8 @@
-"""The main job on this machine, start to end, in about two minutes.
+"""Calibrate, plan and measure a small model on this machine, in about two minutes.
 
 Measures the machine briefly, plans a small model on it, runs the best layouts for a few steps, and
-prints predicted beside measured. On a CPU four ranks share the cores (gloo); with GPUs each is one
-rank (NCCL).
+compares predicted with measured times. On a CPU four ranks share the cores (gloo); with GPUs each
+GPU is one rank (NCCL).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ examples:
   fourfold demo --layouts 2 --steps 4
 """
 OPTIONS = (
-    option("--layouts", "how many to run (default 3)", "N", read=int),
-    option("--steps", "timed steps of each (default 6)", "N", read=int),
+    option("--layouts", "layouts to run (default 3)", "N", read=int),
+    option("--steps", "timed steps per layout (default 6)", "N", read=int),
     options.FORMAT,
 )
 GIB = 2**30

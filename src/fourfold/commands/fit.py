@@ -1,12 +1,12 @@
-"""Fit the cost model to measured rows: a calibration for every stack and cluster in them.
+"""Fit the cost model to measured runs: a calibration for every stack and cluster.
 
-At most 14 free numbers for time and 6 for memory per stack and cluster; priors keep what the rows
-do not exercise at physical values (or at what --prior knows). The file stores coefficients,
+At most 14 coefficients for time and 6 for memory are free per stack and cluster; priors keep the
+others at physical values (or at those of --prior). The file stores coefficients,
 residuals, row counts and cross-validated errors; 'predict', 'plan' and 'score' take it as
 --calibration.
 
---suggest K fits nothing: it names the K runs of the table whose measurement would teach most. It
-looks at configurations only, never at results.
+--suggest K fits nothing: it names the K runs of the table that are most informative to measure. It
+uses configurations only, never results.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ examples:
 """
 OPTIONS = (
     option("rows", "measured runs", "ROWS.csv", nargs="*"),
-    option("--runs", "also the run reports in this folder", "DIR"),
-    option("--cluster", "where those runs were made", "NAME"),
-    option("--out", "where the calibration goes (JSON)", "FILE"),
-    option("--prior", "a calibration to start from", "FILE"),
-    option("--suggest", "name the K most telling runs", "K", read=int),
+    option("--runs", "also use the runs of this store", "DIR"),
+    option("--cluster", "cluster of those runs", "NAME"),
+    option("--out", "file for the calibration (JSON)", "FILE"),
+    option("--prior", "calibration to start from", "FILE"),
+    option("--suggest", "suggest the K most informative runs", "K", read=int),
     option("--name", "name of the calibration", "TEXT"),
     options.FORCE,
     options.FORMAT,

@@ -1,4 +1,4 @@
-"""Convert a measured speed to MFU, HFU and TFLOP/s by every convention that people publish.
+"""Convert a measured speed to MFU, HFU and TFLOP/s under every published convention.
 
 Give tokens/s over all GPUs, or seconds per step with a global batch. Without a speed only the
 FLOPs per token are printed. A percentage is against the GPU's dense peak in the run's precision
@@ -24,11 +24,11 @@ examples:
       --gpu h100-80gb --precision fp8 --recompute selective
 """
 OPTIONS = (
-    option("--gpu", "for MFU and HFU: h100-80gb ('fourfold clusters')", "ID"),
+    option("--gpu", "GPU for MFU and HFU, such as h100-80gb", "ID"),
     option("--convention", f"only one of {', '.join(CONVENTIONS)}", "ID"),
-    option("--tokens-per-s", "over all GPUs: 85144 or 3.2M", "X", read=options.number,
+    option("--tokens-per-s", "tokens/s over all GPUs: 85144 or 3.2M", "X", read=options.number,
            either="speed"),
-    option("--step-s", "seconds of a step, with --global-batch", "X", read=float, either="speed"),
+    option("--step-s", "seconds per step, with --global-batch", "X", read=float, either="speed"),
     *options.run_options(),
     options.FORMAT,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Find the rows of published tables that cannot be right, and say what they should be.
+"""Find rows of published tables that cannot be right, and suggest the repair.
 
 Reads Markdown, CSV or JSON with tables of the MPT, topology, scaling and reference styles, any
 number of them in a file, with the text between. Exit code: 0 nothing found, 1 findings, 2 no table.
@@ -23,8 +23,8 @@ examples:
 """
 OPTIONS = (
     option("files", "tables in .md, .csv or .json", "FILE", nargs="*"),
-    option("--ignore", "leave out a rule's findings", "RULE", repeated=True),
-    option("--rules", "list the rules and leave", switch=True),
+    option("--ignore", "ignore a rule", "RULE", repeated=True),
+    option("--rules", "list the rules and exit", switch=True),
     options.FORMAT,
 )
 

@@ -29,7 +29,7 @@ examples:
 """
 OPTIONS = (
     option("name", "a preset, or the path of a config.json or of its folder", nargs="?"),
-    option("--rank", "one rank, not the first of a stage", "R", read=int),
+    option("--rank", "show one rank instead of the first of each stage", "R", read=int),
     *options.layout_options(),
     options.FORMAT,
 )

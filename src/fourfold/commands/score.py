@@ -34,8 +34,8 @@ OPTIONS = (
     option("rows", "measured runs, one per source", "ROWS.csv", nargs="+"),
     option("--calibration", "default: the shipped one", "FILE"),
     option("--cv", "cross-validated by layout", switch=True),
-    option("--leave-out", "each source from the others", switch=True),
-    option("--few-shot", "10 chosen rows per cluster", switch=True),
+    option("--leave-out", "predict each source from the others", switch=True),
+    option("--few-shot", "fit 10 chosen runs per stack and cluster", switch=True),
     option("--picture", "predicted against measured", "FILE.png"),
     options.FORMAT,
 )

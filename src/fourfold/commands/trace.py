@@ -1,11 +1,11 @@
 """Show what every step of a parallel layer does on one rank: computed, or run with --run.
 
-Tensors as `name [symbolic] = [numbers]`, their elements and bytes, FLOPs of one rank and of all,
-bytes sent and over which link, copied or view, live and peak memory after every step.
+Prints tensors as `name [symbolic] = [numbers]`, elements and bytes, FLOPs of one rank and of all,
+bytes sent and over which link, copy or view, and live and peak memory after every step.
 
-In ulysses, allgather and ring the sequence is divided over the whole world (tp x cp x dp); mlp
-divides over tp; in mlp2d a rank holds tokens/dp (gathered over tp) and ffn/tp; layer is a whole
-decoder layer of a model under tp x cp x dp, forward and backward.
+ulysses, allgather and ring split the sequence over all ranks (tp x cp x dp); mlp splits over tp; in
+mlp2d a rank has tokens/dp (gathered over tp) and ffn/tp; layer is a whole decoder layer of a model
+under tp x cp x dp, forward and backward.
 """
 
 from __future__ import annotations

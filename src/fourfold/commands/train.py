@@ -1,8 +1,8 @@
 """Train a model, or resume on any layout: data, learning-rate schedule, checkpoints, loss curve.
 
-A folder that has checkpoints is continued where it stands, on any layout and world that computes
-the same training. SIGTERM, SIGUSR1 and Ctrl-C save after the step under way and end with status 75;
-a second SIGTERM or Ctrl-C ends at once. --show prints what a folder holds without training.
+A folder with checkpoints is resumed, on any layout and number of ranks. SIGTERM, SIGUSR1 and Ctrl-C
+save after the current step and exit with status 75; a second SIGTERM or Ctrl-C exits at once.
+--show prints the state of a training folder without training.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIONS = (
             *options.of(TrainRequest),
             *options.of(PlanRequest, "ramp"),
             *options.of(TrainSettings),
-            option("--show", "only show what this folder holds", "DIR"),
+            option("--show", "show the state of a training folder, without training", "DIR"),
             option("--plot", "draw the loss curve: .png, .svg or .pdf", "FILE"),
         ),
         _GROUP,

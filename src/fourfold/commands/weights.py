@@ -49,11 +49,11 @@ ACTIONS = {
         "export",
         "Write a checkpoint as safetensors, or in torch's own format.",
         (
-            option("checkpoint", "of a training, or one checkpoint", "CHECKPOINT"),
-            option("out", "the folder to make", "OUT"),
+            option("checkpoint", "training folder, or one checkpoint", "CHECKPOINT"),
+            option("out", "folder to create", "OUT"),
             option(
                 "--dtype",
-                "format of the values (default: as they are)",
+                "dtype of the values (default: unchanged)",
                 choices=tuple(name for name in DTYPES if name not in ("fp8", "fp4")),
             ),
             option("--force", "replace an earlier export", switch=True),

@@ -1,11 +1,11 @@
-"""How does the cost model see a run? The one mapping of RunSpec's fields to Columns.
+"""Maps a RunSpec to the cost model's Columns. This is the only such mapping.
 
     c = columns_of(specs, cluster=catalog.cluster("jean-zay"), stack="megatron-lm-2024")
     c = varied_columns(spec, points, cluster=..., stack=...)  # many that differ in CHOSEN fields
     seconds = estimate(c, entry.coefficients).step_s
 
-Both go through `run_facts`, so that a search over a million layouts and a question about one run
-see the same numbers. What a spec says stands over what a stack does by habit.
+Both go through `run_facts`, so that a search over a million layouts and the prediction of one run
+see the same numbers. What a spec says overrides the defaults of its stack.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The torch side of the seam: `python -m fourfold.engine.worker JOB.json`.
+"""Entry point of the torch processes: `python -m fourfold.engine.worker JOB.json`.
 
 Started by `fourfold.launch` it forks the ranks of this host. Started by torchrun or srun (RANK is
 set) it is that one rank. Besides `launch`, the only file that reads environment variables.

@@ -1,7 +1,7 @@
-"""How are many runs done so that nothing is lost? One after the other, each stored when it is over.
+"""Runs many configurations one after the other, and stores each when it ends.
 
-Resuming is the default: what the store has finished on this machine is not run again, what was
-interrupted is. A failed run is an entry like any other; only Ctrl-C ends the whole.
+Resuming is the default: runs that the store has finished on this machine are skipped, interrupted
+ones are run again. A failed run is an entry like any other; only Ctrl-C stops the campaign.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From what the ranks left behind, the report of a job: facts of every rank, merged by run."""
+"""Builds the report of a job from the files its ranks left: facts of every rank, merged by run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a job run on this host? Start its ranks, watch them, end them, write the report.
+"""Runs a job on this host: starts its ranks, watches them, ends them, writes the report.
 
 The ranks are forked by one worker process rather than by torchrun: torchrun's agent imports torch
 itself, reports one failure in its own words after its own time-outs, and leaves its ranks running

@@ -1,4 +1,4 @@
-"""What happened, and who was first? From exit codes, the ranks' own words, and silence."""
+"""Decides what went wrong and who failed first, from exit codes, failure files and silence."""
 
 from __future__ import annotations
 

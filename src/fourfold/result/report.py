@@ -1,4 +1,4 @@
-"""What was predicted for a run, what did it measure, what did it hold when memory ran out?
+"""The report of a run: its prediction, its measurements, and what it held when memory ran out.
 
 Facts only: MFU and friends are computed when the report is read.
 """

@@ -1,4 +1,4 @@
-"""When has a run warmed up, how long is a step, and how sure is that?
+"""Decides when a run has warmed up, how long a step takes, and how sure that is.
 
 The first steps (compiling, the optimizer's state, on a CPU the ledger) never count. Then windows of
 steps are compared: warm-up is over when the medians of the last two agree, in step time and, where

@@ -1,7 +1,7 @@
-"""Why can this layout not run? One answer for planner, sweep, verify and engine.
+"""Why a layout cannot run: one answer for planner, sweep, verify and engine.
 
-`why_not` asks every rule about one run and explains each broken one; a search asks the same rules
-about whole columns (search/candidates.py). Memory is not asked here.
+`why_not` checks one run against every rule and explains each violation; a search checks the same
+rules on whole columns (search/candidates.py). Memory is checked elsewhere.
 """
 
 from __future__ import annotations

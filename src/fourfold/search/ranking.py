@@ -1,5 +1,5 @@
-"""Which layout is fastest? Memory of every legal point, closed-form seconds of every point that
-fits, event simulation of the best few hundred. Seconds per step decide, memory breaks ties.
+"""Ranks layouts: memory of every legal point, closed-form seconds of every point that fits, event
+simulation of the best few hundred. Seconds per step decide, memory breaks ties.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How does one run read? Its quantities, and why it ran out of memory."""
+"""One run as a page: its quantities, and the cause of an out-of-memory error."""
 
 from __future__ import annotations
 

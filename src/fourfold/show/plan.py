@@ -1,4 +1,4 @@
-"""How does a plan read? One sentence to act on, a table, a few remarks; the rest with --details."""
+"""A plan as a page: one sentence to act on, a table, a few remarks; the rest with --details."""
 
 from __future__ import annotations
 

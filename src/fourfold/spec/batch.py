@@ -1,4 +1,4 @@
-"""How much goes into a step? Sequence length in tokens, batches in sequences."""
+"""What goes into a step: sequence length in tokens, batches in sequences."""
 
 from __future__ import annotations
 

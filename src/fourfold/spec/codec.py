@@ -1,4 +1,4 @@
-"""Frozen dataclasses <-> plain data <-> JSON and TOML, with errors that name field and way out.
+"""Frozen dataclasses <-> plain data <-> JSON and TOML, with errors that name the field.
 
 A type may define `from_plain(data, path)` / `to_plain()` for a text form of its own. A string given
 for a number is read by the function in its `Annotated[...]`, if it has one ("80GiB").

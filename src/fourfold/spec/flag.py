@@ -1,4 +1,4 @@
-"""What does the command line call a field? Its flag as data, kept beside the field."""
+"""The command-line flag of a field, as data beside the field."""
 
 from __future__ import annotations
 

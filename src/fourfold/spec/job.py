@@ -1,7 +1,7 @@
-"""What goes into the torch processes? One job: its kind, one or many runs, and how it may end.
+"""A job for the torch processes: its kind, its runs, and its time limits.
 
-The job file and the report that comes back (`fourfold.result.job`) are the whole seam between a
-command and the processes that import torch.
+The job file and the report that comes back (`fourfold.result.job`) are the whole interface between
+a command and the processes that import torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How are the ranks divided? pp x dp x cp x tp, outermost first: `pp2 dp2x4 cp1 tp8`.
+"""A layout divides the ranks into pp x dp x cp x tp, outermost first: `pp2 dp2x4 cp1 tp8`.
 
-dp = replicate x shard: `dp2x4` keeps two copies of a state sharded over four ranks, `dp8` shards
+dp = replicate x shard: `dp2x4` has two replicas of a state sharded over four ranks, `dp8` shards
 over eight. What is sharded (nothing, optimizer, gradients, weights) is the policy's `sharding`.
 """
 

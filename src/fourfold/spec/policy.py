@@ -1,9 +1,9 @@
-"""How is the work done? Number formats, sharding, schedule, recompute, overlap: all that changes
-speed and memory but not which model is trained.
+"""How a run does its work: dtypes, sharding, schedule, recompute, overlap. A policy changes speed
+and memory, but not which model is trained.
 
-`precision` names a bundle of five formats; each can be overridden on its own. Two of them are not
-free everywhere in our engine: with zero2 and zero3 only a shard of the gradient is kept, in the
-weights' format, and copies (zero0, or `dp2x4`) are summed in the format gradients add up in.
+`precision` names a bundle of five dtypes; each can be overridden. In our engine two of them have
+limits: with zero2 and zero3 only a shard of the gradient is kept, in the weights' dtype, and
+replicas (zero0, or `dp2x4`) are summed in the dtype gradients accumulate in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is one run? Everything that decides its result, in one hashable value."""
+"""A run: everything that decides its result, in one hashable value."""
 
 from __future__ import annotations
 

@@ -25,15 +25,15 @@ class TrainSettings:
     `weights` is a Hugging Face folder to begin from; a resume has its own.
     """
 
-    steps: Count = field(metadata=flag("steps in all, those before a resume included", "N"))
-    lr: float = field(default=3e-4, metadata=flag("highest learning rate (default 3e-4)", "N"))
+    steps: Count = field(
+        metadata=flag("total number of steps, including those before a resume", "N")
+    )
+    lr: float = field(default=3e-4, metadata=flag("peak learning rate (default 3e-4)", "N"))
     min_lr: float = field(
         default=0.0,
         metadata=flag("learning rate at the end of the decay (default 0)", "N", rare=True),
     )
-    warmup_steps: Count = field(
-        default=0, metadata=flag("steps up to the highest rate (default 0)", "N")
-    )
+    warmup_steps: Count = field(default=0, metadata=flag("warm-up steps (default 0)", "N"))
     lr_schedule: LrSchedule = field(
         default="cosine", metadata=flag("cosine (default), linear, constant or wsd", "X", rare=True)
     )
@@ -53,14 +53,14 @@ class TrainSettings:
     async_save: bool = field(
         default=True,
         metadata=flag(
-            "write checkpoints while training goes on (default)",
+            "write checkpoints in the background (default)",
             names=("--async",),
             pair=True,
             rare=True,
         ),
     )
     log_every: Count = field(
-        default=10, metadata=flag("steps between looks at the loss (default 10)", "N", rare=True)
+        default=10, metadata=flag("steps between reads of the loss (default 10)", "N", rare=True)
     )
     tensorboard: bool = field(
         default=False, metadata=flag("also write TensorBoard events", pair=True, rare=True)
@@ -69,7 +69,7 @@ class TrainSettings:
         default="", metadata=flag("also log to this Weights & Biases project", "X", rare=True)
     )
     weights: str = field(
-        default="", metadata=flag("start from a Hugging Face folder (its --model too)", "X")
+        default="", metadata=flag("start from a Hugging Face folder, with its model", "X")
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""bench: measure one run, with a prediction beside it; every run is kept in a store."""
+"""bench: measure one run and compare it with its prediction; every run is stored."""
 
 from __future__ import annotations
 

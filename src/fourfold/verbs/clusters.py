@@ -95,7 +95,7 @@ def _evidence(request: ClusterRequest, ask: Ask, on_event: OnEvent) -> _Evidence
             raise error.within(f"topo {request.topo}") from None
     host_gpus = _host_gpus(request, ask, topo, logs)
     hosts = request.hosts or max((log.hosts for log in logs), default=0)
-    hosts = hosts or _ask_count(ask, "hosts", "how many hosts", "--hosts N")
+    hosts = hosts or _ask_count(ask, "hosts", "number of hosts", "--hosts N")
     if topo is not None and topo.switched and topo.gpus <= 4 and not request.nvlink_ranks:
         # Hosts of 4 join their GPUs directly; a switch there is a rack's (NVL72).
         say = "note: NVLink is taken to end at the host; where its switch joins hosts (NVL72), add"
@@ -132,17 +132,19 @@ def _host_gpus(
     seen = topo.gpus if topo else 0
     if seen and request.host_gpus and request.host_gpus != seen:
         raise UserError(
-            f"the topology shows {seen}",
+            f"contradicts the topology, which shows {seen}",
             field="host-gpus",
             value=request.host_gpus,
-            hint="leave --host-gpus out, or give the topology of the right host",
+            hint="omit it, or pass the topology of the right host",
         )
     most = max((log.host_ranks for log in logs), default=0)
     count = request.host_gpus or seen or most
     count = count or _ask_count(ask, "host-gpus", "how many GPUs in one host", "--host-gpus N")
     if most > count:
         raise UserError(
-            f"a log of nccl-tests has {most} ranks on a host", field="host-gpus", value=count
+            f"is fewer than the {most} ranks per host in an nccl-tests log",
+            field="host-gpus",
+            value=count,
         )
     return count
 
@@ -223,7 +225,7 @@ def _network_rate(known: _Evidence, measured: LinkFit | None) -> tuple[str, str]
         host = known.nics * _parsed("nic-rate", request.nic_rate)
         why = f"{known.nics} cards of {request.nic_rate} a host"
     elif request.nic_rate:
-        raise UserError("is missing", field="nics", hint="add --nics N, or --topo FILE")
+        raise UserError("is required", field="nics", hint="or pass --topo FILE")
     else:
         example = f"--nic-rate RATE ({known.nics} cards seen)" if known.nics else "--network RATE"
         answer = known.ask("network", "network rate of one host, such as 3200Gbit/s", example)

@@ -1,5 +1,5 @@
-"""What follows from a run's report, as plain data in base units: speed with its interval,
-utilisation by every convention, memory, machine, prediction; and why it ran out of memory."""
+"""Derives plain data in base units from a run's report: speed with its interval, utilisation under
+every convention, memory, machine, prediction, and the cause of an out-of-memory error."""
 
 from __future__ import annotations
 

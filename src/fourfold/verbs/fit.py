@@ -70,9 +70,9 @@ def fit(
     tables = measured_rows(paths, runs, cluster, on_event)
     if not len(sample(tables)):
         raise UserError(
-            "no row has a measured step time, memory or an out-of-memory",
+            "have no measured step time, memory or out-of-memory outcome",
             field="rows",
-            hint="fill step_s, mem_gb or status",
+            hint="fill in step_s, mem_gb or status",
         )
     known = load(prior) if prior else None
     title = name or "+".join(table.table.name for table in tables)

@@ -54,10 +54,10 @@ def _known(document: Document, path: str) -> int:
     known = sum(style_of(table) != "other" for table in document.tables)
     if not known:
         raise UserError(
-            "holds no table of a known style",
+            "contains no table of a known style",
             field="FILE",
             value=path,
-            hint="mpt, topology, scaling and reference tables are known ('docs/tables.md')",
+            hint="known styles: mpt, topology, scaling, reference (docs/tables.md)",
         )
     return known
 

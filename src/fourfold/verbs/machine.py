@@ -1,7 +1,7 @@
-"""Which machine, which calibration? Resolved here for every verb.
+"""Decides which machine and which calibration apply, for every verb.
 
-A cluster that is named, a hardware profile ('fourfold calibrate'), a GPU on its usual hosts; else
-the GPU of this host where the catalogue knows it, else a rough guess from the cores.
+In this order: a named cluster, a hardware profile ('fourfold calibrate'), a GPU in typical hosts,
+the GPU of this host if it is in the catalogue, a rough guess from the cores.
 """
 
 from __future__ import annotations

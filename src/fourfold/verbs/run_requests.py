@@ -1,4 +1,4 @@
-"""What may be asked of the verbs that start ranks? As in `requests`: fields make the flags."""
+"""Requests of the verbs that start ranks. As in `requests`, their fields define the flags."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ class TrainRequest(Start):
     """Where a training is kept and how it starts. It continues where its folder stands, unless it
     is to be `fresh`; `resume`: and fails if there is nothing to continue."""
 
-    out: str | None = field(default=None, metadata=flag("the training's folder", "DIR"))
+    out: str | None = field(default=None, metadata=flag("training folder", "DIR"))
     resume: bool = field(
         default=False, metadata=flag("fail if there is no checkpoint", either="start")
     )

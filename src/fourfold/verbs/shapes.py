@@ -197,7 +197,5 @@ def _tokens_per_s(
 
 def _in_range(field: str, value: float, tokens_per_s: float) -> float:
     if not 0 < tokens_per_s < 1e18:
-        raise UserError(
-            "must give a speed above 0 and below 1e18 tokens/s", field=field, value=value
-        )
+        raise UserError("must be a speed above 0 and below 1e18 tokens/s", field=field, value=value)
     return tokens_per_s

@@ -86,7 +86,10 @@ def make_tokens(
     for old in (path, side, kept):
         if os.path.lexists(old) and not force:
             raise UserError(
-                "exists", field="out", value=str(old), hint="add --force, or name another"
+                "already exists",
+                field="out",
+                value=str(old),
+                hint="use --force to overwrite it, or choose another name",
             )
     total = sum(_size(name) for name in paths)
     encoder = _encoder(tokenizer, vocab, end_token)
@@ -98,7 +101,7 @@ def make_tokens(
                 writer.add(tokens)
             writer.end_document()
         if not writer.tally.tokens:
-            raise UserError("hold no text", field="files", value=" ".join(paths))
+            raise UserError("contain no text", field="files", value=" ".join(paths))
     if encoder.text:
         files.write_text(kept, encoder.text)
     else:
@@ -166,9 +169,9 @@ def _size(name: str) -> int:
             f"cannot be read ({reason})", field="file", value=name, hint="check the path"
         ) from None
     if stat.S_ISDIR(found.st_mode):
-        raise UserError("is a folder", field="file", value=name, hint=f"name files: {name}/*")
+        raise UserError("is a folder", field="file", value=name, hint=f"pass its files: {name}/*")
     if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
-        raise UserError("is a device", field="file", value=name, hint="name a text file")
+        raise UserError("is a device", field="file", value=name, hint="pass a text file")
     return found.st_size
 
 
@@ -182,8 +185,8 @@ def _encoder(tokenizer: str, vocab: int | None, end_token: str | None) -> Encode
     if tokenizer == "bytes":
         if end_token is not None:
             raise UserError(
-                "byte tokens end a document by themselves", field="--end-token",
-                value=end_token, hint="leave it out, or name a --tokenizer",
+                "is not used with byte tokens, which have their own end", field="--end-token",
+                value=end_token, hint="omit it, or pass --tokenizer",
             )  # fmt: skip
         # A model of 256 tokens has none to spare: a zero byte, which texts do not hold.
         spare = vocab != _BYTES
@@ -194,10 +197,10 @@ def _encoder(tokenizer: str, vocab: int | None, end_token: str | None) -> Encode
 def _require_vocab(encoder: Encoder, vocab: int | None) -> None:
     if vocab is not None and vocab < encoder.vocab:
         raise UserError(
-            f"the tokenizer '{encoder.name}' needs {encoder.vocab}",
+            f"is below the {encoder.vocab} of the tokenizer '{encoder.name}'",
             field="--vocab",
             value=vocab,
-            hint="take a model with a larger vocabulary, or another tokenizer",
+            hint="use a model with a larger vocabulary, or another tokenizer",
         )
 
 
@@ -222,7 +225,7 @@ def _from_file(path: str, end_token: str | None) -> Encoder:
         made = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises nothing narrower
         raise UserError(
-            f"is no tokenizer.json ({error})", field="--tokenizer", value=path
+            f"is not a tokenizer.json ({error})", field="--tokenizer", value=path
         ) from None
     made.no_truncation()
     made.no_padding()
@@ -246,10 +249,10 @@ def _end_token(known: dict[str, int], wanted: str | None, path: str) -> int:
         if name in known:
             return known[name]
     raise UserError(
-        "has no such token" if wanted else "has none of the usual end tokens",
+        "is not a token of this tokenizer" if wanted else "has no common end token",
         field="--end-token" if wanted else "--tokenizer",
         value=wanted or path,
-        hint="--end-token TEXT names one of its tokens, 'none' joins documents without one",
+        hint="pass --end-token TEXT, or 'none' to join documents without one",
     )
 
 
@@ -263,7 +266,10 @@ def _decoded(content: Iterator[bytes], source: str) -> Iterator[str]:
         yield decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         raise UserError(
-            "is not UTF-8 text", field="file", value=source, hint="--tokenizer bytes takes any"
+            "is not UTF-8 text",
+            field="file",
+            value=source,
+            hint="use --tokenizer bytes for other files",
         ) from None
 
 

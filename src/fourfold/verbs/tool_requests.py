@@ -68,27 +68,34 @@ class ClusterRequest:
     replaces both."""
 
     gpu: str | None = field(default=None, metadata=flag("a GPU's id or file", "ID"))
-    name: str | None = field(default=None, metadata=flag("what the cluster is called", "NAME"))
-    hosts: int | None = field(default=None, metadata=flag("how many hosts", "N"))
-    host_gpus: int | None = field(default=None, metadata=flag("GPUs of one host", "N"))
+    name: str | None = field(default=None, metadata=flag("name of the cluster", "NAME"))
+    hosts: int | None = field(default=None, metadata=flag("number of hosts", "N"))
+    host_gpus: int | None = field(default=None, metadata=flag("GPUs per host", "N"))
     nvlink_ranks: int | None = field(
         default=None, metadata=flag("GPUs joined by NVLink (default: those of a host)", "N")
     )
-    nvlink: str | None = field(default=None, metadata=flag("of one GPU, one way: 450GB/s", "RATE"))
-    nvlink_latency: str | None = field(default=None, metadata=flag("of one message: 3us", "TIME"))
+    nvlink: str | None = field(
+        default=None, metadata=flag("NVLink rate of one GPU per direction, such as 450GB/s", "RATE")
+    )
+    nvlink_latency: str | None = field(
+        default=None, metadata=flag("NVLink latency, such as 3us", "TIME")
+    )
     pcie: str | None = field(
-        default=None, metadata=flag("of one GPU, one way, where NVLink does not reach", "RATE")
+        default=None, metadata=flag("PCIe rate of one GPU per direction, beyond NVLink", "RATE")
     )
     network: str | None = field(
-        default=None, metadata=flag("of one host, one way, all its cards: 3200Gbit/s", "RATE")
+        default=None,
+        metadata=flag("network rate of one host per direction, such as 3200Gbit/s", "RATE"),
     )
-    network_latency: str | None = field(default=None, metadata=flag("of one message: 10us", "TIME"))
-    nics: int | None = field(default=None, metadata=flag("network cards of one host", "N"))
+    network_latency: str | None = field(
+        default=None, metadata=flag("network latency, such as 10us", "TIME")
+    )
+    nics: int | None = field(default=None, metadata=flag("network cards per host", "N"))
     nic_rate: str | None = field(
-        default=None, metadata=flag("of one network card: 400Gbit/s", "RATE")
+        default=None, metadata=flag("rate of one network card, such as 400Gbit/s", "RATE")
     )
     price: float | None = field(
-        default=None, metadata=flag("of one GPU-hour, in any currency", "X")
+        default=None, metadata=flag("price of a GPU-hour, in any currency", "X")
     )
     topo: str | None = field(
         default=None, metadata=flag("output of 'nvidia-smi topo -m' on one host", "FILE")
@@ -106,17 +113,15 @@ class TraceRequest:
     """One rank's part of a parallel layer."""
 
     kind: Kind = field(metadata=flag(", ".join(KINDS), "KIND", names=("kind",), choices=KINDS))
-    tokens: Size = field(metadata=flag("of the sequence", "N", required=True))
+    tokens: Size = field(metadata=flag("sequence length in tokens", "N", required=True))
     model: str | None = field(
-        default=None, metadata=flag("a preset or config.json for the sizes", "NAME")
+        default=None, metadata=flag("model preset or config.json for the sizes", "NAME")
     )
-    hidden: Size | None = field(
-        default=None, metadata=flag("width of the model", "N", group=_TRACED)
-    )
+    hidden: Size | None = field(default=None, metadata=flag("hidden size", "N", group=_TRACED))
     heads: Size | None = field(default=None, metadata=flag("query heads", "N", group=_TRACED))
     kv_heads: Size | None = field(
         default=None,
-        metadata=flag("key and value heads (default: as many as heads)", "N", group=_TRACED),
+        metadata=flag("key-value heads (default: as many as heads)", "N", group=_TRACED),
     )
     ffn: Size | None = field(default=None, metadata=flag("width of the MLP", "N", group=_TRACED))
     layers: Size | None = field(
@@ -126,7 +131,7 @@ class TraceRequest:
     tp: int = field(default=1, metadata=flag("tensor parallel ranks", "N", group="layout"))
     cp: int = field(default=1, metadata=flag("context parallel ranks", "N", group="layout"))
     dp: int = field(default=1, metadata=flag("data parallel ranks", "N", group="layout"))
-    rank: int = field(default=0, metadata=flag("the rank that is shown", "R", group="layout"))
+    rank: int = field(default=0, metadata=flag("rank to show", "R", group="layout"))
     cp_kind: CpKind | None = field(
         default=None, metadata=flag("default: ring", group="of kind layer")
     )
@@ -137,7 +142,7 @@ class TraceRequest:
     dtype: Dtype = field(
         default="bf16",
         metadata=flag(
-            "of tensors and weights (default bf16)",
+            "dtype of tensors and weights (default bf16)",
             choices=tuple(name for name in DTYPES if name != "fp4"),
         ),
     )
@@ -147,17 +152,17 @@ class TraceRequest:
     cluster: str | None = field(
         default=None,
         metadata=flag(
-            "for link levels: a name or a TOML file (default: hosts of 8 H100, 400 Gbit/s a GPU)",
+            "cluster for link levels (default: hosts of 8 H100, 400 Gbit/s per GPU)",
             "NAME",
         ),
     )
     run_steps: bool = field(
         default=False,
         metadata=flag(
-            "do the steps on this host, one process per rank; computed beside measured",
+            "run the steps on this host, one process per rank, and compare",
             names=("--run",),
         ),
     )
     device: Literal["auto", "cpu", "cuda"] = field(
-        default="auto", metadata=flag("where --run does them (default auto)")
+        default="auto", metadata=flag("device for --run (default auto)")
     )

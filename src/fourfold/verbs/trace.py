@@ -106,10 +106,10 @@ def _layer_spec(request: TraceRequest) -> RunSpec:
         raise UserError("is required", field="model", hint="'fourfold models' lists presets")
     if request.attention != "flash":
         raise UserError(
-            "a layer with its backward is traced with flash attention",
+            "is not supported for kind layer, which uses flash attention",
             field="attention",
             value=request.attention,
-            hint="naive belongs to ulysses, allgather and ring",
+            hint="use it with ulysses, allgather or ring",
         )
     names = ("hidden", "heads", "kv_heads", "ffn")
     given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
@@ -138,10 +138,10 @@ def _ask(request: TraceRequest) -> Ask:
     needed = ("hidden", "ffn") if request.kind.startswith("mlp") else ("hidden", "heads")
     if model is not None and needed[1] == "heads" and model.attention_width != model.hidden:
         raise UserError(
-            f"has heads of {model.head_size}, not hidden / heads",
+            f"has head size {model.head_size}, not hidden / heads",
             field="model",
             value=request.model,
-            hint="kind layer traces such heads; else give --hidden and --heads",
+            hint="use kind layer, or pass --hidden and --heads",
         )
     sizes = _given_sizes(request, model, needed)
     return Ask(
@@ -161,7 +161,7 @@ def _given_sizes(
     for name in ("cp_kind", "sharding"):
         if getattr(request, name) is not None:
             raise UserError(
-                "belongs to kind layer", field=name.replace("_", "-"), value=getattr(request, name)
+                "is only for kind layer", field=name.replace("_", "-"), value=getattr(request, name)
             )
     for name in ("hidden", "heads", "kv_heads", "ffn"):
         value = getattr(request, name)
@@ -187,7 +187,7 @@ def _cluster(name: str | None, ranks: int) -> Cluster:
     cluster = catalog.cluster(name)
     if ranks > cluster.gpus:
         raise UserError(
-            f"the trace needs {ranks} ranks", field="cluster", value=f"{name} of {cluster.gpus}",
-            hint="fewer ranks, or a larger cluster",
+            f"is too small for {ranks} ranks", field="cluster", value=f"{name} of {cluster.gpus}",
+            hint="use fewer ranks, or a larger cluster",
         )  # fmt: skip
     return cluster

@@ -65,7 +65,7 @@ def train(
     """`run`: a run's table with a [train] table; or a function that makes it of what the folder
     was trained with."""
     if not request.out:
-        raise UserError("is required", field="out", hint="the training's folder")
+        raise UserError("is required", field="out", hint="training folder")
     folder = TrainingFolder(request.out)
     folder.must_be_plain()
     if folder.aside.exists():  # a --fresh was killed
@@ -100,10 +100,10 @@ def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore)
     table = folder.described()
     if not table:
         raise UserError(
-            "is not the folder of a training (it has no train.toml)",
+            "is not a training folder: it has no train.toml",
             field="show",
             value=path,
-            hint="name the --out of a 'fourfold train'",
+            hint="pass the --out of a 'fourfold train'",
         )
     settings = codec.decode(TrainSettings, table.get("train", {}), "train")
     return _shown(folder, settings, {"outcome": "shown"}, rule, on_event)
@@ -135,7 +135,10 @@ def _data(spec: RunSpec) -> TokenInfo | None:
 def _must_be_legal(spec: RunSpec, permit: Permit) -> None:
     if spec.batch.micro_batch == 0:
         raise UserError(
-            "'auto' is chosen by bench", field="batch.micro_batch", value=0, hint="give a number"
+            "must be a number here; only bench supports 'auto'",
+            field="batch.micro_batch",
+            value=0,
+            hint="give a number",
         )
     require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
     permit.require((spec,), ranks=spec.gpus)
@@ -149,7 +152,7 @@ def _must_have_packages(settings: TrainSettings) -> None:
             raise UserError(
                 f"needs the package {package}, which is not installed",
                 field=package,
-                hint=f"pip install {package}, or leave --{package} out",
+                hint=f"pip install {package}, or omit --{package}",
             )
 
 

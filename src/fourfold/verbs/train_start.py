@@ -38,7 +38,7 @@ def known_table(folder: TrainingFolder, request: TrainRequest) -> dict[str, Any]
             "has no training to resume",
             field="out",
             value=str(folder.root),
-            hint="name the --out of an earlier 'fourfold train', or omit --resume",
+            hint="pass the --out of an earlier 'fourfold train', or omit --resume",
         )
     return known
 
@@ -70,11 +70,11 @@ def _same_weights(asked: str, newest: Checkpoint) -> str:
     began = newest.state.settings.weights if newest.state.settings else ""
     if str(Path(asked).absolute()) != began:
         raise UserError(
-            f"the training in this folder is at step {newest.step} and began from "
+            f"contradicts this folder, which is at step {newest.step} and started from "
             f"{began or 'random weights'}",
             field="weights",
             value=asked,
-            hint="leave --weights out, name another --out, or start over with --fresh",
+            hint="omit it, choose another --out, or start over with --fresh",
         )
     return began
 
@@ -91,10 +91,10 @@ def _begin_from(table: dict[str, Any], settings: dict[str, Any], on_event: OnEve
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in MODULES:
         raise UserError(
-            f"weights of type '{kind}' are not read",
+            f"has the unsupported model type '{kind}'",
             field="weights",
             value=str(folder),
-            hint=f"read are {', '.join(MODULES)}",
+            hint=f"supported: {', '.join(MODULES)}",
         )
     assert isinstance(config, dict)
     said = approximation(kind, config)
@@ -150,11 +150,10 @@ def _newest(folder: TrainingFolder, on_event: OnEvent) -> Checkpoint | None:
             raise error
     if torn and not whole:
         raise UserError(
-            f"has checkpoints, but none of the {len(torn)} is whole: "
-            f"{torn[-1][0]}: {torn[-1][1].rule}",
+            f"has {len(torn)} checkpoints, none of them intact: {torn[-1][0]}: {torn[-1][1].rule}",
             field="out",
             value=str(folder.root),
-            hint="copy one again from where it was written; nothing was changed",
+            hint="copy one again from its source; nothing was changed",
         )
     points = curve.parse(folder.metrics)
     for found in whole:
@@ -169,10 +168,10 @@ def _may_begin(request: TrainRequest, folder: TrainingFolder, on_event: OnEvent)
     """From nothing, unless a checkpoint is asked for."""
     if request.resume:
         raise UserError(
-            "holds no whole checkpoint",
+            "has no intact checkpoint",
             field="out",
             value=str(folder.root),
-            hint="leave --resume out to start from nothing",
+            hint="omit --resume to start from scratch",
         )
     if inside.kind_of(folder.metrics) and inside.size_of(folder.metrics):
         old = folder.metrics.with_name(f"{folder.metrics.name}.old")

@@ -80,10 +80,10 @@ def _checkpoint(path: Path, on_event: OnEvent) -> Checkpoint:
             return found
     why = f": {torn[-1][0]}: {torn[-1][1].rule}" if torn else ""
     raise UserError(
-        f"holds no whole checkpoint{why}",
+        f"has no intact checkpoint{why}",
         field="checkpoint",
         value=str(path),
-        hint="name the --out of a 'fourfold train', or one of its checkpoints",
+        hint="pass the --out of a 'fourfold train', or one of its checkpoints",
     )
 
 
@@ -91,11 +91,14 @@ def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
     if not out.exists():
         return
     if not out.is_dir():
-        raise UserError("is a file", field="out", value=str(out), hint="name a folder")
+        raise UserError("is a file", field="out", value=str(out), hint="pass a folder")
     held = [path.name for path in out.iterdir()]
     if held and not force:
         raise UserError(
-            "exists", field="out", value=str(out), hint="add --force, or name another folder"
+            "already exists",
+            field="out",
+            value=str(out),
+            hint="use --force to overwrite it, or choose another folder",
         )
     made, suffix = {
         "hf": (
@@ -107,10 +110,10 @@ def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
     other = [name for name in held if name not in made and not name.endswith(suffix)]
     if other:
         raise UserError(
-            f"holds more than an export: {', '.join(sorted(other)[:3])}",
+            f"contains files that are not of an export: {', '.join(sorted(other)[:3])}",
             field="out",
             value=str(out),
-            hint="name another folder",
+            hint="choose another folder",
         )
 
 

@@ -1,4 +1,4 @@
-"""How many FLOPs does a token take, by whose convention? Forward and backward, matrix products.
+"""FLOPs of a token under each published convention: forward and backward, matrix products.
 
 L layers, d hidden, w attention width (heads x head size, = d in most models), s sequence,
 V vocabulary, N parameters. Every published figure follows one of these; for one run they differ by

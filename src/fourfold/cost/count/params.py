@@ -1,4 +1,4 @@
-"""How many parameters, in the whole model and on each rank of a layout? Exact, from shapes alone.
+"""Parameters of the whole model and of each rank of a layout: exact, from shapes alone.
 
 Every parameter tensor is listed once, by the name and global shape that the engine also uses;
 counts are sums over that list. A tied output layer is the embedding itself and is listed once.

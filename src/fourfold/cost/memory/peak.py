@@ -1,4 +1,4 @@
-"""How many bytes does each stage hold at its peak, and of what? Does it fit?
+"""Peak bytes of each stage by kind, and whether they fit.
 
 Activations after Korthikanti et al. (arXiv 2205.05198); ZeRO state after Rajbhandari et al.
 (arXiv 1910.02054). A stage i of p holds min(m, p - i) micro batches under 1F1B. Coefficients carry

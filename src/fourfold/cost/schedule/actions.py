@@ -1,9 +1,9 @@
-"""In which order does each pipeline rank run its micro batches? Action lists, the same for a
-simulation, a picture and the engine.
+"""The order in which each pipeline rank runs its micro batches: action lists, the same for
+simulation, picture and engine.
 
 Chunk c of a model cut into stages x virtual stages sits on rank c % stages. 1F1B and interleaving
 after Narayanan et al. (arXiv 2104.04473), zero-bubble H1 after Qi et al. (arXiv 2401.10241): its
-backward is cut into the part that the previous stage waits for and the part that nobody does.
+backward is split into the part that the previous stage waits for and the part that nobody does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long does a step take, part by part? Puts the formulas of this package together.
+"""Seconds of a step, part by part: combines the formulas of this package.
 
     time = estimate(columns, coefficients)      # Times: arrays as long as the columns
     time.step_s                          # seconds per optimizer step
@@ -7,7 +7,7 @@
 `columns` is `fourfold.cost.columns.Columns`, `coefficients` maps every name of
 `fourfold.cost.fit.coefficients` to a number, or to an array that broadcasts against the
 columns (a (k, 1) array asks k questions at once; the fit does).
-Memory is a separate question: `fourfold.cost.memory.peak`.
+For memory see `fourfold.cost.memory.peak`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is the model? Embedding, layers by global index, final norm, head and loss, on one device.
+"""The model on one device: embedding, layers by global index, final norm, head and loss.
 
 A stage of a pipeline is the same class with fewer layers and absent ends. Parameter names are those
 of cost/count/params.py whatever the cut: layers keep their global index, absent parts are None.

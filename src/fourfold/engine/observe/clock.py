@@ -1,5 +1,4 @@
-"""How long does this take? Seconds of a call, on the device's own clock; readings between steps;
-and the end of a warm-up.
+"""Times calls on the device's own clock, reads clocks between steps, and ends warm-up.
 
 Of a call's readings the lower quartile counts: neighbours on the machine only ever add to a
 reading, and the very lowest one may be the clock's luck. All ranks stop warming up after the same

@@ -1,4 +1,4 @@
-"""What does a rank hold, compute and send? Counted as operators run, on real or fake tensors.
+"""Counts what a rank holds, computes and sends as operators run, on real or fake tensors.
 
 Bytes are of storages (views are free), FLOPs of matrix products and attention on local shapes (see
 `operators`), traffic by axis and collective as payload.

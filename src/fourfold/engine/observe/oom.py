@@ -1,4 +1,4 @@
-"""What did this rank hold when memory ran out? Asked while the exception still holds the frames.
+"""What a rank held when memory ran out, read while the exception still keeps the frames alive.
 
 The ledger's answer names every tensor. The CUDA allocator's blocks (a snapshot without history,
 which costs nothing before the failure) get kind, shape and name from the tensors Python can reach;

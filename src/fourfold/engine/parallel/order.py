@@ -1,15 +1,15 @@
-"""How does a model become a parallel one? Each axis is applied from outside, in this order.
+"""Makes a model parallel: each axis is applied from outside, in this order.
 
 1. pipeline  cut: build only the layers and ends of this rank's stage (of each virtual stage)
 2. tensor    cut matrices, put collectives around blocks
-3. context   replace the attention core; then say which kernels it may use
-4. fp8       replace the products of layers, as tensor parallelism left them
-5. loss      let the gradient of logits take their place
-6. kernels   activations the compiler is slow at
+3. context   replace the attention core; then restrict its kernels
+4. fp8       replace the products of the (already split) layers
+5. loss      overwrite the logits with their gradient
+6. kernels   custom kernels for activations that the compiler handles slowly
 7. recompute wrap what is left, so that collectives inside are repeated too
 8. compile   one graph per layer, recompute inside
-9. offload   send away what all of the above keeps for the backward pass
-10. data     shard last: what a layer's parameters are is now settled
+9. offload   move what all of the above keeps for the backward pass to the host
+10. data     shard last, when a layer's parameters are final
 """
 
 from __future__ import annotations

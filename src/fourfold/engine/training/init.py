@@ -1,5 +1,5 @@
-"""What are the initial weights? value = f(seed, name, global index): the same under every layout,
-each rank makes only the pieces it holds.
+"""Initial weights: value = f(seed, name, global index), the same under every layout; each rank
+makes only its own shards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What must every layout compute, and how far is one from it?
+"""The reference that every layout must reproduce, and how far a layout is from it.
 
 The reference is the same training in one process that uses no parallel code: one model, the whole
 batch at once, torch's own clipping, optimizer and scaling of the loss. Each rank compares the

@@ -1,4 +1,4 @@
-"""Where are runs kept? A folder per run under one root, complete or not there at all.
+"""The run store: a folder per run under one root, complete or absent.
 
 A run works in `.work/NAME` and is renamed to its key when it is over: run id, device, torch version
 and repeat. Renaming a folder is atomic, also on shared file systems, and fails where the key is

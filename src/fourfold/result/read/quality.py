@@ -1,4 +1,4 @@
-"""Can a measurement be trusted, and are two runs the same or different?
+"""Decides what to doubt in a measurement, and whether two runs differ.
 
 A flagged row is still a row: the flags say what to doubt. Steps of one run say nothing about the
 next run: only repeats do. The verdict over two runs comes from their repeats, else from the spread

@@ -1,1 +1,1 @@
-"""What must hold for a layout to run: one table of rules, in three parts."""
+"""The rules a layout must satisfy to run: one table, in three parts."""

@@ -1,7 +1,7 @@
-"""What is a rule? When it is broken, as arithmetic on whole numbers, and what to say then.
+"""A rule: when it is broken, as arithmetic on whole numbers, and what to say then.
 
 `broken` works on plain numbers and on NumPy columns alike: it joins comparisons by & and |, each in
-parentheses, never by `and`, `or`, `not`. `words` is asked about one run only.
+parentheses, never by `and`, `or`, `not`. `words` is for one run only.
 """
 
 from __future__ import annotations
