@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import COMMANDS, command_parser, main
+from fourfold.commands import load
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -92,7 +93,8 @@ def test_console_blocks_are_real(words: list[str], shown: list[str]) -> None:
 @pytest.mark.parametrize("words", [w for _, marks, w, _ in CASES if marks.strip()], ids=" ".join)
 def test_other_commands_still_parse(words: list[str]) -> None:
     assert words[0] in COMMANDS
-    command_parser(words[0]).parse_args(words[1:])
+    action = words[1] if words[1:] and words[1] in load(words[0]).actions else ""
+    command_parser(words[0], action).parse_args(words[2 if action else 1 :])
 
 
 @pytest.mark.slow

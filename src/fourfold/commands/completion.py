@@ -79,7 +79,7 @@ def run(args: Any) -> Output:
             "is required" if args.shell is None else "has no completion script",
             field="shell",
             value=" ".join([args.shell, *args.words]) if args.shell else None,
-            hint=f"one of {', '.join(_SCRIPTS)}",
+            hint=f"use {', '.join(_SCRIPTS)}",
         )
     return Output(raw=_SCRIPTS[args.shell])
 

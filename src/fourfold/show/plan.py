@@ -306,11 +306,11 @@ def _explained(said: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
         if max(row.parts_s[name], best.parts_s[name]) > 0.0005 * row.step_s
     ]  # fmt: skip
     memory = [[name, f"{size / GIB:.2f}"] for name, size in row.memory_bytes.items()]
-    unproven = " (never measured ones included)" if said.with_unproven else ""
+    unproven = " (including unmeasured features)" if said.with_unproven else ""
     return [
         f"{row}, micro batch {row.micro_batch}, {row.policy.sharding}, recompute "
-        f"{row.policy.recompute}: the best of {said.ways:,} ways to run it",
-        f"{short_s(row.step_s)} s a step (80%: {short_s(row.step_s_low)} to "
+        f"{row.policy.recompute}: the best of {said.ways:,} variants",
+        f"{short_s(row.step_s)} s per step (80%: {short_s(row.step_s_low)} to "
         f"{short_s(row.step_s_high)}), place {said.rank:,} of {said.of:,} layouts{unproven}; "
         f"{row.tflops_gpu:.0f} TFLOP/s/GPU; {100 * (row.step_s / best.step_s - 1):+.1f}% against "
         f"the best, {best} micro batch {best.micro_batch} (under {said.tie_width_pct:.1f}% is a "

@@ -87,9 +87,9 @@ def planned_cluster(
         found = usual_cluster(device, gpus)
     else:
         raise UserError(
-            "is required",
-            field="cluster",
-            hint="or pass --gpu ID with --gpus N, or --profile FILE (from 'fourfold calibrate')",
+            "no machine is given",
+            hint="pass --cluster NAME, --gpu ID with --gpus N, or --profile FILE (from 'fourfold "
+            "calibrate')",
         )
     if price is None:
         return found

@@ -78,7 +78,7 @@ def _about(model: ModelShape, pp: int) -> tuple[str, ...]:
     if pp == 1:
         return ()
     counts = " ".join(str(count) for count in stages(model, pp))
-    return (f"this release cuts stages of {counts} layers, and so they are priced",)
+    return (f"this release splits the layers into stages of {counts}, as timed here",)
 
 
 def _config(setup: Setup) -> dict[str, object]:
