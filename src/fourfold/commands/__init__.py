@@ -26,7 +26,7 @@ GROUPS = {
     "measure": {
         "demo": "calibrate, plan and measure a small model on this machine",
         "bench": "measure one run",
-        "sweep": "measure many runs; every outcome is kept, a stopped sweep resumes",
+        "sweep": "measure many runs; every outcome is stored, a stopped sweep resumes",
         "verify": "check that layouts compute what one process computes",
         "calibrate": "measure this machine's kernels and links, for plan and predict",
         "fit": "fit the cost model to measured runs, or suggest which runs to measure",
@@ -34,10 +34,10 @@ GROUPS = {
     },
     "train": {
         "train": "train a model, or resume on any layout",
-        "weights": "export a training's weights as a Hugging Face folder",
+        "weights": "export trained weights as a Hugging Face folder",
     },
     "data": {
-        "data": "make token files from text, and look at them",
+        "data": "make and inspect token files",
     },
     "publish": {
         "runs": "list stored runs",

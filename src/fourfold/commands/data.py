@@ -1,9 +1,9 @@
-"""Make token files from text, and look at them. 'bench', 'sweep' and 'train' read them by --data.
+"""Make and inspect token files, the --data of 'bench', 'sweep' and 'train'.
 
-'data make' writes NAME.bin (little-endian uint16 or uint32 tokens) and NAME.json (what they are).
+'data make' writes NAME.bin (little-endian uint16 or uint32 tokens) and NAME.json, its description.
 Every FILE is one document, followed by an end token; '-' is stdin. Without --tokenizer a token is a
-byte and 256 ends a document. 'data show' reads the whole file and checks it against its checksum;
-exit 1 when it differs.
+byte and 256 ends a document. 'data show' reads the whole file and verifies its checksum; it exits
+with 1 if that differs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ACTIONS = {
             options.FORMAT,
         ),
         make,
-        line="texts -> a token file",
+        line="make a token file from texts",
     ),
     "show": Command(
         "show",
@@ -67,7 +67,7 @@ ACTIONS = {
             options.FORMAT,
         ),
         show,
-        line="what a token file holds",
+        line="show and check a token file",
     ),
 }
 

@@ -2,7 +2,7 @@
 
 Give tokens/s over all GPUs, or seconds per step with a global batch. Without a speed only the
 FLOPs per token are printed. A percentage is against the GPU's dense peak in the run's precision
-(fp8 against the fp8 peak). HFU counts what the recompute policy runs again.
+(fp8 against the fp8 peak). HFU includes the recomputation of the policy.
 """
 
 from __future__ import annotations

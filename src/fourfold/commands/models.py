@@ -1,8 +1,8 @@
 """List model presets, or show one model's shape and size.
 
-Without a name: every preset. With a name, or the path of a Hugging Face config.json: its shape and
-exact parameter count, and with layout flags what the first rank of each pipeline stage (or --rank)
-holds and owns. A stage has more or fewer layers where embedding and output layer take their time.
+Without a name it lists every preset. With a name, or the path of a Hugging Face config.json, it
+shows the shape and exact parameter count; with layout flags also what the first rank of each
+pipeline stage (or --rank) holds and owns. Stages are balanced by cost, so their layers may differ.
 """
 
 from __future__ import annotations

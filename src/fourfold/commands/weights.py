@@ -1,10 +1,10 @@
-"""A training's weights as a Hugging Face folder: config.json and safetensors, for transformers.
+"""Export a training run's weights as a Hugging Face folder: config.json and safetensors.
 
-CHECKPOINT is the folder of a training (its newest checkpoint) or of one checkpoint. Llama shapes
+CHECKPOINT is a training folder (its newest checkpoint is used) or one checkpoint. Llama shapes
 are written as LlamaForCausalLM; learned positions with biases as GPT2LMHeadModel; ALiBi without
 biases as MptForCausalLM; rotary positions with LayerNorm and GELU as Starcoder2ForCausalLM. A shape
-that none of them computes is refused. The way back is 'train --weights DIR'. '--format dcp' writes
-torch.distributed.checkpoint's own format instead: weights and moments of any shape.
+that none of them computes is rejected. 'train --weights DIR' reads the folder back. '--format dcp'
+writes torch.distributed.checkpoint's own format instead: weights and moments of any shape.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ACTIONS = {
             ),
         ),
         export,
-        line="a checkpoint -> safetensors",
+        line="write a checkpoint as safetensors",
     )
 }
 
