@@ -9,14 +9,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from fourfold import __version__, files
 from fourfold.commands import COMMANDS, GROUPS, Command, load
 from fourfold.errors import MachineError, UserError, nearest
 from fourfold.escape import Screen, one_line
 from fourfold.output import FORMATS, Output, terminal_columns, text_of
-from fourfold.spec.flag import Option
+
+if TYPE_CHECKING:
+    from fourfold.spec.flag import Option
 
 # What argparse says of a flag -> what we say, after the flag's name.
 _ARGPARSE = (
