@@ -15,10 +15,10 @@ from fourfold import __version__, files
 from fourfold.commands import COMMANDS, GROUPS, Command, load
 from fourfold.errors import MachineError, UserError, nearest
 from fourfold.escape import Screen, one_line
-from fourfold.output import FORMATS, Output, terminal_columns, text_of
 
 if TYPE_CHECKING:
-    from fourfold.spec.flag import Option
+    from fourfold.flag import Option
+    from fourfold.output import Output
 
 # What argparse says of a flag -> what we say, after the flag's name.
 _ARGPARSE = (
@@ -252,12 +252,16 @@ def _dispatch(words: list[str]) -> int:
 
 def _style(args: Any) -> str:
     """The last format given; 'weights export' has two kinds of them."""
+    from fourfold.show.table import FORMATS
+
     given = getattr(args, "format", None) or "text"
     styles = [given] if isinstance(given, str) else given
     return next((style for style in reversed(styles) if style in FORMATS), "text")
 
 
 def show(output: Output, style: str) -> int:
+    from fourfold.output import terminal_columns, text_of
+
     text = text_of(output, style, terminal_columns())
     if text:
         print(text)

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from fourfold import files
 from fourfold.errors import UserError
+from fourfold.flag import Option
 from fourfold.spec import codec, words
 from fourfold.spec.batch import Batch
-from fourfold.spec.flag import Option
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
@@ -42,10 +42,7 @@ def of(cls: type, *only: str, **changes: Any) -> tuple[Option, ...]:
     """The options that set a dataclass's fields: all that have a flag, or those named."""
     hints = codec.type_hints(cls)
     found = {f.name: f for f in dataclasses.fields(cls) if "flag" in f.metadata}
-    return tuple(
-        dataclasses.replace(_of_field(found[name], hints[name]), **changes)
-        for name in only or found
-    )
+    return tuple(_of_field(found[name], hints[name])._replace(**changes) for name in only or found)
 
 
 def _of_field(field: dataclasses.Field[Any], hint: Any) -> Option:
@@ -69,11 +66,11 @@ def _of_field(field: dataclasses.Field[Any], hint: Any) -> Option:
         changes["switch"] = not said.pair
     elif kind in (int, float):
         changes["read"] = said.read or kind
-    return dataclasses.replace(said, **changes)
+    return said._replace(**changes)
 
 
 def grouped(found: typing.Iterable[Option], group: str) -> tuple[Option, ...]:
-    return tuple(dataclasses.replace(one, group=group) for one in found)
+    return tuple(one._replace(group=group) for one in found)
 
 
 def given(args: Any, *names: str) -> dict[str, Any]:
@@ -99,7 +96,7 @@ def _run_fields(extra: tuple[str, ...]) -> list[tuple[str, Option]]:
         for one in of(cls, *names):
             name = one.names[0][2:].replace("-", "_")
             # The field itself reads the text: 8k, fsdp, 4Mtokens.
-            plain = dataclasses.replace(one, dest=name, read=None, choices=(), switch=False)
+            plain = one._replace(dest=name, read=None, choices=(), switch=False)
             found.append((f"{path}.{name}" if path else name, plain))
     return found
 
@@ -107,7 +104,7 @@ def _run_fields(extra: tuple[str, ...]) -> list[tuple[str, Option]]:
 def layout_options(*without: str) -> tuple[Option, ...]:
     """Flags of layout, batch and policy: the same names in every command."""
     fields = [one for _, one in _run_fields(()) if one.names[0] not in without]
-    return tuple(dataclasses.replace(one, group=_RUN_GROUP) for one in fields)
+    return tuple(one._replace(group=_RUN_GROUP) for one in fields)
 
 
 def run_options(*extra: str) -> tuple[Option, ...]:

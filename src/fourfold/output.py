@@ -8,9 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from textwrap import wrap
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fourfold.escape import csv_text, json_text, one_line, steer
 from fourfold.events import Event
@@ -30,8 +28,7 @@ class Answer(Protocol):
     def rows(self) -> Sequence[dict[str, Any]]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What a command answers: `plain` is its JSON, `rows` its CSV, `parts` make the page for
     people. `raw` instead of all: a text that is a file of its own."""
 
@@ -66,6 +63,8 @@ def text_of(output: Output, style: str, columns: int = 0) -> str:
 def _folded(text: str, columns: int) -> list[str]:
     if columns < 40:
         return [text]
+    from textwrap import wrap
+
     return [
         piece
         for line in text.split("\n")

@@ -107,7 +107,7 @@ def test_few_kv_heads_are_sent_to_several_ranks() -> None:
         (ulysses, {"kv_heads": 3}, "must divide heads"),
         (mlp, {}, "mlp2d"),
         (mlp2d, {"ffn": 53249}, "53248"),
-        (mlp2d, {"layout": Layout(cp=2)}, "--dp 2"),
+        (mlp2d, {"layout": Layout(cp=2)}, "use dp = 2"),
     ],
 )
 def test_refusals_name_a_way_out(program_of: object, changes: dict, words: str) -> None:

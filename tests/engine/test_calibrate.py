@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.launch.local import run_job
 from fourfold.result.job import answer_file
-from fourfold.result.profile import HardwareProfile, cluster_of, knobs_of
+from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of
 from fourfold.spec import codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.job import Job
@@ -46,4 +46,11 @@ def test_the_cluster_can_be_planned_for(profile: HardwareProfile) -> None:
     cluster = cluster_of(profile, 2)
     assert codec.from_toml(Cluster, codec.to_toml(cluster)) == cluster
     assert cluster.device.id == "cpu-this"
-    assert set(knobs_of(profile)) == {"gemm", "align", "host_s", "flash", "nvlink", "latency_s"}
+    assert set(coefficients_of(profile)) == {
+        "gemm",
+        "align",
+        "host_s",
+        "flash",
+        "nvlink",
+        "latency_s",
+    }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # the overview needs neither: 70 ms
+if TYPE_CHECKING:
+    from fourfold.flag import Option
     from fourfold.output import Output
-    from fourfold.spec.flag import Option
 
 # kind of work -> name -> what it does; a command is imported only when it is called.
 GROUPS = {
@@ -51,8 +50,7 @@ GROUPS = {
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """`actions` are sub-commands by name; a command with them may have no call of its own."""
 
     name: str
@@ -61,7 +59,7 @@ class Command:
     run: Callable[[Any], Output] | None = None
     examples: str = ""
     line: str = ""  # one line for the list of sub-commands
-    actions: dict[str, Command] = field(default_factory=dict)
+    actions: Mapping[str, Command] = MappingProxyType({})
 
 
 def load(name: str) -> Command:

@@ -12,10 +12,10 @@ from typing import Any
 from fourfold.commands import COMMANDS, load
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
 from fourfold.errors import UserError
+from fourfold.flag import Option
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.spec import catalog, words
-from fourfold.spec.flag import Option
 
 EXAMPLES = """\
 install:

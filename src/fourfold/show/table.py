@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fourfold import escape
 from fourfold.errors import UserError
@@ -16,8 +16,7 @@ _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?\Z")
 FORMATS = ("text", "md", "csv", "json")
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """A table for people: headings and cells as ready texts."""
 
     headings: Sequence[str]

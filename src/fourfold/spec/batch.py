@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Annotated
 
 from fourfold.errors import UserError
+from fourfold.flag import flag
 from fourfold.spec import check, codec, words
-from fourfold.spec.flag import flag
 from fourfold.units import count_from, size_from
 
 MAX_RAMP_STAGES = 10_000

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass, field
 
 from fourfold.errors import UserError, nearest
+from fourfold.flag import flag
 from fourfold.spec import check
-from fourfold.spec.flag import flag
 from fourfold.units import size_from
 
 AXES = ("pp", "dp", "cp", "tp")

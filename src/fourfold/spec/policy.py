@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from fourfold.errors import UserError
+from fourfold.flag import flag
 from fourfold.spec import check, words
-from fourfold.spec.flag import flag
 from fourfold.spec.layout import Layout
 from fourfold.spec.variables import require_form
 from fourfold.spec.words import (

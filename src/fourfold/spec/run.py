@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from fourfold.errors import UserError
+from fourfold.flag import flag
 from fourfold.spec import check, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.device import Size
-from fourfold.spec.flag import flag
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy

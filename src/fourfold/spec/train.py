@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from fourfold.errors import UserError
+from fourfold.flag import flag
 from fourfold.spec import check
-from fourfold.spec.flag import flag
 from fourfold.units import count_from
 
 Count = Annotated[int, count_from]

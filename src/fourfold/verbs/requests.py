@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.errors import UserError
+from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.flag import flag
 from fourfold.spec.model import ModelShape
 from fourfold.units import count_from, size_from
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.errors import UserError
+from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.flag import flag
 from fourfold.spec.layout import AXES
 from fourfold.spec.words import BUNDLES
 from fourfold.verbs.requests import CONVENTION, Size, at_least_one

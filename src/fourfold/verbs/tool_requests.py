@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fourfold.cost.trace.steps import KINDS, Kind
+from fourfold.flag import flag
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.flag import flag
 from fourfold.spec.words import DTYPES, CpKind, Dtype
 from fourfold.verbs.requests import CALIBRATION, Count, Size
 
