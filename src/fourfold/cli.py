@@ -252,7 +252,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _style(args: Any) -> str:
     """The last format given; 'weights export' has two kinds of them."""
-    from fourfold.show.table import FORMATS
+    from fourfold.output import FORMATS
 
     given = getattr(args, "format", None) or "text"
     styles = [given] if isinstance(given, str) else given

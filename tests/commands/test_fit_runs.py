@@ -10,7 +10,11 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.result.report import RankMemory, RunReport, StepReport
-from fourfold.spec import Batch, Layout, Policy, RunSpec, catalog, codec
+from fourfold.spec import catalog, codec
+from fourfold.spec.batch import Batch
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 WORDS = ["--cluster", "mosaic-h100"]
 

@@ -15,8 +15,10 @@ from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.state import CheckpointState
 from fourfold.result.files import curve
 from fourfold.result.files.training_folder import TrainingFolder
-from fourfold.spec import Batch, Policy, RunSpec
+from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
 from fourfold.verbs import train as command
 

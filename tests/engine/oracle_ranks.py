@@ -40,8 +40,12 @@ from fourfold.engine.parallel.wrap import apply_compile
 from fourfold.engine.training import init
 from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.trainer import Trainer
-from fourfold.spec import Batch, Layout, ModelShape, Policy, RunSpec
+from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 SEQ_LEN, SEQUENCES, RANKS = 32, 4, 2
 RULE = InitRule(vector_std=0.1)

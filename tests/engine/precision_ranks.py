@@ -26,9 +26,11 @@ from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.reference import RankFindings, Recipe, train_alone
-from fourfold.spec import Batch, Layout, Policy, RunSpec
-from fourfold.spec.batch import Ramp
+from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.catalog import shape
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 RANKS = 4
 # fp16 is slow on CPUs.

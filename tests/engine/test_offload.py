@@ -13,8 +13,11 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.parallel import offload
 from fourfold.engine.parallel.wrap import apply_compile, apply_recompute
-from fourfold.spec import Batch, Layout, Policy, RunSpec
+from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import shape
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 MODEL = shape("llama", layers=6, hidden=128, ffn=256, heads=4, kv_heads=2, vocab=64)
 BATCH = Batch(seq_len=4096, micro_batch=2, global_batch=4)

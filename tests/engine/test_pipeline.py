@@ -15,9 +15,12 @@ import pytest
 from fourfold.cli import main
 from fourfold.launch.local import run_job
 from fourfold.result.job import answer_file
-from fourfold.spec import Batch, Layout, Policy, RunSpec
+from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
 from fourfold.spec.job import Job, Limits
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2))
 RECOMPUTE = ("none", "full", "every-2", "selective")

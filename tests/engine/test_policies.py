@@ -17,8 +17,11 @@ from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.task import CPU
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.dryrun import RankCount
-from fourfold.spec import Batch, Layout, Policy, RunSpec
+from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import shape
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 from fourfold.spec.words import BUNDLES
 
 # Weights outweigh activations here, as they do where sharding matters.

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fourfold.engine.training.gradients import LossScaler, ScalerSettings
-from fourfold.spec import Layout, Policy
-from fourfold.spec.policy import running
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy, running
 
 HERE = Path(__file__).parent
 

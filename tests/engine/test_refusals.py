@@ -9,7 +9,11 @@ import pytest
 
 from fourfold.errors import UserError
 from fourfold.search.legal import Target, require_legal, why_not
-from fourfold.spec import Batch, Layout, Policy, RunSpec, catalog
+from fourfold.spec import catalog
+from fourfold.spec.batch import Batch
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 SPEC = RunSpec(
     model=catalog.model("llama-tiny"),

@@ -13,9 +13,12 @@ from fourfold.engine.process.task import Place, Task
 from fourfold.launch import devices
 from fourfold.launch.local import run_job
 from fourfold.result.job import answer_file
-from fourfold.spec import Batch, Layout, Policy, RunSpec
+from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
 from fourfold.spec.job import Job, Limits
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 
 def through_host_memory(specs: list[RunSpec], folder: Path) -> list[dict]:

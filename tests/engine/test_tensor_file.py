@@ -22,8 +22,10 @@ from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint import index
 from fourfold.result.checkpoint.state import CheckpointState
 from fourfold.result.files.inside import NotWholeError
-from fourfold.spec import Batch, Policy, RunSpec
+from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "training-format-1"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

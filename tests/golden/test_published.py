@@ -9,7 +9,10 @@ import pytest
 
 from fourfold.cost.count.flops import FlopsQuery, convention, utilisation_pct
 from fourfold.cost.count.params import model_params
-from fourfold.spec import Layout, ModelShape, Policy, catalog
+from fourfold.spec import catalog
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
 
 GOLDEN = Path(__file__).parent
 

@@ -17,7 +17,10 @@ from fourfold.cost.count.params import (
     tp_shape,
 )
 from fourfold.cost.count.stages import head_cost, split_layers, stage_layers
-from fourfold.spec import Layout, ModelShape, Policy, catalog
+from fourfold.spec import catalog
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
 
 models = st.sampled_from(sorted(catalog.model_names())).map(catalog.model)
 small = st.sampled_from([name for name in catalog.model_names() if "tiny" in name]).map(

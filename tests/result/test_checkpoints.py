@@ -24,8 +24,11 @@ from fourfold.result.files.training_folder import (
     contradiction,
     must_continue,
 )
-from fourfold.spec import Batch, Layout, Policy, RunSpec
+from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "training-format-1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fourfold.spec import Batch
+from fourfold.spec.batch import Batch
 from fourfold.verbs.facts import micro_words
 
 

@@ -13,19 +13,14 @@ from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.result.report import RunReport, StepReport
-from fourfold.spec import (
-    Batch,
-    Cluster,
-    Device,
-    Fault,
-    Layout,
-    ModelShape,
-    Policy,
-    Ramp,
-    RunSpec,
-    catalog,
-    codec,
-)
+from fourfold.spec import catalog, codec
+from fourfold.spec.batch import Batch, Ramp
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.device import Device
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import Fault, RunSpec
 from fourfold.spec.words import BUNDLES, Dtype
 
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)

@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from fourfold.cli import main
 from fourfold.errors import UserError
-from fourfold.spec import Batch, Layout, Policy, RunSpec, codec, words
+from fourfold.spec import codec, words
+from fourfold.spec.batch import Batch
 from fourfold.spec.expression import parse
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import expand, read_sweep
 from fourfold.units import bytes_per_s_from, count_from, size_from
 

@@ -16,9 +16,13 @@ from fourfold.result.read.quality import flags
 from fourfold.result.report import Prediction, RunReport
 from fourfold.search.query import PlanQuery, entry_for
 from fourfold.search.ranking import rank_layouts
-from fourfold.spec import AXES, Batch, Policy, RunSpec, catalog
+from fourfold.spec import catalog
+from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.job import Job
+from fourfold.spec.layout import AXES
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 from fourfold.verbs.calibrate import calibrate
 
 CPU_RANKS = 4
