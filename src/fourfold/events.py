@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple
 
 
 class Event(NamedTuple):
-    """`progress` is out of date with the next one; a `note` is worth keeping."""
+    """`progress` is out of date with the next one; a `note` is worth keeping, a
+    `warning` says what was left out or may be wrong."""
 
     text: str
-    kind: Literal["progress", "note"] = "note"
+    kind: Literal["progress", "note", "warning"] = "note"
 
 
 OnEvent = Callable[[Event], None]
@@ -22,6 +23,10 @@ def ignore(event: Event) -> None:
 
 def notes(on_event: OnEvent) -> Callable[[str], None]:
     return lambda text: on_event(Event(text))
+
+
+def warnings(on_event: OnEvent) -> Callable[[str], None]:
+    return lambda text: on_event(Event(text, "warning"))
 
 
 def progress(on_event: OnEvent) -> Callable[[str], None]:

@@ -124,7 +124,8 @@ class Stderr:
             self._progress(event.text)
         else:
             self.close()
-            print(event.text, file=sys.stderr, flush=True)
+            mark = "warning: " if event.kind == "warning" else ""
+            print(f"{mark}{event.text}", file=sys.stderr, flush=True)
 
     def _progress(self, text: str) -> None:
         if sys.stderr.isatty():

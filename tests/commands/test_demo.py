@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.commands import demo
 from fourfold.cost.fit import calibration
 from fourfold.cost.fit.calibration import calibration_of
 from fourfold.cost.fit.coefficients import BY_NAME
+from fourfold.events import ignore
 from fourfold.result.profile import (
     AttentionPoint,
     CollectivePoint,
@@ -23,6 +23,7 @@ from fourfold.result.profile import (
 )
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import codec
+from fourfold.verbs.demo import _plan, scene
 
 
 @pytest.fixture
@@ -72,16 +73,16 @@ def test_a_profile_becomes_a_calibration_within_the_knobs_limits(profile: Hardwa
 
 
 def test_the_plan_is_legal_diverse_and_sorted(profile: HardwareProfile) -> None:
-    scene = demo.scene(0)
-    planned = demo._plan(scene, cluster_of(profile, scene.ranks), profile, 3)
+    small = scene(0)
+    planned = _plan(small, cluster_of(profile, small.ranks), profile, 3, ignore)
     assert len(planned) == 3
     assert len({str(spec.layout) for spec, _ in planned}) == 3
-    seconds = [said["step_s"] for _, said in planned]
+    seconds = [said.step_s for _, said in planned]
     assert seconds == sorted(seconds)
     for spec, said in planned:
         target = Target(gpus=spec.gpus)
         assert not why_not(spec.model, spec.layout, spec.batch, spec.policy, target)
-        assert said["step_s_low"] < said["step_s"] < said["step_s_high"]
+        assert said.step_s_low < said.step_s < said.step_s_high
 
 
 @pytest.mark.slow

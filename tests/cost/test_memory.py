@@ -146,7 +146,7 @@ def test_score_and_predict_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["score", str(GOLDEN / "mpt.csv"), "--format", "csv"]) == 0
     head, line = capsys.readouterr().out.splitlines()[:2]
     said = dict(zip(head.split(","), line.split(","), strict=True))
-    assert (said["refused %"], said["missed %"]) == ("0.0", "-")
+    assert (said["refused_pct"], said["missed_pct"]) == ("0.0", "")
     out = tmp_path / "said.csv"
     assert main(["predict", str(GOLDEN / "par4d.csv"), "--out", str(out)]) == 0
     with out.open() as stream:

@@ -55,7 +55,7 @@ def decode_fields(cls: type[T], data: object, path: str = "") -> T:
         if key not in fields:
             raise UserError("unknown field", field=_join(path, key), hint=nearest(str(key), fields))
         if value is not None:
-            values[key] = _decode_value(type_hints(cls)[key], value, _join(path, key))
+            values[key] = decode_value(type_hints(cls)[key], value, _join(path, key))
     for name, field in fields.items():
         no_default = (
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -76,7 +76,7 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _decode_value(hint: Any, value: object, path: str) -> Any:
+def decode_value(hint: Any, value: object, path: str) -> Any:
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is typing.Annotated:
@@ -85,16 +85,16 @@ def _decode_value(hint: Any, value: object, path: str) -> Any:
                 return arguments[1](value)
             except UserError as error:
                 raise error.within(path) from None
-        return _decode_value(arguments[0], value, path)
+        return decode_value(arguments[0], value, path)
     if origin in (types.UnionType, typing.Union):
         (inner,) = (argument for argument in arguments if argument is not type(None))
-        return _decode_value(inner, value, path)
+        return decode_value(inner, value, path)
     if origin is Literal:
         return _decode_choice(arguments, value, path)
     if origin is tuple:
         return _decode_tuple(arguments, value, path)
     if origin is dict and isinstance(value, dict):
-        return {key: _decode_value(arguments[1], v, _join(path, key)) for key, v in value.items()}
+        return {key: decode_value(arguments[1], v, _join(path, key)) for key, v in value.items()}
     if dataclasses.is_dataclass(hint):
         return decode(typing.cast(type, hint), value, path)
     return _decode_scalar(hint, value, path)
@@ -129,7 +129,7 @@ def _decode_tuple(arguments: tuple[Any, ...], value: object, path: str) -> tuple
     if len(hints) != len(value):
         raise UserError(f"must have {len(hints)} entries", field=path, value=value)
     pairs = zip(hints, value, strict=True)
-    return tuple(_decode_value(hint, item, f"{path}[{i}]") for i, (hint, item) in enumerate(pairs))
+    return tuple(decode_value(hint, item, f"{path}[{i}]") for i, (hint, item) in enumerate(pairs))
 
 
 def _decode_scalar(hint: Any, value: object, path: str) -> Any:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.events import Event, OnEvent, ignore, notes, progress
+from fourfold.events import Event, OnEvent, ignore, progress, warnings
 from fourfold.launch.campaign import Campaign, launch_run
 from fourfold.launch.devices import gpu_count, require_gpus
 from fourfold.launch.permit import Permit
@@ -81,7 +81,7 @@ def bench(
     permit = permit_of(request)
     options = (("probe_s", f"{request.probe_s:g}"),) if request.probe_s > 0 else ()
     campaign = Campaign(
-        Store(request.runs, warn=notes(on_event)),
+        Store(request.runs, warn=warnings(on_event)),
         runner=partial(launch_run, options=options, permit=permit),
         say=progress(on_event),
         predictor=known,

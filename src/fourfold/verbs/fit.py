@@ -17,7 +17,7 @@ from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
-from fourfold.events import OnEvent, ignore, notes
+from fourfold.events import OnEvent, ignore, notes, warnings
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import AXES
 from fourfold.verbs import Facts
@@ -51,7 +51,7 @@ def measured_rows(
     if runs:
         if not cluster:
             raise UserError("is required with --runs", field="cluster")
-        tables.append(report_rows(runs, known_cluster(cluster), notes(on_event)))
+        tables.append(report_rows(runs, known_cluster(cluster), warnings(on_event)))
     if not tables:
         raise UserError("is required", field="ROWS.csv", hint="or pass --runs DIR")
     return tables

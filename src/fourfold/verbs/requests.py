@@ -15,6 +15,7 @@ from fourfold.spec import codec
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
+from fourfold.spec.run import RunSpec
 from fourfold.units import count_from, size_from
 
 Count = Annotated[int, count_from]
@@ -28,20 +29,40 @@ WHERE = "only layouts that satisfy a condition, such as 'dp % 4 == 0 and mem_gib
 
 def decided(table: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a PlanRequest that a run's table decides."""
-    plain = table.get("batch", {})
+    plain, policy = (_table(table, name) for name in ("batch", "policy"))
     sizes = ((name, plain.get(name)) for name in ("seq_len", "global_batch"))
     for name, value in (("model", table.get("model")), *sizes):
         if value is None:
             hint = "'fourfold models' lists presets" if name == "model" else ""
             raise UserError("is required", field=name, hint=hint)
     batch = codec.decode(Batch, {**plain, "micro_batch": None}, "batch")
+    model, layout = table["model"], table.get("layout", "")
+    if not isinstance(layout, str | Mapping):
+        raise UserError("must be a table or a text such as 'tp8 pp2'", field="layout", value=layout)
+    fields = (
+        (RunSpec, "gpus", table.get("gpus")),
+        (Batch, "micro_batch", plain.get("micro_batch")),
+    )
     return {
-        **{name: table[name] for name in ("model", "gpus", "layout", "policy") if name in table},
+        "model": model if isinstance(model, str) else codec.decode(ModelShape, model, "model"),
+        "layout": layout,
+        "policy": policy,
+        **{
+            name: codec.decode_value(codec.type_hints(cls)[name], value, name)
+            for cls, name, value in fields
+            if value is not None
+        },
         "seq_len": batch.seq_len,
         "global_batch": batch.global_batch,
-        "micro_batch": plain.get("micro_batch"),
         "ramp": batch.ramp,
     }
+
+
+def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = table.get(name, {})
+    if not isinstance(value, Mapping):
+        raise UserError("must be a table", field=name, value=value)
+    return value
 
 
 def at_least_one(**values: int) -> None:

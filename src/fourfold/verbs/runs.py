@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.events import OnEvent, ignore, notes
+from fourfold.events import OnEvent, ignore, progress, warnings
 from fourfold.result.files.store import RUN_FILE, Store, Stored
 from fourfold.result.read.quality import Comparison, compare, differences, stored_spread
 from fourfold.result.record import RUN_FIELDS, Record
@@ -44,7 +44,7 @@ def runs(request: RunsRequest, *, on_event: OnEvent = ignore) -> StoredRuns:
 
 def chosen_runs(request: RunFilter, on_event: OnEvent) -> list[Stored]:
     conditions = [parse(text) for text in request.where]
-    found = Store(request.runs, warn=notes(on_event)).runs(progress=notes(on_event))
+    found = Store(request.runs, warn=warnings(on_event)).runs(progress=progress(on_event))
     return [stored for stored in found if _wanted(stored.summary, request, conditions)]
 
 
@@ -89,7 +89,7 @@ class RunShown:
 
 def show_run(run: str, *, store: str = "runs", on_event: OnEvent = ignore) -> RunShown:
     """The newest repeat of a run: a folder, or the beginning of its id."""
-    *_, stored = repeats_of(run, Store(store, warn=notes(on_event)).runs())
+    *_, stored = repeats_of(run, Store(store, warn=warnings(on_event)).runs())
     return RunShown(run_facts(stored.report()) | {"folder": str(stored.folder)})
 
 
@@ -132,7 +132,7 @@ class Differences:
 
 
 def diff(a: str, b: str, *, store: str = "runs", on_event: OnEvent = ignore) -> Differences:
-    known = Store(store, warn=notes(on_event)).runs()
+    known = Store(store, warn=warnings(on_event)).runs()
     one, other = repeats_of(a, known), repeats_of(b, known)
     first, second = one[-1].report(), other[-1].report()
     spread = None

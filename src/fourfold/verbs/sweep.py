@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.cost.count.flops import Convention, FlopsQuery, convention
-from fourfold.events import Event, OnEvent, ignore, notes, progress
+from fourfold.events import Event, OnEvent, ignore, progress, warnings
 from fourfold.launch.campaign import Campaign, Done, launch_run
 from fourfold.result.files.store import Store
 from fourfold.result.report import OUTCOMES, Prediction
@@ -81,7 +81,7 @@ def sweep(
     request = request or SweepRequest()
     ready = prepared(source, request, known, on_event)
     campaign = Campaign(
-        Store(request.runs, warn=notes(on_event)),
+        Store(request.runs, warn=warnings(on_event)),
         runner=functools.partial(launch_run, permit=permit_of(request)),
         say=progress(on_event),
         again=request.again,
@@ -113,7 +113,7 @@ def plan_sweep(
     request = request or SweepRequest()
     ready = prepared(source, request, known, on_event)
     legal = [ready.expansion.combinations[place].spec for place in ready.legal]
-    campaign = Campaign(Store(request.runs, warn=notes(on_event)), again=request.again)
+    campaign = Campaign(Store(request.runs, warn=warnings(on_event)), again=request.again)
     missing = [max(0, request.repeat - len(campaign.finished(spec))) for spec in legal]
     answers = predictions(ready.expansion, ready.legal, ready.known)
     rows = list(zip(legal, answers, missing, strict=True))
