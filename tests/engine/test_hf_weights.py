@@ -184,13 +184,13 @@ def test_the_config_describes_the_shape(name: str) -> None:
     ("name", "change", "words"),
     [
         ("bloom-176b", {}, "embedding_norm is False"),
-        ("mpt-tiny", {"bias": False}, "gpt2 comes nearest, but there bias is True"),
+        ("mpt-tiny", {"bias": False}, "gpt2 comes closest, but there bias is True"),
         ("mpt-tiny", {"kv_heads": 2}, "kv_heads = heads is True"),
         ("llama-tiny", {"positions": Positions(kind="alibi")}, "positions is rope"),
         ("llama-tiny", {"activation": "relu2"}, "activation is swiglu"),
         ("llama-tiny", {"window": 8, "local_layers": 1}, "window is none"),
-        ("qwen-tiny", {}, "qwen2 comes nearest, but there qk_norm is none"),
-        ("olmo2-tiny", {"qk_norm": "none"}, "llama comes nearest, but there norms is before"),
+        ("qwen-tiny", {}, "qwen2 comes closest, but there qk_norm is none"),
+        ("olmo2-tiny", {"qk_norm": "none"}, "llama comes closest, but there norms is before"),
         ("llama-tiny", {"variants": ("soft-caps",)}, "variants is none"),
     ],
 )
@@ -251,7 +251,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     exported(shape, tmp_path / "out")
     weights = HfWeights(tmp_path / "out")
     for change, words in (
-        ({"hidden": 128, "head_dim": 16}, r"embed_tokens.weight is \[512, 64\]"),
+        ({"hidden": 128, "head_dim": 16}, r"embed_tokens.weight of shape \[512, 64\]"),
         ({"kv_heads": 4}, "kv_heads = 2, the model 4"),
         ({"norm_eps": 1e-6}, "norm_eps"),
         ({"tied": True}, "tied"),

@@ -107,7 +107,7 @@ def test_formats_that_lose_digits_and_other_shapes_are_refused(tmp_path: Path) -
     assert wider.tensor.abs().sum() > 0
     for name, shape, dtype, words in (
         ("model.a", (4, 4), torch.bfloat16, "would lose digits as torch.bfloat16"),
-        ("model.a", (4, 5), torch.float32, r"holds model.a as \(4, 4\), it is \(4, 5\) here"),
+        ("model.a", (4, 5), torch.float32, r"of shape \(4, 4\), but the model needs \(4, 5\)"),
         ("model.b", (4, 4), torch.float32, "has no tensor model.b"),
     ):
         with pytest.raises(UserError, match=words):

@@ -157,7 +157,7 @@ def test_what_cannot_be_trained_on_is_refused(name: str, tmp_path: Path) -> None
         stream.seek(path.stat().st_size // 2)
         stream.write(b"\xff" * (2 * SEQ_LEN + 2))
     damaged = source(str(tmp_path / "small"))
-    with pytest.raises(UserError, match="holds token 65535"):
+    with pytest.raises(UserError, match="has token 65535"):
         damaged.batch(0, torch.arange(damaged.windows), torch.arange(SEQ_LEN))
 
 

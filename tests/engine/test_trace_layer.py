@@ -223,7 +223,7 @@ def test_forms_agree() -> None:
         ({"layout": Layout(tp=3)}, "must divide heads=32"),
         ({"layout": Layout(tp=4, cp=16), "cp_kind": "ulysses"}, "heads"),
         ({"tokens": 8190, "layout": Layout(tp=4)}, "tp=4"),
-        ({"name": "gemma-2-9b"}, "does not run"),
+        ({"name": "gemma-2-9b"}, "does not support"),
     ],
 )
 def test_one_table_of_rules_refuses(changes: dict, words: str) -> None:

@@ -162,5 +162,5 @@ def test_a_layout_that_crashes_is_a_row_and_the_others_still_run():
     assert failed
     assert len(failed) < 8
     assert all("rank" in row["error"] for row in failed)
-    assert all("attention kernel on GPUs only" in row["error"] for row in failed)
+    assert all("only on GPUs" in row["error"] for row in failed)
     assert all(row["grad_rel"] is None for row in failed)

@@ -248,7 +248,7 @@ def test_jobs_round_trip() -> None:
     job = Job(job="dryrun", specs=(run,), options=(("rank", "3"),))
     assert codec.from_json(Job, codec.to_json(job)) == job
     assert job.processes(0) == 1
-    with pytest.raises(UserError, match="needs at least one run"):
+    with pytest.raises(UserError, match="must have at least one run"):
         Job(job="run")
 
 

@@ -51,7 +51,7 @@ def unseal(content: bytes, name: str) -> str:
 
 
 def changed(name: str) -> NotWholeError:
-    return NotWholeError(f"its file {name} has changed since it was written: it is damaged")
+    return NotWholeError(f"its file {name} has changed since it was written")
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
