@@ -21,7 +21,7 @@ from fourfold.escape import json_text
 from fourfold.events import notes
 from fourfold.options import option
 from fourfold.output import Output, Stderr
-from fourfold.show import bench, floor, one_rank
+from fourfold.show import bench, figures, floor, one_rank
 from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.run_requests import ONE_RANK, BenchRequest, OneRankRequest
 
@@ -84,7 +84,7 @@ def _is_one_rank(args: Any) -> bool:
 
 def _one_rank(args: Any, show: Stderr) -> Output:
     if args.picture:
-        floor.must_be_picture(args.picture)
+        figures.must_be_picture(args.picture)
     if args.against and args.as_rank is None:
         args.world = args.world or 1
     request = options.load(OneRankRequest, args, cluster=args.cluster, profile=args.profile)

@@ -16,6 +16,7 @@ from fourfold.errors import UserError
 from fourfold.events import notes
 from fourfold.options import option
 from fourfold.output import Output, Stderr
+from fourfold.show import figures
 from fourfold.show import train as shown
 from fourfold.show.table import Grid
 from fourfold.spec import codec
@@ -56,7 +57,7 @@ _STATUS = {"ok": 0, "done": 0, "not finished": 0, "stopped": 75}
 def run(args: Any) -> Output:
     show = Stderr()
     if args.plot:
-        shown.must_be_picture(args.plot)
+        figures.must_be_picture(args.plot, "plot")
     request = options.load(TrainRequest, args)
     if args.show:
         answer = fourfold.show_training(args.show, rule=request.convention, on_event=show)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fourfold.errors import UserError
+from fourfold.show import figures
 from fourfold.show.table import Grid
 from fourfold.show.table import Part as Block
 
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
     from fourfold.cost.floor import Part
 
 HEADINGS = ["ms per step", "unavoidable", "engine", "gap", "of the step"]
-SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = ("#3b6ea5", "#6ba3c8", "#9b59b6", "#f2b880", "#d98880", "#7dbb8a", "#b8b8b8")
 
 
@@ -41,29 +38,9 @@ def _cells(row: Part, step_s: float) -> list[str]:
     ]
 
 
-def must_be_picture(path: str) -> str:
-    """The suffix of a picture's name, before minutes are spent on what is drawn."""
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in SUFFIXES:
-        raise UserError(
-            "is not a supported picture format",
-            field="picture",
-            value=path,
-            hint=f"use a name that ends in one of {', '.join(SUFFIXES)}",
-        )
-    return suffix
-
-
 def picture(named: Sequence[tuple[str, Sequence[Part]]], path: str) -> bytes:
     """Two bars for each step: what unavoidable, and what it took."""
-    suffix = must_be_picture(path)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(
-            "needs matplotlib", field="picture", value=path, hint="pip install matplotlib"
-        ) from None
-    figure = Figure(figsize=(9.0, 1.4 + 1.1 * len(named)), layout="constrained")
+    figure = figures.empty_figure(path, 9.0, 1.4 + 1.1 * len(named))
     axes = figure.subplots()
     names: list[str] = []
     for title, rows in named:
@@ -83,6 +60,4 @@ def picture(named: Sequence[tuple[str, Sequence[Part]]], path: str) -> bytes:
     axes.set_xlabel("ms per step")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix[1:], dpi=130)
-    return buffer.getvalue()
+    return figures.content(figure, path)

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fourfold.cost.trace.steps import Program
 from fourfold.cost.trace.walk import StepRow
-from fourfold.errors import UserError
+from fourfold.show import figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".png", ".svg", ".pdf")
-
 
 def picture(program: Program, rows: Sequence[StepRow], path: str) -> bytes:
     """The drawn file's content; the suffix of `path` chooses the form."""
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in SUFFIXES:
-        raise UserError(
-            "is not a supported picture format",
-            field="picture",
-            value=path,
-            hint=f"use a name that ends in one of {', '.join(SUFFIXES)}",
-        )
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(
-            "needs matplotlib", field="picture", value=path, hint="pip install matplotlib"
-        ) from None
     height = max(2.5, 0.32 * len(rows) + 1.6)
-    figure = Figure(figsize=(9.0, height), layout="constrained")
+    figure = figures.empty_figure(path, 9.0, height)
     _draw(figure.subplots(), program, rows)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix[1:], dpi=130)
-    return buffer.getvalue()
+    return figures.content(figure, path)
 
 
 def _draw(axes: Axes, program: Program, rows: Sequence[StepRow]) -> None:

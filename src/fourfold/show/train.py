@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Sequence
 from typing import Any
 
-from fourfold.errors import UserError
 from fourfold.result.files.curve import Point
+from fourfold.show import figures
 from fourfold.units import show_seconds
-
-SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def rows(plain: dict[str, Any]) -> list[list[str]]:
@@ -41,29 +37,9 @@ def rows(plain: dict[str, Any]) -> list[list[str]]:
     return lines
 
 
-def must_be_picture(path: str) -> str:
-    """The suffix of a picture's name; refuses what can't be drawn."""
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in SUFFIXES:
-        raise UserError(
-            "is not a supported picture format",
-            field="plot",
-            value=path,
-            hint=f"use a name that ends in one of {', '.join(SUFFIXES)}",
-        )
-    return suffix
-
-
 def picture(points: Sequence[Point], title: str, path: str) -> bytes:
     """The drawn file's content; the suffix of `path` chooses the form."""
-    suffix = must_be_picture(path)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(
-            "needs matplotlib", field="plot", value=path, hint="pip install matplotlib"
-        ) from None
-    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+    figure = figures.empty_figure(path, 8.0, 4.5, "plot")
     axes = figure.subplots()
     steps = [point.step for point in points]
     losses = [point.loss for point in points]
@@ -84,9 +60,7 @@ def picture(points: Sequence[Point], title: str, path: str) -> bytes:
     axes.legend(frameon=False, loc="upper right")
     for some in (axes, rate):
         some.spines["top"].set_visible(False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix[1:], dpi=130)
-    return buffer.getvalue()
+    return figures.content(figure, path)
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
