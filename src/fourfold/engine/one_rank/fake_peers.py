@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fourfold.engine import compat
+from fourfold.engine.parallel.host_group import OwnProcessGroup
 
 BACKEND = "filling"
 FILL = "fake_peers::fill"  # what a profile calls the making of received values
@@ -91,26 +92,12 @@ class StepTraffic:
         }
 
 
-class FillingProcessGroup(dist.ProcessGroup):
+class FillingProcessGroup(OwnProcessGroup):
     """A group of a world whose other ranks do not exist."""
 
     def __init__(self, rank: int, size: int, traffic_log: TrafficLog) -> None:
-        super().__init__(rank, size)  # type: ignore[args]  (torch's stub knows another one)
-        self._place, self._ranks, self._log = rank, size, traffic_log
-
-    def size(self) -> int:
-        return self._ranks
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return compat.group_names()[self]
-
-    @property
-    def pg_name(self) -> str:
-        return self.group_name
-
-    def getBackendName(self) -> str:  # noqa: N802  (torch calls it so)
-        return BACKEND
+        super().__init__(rank, size, BACKEND)
+        self._log = traffic_log
 
     def _done(self, op: str, payload: Sequence[Tensor] = ()) -> Any:
         if payload and self._ranks > 1:

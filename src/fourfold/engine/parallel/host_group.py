@@ -52,13 +52,12 @@ class _Leaving(dist.Work):
         return True
 
 
-class HostProcessGroup(dist.ProcessGroup):
-    """Collectives are over when they return; sends and receives when they are waited for."""
+class OwnProcessGroup(dist.ProcessGroup):
+    """What torch asks of a group that is written in Python, beside its collectives."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, size: int, backend: str) -> None:
         super().__init__(rank, size)  # type: ignore[args]  (torch's stub knows another one)
-        self._place, self._ranks = rank, size
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._place, self._ranks, self._backend = rank, size, backend
 
     def size(self) -> int:
         return self._ranks
@@ -72,7 +71,15 @@ class HostProcessGroup(dist.ProcessGroup):
         return self.group_name
 
     def getBackendName(self) -> str:  # noqa: N802  (torch calls it so)
-        return BACKEND
+        return self._backend
+
+
+class HostProcessGroup(OwnProcessGroup):
+    """Collectives are over when they return; sends and receives when they are waited for."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size, BACKEND)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def _in_place(self, call: Callable[..., Any], tensors: Sequence[Tensor], *rest: Any) -> Any:
         for tensor in tensors:
