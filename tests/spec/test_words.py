@@ -203,10 +203,19 @@ def test_plan_hsdp_has_copies(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["policy"]["sharding"] == "zero3"
 
 
+@pytest.mark.parametrize("bare", ["h100", "H100", "a100"])
+def test_bare_name_of_a_gpu_is_its_usual_size(
+    bare: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = _plan(capsys, "--gpu", bare, "--gpus", "8", "--format", "json")
+    assert code == 0, err
+    assert json.loads(out)["gpu"] == f"{bare.lower()}-80gb"
+    assert f"read as: gpu {bare} = {bare.lower()}-80gb" in err
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--gpu", "h100", "--gpus", "8"], "did you mean h100-80gb, h100-94gb or h100-96gb?"),
         (["--gpu", "h100-80g", "--gpus", "8"], "did you mean h100-80gb?"),
         (
             ["--gpu", "h200", "--gpus", "16", "--tp", "3"],

@@ -148,14 +148,10 @@ def _did_you_mean(names: Sequence[str]) -> str:
 
 
 def _device_id(name: str, known: Iterable[str]) -> str:
-    """'H200' and 'a800' are one GPU each; 'h100' comes in several sizes, and none is guessed."""
+    """'H200' is one GPU; of a family of several sizes ('h100') the first listed is meant."""
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
-    variants = [other for other in known if other.startswith(f"{key}-")]
-    if key in known or not variants:
-        return key
-    if len(variants) == 1:
-        return variants[0]
-    raise UserError("unknown GPU", field="gpu", value=name, hint=_did_you_mean(variants))
+    variants = (other for other in known if other.startswith(f"{key}-"))
+    return key if key in known else next(variants, key)
 
 
 def cluster_names() -> tuple[str, ...]:

@@ -104,6 +104,8 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuer
         gpus=request.gpus or 8 * (request.max_nodes or 0),
         price=request.price,
     )
+    if request.gpu and cluster.device.id.startswith(f"{request.gpu.lower()}-"):
+        on_event(Event(f"read as: gpu {request.gpu} = {cluster.device.id}"))
     counts = _divided(request.layout, _gpu_counts(request, cluster))
     known = planned_calibration(request.calibration, request.profile, cluster)
     stack = _stack(request, cluster, known, on_event)
