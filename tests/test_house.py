@@ -51,7 +51,8 @@ HONEST = {
     ("context kinds", "cost/trace/walk.py"): "the steps of each",
     ("context kinds", "cost/trace/advice.py"): "the price of each",
     ("context kinds", "search/export/megatron.py"): "Megatron's word for each",
-    ("shardings", "search/export/titan.py"): "what torchtitan can do",
+    ("recompute", "search/export/megatron.py"): "Megatron's words for each",
+    ("schedules", "search/export/torchtitan.py"): "torchtitan's word for each",
     ("recompute", "cost/stacks.py"): "what each engine can do",
     ("precisions", "cost/stacks.py"): "what each engine can do",
     ("context kinds", "cost/stacks.py"): "what each engine can do",
@@ -75,8 +76,6 @@ LONG_FUNCTIONS: set[str] = {
     "cli.py:_dispatch",
     "cost/memory/own_engine.py:_peak",
     "cost/trace/attention.py:ulysses",
-    "search/export/nanotron.py:_config",
-    "search/export/torchtitan.py:_config",
     "show/schedule_picture.py:_page",
 }
 SAME_NAMES: set[tuple[str, str]] = {

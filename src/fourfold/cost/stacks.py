@@ -134,7 +134,9 @@ ENGINES: dict[str, EngineRules] = {
 RELEASES: dict[str, EngineRules] = {
     "megatron": ENGINES["megatron"],
     "torchtitan": replace(ENGINES["torchtitan"], recompute=("none", "full")),
-    "torchtitan-0.2": replace(ENGINES["torchtitan"], whole_families=("qwen",), gathers_tp=False),
+    "torchtitan-0.2": replace(
+        ENGINES["torchtitan"], name="torchtitan-0.2", whole_families=("qwen",), gathers_tp=False
+    ),
     "nanotron": replace(
         ENGINES["nanotron"],
         axes=("tp", "pp"),

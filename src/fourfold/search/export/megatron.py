@@ -4,18 +4,11 @@ has all of them, with the commit); dp is what the world leaves."""
 from __future__ import annotations
 
 from fourfold.cost.count.stages import end_layers
-from fourfold.search.export.package import Package
-from fourfold.search.export.setup import (
-    Setup,
-    check_choice,
-    check_model,
-    check_policy,
-    no_setting,
-)
+from fourfold.search.export.setup import Package, Setup, check_model, no_setting
 from fourfold.spec.batch import Batch
 from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
 
+Flags = dict[str, str | int | float | None]
 RELEASE = "Megatron-LM with megatron-core 0.16"
 _CP = {"ring": "p2p", "allgather": "allgather", "ulysses": "a2a"}
 _SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
@@ -25,27 +18,46 @@ _ACTIVATIONS: dict[str, str | None] = {
     "swiglu": "--swiglu",
     "relu2": "--squared-relu",
 }
+_PRECISIONS: dict[str, Flags] = {
+    "fp32": {},
+    "bf16-mixed": {"--bf16": None},
+    "fp16": {"--fp16": None},
+    "fp8": {"--bf16": None, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
+    "fp4": {"--bf16": None, "--fp4-format": "e2m1"},
+}
+_RECOMPUTE: dict[str, Flags] = {
+    "none": {},
+    "selective": {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"},
+    "full": {
+        "--recompute-granularity": "full",
+        "--recompute-method": "uniform",
+        "--recompute-num-layers": 1,
+    },
+}
 _MODELS: dict[str, tuple[object, ...]] = {
     "activation": tuple(_ACTIVATIONS),
     "norm": ("rmsnorm", "layernorm"),
     "embedding_norm": (False,),
     "qk_norm": ("none", "head"),
-    "partial": (),  # --rotary-percent has any share
+    "positions.kind": ("rope", "learned"),
+    "positions.partial": (),  # --rotary-percent has any share
+}
+CHOICES: dict[str, tuple[object, ...]] = {
+    "policy.compile": (False,),
+    "policy.attention": tuple(_ATTENTION),
+    "policy.reduce_dtype": (None, "bf16", "fp32"),
+    "batch.ramp": (),
 }
 # What its llama3 scaling of rope has built in.
 _LLAMA3 = (1.0, 4.0, 8192)
 # GPUs from which on its tensor-parallel streams need no single queue.
 _BLACKWELL = ("b100", "b200", "b300", "gb200", "gb300")
 
-Flags = dict[str, str | int | float | None]
-
 
 def check(model: ModelShape) -> None:
     check_model("megatron", model, _MODELS)
     _check_biases(model)
     place = model.positions
-    if place.kind == "alibi":
-        raise no_setting("megatron", "model.positions.kind", "alibi", "rope or learned positions")
     if place.kind == "rope" and place.theta != int(place.theta):
         raise no_setting("megatron", "model.positions.theta", place.theta, "a whole number")
     scaling = place.scaling
@@ -69,13 +81,8 @@ def _check_biases(model: ModelShape) -> None:
 
 
 def package(setup: Setup) -> Package:
-    check(setup.model)
-    check_policy("megatron", setup)
-    if setup.policy.compile:
-        raise no_setting("megatron", "policy.compile", True, "compile = false")
     flags = _model(setup.model, setup.batch) | _axes(setup) | _stages(setup) | _batch(setup.batch)
-    flags |= _precision(setup) | _data_parallel(setup) | _recompute(setup.policy)
-    check_choice("megatron", "policy.attention", setup.policy.attention, tuple(_ATTENTION))
+    flags |= _precision(setup) | _data_parallel(setup) | _RECOMPUTE[setup.policy.recompute]
     flags["--attention-backend"] = _ATTENTION[setup.policy.attention]
     flags["--transformer-impl"] = "transformer_engine"
     words = [
@@ -148,8 +155,6 @@ def _axes(setup: Setup) -> Flags:
     if policy.sequence_parallel and layout.tp > 1:
         flags["--sequence-parallel"] = None
     if setup.overlaps_tp:
-        if not policy.sequence_parallel:
-            raise no_setting("megatron", "policy.async_tp", True, "sequence_parallel = true")
         flags["--tp-comm-overlap"] = None
     return flags
 
@@ -159,7 +164,6 @@ def _stages(setup: Setup) -> Flags:
     policy, pp, layers = setup.policy, setup.layout.pp, setup.model.layers
     if pp == 1:
         return {}
-    check_choice("megatron", "policy.schedule", policy.schedule, ("1f1b", "interleaved"))
     flags: Flags = {}
     if policy.virtual_stages > 1:
         flags["--num-virtual-stages-per-pipeline-rank"] = policy.virtual_stages
@@ -172,12 +176,8 @@ def _stages(setup: Setup) -> Flags:
             flags["--account-for-embedding-in-pipeline-split"] = None
         return flags
     first, last = end_layers(layers, pp)
-    if policy.virtual_stages > 1 or last < 1:
-        hint = "a layout from --stack megatron"
-        raise no_setting("megatron", "layout.pp", f"{chunks} stages of {layers} layers", hint)
-    flags["--decoder-first-pipeline-num-layers"] = first
-    flags["--decoder-last-pipeline-num-layers"] = last
-    return flags
+    ends = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+    return flags | dict(zip(ends, (first, last), strict=True))
 
 
 def _batch(batch: Batch) -> Flags:
@@ -194,17 +194,8 @@ def _batch(batch: Batch) -> Flags:
 
 def _precision(setup: Setup) -> Flags:
     policy = setup.policy
-    known: dict[str, Flags] = {
-        "fp32": {},
-        "bf16-mixed": {"--bf16": None},
-        "fp16": {"--fp16": None},
-        "fp8": {"--bf16": None, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
-        "fp4": {"--bf16": None, "--fp4-format": "e2m1"},
-    }
-    check_choice("megatron", "policy.precision", policy.precision, tuple(known))
-    flags = dict(known[policy.precision])
+    flags = dict(_PRECISIONS[policy.precision])
     if "--bf16" in flags:
-        check_choice("megatron", "policy.reduce_dtype", policy.reduce_dtype, (None, "bf16", "fp32"))
         stated = {"bf16": 2.0, "fp32": 4.0}.get(policy.reduce_dtype or "")
         if (stated or setup.defaults.grad_bytes) == 2.0:
             flags["--grad-reduce-in-bf16"] = None
@@ -237,27 +228,11 @@ def _data_parallel(setup: Setup) -> Flags:
     return flags
 
 
-def _recompute(policy: Policy) -> Flags:
-    if policy.recompute == "none":
-        return {}
-    if policy.recompute == "selective":
-        return {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}
-    if policy.recompute != "full":
-        hint = "full, selective or none (its 'block' method counts layers of a stage)"
-        raise no_setting("megatron", "policy.recompute", policy.recompute, hint)
-    return {
-        "--recompute-granularity": "full",
-        "--recompute-method": "uniform",
-        "--recompute-num-layers": 1,
-    }
-
-
 def _environment(setup: Setup) -> dict[str, str]:
     """It demands one queue for tensor and context parallelism, and several for its FSDP."""
-    layout, env = setup.layout, {}
+    layout, queues = setup.layout, ""
     if setup.policy.zero >= 2:
-        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+        queues = "8"
     elif (layout.tp > 1 or layout.cp > 1) and not setup.device.startswith(_BLACKWELL):
-        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    env["OMP_NUM_THREADS"] = "1"
-    return env | dict(setup.policy.env)
+        queues = "1"
+    return ({"CUDA_DEVICE_MAX_CONNECTIONS": queues} if queues else {}) | setup.env

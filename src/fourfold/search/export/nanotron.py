@@ -3,26 +3,89 @@
 from __future__ import annotations
 
 import json
+from string import Template
 
 import numpy as np
 
 from fourfold.cost.count.stages import passing_unit
 from fourfold.cost.step.pipeline import passing_edges
-from fourfold.search.export.package import MARK, Package
-from fourfold.search.export.setup import (
-    LLAMA_SHAPE,
-    Setup,
-    check_choice,
-    check_model,
-    check_policy,
-    no_setting,
-)
+from fourfold.search.export.setup import LLAMA_SHAPE, MARK, Package, Setup, check_model, no_setting
 from fourfold.spec.model import ModelShape
 
 RELEASE = "nanotron 0.4"
+CHOICES = {
+    "layout.replicate": (1,),
+    "policy.attention": ("auto", "flash"),
+    "policy.compile": (False,),
+    "policy.reduce_dtype": (None, "fp32"),
+}
 _ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
 _DTYPES = {"bf16-mixed": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _THETA = 10000.0  # built in
+_SIZES = ("hidden", "ffn", "heads", "layers", "kv_heads", "norm_eps", "tied", "vocab")
+_CONFIG = Template("""$mark nanotron, for $release
+general:
+  project: "fourfold"
+  run: "run"
+  seed: 42
+parallelism:
+  dp: $dp
+  pp: $pp
+  tp: $tp
+  expert_parallel_size: 1
+  pp_engine: $pp_engine
+  tp_mode: $tp_mode
+  tp_linear_async_communication: $tp_linear_async
+tokens:
+  sequence_length: $seq_len
+  train_steps: 100
+  micro_batch_size: $micro_batch
+  batch_accumulation_per_replica: $micro_batches
+optimizer:
+  zero_stage: $zero
+  weight_decay: 0.1
+  clip_grad: 1.0
+  accumulate_grad_in_fp32: $accumulate_in_fp32
+  adam_eps: 1.0e-08
+  adam_beta1: 0.9
+  adam_beta2: 0.95
+  torch_adam_is_fused: true
+  learning_rate_scheduler:
+    learning_rate: 0.0003
+    lr_warmup_steps: 10
+    lr_warmup_style: "linear"
+    lr_decay_style: "cosine"
+    min_decay_lr: 3.0e-05
+tokenizer:
+  tokenizer_name_or_path: null
+data:
+  dataset: null
+  seed: 42
+  num_loading_workers: 1
+checkpoints:
+  checkpoints_path: "checkpoints"
+  checkpoint_interval: 1000
+logging:
+  log_level: "info"
+  iteration_step_info_interval: 1
+model:
+  dtype: $dtype
+  make_vocab_size_divisible_by: 1
+  init_method:
+    std: 0.02
+  model_config:
+    is_llama_config: true
+    hidden_act: "silu"
+    hidden_size: $hidden
+    intermediate_size: $ffn
+    max_position_embeddings: $positions
+    num_attention_heads: $heads
+    num_hidden_layers: $layers
+    num_key_value_heads: $kv_heads
+    rms_norm_eps: $norm_eps
+    tie_word_embeddings: $tied
+    vocab_size: $vocab
+""")
 
 
 def check(model: ModelShape) -> None:
@@ -39,30 +102,14 @@ def check(model: ModelShape) -> None:
 
 
 def package(setup: Setup) -> Package:
-    check(setup.model)
-    check_policy("nanotron", setup)
-    policy, layout = setup.policy, setup.layout
-    check_choice("nanotron", "policy.schedule", policy.schedule, tuple(_ENGINES))
-    check_choice("nanotron", "policy.precision", policy.precision, tuple(_DTYPES))
-    check_choice("nanotron", "policy.sharding", policy.sharding, ("zero0", "zero1"))
-    check_choice("nanotron", "policy.recompute", policy.recompute, ("none",))
-    check_choice("nanotron", "policy.attention", policy.attention, ("auto", "flash"))
-    check_choice("nanotron", "policy.compile", policy.compile, (False,))
-    check_choice("nanotron", "policy.reduce_dtype", policy.reduce_dtype, (None, "fp32"))
-    check_choice("nanotron", "layout.cp", layout.cp, (1,))
-    if layout.replicate > 1:
-        raise no_setting("nanotron", "layout.dp", str(layout), "plain dp")
-    if setup.batch.ramp is not None:
-        raise no_setting("nanotron", "batch.ramp", setup.batch.ramp.start, "a fixed global batch")
-    own = "data, tokenizer, optimizer's numbers, train_steps and checkpoints, all in config.yaml"
     return Package(
         engine="nanotron",
         release=RELEASE,
         entry='"${RUN_TRAIN:-run_train.py}" --config-file "$here/config.yaml"',
-        env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"} | dict(policy.env),
-        files={"config.yaml": _yaml(_config(setup))},
-        own=own,
-        about=_about(setup.model, layout.pp),
+        env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", **setup.env},
+        files={"config.yaml": _config(setup)},
+        own="data, tokenizer, optimizer's numbers, train_steps and checkpoints, all in config.yaml",
+        about=_about(setup.model, setup.layout.pp),
     )
 
 
@@ -81,84 +128,27 @@ def _about(model: ModelShape, pp: int) -> tuple[str, ...]:
     return (f"this release splits the layers into stages of {counts}, as timed here",)
 
 
-def _config(setup: Setup) -> dict[str, object]:
+def _config(setup: Setup) -> str:
     layout, batch, policy, model = setup.layout, setup.batch, setup.policy, setup.model
-    return {
-        "general": {"project": "fourfold", "run": "run", "seed": 42},
-        "parallelism": {
-            "dp": layout.dp,
-            "pp": layout.pp,
-            "tp": layout.tp,
-            "expert_parallel_size": 1,
-            "pp_engine": _ENGINES[policy.schedule],
-            "tp_mode": "REDUCE_SCATTER" if policy.sequence_parallel else "ALL_REDUCE",
-            "tp_linear_async_communication": setup.overlaps_tp,
-        },
-        "tokens": {
-            "sequence_length": batch.seq_len,
-            "train_steps": 100,
-            "micro_batch_size": batch.micro_batch,
-            "batch_accumulation_per_replica": setup.micro_batches,
-        },
-        "optimizer": {
-            "zero_stage": policy.zero,
-            "weight_decay": 0.1,
-            "clip_grad": 1.0,
-            "accumulate_grad_in_fp32": policy.precision != "fp32",
-            "adam_eps": 1.0e-8,
-            "adam_beta1": 0.9,
-            "adam_beta2": 0.95,
-            "torch_adam_is_fused": True,
-            "learning_rate_scheduler": {
-                "learning_rate": 3.0e-4,
-                "lr_warmup_steps": 10,
-                "lr_warmup_style": "linear",
-                "lr_decay_style": "cosine",
-                "min_decay_lr": 3.0e-5,
-            },
-        },
-        "tokenizer": {"tokenizer_name_or_path": None},
-        "data": {"dataset": None, "seed": 42, "num_loading_workers": 1},
-        "checkpoints": {"checkpoints_path": "checkpoints", "checkpoint_interval": 1000},
-        "logging": {"log_level": "info", "iteration_step_info_interval": 1},
-        "model": {
-            "dtype": _DTYPES[policy.precision],
-            "make_vocab_size_divisible_by": 1,
-            "init_method": {"std": 0.02},
-            "model_config": {
-                "is_llama_config": True,
-                "hidden_act": "silu",
-                "hidden_size": model.hidden,
-                "intermediate_size": model.ffn,
-                "max_position_embeddings": max(batch.seq_len, model.positions.length or 0),
-                "num_attention_heads": model.heads,
-                "num_hidden_layers": model.layers,
-                "num_key_value_heads": model.kv_heads,
-                "rms_norm_eps": model.norm_eps,
-                "tie_word_embeddings": model.tied,
-                "vocab_size": model.vocab,
-            },
-        },
+    values = {
+        "pp_engine": _ENGINES[policy.schedule],
+        "tp_mode": "REDUCE_SCATTER" if policy.sequence_parallel else "ALL_REDUCE",
+        "tp_linear_async": setup.overlaps_tp,
+        "seq_len": batch.seq_len,
+        "micro_batch": batch.micro_batch,
+        "micro_batches": batch.global_batch // (layout.dp * batch.micro_batch),
+        "zero": min(policy.zero, 1),  # above 1 only where one rank has nothing to divide
+        "accumulate_in_fp32": policy.precision != "fp32",
+        "dtype": _DTYPES[policy.precision],
+        "positions": max(batch.seq_len, model.positions.length or 0),
+        **layout.sizes,
+        **{name: getattr(model, name) for name in _SIZES},
     }
+    texts = {name: _scalar(value) for name, value in values.items()}
+    return _CONFIG.substitute(texts, mark=MARK, release=RELEASE)
 
 
-def _yaml(config: dict[str, object]) -> str:
-    """Nested tables as block YAML; a scalar in JSON is a scalar in YAML, but for exponents, which
-    YAML 1.1 wants with a point."""
-    lines = [f"{MARK} nanotron, for {RELEASE}"]
-
-    def put(table: dict[str, object], depth: int) -> None:
-        for name, value in table.items():
-            indent = "  " * depth
-            if isinstance(value, dict):
-                lines.append(f"{indent}{name}:")
-                put(value, depth + 1)
-            elif isinstance(value, float):
-                number, e, power = repr(value).partition("e")
-                point = ".0" if e and "." not in number else ""
-                lines.append(f"{indent}{name}: {number}{point}{e}{power}")
-            else:
-                lines.append(f"{indent}{name}: {json.dumps(value)}")
-
-    put(config, 0)
-    return "\n".join([*lines, ""])
+def _scalar(value: object) -> str:
+    """A scalar in JSON is one in YAML, but for exponents, which YAML 1.1 wants with a point."""
+    number, e, power = json.dumps(value).partition("e-" if isinstance(value, float) else "\0")
+    return f"{number}{'.0' if e and '.' not in number else ''}{e}{power}"

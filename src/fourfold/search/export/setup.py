@@ -1,15 +1,26 @@
-"""What must an engine be told? Model, layout, batch, policy, and how hosts divide the ranks."""
+"""A run to export, what an engine refuses of it, and its settings as files that a shell can use.
+
+env.sh is sourced, torchrun.args and engine.args have one word a line (`$(cat FILE)`, `@FILE`), and
+run.sh puts them together.
+"""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+import shlex
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from operator import attrgetter
+from typing import Any
 
 from fourfold.cost.stacks import StackDefaults, stack_defaults
 from fourfold.errors import UserError
+from fourfold.search.legal import Target, why_not
+from fourfold.spec import codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
+from fourfold.spec.toml import toml_text
 
 # Fields of a model that every writer looks at; another one must have its default to be exported.
 KNOWN_OF_MODEL = {
@@ -22,6 +33,27 @@ OWN_OF_POLICY = (
     "param_dtype", "compute_dtype", "grad_dtype", "optimizer_dtype", "optimizer", "prefetch",
     "loss_chunks", "offload", "fused_projections",
 )  # fmt: skip
+# Values that an engine has, by field; (): all.
+Choices = Mapping[str, tuple[object, ...]]
+# What an engine must find in a model that it knows only as a Llama.
+LLAMA_SHAPE: Choices = {
+    "family": ("llama",),
+    "activation": ("swiglu",),
+    "norm": ("rmsnorm",),
+    "bias": (False,),
+    "embedding_norm": (False,),
+    "qkv_bias": (None, False),
+    "out_bias": (None, False),
+    "mlp_bias": (None, False),
+    "qk_norm": ("none",),
+}
+MARK = "# written by fourfold plan --export"
+_END = "END_OF_FOURFOLD_FILE"
+_STATIC = (
+    'torchrun_args+=(--node-rank "${NODE_RANK:-${SLURM_NODEID:?set NODE_RANK, from 0}}"\n'
+    '    --master-addr "${MASTER_ADDR:?set MASTER_ADDR: the first host}" --master-port '
+    '"${MASTER_PORT:-29500}")'
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,74 +85,145 @@ class Setup:
         return stack_defaults(self.stack)
 
     @property
-    def micro_batches(self) -> int:
-        return self.batch.global_batch // (self.layout.dp * self.batch.micro_batch)
-
-    @property
     def overlaps_tp(self) -> bool:
         """Whether the seconds assume tensor-parallel traffic under its matrix products."""
-        policy = self.policy
-        usual = self.defaults.overlap_tp and policy.sequence_parallel
-        return self.layout.tp > 1 and (policy.async_tp or usual)
+        usual = self.defaults.overlap_tp and self.policy.sequence_parallel
+        return self.layout.tp > 1 and (self.policy.async_tp or usual)
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": "1"} | dict(self.policy.env)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """`entry` is shell text: the program and what it needs besides engine.args, where `$here` is
+    the folder of the files. `own` names what the user still has to add."""
+
+    engine: str
+    release: str
+    entry: str
+    env: dict[str, str]
+    engine_args: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    python_path: bool = False
+    own: str = ""
+    about: tuple[str, ...] = ()  # sentences on what this release does
 
 
 def no_setting(engine: str, field: str, value: object, hint: str) -> UserError:
     return UserError(f"is not supported by {engine}", field=field, value=value, hint=f"use {hint}")
 
 
-# What an engine must find in a model that it knows only as a Llama.
-LLAMA_SHAPE: dict[str, tuple[object, ...]] = {
-    "family": ("llama",),
-    "activation": ("swiglu",),
-    "norm": ("rmsnorm",),
-    "bias": (False,),
-    "embedding_norm": (False,),
-    "qkv_bias": (None, False),
-    "out_bias": (None, False),
-    "mlp_bias": (None, False),
-    "qk_norm": ("none",),
-}
+def _check_choices(engine: str, owner: str, holder: object, choices: Choices) -> None:
+    for name, values in choices.items():
+        value = attrgetter(name)(holder)
+        if values and value not in values:
+            words = ", ".join("none" if item is None else str(item) for item in values)
+            raise no_setting(engine, f"{owner}{name}", value, words)
 
 
-def check_model(engine: str, model: ModelShape, allowed: dict[str, tuple[object, ...]]) -> None:
-    """Refuse what the engine cannot express: `allowed` maps fields to the values it has."""
-    for name, values in allowed.items():
-        if name == "partial":
-            continue
-        value = getattr(model, name)
-        if value not in values:
-            words = ", ".join(str(item) for item in values)
-            raise no_setting(engine, f"model.{name}", value, words)
-    if model.positions.partial != 1.0 and "partial" not in allowed:
-        raise no_setting(engine, "model.positions.partial", model.positions.partial, "1")
-    for field in fields(model):
-        default = field.default if field.default is not MISSING else None
-        value = getattr(model, field.name)
-        if field.name not in KNOWN_OF_MODEL and value != default:
-            raise no_setting(engine, f"model.{field.name}", value, f"{default}")
+def check_model(engine: str, model: ModelShape, choices: Choices) -> None:
+    """Refuse what the engine cannot express."""
+    _check_choices(engine, "model.", model, {"positions.partial": (1.0,), **choices})
+    for one in fields(model):
+        default = one.default if one.default is not MISSING else None
+        value = getattr(model, one.name)
+        if one.name not in KNOWN_OF_MODEL and value != default:
+            raise no_setting(engine, f"model.{one.name}", value, f"{default}")
 
 
-def check_policy(engine: str, setup: Setup) -> None:
-    """The limits all other engines share."""
+def check_setup(engine: str, setup: Setup, choices: Choices) -> None:
+    """Refuse what breaks a rule of the engine's release, or has no setting there."""
     if setup.layout.order != AXES:
-        order = " ".join(setup.layout.order)
-        raise no_setting(engine, "layout.order", order, "pp dp cp tp")
+        raise no_setting(engine, "layout.order", " ".join(setup.layout.order), " ".join(AXES))
     plain = Policy()
-    for name in OWN_OF_POLICY:
-        value = getattr(setup.policy, name)
-        if value != getattr(plain, name):
-            raise no_setting(engine, f"policy.{name}", value, f"{name} = {getattr(plain, name)}")
-    whole = setup.layout.dp * setup.batch.micro_batch
-    if setup.batch.global_batch % whole:
-        raise UserError(
-            f"is not divisible by dp x micro_batch = {whole}, as {engine} requires",
-            field="batch.global_batch",
-            value=setup.batch.global_batch,
-            hint=f"use a layout from --stack {engine}",
-        )
+    _check_choices(
+        engine, "policy.", setup.policy, {name: (getattr(plain, name),) for name in OWN_OF_POLICY}
+    )
+    target = Target(stack=setup.stack, release=engine, runs=False)
+    for broken in why_not(setup.model, setup.layout, setup.batch, setup.policy, target):
+        raise UserError(broken.rule, field=broken.field, value=broken.value, hint=broken.hint)
+    if setup.batch.ramp and "batch.ramp" not in choices:
+        raise no_setting(engine, "batch.ramp", setup.batch.ramp.start, "a fixed global batch")
+    _check_choices(engine, "", setup, choices)
 
 
-def check_choice(engine: str, field: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        words = ", ".join(str(item) for item in allowed)
-        raise no_setting(engine, field, value, words)
+def _comments(package: Package, setup: Setup) -> list[str]:
+    """What the files are for, and what is to be known about this choice."""
+    batch, policy = setup.batch, setup.policy
+    lines = [
+        f"{MARK} {package.engine}, for {package.release}",
+        f"{setup.model_name or setup.model.name}, {setup.layout} on {setup.hosts} hosts of"
+        f" {setup.per_host} GPUs ({setup.device or 'any'}); sequences of {batch.seq_len}, global"
+        f" batch {batch.global_batch}, micro batch {batch.micro_batch}, {policy.precision},"
+        f" {policy.sharding}, recompute {policy.recompute}",
+        *setup.notes,
+        *package.about,
+        *([f"yours to add: {package.own}"] if package.own else []),
+    ]
+    clean = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
+    return [line if line.startswith("#") else f"# {line}" for line in clean]
+
+
+def _parts(package: Package, setup: Setup) -> dict[str, str]:
+    """File name -> text of everything but run.sh."""
+    torchrun = ["--nnodes", setup.hosts, "--nproc-per-node", setup.per_host]
+    env = [f"export {name}={shlex.quote(value)}" for name, value in package.env.items()]
+    return {
+        "env.sh": "\n".join([*_comments(package, setup), *env, ""]),
+        "torchrun.args": "".join(f"{word}\n" for word in torchrun),
+        "engine.args": "".join(f"{word}\n" for word in package.engine_args),
+        **package.files,
+    }
+
+
+def folder(package: Package, setup: Setup) -> dict[str, str]:
+    """Every file of an export folder; run.sh starts the run on each host."""
+    here = ['here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)']
+    return _parts(package, setup) | {"run.sh": _script(package, setup, here)}
+
+
+def script(package: Package, setup: Setup) -> str:
+    """One file that brings its parts along: what standard output gets."""
+    here = ["here=${EXPORT_DIR:-$(mktemp -d)}", 'mkdir -p -- "$here"']
+    for name, text in _parts(package, setup).items():
+        here += [f"cat >\"$here/{name}\" <<'{_END}'", text.rstrip("\n"), _END]
+    return _script(package, setup, here)
+
+
+def _script(package: Package, setup: Setup, here: list[str]) -> str:
+    path = 'export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"'
+    lines = [
+        "#!/usr/bin/env bash",
+        *_comments(package, setup),
+        "set -euo pipefail",
+        *here,
+        '. "$here/env.sh"',
+        *([path] if package.python_path else []),
+        'mapfile -t torchrun_args <"$here/torchrun.args"',
+        'mapfile -t engine_args <"$here/engine.args"',
+        _STATIC if setup.hosts > 1 else "torchrun_args+=(--standalone)",
+        f'exec "${{TORCHRUN:-torchrun}}" "${{torchrun_args[@]}}" {package.entry} '
+        '"${engine_args[@]}" "$@"',
+    ]
+    return "\n".join([*lines, ""])
+
+
+def run_file(setup: Setup) -> str:
+    """What `fourfold bench --spec` takes, with the launch line for many hosts as a comment."""
+    table: dict[str, Any] = {"model": setup.model_name} if setup.model_name else {}
+    table |= {
+        "gpus": setup.layout.world,
+        "layout": setup.layout.to_plain(),
+        "batch": codec.encode(setup.batch, sparse=True),
+        "policy": codec.encode(setup.policy, sparse=True),
+    }
+    launch = f"torchrun --nnodes {setup.hosts} --nproc-per-node {setup.per_host}"
+    head = [
+        f"# {setup.layout} on {setup.hosts} hosts of {setup.per_host} GPUs",
+        *(f"# {note}" for note in setup.notes),
+        "# fourfold bench --spec THIS.toml",
+        f"# on several hosts the same workers start under: {launch}",
+    ]
+    return "\n".join([*head, toml_text(table)])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fourfold.search.export import titan
-from fourfold.search.export.package import MARK, Package
-from fourfold.search.export.setup import Setup, no_setting
+from fourfold.search.export import torchtitan as titan
+from fourfold.search.export.setup import MARK, Package, Setup, no_setting
 from fourfold.spec.model import ModelShape
 
 RELEASE = "torchtitan 0.2.2"
+CHOICES = titan.CHOICES
 _ENGINE = "torchtitan-0.2"
 _FP8 = "quantize.linear.float8"
 
@@ -23,23 +23,23 @@ def check(model: ModelShape) -> None:
 
 
 def package(setup: Setup) -> Package:
-    check(setup.model)
-    titan.check_titan(_ENGINE, setup)
     policy = setup.policy
+    titan.check_async_tp(_ENGINE, policy)
     if titan.is_qwen3(setup.model) and setup.layout.pp > 1:
         raise no_setting(_ENGINE, "layout.pp", setup.layout.pp, "pp = 1 for a Qwen, or release 0.3")
-    if setup.layout.tp > 1 and not policy.sequence_parallel:
-        raise no_setting(_ENGINE, "policy.sequence_parallel", False, "sequence_parallel = true")
     options: dict[str, object] = {
         "model.name": "fourfold",
         "model.flavor": "model",
         "experimental.custom_import": "fourfold_model",
     }
-    options |= {f"parallelism.{k}": v for k, v in titan.parallelism(_ENGINE, setup).items()}
+    options |= {f"parallelism.{k}": v for k, v in titan.parallelism(setup).items()}
     if setup.layout.cp > 1:
         options["parallelism.context_parallel_rotate_method"] = "allgather"
     options |= {f"training.{name}": value for name, value in titan.training(setup).items()}
-    options |= _recompute(policy.recompute)
+    kind, _, every = policy.recompute.partition("-")
+    options["activation_checkpoint.mode"] = "selective" if every else kind
+    if every:  # its "selective" with a number recomputes each N-th layer whole
+        options["activation_checkpoint.selective_ac_option"] = every
     if policy.precision == "fp8":
         options |= {"model.converters": _FP8, f"{_FP8}.filter_fqns": "output"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -52,7 +52,7 @@ def package(setup: Setup) -> Package:
         engine=_ENGINE,
         release=RELEASE,
         entry="-m torchtitan.train",
-        env=titan.environment(setup),
+        env=setup.env,
         engine_args=tuple(words),
         files={"fourfold_model.py": (_qwen3 if titan.is_qwen3(setup.model) else _llama)(setup)},
         python_path=True,
@@ -60,77 +60,54 @@ def package(setup: Setup) -> Package:
     )
 
 
-def _recompute(kind: str) -> dict[str, object]:
-    """Its "selective" with a number recomputes each N-th layer whole."""
-    if kind.startswith("every-"):
-        every = kind.removeprefix("every-")
-        return {
-            "activation_checkpoint.mode": "selective",
-            "activation_checkpoint.selective_ac_option": every,
-        }
-    if kind == "selective":
-        raise no_setting(_ENGINE, "policy.recompute", kind, "none, full or every-N")
-    return {"activation_checkpoint.mode": kind}
-
-
-def _qwen3(setup: Setup) -> str:
+def _module(setup: Setup, package: str, arguments: str, imports: str = "", more: str = "") -> str:
+    """A module that registers the model: what its two kinds of model share, and `more`."""
     model = setup.model
     return f"""{MARK} torchtitan, for {RELEASE}
 from dataclasses import replace
 
-from torchtitan.models.qwen3 import Qwen3ModelArgs, get_train_spec
-from torchtitan.protocols.train_spec import register_train_spec
+from torchtitan.models.{package} import {arguments}, get_train_spec
+{imports}from torchtitan.protocols.train_spec import register_train_spec
 
-MODEL = Qwen3ModelArgs(
+MODEL = {arguments}(
     dim={model.hidden},
     n_layers={model.layers},
     n_heads={model.heads},
     n_kv_heads={model.kv_heads},
-    head_dim={model.head_size},
-    hidden_dim={model.ffn},
     vocab_size={model.vocab},
-    qk_norm=True,
     norm_eps={model.norm_eps!r},
     rope_theta={model.positions.theta!r},
     max_seq_len={max(setup.batch.seq_len, model.positions.length or 0)},
-    enable_weight_tying={model.tied},
-)
+{more})
 register_train_spec("fourfold", replace(get_train_spec(), model_args={{"model": MODEL}}))
 """
 
 
-def _llama(setup: Setup) -> str:
-    """Registers the model. Its MLP width is a rounded multiple: one multiple, as wide as asked."""
+def _qwen3(setup: Setup) -> str:
     model = setup.model
+    more = f"""    head_dim={model.head_size},
+    hidden_dim={model.ffn},
+    qk_norm=True,
+    enable_weight_tying={model.tied},
+"""
+    return _module(setup, "qwen3", "Qwen3ModelArgs", more=more)
+
+
+def _llama(setup: Setup) -> str:
+    """Its MLP width is a rounded multiple: one multiple, as wide as asked."""
+    model, scaling = setup.model, setup.model.positions.scaling
     usual = 2 * 4 * model.hidden // 3
-    place, scaling = model.positions, model.positions.scaling
     # A factor of 1 leaves the frequencies as they are.
     factors = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor,
                scaling.original_length) if scaling else (1.0, 1.0, 4.0, 8192)  # fmt: skip
-    return f"""{MARK} torchtitan, for {RELEASE}
-from dataclasses import replace
-
-from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
-from torchtitan.models.llama3.model.args import RoPEScalingArgs
-from torchtitan.protocols.train_spec import register_train_spec
-
-MODEL = TransformerModelArgs(
-    dim={model.hidden},
-    n_layers={model.layers},
-    n_heads={model.heads},
-    n_kv_heads={model.kv_heads},
-    vocab_size={model.vocab},
-    multiple_of={model.ffn},
+    more = f"""    multiple_of={model.ffn},
     ffn_dim_multiplier={0.5 * model.ffn / usual!r},
-    norm_eps={model.norm_eps!r},
-    rope_theta={place.theta!r},
     rope_scaling_args=RoPEScalingArgs(
         scaling_factor={factors[0]!r},
         low_freq_factor={factors[1]!r},
         high_freq_factor={factors[2]!r},
         original_max_position_embeddings={factors[3]!r},
     ),
-    max_seq_len={max(setup.batch.seq_len, place.length or 0)},
-)
-register_train_spec("fourfold", replace(get_train_spec(), model_args={{"model": MODEL}}))
 """
+    scaled = "from torchtitan.models.llama3.model.args import RoPEScalingArgs\n"
+    return _module(setup, "llama3", "TransformerModelArgs", scaled, more)
