@@ -62,8 +62,6 @@ HONEST = {
     ("attention kernels", "engine/jobs/calibrate.py"): "torch's kernels on a GPU",
     ("recompute", "verbs/verify_cases.py"): "which case varies it how",
 }
-# Programs of their own, which a launcher starts and no command of ours wraps.
-PROGRAMS = {"cli.py", "engine/worker.py", "launch/__main__.py"}
 # To be mended; may only shrink. (set, file) that spells it out.
 COPIES: set[tuple[str, str]] = set()
 CIRCLES: set[tuple[str, ...]] = set()
@@ -162,7 +160,7 @@ def long_files(texts: Mapping[str, str]) -> dict[str, int]:
 
 
 def with_argparse(trees: Mapping[str, ast.AST]) -> set[str]:
-    """Modules outside commands/ that name argparse and are no program."""
+    """Modules outside cli.py and commands/ that name argparse."""
     named = {
         name
         for name, tree in trees.items()
@@ -170,7 +168,7 @@ def with_argparse(trees: Mapping[str, ast.AST]) -> set[str]:
         if (isinstance(node, ast.Import) and any(a.name == "argparse" for a in node.names))
         or (isinstance(node, ast.ImportFrom) and node.module == "argparse")
     }
-    return {name for name in named - PROGRAMS if not name.startswith("commands/")}
+    return {name for name in named - {"cli.py"} if not name.startswith("commands/")}
 
 
 def same_names(trees: Mapping[str, ast.Module]) -> dict[tuple[str, str], list[str]]:

@@ -23,7 +23,7 @@ from fourfold.engine.checkpoint.background import Saver
 from fourfold.engine.checkpoint.checkpoint import state_of
 from fourfold.engine.checkpoint.state import state_shards
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.training.init import InitRule
+from fourfold.engine.parallel.shards import InitRule
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints

@@ -35,10 +35,8 @@ from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, make_tables, rotate
 from fourfold.engine.parallel import order
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.parallel.shards import ShardPlace, shards_of
+from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, shards_of
 from fourfold.engine.parallel.wrap import apply_compile
-from fourfold.engine.training import init
-from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.trainer import Trainer
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
@@ -132,7 +130,7 @@ def ours(run: RunSpec) -> tuple[Trainer, float]:
 
 def filled(decoder: Decoder, shape: ModelShape) -> Decoder:
     shards = shards_of(decoder, shape, SEQ_LEN, ShardPlace())
-    init.fill(shards, seed=0, layers=shape.layers, rule=RULE)
+    initialize(shards, seed=0, layers=shape.layers, rule=RULE)
     return decoder
 
 

@@ -20,9 +20,9 @@ from fourfold.engine import compat
 from fourfold.engine.data.source import Synthetic
 from fourfold.engine.model.layers import Norm
 from fourfold.engine.parallel.groups import World
+from fourfold.engine.parallel.shards import InitRule
 from fourfold.engine.training.gradients import ScalerSettings
 from fourfold.engine.training.hooks import StepEvent
-from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.reference import RankFindings, Recipe, train_alone

@@ -10,7 +10,7 @@ import torch
 
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
-from fourfold.engine.parallel.alone import Alone
+from fourfold.engine.parallel.data import Alone
 from fourfold.spec.catalog import model
 
 SHAPE = model("llama-tiny")

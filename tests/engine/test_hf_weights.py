@@ -13,13 +13,18 @@ from torch import Tensor
 
 from fourfold.cost.count.params import tensors
 from fourfold.engine.checkpoint import hf_read as hf
+from fourfold.engine.checkpoint.export import Export, export_hf
 from fourfold.engine.checkpoint.hf_read import HfWeights, fill
-from fourfold.engine.checkpoint.hf_write import Export, export
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
-from fourfold.engine.parallel.shards import Rect, ShardPlace, shards_of, tp_rect
-from fourfold.engine.training import init
-from fourfold.engine.training.init import InitRule
+from fourfold.engine.parallel.shards import (
+    InitRule,
+    Rect,
+    ShardPlace,
+    initialize,
+    shards_of,
+    tp_rect,
+)
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.hf.read import shape_from_config
@@ -75,14 +80,14 @@ def built(shape: ModelShape, seed: int = 3) -> tuple[Decoder, dict[str, Tensor]]
     """A model with all of its values spread, and its published tensors."""
     decoder = Decoder(shape, SEQ_LEN)
     held = shards_of(decoder, shape, SEQ_LEN, ShardPlace())
-    init.fill(held, seed=seed, layers=shape.layers, rule=InitRule(vector_std=0.1))
+    initialize(held, seed=seed, layers=shape.layers, rule=InitRule(vector_std=0.1))
     return decoder, {shard.name: shard.values.clone() for shard in held}
 
 
 def exported(shape: ModelShape, out: Path, **fields: object) -> dict[str, Tensor]:
     _, values = built(shape)
     what = Export(model=shape, seq_len=SEQ_LEN, **({"dtype": torch.float32} | fields))
-    export(lambda names: {name: values[name] for name in names}, what, out, lambda text: None)
+    export_hf(lambda names: {name: values[name] for name in names}, what, out, lambda: None)
     return values
 
 

@@ -8,10 +8,8 @@ from fourfold.cost.count.params import tensors
 from fourfold.engine.data import rng
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.parallel.groups import Group
-from fourfold.engine.parallel.shards import ShardPlace, shards_of
+from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, shards_of
 from fourfold.engine.parallel.tensor import apply_tensor
-from fourfold.engine.training import init
-from fourfold.engine.training.init import InitRule
 from fourfold.spec.catalog import model
 
 SEQ_LEN = 32
@@ -21,7 +19,7 @@ RULE = InitRule(vector_std=0.1)
 def whole(name: str, seed: int) -> dict[str, torch.Tensor]:
     decoder = Decoder(model(name), SEQ_LEN)
     shards = shards_of(decoder, model(name), SEQ_LEN, ShardPlace())
-    init.fill(shards, seed=seed, layers=model(name).layers, rule=RULE)
+    initialize(shards, seed=seed, layers=model(name).layers, rule=RULE)
     return {shard.name: shard.values.clone() for shard in shards}
 
 
@@ -65,7 +63,7 @@ def check_cut(name: str, truth: dict[str, torch.Tensor], place: ShardPlace) -> N
     for param in decoder.parameters():  # stand in for FSDP: rows of this shard only
         each = -(-param.shape[0] // place.shards)
         param.data = param.data[place.shard * each : (place.shard + 1) * each]
-    init.fill(shards, seed=5, layers=shape.layers, rule=RULE)
+    initialize(shards, seed=5, layers=shape.layers, rule=RULE)
     for shard in shards:
         rows, columns = slice(*shard.rect.rows), slice(*shard.rect.columns)
         want = truth[shard.name]

@@ -11,9 +11,7 @@ from fourfold.cost.count.params import model_params, tensors
 from fourfold.cost.count.stages import stage_layers
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import alibi_slope, make_tables
-from fourfold.engine.parallel.shards import ShardPlace, published, shards_of
-from fourfold.engine.training import init
-from fourfold.engine.training.init import InitRule
+from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, published, shards_of
 from fourfold.spec.catalog import model, model_names, shape
 from fourfold.spec.model import ModelShape, not_run
 
@@ -23,7 +21,7 @@ SEQ_LEN = 64
 def built(model_shape: ModelShape, *, fused: bool = True, seed: int = 3) -> Decoder:
     decoder = Decoder(model_shape, SEQ_LEN, fused=fused)
     shards = shards_of(decoder, model_shape, SEQ_LEN, ShardPlace())
-    init.fill(shards, seed=seed, layers=model_shape.layers, rule=InitRule(vector_std=0.1))
+    initialize(shards, seed=seed, layers=model_shape.layers, rule=InitRule(vector_std=0.1))
     return decoder
 
 

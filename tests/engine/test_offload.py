@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.positions import make_tables
-from fourfold.engine.parallel import offload
+from fourfold.engine.parallel import wrap
 from fourfold.engine.parallel.wrap import apply_compile, apply_recompute
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import shape
@@ -52,13 +52,13 @@ class Log:
 
     def __init__(self, monkeypatch) -> None:
         self.sent: list[torch.Tensor] = []
-        original = offload.Packed.__init__
+        original = wrap.Packed.__init__
 
         def noted(packed, tensor, side) -> None:
             self.sent.append(tensor.detach())
             original(packed, tensor, side)
 
-        monkeypatch.setattr(offload.Packed, "__init__", noted)
+        monkeypatch.setattr(wrap.Packed, "__init__", noted)
 
 
 def grads(decoder: Decoder) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ def test_gradients_are_the_same_and_no_weight_goes(way, monkeypatch):
     if way == "recompute":
         apply_recompute(decoder, "full")
     apply_compile(decoder, enabled=way == "compiled", backend="aot_eager")
-    offload.apply_offload(decoder, "activations", "cpu")
+    wrap.apply_offload(decoder, "activations", "cpu")
     for have, wanted in zip(grads(decoder), want, strict=True):
         torch.testing.assert_close(have, wanted, rtol=1e-5, atol=1e-6)
     assert log.sent

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fourfold.engine.observe import oom
+from fourfold.engine.observe import memory
 from fourfold.result.dryrun import Large
 from fourfold.result.machine import Sampler, parse_sample
 
@@ -22,7 +22,7 @@ from fourfold.result.machine import Sampler, parse_sample
     ],
 )
 def test_what_was_asked_for(message: str, size: float) -> None:
-    assert oom.asked_bytes(message) == size
+    assert memory.asked_bytes(message) == size
 
 
 def test_blocks_in_use_are_told_with_what_python_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,9 +45,9 @@ def test_blocks_in_use_are_told_with_what_python_knows(monkeypatch: pytest.Monke
     )
     known = {1000: Large(bytes=0, kind="parameters", shape="5x5", dtype="float32", op="", phase="",
                          name="head.weight")}  # fmt: skip
-    monkeypatch.setattr(oom, "_reachable", lambda trainer: known)
+    monkeypatch.setattr(memory, "_reachable", lambda trainer: known)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB.")
-    found = oom.of_allocator(torch.device("cuda", 0), None, error)
+    found = memory.of_allocator(torch.device("cuda", 0), None, error)
     assert (found.live_bytes, found.reserved_bytes) == (800, 1700)
     assert (found.asked_bytes, found.limit_bytes) == (1024, 1000)
     assert {kind.name: kind.bytes for kind in found.kinds} == {

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.cost.schedule.actions import Action, held_at_once, rank_actions
-from fourfold.engine.parallel.schedule import Exchange, Transfer, plan
+from fourfold.engine.parallel.pipeline import Exchange, Transfer, plan
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 

@@ -10,7 +10,7 @@ import torch
 
 from fourfold.cli import main
 from fourfold.engine.process.task import Place, Task
-from fourfold.launch import devices
+from fourfold.launch import permit
 from fourfold.launch.local import run_job
 from fourfold.result.job import answer_file
 from fourfold.spec.batch import Batch
@@ -89,13 +89,13 @@ def test_ranks_that_share_take_turns_on_the_gpus(monkeypatch):
 
 
 def test_a_gpu_is_shared_only_where_that_is_asked_for(monkeypatch, capsys):
-    monkeypatch.setattr(devices, "gpu_count", lambda: 1)
+    monkeypatch.setattr(permit, "gpu_count", lambda: 1)
     words = ["verify", "--world", "4", "--device", "cuda"]
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "needs 4 GPUs, one per rank" in said
     assert "--share-gpu" in said
-    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    monkeypatch.setattr(permit, "gpu_count", lambda: 0)
     assert main([*words, "--share-gpu"]) == 2
     assert "needs a GPU, but this machine has 0" in capsys.readouterr().err
     assert main(["verify", "--world", "4", "--share-gpu"]) == 2

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from fourfold.engine.data.rng import shuffled
 from fourfold.engine.data.source import Synthetic, TokenFile, data_facts, source_of
 from fourfold.engine.model.decoder import IGNORE
-from fourfold.engine.parallel.ring import zigzag
-from fourfold.engine.training.init import InitRule
+from fourfold.engine.parallel.context import zigzag
+from fourfold.engine.parallel.shards import InitRule
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.verify.reference import Recipe, train_alone
 from fourfold.errors import UserError

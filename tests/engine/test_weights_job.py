@@ -13,11 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fourfold.cli import main
-from fourfold.engine.checkpoint.hf_write import Export, export
+from fourfold.engine.checkpoint.export import Export, export_hf
 from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.parallel.shards import ShardPlace, shards_of
-from fourfold.engine.training import init
-from fourfold.engine.training.init import InitRule
+from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, shards_of
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
 
@@ -26,10 +24,10 @@ SEQ_LEN = 32
 
 def folder(shape: ModelShape, out: Path) -> Path:
     shards = shards_of(Decoder(shape, SEQ_LEN), shape, SEQ_LEN, ShardPlace())
-    init.fill(shards, seed=3, layers=shape.layers, rule=InitRule(vector_std=0.1))
+    initialize(shards, seed=3, layers=shape.layers, rule=InitRule(vector_std=0.1))
     values = {shard.name: shard.values for shard in shards}
     what = Export(model=shape, seq_len=SEQ_LEN, dtype=torch.float32, file_bytes=200_000)
-    export(lambda names: {name: values[name] for name in names}, what, out, lambda text: None)
+    export_hf(lambda names: {name: values[name] for name in names}, what, out, lambda: None)
     return out
 
 

@@ -164,7 +164,7 @@ def test_the_bound(monkeypatch, memory, cores, gpus, most) -> None:
 FORK = """
 import errno, os, sys
 from pathlib import Path
-from fourfold.engine.process.host import Host
+from fourfold.engine.worker import Host
 
 real, count = os.fork, []
 

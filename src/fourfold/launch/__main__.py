@@ -1,8 +1,8 @@
-"""Run one spec through the seam, without a store: `python -m fourfold.launch RUN.toml FOLDER`."""
+"""Runs one spec without a store: `python -m fourfold.launch RUN.toml FOLDER`."""
 
 from __future__ import annotations
 
-import argparse
+import getopt
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,31 +11,32 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit
+from fourfold.result.job import JobReport
 from fourfold.spec import codec
 from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
 from fourfold.spec.variables import parse_assignments
 
+USAGE = """\
+usage: python -m fourfold.launch [OPTION]... RUN.toml FOLDER
+Run one spec; job file, logs and report go into FOLDER, the report to standard output.
+  --job run|ping     train (run), or only let every rank answer (ping)
+  --env NAME=VALUE   set a variable for the ranks; may be repeated
+  --oversubscribe    allow more ranks than this host has room for"""
+_OPTIONS = ["help", "job=", "env=", "oversubscribe"]
+_JOBS = ("run", "ping")
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="fourfold.launch", description=__doc__)
-    parser.add_argument("spec", help="a run as TOML")
-    parser.add_argument("folder", type=Path, help="where job, logs and report go")
-    parser.add_argument("--job", choices=("run", "ping"), default="run")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--oversubscribe", action="store_true")
-    args = parser.parse_args()
+def main(argv: list[str] | None = None) -> int:
     try:
-        spec = codec.from_toml(RunSpec, files.read_text(args.spec, field="spec"))
-        permit = Permit(env=parse_assignments(args.env), oversubscribe=args.oversubscribe)
-        env = tuple((dict(spec.policy.env) | dict(permit.env)).items())
-        spec = replace(spec, policy=replace(spec.policy, env=env))
-        job = Job(job=args.job, specs=(spec,))
-        report = run_job(job, args.folder, progress=_say, permit=permit)
+        options, words = getopt.gnu_getopt(sys.argv[1:] if argv is None else argv, "h", _OPTIONS)
+        if {"-h", "--help"} & {name for name, _ in options}:
+            print(USAGE)
+            return 0
+        report = _run(options, words)
+    except getopt.GetoptError as error:
+        print(f"{USAGE}\nerror: {error.msg}", file=sys.stderr)
+        return 2
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.status
@@ -43,6 +44,24 @@ def main() -> int:
         return 130
     print(codec.to_json(report), end="")
     return 0 if report.outcome == "ok" else 1
+
+
+def _run(options: list[tuple[str, str]], words: list[str]) -> JobReport:
+    if len(words) != 2:
+        raise getopt.GetoptError(f"expected RUN.toml and FOLDER, not {len(words)} arguments")
+    kind = dict(options).get("--job", "run")
+    if kind not in _JOBS:
+        raise getopt.GetoptError(f"--job is {' or '.join(_JOBS)}, not '{kind}'")
+    variables = parse_assignments([value for name, value in options if name == "--env"])
+    permit = Permit(env=variables, oversubscribe="--oversubscribe" in dict(options))
+    spec = codec.from_toml(RunSpec, files.read_text(words[0], field="spec"))
+    env = tuple((dict(spec.policy.env) | dict(permit.env)).items())
+    job = Job(job=kind, specs=(replace(spec, policy=replace(spec.policy, env=env)),))
+    return run_job(job, Path(words[1]), progress=_to_stderr, permit=permit)
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

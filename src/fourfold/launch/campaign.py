@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from fourfold import files
-from fourfold.launch.devices import gpu_count
 from fourfold.launch.folder import end_processes_of
 from fourfold.launch.local import run_job
-from fourfold.launch.permit import Permit
+from fourfold.launch.permit import Permit, gpu_count
 from fourfold.result.files.sealed import seal
 from fourfold.result.files.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.machine import Machine, this_machine

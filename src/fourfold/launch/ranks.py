@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import fourfold
-from fourfold.launch.devices import core_count
 from fourfold.launch.identity import VARIABLE, new_mark
 from fourfold.launch.outcomes import WORKER, JobScene, kernel_kills
+from fourfold.launch.permit import core_count
 from fourfold.result import process
 from fourfold.result.job import JOB_FILE, SLOW_PHASES, beat_file, log_file, read_beat
 from fourfold.spec.job import Job

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.launch.devices import gpu_count
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import Progress, must_be_ok, run_job
+from fourfold.launch.permit import gpu_count
 from fourfold.result.job import answer_file
 from fourfold.result.trace import LayerTrace, TraceMeasure
 from fourfold.spec import codec

@@ -10,8 +10,7 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore, progress, warnings
 from fourfold.launch.campaign import Campaign, launch_run
-from fourfold.launch.devices import gpu_count, require_gpus
-from fourfold.launch.permit import Permit
+from fourfold.launch.permit import Permit, gpu_count, require_gpus
 from fourfold.result.files.store import Store
 from fourfold.result.report import Prediction
 from fourfold.search.legal import Target, why_not

@@ -9,9 +9,9 @@ from fourfold import files
 from fourfold.cost.fit import calibration
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
-from fourfold.launch.devices import gpu_count
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import must_be_ok, run_job
+from fourfold.launch.permit import gpu_count
 from fourfold.result.job import answer_file
 from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of
 from fourfold.spec import codec

@@ -8,9 +8,9 @@ from typing import Any
 
 from fourfold.cost.fit.calibration import calibration_of
 from fourfold.events import Event, OnEvent, ignore, progress
-from fourfold.launch.devices import gpu_count
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
+from fourfold.launch.permit import gpu_count
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.read.quality import flags
 from fourfold.result.report import Prediction, RunReport

@@ -9,9 +9,9 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
-from fourfold.launch.devices import core_count
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import must_be_ok, run_job
+from fourfold.launch.permit import core_count
 from fourfold.result.dryrun import RankCount, unseen_parts
 from fourfold.result.job import answer_file
 from fourfold.search.legal import require_legal

@@ -23,9 +23,9 @@ from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
-from fourfold.launch.devices import gpu_count
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
+from fourfold.launch.permit import gpu_count
 from fourfold.result.job import JobReport, answer_file
 from fourfold.result.one_rank import (
     OneRankResult,

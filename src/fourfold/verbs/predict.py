@@ -15,7 +15,7 @@ from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import parse
 from fourfold.escape import csv_text
 from fourfold.events import Event, OnEvent, ignore
-from fourfold.launch.devices import core_count
+from fourfold.launch.permit import core_count
 from fourfold.result.report import Prediction
 from fourfold.search.predict import predict as predict_specs
 from fourfold.spec.cluster import Cluster

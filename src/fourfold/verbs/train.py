@@ -16,10 +16,9 @@ from fourfold import files
 from fourfold.cost.count.flops import DEFAULT, FlopsQuery, convention
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore, progress
-from fourfold.launch.devices import require_gpus
 from fourfold.launch.folder import exclusive
 from fourfold.launch.local import run_job
-from fourfold.launch.permit import Permit
+from fourfold.launch.permit import Permit, require_gpus
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.files import curve

@@ -10,10 +10,9 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
-from fourfold.launch.devices import require_gpus
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
-from fourfold.launch.permit import Permit
+from fourfold.launch.permit import Permit, require_gpus
 from fourfold.result.report import RunReport
 from fourfold.spec import check, codec
 from fourfold.spec.catalog import model

@@ -12,7 +12,7 @@ import torch
 from fourfold.engine import compat
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.ledger import Ledger
-from fourfold.engine.observe.oom import oom_report
+from fourfold.engine.observe.memory import oom_report
 from fourfold.engine.observe.phases import watch
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.failure import OomError, outcome_of

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fourfold.engine.microbench import device as probe
-from fourfold.engine.microbench.links import collectives_of, shared_rates
-from fourfold.engine.process.environment import machine_facts
-from fourfold.engine.process.task import Task
+from fourfold.engine.microbench.device import collectives_of, shared_rates
+from fourfold.engine.process.task import Task, machine_facts
 from fourfold.result.profile import (
     AttentionPoint,
     CollectivePoint,

@@ -39,8 +39,7 @@ from fourfold.engine.one_rank.totals import (
     step_flops,
     step_traffic,
 )
-from fourfold.engine.process.environment import environment
-from fourfold.engine.process.task import Task
+from fourfold.engine.process.task import Task, environment
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult
 from fourfold.spec.run import RunSpec

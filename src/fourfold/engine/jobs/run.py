@@ -24,14 +24,13 @@ from fourfold.engine import compat
 from fourfold.engine.data.source import data_facts
 from fourfold.engine.jobs.build import with_trainer
 from fourfold.engine.microbench import device as probe
-from fourfold.engine.microbench.links import axis_rates
+from fourfold.engine.microbench.device import axis_rates
 from fourfold.engine.observe.clock import Ticks, WarmupTicks, by_count, synchronize, until_steady
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory, allocator_peak, retries
 from fourfold.engine.observe.phases import count_of, mark_phases
-from fourfold.engine.process.environment import environment, uuid_of
 from fourfold.engine.process.failure import NonFiniteError, check_finite, inject_fault
-from fourfold.engine.process.task import Task
+from fourfold.engine.process.task import Task, environment, uuid_of
 from fourfold.engine.training.trainer import StepOutcome, Trainer
 from fourfold.result.job import RankFacts
 from fourfold.result.machine import Sampler

@@ -20,8 +20,8 @@ from fourfold.engine import compat
 from fourfold.engine.data.source import Synthetic
 from fourfold.engine.jobs.build import let_go
 from fourfold.engine.parallel.groups import World
+from fourfold.engine.parallel.shards import InitRule
 from fourfold.engine.process.task import Task
-from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
 from fourfold.engine.verify.faults import FAULTS

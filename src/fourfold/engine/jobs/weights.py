@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fourfold.cost.count import params
 from fourfold.engine import compat
-from fourfold.engine.checkpoint import checkpoint, dcp_write, tensor_file
-from fourfold.engine.checkpoint.hf_write import Export, export
+from fourfold.engine.checkpoint import checkpoint, tensor_file
+from fourfold.engine.checkpoint.export import Export, export_dcp, export_hf
 from fourfold.engine.checkpoint.state import WEIGHTS, StateShard
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.process.task import Task
@@ -73,7 +73,7 @@ def _to_hf(saved: Checkpoint, index: Index, dtype: torch.dtype, out: Path, task:
     def source(names: Sequence[str]) -> dict[str, Tensor]:
         return whole_tensors(saved, index, names, lambda: task.heartbeat.enter("load"))
 
-    return export(source, what, out, lambda _: task.heartbeat.enter("save"))
+    return export_hf(source, what, out, lambda: task.heartbeat.enter("save"))
 
 
 def _to_dcp(
@@ -95,7 +95,7 @@ def _to_dcp(
         tick()
         return _read(saved, index, [name])[name].to(shapes[name][1])
 
-    return dcp_write.export(shapes, source, out)
+    return export_dcp(shapes, source, out)
 
 
 def must_hold(saved: Checkpoint, index: Index) -> None:

@@ -12,9 +12,8 @@ from typing import Literal
 
 from fourfold.cost.count.params import Tensor, embedding_tensors, layer_tensors, tp_shape
 from fourfold.engine.parallel.blocks import Span
-from fourfold.engine.parallel.context import spans_of
+from fourfold.engine.parallel.context import span_of, spans_of
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.parallel.ring import span_of
 from fourfold.spec.run import RunSpec
 
 Part = Literal["attention", "mlp", "head"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from fourfold.engine.process.environment import uuid_of
+from fourfold.engine.process.task import uuid_of
 from fourfold.result.machine import Sampler
 from fourfold.result.timing import ENDINGS, LEAD, WINDOW, Warmup, verdict
 

@@ -7,6 +7,10 @@ step, on top of what was held when it began.
 
 from __future__ import annotations
 
+import gc
+import heapq
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
+from fourfold.engine.compat import local, storage_key
+from fourfold.engine.observe.ledger import Allocation, Ledger, MemoryLimitError
 from fourfold.engine.observe.phases import owners_of
+from fourfold.engine.parallel.shards import published
 from fourfold.engine.training.trainer import Trainer
-from fourfold.result.report import RankMemory
+from fourfold.result.dryrun import Kind, Large
+from fourfold.result.report import OomReport, RankMemory
 
 
 class PeakMemory:
@@ -104,3 +112,146 @@ def _state_bytes(trainer: Trainer) -> int:
     tensors += [buffer for chunk in trainer.chunks for buffer in chunk.buffers()]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(sizes.values())
+
+
+_LARGEST = 10
+_ASKED = re.compile(r"tried to allocate\s+([\d.]+)\s*(bytes|[KMGT]iB)?", re.I)
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def names_of(trainer: Trainer) -> dict[int, str]:
+    """Storage -> the published tensors in it; a fused projection holds several.
+
+    In the middle of a step modules hold gathered weights, in whose place the shards come back.
+    """
+    names_by_storage: dict[int, list[str]] = {}
+    for shard in trainer.shards:
+        key = storage_key(local(shard.param.detach()))
+        names_by_storage.setdefault(key, []).append(shard.name)
+        if shard.param.grad is not None:
+            grad = storage_key(local(shard.param.grad))
+            names_by_storage.setdefault(grad, ["gradient of"]).append(shard.name)
+    for chunk in trainer.chunks:
+        for param, names in published(chunk):
+            key = storage_key(local(param.detach()))
+            names_by_storage.setdefault(key, [name for name, _ in names])
+    return {key: " ".join(names) for key, names in names_by_storage.items()}
+
+
+def oom_report(
+    device: torch.device, ledger: Ledger | None, trainer: Trainer | None, error: BaseException
+) -> OomReport | None:
+    """None where nobody counted."""
+    if device.type == "cuda":
+        return of_allocator(device, trainer, error)
+    return of_ledger(ledger, trainer, error) if ledger is not None else None
+
+
+def of_ledger(ledger: Ledger, trainer: Trainer | None, error: BaseException) -> OomReport:
+    """At the limit the ledger took its picture itself; an allocator's refusal finds it here."""
+    names = names_of(trainer) if trainer is not None else {}
+    over = error.over if isinstance(error, MemoryLimitError) else None
+    largest = over.largest if over is not None else ledger.largest()
+    kinds = over.kinds if over is not None else dict(ledger.kinds)
+    return OomReport(
+        live_bytes=over.size if over is not None else ledger.live_bytes,
+        asked_bytes=over.asked_bytes if over is not None else asked_bytes(str(error)),
+        limit_bytes=over.limit_bytes if over is not None else 0,
+        kinds=_kinds(kinds),
+        largest=tuple(_large(allocation, names) for allocation in largest),
+        source="ledger of live tensors",
+    )
+
+
+def _kinds(kinds: dict[str, int]) -> tuple[Kind, ...]:
+    ordered = sorted(kinds.items(), key=lambda pair: -pair[1])
+    return tuple(Kind(name=name, bytes=size) for name, size in ordered if size > 0)
+
+
+def _large(allocation: Allocation, names: dict[int, str]) -> Large:
+    return Large(
+        bytes=allocation.size,
+        kind=allocation.kind,
+        shape="x".join(map(str, allocation.shape)),
+        dtype=allocation.dtype,
+        op=allocation.op,
+        phase=allocation.phase,
+        name=names.get(allocation.key, ""),
+    )
+
+
+def of_allocator(device: torch.device, trainer: Trainer | None, error: BaseException) -> OomReport:
+    stats = torch.cuda.memory_stats(device)
+    live = int(stats.get("allocated_bytes.all.current", 0))
+    known = _reachable(trainer)
+    blocks = list(_blocks(device))
+    kinds: Counter[str] = Counter()
+    for address, size in blocks:
+        kinds[known[address].kind if address in known else "activations"] += size
+    top = heapq.nlargest(_LARGEST, blocks, key=lambda block: block[1])
+    return OomReport(
+        live_bytes=live,
+        asked_bytes=asked_bytes(str(error)),
+        limit_bytes=_limit_bytes(device),
+        reserved_bytes=int(stats.get("reserved_bytes.all.current", 0)),
+        kinds=_kinds(dict(kinds)),
+        largest=tuple(_block(size, known.get(address)) for address, size in top),
+        source="blocks of the CUDA allocator",
+    )
+
+
+def _block(size: int, seen: Large | None) -> Large:
+    if seen is None:
+        return Large(bytes=size, kind="activations", shape="", dtype="", op="", phase="")
+    return Large(
+        bytes=size, kind=seen.kind, shape=seen.shape, dtype=seen.dtype, op="", phase="",
+        name=seen.name,
+    )  # fmt: skip
+
+
+def _blocks(device: torch.device) -> Any:
+    """(address, bytes) of every block in use on the device."""
+    for segment in torch.cuda.memory_snapshot():
+        if segment["device"] != (device.index or 0):
+            continue
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"].startswith("active"):
+                yield block.get("address", address), block["size"]
+            address += block["size"]
+
+
+def _reachable(trainer: Trainer | None) -> dict[int, Large]:
+    """Address of a storage -> what Python knows of it; state by owner, the rest by shape."""
+    known: dict[int, Large] = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, torch.nn.Parameter) and thing.is_cuda:
+            known.setdefault(thing.untyped_storage().data_ptr(), _seen(thing, "activations", ""))
+    if trainer is None:
+        return known
+    names = names_of(trainer)
+    for kind, tensor in owners_of(trainer):
+        storage = tensor.untyped_storage()
+        known[storage.data_ptr()] = _seen(tensor, kind, names.get(storage_key(storage), ""))
+    return known
+
+
+def _seen(tensor: Tensor, kind: str, name: str) -> Large:
+    shape = "x".join(map(str, tensor.shape))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Large(bytes=0, kind=kind, shape=shape, dtype=dtype, op="", phase="", name=name)
+
+
+def _limit_bytes(device: torch.device) -> int:
+    """The run's memory_limit is set as a share of the device."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    return round(total * share)
+
+
+def asked_bytes(message: str) -> int:
+    """'Tried to allocate 2.00 GiB' -> bytes; 0 where the message does not say."""
+    match = _ASKED.search(message)
+    if match is None:
+        return 0
+    return round(float(match.group(1)) * _UNITS[(match.group(2) or "bytes").lower()])

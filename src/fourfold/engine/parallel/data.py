@@ -12,10 +12,14 @@ Reductions are sums: the loss is already divided by the global number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -24,9 +28,12 @@ from fourfold.engine.compat import (
     activation_dtype,
     cast_reduce_scatter,
     fsdp_after_backward,
+    put_parameter,
+    version_of,
 )
 from fourfold.engine.model.decoder import Decoder
-from fourfold.spec.policy import Dtypes, Policy
+from fourfold.spec.policy import Dtypes, Policy, running
+from fourfold.spec.run import RunSpec
 
 
 def apply_data(decoder: Decoder, mesh: DeviceMesh, policy: Policy) -> None:
@@ -99,3 +106,129 @@ def backward_weights(decoder: Decoder, multiply: Callable[[int | None], None]) -
         multiply(index)
         fsdp_after_backward(layer)
     fsdp_after_backward(decoder, is_root=True)
+
+
+def is_alone(spec: RunSpec) -> bool:
+    """Under zero3 weights are whole only around their use even then: FSDP casts and frees them."""
+    return spec.layout.dp * spec.layout.cp == 1 and spec.policy.zero < 3
+
+
+def make_alone(spec: RunSpec, chunks: Sequence[Decoder]) -> dict[Decoder, Alone]:
+    """The chunks' whole weights; none where ranks share or reduce them."""
+    if not is_alone(spec):
+        return {}
+    computing = activation_dtype(spec.policy.dtypes.compute)
+    adding = DTYPES[running(spec.policy, spec.layout).grads]
+    return {chunk: Alone(chunk, computing=computing, adding=adding) for chunk in chunks}
+
+
+@dataclass(slots=True, eq=False)
+class _Weight:
+    """`used` is what layers compute with: `master` itself, or its copy as of `version`."""
+
+    owner: nn.Module
+    name: str
+    master: nn.Parameter
+    used: nn.Parameter
+    version: int = -1
+    added: Tensor | None = None
+
+    @property
+    def is_copied(self) -> bool:
+        return self.used is not self.master
+
+
+class Alone:
+    """The weights of one chunk. `adding`: the format in which gradients add up."""
+
+    def __init__(self, chunk: Decoder, *, computing: torch.dtype, adding: torch.dtype) -> None:
+        self.adding = adding
+        self.weights: list[_Weight] = []
+        for owner in chunk.modules():
+            for name, master in owner.named_parameters(recurse=False):
+                used = master
+                if master.dtype != computing:
+                    used = nn.Parameter(torch.empty_like(master, dtype=computing))
+                    # Gradients keep the format they come in; torch would insist on the weight's.
+                    master.grad_dtype = None
+                self.weights.append(_Weight(owner, name, master, used))
+        # A hook that holds the weight it hangs on would keep both for ever.
+        alone: weakref.ref[Alone] = weakref.ref(self)
+        for i, weight in enumerate(self.weights):
+            weight.used.register_post_accumulate_grad_hook(_collector(alone, i))
+
+    @property
+    def copies(self) -> dict[nn.Parameter, Tensor]:
+        """By weight, what whoever changes the weight may change with it (then: `mark_equal`)."""
+        return {w.master: w.used.detach() for w in self.weights if w.is_copied}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What exists besides weights and their gradients, by kind."""
+        for weight in self.weights:
+            if weight.is_copied:
+                yield "parameters", weight.used.detach()
+                if weight.used.grad is not None:
+                    yield "gradients", weight.used.grad
+            if weight.added is not None:
+                yield "gradients", weight.added
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, layers find the copies in place of their weights."""
+        copied = [weight for weight in self.weights if weight.is_copied]
+        with torch.no_grad():
+            for weight in copied:
+                if weight.version != version_of(weight.master):
+                    weight.used.copy_(weight.master)
+        self.mark_equal()
+        try:
+            for weight in copied:
+                put_parameter(weight.owner, weight.name, weight.used)
+            yield
+        finally:
+            for weight in copied:
+                put_parameter(weight.owner, weight.name, weight.master)
+
+    def mark_equal(self) -> None:
+        """Copies are those of the weights as they are now."""
+        for weight in self.weights:
+            weight.version = version_of(weight.master)
+
+    def collect(self) -> None:
+        """Take gradients that no backward pass of autograd put there (a split one's weights)."""
+        for weight in self.weights:
+            if weight.used.grad is not None:
+                self._collect(weight)
+
+    @torch.no_grad()
+    def _collect(self, weight: _Weight) -> None:
+        """Take the gradient of one more micro batch away from autograd."""
+        fresh = weight.used.grad
+        if fresh is None or (fresh.dtype == self.adding and not weight.is_copied):
+            return  # torch adds it up where it is
+        weight.used.grad = None
+        if weight.added is None:
+            weight.added = fresh
+        elif weight.added.dtype == self.adding:
+            weight.added.add_(fresh)
+        else:
+            weight.added = weight.added.to(self.adding).add_(fresh)
+
+    def hand_over(self, wide: Iterable[nn.Parameter] = ()) -> None:
+        """After the last micro batch: weights get their gradients. Those of `wide` go through more
+        sums and must be as wide as the weight."""
+        must = set(wide)
+        for weight in self.weights:
+            grad, weight.added = weight.added, None
+            if grad is not None:
+                as_weight = not weight.is_copied or weight.master in must
+                weight.master.grad = grad.to(weight.master.dtype) if as_weight else grad
+
+
+def _collector(alone: weakref.ref[Alone], index: int) -> Callable[[Tensor], None]:
+    def collect(_: Tensor) -> None:
+        owner = alone()
+        if owner is not None:
+            owner._collect(owner.weights[index])
+
+    return collect

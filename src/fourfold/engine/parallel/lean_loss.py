@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.engine.model.decoder import IGNORE, Decoder
-from fourfold.engine.parallel.collectives import all_reduce
-from fourfold.engine.parallel.groups import Group
+from fourfold.engine.parallel.groups import Group, all_reduce
 from fourfold.engine.parallel.tensor import VocabLoss
 
 # Values of a block of rows in wide format, where nothing is compiled: 64 MiB of fp32.

@@ -24,15 +24,13 @@ from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.model.activations import apply_fast_activations
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
-from fourfold.engine.parallel.alone import is_alone
 from fourfold.engine.parallel.context import apply_context
-from fourfold.engine.parallel.data import apply_data
+from fourfold.engine.parallel.data import apply_data, is_alone
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.lean_loss import apply_lean_loss
-from fourfold.engine.parallel.offload import apply_offload
 from fourfold.engine.parallel.products import apply_float8
 from fourfold.engine.parallel.tensor import apply_tensor
-from fourfold.engine.parallel.wrap import apply_compile, apply_recompute
+from fourfold.engine.parallel.wrap import apply_compile, apply_offload, apply_recompute
 from fourfold.errors import UserError
 from fourfold.search.legal import require_legal
 from fourfold.spec.run import RunSpec

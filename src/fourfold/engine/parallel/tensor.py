@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from fourfold.cost.count import params
 from fourfold.engine.model.decoder import IGNORE, Decoder, Embedding, LearnedPositions
 from fourfold.engine.model.layers import Attention, Linear, Norm
-from fourfold.engine.parallel.collectives import (
+from fourfold.engine.parallel.groups import (
     AllGather,
     AllReduce,
     AllReduceBothWays,
+    Group,
     IdentityWithGradReduce,
     ReduceScatter,
     all_reduce,
 )
-from fourfold.engine.parallel.groups import Group
 from fourfold.engine.parallel.shards import Rect, tp_rect
 from fourfold.spec.model import ModelShape
 

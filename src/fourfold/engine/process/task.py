@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import platform
 import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from fourfold.engine.parallel import host_group
 from fourfold.engine.process.failure import NonFiniteError, OomError, outcome_of
 from fourfold.engine.process.heartbeat import Heartbeat
 from fourfold.result.job import RankFacts, RankFailure, answer_file, facts_file, failure_file
+from fourfold.result.machine import cpu_name, gpu_facts, host_memory_bytes
 from fourfold.result.report import Failure, RankMemory, RankSteps
 from fourfold.spec import codec
 from fourfold.spec.job import Job
@@ -162,3 +165,61 @@ def _say_why(folder: Path, heartbeat: Heartbeat, error: BaseException) -> None:
     )
     files.write_text(failure_file(folder, heartbeat.rank), codec.to_json(record))
     traceback.print_exception(error)
+
+
+def machine_facts(device: torch.device, cores: int) -> dict[str, Any]:
+    """Fields of HardwareProfile that are read, not measured."""
+    memory, units, power_w, name = host_memory_bytes(), cores, 0.0, cpu_name()
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        memory, units, name = facts.total_memory, facts.multi_processor_count, facts.name
+        limit = driver_facts(device).get("power.limit", "")
+        power_w = float(limit) if limit.replace(".", "").isdecimal() else 0.0
+    return {
+        "device": device.type,
+        "device_name": name,
+        "host": socket.gethostname(),
+        "torch": str(torch.__version__),
+        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": cores,
+        "units": units,
+        "memory_bytes": memory,
+        "power_w": power_w,
+    }
+
+
+def environment(device: torch.device, place: Place) -> tuple[tuple[str, str], ...]:
+    """Everything of the surroundings that can change a number, as names and texts."""
+    facts = {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "device": cpu_name(),
+        "cores": str(place.cores),
+        "threads": str(torch.get_num_threads()),
+    }
+    if device.type == "cuda":
+        facts |= {
+            "device": torch.cuda.get_device_name(device),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "allocator": torch.cuda.get_allocator_backend(),
+        }
+        facts |= {f"driver.{name}": text for name, text in driver_facts(device).items()}
+    facts |= {f"env.{name}": text for name, text in place.variables}
+    return tuple(sorted(facts.items()))
+
+
+def driver_facts(device: torch.device) -> dict[str, str]:
+    """What only the driver's own tool tells; empty where it is not installed."""
+    names = ("driver_version", "power.limit", "clocks.max.sm", "pcie.link.gen.current")
+    return gpu_facts(*names, uuid=uuid_of(device))
+
+
+def uuid_of(device: torch.device) -> str:
+    """As the driver's tool knows a GPU; '' for a CPU."""
+    if device.type != "cuda":
+        return ""
+    return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"

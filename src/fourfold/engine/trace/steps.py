@@ -17,16 +17,15 @@ from fourfold.cost.trace.steps import Program
 from fourfold.cost.trace.symbols import shape
 from fourfold.engine.parallel import blocks
 from fourfold.engine.parallel.blocks import JoinedBlocks, cut
-from fourfold.engine.parallel.collectives import (
+from fourfold.engine.parallel.context import in_order, span_of, spans_of, start_rotate
+from fourfold.engine.parallel.groups import (
+    Group,
     all_gather,
     all_reduce,
     reduce_scatter,
     start_exchange,
     wait,
 )
-from fourfold.engine.parallel.context import in_order, spans_of
-from fourfold.engine.parallel.groups import Group
-from fourfold.engine.parallel.ring import span_of, start_rotate
 
 
 @dataclass

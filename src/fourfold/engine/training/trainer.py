@@ -26,19 +26,16 @@ from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.data.source import Source, micro_sequences, micro_sizes, source_of
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import Tables, make_tables
-from fourfold.engine.parallel.alone import make_alone
 from fourfold.engine.parallel.context import token_positions
-from fourfold.engine.parallel.data import backward_weights, before_backward
+from fourfold.engine.parallel.data import backward_weights, before_backward, make_alone
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.order import parallelize
-from fourfold.engine.parallel.pipeline import Passes, Pipeline, StageLink
+from fourfold.engine.parallel.pipeline import Passes, Pipeline, StageLink, plan
 from fourfold.engine.parallel.products import DeferredWeightGrads, apply_split
-from fourfold.engine.parallel.schedule import plan
-from fourfold.engine.parallel.shards import Shard, shards_of
-from fourfold.engine.training import gradients, init
+from fourfold.engine.parallel.shards import InitRule, Shard, initialize, shards_of
+from fourfold.engine.training import gradients
 from fourfold.engine.training.gradients import LossScaler, ScalerSettings, SharedGradients
 from fourfold.engine.training.hooks import StepEvent, StepHooks
-from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
 from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec
@@ -91,7 +88,7 @@ class Trainer:
             chunk.to_empty(device=self.device)
         self.shards = self.make_shards()
         if initial:
-            init.fill(self.shards, seed=spec.seed, layers=spec.model.layers, rule=self.rule)
+            initialize(self.shards, seed=spec.seed, layers=spec.model.layers, rule=self.rule)
         kind, seq_len = spec.policy.cp_kind, spec.batch.seq_len
         self.positions = token_positions(kind, seq_len, world.cp, self.device)
         self.tables = self.make_tables()

@@ -21,10 +21,8 @@ from fourfold.engine.data.source import Source
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.parallel.products import apply_float8
-from fourfold.engine.parallel.shards import Shard, ShardPlace, shards_of
-from fourfold.engine.training import init
+from fourfold.engine.parallel.shards import InitRule, Shard, ShardPlace, initialize, shards_of
 from fourfold.engine.training.gradients import ScalerSettings
-from fourfold.engine.training.init import InitRule
 from fourfold.engine.training.optimizer import KINDS, OptimizerSettings, param_groups
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
@@ -55,7 +53,7 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
     dtypes = spec.policy.dtypes
     masters = _model(spec, DTYPES[dtypes.param], device)
     shards = shards_of(masters, spec.model, spec.batch.seq_len, ShardPlace())
-    init.fill(shards, seed=spec.seed, layers=spec.model.layers, rule=recipe.rule)
+    initialize(shards, seed=spec.seed, layers=spec.model.layers, rule=recipe.rule)
     mixed = dtypes.compute != dtypes.param
     decoder = _model(spec, activation_dtype(dtypes.compute), device) if mixed else masters
     if dtypes.compute == "fp8":
