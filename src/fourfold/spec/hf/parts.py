@@ -1,15 +1,19 @@
-"""Parts that readers of config.json share: sizes, biases, activations, windows, rotary
-positions (plain, linear or llama3 scaling; others are noted, not modelled: they change no count).
+"""Reads the parts that model types share: sizes, biases, activations, windows, rotary positions.
+
+Rotary scaling other than linear and llama3 is noted, not modelled: it changes no count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.spec.hf.config import Config, number
+from fourfold.spec.model import Variant
 
+Fields = dict[str, Any]
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -22,7 +26,7 @@ _PLAIN = dict.fromkeys(GELU, "gelu") | {
 _GATES = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
 
 
-def sizes(config: Config) -> dict[str, Any]:
+def sizes(config: Config) -> Fields:
     return {
         "layers": config.whole("layers", *LAYERS),
         "hidden": config.whole("hidden", *HIDDEN),
@@ -31,13 +35,9 @@ def sizes(config: Config) -> dict[str, Any]:
     }
 
 
-def kv_heads(config: Config, default: int) -> int:
-    return config.whole("kv_heads", "num_key_value_heads", default=default)
-
-
-def head_dim(config: Config, default: int | None = None, also: str = "head_dim") -> int | None:
-    names = ("head_dim", also)
-    return config.whole("head_dim", *names) if config.find(*names)[1] is not None else default
+def head_dim(config: Config, default: int | None, keys: tuple[str, ...]) -> int | None:
+    given = keys and config.find(*keys)[1] is not None
+    return config.whole("head_dim", *keys) if given else default
 
 
 def activation(config: Config, default: str, *names: str, gated: bool = False) -> str:
@@ -51,14 +51,14 @@ def activation(config: Config, default: str, *names: str, gated: bool = False) -
     return _GATES[ours] if gated else ours
 
 
-def biases(*, qkv: bool, out: bool, mlp: bool) -> dict[str, Any]:
+def biases(qkv: bool, out: bool, mlp: bool) -> Fields:
     """As few words as say it: `bias` for all, and what differs from it."""
-    found: dict[str, Any] = {"bias": mlp}
-    return (
-        found
-        | ({"qkv_bias": qkv} if qkv != mlp else {})
-        | ({"out_bias": out} if out != mlp else {})
-    )
+    parts = {"qkv_bias": qkv, "out_bias": out}
+    return {"bias": mlp} | {name: has_bias for name, has_bias in parts.items() if has_bias != mlp}
+
+
+def no_windows(config: Config, layers: int) -> Fields:
+    return {}
 
 
 def windows(
@@ -68,7 +68,7 @@ def windows(
     default: int | None = None,
     local: Callable[[int], bool] = lambda layer: True,
     switched: bool = False,
-) -> dict[str, Any]:
+) -> Fields:
     """Which layers look back only a window. `default`: where the file does not name it; `local`:
     which layers have it where no list says so; `switched`: only if use_sliding_window is true."""
     size = config.data.get("sliding_window", default)
@@ -81,6 +81,11 @@ def windows(
         raise UserError("must be a whole number from 1 to 2^40", field=name, value=size)
     if count is None:
         count = sum(map(local, range(layers))) if layers <= 100_000 else 1
+    return window_fields(size, count, layers)
+
+
+def window_fields(size: int, count: int, layers: int) -> Fields:
+    """The window that `count` of the layers have."""
     if count == 0:
         return {}
     return {"window": size} | ({} if count == layers else {"local_layers": count})
@@ -93,19 +98,15 @@ def _listed(config: Config, layers: int) -> int | None:
         return None
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
-        raise UserError(
-            "contains attention other than full and sliding, which is not modelled",
-            field=name,
-            value=kinds,
-        )
+        rule = "contains attention other than full and sliding, which is not modelled"
+        raise UserError(rule, field=name, value=kinds)
     if len(kinds) != layers:
-        raise UserError(
-            f"must have one entry for each of {layers} layers", field=name, value=len(kinds)
-        )
+        rule = f"must have one entry for each of {layers} layers"
+        raise UserError(rule, field=name, value=len(kinds))
     return kinds.count("sliding_attention")
 
 
-def every(config: Config, default: int) -> Callable[[int], bool]:
+def local_except_every(config: Config, default: int) -> Callable[[int], bool]:
     """Every n-th layer sees all, the others a window; newer files list the layers instead."""
     step = config.whole("", "sliding_window_pattern", default=default)
     return lambda layer: (layer + 1) % step != 0
@@ -117,30 +118,25 @@ _OURS = ("default", "linear", "llama3")
 _OTHERS = ("yarn", "longrope", "su", "dynamic", "ntk", "mrope", "proportional")
 
 
-def rope(config: Config, *, partial: float = 1.0, theta: float = 10000.0) -> dict[str, Any]:
-    """`rope_parameters` of newer files, `rope_theta` and `rope_scaling` of older ones; `partial`
+def rope(config: Config, *, share: float = 1.0, theta: float = 10000.0) -> Fields:
+    """`rope_parameters` of newer files, `rope_theta` and `rope_scaling` of older ones; `share`
     and `theta` are the type's own where the file says nothing."""
     newer, older = _of_full_layers(config), config.table("rope_scaling")
     scalings = [_scaling(table, config) for table in (newer, older) if table.data]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
-        raise UserError(
-            "contradicts rope_parameters",
-            field="rope_scaling",
-            value=older.data,
-            hint="keep one of them",
-        )
+        rule, hint = "contradicts rope_parameters", "keep one of them"
+        raise UserError(rule, field="rope_scaling", value=older.data, hint=hint)
     for table in (config, newer, older):
-        partial = table.number("positions.partial", *_PARTIAL, default=partial)
-    if not 0 < partial <= 1:
-        raise UserError(
-            "must be above 0 and at most 1", field=config.find(*_PARTIAL)[0], value=partial
-        )
+        share = table.number("positions.partial", *_PARTIAL, default=share)
+    if not 0 < share <= 1:
+        name = config.find(*_PARTIAL)[0]
+        raise UserError("must be above 0 and at most 1", field=name, value=share)
     theta = config.number("theta", *_THETA, default=theta)
     theta = newer.number("theta", *_THETA, default=theta)
-    positions: dict[str, Any] = {"kind": "rope", "theta": theta}
+    positions: Fields = {"kind": "rope", "theta": theta}
     if scalings and scalings[0]:
         positions["scaling"] = scalings[0]
-    return positions | ({"partial": partial} if partial != 1 else {})
+    return positions | ({"partial": share} if share != 1 else {})
 
 
 def _of_full_layers(config: Config) -> Config:
@@ -156,25 +152,19 @@ def _of_full_layers(config: Config) -> Config:
     return table.table("full_attention" if "full_attention" in kinds else next(iter(kinds)))
 
 
-def _scaling(table: Config, config: Config) -> dict[str, Any] | None:
+def _scaling(table: Config, config: Config) -> Fields | None:
     kind = table.choice("default", (*_OURS, *_OTHERS), "rope_type", "type")
     config.used.update(table.path(name) for name in table.data)
     if kind in _OTHERS:
         config.variants.add("other-rope")
     if kind not in ("linear", "llama3"):
         return None
-    scaling: dict[str, Any] = {"kind": kind, "factor": table.number("factor", "factor")}
+    scaling: Fields = {"kind": kind, "factor": table.number("factor", "factor")}
     if kind == "llama3":
-        low, high, length = (
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        )
-        scaling |= {
-            "low_freq_factor": table.number(low, low),
-            "high_freq_factor": table.number(high, high),
-            "original_length": table.whole("original_length", length),
-        }
+        for name in ("low_freq_factor", "high_freq_factor"):
+            scaling[name] = table.number(name, name)
+        length = table.whole("original_length", "original_max_position_embeddings")
+        scaling["original_length"] = length
     config.keys.update(table.keys)
     return scaling
 
@@ -186,3 +176,87 @@ def rotary_dims(config: Config, head_size: int, default: int) -> float:
     if not 0 < dims <= head_size:
         raise UserError(f"must be from 1 to {head_size}, the head size", field=name, value=dims)
     return dims / head_size
+
+
+def learned(config: Config, default: int | None = None, more: int = 0) -> Fields:
+    length = config.whole("positions.length", *POSITIONS, default=default)
+    return {"kind": "learned", "length": length + more}
+
+
+def no_more(config: Config, fields: Fields) -> None:
+    """A type whose keys say it all."""
+
+
+# Whether a part of a layer has biases: always the same, or a key with its default.
+Switch = bool | tuple[str, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelType:
+    """Keys in the order in which they are looked for, none where the type has no such key.
+
+    `kv_heads` 0 and `head_dim` None stand for the usual: as many as heads, hidden / heads. `bias`:
+    of queries, keys and values; of attention's output; of the MLP. `choices`: key, default, and
+    the field with its value if true and if false. `required`: keys of which one value is modelled.
+    `fixed`: fields without a key; `own` adds what needs more than a look-up.
+    """
+
+    family: str = "llama"
+    kv_keys: tuple[str, ...] = ("num_key_value_heads",)
+    kv_heads: int = 0
+    ffn_keys: tuple[str, ...] = ("intermediate_size",)
+    ffn_per_hidden: int = 0
+    head_keys: tuple[str, ...] = ("head_dim",)
+    head_dim: int | None = None
+    norm: str = "rmsnorm"
+    eps_keys: tuple[str, ...] = ("rms_norm_eps",)
+    eps: float = 1e-6
+    act_keys: tuple[str, ...] = ("hidden_act",)
+    act: str = "silu"
+    gated: bool = True
+    bias: tuple[Switch, Switch, Switch] = (False, False, False)
+    tied: bool = False
+    positions: Callable[[Config], Fields] = rope
+    windows: Callable[[Config, int], Fields] = no_windows
+    choices: tuple[tuple[str, bool, str, str, str], ...] = ()
+    required: Mapping[str, object] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    variants: tuple[Variant, ...] = ()
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    own: Callable[[Config, Fields], None] = no_more
+
+    def __call__(self, config: Config) -> Fields:
+        """The fields of a ModelShape, from a file of this type."""
+        size = sizes(config)
+        config.variants.update(self.variants)
+        kv_heads, per_hidden = size["heads"], self.ffn_per_hidden
+        if self.kv_keys:
+            kv_heads = config.whole("kv_heads", *self.kv_keys, default=self.kv_heads or kv_heads)
+        fields = {
+            **size,
+            "family": self.family,
+            "kv_heads": kv_heads,
+            "ffn": config.whole(
+                "ffn", *self.ffn_keys, default=per_hidden * size["hidden"] if per_hidden else None
+            ),
+            "head_dim": head_dim(config, self.head_dim, self.head_keys),
+            "positions": self.positions(config),
+            "norm": self.norm,
+            "norm_eps": config.number("norm_eps", *self.eps_keys, default=self.eps),
+            "activation": activation(config, self.act, *self.act_keys, gated=self.gated),
+            "tied": config.flag("tie_word_embeddings", default=self.tied),
+            **biases(*(_is_on(config, switch) for switch in self.bias)),
+            **self.windows(config, size["layers"]),
+        }
+        for key, default, name, if_true, if_false in self.choices:
+            fields[name] = if_true if config.flag(key, default=default) else if_false
+        for key, value in self.required.items():
+            config.require(value, key)
+        config.ignore(*self.ignored)
+        fields |= self.fixed
+        self.own(config, fields)
+        return fields
+
+
+def _is_on(config: Config, switch: Switch) -> bool:
+    return switch if isinstance(switch, bool) else config.flag(switch[0], default=switch[1])

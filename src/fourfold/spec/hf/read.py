@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from fourfold.errors import UserError
 from fourfold.spec import codec
-from fourfold.spec.hf import gpt as hf_gpt
-from fourfold.spec.hf import llama as hf_llama
 from fourfold.spec.hf.config import Config
-from fourfold.spec.hf.mpt import mpt
 from fourfold.spec.hf.refuse import refuse_experts, refuse_unknown, refuse_unmodelled
+from fourfold.spec.hf.types import TYPES
 from fourfold.spec.model import ModelShape
-
-TYPES = {**hf_llama.TYPES, **hf_gpt.TYPES, "mpt": mpt}
 
 
 def shape_from_config(data: object, name: str = "custom") -> ModelShape:
