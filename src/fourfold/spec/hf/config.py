@@ -1,7 +1,5 @@
-"""What does a Hugging Face config.json say? Typed look-ups that remember what was looked at.
-
-A key that is absent, null, false or 0 asks for nothing.
-"""
+"""Typed look-ups in a Hugging Face config.json; a key that is absent, null, false or 0 asks for
+nothing."""
 
 from __future__ import annotations
 
@@ -40,12 +38,8 @@ class Config:
         given = [(name, self.data[name]) for name in names if self.data.get(name) is not None]
         for name, value in given[1:]:
             if value != given[0][1]:
-                raise UserError(
-                    f"contradicts {given[0][0]}",
-                    field=self.path(name),
-                    value=value,
-                    hint="keep one of them",
-                )
+                rule, hint = f"contradicts {given[0][0]}", "keep one of them"
+                raise UserError(rule, field=self.path(name), value=value, hint=hint)
         return given[0] if given else (names[0], None)
 
     def ignore(self, *names: str) -> None:
@@ -57,11 +51,8 @@ class Config:
         for name in names:
             self.ignore(name)
             if self.data.get(name) is not None and self.data[name] != value:
-                raise UserError(
-                    f"is not modelled for this model type, only {value} is",
-                    field=self.path(name),
-                    value=self.data[name],
-                )
+                rule = f"is not modelled for this model type, only {value} is"
+                raise UserError(rule, field=self.path(name), value=self.data[name])
 
     def path(self, name: str) -> str:
         return f"{self.where}.{name}" if self.where else name
@@ -103,10 +94,6 @@ class Config:
         name, value = self.find(*names)
         value = default if value is None else value
         if not isinstance(value, str) or value not in allowed:
-            raise UserError(
-                "is not modelled for this model type",
-                field=self.path(name),
-                value=value,
-                hint=f"modelled: {', '.join(allowed)}",
-            )
+            rule, hint = "is not modelled for this model type", f"modelled: {', '.join(allowed)}"
+            raise UserError(rule, field=self.path(name), value=value, hint=hint)
         return value

@@ -1,39 +1,149 @@
-"""What shape does a local Hugging Face config.json describe? Exact, or refused with the reason.
+"""Reads the shape that a Hugging Face config.json describes: exactly, or refused with the reason.
 
 Absent fields take the model type's own default, except dropout, and windows where the type can do
-without: those are off unless the file names them (a shape does not imply them).
+without: those are off unless the file names them. Of the dozens of other fields in such files only
+those whose name speaks of the shape are refused.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from typing import Any
+
 from fourfold.errors import UserError
 from fourfold.spec import codec
 from fourfold.spec.hf.config import Config
-from fourfold.spec.hf.refuse import refuse_experts, refuse_unknown, refuse_unmodelled
 from fourfold.spec.hf.types import TYPES
-from fourfold.spec.model import ModelShape
+from fourfold.spec.model import ModelShape, Variant
+
+_EXPERTS = re.compile(r".*expert.*|(.*_)?moe(_.*)?")
+# Types whose files may not say it in a key.
+_EXPERT_TYPES = re.compile(
+    r".*moe.*|mixtral|dbrx|deepseek_v[234].*|gpt_oss|llama4.*|jamba|grok.*|arctic|olmoe|nllb_moe"
+)
+# Pattern of the whole key -> reason, hint; at the top and one table deep.
+_REFUSED = {
+    r"(vision|audio|image|text|speech|video|thinker|llm)_(config|tower)|mm_.*":
+        ("only text is modelled, not several kinds of input",
+         "save the language model's own table as a config.json, with its model_type"),
+    r"is_encoder_decoder|add_cross_attention|cross_attention.*":
+        ("only decoders without cross attention are modelled", "use a decoder-only model"),
+    r"(q|kv)_lora_rank": ("latent attention is not modelled", "only plain or grouped heads"),
+    r"num_nextn_predict_layers|num_mtp_layers|mtp_.*":
+        ("layers that predict further tokens are not modelled", "set it to 0"),
+    r"quantization(_config)?|compression_config":
+        ("quantised weights are not modelled: formats are the policy's",
+         "remove it and choose --precision"),
+    r"use_bidirectional_attention|prefix_lm":
+        ("attention that is not causal is not modelled", "set it to false"),
+}  # fmt: skip
+_VARIANTS: dict[str, Variant] = {
+    r".*drop(out|path)?(_.*)?|.*_pdrop": "dropout",
+    r".*soft_?cap.*": "soft-caps",
+    r"clip_qkv": "clipped-qkv",
+    r"logit_scale|logits_scaling|(embedding|residual|attention)_multiplier|softmax_scale"
+    r"|scale_attn_by_inverse_layer_idx": "multipliers",
+    r"apply_residual_connection_post_layernorm": "residual-after-norm",
+    r"rope_local_base_freq": "two-ropes",
+}
+# Dropout of heads that pretraining does not have (GPT-2's summary head, classifiers); names of
+# kernels that experts or dropout would use.
+_NOT_MEANT = re.compile(
+    r"summary_.*|classifier_.*|experts_implementation|.*_fusion|output_router_logits|router_.*"
+    r"|use_sliding_window|max_window_layers"
+)
+# Words in the name of a field that may change sizes or the number of tensors.
+_SHAPE_WORD = re.compile(
+    r"sizes?|dims?|widths?|layers?|heads?|rank|ratio|expansion|experts?|moe|(layer|rms)?norms?|ln"
+    r"|bias(es)?|proj(ection)?|depth|groups?|hidden|ffn|intermediate|inner|embd|embed(dings?)?"
+    r"|lora|adapters?|conv|kernel|mamba|ssm|state|mtp|nextn|kv|qk|query|key|value|mlp|gated?|glu"
+    r"|vocab|positions|attn|attention|cross|latent|blocks?|channels|window|sparse|parallel|residual"
+    r"|n|num|tower|memory|shared"
+)
+_HARMLESS = re.compile(
+    r"_.*|.*_token_ids?|.*_ids?|.*token.*|init_.*|initializer_.*|.*_(std|range|init|dtype|device)"
+    r"|.*eps(ilon)?|(max_)?(position_embeddings|sequence_length|seq_len(gth)?|length)"
+    r"|max_position_embeddings|original_max_position_embeddings|n_positions|n_ctx|model_max_length"
+    r"|seq_length|(text_)?max_.*(len|length)|.*_in_fp32|.*_in_32bit|.*upcast.*|pretraining_tp"
+    r"|tensor_parallel.*|num_(beams|beam_groups|return_sequences|labels|logits_to_keep)"
+    r"|chunk_size_feed_forward|(encoder_)?no_repeat_ngram_size|skip_bias_add(_qkv)?|slow_but_exact"
+    r"|.*act(ivation)?|activation_.*|act_fn|scale_attn_weights|embedding_fraction|pad_key_length"
+    r"|offset_alibi|.*(flash|sdpa|implementation|fused|fusion|cache).*|id2label|label2id|auto_map"
+    r"|task_specific_params|pruned_heads|tie_encoder_decoder|tf_.*|torch.*|use_bfloat16"
+    r"|layer_norm_implementation|query_pre_attn_scalar|.*_multiple_of|gradient_checkpointing.*"
+)
+
+
+def _keys(data: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(path of its table, name, value) of every key, at the top and one table deep."""
+    inner = [(f"{name}.", value) for name, value in data.items() if isinstance(value, dict)]
+    for path, table in (("", data), *inner):
+        yield from ((path, name, value) for name, value in table.items())
+
+
+def _refuse_experts(data: dict[str, Any], kind: object) -> None:
+    """Before anything else is said of the model type: experts have one clear reason."""
+    named = [
+        (f"{path}{name}", value)
+        for path, name, value in _keys(data)
+        if value and _EXPERTS.fullmatch(name) and not _NOT_MEANT.fullmatch(name)
+    ]
+    if isinstance(kind, str) and _EXPERT_TYPES.fullmatch(kind):
+        named = [("model_type", kind)]
+    for field, value in named:
+        rule = "makes this a mixture of experts, which is not modelled yet"
+        raise UserError(rule, field=field, value=value, hint="use a dense model")
+
+
+def _refuse_unmodelled(data: dict[str, Any], config: Config) -> None:
+    """Refuse what changes the count, note as a variant what changes only the function."""
+    for path, name, value in _keys(data):
+        if not value or _NOT_MEANT.fullmatch(name):
+            continue
+        for pattern, (reason, hint) in _REFUSED.items():
+            if re.fullmatch(pattern, name):
+                raise UserError(reason, field=f"{path}{name}", value=value, hint=hint)
+        for pattern, variant in _VARIANTS.items():
+            if re.fullmatch(pattern, name):
+                config.used.add(f"{path}{name}")
+                if value != 1 or isinstance(value, bool):
+                    config.variants.add(variant)
+
+
+def _refuse_unknown(data: dict[str, Any], config: Config) -> None:
+    """Refuse what the reader of its type did not look at, if its name speaks of the shape."""
+    for path, name, value in _keys(data):
+        if value in (None, False, 0, "", [], {}) or f"{path}{name}" in config.used:
+            continue
+        if path and path.removesuffix(".") not in config.used:
+            continue
+        if _NOT_MEANT.fullmatch(name) or _HARMLESS.fullmatch(name):
+            continue
+        if any(map(_SHAPE_WORD.fullmatch, name.lower().split("_"))):
+            rule = "is unknown for this model type and may change its shape"
+            hint = "remove it if it does not"
+            raise UserError(rule, field=f"{path}{name}", value=value, hint=hint)
 
 
 def shape_from_config(data: object, name: str = "custom") -> ModelShape:
     """The shape of a parsed config.json; `name` is what the result is called."""
     if not isinstance(data, dict):
-        raise UserError(
-            "is not the JSON object of a config.json", value=data, hint="check the file"
-        )
+        rule = "is not the JSON object of a config.json"
+        raise UserError(rule, value=data, hint="check the file")
     kind = data.get("model_type")
-    refuse_experts(data, kind)
+    _refuse_experts(data, kind)
     config = Config(data, used={"model_type"})
-    refuse_unmodelled(data, config)
+    _refuse_unmodelled(data, config)
     if not isinstance(kind, str) or kind not in TYPES:
-        raise UserError(
-            "is missing" if kind is None else "is not a supported model type",
-            field="model_type",
-            value=kind,
-            hint=f"supported: {', '.join(sorted(TYPES))}; for any other decoder write a TOML "
-            "file with the fields of 'fourfold models llama-3.1-8b --format json'",
+        rule = "is missing" if kind is None else "is not a supported model type"
+        hint = (
+            f"supported: {', '.join(sorted(TYPES))}; for any other decoder write a TOML file with "
+            "the fields of 'fourfold models llama-3.1-8b --format json'"
         )
+        raise UserError(rule, field="model_type", value=kind, hint=hint)
     fields = {"name": name, **TYPES[kind](config), "variants": sorted(config.variants)}
-    refuse_unknown(data, config)
+    _refuse_unknown(data, config)
     try:
         return codec.decode(ModelShape, fields)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Where do our tensors lie in a Hugging Face model? Names, fusions and transposes as tables.
+"""Places of our tensors in a Hugging Face model: names, fusions and transposes as tables.
 
 Ours are the published tensors of cost/count/params.py, matrices [out, in]. Several of ours in one
 of theirs lie one after the other along `out`. Rotary halves are paired alike in both.
@@ -27,18 +27,17 @@ _LLAMA = {
     "final_norm": "model.norm",
     "head": "lm_head",
 }
-_QK_NORMS = {
+_QWEN3 = _LLAMA | {
     "attention.q_norm": "model.layers.{}.self_attn.q_norm",
     "attention.k_norm": "model.layers.{}.self_attn.k_norm",
 }
-_OLMO2 = {**_LLAMA, **_QK_NORMS} | {
+_OLMO2 = _QWEN3 | {
     "attention_norm": "model.layers.{}.post_attention_layernorm",
     "mlp_norm": "model.layers.{}.post_feedforward_layernorm",
 }
+_QKV = ("attention.q", "attention.k", "attention.v")
 _PHI3 = _LLAMA | {
-    **dict.fromkeys(
-        ("attention.q", "attention.k", "attention.v"), "model.layers.{}.self_attn.qkv_proj"
-    ),
+    **dict.fromkeys(_QKV, "model.layers.{}.self_attn.qkv_proj"),
     **dict.fromkeys(("mlp.gate", "mlp.up"), "model.layers.{}.mlp.gate_up_proj"),
 }
 _STARCODER2 = {module: name for module, name in _LLAMA.items() if module != "mlp.gate"} | {
@@ -49,9 +48,7 @@ _GPT2 = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",
     "attention_norm": "transformer.h.{}.ln_1",
-    "attention.q": "transformer.h.{}.attn.c_attn",
-    "attention.k": "transformer.h.{}.attn.c_attn",
-    "attention.v": "transformer.h.{}.attn.c_attn",
+    **dict.fromkeys(_QKV, "transformer.h.{}.attn.c_attn"),
     "attention.out": "transformer.h.{}.attn.c_proj",
     "mlp_norm": "transformer.h.{}.ln_2",
     "mlp.up": "transformer.h.{}.mlp.c_fc",
@@ -63,9 +60,7 @@ _MPT = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",  # llm-foundry's own files; transformers knows only ALiBi
     "attention_norm": "transformer.blocks.{}.norm_1",
-    "attention.q": "transformer.blocks.{}.attn.Wqkv",
-    "attention.k": "transformer.blocks.{}.attn.Wqkv",
-    "attention.v": "transformer.blocks.{}.attn.Wqkv",
+    **dict.fromkeys(_QKV, "transformer.blocks.{}.attn.Wqkv"),
     "attention.out": "transformer.blocks.{}.attn.out_proj",
     "mlp_norm": "transformer.blocks.{}.norm_2",
     "mlp.up": "transformer.blocks.{}.ffn.up_proj",
@@ -78,16 +73,12 @@ MODULES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": {**_LLAMA, **_QK_NORMS},
+    "qwen3": _QWEN3,
     "olmo2": _OLMO2,
     "phi3": _PHI3,
     "starcoder2": _STARCODER2,
     "gpt2": _GPT2,
     "mpt": _MPT,
-}
-# GPT-2 keeps the matrices of a layer as [in, out].
-_TRANSPOSED = {
-    "gpt2": {name for name in _GPT2 if name.startswith(("attention.", "mlp."))},
 }
 # What the implementations of transformers compute, in the words of a ModelShape.
 _GATED: dict[str, object] = {
@@ -150,7 +141,9 @@ def spot_of(kind: str, model: ModelShape, ours: str) -> Spot:
             break
         start += widths.get(other, 0) if name == table[module] else 0
     name = f"{table[module].format(layer)}.{leaf}"
-    return Spot(name, start, leaf == "weight" and module in _TRANSPOSED.get(kind, ()))
+    # GPT-2 keeps the matrices of a layer as [in, out].
+    transposed = kind == "gpt2" and leaf == "weight" and module.startswith(("attention.", "mlp."))
+    return Spot(name, start, transposed)
 
 
 def approximation(kind: str, config: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Which config.json describes a shape? The inverse of read.py, in transformers' words."""
+"""Writes the config.json of a shape, in transformers' words: the inverse of read.py."""
 
 from __future__ import annotations
 
@@ -8,26 +8,15 @@ from typing import Any
 from fourfold.spec.hf.tensors import export_type
 from fourfold.spec.model import ModelShape
 
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "mpt": "MptForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
-}
-
 
 def config_of(model: ModelShape, *, seq_len: int, dtype: str) -> dict[str, Any]:
     """`seq_len` is the longest a model without a table of positions was trained on; `dtype` is
     that of the weights, in torch's words. No token means begin; which one ends a document is the
     token file's to say."""
     kind = export_type(model)
-    made = _MAKERS[kind]
+    architecture, made = _MAKERS[kind]
     return {
-        "architectures": [_CLASSES[kind]],
+        "architectures": [architecture],
         "model_type": kind,
         "vocab_size": model.vocab,
         "tie_word_embeddings": model.tied,
@@ -52,9 +41,9 @@ def _without(names: tuple[str, ...], **more: Any) -> Callable[[ModelShape, int],
     """Llama's words but for those that a type does not have, and its own."""
 
     def made(model: ModelShape, seq_len: int) -> dict[str, Any]:
-        said = {k: v for k, v in _llama(model, seq_len).items() if k not in names}
+        shared = {k: v for k, v in _llama(model, seq_len).items() if k not in names}
         own = {name: value(model) if callable(value) else value for name, value in more.items()}
-        return said | own
+        return shared | own
 
     return made
 
@@ -71,11 +60,11 @@ def _starcoder2(model: ModelShape, seq_len: int) -> dict[str, Any]:
 
 def _rotary(model: ModelShape, seq_len: int) -> dict[str, Any]:
     scaling = model.positions.scaling
-    said: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
     if scaling is not None:
-        said = {"rope_type": scaling.kind, "factor": scaling.factor}
+        rope_scaling = {"rope_type": scaling.kind, "factor": scaling.factor}
         if scaling.kind == "llama3":
-            said |= {
+            rope_scaling |= {
                 "low_freq_factor": scaling.low_freq_factor,
                 "high_freq_factor": scaling.high_freq_factor,
                 "original_max_position_embeddings": scaling.original_length,
@@ -89,7 +78,7 @@ def _rotary(model: ModelShape, seq_len: int) -> dict[str, Any]:
         "head_dim": model.head_size,
         "max_position_embeddings": seq_len,
         "rope_theta": model.positions.theta,
-        "rope_scaling": said,
+        "rope_scaling": rope_scaling,
     }
 
 
@@ -125,13 +114,16 @@ def _mpt(model: ModelShape, seq_len: int) -> dict[str, Any]:
 
 
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
-_MAKERS: dict[str, Callable[[ModelShape, int], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral": _without(("attention_bias", "mlp_bias"), sliding_window=lambda model: model.window),
-    "qwen2": _without(("attention_bias", "mlp_bias"), **_NO_WINDOW),
-    "qwen3": _without(("mlp_bias",), **_NO_WINDOW),
-    "olmo2": _without(("mlp_bias",)),
-    "gpt2": _gpt2,
-    "mpt": _mpt,
-    "starcoder2": _starcoder2,
+_MAKERS: dict[str, tuple[str, Callable[[ModelShape, int], dict[str, Any]]]] = {
+    "llama": ("LlamaForCausalLM", _llama),
+    "mistral": (
+        "MistralForCausalLM",
+        _without(("attention_bias", "mlp_bias"), sliding_window=lambda model: model.window),
+    ),
+    "qwen2": ("Qwen2ForCausalLM", _without(("attention_bias", "mlp_bias"), **_NO_WINDOW)),
+    "qwen3": ("Qwen3ForCausalLM", _without(("mlp_bias",), **_NO_WINDOW)),
+    "olmo2": ("Olmo2ForCausalLM", _without(("mlp_bias",))),
+    "gpt2": ("GPT2LMHeadModel", _gpt2),
+    "mpt": ("MptForCausalLM", _mpt),
+    "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
 }
