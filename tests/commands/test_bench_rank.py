@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from fourfold.cli import main
-from fourfold.result.dryrun import Traffic
-from fourfold.result.job import JobReport, answer_file
-from fourfold.result.one_rank import KernelTime, OneRankResult, PhaseTime
+from fourfold.result.job import Job, JobReport, answer_file
+from fourfold.result.one_rank import KernelTime, OneRankResult, PhaseTime, Traffic
 from fourfold.result.report import Failure, RunReport
 from fourfold.spec import codec
-from fourfold.spec.job import Job
 from fourfold.verbs import one_rank
 
 ASK = [

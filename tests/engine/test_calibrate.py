@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from fourfold.launch.local import run_job
-from fourfold.result.job import answer_file
+from fourfold.result.job import Job, answer_file
 from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of
 from fourfold.spec import codec
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.job import Job
 
 
 @pytest.fixture(scope="module")

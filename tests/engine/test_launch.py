@@ -16,11 +16,10 @@ import pytest
 from fourfold.launch import local
 from fourfold.launch.local import run_job
 from fourfold.result.files.sealed import unseal
-from fourfold.result.job import Beat, JobReport, beat_file, read_beat
+from fourfold.result.job import Beat, Job, JobReport, beat_file, read_beat
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
-from fourfold.spec.job import Job
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import Fault, RunSpec
 

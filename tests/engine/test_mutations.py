@@ -31,10 +31,9 @@ from fourfold.result.files import curve
 from fourfold.result.files.curve import Point
 from fourfold.result.files.sealed import seal
 from fourfold.result.files.training_folder import TrainingFolder
-from fourfold.result.job import JobReport, answer_file
+from fourfold.result.job import Job, JobReport, answer_file
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
-from fourfold.spec.job import Job
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from fourfold.launch.local import run_job
-from fourfold.result.dryrun import RankCount
-from fourfold.result.job import answer_file
-from fourfold.result.one_rank import OneRankResult
+from fourfold.result.job import Job, answer_file
+from fourfold.result.one_rank import OneRankResult, RankCount
 from fourfold.result.report import RunReport
 from fourfold.spec import codec
-from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
 
 

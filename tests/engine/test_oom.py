@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fourfold.engine.observe import memory
-from fourfold.result.dryrun import Large
 from fourfold.result.machine import Sampler, parse_sample
+from fourfold.result.one_rank import Large
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.launch.local import run_job
-from fourfold.result.job import answer_file
+from fourfold.result.job import Job, Limits, answer_file
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
-from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec

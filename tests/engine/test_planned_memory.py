@@ -12,7 +12,7 @@ from fourfold.engine import compat
 from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.errors import UserError
-from fourfold.result.dryrun import unseen_parts
+from fourfold.result.one_rank import unseen_parts
 from fourfold.search.legal import Target, why_not
 from fourfold.search.predict import predict
 from fourfold.search.query import usual_cluster

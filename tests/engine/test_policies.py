@@ -16,7 +16,7 @@ from fourfold.engine.observe.phases import mark_phases, watch
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.task import CPU
 from fourfold.engine.training.trainer import Trainer
-from fourfold.result.dryrun import RankCount
+from fourfold.result.one_rank import RankCount
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import shape
 from fourfold.spec.layout import Layout

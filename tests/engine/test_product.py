@@ -13,11 +13,10 @@ import pytest
 
 from fourfold.errors import UserError
 from fourfold.launch.local import run_job
-from fourfold.result.job import answer_file
+from fourfold.result.job import Job, Limits, answer_file
 from fourfold.search.legal import Target, why_not
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
-from fourfold.spec.job import Job, Limits
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.verify_cases import TINY, layouts

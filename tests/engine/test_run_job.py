@@ -11,14 +11,13 @@ from fourfold.engine.jobs import dryrun
 from fourfold.engine.jobs.dryrun import count_rank, with_micro_batches
 from fourfold.engine.model.layers import Layer
 from fourfold.launch.local import run_job
-from fourfold.result.dryrun import RankCount
-from fourfold.result.job import answer_file
+from fourfold.result.job import Job, answer_file
+from fourfold.result.one_rank import RankCount
 from fourfold.result.report import RunReport
 from fourfold.result.timing import LEAD, MOST_STEPS, WINDOW
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
-from fourfold.spec.job import Job
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import Fault, RunSpec

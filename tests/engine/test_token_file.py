@@ -21,9 +21,9 @@ from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.verify.reference import Recipe, train_alone
 from fourfold.errors import UserError
 from fourfold.launch.local import run_job
+from fourfold.result.job import Job
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
-from fourfold.spec.job import Job
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec

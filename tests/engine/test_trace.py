@@ -12,11 +12,10 @@ from fourfold.cost.trace.steps import Kind, generic_cluster
 from fourfold.cost.trace.walk import build, walk
 from fourfold.launch.local import run_job
 from fourfold.launch.trace import count_layer, run_layer
-from fourfold.result.job import answer_file
+from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.trace import TraceMeasure
 from fourfold.show import trace_run
 from fourfold.spec import catalog, codec
-from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import Layout
 
 WORLD = Layout(tp=2, shard=2)

@@ -13,6 +13,8 @@ from fourfold.launch.outcomes import WORKER, JobScene, fallen, missing_rank, sto
 from fourfold.launch.ranks import Silence, Standstill
 from fourfold.result.job import (
     Beat,
+    Job,
+    Limits,
     RankFailure,
     beat_file,
     failure_file,
@@ -24,7 +26,6 @@ from fourfold.result.report import Failure
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
-from fourfold.spec.job import Job, Limits
 from fourfold.spec.run import RunSpec
 
 

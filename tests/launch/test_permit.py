@@ -14,9 +14,9 @@ from fourfold.errors import UserError
 from fourfold.launch import local, permit
 from fourfold.launch.permit import RANK_BYTES, Permit, most_ranks
 from fourfold.launch.ranks import worker_env
+from fourfold.result.job import Job
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
-from fourfold.spec.job import Job
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec

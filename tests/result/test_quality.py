@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fourfold.result.read.quality import flags, straggler
+from fourfold.result.quality import flags, straggler
 from fourfold.result.report import (
     DeviceSample,
     ProbeReport,

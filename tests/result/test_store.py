@@ -13,8 +13,8 @@ import pytest
 
 from fourfold.result.files.sealed import seal
 from fourfold.result.files.store import INDEX, RUN_FILE, WORK, RunKey, Store, key_of
+from fourfold.result.from_run import record_of
 from fourfold.result.job import REPORT_FILE, JobReport
-from fourfold.result.read.from_run import record_of
 from fourfold.result.report import Failure, Outcome, RankMemory, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec

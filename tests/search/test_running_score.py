@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fourfold.result.read.from_run import record_of
+from fourfold.result.from_run import record_of
 from fourfold.result.record import Record
 from fourfold.result.report import Outcome, Prediction, RankMemory, RunReport, StepReport
 from fourfold.search.running_score import kept, scores

@@ -15,7 +15,7 @@ from fourfold.cost.count.flops import FlopsQuery, _full_attention
 from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.spec import catalog
-from fourfold.spec.hf.read import shape_from_config
+from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import RopeScaling, not_run
 from fourfold.spec.policy import Policy

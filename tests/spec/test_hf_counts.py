@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.spec.hf.parts import HEADS, HIDDEN, LAYERS
-from fourfold.spec.hf.read import TYPES, shape_from_config
+from fourfold.spec.hf.shapes import TYPES, shape_from_config
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.spec import catalog
-from fourfold.spec.device import device_id
+from fourfold.spec.cluster import device_id
 from fourfold.spec.nccl_tests import fit, parse_log
 
 SAMPLES = Path(__file__).parents[1] / "samples"

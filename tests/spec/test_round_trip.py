@@ -15,8 +15,7 @@ from fourfold.errors import UserError
 from fourfold.result.report import RunReport, StepReport
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch, Ramp
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.device import Device
+from fourfold.spec.cluster import Cluster, Device
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy

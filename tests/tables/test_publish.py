@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.result.read.from_run import record_of
+from fourfold.result.from_run import record_of
 from fourfold.result.record import Record
 from fourfold.result.report import (
     OUTCOMES,

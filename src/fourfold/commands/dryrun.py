@@ -15,7 +15,7 @@ from fourfold import options
 from fourfold.events import notes
 from fourfold.options import option
 from fourfold.output import Output, Stderr
-from fourfold.result.dryrun import RESERVED_RATIO
+from fourfold.result.one_rank import RESERVED_RATIO
 from fourfold.show.table import Grid, Part
 from fourfold.spec.layout import AXES
 from fourfold.units import show_bytes, show_count

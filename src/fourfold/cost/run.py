@@ -18,12 +18,11 @@ import numpy as np
 from fourfold.cost.columns import OPTIMIZERS, Columns, columns
 from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
 from fourfold.cost.step.hardware import device_facts, fabric_facts
-from fourfold.spec.chosen import chosen, running_schedule
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from fourfold.spec.run import RunSpec, chosen, running_schedule
 from fourfold.spec.words import (
     AROUND,
     DTYPE_BYTES,

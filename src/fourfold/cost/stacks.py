@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
-from fourfold.result.dryrun import RESERVED_RATIO
+from fourfold.result.one_rank import RESERVED_RATIO
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import FAMILIES
 from fourfold.spec.words import CP_KINDS, PRECISIONS, RECOMPUTE_KINDS, SCHEDULES
@@ -170,7 +170,7 @@ class StackDefaults:
     fp8_saved_bytes: float = 1.0
     fp8_gather_bytes: float = 2.0
     # Its tensors are those of torch's FSDP2, counted one by one (own_engine.py); the memory it
-    # prints is what the allocator reserved, so much more than they take (result/dryrun.py).
+    # prints is what the allocator reserved, so much more than they take (result/one_rank.py).
     counted: bool = False
     reserved: float = 1.0
     selective_share: float = 1.0  # of what a layer keeps, under "selective" by operators

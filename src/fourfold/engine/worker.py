@@ -18,9 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fourfold.result.job import log_file
+from fourfold.result.job import Job, log_file
 from fourfold.spec import codec
-from fourfold.spec.job import Job
 
 if TYPE_CHECKING:
     from fourfold.engine.process.task import Place

@@ -11,9 +11,8 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit
-from fourfold.result.job import JobReport
+from fourfold.result.job import Job, JobReport
 from fourfold.spec import codec
-from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
 from fourfold.spec.variables import parse_assignments
 

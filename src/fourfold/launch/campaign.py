@@ -19,11 +19,11 @@ from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit, gpu_count
 from fourfold.result.files.sealed import seal
 from fourfold.result.files.store import PREDICTED_FILE, Store, Stored
+from fourfold.result.job import Job
 from fourfold.result.machine import Machine, this_machine
 from fourfold.result.record import Record
 from fourfold.result.report import Failure, Outcome, Prediction, Remedy, RunReport
 from fourfold.spec import codec
-from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
 
 Say = Callable[[str], None]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fourfold.errors import UserError
 from fourfold.launch.outcomes import own_words
-from fourfold.result.job import JobReport, RankFacts, facts_file
+from fourfold.result.job import Job, JobReport, RankFacts, facts_file
 from fourfold.result.report import (
     WORST_FIRST,
     Failure,
@@ -18,7 +18,6 @@ from fourfold.result.report import (
     StepReport,
 )
 from fourfold.spec import codec
-from fourfold.spec.job import Job
 
 
 def job_report(

@@ -30,12 +30,12 @@ from fourfold.result.job import (
     JOB_FILE,
     REPORT_FILE,
     STOP_FILE,
+    Job,
     JobReport,
     facts_file,
 )
 from fourfold.result.report import Failure, Outcome
 from fourfold.spec import codec
-from fourfold.spec.job import Job
 
 Progress = Callable[[str], None]
 End = tuple[Outcome, Failure | None]

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fourfold.errors import UserError
+from fourfold.result.job import Job
 from fourfold.result.machine import host_memory_bytes, listed_gpus
-from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
 from fourfold.spec.variables import Env, require_plain
 from fourfold.units import show_bytes

@@ -27,8 +27,7 @@ from fourfold.launch.identity import VARIABLE, new_mark
 from fourfold.launch.outcomes import WORKER, JobScene, kernel_kills
 from fourfold.launch.permit import core_count
 from fourfold.result import process
-from fourfold.result.job import JOB_FILE, SLOW_PHASES, beat_file, log_file, read_beat
-from fourfold.spec.job import Job
+from fourfold.result.job import JOB_FILE, SLOW_PHASES, Job, beat_file, log_file, read_beat
 
 # Of an outer torchrun or Slurm step: they describe other ranks than ours.
 _OUTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")

@@ -9,10 +9,9 @@ from fourfold.errors import UserError
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import Progress, must_be_ok, run_job
 from fourfold.launch.permit import gpu_count
-from fourfold.result.job import answer_file
+from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.trace import LayerTrace, TraceMeasure
 from fourfold.spec import codec
-from fourfold.spec.job import Job, Limits
 from fourfold.spec.run import RunSpec
 
 T = TypeVar("T")

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from fourfold.errors import UserError
 from fourfold.spec import check, codec
-from fourfold.spec.cluster import Cluster, Link
-from fourfold.spec.device import PEAK_NAMES, Device, Peaks
+from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device, Link, Peaks
 
 _MOST = 1e24  # above every rate, size and time that a machine has
 _MAY_BE_ZERO = {"power_w", "measured_s"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fourfold.result.dryrun import Kind, Large
+from fourfold.result.one_rank import Kind, Large
 from fourfold.result.timing import Warmup
 from fourfold.spec.run import RunSpec
 

@@ -18,7 +18,7 @@ from fourfold.cost.step.hardware import device_facts
 from fourfold.cost.step.kernels import attention_s, misalignment, tile_waves
 from fourfold.cost.step.layer import head_s, layer_times
 from fourfold.search.rules.case import divisors
-from fourfold.spec.device import Device
+from fourfold.spec.cluster import Device
 from fourfold.spec.words import PRICED_ATTENTION
 
 # A value is good enough to name when it gives this share of what the best nearby would.

@@ -27,11 +27,10 @@ from fourfold.search.sensitivity import (
     tied_with_first,
 )
 from fourfold.spec import codec
-from fourfold.spec.chosen import chosen_layout, chosen_policy
 from fourfold.spec.layout import MODEL_AXES, Layout
 from fourfold.spec.model import remarks
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from fourfold.spec.run import RunSpec, chosen_layout, chosen_policy
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
 EXPOSED = {

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from fourfold.search.legal import REASONS, RULES, case_of
 from fourfold.search.query import PlanQuery
 from fourfold.search.rules.case import Case, divisors
-from fourfold.spec.chosen import running_schedule
 from fourfold.spec.layout import MODEL_AXES, SIZES, Layout
+from fourfold.spec.run import running_schedule
 from fourfold.spec.words import CP_KINDS, RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES, SHARDINGS
 
 Ints = NDArray[np.int64]

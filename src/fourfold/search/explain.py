@@ -16,10 +16,10 @@ from fourfold.search.legal import Refusal, why_not
 from fourfold.search.query import PlanQuery
 from fourfold.search.ramp import training
 from fourfold.search.ranking import Ranking, rank_layouts
-from fourfold.spec.chosen import chosen_policy
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.model import remarks
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import chosen_policy
 from fourfold.spec.words import SHARDINGS
 
 NEAREST = 4

@@ -14,12 +14,11 @@ from fourfold.search.rules import batch as batch_rules
 from fourfold.search.rules import cuts, engine
 from fourfold.search.rules.case import Case, Rule
 from fourfold.spec.batch import Batch
-from fourfold.spec.chosen import chosen
-from fourfold.spec.device import Device
+from fourfold.spec.cluster import Device
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from fourfold.spec.run import RunSpec, chosen
 
 RULES: tuple[Rule, ...] = (*engine.RULES, *cuts.RULES, *batch_rules.RULES)
 REASONS = tuple(rule.reason for rule in RULES)

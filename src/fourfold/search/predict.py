@@ -20,8 +20,7 @@ from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.report import Prediction
 from fourfold.result.timing import LEAD, WINDOW
 from fourfold.search.query import entry_for
-from fourfold.spec.cluster import Cluster, Link
-from fourfold.spec.device import Device, Peaks
+from fourfold.spec.cluster import Cluster, Device, Link, Peaks
 from fourfold.spec.run import RunSpec
 
 # Imports, process groups, building the model: what one start of torch takes before its first step.

@@ -15,8 +15,7 @@ from fourfold.events import OnEvent, ignore
 from fourfold.search.legal import Target
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import generation_of
-from fourfold.spec.cluster import Cluster, Link
-from fourfold.spec.device import Device
+from fourfold.spec.cluster import Cluster, Device, Link
 from fourfold.spec.expression import Expression
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape

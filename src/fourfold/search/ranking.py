@@ -21,11 +21,10 @@ from fourfold.cost.step.played import playable
 from fourfold.events import Event
 from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.query import PlanQuery
-from fourfold.spec.chosen import CHOSEN, chosen_layout, chosen_policy
 from fourfold.spec.expression import in_gib
 from fourfold.spec.layout import MODEL_AXES, SIZES, Layout
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import RunSpec
+from fourfold.spec.run import CHOSEN, RunSpec, chosen_layout, chosen_policy
 
 CHUNK = 16384
 # No interval of memory reaches further above its limit than this.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fourfold.show.table import Grid, Part
 from fourfold.spec import catalog
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.device import PEAK_NAMES, Device
+from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device
 
 
 def all_page() -> list[Part]:

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from fourfold import files
 from fourfold.errors import UserError, nearest
 from fourfold.spec import codec
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.device import Device
+from fourfold.spec.cluster import Cluster, Device
 from fourfold.spec.model import FAMILIES, ModelShape
 
 # A plain path: importlib.resources takes 15 ms to import, and the package is never a zip.
@@ -95,7 +94,7 @@ def _model_file(path: str) -> ModelShape:
         data = codec.parse_json(text)
         if isinstance(data, dict) and data.get("type") == "ModelShape":
             return codec.load(ModelShape, data)
-        from fourfold.spec.hf.read import shape_from_config
+        from fourfold.spec.hf.shapes import shape_from_config
 
         return shape_from_config(data, name=_name_of(Path(path)))
     except UserError as error:

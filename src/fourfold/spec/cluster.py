@@ -1,18 +1,119 @@
-"""What connects the devices? Link levels from inner to outer, as one rank sees them.
+"""Devices and the links that join them, from inner to outer, as one rank sees them.
 
-A level's `bytes_per_s` is one way and per rank, when all ranks of the level below send at once:
-a host of 8 GPUs with 400 Gbit/s of network has 6.25e9 bytes/s per rank at its outer level.
+Dense peaks in FLOP/s, memory in bytes, bandwidth in bytes/s, power in watts. A link level's
+`bytes_per_s` is one way and per rank, when all ranks of the level below send at once: a host of 8
+GPUs with 400 Gbit/s of network has 6.25e9 bytes/s per rank at its outer level.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
 from fourfold.errors import UserError
 from fourfold.spec import check
-from fourfold.spec.device import Device, Rate
-from fourfold.units import seconds_from
+from fourfold.units import bytes_from, bytes_per_s_from, seconds_from
+
+Size = Annotated[int, bytes_from]
+Rate = Annotated[float, bytes_per_s_from]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Dense matrix FLOP/s by precision; None: the device has no such unit."""
+
+    fp64: float | None = None
+    fp32: float | None = None
+    tf32: float | None = None
+    fp16: float | None = None
+    bf16: float | None = None
+    fp8: float | None = None
+    fp4: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in PEAK_NAMES:
+            value = getattr(self, name)
+            if value is not None:
+                check.positive(**{name: value})
+
+
+PEAK_NAMES = tuple(field.name for field in dataclasses.fields(Peaks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """`sms` = streaming multiprocessors (compute units on AMD, cores on a CPU).
+
+    `links` x `link_bytes_per_s`, one way, is what joins it to its peers (NVLink); 0: PCIe only.
+    `domain`: how many reach each other so. `network_bytes_per_s`: its usual share of a host's
+    network. `generation`: devices whose calibrations stand in for each other.
+    """
+
+    id: str
+    name: str
+    peak_flops_per_s: Peaks
+    memory_bytes: Size
+    memory_bytes_per_s: Rate
+    sms: int
+    power_w: float
+    links: int = 0
+    link_bytes_per_s: Rate | None = None
+    source: str = ""
+    generation: str = ""
+    network_bytes_per_s: Rate = 12.5e9  # one card of 100 Gbit/s
+    domain: int = 8
+
+    def __post_init__(self) -> None:
+        check.name(id=self.id, name=self.name)
+        check.whole(1, 2**60, memory_bytes=self.memory_bytes)
+        check.whole(1, 2**20, sms=self.sms)
+        check.positive(memory_bytes_per_s=self.memory_bytes_per_s, power_w=self.power_w)
+        check.whole(0, 1024, links=self.links)
+        check.whole(1, 2**20, domain=self.domain)
+        check.positive(network_bytes_per_s=self.network_bytes_per_s)
+        if self.link_bytes_per_s is not None:
+            check.positive(link_bytes_per_s=self.link_bytes_per_s)
+        elif self.links:
+            raise UserError(
+                "is missing",
+                field="link_bytes_per_s",
+                hint="add the rate of one link, per direction",
+            )
+
+    @property
+    def peer_bytes_per_s(self) -> float:
+        """One way, over all links to its peers; 0 where it has none."""
+        return self.links * (self.link_bytes_per_s or 0.0)
+
+    @property
+    def usual_link_bytes_per_s(self) -> float:
+        """To its peers on a host; PCIe 5 x16 where it has no links of its own."""
+        return self.peer_bytes_per_s or 64e9
+
+    def peak(self, precision: str) -> float:
+        """Dense FLOP/s of a policy's precision ('bf16-mixed' counts against bf16)."""
+        unit = precision.split("-")[0]
+        value = getattr(self.peak_flops_per_s, unit, None) if unit in PEAK_NAMES else None
+        if value is None:
+            known = [name for name in PEAK_NAMES if getattr(self.peak_flops_per_s, name)]
+            raise UserError(
+                f"has no known peak on {self.id}",
+                field="precision",
+                value=precision,
+                hint=f"known peaks: {', '.join(known)}",
+            )
+        return value
+
+
+def device_id(name: str, known: tuple[str, ...]) -> str | None:
+    """'NVIDIA H100 80GB HBM3' -> 'h100-80gb', if exactly one id has all its words in the name."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if words & {"pcie", "nvl"}:
+        return None
+    matching = [known_id for known_id in known if set(known_id.split("-")) <= words]
+    return matching[0] if len(matching) == 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from fourfold.errors import UserError
-from fourfold.spec.device import Device
+from fourfold.spec.cluster import Device
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _GPU = re.compile(r"GPU[0-9]{1,3}\Z")

@@ -24,7 +24,7 @@ from fourfold.errors import UserError
 from fourfold.result.record import Record
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
-from fourfold.spec.device import device_id
+from fourfold.spec.cluster import device_id
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy

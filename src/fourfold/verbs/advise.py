@@ -13,7 +13,7 @@ from fourfold.search.query import entry_for, usual_cluster
 from fourfold.search.shapes import compare, shapes_near
 from fourfold.search.stack_names import match_stack
 from fourfold.spec import catalog, words
-from fourfold.spec.device import Device
+from fourfold.spec.cluster import Device
 from fourfold.spec.words import BUNDLES
 from fourfold.verbs.machine import known_cluster, read_calibration
 from fourfold.verbs.plan import resolved

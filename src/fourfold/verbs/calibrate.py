@@ -12,10 +12,9 @@ from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import must_be_ok, run_job
 from fourfold.launch.permit import gpu_count
-from fourfold.result.job import answer_file
+from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of
 from fourfold.spec import codec
-from fourfold.spec.job import Job, Limits
 
 _QUICK_S, _WHOLE_S = 11.0, 130.0
 _CPU_RANKS = 4

@@ -17,7 +17,7 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.spec import catalog, check, codec
-from fourfold.spec.device import Device, device_id
+from fourfold.spec.cluster import Device, device_id
 from fourfold.spec.nccl_tests import LinkFit, NcclLog, fit, parse_log
 from fourfold.spec.toml import toml_text
 from fourfold.spec.topology import HostTopology, parse_topo

@@ -11,15 +11,15 @@ from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import gpu_count
+from fourfold.result.job import Job
 from fourfold.result.profile import HardwareProfile, cluster_of
-from fourfold.result.read.quality import flags
+from fourfold.result.quality import flags
 from fourfold.result.report import Prediction, RunReport
 from fourfold.search.query import PlanQuery, entry_for
 from fourfold.search.ranking import rank_layouts
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.job import Job
 from fourfold.spec.layout import AXES
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec

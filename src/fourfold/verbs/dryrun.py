@@ -12,11 +12,10 @@ from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import must_be_ok, run_job
 from fourfold.launch.permit import core_count
-from fourfold.result.dryrun import RankCount, unseen_parts
-from fourfold.result.job import answer_file
+from fourfold.result.job import Job, Limits, answer_file
+from fourfold.result.one_rank import RankCount, unseen_parts
 from fourfold.search.legal import require_legal
 from fourfold.spec import codec
-from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import AXES
 from fourfold.spec.run import RunSpec
 

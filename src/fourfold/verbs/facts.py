@@ -10,12 +10,12 @@ from typing import Any
 
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, utilisation_pct
 from fourfold.errors import UserError
-from fourfold.result.read.from_run import record_of
-from fourfold.result.read.quality import flags, straggler, throttles
+from fourfold.result.from_run import record_of
+from fourfold.result.quality import flags, straggler, throttles
 from fourfold.result.report import RunReport
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.device import Device, device_id
+from fourfold.spec.cluster import Device, device_id
 from fourfold.spec.policy import running
 from fourfold.spec.run import RunSpec
 

@@ -24,8 +24,7 @@ from fourfold.search.fixes import remedies
 from fourfold.search.predict import predict, rough_cpu, state_bytes
 from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.device import device_id
+from fourfold.spec.cluster import Cluster, device_id
 from fourfold.spec.run import RunSpec
 from fourfold.units import show_bytes
 

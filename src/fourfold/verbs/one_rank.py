@@ -26,7 +26,7 @@ from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import gpu_count
-from fourfold.result.job import JobReport, answer_file
+from fourfold.result.job import Job, JobReport, Limits, answer_file
 from fourfold.result.one_rank import (
     OneRankResult,
     bare_layer_s,
@@ -42,7 +42,6 @@ from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict
 from fourfold.search.query import entry_for
 from fourfold.spec import codec
-from fourfold.spec.job import Job, Limits
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import SHARDINGS
 from fourfold.verbs.bench import described, permit_of

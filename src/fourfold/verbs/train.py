@@ -24,10 +24,9 @@ from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.files import curve
 from fourfold.result.files.curve import Point
 from fourfold.result.files.training_folder import TrainingFolder
-from fourfold.result.job import JobReport, answer_file
+from fourfold.result.job import Job, JobReport, answer_file
 from fourfold.search.legal import require_legal
 from fourfold.spec import codec
-from fourfold.spec.job import Job
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.spec.train import TrainSettings

@@ -13,10 +13,10 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit, require_gpus
+from fourfold.result.job import Job, Limits
 from fourfold.result.report import RunReport
 from fourfold.spec import check, codec
 from fourfold.spec.catalog import model
-from fourfold.spec.job import Job, Limits
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape, not_run
 from fourfold.spec.policy import Policy

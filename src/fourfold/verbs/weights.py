@@ -15,10 +15,9 @@ from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.checkpoint.state import STATE_FILE
 from fourfold.result.files.inside import NotWholeError
-from fourfold.result.job import answer_file
+from fourfold.result.job import Job, answer_file
 from fourfold.spec import codec
 from fourfold.spec.hf.tensors import export_type
-from fourfold.spec.job import Job
 from fourfold.spec.tokens import read_info, tokenizer_name, tokenizer_path
 from fourfold.verbs import Facts
 

@@ -18,7 +18,7 @@ from fourfold.cost.count.stages import EMBEDDING_COST, split_layers
 from fourfold.cost.memory.own_alone import Moments, Params, alone, is_alone
 from fourfold.cost.memory.own_layer import Layer, Sizes, layer, logits_bytes, loss_bytes, sizes
 from fourfold.cost.step.pipeline import InFlight, in_flight
-from fourfold.result.dryrun import (
+from fourfold.result.one_rank import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FIRST_COMMUNICATOR_BYTES,

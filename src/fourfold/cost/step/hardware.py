@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.device import Device
+from fourfold.spec.cluster import Cluster, Device
 
 IDLE_W = 100.0
 BURST = 0.85  # share of the data-sheet peak a large GEMM reaches at the boost clock

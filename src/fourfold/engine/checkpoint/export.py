@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.planner import (
 from fourfold import files
 from fourfold.engine.checkpoint.hf_read import CONFIG, INDEX, WHOLE, safetensors, theirs
 from fourfold.errors import UserError
+from fourfold.spec.hf.shapes import config_of
 from fourfold.spec.hf.tensors import Spot, export_type
-from fourfold.spec.hf.write import config_of
 from fourfold.spec.model import ModelShape
 
 # transformers' own habit.

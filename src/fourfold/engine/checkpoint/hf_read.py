@@ -19,7 +19,7 @@ from fourfold.engine.parallel.shards import Rect, Shard
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.spec import codec
-from fourfold.spec.hf.read import shape_from_config
+from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.hf.tensors import MODULES, Spot, is_buffer, spot_of
 from fourfold.spec.model import ModelShape
 

@@ -21,7 +21,7 @@ from fourfold.engine.observe.phases import count_of, mark_phases, watch
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.task import CPU, Task
 from fourfold.engine.training.trainer import Trainer
-from fourfold.result.dryrun import RankCount, extrapolated
+from fourfold.result.one_rank import RankCount, extrapolated
 from fourfold.spec.run import RunSpec
 
 

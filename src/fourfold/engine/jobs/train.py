@@ -41,7 +41,7 @@ from fourfold.result.files.curve import Point
 from fourfold.result.job import STOP_FILE, RankFacts
 from fourfold.result.report import RankSteps
 from fourfold.spec import catalog
-from fourfold.spec.device import device_id
+from fourfold.spec.cluster import device_id
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import lr_at
 

@@ -24,7 +24,7 @@ from fourfold.engine.observe.ledger import Allocation, Ledger, MemoryLimitError
 from fourfold.engine.observe.phases import owners_of
 from fourfold.engine.parallel.shards import published
 from fourfold.engine.training.trainer import Trainer
-from fourfold.result.dryrun import Kind, Large
+from fourfold.result.one_rank import Kind, Large
 from fourfold.result.report import OomReport, RankMemory
 
 

@@ -21,7 +21,7 @@ from fourfold.engine.observe.ledger import STATE_KINDS, Ledger
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.training.hooks import StepEvent
 from fourfold.engine.training.trainer import Trainer
-from fourfold.result.dryrun import Kind, Large, RankCount, Traffic
+from fourfold.result.one_rank import Kind, Large, RankCount, Traffic
 from fourfold.spec.model import ModelShape
 
 # Several groups serve one axis of the layout: copies and shards of data parallelism, ranks that

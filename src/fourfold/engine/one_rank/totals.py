@@ -19,8 +19,7 @@ from fourfold.engine.observe.phases import STEP_PHASES, phase_of, steady
 from fourfold.engine.one_rank.fake_peers import Fill, StepTraffic
 from fourfold.engine.one_rank.profile import MicroBatchProfiler
 from fourfold.engine.parallel.groups import World
-from fourfold.result.dryrun import Traffic
-from fourfold.result.one_rank import KernelTime, PhaseTime
+from fourfold.result.one_rank import KernelTime, PhaseTime, Traffic
 from fourfold.result.report import RankMemory
 from fourfold.spec.run import RunSpec
 

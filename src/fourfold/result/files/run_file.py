@@ -1,8 +1,8 @@
-"""What does the file of a stored run hold? Its report, whose run it is, and the sum of it all.
+"""Files and folders of the run store: a stored run, the index of all, and who owns a work folder.
 
-The index is what all of them said when they were last read: a cache, made again when in doubt. An
-entry is believed while the run's file has the same times and size and the cache's
-own sum is right; everything it says has been checked like a run's own file.
+A run's file holds its report, whose run it is, and the sum of it all. The index is a cache of what
+all of them said: an entry is believed while the run's file has the same times and size and the
+cache's own sum is right. `.work/HOST-PID-TOKEN` holds `owner.json`; both name the same process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import dataclasses
 import json
 import os
 import re
+import secrets
+import socket
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +23,8 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.files.sealed import read_stored, seal
-from fourfold.result.files.work import is_folder
-from fourfold.result.read.from_run import checked
+from fourfold.result.from_run import checked
+from fourfold.result.process import born
 from fourfold.result.record import RUN_FIELDS, Record
 from fourfold.result.report import RunReport
 from fourfold.spec import codec
@@ -159,3 +161,68 @@ def read_kept(folder: Path) -> dict[str, Any]:
             f"contains another run ({key.name})", field="run", value=str(folder / RUN_FILE)
         )
     return plain
+
+
+WORK = ".work"
+OWNER_FILE = "owner.json"
+_NAME = re.compile(r"(?P<host>.+)-(?P<pid>[0-9]{1,10})-[0-9a-f]{8}\Z", re.DOTALL)
+
+
+def is_folder(path: Path) -> bool:
+    """A folder itself, not a link to one."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def new_place(root: Path) -> Path:
+    """A new folder to run in, marked with who works there."""
+    host = socket.gethostname()
+    work = root / WORK
+    place = work / f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        if not is_folder(work):
+            raise UserError(
+                "is a symbolic link", field="runs", value=str(work), hint="replace it by a folder"
+            )
+        place.mkdir()
+    except OSError as error:
+        raise files.refused(error, root, field="runs", verb="written") from None
+    owner = {"host": host, "pid": os.getpid(), "born": born(os.getpid())}
+    files.write_bytes(place / OWNER_FILE, seal(json.dumps(owner)), own=True)
+    return place
+
+
+def orphans(root: Path, warn: Callable[[str], None]) -> list[Path]:
+    """Work folders of this host whose owner lives no more. Other hosts' are theirs to judge."""
+    work = root / WORK
+    if not is_folder(work):
+        if os.path.lexists(work):
+            warn(f"{work} is not a plain folder; its target is left alone")
+        return []
+    places = [Path(entry.path) for entry in os.scandir(work)]
+    return sorted(place for place in places if is_folder(place) and _orphaned(place, warn))
+
+
+def _orphaned(place: Path, warn: Callable[[str], None]) -> bool:
+    named = _NAME.match(place.name)
+    if named is None:
+        warn(f"{place} was not made by fourfold and is left alone")
+        return False
+    host, pid, started = named["host"], int(named["pid"]), None
+    if os.path.lexists(place / OWNER_FILE):  # else killed before it was written: the name tells
+        try:
+            owner = read_stored(place / OWNER_FILE, field="owner")
+        except UserError as error:
+            owner = {"host": host, "pid": pid}
+            warn(f"{error}; the folder's name tells whose it is")
+        if (owner.get("host"), owner.get("pid")) != (host, pid):
+            warn(f"the owner of {place} does not match its name; it is left alone")
+            return False
+        started = owner.get("born")
+    if host != socket.gethostname():
+        return False
+    alive_since = born(pid)
+    return alive_since is None or (isinstance(started, str) and started != alive_since)

@@ -24,18 +24,21 @@ from fourfold.result.files.run_file import (
     INDEX,
     NAME,
     RUN_FILE,
+    WORK,
     RunIndex,
     RunKey,
+    is_folder,
     key_of,
+    new_place,
+    orphans,
     read_kept,
     read_run,
     run_bytes,
     stamp,
 )
 from fourfold.result.files.sealed import read_stored
-from fourfold.result.files.work import WORK, is_folder, new_place, orphans
+from fourfold.result.from_run import record_from
 from fourfold.result.job import REPORT_FILE, JobReport
-from fourfold.result.read.from_run import record_from
 from fourfold.result.record import Record
 from fourfold.result.report import Prediction, RunReport
 from fourfold.spec import codec

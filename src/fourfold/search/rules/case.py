@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fourfold.cost.stacks import EngineRules
-from fourfold.spec.device import Device
+from fourfold.spec.cluster import Device
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import CP_KINDS, SCHEDULES

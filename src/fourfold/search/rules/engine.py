@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fourfold.search.rules.case import Case, Rule, Truth, Whole, Words, choice, outside
-from fourfold.spec.device import PEAK_NAMES
+from fourfold.spec.cluster import PEAK_NAMES
 from fourfold.spec.model import not_run
 from fourfold.spec.words import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
 

@@ -1,1 +1,0 @@
-"""What a stored run says: summary, timing, quality, comparison."""
