@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fourfold.show.table import Grid, Part
-from fourfold.spec.sweep import told
+from fourfold.spec.sweep import varied_text
 from fourfold.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def page(answer: Swept, store: str) -> list[Part]:
         auto = row["combination"].get("micro_batch") == "auto"
         chosen = f" (micro_batch={row['micro_batch']})" if auto and row["micro_batch"] else ""
         line = [
-            told(tuple(row["combination"].items())) + chosen,
+            varied_text(row["combination"].items()) + chosen,
             row["outcome"],
             show_seconds(row["step_s"]) if row["step_s"] else "-",
             f"{row['tokens_s_gpu']:,.0f}" if row["tokens_s_gpu"] else "-",
@@ -52,7 +52,7 @@ def plan_page(answer: SweepPlan, *, is_guess: bool, unstarted: bool) -> list[Par
     """What is illegal and why first, then what would run and how long it may take."""
     parts: list[Part] = []
     if answer.illegal:
-        rows = [[told(tuple(one["combination"].items())), one["reason"]] for one in answer.illegal]
+        rows = [[varied_text(one["combination"].items()), one["reason"]] for one in answer.illegal]
         parts += [Grid(["illegal", "why"], rows), ""]
     if answer.planned:
         parts += [Grid(_PLAN_HEADINGS, [_plan_cells(row) for row in answer.planned]), ""]

@@ -1,4 +1,4 @@
-"""What goes into a step: sequence length in tokens, batches in sequences."""
+"""The batch of a step: sequence length in tokens, batches in sequences."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ MAX_RAMP_STAGES = 10_000
 class Ramp:
     """Batch ramp-up: from `start` by `increment` sequences, over `samples` sequences in all.
 
-    Megatron's rule: each of n increments has samples / n sequences, and a step takes the size that
-    holds where it begins. What a step takes beyond its increment is the next one's, so small
-    increments may have no step, and the full batch begins less than a step after `samples`.
+    Megatron's rule: each of n increments has samples / n sequences, and a step has the size that
+    holds where it begins. Small increments may have no step.
     """
 
     start: int
@@ -51,10 +50,8 @@ class Ramp:
         if not isinstance(data, dict):
             numbers = re.findall("[0-9]+", str(data))
             start, increment, samples = numbers if len(numbers) == 3 else ("192", "16", "9765625")
-            form = f"{{start={start},increment={increment},samples={samples}}}"
-            hint = (
-                f'write "{path}={form}", or --ramp {start},{increment},{samples} for plan and train'
-            )
+            form = f"{path}={{start={start},increment={increment},samples={samples}}}"
+            hint = f'write "{form}", or --ramp {start},{increment},{samples} for plan and train'
             raise UserError("must be a table", field=path, value=data, hint=hint)
         return codec.decode_fields(cls, data, path)
 
@@ -108,32 +105,20 @@ class Batch:
         check.whole(0, 2**32, micro_batch=self.micro_batch)
         if self.ramp is None:
             return
-        if self.ramp.start > self.global_batch:
-            raise UserError(
-                f"must not exceed global_batch={self.global_batch}",
-                field="ramp.start",
-                value=self.ramp.start,
-            )
-        if (self.global_batch - self.ramp.start) % self.ramp.increment:
-            raise UserError(
-                f"must divide global_batch - start = {self.global_batch - self.ramp.start}",
-                field="ramp.increment",
-                value=self.ramp.increment,
-            )
-        if (self.global_batch - self.ramp.start) // self.ramp.increment > MAX_RAMP_STAGES:
-            raise UserError(
-                f"gives more than {MAX_RAMP_STAGES} batch sizes",
-                field="ramp.increment",
-                value=self.ramp.increment,
-                hint="choose a larger increment",
-            )
+        start, increment = self.ramp.start, self.ramp.increment
+        rule = f"must not exceed global_batch={self.global_batch}"
+        check.that(start <= self.global_batch, "ramp.start", start, rule)
+        grown = self.global_batch - start
+        rule = f"must divide global_batch - start = {grown}"
+        check.that(grown % increment == 0, "ramp.increment", increment, rule)
+        rule, hint = f"gives more than {MAX_RAMP_STAGES} batch sizes", "choose a larger increment"
+        check.that(grown // increment <= MAX_RAMP_STAGES, "ramp.increment", increment, rule, hint)
 
     @classmethod
     def from_plain(cls, data: object, path: str = "") -> Batch:
         """Like any table, but `global_batch = "4M"` counts tokens and micro_batch may be 'auto'."""
         if isinstance(data, dict):
-            tidy, _ = words.tidied({"batch": data})
-            data = tidy["batch"]
+            data = words.tidied({"batch": data})[0]["batch"]
         return codec.decode_fields(cls, data, path)
 
     @property
@@ -170,7 +155,6 @@ class Batch:
         return self._reached(step)[0]
 
     def sequences_before(self, step: int) -> int:
-        """Sequences of all steps before step `step`."""
         return self._reached(step)[1]
 
     def at(self, step: int) -> Batch:
@@ -180,12 +164,10 @@ class Batch:
     def without_ramp(self) -> Batch:
         """A measurement is of one size of batch: refuses a ramp, since its steps are not alike."""
         if self.ramp is not None:
-            raise UserError(
-                "changes the batch size between steps; a measurement needs one size",
-                field="batch.ramp",
-                value=f"{self.ramp.start},{self.ramp.increment},{self.ramp.samples}",
-                hint="omit it to measure the full batch; 'fourfold train' follows the ramp",
-            )
+            ramp = f"{self.ramp.start},{self.ramp.increment},{self.ramp.samples}"
+            rule = "changes the batch size between steps; a measurement needs one size"
+            hint = "omit it to measure the full batch; 'fourfold train' follows the ramp"
+            raise UserError(rule, field="batch.ramp", value=ramp, hint=hint)
         return self
 
     def _reached(self, step: int) -> tuple[int, int]:

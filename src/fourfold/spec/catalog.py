@@ -1,4 +1,4 @@
-"""What is known by name? Models, devices and clusters, from data files shipped with the package.
+"""Models, devices and clusters that are known by name, from data files shipped with the package.
 
 A path to a file stands in for a name everywhere: a Hugging Face config.json or a model TOML for a
 model, a TOML file for a device or a cluster.
@@ -46,9 +46,8 @@ def model_names() -> dict[str, str]:
 def shape(family: str, **fields: Any) -> ModelShape:
     """A model of a family from its sizes; what is not given is the family's habit."""
     if family not in FAMILIES:
-        raise UserError(
-            "unknown family", field="family", value=family, hint=nearest(family, FAMILIES)
-        )
+        hint = nearest(family, FAMILIES)
+        raise UserError("unknown family", field="family", value=family, hint=hint)
     defaults = dict(_data(f"models/{family}.toml")["defaults"])
     per_hidden = defaults.pop("ffn_per_hidden", None)
     table = {"family": family, **defaults, **{k: v for k, v in fields.items() if v is not None}}
@@ -74,13 +73,9 @@ def model(name: str) -> ModelShape:
             return shape(family, name=key, **preset)
     if os.path.isfile(os.path.join(name, "config.json")):
         return _model_file(name)
-    raise UserError(
-        "unknown model",
-        field="model",
-        value=name,
-        hint=f"{nearest(key, model_names())} ('fourfold models' lists them; "
-        "the path of a config.json works too)",
-    )
+    listed = "'fourfold models' lists them; the path of a config.json works too"
+    hint = f"{nearest(key, model_names())} ({listed})"
+    raise UserError("unknown model", field="model", value=name, hint=hint)
 
 
 def _model_file(path: str) -> ModelShape:
@@ -96,15 +91,11 @@ def _model_file(path: str) -> ModelShape:
             return codec.load(ModelShape, data)
         from fourfold.spec.hf.shapes import shape_from_config
 
-        return shape_from_config(data, name=_name_of(Path(path)))
+        file = Path(path)
+        name = file.absolute().parent.name if file.name == "config.json" else file.stem
+        return shape_from_config(data, name=name or "custom")
     except UserError as error:
         raise error.inside(path) from None
-
-
-def _name_of(path: Path) -> str:
-    """A config.json has its folder's name, any other file its own."""
-    own = path.stem if path.name != "config.json" else path.absolute().parent.name
-    return own or "custom"
 
 
 def device_names() -> tuple[str, ...]:
@@ -118,14 +109,11 @@ def device(name: str) -> Device:
     table = _data("devices.toml")["devices"]
     key = _device_id(name, table)
     if key not in table:
-        raise UserError(
-            "unknown GPU",
-            field="gpu",
-            value=name,
-            hint=_did_you_mean([other for other in table if other.startswith(key)])
-            or f"{nearest(key, table)} (to add a GPU, edit a copy of 'fourfold clusters --gpu "
-            "h100-80gb --format json' and pass its path)",
+        hint = _did_you_mean([other for other in table if other.startswith(key)]) or (
+            f"{nearest(key, table)} (to add a GPU, edit a copy of 'fourfold clusters --gpu "
+            "h100-80gb --format json' and pass its path)"
         )
+        raise UserError("unknown GPU", field="gpu", value=name, hint=hint)
     return codec.decode(Device, {"id": key, **table[key]})
 
 
@@ -163,12 +151,8 @@ def cluster(name: str) -> Cluster:
         return _from_file(name, "cluster", cluster_from)
     known = _folder("clusters")
     if name.lower() not in known:
-        raise UserError(
-            "unknown cluster",
-            field="cluster",
-            value=name,
-            hint=f"{nearest(name.lower(), known)} ('fourfold clusters new' describes yours)",
-        )
+        hint = f"{nearest(name.lower(), known)} ('fourfold clusters new' describes yours)"
+        raise UserError("unknown cluster", field="cluster", value=name, hint=hint)
     return cluster_from(_data(known[name.lower()]))
 
 

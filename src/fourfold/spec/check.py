@@ -10,22 +10,23 @@ _MOST_LETTERS = 200
 
 def whole(least: int = 1, most: int = 2**40, /, **fields: int) -> None:
     for name, value in fields.items():
-        if not least <= value <= most:
-            raise UserError(f"must be from {least} to {most}", field=name, value=value)
+        that(least <= value <= most, name, value, f"must be from {least} to {most}")
 
 
 def name(**fields: str) -> None:
     """Names stand in headings and sentences: one line that everybody can read."""
     for field, value in fields.items():
-        if value != one_line(value):
-            raise UserError("must be one line of printable text", field=field, value=value)
-        if len(value) > _MOST_LETTERS:
-            raise UserError(
-                f"must have at most {_MOST_LETTERS} characters", field=field, value=value
-            )
+        that(value == one_line(value), field, value, "must be one line of printable text")
+        rule = f"must have at most {_MOST_LETTERS} characters"
+        that(len(value) <= _MOST_LETTERS, field, value, rule)
+
+
+def that(holds: bool, field: str, value: object, rule: str, hint: str = "") -> None:
+    """Refuse a field's value unless its rule holds."""
+    if not holds:
+        raise UserError(rule, field=field, value=value, hint=hint)
 
 
 def positive(**fields: float) -> None:
     for name, value in fields.items():
-        if not value > 0:
-            raise UserError("must be above 0", field=name, value=value)
+        that(value > 0, name, value, "must be above 0")

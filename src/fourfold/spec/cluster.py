@@ -76,11 +76,8 @@ class Device:
         if self.link_bytes_per_s is not None:
             check.positive(link_bytes_per_s=self.link_bytes_per_s)
         elif self.links:
-            raise UserError(
-                "is missing",
-                field="link_bytes_per_s",
-                hint="add the rate of one link, per direction",
-            )
+            hint = "add the rate of one link, per direction"
+            raise UserError("is missing", field="link_bytes_per_s", hint=hint)
 
     @property
     def peer_bytes_per_s(self) -> float:
@@ -98,12 +95,8 @@ class Device:
         value = getattr(self.peak_flops_per_s, unit, None) if unit in PEAK_NAMES else None
         if value is None:
             known = [name for name in PEAK_NAMES if getattr(self.peak_flops_per_s, name)]
-            raise UserError(
-                f"has no known peak on {self.id}",
-                field="precision",
-                value=precision,
-                hint=f"known peaks: {', '.join(known)}",
-            )
+            rule, hint = f"has no known peak on {self.id}", f"known peaks: {', '.join(known)}"
+            raise UserError(rule, field="precision", value=precision, hint=hint)
         return value
 
 
@@ -128,8 +121,7 @@ class Link:
     def __post_init__(self) -> None:
         check.whole(ranks=self.ranks)
         check.positive(bytes_per_s=self.bytes_per_s)
-        if self.latency_s < 0:
-            raise UserError("must not be negative", field="latency_s", value=self.latency_s)
+        check.that(self.latency_s >= 0, "latency_s", self.latency_s, "must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,27 +139,20 @@ class Cluster:
     def __post_init__(self) -> None:
         check.name(name=self.name)
         check.whole(1, 2**24, gpus=self.gpus, host_gpus=self.host_gpus)
-        if self.price_per_gpu_hour is not None and self.price_per_gpu_hour < 0:
-            raise UserError(
-                "must not be negative", field="price_per_gpu_hour", value=self.price_per_gpu_hour
-            )
+        price = self.price_per_gpu_hour
+        check.that((price or 0) >= 0, "price_per_gpu_hour", price, "must not be negative")
         if not self.links:
             raise UserError("needs at least one level", field="links", hint="add a [[links]] table")
         for inner, outer in zip(self.links, self.links[1:], strict=False):
-            if outer.ranks <= inner.ranks or outer.ranks % inner.ranks:
-                raise UserError(
-                    f"of level '{outer.name}' must be a multiple of the {inner.ranks} ranks of "
-                    f"'{inner.name}' inside it",
-                    field="links.ranks",
-                    value=outer.ranks,
-                )
-        if self.links[-1].ranks < self.gpus:
-            raise UserError(
-                f"of the outermost level must cover all {self.gpus} GPUs",
-                field="links.ranks",
-                value=self.links[-1].ranks,
-                hint=f"set ranks = {self.gpus} in the last level",
+            rule = (
+                f"of level '{outer.name}' must be a multiple of the {inner.ranks} ranks of "
+                f"'{inner.name}' inside it"
             )
+            multiple = outer.ranks > inner.ranks and outer.ranks % inner.ranks == 0
+            check.that(multiple, "links.ranks", outer.ranks, rule)
+        rule = f"of the outermost level must cover all {self.gpus} GPUs"
+        hint, outermost = f"set ranks = {self.gpus} in the last level", self.links[-1].ranks
+        check.that(outermost >= self.gpus, "links.ranks", outermost, rule, hint)
 
     @property
     def hosts(self) -> int:
@@ -175,7 +160,4 @@ class Cluster:
 
     def level(self, ranks: int) -> Link:
         """The innermost level that holds `ranks` neighbouring devices."""
-        for link in self.links:
-            if link.ranks >= ranks:
-                return link
-        return self.links[-1]
+        return next((link for link in self.links if link.ranks >= ranks), self.links[-1])

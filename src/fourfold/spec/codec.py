@@ -47,9 +47,10 @@ def decode(cls: type[T], data: object, path: str = "") -> T:
 
 def decode_fields(cls: type[T], data: object, path: str = "") -> T:
     """The field-by-field form of `decode`, for types whose `from_plain` has tidied the data."""
-    if not isinstance(data, dict):
-        raise UserError("must be a table", field=path, value=data, hint=f"fields: {_names(cls)}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    if not isinstance(data, dict):
+        hint = f"fields: {', '.join(fields)}"
+        raise UserError("must be a table", field=path, value=data, hint=hint)
     values: dict[str, Any] = {}
     for key, value in data.items():
         if key not in fields:
@@ -57,19 +58,12 @@ def decode_fields(cls: type[T], data: object, path: str = "") -> T:
         if value is not None:
             values[key] = decode_value(type_hints(cls)[key], value, _join(path, key))
     for name, field in fields.items():
-        no_default = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        )
-        if name not in values and no_default:
+        if name not in values and _default_of(field) is dataclasses.MISSING:
             raise UserError("is missing", field=_join(path, name), hint=f"add {name} = ...")
     try:
         return cls(**values)
     except UserError as error:
         raise error.within(path) from None
-
-
-def _names(cls: type) -> str:
-    return ", ".join(field.name for field in dataclasses.fields(cls))
 
 
 def _join(path: str, key: object) -> str:
@@ -113,12 +107,8 @@ def _decode_tuple(arguments: tuple[Any, ...], value: object, path: str) -> tuple
             raise UserError("must be a table of strings", field=path, value=value)
         for key, text in value.items():
             if not isinstance(text, str):
-                raise UserError(
-                    "must be a string",
-                    field=_join(path, key),
-                    value=text,
-                    hint='put it in "quotes"',
-                )
+                name, hint = _join(path, key), 'put it in "quotes"'
+                raise UserError("must be a string", field=name, value=text, hint=hint)
         return tuple(sorted((str(key), text) for key, text in value.items()))
     if not isinstance(value, list):
         raise UserError("must be a list", field=path, value=value, hint="write [..., ...]")
@@ -191,12 +181,8 @@ def load(cls: type[T], data: object) -> T:
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise UserError("must be a version number", field="schema", value=version)
     if version > SCHEMA_VERSION:
-        raise UserError(
-            f"was written by a newer fourfold (this one reads up to {SCHEMA_VERSION})",
-            field="schema",
-            value=version,
-            hint="update fourfold",
-        )
+        rule = f"was written by a newer fourfold (this one reads up to {SCHEMA_VERSION})"
+        raise UserError(rule, field="schema", value=version, hint="update fourfold")
     kind = data.pop("type", cls.__name__)
     if kind != cls.__name__:
         raise UserError(f"must be {cls.__name__} in this file", field="type", value=kind)
@@ -224,12 +210,12 @@ def parse_json(text: str) -> object:
         raise UserError(f"contains {word}, which is not JSON", hint="write a finite number")
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        by_name = dict(pairs)
+        if len(by_name) != len(pairs):
             seen: set[str] = set()
             twice = next(name for name, _ in pairs if name in seen or seen.add(name))
             raise UserError(f"has {shorten(twice)} twice in one object", hint="keep one of them")
-        return found
+        return by_name
 
     if len(text) > MAX_JSON_LETTERS:
         raise UserError(f"is over {MAX_JSON_LETTERS >> 20} MiB", hint="is this the right file?")

@@ -1,4 +1,4 @@
-"""What does `where` mean? Conditions such as "dp % 4 == 0 and mem_gib < 70", parsed, never eval'ed.
+"""Conditions of `where`, such as "dp % 4 == 0 and mem_gib < 70": parsed, never eval'ed.
 
 Numbers are 64-bit floats throughout, on plain values and on NumPy columns alike, so both give the
 same answer; whole numbers are exact up to 2^53. `and` and `or` look at their right side only where
@@ -69,40 +69,33 @@ class Expression:
         return _truth(self._tree, values, self.text)
 
 
+def _refused(text: object, rule: str, hint: str = "") -> UserError:
+    return UserError(rule, field="where", value=text, hint=hint)
+
+
 def parse(text: str) -> Expression:
     """Check a condition and keep its tree; a mistake is a UserError that shows the way out."""
     if not isinstance(text, str) or not text.strip():
-        raise UserError("must be a condition", field="where", value=text, hint=_TEACH)
+        raise _refused(text, "must be a condition", _TEACH)
     if len(text) > MAX_TEXT:
-        raise UserError(f"is longer than {MAX_TEXT} characters", field="where", value=text)
-    typed, text = text, _SUFFIXED.sub(_expanded, text)
+        raise _refused(text, f"is longer than {MAX_TEXT} characters")
+    typed, text = text, _SUFFIXED.sub(lambda number: str(size_from(number.group())), text)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else "cannot be parsed"
-        raise UserError(
-            f"is not a condition ({reason})", field="where", value=text, hint=_TEACH
-        ) from None
+        raise _refused(text, f"is not a condition ({reason})", _TEACH) from None
     names: set[str] = set()
     if _check(tree, text, names, 0) != "truth":
-        raise UserError(
-            "is a number, not a condition",
-            field="where",
-            value=text,
-            hint=f"compare it with something: '{text.strip()[:40]} == 0'",
-        )
+        hint = f"compare it with something: '{text.strip()[:40]} == 0'"
+        raise _refused(text, "is a number, not a condition", hint)
     return Expression(typed, frozenset(names), tree)
-
-
-def _expanded(match: re.Match[str]) -> str:
-    """'8k' -> '8192': every count that a condition reads is one of ranks, sequences or widths."""
-    return str(size_from(match.group()))
 
 
 def _check(node: ast.expr, text: str, names: set[str], depth: int) -> Kind:
     """The kind of a node; collects names, refuses all that is not on the list."""
     if depth > MAX_DEPTH:
-        raise UserError(f"is nested deeper than {MAX_DEPTH} levels", field="where", value=text)
+        raise _refused(text, f"is nested deeper than {MAX_DEPTH} levels")
     kind, children, wanted = _parts(node, text)
     if isinstance(node, ast.Name):
         names.add(node.id)
@@ -110,9 +103,7 @@ def _check(node: ast.expr, text: str, names: set[str], depth: int) -> Kind:
         if _check(child, text, names, depth + 1) != wanted:
             part = ast.get_source_segment(text.strip(), child) or "it"
             what = "is not a condition" if wanted == "truth" else "is not a number"
-            raise UserError(
-                f"contains '{part}', which {what}", field="where", value=text, hint=_TEACH
-            )
+            raise _refused(text, f"contains '{part}', which {what}", _TEACH)
     return kind
 
 
@@ -125,9 +116,7 @@ def _parts(node: ast.expr, text: str) -> tuple[Kind, list[ast.expr], Kind]:
         case ast.Name(id=name):
             if name not in NAMES:
                 hint = nearest(name, (*NAMES, *FUNCTIONS))
-                raise UserError(
-                    f"contains the unknown name '{name}'", field="where", value=text, hint=hint
-                )
+                raise _refused(text, f"contains the unknown name '{name}'", hint)
             return "number", [], "number"
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             return "number", [left, right], "number"
@@ -145,11 +134,9 @@ def _parts(node: ast.expr, text: str) -> tuple[Kind, list[ast.expr], Kind]:
             return "number", [argument], "number"
         case ast.Call(func=ast.Name(id=name)):
             hint = nearest(name, FUNCTIONS) if name not in FUNCTIONS else f"{name}(dp)"
-            raise UserError(f"cannot call '{name}' like that", field="where", value=text, hint=hint)
+            raise _refused(text, f"cannot call '{name}' like that", hint)
     part = ast.get_source_segment(text.strip(), node) or type(node).__name__
-    raise UserError(
-        f"contains '{part}', which is not allowed", field="where", value=text, hint=_TEACH
-    )
+    raise _refused(text, f"contains '{part}', which is not allowed", _TEACH)
 
 
 def _literal(value: float, text: str) -> float:
@@ -158,29 +145,26 @@ def _literal(value: float, text: str) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise UserError("contains a number that is too large", field="where", value=text)
+        raise _refused(text, "contains a number that is too large")
     return number
 
 
 def _truth(node: ast.expr, values: Mapping[str, Any], text: str) -> Truth:
     match node:
         case ast.UnaryOp(operand=operand):
-            return _negated(_truth(operand, values, text))
+            answer = _truth(operand, values, text)
+            return ~answer if hasattr(answer, "shape") else not answer
         case ast.BoolOp(op=op, values=parts):
             return _joined(isinstance(op, ast.And), parts, values, text)
         case ast.Compare(left=left, ops=ops, comparators=others):
             before = _number(left, values, text)
-            answer: Truth = True
+            answer = True
             for op, other in zip(ops, others, strict=True):
                 after = _number(other, values, text)
                 answer = answer & _COMPARISONS[type(op)](before, after)
                 before = after
             return answer
     raise AssertionError(f"unchecked node {node!r}")
-
-
-def _negated(answer: Truth) -> Truth:
-    return ~answer if hasattr(answer, "shape") else not answer
 
 
 def _joined(is_and: bool, parts: list[ast.expr], values: Mapping[str, Any], text: str) -> Truth:
@@ -225,12 +209,7 @@ def _value(name: str, values: Mapping[str, Any], text: str) -> Number:
     value = values.get(name)
     if value is None:
         known = ", ".join(word for word in NAMES if values.get(word) is not None)
-        raise UserError(
-            f"uses '{name}', which has no value here",
-            field="where",
-            value=text,
-            hint=f"known: {known}",
-        )
+        raise _refused(text, f"uses '{name}', which has no value here", f"known: {known}")
     return value.astype(float) if getattr(value, "shape", ()) else float(value)
 
 
@@ -250,12 +229,8 @@ def _computed(work: Callable[[Any, Any], Any], a: Number, b: Number, text: str) 
     except (ZeroDivisionError, OverflowError):
         finite = False
     if not finite:
-        raise UserError(
-            "has no finite value for some layout (division by zero, or too large)",
-            field="where",
-            value=text,
-            hint="guard it: 'dp > 1 and 8 % (dp - 1) == 0'",
-        )
+        rule = "has no finite value for some layout (division by zero, or too large)"
+        raise _refused(text, rule, "guard it: 'dp > 1 and 8 % (dp - 1) == 0'")
     return result
 
 
@@ -267,7 +242,7 @@ def _called(name: str, value: Number, text: str) -> Number:
     else:
         positive, call = value > 0, {"log2": math.log2, "ceil": math.ceil}[name]
     if name == "log2" and not positive:
-        raise UserError("takes log2() of a number that is not above 0", field="where", value=text)
+        raise _refused(text, "takes log2() of a number that is not above 0")
     result = call(value)
     return result if hasattr(result, "shape") else float(result)
 

@@ -6,6 +6,7 @@ over eight. What is sharded (nothing, optimizer, gradients, weights) is the poli
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ _WORD = re.compile(
     rf"\s*({'|'.join(AXES)}|ep)\s?[=:]?\s?([0-9]{{1,9}})(?:x([0-9]{{1,9}}))?(?:[\s,;*/]+|x(?=[a-z])|\Z)"
 )
 _MAX_RANKS = 2**24
+_SPELLED = f"{', '.join(AXES[:-1])} and {AXES[-1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,26 +48,12 @@ class Layout:
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
-        check.whole(
-            1,
-            _MAX_RANKS,
-            pp=self.pp,
-            replicate=self.replicate,
-            shard=self.shard,
-            cp=self.cp,
-            tp=self.tp,
-        )
-        if self.ep != 1:
-            raise UserError(
-                "needs expert parallelism, which is not supported yet", field="ep", value=self.ep
-            )
-        if sorted(self.order) != sorted(AXES):
-            raise UserError(
-                "must name pp, dp, cp and tp once each",
-                field="order",
-                value=" ".join(self.order),
-                hint="write order = 'pp dp cp tp'",
-            )
+        check.whole(1, _MAX_RANKS, **{name: getattr(self, name) for name in SIZES})
+        rule = "needs expert parallelism, which is not supported yet"
+        check.that(self.ep == 1, "ep", self.ep, rule)
+        rule, hint = f"must name {_SPELLED} once each", f"write order = '{' '.join(AXES)}'"
+        given = " ".join(self.order)
+        check.that(sorted(self.order) == sorted(AXES), "order", given, rule, hint)
 
     @property
     def dp(self) -> int:
@@ -81,10 +69,8 @@ class Layout:
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours on an axis: product of the axes inside it."""
-        stride = 1
-        for inner in self.order[self.order.index(axis) + 1 :]:
-            stride *= self.size(inner)
-        return stride
+        inner = self.order[self.order.index(axis) + 1 :]
+        return math.prod(self.size(name) for name in inner)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         return {axis: rank // self.stride(axis) % self.size(axis) for axis in AXES}
@@ -114,22 +100,15 @@ class Layout:
             rest = rest[match.end() :] if match else rest
             axis = match.group(1) if match else ""
             if match is None or axis in order or (match.group(3) and axis != "dp"):
-                raise UserError(
-                    "is not a layout",
-                    field="layout",
-                    value=text,
-                    hint="write it as 'pp2 dp2x4 cp1 tp8'",
-                )
+                hint = "write it as 'pp2 dp2x4 cp1 tp8'"
+                raise UserError("is not a layout", field="layout", value=text, hint=hint)
             order.append(axis)
             if axis == "dp":
                 first, second = int(match.group(2)), match.group(3)
                 sizes |= {"replicate": first, "shard": int(second)} if second else {"shard": first}
             else:
                 sizes[axis] = int(match.group(2))
-        if not order:
-            raise UserError(
-                "is empty", field="layout", value=text, hint="write 'dp8' or 'pp2 dp2 tp2'"
-            )
+        check.that(bool(order), "layout", text, "is empty", "write 'dp8' or 'pp2 dp2 tp2'")
         return cls(**sizes, order=_whole_order([axis for axis in order if axis != "ep"]))
 
     @classmethod
@@ -139,9 +118,8 @@ class Layout:
             if isinstance(data, str):
                 return cls.parse(data)
             if not isinstance(data, dict):
-                raise UserError(
-                    "must be a string or a table", value=data, hint="write layout = 'dp8'"
-                )
+                rule, hint = "must be a string or a table", "write layout = 'dp8'"
+                raise UserError(rule, value=data, hint=hint)
             return cls._from_table(data)
         except UserError as error:
             if error.field == "layout":
@@ -167,10 +145,9 @@ class Layout:
             if axis in table:
                 sizes[axis] = _int(axis, table[axis])
         order = table.get("order")
+        order = list(AXES) if order is None else order
         if isinstance(order, str):
             order = order.split()
-        if order is None:
-            order = list(AXES)
         if not isinstance(order, list) or not all(isinstance(axis, str) for axis in order):
             raise UserError("must be a list of axis names", field="order", value=order)
         return cls(**sizes, order=tuple(order))

@@ -1,14 +1,10 @@
-"""What is a model, to a planner and an engine? A handful of sizes; no weights, no code.
-
-Counts follow from these fields alone (cost/count/params.py, cost/count/flops.py).
-"""
+"""The shape of a model: sizes, no weights and no code; all counts follow from its fields."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fourfold.errors import UserError
 from fourfold.spec import check
 
 Family = Literal["mpt", "gpt", "llama", "nemotron", "qwen", "olmo", "gemma", "falcon", "cohere"]
@@ -51,11 +47,8 @@ class RopeScaling:
     original_length: int = 8192
 
     def __post_init__(self) -> None:
-        check.positive(
-            factor=self.factor,
-            low_freq_factor=self.low_freq_factor,
-            high_freq_factor=self.high_freq_factor,
-        )
+        check.positive(factor=self.factor, low_freq_factor=self.low_freq_factor)
+        check.positive(high_freq_factor=self.high_freq_factor)
         check.whole(original_length=self.original_length)
 
 
@@ -74,12 +67,11 @@ class Positions:
 
     def __post_init__(self) -> None:
         check.positive(theta=self.theta, partial=self.partial)
-        if self.partial > 1:
-            raise UserError("must be at most 1", field="partial", value=self.partial)
+        check.that(self.partial <= 1, "partial", self.partial, "must be at most 1")
         if self.length is not None:
             check.whole(length=self.length)
-        if self.kind != "rope" and self.scaling is not None:
-            raise UserError("cannot be scaled, only rope can", field="kind", value=self.kind)
+        plain = self.kind == "rope" or self.scaling is None
+        check.that(plain, "kind", self.kind, "cannot be scaled, only rope can")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,33 +118,21 @@ class ModelShape:
         check.whole(1, 2**32, hidden=self.hidden, ffn=self.ffn, vocab=self.vocab)
         check.positive(norm_eps=self.norm_eps)
         check.name(name=self.name)
-        if self.experts or self.top_k:
-            raise UserError(
-                "makes this a mixture of experts, which is not modelled yet",
-                field="experts",
-                value=self.experts or self.top_k,
-                hint="use a dense model (experts = 0, top_k = 0)",
-            )
+        rule = "makes this a mixture of experts, which is not modelled yet"
+        hint, experts = "use a dense model (experts = 0, top_k = 0)", self.experts or self.top_k
+        check.that(not experts, "experts", experts, rule, hint)
         if self.head_dim is not None:
             check.whole(1, 2**20, head_dim=self.head_dim)
-        elif self.hidden % self.heads:
-            raise UserError(
-                f"must divide hidden={self.hidden}",
-                field="heads",
-                value=self.heads,
-                hint="use a divisor, or set head_dim",
-            )
-        if self.heads % self.kv_heads:
-            raise UserError(
-                f"must divide heads={self.heads}",
-                field="kv_heads",
-                value=self.kv_heads,
-                hint=f"use kv_heads = {self.heads} for plain multi-head attention",
-            )
-        if self.positions.kind == "rope" and self.head_size % 2:
-            raise UserError("must be even with rope", field="head_dim", value=self.head_size)
-        if self.block != "sequential" and self.norms != "before":
-            raise UserError("must be 'before' in a parallel block", field="norms", value=self.norms)
+        else:
+            rule, hint = f"must divide hidden={self.hidden}", "use a divisor, or set head_dim"
+            check.that(self.hidden % self.heads == 0, "heads", self.heads, rule, hint)
+        rule = f"must divide heads={self.heads}"
+        hint = f"use kv_heads = {self.heads} for plain multi-head attention"
+        check.that(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, rule, hint)
+        even = self.positions.kind != "rope" or self.head_size % 2 == 0
+        check.that(even, "head_dim", self.head_size, "must be even with rope")
+        before = self.block == "sequential" or self.norms == "before"
+        check.that(before, "norms", self.norms, "must be 'before' in a parallel block")
         self._check_window()
 
     def _check_window(self) -> None:
@@ -160,8 +140,8 @@ class ModelShape:
             check.whole(1, 2**40, window=self.window)
         if self.local_layers is not None:
             check.whole(1, self.layers, local_layers=self.local_layers)
-            if self.window is None:
-                raise UserError("needs a window", field="local_layers", value=self.local_layers)
+            has_window = self.window is not None
+            check.that(has_window, "local_layers", self.local_layers, "needs a window")
 
     @property
     def head_size(self) -> int:
@@ -201,8 +181,8 @@ class ModelShape:
 
 
 # What engine/model computes; everything else of a shape is only counted and planned.
-RUN_ACTIVATIONS = ("gelu", "relu2", "swiglu")
-RUN_QK_NORMS = ("none", "head", "width")
+_RUN_ACTIVATIONS = ("gelu", "relu2", "swiglu")
+_RUN_QK_NORMS = ("none", "head", "width")
 
 
 def windowed(model: ModelShape, seq_len: int) -> bool:
@@ -212,43 +192,40 @@ def windowed(model: ModelShape, seq_len: int) -> bool:
 
 def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
     """Words for what the engine does not run; empty: it runs the model on such sequences."""
+    # Nemotron turns half of a head; its presets have always been written without saying so.
+    is_partial = model.positions.partial != 1 or model.family == "nemotron"
     facts = (
-        (model.activation not in RUN_ACTIVATIONS, f"{model.activation} activations"),
+        (model.activation not in _RUN_ACTIVATIONS, f"{model.activation} activations"),
         (model.norm == "layernorm-noweight", "norms without weights"),
-        (model.qk_norm not in RUN_QK_NORMS, "norms of queries and keys with weights per head"),
+        (model.qk_norm not in _RUN_QK_NORMS, "norms of queries and keys with weights per head"),
         (model.qk_norm != "none" and model.norm != "rmsnorm", "LayerNorms of queries and keys"),
         (model.norms == "around", "norms before and after attention and MLP"),
         (model.block != "sequential", "parallel attention and MLP"),
         (model.head_bias, "a bias in the output layer"),
-        (_partial(model), "partial rotary positions"),
+        (is_partial, "partial rotary positions"),
         (windowed(model, seq_len), f"windows of {model.window} tokens in longer sequences"),
     )
-    found = [words for is_so, words in facts if is_so]
-    return (*found, *(VARIANTS[variant] for variant in model.variants))
+    variants = (VARIANTS[variant] for variant in model.variants)
+    return (*(words for is_so, words in facts if is_so), *variants)
 
 
 def remarks(model: ModelShape, seq_len: int) -> tuple[str, ...]:
     """Sentences for what a prediction of seconds and memory leaves out or takes for something else;
     parameters are exact all the same."""
-    said = []
+    sentences = []
     if windowed(model, seq_len):
-        some = "all layers" if model.local_layers is None else f"{model.local_layers} layers"
-        said.append(
-            f"attention of {some} is timed with a window of {model.window} tokens, but all keys "
+        layers = "all layers" if model.local_layers is None else f"{model.local_layers} layers"
+        sentences.append(
+            f"attention of {layers} is timed with a window of {model.window} tokens, but all keys "
             "and values are sent"
         )
     if model.block != "sequential":
-        said.append("parallel attention and MLP are timed as sequential")
+        sentences.append("parallel attention and MLP are timed as sequential")
     untimed = [VARIANTS[variant] for variant in model.variants]
     if model.norms == "around":
         untimed.insert(0, "norms after attention and MLP")
     if model.qk_norm != "none":
         untimed.insert(0, "norms of queries and keys")
     if untimed:
-        said.append(f"not timed: {', '.join(untimed)}")
-    return tuple(said)
-
-
-def _partial(model: ModelShape) -> bool:
-    """Nemotron turns half of a head; its presets have always been written without saying so."""
-    return model.positions.partial != 1 or model.family == "nemotron"
+        sentences.append(f"not timed: {', '.join(untimed)}")
+    return tuple(sentences)

@@ -1,4 +1,4 @@
-"""How fast are the links really? Latency and bandwidth fitted to nccl-tests logs.
+"""Latency and bandwidth of links, fitted to nccl-tests logs.
 
 busbw (PERFORMANCE.md of nccl-tests) is what crosses the slowest link, in 1e9 bytes/s; times are in
 microseconds. A ring of n ranks takes n - 1 steps (all-reduce twice that) of one latency each.
@@ -22,16 +22,13 @@ _RANK = re.compile(
 # Name of the test -> (busbw / algbw of n ranks, latency steps of n ranks).
 _OPS = {
     "all_reduce": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
-    "all_gather": (lambda n: (n - 1) / n, lambda n: n - 1),
-    "reduce_scatter": (lambda n: (n - 1) / n, lambda n: n - 1),
-    "alltoall": (lambda n: (n - 1) / n, lambda n: n - 1),
-    "broadcast": (lambda n: 1.0, lambda n: n - 1),
-    "reduce": (lambda n: 1.0, lambda n: n - 1),
+    **dict.fromkeys(
+        ("all_gather", "reduce_scatter", "alltoall"), (lambda n: (n - 1) / n, lambda n: n - 1)
+    ),
+    **dict.fromkeys(("broadcast", "reduce"), (lambda n: 1.0, lambda n: n - 1)),
     "sendrecv": (lambda n: 1.0, lambda n: 1),
 }
-_NAME = re.compile(
-    r"\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast|reduce|sendrecv)_perf"
-)
+_NAME = re.compile(rf"\b({'|'.join(_OPS)})_perf")
 # Without a name in the log or on the file: told apart by their factor, most telling first.
 _BY_FACTOR = ("all_reduce", "all_gather", "sendrecv")
 # A run that failed prints sizes up to the failure: its largest are no plateau.
@@ -78,38 +75,33 @@ def parse_log(text: str, name: str = "") -> NcclLog:
     """A log of nccl-tests; `name` (of its file) may say which test it was."""
     lines = [_LABEL.sub("", line) for line in text.splitlines()]
     ranks = [match.groups() for line in lines if (match := _RANK.match(line.strip()))]
-    if not ranks:
-        raise UserError(
-            "has no '#  Rank 0 ... on HOST device 0' lines",
-            hint="pass the whole output of all_reduce_perf or another of the nccl-tests",
-        )
-    if len({rank for rank, _, _ in ranks}) != len(ranks):
-        raise UserError(
-            "lists a rank twice: it has several runs, or runs that overlapped",
-            hint="use one file per run; build nccl-tests with MPI=1",
-        )
     per_host = Counter(host for _, host, _ in ranks)
-    if len(set(per_host.values())) > 1:
-        raise UserError(
-            f"has {min(per_host.values())} to {max(per_host.values())} ranks per host",
-            hint="use the same number of GPUs on every host",
-        )
-    if len(ranks) < 2:
-        raise UserError("has only one rank, so nothing was sent", hint="run it on 2 GPUs or more")
+    _must_be_one_run(ranks, per_host)
     points = _points(lines)
     failure = _FAILED.search(text)
     if failure:
         raise UserError(f"says '{failure.group()}'", hint="pass the log of a run without errors")
     if points[-1].size_bytes < _LEAST_BYTES:
-        raise UserError(
-            f"ends at {points[-1].size_bytes} bytes, too small to saturate a link",
-            hint="run it with sizes of 1 MiB and more (-e 1G)",
-        )
-    op = _op("\n".join(lines), name, points, len(ranks))
-    device_name = ranks[0][2].strip()
+        rule = f"ends at {points[-1].size_bytes} bytes, too small to saturate a link"
+        raise UserError(rule, hint="run it with sizes of 1 MiB and more (-e 1G)")
+    op, device_name = _op("\n".join(lines), name, points, len(ranks)), ranks[0][2].strip()
     return NcclLog(
         op=op, hosts=len(per_host), ranks=len(ranks), device_name=device_name, points=points
     )
+
+
+def _must_be_one_run(ranks: list[tuple[str, ...]], per_host: Counter[str]) -> None:
+    if not ranks:
+        hint = "pass the whole output of all_reduce_perf or another of the nccl-tests"
+        raise UserError("has no '#  Rank 0 ... on HOST device 0' lines", hint=hint)
+    if len({rank for rank, _, _ in ranks}) != len(ranks):
+        rule = "lists a rank twice: it has several runs, or runs that overlapped"
+        raise UserError(rule, hint="use one file per run; build nccl-tests with MPI=1")
+    if len(set(per_host.values())) > 1:
+        rule = f"has {min(per_host.values())} to {max(per_host.values())} ranks per host"
+        raise UserError(rule, hint="use the same number of GPUs on every host")
+    if len(ranks) < 2:
+        raise UserError("has only one rank, so nothing was sent", hint="run it on 2 GPUs or more")
 
 
 def _points(lines: list[str]) -> tuple[Point, ...]:
@@ -127,10 +119,8 @@ def _points(lines: list[str]) -> tuple[Point, ...]:
             if point is not None:
                 points.append(point)
     if not points:
-        raise UserError(
-            "has no line with a size, a time and a bandwidth above 0",
-            hint="pass the whole output, with sizes of 1 MiB and more",
-        )
+        hint = "pass the whole output, with sizes of 1 MiB and more"
+        raise UserError("has no line with a size, a time and a bandwidth above 0", hint=hint)
     return tuple(sorted(points, key=lambda point: point.size_bytes))
 
 

@@ -12,9 +12,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from fourfold.errors import UserError
 from fourfold.flag import flag
-from fourfold.spec import check, words
+from fourfold.spec import check, codec, words
 from fourfold.spec.layout import Layout
 from fourfold.spec.variables import require_form
 from fourfold.spec.words import (
@@ -98,13 +97,9 @@ class Policy:
     def __post_init__(self) -> None:
         check.whole(1, 1024, virtual_stages=self.virtual_stages, loss_chunks=self.loss_chunks)
         check.whole(0, 64, prefetch=self.prefetch)
-        if not _RECOMPUTE.fullmatch(self.recompute):
-            raise UserError(
-                "is not a recompute mode",
-                field="recompute",
-                value=self.recompute,
-                hint=f"use {', '.join(words.RECOMPUTE)}, every-2, every-3, ...",
-            )
+        known = _RECOMPUTE.fullmatch(self.recompute) is not None
+        hint = f"use {', '.join(words.RECOMPUTE)}, every-2, every-3, ..."
+        check.that(known, "recompute", self.recompute, "is not a recompute mode", hint)
         require_form(self.env)
 
     @property
@@ -137,11 +132,9 @@ class Policy:
     def from_plain(cls, data: object, path: str = "") -> Policy:
         """Like any table, in anybody's words: `precision = "bf16"` means bf16-mixed, `sharding =
         "fsdp"` zero3, `schedule = "1F1B"` 1f1b."""
-        from fourfold.spec.codec import decode_fields
-
         if isinstance(data, dict):
             data = {name: words.policy_word(str(name), value) for name, value in data.items()}
-        return decode_fields(cls, data, path)
+        return codec.decode_fields(cls, data, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

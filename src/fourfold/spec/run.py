@@ -119,39 +119,36 @@ def _refuse_short_names(table: dict[str, Any], path: str) -> None:
     """`precision = ...` at the top of a file, where policy.precision is meant."""
     inside = {f.name: "batch" for f in fields(Batch)} | {f.name: "policy" for f in fields(Policy)}
     inside |= dict.fromkeys((*AXES, "order"), "layout")
-    mine = {f.name for f in fields(RunSpec)}
-    for key in table:
-        if key in inside and key not in mine:
-            raise UserError(
-                "unknown field",
-                field=f"{path}.{key}" if path else str(key),
-                hint=f"did you mean {inside[key]}.{key}? (it belongs in [{inside[key]}])",
-            )
+    own = {f.name for f in fields(RunSpec)}
+    for key in (key for key in table if key in inside and key not in own):
+        hint = f"did you mean {inside[key]}.{key}? (it belongs in [{inside[key]}])"
+        raise UserError("unknown field", field=f"{path}.{key}" if path else str(key), hint=hint)
 
 
 def _must_have_copies(layout: Layout) -> None:
     if layout.replicate == 1:
         dp = layout.shard
         half = f"2x{dp // 2}" if dp > 2 and dp % 2 == 0 else "2x4"
-        raise UserError(
-            "needs the number of replicas",
-            field="policy.sharding",
-            value="hsdp",
-            hint=f"--dp {half} gives 2 replicas, each sharded over {half[2:]} ranks",
-        )
+        hint = f"--dp {half} gives 2 replicas, each sharded over {half[2:]} ranks"
+        rule = "needs the number of replicas"
+        raise UserError(rule, field="policy.sharding", value="hsdp", hint=hint)
+
+
+def names_dp(layout: object) -> bool:
+    """Whether a layout, as text or as a table, says what dp is."""
+    if isinstance(layout, dict):
+        return bool({"dp", "shard", "replicate"} & layout.keys())
+    return isinstance(layout, str) and "dp" in layout.lower()
 
 
 def _fill_dp(layout: object, gpus: object) -> tuple[object, object]:
     """dp is what tp, cp and pp leave of `gpus`; without `gpus`, the layout says how many."""
-    named_dp = isinstance(layout, str) and "dp" in layout.lower()
-    if isinstance(layout, dict):
-        named_dp = bool({"dp", "shard", "replicate"} & layout.keys())
     parsed = Layout.from_plain(layout, "layout")
     if gpus is None:
         return parsed.to_plain(), parsed.world
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise UserError("must be a whole number from 1", field="gpus", value=gpus)
-    if not named_dp:
+    if not names_dp(layout):
         parsed = fill_dp(parsed, gpus)
     return parsed.to_plain(), gpus
 
@@ -178,12 +175,9 @@ def fill_dp(layout: Layout, gpus: int) -> Layout:
     """The layout with dp chosen so that it uses all `gpus`."""
     used = layout.pp * layout.cp * layout.tp
     if gpus % used:
-        raise LayoutSizeError(
-            f"is not divisible by pp x cp x tp = {used}",
-            field="gpus",
-            value=gpus,
-            hint=f"use {gpu_counts_near(gpus, used)} GPUs",
-        )
+        rule = f"is not divisible by pp x cp x tp = {used}"
+        hint = f"use {gpu_counts_near(gpus, used)} GPUs"
+        raise LayoutSizeError(rule, field="gpus", value=gpus, hint=hint)
     return replace(layout, replicate=1, shard=gpus // used)
 
 

@@ -1,4 +1,4 @@
-"""Which runs does a sweep ask for? The product of its axes, less what `where` and `max_nodes` drop.
+"""The runs that a sweep asks for: the product of its axes, less what `where` and `max_nodes` drop.
 
 An axis is any field of a run, by its short name (tp, micro_batch, precision), its path
 (policy.compile) or "env.NAME". Every combination becomes a run or a reason why it cannot be one.
@@ -10,17 +10,17 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fourfold.errors import UserError, nearest
-from fourfold.spec import codec, words
+from fourfold.spec import check, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.expression import MEMORY_NAMES, Expression, parse
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.policy import Policy
-from fourfold.spec.run import LayoutSizeError, RunSpec
+from fourfold.spec.run import LayoutSizeError, RunSpec, names_dp
 
 _RESERVED = ("where", "max_nodes", "gpus_per_node")
 _DEFAULT_GPUS_PER_NODE = 8
@@ -38,10 +38,10 @@ class Combination:
 
     @property
     def label(self) -> str:
-        return told(self.varied) or "the run"
+        return varied_text(self.varied) or "the run"
 
 
-def told(varied: tuple[tuple[str, Any], ...]) -> str:
+def varied_text(varied: Iterable[tuple[str, Any]]) -> str:
     """'tp=2 micro_batch=3'; a table's own fields in its place."""
     pairs: list[tuple[str, Any]] = []
     for name, value in varied:
@@ -128,10 +128,8 @@ def _conditions(value: Any) -> list[str]:
     if value is None:
         return []
     conditions = value if isinstance(value, list) else [value]
-    if not all(isinstance(text, str) for text in conditions):
-        raise UserError(
-            "must be a list of conditions", field="where", value=value, hint='write ["dp % 4 == 0"]'
-        )
+    texts = all(isinstance(text, str) for text in conditions)
+    check.that(texts, "where", value, "must be a list of conditions", 'write ["dp % 4 == 0"]')
     return conditions
 
 
@@ -147,10 +145,8 @@ def path_of(name: str) -> str:
     """The field that an axis means: 'tp' -> 'layout.tp', 'env.X' -> 'policy.env.X'."""
     if name.startswith("env."):
         return f"policy.{name}"
-    if "." in name:
-        head = name.split(".")[0]
-        if head in ("layout", "batch", "policy", "model", "fault"):
-            return name
+    if name.startswith(("layout.", "batch.", "policy.", "model.", "fault.")):
+        return name
     short = _short_names()
     if name not in short:
         raise UserError("unknown axis", field="sweep", value=name, hint=nearest(name, short))
@@ -169,11 +165,9 @@ def _short_names() -> dict[str, str]:
 def expand(sweep: Sweep) -> Expansion:
     """Every combination once, in the order of the axes; the last axis runs fastest."""
     count = math.prod(len(values) for _, values in sweep.axes)
-    if count > MAX_COMBINATIONS:
-        raise UserError(
-            f"are more than {MAX_COMBINATIONS:,}", field="combinations", value=f"{count:,}"
-        )
-    found: list[Combination] = []
+    rule = f"are more than {MAX_COMBINATIONS:,}"
+    check.that(count <= MAX_COMBINATIONS, "combinations", f"{count:,}", rule)
+    combinations: list[Combination] = []
     seen: set[str] = set()
     dropped = same = 0
     for values in itertools.product(*(values for _, values in sweep.axes)):
@@ -187,9 +181,9 @@ def expand(sweep: Sweep) -> Expansion:
             same += 1
             continue
         seen.add(combination.spec.run_id)
-        found.append(combination)
-    foreseen = tuple(one for one in sweep.where if one.names & FORESEEN)
-    return Expansion(tuple(found), dropped, same, foreseen)
+        combinations.append(combination)
+    foreseen = tuple(condition for condition in sweep.where if condition.names & FORESEEN)
+    return Expansion(tuple(combinations), dropped, same, foreseen)
 
 
 def _table(base: Mapping[str, Any], varied: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
@@ -213,11 +207,7 @@ def _table(base: Mapping[str, Any], varied: tuple[tuple[str, Any], ...]) -> dict
 def _layout_table(text: str) -> dict[str, Any]:
     """A layout written as text, as a table whose axes can vary; dp only where it was named."""
     table = Layout.parse(text).to_plain()
-    return (
-        table
-        if "dp" in text.lower()
-        else {name: size for name, size in table.items() if name != "dp"}
-    )
+    return {name: size for name, size in table.items() if name != "dp" or "dp" in text.lower()}
 
 
 def _combination(table: dict[str, Any], varied: tuple[tuple[str, Any], ...]) -> Combination:
@@ -226,15 +216,13 @@ def _combination(table: dict[str, Any], varied: tuple[tuple[str, Any], ...]) -> 
         raise UserError("is missing", field="model", hint='add model = "llama-tiny"')
     try:
         spec = codec.load(RunSpec, table)
-    except UserError as error:
-        if isinstance(error, LayoutSizeError):
-            return Combination(varied, _impossible(table, str(error)))
-        raise
+    except LayoutSizeError as error:
+        return Combination(varied, _impossible(table, str(error)))
     fault = spec.fault
     if fault is not None and fault.where:
         holds = parse(fault.where).holds(values_of(spec, _DEFAULT_GPUS_PER_NODE))
-        kept = dataclasses.replace(fault, where="") if holds else None
-        spec = dataclasses.replace(spec, fault=kept)
+        always = dataclasses.replace(fault, where="") if holds else None
+        spec = dataclasses.replace(spec, fault=always)
     return Combination(varied, spec)
 
 
@@ -271,10 +259,5 @@ def _loose_values(sweep: Sweep, table: dict[str, Any], spec: RunSpec) -> dict[st
     `dp >= 1` can drop the combination before it counts as illegal."""
     named = table.get("layout", {})
     layout = Layout.from_plain(named, "layout")
-    dp_named = (
-        (isinstance(named, str) and "dp" in named.lower())
-        or "dp" in named
-        or (isinstance(named, dict) and {"shard", "replicate"} & named.keys())
-    )
-    dp = layout.dp if dp_named else spec.gpus / (layout.tp * layout.cp * layout.pp)
+    dp = layout.dp if names_dp(named) else spec.gpus / (layout.tp * layout.cp * layout.pp)
     return values_of(spec, sweep.gpus_per_node) | layout.sizes | {"dp": dp}

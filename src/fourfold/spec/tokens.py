@@ -1,5 +1,5 @@
-"""What is in a token file? NAME.bin holds little-endian uint16 or uint32 tokens and nothing else,
-NAME.json says what they are ('fourfold data make' writes both, tokens first).
+"""Token files: NAME.bin holds little-endian uint16 or uint32 tokens and nothing else, NAME.json
+says what they are ('fourfold data make' writes both, tokens first).
 
 A pair is whole when the size and the ends of NAME.bin are those that NAME.json names.
 """
@@ -82,22 +82,17 @@ def read_info(name: str | Path) -> TokenInfo:
     """What NAME.json says, once NAME.bin was seen to have its size and its ends."""
     tokens, side = token_paths(name)
     if not side.exists():
-        left = f"has no {side.name} beside its tokens" if tokens.exists() else "does not exist"
-        raise UserError(
-            left,
-            field="data",
-            value=str(name),
-            hint=f"create it with 'fourfold data make --out {name} FILE...'",
-        )
+        rule = f"has no {side.name} beside its tokens" if tokens.exists() else "does not exist"
+        hint = f"create it with 'fourfold data make --out {name} FILE...'"
+        raise UserError(rule, field="data", value=str(name), hint=hint)
     try:
         info = codec.from_json(TokenInfo, files.read_text(side, field="data"))
     except UserError as error:
         raise error.inside(side) from None
     size = _size(tokens)
     if size != info.size_bytes:
-        raise _torn(
-            tokens, f"has {size:,} bytes instead of the {info.size_bytes:,} in its .json file"
-        )
+        rule = f"has {size:,} bytes instead of the {info.size_bytes:,} in its .json file"
+        raise _torn(tokens, rule)
     if edges_of(tokens, size) != info.edges:
         raise _torn(tokens, "has other tokens than its .json file describes")
     return info
@@ -105,35 +100,26 @@ def read_info(name: str | Path) -> TokenInfo:
 
 def require_fit(info: TokenInfo, *, name: str, vocab: int, seq_len: int) -> None:
     """Refuse a file that a model can't read or that holds less than one sequence."""
-    if info.vocab > vocab:
-        raise UserError(
-            f"has tokens up to {info.vocab - 1}, but the model's vocabulary ends at {vocab - 1}",
-            field="data",
-            value=name,
-            hint=f"use a model with a vocabulary of at least {info.vocab}",
-        )
-    if not info.windows(seq_len):
-        raise UserError(
-            f"has {info.tokens:,} tokens, but a sequence needs {seq_len + 1:,}",
-            field="data",
-            value=name,
-            hint="use more text or a shorter sequence",
-        )
+    rule = f"has tokens up to {info.vocab - 1}, but the model's vocabulary ends at {vocab - 1}"
+    hint = f"use a model with a vocabulary of at least {info.vocab}"
+    check.that(info.vocab <= vocab, "data", name, rule, hint)
+    rule = f"has {info.tokens:,} tokens, but a sequence needs {seq_len + 1:,}"
+    check.that(info.windows(seq_len) > 0, "data", name, rule, "use more text or a shorter sequence")
 
 
 def edges_of(path: Path, size: int) -> str:
     """Hash of both ends of a file of `size` bytes, cheap however large it is."""
     import hashlib
 
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     try:
         with path.open("rb") as stream:
-            found.update(stream.read(_EDGE_BYTES))
+            digest.update(stream.read(_EDGE_BYTES))
             stream.seek(max(0, size - _EDGE_BYTES))
-            found.update(stream.read(_EDGE_BYTES))
+            digest.update(stream.read(_EDGE_BYTES))
     except OSError as error:
         raise _unreadable(path, error) from None
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _size(path: Path) -> int:
@@ -214,12 +200,8 @@ class TokenWriter:
         if not len(tokens):
             return
         low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.tally.vocab:
-            raise UserError(
-                f"must be from 0 to vocab - 1 = {self.tally.vocab - 1}",
-                field="token",
-                value=low if low < 0 else high,
-            )
+        rule = f"must be from 0 to vocab - 1 = {self.tally.vocab - 1}"
+        check.that(low >= 0 and high < self.tally.vocab, "token", low if low < 0 else high, rule)
         plain = tokens.astype(self.tally.kind).tobytes()
         self._stream.write(plain)
         self.tally.add(plain)
@@ -283,9 +265,5 @@ def chunks(path: str | Path, *, size: int = _CHUNK_BYTES) -> Iterator[bytes]:
             while content := plain.read(size):
                 yield content
     except OSError as error:
-        raise UserError(
-            f"cannot be read ({error.strerror or error})",
-            field="file",
-            value=str(path),
-            hint="check the path",
-        ) from None
+        rule = f"cannot be read ({error.strerror or error})"
+        raise UserError(rule, field="file", value=str(path), hint="check the path") from None

@@ -1,4 +1,4 @@
-"""How are the devices of one host joined? Read from what `nvidia-smi topo -m` prints.
+"""The links between the devices of one host, read from what `nvidia-smi topo -m` prints.
 
 Cells: X self, NV# that many NVLinks, PIX/PXB below a PCIe host bridge, PHB/NODE/SYS across it. The
 matrix counts links; rates come from the device's data sheet, never from here.
@@ -6,6 +6,7 @@ matrix counts links; rates come from the device's data sheet, never from here.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _GPU = re.compile(r"GPU[0-9]{1,3}\Z")
 # Newer drivers name network cards NIC0 and explain below; older ones print the card's own name.
 _NIC = re.compile(r"NIC[0-9]{1,3}\Z|(mlx[45]|bnxt_re|irdma|efa|hfi1|rdmap?)[0-9a-z_-]*\Z")
+_DEVICE = re.compile(f"{_GPU.pattern}|{_NIC.pattern}")
 _CELL = re.compile(r"X|NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS|SOC\Z")
 _NEAR = ("PIX", "PXB")
 
@@ -40,10 +42,8 @@ def parse_topo(text: str, device: Device) -> HostTopology:
     gpus = [name for name in names if _GPU.match(name)]
     missing = [name for name in gpus if name not in rows]
     if not gpus or missing:
-        raise UserError(
-            f"has no row for {missing[0]}" if gpus else "has no GPU in its first line",
-            hint="pass the whole output of 'nvidia-smi topo -m'",
-        )
+        rule = f"has no row for {missing[0]}" if gpus else "has no GPU in its first line"
+        raise UserError(rule, hint="pass the whole output of 'nvidia-smi topo -m'")
     links = {gpu: {peer: _nvlinks(rows[gpu][peer]) for peer in gpus if peer != gpu} for gpu in gpus}
     island = _island(gpus, links)
     nvlinks, switched = _links_of_one(links, device)
@@ -60,23 +60,19 @@ def parse_topo(text: str, device: Device) -> HostTopology:
 
 def _matrix(text: str) -> tuple[list[str], dict[str, dict[str, str]]]:
     lines = [_ESCAPE.sub("", line).split() for line in text.splitlines()]
-    heads = [
-        i for i, words in enumerate(lines) if words and _GPU.match(words[0]) and len(words) > 1
-    ]
     # The heading starts with GPU0 GPU1; a row starts with its name and then a cell.
-    heads = [i for i in heads if not _CELL.match(lines[i][1])]
-    if not heads and _single(lines):
+    heads = [
+        i
+        for i, words in enumerate(lines)
+        if len(words) > 1 and _GPU.match(words[0]) and not _CELL.match(words[1])
+    ]
+    # With one GPU the heading is 'GPU0 CPU Affinity ...' and its row 'GPU0 X ...'.
+    if not heads and any(words[:2] == ["GPU0", "X"] for words in lines):
         return ["GPU0"], {"GPU0": {"GPU0": "X"}}
     if not heads:
-        raise UserError(
-            "is not the output of 'nvidia-smi topo -m'",
-            hint="the first line of that output names GPU0, GPU1, ...",
-        )
-    names = []
-    for word in lines[heads[0]]:
-        if not (_GPU.match(word) or _NIC.match(word)):
-            break
-        names.append(word)
+        hint = "the first line of that output names GPU0, GPU1, ..."
+        raise UserError("is not the output of 'nvidia-smi topo -m'", hint=hint)
+    names = list(itertools.takewhile(_DEVICE.match, lines[heads[0]]))
     if len(set(names)) != len(names):
         raise UserError("names a device twice", hint="pass the output of one host")
     rows: dict[str, dict[str, str]] = {}
@@ -86,23 +82,16 @@ def _matrix(text: str) -> tuple[list[str], dict[str, dict[str, str]]]:
         if words[0] not in names:
             if not _GPU.match(words[0]):
                 continue
-            raise UserError(
-                f"has a row for {words[0]}, which its first line does not name",
-                hint="pass the whole output of one host, unwrapped",
-            )
+            raise _misfit(f"has a row for {words[0]}, which its first line does not name")
         cells = words[1 : len(names) + 1]
         if words[0] in rows or len(cells) < len(names) or not all(map(_CELL.fullmatch, cells)):
-            raise UserError(
-                f"has a row for {words[0]} that does not match its first line",
-                hint="pass the whole output of one host, unwrapped",
-            )
+            raise _misfit(f"has a row for {words[0]} that does not match its first line")
         rows[words[0]] = dict(zip(names, cells, strict=True))
     return names, rows
 
 
-def _single(lines: list[list[str]]) -> bool:
-    """A host with one GPU: its heading is 'GPU0 CPU Affinity ...', its row 'GPU0 X ...'."""
-    return any(words[:2] == ["GPU0", "X"] for words in lines)
+def _misfit(rule: str) -> UserError:
+    return UserError(rule, hint="pass the whole output of one host, unwrapped")
 
 
 def _nvlinks(cell: str) -> int:
@@ -123,9 +112,9 @@ def _island(gpus: list[str], links: dict[str, dict[str, int]]) -> int:
         left -= group
         sizes.append(len(group))
     if len(set(sizes)) > 1:
+        rule = f"has NVLink groups of different sizes: {', '.join(map(str, sizes))} GPUs"
         raise UserError(
-            f"has NVLink groups of different sizes: {', '.join(map(str, sizes))} GPUs",
-            hint="describe the host with --host-gpus, --nvlink-ranks and --nvlink",
+            rule, hint="describe the host with --host-gpus, --nvlink-ranks and --nvlink"
         )
     return sizes[0]
 
@@ -138,9 +127,9 @@ def _links_of_one(links: dict[str, dict[str, int]], device: Device) -> tuple[int
         behind_switch = total > device.links
         count = bundle if behind_switch else total
         if count > device.links:
+            rule = f"shows {count} NVLinks, but {device.id} has {device.links}"
             raise UserError(
-                f"shows {count} NVLinks, but {device.id} has {device.links}",
-                hint="pass the right --gpu ('fourfold clusters --gpu all' lists them)",
+                rule, hint="pass the right --gpu ('fourfold clusters --gpu all' lists them)"
             )
         if not fewest or count < fewest:
             fewest, switched = count, behind_switch

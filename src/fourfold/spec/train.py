@@ -1,6 +1,4 @@
-"""How is a model trained? Steps, learning rate, AdamW, checkpoints and logs: all that a training
-adds to a run. Learning rates per update, the interval of saves in steps.
-"""
+"""What a training adds to a run: steps, learning rate, AdamW, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.spec import check
 from fourfold.units import count_from
@@ -78,20 +75,17 @@ class TrainSettings:
         check.whole(0, 10**9, warmup_steps=self.warmup_steps, decay_steps=self.decay_steps)
         check.positive(lr=self.lr, eps=self.eps)
         for name in ("min_lr", "weight_decay", "max_norm"):
-            if not getattr(self, name) >= 0:
-                raise UserError("must be 0 or more", field=name, value=getattr(self, name))
+            value = getattr(self, name)
+            check.that(value >= 0, name, value, "must be 0 or more")
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError("must be from 0 to below 1", field=name, value=getattr(self, name))
-        if self.min_lr > self.lr:
-            raise UserError(f"must not exceed lr={self.lr:g}", field="min_lr", value=self.min_lr)
-        if self.warmup_steps + self.decay_steps > self.steps:
-            raise UserError(
-                f"is too long: warm-up and decay together exceed steps={self.steps}",
-                field="decay_steps" if self.decay_steps else "warmup_steps",
-                value=self.decay_steps or self.warmup_steps,
-                hint="use fewer warm-up steps, or more steps",
-            )
+            value = getattr(self, name)
+            check.that(0 <= value < 1, name, value, "must be from 0 to below 1")
+        rule = f"must not exceed lr={self.lr:g}"
+        check.that(self.min_lr <= self.lr, "min_lr", self.min_lr, rule)
+        name = "decay_steps" if self.decay_steps else "warmup_steps"
+        fits = self.warmup_steps + self.decay_steps <= self.steps
+        rule = f"is too long: warm-up and decay together exceed steps={self.steps}"
+        check.that(fits, name, getattr(self, name), rule, "use fewer warm-up steps, or more steps")
 
 
 def lr_at(settings: TrainSettings, step: int) -> float:

@@ -1,5 +1,4 @@
-"""Which environment variables may a file set for a run? Exact names, each with the form of its
-values: numbers, switches and words of a closed list.
+"""Environment variables that a file may set for a run: names, each with the form of its values.
 
 A spec, a sweep, a training folder and a store come from anywhere. What names a file, a folder, a
 plugin, a loader, a compiler or an interpreter loads code or writes where it says; that is taken
@@ -81,10 +80,7 @@ _FORMS: tuple[tuple[str, str], ...] = (
     (r"AF_INET6?", "NCCL_SOCKET_FAMILY NCCL_IB_ADDR_FAMILY"),
     (r"(?i:ib|socket)", "NCCL_NET"),  # another one is a plugin's
     (r"(?i:parallel|group)", "NCCL_LAUNCH_MODE"),
-    (
-        _list(rf"(?:{_COLLECTIVE}:)?\^?{_list(_ALGORITHM)}", ";"),
-        "NCCL_ALGO",
-    ),
+    (_list(rf"(?:{_COLLECTIVE}:)?\^?{_list(_ALGORITHM)}", ";"), "NCCL_ALGO"),
     (_list(rf"(?:{_COLLECTIVE}:)?\^?{_list(_PROTOCOL)}", ";"), "NCCL_PROTO"),
     (r"(?i:version|warn|info|abort|trace)", "NCCL_DEBUG"),
     (_list(_SUBSYSTEM), "NCCL_DEBUG_SUBSYS"),
@@ -149,11 +145,8 @@ def require_form(env: Env) -> None:
         if not _NAME.fullmatch(name):
             raise UserError("is not a variable name", field="env", value=name)
         if len(value) > MAX_VALUE_CHARS or not value.isprintable():
-            raise UserError(
-                f"must be printable text of at most {MAX_VALUE_CHARS} characters",
-                field=f"env.{name}",
-                value=value,
-            )
+            rule = f"must be printable text of at most {MAX_VALUE_CHARS} characters"
+            raise UserError(rule, field=f"env.{name}", value=value)
 
 
 def is_plain(name: str, value: str) -> bool:
@@ -165,43 +158,29 @@ def is_plain(name: str, value: str) -> bool:
 def require_plain(env: Env, *, granted: Env = ()) -> None:
     """Refuse what a file may not set, unless the command line `granted` it with this very value."""
     for name, value in env:
+        field, hint = f"policy.env.{name}", "remove it"
         if _RESERVED.fullmatch(name):
-            raise UserError(
-                "is set by fourfold for its own processes",
-                field=f"policy.env.{name}",
-                value=value,
-                hint="remove it",
-            )
+            rule = "is set by fourfold for its own processes"
+            raise UserError(rule, field=field, value=value, hint=hint)
         if is_plain(name, value) or (name, value) in granted:
             continue
-        rule = (
-            "has a value that a file may not give it"
-            if name in PLAIN
-            else "is not a variable that a file may set"
-        )
-        raise UserError(
-            rule,
-            field=f"policy.env.{name}",
-            value=value,
-            hint=f"remove it{_meant(name)} or, if you trust it, pass --env {name}=VALUE on the "
-            "command line of every start",
-        )
-
-
-def _meant(name: str) -> str:
-    guess = "" if name in PLAIN else nearest(name, PLAIN)
-    return f" ({guess})" if guess.startswith("did you mean") else ""
+        rule = "has a value that a file may not give it"
+        if name not in PLAIN:
+            rule, guess = "is not a variable that a file may set", nearest(name, PLAIN)
+            hint += f" ({guess})" if guess.startswith("did you mean") else ""
+        hint += f" or, if you trust it, pass --env {name}=VALUE on the command line of every start"
+        raise UserError(rule, field=field, value=value, hint=hint)
 
 
 def parse_assignments(words: Iterable[str]) -> Env:
     """`--env NAME=VALUE`, in order; the same name twice must say the same."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
             raise UserError("must be NAME=VALUE", field="--env", value=word)
-        if found.setdefault(name, value) != value:
+        if values.setdefault(name, value) != value:
             raise UserError("is given two values", field="--env", value=name)
-    env = tuple(found.items())
+    env = tuple(values.items())
     require_form(env)
     return env

@@ -1,5 +1,5 @@
-"""Which words may a policy use? Each closed choice is spelled here and imported elsewhere;
-then what other engines and papers call the same: fsdp, 1F1B, 8k.
+"""The words of a policy: each closed choice is spelled here and imported elsewhere; then what other
+engines and papers call the same (fsdp, 1F1B, 8k).
 
 Fields read such words themselves, in files and in flags; `tidied` does so for a whole table at
 once and says what was understood, for commands that echo it.
@@ -108,15 +108,13 @@ def sequences_from(text: str, seq_len: Any) -> int:
     tokens = size_from(match.group(1) if match else text)
     length = size_from(seq_len) if isinstance(seq_len, str) else seq_len
     if not isinstance(length, int) or length < 1:
-        raise UserError("counts tokens, which needs a sequence length", value=text,
-                        hint="add --seq-len N")  # fmt: skip
+        rule = "counts tokens, which needs a sequence length"
+        raise UserError(rule, value=text, hint="add --seq-len N")
     if tokens % length or not tokens:
         whole = max(1, round(tokens / length))
-        raise UserError(
-            f"is {tokens:,} tokens, not a whole number of sequences of {length}",
-            value=text,
-            hint=f"{whole} sequences are {whole * length:,} tokens",
-        )
+        rule = f"is {tokens:,} tokens, not a whole number of sequences of {length}"
+        hint = f"{whole} sequences are {whole * length:,} tokens"
+        raise UserError(rule, value=text, hint=hint)
     return tokens // length
 
 
@@ -130,7 +128,10 @@ def tidied(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if not isinstance(inner, dict) or not isinstance(inner.get(leaf), str):
             continue
         typed = inner[leaf]
-        value = _within(path, _reader(path, inner), typed)
+        try:
+            value = _reader(path, inner)(typed)
+        except UserError as error:
+            raise error.within(path) from None
         if value == typed:
             continue
         if head:
@@ -150,13 +151,6 @@ def _reader(path: str, inner: Mapping[str, Any]) -> Callable[[str], Any]:
     if path == "batch.micro_batch":
         return lambda text: 0 if text.strip().lower() == "auto" else size_from(text)
     return size_from
-
-
-def _within(path: str, read: Callable[[str], Any], typed: str) -> Any:
-    try:
-        return read(typed)
-    except UserError as error:
-        raise error.within(path) from None
 
 
 def _note(path: str, typed: str, value: Any) -> str:

@@ -17,7 +17,15 @@ from fourfold.spec import codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.expression import in_gib, parse
 from fourfold.spec.run import RunSpec
-from fourfold.spec.sweep import Combination, Expansion, Sweep, expand, read_sweep, told, values_of
+from fourfold.spec.sweep import (
+    Combination,
+    Expansion,
+    Sweep,
+    expand,
+    read_sweep,
+    values_of,
+    varied_text,
+)
 from fourfold.spec.tokens import read_info, require_fit
 from fourfold.verbs.bench import permit_of, predicted_micro_batch, refusals
 from fourfold.verbs.machine import Predictor, predictor
@@ -214,7 +222,7 @@ def prepared(
             hint="relax --where",
         )  # fmt: skip
     for one in ready.skipped:
-        on_event(Event(f"skipped: {told(tuple(one['combination'].items()))}: {one['reason']}"))
+        on_event(Event(f"skipped: {varied_text(one['combination'].items())}: {one['reason']}"))
     return ready
 
 
