@@ -71,10 +71,8 @@ LONG_FILES: set[str] = {
     "show/plan.py",
 }
 LONG_FUNCTIONS: set[str] = {
-    "cli.py:_dispatch",
     "cost/memory/own_engine.py:_peak",
     "cost/trace/attention.py:ulysses",
-    "show/schedule_picture.py:_page",
 }
 SAME_NAMES: set[tuple[str, str]] = {
     ("cost", "Tensor"),

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 from fourfold import __version__, files
 from fourfold.commands import COMMANDS, GROUPS, Command, load
 from fourfold.errors import MachineError, UserError, nearest
-from fourfold.escape import Screen, one_line
+from fourfold.escape import FORMATS, Screen, one_line
 
 if TYPE_CHECKING:
     from fourfold.flag import Option
-    from fourfold.output import Output
 
 # What argparse says of a flag -> what we say, after the flag's name.
 _ARGPARSE = (
@@ -99,33 +98,32 @@ def _actions_text(command: Command) -> str:
 def _place(parser: Parser, one: Option, places: dict[tuple[str, str], Any]) -> Any:
     """The parser, a group of it, or options of which at most one may be given."""
     place: Any = parser
-    for key in (("group", one.group), ("either", one.either)):
-        if key[1]:
-            if key not in places:
-                places[key] = (
-                    place.add_argument_group(one.group)
-                    if key[0] == "group"
-                    else place.add_mutually_exclusive_group()
-                )
-            place = places[key]
+    if one.group:
+        key = ("group", one.group)
+        place = places[key] = places.get(key) or parser.add_argument_group(one.group)
+    if one.either:
+        key = ("either", one.either)
+        place = places[key] = places.get(key) or place.add_mutually_exclusive_group()
     return place
 
 
 def _add(place: Any, one: Option, *, hidden: bool) -> None:
-    said: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else one.help.replace("%", "%%")}
+    keywords: dict[str, Any] = {
+        "help": argparse.SUPPRESS if hidden else one.help.replace("%", "%%")
+    }
     if one.names[0].startswith("-"):
-        said["dest"] = one.key
-        said |= {"required": True} if one.required else {}
+        keywords["dest"] = one.key
+        keywords |= {"required": True} if one.required else {}
     if one.pair:
-        place.add_argument(*one.names, action=argparse.BooleanOptionalAction, **said)
+        place.add_argument(*one.names, action=argparse.BooleanOptionalAction, **keywords)
     elif one.switch:
-        place.add_argument(*one.names, action="store_true", default=None, **said)
+        place.add_argument(*one.names, action="store_true", default=None, **keywords)
     else:
-        said |= {"action": "append"} if one.repeated else {}
-        said |= {"type": _reader(one.read)} if one.read else {}
-        said |= {"choices": one.choices} if one.choices else {}
-        said |= {"nargs": one.nargs} if one.nargs else {}
-        place.add_argument(*one.names, metavar=one.metavar, **said)
+        keywords |= {"action": "append"} if one.repeated else {}
+        keywords |= {"type": _reader(one.read)} if one.read else {}
+        keywords |= {"choices": one.choices} if one.choices else {}
+        keywords |= {"nargs": one.nargs} if one.nargs else {}
+        place.add_argument(*one.names, metavar=one.metavar, **keywords)
 
 
 def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -188,8 +186,8 @@ def _answered(words: list[str]) -> int:
         return 0
     except OSError as error:
         if error.filename is not None:  # a path nobody looked after: too long, a loop, no folder
-            said = files.refused(error, error.filename, field="path", verb="used")
-            return _say(f"error: {said}", said.status)
+            refused = files.refused(error, error.filename, field="path", verb="used")
+            return _say(f"error: {refused}", refused.status)
         _drop_stdout()
         return _say(f"error: stdout cannot be written ({error.strerror}); free some space", 1)
 
@@ -207,28 +205,16 @@ def _drop_stdout() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
-        if len(words) > 1 and words[0] == "help":
-            return _dispatch([words[1], "--help"])
         print(_overview(), end="")
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
         print(f"fourfold {__version__}")
         return 0
     name, *rest = words
-    if name not in COMMANDS:
-        raise UserError(
-            "unknown command", field="command", value=name, hint=nearest(name, COMMANDS)
-        )
-    command = load(name)
-    action = rest[0] if rest and rest[0] in command.actions else ""
-    if command.actions and not action and command.run is None and rest[:1] != ["--help"]:
-        raise UserError(
-            "needs a sub-command" if not rest else "is not a sub-command",
-            field=f"fourfold {name}" if not rest else "",
-            value=" ".join(rest) or None,
-            hint=f"use 'fourfold {name} {'|'.join(command.actions)}'",
-        )
+    action = _action(name, rest)
     everything = "--help-all" in rest
     parser = command_parser(name, action, everything=everything)
     if everything:
@@ -238,30 +224,47 @@ def _dispatch(words: list[str]) -> int:
         args = parser.parse_args(rest[bool(action) :])
     except SystemExit as leaving:  # argparse leaves this way after --help
         return int(leaving.code or 0)
-    style = _style(args)
+    return _run(parser, args)
+
+
+def _action(name: str, rest: list[str]) -> str:
+    """The sub-command, '' where the command has none or runs without one."""
+    if name not in COMMANDS:
+        raise UserError(
+            "unknown command", field="command", value=name, hint=nearest(name, COMMANDS)
+        )
+    command = load(name)
+    if rest and rest[0] in command.actions:
+        return rest[0]
+    if command.actions and command.run is None and rest[:1] != ["--help"]:
+        raise UserError(
+            "needs a sub-command" if not rest else "is not a sub-command",
+            field=f"fourfold {name}" if not rest else "",
+            value=" ".join(rest) or None,
+            hint=f"use 'fourfold {name} {'|'.join(command.actions)}'",
+        )
+    return ""
+
+
+def _run(parser: Parser, args: Any) -> int:
+    """One call, one display."""
+    from fourfold.output import Stderr, terminal_columns, text_of
+
+    # The last format given; 'weights export' has two kinds of them.
+    given = getattr(args, "format", None) or "text"
+    styles = [given] if isinstance(given, str) else given
+    style = next((style for style in reversed(styles) if style in FORMATS), "text")
     if isinstance(sys.stdout, Screen):
         sys.stdout.page = style == "md"
+    show = Stderr()
     try:
-        answer = args.run(args)
+        output = args.run(args, show)
     except UserError as error:
         from fourfold.options import by_flag  # 10 ms, only paid on an error
 
         raise by_flag(error, args, parser.flags()) from None
-    return show(answer, style)
-
-
-def _style(args: Any) -> str:
-    """The last format given; 'weights export' has two kinds of them."""
-    from fourfold.output import FORMATS
-
-    given = getattr(args, "format", None) or "text"
-    styles = [given] if isinstance(given, str) else given
-    return next((style for style in reversed(styles) if style in FORMATS), "text")
-
-
-def show(output: Output, style: str) -> int:
-    from fourfold.output import terminal_columns, text_of
-
+    finally:
+        show.close()
     text = text_of(output, style, terminal_columns())
     if text:
         print(text)

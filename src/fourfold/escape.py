@@ -1,9 +1,5 @@
-"""How does text that others wrote reach a screen, a page, a spreadsheet? As text, not as commands.
-
-Notes, tags, names, failures and file names come from specs, stores and tables that anybody may have
-written. Every way out goes through here: `Screen` for a terminal, lines and cells of Markdown,
-cells of CSV, JSON.
-"""
+"""Text that others wrote, made harmless: it reaches a screen, a page or a spreadsheet as text and
+never as commands. Every output goes through here."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+FORMATS = ("text", "md", "csv", "json")
 # Control characters but tab and newline (C0, DEL, C1), marks that reorder or hide text, separators
 # that other programs take for line ends, halves of surrogate pairs, tags.
 _HIDDEN = re.compile(

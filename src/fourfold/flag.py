@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import field
 from typing import Any, NamedTuple
 
 
@@ -31,6 +32,6 @@ class Option(NamedTuple):
         return self.dest or self.names[-1].lstrip("-").replace("-", "_")
 
 
-def flag(text: str, metavar: str | None = None, **rest: Any) -> dict[str, Option]:
-    """Metadata of a dataclass field that a flag sets."""
-    return {"flag": Option(help=text, metavar=metavar, **rest)}
+def flag(text: str, metavar: str | None = None, *, default: Any = None, **rest: Any) -> Any:
+    """A field of a dataclass that a flag sets; `default` MISSING: it must be given."""
+    return field(default=default, metadata={"flag": Option(help=text, metavar=metavar, **rest)})

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from fourfold import files
 from fourfold.errors import UserError
+from fourfold.escape import FORMATS
 from fourfold.flag import Option
 from fourfold.spec import codec, words
 from fourfold.spec.batch import Batch
@@ -17,10 +18,8 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.variables import parse_assignments
-from fourfold.units import count_from
 
 T = TypeVar("T")
-FORMATS = ("text", "md", "csv", "json")
 FORMAT = Option(names=("--format",), choices=FORMATS, help="output format (default text)")
 FORCE = Option(
     names=("--force",),
@@ -225,11 +224,3 @@ def _has(spec: str, path: str) -> bool:
             return False
         table = table[name]
     return True
-
-
-def number(text: str) -> float:
-    """85144.5, or 3.2M with the letters of a count."""
-    try:
-        return float(text)
-    except ValueError:
-        return float(count_from(text))

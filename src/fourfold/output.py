@@ -1,6 +1,5 @@
-"""Writes a command's answer: text or Markdown for people, one CSV table or JSON for programs.
-Events on the way go to stderr. Nothing else in a command prints.
-"""
+"""A command's answer as text or Markdown for people, one CSV table or JSON for programs; events on
+the way go to stderr. Nothing else in a command prints."""
 
 from __future__ import annotations
 
@@ -8,24 +7,15 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fourfold.escape import csv_text, json_text, one_line, steer
 from fourfold.events import Event
-from fourfold.show.table import FORMATS as FORMATS
 from fourfold.show.table import Grid, Part, render
 
 # In a log file a line every few seconds says enough.
 _LOG_EVERY_S = 10.0
 _DIGITS = re.compile("[0-9]+")
-
-
-class Answer(Protocol):
-    """What a verb returns: its JSON as plain data, and flat dicts in base units, one a line."""
-
-    def plain(self) -> Any: ...
-
-    def rows(self) -> Sequence[dict[str, Any]]: ...
 
 
 class Output(NamedTuple):
@@ -39,7 +29,8 @@ class Output(NamedTuple):
     raw: str | None = None
 
     @classmethod
-    def of(cls, answer: Answer, parts: Callable[[], Iterable[Part]], status: int = 0) -> Output:
+    def of(cls, answer: Any, parts: Callable[[], Iterable[Part]], status: int = 0) -> Output:
+        """Of what a verb returns."""
         return cls(answer.plain, answer.rows, parts, status)
 
 

@@ -84,6 +84,14 @@ def count_from(text: str) -> int:
     return _count(text, _THOUSANDS, "20B or 20e9 (k = 1e3, M = 1e6, B = 1e9, T = 1e12)")
 
 
+def number_from(text: str) -> float:
+    """85144.5, or 3.2M with the letters of a count."""
+    try:
+        return float(text)
+    except ValueError:
+        return float(count_from(text))
+
+
 def _count(text: str, units: dict[str, int], example: str) -> int:
     import decimal  # 2 ms, only paid for a word
 

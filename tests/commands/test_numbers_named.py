@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from fourfold.cli import main
-from fourfold.commands import runs
 from fourfold.cost.count.flops import DEFAULT
+from fourfold.show.runs import runs_page
 from fourfold.spec import catalog
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.expression import in_gib, parse
 from fourfold.tables.context import Context, after
 from fourfold.tables.publish import STYLE_CONVENTION
 from fourfold.verbs.requests import PlanRequest
+from fourfold.verbs.runs import StoredRuns
 
 PLAN = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8", "--seq-len", "4096",
         "--global-batch", "64", "--top", "1", "--format", "json"]  # fmt: skip
@@ -84,5 +84,6 @@ def test_every_gpu_says_how_it_is_linked() -> None:
     assert replace(catalog.device("h200"), links=0).usual_link_bytes_per_s == 64e9
 
 
-def test_runs_tell_shardings_apart(tmp_path: Path) -> None:
-    assert "sharding" in runs.HEADINGS
+def test_runs_tell_shardings_apart() -> None:
+    grid, *_ = runs_page(StoredRuns(()), "runs")
+    assert "sharding" in grid.headings

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fourfold.cli import main
-from fourfold.commands import demo, sweep
+from fourfold.commands import sweep
 from fourfold.events import Event
 from fourfold.output import Stderr
+from fourfold.show.runs import _judged
 from fourfold.spec.sweep import expand, read_sweep
+from fourfold.verbs.demo import DemoRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,15 +50,20 @@ def test_report_names_what_it_does_not_read(tmp_path: Path, capsys) -> None:
 
 
 def test_demo_gives_a_verdict() -> None:
-    said = {"predicted_s": 1.0, "predicted_s_low": 0.5, "predicted_s_high": 2.0, "flags": []}
-    inside = said | {"layout": "dp4", "measured_s": 1.2}
-    outside = said | {"layout": "tp4", "measured_s": 3.1, "flags": ["machine changed"]}
-    assert demo._verdict([inside])[0] == "1 of 1 measured inside their 80% interval"
-    lines = demo._verdict([outside, inside])
+    failed = DemoRun(
+        layout="dp4", sharding="zero1", micro_batch=1, predicted_s=1.0, predicted_s_low=0.5,
+        predicted_s_high=2.0, predicted_peak_bytes=1.0, outcome="oom",
+    )  # fmt: skip
+    inside = replace(failed, outcome="ok", measured_s=1.2, inside_interval=True, flags=[])
+    outside = replace(
+        failed, layout="tp4", measured_s=3.1, inside_interval=False, flags=["machine changed"]
+    )
+    assert _judged((inside,))[0] == "1 of 1 measured inside their 80% interval"
+    lines = _judged((outside, inside))
     assert lines[0].startswith("1 of 2 measured inside their 80% interval; they took 2.1 times")
     assert "fastest measured: dp4, predicted as number 2 of these" in lines
     assert "doubt tp4: machine changed" in lines
-    assert demo._verdict([said | {"layout": "dp4", "outcome": "oom"}]) == []
+    assert _judged((failed,)) == []
 
 
 def test_a_new_phase_is_logged_at_once(capsys) -> None:

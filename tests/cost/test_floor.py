@@ -10,7 +10,8 @@ from fourfold.cost.floor import least_bytes, parts, total
 from fourfold.cost.run import columns_of
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult, PhaseTime
 from fourfold.search.query import usual_cluster
-from fourfold.show import floor as shown
+from fourfold.show.one_rank import floor_page
+from fourfold.show.pictures import floor_picture
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.one_rank import floor_plain
@@ -88,12 +89,12 @@ def test_a_slow_watch_does_not_make_parts_larger_than_the_step():
 
 def test_the_table_and_the_picture_show_every_part(tmp_path):
     rows = parts(found())
-    grid, _, text = shown.page(rows, 32768)
+    grid, _, text = floor_page(rows, 32768)
     assert [cells[0] for cells in grid.rows[:-1]] == [row.name for row in rows]
     assert "% of the limit" in text
     said = floor_plain(rows, 32768)
     assert said["limit_s"] < said["step_s"]
     assert sum(part["engine_s"] for part in said["parts"]) == pytest.approx(said["step_s"])
     pytest.importorskip("matplotlib")
-    picture = shown.picture([("1b", rows)], "floor.svg").decode()
+    picture = floor_picture([("1b", rows)], "floor.svg").decode()
     assert picture.count("<svg") == 1

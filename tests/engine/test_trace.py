@@ -14,9 +14,9 @@ from fourfold.launch.local import run_job
 from fourfold.launch.trace import count_layer, run_layer
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.trace import TraceMeasure
-from fourfold.show import trace_run
 from fourfold.spec import catalog, codec
 from fourfold.spec.layout import Layout
+from fourfold.verbs.trace import Traced
 
 WORLD = Layout(tp=2, shard=2)
 
@@ -62,10 +62,12 @@ def test_every_shape_and_byte_is_as_computed(kind: Kind, question: Ask, tmp_path
     measured = measure(kind, question, tmp_path)
     assert measured.wrong == ()
     program = build(kind, question)
-    rows = walk(program, generic_cluster(4), workspace_bytes=0)
+    cluster = generic_cluster(4)
+    rows = walk(program, cluster, workspace_bytes=0)
+    pairs = Traced(program, cluster, rows, measured).pairs
     tensors = [t for row in rows for t in row.tensors if t.name != "block_fp32"]
     assert measured.checked == 4 * len(tensors)
-    for row, pair in zip(rows, trace_run.pairs(program, rows, measured), strict=True):
+    for row, pair in zip(rows, pairs, strict=True):
         assert pair.live_bytes == pair.measured.live_bytes
         # gloo may hold a sent buffer while the next is made; the engine's joins also make vectors
         # of one number a row, which no list names.
@@ -99,8 +101,9 @@ def test_a_layer_sends_and_holds_what_was_computed(
     measured = run_layer(spec, payload_bytes(counts[0]), "cpu")
     assert measured.wrong == ()
     program = layer_program(spec, 0, counts[0])
-    rows = layer_rows(program, spec, counts, generic_cluster(4), workspace_bytes=0)
-    forward, backward = trace_run.pairs(program, rows, measured)
+    cluster = generic_cluster(4)
+    rows = layer_rows(program, spec, counts, cluster, workspace_bytes=0)
+    forward, backward = Traced(program, cluster, rows, measured).pairs
     norms = 2 * 512 // layout.cp // layout.tp * spec.model.hidden * 4
     vectors = 8 * 512 * 8
     for half in (forward, backward):

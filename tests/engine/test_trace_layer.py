@@ -20,14 +20,16 @@ from fourfold.engine.jobs.dryrun import count_rank
 from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.engine.trace.layer import count_layer
 from fourfold.errors import UserError
+from fourfold.output import Output, text_of
 from fourfold.search.legal import require_legal
-from fourfold.show import trace as show
+from fourfold.show.trace import page
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
+from fourfold.verbs.trace import Traced
 
 TOKENS = 8192
-Traced = tuple[Program, tuple[StepRow, ...]]
+Steps = tuple[Program, tuple[StepRow, ...]]
 
 
 def spec_of(name: str = "llama-3.1-8b", tokens: int = TOKENS, **changes: object) -> RunSpec:
@@ -37,7 +39,7 @@ def spec_of(name: str = "llama-3.1-8b", tokens: int = TOKENS, **changes: object)
     return spec
 
 
-def trace(spec: RunSpec, rank: int = 0) -> Traced:
+def trace(spec: RunSpec, rank: int = 0) -> Steps:
     compat.quiet()
     counts = count_layer(spec, rank), count_layer(stretched_sizes(spec), rank)
     program = layer_program(spec, rank, counts[0])
@@ -208,10 +210,11 @@ def test_alibi_keeps_its_bias_and_fp8_its_formats() -> None:
 def test_forms_agree() -> None:
     program, rows = trace(spec_of(tokens=2048, layout=Layout(tp=2, cp=2)))
     cluster = generic_cluster(4)
-    data = json.loads(json.dumps(show.plain(program, rows, cluster)))
-    lines = show.tensor_rows(rows)
-    text = show.text(program, rows, cluster, "text")
-    assert sum(int(line["comm_bytes"] or 0) for line in lines) == sent_bytes(rows)
+    answer = Traced(program, cluster, rows)
+    data = json.loads(json.dumps(answer.plain()))
+    lines = answer.rows()
+    text = text_of(Output(parts=lambda: page(answer, "text")), "text")
+    assert sum(line.get("comm_bytes", 0) for line in lines) == sent_bytes(rows)
     assert sum(step["flops_all"] for step in data["steps"]) == sum(row.flops_all for row in rows)
     for tensor in (tensor for step in data["steps"] for tensor in step["tensors"]):
         assert f"{tensor['name']} {tensor['symbolic']} = {tensor['shape']}" in text

@@ -18,9 +18,11 @@ from fourfold.cost.trace.mlp import mlp, mlp2d
 from fourfold.cost.trace.ring import ring
 from fourfold.cost.trace.steps import WORKSPACE_BYTES, Program, stretched
 from fourfold.cost.trace.walk import StepRow, walk
-from fourfold.show import trace as show
+from fourfold.output import Output, text_of
+from fourfold.show.trace import page
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
+from fourfold.verbs.trace import Traced
 
 PROGRAMS = {"ulysses": ulysses, "allgather": allgather, "ring": ring, "mlp": mlp, "mlp2d": mlp2d}
 
@@ -151,23 +153,21 @@ def test_memory_is_what_is_held(case: tuple[str, Ask]) -> None:
 def test_text_json_and_csv_agree(case: tuple[str, Ask]) -> None:
     program, rows = trace(*case)
     cluster = stretched(catalog.cluster("nvidia-h100"), program.ranks)
-    data = json.loads(json.dumps(show.plain(program, rows, cluster)))
-    lines = show.tensor_rows(rows)
-    text = show.text(program, rows, cluster, "text")
+    answer = Traced(program, cluster, rows)
+    data = json.loads(json.dumps(answer.plain()))
+    lines = answer.rows()
+    text = text_of(Output(parts=lambda: page(answer, "text")), "text")
     assert len(lines) == sum(max(1, len(step["tensors"])) for step in data["steps"])
     place = 0
     for number, step in enumerate(data["steps"], 1):
         first = lines[place]
-        assert (first["step"], first["name"]) == (str(number), step["name"])
+        assert (first["step"], first["name"]) == (number, step["name"])
         for key in ("flops_rank", "flops_all", "comm_bytes", "live_bytes", "peak_bytes"):
-            assert int(first[key]) == step[key]
+            assert first[key] == step[key]
         for tensor in step["tensors"]:
             line = lines[place]
-            assert json.loads(line["shape"]) == tensor["shape"]
-            assert (int(line["elements"]), int(line["bytes"])) == (
-                tensor["elements"],
-                tensor["bytes"],
-            )
+            for key in ("shape", "elements", "bytes"):
+                assert line[key] == tensor[key]
             assert prod(tensor["shape"]) == tensor["elements"]
             named = f"{tensor['name']} {tensor['symbolic']} = {tensor['shape']}"
             assert named in text

@@ -536,7 +536,7 @@ def test_missing_words_are_named() -> None:
 
         args = command_parser("plan").parse_args(words[1:])
         with pytest.raises(UserError, match=said):
-            args.run(args)
+            args.run(args, print)
 
 
 def test_csv_is_one_rectangle_with_a_column_for_every_axis(capsys) -> None:

@@ -8,6 +8,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from fourfold.events import OnEvent
     from fourfold.flag import Option
     from fourfold.output import Output
 
@@ -56,7 +57,7 @@ class Command(NamedTuple):
     name: str
     description: str
     options: tuple[Option, ...] = ()
-    run: Callable[[Any], Output] | None = None
+    run: Callable[[Any, OnEvent], Output] | None = None
     examples: str = ""
     line: str = ""  # one line for the list of sub-commands
     actions: Mapping[str, Command] = MappingProxyType({})

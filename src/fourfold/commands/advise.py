@@ -11,9 +11,10 @@ from typing import Any
 
 import fourfold
 from fourfold import options
-from fourfold.output import Output, Stderr
-from fourfold.show.advise import page
-from fourfold.verbs.tool_requests import AdviseRequest
+from fourfold.events import OnEvent
+from fourfold.output import Output
+from fourfold.show.shapes import advice_page
+from fourfold.verbs.requests import AdviseRequest
 
 EXAMPLES = """\
 examples:
@@ -26,7 +27,6 @@ examples:
 OPTIONS = (*options.of(AdviseRequest), options.FORMAT)
 
 
-def run(args: Any) -> Output:
-    answer = fourfold.advise(options.load(AdviseRequest, args), on_event=Stderr())
-    none_fits = answer.shapes is not None and all(row["days"] is None for row in answer.shapes)
-    return Output.of(answer, lambda: page(answer.facts), status=int(none_fits))
+def run(args: Any, show: OnEvent) -> Output:
+    answer = fourfold.advise(options.load(AdviseRequest, args), on_event=show)
+    return Output.of(answer, lambda: advice_page(answer), status=int(answer.none_fits))

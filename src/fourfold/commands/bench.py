@@ -18,10 +18,11 @@ from fourfold import files, options
 from fourfold.cost.count.flops import DEFAULT, convention
 from fourfold.errors import UserError
 from fourfold.escape import json_text
-from fourfold.events import notes
+from fourfold.events import OnEvent, notes
 from fourfold.options import option
-from fourfold.output import Output, Stderr
-from fourfold.show import bench, figures, floor, one_rank
+from fourfold.output import Output
+from fourfold.show import bench, one_rank
+from fourfold.show.pictures import floor_picture, must_be_picture
 from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.run_requests import ONE_RANK, BenchRequest, OneRankRequest
 
@@ -55,15 +56,13 @@ OPTIONS = (
 )
 
 
-def run(args: Any) -> Output:
-    show = Stderr()
+def run(args: Any, show: OnEvent) -> Output:
     if _is_one_rank(args):
         return _one_rank(args, show)
     rule = convention(args.convention or DEFAULT).id
     request = options.load(BenchRequest, args)
     table = options.run_table(args, extra=_RUN, note=notes(show))
     answer = fourfold.bench(table, request, on_event=show)
-    show.close()
     parts = lambda: [part for one in answer.runs for part in (*bench.page(one, rule), "")]  # noqa: E731
     return Output.of(answer, parts, status=0 if answer.ok else 1)
 
@@ -82,20 +81,19 @@ def _is_one_rank(args: Any) -> bool:
     return args.as_rank is not None or bool(args.against)
 
 
-def _one_rank(args: Any, show: Stderr) -> Output:
+def _one_rank(args: Any, show: OnEvent) -> Output:
     if args.picture:
-        figures.must_be_picture(args.picture)
+        must_be_picture(args.picture)
     if args.against and args.as_rank is None:
         args.world = args.world or 1
     request = options.load(OneRankRequest, args, cluster=args.cluster, profile=args.profile)
     table = options.run_table(args, extra=_RUN, note=notes(show))
     answer = fourfold.one_rank(table, request, on_event=show)
-    show.close()
     if args.out:
         files.write_text(args.out, json_text(answer.plain()) + "\n")
     if args.picture:
         steps = [(one_rank.name_of(one.spec), one.floor) for one in answer.ranks if one.found]
-        files.write_bytes(args.picture, floor.picture(steps, args.picture), field="picture")
+        files.write_bytes(args.picture, floor_picture(steps, args.picture), field="picture")
     details, against = bool(args.details), bool(args.against)
     parts = lambda: one_rank.page(answer.ranks, details=details, against=against)  # noqa: E731
     return Output.of(answer, parts, status=0 if answer.ok else 1)

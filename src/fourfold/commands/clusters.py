@@ -15,12 +15,12 @@ import fourfold
 from fourfold import files, options
 from fourfold.commands import Command
 from fourfold.errors import UserError
-from fourfold.events import Event
+from fourfold.events import Event, OnEvent
 from fourfold.options import option
-from fourfold.output import Output, Stderr
-from fourfold.show import clusters as shown
+from fourfold.output import Output
+from fourfold.show import machines
 from fourfold.spec import catalog, codec
-from fourfold.verbs.tool_requests import ClusterRequest
+from fourfold.verbs.requests import ClusterRequest
 
 EXAMPLES = """\
 examples:
@@ -40,40 +40,38 @@ OPTIONS = (
 )
 
 
-def run(args: Any) -> Output:
+def run(args: Any, show: OnEvent) -> Output:
     if args.cluster is not None and args.gpu is not None:
         raise UserError(
             "cannot be combined with a cluster", field="gpu", value=args.gpu, hint="omit one"
         )
     if args.cluster is not None:
         one = fourfold.cluster(args.cluster)
-        return Output.of(one, lambda: shown.cluster_page(one.cluster))
+        return Output.of(one, lambda: machines.cluster_page(one.cluster))
     if args.gpu == "all":
-        return Output.of(fourfold.gpus(), shown.gpus_page)
+        known = fourfold.gpus()
+        return Output.of(known, lambda: machines.gpus_page(known.gpus))
     if args.gpu is not None:
         device = catalog.device(args.gpu)
         plain = codec.dump(device)
-        return Output(lambda: plain, lambda: [plain], lambda: shown.gpu_page(device))
-    return Output.of(fourfold.clusters(), shown.all_page)
+        return Output(lambda: plain, lambda: [plain], lambda: machines.gpu_page(device))
+    every = fourfold.clusters()
+    return Output.of(every, lambda: machines.clusters_page(every.clusters, every.gpus))
 
 
-def new(args: Any) -> Output:
-    show = Stderr()
+def new(args: Any, show: OnEvent) -> Output:
     if args.out:
         files.require_mine(args.out, mark="", force=bool(args.force))
     name = args.name or (Path(args.out).stem if args.out else None)
     request = options.load(ClusterRequest, args, name=name)
     answer = fourfold.new_cluster(request, ask=_ask, on_event=show)
     if not args.out:
-        return (
-            Output(raw=answer.toml)
-            if args.format in (None, "text", "md")
-            else Output.of(answer, list)
-        )
+        is_text = args.format in (None, "text", "md")
+        return Output(raw=answer.toml) if is_text else Output.of(answer, list)
     files.write_text(args.out, answer.toml)
     path = args.out if "/" in args.out or args.out.endswith(".toml") else f"./{args.out}"
     show(Event(f"wrote {args.out}; use it as --cluster {path}"))
-    return Output.of(answer, lambda: shown.cluster_page(answer.cluster))
+    return Output.of(answer, lambda: machines.cluster_page(answer.cluster))
 
 
 def _ask(field: str, question: str, flag: str) -> str:

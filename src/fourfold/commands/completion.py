@@ -12,6 +12,7 @@ from typing import Any
 from fourfold.commands import COMMANDS, load
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
 from fourfold.errors import UserError
+from fourfold.events import OnEvent
 from fourfold.flag import Option
 from fourfold.options import option
 from fourfold.output import Output
@@ -71,7 +72,7 @@ OPTIONS = (
 )
 
 
-def run(args: Any) -> Output:
+def run(args: Any, show: OnEvent) -> Output:
     if args.shell == "words":
         return Output(raw="".join(f"{word}\n" for word in candidates(args.words)))
     if args.shell not in _SCRIPTS or args.words:

@@ -13,10 +13,12 @@ from typing import Any
 import fourfold
 from fourfold import options
 from fourfold.commands import Command
+from fourfold.events import OnEvent
 from fourfold.options import option
-from fourfold.output import Output, Stderr
-from fourfold.show.table import Grid, Part
+from fourfold.output import Output
+from fourfold.show.table import Part, quantities
 from fourfold.units import show_bytes
+from fourfold.verbs.requests import TokensRequest
 
 EXAMPLES = """\
 examples:
@@ -28,33 +30,21 @@ examples:
 """
 
 
-def make(args: Any) -> Output:
-    given = options.given(args, "tokenizer", "vocab", "end_token", "force")
-    answer = fourfold.make_tokens(args.files, args.out, **given, on_event=Stderr())
-    return Output.of(answer, lambda: _page(answer.facts))
+def make(args: Any, show: OnEvent) -> Output:
+    answer = fourfold.make_tokens(options.load(TokensRequest, args), on_event=show)
+    return Output.of(answer, lambda: _page(answer))
 
 
-def show(args: Any) -> Output:
-    answer = fourfold.show_tokens(args.name, quick=bool(args.quick), on_event=Stderr())
-    status = 1 if answer.facts["checksum"] == "differs" else 0
-    return Output.of(answer, lambda: _page(answer.facts), status=status)
+def show_file(args: Any, show: OnEvent) -> Output:
+    answer = fourfold.show_tokens(args.name, quick=bool(args.quick), on_event=show)
+    return Output.of(answer, lambda: _page(answer), status=int(answer.checksum == "differs"))
 
 
 ACTIONS = {
     "make": Command(
         "make",
         "Turn texts into a token file.",
-        (
-            option("files", "text files; - is stdin", "FILE", nargs="+"),
-            option(
-                "--out", "name of the token file: NAME.bin and NAME.json", "NAME", required=True
-            ),
-            option("--tokenizer", "bytes (default), or a Hugging Face tokenizer.json", "FILE"),
-            option("--vocab", "vocabulary of the model, to check against", "N", read=int),
-            option("--end-token", "token after each document, or 'none'", "TEXT"),
-            option("--force", "overwrite an existing NAME", switch=True),
-            options.FORMAT,
-        ),
+        (*options.of(TokensRequest), options.FORMAT),
         make,
         line="make a token file from texts",
     ),
@@ -66,34 +56,31 @@ ACTIONS = {
             option("--quick", "check only both ends of the file", switch=True),
             options.FORMAT,
         ),
-        show,
+        show_file,
         line="show and check a token file",
     ),
 }
 
 
-def _page(facts: dict[str, Any]) -> list[Part]:
-    end = "none" if facts["end"] < 0 else str(facts["end"])
+def _page(answer: Any) -> list[Part]:
+    info, distinct = answer.info, answer.distinct_tokens
     checks = {
         "matches": "all tokens read",
         "ends match": "first and last MiB looked at",
-        "differs": f"side file says {facts['sha256'][:16]}",
+        "differs": f"side file says {info.sha256[:16]}",
     }
+    end = "none" if info.end < 0 else info.end
     rows = [
-        ["file", facts["tokens_file"], ""],
-        ["tokens", f"{facts['tokens']:,}", f"{facts['dtype']}, {show_bytes(facts['size_bytes'])}"],
-        ["documents", f"{facts['documents']:,}", f"end token: {end}"],
-        ["tokenizer", facts["tokenizer"], ""],
-        ["vocabulary", f"{facts['vocab']:,}", _distinct(facts)],
-        ["unigram entropy", f"{facts['unigram_nats']:.4f} nats", "loss of frequencies alone"],
-        ["checksum", facts["checksum"], checks[facts["checksum"]]],
-        ["sha256", facts.get("found_sha256", facts["sha256"])[:16], ""],
-        ["first tokens", " ".join(map(str, facts["first_tokens"][:12])), ""],
+        ["file", answer.tokens_file, ""],
+        ["tokens", f"{info.tokens:,}", f"{info.dtype}, {show_bytes(info.size_bytes)}"],
+        ["documents", f"{info.documents:,}", f"end token: {end}"],
+        ["tokenizer", info.tokenizer, ""],
+        ["vocabulary", f"{info.vocab:,}", f"{distinct:,} of them occur" if distinct else ""],
+        ["unigram entropy", f"{answer.unigram_nats:.4f} nats", "loss of frequencies alone"],
+        ["checksum", answer.checksum, checks[answer.checksum]],
+        ["sha256", (answer.found_sha256 or info.sha256)[:16], ""],
+        ["first tokens", " ".join(map(str, answer.first_tokens[:12])), ""],
     ]
-    if "first_text" in facts:
-        rows.append(["as text", ascii(facts["first_text"])[1:-1][:60], ""])
-    return [Grid(["quantity", "value", "note"], rows)]
-
-
-def _distinct(facts: dict[str, Any]) -> str:
-    return f"{facts['distinct_tokens']:,} of them occur" if "distinct_tokens" in facts else ""
+    if answer.first_text is not None:
+        rows.append(["as text", ascii(answer.first_text)[1:-1][:60], ""])
+    return [quantities(rows)]

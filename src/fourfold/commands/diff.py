@@ -11,11 +11,10 @@ from typing import Any
 
 import fourfold
 from fourfold import options
+from fourfold.events import OnEvent
 from fourfold.options import option
-from fourfold.output import Output, Stderr
-from fourfold.show.bench import oom_page
-from fourfold.show.table import Grid, Part
-from fourfold.units import show_bytes, show_seconds
+from fourfold.output import Output
+from fourfold.show.runs import diff_page
 from fourfold.verbs.requests import RunFilter
 
 EXAMPLES = """\
@@ -32,36 +31,6 @@ OPTIONS = (
 )
 
 
-def run(args: Any) -> Output:
-    answer = fourfold.diff(args.a, args.b, store=args.runs or "runs", on_event=Stderr())
-    return Output.of(answer, lambda: _page(answer))
-
-
-def _page(answer: Any) -> list[Part]:
-    rows = [["setting", name, _text(a), _text(b)] for name, a, b in answer.settings]
-    rows += [["environment", name, _text(a), _text(b)] for name, a, b in answer.environment]
-    rows += [["result", name, _told(name, a), _told(name, b)] for name, a, b in answer.result]
-    headings = ["what", "name", f"A ({answer.names[0]})", f"B ({answer.names[1]})"]
-    said = answer.verdict
-    ratio = f"B takes {said.ratio:.4f} x A's time; " if said.ratio else ""
-    parts: list[Part] = [Grid(headings, rows), "", f"{said.verdict}: {ratio}{said.why}"]
-    for name, oom in answer.post_mortem.items():
-        blank, moment, *tables = oom_page(oom)
-        parts += [blank, f"{name.upper()} {moment}", *tables]
-    return parts
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else str(value)[:60]
-
-
-def _told(name: str, value: Any) -> str:
-    if value is None or value == "":
-        return "-"
-    if name.startswith("link_"):
-        return f"{value / 1e9:,.2f} GB/s"
-    if name.endswith(("_s", "_low", "_high")):
-        return show_seconds(value)
-    if name.endswith("_bytes"):
-        return show_bytes(value)
-    return f"{value:,.6g}" if isinstance(value, float) else str(value)
+def run(args: Any, show: OnEvent) -> Output:
+    answer = fourfold.diff(args.a, args.b, store=args.runs or "runs", on_event=show)
+    return Output.of(answer, lambda: diff_page(answer))

@@ -12,9 +12,9 @@ from typing import Any
 
 import fourfold
 from fourfold import options
-from fourfold.events import notes
+from fourfold.events import OnEvent, notes
 from fourfold.options import option
-from fourfold.output import Output, Stderr
+from fourfold.output import Output
 from fourfold.result.one_rank import RESERVED_RATIO
 from fourfold.show.table import Grid, Part
 from fourfold.spec.layout import AXES
@@ -34,11 +34,9 @@ OPTIONS = (
 )
 
 
-def run(args: Any) -> Output:
-    show = Stderr()
+def run(args: Any, show: OnEvent) -> Output:
     spec = options.run_spec(options.run_table(args, note=notes(show)))
     answer = fourfold.dryrun(spec, rank=args.rank, stages=bool(args.stages), on_event=show)
-    show.close()
     return Output.of(answer, lambda: _page(answer))
 
 

@@ -16,10 +16,11 @@ from typing import Any
 import fourfold
 from fourfold import files, options
 from fourfold.errors import UserError
-from fourfold.events import Event
+from fourfold.events import Event, OnEvent
 from fourfold.options import option
-from fourfold.output import Output, Stderr
-from fourfold.show.table import Grid, Part
+from fourfold.output import Output
+from fourfold.show.table import Grid, or_dash, table
+from fourfold.verbs.requests import FitRequest
 
 EXAMPLES = """\
 examples:
@@ -28,49 +29,40 @@ examples:
   fourfold fit candidates.csv --suggest 10
 """
 OPTIONS = (
-    option("rows", "measured runs", "ROWS.csv", nargs="*"),
-    option("--runs", "also use the runs of this store", "DIR"),
-    option("--cluster", "cluster of those runs", "NAME"),
+    *options.of(FitRequest),
     option("--out", "file for the calibration (JSON)", "FILE"),
-    option("--prior", "calibration to start from", "FILE"),
-    option("--suggest", "suggest the K most informative runs", "K", read=int),
-    option("--name", "name of the calibration", "TEXT"),
     options.FORCE,
     options.FORMAT,
 )
-_MARK = '"type": "Calibration"'
 
 
-def run(args: Any) -> Output:
-    show = Stderr()
-    source = {"runs": args.runs, "cluster": args.cluster, "prior": args.prior, "on_event": show}
-    if args.suggest is not None:
-        picks = fourfold.suggest_runs(args.rows, args.suggest, **source)
-        return Output.of(picks, lambda: [_suggested(picks.table)])
+def run(args: Any, show: OnEvent) -> Output:
+    request = options.load(FitRequest, args)
+    if request.suggest is not None:
+        picks = fourfold.suggest_runs(request, on_event=show)
+        return Output.of(picks, lambda: [_suggested(picks.suggested)])
     if not args.out:
         raise UserError("is required", field="out")
-    files.require_mine(args.out, mark=_MARK, force=bool(args.force))
-    answer = fourfold.fit(args.rows, name=args.name, **source)
+    files.require_mine(args.out, mark='"type": "Calibration"', force=bool(args.force))
+    answer = fourfold.fit(request, on_event=show)
     files.write_text(args.out, answer.json())
     show(Event(f"written to {args.out}"))
-    plain = {"out": args.out, "entries": answer.rows()}
+    plain = {"out": args.out, **answer.plain()}
     return Output(lambda: plain, answer.rows, lambda: [_entries(answer.rows())])
 
 
-def _entries(rows: list[dict[str, Any]]) -> Part:
-    headings = ["stack", "cluster", "rows", "free", "median %", "cv median %", "cv p90 %"]
-    cells = [
-        [e["stack"], e["cluster"], str(e["rows"]),
-         f"{len(e['free_time'])}+{len(e['free_memory'])}",
-         *(_pct(e.get(f"{n}_pct")) for n in ("median", "cv_median", "cv_p90"))]
-        for e in rows
-    ]  # fmt: skip
-    return Grid(headings, cells)
+def _entries(rows: list[dict[str, Any]]) -> Grid:
+    return table(
+        rows,
+        ("stack", lambda e: e["stack"]),
+        ("cluster", lambda e: e["cluster"]),
+        ("rows", lambda e: str(e["rows"])),
+        ("free", lambda e: f"{len(e['free_time'])}+{len(e['free_memory'])}"),
+        ("median %", lambda e: or_dash(e.get("median_pct"), ".1f")),
+        ("cv median %", lambda e: or_dash(e.get("cv_median_pct"), ".1f")),
+        ("cv p90 %", lambda e: or_dash(e.get("cv_p90_pct"), ".1f")),
+    )
 
 
-def _suggested(rows: list[dict[str, Any]]) -> Part:
+def _suggested(rows: list[dict[str, Any]]) -> Grid:
     return Grid([*rows[0]] if rows else ["row_id"], [[*map(str, row.values())] for row in rows])
-
-
-def _pct(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import fourfold
 from fourfold import options
+from fourfold.events import OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show.table import Grid, Part
@@ -29,11 +30,10 @@ OPTIONS = (
 )
 
 
-def run(args: Any) -> Output:
+def run(args: Any, show: OnEvent) -> Output:
     if args.rules:
-        rules = fourfold.lint_rules()
-        cells = [[row["rule"], row["what"]] for row in rules.table]
-        return Output.of(rules, lambda: [Grid(["rule", "what must hold"], cells)])
+        known = fourfold.lint_rules()
+        return Output.of(known, lambda: [Grid(["rule", "what must hold"], [*known.rules.items()])])
     answer = fourfold.lint(args.files, ignore=args.ignore or ())
     status = 1 if answer.findings else 0
     return Output.of(answer, lambda: _page(answer, several=len(args.files) > 1), status=status)

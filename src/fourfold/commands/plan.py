@@ -14,11 +14,12 @@ from typing import Any
 import fourfold
 from fourfold import files, options
 from fourfold.errors import UserError
-from fourfold.events import Event, notes
+from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
-from fourfold.output import Output, Stderr
+from fourfold.output import Output
 from fourfold.show import plan as shown
-from fourfold.show.schedule_picture import checked_suffix, picture
+from fourfold.show.pictures import must_be_picture
+from fourfold.show.schedule_picture import SUFFIXES, picture
 from fourfold.verbs.requests import PlanRequest, decided
 
 EXAMPLES = """\
@@ -52,8 +53,7 @@ OPTIONS = (
 )
 
 
-def run(args: Any) -> Output:
-    show = Stderr()
+def run(args: Any, show: OnEvent) -> Output:
     if args.stack == "list":
         known = fourfold.stacks(
             cluster=args.cluster, gpu=args.gpu, profile=args.profile, calibration=args.calibration
@@ -71,15 +71,15 @@ def run(args: Any) -> Output:
     return Output.of(answer, parts, status=0 if answer.ranked else 1)
 
 
-def _request(args: Any, show: Stderr) -> PlanRequest:
+def _request(args: Any, show: OnEvent) -> PlanRequest:
     given = decided(options.run_table(args, note=notes(show)))
     given |= {"ramp": args.ramp} if args.ramp else {}
     return options.load(PlanRequest, args, **given)
 
 
-def _explain(args: Any, request: PlanRequest, show: Stderr) -> Output:
+def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     if args.timeline:
-        checked_suffix(args.timeline)
+        must_be_picture(args.timeline, "timeline", SUFFIXES)
     said = fourfold.explain(request, args.explain, draw=bool(args.timeline), on_event=show)
     if said.timeline is not None:
         files.write_bytes(args.timeline, picture(said.timeline, args.timeline), field="timeline")
@@ -89,7 +89,7 @@ def _explain(args: Any, request: PlanRequest, show: Stderr) -> Output:
     return Output.of(found, parts, status=0 if found.legal and found.fits else 1)
 
 
-def _export(args: Any, request: PlanRequest, show: Stderr) -> Output:
+def _export(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     """The chosen layout as files in --out, or as one text on stdout."""
     found = fourfold.export(request, pick=args.pick or 1, name=args.model or "", on_event=show)
     for note in found.notes:

@@ -12,9 +12,9 @@ from typing import Any
 
 import fourfold
 from fourfold import files, options
-from fourfold.events import Event
+from fourfold.events import Event, OnEvent
 from fourfold.options import option
-from fourfold.output import Output, Stderr
+from fourfold.output import Output
 from fourfold.verbs.requests import PlanRequest
 
 EXAMPLES = """\
@@ -32,8 +32,7 @@ OPTIONS = (
 _MARK = "row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,mem_gb,fits,tight"
 
 
-def run(args: Any) -> Output:
-    show = Stderr()
+def run(args: Any, show: OnEvent) -> Output:
     files.require_mine(args.out, mark=_MARK, force=bool(args.force))
     answer = fourfold.predict_table(args.rows, calibration=args.calibration, on_event=show)
     files.write_text(args.out, answer.csv())

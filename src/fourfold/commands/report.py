@@ -15,9 +15,9 @@ from typing import Any
 import fourfold
 from fourfold import files, options
 from fourfold.errors import UserError
-from fourfold.events import Event
+from fourfold.events import Event, OnEvent
 from fourfold.options import option
-from fourfold.output import Output, Stderr, table_csv
+from fourfold.output import Output, table_csv
 from fourfold.result.files.run_file import INDEX, RUN_FILE
 from fourfold.tables.forms import write
 from fourfold.verbs.requests import ReportRequest
@@ -38,8 +38,7 @@ OPTIONS = (
 _MARKS = {"csv": ",about\n", "md": "Written by 'fourfold report'"}
 
 
-def run(args: Any) -> Output:
-    show = Stderr()
+def run(args: Any, show: OnEvent) -> Output:
     answer = fourfold.report(options.load(ReportRequest, args), on_event=show)
     if args.out:
         _write_both(answer, args.out, bool(args.force), show)
@@ -50,7 +49,7 @@ def run(args: Any) -> Output:
     return Output(answer.plain, answer.styled_rows, lambda: [page])
 
 
-def _write_both(answer: Any, name: str, force: bool, show: Stderr) -> None:
+def _write_both(answer: Any, name: str, force: bool, show: OnEvent) -> None:
     stem = name.removesuffix(".csv").removesuffix(".md")
     if Path(stem).name in ("", INDEX, RUN_FILE):
         raise UserError(

@@ -13,13 +13,11 @@ import fourfold
 from fourfold import options
 from fourfold.commands import Command
 from fourfold.cost.count.flops import DEFAULT, convention
+from fourfold.events import OnEvent
 from fourfold.options import option
-from fourfold.output import Output, Stderr
-from fourfold.result.record import Record
-from fourfold.result.report import OUTCOMES
+from fourfold.output import Output
 from fourfold.show.bench import page
-from fourfold.show.table import Grid
-from fourfold.units import show_bytes, show_seconds
+from fourfold.show.runs import runs_page
 from fourfold.verbs.requests import PlanRequest, RunsRequest
 
 EXAMPLES = """\
@@ -30,25 +28,17 @@ examples:
   fourfold runs show 3fa2
 """
 OPTIONS = (*options.of(RunsRequest), options.FORMAT)
-HEADINGS = (
-    "run", "model", "layout", "seq", "micro", "global", "precision", "sharding", "outcome",
-    "step time", "tokens/s/GPU", "memory", "tag", "why",
-)  # fmt: skip
 
 
-def run(args: Any) -> Output:
+def run(args: Any, show: OnEvent) -> Output:
     request = options.load(RunsRequest, args)
-    answer = fourfold.runs(request, on_event=Stderr())
-    counts = answer.outcomes
-    listed = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if name in counts)
-    line = f"{len(answer.runs)} runs in {request.runs}" + (f": {listed}" if listed else "")
-    cells = [_cells(stored.summary) for stored in answer.runs]
-    return Output.of(answer, lambda: [Grid(HEADINGS, cells), "", line])
+    answer = fourfold.runs(request, on_event=show)
+    return Output.of(answer, lambda: runs_page(answer, request.runs))
 
 
-def show(args: Any) -> Output:
+def show_one(args: Any, show: OnEvent) -> Output:
     rule = convention(args.convention or DEFAULT).id
-    answer = fourfold.show_run(args.run_id, store=args.runs or "runs", on_event=Stderr())
+    answer = fourfold.show_run(args.run_id, store=args.runs or "runs", on_event=show)
     return Output.of(answer, lambda: page(answer.facts, rule))
 
 
@@ -62,27 +52,7 @@ ACTIONS = {
             *options.of(PlanRequest, "convention"),
             options.FORMAT,
         ),
-        show,
+        show_one,
         line="one run in full",
     )
 }
-
-
-def _cells(summary: Record) -> list[str]:
-    speed = summary.tokens_s_gpu
-    return [
-        summary.run_id[:8] + (f"#{summary.repeat}" if summary.repeat else ""),
-        summary.model,
-        summary.layout,
-        str(summary.seq_len),
-        str(summary.micro_batch),
-        str(summary.global_batch),
-        summary.precision,
-        summary.sharding,
-        summary.outcome,
-        "-" if summary.step_s is None else show_seconds(summary.step_s),
-        "-" if speed is None else f"{speed:,.0f}",
-        "-" if summary.peak_bytes is None else show_bytes(summary.peak_bytes),
-        summary.tag,
-        summary.failure[:60],
-    ]

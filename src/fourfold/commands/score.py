@@ -7,60 +7,59 @@ refits with each fold of layouts held out, --leave-out predicts each table from 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fourfold
-from fourfold import options
-from fourfold.events import Event
+from fourfold import files, options
+from fourfold.events import Event, OnEvent
 from fourfold.options import option
-from fourfold.output import Output, Stderr
-from fourfold.show.accuracy import draw
-from fourfold.show.table import Grid
-
-if TYPE_CHECKING:
-    from fourfold.cost.fit.accuracy import Score
+from fourfold.output import Output
+from fourfold.show.pictures import accuracy_picture
+from fourfold.show.table import or_dash, table
+from fourfold.verbs.requests import ScoreRequest
 
 EXAMPLES = """\
 examples:
   fourfold score tests/golden/mpt.csv tests/golden/bloom.csv
   fourfold score FOLDER/*.csv --cv --leave-out --few-shot --picture accuracy.png --format md
 """
-HEADINGS = (
-    "how", "source", "rows", "median %", "p90 %", "bias %", "in interval %", "rank corr.",
-    "regret %", "groups", "memory %", "fit %", "refused %", "missed %", "tight %",
-    "free",
-)  # fmt: skip
 OPTIONS = (
-    option("rows", "measured runs, one per source", "ROWS.csv", nargs="+"),
-    option("--calibration", "default: the shipped one", "FILE"),
-    option("--cv", "cross-validated by layout", switch=True),
-    option("--leave-out", "predict each source from the others", switch=True),
-    option("--few-shot", "fit 10 chosen runs per stack and cluster", switch=True),
+    *options.of(ScoreRequest),
     option("--picture", "predicted against measured", "FILE.png"),
     options.FORMAT,
 )
+# Heading -> field of a score, digits.
+_NUMBERS = {
+    "median %": ("median_pct", 1),
+    "p90 %": ("p90_pct", 1),
+    "bias %": ("bias_pct", 1),
+    "in interval %": ("coverage_pct", 0),
+    "rank corr.": ("rank_correlation", 2),
+    "regret %": ("regret_pct", 2),
+    "groups": ("groups", 0),
+    "memory %": ("memory_pct", 1),
+    "fit %": ("fit_pct", 1),
+    "refused %": ("refused_pct", 1),
+    "missed %": ("missed_pct", 1),
+    "tight %": ("tight_pct", 1),
+}
 
 
-def run(args: Any) -> Output:
-    show = Stderr()
-    ways = {"cv": args.cv, "leave-out": args.leave_out, "few-shot": args.few_shot}
-    how = [name for name, is_asked in ways.items() if is_asked]
-    answer = fourfold.score(args.rows, calibration=args.calibration, how=how, on_event=show)
+def run(args: Any, show: OnEvent) -> Output:
+    answer = fourfold.score(options.load(ScoreRequest, args), on_event=show)
     if args.picture:
-        draw(list(answer.results), args.picture)
+        drawn = accuracy_picture(answer.results, args.picture)
+        files.write_bytes(args.picture, drawn, field="picture")
         show(Event(f"picture in {args.picture}"))
-    cells = [_cells(one.how, one.score, one.free) for one in answer.results]
-    return Output.of(answer, lambda: [Grid(HEADINGS, cells)])
-
-
-def _cells(how: str, score: Score, free: str) -> tuple[str, ...]:
-    return (
-        how, score.source, str(score.rows), _one(score.median_pct), _one(score.p90_pct),
-        _one(score.bias_pct), _one(score.coverage_pct, 0), _one(score.rank_correlation, 2),
-        _one(score.regret_pct, 2), str(score.groups), _one(score.memory_pct), _one(score.fit_pct),
-        _one(score.refused_pct), _one(score.missed_pct), _one(score.tight_pct), free,
-    )  # fmt: skip
-
-
-def _one(value: float, digits: int = 1) -> str:
-    return "-" if value != value else f"{value:.{digits}f}"
+    scores = table(
+        answer.results,
+        ("how", lambda one: one.how),
+        ("source", lambda one: one.score.source),
+        ("rows", lambda one: str(one.score.rows)),
+        *(
+            (heading, lambda one, n=name, d=digits: or_dash(getattr(one.score, n), f".{d}f"))
+            for heading, (name, digits) in _NUMBERS.items()
+        ),
+        ("free", lambda one: one.free),
+    )
+    return Output.of(answer, lambda: [scores])

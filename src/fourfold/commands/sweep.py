@@ -13,13 +13,12 @@ from typing import Any
 import fourfold
 from fourfold import files, options
 from fourfold.errors import UserError
-from fourfold.events import notes
+from fourfold.events import OnEvent, notes
 from fourfold.options import option
-from fourfold.output import Output, Stderr
-from fourfold.show import sweep as shown
+from fourfold.output import Output
+from fourfold.show import runs
 from fourfold.spec import codec
-from fourfold.verbs.requests import PlanRequest
-from fourfold.verbs.run_requests import MPT_GROUP, MptSweep, SweepRequest
+from fourfold.verbs.run_requests import MPT_GROUP, MptSweep, PlanSweep, SweepRequest
 
 EXAMPLES = """\
 a FILE.toml (axes are short names, paths such as policy.compile, or "env.NAME"):
@@ -47,84 +46,64 @@ examples:
 _PLAN = "the planner's choices (flags as in 'plan'; runs at once)"
 # Both other kinds of sweep have these, as lists.
 _LISTS = ("--gpus", "--micro-batch")
+_SET = tuple(one for one in options.run_options() if one.names == ("--set",))
 _RUN = tuple(one for one in options.run_options() if one.names[0] not in (*_LISTS, "--set"))
-_FROM_PLAN = (*_RUN, *options.of(PlanRequest, "gpu", "max_nodes", "explore"))
+_FROM_PLAN = (*_RUN, *options.of(PlanSweep, "gpu", "max_nodes", "explore"))
 OPTIONS = (
     option("file", "a run with a [sweep] table", "FILE.toml", nargs="?"),
     option("--dry-run", "print what would run, and the predicted time", switch=True),
     *options.of(SweepRequest),
     *options.of(MptSweep),
-    *(one for one in options.run_options() if one.names == ("--set",)),
+    *_SET,
     # Not dest "run": that is the command's own function.
     option("--run", "start the runs (default: only print the plan)", switch=True, dest="start",
            group=MPT_GROUP),
-    option("--from-plan", "measure the planner's K best layouts", "K", read=int, group=_PLAN),
-    *options.grouped(_FROM_PLAN, _PLAN),
+    *options.of(PlanSweep, "count", group=_PLAN),
+    *(one._replace(group=_PLAN, rare=True) for one in _FROM_PLAN),
     options.FORMAT,
 )  # fmt: skip
 
 
-def run(args: Any) -> Output:
-    show = Stderr()
-    request = options.load(SweepRequest, args)
-    known = fourfold.predictor(
-        cluster=request.cluster, profile=request.profile, calibration=request.calibration
-    )
-    source = _source(args, request, known, show)
+def run(args: Any, show: OnEvent) -> Output:
+    request, source = options.load(SweepRequest, args), _source(args, show)
     unstarted = bool(args.models and not args.start)
     if args.dry_run or unstarted:
-        plan = fourfold.plan_sweep(source, request, known=known, on_event=show)
-        guess = known.is_guess and not known.planned
-        return Output.of(plan, lambda: shown.plan_page(plan, is_guess=guess, unstarted=unstarted))
-    answer = fourfold.sweep(source, request, known=known, on_event=show)
-    show.close()
-    return Output.of(answer, lambda: shown.page(answer, request.runs))
+        plan = fourfold.plan_sweep(source, request, on_event=show)
+        return Output.of(plan, lambda: runs.sweep_plan_page(plan, unstarted=unstarted))
+    answer = fourfold.sweep(source, request, on_event=show)
+    return Output.of(answer, lambda: runs.sweep_page(answer, request.runs))
 
 
-def _source(args: Any, request: SweepRequest, known: Any, show: Stderr) -> Any:
-    ways = (bool(args.file), bool(args.models), args.from_plan is not None)
-    if sum(ways) != 1:
+def _source(args: Any, show: OnEvent) -> Any:
+    if [bool(args.file), bool(args.models), args.count is not None].count(True) != 1:
         raise UserError(
             "a sweep needs a FILE.toml, models with -m, or --from-plan K",
             hint="see 'fourfold sweep --help'",
         )
-    if args.from_plan is not None:
-        return _planned(args, request, known, show)
+    if args.count is not None:
+        return options.load(PlanSweep, args, table=_planned_run(args, show))
     used = [one for one in _FROM_PLAN if getattr(args, one.key) is not None]
     if used:
         flag = used[0].names[0]
         hint = f"use --set, or make {flag[2:].replace('-', '_')} an axis of [sweep]"
         raise UserError("needs --from-plan", field=flag, hint=hint)
-    if args.models:
-        base = options.assigned(args)
-        options.put_env(base, args)
-        mpt = options.load(MptSweep, args)
-        return fourfold.mpt_combinations(mpt, base, request.where)
-    data = codec.parse_toml(files.read_text(args.file, field="FILE"))
-    options.put_env(data, args)
-    return data
+    table = options.assigned(args)
+    if args.file:
+        table = codec.parse_toml(files.read_text(args.file, field="FILE"))
+    options.put_env(table, args)
+    return table if args.file else options.load(MptSweep, args, base=table)
 
 
-def _planned(args: Any, request: SweepRequest, known: Any, show: Stderr) -> Any:
+def _planned_run(args: Any, show: OnEvent) -> dict[str, Any]:
     """One number of ranks, one micro batch or none; the other flags as in 'plan'."""
-    lists = {"gpus": args.gpus, "batch.micro_batch": args.micro_batch}
     table = options.run_table(args, without=("gpus", "micro_batch"), note=notes(show))
-    for path, values in lists.items():
-        name = path.rpartition(".")[2]
+    for path, values in {"gpus": args.gpus, "batch.micro_batch": args.micro_batch}.items():
+        flag = f"--{path.rpartition('.')[2].replace('_', '-')}"
         if values and len(values) > 1:
-            raise UserError(
-                "takes one value with --from-plan",
-                field=f"--{name.replace('_', '-')}",
-                value=" ".join(map(str, values)),
-            )
+            value = " ".join(map(str, values))
+            raise UserError("takes one value with --from-plan", field=flag, value=value)
         if values and values[0] != "auto":
-            codec.put(table, path, _whole(name, values[0]))
-    machines = options.given(args, "cluster", "gpu", "profile", "calibration", "max_nodes")
-    machines |= {"where": request.where, "explore": bool(args.explore)}
-    return fourfold.planned_combinations(table, args.from_plan, known, on_event=show, **machines)
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, str) and not value.isdecimal():
-        raise UserError("must be a whole number", field=name, value=value)
-    return int(value)
+            if not str(values[0]).isdecimal():
+                raise UserError("must be a whole number", field=flag, value=values[0])
+            codec.put(table, path, int(values[0]))
+    return table

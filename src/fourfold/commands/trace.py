@@ -14,13 +14,11 @@ from typing import Any
 
 import fourfold
 from fourfold import files, options
-from fourfold.output import Output, Stderr
-from fourfold.show import trace as shown
-from fourfold.show import trace_run
-from fourfold.show.table import Part
-from fourfold.show.trace_picture import picture
-from fourfold.spec import codec
-from fourfold.verbs.tool_requests import TraceRequest
+from fourfold.events import OnEvent
+from fourfold.output import Output
+from fourfold.show.pictures import trace_picture
+from fourfold.show.trace import page
+from fourfold.verbs.run_requests import TraceRequest
 
 EXAMPLES = """\
 examples:
@@ -37,40 +35,10 @@ OPTIONS = (
 )
 
 
-def run(args: Any) -> Output:
-    show = Stderr()
+def run(args: Any, show: OnEvent) -> Output:
     answer = fourfold.trace(options.load(TraceRequest, args), on_event=show)
-    show.close()
     if args.picture:
-        drawn = picture(answer.program, answer.steps, args.picture)
+        drawn = trace_picture(answer.program, answer.steps, args.picture)
         files.write_bytes(args.picture, drawn, field="picture")
-    wrong = answer.measured is not None and answer.measured.wrong
-    return Output(
-        lambda: _plain(answer),
-        lambda: shown.tensor_rows(answer.steps),
-        lambda: _page(answer, args.format or "text"),
-        1 if wrong else 0,
-    )
-
-
-def _plain(answer: Any) -> dict[str, Any]:
-    plain = shown.plain(answer.program, answer.steps, answer.cluster)
-    if answer.measured is not None:
-        pairs = trace_run.pairs(answer.program, answer.steps, answer.measured)
-        plain["measured"] = trace_run.plain(pairs, answer.measured)
-    elif answer.advice is not None:
-        plain["recommendation"] = codec.encode(answer.advice)
-    return plain
-
-
-def _page(answer: Any, style: str) -> list[Part]:
-    """The steps and which kind to take; of a run, computed beside measured."""
-    program, cluster = answer.program, answer.cluster
-    if answer.measured is not None:
-        pairs = trace_run.pairs(program, answer.steps, answer.measured)
-        text = trace_run.text(pairs, answer.measured, style)
-        return [shown.header(program, cluster), "", text]
-    parts: list[Part] = [shown.text(program, answer.steps, cluster, style)]
-    if answer.advice is not None:
-        parts += ["", shown.advice_text(answer.advice, program, cluster, style)]
-    return parts
+    is_wrong = answer.measured is not None and bool(answer.measured.wrong)
+    return Output.of(answer, lambda: page(answer, args.format or "text"), status=int(is_wrong))

@@ -13,12 +13,11 @@ from typing import Any
 import fourfold
 from fourfold import files, options
 from fourfold.errors import UserError
-from fourfold.events import notes
+from fourfold.events import OnEvent, notes
 from fourfold.options import option
-from fourfold.output import Output, Stderr
-from fourfold.show import figures
-from fourfold.show import train as shown
-from fourfold.show.table import Grid
+from fourfold.output import Output
+from fourfold.show.pictures import loss_picture, must_be_picture
+from fourfold.show.runs import training_page
 from fourfold.spec import codec
 from fourfold.spec.layout import AXES
 from fourfold.spec.train import TrainSettings
@@ -54,29 +53,24 @@ OPTIONS = (
 _STATUS = {"ok": 0, "done": 0, "not finished": 0, "stopped": 75}
 
 
-def run(args: Any) -> Output:
-    show = Stderr()
+def run(args: Any, show: OnEvent) -> Output:
     if args.plot:
-        figures.must_be_picture(args.plot, "plot")
+        must_be_picture(args.plot, "plot")
     request = options.load(TrainRequest, args)
     if args.show:
         answer = fourfold.show_training(args.show, rule=request.convention, on_event=show)
     else:
         table = lambda known: _table(args, known, show)  # noqa: E731
         answer = fourfold.train(table, request, on_event=show)
-    show.close()
-    folder = answer.facts["folder"]
     if args.plot:
-        title = f"{folder.rpartition('/')[2]}: {len(answer.points):,} steps"
-        drawn = shown.picture(answer.points, title, args.plot)
+        name = answer.facts["folder"].rpartition("/")[2]
+        drawn = loss_picture(answer.points, f"{name}: {len(answer.points):,} steps", args.plot)
         files.write_bytes(args.plot, drawn, field="plot")
-    page = [
-        Grid(["quantity", "value", "note"], shown.rows(answer.facts)), "", f"kept in {folder}",
-    ]  # fmt: skip
-    return Output.of(answer, lambda: page, status=_STATUS.get(answer.outcome, 1))
+    status = _STATUS.get(answer.outcome, 1)
+    return Output.of(answer, lambda: training_page(answer), status=status)
 
 
-def _table(args: Any, known: dict[str, Any], show: Stderr) -> dict[str, Any]:
+def _table(args: Any, known: dict[str, Any], show: OnEvent) -> dict[str, Any]:
     """Flags over a spec file or, without one, over what the folder was trained with."""
     known = {} if args.spec else known
     if any(getattr(args, axis) is not None for axis in ("gpus", *AXES)):

@@ -12,12 +12,15 @@ from __future__ import annotations
 from typing import Any
 
 import fourfold
+from fourfold import options
 from fourfold.commands import Command
-from fourfold.options import FORMATS, option
-from fourfold.output import Output, Stderr
-from fourfold.show.table import Grid, Part
-from fourfold.spec.words import DTYPES
+from fourfold.escape import FORMATS
+from fourfold.events import OnEvent
+from fourfold.options import option
+from fourfold.output import Output
+from fourfold.show.table import Part, quantities
 from fourfold.units import show_bytes
+from fourfold.verbs.requests import WeightsRequest
 
 EXAMPLES = """\
 examples:
@@ -30,18 +33,11 @@ examples:
 _FOLDERS = ("hf", "dcp")
 
 
-def export(args: Any) -> Output:
-    show = Stderr()
-    answer = fourfold.export_weights(
-        args.checkpoint,
-        args.out,
-        dtype=args.dtype,
-        folder_format=next((f for f in reversed(args.format or ()) if f in _FOLDERS), "hf"),
-        force=bool(args.force),
-        on_event=show,
-    )
-    show.close()
-    return Output.of(answer, lambda: _page(answer.facts))
+def export(args: Any, show: OnEvent) -> Output:
+    folder_format = next((one for one in reversed(args.format or ()) if one in _FOLDERS), "hf")
+    request = options.load(WeightsRequest, args, folder_format=folder_format)
+    answer = fourfold.export_weights(request, on_event=show)
+    return Output.of(answer, lambda: _page(answer))
 
 
 ACTIONS = {
@@ -49,14 +45,7 @@ ACTIONS = {
         "export",
         "Write a checkpoint as safetensors, or in torch's own format.",
         (
-            option("checkpoint", "training folder, or one checkpoint", "CHECKPOINT"),
-            option("out", "folder to create", "OUT"),
-            option(
-                "--dtype",
-                "dtype of the values (default: unchanged)",
-                choices=tuple(name for name in DTYPES if name not in ("fp8", "fp4")),
-            ),
-            option("--force", "replace an earlier export", switch=True),
+            *options.of(WeightsRequest),
             option(
                 "--format",
                 "of the folder: hf (default) or dcp; of what is printed: text (default), md, csv "
@@ -71,13 +60,14 @@ ACTIONS = {
 }
 
 
-def _page(facts: dict[str, Any]) -> list[Part]:
+def _page(answer: Any) -> list[Part]:
+    kind = ["model_type", answer.model_type, f"of {answer.model}"]
+    if answer.model_type == "dcp":
+        kind = ["format", "torch.distributed.checkpoint", f"weights and moments of {answer.model}"]
     rows = [
-        ["folder", facts["out"], f"{len(facts['files'])} files, {show_bytes(facts['size_bytes'])}"],
-        ["model_type", facts["model_type"], f"of {facts['model']}"]
-        if facts["model_type"] != "dcp"
-        else ["format", "torch.distributed.checkpoint", f"weights and moments of {facts['model']}"],
-        ["values", facts["dtype"], ""],
-        ["checkpoint", facts["checkpoint"], f"after {facts['step']:,} steps"],
+        ["folder", answer.out, f"{len(answer.files)} files, {show_bytes(answer.size_bytes)}"],
+        kind,
+        ["values", answer.dtype, ""],
+        ["checkpoint", answer.checkpoint, f"after {answer.step:,} steps"],
     ]
-    return [Grid(["quantity", "value", "note"], rows)]
+    return [quantities(rows)]

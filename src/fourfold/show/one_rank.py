@@ -1,4 +1,4 @@
-"""How is a stand-in told? One row per layout, then where its time goes and what it would send."""
+"""The page of one rank without its peers: a row per layout, where its time goes, its floor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fourfold.result.one_rank import (
     layer_s,
     micro_s,
 )
-from fourfold.show import floor
 from fourfold.show.bench import oom_page
 from fourfold.show.table import Grid, Part
 from fourfold.spec.run import RunSpec
 from fourfold.units import show_bytes
 
 if TYPE_CHECKING:
+    from fourfold.cost.floor import Part as FloorPart
     from fourfold.cost.one_rank import JoinedStep, StageCompute
     from fourfold.verbs.one_rank import OneRank
 
@@ -29,7 +29,7 @@ HEADINGS = [
     "compute s", "planner compute s", "peak", "planner peak", "traffic+bubble s", "step s",
     "planner step s",
 ]  # fmt: skip
-_FORWARD, _BACKWARD = ("embed", "layers", "head"), ("head back", "layers back", "embed back")
+_FLOOR = ["ms per step", "unavoidable", "engine", "gap", "of the step"]
 _STEP_WORDS = {
     "data": "tokens of the step",
     "reduce": "shared gradients and norm",
@@ -196,11 +196,33 @@ def page(ranks: Sequence[OneRank], *, details: bool, against: bool) -> list[Part
     return parts
 
 
+def floor_page(rows: Sequence[FloorPart], tokens: float) -> list[Part]:
+    from fourfold.cost.floor import total
+
+    whole = total(list(rows))
+    cells = [_floor_cells(row, whole.engine_s) for row in (*rows, whole)]
+    speeds = (
+        f"{tokens / whole.engine_s:,.0f} of at most {tokens / whole.limit_s:,.0f} tokens/s per GPU"
+    )
+    share = f"{100 * whole.limit_s / whole.engine_s:.1f}% of the limit"
+    return [Grid(_FLOOR, cells), "", f"{speeds}: {share}"]
+
+
+def _floor_cells(row: FloorPart, step_s: float) -> list[str]:
+    return [
+        row.name,
+        f"{1e3 * row.limit_s:.3f}" if row.limit_s else "-",
+        f"{1e3 * row.engine_s:.3f}",
+        f"{1e3 * row.gap_s:+.3f}",
+        f"{100 * row.gap_s / step_s:+.1f}%",
+    ]
+
+
 def _floor(one: OneRank) -> list[Part]:
     if one.found is None:
         return _one(one, details=False)
     head = f"{name_of(one.spec)}, {one.found.device}, torch {one.found.torch}"
-    return [head, *floor.page(one.floor, one.tokens)]
+    return [head, *floor_page(one.floor, one.tokens)]
 
 
 def _one(one: OneRank, *, details: bool) -> list[Part]:

@@ -1,11 +1,7 @@
-"""What does each pipeline rank do when? A picture of a timeline: ranks as rows, one box an action,
-with the number of its micro batch. A page without scripts, or an image.
-"""
+"""A pipeline's timeline as a page without scripts or an image: ranks as rows, one box an action."""
 
 from __future__ import annotations
 
-import io
-import os
 from html import escape
 from math import floor, log10
 from statistics import median
@@ -13,13 +9,28 @@ from typing import TYPE_CHECKING
 
 from fourfold.cost.schedule.actions import Action
 from fourfold.cost.schedule.simulate import Event, Timeline
-from fourfold.errors import UserError
+from fourfold.show.pictures import content, empty_figure, must_be_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SUFFIXES = (".html", ".png")
+_STYLE = """\
+body { font: 14px system-ui, sans-serif; margin: 20px; color: #222; background: #fff }
+h1 { font-size: 17px; margin: 0 0 10px }
+.key span { display: inline-block; margin-right: 18px }
+.key i { display: inline-block; width: 14px; height: 14px; margin-right: 5px }
+.key i { vertical-align: -2px }
+.chart { display: flex; margin-top: 12px }
+.scroll { overflow-x: auto }
+svg { display: block; flex: none }
+text { font: 11px system-ui, sans-serif; fill: #222 }
+.number { text-anchor: middle; pointer-events: none }
+.tick { fill: #666 }
+line { stroke: #999 }
+pre { white-space: pre-wrap }
+"""
 _NAMES = {"F": "forward", "B": "backward", "I": "backward to input", "W": "weight gradients"}
 _COLORS = {"F": (59, 110, 165), "B": (201, 111, 45), "I": (201, 111, 45), "W": (72, 140, 92)}
 # Pixels of the page: a row, a box of middling length, the narrowest with a number, the widest page.
@@ -29,21 +40,10 @@ _LEFT, _TOP = 60, 6
 _LARGEST, _SMALLEST, _DIGIT = 6.0, 3.8, 0.6
 
 
-def checked_suffix(path: str) -> str:
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in SUFFIXES:
-        raise UserError(
-            "is not a supported picture format",
-            field="timeline",
-            value=path,
-            hint=f"use a name that ends in {' or '.join(SUFFIXES)}",
-        )
-    return suffix
-
-
 def picture(line: Timeline, path: str) -> bytes:
     """The drawn file's content; the suffix of `path` chooses the form."""
-    return _page(line).encode() if checked_suffix(path) == ".html" else _image(line, path)
+    is_page = must_be_picture(path, "timeline", SUFFIXES) == ".html"
+    return _page(line).encode() if is_page else _image(line, path)
 
 
 def title(line: Timeline) -> str:
@@ -81,13 +81,12 @@ def _page(line: Timeline) -> str:
     middling = median(event.end_s - event.start_s for event in line.events)
     wide = min(_WIDEST, max(880, round(line.step_s / middling * _BOX)))
     scale = wide / line.step_s
-    high = _TOP + _ROW * line.stages + 26
+    below = _TOP + _ROW * line.stages
     boxes = "\n".join(_box(line, event, scale) for event in line.events)
     rows = "\n".join(
         f'<text x="4" y="{_TOP + _ROW * rank + 18}">rank {rank}</text>'
         for rank in range(line.stages)
     )
-    below = _TOP + _ROW * line.stages
     axis = "\n".join(
         f'<line x1="{at * scale:.1f}" x2="{at * scale:.1f}" y1="{below}" y2="{below + 5}"/>'
         f'<text x="{at * scale + 2:.1f}" y="{below + 18}" class="tick">{_time(at)}</text>'
@@ -96,25 +95,12 @@ def _page(line: Timeline) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(line.name)}: {line.schedule}</title>
 <style>
-body {{ font: 14px system-ui, sans-serif; margin: 20px; color: #222; background: #fff }}
-h1 {{ font-size: 17px; margin: 0 0 10px }}
-.key span {{ display: inline-block; margin-right: 18px }}
-.key i {{ display: inline-block; width: 14px; height: 14px; margin-right: 5px }}
-.key i {{ vertical-align: -2px }}
-.chart {{ display: flex; margin-top: 12px }}
-.scroll {{ overflow-x: auto }}
-svg {{ display: block; flex: none }}
-text {{ font: 11px system-ui, sans-serif; fill: #222 }}
-.number {{ text-anchor: middle; pointer-events: none }}
-.tick {{ fill: #666 }}
-line {{ stroke: #999 }}
-pre {{ white-space: pre-wrap }}
-</style></head><body>
+{_STYLE}</style></head><body>
 <h1>{escape(title(line))}</h1>
 <p class="key">{_key(line)}</p>
 <div class="chart">
-<svg width="{_LEFT}" height="{high}">{rows}</svg>
-<div class="scroll"><svg width="{wide + 60}" height="{high}">
+<svg width="{_LEFT}" height="{below + 26}">{rows}</svg>
+<div class="scroll"><svg width="{wide + 60}" height="{below + 26}">
 {boxes}
 {axis}
 </svg></div></div>
@@ -169,24 +155,13 @@ def _listing(line: Timeline) -> str:
 
 
 def _image(line: Timeline, path: str) -> bytes:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(
-            "needs matplotlib",
-            field="timeline",
-            value=path,
-            hint="pip install matplotlib, or use a name that ends in .html",
-        ) from None
     middling = median(event.end_s - event.start_s for event in line.events)
     width = min(36.0, max(9.0, 0.2 * line.step_s / middling + 1.0))
     height = 0.34 * line.stages + 0.16 * line.virtual_stages + 1.1
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = empty_figure(path, width, height, "timeline")
     _draw(figure.subplots(), line, points_per_s=72 * (width - 0.8) / line.step_s)
     _add_key(figure, line)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    return buffer.getvalue()
+    return content(figure, path)
 
 
 def _draw(axes: Axes, line: Timeline, *, points_per_s: float) -> None:

@@ -1,19 +1,16 @@
-"""How is a table printed? Text for terminals, Markdown, CSV, JSON: one list of rows, four forms."""
+"""Tables of ready texts, and how they are written: text for terminals, Markdown, CSV."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from fourfold import escape
 from fourfold.errors import UserError
-from fourfold.escape import csv_text, json_text
-
-__all__ = ["FORMATS", "csv_text", "json_text", "render"]
+from fourfold.escape import csv_text
 
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?\Z")
-FORMATS = ("text", "md", "csv", "json")
 
 
 class Grid(NamedTuple):
@@ -25,6 +22,25 @@ class Grid(NamedTuple):
 
 # A part of a page: a paragraph, which a terminal may fold, or a table, which it may not.
 Part = str | Grid
+# A heading, and the cell of an item under it.
+Column = tuple[str, Callable[[Any], str]]
+
+
+def table(items: Iterable[Any], *columns: Column) -> Grid:
+    """A line for each item."""
+    headings = [heading for heading, _ in columns]
+    return Grid(headings, [[cell(item) for _, cell in columns] for item in items])
+
+
+def quantities(rows: Sequence[Sequence[str]]) -> Grid:
+    return Grid(["quantity", "value", "note"], rows)
+
+
+def or_dash(value: float | None, form: str | Callable[[float], str]) -> str:
+    """A number in `form`, '-' where there is none."""
+    if value is None or value != value:
+        return "-"
+    return format(value, form) if isinstance(form, str) else form(value)
 
 
 def render(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str) -> str:
@@ -40,7 +56,7 @@ def render(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str) -
         ]
         return "\n".join(aligned(titles, cells, right or [False] * len(titles), style=style))
     raise UserError(
-        "unknown format", field="format", value=style, hint=f"one of {', '.join(FORMATS)}"
+        "unknown format", field="format", value=style, hint=f"one of {', '.join(escape.FORMATS)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""How is a trace shown? Blocks of text for people, one row per tensor in CSV, everything in JSON.
+"""The page of a trace: steps as blocks and tables, computed beside measured, and what to choose.
 
 GB = 1e9 and MB = 1e6 bytes, TFLOP = 1e12, as in the traces people print by hand.
 """
@@ -6,111 +6,74 @@ GB = 1e9 and MB = 1e6 bytes, TFLOP = 1e12, as in the traces people print by hand
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fourfold.cost.trace.steps import WORKSPACE_BYTES, Group, Program, spans
 from fourfold.cost.trace.symbols import bracketed
 from fourfold.cost.trace.walk import StepRow, TensorRow
-from fourfold.show.table import render
+from fourfold.show.table import Grid, Part, table
 from fourfold.spec.cluster import Cluster
 
 if TYPE_CHECKING:
-    from fourfold.cost.trace.advice import Advice, Choice, Pair
+    from fourfold.cost.trace.advice import Advice, Choice
+    from fourfold.cost.trace.advice import Pair as Crossing
+    from fourfold.result.trace import TraceMeasure
+    from fourfold.verbs.trace import Pair, Traced
 
 _MAX_GROUPS = 4
-CSV_HEADINGS = (
-    "step", "name", "formula", "times", "tensor", "symbolic", "shape", "dtype", "how", "elements",
-    "bytes", "flops_rank", "flops_all", "comm_bytes", "links", "live_bytes", "step_peak_bytes",
-    "peak_bytes",
-)  # fmt: skip
 
 
-def plain(program: Program, rows: Sequence[StepRow], cluster: Cluster) -> dict[str, Any]:
-    """The trace as data, in base units."""
-    return {
-        "kind": program.kind,
-        "ranks": program.ranks,
-        "rank": program.rank,
-        "dtype": program.dtype,
-        "sizes": program.sizes,
-        "per_rank": program.per_rank,
-        "cluster": cluster.name,
-        "groups": [_group(group, cluster) for group in program.groups],
-        "workspace_bytes": WORKSPACE_BYTES,
-        "notes": list(program.notes),
-        "peak_bytes": rows[-1].peak_bytes,
-        "steps": [_step(row) for row in rows],
-    }
-
-
-def _group(group: Group, cluster: Cluster) -> dict[str, Any]:
-    return {
-        "name": group.name,
-        "size": group.size,
-        "count": len(group.members),
-        "link": cluster.level(group.span).name,
-        "members": [list(ranks) for ranks in group.members],
-    }
-
-
-def _step(row: StepRow) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "formula": row.formula,
-        "times": row.times,
-        "tensors": [_tensor(tensor) for tensor in row.tensors],
-        "flops_rank": row.flops_rank,
-        "flops_all": row.flops_all,
-        "comm_bytes": row.comm_bytes,
-        "comm": [
-            {"op": m.op, "group": m.group, "bytes": m.bytes, "by_link_bytes": m.by_level}
-            for m in row.messages
-        ],
-        "live_bytes": row.live_bytes,
-        "step_peak_bytes": row.step_peak_bytes,
-        "peak_bytes": row.peak_bytes,
-    }
-
-
-def _tensor(tensor: TensorRow) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "symbolic": tensor.symbolic,
-        "shape": list(tensor.shape),
-        "elements": tensor.elements,
-        "bytes": tensor.bytes,
-        "dtype": tensor.dtype,
-        "how": tensor.how,
-    }
-
-
-def tensor_rows(rows: Sequence[StepRow]) -> list[dict[str, str]]:
-    """One row per tensor; a step's own numbers stand on its first row only, so columns add up."""
-    lines: list[Sequence[str]] = []
-    for number, row in enumerate(rows, 1):
-        head = [str(number), row.name, row.formula, str(row.times)]
-        own = [str(value) for value in (row.flops_rank, row.flops_all, row.comm_bytes)]
-        own += [links(row), str(row.live_bytes), str(row.step_peak_bytes), str(row.peak_bytes)]
-        cells = [
-            [t.name, t.symbolic, bracketed(t.shape), t.dtype, t.how, str(t.elements), str(t.bytes)]
-            for t in row.tensors
-        ] or [[""] * 7]
-        for index, cell in enumerate(cells):
-            lines.append([*head, *cell, *(own if index == 0 else [""] * len(own))])
-    return [dict(zip(CSV_HEADINGS, line, strict=True)) for line in lines]
-
-
-def text(program: Program, rows: Sequence[StepRow], cluster: Cluster, style: str) -> str:
-    """Header, a block per step, a table of all steps."""
-    parts = [header(program, cluster)]
+def page(answer: Traced, style: str) -> list[Part]:
+    """The steps and which kind to take; of a run, computed beside measured."""
+    head: list[Part] = [header(answer.program, answer.cluster), ""]
+    if answer.measured is not None:
+        return [*head, _compared(answer.pairs), "", *_verdict(answer.measured)]
+    numbered = list(enumerate(answer.steps, 1))
     if style == "text":
-        width = max(len(_named(tensor)) for row in rows for tensor in row.tensors)
-        blocks = (_block(number, row, width) for number, row in enumerate(rows, 1))
-        parts.append("\n".join(blocks))
+        width = max(len(_named(tensor)) for row in answer.steps for tensor in row.tensors)
+        head += [_block(number, row, width) for number, row in numbered]
     else:
-        parts.append(render(*_tensor_table(rows), style))
-    parts.append(render(*_step_table(rows), style))
-    return "\n\n".join(parts)
+        head.append(_tensor_table(numbered))
+    parts = [*head, "", _step_table(numbered)]
+    if answer.advice is not None:
+        parts += ["", *_advice(answer.advice, answer.program, answer.cluster)]
+    return parts
+
+
+def _compared(pairs: Sequence[Pair]) -> Grid:
+    return table(
+        pairs,
+        ("step", lambda one: one.name),
+        ("ms", lambda one: f"{1e3 * one.measured.seconds:.3f}"),
+        ("TFLOP/s", _teraflops),
+        ("live", lambda one: show_bytes(one.live_bytes)),
+        ("measured", lambda one: show_bytes(one.measured.live_bytes)),
+        ("peak", lambda one: show_bytes(one.peak_bytes)),
+        ("measured", lambda one: show_bytes(one.measured.peak_bytes)),
+        ("off %", lambda one: f"{one.peak_off_pct:+.2f}"),
+    )
+
+
+def _teraflops(pair: Pair) -> str:
+    flops, seconds = pair.flops_rank, pair.measured.seconds
+    return f"{flops / seconds / 1e12:.3g}" if flops else "-"
+
+
+def _verdict(measured: TraceMeasure) -> list[str]:
+    ranks = "1 rank" if measured.ranks == 1 else f"{measured.ranks} ranks"
+    where = f"{ranks} on {measured.device}, torch {measured.torch}"
+    lines = [*(f"differs: {one}" for one in measured.wrong)]
+    state = f"{len(measured.wrong)} differences" if measured.wrong else "all equal"
+    what = (
+        f"{measured.checked:,} tensors checked for shape and bytes, every step for bytes held and "
+        "sent"
+        if measured.checked
+        else "bytes sent forward and backward checked on every rank"
+    )
+    lines.append(f"{what}: {state}")
+    left_out = ", workspace left out" if measured.peaks_from == "ledger" else ""
+    lines.append(f"{where}; step peaks of rank 0 from the {measured.peaks_from}{left_out}")
+    return lines
 
 
 def header(program: Program, cluster: Cluster) -> str:
@@ -152,33 +115,33 @@ def _block(number: int, row: StepRow, width: int) -> str:
     return "\n".join(lines)
 
 
-def _tensor_table(rows: Sequence[StepRow]) -> tuple[list[str], list[list[str]]]:
-    cells = [
-        [str(number), row.name, t.name, t.symbolic, bracketed(t.shape), f"{t.elements:,}",
-         show_bytes(t.bytes), t.dtype, t.how]
-        for number, row in enumerate(rows, 1)
-        for t in row.tensors
-    ]  # fmt: skip
-    heads = ["step", "name", "tensor", "symbolic", "shape", "elements", "size", "dtype", "how"]
-    return heads, cells
+def _tensor_table(steps: Sequence[tuple[int, StepRow]]) -> Grid:
+    return table(
+        [(number, row, tensor) for number, row in steps for tensor in row.tensors],
+        ("step", lambda one: str(one[0])),
+        ("name", lambda one: one[1].name),
+        ("tensor", lambda one: one[2].name),
+        ("symbolic", lambda one: one[2].symbolic),
+        ("shape", lambda one: bracketed(one[2].shape)),
+        ("elements", lambda one: f"{one[2].elements:,}"),
+        ("size", lambda one: show_bytes(one[2].bytes)),
+        ("dtype", lambda one: one[2].dtype),
+        ("how", lambda one: one[2].how),
+    )
 
 
-def _step_table(rows: Sequence[StepRow]) -> tuple[list[str], list[list[str]]]:
-    cells = [
-        [
-            str(number),
-            row.name,
-            show_flops(row.flops_rank),
-            show_flops(row.flops_all),
-            show_bytes(row.comm_bytes) if row.comm_bytes else "-",
-            links(row) or "-",
-            f"{row.live_bytes / 1e9:.3f}",
-            f"{row.peak_bytes / 1e9:.3f}",
-        ]
-        for number, row in enumerate(rows, 1)
-    ]
-    heads = ["step", "name", "TFLOP rank", "TFLOP all", "sent", "over", "live GB", "peak GB"]
-    return heads, cells
+def _step_table(steps: Sequence[tuple[int, StepRow]]) -> Grid:
+    return table(
+        steps,
+        ("step", lambda one: str(one[0])),
+        ("name", lambda one: one[1].name),
+        ("TFLOP rank", lambda one: show_flops(one[1].flops_rank)),
+        ("TFLOP all", lambda one: show_flops(one[1].flops_all)),
+        ("sent", lambda one: show_bytes(one[1].comm_bytes) if one[1].comm_bytes else "-"),
+        ("over", lambda one: links(one[1]) or "-"),
+        ("live GB", lambda one: f"{one[1].live_bytes / 1e9:.3f}"),
+        ("peak GB", lambda one: f"{one[1].peak_bytes / 1e9:.3f}"),
+    )
 
 
 def links(row: StepRow) -> str:
@@ -206,22 +169,24 @@ def show_flops(count: float) -> str:
     return f"{count / 1e12:.2f}" if count >= 1e10 else f"{count / 1e12:.3g}"
 
 
-# Which kind of context parallelism to take: a table, then sentences.
-
-
-def advice_text(advice: Advice, program: Program, cluster: Cluster, style: str) -> str:
+def _advice(advice: Advice, program: Program, cluster: Cluster) -> list[Part]:
     """The choice, what it rests on, and the lengths at which it would change."""
     heads = ["kind", "ms", "attention ms", "waits ms", "hidden ms", "copies, launches ms", "sent",
              "peak"]  # fmt: skip
-    table = render(heads, [_choice_row(choice) for choice in advice.choices], style)
-    lines = [
+    levels = ", ".join(
+        f"{link.name} {link.bytes_per_s / 1e9:g} GB/s a rank within {link.ranks:,}"
+        for link in cluster.links
+    )
+    return [
+        Grid(heads, [_choice_row(choice) for choice in advice.choices]),
+        "",
         f"recommendation: {advice.best or 'none'}; {advice.reason}",
         *(f"refused: {c.kind}: {c.refused}" for c in advice.choices if c.refused),
         *(_order(pair, advice) for pair in advice.pairs),
-        f"one layer's attention, forward and backward, flash kernels, on {_described(cluster)}; "
+        "one layer's attention, forward and backward, flash kernels, on "
+        f"{cluster.name} ({cluster.device.id}; {levels}); "
         f"{program.sizes['tokens']:,} tokens over {program.ranks:,} ranks, equal work on each",
     ]
-    return f"{table}\n\n" + "\n".join(lines)
 
 
 def _choice_row(choice: Choice) -> list[str]:
@@ -238,7 +203,7 @@ def _choice_row(choice: Choice) -> list[str]:
     ]
 
 
-def _order(pair: Pair, advice: Advice) -> str:
+def _order(pair: Crossing, advice: Advice) -> str:
     between = f"from {advice.from_tokens:,} to {advice.to_tokens:,} tokens"
     if not pair.crossover_tokens:
         return f"crossover: none, {pair.first} is ahead of {pair.second} {between}"
@@ -247,11 +212,3 @@ def _order(pair: Pair, advice: Advice) -> str:
         f"{names[i % 2]} from {tokens:,}" for i, tokens in enumerate(pair.crossover_tokens)
     )
     return f"crossover: {pair.first} is ahead of {pair.second} when short, {changes} tokens"
-
-
-def _described(cluster: Cluster) -> str:
-    links = ", ".join(
-        f"{link.name} {link.bytes_per_s / 1e9:g} GB/s a rank within {link.ranks:,}"
-        for link in cluster.links
-    )
-    return f"{cluster.name} ({cluster.device.id}; {links})"

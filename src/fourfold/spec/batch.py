@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import lru_cache
 from typing import Annotated
 
@@ -89,15 +89,11 @@ def _walk(ramp: Ramp | None, full: int) -> _Walk:
 class Batch:
     """`micro_batch` need not divide the share of a data-parallel rank; 0 means 'auto'."""
 
-    seq_len: Annotated[int, size_from] = field(
-        metadata=flag("sequence length in tokens: 8192 or 8k (k = 1024)", "N")
+    seq_len: Annotated[int, size_from] = flag(
+        "sequence length in tokens: 8192 or 8k (k = 1024)", "N", default=MISSING
     )
-    micro_batch: Annotated[int, size_from] = field(
-        default=1, metadata=flag("sequences per micro batch", "N")
-    )
-    global_batch: int = field(
-        default=1, metadata=flag("sequences per step, or tokens: 4M, 4Mtokens", "N")
-    )
+    micro_batch: Annotated[int, size_from] = flag("sequences per micro batch", "N", default=1)
+    global_batch: int = flag("sequences per step, or tokens: 4M, 4Mtokens", "N", default=1)
     ramp: Ramp | None = None
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fourfold.errors import UserError, nearest
 from fourfold.flag import flag
@@ -32,18 +32,16 @@ _SPELLED = f"{', '.join(AXES[:-1])} and {AXES[-1]}"
 class Layout:
     """Sizes of the axes; `order` is their placement, outermost (slowest link) first."""
 
-    pp: int = field(default=1, metadata=flag("pipeline-parallel size", "N"))
+    pp: int = flag("pipeline-parallel size", "N", default=1)
     replicate: int = 1
-    shard: int = field(
+    shard: int = flag(
+        "data-parallel size: 8, or 2x4 for 2 replicas of 4 shards (default: what is left)",
+        "X",
+        names=("--dp",),
         default=1,
-        metadata=flag(
-            "data-parallel size: 8, or 2x4 for 2 replicas of 4 shards (default: what is left)",
-            "X",
-            names=("--dp",),
-        ),
     )
-    cp: int = field(default=1, metadata=flag("context-parallel size", "N"))
-    tp: int = field(default=1, metadata=flag("tensor-parallel size", "N"))
+    cp: int = flag("context-parallel size", "N", default=1)
+    tp: int = flag("tensor-parallel size", "N", default=1)
     ep: int = 1
     order: tuple[str, ...] = AXES
 

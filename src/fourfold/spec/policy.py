@@ -9,7 +9,7 @@ replicas (zero0, or `dp2x4`) are summed in the dtype gradients accumulate in.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fourfold.flag import flag
@@ -52,34 +52,29 @@ class Policy:
     logits' place in memory; auto: the lean one in compiled runs.
     """
 
-    precision: Precision = field(
-        default="bf16-mixed",
-        metadata=flag(f"one of {', '.join(BUNDLES)}; bf16 is bf16-mixed", "X"),
+    precision: Precision = flag(
+        f"one of {', '.join(BUNDLES)}; bf16 is bf16-mixed", "X", default="bf16-mixed"
     )
     param_dtype: Dtype | None = None
     compute_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
     grad_dtype: Dtype | None = None
     optimizer_dtype: Dtype | None = None
-    sharding: Sharding = field(
-        default="zero1",
-        metadata=flag("zero0 to zero3, or ddp (zero0), fsdp (zero3), hsdp (with --dp 2x4)", "X"),
+    sharding: Sharding = flag(
+        "zero0 to zero3, or ddp (zero0), fsdp (zero3), hsdp (with --dp 2x4)", "X", default="zero1"
     )
     sequence_parallel: bool = True
-    cp_kind: CpKind = field(
-        default="ring",
-        metadata=flag("context-parallel attention: ring, allgather or ulysses", "X", rare=True),
+    cp_kind: CpKind = flag(
+        "context-parallel attention: ring, allgather or ulysses", "X", rare=True, default="ring"
     )
-    schedule: Schedule = field(
-        default="1f1b",
-        metadata=flag("pipeline schedule: gpipe, 1f1b, interleaved or zero-bubble", "X", rare=True),
+    schedule: Schedule = flag(
+        "pipeline schedule: gpipe, 1f1b, interleaved or zero-bubble", "X", rare=True, default="1f1b"
     )
-    virtual_stages: Annotated[int, size_from] = field(
-        default=1, metadata=flag("model chunks per pipeline rank", "N", rare=True)
+    virtual_stages: Annotated[int, size_from] = flag(
+        "model chunks per pipeline rank", "N", rare=True, default=1
     )
-    recompute: str = field(
-        default="none",
-        metadata=flag("activation recompute: none, full, selective or every-N", "X", rare=True),
+    recompute: str = flag(
+        "activation recompute: none, full, selective or every-N", "X", rare=True, default="none"
     )
     attention: Attention = "auto"
     optimizer: Literal["adamw", "adamw-plain"] = "adamw"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from fourfold.errors import UserError
@@ -51,26 +51,22 @@ class RunSpec:
     """
 
     model: ModelShape
-    gpus: int = field(metadata=flag("total number of GPUs (or CPU ranks)", "N"))
+    gpus: int = flag("total number of GPUs (or CPU ranks)", "N", default=MISSING)
     layout: Layout = field(default_factory=Layout)
     batch: Batch = field(default_factory=lambda: Batch(seq_len=2048))
     policy: Policy = field(default_factory=Policy)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    steps: Count = field(default=10, metadata=flag("timed steps (default 10)", "N"))
-    warmup: Count = field(
-        default=3, metadata=flag("warm-up steps (default: until step times are steady)", "N")
-    )
+    steps: Count = flag("timed steps (default 10)", "N", default=10)
+    warmup: Count = flag("warm-up steps (default: until step times are steady)", "N", default=3)
     seed: int = 0
     memory_limit: Size | None = None
     start_limit_s: Seconds = 600.0
     step_limit_s: Seconds = 300.0
-    note: str = field(default="", metadata=flag("note stored with the run", "TEXT", rare=True))
-    tag: str = field(default="", metadata=flag("tag stored with the run", "TEXT", rare=True))
+    note: str = flag("note stored with the run", "TEXT", rare=True, default="")
+    tag: str = flag("tag stored with the run", "TEXT", rare=True, default="")
     fault: Fault | None = None
     refused: str = ""
-    data: str = field(
-        default="", metadata=flag("token file (default: synthetic tokens)", "NAME", rare=True)
-    )
+    data: str = flag("token file (default: synthetic tokens)", "NAME", rare=True, default="")
     settle: bool = False
 
     def __post_init__(self) -> None:

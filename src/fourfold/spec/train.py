@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import Annotated, Literal
 
 from fourfold.flag import flag
@@ -22,17 +22,16 @@ class TrainSettings:
     `weights` is a Hugging Face folder to begin from; a resume has its own.
     """
 
-    steps: Count = field(
-        metadata=flag("total number of steps, including those before a resume", "N")
+    steps: Count = flag(
+        "total number of steps, including those before a resume", "N", default=MISSING
     )
-    lr: float = field(default=3e-4, metadata=flag("peak learning rate (default 3e-4)", "N"))
-    min_lr: float = field(
-        default=0.0,
-        metadata=flag("learning rate at the end of the decay (default 0)", "N", rare=True),
+    lr: float = flag("peak learning rate (default 3e-4)", "N", default=3e-4)
+    min_lr: float = flag(
+        "learning rate at the end of the decay (default 0)", "N", rare=True, default=0.0
     )
-    warmup_steps: Count = field(default=0, metadata=flag("warm-up steps (default 0)", "N"))
-    lr_schedule: LrSchedule = field(
-        default="cosine", metadata=flag("cosine (default), linear, constant or wsd", "X", rare=True)
+    warmup_steps: Count = flag("warm-up steps (default 0)", "N", default=0)
+    lr_schedule: LrSchedule = flag(
+        "cosine (default), linear, constant or wsd", "X", rare=True, default="cosine"
     )
     decay_steps: Count = 0
     beta1: float = 0.9
@@ -40,34 +39,23 @@ class TrainSettings:
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_norm: float = 1.0
-    save_every: Count = field(
-        default=100,
-        metadata=flag("steps between checkpoints (default 100); 0: only at the end", "N"),
+    save_every: Count = flag(
+        "steps between checkpoints (default 100); 0: only at the end", "N", default=100
     )
-    keep: int = field(
-        default=2, metadata=flag("checkpoints to keep (default 2); 0: all", "N", rare=True)
-    )
-    async_save: bool = field(
+    keep: int = flag("checkpoints to keep (default 2); 0: all", "N", rare=True, default=2)
+    async_save: bool = flag(
+        "write checkpoints in the background (default)",
+        names=("--async",),
+        pair=True,
+        rare=True,
         default=True,
-        metadata=flag(
-            "write checkpoints in the background (default)",
-            names=("--async",),
-            pair=True,
-            rare=True,
-        ),
     )
-    log_every: Count = field(
-        default=10, metadata=flag("steps between reads of the loss (default 10)", "N", rare=True)
+    log_every: Count = flag(
+        "steps between reads of the loss (default 10)", "N", rare=True, default=10
     )
-    tensorboard: bool = field(
-        default=False, metadata=flag("also write TensorBoard events", pair=True, rare=True)
-    )
-    wandb: str = field(
-        default="", metadata=flag("also log to this Weights & Biases project", "X", rare=True)
-    )
-    weights: str = field(
-        default="", metadata=flag("start from a Hugging Face folder, with its model", "X")
-    )
+    tensorboard: bool = flag("also write TensorBoard events", pair=True, rare=True, default=False)
+    wandb: str = flag("also log to this Weights & Biases project", "X", rare=True, default="")
+    weights: str = flag("start from a Hugging Face folder, with its model", "X", default="")
 
     def __post_init__(self) -> None:
         check.whole(1, 10**9, steps=self.steps, log_every=self.log_every)

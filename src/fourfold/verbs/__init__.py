@@ -1,21 +1,20 @@
-"""The verbs: a typed request in, a frozen dataclass out. Nothing is printed; events go to the
-caller's `on_event`. `from fourfold import plan` finds them here."""
+"""The verbs: a typed request in, a frozen dataclass out; events go to the caller's `on_event`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from fourfold.spec import codec
+
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """An answer as plain data: `facts` in full, `table` as rows."""
-
-    facts: Any
-    table: list[dict[str, Any]]
+class Answer:
+    """What a verb returns. `plain` is its JSON, without fields that are None; `rows` are flat dicts
+    in base units, one for each line of a table."""
 
     def plain(self) -> Any:
-        return self.facts
+        return codec.encode(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        return self.table
+        return [self.plain()]

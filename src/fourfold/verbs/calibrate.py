@@ -1,9 +1,9 @@
-"""calibrate: what can this machine do? Its kernels, memory and links, measured."""
+"""calibrate: this machine's kernels, memory and links, measured."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fourfold import files
 from fourfold.cost.fit import calibration
@@ -15,13 +15,15 @@ from fourfold.launch.permit import gpu_count
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of
 from fourfold.spec import codec
+from fourfold.verbs import Answer
+from fourfold.verbs.run_requests import CalibrateRequest
 
 _QUICK_S, _WHOLE_S = 11.0, 130.0
 _CPU_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Calibrated:
+class Calibrated(Answer):
     """`ranks`: those of the cluster that this host is described as."""
 
     profile: HardwareProfile
@@ -47,14 +49,10 @@ class Calibrated:
         return calibration.to_json(calibration.calibration_of(self.profile, cluster))
 
 
-def calibrate(
-    *,
-    quick: bool = False,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    ranks: int | None = None,
-    on_event: OnEvent = ignore,
-) -> Calibrated:
+def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ignore) -> Calibrated:
     """The profile of this host; the torch processes are gone when it returns."""
+    request = request or CalibrateRequest()
+    ranks, device, quick = request.ranks, request.device, request.quick
     if ranks is not None and not 1 <= ranks <= 1024:
         raise UserError("must be from 1 to 1024", field="ranks", value=ranks)
     gpus = gpu_count() if device != "cpu" else 0
@@ -69,8 +67,6 @@ def calibrate(
         limits=Limits(start_s=300.0, step_s=120.0),
     )
     with scratch() as folder:
-        report = run_job(job, folder, progress=progress(on_event))
-        must_be_ok(report)
-        text = files.read_text(answer_file(folder, 0))
-    profile = codec.from_json(HardwareProfile, text)
+        must_be_ok(run_job(job, folder, progress=progress(on_event)))
+        profile = codec.from_json(HardwareProfile, files.read_text(answer_file(folder, 0)))
     return Calibrated(profile, ranks or max(point.ranks for point in profile.shared))

@@ -22,8 +22,8 @@ from fourfold.spec.nccl_tests import LinkFit, NcclLog, fit, parse_log
 from fourfold.spec.toml import toml_text
 from fourfold.spec.topology import HostTopology, parse_topo
 from fourfold.units import bytes_per_s_from
+from fourfold.verbs.requests import ClusterRequest
 from fourfold.verbs.shapes import OneCluster
-from fourfold.verbs.tool_requests import ClusterRequest
 
 # (field, question, flag) -> the answer.
 Ask = Callable[[str, str, str], str]

@@ -1,4 +1,4 @@
-"""demo: the main job on this machine, start to end: calibrate, plan, measure."""
+"""demo: calibrate this machine, plan a small model on it, measure the best layouts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from fourfold.result.quality import flags
 from fourfold.result.report import Prediction, RunReport
 from fourfold.search.query import PlanQuery, entry_for
 from fourfold.search.ranking import rank_layouts
-from fourfold.spec import catalog
+from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.verbs import Answer
 from fourfold.verbs.calibrate import calibrate
+from fourfold.verbs.run_requests import CalibrateRequest
 
 CPU_RANKS = 4
 
@@ -46,31 +48,51 @@ def scene(gpus: int) -> Scene:
     return Scene("llama-mini", batch, Policy(precision="fp32"), CPU_RANKS)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoRun:
+    """A planned layout and what became of it; None: not measured."""
+
+    layout: str
+    sharding: str
+    micro_batch: int
+    predicted_s: float
+    predicted_s_low: float
+    predicted_s_high: float
+    predicted_peak_bytes: float
+    outcome: str
+    measured_s: float | None = None
+    measured_peak_bytes: int | None = None
+    inside_interval: bool | None = None
+    flags: list[str] | None = None
+    loss: float | None = None
+    failure: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
-class Demo:
+class Demo(Answer):
     scene: Scene
     cluster: Cluster
-    runs: list[dict[str, Any]]
+    runs: tuple[DemoRun, ...]
 
     def plain(self) -> dict[str, Any]:
-        return {"model": self.scene.model, "cluster": self.cluster.name, "runs": self.runs}
+        return {"model": self.scene.model, "cluster": self.cluster.name, "runs": self.rows()}
 
     def rows(self) -> list[dict[str, Any]]:
-        return self.runs
+        return codec.encode(self.runs)
 
 
 def demo(*, layouts: int = 3, steps: int = 6, on_event: OnEvent = ignore) -> Demo:
     layouts, steps = min(max(layouts, 1), 8), min(max(steps, 1), 1000)
     chosen = scene(gpu_count())
     on_event(Event("1 of 3: measuring this machine (fourfold calibrate --quick) ..."))
-    profile = calibrate(quick=True, on_event=on_event).profile
+    profile = calibrate(CalibrateRequest(quick=True), on_event=on_event).profile
     cluster = cluster_of(profile, chosen.ranks)
     on_event(Event(f"2 of 3: planning {chosen.model} on {chosen.ranks} ranks (fourfold plan) ..."))
     planned = _plan(chosen, cluster, profile, layouts, on_event)
     on_event(Event(f"3 of 3: running {len(planned)} layouts, {steps} timed steps each ..."))
     reports = _measure([spec for spec, _ in planned], steps, on_event)
-    pairs = zip(planned, reports, strict=True)
-    return Demo(chosen, cluster, [_row(spec, said, report) for (spec, said), report in pairs])
+    runs = [_run(*one, report) for one, report in zip(planned, reports, strict=True)]
+    return Demo(chosen, cluster, tuple(runs))
 
 
 def _plan(
@@ -116,28 +138,27 @@ def _measure(specs: list[RunSpec], steps: int, on_event: OnEvent) -> list[RunRep
     return list(report.runs)
 
 
-def _row(spec: RunSpec, said: Prediction, report: RunReport) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "layout": str(spec.layout),
-        "sharding": spec.policy.sharding,
-        "micro_batch": spec.batch.micro_batch,
-        "predicted_s": said.step_s,
-        "predicted_s_low": said.step_s_low,
-        "predicted_s_high": said.step_s_high,
-        "predicted_peak_bytes": said.peak_bytes,
-        "outcome": report.outcome,
-    }
+def _run(spec: RunSpec, predicted: Prediction, report: RunReport) -> DemoRun:
+    run = DemoRun(
+        layout=str(spec.layout),
+        sharding=spec.policy.sharding,
+        micro_batch=spec.batch.micro_batch,
+        predicted_s=predicted.step_s,
+        predicted_s_low=predicted.step_s_low,
+        predicted_s_high=predicted.step_s_high,
+        predicted_peak_bytes=predicted.peak_bytes,
+        outcome=report.outcome,
+        failure=report.failure.message if report.failure else None,
+    )
     timed = [step for step in report.steps if not step.warmup]
-    if report.outcome == "ok" and timed:
-        row |= {
-            "measured_s": median(step.seconds for step in timed),
-            "measured_peak_bytes": max(memory.peak_bytes for memory in report.memory),
-            "inside_interval": said.step_s_low
-            <= median(step.seconds for step in timed)
-            <= said.step_s_high,
-            "flags": flags(report),
-            "loss": next((s.loss for s in reversed(timed) if s.loss is not None), None),
-        }
-    elif report.failure is not None:
-        row["failure"] = report.failure.message
-    return row
+    if report.outcome != "ok" or not timed:
+        return run
+    measured_s = median(step.seconds for step in timed)
+    return replace(
+        run,
+        measured_s=measured_s,
+        measured_peak_bytes=max(memory.peak_bytes for memory in report.memory),
+        inside_interval=predicted.step_s_low <= measured_s <= predicted.step_s_high,
+        flags=flags(report),
+        loss=next((s.loss for s in reversed(timed) if s.loss is not None), None),
+    )

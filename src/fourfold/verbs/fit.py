@@ -1,15 +1,14 @@
-"""fit, score: a calibration from measured runs, what to measure next, and how good one is."""
+"""fit, suggest_runs, score: a calibration from measured runs, what to measure next, its error."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from fourfold.cost.fit.accuracy import Result, study
-from fourfold.cost.fit.calibration import Calibration, load, shipped, to_json
+from fourfold.cost.fit.calibration import Calibration, load, to_json
 from fourfold.cost.fit.evidence import calibrate
 from fourfold.cost.fit.fit import sample
 from fourfold.cost.fit.suggest import suggest
@@ -20,20 +19,32 @@ from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, notes, warnings
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import AXES
-from fourfold.verbs import Facts
+from fourfold.verbs import Answer
 from fourfold.verbs.machine import known_cluster, read_calibration
+from fourfold.verbs.requests import FitRequest, ScoreRequest
 
 _SUGGESTED = ("row_id", "stack", "cluster", "model", "seq_len", "n_gpus", *AXES, "mbs", "gbs",
               "sharding", "act_ckpt")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class Suggested(Answer):
+    suggested: list[dict[str, Any]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.suggested
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted(Answer):
     calibration: Calibration
 
     def json(self) -> str:
         """The file that 'plan', 'predict' and 'score' take as --calibration."""
         return to_json(self.calibration)
+
+    def plain(self) -> dict[str, Any]:
+        return {"entries": self.rows()}
 
     def rows(self) -> list[dict[str, Any]]:
         return [
@@ -44,57 +55,39 @@ class Fitted:
         ]  # fmt: skip
 
 
-def measured_rows(
-    paths: Sequence[str], runs: str | None, cluster: str | None, on_event: OnEvent
-) -> list[Rows]:
-    tables = [parse(read_table(path)) for path in paths]
-    if runs:
-        if not cluster:
+def _measured_rows(request: FitRequest, on_event: OnEvent) -> list[Rows]:
+    tables = [parse(read_table(path)) for path in request.rows]
+    if request.runs:
+        if not request.cluster:
             raise UserError("is required with --runs", field="cluster")
-        tables.append(report_rows(runs, known_cluster(cluster), warnings(on_event)))
+        cluster = known_cluster(request.cluster)
+        tables.append(report_rows(request.runs, cluster, warnings(on_event)))
     if not tables:
         raise UserError("is required", field="ROWS.csv", hint="or pass --runs DIR")
     return tables
 
 
-def fit(
-    paths: Sequence[str] = (),
-    *,
-    runs: str | None = None,
-    cluster: str | None = None,
-    prior: str | None = None,
-    name: str | None = None,
-    on_event: OnEvent = ignore,
-) -> Fitted:
-    """To tables of measured runs, and the runs of a store that were made on `cluster`."""
-    tables = measured_rows(paths, runs, cluster, on_event)
+def fit(request: FitRequest, *, on_event: OnEvent = ignore) -> Fitted:
+    tables = _measured_rows(request, on_event)
     if not len(sample(tables)):
         raise UserError(
             "have no measured step time, memory or out-of-memory outcome",
             field="rows",
             hint="fill in step_s, mem_gb or status",
         )
-    known = load(prior) if prior else None
-    title = name or "+".join(table.table.name for table in tables)
-    return Fitted(calibrate(tables, name=title, prior=known, tell=notes(on_event)))
+    prior = load(request.prior) if request.prior else None
+    name = request.name or "+".join(table.table.name for table in tables)
+    return Fitted(calibrate(tables, name=name, prior=prior, tell=notes(on_event)))
 
 
-def suggest_runs(
-    paths: Sequence[str] = (),
-    count: int = 10,
-    *,
-    runs: str | None = None,
-    cluster: str | None = None,
-    prior: str | None = None,
-    on_event: OnEvent = ignore,
-) -> Facts:
-    """The runs of the tables whose measurement would teach most, by configuration alone."""
+def suggest_runs(request: FitRequest, *, on_event: OnEvent = ignore) -> Suggested:
+    """By configuration alone, never by results."""
+    count = 10 if request.suggest is None else request.suggest
     if count < 1:
         raise UserError("must be at least 1", field="suggest", value=count)
-    tables = measured_rows(paths, runs, cluster, on_event)
-    known = load(prior) if prior else shipped()
+    known = read_calibration(request.prior)
     picks = []
-    for rows in tables:
+    for rows in _measured_rows(request, on_event):
         pairs = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
         for stack, place in sorted(pairs):
             index = np.flatnonzero(rows.usable & (rows.stack == stack) & (rows.cluster == place))
@@ -103,11 +96,11 @@ def suggest_runs(
             entry, _ = known.entry(stack, place, generation_of(str(rows.hardware[index][0])))
             for i in suggest(rows.columns.take(index), entry, count):
                 picks.append({n: rows.table.column(n)[index[i]] for n in _SUGGESTED})
-    return Facts({"suggested": picks}, picks)
+    return Suggested(picks)
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(Answer):
     results: tuple[Result, ...]
 
     def plain(self) -> dict[str, Any]:
@@ -124,14 +117,9 @@ class Scores:
         ]
 
 
-def score(
-    paths: Sequence[str],
-    *,
-    calibration: str | None = None,
-    how: Sequence[str] = (),
-    on_event: OnEvent = ignore,
-) -> Scores:
-    """Each table is one source; `how` may add cv, leave-out and few-shot."""
-    tables = [parse(read_table(path)) for path in paths]
-    known = read_calibration(calibration)
-    return Scores(tuple(study(tables, known, asked=list(how), tell=notes(on_event))))
+def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
+    tables = [parse(read_table(path)) for path in request.rows]
+    asked = {"cv": request.cv, "leave-out": request.leave_out, "few-shot": request.few_shot}
+    how = [name for name, is_asked in asked.items() if is_asked]
+    known = read_calibration(request.calibration)
+    return Scores(tuple(study(tables, known, asked=how, tell=notes(on_event))))

@@ -14,11 +14,19 @@ from fourfold.tables.forms import read_file
 from fourfold.tables.lint import RULES
 from fourfold.tables.lint import lint as findings_of
 from fourfold.tables.styles import style_of
-from fourfold.verbs import Facts
+from fourfold.verbs import Answer
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class Rules(Answer):
+    rules: dict[str, str]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"rule": name, "what": what} for name, what in self.rules.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings(Answer):
     findings: tuple[tuple[str, Finding], ...]
     checked: str
 
@@ -29,8 +37,8 @@ class Findings:
         return [{"file": path, **dataclasses.asdict(item)} for path, item in self.findings]
 
 
-def lint_rules() -> Facts:
-    return Facts({"rules": RULES}, [{"rule": name, "what": what} for name, what in RULES.items()])
+def lint_rules() -> Rules:
+    return Rules(RULES)
 
 
 def lint(paths: Sequence[str], *, ignore: Sequence[str] = ()) -> Findings:

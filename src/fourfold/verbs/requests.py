@@ -1,13 +1,12 @@
-"""What may be asked of the verbs? One frozen dataclass each; the command line's flags are made from
-the same fields. Nothing heavy is imported here."""
+"""Requests of the verbs; the command line's flags are made from their fields."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Annotated, Any, Literal
 
-from fourfold.cost.count.flops import DEFAULT
+from fourfold.cost.count.flops import CONVENTIONS, DEFAULT
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
@@ -16,15 +15,15 @@ from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
-from fourfold.units import count_from, size_from
+from fourfold.spec.words import DTYPES
+from fourfold.units import count_from, number_from, size_from
 
 Count = Annotated[int, count_from]
 Size = Annotated[int, size_from]
-CONVENTION = flag(
-    f"FLOP convention (default {DEFAULT}; 'fourfold flops' lists them)", "ID", rare=True
-)
-CALIBRATION = flag("calibration from 'fourfold fit' (default: the shipped one)", "FILE", rare=True)
-WHERE = "only layouts that satisfy a condition, such as 'dp % 4 == 0 and mem_gib < 70'"
+CONVENTION = (f"FLOP convention (default {DEFAULT}; 'fourfold flops' lists them)", "ID")
+CALIBRATION = ("calibration from 'fourfold fit' (default: the shipped one)", "FILE")
+WEIGHT_DTYPES = tuple(name for name in DTYPES if name not in ("fp8", "fp4"))
+STORE = ("run store (default: runs)", "DIR")
 
 
 def decided(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,61 +85,45 @@ class PlanRequest:
     layout: str | Mapping[str, Any] = ""
     policy: Mapping[str, Any] = field(default_factory=dict)
     micro_batch: int | None = None
-    cluster: str | Cluster | None = field(
-        default=None,
-        metadata=flag("a known cluster (see 'fourfold clusters') or a TOML file", "NAME"),
+    cluster: str | Cluster | None = flag(
+        "a known cluster (see 'fourfold clusters') or a TOML file", "NAME"
     )
-    gpu: str | None = field(
-        default=None,
-        metadata=flag("instead of a cluster: GPUs of this kind in typical hosts", "ID"),
+    gpu: str | None = flag("instead of a cluster: GPUs of this kind in typical hosts", "ID")
+    profile: str | None = flag(
+        "instead of both: a profile from 'calibrate --out'", "FILE", rare=True
     )
-    profile: str | None = field(
-        default=None,
-        metadata=flag("instead of both: a profile from 'calibrate --out'", "FILE", rare=True),
+    calibration: str | None = flag(*CALIBRATION, rare=True)
+    max_nodes: int | None = flag("use at most N hosts, trying fewer too", "N", rare=True)
+    stack: str | None = flag(
+        "engine to predict; 'list' prints them (default: the one measured on the cluster; "
+        "'fourfold' is our own)",
+        "NAME",
     )
-    calibration: str | None = field(default=None, metadata=CALIBRATION)
-    max_nodes: int | None = field(
-        default=None, metadata=flag("use at most N hosts, trying fewer too", "N", rare=True)
+    ramp: Annotated[Ramp, Ramp.parse] | None = flag(
+        "batch ramp-up, in sequences", "START,INCREMENT,SAMPLES", rare=True
     )
-    stack: str | None = field(
-        default=None,
-        metadata=flag(
-            "engine to predict; 'list' prints them (default: the one measured on the cluster; "
-            "'fourfold' is our own)",
-            "NAME",
-        ),
+    tokens: Count | None = flag("training tokens, such as 1.5T; adds days, GPU-hours and cost", "T")
+    price: float | None = flag(
+        "price of a GPU-hour (default: from the cluster file)", "X", rare=True
     )
-    ramp: Annotated[Ramp, Ramp.parse] | None = field(
-        default=None,
-        metadata=flag("batch ramp-up, in sequences", "START,INCREMENT,SAMPLES", rare=True),
+    where: tuple[str, ...] = flag(
+        "only layouts that satisfy a condition, such as 'dp % 4 == 0 and mem_gib < 70'",
+        "CONDITION",
+        default=(),
     )
-    tokens: Count | None = field(
-        default=None,
-        metadata=flag("training tokens, such as 1.5T; adds days, GPU-hours and cost", "T"),
+    explore: bool = flag(
+        "also rank layouts with features that have no measured runs", rare=True, default=False
     )
-    price: float | None = field(
-        default=None,
-        metadata=flag("price of a GPU-hour (default: from the cluster file)", "X", rare=True),
+    safe: bool = flag(
+        "rank only layouts that are certain to fit, if there are any", rare=True, default=False
     )
-    where: tuple[str, ...] = field(default=(), metadata=flag(WHERE, "CONDITION"))
-    explore: bool = field(
-        default=False,
-        metadata=flag("also rank layouts with features that have no measured runs", rare=True),
+    export: str | None = flag(
+        "write settings for megatron, torchtitan, torchtitan-0.2, nanotron or torchrun (our "
+        "own engine); implies --stack",
+        "ENGINE",
     )
-    safe: bool = field(
-        default=False,
-        metadata=flag("rank only layouts that are certain to fit, if there are any", rare=True),
-    )
-    export: str | None = field(
-        default=None,
-        metadata=flag(
-            "write settings for megatron, torchtitan, torchtitan-0.2, nanotron or torchrun (our "
-            "own engine); implies --stack",
-            "ENGINE",
-        ),
-    )
-    top: int = field(default=10, metadata=flag("number of layouts to list (default 10)", "N"))
-    convention: str = field(default=DEFAULT, metadata=CONVENTION)
+    top: int = flag("number of layouts to list (default 10)", "N", default=10)
+    convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
     def __post_init__(self) -> None:
         at_least_one(top=self.top)
@@ -154,21 +137,17 @@ class PlanRequest:
 class RunFilter:
     """Which runs of a store; all conditions must hold."""
 
-    runs: str = field(default="runs", metadata=flag("run store (default: runs)", "DIR"))
-    where: tuple[str, ...] = field(
-        default=(), metadata=flag("only runs that satisfy a condition", "CONDITION")
-    )
-    outcome: tuple[str, ...] = field(
-        default=(), metadata=flag("only runs with this outcome", choices=OUTCOMES)
-    )
-    model: str | None = field(default=None, metadata=flag("only runs of this model", "NAME"))
-    tag: str | None = field(default=None, metadata=flag("only runs with this tag", "TAG"))
+    runs: str = flag(*STORE, default="runs")
+    where: tuple[str, ...] = flag("only runs that satisfy a condition", "CONDITION", default=())
+    outcome: tuple[str, ...] = flag("only runs with this outcome", choices=OUTCOMES, default=())
+    model: str | None = flag("only runs of this model", "NAME")
+    tag: str | None = flag("only runs with this tag", "TAG")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunsRequest(RunFilter):
-    sort: Literal["started_at", "step_s", "peak_bytes", "model", "outcome"] = field(
-        default="started_at", metadata=flag("sort order (default started_at)")
+    sort: Literal["started_at", "step_s", "peak_bytes", "model", "outcome"] = flag(
+        "sort order (default started_at)", default="started_at"
     )
 
 
@@ -176,22 +155,138 @@ class RunsRequest(RunFilter):
 class ReportRequest(RunFilter):
     """`sources` are stores and files of tables; without any, the store."""
 
-    sources: tuple[str, ...] = field(
-        default=(),
-        metadata=flag("stores and files of tables", "SOURCE", names=("sources",), nargs="*"),
+    sources: tuple[str, ...] = flag(
+        "stores and files of tables", "SOURCE", names=("sources",), nargs="*", default=()
     )
-    style: Literal["mpt", "topology", "scaling"] = field(
-        default="topology", metadata=flag("table style (default topology)")
+    style: Literal["mpt", "topology", "scaling"] = flag(
+        "table style (default topology)", default="topology"
     )
-    convention: str | None = field(
-        default=None,
-        metadata=flag(
-            f"FLOP convention (default {DEFAULT}; mpt for the mpt style, as published)", "ID"
-        ),
+    convention: str | None = flag(
+        f"FLOP convention (default {DEFAULT}; mpt for the mpt style, as published)", "ID"
     )
-    cluster: str | Cluster | None = field(
-        default=None, metadata=flag("score today's predictions for this cluster", "NAME", rare=True)
+    cluster: str | Cluster | None = flag(
+        "score today's predictions for this cluster", "NAME", rare=True
     )
-    profile: str | None = field(
-        default=None, metadata=flag("score today's predictions for a profile", "FILE", rare=True)
+    profile: str | None = flag("score today's predictions for a profile", "FILE", rare=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdviseRequest:
+    """Sizes of one layer on a GPU; with `params` and `tokens`, whole models on machines."""
+
+    gpu: str | None = flag("GPU to judge for (see 'fourfold clusters')", "ID")
+    cluster: str | Cluster | None = flag(
+        "take the GPU, and the machines for --params, from a cluster", "NAME"
     )
+    model: str | None = flag("model preset for sizes that are not given", "NAME")
+    hidden: Size | None = flag("hidden size", "N")
+    heads: Size | None = flag("attention heads (default: head size 128)", "N")
+    kv_heads: Size | None = flag("key-value heads (default: as many as heads)", "N")
+    ffn: Size | None = flag("MLP width (default: 4 x hidden)", "N")
+    vocab: int | None = flag("vocabulary size", "N")
+    tp: Size | None = flag("tensor-parallel size (default 1)", "N")
+    micro_batch: Size | None = flag("sequences per micro batch (default 1)", "N")
+    seq_len: Size | None = flag("sequence length in tokens (default 2048)", "N")
+    max_nodes: Size | None = flag("at most N hosts, for --params", "N")
+    global_batch: Size | None = flag("sequences per step, for --params (default 2048)", "N")
+    params: Count | None = flag("compare model shapes of about P parameters, such as 30B", "P")
+    tokens: Count | None = flag("training tokens for --params, such as 1T", "T")
+    attention: Literal["flash", "fused-softmax", "unfused"] = flag(
+        "attention kernel (default flash)", default="flash"
+    )
+    precision: str = flag("precision, as in 'plan'", "X", default="bf16-mixed")
+    stack: str | None = flag("engine to predict", "NAME")
+    calibration: str | None = flag(*CALIBRATION, rare=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRequest:
+    """What is known of a cluster. A measurement replaces the data sheet's rate, a value given here
+    replaces both."""
+
+    gpu: str | None = flag("a GPU's id or file", "ID")
+    name: str | None = flag("name of the cluster", "NAME")
+    hosts: int | None = flag("number of hosts", "N")
+    host_gpus: int | None = flag("GPUs per host", "N")
+    nvlink_ranks: int | None = flag("GPUs joined by NVLink (default: those of a host)", "N")
+    nvlink: str | None = flag("NVLink rate of one GPU per direction, such as 450GB/s", "RATE")
+    nvlink_latency: str | None = flag("NVLink latency, such as 3us", "TIME")
+    pcie: str | None = flag("PCIe rate of one GPU per direction, beyond NVLink", "RATE")
+    network: str | None = flag("network rate of one host per direction, such as 3200Gbit/s", "RATE")
+    network_latency: str | None = flag("network latency, such as 10us", "TIME")
+    nics: int | None = flag("network cards per host", "N")
+    nic_rate: str | None = flag("rate of one network card, such as 400Gbit/s", "RATE")
+    price: float | None = flag("price of a GPU-hour, in any currency", "X")
+    topo: str | None = flag("output of 'nvidia-smi topo -m' on one host", "FILE")
+    nccl_tests: tuple[str, ...] = flag("logs of nccl-tests", "FILE", nargs="+", default=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlopsRequest:
+    """A measured speed, and the GPU it is a share of. `convention` None: all of them."""
+
+    gpu: str | None = flag("GPU for MFU and HFU, such as h100-80gb", "ID")
+    convention: str | None = flag(f"only one of {', '.join(CONVENTIONS)}", "ID")
+    tokens_per_s: Annotated[float, number_from] | None = flag(
+        "tokens/s over all GPUs: 85144 or 3.2M", "X", either="speed"
+    )
+    step_s: float | None = flag("seconds per step, with --global-batch", "X", either="speed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitRequest:
+    """Measured runs: tables, and the runs of a store that were made on `cluster`. `suggest`: name
+    that many runs whose measurement would teach most."""
+
+    rows: tuple[str, ...] = flag(
+        "measured runs", "ROWS.csv", names=("rows",), nargs="*", default=()
+    )
+    runs: str | None = flag("also use the runs of this store", "DIR")
+    cluster: str | Cluster | None = flag("cluster of those runs", "NAME")
+    prior: str | None = flag("calibration to start from", "FILE")
+    suggest: int | None = flag("suggest the K most informative runs", "K")
+    name: str | None = flag("name of the calibration", "TEXT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Tables of measured runs, each one source, and how they are predicted besides."""
+
+    rows: tuple[str, ...] = flag(
+        "measured runs, one per source", "ROWS.csv", names=("rows",), nargs="+", default=MISSING
+    )
+    calibration: str | None = flag(*CALIBRATION)
+    cv: bool = flag("cross-validated by layout", default=False)
+    leave_out: bool = flag("predict each source from the others", default=False)
+    few_shot: bool = flag("fit 10 chosen runs per stack and cluster", default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensRequest:
+    """Texts, and the token file to make of them; `vocab` of a model must suffice."""
+
+    files: tuple[str, ...] = flag(
+        "text files; - is stdin", "FILE", names=("files",), nargs="+", default=MISSING
+    )
+    out: str = flag(
+        "name of the token file: NAME.bin and NAME.json", "NAME", required=True, default=MISSING
+    )
+    tokenizer: str = flag(
+        "bytes (default), or a Hugging Face tokenizer.json", "FILE", default="bytes"
+    )
+    vocab: int | None = flag("vocabulary of the model, to check against", "N")
+    end_token: str | None = flag("token after each document, or 'none'", "TEXT")
+    force: bool = flag("overwrite an existing NAME", default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsRequest:
+    """One checkpoint, or the newest of a training, and the folder to write."""
+
+    checkpoint: str = flag(
+        "training folder, or one checkpoint", "CHECKPOINT", names=("checkpoint",), default=MISSING
+    )
+    out: str = flag("folder to create", "OUT", names=("out",), default=MISSING)
+    dtype: str | None = flag("dtype of the values (default: unchanged)", choices=WEIGHT_DTYPES)
+    folder_format: Literal["hf", "dcp"] = "hf"
+    force: bool = flag("replace an earlier export", default=False)

@@ -1,68 +1,65 @@
-"""Requests of the verbs that start ranks. As in `requests`, their fields define the flags."""
+"""Requests of the verbs that start ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from fourfold.cost.count.flops import DEFAULT
+from fourfold.cost.trace.steps import KINDS, Kind
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES
-from fourfold.spec.words import BUNDLES
-from fourfold.verbs.requests import CONVENTION, Size, at_least_one
+from fourfold.spec.words import BUNDLES, DTYPES, CpKind, Dtype
+from fourfold.verbs.requests import CONVENTION, STORE, Size, at_least_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """What only the caller may allow a job on this host; see `launch.permit`."""
 
-    env: tuple[str, ...] = field(
+    env: tuple[str, ...] = flag(
+        "set an environment variable of the ranks, for this start only",
+        "NAME=VALUE",
+        rare=True,
         default=(),
-        metadata=flag(
-            "set an environment variable of the ranks, for this start only",
-            "NAME=VALUE",
-            rare=True,
-        ),
     )
-    oversubscribe: bool = field(
-        default=False, metadata=flag("allow more ranks than this host has room for", rare=True)
+    oversubscribe: bool = flag(
+        "allow more ranks than this host has room for", rare=True, default=False
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchRequest(Start):
-    """How a run is measured; `cluster` and `profile` say whom its prediction is by."""
+class MeasureRequest(Start):
+    """How runs are measured and kept; `cluster` and `profile` say whom their predictions are by."""
 
-    runs: str = field(default="runs", metadata=flag("run store (default: runs)", "DIR"))
-    repeat: int = field(default=1, metadata=flag("number of runs (default 1)", "N"))
-    probe_s: float = field(
-        default=1.0,
-        metadata=flag(
-            "seconds of GEMM and copy probes before and after, to catch a machine that changed "
-            "(default 1, 0 disables)",
-            "S",
-            rare=True,
-        ),
-    )
-    force: bool = field(
-        default=False, metadata=flag("run even if it certainly does not fit in memory", rare=True)
-    )
-    cluster: str | Cluster | None = field(
-        default=None, metadata=flag("cluster for the prediction", "NAME")
-    )
-    profile: str | None = field(
-        default=None, metadata=flag("profile for the prediction, from 'calibrate --out'", "FILE")
-    )
+    runs: str = flag(*STORE, default="runs")
+    repeat: int = flag("runs of each configuration (default 1)", "N", default=1)
+    force: bool = flag("run even if it certainly does not fit in memory", rare=True, default=False)
+    cluster: str | Cluster | None = flag("cluster for the prediction", "NAME")
+    profile: str | None = flag("profile for the prediction, from 'calibrate --out'", "FILE")
 
     def __post_init__(self) -> None:
         at_least_one(repeat=self.repeat)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRequest(MeasureRequest):
+    probe_s: float = flag(
+        "seconds of GEMM and copy probes before and after, to catch a machine that changed "
+        "(default 1, 0 disables)",
+        "S",
+        rare=True,
+        default=1.0,
+    )
+
+
 ONE_RANK = "one rank of a large run, on this device"
+_rank = partial(flag, group=ONE_RANK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,38 +67,19 @@ class OneRankRequest(Start):
     """One rank, with real kernels and without its peers. `layouts`: one row each, as 'pp4 dp16
     tp8', then zero0-3 or FIELD=VALUE words."""
 
-    as_rank: str = field(
-        default="0",
-        metadata=flag(
-            "rank to run, or first, last, worst (the fullest stage)", "R", group=ONE_RANK
-        ),
-    )
-    world: int | None = field(
-        default=None, metadata=flag("total number of ranks", "W", group=ONE_RANK)
-    )
-    layouts: tuple[str, ...] = field(
+    as_rank: str = _rank("rank to run, or first, last, worst (the fullest stage)", "R", default="0")
+    world: int | None = _rank("total number of ranks", "W")
+    layouts: tuple[str, ...] = _rank(
+        "layout such as 'pp4 dp16 tp8', with zero0-3 or FIELD=VALUE; repeat for more rows",
+        "TEXT",
+        names=("--layout",),
         default=(),
-        metadata=flag(
-            "layout such as 'pp4 dp16 tp8', with zero0-3 or FIELD=VALUE; repeat for more rows",
-            "TEXT",
-            names=("--layout",),
-            group=ONE_RANK,
-        ),
     )
-    micro_batches: int | None = field(
-        default=None,
-        metadata=flag(
-            "micro batches to run (default: enough for the peak; 0: all)",
-            "N",
-            group=ONE_RANK,
-            rare=True,
-        ),
+    micro_batches: int | None = _rank(
+        "micro batches to run (default: enough for the peak; 0: all)", "N", rare=True
     )
-    against: Literal["floor"] | None = field(
-        default=None,
-        metadata=flag(
-            "on one GPU: compare a step with its floor, part by part", group=ONE_RANK, rare=True
-        ),
+    against: Literal["floor"] | None = _rank(
+        "on one GPU: compare a step with its floor, part by part", rare=True
     )
     cluster: str | Cluster | None = None
     profile: str | None = None
@@ -112,85 +90,65 @@ class OneRankRequest(Start):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRequest(Start):
-    """How the runs of a sweep are measured; `where` may ask about predicted mem_gib and step_s."""
+class SweepRequest(MeasureRequest):
+    """`where` may ask about predicted mem_gib and step_s."""
 
-    runs: str = field(default="runs", metadata=flag("run store (default: runs)", "DIR"))
-    tag: str = field(default="", metadata=flag("tag stored with every run", "TEXT", rare=True))
-    repeat: int = field(default=1, metadata=flag("runs per configuration (default 1)", "N"))
-    again: tuple[str, ...] = field(
+    tag: str = flag("tag stored with every run", "TEXT", rare=True, default="")
+    again: tuple[str, ...] = flag(
+        "re-run stored runs with this outcome", "OUTCOME", choices=OUTCOMES, rare=True, default=()
+    )
+    where: tuple[str, ...] = flag(
+        "only runs that satisfy a condition; mem_gib and step_s are predicted",
+        "CONDITION",
         default=(),
-        metadata=flag(
-            "re-run stored runs with this outcome",
-            "OUTCOME",
-            choices=OUTCOMES,
-            rare=True,
-        ),
     )
-    where: tuple[str, ...] = field(
-        default=(),
-        metadata=flag(
-            "only runs that satisfy a condition; mem_gib and step_s are predicted", "CONDITION"
-        ),
-    )
-    cluster: str | Cluster | None = field(
-        default=None, metadata=flag("cluster for the prediction", "NAME")
-    )
-    profile: str | None = field(
-        default=None, metadata=flag("profile for the prediction, from 'calibrate --out'", "FILE")
-    )
-    calibration: str | None = field(
-        default=None, metadata=flag("calibration from 'fit' or 'calibrate'", "FILE", rare=True)
-    )
-
-    force: bool = field(
-        default=False, metadata=flag("run even if it certainly does not fit in memory", rare=True)
-    )
-    convention: str = field(default=DEFAULT, metadata=CONVENTION)
-
-    def __post_init__(self) -> None:
-        at_least_one(repeat=self.repeat)
+    calibration: str | None = flag("calibration from 'fit' or 'calibrate'", "FILE", rare=True)
+    convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
 
 MPT_GROUP = "a sweep from flags (nothing runs without --run)"
 
 
-def _many(text: str, metavar: str, *names: str, **rest: Any) -> dict[str, Any]:
-    return flag(text, metavar, names=names, nargs="+", group=MPT_GROUP, **rest)
+def _many(text: str, metavar: str, *names: str, default: Any = (), **rest: Any) -> Any:
+    group = MPT_GROUP
+    return flag(text, metavar, names=names, nargs="+", group=group, default=default, **rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MptSweep:
-    """A sweep in the style of the MPT scripts: models, exponents, precisions."""
+    """A sweep in the style of the MPT scripts; two exponents are a range, both ends included.
+    `base`: what all runs share, as a run's table."""
 
-    models: tuple[str, ...] = field(
-        metadata=_many("model presets or config.json files", "NAME", "-m", "--models")
+    models: tuple[str, ...] = _many(
+        "model presets or config.json files", "NAME", "-m", "--models", default=MISSING
     )
-    seq_exp: tuple[int, ...] = field(
-        default=(),
-        metadata=_many(
-            "sequence lengths 2^N; two numbers are a range, both ends included",
-            "N", "-s", "--seq-exp",
-        ),
-    )  # fmt: skip
-    batch_exp: tuple[int, ...] = field(
-        default=(),
-        metadata=_many(
-            "global batches of 2^N tokens; two numbers are a range, both ends included",
-            "N", "-b", "--batch-exp",
-        ),
-    )  # fmt: skip
-    precisions: tuple[str, ...] = field(
-        default=(), metadata=_many("precisions: bf16, fp8, fp32, ...", "P", "-t", "--precisions")
+    seq_exp: tuple[int, ...] = _many("sequence lengths 2^N, or a range", "N", "-s", "--seq-exp")
+    batch_exp: tuple[int, ...] = _many(
+        "global batches of 2^N tokens, or a range", "N", "-b", "--batch-exp"
     )
-    gpus: tuple[int, ...] = field(
-        default=(), metadata=_many("total numbers of GPUs (or CPU ranks)", "N", "-g", "--gpus")
+    precisions: tuple[str, ...] = _many(
+        "precisions: bf16, fp8, fp32, ...", "P", "-t", "--precisions"
     )
-    micro_batch: tuple[str, ...] = field(
-        default=(), metadata=_many("micro-batch sizes, or auto", "N", "--micro-batch")
+    gpus: tuple[int, ...] = _many("total numbers of GPUs (or CPU ranks)", "N", "-g", "--gpus")
+    micro_batch: tuple[str, ...] = _many("micro-batch sizes, or auto", "N", "--micro-batch")
+    layouts: tuple[str, ...] = _many(
+        "layouts, such as 'dp4' 'pp2 tp2'", "L", "--layouts", rare=True
     )
-    layouts: tuple[str, ...] = field(
-        default=(), metadata=_many("layouts, such as 'dp4' 'pp2 tp2'", "L", "--layouts", rare=True)
+    base: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSweep:
+    """The planner's `count` best layouts for the run of `table`."""
+
+    table: Mapping[str, Any]
+    count: int = flag(
+        "measure the planner's K best layouts", "K", names=("--from-plan",), default=MISSING
+    )
+    gpu: str | None = flag("instead of a cluster: GPUs of this kind in typical hosts", "ID")
+    max_nodes: int | None = flag("use at most N hosts, trying fewer too", "N")
+    explore: bool = flag(
+        "also rank layouts with features that have no measured runs", default=False
     )
 
 
@@ -205,52 +163,29 @@ Fault = Literal[
 class VerifyRequest(Start):
     """Which layouts are trained both ways. `policy`: fields that all of them have."""
 
-    world: int | None = field(
-        default=None, metadata=flag("number of ranks (default: as the layout needs)", "N")
-    )
-    sample: int | None = field(
-        default=None, metadata=flag("check only K layouts, stratified by axis", "K")
-    )
-    seed: int = field(default=0, metadata=flag("seed of the sample, weights and tokens"))
-    layout: str | None = field(
-        default=None, metadata=flag("check only this layout, such as 'pp2 dp2 tp2'", "L")
-    )
-    family: tuple[str, ...] = field(
+    world: int | None = flag("number of ranks (default: as the layout needs)", "N")
+    sample: int | None = flag("check only K layouts, stratified by axis", "K")
+    seed: int = flag("seed of the sample, weights and tokens", default=0)
+    layout: str | None = flag("check only this layout, such as 'pp2 dp2 tp2'", "L")
+    family: tuple[str, ...] = flag(
+        "check only this model family (default: mpt, gpt, llama)",
+        choices=("mpt", "gpt", "llama", "qwen", "olmo2"),
         default=(),
-        metadata=flag(
-            "check only this model family (default: mpt, gpt, llama)",
-            choices=("mpt", "gpt", "llama", "qwen", "olmo2"),
-        ),
     )
-    models: tuple[str, ...] = field(
-        default=(),
-        metadata=flag(
-            "check another (small) model: a preset or a file", "NAME", names=("--model",)
-        ),
+    models: tuple[str, ...] = flag(
+        "check another (small) model: a preset or a file", "NAME", names=("--model",), default=()
     )
-    axis: str | None = field(
-        default=None, metadata=flag("check only layouts with this axis above 1", choices=AXES)
+    axis: str | None = flag("check only layouts with this axis above 1", choices=AXES)
+    device: Literal["cpu", "cuda"] = flag("device to run on (default cpu)", default="cpu")
+    share_gpu: bool = flag(
+        "put several ranks on one GPU, with gloo through host memory between them", default=False
     )
-    device: Literal["cpu", "cuda"] = field(
-        default="cpu", metadata=flag("device to run on (default cpu)")
-    )
-    share_gpu: bool = field(
-        default=False,
-        metadata=flag("put several ranks on one GPU, with gloo through host memory between them"),
-    )
-    fault: Fault | None = field(
-        default=None, metadata=flag("plant a bug, which must be detected", names=("--break",))
-    )
-    precision: str = field(
-        default="fp32", metadata=flag(f"one of {', '.join(BUNDLES)} (default fp32)", "X")
-    )
-    global_batch: Size | None = field(default=None, metadata=flag("sequences per step", "N"))
-    micro_batch: Size | None = field(
-        default=None, metadata=flag("sequences per micro batch; any number", "N")
-    )
-    limit: float = field(
-        default=180.0,
-        metadata=flag("time limit per layout, in seconds (default 180)", "S", rare=True),
+    fault: Fault | None = flag("plant a bug, which must be detected", names=("--break",))
+    precision: str = flag(f"one of {', '.join(BUNDLES)} (default fp32)", "X", default="fp32")
+    global_batch: Size | None = flag("sequences per step", "N")
+    micro_batch: Size | None = flag("sequences per micro batch; any number", "N")
+    limit: float = flag(
+        "time limit per layout, in seconds (default 180)", "S", rare=True, default=180.0
     )
     policy: Mapping[str, Any] = field(default_factory=dict)
 
@@ -260,14 +195,62 @@ class TrainRequest(Start):
     """Where a training is kept and how it starts. It continues where its folder stands, unless it
     is to be `fresh`; `resume`: and fails if there is nothing to continue."""
 
-    out: str | None = field(default=None, metadata=flag("training folder", "DIR"))
-    resume: bool = field(
-        default=False, metadata=flag("fail if there is no checkpoint", either="start")
-    )
-    fresh: bool = field(
+    out: str | None = flag("training folder", "DIR")
+    resume: bool = flag("fail if there is no checkpoint", either="start", default=False)
+    fresh: bool = flag(
+        "start over (old checkpoints are kept until the new run saves one)",
+        either="start",
         default=False,
-        metadata=flag(
-            "start over (old checkpoints are kept until the new run saves one)", either="start"
-        ),
     )
-    convention: str = field(default=DEFAULT, metadata=CONVENTION)
+    convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateRequest:
+    """`ranks`: those of the cluster that this host is described as."""
+
+    quick: bool = flag("20 seconds instead of 2.5 minutes", default=False)
+    device: Literal["auto", "cpu", "cuda"] = flag("what to measure (default auto)", default="auto")
+    ranks: int | None = flag("ranks of the cluster file (default: all measured)", "N")
+
+
+_SIZES = "sizes (each overrides the model's)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """One rank's part of a parallel layer."""
+
+    kind: Kind = flag(", ".join(KINDS), "KIND", names=("kind",), choices=KINDS, default=MISSING)
+    tokens: Size = flag("sequence length in tokens", "N", required=True, default=MISSING)
+    model: str | None = flag("model preset or config.json for the sizes", "NAME")
+    hidden: Size | None = flag("hidden size", "N", group=_SIZES)
+    heads: Size | None = flag("query heads", "N", group=_SIZES)
+    kv_heads: Size | None = flag("key-value heads (default: as many as heads)", "N", group=_SIZES)
+    ffn: Size | None = flag("width of the MLP", "N", group=_SIZES)
+    layers: Size | None = flag(
+        "layers whose weights a rank holds, in mlp and mlp2d", "N", group=_SIZES
+    )
+    tp: int = flag("tensor parallel ranks", "N", group="layout", default=1)
+    cp: int = flag("context parallel ranks", "N", group="layout", default=1)
+    dp: int = flag("data parallel ranks", "N", group="layout", default=1)
+    rank: int = flag("rank to show", "R", group="layout", default=0)
+    cp_kind: CpKind | None = flag("default: ring", group="of kind layer")
+    sharding: str | None = flag(
+        "zero0, zero1 (default), zero2 or zero3", "X", group="of kind layer"
+    )
+    dtype: Dtype = flag(
+        "dtype of tensors and weights (default bf16)",
+        choices=tuple(name for name in DTYPES if name != "fp4"),
+        default="bf16",
+    )
+    attention: Literal["flash", "naive"] = flag("naive keeps the N x N scores", default="flash")
+    cluster: str | None = flag(
+        "cluster for link levels (default: hosts of 8 H100, 400 Gbit/s per GPU)", "NAME"
+    )
+    run_steps: bool = flag(
+        "run the steps on this host, one process per rank, and compare",
+        names=("--run",),
+        default=False,
+    )
+    device: Literal["auto", "cpu", "cuda"] = flag("device for --run (default auto)", default="auto")

@@ -6,21 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, convention, utilisation_pct
 from fourfold.cost.count.params import layer_params, model_params, rank_params
 from fourfold.cost.count.stages import stage_layers
 from fourfold.errors import UserError
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
+from fourfold.spec.device import Device
 from fourfold.spec.model import ModelShape, not_run, remarks, windowed
 from fourfold.spec.run import RunSpec
-from fourfold.verbs import Facts
+from fourfold.verbs import Answer
+from fourfold.verbs.requests import FlopsRequest
 
 DEFAULT_SEQ_LEN = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class OneCluster:
+class OneCluster(Answer):
     """`toml` keeps rates and times as they were given."""
 
     cluster: Cluster
@@ -30,105 +33,194 @@ class OneCluster:
         return codec.dump(self.cluster)
 
     def rows(self) -> list[dict[str, Any]]:
-        return link_rows(self.cluster)
+        """One for each level, from inner to outer."""
+        return [{"cluster": self.cluster.name, **codec.encode(link)} for link in self.cluster.links]
 
 
-def link_rows(cluster: Cluster) -> list[dict[str, Any]]:
-    """One for each level, from inner to outer."""
-    return [{"cluster": cluster.name, **codec.encode(link)} for link in cluster.links]
+@dataclass(frozen=True, slots=True)
+class Gpus(Answer):
+    gpus: tuple[Device, ...]
+
+    def plain(self) -> list[dict[str, Any]]:
+        return codec.encode(self.gpus)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.plain()
 
 
-def clusters() -> Facts:
-    """All clusters, and all GPUs."""
-    found = [codec.encode(catalog.cluster(name)) for name in catalog.cluster_names()]
-    everything = {"clusters": found, "gpus": gpus().facts}
-    return Facts(everything, [{**one, "device": one["device"]["id"]} for one in found])
+@dataclass(frozen=True, slots=True)
+class Catalogue(Answer):
+    clusters: tuple[Cluster, ...]
+    gpus: tuple[Device, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [codec.encode(one) | {"device": one.device.id} for one in self.clusters]
 
 
-def gpus() -> Facts:
-    found = [codec.encode(catalog.device(name)) for name in catalog.device_names()]
-    return Facts(found, found)
+def clusters() -> Catalogue:
+    known = tuple(catalog.cluster(name) for name in catalog.cluster_names())
+    return Catalogue(known, gpus().gpus)
+
+
+def gpus() -> Gpus:
+    return Gpus(tuple(catalog.device(name) for name in catalog.device_names()))
 
 
 def cluster(name: str) -> OneCluster:
-    """One cluster of the catalogue, or of a file."""
-    found = catalog.cluster(name)
-    return OneCluster(found, codec.to_toml(found))
+    """Of the catalogue, or of a file."""
+    known = catalog.cluster(name)
+    return OneCluster(known, codec.to_toml(known))
 
 
-def models(seq_len: int = DEFAULT_SEQ_LEN) -> Facts:
-    """Every preset, at this sequence length."""
-    found = [_describe(catalog.model(name), seq_len) for name in catalog.model_names()]
-    return Facts(
-        found, [{"name": one["name"], "params": one["params"]} | one["shape"] for one in found]
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageShare:
+    """Parameters that a rank holds while it computes, and those it owns in the update."""
+
+    stage: int
+    rank: int
+    layers: int
+    held: int
+    owned: int
 
 
-def model(run: Mapping[str, Any], *, rank: int | None = None) -> Facts:
-    """One model's shape and size; where the run has several ranks, or one is asked for, what the
-    first of each pipeline stage (or `rank`) holds and owns."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model(Answer):
+    """A model's shape and size; `stages` of a layout."""
+
+    name: str
+    params: int
+    layer_params: int
+    seq_len: int
+    shape: ModelShape
+    remarks: tuple[str, ...]
+    layout: str | None = None
+    sharding: str | None = None
+    stages: tuple[StageShare, ...] | None = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        if self.stages is not None:
+            head = {"name": self.name, "layout": self.layout, "sharding": self.sharding}
+            return [head | codec.encode(stage) for stage in self.stages]
+        head = {"name": self.name, "params": self.params, "layer_params": self.layer_params}
+        return [head | codec.encode(self.shape)]
+
+
+@dataclass(frozen=True, slots=True)
+class Models(Answer):
+    models: tuple[Model, ...]
+
+    def plain(self) -> list[dict[str, Any]]:
+        return codec.encode(self.models)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for one in self.models for row in one.rows()]
+
+
+def models(seq_len: int = DEFAULT_SEQ_LEN) -> Models:
+    names = catalog.model_names()
+    return Models(tuple(Model(**_described(catalog.model(name), seq_len)) for name in names))
+
+
+def model(run: Mapping[str, Any], *, rank: int | None = None) -> Model:
+    """One model. Where the run has several ranks, or one is asked for: what the first of each
+    pipeline stage (or `rank`) holds and owns."""
     spec = codec.decode(RunSpec, dict(run))
-    found = _describe(spec.model, spec.batch.seq_len)
+    described = _described(spec.model, spec.batch.seq_len)
     if spec.gpus == 1 and rank is None:
-        head = {"name": found["name"], "params": found["params"]}
-        return Facts(found, [head | {"layer_params": found["layer_params"]} | found["shape"]])
-    found |= _shares(spec, rank)
-    head = {"name": found["name"], "layout": found["layout"], "sharding": found["sharding"]}
-    return Facts(found, [head | row for row in found["stages"]])
+        return Model(**described)
+    shares = _shares(spec, rank)
+    layout, sharding = str(spec.layout), spec.policy.sharding
+    return Model(**described, layout=layout, sharding=sharding, stages=shares)
 
 
-def _describe(model: ModelShape, seq_len: int) -> dict[str, Any]:
+def _described(shape: ModelShape, seq_len: int) -> dict[str, Any]:
+    notes = [f"plan approximates: {words}" for words in remarks(shape, seq_len)]
+    lacking = not_run(shape, seq_len)
+    if lacking:
+        notes.append(f"planned, not run here (at {seq_len} tokens): {', '.join(lacking)}")
     return {
-        "name": model.name,
-        "params": model_params(model, seq_len),
-        "layer_params": layer_params(model),
+        "name": shape.name,
+        "params": model_params(shape, seq_len),
+        "layer_params": layer_params(shape),
         "seq_len": seq_len,
-        "shape": codec.encode(model),
-        "remarks": _remarks(model, seq_len),
+        "shape": shape,
+        "remarks": tuple(notes),
     }
 
 
-def _remarks(model: ModelShape, seq_len: int) -> list[str]:
-    said = [f"plan approximates: {words}" for words in remarks(model, seq_len)]
-    lacking = not_run(model, seq_len)
-    if lacking:
-        said.append(f"planned, not run here (at {seq_len} tokens): {', '.join(lacking)}")
-    return said
-
-
-def _shares(spec: RunSpec, rank: int | None) -> dict[str, Any]:
-    """What one rank, or the first of every stage, holds and owns."""
+def _shares(spec: RunSpec, rank: int | None) -> tuple[StageShare, ...]:
     from fourfold.search.legal import require_legal
 
-    model, layout, seq_len = spec.model, spec.layout, spec.batch.seq_len
+    layout, seq_len = spec.layout, spec.batch.seq_len
     require_legal(spec, only=("stages", "heads", "kv-heads"))
     if rank is not None and not 0 <= rank < layout.world:
         raise UserError(f"must be from 0 to {layout.world - 1}", field="rank", value=rank)
-    stages = stage_layers(model, layout.pp, seq_len)
+    stages = stage_layers(spec.model, layout.pp, seq_len)
     firsts = [stage * layout.stride("pp") for stage in range(layout.pp)]
-    rows = []
+    shares = []
     for each in firsts if rank is None else [rank]:
         count = rank_params(
-            model, layout, seq_len=seq_len, stages=stages, rank=each, zero=spec.policy.zero
+            spec.model, layout, seq_len=seq_len, stages=stages, rank=each, zero=spec.policy.zero
         )
         stage = layout.coordinates(each)["pp"]
-        rows.append(
-            {"stage": stage, "rank": each, "layers": len(stages[stage]), "held": count.held,
-             "owned": count.owned}
-        )  # fmt: skip
-    return {"layout": str(layout), "sharding": spec.policy.sharding, "stages": rows}
+        layers = len(stages[stage])
+        shares.append(
+            StageShare(stage=stage, rank=each, layers=layers, held=count.held, owned=count.owned)
+        )
+    return tuple(shares)
 
 
-def flops(
-    run: Mapping[str, Any],
-    *,
-    gpu: str | None = None,
-    rule: str | None = None,
-    tokens_per_s: float | None = None,
-    step_s: float | None = None,
-) -> Facts:
-    """FLOPs per token by every convention, or by `rule`; of a measured speed (tokens/s over all
-    GPUs, or seconds of a step) TFLOP/s too, and with a GPU MFU and HFU."""
+@dataclass(frozen=True, slots=True)
+class Utilisation:
+    """By one convention; None where no speed, or no GPU, is known."""
+
+    flops_per_token: float
+    tflops_gpu: float | None = None
+    mfu_pct: float | None = None
+    hfu_pct: float | None = None
+
+
+def utilisation(
+    spec: RunSpec, rule: str | None, tokens_s_gpu: float | None, peak: float | None
+) -> dict[str, Utilisation]:
+    """By every convention, or by `rule`."""
+    ask = FlopsQuery.of(
+        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
+    )
+    counted = {}
+    for one in (convention(rule),) if rule else CONVENTIONS.values():
+        count, speed = one.count(ask), tokens_s_gpu
+        shares = (None, None)
+        if speed is not None and peak is not None:
+            shares = tuple(utilisation_pct(n, speed, peak) for n in (count.model, count.hardware))
+        tflops = None if speed is None else count.printed * speed / 1e12
+        counted[one.id] = Utilisation(count.printed, tflops, *shares)
+    return counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flops(Answer):
+    """FLOPs per token and, of a measured speed, TFLOP/s; with a GPU MFU and HFU."""
+
+    model: str
+    params: int
+    seq_len: int
+    gpus: int
+    precision: str
+    recompute: str
+    window: int | None
+    gpu: str | None
+    peak_flops: float | None
+    tokens_per_s: float | None
+    conventions: dict[str, Utilisation]
+
+    def rows(self) -> list[dict[str, Any]]:
+        counted = self.conventions.items()
+        return [{"convention": name, **codec.encode(row)} for name, row in counted]
+
+
+def flops(run: Mapping[str, Any], request: FlopsRequest | None = None) -> Flops:
+    request = request or FlopsRequest()
     if "model" not in run:
         raise UserError("is required", field="model", hint="'fourfold models' lists presets")
     spec = codec.load(RunSpec, dict(run))
@@ -136,66 +228,35 @@ def flops(
     if "seq_len" not in given:
         raise UserError("is required", field="seq-len")
     model, batch, policy = spec.model, spec.batch, spec.policy
-    speed = _tokens_per_s(batch, step_s, tokens_per_s, batch_given="global_batch" in given)
-    answer: dict[str, Any] = {
-        "model": model.name,
-        "params": model_params(model, batch.seq_len),
-        "seq_len": batch.seq_len,
-        "gpus": spec.gpus,
-        "precision": policy.precision,
-        "recompute": policy.recompute,
-    }
-    if windowed(model, batch.seq_len):
-        answer["window"] = model.window
-    peak = None
-    if gpu is not None:
-        device = catalog.device(gpu)
-        peak = device.peak(policy.precision)
-        answer |= {"gpu": device.id, "peak_flops": peak}
-    if speed is not None:
-        answer["tokens_per_s"] = speed
-    counted = _counted(spec, rule, speed, peak)
-    table = [{"convention": name, **row} for name, row in counted.items()]
-    return Facts(answer | {"conventions": counted}, table)
-
-
-def _counted(
-    spec: RunSpec, rule: str | None, speed: float | None, peak: float | None
-) -> dict[str, dict[str, float]]:
-    from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, convention, utilisation_pct
-
-    ask = FlopsQuery.of(
-        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
+    speed = _tokens_per_s(batch, request, batch_given="global_batch" in given)
+    device = catalog.device(request.gpu) if request.gpu is not None else None
+    peak = device.peak(policy.precision) if device else None
+    speed_gpu = None if speed is None else speed / spec.gpus
+    return Flops(
+        model=model.name,
+        params=model_params(model, batch.seq_len),
+        seq_len=batch.seq_len,
+        gpus=spec.gpus,
+        precision=policy.precision,
+        recompute=policy.recompute,
+        window=model.window if windowed(model, batch.seq_len) else None,
+        gpu=device.id if device else None,
+        peak_flops=peak,
+        tokens_per_s=speed,
+        conventions=utilisation(spec, request.convention, speed_gpu, peak),
     )
-    counted: dict[str, dict[str, float]] = {}
-    for one in (convention(rule),) if rule else CONVENTIONS.values():
-        count = one.count(ask)
-        row = counted[one.id] = {"flops_per_token": count.printed}
-        if speed is not None:
-            row["tflops_gpu"] = count.printed * speed / spec.gpus / 1e12
-            if peak is not None:
-                for name, work in (("mfu_pct", count.model), ("hfu_pct", count.hardware)):
-                    row[name] = utilisation_pct(work, speed / spec.gpus, peak)
-    return counted
 
 
-def _tokens_per_s(
-    batch: Batch, step_s: float | None, tokens_per_s: float | None, *, batch_given: bool
-) -> float | None:
-    if step_s is not None:
-        if not 0 < step_s < 1e12:
-            raise UserError("must be above 0", field="step-s", value=step_s)
+def _tokens_per_s(batch: Batch, request: FlopsRequest, *, batch_given: bool) -> float | None:
+    field, value, speed = "tokens-per-s", request.tokens_per_s, request.tokens_per_s
+    if request.step_s is not None:
+        field, value = "step-s", request.step_s
+        if not 0 < value < 1e12:
+            raise UserError("must be above 0", field=field, value=value)
         if not batch_given:
-            raise UserError(
-                "is required", field="global-batch", hint="a step has that many sequences"
-            )
-        return _in_range("step-s", step_s, batch.tokens / step_s)
-    if tokens_per_s is not None:
-        _in_range("tokens-per-s", tokens_per_s, tokens_per_s)
-    return tokens_per_s
-
-
-def _in_range(field: str, value: float, tokens_per_s: float) -> float:
-    if not 0 < tokens_per_s < 1e18:
+            hint = "a step has that many sequences"
+            raise UserError("is required", field="global-batch", hint=hint)
+        speed = batch.tokens / value
+    if speed is not None and not 0 < speed < 1e18:
         raise UserError("must be a speed above 0 and below 1e18 tokens/s", field=field, value=value)
-    return tokens_per_s
+    return speed

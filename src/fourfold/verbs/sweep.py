@@ -1,10 +1,9 @@
-"""sweep: measure many runs, keep every outcome, start again where a stopped sweep left off."""
+"""sweep: measure many runs; every outcome is stored, a stopped sweep resumes."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +14,17 @@ from fourfold.result.files.store import Store
 from fourfold.result.report import OUTCOMES, Prediction
 from fourfold.search.predict import run_s
 from fourfold.spec.run import RunSpec
-from fourfold.spec.sweep import Combination, Expansion
+from fourfold.spec.sweep import Combination
 from fourfold.units import show_seconds
+from fourfold.verbs import Answer
 from fourfold.verbs.bench import choose_micro_batch, permit_of
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import SweepRequest
-from fourfold.verbs.sweep_source import Prepared, predictions, prepared
+from fourfold.verbs.sweep_source import Prepared, Source, predictions, prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
+class Swept(Answer):
     """One entry for each combination, in order, whatever became of it."""
 
     total: int
@@ -45,7 +45,7 @@ class Swept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepPlan:
+class SweepPlan(Answer):
     """What would run, what can't and why, and how long it may take."""
 
     total: int
@@ -57,9 +57,10 @@ class SweepPlan:
     dropped: int
     same: int
     basis: str
+    is_guess: bool
 
     def plain(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in self.__slots__ if name != "is_guess"}
 
     def rows(self) -> list[dict[str, Any]]:
         refused = [
@@ -70,16 +71,11 @@ class SweepPlan:
 
 
 def sweep(
-    source: Mapping[str, Any] | Expansion,
-    request: SweepRequest | None = None,
-    *,
-    known: Predictor | None = None,
-    on_event: OnEvent = ignore,
+    source: Source, request: SweepRequest | None = None, *, on_event: OnEvent = ignore
 ) -> Swept:
-    """Run every combination; a failed one is recorded and the sweep goes on. `source`: a run's
-    table with a [sweep] table whose lists are the axes."""
+    """Run every combination; a failed one is recorded and the sweep goes on."""
     request = request or SweepRequest()
-    ready = prepared(source, request, known, on_event)
+    ready = prepared(source, request, on_event)
     campaign = Campaign(
         Store(request.runs, warn=warnings(on_event)),
         runner=functools.partial(launch_run, permit=permit_of(request)),
@@ -98,20 +94,16 @@ def sweep(
         same=ready.expansion.same,
         skipped=ready.skipped,
         runs=rows,
-        is_guess=ready.known.is_guess and not ready.known.planned,
+        is_guess=ready.is_guess,
     )
 
 
 def plan_sweep(
-    source: Mapping[str, Any] | Expansion,
-    request: SweepRequest | None = None,
-    *,
-    known: Predictor | None = None,
-    on_event: OnEvent = ignore,
+    source: Source, request: SweepRequest | None = None, *, on_event: OnEvent = ignore
 ) -> SweepPlan:
     """What the same sweep would run; nothing is started."""
     request = request or SweepRequest()
-    ready = prepared(source, request, known, on_event)
+    ready = prepared(source, request, on_event)
     legal = [ready.expansion.combinations[place].spec for place in ready.legal]
     campaign = Campaign(Store(request.runs, warn=warnings(on_event)), again=request.again)
     missing = [max(0, request.repeat - len(campaign.finished(spec))) for spec in legal]
@@ -131,6 +123,7 @@ def plan_sweep(
         dropped=ready.expansion.dropped,
         same=ready.expansion.same,
         basis=answers[0].basis if answers else "",
+        is_guess=ready.is_guess,
     )
 
 

@@ -1,5 +1,5 @@
-"""What does a sweep run? The combinations of a table, of the MPT scripts' flags, or the planner's
-best layouts; their predictions go with the runs, so that 'report' can tell how good they were."""
+"""Runs of a sweep: combinations of a table, of the MPT scripts' flags, or the planner's best
+layouts; which of them can run, and what is predicted for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from fourfold.cost.memory.peak import USABLE
 from fourfold.errors import UserError
-from fourfold.events import Event, OnEvent, ignore
+from fourfold.events import Event, OnEvent
 from fourfold.result.report import Prediction
 from fourfold.search.ranking import Ranking
 from fourfold.search.shapes import best_of
@@ -31,27 +31,29 @@ from fourfold.verbs.bench import permit_of, predicted_micro_batch, refusals
 from fourfold.verbs.machine import Predictor, predictor
 from fourfold.verbs.plan import resolved
 from fourfold.verbs.requests import PlanRequest, decided
-from fourfold.verbs.run_requests import MptSweep, SweepRequest
+from fourfold.verbs.run_requests import MptSweep, PlanSweep, SweepRequest
 
 _MAX_EXPONENT, _GPUS_PER_NODE = 30, 8
 # Fields of a run that the plan decides.
 _PLANNED = ("model", "gpus", "layout", "batch", "policy")
 
 
-def combinations(table: Mapping[str, Any], where: tuple[str, ...] = ()) -> Expansion:
-    """Of a run with a [sweep] table whose lists are the axes."""
-    try:
-        sweep = read_sweep(dict(table))
-    except UserError as error:
-        raise error.within("") from None
-    return expand(replace(sweep, where=(*sweep.where, *map(parse, where))))
+# A run's table with a [sweep] table whose lists are the axes, or one of the requests.
+Source = Mapping[str, Any] | MptSweep | PlanSweep
 
 
-def mpt_combinations(
-    request: MptSweep, base: Mapping[str, Any], where: tuple[str, ...] = ()
+def _expanded(
+    source: Source, request: SweepRequest, known: Predictor, on_event: OnEvent
 ) -> Expansion:
+    if isinstance(source, PlanSweep):
+        return _planned(source, request, known, on_event)
+    sweep = _mpt(source) if isinstance(source, MptSweep) else read_sweep(dict(source))
+    return expand(replace(sweep, where=(*sweep.where, *map(parse, request.where))))
+
+
+def _mpt(request: MptSweep) -> Sweep:
     """Axes in the order of the MPT scripts: models, GPUs, precisions, lengths, batches."""
-    fixed = dict(base)
+    fixed = dict(request.base)
     axes: list[tuple[str, tuple[Any, ...]]] = [("model", request.models)]
     if request.gpus:
         axes.append(("gpus", request.gpus))
@@ -65,7 +67,7 @@ def mpt_combinations(
     if request.micro_batch:
         sizes = ("auto" if word == "auto" else _whole(word) for word in request.micro_batch)
         axes.append(("micro_batch", tuple(sizes)))
-    return expand(Sweep(base=fixed, axes=tuple(axes), where=tuple(map(parse, where))))
+    return Sweep(base=fixed, axes=tuple(axes))
 
 
 def _whole(word: str) -> int:
@@ -74,7 +76,7 @@ def _whole(word: str) -> int:
     return int(word)
 
 
-def exponents(name: str, numbers: tuple[int, ...]) -> tuple[int, ...]:
+def _exponents(name: str, numbers: tuple[int, ...]) -> tuple[int, ...]:
     for number in numbers:
         if not 0 <= number <= _MAX_EXPONENT:
             raise UserError(f"must be from 0 to {_MAX_EXPONENT}", field=name, value=number)
@@ -87,13 +89,13 @@ def exponents(name: str, numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 def _batches(request: MptSweep, fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Length and batch together: a batch of 2^b tokens is 2^b / 2^s sequences."""
-    lengths = [2**n for n in exponents("-s", request.seq_exp)] or [fixed.get("seq_len", 2048)]
+    lengths = [2**n for n in _exponents("-s", request.seq_exp)] or [fixed.get("seq_len", 2048)]
     found = []
     for length in lengths:
         if not request.batch_exp:
             found.append({"global_batch": 1, **fixed, "seq_len": length})
             continue
-        for power in exponents("-b", request.batch_exp):
+        for power in _exponents("-b", request.batch_exp):
             if 2**power >= length:
                 found.append({**fixed, "seq_len": length, "global_batch": 2**power // length})
     if not found:
@@ -104,23 +106,27 @@ def _batches(request: MptSweep, fixed: Mapping[str, Any]) -> list[dict[str, Any]
     return found
 
 
-def planned_combinations(
-    table: Mapping[str, Any],
-    count: int,
-    known: Predictor,
-    *,
-    on_event: OnEvent = ignore,
-    **machines: Any,
+def _planned(
+    source: PlanSweep, request: SweepRequest, known: Predictor, on_event: OnEvent
 ) -> Expansion:
-    """The planner's best for a run's table, best first; `known` learns their predictions.
-    `machines` are fields of a PlanRequest."""
+    """The planner's best, best first; `known` learns their predictions."""
+    table, count, gpu = source.table, source.count, source.gpu
     if count < 1:
         raise UserError("must be 1 or more", field="from_plan", value=count)
-    fields = decided(table) | {"ramp": None}
-    if not any(machines.get(name) for name in ("cluster", "gpu", "profile")):
-        machines["gpu"] = _local_gpu(table, known, count)
-    # Runs are our own engine's, so the plan is too.
-    query, counts = resolved(PlanRequest(**fields, **machines, stack="fourfold"), on_event)
+    if not (request.cluster or gpu or request.profile):
+        gpu = _local_gpu(table, known, count)
+    plan = PlanRequest(
+        **(decided(table) | {"ramp": None}),
+        cluster=request.cluster,
+        gpu=gpu,
+        profile=request.profile,
+        calibration=request.calibration,
+        max_nodes=source.max_nodes,
+        where=request.where,
+        explore=source.explore,
+        stack="fourfold",  # runs are our own engine's
+    )
+    query, counts = resolved(plan, on_event)
     query = replace(query, cluster=_limited(query.cluster, table))
     ranking, _ = best_of(query, counts, least=count)
     if not len(ranking):
@@ -142,12 +148,12 @@ def planned_combinations(
 def _varied(i: int, spec: RunSpec) -> tuple[tuple[str, Any], ...]:
     """What sets one choice of the planner apart from the others."""
     policy, layout = spec.policy, spec.layout
-    said: dict[str, Any] = {"plan": i + 1, "layout": str(layout)}
-    said |= {"micro_batch": spec.batch.micro_batch, "sharding": policy.sharding}
-    said |= {"cp_kind": policy.cp_kind} if layout.cp > 1 else {}
-    said |= {"schedule": policy.schedule} if layout.pp > 1 else {}
-    said |= {"recompute": policy.recompute} if policy.recompute != "none" else {}
-    return tuple(said.items())
+    varied: dict[str, Any] = {"plan": i + 1, "layout": str(layout)}
+    varied |= {"micro_batch": spec.batch.micro_batch, "sharding": policy.sharding}
+    varied |= {"cp_kind": policy.cp_kind} if layout.cp > 1 else {}
+    varied |= {"schedule": policy.schedule} if layout.pp > 1 else {}
+    varied |= {"recompute": policy.recompute} if policy.recompute != "none" else {}
+    return tuple(varied.items())
 
 
 def _local_gpu(table: Mapping[str, Any], known: Predictor, count: int) -> str:
@@ -189,21 +195,20 @@ class Prepared:
     known: Predictor
 
     @property
+    def is_guess(self) -> bool:
+        """Predictions are rough: of the cores alone."""
+        return self.known.is_guess and not self.known.planned
+
+    @property
     def legal(self) -> list[int]:
         return [place for place, why in enumerate(self.refused) if not why]
 
 
-def prepared(
-    source: Mapping[str, Any] | Expansion,
-    request: SweepRequest,
-    known: Predictor | None,
-    on_event: OnEvent,
-) -> Prepared:
-    if known is None:
-        known = predictor(
-            cluster=request.cluster, profile=request.profile, calibration=request.calibration
-        )
-    expansion = source if isinstance(source, Expansion) else combinations(source, request.where)
+def prepared(source: Source, request: SweepRequest, on_event: OnEvent) -> Prepared:
+    known = predictor(
+        cluster=request.cluster, profile=request.profile, calibration=request.calibration
+    )
+    expansion = _expanded(source, request, known, on_event)
     if request.tag:
         tagged = (replace(o, spec=replace(o.spec, tag=request.tag)) for o in expansion.combinations)
         expansion = replace(expansion, combinations=tuple(tagged))

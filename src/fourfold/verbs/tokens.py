@@ -7,8 +7,8 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ from fourfold.spec.tokens import (
     write_tokens,
 )
 from fourfold.units import show_bytes
-from fourfold.verbs import Facts
+from fourfold.verbs import Answer
+from fourfold.verbs.requests import TokensRequest
 
 _QUIET_S = 2.0
 _BYTES, _FIRST = 256, 64
@@ -70,21 +71,28 @@ class Encoder:
     text: str = ""  # of its tokenizer.json, which is kept beside the tokens
 
 
-def make_tokens(
-    paths: Sequence[str],
-    out: str,
-    *,
-    tokenizer: str = "bytes",
-    vocab: int | None = None,
-    end_token: str | None = None,
-    force: bool = False,
-    on_event: OnEvent = ignore,
-) -> Facts:
-    """Texts -> a token file NAME.bin with its NAME.json; `vocab` of a model must suffice."""
-    path, side = token_paths(out)
-    kept = tokenizer_path(out)
-    for old in (path, side, kept):
-        if os.path.lexists(old) and not force:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens(Answer):
+    """A token file: its description, what was checked, and how it begins."""
+
+    info: TokenInfo
+    tokens_file: str
+    checksum: str = "ends match"
+    first_tokens: list[int]
+    first_text: str | None = None
+    found_sha256: str | None = None
+    distinct_tokens: int | None = None
+    unigram_nats: float
+
+    def plain(self) -> dict[str, Any]:
+        plain = codec.encode(self)
+        return plain.pop("info") | {"size_bytes": self.info.size_bytes} | plain
+
+
+def make_tokens(request: TokensRequest, *, on_event: OnEvent = ignore) -> Tokens:
+    out, paths, tokenizer_file = request.out, request.files, tokenizer_path(request.out)
+    for old in (*token_paths(out), tokenizer_file):
+        if os.path.lexists(old) and not request.force:
             raise UserError(
                 "already exists",
                 field="out",
@@ -92,8 +100,7 @@ def make_tokens(
                 hint="use --force to overwrite it, or choose another name",
             )
     total = sum(_size(name) for name in paths)
-    encoder = _encoder(tokenizer, vocab, end_token)
-    _require_vocab(encoder, vocab)
+    encoder = _encoder(request)
     meter = Meter("read", 0 if "-" in paths else total, on_event)
     with write_tokens(out, vocab=encoder.vocab, end=encoder.end, tokenizer=encoder.name) as writer:
         for name in paths:
@@ -103,58 +110,45 @@ def make_tokens(
         if not writer.tally.tokens:
             raise UserError("contain no text", field="files", value=" ".join(paths))
     if encoder.text:
-        files.write_text(kept, encoder.text)
+        files.write_text(tokenizer_file, encoder.text)
     else:
-        kept.unlink(missing_ok=True)
-    info = read_info(out)
-    facts = _facts(out, info)
-    return Facts(facts, [facts])
+        tokenizer_file.unlink(missing_ok=True)
+    return show_tokens(out, quick=True)
 
 
-def show_tokens(name: str, *, quick: bool = False, on_event: OnEvent = ignore) -> Facts:
+def show_tokens(name: str, *, quick: bool = False, on_event: OnEvent = ignore) -> Tokens:
     """What a token file holds; all of it is read and checked, unless `quick`."""
-    info = read_info(name)
-    facts = _facts(name, info)
-    if not quick:
-        facts |= _checked(name, info, on_event)
-    return Facts(facts, [facts])
-
-
-def _facts(name: str, info: TokenInfo) -> dict[str, Any]:
-    tokens, _ = token_paths(name)
-    first = _first(name, info)
-    facts = codec.encode(info) | {
-        "tokens_file": str(tokens),
-        "size_bytes": info.size_bytes,
-        "checksum": "ends match",
-        "first_tokens": first,
-    }
-    if info.tokenizer == "bytes":
-        plain = bytes(token for token in first if token < 256)
-        facts["first_text"] = plain.decode("utf-8", errors="replace")
-    return facts
-
-
-def _first(name: str, info: TokenInfo) -> list[int]:
+    info, (path, _) = read_info(name), token_paths(name)
     kind = np.dtype(info.dtype).newbyteorder("<")
-    found = np.fromfile(token_paths(name)[0], dtype=kind, count=min(_FIRST, info.tokens))
-    return [int(token) for token in found]
+    first = np.fromfile(path, dtype=kind, count=min(_FIRST, info.tokens)).tolist()
+    text = None
+    if info.tokenizer == "bytes":
+        text = bytes(token for token in first if token < 256).decode("utf-8", errors="replace")
+    shown = Tokens(
+        info=info,
+        tokens_file=str(path),
+        first_tokens=first,
+        first_text=text,
+        unigram_nats=info.unigram_nats,
+    )
+    return shown if quick else _checked(shown, on_event)
 
 
-def _checked(name: str, info: TokenInfo, on_event: OnEvent) -> dict[str, Any]:
+def _checked(shown: Tokens, on_event: OnEvent) -> Tokens:
     """All tokens read once: hash, entropy and how many kinds there are."""
+    info = shown.info
     tally, meter = Tally(info.dtype, info.vocab), Meter("read", info.size_bytes, on_event)
-    path, _ = token_paths(name)
-    for plain in chunks(path):
+    for plain in chunks(shown.tokens_file):
         tally.add(plain)
         meter.add(len(plain))
     same = tally.sha256 == info.sha256 and tally.beyond == 0
-    return {
-        "checksum": "matches" if same else "differs",
-        "found_sha256": tally.sha256,
-        "distinct_tokens": tally.distinct,
-        "unigram_nats": tally.entropy_nats,
-    }
+    return replace(
+        shown,
+        checksum="matches" if same else "differs",
+        found_sha256=tally.sha256,
+        distinct_tokens=tally.distinct,
+        unigram_nats=tally.entropy_nats,
+    )
 
 
 def _size(name: str) -> int:
@@ -181,20 +175,20 @@ def _metered(name: str, meter: Meter) -> Iterator[bytes]:
         meter.add(len(content))
 
 
-def _encoder(tokenizer: str, vocab: int | None, end_token: str | None) -> Encoder:
-    if tokenizer == "bytes":
-        if end_token is not None:
-            raise UserError(
-                "is not used with byte tokens, which have their own end", field="--end-token",
-                value=end_token, hint="omit it, or pass --tokenizer",
-            )  # fmt: skip
-        # A model of 256 tokens has none to spare: a zero byte, which texts do not hold.
+def _encoder(request: TokensRequest) -> Encoder:
+    vocab = request.vocab
+    if request.tokenizer != "bytes":
+        encoder = _from_file(request.tokenizer, request.end_token)
+    elif request.end_token is not None:
+        raise UserError(
+            "is not used with byte tokens, which have their own end",
+            field="--end-token",
+            value=request.end_token,
+            hint="omit it, or pass --tokenizer",
+        )
+    else:  # a model of 256 tokens has none to spare: a zero byte, which texts do not hold
         spare = vocab != _BYTES
-        return Encoder("bytes", _BYTES + spare, _BYTES if spare else 0, _from_bytes)
-    return _from_file(tokenizer, end_token)
-
-
-def _require_vocab(encoder: Encoder, vocab: int | None) -> None:
+        encoder = Encoder("bytes", _BYTES + spare, _BYTES if spare else 0, _from_bytes)
     if vocab is not None and vocab < encoder.vocab:
         raise UserError(
             f"is below the {encoder.vocab} of the tokenizer '{encoder.name}'",
@@ -202,6 +196,7 @@ def _require_vocab(encoder: Encoder, vocab: int | None) -> None:
             value=vocab,
             hint="use a model with a larger vocabulary, or another tokenizer",
         )
+    return encoder
 
 
 def _from_bytes(content: Iterator[bytes], name: str) -> Iterator[np.ndarray[Any, Any]]:

@@ -10,12 +10,18 @@ from typing import Any, NamedTuple
 from fourfold.cost.trace.advice import Advice, advise
 from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
-from fourfold.cost.trace.steps import CP_KINDS, WORKSPACE_BYTES, Program, generic_cluster
+from fourfold.cost.trace.steps import (
+    CP_KINDS,
+    WORKSPACE_BYTES,
+    Group,
+    Program,
+    generic_cluster,
+)
 from fourfold.cost.trace.walk import StepRow, build, walk
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.trace import count_layer, local_device, run_layer, run_list
-from fourfold.result.trace import TraceMeasure
+from fourfold.result.trace import StepMeasure, TraceMeasure
 from fourfold.search.legal import require_legal
 from fourfold.spec import catalog, check, codec
 from fourfold.spec.cluster import Cluster
@@ -23,21 +29,118 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.verbs.tool_requests import TraceRequest
+from fourfold.verbs import Answer
+from fourfold.verbs.run_requests import TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class Pair:
+    """One step, or one half of a layer: what was computed and what was measured."""
+
+    name: str
+    flops_rank: int
+    live_bytes: int
+    peak_bytes: int
+    measured: StepMeasure
+
+    @property
+    def peak_off_pct(self) -> float:
+        return 100.0 * (self.peak_bytes / self.measured.peak_bytes - 1.0)
+
+    def plain(self) -> dict[str, Any]:
+        return codec.encode(self.measured) | {
+            "computed_flops": self.flops_rank,
+            "computed_live_bytes": self.live_bytes,
+            "computed_peak_bytes": self.peak_bytes,
+            "peak_off_pct": self.peak_off_pct,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Traced(Answer):
     """`measured`: of a run; `advice`: which kind of context parallelism to take."""
 
     program: Program
     cluster: Cluster
     steps: Sequence[StepRow]
-    measured: TraceMeasure | None
-    advice: Advice | None
+    measured: TraceMeasure | None = None
+    advice: Advice | None = None
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """The measured steps; a layer is measured in two halves."""
+        steps, measured = self.steps, self.measured.steps if self.measured else ()
+        if self.program.kind == "layer":
+            first_back = next(i for i, row in enumerate(steps) if row.name == "gradient")
+            parts = [("forward", steps[:first_back]), ("backward", steps[first_back:])]
+        else:
+            parts = [(row.name, (row,)) for row in steps]
+        return [
+            Pair(
+                name,
+                sum(row.flops_rank for row in rows),
+                rows[-1].live_bytes,
+                max(row.step_peak_bytes for row in rows),
+                step,
+            )
+            for (name, rows), step in zip(parts, measured, strict=True)
+        ]
+
+    def plain(self) -> dict[str, Any]:
+        program = self.program
+        plain = {
+            "kind": program.kind,
+            "ranks": program.ranks,
+            "rank": program.rank,
+            "dtype": program.dtype,
+            "sizes": program.sizes,
+            "per_rank": program.per_rank,
+            "cluster": self.cluster.name,
+            "groups": [self._group(group) for group in program.groups],
+            "workspace_bytes": WORKSPACE_BYTES,
+            "notes": list(program.notes),
+            "peak_bytes": self.steps[-1].peak_bytes,
+            "steps": [_step(row) for row in self.steps],
+        }
+        if self.measured is not None:
+            steps = [pair.plain() for pair in self.pairs]
+            plain["measured"] = codec.encode(self.measured) | {"steps": steps}
+        elif self.advice is not None:
+            plain["recommendation"] = codec.encode(self.advice)
+        return plain
+
+    def _group(self, group: Group) -> dict[str, Any]:
+        link = self.cluster.level(group.span).name
+        head = {"name": group.name, "size": group.size, "count": len(group.members), "link": link}
+        return head | {"members": codec.encode(group.members)}
 
     def rows(self) -> list[dict[str, Any]]:
-        return [codec.encode(step) for step in self.steps]
+        """One per tensor; a step's own numbers stand on its first row only, so columns add up."""
+        lines = []
+        for number, row in enumerate(self.steps, 1):
+            plain = _step(row)
+            tensors, messages = plain.pop("tensors"), plain.pop("comm")
+            links = "; ".join(f"{k} {v}" for m in messages for k, v in m["by_link_bytes"].items())
+            own = {name: plain[name] for name in _OWN} | {"links": links}
+            head = {"step": number} | {name: plain[name] for name in ("name", "formula", "times")}
+            for index, tensor in enumerate(tensors or [{}]):
+                cells = {("tensor" if name == "name" else name): v for name, v in tensor.items()}
+                lines.append(head | cells | (own if index == 0 else {}))
+        return lines
+
+
+# Numbers of a step, which its tensors share.
+_OWN = ("flops_rank", "flops_all", "comm_bytes", "live_bytes", "step_peak_bytes", "peak_bytes")
+
+
+def _step(row: StepRow) -> dict[str, Any]:
+    plain = codec.encode(row)
+    sent = [
+        {"op": m.op, "group": m.group, "bytes": m.bytes, "by_link_bytes": m.by_level}
+        for m in row.messages
+    ]
+    del plain["messages"]
+    return plain | {"comm_bytes": row.comm_bytes, "comm": sent}
 
 
 class _Steps(NamedTuple):

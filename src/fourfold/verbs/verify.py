@@ -1,10 +1,9 @@
-"""verify: does every layout compute what one process computes? Tiny models are trained both ways:
-loss, every gradient, the global norm, and parameters after three clipped AdamW steps."""
+"""verify: train tiny models under a layout and in one process, and compare what they compute."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape, not_run
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.verbs import verify_cases
+from fourfold.verbs import Answer, verify_cases
 from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words
 from fourfold.verbs.run_requests import VerifyRequest
@@ -30,21 +29,28 @@ from fourfold.verbs.verify_cases import TINY, USUAL, Wish, describe
 _MAX_WORLD = 1024  # ranks are processes of this machine, which has its own bound
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified(Answer):
     """Every layout with its differences and whether it passed; what was refused, by reason."""
 
-    facts: dict[str, Any]
-
-    @property
-    def passed(self) -> bool:
-        return self.facts["passed"] == self.facts["total"]
+    layouts: list[dict[str, Any]]
+    passed: int
+    refused: dict[str, int]
+    total: int
+    world: int
+    device: str
+    share_gpu: bool
+    precision: str
+    fault: str | None
+    limits: dict[str, float]
+    micro_batches: str | None  # what all layouts have in common; None where they differ
 
     def plain(self) -> dict[str, Any]:
-        return self.facts
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return plain | {"break": plain.pop("fault")}
 
     def rows(self) -> list[dict[str, Any]]:
-        return self.facts["layouts"]
+        return self.layouts
 
 
 def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
@@ -64,20 +70,17 @@ def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
     limits = [row.pop("limits") for row in rows if "limits" in row]
     micro = {micro_words(run.batch, run.layout.dp) for run in found}
     return Verified(
-        {
-            "layouts": rows,
-            "passed": sum(row["pass"] for row in rows),
-            "refused": dict(refused),
-            "total": len(rows),
-            "world": wish.world,
-            "device": request.device,
-            "share_gpu": request.share_gpu,
-            "precision": found[0].policy.precision,
-            "break": request.fault,
-            "limits": limits[0] if limits else {},
-            # What all layouts have in common; None where they differ.
-            "micro_batches": micro.pop() if len(micro) == 1 else None,
-        }
+        layouts=rows,
+        passed=sum(row["pass"] for row in rows),
+        refused=dict(refused),
+        total=len(rows),
+        world=wish.world,
+        device=request.device,
+        share_gpu=request.share_gpu,
+        precision=found[0].policy.precision,
+        fault=request.fault,
+        limits=limits[0] if limits else {},
+        micro_batches=micro.pop() if len(micro) == 1 else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +20,41 @@ from fourfold.result.job import Job, answer_file
 from fourfold.spec import codec
 from fourfold.spec.hf.tensors import export_type
 from fourfold.spec.tokens import read_info, tokenizer_name, tokenizer_path
-from fourfold.verbs import Facts
+from fourfold.verbs import Answer
+from fourfold.verbs.requests import WeightsRequest
 
 
-def export_weights(
-    checkpoint: str,
-    out: str,
-    *,
-    dtype: str | None = None,
-    folder_format: str = "hf",
-    force: bool = False,
-    on_event: OnEvent = ignore,
-) -> Facts:
-    """Of one checkpoint, or the newest of a training; `folder_format`: hf or dcp."""
-    found = _checkpoint(Path(checkpoint), on_event)
-    kind = export_type(found.state.spec.model) if folder_format == "hf" else folder_format
-    _must_be_free(Path(out), force, folder_format)
-    if folder_format == "hf":
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedWeights(Answer):
+    out: str
+    model_type: str
+    model: str
+    checkpoint: str
+    step: int
+    files: list[str]
+    size_bytes: int
+    dtype: str
+
+
+def export_weights(request: WeightsRequest, *, on_event: OnEvent = ignore) -> ExportedWeights:
+    """As a Hugging Face folder, or in torch's own format."""
+    found, out = _checkpoint(Path(request.checkpoint), on_event), Path(request.out)
+    is_hf = request.folder_format == "hf"
+    kind = export_type(found.state.spec.model) if is_hf else request.folder_format
+    _must_be_free(out, request.force, request.folder_format)
+    if is_hf:
         must_have_safetensors("weights export")
-    answer = _exported(found, Path(out), dtype or "", folder_format, on_event)
-    if folder_format == "hf" and (name := _copy_tokenizer(found, Path(out), on_event)):
-        answer["files"] = [*answer["files"], name]
-    facts = {
-        "out": str(out),
-        "model_type": kind,
-        "model": found.state.spec.model.name,
-        "checkpoint": str(found.folder),
-        "step": found.step,
-        **answer,
-    }
-    return Facts(facts, [facts])
+    written = _exported(found, request, on_event)
+    if is_hf and (name := _copy_tokenizer(found, out, on_event)):
+        written["files"].append(name)
+    return ExportedWeights(
+        out=str(out),
+        model_type=kind,
+        model=found.state.spec.model.name,
+        checkpoint=str(found.folder),
+        step=found.step,
+        **written,
+    )
 
 
 def must_have_safetensors(what: str) -> None:
@@ -116,14 +122,12 @@ def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
         )
 
 
-def _exported(
-    found: Checkpoint, out: Path, dtype: str, folder_format: str, on_event: OnEvent
-) -> dict[str, Any]:
+def _exported(found: Checkpoint, request: WeightsRequest, on_event: OnEvent) -> dict[str, Any]:
     options = {
         "checkpoint": str(found.folder.absolute()),
-        "out": str(out.absolute()),
-        "dtype": dtype,
-        "format": folder_format,
+        "out": str(Path(request.out).absolute()),
+        "dtype": request.dtype or "",
+        "format": request.folder_format,
         "eos": _end_token(found, on_event),
     }
     show = progress(on_event)
@@ -139,11 +143,10 @@ def _exported(
             must_be_ok(report)
         except JobError as error:
             lines = str(error)
-            if (
-                " illegal " in lines.partition("\n")[0]
-            ):  # explained; where it was noticed is no help
-                raise JobError(lines.partition("\nTraceback")[0]) from None
-            raise
+            if " illegal " not in lines.partition("\n")[0]:
+                raise
+            # Explained: where it was noticed is no help.
+            raise JobError(lines.partition("\nTraceback")[0]) from None
         answer = codec.parse_json(files.read_text(answer_file(folder, 0)))
     assert isinstance(answer, dict)
     return answer

@@ -1,0 +1,132 @@
+"""Pages of GPUs, clusters and a measured machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fourfold.result.profile import HardwareProfile, link_of
+from fourfold.show.table import Grid, Part, or_dash, table
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.device import PEAK_NAMES, Device
+from fourfold.units import show_bytes, show_seconds
+
+
+def clusters_page(clusters: Sequence[Cluster], devices: Sequence[Device]) -> list[Part]:
+    listed = table(
+        clusters,
+        ("cluster", lambda one: one.name),
+        ("GPU", lambda one: one.device.id),
+        ("GPUs", lambda one: f"{one.gpus:,}"),
+        ("per host", lambda one: str(one.host_gpus)),
+        ("NVLink domain", lambda one: str(one.links[0].ranks)),
+        ("NVLink GB/s", lambda one: _rate(one.links[0].bytes_per_s)),
+        ("network GB/s/GPU", lambda one: _rate(one.links[-1].bytes_per_s)),
+    )
+    return [listed, "", *gpus_page(devices)]
+
+
+def gpus_page(devices: Sequence[Device]) -> list[Part]:
+    peaks = [
+        (f"{name} TFLOP/s", lambda one, name=name: _teraflops(one, name))
+        for name in ("bf16", "fp8", "fp4")
+    ]
+    listed = table(
+        devices,
+        ("GPU", lambda one: one.id),
+        *peaks,
+        ("memory GiB", lambda one: f"{one.memory_bytes / 2**30:.1f}"),
+        ("memory GB/s", lambda one: f"{one.memory_bytes_per_s / 1e9:,.0f}"),
+        ("NVLink GB/s", lambda one: _rate(one.peer_bytes_per_s) if one.links else "-"),
+        ("SMs", lambda one: str(one.sms)),
+        ("W", lambda one: f"{one.power_w:.0f}"),
+    )
+    note = "peaks are dense; links are one way; GB = 1e9 bytes, GiB = 2^30 bytes"
+    return [listed, "", note]
+
+
+def cluster_page(cluster: Cluster) -> list[Part]:
+    levels = table(
+        cluster.links,
+        ("level", lambda link: link.name),
+        ("GPUs", lambda link: f"{link.ranks:,}"),
+        ("GB/s/GPU one way", lambda link: _rate(link.bytes_per_s)),
+        ("latency us", lambda link: f"{link.latency_s * 1e6:.4g}"),
+    )
+    price = cluster.price_per_gpu_hour
+    about = (
+        f"{cluster.name}: {cluster.gpus:,} x {cluster.device.id} in {cluster.hosts:,} "
+        f"{'host' if cluster.hosts == 1 else 'hosts'} of {cluster.host_gpus}"
+    )
+    about += f"; {price:g} a GPU-hour" if price is not None else ""
+    return [levels, "", about, *([cluster.source] if cluster.source else [])]
+
+
+def gpu_page(device: Device) -> list[Part]:
+    rows = [[f"{name} TFLOP/s, dense", _teraflops(device, name)] for name in PEAK_NAMES]
+    rows += [
+        ["memory GiB", f"{device.memory_bytes / 2**30:.2f}"],
+        ["memory GB/s", f"{device.memory_bytes_per_s / 1e9:,.0f}"],
+        ["links", str(device.links)],
+        ["link GB/s, one way", _rate(device.link_bytes_per_s or 0.0)],
+        ["SMs", str(device.sms)],
+        ["W", f"{device.power_w:g}"],
+    ]
+    return [Grid([device.id, "value"], rows), "", f"{device.name}; {device.source}"]
+
+
+def _teraflops(device: Device, name: str) -> str:
+    return or_dash(getattr(device.peak_flops_per_s, name), lambda value: f"{value / 1e12:,.7g}")
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.6g}"
+
+
+def profile_page(profile: HardwareProfile) -> list[Part]:
+    about = (
+        f"{profile.device_name} ({profile.units} units, {show_bytes(profile.memory_bytes)}), "
+        f"host {profile.host}, torch {profile.torch}; measured in {profile.measured_s:.0f} s"
+    )
+    rows = _compute_rows(profile) + _link_rows(profile)
+    return [Grid(["quantity", "value", "measured as"], rows), "", about]
+
+
+def _compute_rows(profile: HardwareProfile) -> list[list[str]]:
+    rows = []
+    for dtype in dict.fromkeys(point.dtype for point in profile.gemms):
+        points = [point for point in profile.gemms if point.dtype == dtype]
+        best = max(points, key=lambda point: point.flops_per_s)
+        how = f"best of {len(points)} shapes, {best.m}x{best.n}x{best.k}"
+        rows.append([f"gemm {dtype}", _gigaflops(best.flops_per_s), how])
+    for kernel in dict.fromkeys(point.kernel for point in profile.attentions):
+        timed = [point for point in profile.attentions if point.kernel == kernel]
+        fast = max(timed, key=lambda point: point.flops_per_s)
+        how = f"both ways, head {fast.head_size}, {fast.seq_len} tokens, {fast.dtype}"
+        rows.append([f"attention {kernel}", _gigaflops(fast.flops_per_s), how])
+    largest = max(profile.copies, key=lambda point: point.moved_bytes)
+    copied = f"copy of {show_bytes(largest.moved_bytes)}, read and write"
+    ratio = profile.sustained_flops_per_s / profile.burst_flops_per_s
+    return [
+        *rows,
+        ["memory", f"{largest.bytes_per_s / 1e9:,.1f} GB/s", copied],
+        ["launch", show_seconds(profile.launch_s), "one small operator, host time"],
+        ["layer launch", show_seconds(profile.layer_launch_s), "one tiny layer, both ways"],
+        ["sustained", f"{100 * ratio:.1f} %", f"of burst, after {profile.sustained_over_s:.0f} s"],
+    ]
+
+
+def _gigaflops(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e9:,.1f} GFLOP/s"
+
+
+def _link_rows(profile: HardwareProfile) -> list[list[str]]:
+    rows = []
+    for point in (point for point in profile.shared if point.ranks > 1):
+        rate, latency_s = link_of(profile, point.ranks)
+        each = f"all at once, {point.dtype}; memory {point.bytes_per_s / 1e9:,.1f} GB/s"
+        link = f"all-reduce, one way; {show_seconds(latency_s)} a hop"
+        rows += [
+            [f"{point.ranks} ranks: each", _gigaflops(point.flops_per_s), each],
+            [f"{point.ranks} ranks: link", f"{rate / 1e9:,.2f} GB/s", link],
+        ]
+    return rows

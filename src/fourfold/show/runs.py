@@ -1,0 +1,260 @@
+"""Pages of many runs, and of a training, a demo, a comparison and a verification."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from fourfold.result.report import OUTCOMES
+from fourfold.show.bench import oom_page
+from fourfold.show.table import Column, Grid, Part, or_dash, quantities, table
+from fourfold.spec.sweep import told
+from fourfold.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from fourfold.verbs.demo import Demo, DemoRun
+    from fourfold.verbs.runs import Differences, StoredRuns
+    from fourfold.verbs.sweep import SweepPlan, Swept
+    from fourfold.verbs.train import Training
+    from fourfold.verbs.verify import Verified
+
+GIB = 2**30
+
+
+def runs_page(answer: StoredRuns, store: str) -> list[Part]:
+    counts = answer.outcomes
+    listed = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if name in counts)
+    runs = table(
+        [stored.summary for stored in answer.runs],
+        ("run", lambda one: one.run_id[:8] + (f"#{one.repeat}" if one.repeat else "")),
+        ("model", lambda one: one.model),
+        ("layout", lambda one: one.layout),
+        ("seq", lambda one: str(one.seq_len)),
+        ("micro", lambda one: str(one.micro_batch)),
+        ("global", lambda one: str(one.global_batch)),
+        ("precision", lambda one: one.precision),
+        ("sharding", lambda one: one.sharding),
+        ("outcome", lambda one: one.outcome),
+        ("step time", lambda one: or_dash(one.step_s, show_seconds)),
+        ("tokens/s/GPU", lambda one: or_dash(one.tokens_s_gpu, ",.0f")),
+        ("memory", lambda one: or_dash(one.peak_bytes, show_bytes)),
+        ("tag", lambda one: one.tag),
+        ("why", lambda one: one.failure[:60]),
+    )
+    return [runs, "", f"{len(answer.runs)} runs in {store}" + (f": {listed}" if listed else "")]
+
+
+def sweep_page(answer: Swept, store: str) -> list[Part]:
+    """A guess from the cores is kept with the runs, but is not worth three columns here."""
+    predicted: list[Column] = [
+        ("predicted step time", lambda row: or_dash(row["predicted"]["step_s"], show_seconds)),
+        ("off by", _off),
+        ("predicted memory", lambda row: or_dash(row["predicted"]["peak_bytes"], show_bytes)),
+    ]
+    runs = table(
+        answer.runs,
+        ("combination", _combination),
+        ("outcome", lambda row: row["outcome"]),
+        ("step time", lambda row: or_dash(row["step_s"] or None, show_seconds)),
+        ("tokens/s/GPU", lambda row: or_dash(row["tokens_s_gpu"] or None, ",.0f")),
+        ("TFLOP/s/GPU", lambda row: or_dash(row["tflops_gpu"] or None, ".4g")),
+        ("memory", lambda row: or_dash(row["peak_bytes"] or None, show_bytes)),
+        *([] if answer.is_guess else predicted),
+        ("why", lambda row: row["reason"][:70]),
+    )
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in answer.counts.items() if count)
+    ended = f"{sum(answer.counts.values())} of {answer.total} runs recorded: {counts}"
+    return [runs, "", f"{ended}; store {store}"]
+
+
+def _combination(row: dict[str, Any]) -> str:
+    is_auto = row["combination"].get("micro_batch") == "auto" and row["micro_batch"]
+    chosen = f" (micro_batch={row['micro_batch']})" if is_auto else ""
+    return told(tuple(row["combination"].items())) + chosen
+
+
+def _off(row: dict[str, Any]) -> str:
+    predicted, measured = row["predicted"]["step_s"], row["step_s"]
+    return f"{100 * (predicted / measured - 1):+.0f}%" if predicted and measured else "-"
+
+
+def sweep_plan_page(answer: SweepPlan, *, unstarted: bool) -> list[Part]:
+    """What is illegal and why first, then what would run and how long it may take."""
+    parts: list[Part] = []
+    if answer.illegal:
+        rows = [[told(tuple(one["combination"].items())), one["reason"]] for one in answer.illegal]
+        parts += [Grid(["illegal", "why"], rows), ""]
+    if answer.planned:
+        parts += [_planned(answer.planned), ""]
+    stored = sum(row["runs_left"] == 0 for row in answer.planned)
+    better = "; 'fourfold calibrate' gives a better estimate" if answer.is_guess else ""
+    parts += [
+        f"{answer.total} combinations: {len(answer.illegal)} illegal, {len(answer.planned)} legal, "
+        f"{stored} of them already stored; {answer.dropped} excluded by conditions",
+        f"to run: {answer.to_run}, about {show_seconds(answer.predicted_s)} "
+        f"({answer.predicted_s / 3600:.2f} h) by {answer.basis}{better}",
+    ]
+    return [*parts, *(["nothing was run; add --run to start"] if unstarted else [])]
+
+
+def _planned(rows: list[dict[str, Any]]) -> Grid:
+    settings = {
+        "model": "model", "layout": "layout", "seq": "seq_len", "micro": "micro_batch",
+        "global": "global_batch", "precision": "precision", "sharding": "sharding",
+        "recompute": "recompute", "left": "runs_left",
+    }  # fmt: skip
+    fits = {True: "", None: "", False: ", does not fit"}
+    return table(
+        rows,
+        *((heading, lambda row, name=name: str(row[name])) for heading, name in settings.items()),
+        ("step time", lambda row: show_seconds(row["step_s"])),
+        (
+            "80% interval",
+            lambda row: f"{show_seconds(row['step_s_low'])} to {show_seconds(row['step_s_high'])}",
+        ),
+        ("memory", lambda row: show_bytes(row["peak_bytes"]) + fits[row["fits"]]),
+        ("run", lambda row: show_seconds(row["run_s"])),
+    )
+
+
+def training_page(answer: Training) -> list[Part]:
+    plain = answer.facts
+    lines = [
+        ["outcome", plain["outcome"], plain.get("note", "")],
+        ["steps", f"{plain['steps_done']:,}", f"of {plain['steps']:,}"],
+    ]
+    if plain["steps_done"]:
+        count = plain["recent_steps"]
+        recent = f"last {count:,} steps" if count > 1 else "last step"
+        lines += [
+            ["first loss", f"{plain['first_loss']:.4f}", ""],
+            ["last loss", f"{plain['recent_loss']:.4f}", f"mean of the {recent}"],
+            ["best loss", f"{plain['best_loss']:.4f}", f"step {plain['best_step']:,}"],
+            ["tokens", f"{plain['tokens']:,}", f"{plain['sequences']:,} sequences"],
+            ["step time", show_seconds(plain["step_s"]), f"median of the {recent}"],
+            ["tokens/s", f"{plain['tokens_s']:,.0f}", ""],
+        ]
+        if plain.get("unigram_nats") is not None:
+            gap = plain["recent_loss"] - plain["unigram_nats"]
+            note = f"entropy of single tokens; the last loss is {gap:+.4f}"
+            lines.insert(4, ["unigram", f"{plain['unigram_nats']:.4f}", note])
+        if plain["mfu_pct"] is not None:
+            lines.append(["MFU", f"{plain['mfu_pct']:.2f} %", f"by {plain['convention']}"])
+    lines.append(["checkpoint", plain["checkpoint"] or "none", plain.get("started", "")])
+    return [quantities(lines), "", f"kept in {plain['folder']}"]
+
+
+def demo_page(answer: Demo) -> list[Part]:
+    chosen, batch = answer.scene, answer.scene.batch
+    runs = table(
+        answer.runs,
+        ("layout", lambda row: row.layout),
+        ("sharding", lambda row: row.sharding),
+        ("micro", lambda row: str(row.micro_batch)),
+        ("predicted s", lambda row: f"{row.predicted_s:.3f}"),
+        ("80% interval", lambda row: f"{row.predicted_s_low:.2f}-{row.predicted_s_high:.2f}"),
+        ("measured s", lambda row: f"{row.measured_s:.3f}" if row.measured_s else row.outcome),
+        (
+            "error %",
+            lambda row: or_dash(
+                row.measured_s, lambda s: f"{100 * (row.predicted_s / s - 1):+.0f}"
+            ),
+        ),
+        ("tokens/s", lambda row: or_dash(row.measured_s, lambda s: f"{batch.tokens / s:,.0f}")),
+        ("predicted GiB", lambda row: f"{row.predicted_peak_bytes / GIB:.2f}"),
+        ("measured GiB", lambda row: or_dash(row.measured_peak_bytes, lambda b: f"{b / GIB:.2f}")),
+        ("loss", lambda row: or_dash(row.loss, ".3f")),
+    )
+    return [
+        runs,
+        "",
+        f"{chosen.model}, {batch.global_batch} sequences of {batch.seq_len} tokens, "
+        f"{chosen.policy.precision}; {chosen.ranks} ranks on {answer.cluster.device.name}",
+        "predicted from kernels and links measured a minute ago, before any step was run; "
+        "'fourfold fit' learns from runs",
+        *_judged(answer.runs),
+    ]
+
+
+def _judged(runs: tuple[DemoRun, ...]) -> list[str]:
+    """How the prediction did, and what to doubt about the measurement, as `bench` says it."""
+    timed = [run for run in runs if run.measured_s]
+    if not timed:
+        return []
+    inside = [run for run in timed if run.inside_interval]
+    lines = [f"{len(inside)} of {len(timed)} measured inside their 80% interval"]
+    if len(inside) < len(timed):
+        ratio = median((run.measured_s or 0.0) / run.predicted_s for run in timed)
+        lines[0] += (
+            f"; they took {ratio:.2g} times the prediction, which is for a machine that does "
+            "nothing else"
+        )
+    best = min(timed, key=lambda run: run.measured_s or 0.0)
+    place = timed.index(best) + 1
+    lines.append(f"fastest measured: {best.layout}, predicted as number {place} of these")
+    return lines + [f"doubt {run.layout}: {flag}" for run in timed for flag in run.flags or ()]
+
+
+def diff_page(answer: Differences) -> list[Part]:
+    rows = [["setting", name, _text(a), _text(b)] for name, a, b in answer.settings]
+    rows += [["environment", name, _text(a), _text(b)] for name, a, b in answer.environment]
+    rows += [["result", name, _shown(name, a), _shown(name, b)] for name, a, b in answer.result]
+    headings = ["what", "name", f"A ({answer.names[0]})", f"B ({answer.names[1]})"]
+    verdict = answer.verdict
+    ratio = f"B takes {verdict.ratio:.4f} x A's time; " if verdict.ratio else ""
+    parts: list[Part] = [Grid(headings, rows), "", f"{verdict.verdict}: {ratio}{verdict.why}"]
+    for name, oom in answer.post_mortem.items():
+        blank, moment, *tables = oom_page(oom)
+        parts += [blank, f"{name.upper()} {moment}", *tables]
+    return parts
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)[:60]
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None or value == "":
+        return "-"
+    if name.startswith("link_"):
+        return f"{value / 1e9:,.2f} GB/s"
+    if name.endswith(("_s", "_low", "_high")):
+        return show_seconds(value)
+    if name.endswith("_bytes"):
+        return show_bytes(value)
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)
+
+
+def verified_page(answer: Verified) -> list[Part]:
+    rows = answer.layouts
+    # All that failed; of what passed, the worst few of each family say enough.
+    shown = [row for row in rows if not row["pass"]]
+    shown += sorted((r for r in rows if r["pass"]), key=lambda r: -r["grad_rel"])[:12]
+    gaps = {"loss": "loss_diff", "norm": "norm_rel", "grad": "grad_rel", "param": "param_rel"}
+    checked = table(
+        shown,
+        *((name, lambda row, name=name: row[name]) for name in ("family", "layout", "policy")),
+        *((name, lambda row, key=key: or_dash(row[key], ".1e")) for name, key in gaps.items()),
+        ("result", lambda r: "pass" if r["pass"] else "error" if r.get("error") else "FAIL"),
+    )
+    hidden = len(rows) - len(shown)
+    more = [f"{hidden} more passed (--format json has all)"] if hidden > 0 else []
+    errors = [f"{r['family']} {r['layout']} {r['policy']}: {r['error']}" for r in rows
+              if r.get("error")]  # fmt: skip
+    return [checked, "", *more, *errors, _verification(answer)]
+
+
+def _verification(answer: Verified) -> str:
+    families = Counter(row["family"] for row in answer.layouts)
+    by_family = ", ".join(f"{family} {count}" for family, count in families.items())
+    refused = ", ".join(f"{reason} {count}" for reason, count in answer.refused.items())
+    fault = f", fault {answer.fault} planted" if answer.fault else ""
+    micro = f"\nmicro batches, in sequences: {answer.micro_batches}" if answer.micro_batches else ""
+    limits = ", ".join(f"{what} {limit:g}" for what, limit in answer.limits.items())
+    device = answer.device + (" (shared, over gloo)" if answer.share_gpu else "")
+    return (
+        f"{answer.passed} of {answer.total} layouts equal one process ({by_family}); "
+        f"rejected: {refused or 'none'}\n{answer.world} ranks, {device}, "
+        f"{answer.precision}{fault}; limits: {limits}{micro}"
+    )

@@ -1,0 +1,197 @@
+"""Pages of models, FLOP counts and shape advice."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any
+
+from fourfold.cost.count.flops import CONVENTIONS
+from fourfold.show.table import Grid, Part, or_dash, table
+from fourfold.spec import codec
+from fourfold.spec.model import ModelShape
+
+if TYPE_CHECKING:
+    from fourfold.verbs.advise import Advice
+    from fourfold.verbs.shapes import Flops, Model, Models
+
+_NEIGHBOURS = 9
+_SHAPE = ("family", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+
+
+def models_page(answer: Models) -> list[Part]:
+    rows = [
+        [one.name, *(str(getattr(one.shape, name)) for name in _SHAPE),
+         "yes" if one.shape.tied else "no", f"{one.params:,}"]
+        for one in answer.models
+    ]  # fmt: skip
+    headings = ["model", *(name.removesuffix("_heads") for name in _SHAPE), "tied", "params"]
+    tokens = answer.models[0].seq_len
+    note = f"learned positions of MPT follow the sequence: counted at {tokens} tokens"
+    return [Grid(headings, rows), "", note]
+
+
+def model_page(answer: Model) -> list[Part]:
+    if answer.stages is not None:
+        return _stages_page(answer)
+    shape = codec.encode(answer.shape)
+    positions = shape.pop("positions")
+    usual = _usual()
+    rows = [
+        ["parameters", f"{answer.params:,}"],
+        ["of one layer", f"{answer.layer_params:,}"],
+        *(
+            [key, ", ".join(value) if isinstance(value, list) else str(value)]
+            for key, value in shape.items()
+            if key not in usual or value != usual[key]
+        ),
+    ]
+    scaling = positions.pop("scaling", {})
+    if positions["partial"] == 1:
+        del positions["partial"]
+    rows += [[f"positions.{key}", str(value)] for key, value in positions.items()]
+    rows += [[f"positions.scaling.{key}", str(value)] for key, value in scaling.items()]
+    return [Grid([answer.name, "value"], rows), "", *answer.remarks]
+
+
+def _usual() -> dict[str, Any]:
+    """Fields that most models leave at their default, and are then not worth a line."""
+    always = ("norm_eps", "embedding_norm", "head_dim", "name")
+    return {
+        field.name: [] if field.default == () else field.default
+        for field in fields(ModelShape)
+        if field.default is not MISSING and field.name not in always
+    }
+
+
+def _stages_page(answer: Model) -> list[Part]:
+    stages = table(
+        answer.stages or (),
+        ("stage", lambda one: str(one.stage)),
+        ("rank", lambda one: str(one.rank)),
+        ("layers", lambda one: str(one.layers)),
+        ("held", lambda one: f"{one.held:,}"),
+        ("owned", lambda one: f"{one.owned:,}"),
+    )
+    about = f"{answer.name}: {answer.params:,} parameters; {answer.layout}; {answer.sharding}"
+    meaning = (
+        "held: of its stage and tensor shard, while it computes; owned: its share of the "
+        "optimizer's\nupdate (under zero3 also all it keeps between uses; a tied copy is not owned)"
+    )
+    return [stages, "", about, meaning]
+
+
+def flops_page(answer: Flops) -> list[Part]:
+    counted = table(
+        answer.conventions.items(),
+        ("convention", lambda one: one[0]),
+        ("GFLOP/token", lambda one: f"{one[1].flops_per_token / 1e9:.3f}"),
+        ("TFLOP/s/GPU", lambda one: or_dash(one[1].tflops_gpu, ".2f")),
+        ("MFU %", lambda one: or_dash(one[1].mfu_pct, ".2f")),
+        ("HFU %", lambda one: or_dash(one[1].hfu_pct, ".2f")),
+        ("formula", lambda one: CONVENTIONS[one[0]].formula),
+    )
+    text = (
+        f"{answer.model}: {answer.params:,} parameters at {answer.seq_len} tokens; "
+        f"{answer.precision}, recompute {answer.recompute}; GPUs: {answer.gpus}"
+    )
+    if answer.window:
+        text += f"; attention counted by its window of {answer.window} tokens"
+    if answer.gpu:
+        text += f" of {answer.gpu} at {(answer.peak_flops or 0.0) / 1e12:g} TFLOP/s dense"
+    if answer.tokens_per_s is not None:
+        text += f"; {answer.tokens_per_s:,.0f} tokens/s"
+    return [counted, "", text, *_impossible(answer)]
+
+
+def _impossible(answer: Flops) -> list[str]:
+    """No run beats the peak: one of the numbers is not what it was taken for."""
+    most = max((one.hfu_pct or 0.0 for one in answer.conventions.values()), default=0.0)
+    if most <= 100:
+        return []
+    return [
+        f"HFU up to {most:.0f}% is more than the GPU can do: is --tokens-per-s over all GPUs and "
+        "--step-s of a whole step? are --gpus, --gpu, --precision and --recompute those of the run?"
+    ]
+
+
+def advice_page(advice: Advice) -> list[Part]:
+    kernel = "flash attention" if advice.attention.startswith("flash") else advice.attention
+    parts: list[Part] = [
+        f"one layer on one {advice.gpu} at tp {advice.tp}, micro batch {advice.micro_batches} x "
+        f"{advice.seq_len} tokens, {advice.precision}, {kernel}; {advice.calibration}"
+    ]
+    for name, one in advice.sizes.items():
+        parts += ["", *_size(name, one)]
+    return parts if advice.shapes is None else [*parts, "", _shapes(advice.shapes)]
+
+
+def _size(name: str, one: dict[str, Any]) -> list[Part]:
+    label = name.replace("_", " ")
+    where = " in the output layer" if name == "vocab" else ""
+    better = one["better"]
+    ending = "no nearby value is better"
+    if better:
+        change = better["value"] - one["asked"]
+        ending = f"{better['value']} ({change:+d}) is {better['gain']:.2f}x as fast per FLOP"
+    verdict = f", {one['verdict']}" if "verdict" in one else ""
+    extra = ""
+    if "head_size" in one:
+        loss = f"attention core {one['attention_loss']:.2f}x the best"
+        extra = f" (head size {one['head_size']}, {loss})"
+    lines = [
+        f"{label} {one['asked']}{extra}{verdict}: {one['tflops_gpu']:.0f} TFLOP/s{where}, loses "
+        f"{one['loses_pct']:.0f}% to the best nearby; {ending}",
+        *(f"  {note}" for note in one["notes"]),
+    ]
+    parts: list[Part] = ["\n".join(lines)]
+    if better:
+        parts.append(_neighbours(label, one))
+        parts += ["", _gemms(one["gemms"])] if "gemms" in one else []
+    return parts
+
+
+def _gemms(gemms: list[dict[str, Any]]) -> Grid:
+    return table(
+        gemms,
+        ("product", lambda one: one["name"]),
+        ("tokens", lambda one: str(one["tokens"])),
+        ("in", lambda one: f"{one['into']:g}"),
+        ("out", lambda one: f"{one['out']:g}"),
+        ("alignment loses %", lambda one: f"{one['alignment_loss_pct']:.0f}"),
+        ("tiles and waves lose %", lambda one: f"{one['wave_loss_pct']:.0f}"),
+    )
+
+
+def _neighbours(label: str, one: dict[str, Any]) -> Grid:
+    rows = one["table"]
+    wanted = {one["asked"], one["better"]["value"]}
+    by_distance = sorted(rows, key=lambda row: abs(row["value"] - one["asked"]))
+    near = [row for row in by_distance if row["value"] in wanted]
+    near += [row for row in by_distance if row not in near][: _NEIGHBOURS - len(near)]
+    extra = [
+        (name.replace("_", " "), lambda row, name=name, form=form: format(row[name], form))
+        for name, form in (("heads", ""), ("head_size", ""), ("attention_loss", ".2f"))
+        if name in rows[0]
+    ]
+    return table(
+        sorted(near, key=lambda row: row["value"]),
+        (label, lambda row: str(row["value"])),
+        *extra,
+        ("TFLOP/s", lambda row: f"{row['tflops_gpu']:.1f}"),
+        ("against asked", lambda row: f"{row['against_asked']:.3f}"),
+    )
+
+
+def _shapes(rows: list[dict[str, Any]]) -> Grid:
+    sizes = [(n, lambda row, n=n: str(row[n])) for n in ("layers", "hidden", "heads", "ffn")]
+    return table(
+        rows,
+        *sizes,
+        ("params B", lambda row: f"{row['params'] / 1e9:.1f}"),
+        ("layout", lambda row: "does not fit" if row["days"] is None else row["layout"]),
+        ("micro", lambda row: or_dash(row["days"] and row["micro_batch"], "")),
+        ("s/step", lambda row: or_dash(row["days"] and row["step_s"], ".1f")),
+        ("days", lambda row: or_dash(row["days"], ".1f")),
+        ("GPU-hours", lambda row: or_dash(row["days"] and row["gpu_hours"], ",.0f")),
+        ("days per 1e21 FLOP", lambda row: or_dash(row.get("days_per_1e21_flop"), ".3f")),
+    )
