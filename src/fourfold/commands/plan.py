@@ -18,6 +18,7 @@ from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import plan as shown
+from fourfold.show.machines import stacks_table
 from fourfold.show.pictures import must_be_picture
 from fourfold.show.schedule_picture import SUFFIXES, picture
 from fourfold.verbs.requests import PlanRequest, decided
@@ -58,7 +59,7 @@ def run(args: Any, show: OnEvent) -> Output:
         known = fourfold.stacks(
             cluster=args.cluster, gpu=args.gpu, profile=args.profile, calibration=args.calibration
         )
-        return Output.of(known, lambda: [shown.stacks_table(known.stacks)])
+        return Output.of(known, lambda: [stacks_table(known.stacks)])
     request = _request(args, show)
     if args.explain:
         return _explain(args, request, show)

@@ -1,13 +1,13 @@
-"""Pages of GPUs, clusters and a measured machine."""
+"""Pages of GPUs, clusters, engines and a measured machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from fourfold.result.profile import HardwareProfile, link_of
 from fourfold.show.table import Grid, Part, or_dash, table
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.device import PEAK_NAMES, Device
+from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device
 from fourfold.units import show_bytes, show_seconds
 
 
@@ -80,6 +80,23 @@ def _teraflops(device: Device, name: str) -> str:
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:,.6g}"
+
+
+def stacks_table(stacks: Iterable[dict[str, Any]]) -> Grid:
+    """Names that --stack takes."""
+    return table(
+        stacks,
+        ("stack", lambda one: one["stack"]),
+        (
+            "stands for",
+            lambda one: "itself" if one["stands_for"] == one["stack"] else one["stands_for"],
+        ),
+        ("limits of", lambda one: one["rules"]),
+        (
+            "measured on (runs)",
+            lambda one: ", ".join(f"{n} ({count})" for n, count in one["measured"].items()) or "-",
+        ),
+    )
 
 
 def profile_page(profile: HardwareProfile) -> list[Part]:

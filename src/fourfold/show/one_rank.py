@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fourfold.result.one_rank import (
@@ -15,7 +15,7 @@ from fourfold.result.one_rank import (
     micro_s,
 )
 from fourfold.show.bench import oom_page
-from fourfold.show.table import Grid, Part
+from fourfold.show.table import Grid, Part, or_dash, table
 from fourfold.spec.run import RunSpec
 from fourfold.units import show_bytes
 
@@ -24,12 +24,7 @@ if TYPE_CHECKING:
     from fourfold.cost.one_rank import JoinedStep, StageCompute
     from fourfold.verbs.one_rank import OneRank
 
-HEADINGS = [
-    "layout", "rank", "layers", "kernels ms/layer", "engine ms/layer", "gap", "planner ms/layer",
-    "compute s", "planner compute s", "peak", "planner peak", "traffic+bubble s", "step s",
-    "planner step s",
-]  # fmt: skip
-_FLOOR = ["ms per step", "unavoidable", "engine", "gap", "of the step"]
+_GAP = ["kernels alone", "engine", "gap", "gap %"]
 _STEP_WORDS = {
     "data": "tokens of the step",
     "reduce": "shared gradients and norm",
@@ -38,29 +33,34 @@ _STEP_WORDS = {
 }
 
 
-def row(
-    found: OneRankResult, said: StageCompute, whole: JoinedStep, planner_step_s: float, name: str
-) -> list[str]:
-    alone, engine = bare_layer_s(found), layer_s(found)
-    return [
-        name,
-        str(found.rank),
-        str(found.layers),
-        f"{1e3 * alone:.2f}",
-        f"{1e3 * engine:.2f}",
-        f"{gap_pct(engine, alone):+.0f}%",
-        f"{1e3 * said.layer_s:.2f}",
-        f"{found.compute_s:.3f}",
-        f"{said.compute_s:.3f}",
-        show_bytes(found.peak_bytes),
-        show_bytes(said.peak_bytes),
-        f"{whole.step_s - found.compute_s:.3f}",
-        f"{whole.step_s:.3f}",
-        f"{planner_step_s:.3f}",
-    ]
+def _layouts(ranks: Sequence[OneRank]) -> Grid:
+    """A row per layout: kernels alone, in the engine, and as the planner predicts them."""
+    columns: dict[str, Callable[[OneRankResult, StageCompute, JoinedStep], str]] = {
+        "layers": lambda found, *_: str(found.layers),
+        "kernels ms/layer": lambda found, *_: f"{1e3 * bare_layer_s(found):.2f}",
+        "engine ms/layer": lambda found, *_: f"{1e3 * layer_s(found):.2f}",
+        "gap": lambda found, *_: f"{gap_pct(layer_s(found), bare_layer_s(found)):+.0f}%",
+        "planner ms/layer": lambda _, planned, __: f"{1e3 * planned.layer_s:.2f}",
+        "compute s": lambda found, *_: f"{found.compute_s:.3f}",
+        "planner compute s": lambda _, planned, __: f"{planned.compute_s:.3f}",
+        "peak": lambda found, *_: show_bytes(found.peak_bytes),
+        "planner peak": lambda _, planned, __: show_bytes(planned.peak_bytes),
+        "traffic+bubble s": lambda found, _, whole: f"{whole.step_s - found.compute_s:.3f}",
+        "step s": lambda _, __, whole: f"{whole.step_s:.3f}",
+    }
+    rows = []
+    for one in ranks:
+        name, found, planner = name_of(one.spec), one.found, one.planner
+        if found is None:
+            rows.append([name, str(one.rank), one.report.outcome, *["-"] * len(columns)])
+            continue
+        parts = (found, planner.predicted(found), planner.joined(found))
+        cells = [cell(*parts) for cell in columns.values()]
+        rows.append([name, str(found.rank), *cells, f"{planner.step_s()[0]:.3f}"])
+    return Grid(["layout", "rank", *columns, "planner step s"], rows)
 
 
-def phase_rows(found: OneRankResult) -> list[list[str]]:
+def _phase_rows(found: OneRankResult) -> list[list[str]]:
     """What | bare kernels | engine | gap, ms of one micro batch, then of the step."""
     rows = []
     weights = found.phase("weights").seconds
@@ -96,7 +96,7 @@ def _gap_row(words: str, alone_s: float, seconds: float) -> list[str]:
     ]
 
 
-def part_rows(found: OneRankResult) -> list[list[str]]:
+def _part_rows(found: OneRankResult) -> list[list[str]]:
     """What | bare kernels | engine, ms of one micro batch; the rest is idle or the host's."""
     core = sum(k.calls * k.seconds for k in found.kernels if k.name == "core")
     products = bare_s(found, "attention", "mlp", "head") - core
@@ -111,37 +111,27 @@ def part_rows(found: OneRankResult) -> list[list[str]]:
     return rows
 
 
-def comm_rows(found: OneRankResult, whole: JoinedStep) -> list[list[str]]:
-    """Axis | collective | calls | payload | exposed seconds of the axis."""
-    rows, told = [], set()
+def _comm(found: OneRankResult, whole: JoinedStep) -> Grid:
+    rows, axes = [], set()
     for one in found.comm:
-        exposed = f"{whole.parts[one.axis]:.3f}" if one.axis in whole.parts else "-"
-        rows.append(
-            [
-                one.axis,
-                one.op,
-                f"{one.calls:,}",
-                show_bytes(one.bytes),
-                exposed if one.axis not in told else "",
-            ]
-        )
-        told.add(one.axis)
-    return rows
+        exposed = or_dash(whole.parts.get(one.axis), ".3f") if one.axis not in axes else ""
+        rows.append([one.axis, one.op, f"{one.calls:,}", show_bytes(one.bytes), exposed])
+        axes.add(one.axis)
+    headings = ["axis", "collective", "calls per step", "payload", "exposed s, predicted"]
+    return Grid(headings, rows)
 
 
-def kernel_rows(found: OneRankResult) -> list[list[str]]:
-    return [
-        [
-            f"{one.part} {one.name}",
-            one.when,
-            one.makes,
-            one.shape,
-            str(one.calls),
-            f"{1e3 * one.seconds:.4f}",
-            f"{_useful_flops(one) / one.seconds / 1e12:.4g}",
-        ]
-        for one in found.kernels
-    ]
+def _kernels(found: OneRankResult) -> Grid:
+    return table(
+        found.kernels,
+        ("kernel", lambda one: f"{one.part} {one.name}"),
+        ("in", lambda one: one.when),
+        ("makes", lambda one: one.makes),
+        ("m x n x k, or b x h x q x k x d", lambda one: one.shape),
+        ("calls", lambda one: str(one.calls)),
+        ("ms", lambda one: f"{1e3 * one.seconds:.4f}"),
+        ("TFLOP/s", lambda one: f"{_useful_flops(one) / one.seconds / 1e12:.4g}"),
+    )
 
 
 def _useful_flops(one: KernelTime) -> float:
@@ -149,7 +139,7 @@ def _useful_flops(one: KernelTime) -> float:
     return one.flops / 2 if one.shape.endswith(" causal") else one.flops
 
 
-def notes(basis: str, found: Sequence[OneRankResult]) -> list[str]:
+def _notes(basis: str, found: Sequence[OneRankResult]) -> list[str]:
     """What the table's columns are, what was run and what continued."""
     if not found:
         return []
@@ -163,12 +153,12 @@ def notes(basis: str, found: Sequence[OneRankResult]) -> list[str]:
         "does",
         "step = measured compute + predicted traffic and bubble (other stages assumed as slow)",
     ]
-    for stand_in in found:
-        if stand_in.ran < stand_in.micro_batches:
-            lines.append(
-                f"rank {stand_in.rank}, {stand_in.layers} layers: {stand_in.ran} of "
-                f"{stand_in.micro_batches} micro batches run, the rest extrapolated"
-            )
+    lines += [
+        f"rank {rank.rank}, {rank.layers} layers: {rank.ran} of {rank.micro_batches} micro batches "
+        "run, the rest extrapolated"
+        for rank in found
+        if rank.ran < rank.micro_batches
+    ]
     return [*lines, f"{one.device}, torch {one.torch}"]
 
 
@@ -182,15 +172,8 @@ def page(ranks: Sequence[OneRank], *, details: bool, against: bool) -> list[Part
     ]
     if against:
         return [*parts, *(part for one in ranks for part in _floor(one))]
-    cells = []
-    for one in ranks:
-        if one.found is None:
-            cells.append([name_of(one.spec), str(one.rank), one.report.outcome, *["-"] * 11])
-            continue
-        said, whole = one.planner.predicted(one.found), one.planner.joined(one.found)
-        cells.append(row(one.found, said, whole, one.planner.step_s()[0], name_of(one.spec)))
-    parts.append(Grid(HEADINGS, cells))
-    parts += notes(ranks[0].planner.basis, [one.found for one in ranks if one.found])
+    parts.append(_layouts(ranks))
+    parts += _notes(ranks[0].planner.basis, [one.found for one in ranks if one.found])
     for one in ranks:
         parts += _one(one, details=details or len(ranks) == 1)
     return parts
@@ -200,22 +183,17 @@ def floor_page(rows: Sequence[FloorPart], tokens: float) -> list[Part]:
     from fourfold.cost.floor import total
 
     whole = total(list(rows))
-    cells = [_floor_cells(row, whole.engine_s) for row in (*rows, whole)]
-    speeds = (
-        f"{tokens / whole.engine_s:,.0f} of at most {tokens / whole.limit_s:,.0f} tokens/s per GPU"
+    parts = table(
+        [*rows, whole],
+        ("ms per step", lambda row: row.name),
+        ("unavoidable", lambda row: or_dash(1e3 * row.limit_s or None, ".3f")),
+        ("engine", lambda row: f"{1e3 * row.engine_s:.3f}"),
+        ("gap", lambda row: f"{1e3 * row.gap_s:+.3f}"),
+        ("of the step", lambda row: f"{100 * row.gap_s / whole.engine_s:+.1f}%"),
     )
-    share = f"{100 * whole.limit_s / whole.engine_s:.1f}% of the limit"
-    return [Grid(_FLOOR, cells), "", f"{speeds}: {share}"]
-
-
-def _floor_cells(row: FloorPart, step_s: float) -> list[str]:
-    return [
-        row.name,
-        f"{1e3 * row.limit_s:.3f}" if row.limit_s else "-",
-        f"{1e3 * row.engine_s:.3f}",
-        f"{1e3 * row.gap_s:+.3f}",
-        f"{100 * row.gap_s / step_s:+.1f}%",
-    ]
+    most, share = tokens / whole.limit_s, 100 * whole.limit_s / whole.engine_s
+    speed = f"{tokens / whole.engine_s:,.0f} of at most {most:,.0f} tokens/s per GPU"
+    return [parts, "", f"{speed}: {share:.1f}% of the limit"]
 
 
 def _floor(one: OneRank) -> list[Part]:
@@ -227,15 +205,12 @@ def _floor(one: OneRank) -> list[Part]:
 
 def _one(one: OneRank, *, details: bool) -> list[Part]:
     if one.found is None:
-        said = one.report.failure
-        words = said.message.splitlines()[0] if said and said.message else "cause unknown"
+        failure = one.report.failure
+        words = failure.message.splitlines()[0] if failure and failure.message else "cause unknown"
         parts: list[Part] = ["", f"{name_of(one.spec)}: {one.report.outcome}: {words}"]
         is_oom = one.report.outcome == "oom"
         return [*parts, *(oom_page(one.planner.post_mortem(one.report)) if is_oom else ())]
-    if not details:
-        return []
-    whole = one.planner.joined(one.found)
-    return _details(one.found, whole, one.planner.step_s(), name_of(one.spec))
+    return _details(one, one.found) if details else []
 
 
 def name_of(spec: RunSpec) -> str:
@@ -248,28 +223,21 @@ def name_of(spec: RunSpec) -> str:
     return " ".join([*words, *(["compiled"] if policy.compile else [])])
 
 
-def _details(
-    found: OneRankResult, whole: JoinedStep, planner: tuple[float, float, float], name: str
-) -> list[Part]:
-    """Tables of one stand-in, in the order of a reader's questions."""
-    kernels = Grid(
-        ["kernel", "in", "makes", "m x n x k, or b x h x q x k x d", "calls", "ms", "TFLOP/s"],
-        kernel_rows(found),
-    )
-    phases = Grid(["ms", "kernels alone", "engine", "gap", "gap %"], phase_rows(found))
-    parts: list[Part] = ["", f"{name}, rank {found.rank}, stage {found.stage}", "", phases]
+def _details(one: OneRank, found: OneRankResult) -> list[Part]:
+    """Tables in the order of a reader's questions."""
+    whole, (step_s, low_s, high_s) = one.planner.joined(found), one.planner.step_s()
+    head = f"{name_of(one.spec)}, rank {found.rank}, stage {found.stage}"
+    parts: list[Part] = ["", head, "", Grid(["ms", *_GAP], _phase_rows(found))]
     if found.parts and found.watched == (1, 1):
-        heads = ["ms of one micro batch", "kernels alone", "engine", "gap", "gap %"]
-        parts += ["", Grid(heads, part_rows(found))]
+        parts += ["", Grid(["ms of one micro batch", *_GAP], _part_rows(found))]
     elif found.parts_note:
         parts += ["", found.parts_note]
     if found.comm:
-        heads = ["axis", "collective", "calls per step", "payload", "exposed s, predicted"]
-        parts += ["", Grid(heads, comm_rows(found, whole))]
+        parts += ["", _comm(found, whole)]
     step = [[part, f"{seconds:.3f}"] for part, seconds in whole.parts.items()]
     step += [["step", f"{whole.step_s:.3f}"]]
-    step += [["planner's own step", f"{planner[0]:.3f} ({planner[1]:.3f} to {planner[2]:.3f})"]]
-    parts += ["", Grid(["part of a step", "s"], step), "", kernels]
+    step += [["planner's own step", f"{step_s:.3f} ({low_s:.3f} to {high_s:.3f})"]]
+    parts += ["", Grid(["part of a step", "s"], step), "", _kernels(found)]
     memory = f"peak {show_bytes(found.peak_bytes)} ({found.peaks_from})"
     if found.reserved_bytes:
         memory += f", reserved {show_bytes(found.reserved_bytes)}"

@@ -31,7 +31,7 @@ def must_be_picture(path: str, field: str = "picture", suffixes: Sequence[str] =
             "is not a supported picture format",
             field=field,
             value=path,
-            hint=f"use a name that ends in one of {', '.join(suffixes)}",
+            hint=f"use a name that ends in {' or '.join(suffixes)}",
         )
     return suffix
 

@@ -1,8 +1,5 @@
-"""Decides which machine and which calibration apply, for every verb.
-
-In this order: a named cluster, a hardware profile ('fourfold calibrate'), a GPU in typical hosts,
-the GPU of this host if it is in the catalogue, a rough guess from the cores.
-"""
+"""Which machine and calibration apply: a named cluster, else a hardware profile, a GPU in typical
+hosts, the GPU of this host if the catalogue knows it, a rough guess from the cores."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _HOST_SHARE = 0.8
 
 
 def read_profile(name: str) -> HardwareProfile:
-    """Of a file, or of a GPU whose profile comes with the package ('h200')."""
+    """A file, or a GPU whose profile comes with the package ('h200')."""
     return profile_of(catalog.profile_text(name) or files.read_text(name, field="profile"))
 
 
@@ -47,14 +44,9 @@ def read_calibration(path: str | None) -> Calibration:
 
 
 @cache
-def _local_gpu() -> str:
-    """This host's GPU by the catalogue's name, '' where it is none or unknown."""
-    return device_id(gpu_name(), catalog.device_names()) or ""
-
-
 def local_cluster(ranks: int) -> Cluster | None:
     """This host's GPU with its usual links; None where the catalogue does not know it."""
-    gpu = _local_gpu()
+    gpu = device_id(gpu_name(), catalog.device_names())
     return usual_cluster(catalog.device(gpu), ranks) if gpu else None
 
 
@@ -217,7 +209,7 @@ def predictor(
 
 
 def stage_cluster(
-    spec: RunSpec, *, cluster: str | Cluster | None, profile: str | None
+    spec: RunSpec, cluster: str | Cluster | None, profile: str | None
 ) -> tuple[Cluster, str]:
     """Whose links and kernels one rank of a large world is priced by, and where they are from."""
     if cluster:

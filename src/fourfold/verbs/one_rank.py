@@ -1,15 +1,11 @@
-"""one_rank: let this device stand in for one rank of a large world.
-
-Real kernels, collectives that only fill their buffers: true peak and compute of that rank's stage,
-against its kernels alone and against the planner. Traffic and bubble are then the only modelled
-parts. It is no run of its layout, so the run store, reports and fits never see it.
-"""
+"""one_rank: one rank of a large world on this device, with real kernels and without its peers. It
+is no run of its layout, so the run store, reports and fits never see it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from fourfold import files
@@ -26,7 +22,7 @@ from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import gpu_count
-from fourfold.result.job import Job, JobReport, Limits, answer_file
+from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.one_rank import (
     OneRankResult,
     bare_layer_s,
@@ -44,6 +40,7 @@ from fourfold.search.query import entry_for
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import SHARDINGS
+from fourfold.verbs import Answer
 from fourfold.verbs.bench import described, permit_of
 from fourfold.verbs.facts import post_mortem
 from fourfold.verbs.machine import read_profile, stage_cluster
@@ -60,9 +57,7 @@ class StagePlanner:
 
     def __init__(self, request: OneRankRequest, spec: RunSpec) -> None:
         self.spec = spec
-        self.cluster, self.basis = stage_cluster(
-            spec, cluster=request.cluster, profile=request.profile
-        )
+        self.cluster, self.basis = stage_cluster(spec, request.cluster, request.profile)
         entry, _ = entry_for(calibration.shipped(), "fourfold", self.cluster)
         known = coefficients_of(read_profile(request.profile)) if request.profile else {}
         on_cpu = {"base_gib": 0.0} if self.cluster.device.id.startswith("cpu") else {}
@@ -80,20 +75,18 @@ class StagePlanner:
         at_first = float(room.first_bytes[0]) >= float(room.last_bytes[0])
         return 0 if at_first else self.spec.layout.pp - 1
 
-    def stage(self, found: OneRankResult) -> MeasuredStage:
-        last = found.stage == self.spec.layout.pp - 1
-        return MeasuredStage(
-            stage=found.stage, layers=found.layers, first=found.stage == 0, last=last
-        )
+    def _stage(self, found: OneRankResult) -> MeasuredStage:
+        at, last = found.stage, self.spec.layout.pp - 1
+        return MeasuredStage(stage=at, layers=found.layers, first=at == 0, last=at == last)
 
     def predicted(self, found: OneRankResult) -> StageCompute:
-        return model.predicted(self.columns, self.entry.coefficients, self.stage(found))
+        return model.predicted(self.columns, self.entry.coefficients, self._stage(found))
 
     def joined(self, found: OneRankResult) -> JoinedStep:
         return model.joined(
             self.columns,
             self.entry.coefficients,
-            self.stage(found),
+            self._stage(found),
             compute_s=found.compute_s,
             layer_s=layer_s(found),
             micro_s=micro_s(found),
@@ -102,12 +95,10 @@ class StagePlanner:
     def post_mortem(self, report: RunReport) -> dict[str, Any]:
         """An out-of-memory as bench tells it: held, predicted, and what would fit."""
         limit = float(report.spec.memory_limit or USABLE * self.cluster.device.memory_bytes)
-        own = predict([report.spec], cluster=self.cluster)[0]
-        fixes = remedies(
-            report.spec, lambda specs: predict(specs, cluster=self.cluster), limit_bytes=limit
-        )
-        said = replace(own, limit_bytes=limit, basis=self.basis)
-        return post_mortem(replace(report, predicted=said, remedies=fixes))
+        forecasts = partial(predict, cluster=self.cluster)
+        fixes = remedies(report.spec, forecasts, limit_bytes=limit)
+        own = replace(forecasts([report.spec])[0], limit_bytes=limit, basis=self.basis)
+        return post_mortem(replace(report, predicted=own, remedies=fixes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +142,23 @@ class OneRank:
             if self.report.outcome == "oom":
                 plain["post_mortem"] = self.planner.post_mortem(self.report)
             return plain
-        said, whole = self.planner.predicted(self.found), self.planner.joined(self.found)
-        plain |= {"measured": codec.encode(self.found)} | _derived(self.found, said, whole)
+        plain |= {"measured": codec.encode(self.found)} | _derived(self.planner, self.found)
         if self.found.floor is not None:
             plain["floor"] = floor_plain(self.floor, self.tokens)
         return plain
 
     def row(self) -> dict[str, Any]:
-        plain = self.plain()
-        numbers = {n: v for n, v in plain.items() if not isinstance(v, dict | list)}
-        chosen = {"sharding": self.spec.policy.sharding, "micro_batch": self.spec.batch.micro_batch}
-        measured = {}
-        if self.found is not None:
-            measured = {"compute_s": self.found.compute_s, "peak_bytes": self.found.peak_bytes}
-        return numbers | chosen | measured | {"predicted": plain.get("predicted", {})}
+        """Its numbers, without kernels, phases and the whole spec."""
+        plain, found = self.plain(), self.found
+        row = {n: v for n, v in plain.items() if not isinstance(v, dict | list)}
+        row |= {"sharding": self.spec.policy.sharding, "micro_batch": self.spec.batch.micro_batch}
+        if found is not None:
+            row |= {"compute_s": found.compute_s, "peak_bytes": found.peak_bytes}
+        return row | {"predicted": plain.get("predicted", {})}
 
 
 @dataclass(frozen=True, slots=True)
-class OneRanks:
+class OneRanks(Answer):
     ranks: tuple[OneRank, ...]
 
     @property
@@ -179,7 +169,6 @@ class OneRanks:
         return {"kind": "stand-in", "ranks": [one.plain() for one in self.ranks]}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each layout: its numbers, without kernels, phases and the whole spec."""
         return [one.row() for one in self.ranks]
 
 
@@ -203,7 +192,12 @@ def one_rank(
     job = Job(job="one-rank", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
     with scratch() as folder:
         report = run_job(job, folder, progress=progress(on_event), permit=permit_of(request))
-        found = [_answer(folder, report, task) for task in range(len(specs))]
+        found = [
+            codec.from_json(OneRankResult, files.read_text(answer_file(folder, task)))
+            if run.outcome == "ok"
+            else None
+            for task, run in enumerate(report.runs)
+        ]
     reports = [_of_rank(one, rank) for one, rank in zip(report.runs, ranks, strict=True)]
     rows = zip(specs, ranks, reports, found, planners, strict=True)
     return OneRanks(tuple(OneRank(*row) for row in rows))
@@ -214,12 +208,6 @@ def _of_rank(report: RunReport, rank: int) -> RunReport:
     if report.failure is None or report.failure.rank < 0:
         return report
     return replace(report, failure=replace(report.failure, rank=rank))
-
-
-def _answer(folder: Path, report: JobReport, task: int) -> OneRankResult | None:
-    if report.runs[task].outcome != "ok":
-        return None
-    return codec.from_json(OneRankResult, files.read_text(answer_file(folder, task)))
 
 
 def _spec(run: Mapping[str, Any], request: OneRankRequest, text: str) -> RunSpec:
@@ -250,11 +238,9 @@ def _spec(run: Mapping[str, Any], request: OneRankRequest, text: str) -> RunSpec
 
 def _rank(wanted: str, planner: StagePlanner) -> int:
     spec = planner.spec
-    stride = spec.layout.stride("pp")
-    if wanted == "worst":
-        return planner.fullest_stage() * stride
-    if wanted in ("first", "last"):
-        return 0 if wanted == "first" else (spec.layout.pp - 1) * stride
+    stages = {"first": 0, "last": spec.layout.pp - 1, "worst": planner.fullest_stage()}
+    if wanted in stages:
+        return stages[wanted] * spec.layout.stride("pp")
     if not wanted.isdecimal() or int(wanted) >= spec.gpus:
         raise UserError(
             f"must be a rank of {spec.layout}, 0 to {spec.gpus - 1}, or first, last or worst",
@@ -265,8 +251,9 @@ def _rank(wanted: str, planner: StagePlanner) -> int:
     return int(wanted)
 
 
-def _derived(found: OneRankResult, said: StageCompute, whole: JoinedStep) -> dict[str, Any]:
+def _derived(planner: StagePlanner, found: OneRankResult) -> dict[str, Any]:
     """The derived numbers, beside the raw ones."""
+    predicted, whole = planner.predicted(found), planner.joined(found)
     return {
         "bare_layer_s": bare_layer_s(found),
         "engine_layer_s": layer_s(found),
@@ -274,10 +261,10 @@ def _derived(found: OneRankResult, said: StageCompute, whole: JoinedStep) -> dic
         "bare_micro_s": bare_s(found, "attention", "mlp", "head"),
         "engine_micro_s": micro_s(found),
         "predicted": {
-            "layer_s": said.layer_s,
-            "compute_s": said.compute_s,
-            "compute_parts_s": said.parts,
-            "peak_bytes": said.peak_bytes,
+            "layer_s": predicted.layer_s,
+            "compute_s": predicted.compute_s,
+            "compute_parts_s": predicted.parts,
+            "peak_bytes": predicted.peak_bytes,
         },
         "step_s_with_modelled_traffic": whole.step_s,
         "step_parts_s": whole.parts,
@@ -286,11 +273,9 @@ def _derived(found: OneRankResult, said: StageCompute, whole: JoinedStep) -> dic
 
 def floor_plain(rows: Sequence[Part], tokens: float) -> dict[str, Any]:
     whole = total(list(rows))
+    names = ("name", "limit_s", "engine_s", "gap_s")
     return {
-        "parts": [
-            {"name": r.name, "limit_s": r.limit_s, "engine_s": r.engine_s, "gap_s": r.gap_s}
-            for r in rows
-        ],
+        "parts": [{name: getattr(row, name) for name in names} for row in rows],
         "limit_s": whole.limit_s,
         "step_s": whole.engine_s,
         "share_of_limit": whole.limit_s / whole.engine_s,

@@ -12,8 +12,7 @@ from fourfold.cost.count.stages import stage_layers
 from fourfold.errors import UserError
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.device import Device
+from fourfold.spec.cluster import Cluster, Device
 from fourfold.spec.model import ModelShape, not_run, remarks, windowed
 from fourfold.spec.run import RunSpec
 from fourfold.verbs import Answer
