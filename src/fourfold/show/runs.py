@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.result.report import OUTCOMES
 from fourfold.show.bench import oom_page
 from fourfold.show.table import Column, Grid, Part, or_dash, quantities, table
-from fourfold.spec.sweep import told
+from fourfold.spec.sweep import varied_text
 from fourfold.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def sweep_page(answer: Swept, store: str) -> list[Part]:
 def _combination(row: dict[str, Any]) -> str:
     is_auto = row["combination"].get("micro_batch") == "auto" and row["micro_batch"]
     chosen = f" (micro_batch={row['micro_batch']})" if is_auto else ""
-    return told(tuple(row["combination"].items())) + chosen
+    return varied_text(row["combination"].items()) + chosen
 
 
 def _off(row: dict[str, Any]) -> str:
@@ -83,7 +83,7 @@ def sweep_plan_page(answer: SweepPlan, *, unstarted: bool) -> list[Part]:
     """What is illegal and why first, then what would run and how long it may take."""
     parts: list[Part] = []
     if answer.illegal:
-        rows = [[told(tuple(one["combination"].items())), one["reason"]] for one in answer.illegal]
+        rows = [[varied_text(one["combination"].items()), one["reason"]] for one in answer.illegal]
         parts += [Grid(["illegal", "why"], rows), ""]
     if answer.planned:
         parts += [_planned(answer.planned), ""]
