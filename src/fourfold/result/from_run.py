@@ -1,6 +1,5 @@
-"""Which record does a stored run make? Read from its plain data, without building every type.
-
-Ten thousand runs are listed in seconds this way.
+"""The record of a stored run, read from its plain data without building every type: ten thousand
+runs are listed in seconds.
 """
 
 from __future__ import annotations
@@ -72,13 +71,11 @@ def _is(kind: str, value: object) -> bool:
         case "float":
             number = isinstance(value, int | float) and not isinstance(value, bool)
             return number and abs(value) <= 1e300
-        case _:  # env
-            return isinstance(value, tuple) and all(map(_is_pair, value))
-
-
-def _is_pair(value: object) -> bool:
-    is_tuple = isinstance(value, tuple) and len(value) == 2
-    return is_tuple and all(isinstance(text, str) for text in value)
+        case _:  # env: pairs of texts
+            return isinstance(value, tuple) and all(
+                isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, str) for x in pair)
+                for pair in value
+            )
 
 
 def _spec(spec: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Which machine is this, in the words of a stored run's key, and how does its GPU do? Asked without
-importing torch: of the system, and of the driver's own tool, which only this file runs.
+"""This machine in the words of a stored run's key, and how its GPU does, without importing torch.
 
 A key names the device and the torch version, so that a store shared by several machines keeps their
 runs apart, and a sweep knows which of its runs were finished here.
@@ -56,13 +55,11 @@ def gpu_name() -> str:
 
 
 def gpu_facts(*names: str, uuid: str = "") -> dict[str, str]:
-    """What the driver's tool tells of the first GPU, or of this one; empty where it is not
-    installed."""
+    """What the driver's tool tells of one GPU, else of the first; empty without the tool."""
     which = ["-i", uuid] if uuid else []
     first = nvidia_smi(*_query(names), *which).partition("\n")[0]
-    return (
-        dict(zip(names, (word.strip() for word in first.split(",")), strict=False)) if first else {}
-    )
+    texts = (word.strip() for word in first.split(","))
+    return dict(zip(names, texts, strict=False)) if first else {}
 
 
 def listed_gpus() -> int:
@@ -94,9 +91,9 @@ def host_memory_bytes() -> int:
 
 
 class Sampler:
-    """Was the GPU slowed while it was timed? Clock, power and temperature, from the first timed
-    step to the last. The driver's tool runs as a child and writes a line every fifth of a second:
-    no thread of ours wakes inside a timed step. Without a `uuid` there is no GPU to sample."""
+    """Clock, power and temperature of a GPU, from the first timed step to the last. The driver's
+    tool runs as a child and writes a line every fifth of a second: no thread of ours wakes inside a
+    timed step. Without a `uuid` there is no GPU to sample."""
 
     def __init__(self, uuid: str) -> None:
         import tempfile  # 15 ms with what it imports
@@ -135,14 +132,11 @@ def parse_sample(line: str, at_s: float) -> DeviceSample | None:
     """'1980, 689.42, 61, 0x0000000000000004'; None for a line cut off in the middle."""
     words = [word.strip() for word in line.split(",")]
     try:
-        clock_mhz, power_w, temperature_c = (float(word) for word in words[:3])
+        clock_mhz, watts, celsius = (float(word) for word in words[:3])
         throttle = words[3]
     except (ValueError, IndexError):
         return None
+    clock_hz = clock_mhz * 1e6
     return DeviceSample(
-        at_s=at_s,
-        clock_hz=clock_mhz * 1e6,
-        power_w=power_w,
-        temperature_c=temperature_c,
-        throttle=throttle,
+        at_s=at_s, clock_hz=clock_hz, power_w=watts, temperature_c=celsius, throttle=throttle
     )

@@ -1,5 +1,5 @@
-"""Which process is this, and how does it stand? Pid and start time within one boot of the kernel: a
-number that was given to another process since is not mistaken for the first.
+"""Processes by pid and start time within one boot of the kernel, so that a number that was given
+to another process since is not mistaken for the first.
 """
 
 from __future__ import annotations

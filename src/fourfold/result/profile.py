@@ -1,4 +1,4 @@
-"""What can this machine do? Raw measurements of one device and its links, and what follows.
+"""What a machine can do: raw measurements of one device and its links, and what follows.
 
 Seconds per call and bytes per rank, as measured; rates are computed on reading. A CPU is shared by
 the ranks on it, so its rates are kept for each number of ranks that work at once.
@@ -18,6 +18,7 @@ _MAY_BE_ZERO = {"power_w", "measured_s"}
 # What the power limit costs is in the measured sustained rate; a device made from a profile must
 # not be slowed for it a second time, so its limit is one that never binds.
 _UNBOUND_POWER_W = 1e4
+_AGAIN = "run 'fourfold calibrate' again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +130,8 @@ class HardwareProfile:
 def read_profile(text: str) -> HardwareProfile:
     """A profile from a file's text. Everything measured is divided by somewhere: nothing is 0."""
     profile = codec.from_json(HardwareProfile, text)
-    if profile.device not in ("cpu", "cuda"):
-        raise UserError("must be cpu or cuda", field="device", value=profile.device)
+    known = profile.device in ("cpu", "cuda")
+    check.that(known, "device", profile.device, "must be cpu or cuda")
     check.name(device_name=profile.device_name, host=profile.host, torch=profile.torch,
                made_at=profile.made_at)  # fmt: skip
     groups = (profile.gemms, profile.attentions, profile.copies, profile.shared,
@@ -138,18 +139,12 @@ def read_profile(text: str) -> HardwareProfile:
     for point in (profile, *(point for group in groups for point in group)):
         for field in dataclasses.fields(point):
             value = getattr(point, field.name)
-            if isinstance(value, int | float) and not (
-                0 < value <= _MOST or (value == 0 and field.name in _MAY_BE_ZERO)
-            ):
-                raise UserError("must be above 0 and finite", field=field.name, value=value)
+            if isinstance(value, int | float):
+                good = 0 < value <= _MOST or (value == 0 and field.name in _MAY_BE_ZERO)
+                check.that(good, field.name, value, "must be above 0 and finite")
     for point in profile.attentions:
-        if profile.peak(point.dtype) is None:
-            raise UserError(
-                "is a dtype without a measured matrix product",
-                field="attentions.dtype",
-                value=point.dtype,
-                hint="run 'fourfold calibrate' again",
-            )
+        known, rule = profile.peak(point.dtype), "is a dtype without a measured matrix product"
+        check.that(known is not None, "attentions.dtype", point.dtype, rule, _AGAIN)
     return profile
 
 
@@ -207,8 +202,10 @@ def coefficients_of(profile: HardwareProfile) -> dict[str, float]:
 
     Only what was measured is named; a fit on runs moves them from here.
     """
+    peak = profile.peak(profile.sustained_dtype)
+    assert peak is not None, "the burst itself is one"
     coef = {
-        "gemm": _sustained_share(profile),
+        "gemm": min(0.98, profile.sustained_flops_per_s / peak),  # of the fastest product seen
         "align": _alignment_loss(profile),
         "host_s": profile.layer_launch_s,
     }
@@ -222,13 +219,6 @@ def coefficients_of(profile: HardwareProfile) -> dict[str, float]:
     if points:
         coef |= {"nvlink": 0.98, "latency_s": link_of(profile, points[0].ranks)[1]}
     return coef
-
-
-def _sustained_share(profile: HardwareProfile) -> float:
-    """A long run's speed against the fastest product ever seen in its format."""
-    peak = profile.peak(profile.sustained_dtype)
-    assert peak is not None, "the burst itself is one"
-    return min(0.98, profile.sustained_flops_per_s / peak)
 
 
 def _alignment_loss(profile: HardwareProfile) -> float:
@@ -273,12 +263,8 @@ def _share(profile: HardwareProfile, ranks: int) -> float:
         return 1.0
     alone, shared = _shared(profile, 1), _shared(profile, ranks)
     if alone is None:
-        raise UserError(
-            "needs a profile measured with several ranks",
-            field="ranks",
-            value=ranks,
-            hint="run 'fourfold calibrate' again",
-        )
+        rule = "needs a profile measured with several ranks"
+        raise UserError(rule, field="ranks", value=ranks, hint=_AGAIN)
     if shared is not None:
         return min(1.0, shared.flops_per_s / alone.flops_per_s)
     return min(1.0, 1.0 / ranks)  # more ranks than measured: the cores are full already

@@ -1,8 +1,7 @@
-"""Decides what to doubt in a measurement, and whether two runs differ.
+"""What to doubt in a measurement, and whether two runs differ.
 
-A flagged row is still a row: the flags say what to doubt. Steps of one run say nothing about the
-next run: only repeats do. The verdict over two runs comes from their repeats, else from the spread
-between repeats of other runs on the same device in the store.
+Steps of one run say nothing about the next run: only repeats do. The verdict over two runs comes
+from their repeats, else from the spread between repeats of other runs on the same device.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _SLOWING_WORDS = ("slowdown", "thermal", "power_brake", "power_cap")
 
 def flags(report: RunReport) -> list[str]:
     doubts = []
-    reasons = sorted({reason for one in report.samples for reason in throttles(one.throttle)})
+    reasons = sorted({why for sample in report.samples for why in throttles(sample.throttle)})
     if reasons:
         doubts.append(f"throttled: {', '.join(reasons)}")
     retries = sum(rank.retries for rank in report.memory)
@@ -47,9 +46,8 @@ def flags(report: RunReport) -> list[str]:
     doubts += _probe_flags(report)
     timed = [step.seconds for step in report.steps if not step.warmup]
     if report.window_s and timed and report.window_s > (1 + _WINDOW_GAP) * sum(timed):
-        doubts.append(
-            f"wall clock {report.window_s:.3g} s, but the steps sum to {sum(timed):.3g} s"
-        )
+        total = f"the steps sum to {sum(timed):.3g} s"
+        doubts.append(f"wall clock {report.window_s:.3g} s, but {total}")
     lost = sum(step.skipped for step in report.steps if not step.warmup)
     if lost:
         doubts.append(f"{lost} of {len(timed)} timed steps were skipped (fp16 overflow)")
@@ -61,9 +59,9 @@ def flags(report: RunReport) -> list[str]:
     return doubts
 
 
-def throttles(said: str) -> list[str]:
+def throttles(reasons: str) -> list[str]:
     """What slowed the device: the driver writes a mask of bits (0x...44), other tools words."""
-    text = said.strip().lower()
+    text = reasons.strip().lower()
     if text.startswith("0x"):
         try:
             mask = int(text, 16)
@@ -71,7 +69,7 @@ def throttles(said: str) -> list[str]:
             return [text]  # not readable: better doubted than passed over
         return [words for bit, words in _SLOWING.items() if mask & bit]
     words = text.replace(" ", "_")
-    return [said.strip()] if any(word in words for word in _SLOWING_WORDS) else []
+    return [reasons.strip()] if any(word in words for word in _SLOWING_WORDS) else []
 
 
 def _probe_flags(report: RunReport) -> list[str]:
@@ -81,10 +79,9 @@ def _probe_flags(report: RunReport) -> list[str]:
     doubts = []
     for name, words in (("flops_per_s", "GEMMs"), ("bytes_per_s", "copies")):
         before, after = getattr(rates["before"], name), getattr(rates["after"], name)
-        if before > 0 and abs(after / before - 1) > _PROBE_CHANGE:
-            doubts.append(
-                f"{words} {100 * (after / before - 1):+.0f}% after the run: the machine changed"
-            )
+        change = after / before - 1 if before > 0 else 0.0
+        if abs(change) > _PROBE_CHANGE:
+            doubts.append(f"{words} {100 * change:+.0f}% after the run: the machine changed")
     return doubts
 
 
@@ -97,7 +94,7 @@ def straggler(report: RunReport) -> tuple[int, float] | None:
     }
     if len(shares) < 2:
         return None
-    rank = max(shares, key=lambda one: shares[one])
+    rank = max(shares, key=lambda rank: shares[rank])
     return rank, shares[rank]
 
 
@@ -155,9 +152,8 @@ def compare(
 ) -> Comparison:
     """`one` and `other` are seconds per step of each repeat; `known` is a stored spread."""
     if not one or not other:
-        return Comparison(
-            verdict="can't tell", ratio=None, spread=None, why="one run has no step time"
-        )
+        why = "one run has no step time"
+        return Comparison(verdict="can't tell", ratio=None, spread=None, why=why)
     ratio = math.exp(mean(map(math.log, other)) - mean(map(math.log, one)))
     own = between_runs([one, other])
     basis = own or known
@@ -165,12 +161,9 @@ def compare(
         why = "one run each, and no repeats in the store to estimate the spread; run with --repeat"
         return Comparison(verdict="can't tell", ratio=ratio, spread=None, why=why)
     spread, freedom = basis
-    limit = _t95(freedom) * spread * math.sqrt(1 / len(one) + 1 / len(other))
+    t95 = _T95[freedom - 1] if freedom <= len(_T95) else 2.0 + 2.5 / freedom
+    limit = t95 * spread * math.sqrt(1 / len(one) + 1 / len(other))
     whose = "their own repeats" if own else "repeats of other runs on this device"
     why = f"runs spread by {100 * spread:.2f}% ({whose}); {100 * limit:.2f}% is significant"
     verdict: Verdict = "different" if abs(math.log(ratio)) > limit else "same"
     return Comparison(verdict=verdict, ratio=ratio, spread=spread, why=why)
-
-
-def _t95(freedom: int) -> float:
-    return _T95[freedom - 1] if freedom <= len(_T95) else 2.0 + 2.5 / freedom

@@ -1,8 +1,7 @@
-"""A run as one row: the same fields for a stored run and for a published row.
+"""A run as one row: the same fields for a stored run (from_run.py) and a published one (tables/).
 
 Times in seconds, memory in bytes (`mem_gb`: in the GB the source printed), TFLOPs in 1e12 FLOP/s
-per GPU. None where the source is silent. Filled from a stored run by result/from_run.py, from
-a published row by tables/records.py.
+per GPU. None where the source is silent.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ OUTCOMES = WORST_FIRST[::-1]
 
 
 def published_word(outcome: str) -> str:
-    """What published tables call it: they know ok, oom, hang and fail."""
+    """Published tables know ok, oom, hang and fail."""
     return {"ok": "ok", "oom": "oom", "hung": "hang", "absent": "absent"}.get(outcome, "fail")
 
 

@@ -1,14 +1,12 @@
-"""Decides when a run has warmed up, how long a step takes, and how sure that is.
+"""When a run has warmed up, how long a step takes, and how sure that is.
 
 The first steps (compiling, the optimizer's state, on a CPU the ledger) never count. Then windows of
 steps are compared: warm-up is over when the medians of the last two agree, in step time and, where
-it can be read, in clock. It ends at a number of steps or seconds even when they do not.
+it can be read, in clock; it ends at a number of steps or seconds even when they do not.
 
-Of the timed steps, one more is left out as long as the median of it and the two after it is over 3%
-above the median of all later ones, up to half of them. The median of the rest: one slow step (a
-neighbour) must not move the figure. The interval holds the true median with 95% if steps are
-independent; it comes from ranks of the sorted times and assumes nothing about their distribution.
-It says nothing about the next run: repeats do.
+Of the timed steps, leading ones are left out while they are over 3% slower than the later ones. The
+figure is the median of the rest; its interval holds the true median with 95% if steps are
+independent, whatever their distribution. It says nothing about the next run: repeats do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What did a trace measure? Steps of the list as they ran, beside what was computed for them."""
+"""What a trace measured: the steps of the list as they ran, beside what was computed for them."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def read_into(
                 tensor_file.reads_of(items, where), checkpoint.folder, where, count
             )
         except UserError as error:
-            raise checkpoints.said_of(error, checkpoint.folder) from None
+            raise checkpoints.of_checkpoint(error, checkpoint.folder) from None
 
     try:
         with watched(tick, lambda: done[0]):

@@ -1,4 +1,4 @@
-"""Which checkpoints does a folder hold, and which of them are whole?
+"""The checkpoints of a folder, and which of them are whole.
 
 A checkpoint is written into a hidden folder and renamed when every byte is on the disk, so one that
 has its name is whole; sizes and checksums of its files are kept all the same, for copies that were
@@ -60,22 +60,20 @@ def read(folder: Path) -> Checkpoint:
         state = _state(inside.read_bytes(folder / STATE_FILE, _MAX_STATE_BYTES), folder)
         checkpoint = Checkpoint(folder, state)
         named = _NAME.fullmatch(folder.name)
-        said = disagreement(state, int(named[1]) if named else state.step)
-        if said:
-            raise UnreadableError(
-                f"it contradicts itself: {said}",
-                hint="copy it again from its source, or move it away to resume from the one before",
-            )
+        contradiction = disagreement(state, int(named[1]) if named else state.step)
+        if contradiction:
+            hint = "copy it again from its source, or move it away to resume from the one before"
+            raise UnreadableError(f"it contradicts itself: {contradiction}", hint=hint)
         real = real_sizes(checkpoint)
         for name, size in state.files:
             if str(real[name]) != size:
                 raise NotWholeError(f"its file {name} has {real[name]:,} bytes, not {size}")
     except UserError as error:
-        raise said_of(error, folder) from None
+        raise of_checkpoint(error, folder) from None
     return checkpoint
 
 
-def said_of(error: UserError, folder: Path) -> UserError:
+def of_checkpoint(error: UserError, folder: Path) -> UserError:
     """The same trouble, said of the checkpoint."""
     rule = error.rule
     if error.field == "file" and str(error.value) != str(folder):
@@ -101,10 +99,9 @@ def _state(content: bytes, folder: Path) -> CheckpointState:
     try:
         state = codec.load(CheckpointState, plain)
     except UserError as error:
-        raise UnreadableError(
-            f"its {STATE_FILE} cannot be parsed ({error})",
-            hint="update fourfold, or move it away to resume from the one before",
-        ) from None
+        hint = "update fourfold, or move it away to resume from the one before"
+        rule = f"its {STATE_FILE} cannot be parsed ({error})"
+        raise UnreadableError(rule, hint=hint) from None
     if has_seal != (state.format > 1):
         raise sealed.changed(STATE_FILE)
     return state
@@ -121,9 +118,9 @@ def real_sizes(checkpoint: Checkpoint) -> dict[str, int]:
 def read_index(checkpoint: Checkpoint) -> Index:
     """Where its tensors are, of either format, once that is seen to be sound."""
     old = checkpoint.state.format == 1
-    name, limit = (
-        (METADATA_FILE, inert.MAX_PICKLE_BYTES) if old else (INDEX_FILE, index.MAX_INDEX_BYTES)
-    )
+    name, limit = INDEX_FILE, index.MAX_INDEX_BYTES
+    if old:
+        name, limit = METADATA_FILE, inert.MAX_PICKLE_BYTES
     try:
         sizes, sums = real_sizes(checkpoint), dict(checkpoint.state.sums)
         if name not in sizes:
@@ -137,7 +134,7 @@ def read_index(checkpoint: Checkpoint) -> Index:
                 raise index.refused(f"the checksum of {file} is another in {STATE_FILE}")
         return made
     except UserError as error:
-        raise said_of(error, checkpoint.folder) from None
+        raise of_checkpoint(error, checkpoint.folder) from None
 
 
 def file_sum(path: Path, tick: Callable[[], None] | None = None) -> str:
@@ -162,9 +159,8 @@ def damage(
         except NotWholeError as error:
             return f"its file {name} {error.rule}"
         if read_sum != known:
-            return (
-                f"its file {name} has changed since it was written (crc32 {read_sum}, not {known})"
-            )
+            sums = f"crc32 {read_sum}, not {known}"
+            return f"its file {name} has changed since it was written ({sums})"
     return ""
 
 
@@ -247,7 +243,8 @@ def publish(
     os.rename(made, final)
     files.sync(root)
     files.write_bytes(root / LATEST_FILE, f"{final.name}\n".encode(), own=True)
-    prune(root, keep)
+    for old in whole(root)[:-keep] if keep else ():  # torn ones do not count, and stay
+        _discard(old.folder)
     return final
 
 
@@ -262,13 +259,6 @@ def _make_room(final: Path) -> None:
             keep_apart(final, error.rule)
         else:
             os.rename(final, inside.free_name(final.with_name(f"{_DAMAGED}{final.name}")))
-
-
-def prune(root: Path, keep: int) -> None:
-    """Keep the newest `keep` whole checkpoints; torn ones do not count, and stay."""
-    if keep:
-        for old in whole(root)[:-keep]:
-            _discard(old.folder)
 
 
 def _discard(folder: Path) -> None:

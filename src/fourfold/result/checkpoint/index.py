@@ -1,4 +1,4 @@
-"""Where is each tensor of a checkpoint? index.json: every file, tensor and chunk, with checksums.
+"""The index of a checkpoint: every file, tensor and chunk in index.json, with checksums.
 
 A chunk is a rectangle of a tensor; its bytes (row after row, little-endian) lie in one file and are
 summed in blocks, so that a reader of a few rows checks what it reads. Chunks fill their tensor and
@@ -86,13 +86,11 @@ def dumps(index: Index) -> bytes:
     )
     known = {
         name: {
-            "size": entry.size,
-            "crc32": f"{entry.crc32:08x}",
-            "header_size": entry.header_size,
-            "header_crc32": f"{entry.header_crc32:08x}",
+            "size": entry.size, "crc32": f"{entry.crc32:08x}",
+            "header_size": entry.header_size, "header_crc32": f"{entry.header_crc32:08x}",
         }
         for name, entry in index.files.items()
-    }
+    }  # fmt: skip
     text = (
         f'{{"type": "CheckpointIndex",\n"version": {VERSION},\n'
         f'"block_bytes": {index.block_bytes},\n'
@@ -102,21 +100,13 @@ def dumps(index: Index) -> bytes:
 
 
 def _plain(stored: StoredTensor) -> dict[str, Any]:
-    return {
-        "dtype": stored.dtype,
-        "shape": stored.shape,
-        "chunks": [
-            {
-                "offsets": chunk.offsets,
-                "sizes": chunk.sizes,
-                "file": chunk.file,
-                "start": chunk.start,
-                "size": chunk.size,
-                "crc32": [f"{one:08x}" for one in chunk.sums],
-            }
-            for chunk in stored.chunks
-        ],
-    }
+    names = ("offsets", "sizes", "file", "start", "size")
+    chunks = [
+        {name: getattr(chunk, name) for name in names}
+        | {"crc32": [f"{crc32:08x}" for crc32 in chunk.sums]}
+        for chunk in stored.chunks
+    ]
+    return {"dtype": stored.dtype, "shape": stored.shape, "chunks": chunks}
 
 
 def loads(content: bytes, real_sizes: Mapping[str, int]) -> Index:
@@ -125,15 +115,12 @@ def loads(content: bytes, real_sizes: Mapping[str, int]) -> Index:
     if not isinstance(plain, dict) or plain.get("type") != "CheckpointIndex":
         raise refused("it is not a checkpoint index")
     if _whole(plain.get("version"), "version") != VERSION:
-        raise UnreadableError(
-            f"its {INDEX_FILE} has a version that this fourfold does not read (it reads {VERSION})",
-            field="version",
-            value=plain.get("version"),
-            hint="update fourfold",
-        )
+        rule = f"its {INDEX_FILE} has a version that this fourfold does not read"
+        rule, version = f"{rule} (it reads {VERSION})", plain["version"]
+        raise UnreadableError(rule, field="version", value=version, hint="update fourfold")
     block_bytes = _whole(plain.get("block_bytes"), "block_bytes", least=1)
-    entries = {name: _entry(one, name) for name, one in _table(plain, "files").items()}
-    tensors = {name: _stored(one, name) for name, one in _table(plain, "tensors").items()}
+    entries = {name: _entry(table, name) for name, table in _table(plain, "files").items()}
+    tensors = {name: _stored(table, name) for name, table in _table(plain, "tensors").items()}
     index = Index(entries, tensors, block_bytes)
     check(index, real_sizes)
     return index
@@ -182,12 +169,12 @@ def must_fill(name: str, stored: StoredTensor) -> None:
 def _must_fill_file(name: str, entry: FileEntry, chunks: Sequence[Chunk], block_bytes: int) -> None:
     """Header, then chunk after chunk, to the end; the sums of the parts make that of the file."""
     at, total = entry.header_size, entry.header_crc32
-    for chunk in sorted(chunks, key=lambda one: one.start):
+    for chunk in sorted(chunks, key=lambda chunk: chunk.start):
         if chunk.start != at:
             raise refused(f"chunks in {name} overlap or leave room between them")
         at += chunk.size
-        for number, one in enumerate(chunk.sums):
-            total = combine(total, one, min(block_bytes, chunk.size - number * block_bytes))
+        for number, crc32 in enumerate(chunk.sums):
+            total = combine(total, crc32, min(block_bytes, chunk.size - number * block_bytes))
     if at != entry.size:
         raise refused(f"chunks in {name} end at byte {at:,}, the file at {entry.size:,}")
     if total != entry.crc32:
@@ -200,17 +187,15 @@ def value_bytes(dtype: str, sizes: Sequence[int]) -> int:
 
 def refused(what: str) -> UnreadableError:
     """The bytes are those that were written, but do not make sense."""
-    return UnreadableError(
-        f"its index is refused: {what}",
-        hint="use another checkpoint, or copy this one again from its source",
-    )
+    hint = "use another checkpoint, or copy this one again from its source"
+    return UnreadableError(f"its index is refused: {what}", hint=hint)
 
 
 def _table(plain: dict[str, Any], name: str) -> dict[str, Any]:
-    found = plain.get(name)
-    if not isinstance(found, dict):
+    table = plain.get(name)
+    if not isinstance(table, dict):
         raise refused(f"its {name} are no table")
-    return found
+    return table
 
 
 def _entry(plain: object, name: str) -> FileEntry:
@@ -229,17 +214,13 @@ def _stored(plain: object, name: str) -> StoredTensor:
         raise refused("a tensor has no proper name or entry")
     dtype, chunks = plain.get("dtype"), plain.get("chunks")
     if not isinstance(dtype, str) or dtype not in VALUE_BYTES:
-        raise UnreadableError(
-            f"its tensor {name} has a format that this fourfold does not read",
-            field="dtype",
-            value=dtype,
-            hint=f"read are {', '.join(VALUE_BYTES)}; update fourfold",
-        )
+        rule = f"its tensor {name} has a format that this fourfold does not read"
+        hint = f"read are {', '.join(VALUE_BYTES)}; update fourfold"
+        raise UnreadableError(rule, field="dtype", value=dtype, hint=hint)
     if not isinstance(chunks, list):
         raise refused(f"the chunks of {name} are no list")
-    return StoredTensor(
-        dtype, sizes_of(plain.get("shape"), name), tuple(_chunk(c, name) for c in chunks)
-    )
+    shape = sizes_of(plain.get("shape"), name)
+    return StoredTensor(dtype, shape, tuple(_chunk(chunk, name) for chunk in chunks))
 
 
 def _chunk(plain: object, name: str) -> Chunk:
@@ -261,7 +242,7 @@ def _chunk(plain: object, name: str) -> Chunk:
 def sizes_of(plain: object, name: str) -> tuple[int, ...]:
     if not isinstance(plain, list | tuple) or not 0 < len(plain) <= _MAX_DIMS:
         raise refused(f"the sizes of {name} are no list of 1 to {_MAX_DIMS} numbers")
-    return tuple(_whole(one, name) for one in plain)
+    return tuple(_whole(size, name) for size in plain)
 
 
 def _whole(value: object, name: str, least: int = 0) -> int:

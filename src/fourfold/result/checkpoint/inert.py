@@ -1,4 +1,4 @@
-"""A pickle as plain data: what does it say, without doing any of it?
+"""A pickle as plain data, without doing any of what it says.
 
 Python's own unpickler looks names up and calls them, so a file decides what runs. This one knows
 the few instructions that torch's files are made of and builds records: a name is two texts, a call

@@ -1,5 +1,5 @@
-"""Where is each tensor of a checkpoint of format 1? torch.distributed.checkpoint wrote those: a
-pickled `.metadata`, and files in which every chunk is an archive of torch.save.
+"""The index of a checkpoint of format 1, as torch.distributed.checkpoint wrote it: a pickled
+`.metadata`, and files in which every chunk is an archive of torch.save.
 
 Both are read as plain data (inert.py), so that no class is made and no name looked up, whatever the
 file asks for. Enums look different by Python version (up to 3.11.3 as a call of getattr); here they
@@ -9,9 +9,10 @@ are records like all others, and none is needed.
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from fourfold.errors import shorten
@@ -29,6 +30,8 @@ from fourfold.result.checkpoint.index import (
 )
 from fourfold.result.checkpoint.inert import Call, Name, Outside, refused
 
+# (tensor, offsets) -> (file, first byte, bytes)
+Places = dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
 METADATA_FILE = ".metadata"
 _MODULE = "torch.distributed.checkpoint"
 _FORMATS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -46,20 +49,18 @@ def loads(content: bytes, real_sizes: Mapping[str, int]) -> Index:
     fields = _fields(inert.loads(content), f"{_MODULE}.metadata", "Metadata")
     places = _places(_dict(fields, "storage_data"), real_sizes)
     tensors = {}
-    for name, one in _dict(fields, "state_dict_metadata").items():
+    for name, plain in _dict(fields, "state_dict_metadata").items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise refused("a tensor has no proper name")
-        tensors[name] = stored = _stored(name, one, places)
+        tensors[name] = stored = _stored(name, plain, places)
         must_fill(name, stored)
     if places:
         raise refused("it places chunks of tensors that it does not have")
     return Index({}, tensors)
 
 
-def _stored(
-    name: str, one: object, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
-) -> StoredTensor:
-    fields = _fields(one, f"{_MODULE}.metadata", "TensorStorageMetadata")
+def _stored(name: str, plain: object, places: Places) -> StoredTensor:
+    fields = _fields(plain, f"{_MODULE}.metadata", "TensorStorageMetadata")
     kind = fields.get("properties")
     _must_be(kind, f"{_MODULE}.metadata", "TensorProperties")
     assert isinstance(kind, Call)
@@ -70,8 +71,8 @@ def _stored(
     if not isinstance(listed, list):
         raise refused(f"{name} has no list of chunks")
     chunks = []
-    for plain in listed:
-        part = _fields(plain, f"{_MODULE}.metadata", "ChunkStorageMetadata")
+    for chunk in listed:
+        part = _fields(chunk, f"{_MODULE}.metadata", "ChunkStorageMetadata")
         offsets, sizes = (_size(part.get(key), name) for key in ("offsets", "sizes"))
         # Taken out, so that a chunk that is listed twice finds no place.
         place = places.pop((name, offsets), None)
@@ -81,11 +82,9 @@ def _stored(
     return StoredTensor(_FORMATS[dtype.name], _size(fields.get("size"), name), tuple(chunks))
 
 
-def _places(
-    storage: dict[Any, Any], real_sizes: Mapping[str, int]
-) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
-    """(tensor, offsets) -> (file, first byte, bytes); inside real files, none over another."""
-    found: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+def _places(storage: dict[Any, Any], real_sizes: Mapping[str, int]) -> Places:
+    """Inside real files, none over another."""
+    places: Places = {}
     for key, value in storage.items():
         index = _fields(key, f"{_MODULE}.metadata", "MetadataIndex")
         info = _fields(value, f"{_MODULE}.filesystem", "_StorageInfo")
@@ -93,24 +92,22 @@ def _places(
         start, size = info.get("offset"), info.get("length")
         if not isinstance(name, str) or not isinstance(file, str) or not is_name(file):
             raise refused("a file in it is no name in the folder")
-        if not all(isinstance(one, int) and not isinstance(one, bool) for one in (start, size)):
+        if type(start) is not int or type(size) is not int:
             raise refused(f"a chunk of {name} has no place in its file")
-        assert isinstance(start, int)
-        assert isinstance(size, int)
         if file not in real_sizes or not 0 <= start < start + size <= real_sizes[file]:
             raise refused(f"a chunk of {name} lies outside of the folder's files")
         if info.get("transform_descriptors"):
             raise refused(f"a chunk of {name} is compressed")
         place = (name, _size(index.get("offset"), name))
-        if place in found:
+        if place in places:
             raise refused(f"a chunk of {name} is placed twice")
-        found[place] = (file, start, size)
+        places[place] = (file, start, size)
     end = ("", 0)
-    for file, start, size in sorted(found.values()):
+    for file, start, size in sorted(places.values()):
         if file == end[0] and start < end[1]:
             raise refused(f"chunks in {file} overlap")
         end = (file, start + size)
-    return found
+    return places
 
 
 def _fields(record: object, module: str, name: str) -> dict[Any, Any]:
@@ -129,10 +126,10 @@ def _must_be(record: object, module: str, name: str) -> None:
 
 
 def _dict(fields: dict[Any, Any], name: str) -> dict[Any, Any]:
-    found = fields.get(name)
-    if not isinstance(found, dict):
+    table = fields.get(name)
+    if not isinstance(table, dict):
         raise refused(f"it has no {name}")
-    return found
+    return table
 
 
 def _size(record: object, name: str) -> tuple[int, ...]:
@@ -146,7 +143,7 @@ def locate(stream: BinaryIO, chunk: Chunk, dtype: str) -> Chunk:
     window = _Window(stream, chunk.start, chunk.size)
     try:
         with zipfile.ZipFile(window) as archive:
-            entries = {one.filename.partition("/")[2]: one for one in archive.infolist()}
+            entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             pickled = _small(archive, entries["data.pkl"])
             order = _small(archive, entries["byteorder"]) if "byteorder" in entries else b"little"
             data = entries[f"data/{_key(inert.loads(pickled), chunk, dtype)}"]
@@ -156,10 +153,8 @@ def locate(stream: BinaryIO, chunk: Chunk, dtype: str) -> Chunk:
         if isinstance(error, inert.UnreadableError):
             raise
         raise refused(f"an archive in {chunk.file} can't be read ({error})") from None
-    at, size = (
-        data.header_offset + _LOCAL_HEADER_BYTES + sum(names),
-        value_bytes(dtype, chunk.sizes),
-    )
+    at = data.header_offset + _LOCAL_HEADER_BYTES + sum(names)
+    size = value_bytes(dtype, chunk.sizes)
     if data.compress_type != zipfile.ZIP_STORED or data.file_size != size or at + size > chunk.size:
         raise refused(f"an archive in {chunk.file} does not hold the values of its chunk")
     if order != b"little":
@@ -187,20 +182,13 @@ def _key(record: object, chunk: Chunk, dtype: str) -> str:
     if _STORAGES.get(kind.name.removesuffix("Storage")) != dtype:
         raise refused(f"an archive holds {kind.name}, where {dtype} belongs")
     whole = named[4] * VALUE_BYTES[dtype] if isinstance(named[4], int) else -1
-    if (offset, sizes, strides) != (0, chunk.sizes, tuple(_strides(chunk.sizes))):
+    # Of rows in order; torch gives a size of 1 the stride that it would have.
+    in_order = tuple(math.prod(chunk.sizes[dim + 1 :]) for dim in range(len(chunk.sizes)))
+    if (offset, sizes, strides) != (0, chunk.sizes, in_order):
         raise refused("an archive holds a part of a tensor, or another one")
     if whole != value_bytes(dtype, chunk.sizes):
         raise refused("an archive's storage is not of its tensor's size")
     return named[2]
-
-
-def _strides(sizes: tuple[int, ...]) -> Iterator[int]:
-    """Of rows in order; torch gives a size of 1 the stride that it would have."""
-    for dim in range(len(sizes)):
-        step = 1
-        for size in sizes[dim + 1 :]:
-            step *= size
-        yield step
 
 
 class _Window(io.RawIOBase):
@@ -229,6 +217,6 @@ class _Window(io.RawIOBase):
         left = max(0, self._size - self._at)
         wanted = left if size is None or size < 0 else min(size, left)
         self._stream.seek(self._start + self._at)
-        found = self._stream.read(wanted) or b""
-        self._at += len(found)
-        return found
+        content = self._stream.read(wanted) or b""
+        self._at += len(content)
+        return content

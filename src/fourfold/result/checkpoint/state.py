@@ -1,4 +1,4 @@
-"""What does a checkpoint say of itself besides its tensors, and is that possible?"""
+"""All of a checkpoint that is not a tensor, and whether it can be true."""
 
 from __future__ import annotations
 
@@ -40,18 +40,13 @@ class CheckpointState:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        if self.format > FORMAT:
-            raise UserError(
-                f"was written by a newer fourfold (this one reads up to {FORMAT})",
-                field="format",
-                value=self.format,
-                hint="update fourfold",
-            )
+        rule = f"was written by a newer fourfold (this one reads up to {FORMAT})"
+        check.that(self.format <= FORMAT, "format", self.format, rule, "update fourfold")
         check.whole(0, _MOST_STEPS, step=self.step, updates=self.updates, skipped=self.skipped)
         check.whole(1, FORMAT, format=self.format)
         for name, text in self.scalars:
-            if not 0 <= _number(text) <= _LARGEST_SCALAR:
-                raise UserError("must be a number from 0 to 2^62", field=name, value=text)
+            good = 0 <= _number(text) <= _LARGEST_SCALAR
+            check.that(good, name, text, "must be a number from 0 to 2^62")
         for field, texts, form in (("files", self.files, _SIZE), ("sums", self.sums, _SUM)):
             for name, text in texts:
                 if form.fullmatch(text) is None:

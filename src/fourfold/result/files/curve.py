@@ -1,8 +1,7 @@
-"""How did a training go, step by step? One JSON line per step, appended; no step appears twice.
+"""The curve of a training: one JSON line per step, appended; no step appears twice.
 
 Every line ends with the crc32 of what is before it. A line that can't be believed is never in the
-way of the others: the rest is kept, and it is set aside in a file of its own when the curve is next
-rewritten.
+way of the others: it is set aside in a file of its own when the curve is next rewritten.
 """
 
 from __future__ import annotations
@@ -122,12 +121,10 @@ def read(path: Path) -> list[Point]:
 
 
 def cut(path: Path, step: int) -> Cut:
-    """Drop what came after `step`, since it will be computed again, and set aside what can't be
-    read."""
+    """Drop what came after `step`, since it will be computed again, and set aside bad lines."""
     curve = parse(path)
-    lines = [
-        line for point, line in zip(curve.points, curve.lines, strict=True) if point.step <= step
-    ]
+    pairs = zip(curve.points, curve.lines, strict=True)
+    lines = [line for point, line in pairs if point.step <= step]
     aside = path.with_name(path.name + _UNREADABLE)
     if curve.bad:
         with inside.appending(aside) as stream:

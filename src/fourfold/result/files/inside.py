@@ -27,6 +27,7 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+_MOVE_AWAY = "move it away; nothing was read through it"
 
 
 class NotWholeError(UserError):
@@ -50,18 +51,14 @@ def kind_of(path: Path) -> str:
 
 def must_be(path: Path, kind: str, *, may_lack: bool = False) -> None:
     """Refuse anything but 'file' or 'a folder'."""
-    found = kind_of(path)
-    if found == kind or (may_lack and not found):
+    actual = kind_of(path)
+    if actual == kind or (may_lack and not actual):
         return
-    if not found:
+    if not actual:
         raise NotWholeError("is missing", field="file", value=str(path))
-    wanted = "a regular file" if kind == "file" else kind
-    raise UnreadableError(
-        f"is {'a regular file' if found == 'file' else found}, where {wanted} belongs",
-        field="file",
-        value=str(path),
-        hint="move it away; nothing was read through it",
-    )
+    names = {"file": "a regular file"}
+    rule = f"is {names.get(actual, actual)}, where {names.get(kind, kind)} belongs"
+    raise UnreadableError(rule, field="file", value=str(path), hint=_MOVE_AWAY)
 
 
 @contextlib.contextmanager
@@ -89,12 +86,9 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """All of a regular file of at most `limit` bytes."""
     with opened(path) as (stream, size):
         if size > limit:
-            raise UnreadableError(
-                f"has {size:,} bytes, where at most {limit:,} are expected",
-                field="file",
-                value=str(path),
-                hint="is this the right file?",
-            )
+            rule = f"has {size:,} bytes, where at most {limit:,} are expected"
+            hint = "is this the right file?"
+            raise UnreadableError(rule, field="file", value=str(path), hint=hint)
         parts = []
         while size > 0 and (part := stream.read(size)):
             parts.append(part)
@@ -142,12 +136,8 @@ def _refused(path: Path, error: OSError | ValueError) -> UserError:
     if number == errno.EIO:
         return NotWholeError("cannot be read from disk (Input/output error)", **where)
     if number == errno.ELOOP:
-        return UnreadableError(
-            "is a symbolic link, where a regular file belongs",
-            **where,
-            hint="move it away; nothing was read through it",
-        )
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return UnreadableError(
-        f"cannot be read ({said})", **where, hint="fix that and start again; nothing is lost"
-    )
+        rule = "is a symbolic link, where a regular file belongs"
+        return UnreadableError(rule, **where, hint=_MOVE_AWAY)
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    hint = "fix that and start again; nothing is lost"
+    return UnreadableError(f"cannot be read ({reason})", **where, hint=hint)

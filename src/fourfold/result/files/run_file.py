@@ -50,7 +50,8 @@ class RunIndex:
     def __init__(self, root: Path, warn: Callable[[str], None]) -> None:
         self.path, self._warn = root / INDEX, warn
         self._fresh: dict[str, list[Any]] = {}
-        self._usable = not os.path.lexists(self.path) or _is_file(self.path)
+        plain_file = self.path.is_file() and not self.path.is_symlink()
+        self._usable = plain_file or not os.path.lexists(self.path)
         self._known = self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -91,10 +92,6 @@ class RunIndex:
             files.write_bytes(self.path, content, own=True)
 
 
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
 RUN_FILE = "run.json"
 # run id, device, torch version, repeat
 NAME = re.compile(r"([0-9a-f]{16})_([a-z0-9-]*)_([a-z0-9-]*)_([0-9]{1,6})\Z")
@@ -119,9 +116,8 @@ class RunKey:
 
 def key_of(report: RunReport) -> RunKey:
     known = dict(report.environment)
-    return RunKey(
-        report.spec.run_id, known.get("device", ""), known.get("torch", ""), report.repeat
-    )
+    device, torch = known.get("device", ""), known.get("torch", "")
+    return RunKey(report.spec.run_id, device, torch, report.repeat)
 
 
 def run_bytes(report: RunReport) -> bytes:
@@ -153,13 +149,11 @@ def read_kept(folder: Path) -> dict[str, Any]:
     plain, run_id = read_run(folder / RUN_FILE)
     known = plain.get("environment")
     known = known if isinstance(known, dict) else {}
-    key = RunKey(
-        run_id, str(known.get("device", "")), str(known.get("torch", "")), plain.get("repeat", 0)
-    )
+    device, torch = (str(known.get(name, "")) for name in ("device", "torch"))
+    key = RunKey(run_id, device, torch, plain.get("repeat", 0))
     if key.name != f"{folder.name[: match.start(4)]}{int(match.group(4))}":
-        raise UserError(
-            f"contains another run ({key.name})", field="run", value=str(folder / RUN_FILE)
-        )
+        rule = f"contains another run ({key.name})"
+        raise UserError(rule, field="run", value=str(folder / RUN_FILE))
     return plain
 
 
@@ -184,9 +178,8 @@ def new_place(root: Path) -> Path:
     try:
         work.mkdir(parents=True, exist_ok=True)
         if not is_folder(work):
-            raise UserError(
-                "is a symbolic link", field="runs", value=str(work), hint="replace it by a folder"
-            )
+            hint = "replace it by a folder"
+            raise UserError("is a symbolic link", field="runs", value=str(work), hint=hint)
         place.mkdir()
     except OSError as error:
         raise files.refused(error, root, field="runs", verb="written") from None

@@ -40,9 +40,9 @@ def is_sealed(content: bytes) -> bool:
 
 def unseal(content: bytes, name: str) -> str:
     """The JSON text without its checksum, once that is seen to be right."""
-    found = _SEAL.search(content[-2 * _SEAL_BYTES :])
+    seal = _SEAL.search(content[-2 * _SEAL_BYTES :])
     body = content[: len(content) - _SEAL_BYTES]
-    if found is None or f"{zlib.crc32(body):08x}".encode() != found[1]:
+    if seal is None or f"{zlib.crc32(body):08x}".encode() != seal[1]:
         raise changed(name)
     try:
         return body.decode() + "}"
@@ -84,34 +84,24 @@ def _power(count: int) -> int:
     return result
 
 
-_CHANGED = UserError(
-    "was changed after it was written: its checksum does not match",
-    hint="restore it from a copy, or remove the checksum to keep the change",
-)
-
-
 def read_stored(
     path: Path, *, field: str = "run", max_bytes: int = files.MAX_STORED_BYTES
 ) -> dict[str, Any]:
     """The table a stored file holds, or an error that says what is wrong with it."""
     content = files.read_own(path, field=field, max_bytes=max_bytes)
     try:
-        return _opened(content, path.name)
+        text = unseal(content, path.name) if is_sealed(content) else content.decode()
+        plain = codec.parse_json(text)
+        if not isinstance(plain, dict):
+            raise UserError("is not a JSON object")
+        if "crc32" in plain:  # it had one, in another place
+            raise changed(path.name)
+    except NotWholeError:
+        rule = "was changed after it was written: its checksum does not match"
+        hint = "restore it from a copy, or remove the checksum to keep the change"
+        raise UserError(rule, field=field, value=str(path), hint=hint) from None
+    except UnicodeDecodeError:
+        raise UserError("is not UTF-8 text", field=field, value=str(path)) from None
     except UserError as error:
         raise UserError(error.rule, field=field, value=str(path), hint=error.hint) from None
-
-
-def _opened(content: bytes, name: str) -> dict[str, Any]:
-    sealed = is_sealed(content)
-    try:
-        text = unseal(content, name) if sealed else content.decode()
-    except NotWholeError:
-        raise _CHANGED from None
-    except UnicodeDecodeError:
-        raise UserError("is not UTF-8 text") from None
-    plain = codec.parse_json(text)
-    if not isinstance(plain, dict):
-        raise UserError("is not a JSON object")
-    if "crc32" in plain:  # it had one, in another place
-        raise _CHANGED
     return plain

@@ -1,4 +1,4 @@
-"""What is in the folder of a training, and may it be continued as asked?
+"""The folder of a training, and whether it may be continued as asked.
 
 train.toml (the run and its settings, also a --spec), metrics.jsonl, checkpoints/, job/ (logs of the
 ranks), tensorboard/. One training at a time may use it. What --fresh replaces waits in
@@ -23,7 +23,7 @@ from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.checkpoint.state import CheckpointState
 from fourfold.result.files import curve, inside
 from fourfold.result.files.curve import Curve
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.toml import toml_text
 from fourfold.spec.train import TrainSettings
@@ -35,8 +35,6 @@ _FREE_SETTINGS = (
 )  # fmt: skip
 # What --fresh replaces; the checkpoints are the last to come back, so that they prove all is back.
 _REPLACED = (curve.METRICS_FILE, "train.toml", "tensorboard", "wandb", "wandb-id", "checkpoints")
-
-
 _FILES = ("lock", "train.toml", curve.METRICS_FILE, "wandb-id")
 _FOLDERS = ("checkpoints", "job", "tensorboard", "wandb", ".before-fresh")
 _MAX_DESCRIPTION_BYTES = 2**24
@@ -64,12 +62,8 @@ class TrainingFolder:
         except OSError:
             holder = os.read(handle, 200).decode(errors="replace").strip()
             os.close(handle)
-            raise UserError(
-                f"is in use by another training run ({holder})",
-                field="out",
-                value=str(self.root),
-                hint="wait for it, or choose another folder",
-            ) from None
+            rule = f"is in use by another training run ({holder})"
+            raise self._refused(rule, "wait for it, or choose another folder") from None
         try:
             if os.fstat(handle).st_nlink == 1:  # else it may be another file's content
                 os.truncate(handle, 0)
@@ -78,18 +72,17 @@ class TrainingFolder:
         finally:
             os.close(handle)
 
+    def _refused(self, rule: str, hint: str) -> UserError:
+        return UserError(rule, field="out", value=str(self.root), hint=hint)
+
     def _lock_file(self) -> int:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             handle = os.open(self.root / "lock", flags, 0o644)
         except OSError as error:
-            raise UserError(
-                f"cannot be used ({error.strerror})",
-                field="out",
-                value=str(self.root),
-                hint="choose a writable folder",
-            ) from None
+            rule = f"cannot be used ({error.strerror})"
+            raise self._refused(rule, "choose a writable folder") from None
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
             inside.must_be(self.root / "lock", "file")
@@ -117,12 +110,9 @@ class TrainingFolder:
         try:
             return codec.parse_toml(content.decode())
         except ValueError as error:  # a UserError is one
-            said = error.rule if isinstance(error, UserError) else "is not UTF-8 text"
-            raise UserError(
-                said,
-                value=str(self.description),
-                hint="fix it, or describe the run again with --spec or flags",
-            ) from None
+            rule = error.rule if isinstance(error, UserError) else "is not UTF-8 text"
+            hint = "fix it, or describe the run again with --spec or flags"
+            raise UserError(rule, value=str(self.description), hint=hint) from None
 
     def set_aside(self) -> None:
         """Make room for another training; what is here goes when that has a checkpoint."""
@@ -166,36 +156,24 @@ def must_continue(state: CheckpointState, spec: RunSpec, data: str = "") -> None
     of its tokens, whose file may have moved."""
     tokens = {"data": (state.data or "synthetic tokens", data or "synthetic tokens")}
     for field, (old, new) in (_identity(state.spec, spec) | tokens).items():
-        if old != new:
-            raise UserError(
-                f"contradicts the checkpoints in this folder, which were trained with {old}",
-                field=field,
-                value=new,
-                hint="keep it, choose another --out, or start over with --fresh",
-            )
+        rule = f"contradicts the checkpoints in this folder, which were trained with {old}"
+        hint = "keep it, choose another --out, or start over with --fresh"
+        check.that(old == new, field, new, rule, hint)
     for kind in ("param", "optimizer"):
         old, new = getattr(state.spec.policy.dtypes, kind), getattr(spec.policy.dtypes, kind)
-        if new != old and new not in WIDER.get(old, ()):
-            raise UserError(
-                f"is narrower than the checkpoint's {old} and would lose digits",
-                field=f"policy.{kind}_dtype",
-                value=new,
-                hint=f"keep {old}, or use a wider dtype",
-            )
+        rule = f"is narrower than the checkpoint's {old} and would lose digits"
+        hint, holds_all = f"keep {old}, or use a wider dtype", (old, *WIDER.get(old, ()))
+        check.that(new in holds_all, f"policy.{kind}_dtype", new, rule, hint)
 
 
 def must_follow(checkpoint: Checkpoint, curve_read: Curve) -> None:
     """Refuse a checkpoint that the curve contradicts: one of them is not of this training, or was
     changed. Steps without a readable line prove nothing."""
     why = contradiction(checkpoint.state, curve_read)
-    if why:
-        raise UserError(
-            f"contradicts the loss curve: {why}",
-            field="checkpoint",
-            value=str(checkpoint.folder),
-            hint=f"restore the {curve.METRICS_FILE} or checkpoint that belongs here, or move the "
-            "wrong one out of the folder",
-        )
+    belongs = f"restore the {curve.METRICS_FILE} or checkpoint that belongs here"
+    hint = f"{belongs}, or move the wrong one out of the folder"
+    rule = f"contradicts the loss curve: {why}"
+    check.that(not why, "checkpoint", str(checkpoint.folder), rule, hint)
 
 
 def contradiction(state: CheckpointState, curve_read: Curve) -> str:
@@ -210,11 +188,11 @@ def contradiction(state: CheckpointState, curve_read: Curve) -> str:
         return f"step {state.step}, where the curve ends with step {curve_read.points[-1].step}"
     if not skipped <= lacks <= skipped + unknown:
         return f"{state.updates} updates, where {skipped} of {state.step} steps were skipped"
-    if points and points[-1].sequences != state.spec.batch.sequences_before(points[-1].step):
-        return (
-            f"its step {points[-1].step} has seen {points[-1].sequences} sequences in the curve, "
-            f"{state.spec.batch.sequences_before(points[-1].step)} in the checkpoint"
-        )
+    last = points[-1] if points else None
+    seen = state.spec.batch.sequences_before(last.step) if last else 0
+    if last and last.sequences != seen:
+        saw = f"its step {last.step} has seen {last.sequences} sequences"
+        return f"{saw} in the curve, {seen} in the checkpoint"
     return ""
 
 
@@ -232,16 +210,16 @@ def _identity(old: RunSpec, new: RunSpec) -> dict[str, tuple[Any, Any]]:
 
 def changes(state: CheckpointState, spec: RunSpec, settings: TrainSettings) -> list[str]:
     """What differs from the checkpoint's run and matters to the curve, in words."""
-    said = []
+    differing = []
     if str(state.spec.layout) != str(spec.layout):
-        said.append(f"layout {state.spec.layout} -> {spec.layout}")
+        differing.append(f"layout {state.spec.layout} -> {spec.layout}")
     if state.spec.policy.precision != spec.policy.precision:
-        said.append(f"precision {state.spec.policy.precision} -> {spec.policy.precision}")
+        differing.append(f"precision {state.spec.policy.precision} -> {spec.policy.precision}")
     if state.settings is not None:
         old, new = codec.encode(state.settings), codec.encode(settings)
-        said += [
+        differing += [
             f"{name} {old.get(name)} -> {new.get(name)}"
             for name in new
             if name not in _FREE_SETTINGS and old.get(name) != new.get(name)
         ]
-    return said
+    return differing
