@@ -15,7 +15,7 @@ import pytest
 
 from fourfold.launch import local
 from fourfold.launch.local import run_job
-from fourfold.result.files.sealed import unseal
+from fourfold.result.files.stored import unseal
 from fourfold.result.job import Beat, Job, JobReport, beat_file, read_beat
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch

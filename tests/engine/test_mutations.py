@@ -29,7 +29,7 @@ from fourfold.result.checkpoint import index
 from fourfold.result.checkpoint.state import CheckpointState
 from fourfold.result.files import curve
 from fourfold.result.files.curve import Point
-from fourfold.result.files.sealed import seal
+from fourfold.result.files.stored import seal
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import Job, JobReport, answer_file
 from fourfold.spec.batch import Batch

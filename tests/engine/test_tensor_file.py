@@ -21,7 +21,7 @@ from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint import index
 from fourfold.result.checkpoint.state import CheckpointState
-from fourfold.result.files.inside import NotWholeError
+from fourfold.result.files.stored import NotWholeError
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
 from fourfold.spec.policy import Policy

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from fourfold.cli import main
-from fourfold.result.files.sealed import seal
 from fourfold.result.files.store import INDEX, RUN_FILE, Store
+from fourfold.result.files.stored import seal
 from fourfold.result.report import (
     Failure,
     OomReport,

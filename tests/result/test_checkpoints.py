@@ -14,10 +14,9 @@ import pytest
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.state import CheckpointState
-from fourfold.result.files import curve, inside
+from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Point
-from fourfold.result.files.inside import NotWholeError, UnreadableError
-from fourfold.result.files.sealed import seal
+from fourfold.result.files.stored import NotWholeError, UnreadableError, seal
 from fourfold.result.files.training_folder import (
     TrainingFolder,
     changes,
@@ -329,7 +328,7 @@ def test_the_curve_is_not_read_or_written_through_links(tmp_path: Path) -> None:
     path.symlink_to(elsewhere)
     with pytest.raises(UnreadableError, match="is a symbolic link"):
         curve.read(path)
-    with pytest.raises(UserError), inside.appending(path):
+    with pytest.raises(UserError), stored.appending(path):
         pass
     assert curve.last(path) is None
     assert len(curve.read(elsewhere)) == 3

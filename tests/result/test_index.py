@@ -27,8 +27,14 @@ from fourfold.result.checkpoint.index import (
     loads,
     must_fill,
 )
-from fourfold.result.files.inside import NotWholeError, UnreadableError
-from fourfold.result.files.sealed import combine, is_sealed, seal, unseal
+from fourfold.result.files.stored import (
+    NotWholeError,
+    UnreadableError,
+    combine,
+    is_sealed,
+    seal,
+    unseal,
+)
 
 HEADER = b"h" * 64
 

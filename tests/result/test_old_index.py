@@ -18,7 +18,7 @@ from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint import inert, old_index
 from fourfold.result.checkpoint.inert import Call, Name
-from fourfold.result.files.inside import UnreadableError
+from fourfold.result.files.stored import UnreadableError
 
 SAMPLE = Path(__file__).parents[1] / "samples" / "training-format-1"
 FOLDER = SAMPLE / "checkpoints" / "step-00000004"

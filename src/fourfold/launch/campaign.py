@@ -17,8 +17,8 @@ from fourfold import files
 from fourfold.launch.folder import end_processes_of
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit, gpu_count
-from fourfold.result.files.sealed import seal
 from fourfold.result.files.store import PREDICTED_FILE, Store, Stored
+from fourfold.result.files.stored import seal
 from fourfold.result.job import Job
 from fourfold.result.machine import Machine, this_machine
 from fourfold.result.record import Record

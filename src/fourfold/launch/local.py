@@ -24,7 +24,7 @@ from fourfold.launch.folder import job_folder, set_aside
 from fourfold.launch.outcomes import fallen, silent, stopped
 from fourfold.launch.permit import Permit
 from fourfold.launch.ranks import Ranks, Silence, Standstill
-from fourfold.result.files.sealed import seal
+from fourfold.result.files.stored import seal
 from fourfold.result.job import (
     DUMP_FILE,
     JOB_FILE,

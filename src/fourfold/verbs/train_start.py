@@ -14,8 +14,8 @@ from fourfold.events import Event, OnEvent
 from fourfold.launch.folder import end_processes_of
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint
-from fourfold.result.files import curve, inside
-from fourfold.result.files.inside import NotWholeError
+from fourfold.result.files import curve, stored
+from fourfold.result.files.stored import NotWholeError
 from fourfold.result.files.training_folder import (
     TrainingFolder,
     changes,
@@ -173,7 +173,7 @@ def _may_begin(request: TrainRequest, folder: TrainingFolder, on_event: OnEvent)
             value=str(folder.root),
             hint="omit --resume to start from scratch",
         )
-    if inside.kind_of(folder.metrics) and inside.size_of(folder.metrics):
+    if stored.kind_of(folder.metrics) and stored.size_of(folder.metrics):
         old = folder.metrics.with_name(f"{folder.metrics.name}.old")
-        kept = folder.metrics.rename(inside.free_name(old))
+        kept = folder.metrics.rename(stored.free_name(old))
         on_event(Event(f"no checkpoint yet: starting over, the curve is kept as {kept}"))

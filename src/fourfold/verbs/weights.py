@@ -15,7 +15,7 @@ from fourfold.launch.local import JobError, must_be_ok, run_job
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.checkpoint.state import STATE_FILE
-from fourfold.result.files.inside import NotWholeError
+from fourfold.result.files.stored import NotWholeError
 from fourfold.result.job import Job, answer_file
 from fourfold.spec import codec
 from fourfold.spec.hf.tensors import export_type

@@ -18,7 +18,7 @@ from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
 from fourfold.result.files.run_file import NAME, RUN_FILE, read_kept, read_run
-from fourfold.result.files.sealed import read_stored
+from fourfold.result.files.stored import read_stored
 from fourfold.result.report import RunReport
 from fourfold.spec import codec
 from fourfold.spec.cluster import Cluster

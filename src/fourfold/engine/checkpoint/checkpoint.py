@@ -30,7 +30,7 @@ from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.checkpoint.index import INDEX_FILE, Index, dumps
 from fourfold.result.checkpoint.state import CheckpointState
-from fourfold.result.files.inside import NotWholeError, UnreadableError
+from fourfold.result.files.stored import NotWholeError, UnreadableError
 from fourfold.spec.train import TrainSettings
 
 LOOK_S = 0.2

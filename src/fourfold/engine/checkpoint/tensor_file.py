@@ -23,7 +23,7 @@ from fourfold.engine.checkpoint.state import StateShard
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import old_index
 from fourfold.result.checkpoint.index import BLOCK_BYTES, Chunk, FileEntry, Index, StoredTensor
-from fourfold.result.files import inside, sealed
+from fourfold.result.files import stored
 
 DTYPES = {
     "F64": torch.float64,
@@ -67,7 +67,7 @@ def write_file(path: Path, items: Sequence[StateShard], tick: Callable[[], None]
             sums = []
             for block in _blocks(item.tensor):
                 sums.append(zlib.crc32(block))
-                total = sealed.combine(total, sums[-1], len(block))
+                total = stored.combine(total, sums[-1], len(block))
                 stream.write(block)
                 tick()
             size = item.tensor.nbytes
@@ -196,12 +196,12 @@ def read_all(
     for read in reads:
         by_file.setdefault(read.chunk.file, []).append(read)
     for name in sorted(by_file):
-        with inside.opened(folder / name) as (stream, _):
+        with stored.opened(folder / name) as (stream, _):
             entry = index.files.get(name)
             if entry is not None:
                 header = _exactly(stream, 0, entry.header_size, name)
                 if zlib.crc32(header) != entry.header_crc32:
-                    raise sealed.changed(name)
+                    raise stored.changed(name)
             for read in sorted(by_file[name], key=lambda read: read.chunk.start):
                 _read_one(stream, read, index.block_bytes)
                 if tick is not None:
@@ -249,7 +249,7 @@ class _Blocks:
             size = min(self._block_bytes, self._chunk.size - start)
             content = _exactly(self._stream, self._chunk.start + start, size, self._chunk.file)
             if zlib.crc32(content) != self._chunk.sums[number]:
-                raise sealed.changed(self._chunk.file)
+                raise stored.changed(self._chunk.file)
             self._number, self._content = number, content
         return self._content
 
@@ -261,5 +261,5 @@ def _exactly(stream: BinaryIO, start: int, size: int, name: str) -> bytes:
         parts.append(part)
         size -= len(part)
     if size:
-        raise sealed.changed(name)
+        raise stored.changed(name)
     return b"".join(parts) if len(parts) > 1 else parts[0] if parts else b""

@@ -36,7 +36,7 @@ from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trackers import Tracker, trackers
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
-from fourfold.result.files import curve, inside
+from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Point
 from fourfold.result.job import STOP_FILE, RankFacts
 from fourfold.result.report import RankSteps
@@ -195,7 +195,7 @@ class _Log:
     def __init__(self, task: Task, first: int) -> None:
         assert task.job.train is not None
         out = Path(task.job.option("out"))
-        self._stream = inside.appending(out / curve.METRICS_FILE)
+        self._stream = stored.appending(out / curve.METRICS_FILE)
         self._others: list[Tracker] = trackers(task.job.train, task.spec, out, first)
         self.mfu_pct = _utilisation(task.spec, task.device(task.spec.device))
 

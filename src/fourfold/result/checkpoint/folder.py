@@ -21,8 +21,8 @@ from fourfold.result.checkpoint import index, inert, old_index
 from fourfold.result.checkpoint.index import INDEX_FILE, Index
 from fourfold.result.checkpoint.old_index import METADATA_FILE
 from fourfold.result.checkpoint.state import STATE_FILE, CheckpointState, disagreement
-from fourfold.result.files import inside, sealed
-from fourfold.result.files.inside import NotWholeError, UnreadableError
+from fourfold.result.files import stored
+from fourfold.result.files.stored import NotWholeError, UnreadableError
 from fourfold.spec import codec
 
 LATEST_FILE = "latest"
@@ -56,8 +56,8 @@ def saving_folder(root: Path, step: int) -> Path:
 def read(folder: Path) -> Checkpoint:
     """A checkpoint by its folder, with a reason when it is none or not whole."""
     try:
-        inside.must_be(folder, "a folder")
-        state = _state(inside.read_bytes(folder / STATE_FILE, _MAX_STATE_BYTES), folder)
+        stored.must_be(folder, "a folder")
+        state = _state(stored.read_bytes(folder / STATE_FILE, _MAX_STATE_BYTES), folder)
         checkpoint = Checkpoint(folder, state)
         named = _NAME.fullmatch(folder.name)
         contradiction = disagreement(state, int(named[1]) if named else state.step)
@@ -88,14 +88,14 @@ def of_checkpoint(error: UserError, folder: Path) -> UserError:
 
 def _state(content: bytes, folder: Path) -> CheckpointState:
     """Format 1 has no checksum of its own; where one belongs it must be right."""
-    has_seal = sealed.is_sealed(content) or bool(inside.kind_of(folder / INDEX_FILE))
-    text = sealed.unseal(content, STATE_FILE) if has_seal else content.decode(errors="replace")
+    has_seal = stored.is_sealed(content) or bool(stored.kind_of(folder / INDEX_FILE))
+    text = stored.unseal(content, STATE_FILE) if has_seal else content.decode(errors="replace")
     try:
         plain = codec.parse_json(text)
     except UserError:
-        raise sealed.changed(STATE_FILE) from None
+        raise stored.changed(STATE_FILE) from None
     if not isinstance(plain, dict) or "crc32" in plain:
-        raise sealed.changed(STATE_FILE)
+        raise stored.changed(STATE_FILE)
     try:
         state = codec.load(CheckpointState, plain)
     except UserError as error:
@@ -103,7 +103,7 @@ def _state(content: bytes, folder: Path) -> CheckpointState:
         rule = f"its {STATE_FILE} cannot be parsed ({error})"
         raise UnreadableError(rule, hint=hint) from None
     if has_seal != (state.format > 1):
-        raise sealed.changed(STATE_FILE)
+        raise stored.changed(STATE_FILE)
     return state
 
 
@@ -112,7 +112,7 @@ def real_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     for name, _ in checkpoint.state.files:
         if not index.is_name(name) or name == STATE_FILE:
             raise UnreadableError(f"it names a file {name[:80]!r}, which is not in its folder")
-    return {name: inside.size_of(checkpoint.folder / name) for name, _ in checkpoint.state.files}
+    return {name: stored.size_of(checkpoint.folder / name) for name, _ in checkpoint.state.files}
 
 
 def read_index(checkpoint: Checkpoint) -> Index:
@@ -125,9 +125,9 @@ def read_index(checkpoint: Checkpoint) -> Index:
         sizes, sums = real_sizes(checkpoint), dict(checkpoint.state.sums)
         if name not in sizes:
             raise NotWholeError(f"it has no {name}")
-        content = inside.read_bytes(checkpoint.folder / name, limit)
+        content = stored.read_bytes(checkpoint.folder / name, limit)
         if name in sums and sums[name] != f"{zlib.crc32(content):08x}":
-            raise sealed.changed(name)
+            raise stored.changed(name)
         made = old_index.loads(content, sizes) if old else index.loads(content, sizes)
         for file, entry in made.files.items():
             if sums.get(file) != f"{entry.crc32:08x}":
@@ -140,7 +140,7 @@ def read_index(checkpoint: Checkpoint) -> Index:
 def file_sum(path: Path, tick: Callable[[], None] | None = None) -> str:
     """The crc32 of a file, as eight digits; `tick` is called on the way."""
     value = 0
-    with inside.opened(path) as (stream, size):
+    with stored.opened(path) as (stream, size):
         while size > 0 and (part := stream.read(min(size, _READ_BYTES))):
             value, size = zlib.crc32(part, value), size - len(part)
             if tick is not None:
@@ -166,7 +166,7 @@ def damage(
 
 def keep_apart(folder: Path, reason: str) -> Path:
     """Rename what is not whole, so that nothing counts it among the others or writes over it."""
-    apart = inside.free_name(folder.with_name(f"{_DAMAGED}{folder.name}"))
+    apart = stored.free_name(folder.with_name(f"{_DAMAGED}{folder.name}"))
     os.rename(folder, apart)
     files.write_text(apart / _REASON_FILE, f"{reason}\n", own=True)
     return apart
@@ -177,7 +177,7 @@ def kept_apart(root: Path) -> dict[str, str]:
     reasons = {}
     for path in sorted(root.glob(f"{_DAMAGED}*/{_REASON_FILE}")):
         try:
-            reason = inside.read_bytes(path, _READ_BYTES)
+            reason = stored.read_bytes(path, _READ_BYTES)
         except UserError as error:
             reason = error.rule.encode()
         reasons[path.parent.name] = reason.decode(errors="replace").strip()
@@ -195,7 +195,7 @@ def torn(root: Path) -> list[tuple[str, UserError]]:
 
 
 def _all(root: Path) -> Iterator[Checkpoint | tuple[str, UserError]]:
-    inside.must_be(root, "a folder", may_lack=True)
+    stored.must_be(root, "a folder", may_lack=True)
     for path in sorted(root.glob("step-*"), key=lambda p: (len(p.name), p.name)):
         if _NAME.fullmatch(path.name) is None:
             continue
@@ -220,7 +220,7 @@ def clear_leftovers(root: Path) -> int:
 
 def _remove(path: Path) -> None:
     """A folder with what is in it; of a link, the link."""
-    if inside.kind_of(path) == "a folder":
+    if stored.kind_of(path) == "a folder":
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
@@ -236,7 +236,7 @@ def publish(
     sizes = {path.name: str(path.stat().st_size) for path in paths}
     all_sums = {path.name: known.get(path.name) or file_sum(path) for path in paths}
     whole_state = replace(state, files=tuple(sizes.items()), sums=tuple(all_sums.items()))
-    files.write_bytes(made / STATE_FILE, sealed.seal(codec.to_json(whole_state)), own=True)
+    files.write_bytes(made / STATE_FILE, stored.seal(codec.to_json(whole_state)), own=True)
     files.sync(made)
     final = root / name_of(state.step)
     _make_room(final)
@@ -250,15 +250,15 @@ def publish(
 
 def _make_room(final: Path) -> None:
     """The same step again, after going back to an earlier one: a whole one goes, others stay."""
-    if not inside.kind_of(final):
+    if not stored.kind_of(final):
         return
     try:
         _discard(read(final).folder)
     except UserError as error:
-        if inside.kind_of(final) == "a folder":
+        if stored.kind_of(final) == "a folder":
             keep_apart(final, error.rule)
         else:
-            os.rename(final, inside.free_name(final.with_name(f"{_DAMAGED}{final.name}")))
+            os.rename(final, stored.free_name(final.with_name(f"{_DAMAGED}{final.name}")))
 
 
 def _discard(folder: Path) -> None:

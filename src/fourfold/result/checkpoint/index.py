@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.result.files.inside import UnreadableError
-from fourfold.result.files.sealed import combine, seal, unseal
+from fourfold.result.files.stored import UnreadableError, combine, seal, unseal
 from fourfold.spec import codec
 
 INDEX_FILE = "index.json"

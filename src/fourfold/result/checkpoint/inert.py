@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fourfold.result.files.inside import UnreadableError
+from fourfold.result.files.stored import UnreadableError
 
 MAX_PICKLE_BYTES = 2**26
 

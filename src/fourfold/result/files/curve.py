@@ -17,7 +17,7 @@ from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.result.files import inside
+from fourfold.result.files import stored
 from fourfold.spec import codec
 
 METRICS_FILE = "metrics.jsonl"
@@ -95,13 +95,13 @@ def _point(line: bytes) -> Point | None:
 
 def parse(path: Path) -> Curve:
     """All there is. Only a newline ends a line."""
-    if not inside.kind_of(path):
+    if not stored.kind_of(path):
         return Curve()
     points: list[Point] = []
     good: list[bytes] = []
     bad: list[bytes] = []
     ends_bad = False
-    for line in inside.read_bytes(path, _MAX_BYTES).split(b"\n"):
+    for line in stored.read_bytes(path, _MAX_BYTES).split(b"\n"):
         if not line:
             continue
         point = _point(line)
@@ -127,7 +127,7 @@ def cut(path: Path, step: int) -> Cut:
     lines = [line for point, line in pairs if point.step <= step]
     aside = path.with_name(path.name + _UNREADABLE)
     if curve.bad:
-        with inside.appending(aside) as stream:
+        with stored.appending(aside) as stream:
             stream.write(b"".join(line + b"\n" for line in curve.bad))
             stream.flush()
             os.fsync(stream.fileno())
@@ -140,7 +140,7 @@ def cut(path: Path, step: int) -> Cut:
 def last(path: Path) -> Point | None:
     """The newest whole line, without reading the file from its start."""
     try:
-        with inside.opened(path) as (stream, size):
+        with stored.opened(path) as (stream, size):
             stream.seek(max(0, size - _TAIL_BYTES))
             tail = stream.read(_TAIL_BYTES) or b""
     except UserError:

@@ -22,7 +22,7 @@ from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.result.files.sealed import read_stored, seal
+from fourfold.result.files.stored import read_stored, seal
 from fourfold.result.from_run import checked
 from fourfold.result.process import born
 from fourfold.result.record import RUN_FIELDS, Record

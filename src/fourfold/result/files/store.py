@@ -36,7 +36,7 @@ from fourfold.result.files.run_file import (
     run_bytes,
     stamp,
 )
-from fourfold.result.files.sealed import read_stored
+from fourfold.result.files.stored import read_stored
 from fourfold.result.from_run import record_from
 from fourfold.result.job import REPORT_FILE, JobReport
 from fourfold.result.record import Record

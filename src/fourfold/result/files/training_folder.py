@@ -21,7 +21,7 @@ from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.checkpoint.state import CheckpointState
-from fourfold.result.files import curve, inside
+from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Curve
 from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
@@ -85,16 +85,16 @@ class TrainingFolder:
             raise self._refused(rule, "choose a writable folder") from None
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
-            inside.must_be(self.root / "lock", "file")
+            stored.must_be(self.root / "lock", "file")
         return handle
 
     def must_be_plain(self) -> None:
         """Refuse links and other things where files and folders of a training belong: what is
         written, deleted or read through them would lie elsewhere."""
         for name in _FILES:
-            inside.must_be(self.root / name, "file", may_lack=True)
+            stored.must_be(self.root / name, "file", may_lack=True)
         for name in _FOLDERS:
-            inside.must_be(self.root / name, "a folder", may_lack=True)
+            stored.must_be(self.root / name, "a folder", may_lack=True)
 
     def describe(self, spec: RunSpec, settings: TrainSettings) -> None:
         plain = codec.dump(spec) | {"train": codec.encode(settings)}
@@ -104,9 +104,9 @@ class TrainingFolder:
 
     def described(self) -> dict[str, Any]:
         """The table of train.toml; empty without one."""
-        if not inside.kind_of(self.description):
+        if not stored.kind_of(self.description):
             return {}
-        content = inside.read_bytes(self.description, _MAX_DESCRIPTION_BYTES)
+        content = stored.read_bytes(self.description, _MAX_DESCRIPTION_BYTES)
         try:
             return codec.parse_toml(content.decode())
         except ValueError as error:  # a UserError is one
