@@ -49,7 +49,6 @@ HONEST = {
     ("context kinds", "engine/jobs/trace.py"): "how each is run",
     ("context kinds", "engine/trace/steps.py"): "how each is run",
     ("context kinds", "cost/trace/walk.py"): "the steps of each",
-    ("context kinds", "cost/trace/advice.py"): "the price of each",
     ("context kinds", "search/export/megatron.py"): "Megatron's word for each",
     ("recompute", "search/export/megatron.py"): "Megatron's words for each",
     ("schedules", "search/export/torchtitan.py"): "torchtitan's word for each",
@@ -71,11 +70,8 @@ LONG_FILES: set[str] = {
 }
 LONG_FUNCTIONS: set[str] = {
     "cost/memory/own_engine.py:_peak",
-    "cost/trace/attention.py:ulysses",
 }
-SAME_NAMES: set[tuple[str, str]] = {
-    ("cost", "Tensor"),
-}
+SAME_NAMES: set[tuple[str, str]] = set()
 NO_COMMANDS: set[str] = set()
 COMMAND_IMPORTS: set[str] = set()
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.attention import allgather, ulysses
+from fourfold.cost.trace.attention import allgather, ring, ulysses
 from fourfold.cost.trace.mlp import mlp, mlp2d
-from fourfold.cost.trace.ring import ring
-from fourfold.cost.trace.steps import axis_groups, spans, stretched
+from fourfold.cost.trace.steps import Ask, axis_groups, spans, stretched
 from fourfold.cost.trace.walk import StepRow, walk
 from fourfold.errors import UserError
 from fourfold.spec import catalog

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fourfold.cost.trace import advice
-from fourfold.cost.trace.advice import KINDS, advise
-from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.walk import walk
+from fourfold.cost.trace.advice import advise
+from fourfold.cost.trace.steps import CP_KINDS, Ask
+from fourfold.cost.trace.walk import PROGRAMS, walk
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
@@ -64,11 +64,11 @@ def test_a_crossover_is_where_the_two_cost_the_same() -> None:
     assert first[1] >= second[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CP_KINDS)
 def test_bytes_are_those_of_the_trace(kind: str) -> None:
     """Forward bytes of the trace, and as much back; a ring's gradients travel back in fp32."""
     question = ask()
-    forward = sum(row.comm_bytes for row in walk(advice.PROGRAMS[kind](question), H100))
+    forward = sum(row.comm_bytes for row in walk(PROGRAMS[kind](question), H100))
     chosen = next(c for c in advise(question, H100).choices if c.kind == kind)
     if kind == "ring":
         assert chosen.sent_bytes == 2 * forward + 2 * forward * 8 / 7
@@ -76,7 +76,7 @@ def test_bytes_are_those_of_the_trace(kind: str) -> None:
         assert chosen.sent_bytes == 2 * forward
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CP_KINDS)
 def test_a_faster_network_never_slows_a_kind(kind: str) -> None:
     question = ask(ranks=32)
     times = []

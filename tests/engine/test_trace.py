@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
-from fourfold.cost.trace.steps import Kind, generic_cluster
-from fourfold.cost.trace.walk import build, walk
+from fourfold.cost.trace.steps import Ask, Kind, generic_cluster
+from fourfold.cost.trace.walk import PROGRAMS, walk
 from fourfold.launch.local import run_job
 from fourfold.launch.trace import count_layer, run_layer
 from fourfold.result.job import Job, Limits, answer_file
@@ -61,7 +60,7 @@ def ask(attention: str, **changes: object) -> Ask:
 def test_every_shape_and_byte_is_as_computed(kind: Kind, question: Ask, tmp_path: Path) -> None:
     measured = measure(kind, question, tmp_path)
     assert measured.wrong == ()
-    program = build(kind, question)
+    program = PROGRAMS[kind](question)
     cluster = generic_cluster(4)
     rows = walk(program, cluster, workspace_bytes=0)
     pairs = Traced(program, cluster, rows, measured).pairs

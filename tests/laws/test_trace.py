@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.cost.trace import symbols
-from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.attention import allgather, ulysses
+from fourfold.cost.trace.attention import allgather, ring, ulysses
 from fourfold.cost.trace.mlp import mlp, mlp2d
-from fourfold.cost.trace.ring import ring
-from fourfold.cost.trace.steps import WORKSPACE_BYTES, Program, stretched
+from fourfold.cost.trace.steps import WORKSPACE_BYTES, Ask, Program, stretched
 from fourfold.cost.trace.walk import StepRow, walk
 from fourfold.output import Output, text_of
 from fourfold.show.trace import page

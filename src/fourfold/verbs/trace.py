@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fourfold.cost.trace.advice import Advice, advise
-from fourfold.cost.trace.ask import Ask
 from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
 from fourfold.cost.trace.steps import (
     CP_KINDS,
     WORKSPACE_BYTES,
+    Ask,
     Group,
     Program,
     generic_cluster,
 )
-from fourfold.cost.trace.walk import StepRow, build, walk
+from fourfold.cost.trace.walk import PROGRAMS, StepRow, walk
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.trace import count_layer, local_device, run_layer, run_list
@@ -168,7 +168,7 @@ def trace(request: TraceRequest, *, on_event: OnEvent = ignore) -> Traced:
 def _list(request: TraceRequest, on_event: OnEvent) -> _Steps:
     """A list of steps, computed here."""
     ask = _ask(request)
-    program = build(request.kind, ask)
+    program = PROGRAMS[request.kind](ask)
     cluster = _cluster(request.cluster, program.ranks)
     text = codec.to_json(ask)
     return _Steps(

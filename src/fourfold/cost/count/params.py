@@ -21,7 +21,7 @@ Cut = Literal["rows", "columns", "kv", "whole", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class Param:
     """One parameter: `shape` is global, [out, in] for matrices."""
 
     name: str
@@ -33,7 +33,7 @@ class Tensor:
         return prod(self.shape)
 
 
-def layer_tensors(model: ModelShape) -> Iterator[Tensor]:
+def layer_tensors(model: ModelShape) -> Iterator[Param]:
     """Parameters of one decoder layer; names are relative to the layer."""
     hidden, ffn = model.hidden, model.ffn
     width, kv_width = model.attention_width, model.kv_width
@@ -56,41 +56,41 @@ def layer_tensors(model: ModelShape) -> Iterator[Tensor]:
         yield from _norm(model, "mlp_post_norm")
 
 
-def embedding_tensors(model: ModelShape, seq_len: int) -> Iterator[Tensor]:
+def embedding_tensors(model: ModelShape, seq_len: int) -> Iterator[Param]:
     """What the first stage holds besides its layers."""
-    yield Tensor("embedding.weight", (model.vocab, model.hidden), "rows")
+    yield Param("embedding.weight", (model.vocab, model.hidden), "rows")
     if model.positions.kind == "learned":
-        yield Tensor("positions.weight", (model.positions.length or seq_len, model.hidden))
+        yield Param("positions.weight", (model.positions.length or seq_len, model.hidden))
     if model.embedding_norm:
         yield from _norm(model, "embedding_norm")
 
 
-def head_tensors(model: ModelShape) -> Iterator[Tensor]:
+def head_tensors(model: ModelShape) -> Iterator[Param]:
     """What the last stage holds besides its layers; a tied head has no tensor of its own."""
     yield from _norm(model, "final_norm")
     if not model.tied:
-        yield Tensor("head.weight", (model.vocab, model.hidden), "rows")
+        yield Param("head.weight", (model.vocab, model.hidden), "rows")
     if model.head_bias:
-        yield Tensor("head.bias", (model.vocab,), "rows")
+        yield Param("head.bias", (model.vocab,), "rows")
 
 
-def tensors(model: ModelShape, seq_len: int) -> Iterator[Tensor]:
+def tensors(model: ModelShape, seq_len: int) -> Iterator[Param]:
     """Every parameter of the model, once, under its global name."""
     yield from embedding_tensors(model, seq_len)
     for layer in range(model.layers):
         for tensor in layer_tensors(model):
-            yield Tensor(f"layers.{layer}.{tensor.name}", tensor.shape, tensor.cut)
+            yield Param(f"layers.{layer}.{tensor.name}", tensor.shape, tensor.cut)
     yield from head_tensors(model)
 
 
-def _norm(model: ModelShape, name: str) -> Iterator[Tensor]:
+def _norm(model: ModelShape, name: str) -> Iterator[Param]:
     if model.norm != "layernorm-noweight":
-        yield Tensor(f"{name}.weight", (model.hidden,))
+        yield Param(f"{name}.weight", (model.hidden,))
     if model.norm == "layernorm":
-        yield Tensor(f"{name}.bias", (model.hidden,))
+        yield Param(f"{name}.bias", (model.hidden,))
 
 
-def _qk_norms(model: ModelShape) -> Iterator[Tensor]:
+def _qk_norms(model: ModelShape) -> Iterator[Param]:
     if model.qk_norm == "none":
         return
     sides: tuple[tuple[str, int, Cut], ...] = (
@@ -99,18 +99,18 @@ def _qk_norms(model: ModelShape) -> Iterator[Tensor]:
     )
     for name, width, cut in sides:
         if model.qk_norm != "head":
-            yield Tensor(f"{name}.weight", (width,), cut)
+            yield Param(f"{name}.weight", (width,), cut)
             continue
-        yield Tensor(f"{name}.weight", (model.head_size,), "heads")
+        yield Param(f"{name}.weight", (model.head_size,), "heads")
         if model.norm == "layernorm":
-            yield Tensor(f"{name}.bias", (model.head_size,), "heads")
+            yield Param(f"{name}.bias", (model.head_size,), "heads")
 
 
-def _linear(name: str, outs: int, ins: int, cut: Cut, *, bias: bool) -> Iterator[Tensor]:
-    yield Tensor(f"{name}.weight", (outs, ins), cut)
+def _linear(name: str, outs: int, ins: int, cut: Cut, *, bias: bool) -> Iterator[Param]:
+    yield Param(f"{name}.weight", (outs, ins), cut)
     if bias:
         # The bias of a column-cut matrix is added once, after the sum over ranks: it stays whole.
-        yield Tensor(f"{name}.bias", (outs,), "whole" if cut == "columns" else cut)
+        yield Param(f"{name}.bias", (outs,), "whole" if cut == "columns" else cut)
 
 
 def layer_params(model: ModelShape) -> int:
@@ -138,7 +138,7 @@ def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
     return start, min(size, start + each)
 
 
-def tp_shape(model: ModelShape, tensor: Tensor, tp: int, rank: int) -> tuple[int, ...]:
+def tp_shape(model: ModelShape, tensor: Param, tp: int, rank: int) -> tuple[int, ...]:
     """The part of a tensor that tensor-parallel rank `rank` holds."""
     if tensor.cut in ("whole", "heads") or tp == 1:
         return tensor.shape
@@ -151,17 +151,17 @@ def tp_shape(model: ModelShape, tensor: Tensor, tp: int, rank: int) -> tuple[int
 
 def stage_tensors(
     model: ModelShape, seq_len: int, stages: tuple[range, ...], stage: int
-) -> Iterator[Tensor]:
+) -> Iterator[Param]:
     """Parameters a stage holds. A tied embedding is also held by the last stage."""
     if stage == 0:
         yield from embedding_tensors(model, seq_len)
     for layer in stages[stage]:
         for tensor in layer_tensors(model):
-            yield Tensor(f"layers.{layer}.{tensor.name}", tensor.shape, tensor.cut)
+            yield Param(f"layers.{layer}.{tensor.name}", tensor.shape, tensor.cut)
     if stage == len(stages) - 1:
         yield from head_tensors(model)
         if model.tied and stage > 0:
-            yield Tensor("embedding.weight", (model.vocab, model.hidden), "rows")
+            yield Param("embedding.weight", (model.vocab, model.hidden), "rows")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Which kind of context parallelism wins for this shape on these links, and up to what length?
+"""Which kind of context parallelism wins for a shape on its links, and up to what length: seconds
+of one layer's attention, both ways, by the planner's rates and the traces' bytes.
 
-Seconds of one layer's attention, forward and backward, from the planner's kernel and link rates
-and the bytes of the traces. Ulysses and all-gather wait for their messages; a ring hides its hops
-behind the blocks it computes, but joins every block in fp32 and launches every round anew.
+Ulysses and all-gather wait for their messages; a ring hides its hops behind the blocks it computes,
+but joins every block in fp32 and launches every round anew.
 """
 
 from __future__ import annotations
@@ -10,25 +10,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fourfold.cost.columns import Columns, Floats, columns
-from fourfold.cost.fit import coefficients as planner_knobs
+from fourfold.cost.columns import Coefficients, Columns, Floats, columns
+from fourfold.cost.fit import coefficients
 from fourfold.cost.step.hardware import device_facts, fabric_facts
 from fourfold.cost.step.kernels import attention_s
 from fourfold.cost.step.traffic import RING_EXPOSED, RING_HIDES, group_rate, hop_s, p2p_rate
-from fourfold.cost.trace import attention
-from fourfold.cost.trace.ask import Ask, kv_copies
-from fourfold.cost.trace.ring import ring
-from fourfold.cost.trace.walk import walk
+from fourfold.cost.trace.steps import CP_KINDS, Ask, kv_copies
+from fourfold.cost.trace.walk import PROGRAMS, walk
 from fourfold.errors import UserError
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.words import DTYPE_BYTES
 
-PROGRAMS = {"ulysses": attention.ulysses, "allgather": attention.allgather, "ring": ring}
-KINDS = tuple(PROGRAMS)
 # Memory passes in bytes per element, read and written, of what the engine does around its kernels.
 JOIN_BYTES = 26.0  # scale the fp32 sum, scale the block, add: per element of a block
 ADD_BYTES = 10.0  # add a 16-bit gradient to its fp32 sum
@@ -95,13 +91,14 @@ def advise(ask: Ask, cluster: Cluster) -> Advice:
     """Compare the kinds at the asked length, and find the lengths at which their order changes."""
     peaks, refused = _peaks(ask, cluster)
     lengths = np.unique(np.round(np.geomspace(max(SHORTEST, 2 * ask.ranks), LONGEST, 400)))
-    scanned = {k: _parts(k, ask, cluster, lengths).total_s for k in KINDS if k not in refused}
-    here = {k: _parts(k, ask, cluster, np.array([float(ask.tokens)])) for k in scanned}
+    scanned: dict[str, Floats] = {
+        k: _parts(k, ask, cluster, lengths).total_s for k in CP_KINDS if k not in refused
+    }
     choices = tuple(
         Choice(kind=kind, refused=refused[kind])
         if kind in refused
-        else _choice(kind, here[kind], _sent(kind, ask, float(ask.tokens)), peaks[kind])
-        for kind in KINDS
+        else _choice(kind, ask, cluster, peaks[kind])
+        for kind in CP_KINDS
     )
     taken = sorted((choice for choice in choices if not choice.refused), key=lambda c: c.total_s)
     return Advice(
@@ -118,9 +115,9 @@ def _peaks(ask: Ask, cluster: Cluster) -> tuple[dict[str, int], dict[str, str]]:
     """Peak bytes of each kind's trace; why a kind cannot be had, by its own rules or by memory."""
     peaks: dict[str, int] = {}
     refused: dict[str, str] = {}
-    for kind, program_of in PROGRAMS.items():
+    for kind in CP_KINDS:
         try:
-            rows = walk(program_of(replace(ask, attention="flash")), cluster)
+            rows = walk(PROGRAMS[kind](replace(ask, attention="flash")), cluster)
         except UserError as error:
             refused[kind] = str(error)
             continue
@@ -133,15 +130,17 @@ def _peaks(ask: Ask, cluster: Cluster) -> tuple[dict[str, int], dict[str, str]]:
     return peaks, refused
 
 
-def _choice(kind: str, parts: Parts, sent_bytes: float, peak_bytes: int) -> Choice:
+def _choice(kind: str, ask: Ask, cluster: Cluster, peak_bytes: int) -> Choice:
+    parts = _parts(kind, ask, cluster, np.array([float(ask.tokens)]))
+    attention_s, exposed_s, hidden_s, around_s = (float(part[0]) for part in parts)
     return Choice(
         kind=kind,
         total_s=float(parts.total_s[0]),
-        attention_s=float(parts.attention_s[0]),
-        exposed_s=float(parts.exposed_s[0]),
-        hidden_s=float(parts.hidden_s[0]),
-        around_s=float(parts.around_s[0]),
-        sent_bytes=sent_bytes,
+        attention_s=attention_s,
+        exposed_s=exposed_s,
+        hidden_s=hidden_s,
+        around_s=around_s,
+        sent_bytes=_sent(kind, ask, float(ask.tokens)),
         peak_bytes=peak_bytes,
     )
 
@@ -162,14 +161,14 @@ def _reason(taken: list[Choice]) -> str:
 
 
 def _pairs(lengths: Floats, scanned: Mapping[str, Floats]) -> tuple[Pair, ...]:
-    found = []
+    pairs = []
     for one, other in itertools.combinations(scanned, 2):
         ahead = scanned[one] < scanned[other]
         first, second = (one, other) if ahead[0] else (other, one)
         gap = scanned[one] - scanned[other]
         changes = np.flatnonzero(ahead[1:] != ahead[:-1])
-        found.append(Pair(first, second, tuple(_zero(lengths, gap, int(i)) for i in changes)))
-    return tuple(found)
+        pairs.append(Pair(first, second, tuple(_zero(lengths, gap, int(i)) for i in changes)))
+    return tuple(pairs)
 
 
 def _zero(lengths: Floats, gap: Floats, i: int) -> int:
@@ -178,40 +177,33 @@ def _zero(lengths: Floats, gap: Floats, i: int) -> int:
     return int(np.ceil(lengths[i] * (lengths[i + 1] / lengths[i]) ** share))
 
 
-def _parts(kind: str, ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
-    return {"ulysses": _ulysses, "allgather": _allgather, "ring": _ring}[kind](
-        ask, cluster, lengths
-    )
-
-
 def _columns(ask: Ask, cluster: Cluster, lengths: Floats, *, by_heads: bool) -> Columns:
     """The planner's question. Dividing heads is tensor parallelism to an attention kernel."""
-    ranks = ask.ranks
     facts = device_facts(cluster.device, ask.dtype) | fabric_facts(
         cluster.device, cluster, float(cluster.host_gpus)
     )
     return columns(
         len(lengths),
         layers=1, hidden=ask.hidden, heads=ask.heads, kv_heads=ask.kv_heads, ffn=1, vocab=1,
-        seq=lengths, micro=1, batch=1, gpus=ranks, pp=1, dp=1,
-        tp=ranks if by_heads else 1, cp=1 if by_heads else ranks,
+        seq=lengths, micro=1, batch=1, gpus=ask.ranks, pp=1, dp=1,
+        tp=ask.ranks if by_heads else 1, cp=1 if by_heads else ask.ranks,
         **facts,
     )  # fmt: skip
 
 
-def _knobs() -> dict[str, float]:
-    """The planner's, less its lump sum for attention in pieces: here each piece is counted."""
-    return planner_knobs.defaults() | {"cp_attention": 1.0}
+def _parts(kind: str, ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
+    # Without the planner's lump sum for attention in pieces: here each piece is counted.
+    coef = coefficients.defaults() | {"cp_attention": 1.0}
+    c = _columns(ask, cluster, lengths, by_heads=False)
+    kernels = _columns(ask, cluster, lengths, by_heads=True) if kind == "ulysses" else c
+    forward, backward = attention_s(kernels, coef, micro=np.ones_like(lengths))
+    if kind == "ring":
+        return _ring(ask, c, coef, forward, backward)
+    exposed_s, around_s = (_ulysses if kind == "ulysses" else _allgather)(ask, c, coef)
+    return Parts(forward + backward, exposed_s, np.zeros_like(lengths), around_s)
 
 
-def _kernels(
-    ask: Ask, cluster: Cluster, lengths: Floats, *, by_heads: bool
-) -> tuple[Floats, Floats]:
-    asked = _columns(ask, cluster, lengths, by_heads=by_heads)
-    return attention_s(asked, _knobs(), micro=np.ones_like(lengths))
-
-
-def _sent(kind: str, ask: Ask, tokens: float) -> float:
+def _sent(kind: str, ask: Ask, tokens: Any) -> Any:
     """Bytes a rank sends, forward and backward, as the traces count them."""
     item = DTYPE_BYTES[ask.dtype]
     part, ranks = tokens / ask.ranks, ask.ranks
@@ -225,59 +217,43 @@ def _sent(kind: str, ask: Ask, tokens: float) -> float:
     return kv * (2.0 * item * (ranks - 1) + 4.0 * ranks)
 
 
-def _ulysses(ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
-    forward, backward = _kernels(ask, cluster, lengths, by_heads=True)
-    c = _columns(ask, cluster, lengths, by_heads=False)
-    size = np.full_like(lengths, float(ask.ranks))
-    sent = np.array([_sent("ulysses", ask, length) for length in lengths])
-    near = (np.minimum(size, c.domain) - 1.0) / np.maximum(1.0, size - 1.0)
-    coef = _knobs()
+def _ulysses(ask: Ask, c: Columns, coef: Coefficients) -> tuple[Floats, Floats]:
+    """(messages waited for, copies and launches)."""
+    sent = _sent("ulysses", ask, c.seq)
+    near = (np.minimum(c.cp, c.domain) - 1.0) / np.maximum(1.0, c.cp - 1.0)
     inside_s = sent * near / (coef["nvlink"] * c.link)
     outside_s = sent * (1.0 - near) / (coef["net"] * c.net / c.node)
     # Links of different levels work at the same time; six messages, each with one latency.
-    wait_s = np.maximum(inside_s, outside_s) + 6.0 * hop_s(c, coef, size, np.ones_like(size))
-    part = lengths / ask.ranks
+    wait_s = np.maximum(inside_s, outside_s) + 6.0 * hop_s(c, coef, c.cp, c.tp)
     copies = kv_copies(ask.heads, ask.kv_heads, ask.ranks)
-    moved = part * ask.hidden * (2.0 + 2.0 * copies * ask.kv_heads / ask.heads)
-    around = 2.0 * COPY_BYTES * moved / c.hbm + 2.0 * ROUND_S
-    return Parts(forward + backward, wait_s, np.zeros_like(lengths), around)
+    moved = c.seq / ask.ranks * ask.hidden * (2.0 + 2.0 * copies * ask.kv_heads / ask.heads)
+    return wait_s, 2.0 * COPY_BYTES * moved / c.hbm + 2.0 * ROUND_S
 
 
-def _allgather(ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
-    forward, backward = _kernels(ask, cluster, lengths, by_heads=False)
-    c = _columns(ask, cluster, lengths, by_heads=False)
-    size, one = np.full_like(lengths, float(ask.ranks)), np.ones_like(lengths)
-    sent = np.array([_sent("allgather", ask, length) for length in lengths])
-    coef = _knobs()
-    hops = 2.0 * (size - 1.0) * hop_s(c, coef, size, one)
-    wait_s = sent / group_rate(c, coef, size, one) + hops
-    part, kv = lengths / ask.ranks, ask.hidden * ask.kv_heads / ask.heads
+def _allgather(ask: Ask, c: Columns, coef: Coefficients) -> tuple[Floats, Floats]:
+    """(messages waited for, copies, joins and launches)."""
+    hops = 2.0 * (c.cp - 1.0) * hop_s(c, coef, c.cp, c.tp)
+    wait_s = _sent("allgather", ask, c.seq) / group_rate(c, coef, c.cp, c.tp) + hops
+    part, kv = c.seq / ask.ranks, ask.hidden * ask.kv_heads / ask.heads
     # Four blocks: either half of the queries against what lies before it, and against itself.
     joined = 2.0 * part * ask.hidden * (JOIN_BYTES + ADD_BYTES)
-    ordered = 2.0 * lengths * kv * (COPY_BYTES + 2.0 * ADD_BYTES)
-    around = (joined + ordered) / c.hbm + 2.0 * 4.0 * ROUND_S
-    return Parts(forward + backward, wait_s, np.zeros_like(lengths), around)
+    ordered = 2.0 * c.seq * kv * (COPY_BYTES + 2.0 * ADD_BYTES)
+    return wait_s, (joined + ordered) / c.hbm + 2.0 * 4.0 * ROUND_S
 
 
-def _ring(ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
-    forward, backward = _kernels(ask, cluster, lengths, by_heads=False)
-    c = _columns(ask, cluster, lengths, by_heads=False)
-    size, one = np.full_like(lengths, float(ask.ranks)), np.ones_like(lengths)
-    coef = _knobs()
+def _ring(ask: Ask, c: Columns, coef: Coefficients, forward: Floats, backward: Floats) -> Parts:
     # A hop is one message of one rank: where the ring leaves a host it has one rank's share of
     # the network, not the host's.
-    stride = np.where(size > c.domain, c.domain, 1.0)
-    rate, latency = p2p_rate(c, coef, stride), hop_s(c, coef, size, one)
-    item = DTYPE_BYTES[ask.dtype]
-    kv = lengths / ask.ranks * 2.0 * ask.hidden * ask.kv_heads / ask.heads
-    there = (size - 1.0) * (kv * item / rate + latency)
-    back = (size - 1.0) * (kv * item / rate + latency) + size * (kv * 4.0 / rate + latency)
+    stride = np.where(c.cp > c.domain, c.domain, 1.0)
+    rate, latency = p2p_rate(c, coef, stride), hop_s(c, coef, c.cp, c.tp)
+    kv = c.seq / ask.ranks * 2.0 * ask.hidden * ask.kv_heads / ask.heads
+    there = (c.cp - 1.0) * (kv * DTYPE_BYTES[ask.dtype] / rate + latency)
+    back = there + c.cp * (kv * 4.0 / rate + latency)
     exposed = sum(
         RING_EXPOSED * hops + np.maximum(0.0, hops - RING_HIDES * kernel)
         for hops, kernel in ((there, forward), (back, backward))
     )
-    part = lengths / ask.ranks
-    block = part * ask.hidden * (JOIN_BYTES + ADD_BYTES) + kv * ADD_BYTES
-    around = size * (block / c.hbm + 2.0 * ROUND_S)
+    block = c.seq / ask.ranks * ask.hidden * (JOIN_BYTES + ADD_BYTES) + kv * ADD_BYTES
+    around = c.cp * (block / c.hbm + 2.0 * ROUND_S)
     hidden = np.maximum(0.0, there + back - exposed)
     return Parts(forward + backward, np.asarray(exposed), hidden, around)

@@ -1,19 +1,16 @@
-"""What does a whole decoder layer come to, as its dry run counted it? The ledger's steps as rows.
-
-The engine counts (engine/trace/layer.py); here its tensors get symbols, its messages links.
-"""
+"""A whole decoder layer as its dry run counted it (engine/trace/layer.py): the ledger's steps as
+rows, its tensors with symbols, its messages with links."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
 from math import prod
-from typing import Any
+from operator import attrgetter
 
-from fourfold.cost.trace.ask import kv_copies
-from fourfold.cost.trace.steps import WORKSPACE_BYTES, Program, axis_groups
+from fourfold.cost.trace.steps import WORKSPACE_BYTES, Program, axis_groups, kv_copies
 from fourfold.cost.trace.symbols import Symbols, bracketed, stretched_sizes
-from fourfold.cost.trace.walk import Message, StepRow, TensorRow, message
+from fourfold.cost.trace.walk import StepRow, TensorRow, message
 from fourfold.result.trace import LayerStep, LayerTensor, LayerTrace
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
@@ -23,6 +20,8 @@ from fourfold.spec.policy import AROUND, CpKind, Dtype, Policy, Sharding
 from fourfold.spec.run import RunSpec
 
 SHARDS = "dpxcp"
+# Steps that are alike in these are one, done several times.
+_CONTENT = attrgetter("name", "tensors", "flops", "messages")
 
 
 def layer_spec(
@@ -64,7 +63,6 @@ def layer_spec(
 def layer_program(spec: RunSpec, rank: int, trace: LayerTrace) -> Program:
     """What stands above the steps: sizes, groups, a rank's share."""
     model, layout = spec.model, spec.layout
-    kv_rank = max(1, model.kv_heads // layout.tp)
     return Program(
         kind="layer",
         ranks=layout.world,
@@ -78,7 +76,7 @@ def layer_program(spec: RunSpec, rank: int, trace: LayerTrace) -> Program:
         steps=(),
         per_rank={
             "heads": model.heads // layout.tp,
-            "kv_heads": kv_rank,
+            "kv_heads": max(1, model.kv_heads // layout.tp),
             "tokens": spec.batch.seq_len // layout.cp,
             "ffn": model.ffn // layout.tp,
         },
@@ -89,18 +87,16 @@ def layer_program(spec: RunSpec, rank: int, trace: LayerTrace) -> Program:
 
 def _notes(spec: RunSpec) -> tuple[str, ...]:
     shards = spec.layout.dp * spec.layout.cp
-    notes = [
+    notes = (
         f"{spec.model.name}, one layer forward and backward, batch 1, eager: the engine's own, "
         "counted on fake tensors; flash attention, causal: half the square; norms, biases and "
         "element-wise FLOPs are not counted",
         "weights and gradients in the trace's dtype, no optimizer state; "
         f"{spec.policy.sharding} over dp x cp = {shards}",
-    ]
-    if spec.layout.cp > 1:
-        notes.append(f"cp kind: {spec.policy.cp_kind}")
-    if spec.note:
-        notes.append(spec.note)
-    return tuple(notes)
+        f"cp kind: {spec.policy.cp_kind}" if spec.layout.cp > 1 else "",
+        spec.note,
+    )
+    return tuple(note for note in notes if note)
 
 
 def _sizes(spec: RunSpec, trace: LayerTrace) -> dict[str, int]:
@@ -125,13 +121,9 @@ def _sizes(spec: RunSpec, trace: LayerTrace) -> dict[str, int]:
 
 def payload_bytes(trace: LayerTrace) -> tuple[int, int]:
     """Whole buffers of all messages, forward and backward."""
-    names = [step.name for step in trace.steps]
-    turn = names.index("gradient")
-    forward, backward = (
-        sum(one.bytes for step in half for one in step.messages)
-        for half in (trace.steps[:turn], trace.steps[turn:])
-    )
-    return forward, backward
+    turn = [step.name for step in trace.steps].index("gradient")
+    sent = [sum(one.bytes for one in step.messages) for step in trace.steps]
+    return sum(sent[:turn]), sum(sent[turn:])
 
 
 def layer_rows(
@@ -151,12 +143,13 @@ def layer_rows(
     rows: list[StepRow] = []
     workspace = peak = 0
     pairs = zip(trace.steps, second.steps, strict=True)
-    for _, group in itertools.groupby(pairs, key=lambda pair: _content(pair[0])):
+    for _, group in itertools.groupby(pairs, key=lambda pair: _CONTENT(pair[0])):
         repeats = list(group)
-        step, other = repeats[-1]
+        (step, other), times = repeats[-1], len(repeats)
         workspace = workspace_bytes if step.flops else workspace
         own_peak = max(first.peak_bytes for first, _ in repeats) + workspace
-        peak, times = max(peak, own_peak), len(repeats)
+        peak = max(peak, own_peak)
+        sent = ((m.op, times * m.bytes, program.group(m.group)) for m in step.messages)
         rows.append(
             StepRow(
                 name=step.name,
@@ -165,7 +158,7 @@ def layer_rows(
                 tensors=_tensors(step, other, symbols),
                 flops_rank=times * step.flops,
                 flops_all=times * step.flops * program.ranks,
-                messages=_messages(step, times, program, cluster),
+                messages=tuple(message(*one, cluster, program.rank) for one in sent),
                 live_bytes=step.live_bytes + workspace,
                 step_peak_bytes=own_peak,
                 peak_bytes=peak,
@@ -176,31 +169,17 @@ def layer_rows(
 
 def _alike(one: LayerTrace, two: LayerTrace) -> bool:
     """Whether two counts have the same steps with the same tensors, but for their sizes."""
-    names = (
+    first, second = (
         [(s.name, [(t.name, len(t.shape)) for t in s.tensors]) for s in trace.steps]
         for trace in (one, two)
     )
-    return next(names) == next(names)
-
-
-def _content(step: LayerStep) -> tuple[Any, ...]:
-    return step.name, step.tensors, step.flops, step.messages
+    return first == second
 
 
 def _formula(step: LayerStep) -> str:
     if step.name == "hold":
         return "weights as they are kept, tables of positions, this rank's tokens"
     return ", ".join(step.operators) or "one kernel"
-
-
-def _messages(
-    step: LayerStep, times: int, program: Program, cluster: Cluster
-) -> tuple[Message, ...]:
-    groups = {group.name: group for group in program.groups}
-    return tuple(
-        message(one.op, times * one.bytes, groups[one.group], cluster, program.rank)
-        for one in step.messages
-    )
 
 
 def _tensors(step: LayerStep, other: LayerStep, symbols: Symbols) -> tuple[TensorRow, ...]:
@@ -214,13 +193,5 @@ def _tensors(step: LayerStep, other: LayerStep, symbols: Symbols) -> tuple[Tenso
 def _tensor(one: LayerTensor, two: LayerTensor, symbols: Symbols) -> TensorRow:
     """Without dimensions of 1, the batch's above all."""
     pairs = [pair for pair in zip(one.shape, two.shape, strict=True) if pair != (1, 1)]
-    shape = tuple(first for first, _ in pairs)
-    return TensorRow(
-        name=one.name,
-        symbolic=bracketed(symbols.of(pairs)),
-        shape=shape,
-        elements=prod(shape),
-        bytes=one.bytes,
-        dtype=one.dtype,
-        how=one.how,
-    )
+    shape, symbolic = tuple(first for first, _ in pairs), bracketed(symbols.of(pairs))
+    return TensorRow(one.name, symbolic, shape, prod(shape), one.bytes, one.dtype, one.how)

@@ -1,18 +1,10 @@
-"""Which steps does a divided MLP take? Tensor parallel, and tensor x data parallel.
-
-Columns of W1 and rows of W2 are cut over tp (Shoeybi et al., arXiv 1909.08053); in `mlp2d` tokens
-are cut over dp, and over tp between the layers (sequence parallel, Korthikanti et al., 2205.05198).
-"""
+"""Steps of a divided MLP: tensor parallel (Shoeybi et al., arXiv 1909.08053), and in `mlp2d` with
+tokens cut over dp, and over tp between the layers (sequence parallel, Korthikanti, 2205.05198)."""
 
 from __future__ import annotations
 
-from fourfold.cost.trace.ask import Ask, divided
-from fourfold.cost.trace.steps import Kind, Program, Send, Step, Tensor, axis_groups
+from fourfold.cost.trace.steps import Ask, Kind, Program, Send, Step, Tensor, axis_groups, divided
 from fourfold.errors import UserError
-
-_NOTES = (
-    "forward only, batch 1; the activation function works in place, its FLOPs are not counted",
-)
 
 
 def mlp(ask: Ask) -> Program:
@@ -24,16 +16,15 @@ def mlp(ask: Ask) -> Program:
             value=ask.layout.dp if ask.layout.dp > 1 else ask.layout.cp,
             hint="use mlp2d, which also splits tokens over dp",
         )
-    divided("ffn", ask.ffn, ask.layout.tp, "columns of W1 are cut over tp")
+    whole = ("tokens", "hidden")
     summed = Step(
-        name="sum",
-        formula="output = all_reduce(partial) over tp",
-        tensors=(Tensor("output", ("tokens", "hidden"), "received"),),
-        sends=(Send("all-reduce", "tp", ("tokens", "hidden")),),
+        "sum",
+        "output = all_reduce(partial) over tp",
+        (Tensor("output", whole, "received"),),
+        sends=(Send("all-reduce", "tp", whole),),
         frees=("partial",),
     )
-    steps = (_hold(Tensor("input", ("tokens", "hidden"))), *_products("tokens"), summed)
-    return _program(ask, "mlp", steps, {"tokens": ask.tokens, "ffn": ask.ffn // ask.layout.tp})
+    return _program(ask, "mlp", (*_products("tokens", Tensor("input", whole)), summed), ask.tokens)
 
 
 def mlp2d(ask: Ask) -> Program:
@@ -47,73 +38,68 @@ def mlp2d(ask: Ask) -> Program:
             hint=f"use dp = {layout.dp * layout.cp}",
         )
     divided("tokens", ask.tokens, layout.dp * layout.tp, "tokens are cut over dp and tp")
-    divided("ffn", ask.ffn, layout.tp, "columns of W1 are cut over tp")
     part, gathered = ("tokens/dp/tp", "hidden"), ("tokens/dp", "hidden")
-    steps = (
-        _hold(Tensor("input_part", part)),
-        Step(
-            name="gather",
-            formula="input = all_gather(input_part) over tp",
-            tensors=(Tensor("input", gathered, "received"),),
-            sends=(Send("all-gather", "tp", gathered),),
-            frees=("input_part",),
-        ),
-        *_products("tokens/dp"),
-        Step(
-            name="sum and cut",
-            formula="output = reduce_scatter(partial) over tp",
-            tensors=(Tensor("output", part, "received"),),
-            sends=(Send("reduce-scatter", "tp", gathered),),
-            frees=("partial",),
-        ),
+    gather = Step(
+        "gather",
+        "input = all_gather(input_part) over tp",
+        (Tensor("input", gathered, "received"),),
+        sends=(Send("all-gather", "tp", gathered),),
+        frees=("input_part",),
     )
-    per_rank = {"tokens": ask.tokens // layout.dp, "ffn": ask.ffn // layout.tp}
-    return _program(ask, "mlp2d", steps, per_rank)
-
-
-def _hold(source: Tensor) -> Step:
-    return Step(
-        name="hold",
-        formula="W1, W2: this rank's columns and rows, of all layers",
-        tensors=(
-            Tensor("W1", ("layers", "hidden", "ffn/tp")),
-            Tensor("W2", ("layers", "ffn/tp", "hidden")),
-            source,
-        ),
+    hold, *products = _products("tokens/dp", Tensor("input_part", part))
+    cut = Step(
+        "sum and cut",
+        "output = reduce_scatter(partial) over tp",
+        (Tensor("output", part, "received"),),
+        sends=(Send("reduce-scatter", "tp", gathered),),
+        frees=("partial",),
     )
+    return _program(ask, "mlp2d", (hold, gather, *products, cut), ask.tokens // layout.dp)
 
 
-def _products(tokens: str) -> tuple[Step, Step]:
+def _products(tokens: str, source: Tensor) -> tuple[Step, Step, Step]:
+    """Weights and input; both products of `tokens` tokens."""
     product = (f"2*{tokens}*hidden*ffn/tp",)
-    up = Step(
-        name="up",
-        formula="intermediate = act(input x W1), one layer",
-        tensors=(Tensor("intermediate", (tokens, "ffn/tp")),),
-        flops=product,
+    first, second = ("layers", "hidden", "ffn/tp"), ("layers", "ffn/tp", "hidden")
+    intermediate, partial = (tokens, "ffn/tp"), (tokens, "hidden")
+    return (
+        Step(
+            "hold",
+            "W1, W2: this rank's columns and rows, of all layers",
+            (Tensor("W1", first), Tensor("W2", second), source),
+        ),
+        Step(
+            "up",
+            "intermediate = act(input x W1), one layer",
+            (Tensor("intermediate", intermediate),),
+            product,
+        ),
+        Step(
+            "down",
+            "partial = intermediate x W2, this rank's share of the sum",
+            (Tensor("partial", partial),),
+            product,
+        ),
     )
-    down = Step(
-        name="down",
-        formula="partial = intermediate x W2, this rank's share of the sum",
-        tensors=(Tensor("partial", (tokens, "hidden")),),
-        flops=product,
-    )
-    return up, down
 
 
-def _program(ask: Ask, kind: Kind, steps: tuple[Step, ...], per_rank: dict[str, int]) -> Program:
-    sizes = {"tokens": ask.tokens, "hidden": ask.hidden, "ffn": ask.ffn, "layers": ask.layers,
-             "tp": ask.layout.tp, "dp": ask.layout.dp}  # fmt: skip
-    notes = _NOTES
+def _program(ask: Ask, kind: Kind, steps: tuple[Step, ...], tokens: int) -> Program:
+    """`tokens`: of one rank."""
+    divided("ffn", ask.ffn, ask.layout.tp, "columns of W1 are cut over tp")
+    sizes = {name: getattr(ask, name) for name in ("tokens", "hidden", "ffn", "layers")}
+    notes = [
+        "forward only, batch 1; the activation function works in place, its FLOPs are not counted"
+    ]
     if ask.layers > 1:
-        notes += (f"weights of {ask.layers} layers are held; FLOPs and traffic are one layer's",)
+        notes.append(f"weights of {ask.layers} layers are held; FLOPs and traffic are one layer's")
     return Program(
         kind=kind,
         ranks=ask.ranks,
-        sizes=sizes,
+        sizes=sizes | {"tp": ask.layout.tp, "dp": ask.layout.dp},
         dtype=ask.dtype,
         groups=(axis_groups(ask.layout, ("tp",)), axis_groups(ask.layout, ("dp",))),
         steps=steps,
-        per_rank=per_rank,
+        per_rank={"tokens": tokens, "ffn": ask.ffn // ask.layout.tp},
         rank=ask.rank,
-        notes=notes,
+        notes=tuple(notes),
     )

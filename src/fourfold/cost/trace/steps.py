@@ -1,19 +1,20 @@
-"""What is a step of a trace? Tensors written, FLOPs, messages, releases: symbols, no numbers yet.
+"""A trace: what is asked (a layer's sizes, a layout, how attention runs) and its steps, in symbols.
 
-FLOPs count 2 per multiply-add of matrix products. Liveness is read off the list by one rule,
-that of a script: a tensor is held as long as its name. A step that writes a name already in use
-holds both until the new one is complete; `frees` and `moves` end names by hand.
+Liveness is read off the list by the rule of a script: a tensor is held as long as its name. A step
+that writes a name already in use holds both until the new one is complete.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal
 
+from fourfold.errors import UserError
 from fourfold.result.trace import How, Op
-from fourfold.spec import catalog, words
+from fourfold.spec import catalog, check, words
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
 from fourfold.spec.words import Dtype
@@ -25,6 +26,38 @@ KINDS: tuple[Kind, ...] = (*CP_KINDS, "mlp", "mlp2d", "layer")
 # Scratch of the matrix library, held from the first product on; 42 MB in the published trace of
 # 60,000 tokens on 16 GPUs whose peaks this reproduces.
 WORKSPACE_BYTES = 42_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Sizes of one layer; `layers` only multiplies the weights held, `rank` is the one shown."""
+
+    tokens: int
+    hidden: int
+    heads: int = 1
+    kv_heads: int = 1
+    ffn: int = 1
+    layers: int = 1
+    layout: Layout
+    dtype: Dtype = "bf16"
+    attention: Literal["flash", "naive"] = "flash"
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        check.whole(0, self.ranks - 1, rank=self.rank)
+        check.whole(1, 2**40, tokens=self.tokens)
+        sizes = {name: getattr(self, name) for name in ("hidden", "heads", "kv_heads", "ffn")}
+        check.whole(1, 2**32, **sizes)
+        check.whole(1, 100_000, layers=self.layers)
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.world
+
+    @property
+    def wide(self) -> Dtype:
+        """What sums are kept in."""
+        return "fp64" if self.dtype == "fp64" else "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +77,16 @@ class Send:
     op: Op
     group: str
     dims: tuple[str, ...]
-    dtype: Dtype | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Step:
-    """`flops` are terms of one rank, added up; `times` repeats the step and leaves memory alone."""
+    """`flops` are terms of one rank, 2 per multiply-add of products; `frees` and `moves` end names
+    by hand; `times` repeats the step and leaves memory alone."""
 
     name: str
     formula: str
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...]
     flops: tuple[str, ...] = ()
     sends: tuple[Send, ...] = ()
     frees: tuple[str, ...] = ()
@@ -94,29 +127,70 @@ class Program:
     steps: tuple[Step, ...]
     per_rank: dict[str, int]
     rank: int = 0
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+
+    def group(self, name: str) -> Group:
+        return next(group for group in self.groups if group.name == name)
 
 
-def world_group(name: str, ranks: int) -> Group:
-    return Group(name, (tuple(range(ranks)),))
+def check_heads(ask: Ask) -> None:
+    """Rules of the shape alone."""
+    for divisor, number in (("heads", "hidden"), ("kv_heads", "heads")):
+        value, whole = getattr(ask, divisor), getattr(ask, number)
+        if whole % value:
+            raise UserError(
+                f"must divide {number}={whole}",
+                field=divisor.replace("_", "-"),
+                value=value,
+                hint=f"use a divisor, such as {gcd(whole, value)}",
+            )
+
+
+def divided(field: str, value: int, parts: int, why: str) -> None:
+    """Refuse a size that does not split evenly: a shard of its own shape has no one symbol."""
+    if value % parts:
+        below = value - value % parts
+        near = f"{below} or {below + parts}" if below else f"{parts}"
+        raise UserError(
+            f"must be a multiple of {parts} ({why})", field=field, value=value, hint=f"use {near}"
+        )
+
+
+def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often a KV head is sent when they do not deal out evenly: just enough, at most to every
+    query head."""
+    if kv_heads % ranks == 0:
+        return 1
+    return ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads
+
+
+def check_ulysses(heads: int, ranks: int) -> None:
+    """Whole query heads on every rank; KV heads are repeated where they do not deal out."""
+    if heads % ranks == 0:
+        return
+    fitting = [n for n in range(1, min(heads, ranks) + 1) if heads % n == 0]
+    raise UserError(
+        f"must divide heads={heads} for ulysses",
+        field="ranks",
+        value=ranks,
+        hint=f"use {', '.join(map(str, fitting[-4:]))} ranks, or allgather or ring, which split "
+        "any number of heads",
+    )
 
 
 def axis_groups(layout: Layout, axes: Sequence[str], name: str = "") -> Group:
     """Groups that differ only on `axes`: ('dp', 'cp') shard the same weights."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    members: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world):
         place = layout.coordinates(rank)
         key = tuple(size for axis, size in place.items() if axis not in axes)
-        found.setdefault(key, []).append(rank)
-    return Group(name or "x".join(axes), tuple(tuple(ranks) for ranks in found.values()))
-
-
-# What a trace without a cluster runs on: hosts of 8 with NVLink, a network port for every GPU.
-GENERIC_CLUSTER = "nvidia-h100"
+        members.setdefault(key, []).append(rank)
+    return Group(name or "x".join(axes), tuple(tuple(ranks) for ranks in members.values()))
 
 
 def generic_cluster(ranks: int) -> Cluster:
-    return stretched(catalog.cluster(GENERIC_CLUSTER), ranks)
+    """Hosts of 8 with NVLink, a network port for every GPU."""
+    return stretched(catalog.cluster("nvidia-h100"), ranks)
 
 
 def stretched(cluster: Cluster, ranks: int) -> Cluster:

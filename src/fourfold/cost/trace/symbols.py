@@ -1,9 +1,5 @@
-"""What number does a symbolic size stand for, and what symbol a number?
-
-A size is a product of names and whole numbers, some of them divided: 'heads*head_size', '2*ffn/tp'.
-A dry run knows numbers only. A layer is counted twice, the second time with every
-size of the model another one: a dimension is the symbol that gives both of its numbers.
-"""
+"""Symbolic sizes ('2*ffn/tp') as numbers, and numbers as symbols: a layer is counted twice, with
+other sizes the second time, and a dimension is the symbol that gives both of its numbers."""
 
 from __future__ import annotations
 
@@ -58,9 +54,9 @@ def whole(size: str, sizes: Mapping[str, int]) -> int:
 
 def words(size: str) -> list[tuple[str, str]]:
     """(sign, word) in order; an assert for our own misspelt sizes."""
-    found = _WORD.findall(size)
-    assert "".join(sign + word for sign, word in found) == size, size
-    return found
+    pairs = _WORD.findall(size)
+    assert "".join(sign + word for sign, word in pairs) == size, size
+    return pairs
 
 
 def shape(dims: Iterable[str], sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -1,34 +1,36 @@
-"""What does a list of steps come to? Bytes, FLOPs, messages by link level, live and peak memory.
-
-`peak_bytes` is the highest so far, as an allocator reports it; `step_peak_bytes` is the step's own.
-"""
+"""A list of steps in numbers: bytes, FLOPs, messages by link level, live and peak memory."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
-from fourfold.cost.trace import attention, mlp, ring, symbols
-from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.steps import WORKSPACE_BYTES, Group, Kind, Program, Send, Step, Tensor
+from fourfold.cost.trace import attention, mlp, symbols
+from fourfold.cost.trace.steps import (
+    WORKSPACE_BYTES,
+    Ask,
+    Group,
+    Kind,
+    Program,
+    Send,
+    Step,
+    Tensor,
+)
 from fourfold.result.trace import How, Op
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.words import DTYPE_BYTES, Dtype
+from fourfold.spec.words import DTYPE_BYTES
 
+# The steps of a kind; refuses with a UserError what cannot be divided so.
 PROGRAMS: dict[Kind, Callable[[Ask], Program]] = {
     "ulysses": attention.ulysses,
     "allgather": attention.allgather,
-    "ring": ring.ring,
+    "ring": attention.ring,
     "mlp": mlp.mlp,
     "mlp2d": mlp.mlp2d,
 }
-
-
-def build(kind: Kind, ask: Ask) -> Program:
-    """The steps of a kind; refuses with a UserError what cannot be divided so."""
-    return PROGRAMS[kind](ask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """One step in numbers; FLOPs and bytes sent are those of all its `times`."""
+    """One step in numbers; FLOPs and bytes sent are those of all its `times`. `peak_bytes` is the
+    highest so far, as an allocator reports it; `step_peak_bytes` is the step's own."""
 
     name: str
     formula: str
@@ -76,7 +79,6 @@ def walk(
     program: Program, cluster: Cluster, *, workspace_bytes: int = WORKSPACE_BYTES
 ) -> tuple[StepRow, ...]:
     """Every step in numbers, in order."""
-    groups = {group.name: group for group in program.groups}
     held: dict[str, int] = {}
     rows: list[StepRow] = []
     peak = 0
@@ -87,8 +89,9 @@ def walk(
         top = _hold(held, tensors, step)
         peak = max(peak, top)
         flops = step.times * _flops(step, program)
-        messages = tuple(
-            _message(send, program, groups[send.group], cluster, step.times) for send in step.sends
+        sent = (
+            (send.op, step.times * _buffer_bytes(send, program), program.group(send.group))
+            for send in step.sends
         )
         rows.append(
             StepRow(
@@ -98,7 +101,7 @@ def walk(
                 tensors=tensors,
                 flops_rank=flops,
                 flops_all=flops * program.ranks,
-                messages=messages,
+                messages=tuple(message(*one, cluster, program.rank) for one in sent),
                 live_bytes=sum(held.values()),
                 step_peak_bytes=top,
                 peak_bytes=peak,
@@ -107,33 +110,23 @@ def walk(
     return tuple(rows)
 
 
-def item_bytes(dtype: Dtype) -> int:
-    return int(DTYPE_BYTES[dtype])
+def _buffer_bytes(send: Send, program: Program) -> int:
+    return prod(symbols.shape(send.dims, program.sizes)) * int(DTYPE_BYTES[program.dtype])
 
 
 def payload_bytes(step: Step, program: Program) -> int:
     """Whole buffers of a step's messages, as one counts calls; a group of one sends none."""
-    sizes = {group.name: group.size for group in program.groups}
     return step.times * sum(
-        prod(symbols.shape(send.dims, program.sizes)) * item_bytes(send.dtype or program.dtype)
-        for send in step.sends
-        if sizes[send.group] > 1
+        _buffer_bytes(send, program) for send in step.sends if program.group(send.group).size > 1
     )
 
 
 def tensor_row(tensor: Tensor, program: Program) -> TensorRow:
     dtype = tensor.dtype or program.dtype
     shape = symbols.shape(tensor.dims, program.sizes)
-    count = prod(shape)
-    return TensorRow(
-        name=tensor.name,
-        symbolic=symbols.bracketed(tensor.dims),
-        shape=shape,
-        elements=count,
-        bytes=count * item_bytes(dtype),
-        dtype=dtype,
-        how=tensor.how,
-    )
+    count, symbolic = prod(shape), symbols.bracketed(tensor.dims)
+    size = count * int(DTYPE_BYTES[dtype])
+    return TensorRow(tensor.name, symbolic, shape, count, size, dtype, tensor.how)
 
 
 def _hold(held: dict[str, int], tensors: tuple[TensorRow, ...], step: Step) -> int:
@@ -159,12 +152,6 @@ def _flops(step: Step, program: Program) -> int:
     return total.numerator
 
 
-def _message(send: Send, program: Program, group: Group, cluster: Cluster, times: int) -> Message:
-    count = prod(symbols.shape(send.dims, program.sizes))
-    whole = times * count * item_bytes(send.dtype or program.dtype)
-    return message(send.op, whole, group, cluster, program.rank)
-
-
 def message(op: Op, whole_bytes: int, group: Group, cluster: Cluster, rank: int) -> Message:
     """A rank of n sends (n-1)/n of the buffer (all-reduce: twice that; send: all of it)."""
     n = group.size
@@ -185,10 +172,7 @@ def _by_level(op: Op, sent: int, group: Group, cluster: Cluster, rank: int) -> d
     if op != "all-to-all":
         return {cluster.level(group.span).name: sent}
     peers = [peer for peer in group.of(rank) if peer != rank]
-    counts: dict[str, int] = {}
-    for peer in peers:
-        name = _level_between(cluster, rank, peer)
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(_level_between(cluster, rank, peer) for peer in peers)
     return {name: sent * count // len(peers) for name, count in counts.items()}
 
 

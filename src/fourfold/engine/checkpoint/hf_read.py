@@ -117,7 +117,7 @@ def theirs(
     kind: str, model: ModelShape, seq_len: int
 ) -> Iterator[tuple[str, tuple[int, ...], list[tuple[str, Spot]]]]:
     """Every tensor of a Hugging Face model: its name and size, and which of ours lie in it."""
-    parts: dict[str, list[tuple[params.Tensor, Spot]]] = {}
+    parts: dict[str, list[tuple[params.Param, Spot]]] = {}
     for tensor in params.tensors(model, seq_len):
         spot = spot_of(kind, model, tensor.name)
         parts.setdefault(spot.name, []).append((tensor, spot))

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.steps import Step, generic_cluster
+from fourfold.cost.trace.steps import Ask, Step, generic_cluster
 from fourfold.cost.trace.symbols import stretched_sizes
-from fourfold.cost.trace.walk import StepRow, build, payload_bytes, tensor_row, walk
+from fourfold.cost.trace.walk import PROGRAMS, StepRow, payload_bytes, tensor_row, walk
 from fourfold.engine import compat
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.observe.clock import synchronize
@@ -135,7 +134,7 @@ def _halves(
 def _walk_twice(task: Task, device: torch.device) -> tuple[list[StepMeasure], list[str], int]:
     kind: Any = task.job.option("kind")
     ask = replace(codec.from_json(Ask, task.job.option("ask")), rank=task.rank)
-    program = build(kind, ask)
+    program = PROGRAMS[kind](ask)
     world = World.create(ask.layout, device.type)
     world.warm(device)
     group = world.tp if kind.startswith("mlp") else world.all_ranks

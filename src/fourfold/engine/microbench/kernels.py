@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fourfold.cost.count.params import Tensor, embedding_tensors, layer_tensors, tp_shape
+from fourfold.cost.count.params import Param, embedding_tensors, layer_tensors, tp_shape
 from fourfold.engine.parallel.blocks import Span
 from fourfold.engine.parallel.context import span_of, spans_of
 from fourfold.engine.parallel.groups import World
@@ -223,7 +223,7 @@ def _core(shape: _Shape, spec: RunSpec, calls: int, again: int) -> Iterator[Atte
 
 def _head(spec: RunSpec, world: World, tokens: int) -> Iterator[Product]:
     """The logits; in pieces they are computed again in the backward pass, but for the lean loss."""
-    table: Tensor = next(embedding_tensors(spec.model, spec.batch.seq_len))
+    table: Param = next(embedding_tensors(spec.model, spec.batch.seq_len))
     rows, hidden = tp_shape(spec.model, table, spec.layout.tp, world.tp.rank)
     chunks = spec.policy.loss_chunks
     sizes = [tokens // chunks + (i < tokens % chunks) for i in range(chunks)]

@@ -60,7 +60,7 @@ class Shard:
         return (bottom - top) * (right - left)
 
 
-def tp_rect(model: ModelShape, tensor: params.Tensor, tp: int, rank: int) -> tuple[Rect, SharedBy]:
+def tp_rect(model: ModelShape, tensor: params.Param, tp: int, rank: int) -> tuple[Rect, SharedBy]:
     """What tensor-parallel rank `rank` holds of a tensor, and who else holds the same."""
     height = tensor.shape[0]
     width = tensor.shape[1] if len(tensor.shape) > 1 else 1

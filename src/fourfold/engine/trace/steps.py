@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fourfold.cost.trace.ask import Ask
-from fourfold.cost.trace.steps import Program
+from fourfold.cost.trace.steps import Ask, Program
 from fourfold.cost.trace.symbols import shape
 from fourfold.engine.parallel import blocks
 from fourfold.engine.parallel.blocks import JoinedBlocks, cut
