@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fourfold.cost.floor import least_bytes, parts, total
+from fourfold.cost.one_rank import least_bytes, parts, total
 from fourfold.cost.run import columns_of
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult, PhaseTime
 from fourfold.search.query import usual_cluster

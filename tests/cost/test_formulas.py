@@ -14,11 +14,10 @@ from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.cost.count.params import layer_matmul_params, model_params
 from fourfold.cost.fit.coefficients import COEFFICIENTS, defaults
 from fourfold.cost.memory.peak import memory
-from fourfold.cost.run import model_facts
+from fourfold.cost.run import clock_share, device_facts, fabric_facts, model_facts
 from fourfold.cost.step.estimate import PARTS, estimate
-from fourfold.cost.step.hardware import clock_share, device_facts, fabric_facts
 from fourfold.cost.step.kernels import attention_s, gemm_s, misalignment, tile_waves
-from fourfold.cost.step.pipeline import pipeline_s
+from fourfold.cost.step.pipeline import StageTimes, pipeline_s
 from fourfold.cost.step.traffic import group_rate, ranks_within
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
@@ -87,9 +86,7 @@ def test_pipeline_of_equal_stages_is_the_published_bubble(schedule: str) -> None
     vpp = 4.0 if schedule == "interleaved" else 1.0
     c = runs(pp=pp, vpp=vpp, schedule=SCHEDULES.index(schedule), gpus=64)
     each = np.array([stage])
-    got = pipeline_s(
-        c, first=each, middle=each, last=each, total=each * pp, slots=np.array([micros])
-    )
+    got = pipeline_s(c, StageTimes(each, each, each, each * pp), np.array([micros]))
     fill = {"1f1b": 1, "gpipe": 1, "interleaved": 1 / vpp, "zero-bubble": 1 / 3}[schedule]
     assert got[0] == pytest.approx(stage * (micros + (pp - 1) * fill))
 
@@ -97,7 +94,7 @@ def test_pipeline_of_equal_stages_is_the_published_bubble(schedule: str) -> None
 def test_the_slowest_stage_sets_the_beat() -> None:
     c = runs(pp=4, gpus=32)
     one, slow = np.array([1.0]), np.array([2.0])
-    got = pipeline_s(c, first=one, middle=one, last=slow, total=np.array([5.0]), slots=one * 10)
+    got = pipeline_s(c, StageTimes(one, one, slow, np.array([5.0])), one * 10)
     assert got[0] == pytest.approx(10 * 2 + 3)
 
 

@@ -13,7 +13,7 @@ from fourfold.cost.fit.calibration import own_entry, shipped
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.step.own_engine import adding_bytes, layer_bytes, update_bytes
+from fourfold.cost.step.kernels import adding_bytes, layer_bytes, update_bytes
 from fourfold.cost.table.reports import read_reports
 from fourfold.errors import UserError
 from fourfold.search.predict import predict

@@ -1,10 +1,5 @@
-"""What does the cost model need to know of a run? One NumPy array per fact, one element per run.
-
-Counts are plain numbers, memory is bytes, rates are bytes/s and FLOP/s; every array is float64 of
-the same length. A column of a closed choice (spec/words.py) holds the word's index. All formulas in
-this package broadcast over these arrays, so a question about one layout and a question about a
-million are the same call.
-"""
+"""Runs as the cost model sees them: one float64 array per fact, one element per run. Memory is
+bytes, rates are bytes/s and FLOP/s, a closed choice (spec/words.py) is its word's index."""
 
 from __future__ import annotations
 
@@ -127,6 +122,32 @@ class Columns:
         return attention + (2.0 + self.gated) * self.hidden * self.ffn
 
     @property
+    def rank_layer_weights(self) -> Floats:
+        """Those of one tensor rank."""
+        return self.layer_weights / self.tp
+
+    @property
+    def tokens(self) -> Floats:
+        """Of a micro batch, on one rank."""
+        return self.micro * self.seq / self.cp
+
+    @property
+    def split(self) -> Floats:
+        """Ranks over which sequence parallelism divides what lies between blocks."""
+        return np.where(self.sp > 0, self.tp, 1.0)
+
+    @property
+    def shards(self) -> Floats:
+        """Ranks that divide the optimizer's state."""
+        return np.where(self.zero >= 1, self.shard, 1.0)
+
+    @property
+    def is_alone(self) -> NDArray[np.bool_]:
+        """Nobody else sees other tokens: whole weights stay, and nothing is sent. Under zero3 FSDP
+        frees weights between uses even then (engine/parallel/order.py)."""
+        return (self.dp * self.cp == 1) & (self.zero < 3)
+
+    @property
     def share(self) -> Floats:
         """Sequences of the busiest rank: shares that do not come out even differ by one."""
         return np.ceil(self.batch / self.dp)
@@ -157,12 +178,11 @@ DEFAULTS: dict[str, float] = {
 
 
 def columns(n: int, **facts: ArrayLike) -> Columns:
-    """Columns of n runs; scalars are repeated, missing facts take DEFAULTS.
-
-    `shard` defaults to dp x cp, `domain` to `node`, `peak_low` to `peak`, `clock` to 1,
-    `kv_heads` to `heads`, `width` to `hidden`.
-    """
-    full = {name: _repeat(value, n) for name, value in {**DEFAULTS, **facts}.items()}
+    """Columns of n runs; scalars are repeated, missing facts take DEFAULTS or what is set below."""
+    full = {
+        name: np.ascontiguousarray(np.broadcast_to(np.asarray(value, dtype=np.float64), (n,)))
+        for name, value in {**DEFAULTS, **facts}.items()
+    }
     full.setdefault("kv_heads", full["heads"])
     full.setdefault("width", full["hidden"])
     full.setdefault("shard", full["dp"] * full["cp"])
@@ -170,10 +190,6 @@ def columns(n: int, **facts: ArrayLike) -> Columns:
     full.setdefault("peak_low", full["peak"])
     full.setdefault("clock", np.ones(n))
     return Columns(**full)
-
-
-def _repeat(value: ArrayLike, n: int) -> Floats:
-    return np.ascontiguousarray(np.broadcast_to(np.asarray(value, dtype=np.float64), (n,)))
 
 
 def joined(parts: list[Columns]) -> Columns:

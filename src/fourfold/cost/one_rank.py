@@ -1,9 +1,5 @@
-"""What does the planner say of one stage, and what is a step when its compute was measured?
-
-Seconds of a step, bytes of a rank. Compute is measured on one rank without peers; traffic, the
-bubble and the waiting of many hosts are the planner's, with the cluster's links. The stages beside
-the measured one are taken to be as slow as it is.
-"""
+"""One stage that is measured without peers: what the planner says of it, the step that its compute
+and the planner's traffic, bubble and waiting make, and how far it is from its kernels' floor."""
 
 from __future__ import annotations
 
@@ -13,20 +9,14 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.memory import own_engine as own_memory
-from fourfold.cost.step.estimate import (
-    embedding_comm_s,
-    embedding_s,
-    fixed_s,
-    gradient_s,
-    handover_s,
-    optimizer_s,
-    waiting_s,
-)
-from fourfold.cost.step.kernels import attention_s
+from fourfold.cost.memory.own_engine import stage_peak
+from fourfold.cost.memory.own_stage import stages
+from fourfold.cost.step import estimate as step
+from fourfold.cost.step.kernels import attention_s, ends_bytes, layer_bytes, update_bytes
 from fourfold.cost.step.layer import fsdp_s, head_s, layer_times
 from fourfold.cost.step.pipeline import fill_share
 from fourfold.cost.step.traffic import context_s, floor, host_layer_s
+from fourfold.result.one_rank import OneRankResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +56,7 @@ class JoinedStep:
 def predicted(c: Columns, coef: Coefficients, stage: MeasuredStage) -> StageCompute:
     """What the planner thinks this stage computes, without any traffic. `c` holds one run."""
     layer = layer_times(c, coef, micro=c.micro)
-    tokens = c.micro * c.seq / c.cp
+    tokens = c.tokens
     forward_tp, forward_cp = _recomputed_traffic(c, coef, layer.tp_comm)
     repeated = layer.recompute - c.full_ckpt * (forward_tp + forward_cp)
     busy = layer.gemm + layer.attention + layer.elementwise + repeated
@@ -75,9 +65,9 @@ def predicted(c: Columns, coef: Coefficients, stage: MeasuredStage) -> StageComp
     parts = {
         "layers": slots * stage.layers * layer_s,
         "head": slots * _one(head_s(c, coef, tokens=tokens)) if stage.last else 0.0,
-        "embedding": slots * _one(embedding_s(c, tokens)) if stage.first else 0.0,
-        "optimizer": _one(optimizer_s(c, params=params, weights=params)),
-        "fixed": _one(fixed_s(c, coef)),
+        "embedding": slots * _one(step.embedding_s(c, tokens)) if stage.first else 0.0,
+        "optimizer": _one(step.optimizer_s(c, params=params, weights=params)),
+        "fixed": _one(step.fixed_s(c, coef)),
     }
     return StageCompute(layer_s=layer_s, parts=parts, peak_bytes=_peak_bytes(c, stage))
 
@@ -91,31 +81,31 @@ def joined(
     layer_s: float,
     micro_s: float,
 ) -> JoinedStep:
-    """The step from measured seconds: of the whole step, of one layer and of one micro batch."""
+    """The step from measured seconds: of the whole step, of one layer and of one micro batch. Other
+    stages are taken to be as slow."""
     layer = layer_times(c, coef, micro=c.micro)
     forward_tp, forward_cp = _recomputed_traffic(c, coef, layer.tp_comm)
     tp = _one(layer.tp_comm + c.full_ckpt * forward_tp)
     cp = _one(layer.cp_comm + c.full_ckpt * forward_cp)
     busy = layer_s + tp + cp
-    fsdp = _one(fsdp_s(c, coef, params=layer.params, busy=np.array([busy]))) - busy
-    tokens = c.micro * c.seq / c.cp
-    ends = _one(embedding_comm_s(c, coef, tokens)) if stage.first else 0.0
+    fsdp = _one(fsdp_s(c, coef, params=c.rank_layer_weights, busy=np.array([busy]))) - busy
+    tokens = c.tokens
+    ends = _one(step.embedding_comm_s(c, coef, tokens)) if stage.first else 0.0
     window = np.array([stage.layers * busy])
-    reduced = _one(gradient_s(c, coef, params=_params(c, stage), window=window))
+    reduced = _one(step.gradient_s(c, coef, params=_params(c, stage), window=window))
     slots = _slots(c)
     parts = {
         "compute, measured": compute_s,
         "tp": slots * (stage.layers * tp + ends),
         "cp": slots * stage.layers * cp,
         "dp": slots * stage.layers * fsdp + reduced,
-        "pp": slots * _one(handover_s(c, coef, tokens)),
+        "pp": slots * _one(step.handover_s(c, coef, tokens)),
     }
     slot_s = micro_s + (sum(parts.values()) - compute_s) / slots
     parts["bubble"] = (_one(c.pp) - 1.0) * slot_s * _one(fill_share(c))
     work, slot_count = np.array([sum(parts.values())]), np.array([slots])
-    return JoinedStep(
-        parts=parts | {"jitter": sum(map(_one, waiting_s(c, coef, work=work, slots=slot_count)))}
-    )
+    waiting = step.waiting_s(c, coef, work=work, slots=slot_count)
+    return JoinedStep(parts=parts | {"jitter": sum(map(_one, waiting))})
 
 
 def _one(value: Any) -> float:
@@ -136,16 +126,80 @@ def _recomputed_traffic(c: Columns, coef: Coefficients, tp_comm: Any) -> tuple[A
     """Forward parts of the layer's traffic, which a recomputed layer sends again."""
     forward_tp = tp_comm * 4.0 / np.where(c.sp > 0, 9.0, 8.0)
     attention, _ = attention_s(c, coef, micro=c.micro)
-    tokens = c.micro * c.seq / c.cp
-    return forward_tp, context_s(c, coef, tokens=tokens, attention=attention, backward=False)
+    return forward_tp, context_s(c, coef, tokens=c.tokens, attention=attention, backward=False)
 
 
 def _peak_bytes(c: Columns, stage: MeasuredStage) -> float:
     """Tensors of this stage at its peak: without context, communicators and workspaces."""
     micros = c.micros
-    first, middle, last = own_memory.stages(c, micros)
+    first, middle, last = stages(c, micros)
     usual = first if stage.first else last if stage.last else middle
     between = usual.flight + 1.0 - stage.stage  # of the stages between, each has one less
     flight = usual.flight if stage.first or stage.last else np.maximum(last.flight, between)
     own = replace(usual, layers=usual.layers * 0.0 + stage.layers, flight=flight)
-    return _one(own_memory.stage_peak(c, own, micros).total)
+    return _one(stage_peak(c, own, micros).total)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`limit_s`: what can't be avoided. `engine_s`: what the step took."""
+
+    name: str
+    limit_s: float
+    engine_s: float
+
+    @property
+    def gap_s(self) -> float:
+        return self.engine_s - self.limit_s
+
+
+def parts(result: OneRankResult) -> list[Part]:
+    """Of a rank whose floor was measured. Recomputing is work that could be avoided;
+    the last part is what the watched kernels leave of the step."""
+    floor, n = result.floor, result.micro_batches
+    assert floor is not None
+    seen = _seen(result)
+    again = n * (floor.again_products_s + floor.again_attention_s)
+    products = seen.get("matrix products", 0.0) - n * floor.again_products_s
+    attention = seen.get("attention", 0.0) - n * floor.again_attention_s
+    update_s = result.phase("optimizer").seconds + result.phase("reduce").seconds
+    rows = [
+        Part("matrix products", n * floor.products_s, products),
+        Part("attention", n * floor.attention_s, attention),
+        Part("computed again", 0.0, again),
+        Part(
+            "norms, element-wise, loss",
+            n * floor.moved_bytes / floor.bytes_per_s,
+            seen.get("norms and element-wise", 0.0),
+        ),
+        Part("copies and casts", 0.0, seen.get("copies and casts", 0.0)),
+        Part("norm of gradients, update", floor.update_bytes / floor.bytes_per_s, update_s),
+    ]
+    rest = result.compute_s - sum(row.engine_s for row in rows)
+    return [*rows, Part("waiting for the host, rest", 0.0, rest)]
+
+
+def _seen(result: OneRankResult) -> dict[str, float]:
+    """Seconds of a step by kind of kernel. Small operators of a CPU take longer while they are
+    watched: then their shares are those of the micro batch that was not."""
+    n = result.micro_batches
+    seen = {part.name: n * part.seconds for part in result.parts if part.name != "fills"}
+    once_s = sum(result.phase(name).seconds for name in ("data", "reduce", "optimizer", "once"))
+    room_s = result.compute_s - once_s
+    watched_s = sum(seen.values())
+    scale = min(1.0, room_s / watched_s) if watched_s else 1.0
+    return {name: scale * seconds for name, seconds in seen.items()}
+
+
+def total(rows: list[Part]) -> Part:
+    return Part("step", sum(row.limit_s for row in rows), sum(row.engine_s for row in rows))
+
+
+def least_bytes(c: Columns) -> tuple[float, float, float, float]:
+    """What can't be avoided besides products and attention, of the one run in `c`: bytes of a
+    micro batch in a layer, in the first and the last end; of the update, an element of this rank's
+    own weights."""
+    forward, backward = layer_bytes(c, c.tokens)
+    first = ends_bytes(c, c.tokens, first=True, last=False)
+    last = ends_bytes(c, c.tokens, first=False, last=True)
+    return _one(forward + backward), _one(first), _one(last), _one(update_bytes(c, c.shards))

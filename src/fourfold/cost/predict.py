@@ -1,9 +1,14 @@
-"""What will runs take? Seconds with an interval, bytes, and the parts of both: the same numbers
-whoever asks, a search about hundreds of layouts or a command about one run."""
+"""What runs will take: seconds with an interval, bytes, and the parts of both; the same numbers
+whoever asks, a search about hundreds of layouts or a command about one run.
+
+Where a step has few enough events its pipeline is played, and the closed form's seconds change by
+the ratio of both on the same stage times: calibrations were fitted with the closed form. For that
+reason hand-overs between stages are part of a chunk's time, not a stream of their own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +17,16 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.interval import bounds
 from fourfold.cost.memory.peak import Memory, memory
-from fourfold.cost.step.estimate import Times
-from fourfold.cost.step.played import priced
+from fourfold.cost.schedule.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
+from fourfold.cost.step.estimate import LAYER_PARTS, Times, estimate
+from fourfold.cost.step.pipeline import StageTimes, chunk_layers, pipeline_s
 from fourfold.result.report import Prediction
+from fourfold.spec.words import SCHEDULES, Schedule
+
+_NOT_IN_PIPELINE = ("dp_comm", "optimizer", "fixed", "jitter")
+# A run with more events than this is left to the closed form, whoever asks and beside whatever
+# else: a step of 48 stages is 25,000 events.
+MAX_EVENTS = 12_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +50,14 @@ class Predictions:
 
     def take(self, index: NDArray[np.intp]) -> Predictions:
         """Those at these places, in that order; `played` stays what it was for all."""
-        parts, room = self.times.parts, self.room
-        return Predictions(
+        return replace(
+            self,
             columns=self.columns.take(index),
-            times=Times(self.step_s[index], {name: part[index] for name, part in parts.items()}),
+            times=self.times.take(index),
             low_s=self.low_s[index],
             high_s=self.high_s[index],
-            room=Memory(
-                room.first_bytes[index],
-                room.last_bytes[index],
-                room.worst_bytes[index],
-                {name: part[index] for name, part in room.parts.items()},
-            ),
+            room=self.room.take(index),
             closed_s=self.closed_s[index],
-            played=self.played,
         )
 
     def one(self, i: int) -> Prediction:
@@ -64,15 +70,95 @@ class Predictions:
 
 
 def predictions(c: Columns, entry: FittedStack) -> Predictions:
-    """Pipelines are played where a step has few enough events (cost/step/played.py)."""
-    answer = priced(c, entry.coefficients)
-    low_s, high_s = bounds(c, entry, answer.times.step_s)
+    closed = estimate(c, entry.coefficients)
+    parts = closed.parts
+    work = closed.step_s - parts["fixed"] - parts["jitter"]
+    pipe = closed.step_s - sum((parts[name] for name in _NOT_IN_PIPELINE), np.zeros(len(c)))
+    ratio, played = _pipeline_ratio(c, closed)
+    extra = pipe * (ratio - 1.0) * (1.0 + parts["jitter"] / work)
+    times = Times(closed.step_s + extra, parts | {"bubble": parts["bubble"] + extra})
+    low_s, high_s = bounds(c, entry, times.step_s)
     return Predictions(
         columns=c,
-        times=answer.times,
+        times=times,
         low_s=low_s,
         high_s=high_s,
         room=memory(c, entry.coefficients),
-        closed_s=answer.closed_s,
-        played=answer.played,
+        closed_s=closed.step_s,
+        played=played,
     )
+
+
+def _pipeline_ratio(c: Columns, times: Times) -> tuple[Floats, int]:
+    """(simulated over closed-form pipeline seconds, how many were played); 1 where none was."""
+    ratio = np.ones(len(c))
+    played = 0
+    for (_, _, schedule, micros), places in _groups(c).items():
+        index = np.array(places)
+        if events(c)[index[0]] > MAX_EVENTS:
+            continue
+        played += len(places)
+        parts = {name: part[index] for name, part in times.parts.items()}
+        ratio[index] = _group(c.take(index), parts, schedule=SCHEDULES[schedule], micros=micros)
+    return ratio, played
+
+
+def _groups(c: Columns) -> dict[tuple[int, int, int, int], list[int]]:
+    """Places of runs whose events come in the same order."""
+    micros = c.micros
+    groups: dict[tuple[int, int, int, int], list[int]] = {}
+    for i in np.flatnonzero(c.pp > 1):
+        key = (int(c.pp[i]), int(c.vpp[i]), int(c.schedule[i]), int(micros[i]))
+        groups.setdefault(key, []).append(int(i))
+    return groups
+
+
+def events(c: Columns) -> Floats:
+    """Events to play of each run's step: a long one plays some of its rounds, twice."""
+    micros = c.micros
+    rounds = np.where(micros <= SETTLED_ROUNDS * c.pp, 1.0, 2.0)
+    return 2.0 * c.pp * c.vpp * np.minimum(micros, rounds * (SETTLED_ROUNDS + 1.0) * c.pp)
+
+
+def playable(c: Columns, most: int) -> int:
+    """How many of the first runs take at most `most` events in all."""
+    need, spent = events(c), np.zeros(len(c))
+    for places in _groups(c).values():
+        spent[places[0]] = need[places[0]] if need[places[0]] <= MAX_EVENTS else 0.0
+    return int((np.cumsum(spent) <= most).sum())
+
+
+def chunk_times(c: Columns, parts: dict[str, Floats], micros: int) -> tuple[ChunkTimes, Floats]:
+    """Seconds of each chunk, for candidates with the same stages, virtual stages and micro batches;
+    and forward plus backward [chunks, candidates]."""
+    pp, vpp = int(c.pp[0]), int(c.vpp[0])
+    last = (c.share - (micros - 1.0) * c.micro) / c.micro
+    slots = micros - 1.0 + last
+    layers_done = slots * c.layers / c.pp
+    layer = sum((parts[name] for name in LAYER_PARTS), np.zeros(len(c))) / layers_done
+    hop = parts["pp_comm"] / slots / vpp
+    whole = chunk_layers(c, pp * vpp) * layer + hop
+    whole[-1] += parts["head"] * c.pp / slots
+    forward = whole / (3.0 + c.full_ckpt)
+    weights = parts["gemm"] / layers_done / layer / 3.0 * whole
+    chunks = ChunkTimes(
+        forward=forward,
+        backward=whole - forward,
+        weights=np.minimum(weights, (whole - forward) / 2.0),
+        last=last,
+        hop=np.zeros(len(c)),
+        reduce=np.zeros((pp, len(c))),
+    )
+    return chunks, whole
+
+
+def _group(c: Columns, parts: dict[str, Floats], *, schedule: Schedule, micros: int) -> Floats:
+    """The ratio of candidates with the same stages, virtual stages and number of micro batches."""
+    pp, vpp = int(c.pp[0]), int(c.vpp[0])
+    chunks, whole = chunk_times(c, parts, micros)
+    played = step_s(schedule, chunks, stages=pp, virtual_stages=vpp, micros=micros)
+    # In one order whatever else is asked about: `sum` adds one column in another than many.
+    ranks = np.cumsum(whole.reshape(vpp, pp, len(c)), axis=0)[-1]
+    middle = ranks[1:-1].max(axis=0) if pp > 2 else ranks[0]
+    stages = StageTimes(ranks[0], middle, ranks[-1], np.cumsum(ranks, axis=0)[-1])
+    return played / pipeline_s(c, stages, micros - 1.0 + chunks.last)

@@ -1,24 +1,17 @@
-"""Maps a RunSpec to the cost model's Columns. This is the only such mapping.
-
-    c = columns_of(specs, cluster=catalog.cluster("jean-zay"), stack="megatron-lm-2024")
-    c = varied_columns(spec, points, cluster=..., stack=...)  # many that differ in CHOSEN fields
-    seconds = estimate(c, entry.coefficients).step_s
-
-Both go through `run_facts`, so that a search over a million layouts and the prediction of one run
-see the same numbers. What a spec says overrides the defaults of its stack.
-"""
+"""The only mapping of a RunSpec, a device and a cluster to the cost model's Columns, for a search
+over a million layouts as for one run. What a spec says overrides the defaults of its stack."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import sqrt
 from typing import Any
 
 import numpy as np
 
 from fourfold.cost.columns import OPTIMIZERS, Columns, columns
 from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
-from fourfold.cost.step.hardware import device_facts, fabric_facts
-from fourfold.spec.cluster import Cluster
+from fourfold.spec.cluster import Cluster, Device
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -32,6 +25,14 @@ from fourfold.spec.words import (
     RECOMPUTE_KINDS,
     SCHEDULES,
 )
+
+IDLE_W = 100.0
+BURST = 0.85  # share of the data-sheet peak a large GEMM reaches at the boost clock
+# Joule per 16-bit FLOP. The first from an H200, which ran one GEMM at 814 TFLOP/s in a cool burst
+# and at 672 sustained at 690 W (an A100 stays under its limit with it); the second from B200 runs
+# near 1.7 PFLOP/s at 1 kW. A part with fp4 units is of the second kind.
+JOULE_PER_FLOP = 1.09e-12
+JOULE_PER_FLOP_FP4_ERA = 0.75e-12
 
 
 def model_facts(model: ModelShape) -> dict[str, float]:
@@ -57,6 +58,54 @@ def model_facts(model: ModelShape) -> dict[str, float]:
 def learned_rows(model: ModelShape) -> float:
     """Rows of the table of positions, -1 for as many as tokens; 0 where they are computed."""
     return float(model.positions.length or -1) if model.positions.kind == "learned" else 0.0
+
+
+def clock_share(device: Device) -> float:
+    """Sustained against boost clock under the device's own power limit. Power of a GEMM = idle +
+    energy per FLOP x rate; near the top it grows with the square of the clock."""
+    peaks = device.peak_flops_per_s
+    rate = peaks.bf16 or peaks.fp16 or peaks.fp32
+    if rate is None:
+        return 1.0
+    joule = JOULE_PER_FLOP if peaks.fp4 is None else JOULE_PER_FLOP_FP4_ERA
+    needed_w = IDLE_W + joule * BURST * rate
+    return min(1.0, sqrt(device.power_w / needed_w))
+
+
+def device_facts(device: Device, precision: str) -> dict[str, float]:
+    """Peaks, clock, memory. A precision the device lacks runs at its 16-bit rate."""
+    peaks = device.peak_flops_per_s
+    half = peaks.bf16 or peaks.fp16 or peaks.fp32 or peaks.fp64 or 1.0
+    asked = getattr(peaks, precision.split("-")[0], None)
+    if precision == "fp4" and asked is None:
+        asked = peaks.fp8
+    peak = half
+    if precision in ("fp32", "fp64"):
+        peak = (peaks.tf32 if precision == "fp32" else asked) or peaks.fp32 or half
+    return {
+        "peak": peak,
+        "peak_low": asked or peak,
+        "clock": clock_share(device),
+        "hbm": device.memory_bytes_per_s,
+        "sms": float(device.sms),
+        "capacity": float(device.memory_bytes),
+    }
+
+
+def fabric_facts(device: Device, cluster: Cluster | None, node: float) -> dict[str, float]:
+    """Links of a node of `node` GPUs: of the cluster when known, else the usual ones."""
+    if cluster is not None and len(cluster.links) > 1:
+        inner, outer = cluster.links[0], cluster.links[-1]
+        # A cluster file gives the rate per rank when all ranks of a host send.
+        link, net = inner.bytes_per_s, outer.bytes_per_s * cluster.host_gpus
+        domain = float(inner.ranks) if inner.ranks > cluster.host_gpus else node
+    elif cluster is not None:
+        link, domain = cluster.links[0].bytes_per_s, float(cluster.gpus)
+        net = link * node
+    else:
+        link, net = device.usual_link_bytes_per_s, device.network_bytes_per_s * node
+        domain = float(device.domain) if device.domain > 8 else node
+    return {"link": link, "domain": domain, "node": node, "net": net}
 
 
 def machine_facts(cluster: Cluster, policy: Policy) -> dict[str, float]:

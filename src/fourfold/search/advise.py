@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats, columns
-from fourfold.cost.step.hardware import device_facts
+from fourfold.cost.run import device_facts
 from fourfold.cost.step.kernels import attention_s, misalignment, tile_waves
 from fourfold.cost.step.layer import head_s, layer_times
 from fourfold.search.rules.case import divisors

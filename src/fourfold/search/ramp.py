@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Floats
+from fourfold.cost.predict import chunk_times
 from fourfold.cost.schedule.simulate import Timeline, play
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.step.played import chunk_times
 from fourfold.errors import UserError
 from fourfold.search.ranking import Ranking
 from fourfold.spec.words import SCHEDULES

@@ -15,9 +15,8 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.memory.interval import memory_bounds
 from fourfold.cost.memory.peak import USABLE, memory
-from fourfold.cost.predict import Predictions, predictions
+from fourfold.cost.predict import Predictions, playable, predictions
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.step.played import playable
 from fourfold.events import Event
 from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.query import PlanQuery

@@ -20,8 +20,8 @@ from fourfold.spec.run import RunSpec
 from fourfold.units import show_bytes
 
 if TYPE_CHECKING:
-    from fourfold.cost.floor import Part as FloorPart
     from fourfold.cost.one_rank import JoinedStep, StageCompute
+    from fourfold.cost.one_rank import Part as FloorPart
     from fourfold.verbs.one_rank import OneRank
 
 _GAP = ["kernels alone", "engine", "gap", "gap %"]
@@ -180,7 +180,7 @@ def page(ranks: Sequence[OneRank], *, details: bool, against: bool) -> list[Part
 
 
 def floor_page(rows: Sequence[FloorPart], tokens: float) -> list[Part]:
-    from fourfold.cost.floor import total
+    from fourfold.cost.one_rank import total
 
     whole = total(list(rows))
     parts = table(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fourfold.cost.fit.accuracy import Result
-    from fourfold.cost.floor import Part
+    from fourfold.cost.one_rank import Part
     from fourfold.cost.trace.steps import Program
     from fourfold.cost.trace.walk import StepRow
     from fourfold.result.files.curve import Point

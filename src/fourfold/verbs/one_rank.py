@@ -12,9 +12,8 @@ from fourfold import files
 from fourfold.cost import one_rank as model
 from fourfold.cost.fit import calibration
 from fourfold.cost.fit.interval import bounds
-from fourfold.cost.floor import Part, least_bytes, parts, total
 from fourfold.cost.memory.peak import USABLE, memory
-from fourfold.cost.one_rank import JoinedStep, MeasuredStage, StageCompute
+from fourfold.cost.one_rank import JoinedStep, MeasuredStage, Part, StageCompute
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
@@ -114,7 +113,7 @@ class OneRank:
     @property
     def floor(self) -> list[Part]:
         """By part: what can't be avoided, and what the engine took."""
-        return parts(self.found) if self.found is not None else []
+        return model.parts(self.found) if self.found is not None else []
 
     @property
     def tokens(self) -> float:
@@ -186,7 +185,7 @@ def one_rank(
     if request.micro_batches is not None:
         options.append(("micro_batches", ",".join([str(request.micro_batches)] * len(specs))))
     if request.against:
-        least = [" ".join(map(str, least_bytes(planner.columns))) for planner in planners]
+        least = [" ".join(map(str, model.least_bytes(planner.columns))) for planner in planners]
         options.append(("least", ",".join(least)))
         options.append(("hot_s", f"{_HOT_S if gpu_count() else _HOT_CPU_S:g}"))
     job = Job(job="one-rank", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
@@ -272,7 +271,7 @@ def _derived(planner: StagePlanner, found: OneRankResult) -> dict[str, Any]:
 
 
 def floor_plain(rows: Sequence[Part], tokens: float) -> dict[str, Any]:
-    whole = total(list(rows))
+    whole = model.total(list(rows))
     names = ("name", "limit_s", "engine_s", "gap_s")
     return {
         "parts": [{name: getattr(row, name) for name in names} for row in rows],

@@ -1,5 +1,5 @@
-"""How sure is a prediction of memory, and does the run fit? An 80% interval from what rows left
-open of the coefficients, and a verdict: yes, tight (the limit lies in the interval) or no."""
+"""How sure a prediction of memory is: an 80% interval from what rows left open of the coefficients,
+and a verdict: yes, tight (the limit lies in the interval) or no."""
 
 from __future__ import annotations
 
@@ -29,18 +29,13 @@ LEAN_ROOM = 1.0
 
 def moves(entry: FittedStack, part: str) -> list[tuple[Coefficient, float]]:
     """(coefficient, an end of its 80% range): what rows taught narrows the prior's spread."""
-    found = []
-    for coefficient in COEFFICIENTS:
-        spread = (
-            coefficient.spread * (1.0 - entry.informed.get(coefficient.name, 0.0)) * TWO_SIDED_80
-        )
-        if coefficient.part == part and spread > 1e-3:
-            value = entry.coefficients[coefficient.name]
-            ends = (value * exp(-spread), value * exp(spread))
-            found += [
-                (coefficient, min(max(end, coefficient.low), coefficient.high)) for end in ends
-            ]
-    return found
+    ends = []
+    for one in COEFFICIENTS:
+        spread = one.spread * (1.0 - entry.informed.get(one.name, 0.0)) * TWO_SIDED_80
+        if one.part == part and spread > 1e-3:
+            moved = (entry.coefficients[one.name] * exp(way * spread) for way in (-1.0, 1.0))
+            ends += [(one, min(max(end, one.low), one.high)) for end in moved]
+    return ends
 
 
 def moved_coefficients(
@@ -70,8 +65,8 @@ def lean_coefficients(entry: FittedStack) -> dict[str, float]:
     """Coefficients of a lean engine, as far as rows leave them open."""
 
     def moved(name: str, value: float) -> float:
-        mine = entry.coefficients[name]
-        return mine * (value / mine) ** (1.0 - entry.informed.get(name, 0.0))
+        own = entry.coefficients[name]
+        return own * (value / own) ** (1.0 - entry.informed.get(name, 0.0))
 
     lean = {name: min(entry.coefficients[name], moved(name, value)) for name, value in LEAN.items()}
     room = max(entry.coefficients["room"], moved("room", LEAN_ROOM))

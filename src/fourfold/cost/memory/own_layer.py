@@ -1,9 +1,5 @@
-"""What does one layer of our own engine keep, and what does its backward hold beside? In bytes.
-
-The life of a layer's tensors is replayed with sizes instead of values, the way `fourfold dryrun`
-sees it with fake tensors. M tokens of a micro batch, S of them between blocks (sequence parallelism
-divides them by tp), D hidden. Broadcasts.
-"""
+"""What one layer of our own engine keeps, and what its backward holds beside, in bytes. M tokens of
+a micro batch, S of them between blocks (sequence parallelism divides them by tp), D hidden."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ class Sizes:
 
 
 def sizes(c: Columns) -> Sizes:
-    tokens = c.micro * c.seq / c.cp
+    tokens = c.tokens
     each = tokens * c.act_bytes
     divided = (c.sp > 0) & (c.tp > 1)
     kv = np.maximum(c.kv_width / c.tp, c.width / c.heads)
@@ -57,17 +53,16 @@ def sizes(c: Columns) -> Sizes:
 class Layer:
     """Bytes a layer keeps for its backward, its input among them; most that its backward holds
     beside that, when it was kept and when it is computed `again`; what waits for gradients of
-    weights in a split backward; its weights."""
+    weights in a split backward."""
 
     kept: Floats
     backward: Floats
     again: Floats
     late: Floats
-    params: Floats
 
 
 def layer(c: Columns) -> Layer:
-    s, params = sizes(c), c.layer_weights / c.tp
+    s = sizes(c)
     many, wide = _mlp_widths(c) * s.ffn, (1.0 + c.gated) * s.ffn
     kept = 2.0 * s.between + np.where(_cheap(c), 0.0, 2.0 * s.whole) + _attended(c, s) + many
     kept = kept * np.where(c.attn_ckpt > 0, c.selective_share, 1.0)
@@ -85,7 +80,7 @@ def layer(c: Columns) -> Layer:
     gone = many + s.whole + s.between
     turned = np.where(c.rope > 0, 14.0 / c.act_bytes * s.q, s.q)
     core = mlp + np.maximum(2.0 * s.q + 2.0 * s.kv, turned + s.q + 2.0 * s.kv) - gone
-    end = params * c.act_bytes - kept + 2.0 * s.whole
+    end = c.rank_layer_weights * c.act_bytes - kept + 2.0 * s.whole
     inside = np.maximum.reduce(
         np.broadcast_arrays(
             last, product, entry, core, end, *_fp8_casts(c, whole + s.ffn, wide - many)
@@ -97,7 +92,6 @@ def layer(c: Columns) -> Layer:
         backward=np.maximum(inside, np.where(gathers, twice, 0.0)) + s.between,
         again=np.maximum(inside, np.where(gathers, twice - many, 0.0)) + s.between,
         late=4.0 * s.whole + 2.0 * s.q + 2.0 * s.kv + (2.0 + c.gated) * s.ffn,
-        params=params,
     )
 
 
@@ -133,7 +127,7 @@ def _attended(c: Columns, s: Sizes) -> Floats:
 def _fp8_casts(c: Columns, at_last: Floats, at_first: Floats) -> list[Floats]:
     """Uncompiled, a product in fp8 casts its operands by way of two copies in fp32, the larger one
     counts: of the MLP's last matrix and of its first, beside what is there then."""
-    tokens = c.micro * c.seq / c.cp
+    tokens = c.tokens
     last = np.maximum(tokens * c.hidden, c.ffn / c.tp * np.maximum(tokens, c.hidden))
     first = (1.0 + c.gated) * c.ffn / c.tp * np.maximum(tokens, c.hidden)
     weights = c.hidden * c.ffn / c.tp * c.act_bytes

@@ -1,24 +1,22 @@
-"""Peak bytes of each stage by kind, and whether they fit.
-
-Activations after Korthikanti et al. (arXiv 2205.05198); ZeRO state after Rajbhandari et al.
-(arXiv 1910.02054). A stage i of p holds min(m, p - i) micro batches under 1F1B. Coefficients carry
-what an engine keeps beyond that; our own needs none (own_engine.py). Broadcasts.
-"""
+"""Peak bytes of each stage by kind: activations after Korthikanti et al. (arXiv 2205.05198), ZeRO
+state after Rajbhandari et al. (arXiv 1910.02054). Coefficients carry what engines keep beyond."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.memory import own_engine as own_memory
+from fourfold.cost.memory.own_engine import stage_peak
+from fourfold.cost.memory.own_stage import stages, unseen_bytes
 from fourfold.cost.step.pipeline import in_flight, stage_layers
 from fourfold.spec.words import PRICED_ATTENTION
 
 GIB = 2.0**30
-_FUSED = PRICED_ATTENTION.index("fused-softmax")
-_UNFUSED = PRICED_ATTENTION.index("unfused")
+_FUSED, _UNFUSED = PRICED_ATTENTION.index("fused-softmax"), PRICED_ATTENTION.index("unfused")
 # The driver and the CUDA context leave about 98.8% of the nominal size (79.1 of 80 GiB).
 USABLE = 0.988
 
@@ -32,14 +30,25 @@ class Memory:
     worst_bytes: Floats
     parts: dict[str, Floats]
 
+    def take(self, index: NDArray[np.intp]) -> Memory:
+        return self.combined(lambda column: column[index])
+
+    def combined(self, combine: Callable[..., Floats], *others: Memory) -> Memory:
+        """`combine` of every column of this and of others."""
+        rooms = (self, *others)
+        parts = {name: combine(*(room.parts[name] for room in rooms)) for name in self.parts}
+        first, last, worst = (
+            combine(*(getattr(room, name) for room in rooms))
+            for name in ("first_bytes", "last_bytes", "worst_bytes")
+        )
+        return Memory(first, last, worst, parts)
+
 
 def kept_bytes(c: Columns, coef: Coefficients) -> Floats:
     """Activation bytes one layer keeps for the backward of one micro batch."""
-    tokens = c.micro * c.seq / c.cp
-    split = np.where(c.sp > 0, c.tp, 1.0)
     # Inputs of norms in the activations' format, their outputs as products keep their inputs.
     norms = np.where(c.fused_norm > 0, 2.0, 4.0) * c.act_bytes + 2.0 * c.saved_bytes
-    on_hidden = norms * c.hidden * coef["kept_hidden"] / split
+    on_hidden = norms * c.hidden * coef["kept_hidden"] / c.split
     whole = 2.0 * c.saved_bytes * c.hidden * coef["gathered"]
     gathered = np.where((c.sp > 0) & (c.tp > 1), whole, 0.0)
     # Attention keeps its output; a product in fewer bits keeps that once more in them.
@@ -47,7 +56,7 @@ def kept_bytes(c: Columns, coef: Coefficients) -> Floats:
     products = c.qkv_width + c.width + (1.0 + c.gated) * c.ffn
     on_shards = (c.act_bytes * products + c.saved_bytes * c.ffn + copied) / c.tp
     scores = np.where(c.attn_ckpt > 0, 0.0, _score_bytes(c))
-    return tokens * (on_hidden + gathered + on_shards + scores) * coef["act"]
+    return c.tokens * (on_hidden + gathered + on_shards + scores) * coef["act"]
 
 
 def _score_bytes(c: Columns) -> Floats:
@@ -73,8 +82,7 @@ def limit_bytes(c: Columns, coef: Coefficients) -> Floats:
 
 def saved_input_bytes(c: Columns) -> Floats:
     """The input of a layer that is recomputed whole; sequence parallelism divides it over tp."""
-    tokens = c.micro * c.seq / c.cp
-    return c.act_bytes * tokens * c.hidden / np.where(c.sp > 0, c.tp, 1.0)
+    return c.act_bytes * c.tokens * c.hidden / c.split
 
 
 def memory(c: Columns, coef: Coefficients) -> Memory:
@@ -84,22 +92,15 @@ def memory(c: Columns, coef: Coefficients) -> Memory:
     fitted = _fitted(c, coef)
     if not np.any(c.own > 0):
         return fitted
-    own, mine = _own(c, coef), c.own > 0
-    parts = {name: np.where(mine, own.parts[name], fitted.parts[name]) for name in fitted.parts}
-    return Memory(
-        np.where(mine, own.first_bytes, fitted.first_bytes),
-        np.where(mine, own.last_bytes, fitted.last_bytes),
-        np.where(mine, own.worst_bytes, fitted.worst_bytes),
-        parts,
-    )
+    return fitted.combined(lambda theirs, ours: np.where(c.own > 0, ours, theirs), _own(c, coef))
 
 
 def _own(c: Columns, coef: Coefficients) -> Memory:
     """Of our own engine, and of torch's FSDP2 in others: tensors, and what no tensor shows."""
     micros = c.micros
-    peaks = [own_memory.stage_peak(c, stage, micros) for stage in own_memory.stages(c, micros)]
+    peaks = [stage_peak(c, stage, micros) for stage in stages(c, micros)]
     # Nothing of a GPU's is there on a CPU, whose calibrations have no base.
-    base = np.where(np.asarray(coef["base_gib"]) > 0, own_memory.unseen_bytes(c), 0.0)
+    base = np.where(np.asarray(coef["base_gib"]) > 0, unseen_bytes(c), 0.0)
     totals = [peak.total * c.reserved + base for peak in peaks]
     worst = np.maximum.reduce(np.broadcast_arrays(*totals))
     fullest = [total >= worst for total in totals]
@@ -118,14 +119,13 @@ def _own(c: Columns, coef: Coefficients) -> Memory:
 
 
 def _fitted(c: Columns, coef: Coefficients) -> Memory:
-    per_layer = c.layer_weights / c.tp
+    per_layer = c.rank_layer_weights
     embed = c.vocab * c.hidden / c.tp
     split = stage_layers(c)
-    tokens = c.micro * c.seq / c.cp
-    micros = c.micros
+    tokens = c.tokens
     kept = kept_bytes(c, coef)
     layer_kept = c.full_ckpt * saved_input_bytes(c) + (1.0 - c.full_ckpt) * kept
-    flight = in_flight(c, micros)
+    flight = in_flight(c, c.micros)
     # A gathered loss holds the gathered copy beside the shards it came from.
     whole = np.where(c.tp > 1, 1.15, 1.0)
     share = np.where(c.split_loss > 0, 1.0 / c.tp, whole)

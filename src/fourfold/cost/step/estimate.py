@@ -1,13 +1,7 @@
-"""Seconds of a step, part by part: combines the formulas of this package.
+"""Seconds of a step, part by part: the closed form of every run.
 
-    time = estimate(columns, coefficients)      # Times: arrays as long as the columns
-    time.step_s                          # seconds per optimizer step
-    time.parts["tp_comm"]                # exposed seconds of one part; the parts sum to step_s
-
-`columns` is `fourfold.cost.columns.Columns`, `coefficients` maps every name of
-`fourfold.cost.fit.coefficients` to a number, or to an array that broadcasts against the
-columns (a (k, 1) array asks k questions at once; the fit does).
-For memory see `fourfold.cost.memory.peak`.
+Coefficients map every name of cost/fit/coefficients.py to a number, or to an array that broadcasts
+against the columns (a (k, 1) array asks k questions at once; the fit does).
 """
 
 from __future__ import annotations
@@ -15,38 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.step.kernels import update_bytes
 from fourfold.cost.step.layer import LayerTimes, head_s, layer_times
-from fourfold.cost.step.own_engine import update_bytes
-from fourfold.cost.step.pipeline import pipeline_s, stage_layers
+from fourfold.cost.step.pipeline import StageTimes, pipeline_s, stage_layers
 from fourfold.cost.step.traffic import crosses, group_rate, half_collective_s, p2p_rate
 
-PARTS = (
-    "gemm",
-    "attention",
-    "elementwise",
-    "recompute",
-    "tp_comm",
-    "cp_comm",
-    "fsdp_comm",
-    "host",
-    "head",
-    "pp_comm",
-    "bubble",
-    "dp_comm",
-    "optimizer",
-    "fixed",
-    "jitter",
-)
-
-
+LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "fsdp_comm",
+               "host")  # fmt: skip
+PARTS = (*LAYER_PARTS, "head", "pp_comm", "bubble", "dp_comm", "optimizer", "fixed", "jitter")
 BUCKET_BYTES = 100e6  # gradient reducers use 25 to 400 MB; this explains nanotron best
-
-
 _OWN_FIXED = 0.1  # of what other engines do once per step: logging, clipping, waiting for a number
-
-
 NEAR_HOP = 0.2  # a hop over NVLink against one over the network
 
 
@@ -57,54 +32,43 @@ class Times:
     step_s: Floats
     parts: dict[str, Floats]
 
+    def take(self, index: NDArray[np.intp]) -> Times:
+        return Times(self.step_s[index], {name: part[index] for name, part in self.parts.items()})
+
 
 def estimate(c: Columns, coef: Coefficients) -> Times:
     """Closed-form step time of every run."""
     whole = np.floor(c.share / c.micro)
     rest = c.share - whole * c.micro
     layer = layer_times(c, coef, micro=c.micro)
-    main = _one_micro(c, coef, layer, c.micro)
+    stages, ends, handover = _one_micro(c, coef, layer, c.micro)
     slots = whole
     if np.any(rest > 1e-9):
         # A smaller last micro batch (48 = 11+11+11+11+4) is priced by its own shapes.
         small = np.maximum(rest, 1e-6)
-        other = _one_micro(c, coef, layer_times(c, coef, micro=small), small)
-        slots = whole + np.where(rest > 1e-9, other["slowest"] / main["slowest"], 0.0)
-    pipe = pipeline_s(
-        c,
-        first=main["first"],
-        middle=main["middle"],
-        last=main["last"],
-        total=main["total"],
-        slots=slots,
-    )
-    return _assemble(c, coef, layer, main, pipe=pipe, slots=slots)
+        other, *_ = _one_micro(c, coef, layer_times(c, coef, micro=small), small)
+        slots = whole + np.where(rest > 1e-9, other.slowest(c) / stages.slowest(c), 0.0)
+    parts = {name: slots * (c.layers / c.pp) * getattr(layer, name) for name in LAYER_PARTS}
+    parts |= {"head": slots * ends / c.pp, "pp_comm": slots * handover}
+    return _whole_step(c, coef, layer, pipe=pipeline_s(c, stages, slots), slots=slots, parts=parts)
 
 
 def _one_micro(
     c: Columns, coef: Coefficients, layer: LayerTimes, micro: Floats
-) -> dict[str, Floats]:
-    """Seconds of one micro batch in the first, a middle, the last stage and in all of them."""
+) -> tuple[StageTimes, Floats, Floats]:
+    """Seconds of one micro batch: in the stages, of them in both ends, and of handing it over."""
     tokens = micro * c.seq / c.cp
     head = head_s(c, coef, tokens=tokens)
     embed = embedding_s(c, tokens) + embedding_comm_s(c, coef, tokens)
     split = stage_layers(c)
     p2p = handover_s(c, coef, tokens)
-    first = split.first * layer.total + embed + p2p
-    middle = split.middle * layer.total + p2p
-    last = split.last * layer.total + head + p2p
-    total = c.layers * layer.total + head + embed + c.pp * p2p
-    inner = np.where(c.pp > 2, middle, 0.0)
-    slowest = np.where(c.pp > 1, np.maximum(np.maximum(first, last), inner), total)
-    return {
-        "first": first,
-        "middle": middle,
-        "last": last,
-        "total": total,
-        "slowest": slowest,
-        "head": head + embed,
-        "p2p": p2p,
-    }
+    stages = StageTimes(
+        first=split.first * layer.total + embed + p2p,
+        middle=split.middle * layer.total + p2p,
+        last=split.last * layer.total + head + p2p,
+        total=c.layers * layer.total + head + embed + c.pp * p2p,
+    )
+    return stages, head + embed, p2p
 
 
 def embedding_s(c: Columns, tokens: Floats) -> Floats:
@@ -120,18 +84,15 @@ def embedding_comm_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
 
 def handover_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
     """Of one micro batch between stages, both ways."""
-    moved = 2.0 * tokens * c.hidden / np.where(c.sp > 0, c.tp, 1.0)
+    moved = 2.0 * tokens * c.hidden / c.split
     both = 2.0 * moved / p2p_rate(c, coef, c.gpus / c.pp) + coef["micro_s"]
     return np.where(c.pp > 1, c.vpp * both, 0.0)
 
 
 def optimizer_s(c: Columns, *, params: Floats, weights: Floats) -> Floats:
     """Update of `params` parameters, or of all `weights` where our own kernels are counted."""
-    shards = np.where(c.zero >= 1, c.shard, 1.0)
-    moved = np.where(
-        c.own_kernels > 0, update_bytes(c, weights), c.update_traffic * params / shards
-    )
-    return moved / c.hbm
+    usual = c.update_traffic * params / c.shards
+    return np.where(c.own_kernels > 0, update_bytes(c, weights), usual) / c.hbm
 
 
 def fixed_s(c: Columns, coef: Coefficients) -> Floats:
@@ -176,43 +137,26 @@ def gradient_s(c: Columns, coef: Coefficients, *, params: Floats, window: Floats
     return np.where((size > 1) & (c.zero < 3), paid, 0.0)
 
 
-def _assemble(
+def _whole_step(
     c: Columns,
     coef: Coefficients,
     layer: LayerTimes,
-    main: dict[str, Floats],
     *,
     pipe: Floats,
     slots: Floats,
+    parts: dict[str, Floats],
 ) -> Times:
-    """Add what happens once per step, and name where the seconds went."""
+    """Adds what happens once per step to the pipeline's seconds and their parts."""
     per_stage = c.layers / c.pp
     # first stage: its layers and the embedding; tied or not, the head's weights are as large
-    params = per_stage * layer.params + c.vocab * c.hidden / c.tp
-    window = per_stage * layer.total
-    dp = gradient_s(c, coef, params=params, window=window)
+    params = per_stage * c.rank_layer_weights + c.vocab * c.hidden / c.tp
+    dp = gradient_s(c, coef, params=params, window=per_stage * layer.total)
     weights = params + np.where((c.tied < 1) & (c.pp == 1), c.vocab * c.hidden / c.tp, 0.0)
     optimizer = optimizer_s(c, params=params, weights=weights)
     waits, jitter = waiting_s(c, coef, work=pipe + dp + optimizer, slots=slots)
     fixed = fixed_s(c, coef)
     step = pipe + dp + optimizer + waits + jitter + fixed
-    spent = slots * per_stage
-    parts = {
-        "gemm": spent * layer.gemm,
-        "attention": spent * layer.attention,
-        "elementwise": spent * layer.elementwise,
-        "recompute": spent * layer.recompute,
-        "tp_comm": spent * layer.tp_comm,
-        "cp_comm": spent * layer.cp_comm,
-        "fsdp_comm": spent * layer.fsdp_comm,
-        "host": spent * layer.host,
-        "head": slots * main["head"] / c.pp,
-        "pp_comm": slots * main["p2p"],
-        "dp_comm": dp + np.zeros_like(step),
-        "optimizer": optimizer + np.zeros_like(step),
-        "fixed": fixed + np.zeros_like(step),
-        "jitter": jitter + waits,
-    }
-    known = sum(parts.values())
-    parts["bubble"] = step - known
+    once = {"dp_comm": dp, "optimizer": optimizer, "fixed": fixed, "jitter": jitter + waits}
+    parts |= {name: seconds + np.zeros_like(step) for name, seconds in once.items()}
+    parts["bubble"] = step - sum(parts.values())
     return Times(step_s=step, parts={name: parts[name] for name in PARTS})

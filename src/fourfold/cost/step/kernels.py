@@ -1,22 +1,18 @@
-"""How long do a layer's kernels take? Matrix products, the attention core, what only moves memory.
-
-Seconds of one micro batch. Tile and wave quantisation, alignment of shards to 128 bytes: NVIDIA,
-"Matrix Multiplication Background User's Guide", and the BigScience head-count tables. Flash: Dao,
-FlashAttention-2 (arXiv 2307.08691): 4 and 10 FLOP per score and head element, halved by the causal
-mask; fused and unfused softmax (Megatron) compute the full square and move every score through
-memory. Passes over memory: Korthikanti et al. (arXiv 2205.05198), table 2. Broadcasts.
-"""
+"""Seconds of a layer's kernels and one micro batch: matrix products, the attention core, passes
+over memory (Korthikanti et al., arXiv 2205.05198, table 2); bytes of our own compiled kernels."""
 
 from __future__ import annotations
+
+from functools import reduce
 
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.step.own_engine import EXACT, cast_bytes, layer_bytes
 from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION
 
 # (rows, columns, relative speed) of the tiles libraries choose from; speeds as measured by NVIDIA
-# for large products, the smaller ones re-read their inputs more often.
+# ("Matrix Multiplication Background User's Guide") for large products, the smaller ones re-read
+# their inputs more often.
 TILES = (
     (256.0, 128.0, 1.0),
     (128.0, 256.0, 1.0),
@@ -24,6 +20,19 @@ TILES = (
     (64.0, 128.0, 0.78),
     (64.0, 64.0, 0.6),
 )
+_FUSED, _UNFUSED, _FLASH1, _FLASH3 = (
+    PRICED_ATTENTION.index(kind) for kind in ("fused-softmax", "unfused", "flash1", "flash3")
+)
+_RING, _ALLGATHER = CP_KINDS.index("ring"), CP_KINDS.index("allgather")
+_FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
+# Plain framework calls read and write what a fused kernel keeps in registers (SwiGLU: 3 kernels of
+# 2 to 3 passes against one of 3).
+EAGER = 1.5
+# `elem` is about 1.8 for engines whose passes are guessed; counted ones take about 1.2 of their
+# bytes at the memory's rate by its data sheet.
+EXACT = 0.67
+# Of a logit: 30 for its row's maximum and sum, 58 for its gradient (parallel/lean_loss.py).
+_EAGER_LEAN_BYTES = 88.0
 
 
 def misalignment(size: Floats) -> Floats:
@@ -38,15 +47,12 @@ def tile_waves(m: Floats, n: Floats, *, sms: Floats, wave: Floats | float) -> Fl
     A wave of tiles takes as long as one tile; `wave` in 0..1 says how much of the last, partly
     filled wave is paid (schedulers and split-K hide some of it).
     """
-    best: Floats | None = None
+    costs = []
     for rows, cols, speed in TILES:
-        tiles = np.ceil(m / rows) * np.ceil(n / cols)
-        filled = tiles / sms
+        filled = np.ceil(m / rows) * np.ceil(n / cols) / sms
         waves = np.maximum(0.5, (1.0 - wave) * filled + wave * np.ceil(filled))
-        cost = waves * sms * (2.0 * rows * cols / speed)
-        best = cost if best is None else np.minimum(best, cost)
-    assert best is not None
-    return best
+        costs.append(waves * sms * (2.0 * rows * cols / speed))
+    return reduce(np.minimum, costs)
 
 
 def gemm_s(
@@ -64,14 +70,6 @@ def gemm_s(
     shape = (k / (k + 128.0)) * np.maximum(0.25, 1.0 - coef["align"] * skew)
     busy = tile_waves(m, n, sms=sms, wave=coef["wave"]) * k / (rate * shape)
     return np.maximum(busy, 2.0 * (m * k + n * k + m * n) / hbm)
-
-
-_FUSED = PRICED_ATTENTION.index("fused-softmax")
-_UNFUSED = PRICED_ATTENTION.index("unfused")
-_FLASH1 = PRICED_ATTENTION.index("flash1")
-_RING = CP_KINDS.index("ring")
-_ALLGATHER = CP_KINDS.index("allgather")
-_FLASH3 = PRICED_ATTENTION.index("flash3")
 
 
 def attention_s(c: Columns, coef: Coefficients, *, micro: Floats) -> tuple[Floats, Floats]:
@@ -95,7 +93,8 @@ def attention_s(c: Columns, coef: Coefficients, *, micro: Floats) -> tuple[Float
 
 
 def _flash(c: Columns, coef: Coefficients, *, pairs: Floats, head: Floats) -> tuple[Floats, Floats]:
-    """Head sizes are padded to 32; small heads and short rows keep the tensor cores less busy."""
+    """FlashAttention-2 (Dao, arXiv 2307.08691): 4 and 10 FLOP per score and head element, halved by
+    the causal mask. Head sizes are padded to 32; small heads and short rows are slower."""
     padded = 32.0 * np.ceil(head / 32.0)
     small = np.where(padded < 128.0, 1.25 * padded / (padded + 32.0), 1.0) ** coef["small_head"]
     rows = np.where(c.cp_kind == _RING, c.seq / c.cp, c.seq)
@@ -124,18 +123,12 @@ def _square(
     return product + 6.0 * scores, 2.0 * product + 9.0 * scores
 
 
-# Plain framework calls read and write what a fused kernel keeps in registers (SwiGLU: 3 kernels of
-# 2 to 3 passes against one of 3).
-EAGER = 1.5
-
-
 def elementwise_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> tuple[Floats, Floats]:
     """(forward, backward): norms, residual adds and dropout on hidden; rope or bias and the
     activation on what the tensor-parallel GEMMs make. Without sequence parallelism every TP rank
     repeats the first kind."""
     norms = np.where(c.fused_norm > 0, 1.0, coef["norm"])
-    split = np.where(c.sp > 0, c.tp, 1.0)
-    on_hidden = (4.0 * norms + 6.0 + 2.0 * (1.0 - c.gated)) * c.hidden / split
+    on_hidden = (4.0 * norms + 6.0 + 2.0 * (1.0 - c.gated)) * c.hidden / c.split
     on_shards = (2.0 * c.qkv_width + (2.0 + c.gated) * c.ffn) / c.tp
     passes = coef["elem"] * np.where(c.eager > 0, EAGER, 1.0)
     forward = 2.0 * tokens * (on_hidden + on_shards) * passes / c.hbm
@@ -154,7 +147,69 @@ def elementwise_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> tuple[Fl
 def cast_s(c: Columns, *, tokens: Floats) -> Floats:
     """Forward seconds of turning GEMM inputs into fp8 or fp4: read 2 bytes, write value and
     transpose; scales per block need a second look at the data."""
-    low = (c.precision == DTYPES.index("fp8")) | (c.precision == DTYPES.index("fp4"))
-    split = np.where(c.sp > 0, c.tp, 1.0)
-    values = tokens * (2.0 * c.hidden / split + (c.width + c.ffn) / c.tp)
+    low = (c.precision == _FP8) | (c.precision == _FP4)
+    values = tokens * (2.0 * c.hidden / c.split + (c.width + c.ffn) / c.tp)
     return np.where(low, values * (4.0 + 2.0 * c.block_scale) / c.hbm, 0.0)
+
+
+def layer_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward) that one layer of our own compiled engine must move for a micro batch
+    besides its products: every kernel reads its inputs and writes its outputs once. Casts to fp8
+    are left out."""
+    # A norm reads the residual and what is added to it, and writes both sums; backwards it reads
+    # the gradients of both and its input.
+    hidden = 8.0 * c.hidden / c.split
+    turned = np.where(c.rope > 0, 2.0 * (c.width + c.kv_width), 0.0) / c.tp
+    wide = (1.0 + c.gated) * c.ffn / c.tp
+    narrow = c.ffn / c.tp
+    # The gradient of a bias is a sum over what its product's output hands back.
+    biases = c.bias * (c.qkv_width / c.tp + 2.0 * c.hidden / c.split + wide)
+    each = tokens * c.act_bytes
+    backward = hidden + turned + 2.0 * wide + narrow + biases
+    return each * (hidden + turned + wide + narrow), each * backward
+
+
+def cast_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward) of turning operands into fp8: each is read for its largest value, read
+    again and written; inputs and weights once more in the backward pass, transposed."""
+    ins = 2.0 * c.hidden + (c.width + c.ffn) / c.tp
+    outs = c.qkv_width / c.tp + 2.0 * c.hidden + (1.0 + c.gated) * c.ffn / c.tp
+    weights = c.rank_layer_weights
+    low = np.where(c.precision == _FP8, 1.0, 0.0)
+    forward = low * 5.0 * (tokens * ins + weights)
+    return forward, low * (tokens * (3.0 * ins + 6.0 * outs) + 3.0 * weights)
+
+
+def loss_bytes(c: Columns, tokens: Floats) -> Floats:
+    """Logits are read for their sums, and read and written as their own gradient."""
+    return 3.0 * tokens * np.ceil(c.vocab / c.tp) * c.act_bytes
+
+
+def lean_bytes(c: Columns, tokens: Floats) -> Floats:
+    """The same by our lean loss; uncompiled it goes through logits in a dozen operators, most of
+    them in fp32 on both sides."""
+    eager = tokens * np.ceil(c.vocab / c.tp) * _EAGER_LEAN_BYTES
+    return np.where(c.own_kernels > 0, loss_bytes(c, tokens), eager)
+
+
+def update_bytes(c: Columns, params: Floats) -> Floats:
+    """Weights and moments read and written, gradients read for their norm and for the update, the
+    copies that layers compute with written."""
+    sums = np.where(c.is_alone & (c.micros < 2), c.act_bytes, c.acc_bytes)
+    copies = np.where(c.is_alone & (c.param_bytes != c.act_bytes), c.act_bytes, 0.0)
+    each = 2.0 * (c.param_bytes + c.moment_bytes) + 2.0 * sums + copies
+    return params * each / c.shards
+
+
+def adding_bytes(c: Columns, params: Floats) -> Floats:
+    """Gradients added up, mean over micro batches; without FSDP the first one's are the sum."""
+    micros = c.micros
+    share = np.where(c.is_alone, (micros - 1.0) / np.maximum(micros, 1.0), 1.0)
+    return params * (c.act_bytes + 2.0 * c.acc_bytes) * share
+
+
+def ends_bytes(c: Columns, tokens: Floats, *, first: bool, last: bool) -> Floats:
+    """Of the ends of a model, both ways: rows of the embedding read, written and added to; the last
+    norm and the loss."""
+    each = tokens * c.act_bytes * c.hidden
+    return first * 5.0 * each + last * (5.0 * each + loss_bytes(c, tokens))

@@ -1,7 +1,4 @@
-"""How long does one transformer layer take on one rank, forward and backward, part by part?
-
-Seconds per micro batch. GEMMs of [K -> N]: one product forward, two backward. Broadcasts.
-"""
+"""Seconds of one transformer layer on one rank and one micro batch, both ways, part by part."""
 
 from __future__ import annotations
 
@@ -10,8 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.step.kernels import attention_s, elementwise_s, gemm_s
-from fourfold.cost.step.own_engine import EXACT, adding_bytes, lean_bytes
+from fourfold.cost.step.kernels import (
+    EXACT,
+    adding_bytes,
+    attention_s,
+    elementwise_s,
+    gemm_s,
+    lean_bytes,
+)
 from fourfold.cost.step.traffic import (
     context_s,
     floor,
@@ -39,7 +42,6 @@ class LayerTimes:
     fsdp_comm: Floats
     host: Floats
     total: Floats
-    params: Floats  # parameters of one layer on one tp rank
 
 
 def linear_s(
@@ -58,9 +60,8 @@ def linear_s(
 
 def layer_gemm_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> tuple[Floats, Floats]:
     """(forward, backward) of the four linear layers: qkv, attention out, mlp in, mlp out."""
-    qkv = c.qkv_width / c.tp
     shapes = (
-        (qkv, c.hidden),
+        (c.qkv_width / c.tp, c.hidden),
         (c.hidden, c.width / c.tp),
         ((1.0 + c.gated) * c.ffn / c.tp, c.hidden),
         (c.hidden, c.ffn / c.tp),
@@ -97,7 +98,7 @@ def layer_times(c: Columns, coef: Coefficients, *, micro: Floats) -> LayerTimes:
     last, _ = linear_s(c, coef, tokens=tokens, wide=c.hidden, deep=c.ffn / c.tp)
     again = forward - np.where(c.own_kernels > 0, last, 0.0)
     recompute = c.full_ckpt * again + c.attn_ckpt * (1.0 - c.full_ckpt) * attn_f
-    params = c.layer_weights / c.tp
+    params = c.rank_layer_weights
     added = np.where(c.own_kernels > 0, adding_bytes(c, params), 10.0 * params)
     accumulate = added / c.hbm
     busy = forward + gemm_b + attn_b + elem_b + tp_b + cp_b + recompute + accumulate
@@ -113,7 +114,6 @@ def layer_times(c: Columns, coef: Coefficients, *, micro: Floats) -> LayerTimes:
         fsdp_comm=gathered - busy,
         host=total - gathered,
         total=total,
-        params=params,
     )
 
 

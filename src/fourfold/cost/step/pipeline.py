@@ -1,14 +1,10 @@
-"""How long does a pipeline of unequal stages take? Seconds of a step from seconds per stage.
-
-1F1B and GPipe: m slots of the slowest stage and one pass through the others (Narayanan et al.,
-arXiv 2104.04473). Interleaved: the fill shrinks by the virtual stages. Zero-bubble H1: a third of
-the fill remains (Qi et al., arXiv 2401.10241). Broadcasts.
-"""
+"""Seconds of a pipeline of unequal stages, layers of each stage, micro batches in flight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +12,7 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.stages import end_layers, passing_unit
 from fourfold.spec.words import SCHEDULES
 
-_ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
-_GPIPE = SCHEDULES.index("gpipe")
+_ZERO_BUBBLE, _GPIPE = SCHEDULES.index("zero-bubble"), SCHEDULES.index("gpipe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +101,27 @@ def in_flight(c: Columns, micros: Floats) -> InFlight:
 
 
 def fill_share(c: Columns) -> Floats:
-    """What a schedule leaves of the pipeline's filling."""
+    """What a schedule leaves of the pipeline's filling: interleaved, it shrinks by the virtual
+    stages; of zero-bubble H1 a third remains (Qi et al., arXiv 2401.10241)."""
     return np.where(c.schedule == _ZERO_BUBBLE, 1.0 / 3.0, 1.0 / np.maximum(1.0, c.vpp))
 
 
-def pipeline_s(
-    c: Columns, *, first: Floats, middle: Floats, last: Floats, total: Floats, slots: Floats
-) -> Floats:
-    """Seconds of `slots` micro batches (may be fractional: a smaller last one counts its share).
+class StageTimes(NamedTuple):
+    """Seconds of one micro batch in the first, the fullest middle and the last stage; in all."""
 
-    first, middle, last: seconds of one micro batch there; total: sum over all stages.
-    """
-    inner = np.where(c.pp > 2, middle, 0.0)
-    slowest = np.maximum(np.maximum(first, last), inner)
-    fill = np.maximum(0.0, total - slowest)
-    single = slots * total
-    return np.where(c.pp > 1, slots * slowest + fill * fill_share(c), single)
+    first: Floats
+    middle: Floats
+    last: Floats
+    total: Floats
+
+    def slowest(self, c: Columns) -> Floats:
+        inner = np.where(c.pp > 2, self.middle, 0.0)
+        return np.where(c.pp > 1, np.maximum(np.maximum(self.first, self.last), inner), self.total)
+
+
+def pipeline_s(c: Columns, stages: StageTimes, slots: Floats) -> Floats:
+    """Seconds of `slots` micro batches, of which a smaller last one is a share: as many times the
+    slowest stage, and one pass through the others (Narayanan et al., arXiv 2104.04473)."""
+    slowest = stages.slowest(c)
+    fill = np.maximum(0.0, stages.total - slowest)
+    return np.where(c.pp > 1, slots * slowest + fill * fill_share(c), slots * stages.total)

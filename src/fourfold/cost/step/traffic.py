@@ -1,9 +1,7 @@
-"""How fast do the ranks of a group talk, how fast does a host launch a layer? Bytes/s and seconds.
+"""Rates of groups of ranks, seconds of their exchanges, and a host's time to launch a layer.
 
 Ring and tree collectives as in NCCL: a rank sends (n-1)/n of the buffer per half (reduce-scatter or
-all-gather). A level has a rate and a latency; groups that share a node share its network. Ranks are
-placed tp innermost, then cp, dp, pp. Context parallelism: ring (Liu et al., arXiv 2310.01889),
-all-gather (Llama 3, arXiv 2407.21783), Ulysses (Jacobs et al., arXiv 2309.14509). Broadcasts.
+all-gather). Groups that share a node share its network; tp is innermost, then cp, dp, pp.
 """
 
 from __future__ import annotations
@@ -93,10 +91,7 @@ def hop_s(c: Columns, coef: Coefficients, size: Floats, stride: Floats) -> Float
     return np.where(crosses(c, size, stride), coef["net_latency_s"], coef["latency_s"])
 
 
-_ALLGATHER = CP_KINDS.index("allgather")
-_ULYSSES = CP_KINDS.index("ulysses")
-
-
+_ALLGATHER, _ULYSSES = CP_KINDS.index("allgather"), CP_KINDS.index("ulysses")
 # Of a ring's hops this much is always paid, and that share of attention hides the rest.
 RING_EXPOSED, RING_HIDES = 0.3, 0.7
 

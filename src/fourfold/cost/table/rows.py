@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats, columns
-from fourfold.cost.run import stack_facts
+from fourfold.cost.run import device_facts, fabric_facts, stack_facts
 from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults
-from fourfold.cost.step.hardware import device_facts, fabric_facts
 from fourfold.cost.table.reference import NoteWords, RowTable, each, note_words, numbers
 from fourfold.errors import UserError
 from fourfold.spec import catalog

@@ -16,7 +16,7 @@ import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats, columns
 from fourfold.cost.fit import coefficients
-from fourfold.cost.step.hardware import device_facts, fabric_facts
+from fourfold.cost.run import device_facts, fabric_facts
 from fourfold.cost.step.kernels import attention_s
 from fourfold.cost.step.traffic import RING_EXPOSED, RING_HIDES, group_rate, hop_s, p2p_rate
 from fourfold.cost.trace.steps import CP_KINDS, Ask, kv_copies

@@ -1,0 +1,137 @@
+"""A rank of our own engine by its pipeline stage: layers, micro batches in flight, weights, and
+the bytes that no tensor shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.count.stages import EMBEDDING_COST, split_layers
+from fourfold.cost.step.pipeline import in_flight
+from fourfold.result.one_rank import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    FIRST_COMMUNICATOR_BYTES,
+    WORKSPACE_BYTES,
+)
+from fourfold.spec.words import SCHEDULES
+
+_ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
+
+
+def unseen_bytes(c: Columns) -> Floats:
+    """Context, workspace and communicators of a GPU; the dry run names the same."""
+    groups = (c.tp, c.cp, c.pp, c.dp * c.cp, c.shard, c.dp * c.cp / c.shard, c.gpus)
+    count = sum((np.where(size > 1, 1.0, 0.0) for size in groups), np.zeros(len(c)))
+    count = count + np.where((c.pp > 1) & (c.tied > 0), 1.0, 0.0)
+    wires = FIRST_COMMUNICATOR_BYTES + (count - 1.0) * COMMUNICATOR_BYTES
+    return CONTEXT_BYTES + WORKSPACE_BYTES + np.where(count > 0, wires, 0.0)
+
+
+def _shares(c: Columns) -> NDArray[np.float64]:
+    """Of the first, of the fullest other and of the last rank, as the engine cuts layers: how many,
+    how many of them are computed again, and whether its top one is. [3, 3, runs]"""
+    head = np.round(c.vocab * c.hidden / (c.layer_weights + c.width * c.seq), 6)
+    every = np.where(c.full_ckpt > 0, np.round(1.0 / np.maximum(c.full_ckpt, 1e-9)), 0.0)
+    asked = np.stack([c.layers, c.pp, c.vpp, head, every])
+    different, back = np.unique(asked, axis=1, return_inverse=True)
+    counts = np.array([_on_ranks(*column) for column in different.T.tolist()]).reshape(-1, 3, 3)
+    return counts[back.reshape(-1)].transpose(1, 2, 0)
+
+
+def _on_ranks(
+    layers: float, pp: float, vpp: float, head: float, every: float
+) -> list[tuple[int, int, int]]:
+    """With virtual stages a rank's layers are not neighbours: each N-th may be all or none."""
+    stages, loops = int(pp), int(vpp)
+    cut = split_layers(int(layers), stages * loops, EMBEDDING_COST, head)
+    shares = []
+    for rank in range(stages):
+        own = [i for loop in range(loops) for i in cut[loop * stages + rank]]
+        again = [i for i in own if every and i % int(every) == 0]
+        shares.append((len(own), len(again), int(bool(own) and own[-1] in again)))
+    # Layers that are not computed again hold many times what the others keep.
+    middle = max(shares[1:-1], key=lambda one: (one[0] - one[1], one[0]), default=(0, 0, 0))
+    return [shares[0], middle, shares[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A rank of one pipeline stage: its layers, its ends, micro batches in flight."""
+
+    layers: Floats
+    first: Floats  # 1: holds the embedding
+    last: Floats  # 1: holds the head
+    flight: Floats
+    late: Floats  # of those in flight, how many wait for their weight gradients only
+    again: Floats  # of its layers, how many are computed again
+    top_again: Floats  # 1: the one whose backward comes first is
+
+
+def stages(c: Columns, micros: Floats) -> list[Stage]:
+    """The ranks that can be the fullest: the first, the fullest between, the last."""
+    flight = in_flight(c, micros)
+    one, none, alone = np.ones_like(c.pp), np.zeros_like(c.pp), (c.pp == 1).astype(float)
+    # Under zero-bubble the second has as many as the first, one of which waits for its weights.
+    waiting = np.where(c.schedule == _ZERO_BUBBLE, 1.0, 0.0)
+    inner = np.where(c.pp > 2, np.maximum(flight.last, flight.second), 0.0)
+    places = (
+        (one, alone, flight.first, none),
+        (none, none, inner, waiting),
+        (alone, one, flight.last, flight.late),
+    )
+    return [
+        Stage(layers, *place, again, top_again)
+        for (layers, again, top_again), place in zip(_shares(c), places, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What does not depend on the moment: weights of a layer, of both ends, of all; formats."""
+
+    layer: Floats
+    root: Floats
+    head: Floats
+    all: Floats
+    shards: Floats
+    state: Floats
+    unsharded: Floats  # weights as they compute, whole: all of them, or those at hand
+    ahead: Floats  # ... and gathered for the coming layers
+    back: Floats  # bytes of a reduced gradient, each of its formats
+    divided: Floats  # ... and of what it is divided from, where nothing is divided over ranks
+    copies: Floats  # bytes of it that copies of a shard keep until the step ends
+    reduced: Floats  # bytes of it that they keep from one micro batch to the next
+
+
+def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
+    one, n = c.rank_layer_weights, stage.layers
+    embed = np.ceil(c.vocab / c.tp) * c.hidden
+    head = stage.last * embed
+    own_head = np.where((c.tied > 0) & (stage.first > 0), 0.0, head)
+    rows = np.where(c.positions < 0, c.seq, c.positions)
+    root = stage.first * (embed + rows * c.hidden) + own_head
+    z, a, g, p = c.shards, c.act_bytes, c.acc_bytes, c.param_bytes
+    whole = n * one + root
+    # Without a depth of ours, FSDP2 gathers the next layer of the backward pass by itself.
+    depth = np.minimum(np.maximum(c.prefetch, 1.0), np.maximum(np.ceil(n / c.vpp) - 1.0, 0.0))
+    ahead = np.where(z > 1, depth * one * a, 0.0)
+    third, copied = c.zero >= 3, c.dp * c.cp > z
+    return Weights(
+        layer=one,
+        root=root,
+        head=head,
+        all=whole,
+        shards=z,
+        state=whole / z * (p + c.moment_bytes),
+        unsharded=np.where(third, (root + c.vpp * one) * a, whole * a),
+        ahead=np.where(third, ahead, 0.0),
+        back=(g + np.where(p != g, p, 0.0)) / z,
+        divided=np.where(z > 1, 0.0, 2.0 * g),
+        copies=np.where(copied & (p != g), g / z, 0.0),
+        # In the weights' format the first of them is the gradient itself.
+        reduced=np.where(copied & ((p != g) | (micros > 2)), g / z, 0.0),
+    )
