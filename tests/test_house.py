@@ -64,10 +64,8 @@ HONEST = {
 # To be mended; may only shrink. (set, file) that spells it out.
 COPIES: set[tuple[str, str]] = set()
 CIRCLES: set[tuple[str, ...]] = set()
-LONG_FILES: set[str] = {
-    "search/answer.py",
-}
-LONG_FUNCTIONS: set[str] = {}
+LONG_FILES: set[str] = set()
+LONG_FUNCTIONS: set[str] = set()
 SAME_NAMES: set[tuple[str, str]] = set()
 NO_COMMANDS: set[str] = set()
 COMMAND_IMPORTS: set[str] = set()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fourfold import PlanRequest, plan
 from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.export.setup import Setup
@@ -250,6 +251,20 @@ def test_six_models_of_every_engine_are_drawn() -> None:
 def test_an_unknown_engine_is_named() -> None:
     with pytest.raises(UserError, match="one of megatron, torchtitan, "):
         export.write("jax", setup())
+
+
+@pytest.mark.parametrize("stack", ["megatron", "torchtitan"])
+def test_a_schedule_may_be_asked_of_a_release(stack: str) -> None:
+    """What has no pipeline on one rank has one in the layouts that are ranked."""
+    policy = {"schedule": "interleaved"}
+    sizes = {"gpus": 16, "seq_len": 2048, "global_batch": 64}
+    request = PlanRequest(
+        model="llama-3.1-8b", gpu="h100-80gb", stack=stack, layout="pp2", policy=policy, **sizes
+    )
+    best = plan(request).best
+    assert best is not None
+    assert best.policy.schedule == "interleaved"
+    assert best.policy.virtual_stages > 1
 
 
 def test_our_own_run_file_is_a_run_file() -> None:

@@ -1,4 +1,4 @@
-"""What can each training stack run, and what does it do when nobody says? Facts of public engines.
+"""What each training stack can run, and what it does when nobody says: facts of public engines.
 
 A stack's name may carry a year or a flavour ("megatron-lm-2024"): the longest known prefix counts.
 Sources: the engines' documentation and defaults in 2026, and the notes of the published tables.
@@ -74,10 +74,8 @@ ENGINES: dict[str, EngineRules] = {
             recompute=("none", "selective", "full"),
             schedules=("1f1b", "interleaved"),
             precisions=("fp32", "bf16-mixed", "fp16", "fp8", "fp4"),
-            pipeline_zeros=(
-                0,
-                1,
-            ),  # its FSDP replaces the distributed optimizer and has no pipeline
+            # Its FSDP replaces the distributed optimizer and has no pipeline.
+            pipeline_zeros=(0, 1),
             batch_rule="whole",
             whole_rounds=True,
             stage_rule="even",

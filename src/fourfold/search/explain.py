@@ -1,29 +1,33 @@
-"""What about this one layout? Why it is illegal and what is legal near it, or what it takes, where
-it stands and what makes the best one faster."""
+"""All about one layout: why it is illegal and what is legal near it, or what it takes, where it
+stands and what makes the best one faster; and its pipeline as a timeline."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import log2
 from typing import Any
 
 import numpy as np
 
 from fourfold.cost.memory.peak import USABLE, memory
-from fourfold.search.answer import CalibrationFacts, PlanRow, answer, plain
+from fourfold.cost.predict import chunk_times
+from fourfold.cost.schedule.simulate import Timeline, play
+from fourfold.errors import UserError
+from fourfold.search.answer import answer
 from fourfold.search.candidates import candidates
 from fourfold.search.legal import Refusal, why_not
+from fourfold.search.plan_answer import CalibrationFacts, PlanRow, plain
 from fourfold.search.query import PlanQuery
-from fourfold.search.ramp import training
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.model import remarks
-from fourfold.spec.policy import Policy
 from fourfold.spec.run import chosen_policy
-from fourfold.spec.words import SHARDINGS
+from fourfold.spec.words import SCHEDULES, SHARDINGS
 
 NEAREST = 4
 VARIANTS = 8
+# More cannot be read, and a page of them is tens of megabytes.
+MOST_ACTIONS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +66,9 @@ class Explanation:
     tie_width_pct: float | None = None
 
     def plain(self) -> dict[str, Any]:
-        found = plain(self)
-        keys = ("smallest",) if self.row is not None else _ONLY_FITTING
-        keys = keys if self.legal else (*_ONLY_FITTING, "smallest")
-        return {name: value for name, value in found.items() if name not in keys}
+        hidden = ("smallest",) if self.row is not None else _ONLY_FITTING
+        hidden = hidden if self.legal else (*_ONLY_FITTING, "smallest")
+        return {name: value for name, value in plain(self).items() if name not in hidden}
 
     def rows(self) -> list[dict[str, Any]]:
         """The ways to run it, or the rules that it breaks."""
@@ -93,24 +96,23 @@ def explain_ranking(
     query: PlanQuery, layout: Layout, ranking: Ranking | None, *, tokens: float | None
 ) -> Explanation:
     legal = ranking is not None and ranking.grid.legal > 0
-    said: dict[str, Any] = {
+    known: dict[str, Any] = {
         "layout": layout,
         "legal": legal,
         "fits": ranking is not None and len(ranking) > 0,
-        "refusals": () if legal else tuple(_plain(_refusals(query, layout))),
+        "refusals": () if legal else tuple(asdict(one) for one in _refusals(query, layout)),
         "memory_bytes": query.cluster.device.memory_bytes,
         "remarks": remarks(query.model, query.batch.seq_len),
     }
     if ranking is None or not legal:
-        return Explanation(**said, nearest=tuple(nearest(query, layout)))
-    if not said["fits"]:
-        near = tuple(_fitting(query, layout))
-        return Explanation(**said, nearest=near, smallest=_smallest(ranking))
+        return Explanation(**known, nearest=nearest(query, layout))
+    if not known["fits"]:
+        return Explanation(**known, nearest=_fitting(query, layout), smallest=_smallest(ranking))
     everything = _rivals(query, layout, ranking)
-    own = answer(ranking, training(ranking, tokens=tokens, top=VARIANTS), top=VARIANTS)
-    best = answer(everything, training(everything, tokens=tokens, top=1), top=1)
+    own = answer(ranking, tokens=tokens, top=VARIANTS)
+    best = answer(everything, tokens=tokens, top=1)
     return Explanation(
-        **said,
+        **known,
         nearest=(),
         row=own.ranked[0],
         variants=own.ranked,
@@ -136,11 +138,6 @@ def _rivals(query: PlanQuery, layout: Layout, ranking: Ranking) -> Ranking:
     return rank_layouts(open_query)
 
 
-def _plain(refusals: tuple[Refusal, ...]) -> list[dict[str, Any]]:
-    names = ("reason", "field", "value", "rule", "hint")
-    return [{name: getattr(one, name) for name in names} for one in refusals]
-
-
 def _refusals(query: PlanQuery, layout: Layout) -> tuple[Refusal, ...]:
     """Broken rules under the friendliest policy: what the user left open takes a legal value."""
     rules = query.target.rules
@@ -153,19 +150,11 @@ def _refusals(query: PlanQuery, layout: Layout) -> tuple[Refusal, ...]:
         changes["cp_kind"] = rules.cp_kinds[0]
     if "virtual_stages" in query.fixed and policy.virtual_stages > 1 and policy.schedule == "1f1b":
         changes["schedule"] = "interleaved"
-    policy = replace(policy, **changes)
-    batch = replace(query.batch, micro_batch=_micro(query))
-    return why_not(query.model, layout, batch, _aligned(policy, layout), query.target)
-
-
-def _micro(query: PlanQuery) -> int:
-    asked = query.fixed.get("micro_batch")
-    return asked if isinstance(asked, int) else 1
-
-
-def _aligned(policy: Policy, layout: Layout) -> Policy:
-    """Without a pipeline there is no schedule to choose."""
-    return policy if layout.pp > 1 else replace(policy, schedule="1f1b", virtual_stages=1)
+    if layout.pp == 1:  # there is no schedule to choose
+        changes |= {"schedule": "1f1b", "virtual_stages": 1}
+    micro_batch = query.fixed.get("micro_batch")
+    batch = replace(query.batch, micro_batch=micro_batch if isinstance(micro_batch, int) else 1)
+    return why_not(query.model, layout, batch, replace(policy, **changes), query.target)
 
 
 def _distance(layout: Layout, other: Layout) -> float:
@@ -173,24 +162,24 @@ def _distance(layout: Layout, other: Layout) -> float:
     return sum(abs(log2(layout.size(axis) / other.size(axis))) for axis in AXES)
 
 
-def nearest(query: PlanQuery, layout: Layout) -> list[str]:
+def nearest(query: PlanQuery, layout: Layout) -> tuple[str, ...]:
     """Legal layouts of the same ranks that need the fewest doublings from this one."""
     open_query = replace(query, fixed={k: v for k, v in query.fixed.items() if k == "micro_batch"})
     legal = candidates(open_query).layouts
-    found = {
+    layouts = {
         Layout(pp=int(pp), shard=int(replicate * shard), cp=int(cp), tp=int(tp))
         for pp, replicate, shard, cp, tp in zip(*(legal[name] for name in SIZES), strict=True)
     }
-    order = sorted(found, key=lambda one: (_distance(one, layout), one.cp, str(one)))
-    return [str(one) for one in order[:NEAREST]]
+    order = sorted(layouts, key=lambda one: (_distance(one, layout), one.cp, str(one)))
+    return tuple(str(one) for one in order[:NEAREST])
 
 
-def _fitting(query: PlanQuery, layout: Layout) -> list[str]:
+def _fitting(query: PlanQuery, layout: Layout) -> tuple[str, ...]:
     """The fastest layouts that fit, nearest first."""
     ranking = rank_layouts(query)
-    found = dict.fromkeys(ranking.layout(i) for i in range(len(ranking)))
-    order = sorted(found, key=lambda one: _distance(one, layout))
-    return [str(one) for one in order[:NEAREST]]
+    layouts = dict.fromkeys(ranking.layout(i) for i in range(len(ranking)))
+    order = sorted(layouts, key=lambda one: _distance(one, layout))
+    return tuple(str(one) for one in order[:NEAREST])
 
 
 def _smallest(ranking: Ranking) -> Smallest:
@@ -206,4 +195,28 @@ def _smallest(ranking: Ranking) -> Smallest:
         peak_bytes=float(room.worst_bytes[i]),
         limit_bytes=query.cluster.device.memory_bytes * USABLE,
         memory_bytes={name: float(part[i]) for name, part in room.parts.items()},
+    )
+
+
+def timeline(ranking: Ranking, place: int = 0) -> Timeline:
+    """Of the layout at `place`. Gradient reduction and optimizer come after and are not shown."""
+    predicted = ranking.predicted.take(np.array([place]))
+    c = predicted.columns
+    stages, virtual, micros = int(c.pp[0]), int(c.vpp[0]), int(c.micros[0])
+    actions = 3 * stages * virtual * micros
+    if actions > MOST_ACTIONS:
+        raise UserError(
+            f"has {actions:,} actions, too many for a picture (at most {MOST_ACTIONS:,})",
+            field="timeline",
+            value=str(ranking.layout(place)),
+            hint="use a smaller --global-batch; the order is the same",
+        )
+    times, _ = chunk_times(c, predicted.times.parts, micros)
+    return play(
+        f"{ranking.query.model.name}, {ranking.layout(place)}",
+        SCHEDULES[int(c.schedule[0])],
+        times,
+        stages=stages,
+        virtual_stages=virtual,
+        micros=micros,
     )

@@ -1,7 +1,9 @@
-"""What is asked of the planner? A model, machines, a batch, an engine, and what is left open."""
+"""What is asked of the planner: a model, machines, a batch, an engine, and what is left open; and
+which engine and calibration a name stands for."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +12,8 @@ from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.fit.calibration import Calibration, FittedStack, own_entry
 from fourfold.cost.run import varied_columns
-from fourfold.cost.stacks import stack_defaults
+from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, year_of
+from fourfold.errors import UserError, nearest
 from fourfold.events import OnEvent, ignore
 from fourfold.search.legal import Target
 from fourfold.spec.batch import Batch
@@ -21,6 +24,8 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+
+_YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +48,8 @@ class PlanQuery:
     explore: bool = False
     safe: bool = False  # rank what surely fits, where anything does
     convention: str = DEFAULT  # by which TFLOP/s and MFU are counted
-    on_event: OnEvent = field(
-        default=ignore, compare=False, repr=False
-    )  # hears how far a search is
+    # hears how far a search is
+    on_event: OnEvent = field(default=ignore, compare=False, repr=False)
 
     @property
     def target(self) -> Target:
@@ -79,11 +83,8 @@ def usual_cluster(device: Device, gpus: int, host_gpus: int = 8) -> Cluster:
     links = [Link(name="nvlink", ranks=inner, bytes_per_s=link, latency_s=3e-6)]
     if gpus > inner:
         reach = -(-gpus // inner) * inner
-        links.append(
-            Link(
-                name="network", ranks=reach, bytes_per_s=device.network_bytes_per_s, latency_s=10e-6
-            )
-        )
+        rate = device.network_bytes_per_s
+        links.append(Link(name="network", ranks=reach, bytes_per_s=rate, latency_s=10e-6))
     return Cluster(
         name=f"{gpus} x {device.id}",
         device=device,
@@ -141,3 +142,59 @@ def evidence_for(calibration: Calibration, entry: FittedStack) -> dict[str, int]
         for name, count in known.counts.items():
             total[name] = total.get(name, 0) + count
     return total
+
+
+def short_names(calibration: Calibration) -> set[str]:
+    """Names of engines without a year; of measured ones also without what follows the year."""
+    measured = {re.split(r"-20[0-9][0-9]", entry.stack)[0] for entry in calibration.entries}
+    return {*(name for name in STACKS if not year_of(name)), *measured}
+
+
+def match_stack(stack: str, cluster: Cluster | None, calibration: Calibration) -> str:
+    """'megatron' -> the measured stack that says most about it: on this cluster, else on this
+    generation of GPU, the newest. A full name stays as it is; a name nobody knows is refused."""
+    stack = require_known(stack, calibration)
+    named = [e for e in calibration.entries if e.stack.startswith(f"{stack}-")]
+    if not named or any(e.stack == stack for e in calibration.entries):
+        return stack
+    generation = generation_of(cluster.device) if cluster else ""
+
+    def says(entry: FittedStack) -> tuple[bool, bool, int, int]:
+        local = cluster is not None and entry.cluster == cluster.name
+        alike = entry.generation == generation
+        return local, alike, 0 if local else year_of(entry.stack) or 0, entry.rows_time
+
+    return max(named, key=says).stack
+
+
+def require_known(stack: str, calibration: Calibration) -> str:
+    """The name in lower case, once it is one: it changes the rules and the seconds."""
+    name = stack.strip().lower()
+    short = short_names(calibration)
+    measured = {entry.stack.lower(): entry.stack for entry in calibration.entries}
+    if name in measured or name in short or _YEAR.sub("", name) in short:
+        return measured.get(name, name)
+    raise UserError(
+        "unknown stack",
+        field="stack",
+        value=stack,
+        hint=f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)",
+    )
+
+
+def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, Any]]:
+    """Every name: whose rules it has, what it stands for, and on what it was measured."""
+    full = {entry.stack for entry in calibration.entries}
+    rows = []
+    for name in sorted(short_names(calibration) | full):
+        stands_for = match_stack(name, cluster, calibration)
+        entries = [entry for entry in calibration.entries if entry.stack == stands_for]
+        rows.append(
+            {
+                "stack": name,
+                "stands_for": stands_for,
+                "rules": stack_rules(name).name,
+                "measured": {entry.cluster: entry.rows_time for entry in entries},
+            }
+        )
+    return rows

@@ -1,4 +1,4 @@
-"""How much is a ranking worth? Ties, what would turn it over, and which runs would settle it.
+"""How much a ranking is worth: ties, what would turn it over, and which runs would decide it.
 
 Errors of two layouts of one model on one machine are about as independent as those of any two runs:
 in the published tables the spread of their ratio is 0.8 to 1.2 times that of independent errors.
@@ -6,7 +6,6 @@ in the published tables the spread of their ratio is 0.8 to 1.2 times that of in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import exp, sqrt
 
 import numpy as np
@@ -16,6 +15,7 @@ from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import Coefficient
 from fourfold.cost.memory.interval import TWO_SIDED_80, moved_coefficients, moves
 from fourfold.cost.step.estimate import estimate
+from fourfold.search.plan_answer import Reversal
 from fourfold.search.ranking import Ranking
 
 ONE_SIDED_80 = 0.8416  # 80% of a normal distribution lies below 0.84 sd
@@ -38,45 +38,42 @@ def tied_with_first(ranking: Ranking) -> int:
     return int((ranking.step_s <= limit).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """Moving `coefficient` from `value` to `other` makes the candidate at `winner` the fastest."""
-
-    coefficient: str
-    about: str
-    value: float
-    other: float
-    winner: int
-    gain: float  # first over winner there, above 1
-
-
 def _moved_s(c: Columns, entry: FittedStack, ends: list[tuple[Coefficient, float]]) -> Floats:
     """[moves, candidates] step seconds with one coefficient moved at a time."""
     step = estimate(c, moved_coefficients(entry, ends)).step_s
     return np.broadcast_to(step, (len(ends), len(c)))
 
 
-def flips(ranking: Ranking) -> list[Flip]:
-    """Coefficients that, moved within what is not known of them, make another layout fastest."""
+def reversals(ranking: Ranking) -> tuple[Reversal, ...]:
+    """Coefficients that, moved within what is not known of them, make another layout fastest; the
+    largest gain first, one of each coefficient."""
     count = min(LOOKED_AT, len(ranking))
     if count < 2:
-        return []
+        return ()
     entry = ranking.query.entry
     ends = moves(entry, "time")
     # What simulation added to the closed form stays added.
     step = _moved_s(ranking.predicted.columns.take(slice(0, count)), entry, ends)
     step = step * (ranking.step_s[:count] / ranking.closed_s[:count])
-    found = []
+    turned: list[Reversal] = []
     for (coefficient, other), row in zip(ends, step, strict=True):
         winner = int(np.argmin(row))
         gain = float(row[0] / row[winner])
         if winner and gain > 1.0 + NOISE and ranking.layout(winner) != ranking.layout(0):
-            value = entry.coefficients[coefficient.name]
-            found.append(Flip(coefficient.name, coefficient.about, value, other, winner, gain))
-    best: dict[str, Flip] = {}
-    for flip in sorted(found, key=lambda one: -one.gain):
-        best.setdefault(flip.coefficient, flip)
-    return list(best.values())
+            reversal = Reversal(
+                knob=coefficient.name,
+                about=coefficient.about,
+                value=entry.coefficients[coefficient.name],
+                other=other,
+                winner=winner + 1,
+                layout=ranking.layout(winner),
+                gain=gain,
+            )
+            turned.append(reversal)
+    best: dict[str, Reversal] = {}
+    for one in sorted(turned, key=lambda one: -one.gain):
+        best.setdefault(one.knob, one)
+    return tuple(best.values())
 
 
 def deciding(ranking: Ranking, runs: int = 3) -> list[int]:

@@ -9,8 +9,8 @@ from fourfold.errors import sentence
 from fourfold.show.table import Column, Grid, Part, table
 
 if TYPE_CHECKING:
-    from fourfold.search.answer import Alternative, PlanAnswer, PlanRow
     from fourfold.search.explain import Explanation
+    from fourfold.search.plan_answer import Alternative, PlanAnswer, PlanRow
 
 GIB = 2**30
 REMARKS, COLUMNS = 5, 100

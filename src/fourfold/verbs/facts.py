@@ -118,9 +118,7 @@ def _device(name: str) -> Device | None:
 
 def _conventions(report: RunReport, speed: float, device: Device | None) -> dict[str, Any]:
     spec = report.spec
-    ask = FlopsQuery.of(
-        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
-    )
+    ask = FlopsQuery.of_spec(spec)
     peak = None
     if device is not None:
         try:

@@ -14,13 +14,12 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
 from fourfold.search import query as queries
-from fourfold.search.answer import PlanAnswer, answer
-from fourfold.search.explain import Explanation, explain_ranking, ways_to_run
+from fourfold.search.answer import answer
+from fourfold.search.explain import Explanation, explain_ranking, timeline, ways_to_run
 from fourfold.search.export.setup import Setup
-from fourfold.search.query import PlanQuery
-from fourfold.search.ramp import timeline, training
+from fourfold.search.plan_answer import PlanAnswer
+from fourfold.search.query import PlanQuery, listed, match_stack
 from fourfold.search.shapes import best_of
-from fourfold.search.stack_names import listed, match_stack
 from fourfold.spec import catalog, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
@@ -40,8 +39,7 @@ def plan(request: PlanRequest, *, on_event: OnEvent = ignore) -> PlanAnswer:
     """The best layouts, fastest first, with intervals, memory and what the order rests on."""
     query, counts = resolved(request, on_event)
     ranking, tried = best_of(query, counts, least=request.top)
-    train = training(ranking, tokens=request.tokens, top=request.top)
-    return answer(ranking, train, top=request.top, tried=tried)
+    return answer(ranking, tokens=request.tokens, top=request.top, tried=tried)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +207,9 @@ def _release(
     engine = request.export or release_of(request.stack or "")
     if engine:
         one = replace(batch, micro_batch=1)
+        plain = replace(policy, schedule="1f1b", virtual_stages=1)  # one rank has no pipeline
         setup = Setup(
-            model=model, layout=Layout(), batch=one, policy=policy, host_gpus=1, stack=stack
+            model=model, layout=Layout(), batch=one, policy=plain, host_gpus=1, stack=stack
         )
         exports.write(engine, setup)
     return release_of(engine)

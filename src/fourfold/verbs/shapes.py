@@ -183,9 +183,7 @@ def utilisation(
     spec: RunSpec, rule: str | None, tokens_s_gpu: float | None, peak: float | None
 ) -> dict[str, Utilisation]:
     """By every convention, or by `rule`."""
-    ask = FlopsQuery.of(
-        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
-    )
+    ask = FlopsQuery.of_spec(spec)
     counted = {}
     for one in (convention(rule),) if rule else CONVENTIONS.values():
         count, speed = one.count(ask), tokens_s_gpu

@@ -225,9 +225,7 @@ def _count_by(rule: str, folder: TrainingFolder, plain: dict[str, Any]) -> None:
         return
     table = {name: part for name, part in folder.described().items() if name != "train"}
     spec = codec.load(RunSpec, table)
-    ask = FlopsQuery.of(
-        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
-    )
+    ask = FlopsQuery.of_spec(spec)
     plain["mfu_pct"] *= asked.count(ask).model / convention(DEFAULT).count(ask).model
 
 

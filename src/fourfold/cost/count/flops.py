@@ -1,9 +1,5 @@
-"""FLOPs of a token under each published convention: forward and backward, matrix products.
-
-L layers, d hidden, w attention width (heads x head size, = d in most models), s sequence,
-V vocabulary, N parameters. Every published figure follows one of these; for one run they differ by
-up to 1.7x.
-"""
+"""FLOPs of a token under each published convention, matrix products of both passes: L layers, d
+hidden, w attention width (= d in most models), s sequence, V vocabulary, N parameters."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ from fourfold.spec.policy import Policy
 
 if TYPE_CHECKING:
     from fourfold.cost.columns import Columns
+    from fourfold.spec.run import RunSpec
 
 Number = Any  # a number, or a NumPy array of them
 
@@ -56,6 +53,11 @@ class FlopsQuery:
             recompute_share=policy.recompute_share,
             is_selective=policy.recompute == "selective",
         )
+
+    @classmethod
+    def of_spec(cls, spec: RunSpec) -> FlopsQuery:
+        seq_len = spec.batch.seq_len
+        return cls.of(model=spec.model, seq_len=seq_len, layout=spec.layout, policy=spec.policy)
 
     @classmethod
     def of_columns(cls, c: Columns, *, learned_positions: Number) -> FlopsQuery:
@@ -100,10 +102,7 @@ class Convention:
 
 
 def _attention(q: FlopsQuery) -> Number:
-    """Forward FLOPs of scores and their product with V over the full square: 4 L w s per token.
-
-    A layer with a sliding window counts the tokens in it instead of s.
-    """
+    """Forward FLOPs of scores and their product with V over the full square: 4 L w s per token."""
     return 4.0 * q.layers * q.width * q.reach
 
 
@@ -112,17 +111,20 @@ def _again(q: FlopsQuery, layers_forward: Number, attention_forward: Number) -> 
     return q.is_selective * attention_forward + q.recompute_share * layers_forward
 
 
+def _three_passes(forward: Number, again: Number) -> FlopsPerToken:
+    """A backward of twice the forward; what runs again is hardware's alone."""
+    return FlopsPerToken(model=3 * forward, hardware=3 * forward + again, printed=3 * forward)
+
+
 def _mpt(q: FlopsQuery) -> FlopsPerToken:
     """6 N + 12 L d s; HFU is 8 N + 16 L d s with recompute (the embedding counted again too)."""
     forward = 2.0 * q.params + _attention(q)
-    hardware = 3 * forward + _again(q, forward, _attention(q))
-    return FlopsPerToken(model=3 * forward, hardware=hardware, printed=3 * forward)
+    return _three_passes(forward, _again(q, forward, _attention(q)))
 
 
 def _six_n(q: FlopsQuery) -> FlopsPerToken:
     forward = 2.0 * q.params
-    hardware = 3 * forward + q.recompute_share * forward
-    return FlopsPerToken(model=3 * forward, hardware=hardware, printed=3 * forward)
+    return _three_passes(forward, q.recompute_share * forward)
 
 
 def _megatron(q: FlopsQuery, factor: float) -> Number:
@@ -154,16 +156,7 @@ def _matmuls(q: FlopsQuery, attention_forward: Number) -> FlopsPerToken:
     """Matrix weights, logits and attention; recompute repeats layers, never the logits."""
     layers_forward = 2.0 * q.layers * q.layer_weights + attention_forward
     forward = layers_forward + 2.0 * q.vocab * q.hidden
-    hardware = 3 * forward + _again(q, layers_forward, attention_forward)
-    return FlopsPerToken(model=3 * forward, hardware=hardware, printed=3 * forward)
-
-
-def _full_attention(q: FlopsQuery) -> FlopsPerToken:
-    return _matmuls(q, _attention(q))
-
-
-def _causal(q: FlopsQuery) -> FlopsPerToken:
-    return _matmuls(q, _attention(q) / 2)
+    return _three_passes(forward, _again(q, layers_forward, attention_forward))
 
 
 CONVENTIONS = {
@@ -193,25 +186,21 @@ CONVENTIONS = {
             "full-attention",
             "6 (matmul weights + V d) + 12 L d s",
             "Megatron 2024, torchtitan, nanotron",
-            _full_attention,
+            lambda q: _matmuls(q, _attention(q)),
         ),
         Convention(
             "causal",
             "6 (matmul weights + V d) + 6 L d s",
             "Megatron 2025 and later, maxtext",
-            _causal,
+            lambda q: _matmuls(q, _attention(q) / 2),
         ),
     )
 }
 ALIASES = {"all-params-full-attention": "mpt"}
-
-
 # What a published table may have printed, the likely ones of a topology table first.
 TRIED = (
     "megatron-recompute", "megatron-old", "megatron-norecompute", "full-attention", "causal", "mpt",
 )  # fmt: skip
-
-
 # What every command counts by unless it is told otherwise: what the hardware has to do.
 DEFAULT = "causal"
 

@@ -1,8 +1,5 @@
-"""Parameters of the whole model and of each rank of a layout: exact, from shapes alone.
-
-Every parameter tensor is listed once, by the name and global shape that the engine also uses;
-counts are sums over that list. A tied output layer is the embedding itself and is listed once.
-"""
+"""Parameters of the whole model and of each rank of a layout: every one once, by the name and
+global shape that the engine also uses. A tied output layer is the embedding itself."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Which layers go to which pipeline stage? The contiguous cut whose slowest stage is fastest.
-
-Cost unit: one layer's forward and backward. The logits cost their matrix product; looking up an
-embedding is a copy and costs a small share.
-"""
+"""Layers of each pipeline stage: the contiguous cut whose slowest stage is fastest. Cost unit: one
+layer's forward and backward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""When does each pipeline rank do what, and when is the step over? An event simulation of the
-compute, send and gradient streams of every rank, for many candidates of one schedule at once.
+"""An event simulation of the compute, send and gradient streams of every pipeline rank, for many
+candidates of one schedule at once.
 
-Seconds. Times may differ by chunk (unequal stages) and for the last micro batch (a smaller one).
+Times may differ by chunk (unequal stages) and for the last micro batch (a smaller one).
 Candidates share the order of events, so each event is one array operation over all of them.
 """
 

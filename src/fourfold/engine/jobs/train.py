@@ -223,9 +223,7 @@ def _utilisation(spec: RunSpec, device: torch.device) -> Callable[[float], float
         peak = catalog.device(known).peak(spec.policy.precision) if known else None
     except UserError:
         peak = None
-    ask = FlopsQuery.of(
-        model=spec.model, seq_len=spec.batch.seq_len, layout=spec.layout, policy=spec.policy
-    )
+    ask = FlopsQuery.of_spec(spec)
     flops = CONVENTIONS[DEFAULT].count(ask).model
     return lambda speed: None if peak is None else utilisation_pct(flops, speed, peak)
 

@@ -1,0 +1,184 @@
+"""The planner's answer as types, in base units; its JSON and its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from fourfold.spec import codec
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+
+_SHOWN = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule", "virtual_stages",
+          "recompute", "attention")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What names a candidate."""
+
+    layout: Layout
+    policy: Policy
+    micro_batch: int
+
+    def __str__(self) -> str:
+        """`pp8 dp4 cp2 tp8 ulysses v4`: the layout and the kinds that go with it."""
+        parts = [str(self.layout)]
+        if self.layout.cp > 1:
+            parts.append(self.policy.cp_kind)
+        if self.policy.virtual_stages > 1:
+            parts.append(f"v{self.policy.virtual_stages}")
+        if self.policy.schedule in ("gpipe", "zero-bubble") and self.layout.pp > 1:
+            parts.append(self.policy.schedule)
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow(Choice):
+    """One ranked layout. `exposed_s` are seconds by part that nothing hides; `tight`: the upper end
+    of its memory's interval does not fit."""
+
+    rank: int
+    step_s: float
+    step_s_low: float
+    step_s_high: float
+    closed_form_s: float
+    parts_s: dict[str, float]
+    exposed_s: dict[str, float]
+    peak_bytes: float
+    peak_bytes_low: float
+    peak_bytes_high: float
+    tight: bool
+    memory_bytes: dict[str, float]
+    tokens_s_gpu: float
+    tflops_gpu: float
+    mfu_pct: float
+    gpu_hours: float
+    gpu_hours_of: str
+    training_s: float | None
+    ramp_s: float | None
+    cost: float | None
+    evidence: dict[str, int]
+    outside: tuple[str, ...]
+
+    def flat(self) -> dict[str, Any]:
+        numbers = ("step_s", "step_s_low", "step_s_high", "peak_bytes", "peak_bytes_low",
+                   "peak_bytes_high", "tight", "tokens_s_gpu", "tflops_gpu", "mfu_pct")  # fmt: skip
+        return {
+            "micro_batch": self.micro_batch,
+            **self.layout.sizes,
+            "dp_replicate": self.layout.replicate,
+            "dp_shard": self.layout.shard,
+            **plain(self.policy),
+            **{name: getattr(self, name) for name in numbers},
+            **{f"{name}_s": seconds for name, seconds in self.exposed_s.items()},
+            **{name: getattr(self, name) for name in ("training_s", "gpu_hours", "cost")},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A layout that is not ranked: over the memory by the best estimate, or never measured."""
+
+    layout: Layout
+    sharding: str
+    recompute: str
+    virtual_stages: int
+    micro_batch: int
+    step_s: float
+    peak_bytes: float | None = None
+    without_rows: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reversal:
+    """Moving an uncertain coefficient from `value` to `other` makes the layout at place `winner`
+    the fastest; `gain`: the first over it there, above 1."""
+
+    knob: str  # the name that answers have for a coefficient
+    about: str
+    value: float
+    other: float
+    winner: int
+    layout: Layout
+    gain: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationFacts:
+    name: str
+    rows: int
+    memory_rows: int
+    error_median_pct: float | None
+    error_p90_pct: float | None
+    interval_low_pct: float
+    interval_high_pct: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer:
+    """The ranking, best first, and what makes it believable; base units."""
+
+    model: str
+    params: int
+    remarks: tuple[str, ...]
+    cluster: str
+    gpu: str
+    gpus: int
+    host_gpus: int
+    memory_bytes: float
+    seq_len: int
+    global_batch: int
+    stack: str
+    precision: str
+    calibration: CalibrationFacts
+    candidates: int
+    legal: int
+    fitting: int
+    dropped_by_where: int
+    set_aside: int
+    ranked_in_all: int
+    played: int
+    axes: dict[str, list[Any]]
+    refused: dict[str, int]
+    flop_rule: str
+    ranked: tuple[PlanRow, ...]
+    tied_with_first: int
+    tie_width_pct: float
+    flips: tuple[Reversal, ...]
+    deciding: tuple[Choice, ...]
+    unproven_best: Alternative | None
+    near_miss: Alternative | None
+    training: dict[str, Any]
+    reason: str
+    tried_gpus: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def best(self) -> PlanRow | None:
+        return self.ranked[0] if self.ranked else None
+
+    def plain(self) -> dict[str, Any]:
+        return plain(self)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat dict for each ranked layout, a key for every axis, field and number."""
+        names = ("model", "cluster", "gpu", "stack", "gpus", "seq_len", "global_batch")
+        shared = {name: getattr(self, name) for name in names}
+        return [{"rank": row.rank, **shared, **row.flat()} for row in self.ranked]
+
+
+def plain(value: Any) -> Any:
+    """Answers as plain data: layouts as texts, of a policy what the search decides."""
+    if isinstance(value, Policy):
+        encoded = codec.encode(value)
+        return {name: encoded[name] for name in _SHOWN}
+    if isinstance(value, Layout):
+        return str(value)
+    if is_dataclass(value):
+        by_name = {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+        optional = isinstance(value, Alternative)
+        return {k: v for k, v in by_name.items() if v is not None or not optional}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value
