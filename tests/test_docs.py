@@ -98,6 +98,7 @@ def test_other_commands_still_parse(words: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 def test_every_command_runs_in_the_order_of_the_pages(tmp_path: Path) -> None:
     """From a copy of what git has, in one folder, as somebody who follows the pages would."""
     here = tmp_path / "a checkout"
