@@ -18,17 +18,15 @@ if TYPE_CHECKING:
     from fourfold.spec.run import RunSpec
     from fourfold.verbs.advise import advise
     from fourfold.verbs.bench import bench
-    from fourfold.verbs.calibrate import calibrate
+    from fourfold.verbs.calibrate import calibrate, demo
     from fourfold.verbs.clusters import new_cluster
-    from fourfold.verbs.demo import demo
     from fourfold.verbs.dryrun import dryrun
     from fourfold.verbs.export import export
     from fourfold.verbs.fit import fit, score, suggest_runs
-    from fourfold.verbs.lint import lint, lint_rules
     from fourfold.verbs.one_rank import one_rank
     from fourfold.verbs.plan import explain, plan, stacks
     from fourfold.verbs.predict import predict, predict_table
-    from fourfold.verbs.report import report
+    from fourfold.verbs.report import lint, lint_rules, report
     from fourfold.verbs.requests import (
         AdviseRequest,
         ClusterRequest,
@@ -73,17 +71,15 @@ _MODULES = {
     "spec.run": "RunSpec",
     "verbs.advise": "advise",
     "verbs.bench": "bench",
-    "verbs.calibrate": "calibrate",
+    "verbs.calibrate": "calibrate demo",
     "verbs.clusters": "new_cluster",
-    "verbs.demo": "demo",
     "verbs.dryrun": "dryrun",
     "verbs.export": "export",
     "verbs.fit": "fit score suggest_runs",
-    "verbs.lint": "lint lint_rules",
     "verbs.one_rank": "one_rank",
     "verbs.plan": "explain plan stacks",
     "verbs.predict": "predict predict_table",
-    "verbs.report": "report",
+    "verbs.report": "lint lint_rules report",
     "verbs.requests": "AdviseRequest ClusterRequest FitRequest FlopsRequest PlanRequest "
     "ReportRequest RunsRequest ScoreRequest TokensRequest WeightsRequest",
     "verbs.run_requests": "BenchRequest CalibrateRequest MptSweep OneRankRequest PlanSweep "

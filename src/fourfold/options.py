@@ -20,16 +20,8 @@ from fourfold.spec.run import RunSpec
 from fourfold.spec.variables import parse_assignments
 
 T = TypeVar("T")
-FORMAT = Option(names=("--format",), choices=FORMATS, help="output format (default text)")
-FORCE = Option(
-    names=("--force",),
-    switch=True,
-    rare=True,
-    help="overwrite even if fourfold did not write the file",
-)
 # Where the fields of a run are; a flag's text is read by its field.
 _RUN = (("", RunSpec), ("layout", Layout), ("batch", Batch), ("policy", Policy))
-_RUN_GROUP = "layout, batch and policy"
 
 
 def option(name: str, text: str, metavar: str | None = None, **rest: Any) -> Option:
@@ -37,39 +29,47 @@ def option(name: str, text: str, metavar: str | None = None, **rest: Any) -> Opt
     return Option(names=(name,), help=text, metavar=metavar, **rest)
 
 
+FORMAT = option("--format", "output format (default text)", choices=FORMATS)
+FORCE = option(
+    "--force", "overwrite even if fourfold did not write the file", switch=True, rare=True
+)
+SET = option(
+    "--set",
+    "set any field of the run, such as policy.compile=true",
+    "FIELD=VALUE",
+    repeated=True,
+    rare=True,
+)
+
+
 def of(cls: type, *only: str, **changes: Any) -> tuple[Option, ...]:
     """The options that set a dataclass's fields: all that have a flag, or those named."""
     hints = codec.type_hints(cls)
-    found = {f.name: f for f in dataclasses.fields(cls) if "flag" in f.metadata}
-    return tuple(_of_field(found[name], hints[name])._replace(**changes) for name in only or found)
+    flags = {f.name: f for f in dataclasses.fields(cls) if "flag" in f.metadata}
+    return tuple(_of_field(flags[name], hints[name])._replace(**changes) for name in only or flags)
 
 
 def _of_field(field: dataclasses.Field[Any], hint: Any) -> Option:
-    said: Option = field.metadata["flag"]
-    changes: dict[str, Any] = {"dest": field.name}
-    if not said.names:
-        changes["names"] = (f"--{field.name.replace('_', '-')}",)
-    kinds = [hint]
+    one: Option = field.metadata["flag"]
+    one = one._replace(dest=field.name, names=one.names or (f"--{field.name.replace('_', '-')}",))
+    kind = hint
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-    kind = kinds[0]
-    if typing.get_origin(kind) is typing.Annotated:
-        changes["read"] = said.read or kind.__metadata__[0]
-    elif typing.get_origin(kind) is typing.Literal:
-        changes["choices"] = said.choices or typing.get_args(kind)
-    elif typing.get_origin(kind) is tuple:
-        changes["repeated"] = said.nargs is None
+        kind = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+    origin = typing.get_origin(kind)
+    if origin is typing.Annotated:
+        return one._replace(read=one.read or kind.__metadata__[0])
+    if origin is typing.Literal:
+        return one._replace(choices=one.choices or typing.get_args(kind))
+    if origin is tuple:
         item = typing.get_args(kind)[0]
-        changes["read"] = item if item is int else None
-    elif kind is bool:
-        changes["switch"] = not said.pair
-    elif kind in (int, float):
-        changes["read"] = said.read or kind
-    return said._replace(**changes)
+        return one._replace(repeated=one.nargs is None, read=item if item is int else None)
+    if kind is bool:
+        return one._replace(switch=not one.pair)
+    return one._replace(read=one.read or kind) if kind in (int, float) else one
 
 
-def grouped(found: typing.Iterable[Option], group: str) -> tuple[Option, ...]:
-    return tuple(one._replace(group=group) for one in found)
+def grouped(options: typing.Iterable[Option], group: str) -> tuple[Option, ...]:
+    return tuple(one._replace(group=group) for one in options)
 
 
 def given(args: Any, *names: str) -> dict[str, Any]:
@@ -89,21 +89,21 @@ def load(cls: type[T], args: Any, **given: Any) -> T:
 
 def _run_fields(extra: tuple[str, ...]) -> list[tuple[str, Option]]:
     """(path in a run's table, option) of every field of a run that has a flag of its own."""
-    found = []
+    fields = []
     for path, cls in _RUN:
         names = ("gpus", *extra) if cls is RunSpec else ()
         for one in of(cls, *names):
             name = one.names[0][2:].replace("-", "_")
             # The field itself reads the text: 8k, fsdp, 4Mtokens.
             plain = one._replace(dest=name, read=None, choices=(), switch=False)
-            found.append((f"{path}.{name}" if path else name, plain))
-    return found
+            fields.append((f"{path}.{name}" if path else name, plain))
+    return fields
 
 
 def layout_options(*without: str) -> tuple[Option, ...]:
     """Flags of layout, batch and policy: the same names in every command."""
-    fields = [one for _, one in _run_fields(()) if one.names[0] not in without]
-    return tuple(one._replace(group=_RUN_GROUP) for one in fields)
+    fields = (one for _, one in _run_fields(()) if one.names[0] not in without)
+    return grouped(fields, "layout, batch and policy")
 
 
 def run_options(*extra: str) -> tuple[Option, ...]:
@@ -112,13 +112,7 @@ def run_options(*extra: str) -> tuple[Option, ...]:
     return (
         option("--model", "model preset, or path of a config.json", "NAME"),
         option("--spec", "run description; flags override its fields", "FILE.toml", rare=True),
-        Option(
-            names=("--set",),
-            repeated=True,
-            rare=True,
-            metavar="FIELD=VALUE",
-            help="set any field of the run, such as policy.compile=true",
-        ),
+        SET,
         *own,
         *layout_options(),
     )
@@ -153,18 +147,18 @@ def run_table(
         # A shell eats the quotes of policy.env.X="1".
         codec.put(table, path, text.strip() if is_text and not isinstance(value, str) else value)
     put_env(table, args)
-    return _understood(table, note)
+    return _tidied(table, note)
 
 
 def assignments(args: Any) -> list[tuple[str, str]]:
     """(path, text) of each --set."""
-    found = []
+    pairs = []
     for assignment in getattr(args, "set", None) or ():
         path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise UserError("must be FIELD=VALUE", field="--set", value=assignment)
-        found.append((path.strip(), text))
-    return found
+        pairs.append((path.strip(), text))
+    return pairs
 
 
 def assigned(args: Any) -> dict[str, Any]:
@@ -175,7 +169,7 @@ def assigned(args: Any) -> dict[str, Any]:
     return table
 
 
-def _understood(table: dict[str, Any], note: typing.Callable[[str], None]) -> dict[str, Any]:
+def _tidied(table: dict[str, Any], note: typing.Callable[[str], None]) -> dict[str, Any]:
     policy = table.get("policy")
     hybrid = isinstance(policy, dict) and words.is_hybrid(policy.get("sharding"))
     tidy, notes = words.tidied(table)

@@ -23,7 +23,7 @@ from fourfold.result.profile import (
 )
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import codec
-from fourfold.verbs.demo import _plan, scene
+from fourfold.verbs.calibrate import _plan, scene
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from fourfold.events import Event
 from fourfold.output import Stderr
 from fourfold.show.runs import _judged
 from fourfold.spec.sweep import expand, read_sweep
-from fourfold.verbs.demo import DemoRun
+from fourfold.verbs.calibrate import DemoRun
 
 ROOT = Path(__file__).parents[2]
 

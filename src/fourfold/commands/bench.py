@@ -15,7 +15,7 @@ from typing import Any
 
 import fourfold
 from fourfold import files, options
-from fourfold.cost.count.flops import DEFAULT, convention
+from fourfold.cost.count.flops import convention
 from fourfold.errors import UserError
 from fourfold.escape import json_text
 from fourfold.events import OnEvent, notes
@@ -23,7 +23,6 @@ from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import bench, one_rank
 from fourfold.show.pictures import floor_picture, must_be_picture
-from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.run_requests import ONE_RANK, BenchRequest, OneRankRequest
 
 EXAMPLES = """\
@@ -39,18 +38,14 @@ _OWN = ("as_rank", "world", "layouts", "micro_batches", "against")
 OPTIONS = (
     *options.run_options(*_RUN),
     *options.of(BenchRequest),
-    *options.of(PlanRequest, "convention"),
     *options.of(OneRankRequest, *_OWN),
-    option(
-        "--details", "also show kernels, traffic and parts of the step", group=ONE_RANK, switch=True
-    ),
-    option("--out", "write the full result to a file", "FILE.json", group=ONE_RANK, rare=True),
-    option(
-        "--picture",
-        "with --against: draw both as bars by part",
-        "FILE.png",
-        group=ONE_RANK,
-        rare=True,
+    *options.grouped(
+        (
+            option("--details", "also show kernels, traffic and parts of the step", switch=True),
+            option("--out", "write the full result to a file", "FILE.json", rare=True),
+            option("--picture", "with --against: draw bars by part", "FILE.png", rare=True),
+        ),
+        ONE_RANK,
     ),
     options.FORMAT,
 )
@@ -59,25 +54,22 @@ OPTIONS = (
 def run(args: Any, show: OnEvent) -> Output:
     if _is_one_rank(args):
         return _one_rank(args, show)
-    rule = convention(args.convention or DEFAULT).id
     request = options.load(BenchRequest, args)
+    rule = convention(request.convention).id
     table = options.run_table(args, extra=_RUN, note=notes(show))
     answer = fourfold.bench(table, request, on_event=show)
-    parts = lambda: [part for one in answer.runs for part in (*bench.page(one, rule), "")]  # noqa: E731
-    return Output.of(answer, parts, status=0 if answer.ok else 1)
+    status = 0 if answer.ok else 1
+    return Output.of(answer, lambda: bench.runs_page(answer.runs, rule), status=status)
 
 
 def _is_one_rank(args: Any) -> bool:
     if args.picture and not args.against:
         raise UserError("needs --against", field="--picture", hint="add --against floor")
     if args.as_rank is None and not args.against:
-        for flag in ("world", "layouts", "micro_batches", "out"):
-            if getattr(args, flag):
-                raise UserError(
-                    "needs --as-rank",
-                    field=f"--{flag.rstrip('s') if flag == 'layouts' else flag.replace('_', '-')}",
-                    hint="add --as-rank 0, or use --gpus, --pp, --dp, --cp and --tp",
-                )
+        for field in ("world", "layouts", "micro_batches", "out"):
+            if getattr(args, field):
+                hint = "add --as-rank 0, or use --gpus, --pp, --dp, --cp and --tp"
+                raise UserError("needs --as-rank", field=field, hint=hint)
     return args.as_rank is not None or bool(args.against)
 
 
@@ -94,6 +86,6 @@ def _one_rank(args: Any, show: OnEvent) -> Output:
     if args.picture:
         steps = [(one_rank.name_of(one.spec), one.floor) for one in answer.ranks if one.found]
         files.write_bytes(args.picture, floor_picture(steps, args.picture), field="picture")
-    details, against = bool(args.details), bool(args.against)
-    parts = lambda: one_rank.page(answer.ranks, details=details, against=against)  # noqa: E731
-    return Output.of(answer, parts, status=0 if answer.ok else 1)
+    shown = {"details": bool(args.details), "against": bool(args.against)}
+    status = 0 if answer.ok else 1
+    return Output.of(answer, lambda: one_rank.page(answer.ranks, **shown), status=status)

@@ -34,7 +34,7 @@ def run(args: Any, show: OnEvent) -> Output:
     if args.rules:
         known = fourfold.lint_rules()
         return Output.of(known, lambda: [Grid(["rule", "what must hold"], [*known.rules.items()])])
-    answer = fourfold.lint(args.files, ignore=args.ignore or ())
+    answer = fourfold.lint(args.files, ignored=args.ignore or ())
     status = 1 if answer.findings else 0
     return Output.of(answer, lambda: _page(answer, several=len(args.files) > 1), status=status)
 

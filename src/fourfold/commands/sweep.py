@@ -46,7 +46,6 @@ examples:
 _PLAN = "the planner's choices (flags as in 'plan'; runs at once)"
 # Both other kinds of sweep have these, as lists.
 _LISTS = ("--gpus", "--micro-batch")
-_SET = tuple(one for one in options.run_options() if one.names == ("--set",))
 _RUN = tuple(one for one in options.run_options() if one.names[0] not in (*_LISTS, "--set"))
 _FROM_PLAN = (*_RUN, *options.of(PlanSweep, "gpu", "max_nodes", "explore"))
 OPTIONS = (
@@ -54,7 +53,7 @@ OPTIONS = (
     option("--dry-run", "print what would run, and the predicted time", switch=True),
     *options.of(SweepRequest),
     *options.of(MptSweep),
-    *_SET,
+    options.SET,
     # Not dest "run": that is the command's own function.
     option("--run", "start the runs (default: only print the plan)", switch=True, dest="start",
            group=MPT_GROUP),

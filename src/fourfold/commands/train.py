@@ -66,7 +66,7 @@ def run(args: Any, show: OnEvent) -> Output:
         name = answer.facts["folder"].rpartition("/")[2]
         drawn = loss_picture(answer.points, f"{name}: {len(answer.points):,} steps", args.plot)
         files.write_bytes(args.plot, drawn, field="plot")
-    status = _STATUS.get(answer.outcome, 1)
+    status = _STATUS.get(answer.facts["outcome"], 1)
     return Output.of(answer, lambda: training_page(answer), status=status)
 
 

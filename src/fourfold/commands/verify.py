@@ -28,13 +28,7 @@ examples:
 """
 OPTIONS = (
     *options.of(VerifyRequest),
-    options.option(
-        "--set",
-        "set a policy field, such as policy.cp_kind=ring",
-        "FIELD=VALUE",
-        repeated=True,
-        rare=True,
-    ),
+    options.SET._replace(help="set a policy field, such as policy.cp_kind=ring"),
     options.FORMAT,
 )
 

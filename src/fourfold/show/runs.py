@@ -13,7 +13,7 @@ from fourfold.spec.sweep import varied_text
 from fourfold.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from fourfold.verbs.demo import Demo, DemoRun
+    from fourfold.verbs.calibrate import Demo, DemoRun
     from fourfold.verbs.runs import Differences, StoredRuns
     from fourfold.verbs.sweep import SweepPlan, Swept
     from fourfold.verbs.train import Training

@@ -12,12 +12,12 @@ from fourfold.events import Event, OnEvent, ignore, progress, warnings
 from fourfold.launch.campaign import Campaign, launch_run
 from fourfold.launch.permit import Permit, gpu_count, require_gpus
 from fourfold.result.files.store import Store
-from fourfold.result.report import Prediction
 from fourfold.search.legal import Target, why_not
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
-from fourfold.spec.tokens import read_info, require_fit
+from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.spec.variables import parse_assignments
+from fourfold.verbs import Answer
 from fourfold.verbs.facts import run_facts
 from fourfold.verbs.machine import Predictor, predictor
 from fourfold.verbs.run_requests import BenchRequest, Start
@@ -27,7 +27,7 @@ MOST_TRIALS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Answer):
     """One entry for each repeat: everything that follows from its report."""
 
     runs: tuple[dict[str, Any], ...]
@@ -44,11 +44,8 @@ class Measured:
 
 
 def described(run: RunSpec | Mapping[str, Any], *, ranks: int | None = None) -> RunSpec:
-    """A RunSpec as it is. A run's table gets what is fast on this machine where it does not say:
-    it is compiled if its `ranks` compute on GPUs of their own.
-
-    A split backward pass (zero-bubble) can't be compiled. A run on CPU cores is too short for it.
-    """
+    """A RunSpec as it is. A run's table that does not say so is compiled if its `ranks` compute on
+    GPUs of their own; a split backward pass (zero-bubble) can't be."""
     if isinstance(run, RunSpec):
         return run
     if "model" not in run:
@@ -74,7 +71,7 @@ def bench(
     *,
     on_event: OnEvent = ignore,
 ) -> Measured:
-    """Run it and keep it. An illegal run is kept too, with its reasons."""
+    """Run and store it; an illegal run is stored too, with its reasons."""
     request = request or BenchRequest()
     known = predictor(cluster=request.cluster, profile=request.profile)
     permit = permit_of(request)
@@ -120,15 +117,21 @@ def _startable(spec: RunSpec, permit: Permit) -> RunSpec:
     spec.batch.without_ramp()
     require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
     permit.require((spec,), ranks=spec.gpus)
-    if spec.data:
-        vocab, seq_len = spec.model.vocab, spec.batch.seq_len
-        require_fit(read_info(spec.data), name=spec.data, vocab=vocab, seq_len=seq_len)
+    tokens_of(spec)
     return spec
 
 
-# --- micro batch 'auto': the largest that fits, by prediction first, then by a few short trials.
-# Every trial is a run of its own in fresh processes, so an out-of-memory ends it for all ranks
-# alike: nobody waits for a rank that has given up.
+def tokens_of(spec: RunSpec) -> TokenInfo | None:
+    """The run's token file, if it fits the model; None for synthetic tokens."""
+    if not spec.data:
+        return None
+    info = read_info(spec.data)
+    require_fit(info, name=spec.data, vocab=spec.model.vocab, seq_len=spec.batch.seq_len)
+    return info
+
+
+# Micro batch 'auto': the largest that fits, by prediction first, then by a few short trials. Every
+# trial is a run of its own in fresh processes, so an out-of-memory ends it for all ranks alike.
 
 
 def with_micro(spec: RunSpec, micro: int) -> RunSpec:
@@ -146,7 +149,7 @@ def predicted_micro_batch(spec: RunSpec, known: Predictor) -> RunSpec:
     sizes = [] if spec.batch.micro_batch else legal_sizes(spec)
     if not sizes:
         return spec
-    return with_micro(spec, sizes[first_guess(_predictions(spec, sizes, known))])
+    return with_micro(spec, sizes[_first_guess(spec, sizes, known)])
 
 
 def choose_micro_batch(
@@ -156,7 +159,7 @@ def choose_micro_batch(
     sizes = [] if spec.batch.micro_batch else legal_sizes(spec)
     if not sizes:
         return (spec if spec.batch.micro_batch else with_micro(spec, 1)), []
-    guess = first_guess(_predictions(spec, sizes, known))
+    guess = _first_guess(spec, sizes, known)
     short = replace(spec, steps=1, warmup=1, settle=False, tag=TRIAL_TAG)
 
     def fits(size: int) -> bool:
@@ -169,14 +172,10 @@ def choose_micro_batch(
     return with_micro(spec, best or sizes[0]), tried
 
 
-def _predictions(spec: RunSpec, sizes: list[int], known: Predictor) -> list[Prediction]:
-    return known.predictions([with_micro(spec, size) for size in sizes])
-
-
-def first_guess(answers: list[Prediction]) -> int:
+def _first_guess(spec: RunSpec, sizes: list[int], known: Predictor) -> int:
     """Place of the largest size whose predicted memory fits; the smallest when none does."""
-    fitting = [at for at, answer in enumerate(answers) if answer.fits]
-    return fitting[-1] if fitting else 0
+    predictions = known.predictions([with_micro(spec, size) for size in sizes])
+    return max((at for at, one in enumerate(predictions) if one.fits), default=0)
 
 
 def largest_fitting(

@@ -1,25 +1,35 @@
-"""calibrate: this machine's kernels, memory and links, measured."""
+"""calibrate, demo: this machine's kernels, memory and links, measured; and the main job on it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from fourfold import files
-from fourfold.cost.fit import calibration
+from fourfold.cost.fit.calibration import calibration_of, to_json
 from fourfold.errors import UserError
-from fourfold.events import OnEvent, ignore, progress
+from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import must_be_ok, run_job
 from fourfold.launch.permit import gpu_count
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of
-from fourfold.spec import codec
+from fourfold.result.quality import flags
+from fourfold.result.report import Prediction, RunReport
+from fourfold.search.query import PlanQuery, entry_for
+from fourfold.search.ranking import rank_layouts
+from fourfold.spec import catalog, codec
+from fourfold.spec.batch import Batch
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.layout import AXES
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import CalibrateRequest
 
 _QUICK_S, _WHOLE_S = 11.0, 130.0
-_CPU_RANKS = 4
+CPU_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ class Calibrated(Answer):
 
     def calibration_json(self) -> str:
         cluster = cluster_of(self.profile, self.ranks)
-        return calibration.to_json(calibration.calibration_of(self.profile, cluster))
+        return to_json(calibration_of(self.profile, cluster))
 
 
 def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ignore) -> Calibrated:
@@ -62,7 +72,7 @@ def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ig
     options["seconds"] = str(_QUICK_S if quick else _WHOLE_S)
     job = Job(
         job="calibrate",
-        ranks=gpus or _CPU_RANKS,
+        ranks=gpus or CPU_RANKS,
         options=tuple(sorted(options.items())),
         limits=Limits(start_s=300.0, step_s=120.0),
     )
@@ -70,3 +80,137 @@ def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ig
         must_be_ok(run_job(job, folder, progress=progress(on_event)))
         profile = codec.from_json(HardwareProfile, files.read_text(answer_file(folder, 0)))
     return Calibrated(profile, ranks or max(point.ranks for point in profile.shared))
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is trained where."""
+
+    model: str
+    batch: Batch
+    policy: Policy
+    ranks: int
+
+
+def scene(gpus: int) -> Scene:
+    if gpus:
+        batch = Batch(seq_len=2048, micro_batch=1, global_batch=8 * gpus)
+        return Scene("llama-3.2-1b-untied", batch, Policy(precision="bf16-mixed"), gpus)
+    batch = Batch(seq_len=128, micro_batch=1, global_batch=16)
+    return Scene("llama-mini", batch, Policy(precision="fp32"), CPU_RANKS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoRun:
+    """A planned layout and what became of it; None: not measured."""
+
+    layout: str
+    sharding: str
+    micro_batch: int
+    predicted_s: float
+    predicted_s_low: float
+    predicted_s_high: float
+    predicted_peak_bytes: float
+    outcome: str
+    measured_s: float | None = None
+    measured_peak_bytes: int | None = None
+    inside_interval: bool | None = None
+    flags: list[str] | None = None
+    loss: float | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Demo(Answer):
+    scene: Scene
+    cluster: Cluster
+    runs: tuple[DemoRun, ...]
+
+    def plain(self) -> dict[str, Any]:
+        return {"model": self.scene.model, "cluster": self.cluster.name, "runs": self.rows()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return codec.encode(self.runs)
+
+
+def demo(*, layouts: int = 3, steps: int = 6, on_event: OnEvent = ignore) -> Demo:
+    layouts, steps = min(max(layouts, 1), 8), min(max(steps, 1), 1000)
+    chosen = scene(gpu_count())
+    on_event(Event("1 of 3: measuring this machine (fourfold calibrate --quick) ..."))
+    profile = calibrate(CalibrateRequest(quick=True), on_event=on_event).profile
+    cluster = cluster_of(profile, chosen.ranks)
+    on_event(Event(f"2 of 3: planning {chosen.model} on {chosen.ranks} ranks (fourfold plan) ..."))
+    planned = _plan(chosen, cluster, profile, layouts, on_event)
+    on_event(Event(f"3 of 3: running {len(planned)} layouts, {steps} timed steps each ..."))
+    reports = _measure([spec for spec, _ in planned], steps, on_event)
+    runs = [_run(*one, report) for one, report in zip(planned, reports, strict=True)]
+    return Demo(chosen, cluster, tuple(runs))
+
+
+def _plan(
+    chosen: Scene, cluster: Cluster, profile: HardwareProfile, layouts: int, on_event: OnEvent
+) -> list[tuple[RunSpec, Prediction]]:
+    """The fastest plan and the best ones that divide the work in other ways."""
+    known = calibration_of(profile, cluster)
+    entry, _ = entry_for(known, "fourfold", cluster)
+    ask = PlanQuery(
+        model=catalog.model(chosen.model),
+        cluster=cluster,
+        gpus=chosen.ranks,
+        batch=chosen.batch,
+        policy=chosen.policy,
+        stack="fourfold",
+        entry=entry,
+        calibration=known.name,
+        no_rows="no run was measured here yet",
+        evidence={},
+        fixed={"virtual_stages": 1, "recompute": "none"},
+        explore=True,
+    )
+    found = rank_layouts(ask)
+    on_event(Event(f"   {found.grid.legal:,} legal plans, {found.fitting:,} fit"))
+    planned: dict[str, tuple[RunSpec, Prediction]] = {}
+    for i in range(len(found)):
+        layout = found.layout(i)
+        axes = " ".join(axis for axis in AXES if layout.size(axis) > 1)
+        if axes in planned:
+            continue
+        planned[axes] = (found.spec(i), found.predicted.one(i))
+        if len(planned) == layouts:
+            break
+    return list(planned.values())
+
+
+def _measure(specs: list[RunSpec], steps: int, on_event: OnEvent) -> list[RunReport]:
+    timed = tuple(replace(spec, steps=steps, warmup=2) for spec in specs)
+    with scratch() as folder:
+        # Probes before and after each run tell a changed machine from a wrong prediction.
+        job = Job(job="run", specs=timed, options=(("probe_s", "0.5"),))
+        report = run_job(job, folder, progress=progress(on_event))
+    return list(report.runs)
+
+
+def _run(spec: RunSpec, predicted: Prediction, report: RunReport) -> DemoRun:
+    run = DemoRun(
+        layout=str(spec.layout),
+        sharding=spec.policy.sharding,
+        micro_batch=spec.batch.micro_batch,
+        predicted_s=predicted.step_s,
+        predicted_s_low=predicted.step_s_low,
+        predicted_s_high=predicted.step_s_high,
+        predicted_peak_bytes=predicted.peak_bytes,
+        outcome=report.outcome,
+        failure=report.failure.message if report.failure else None,
+    )
+    timed = [step for step in report.steps if not step.warmup]
+    if report.outcome != "ok" or not timed:
+        return run
+    measured_s = median(step.seconds for step in timed)
+    return replace(
+        run,
+        measured_s=measured_s,
+        measured_peak_bytes=max(memory.peak_bytes for memory in report.memory),
+        inside_interval=predicted.step_s_low <= measured_s <= predicted.step_s_high,
+        flags=flags(report),
+        loss=next((s.loss for s in reversed(timed) if s.loss is not None), None),
+    )

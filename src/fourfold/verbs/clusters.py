@@ -1,8 +1,7 @@
 """new_cluster: a cluster file from answers, `nvidia-smi topo -m` output and nccl-tests logs.
 
-Rates are never guessed: a value given, else a measurement, else links x the data sheet's rate of a
-link, else a question or a refusal. A latency that nobody gave or measured is assumed, and the file
-says so.
+A rate is given, else measured, else links x the data sheet's rate of a link, else asked for; it is
+never guessed. A latency that nobody gave or measured is assumed, and the file says so.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def new_cluster(
     return OneCluster(catalog.cluster_from(plain), toml_text(plain))
 
 
-def _ask_count(ask: Ask, field: str, question: str, flag: str) -> int:
-    answer = ask(field, question, flag)
+def _ask_count(ask: Ask, field: str, question: str) -> int:
+    answer = ask(field, question, f"--{field} N")
     if not (answer.isascii() and answer.isdecimal()) or int(answer[:9]) < 1:
         raise UserError("must be a whole number from 1", field=field, value=answer)
     return int(answer[:9])
@@ -86,7 +85,9 @@ def _evidence(request: ClusterRequest, ask: Ask, on_event: OnEvent) -> _Evidence
             name = flag.replace("_", "-")
             raise UserError("must be from 1 to 2^24", field=name, value=value)
     logs = tuple(_read_log(path) for path in request.nccl_tests or ())
-    device = catalog.device(request.gpu or _gpu_of(logs) or ask("gpu", "which GPU", "--gpu ID"))
+    logged = {device_id(log.device_name, catalog.device_names()) for log in logs}
+    gpu = request.gpu or (logged.pop() if len(logged) == 1 else None)
+    device = catalog.device(gpu or ask("gpu", "which GPU", "--gpu ID"))
     topo = None
     if request.topo:
         try:
@@ -95,11 +96,11 @@ def _evidence(request: ClusterRequest, ask: Ask, on_event: OnEvent) -> _Evidence
             raise error.within(f"topo {request.topo}") from None
     host_gpus = _host_gpus(request, ask, topo, logs)
     hosts = request.hosts or max((log.hosts for log in logs), default=0)
-    hosts = hosts or _ask_count(ask, "hosts", "number of hosts", "--hosts N")
+    hosts = hosts or _ask_count(ask, "hosts", "number of hosts")
     if topo is not None and topo.switched and topo.gpus <= 4 and not request.nvlink_ranks:
         # Hosts of 4 join their GPUs directly; a switch there is a rack's (NVL72).
-        say = "note: NVLink is taken to end at the host; where its switch joins hosts (NVL72), add"
-        on_event(Event(f"{say} --nvlink-ranks 72"))
+        assumed = "note: NVLink is taken to end at the host; where its switch joins hosts (NVL72)"
+        on_event(Event(f"{assumed}, add --nvlink-ranks 72"))
     island = request.nvlink_ranks or (topo.island if topo else host_gpus if device.links else 1)
     return _Evidence(
         request=request,
@@ -121,11 +122,6 @@ def _read_log(path: str) -> NcclLog:
         raise error.within("" if error.field else f"nccl-tests {path}") from None
 
 
-def _gpu_of(logs: tuple[NcclLog, ...]) -> str | None:
-    found = {device_id(log.device_name, catalog.device_names()) for log in logs}
-    return found.pop() if len(found) == 1 else None
-
-
 def _host_gpus(
     request: ClusterRequest, ask: Ask, topo: HostTopology | None, logs: tuple[NcclLog, ...]
 ) -> int:
@@ -139,7 +135,7 @@ def _host_gpus(
         )
     most = max((log.host_ranks for log in logs), default=0)
     count = request.host_gpus or seen or most
-    count = count or _ask_count(ask, "host-gpus", "how many GPUs in one host", "--host-gpus N")
+    count = count or _ask_count(ask, "host-gpus", "how many GPUs in one host")
     if most > count:
         raise UserError(
             f"is fewer than the {most} ranks per host in an nccl-tests log",
@@ -208,9 +204,8 @@ def _rate(known: _Evidence, level: str, measured: LinkFit | None) -> tuple[str, 
         return _show_rate(topo.nvlinks * each), f"{topo.nvlinks} links of {_show_rate(each)} {how}"
     if level == "nvlink" and device.peer_bytes_per_s:
         return _show_rate(device.peer_bytes_per_s), "data sheet"
-    return known.ask(
-        level, f"{level} rate of one GPU, one way, such as 30GB/s", f"--{level} RATE"
-    ), "given"
+    question = f"{level} rate of one GPU, one way, such as 30GB/s"
+    return known.ask(level, question, f"--{level} RATE"), "given"
 
 
 def _network_rate(known: _Evidence, measured: LinkFit | None) -> tuple[str, str]:

@@ -1,5 +1,4 @@
-"""Derives plain data in base units from a run's report: speed with its interval, utilisation under
-every convention, memory, machine, prediction, and the cause of an out-of-memory error."""
+"""Plain data in base units, derived from a run's report."""
 
 from __future__ import annotations
 
@@ -8,25 +7,23 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, utilisation_pct
 from fourfold.errors import UserError
 from fourfold.result.from_run import record_of
 from fourfold.result.quality import flags, straggler, throttles
 from fourfold.result.report import RunReport
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.cluster import Device, device_id
+from fourfold.spec.cluster import device_id
 from fourfold.spec.policy import running
 from fourfold.spec.run import RunSpec
+from fourfold.verbs.shapes import utilisation
 
 # A longer list is told by counting equal neighbours: "8 x 32, 5".
 _LISTED = 8
 
 
-def run_facts(report: RunReport, *, device: Device | None = None) -> dict[str, Any]:
-    """Everything that follows from a report, in base units."""
+def run_facts(report: RunReport) -> dict[str, Any]:
     spec, summary = report.spec, record_of(report)
-    device = device or _device(summary.device)
     plain: dict[str, Any] = {
         "run_id": spec.run_id,
         "outcome": report.outcome,
@@ -60,9 +57,11 @@ def run_facts(report: RunReport, *, device: Device | None = None) -> dict[str, A
             "samples_s": spec.batch.global_batch / summary.step_s,
             "tokens_s": spec.batch.tokens / summary.step_s,
             "tokens_s_gpu": summary.tokens_s_gpu,
-            "conventions": _conventions(report, summary.tokens_s_gpu, device),
+            "conventions": _utilisation(report, summary.tokens_s_gpu, summary.device),
         }
-    return plain | _surroundings(report) | _machine(report) | _failure(report)
+    if report.failure is not None:
+        plain["failure"] = codec.encode(report.failure)
+    return plain | _surroundings(report) | _machine(report)
 
 
 def _settings(spec: RunSpec) -> dict[str, Any]:
@@ -86,11 +85,8 @@ def _surroundings(report: RunReport) -> dict[str, Any]:
     """What the steps needed besides themselves: warm-up, data, compiling, links."""
     plain: dict[str, Any] = {}
     if report.warmup is not None:
-        plain["warmup_steps"] = report.warmup.steps
-        plain["warmup_ended"] = report.warmup.ended
-        plain["warmup_drift"] = report.warmup.drift
-        plain["warmup_clock_drift"] = report.warmup.clock_drift
-        plain["warmup_words"] = report.warmup.words
+        names = ("steps", "ended", "drift", "clock_drift", "words")
+        plain = {f"warmup_{name}": getattr(report.warmup, name) for name in names}
     warm = [step.warmup for step in report.steps]
     waits = [
         [wait for wait, early in zip(rank.data_s, warm, strict=False) if not early]
@@ -104,36 +100,23 @@ def _surroundings(report: RunReport) -> dict[str, Any]:
         plain["compile_s"] = compile_s
     plain["recompiles"] = sum(rank.recompiles for rank in report.ranks)
     plain["retries"] = sum(rank.retries for rank in report.memory)
-    plain["memory"] = [codec.encode(rank) for rank in report.memory]
+    plain["memory"] = codec.encode(report.memory)
     plain["links"] = [
         codec.encode(link) | {"bytes_per_s": link.bytes_per_s} for link in report.links
     ]
     return plain
 
 
-def _device(name: str) -> Device | None:
-    known = device_id(name, catalog.device_names())
-    return catalog.device(known) if known else None
-
-
-def _conventions(report: RunReport, speed: float, device: Device | None) -> dict[str, Any]:
-    spec = report.spec
-    ask = FlopsQuery.of_spec(spec)
-    peak = None
-    if device is not None:
-        try:
-            peak = device.peak(spec.policy.precision)
-        except UserError:
-            peak = None  # a format this device has no unit for has no utilisation
-    found: dict[str, Any] = {}
-    for name, convention in CONVENTIONS.items():
-        count = convention.count(ask)
-        row = {"tflops_gpu": count.printed * speed / 1e12}
-        if peak is not None:
-            row["mfu_pct"] = utilisation_pct(count.model, speed, peak)
-            row["hfu_pct"] = utilisation_pct(count.hardware, speed, peak)
-        found[name] = row
-    return found
+def _utilisation(report: RunReport, speed: float, device: str) -> dict[str, Any]:
+    known = device_id(device, catalog.device_names())
+    try:
+        peak = catalog.device(known).peak(report.spec.policy.precision) if known else None
+    except UserError:
+        peak = None  # a format this device has no unit for has no utilisation
+    counted = codec.encode(utilisation(report.spec, None, speed, peak))
+    for row in counted.values():
+        del row["flops_per_token"]
+    return counted
 
 
 def _machine(report: RunReport) -> dict[str, Any]:
@@ -153,56 +136,42 @@ def _machine(report: RunReport) -> dict[str, Any]:
     return plain
 
 
-def _failure(report: RunReport) -> dict[str, Any]:
-    failure = report.failure
-    if failure is None:
-        return {}
-    return {
-        "failure": {
-            "rank": failure.rank,
-            "stage": failure.stage,
-            "phase": failure.phase,
-            "message": failure.message,
-        }
-    }
-
-
 def post_mortem(report: RunReport) -> dict[str, Any]:
     """Base units; empty unless the run ended in `oom`."""
     if report.outcome != "oom":
         return {}
-    said, short, failure = report.predicted, report.shortage, report.failure
-    limit = (short.limit_bytes if short else 0) or (said.limit_bytes if said else 0)
+    predicted, short, failure = report.predicted, report.shortage, report.failure
+    limit = (short.limit_bytes if short else 0) or (predicted.limit_bytes if predicted else 0)
     return {
-        "rank": failure.rank if failure else None,
-        "stage": failure.stage if failure else None,
-        "phase": failure.phase if failure else None,
+        **{name: getattr(failure, name, None) for name in ("rank", "stage", "phase")},
         "limit_bytes": limit or None,
-        "predicted_bytes": said.peak_bytes if said else None,
-        "predicted_fits": said.fits if said else None,
+        "predicted_bytes": predicted.peak_bytes if predicted else None,
+        "predicted_fits": predicted.fits if predicted else None,
         "live_bytes": short.live_bytes if short else None,
         "asked_bytes": short.asked_bytes or None if short else None,
         "reserved_bytes": short.reserved_bytes or None if short else None,
         "kinds_bytes": {one.name: one.bytes for one in short.kinds} if short else {},
-        "largest": [codec.encode(one) for one in short.largest] if short else [],
+        "largest": codec.encode(short.largest) if short else [],
         "source": short.source if short else "",
-        "fixes": [codec.encode(one) for one in report.remedies],
+        "fixes": codec.encode(report.remedies),
     }
 
 
 def micro_words(batch: Batch, dp: int) -> str:
-    """Ranks with the same sizes together; padding that keeps ranks in step is said."""
+    """Ranks with the same sizes together, and the padding that keeps ranks in step."""
     count = batch.micro_count(dp)
-    told: list[tuple[list[int], str]] = []
-    for rank, sizes in enumerate(batch.micro_plan(dp)):
+    plans = []
+    for sizes in batch.micro_plan(dp):
         padding = f" and {count - len(sizes)} of padding" if len(sizes) < count else ""
-        words = _sizes(sizes) + padding
-        if not told or told[-1][1] != words:
-            told.append(([], words))
-        told[-1][0].append(rank)
-    if len(told) == 1:
-        return told[0][1]
-    return "; ".join(f"dp {_ranks(ranks)}: {words}" for ranks, words in told)
+        plans.append(_sizes(sizes) + padding)
+    groups, first = [], 0
+    for words, same in groupby(plans):
+        last = first + len(list(same)) - 1
+        groups.append((f"{first}-{last}" if last > first else f"{first}", words))
+        first = last + 1
+    if len(groups) == 1:
+        return groups[0][1]
+    return "; ".join(f"dp {ranks}: {words}" for ranks, words in groups)
 
 
 def _sizes(sizes: tuple[int, ...]) -> str:
@@ -210,7 +179,3 @@ def _sizes(sizes: tuple[int, ...]) -> str:
         return ", ".join(map(str, sizes))
     runs = ((size, len(list(same))) for size, same in groupby(sizes))
     return ", ".join(f"{size} x {times}" if times > 1 else f"{size}" for size, times in runs)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

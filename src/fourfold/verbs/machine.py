@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import TypedDict, Unpack
 
 from fourfold import files
 from fourfold.cost.fit import calibration as calibrations
@@ -191,12 +192,17 @@ class Predictor:
             return ()
 
 
-def predictor(
-    *,
-    cluster: str | Cluster | None = None,
-    profile: str | None = None,
-    calibration: str | None = None,
-) -> Predictor:
+class Machine(TypedDict, total=False):
+    """A cluster or a hardware profile, and a calibration; files are read."""
+
+    cluster: str | Cluster | None
+    profile: str | None
+    calibration: str | None
+
+
+def predictor(**machine: Unpack[Machine]) -> Predictor:
+    cluster, profile = machine.get("cluster"), machine.get("profile")
+    calibration = machine.get("calibration")
     named = known_cluster(cluster) if cluster else None
     measured = read_profile(profile) if profile else None
     known = calibrations.load(calibration) if calibration else None

@@ -1,12 +1,12 @@
-"""predict: seconds, memory and fit of runs before any of them runs; of specs, or of a table."""
+"""predict, predict_table: seconds, memory and fit of runs before any of them runs."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.table.predict import FIELDS, RowPredictions
@@ -18,13 +18,13 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.permit import core_count
 from fourfold.result.report import Prediction
 from fourfold.search.predict import predict as predict_specs
-from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
-from fourfold.verbs.machine import GUESS, known_cluster, read_calibration, read_profile
+from fourfold.verbs import Answer
+from fourfold.verbs.machine import GUESS, Machine, predictor, read_calibration
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class Predicted(Answer):
     """One prediction for each run, in their order."""
 
     specs: tuple[RunSpec, ...]
@@ -42,56 +42,37 @@ class Predicted:
                 "micro_batch": spec.batch.micro_batch,
                 "global_batch": spec.batch.global_batch,
                 "seq_len": spec.batch.seq_len,
-                **asdict(said),
-                "fits": said.fits,
+                **asdict(one),
+                "fits": one.fits,
             }
-            for spec, said in zip(self.specs, self.predictions, strict=True)
+            for spec, one in zip(self.specs, self.predictions, strict=True)
         ]
 
 
 @overload
-def predict(
-    run: RunSpec,
-    stack: str = ...,
-    *,
-    cluster: str | Cluster | None = ...,
-    profile: str | None = ...,
-    calibration: str | None = ...,
-) -> Prediction: ...
+def predict(run: RunSpec, stack: str = ..., **machine: Unpack[Machine]) -> Prediction: ...
 @overload
+def predict(run: Sequence[RunSpec], stack: str = ..., **machine: Unpack[Machine]) -> Predicted: ...
 def predict(
-    run: Sequence[RunSpec],
-    stack: str = ...,
-    *,
-    cluster: str | Cluster | None = ...,
-    profile: str | None = ...,
-    calibration: str | None = ...,
-) -> Predicted: ...
-def predict(
-    run: RunSpec | Sequence[RunSpec],
-    stack: str = "fourfold",
-    *,
-    cluster: str | Cluster | None = None,
-    profile: str | None = None,
-    calibration: str | None = None,
+    run: RunSpec | Sequence[RunSpec], stack: str = "fourfold", **machine: Unpack[Machine]
 ) -> Prediction | Predicted:
     """What one run or several will take as `stack` would run them: the same numbers as in 'plan'.
     Without a cluster or a profile, a rough guess from this host's cores."""
     specs = (run,) if isinstance(run, RunSpec) else tuple(run)
-    named = known_cluster(cluster) if cluster else None
-    said = predict_specs(
+    known = predictor(**machine)
+    predictions = predict_specs(
         specs,
-        cluster=named,
-        profile=read_profile(profile) if profile else None,
-        calibration=read_calibration(calibration) if calibration else None,
+        cluster=known.cluster,
+        profile=known.profile,
+        calibration=known.calibration,
         stack=stack,
         cores=core_count(),
     )
-    basis = named.name if named else profile or GUESS
-    limit = USABLE * named.device.memory_bytes if named else 0.0
+    basis = known.cluster.name if known.cluster else machine.get("profile") or GUESS
+    limit = USABLE * known.cluster.device.memory_bytes if known.cluster else 0.0
     found = tuple(
         replace(one, limit_bytes=float(spec.memory_limit or limit), basis=basis)
-        for spec, one in zip(specs, said, strict=True)
+        for spec, one in zip(specs, predictions, strict=True)
     )
     return found[0] if isinstance(run, RunSpec) else Predicted(specs, found)
 
@@ -113,22 +94,19 @@ class PredictedTable:
     def csv(self) -> str:
         return csv_text(itertools.chain([FIELDS], self._cells()))
 
-    def _cells(self) -> itertools.chain[Any] | Any:
-        said = self.answers
-        numeric = (
-            said.step_s, said.low_s, said.high_s, said.tokens_s_gpu, said.tflops_gpu,
-            said.mfu_pct, said.mem_gb,
+    def _cells(self) -> Iterator[tuple[str, ...]]:
+        rows = self.answers
+        numbers = (
+            rows.step_s, rows.low_s, rows.high_s, rows.tokens_s_gpu, rows.tflops_gpu,
+            rows.mfu_pct, rows.mem_gb,
         )  # fmt: skip
-        texts = [["" if v != v else f"{v:.6g}" for v in column.tolist()] for column in numeric]
-        known = [value == value for value in said.step_s.tolist()]
+        texts = [["" if v != v else f"{v:.6g}" for v in column.tolist()] for column in numbers]
+        known = [bool(text) for text in texts[0]]
         verdicts = [
-            [
-                ("1" if yes else "0") if is_known else ""
-                for yes, is_known in zip(c, known, strict=True)
-            ]
-            for c in (said.fits.tolist(), said.tight.tolist())
+            [f"{yes:d}" if is_known else "" for yes, is_known in zip(column, known, strict=True)]
+            for column in (rows.fits.tolist(), rows.tight.tolist())
         ]
-        return zip(self.row_ids, *texts, *verdicts, said.reasons, strict=True)
+        return zip(self.row_ids, *texts, *verdicts, rows.reasons, strict=True)
 
 
 def predict_table(

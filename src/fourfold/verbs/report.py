@@ -1,24 +1,29 @@
-"""report: stored runs and tables, as people publish them; and how well they were predicted."""
+"""report, lint: results as people publish them, and mistakes in published tables."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fourfold.cost.count.flops import convention
-from fourfold.errors import UserError
+from fourfold.errors import UserError, nearest
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.result.files.store import Stored
 from fourfold.result.record import Record
 from fourfold.search.running_score import Judged, RunningScore, kept, scores
 from fourfold.tables.derive import published
 from fourfold.tables.document import Document, Table, Text
+from fourfold.tables.finding import Finding
 from fourfold.tables.forms import read_file
+from fourfold.tables.lint import RULES
+from fourfold.tables.lint import lint as findings_of
 from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
 from fourfold.tables.records import records
-from fourfold.tables.styles import unread
+from fourfold.tables.styles import style_of, unread
+from fourfold.verbs import Answer
 from fourfold.verbs.machine import predictor
 from fourfold.verbs.requests import ReportRequest
 from fourfold.verbs.runs import TRIAL_TAG, chosen_runs
@@ -28,7 +33,7 @@ _MOST_SCORED = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Answer):
     """`document` has a table for what can be compared, `records` are all results, none merged."""
 
     style: str
@@ -127,3 +132,51 @@ def _records(request: ReportRequest, seen: list[Stored], on_event: OnEvent) -> l
                 hint="measure something with 'fourfold bench' first",
             )
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Rules(Answer):
+    rules: dict[str, str]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"rule": name, "what": what} for name, what in self.rules.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings(Answer):
+    findings: tuple[tuple[str, Finding], ...]
+    checked: str
+
+    def plain(self) -> dict[str, Any]:
+        return {"findings": self.rows(), "checked": self.checked}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"file": path, **dataclasses.asdict(item)} for path, item in self.findings]
+
+
+def lint_rules() -> Rules:
+    return Rules(RULES)
+
+
+def lint(paths: Sequence[str], *, ignored: Sequence[str] = ()) -> Findings:
+    """Mistakes in tables of Markdown, CSV or JSON files, but for the ignored rules."""
+    for rule in ignored:
+        if rule not in RULES:
+            raise UserError("unknown rule", field="ignore", value=rule, hint=nearest(rule, RULES))
+    if not paths:
+        raise UserError("is required", field="FILE", hint="a .md, .csv or .json file")
+    found: list[tuple[str, Finding]] = []
+    tables = rows = 0
+    for path in paths:
+        document = read_file(path)
+        known = [table for table in document.tables if style_of(table) != "other"]
+        if not known:  # checking none would look like a clean bill
+            raise UserError(
+                "contains no table of a known style",
+                field="FILE",
+                value=path,
+                hint="known styles: mpt, topology, scaling, reference (docs/tables.md)",
+            )
+        tables, rows = tables + len(known), rows + sum(len(table.data) for table in known)
+        found += [(path, item) for item in findings_of(document) if item.rule not in ignored]
+    return Findings(tuple(found), f"{tables} tables, {rows} rows checked")

@@ -42,6 +42,7 @@ class MeasureRequest(Start):
     force: bool = flag("run even if it certainly does not fit in memory", rare=True, default=False)
     cluster: str | Cluster | None = flag("cluster for the prediction", "NAME")
     profile: str | None = flag("profile for the prediction, from 'calibrate --out'", "FILE")
+    convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
     def __post_init__(self) -> None:
         at_least_one(repeat=self.repeat)
@@ -103,7 +104,6 @@ class SweepRequest(MeasureRequest):
         default=(),
     )
     calibration: str | None = flag("calibration from 'fit' or 'calibrate'", "FILE", rare=True)
-    convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
 
 MPT_GROUP = "a sweep from flags (nothing runs without --run)"

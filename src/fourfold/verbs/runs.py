@@ -1,4 +1,4 @@
-"""runs, diff: what a store holds, one run in full, and what differs between two."""
+"""runs, show_run, diff: what a store holds, one run in full, and what differs between two."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fourfold.result.quality import Comparison, compare, differences, stored_spr
 from fourfold.result.record import RUN_FIELDS, Record
 from fourfold.spec import codec
 from fourfold.spec.expression import Expression, parse
+from fourfold.verbs import Answer
 from fourfold.verbs.facts import post_mortem, run_facts
 from fourfold.verbs.requests import RunFilter, RunsRequest
 
@@ -22,7 +23,7 @@ TRIAL_TAG = "auto-trial"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredRuns:
+class StoredRuns(Answer):
     runs: tuple[Stored, ...]
 
     @property
@@ -75,16 +76,13 @@ def _plain(stored: Stored) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class RunShown:
+class RunShown(Answer):
     """Everything that one run's report says."""
 
     facts: dict[str, Any]
 
     def plain(self) -> dict[str, Any]:
         return self.facts
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [self.facts]
 
 
 def show_run(run: str, *, store: str = "runs", on_event: OnEvent = ignore) -> RunShown:
@@ -94,7 +92,7 @@ def show_run(run: str, *, store: str = "runs", on_event: OnEvent = ignore) -> Ru
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Differences:
+class Differences(Answer):
     """(name, a, b) of what differs, and whether the times do; `names` are the runs."""
 
     names: tuple[str, str]
@@ -106,29 +104,22 @@ class Differences:
     post_mortem: dict[str, dict[str, Any]]
 
     def plain(self) -> dict[str, Any]:
-        kinds = ("settings", "environment", "result")
+        lists = {name: getattr(self, name) for name in ("settings", "environment", "result")}
+        verdict = {n: getattr(self.verdict, n) for n in ("ratio", "spread", "verdict", "why")}
         return {
-            **{
-                kind: [{"name": n, "a": a, "b": b} for n, a, b in getattr(self, kind)]
-                for kind in kinds
-            },
+            **{kind: [_named(*row) for row in rows] for kind, rows in lists.items()},
             "repeats": self.repeats,
-            "ratio": self.verdict.ratio,
-            "spread": self.verdict.spread,
-            "verdict": self.verdict.verdict,
-            "why": self.verdict.why,
+            **verdict,
             "post_mortem": self.post_mortem,
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        kinds = (
-            ("setting", self.settings), ("environment", self.environment), ("result", self.result),
-        )  # fmt: skip
-        return [
-            {"what": kind, "name": name, "a": a, "b": b}
-            for kind, found in kinds
-            for name, a, b in found
-        ]
+        lists = {"setting": self.settings, "environment": self.environment, "result": self.result}
+        return [{"what": kind} | _named(*row) for kind, rows in lists.items() for row in rows]
+
+
+def _named(name: str, a: Any, b: Any) -> dict[str, Any]:
+    return {"name": name, "a": a, "b": b}
 
 
 def diff(a: str, b: str, *, store: str = "runs", on_event: OnEvent = ignore) -> Differences:
@@ -170,10 +161,9 @@ def repeats_of(text: str, known: list[Stored]) -> list[Stored]:
             hint="'fourfold runs' lists them",
         )
     if len({stored.summary.run_id for stored in found}) > 1:
-        raise UserError(
-            f"matches {len({s.summary.run_id for s in found})} runs", field="run",
-            value=text, hint="use more characters of the id",
-        )  # fmt: skip
+        runs = len({stored.summary.run_id for stored in found})
+        hint = "use more characters of the id"
+        raise UserError(f"matches {runs} runs", field="run", value=text, hint=hint)
     return found
 
 
@@ -192,13 +182,10 @@ _COMPARED = (
 def _results(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Everything either run has; what is 0 or unknown in both says nothing."""
     rows = [(name, one.get(name), other.get(name)) for name in _COMPARED]
-    for name in ("step_s", "peak_bytes"):
-        said = [facts.get("predicted", {}).get(name) for facts in (one, other)]
-        rows.append((f"predicted_{name}", said[0], said[1]))
-    links = [{x["axis"]: x["bytes_per_s"] for x in facts["links"]} for facts in (one, other)]
-    for axis in dict.fromkeys([*links[0], *links[1]]):
-        rows.append(
-            (f"link_{axis.replace(' ', '_')}_bytes_per_s", links[0].get(axis), links[1].get(axis))
-        )
+    first, second = (facts.get("predicted", {}) for facts in (one, other))
+    rows += [(f"predicted_{n}", first.get(n), second.get(n)) for n in ("step_s", "peak_bytes")]
+    a, b = ({x["axis"]: x["bytes_per_s"] for x in facts["links"]} for facts in (one, other))
+    for axis in a | b:
+        rows.append((f"link_{axis.replace(' ', '_')}_bytes_per_s", a.get(axis), b.get(axis)))
     rows.append(("flags", "; ".join(one["flags"]), "; ".join(other["flags"])))
     return [row for row in rows if row[0] in _COMPARED[:2] or row[1] or row[2]]

@@ -26,8 +26,8 @@ from fourfold.spec.sweep import (
     values_of,
     varied_text,
 )
-from fourfold.spec.tokens import read_info, require_fit
-from fourfold.verbs.bench import permit_of, predicted_micro_batch, refusals
+from fourfold.spec.tokens import read_info
+from fourfold.verbs.bench import permit_of, predicted_micro_batch, refusals, tokens_of
 from fourfold.verbs.machine import Predictor, predictor
 from fourfold.verbs.plan import resolved
 from fourfold.verbs.requests import PlanRequest, decided
@@ -112,7 +112,7 @@ def _planned(
     """The planner's best, best first; `known` learns their predictions."""
     table, count, gpu = source.table, source.count, source.gpu
     if count < 1:
-        raise UserError("must be 1 or more", field="from_plan", value=count)
+        raise UserError("must be 1 or more", field="count", value=count)
     if not (request.cluster or gpu or request.profile):
         gpu = _local_gpu(table, known, count)
     plan = PlanRequest(
@@ -131,7 +131,7 @@ def _planned(
     ranking, _ = best_of(query, counts, least=count)
     if not len(ranking):
         raise UserError(
-            "found no legal layout that fits", field="from_plan", value=count,
+            "found no legal layout that fits", field="count", value=count,
             hint="'fourfold plan' with the same flags shows the reasons",
         )  # fmt: skip
     found = []
@@ -162,7 +162,7 @@ def _local_gpu(table: Mapping[str, Any], known: Predictor, count: int) -> str:
     host = known.cluster_of(probe)
     if host is None:
         raise UserError(
-            "needs a description of this machine", field="from_plan", value=count,
+            "needs a description of this machine", field="count", value=count,
             hint="run 'fourfold calibrate --quick --out profile.json', then pass --profile "
             "profile.json",
         )  # fmt: skip
@@ -235,11 +235,11 @@ def _refusal(spec: RunSpec) -> str:
     """Why a combination cannot run; '' when it can."""
     reasons = [refusals(spec)]
     if spec.data:
-        info, vocab, seq_len = read_info(spec.data), spec.model.vocab, spec.batch.seq_len
-        try:
-            require_fit(info, name=spec.data, vocab=vocab, seq_len=seq_len)
-        except UserError as error:
-            reasons.append(str(error))
+        read_info(spec.data)  # without it no run of the sweep can start
+    try:
+        tokens_of(spec)
+    except UserError as error:
+        reasons.append(str(error))
     return spec.refused or "; ".join(filter(None, reasons))
 
 

@@ -1,8 +1,4 @@
-"""train: the engine with data, a learning-rate schedule, checkpoints and a kept loss curve.
-
-A folder that has checkpoints is continued where it stands, on any layout and world that computes
-the same training.
-"""
+"""train: train a model in a folder, or resume one that has checkpoints, on any layout and world."""
 
 from __future__ import annotations
 
@@ -28,30 +24,24 @@ from fourfold.result.job import Job, JobReport, answer_file
 from fourfold.search.legal import require_legal
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
-from fourfold.spec.tokens import TokenInfo, read_info, require_fit
+from fourfold.spec.tokens import read_info
 from fourfold.spec.train import TrainSettings
 from fourfold.units import show_seconds
-from fourfold.verbs.bench import permit_of
+from fourfold.verbs import Answer
+from fourfold.verbs.bench import permit_of, tokens_of
 from fourfold.verbs.run_requests import TrainRequest
 from fourfold.verbs.train_start import described, end_killed, known_table, prepared
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class Training(Answer):
     """`facts`: outcome, losses, speed; `points`: the curve."""
 
     facts: dict[str, Any]
     points: Sequence[Point]
 
-    @property
-    def outcome(self) -> str:
-        return self.facts["outcome"]
-
     def plain(self) -> dict[str, Any]:
         return self.facts
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [self.facts]
 
 
 def train(
@@ -75,7 +65,7 @@ def train(
     permit = permit_of(request)
     _must_be_legal(spec, permit)
     _must_have_packages(settings)
-    data = _data(spec)
+    data = tokens_of(spec)
     with folder.locked(), exclusive(folder.root):
         try:
             sha256 = data.sha256 if data else ""
@@ -110,24 +100,14 @@ def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore)
 def _ended(folder: TrainingFolder, report: JobReport, on_event: OnEvent) -> dict[str, Any]:
     failure = report.failure
     if failure is None:
-        if _stopped(folder):
+        answer = codec.parse_json(files.read_text(answer_file(folder.job, 0), field="answer"))
+        if isinstance(answer, dict) and answer["stopped"]:
             return {"outcome": "stopped", "note": "as asked; the same command continues"}
         return {"outcome": report.outcome}
     first_line = failure.message.partition("\n")[0]
     on_event(Event(f"{report.outcome}: {failure.who}: {first_line}"))
     on_event(Event(f"logs of the ranks: {folder.job}"))
-    names = ("rank", "stage", "phase", "message")
-    failed = {name: getattr(failure, name) for name in names}
-    return {"outcome": report.outcome, "failure": failed}
-
-
-def _data(spec: RunSpec) -> TokenInfo | None:
-    """The token file, once it is seen to fit the model; None for synthetic tokens."""
-    if not spec.data:
-        return None
-    info = read_info(spec.data)
-    require_fit(info, name=spec.data, vocab=spec.model.vocab, seq_len=spec.batch.seq_len)
-    return info
+    return {"outcome": report.outcome, "failure": codec.encode(failure)}
 
 
 def _must_be_legal(spec: RunSpec, permit: Permit) -> None:
@@ -155,9 +135,9 @@ def _must_have_packages(settings: TrainSettings) -> None:
 
 
 def _settle(folder: TrainingFolder, on_event: OnEvent) -> None:
-    said = folder.settle()
-    if said:
-        on_event(Event(said))
+    note = folder.settle()
+    if note:
+        on_event(Event(note))
 
 
 def _trained(
@@ -174,8 +154,8 @@ def _trained(
     report = run_job(job, folder.job, progress=_progress(folder, settings, on_event), permit=permit)
     for name, reason in checkpoints.kept_apart(folder.checkpoints).items():
         if apart.get(name) != reason:
-            said = f"passed over a checkpoint, kept as {name}, for the one before: {reason}"
-            on_event(Event(said))
+            passed = f"passed over a checkpoint, kept as {name}, for the one before: {reason}"
+            on_event(Event(passed))
     return report
 
 
@@ -200,12 +180,6 @@ def _progress(
         )
 
     return say
-
-
-def _stopped(folder: TrainingFolder) -> bool:
-    answer = codec.parse_json(files.read_text(answer_file(folder.job, 0), field="answer"))
-    assert isinstance(answer, dict)
-    return bool(answer["stopped"])
 
 
 def _unigram_nats(folder: TrainingFolder) -> float | None:
