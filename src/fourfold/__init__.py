@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.dryrun import dryrun
     from fourfold.verbs.export import export
     from fourfold.verbs.fit import fit, score, suggest_runs
+    from fourfold.verbs.flops import FlopsRequest, flops
     from fourfold.verbs.one_rank import one_rank
     from fourfold.verbs.plan import explain, plan, stacks
     from fourfold.verbs.predict import predict, predict_table
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         AdviseRequest,
         ClusterRequest,
         FitRequest,
-        FlopsRequest,
         PlanRequest,
         ReportRequest,
         RunsRequest,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         VerifyRequest,
     )
     from fourfold.verbs.runs import diff, runs, show_run
-    from fourfold.verbs.shapes import cluster, clusters, flops, gpus, model, models
+    from fourfold.verbs.shapes import cluster, clusters, gpus, model, models
     from fourfold.verbs.sweep import plan_sweep, sweep
     from fourfold.verbs.tokens import make_tokens, show_tokens
     from fourfold.verbs.trace import trace
@@ -76,16 +76,17 @@ _MODULES = {
     "verbs.dryrun": "dryrun",
     "verbs.export": "export",
     "verbs.fit": "fit score suggest_runs",
+    "verbs.flops": "FlopsRequest flops",
     "verbs.one_rank": "one_rank",
     "verbs.plan": "explain plan stacks",
     "verbs.predict": "predict predict_table",
     "verbs.report": "lint lint_rules report",
-    "verbs.requests": "AdviseRequest ClusterRequest FitRequest FlopsRequest PlanRequest "
+    "verbs.requests": "AdviseRequest ClusterRequest FitRequest PlanRequest "
     "ReportRequest RunsRequest ScoreRequest TokensRequest WeightsRequest",
     "verbs.run_requests": "BenchRequest CalibrateRequest MptSweep OneRankRequest PlanSweep "
     "SweepRequest TraceRequest TrainRequest VerifyRequest",
     "verbs.runs": "diff runs show_run",
-    "verbs.shapes": "cluster clusters flops gpus model models",
+    "verbs.shapes": "cluster clusters gpus model models",
     "verbs.sweep": "plan_sweep sweep",
     "verbs.tokens": "make_tokens show_tokens",
     "verbs.trace": "trace",

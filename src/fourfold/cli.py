@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from fourfold import __version__, files
@@ -79,7 +80,8 @@ def command_parser(name: str, action: str = "", *, everything: bool = True) -> P
     parser = Parser(
         prog=prog,
         description=command.description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # argparse's own way to the width imports every compressor.
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=_help_columns()),
         epilog=_actions_text(command) + command.examples + more,
         allow_abbrev=False,
     )
@@ -88,6 +90,13 @@ def command_parser(name: str, action: str = "", *, everything: bool = True) -> P
         _add(_place(parser, one, places), one, hidden=one in rare)
     parser.set_defaults(run=command.run)
     return parser
+
+
+def _help_columns() -> int:
+    try:
+        return int(os.environ.get("COLUMNS") or os.get_terminal_size().columns) - 2
+    except (OSError, ValueError):
+        return 78
 
 
 def _actions_text(command: Command) -> str:

@@ -8,37 +8,42 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 FORMATS = ("text", "md", "csv", "json")
+# Patterns are texts: re compiles them when they are first used, which most commands never do.
 # Control characters but tab and newline (C0, DEL, C1), marks that reorder or hide text, separators
 # that other programs take for line ends, halves of surrogate pairs, tags.
-_HIDDEN = re.compile(
+_HIDDEN = (
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
-_BREAKS = re.compile("[\t\n\v\f\r\x1c-\x1e\x85\u2028\u2029]+")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_BREAKS = "[\t\n\v\f\r\x1c-\x1e\x85\u2028\u2029]+"
+_SURROGATE = "[\ud800-\udfff]"
 # What Markdown would take for HTML or a link. A lone '<' is a comparison.
-_ENTITY = re.compile(r"&(?=#?[A-Za-z0-9]+;)")
-_PIPED = re.compile(r"\\+(?=\|)")
-_TAG = re.compile(r"<(?=[A-Za-z/!?])")
-_OTHER_TAG = re.compile(r"<(?!br>)(?=[A-Za-z/!?])")  # <br> is a line break in a cell of ours
+_ENTITY = r"&(?=#?[A-Za-z0-9]+;)"
+_PIPED = r"\\+(?=\|)"
+_TAG = r"<(?=[A-Za-z/!?])"
+_OTHER_TAG = r"<(?!br>)(?=[A-Za-z/!?])"  # <br> is a line break in a cell of ours
 # Spreadsheets run a cell that begins so (the wide forms too, where East Asian text is usual).
-_FORMULA = re.compile(r"'*\s*[=+@\t\r\uff1d\uff0b\uff0d\uff20-]")
-# A number with thousands commas, a sign and a short unit, alone in its cell.
-NUMBER = re.compile(r"[+~-]?[0-9][0-9,]*(\.[0-9]+)?(e[+-]?[0-9]+)?( ?[A-Za-z%/]{1,8})?\Z")
+_FORMULA = r"'*\s*[=+@\t\r\uff1d\uff0b\uff0d\uff20-]"
+_NUMBER = r"[+~-]?[0-9][0-9,]*(\.[0-9]+)?(e[+-]?[0-9]+)?( ?[A-Za-z%/]{1,8})?\Z"
+
+
+def is_number(text: str) -> bool:
+    """A number with thousands commas, a sign and a short unit, alone in its cell."""
+    return re.match(_NUMBER, text) is not None
 
 
 def visible(text: str) -> str:
     """Characters that steer a terminal or hide, written out: ESC becomes '\\x1b'."""
-    return _HIDDEN.sub(_written_out, text)
+    return text if text.isprintable() else re.sub(_HIDDEN, _written_out, text)
 
 
 def one_line(text: str) -> str:
     """The same for a cell or a name in a sentence: line breaks and tabs become blanks."""
-    return visible(_BREAKS.sub(" ", text))
+    return text if text.isprintable() else visible(re.sub(_BREAKS, " ", text))
 
 
-def _written_out(found: re.Match[str]) -> str:
-    code = ord(found.group())
+def _written_out(match: re.Match[str]) -> str:
+    code = ord(match.group())
     if code < 0x100:
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
@@ -46,14 +51,14 @@ def _written_out(found: re.Match[str]) -> str:
 
 def markdown_line(text: str) -> str:
     """A line of text in Markdown: no HTML, no link to elsewhere."""
-    text = _TAG.sub("&lt;", _ENTITY.sub("&amp;", visible(text)))
+    text = re.sub(_TAG, "&lt;", re.sub(_ENTITY, "&amp;", visible(text)))
     return text.replace("](", "]&#40;")
 
 
 def markdown_cell(text: str, line_break: str = " ") -> str:
     """A cell of a Markdown table; a backslash before a pipe would undo the pipe's own."""
-    lines = [markdown_line(_BREAKS.sub(" ", line)) for line in text.split("\n")]
-    lines = [_PIPED.sub(lambda found: "&#92;" * len(found.group()), line) for line in lines]
+    lines = [markdown_line(re.sub(_BREAKS, " ", line)) for line in text.split("\n")]
+    lines = [re.sub(_PIPED, lambda match: "&#92;" * len(match.group()), line) for line in lines]
     return line_break.join(lines).replace("|", "\\|")
 
 
@@ -68,14 +73,14 @@ def csv_cell(text: str) -> str:
     """A cell that a spreadsheet shows and does not run: what could be a formula begins with an
     apostrophe, the spreadsheets' own mark of text. Numbers and rows of dashes stay."""
     text = visible(text)
-    if _FORMULA.match(text) and not NUMBER.match(text) and set(text.strip()) != {"-"}:
-        return f"'{text}"
-    return text
+    if text[:1].isalnum() or not re.match(_FORMULA, text):
+        return text
+    return text if is_number(text) or set(text.strip()) == {"-"} else f"'{text}"
 
 
 def from_csv(text: str) -> str:
     """What `csv_cell` marked, without the mark."""
-    return text[1:] if text.startswith("'") and _FORMULA.match(text, 1) else text
+    return text[1:] if text.startswith("'") and re.match(_FORMULA, text[1:]) else text
 
 
 def csv_text(rows: Iterable[Sequence[str]]) -> str:
@@ -102,7 +107,7 @@ def json_text(data: Any, *, indent: int | None = 2) -> str:
 
 def _whole(data: Any) -> Any:
     if isinstance(data, str):
-        return _SURROGATE.sub(_written_out, data)
+        return re.sub(_SURROGATE, _written_out, data)
     if isinstance(data, dict):
         return {_whole(key): _whole(value) for key, value in data.items()}
     return [_whole(item) for item in data] if isinstance(data, list | tuple) else data
@@ -119,7 +124,7 @@ class Screen:
     def write(self, text: str) -> int:
         shown = visible(text)
         if self.page:
-            shown = _OTHER_TAG.sub("&lt;", shown).replace("](", "]&#40;")
+            shown = re.sub(_OTHER_TAG, "&lt;", shown).replace("](", "]&#40;")
         self.stream.write(shown)
         return len(text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -87,6 +88,7 @@ def load(cls: type[T], args: Any, **given: Any) -> T:
     return cls(**given)
 
 
+@functools.cache
 def _run_fields(extra: tuple[str, ...]) -> list[tuple[str, Option]]:
     """(path in a run's table, option) of every field of a run that has a flag of its own."""
     fields = []

@@ -3,6 +3,7 @@ the way go to stderr. Nothing else in a command prints."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -15,7 +16,6 @@ from fourfold.show.table import Grid, Part, render
 
 # In a log file a line every few seconds says enough.
 _LOG_EVERY_S = 10.0
-_DIGITS = re.compile("[0-9]+")
 
 
 class Output(NamedTuple):
@@ -94,12 +94,11 @@ def _cell(value: Any) -> str:
 
 def terminal_columns() -> int:
     """Characters of a line on this terminal, or as COLUMNS says; 0 for a file or a pipe."""
-    import os
-    import shutil
-
-    if os.environ.get("COLUMNS", "").isdecimal() or (sys.stdout and sys.stdout.isatty()):
-        return shutil.get_terminal_size((0, 0)).columns
-    return 0
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal():
+        return int(given)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return os.get_terminal_size(sys.stdout.fileno()).columns if is_terminal else 0
 
 
 class Stderr:
@@ -123,7 +122,7 @@ class Stderr:
             steer(sys.stderr, f"\r\033[K{one_line(text)[:100]}")
             self._is_open = True
             return
-        kind = _DIGITS.sub("", text).partition(",")[0]
+        kind = re.sub("[0-9]+", "", text).partition(",")[0]
         # A new phase is news at once, such as the first step after the start.
         if kind != self._last_kind or time.monotonic() - self._last_at >= _LOG_EVERY_S:
             self._last_at, self._last_kind = time.monotonic(), kind

@@ -18,7 +18,7 @@ _BYTES: dict[str, float] = {
 }  # fmt: skip
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 # 'Gb' is a gigabit on a network card's box and a gigabyte in a hurry: a factor of 8.
-_BIT_OR_BYTE = re.compile(r"[kKMGT]b(/s)?\Z")
+_BIT_OR_BYTE = r"[kKMGT]b(/s)?\Z"
 _RATES = {
     "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "tb/s": 1e12,
     "kbit/s": 1e3 / 8, "mbit/s": 1e6 / 8, "gbit/s": 1e9 / 8, "tbit/s": 1e12 / 8,
@@ -26,15 +26,13 @@ _RATES = {
 }  # fmt: skip
 _POWERS = {"": 1, "k": 2**10, "m": 2**20}
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_COUNT = re.compile(
-    r"\s*([+-]?[0-9][0-9_]{0,40}(?:\.[0-9]{0,40})?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]?)\Z"
-)
+_COUNT = r"\s*([+-]?[0-9][0-9_]{0,40}(?:\.[0-9]{0,40})?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]?)\Z"
 _MAX_COUNT = 2**63 - 1
-_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*\Z")
+_NUMBER_AND_UNIT = r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*\Z"
 
 
 def _parse(text: str, units: dict[str, float], kind: str, example: str) -> float:
-    match = _NUMBER_AND_UNIT.match(text)
+    match = re.match(_NUMBER_AND_UNIT, text)
     scale = units.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
         names = ", ".join(unit for unit in units if unit)
@@ -43,7 +41,7 @@ def _parse(text: str, units: dict[str, float], kind: str, example: str) -> float
             value=text,
             hint=f"write a number and one of {names}, such as {example}",
         )
-    if _BIT_OR_BYTE.match(match.group(2)):
+    if re.match(_BIT_OR_BYTE, match.group(2)):
         raise UserError(
             "could mean bits or bytes", value=text, hint=f"write B for bytes, such as {example}"
         )
@@ -67,7 +65,7 @@ def seconds_from(text: str) -> float:
 
 def bytes_per_s_from(text: str) -> float:
     """'100Gbit/s' -> 1.25e10, '300GB/s' -> 3e11. A bare number could mean either."""
-    match = _NUMBER_AND_UNIT.match(text)
+    match = re.match(_NUMBER_AND_UNIT, text)
     if match and not match.group(2):
         number = match.group(1)
         raise UserError("has no unit", value=text, hint=f"write {number}Gbit/s or {number}GB/s")
@@ -97,7 +95,7 @@ def _count(text: str, units: dict[str, int], example: str) -> int:
 
     if text.isascii() and text.isdecimal() and len(text) < 19:
         return int(text)
-    match = _COUNT.match(text)
+    match = re.match(_COUNT, text)
     scale = units.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
         raise UserError("is not a number", value=text, hint=f"write it as {example}")

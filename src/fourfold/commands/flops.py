@@ -14,7 +14,7 @@ from fourfold import options
 from fourfold.events import OnEvent, notes
 from fourfold.output import Output
 from fourfold.show.shapes import flops_page
-from fourfold.verbs.requests import FlopsRequest
+from fourfold.verbs.flops import FlopsRequest
 
 EXAMPLES = """\
 examples:

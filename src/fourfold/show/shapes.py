@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cost.count.flops import CONVENTIONS
 from fourfold.show.table import Grid, Part, or_dash, table
 from fourfold.spec import codec
 from fourfold.spec.model import ModelShape
 
 if TYPE_CHECKING:
     from fourfold.verbs.advise import Advice
-    from fourfold.verbs.shapes import Flops, Model, Models
+    from fourfold.verbs.flops import Flops
+    from fourfold.verbs.shapes import Model, Models
 
 _NEIGHBOURS = 9
 _SHAPE = ("family", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
@@ -81,6 +81,8 @@ def _stages_page(answer: Model) -> list[Part]:
 
 
 def flops_page(answer: Flops) -> list[Part]:
+    from fourfold.cost.count.flops import CONVENTIONS  # 3 ms that 'models' does not need
+
     counted = table(
         answer.conventions.items(),
         ("convention", lambda one: one[0]),

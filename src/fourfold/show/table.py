@@ -10,7 +10,7 @@ from fourfold import escape
 from fourfold.errors import UserError
 from fourfold.escape import csv_text
 
-_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?\Z")
+_THOUSANDS = r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?\Z"
 
 
 class Grid(NamedTuple):
@@ -62,7 +62,7 @@ def render(headings: Sequence[str], rows: Sequence[Sequence[str]], style: str) -
 
 def _plain_number(cell: str) -> str:
     """'4,608' -> '4608': other programs read a CSV's cell as the number it is."""
-    return cell.replace(",", "") if _THOUSANDS.match(cell) else cell
+    return cell.replace(",", "") if re.match(_THOUSANDS, cell) else cell
 
 
 def aligned(
@@ -103,4 +103,4 @@ def aligned(
 
 
 def _is_number(cell: str) -> bool:
-    return not cell or cell == "-" or escape.NUMBER.match(cell) is not None
+    return not cell or cell == "-" or escape.is_number(cell)

@@ -16,7 +16,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import device_id
 from fourfold.spec.policy import running
 from fourfold.spec.run import RunSpec
-from fourfold.verbs.shapes import utilisation
+from fourfold.verbs.flops import utilisation
 
 # A longer list is told by counting equal neighbours: "8 x 32, 5".
 _LISTED = 8

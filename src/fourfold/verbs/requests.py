@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Annotated, Any, Literal
 
-from fourfold.cost.count.flops import CONVENTIONS, DEFAULT
+from fourfold.cost.count.flops import DEFAULT
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
@@ -16,7 +16,7 @@ from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import DTYPES
-from fourfold.units import count_from, number_from, size_from
+from fourfold.units import count_from, size_from
 
 Count = Annotated[int, count_from]
 Size = Annotated[int, size_from]
@@ -219,18 +219,6 @@ class ClusterRequest:
     price: float | None = flag("price of a GPU-hour, in any currency", "X")
     topo: str | None = flag("output of 'nvidia-smi topo -m' on one host", "FILE")
     nccl_tests: tuple[str, ...] = flag("logs of nccl-tests", "FILE", nargs="+", default=())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlopsRequest:
-    """A measured speed, and the GPU it is a share of. `convention` None: all of them."""
-
-    gpu: str | None = flag("GPU for MFU and HFU, such as h100-80gb", "ID")
-    convention: str | None = flag(f"only one of {', '.join(CONVENTIONS)}", "ID")
-    tokens_per_s: Annotated[float, number_from] | None = flag(
-        "tokens/s over all GPUs: 85144 or 3.2M", "X", either="speed"
-    )
-    step_s: float | None = flag("seconds per step, with --global-batch", "X", either="speed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

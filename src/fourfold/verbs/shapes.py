@@ -1,4 +1,4 @@
-"""models, clusters, flops: the catalogue, what a rank holds of a model, what a speed is worth."""
+"""models, clusters, gpus: the catalogue, and what a rank holds of a model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, convention, utilisation_pct
 from fourfold.cost.count.params import layer_params, model_params, rank_params
 from fourfold.cost.count.stages import stage_layers
 from fourfold.errors import UserError
 from fourfold.spec import catalog, codec
-from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster, Device
-from fourfold.spec.model import ModelShape, not_run, remarks, windowed
+from fourfold.spec.model import ModelShape, not_run, remarks
 from fourfold.spec.run import RunSpec
 from fourfold.verbs import Answer
-from fourfold.verbs.requests import FlopsRequest
 
 DEFAULT_SEQ_LEN = 2048
 
@@ -37,22 +34,18 @@ class OneCluster(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class Gpus(Answer):
-    gpus: tuple[Device, ...]
-
-    def plain(self) -> list[dict[str, Any]]:
-        return codec.encode(self.gpus)
-
-    def rows(self) -> list[dict[str, Any]]:
-        return self.plain()
-
-
-@dataclass(frozen=True, slots=True)
 class Catalogue(Answer):
+    """Known clusters and GPUs; the GPUs alone are a list."""
+
     clusters: tuple[Cluster, ...]
     gpus: tuple[Device, ...]
 
+    def plain(self) -> Any:
+        return codec.encode(self) if self.clusters else codec.encode(self.gpus)
+
     def rows(self) -> list[dict[str, Any]]:
+        if not self.clusters:
+            return self.plain()
         return [codec.encode(one) | {"device": one.device.id} for one in self.clusters]
 
 
@@ -61,8 +54,8 @@ def clusters() -> Catalogue:
     return Catalogue(known, gpus().gpus)
 
 
-def gpus() -> Gpus:
-    return Gpus(tuple(catalog.device(name) for name in catalog.device_names()))
+def gpus() -> Catalogue:
+    return Catalogue((), tuple(catalog.device(name) for name in catalog.device_names()))
 
 
 def cluster(name: str) -> OneCluster:
@@ -167,93 +160,3 @@ def _shares(spec: RunSpec, rank: int | None) -> tuple[StageShare, ...]:
             StageShare(stage=stage, rank=each, layers=layers, held=count.held, owned=count.owned)
         )
     return tuple(shares)
-
-
-@dataclass(frozen=True, slots=True)
-class Utilisation:
-    """By one convention; None where no speed, or no GPU, is known."""
-
-    flops_per_token: float
-    tflops_gpu: float | None = None
-    mfu_pct: float | None = None
-    hfu_pct: float | None = None
-
-
-def utilisation(
-    spec: RunSpec, rule: str | None, tokens_s_gpu: float | None, peak: float | None
-) -> dict[str, Utilisation]:
-    """By every convention, or by `rule`."""
-    ask = FlopsQuery.of_spec(spec)
-    counted = {}
-    for one in (convention(rule),) if rule else CONVENTIONS.values():
-        count, speed = one.count(ask), tokens_s_gpu
-        shares = (None, None)
-        if speed is not None and peak is not None:
-            shares = tuple(utilisation_pct(n, speed, peak) for n in (count.model, count.hardware))
-        tflops = None if speed is None else count.printed * speed / 1e12
-        counted[one.id] = Utilisation(count.printed, tflops, *shares)
-    return counted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flops(Answer):
-    """FLOPs per token and, of a measured speed, TFLOP/s; with a GPU MFU and HFU."""
-
-    model: str
-    params: int
-    seq_len: int
-    gpus: int
-    precision: str
-    recompute: str
-    window: int | None
-    gpu: str | None
-    peak_flops: float | None
-    tokens_per_s: float | None
-    conventions: dict[str, Utilisation]
-
-    def rows(self) -> list[dict[str, Any]]:
-        counted = self.conventions.items()
-        return [{"convention": name, **codec.encode(row)} for name, row in counted]
-
-
-def flops(run: Mapping[str, Any], request: FlopsRequest | None = None) -> Flops:
-    request = request or FlopsRequest()
-    if "model" not in run:
-        raise UserError("is required", field="model", hint="'fourfold models' lists presets")
-    spec = codec.load(RunSpec, dict(run))
-    given = run.get("batch", {})
-    if "seq_len" not in given:
-        raise UserError("is required", field="seq-len")
-    model, batch, policy = spec.model, spec.batch, spec.policy
-    speed = _tokens_per_s(batch, request, batch_given="global_batch" in given)
-    device = catalog.device(request.gpu) if request.gpu is not None else None
-    peak = device.peak(policy.precision) if device else None
-    speed_gpu = None if speed is None else speed / spec.gpus
-    return Flops(
-        model=model.name,
-        params=model_params(model, batch.seq_len),
-        seq_len=batch.seq_len,
-        gpus=spec.gpus,
-        precision=policy.precision,
-        recompute=policy.recompute,
-        window=model.window if windowed(model, batch.seq_len) else None,
-        gpu=device.id if device else None,
-        peak_flops=peak,
-        tokens_per_s=speed,
-        conventions=utilisation(spec, request.convention, speed_gpu, peak),
-    )
-
-
-def _tokens_per_s(batch: Batch, request: FlopsRequest, *, batch_given: bool) -> float | None:
-    field, value, speed = "tokens-per-s", request.tokens_per_s, request.tokens_per_s
-    if request.step_s is not None:
-        field, value = "step-s", request.step_s
-        if not 0 < value < 1e12:
-            raise UserError("must be above 0", field=field, value=value)
-        if not batch_given:
-            hint = "a step has that many sequences"
-            raise UserError("is required", field="global-batch", hint=hint)
-        speed = batch.tokens / value
-    if speed is not None and not 0 < speed < 1e18:
-        raise UserError("must be a speed above 0 and below 1e18 tokens/s", field=field, value=value)
-    return speed

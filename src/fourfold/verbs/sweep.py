@@ -164,9 +164,7 @@ def _row(one: Combination, done: Done, why: str, rule: Convention) -> dict[str, 
     summary, spec = done.stored.summary, one.spec
     tflops = None
     if summary.tokens_s_gpu:
-        model, seq_len = spec.model, spec.batch.seq_len
-        ask = FlopsQuery.of(model=model, seq_len=seq_len, layout=spec.layout, policy=spec.policy)
-        tflops = rule.count(ask).model * summary.tokens_s_gpu / 1e12
+        tflops = rule.count(FlopsQuery.of_spec(spec)).model * summary.tokens_s_gpu / 1e12
     return {
         "combination": dict(one.varied),
         "outcome": done.outcome,
