@@ -6,6 +6,7 @@ import contextlib
 import csv
 import importlib
 import io
+import json
 import os
 import pkgutil
 import re
@@ -18,6 +19,19 @@ import pytest
 import fourfold
 from fourfold.cli import main
 from fourfold.commands import COMMANDS, load
+from fourfold.cost.fit.calibration import shipped
+from fourfold.output import Output, text_of
+from fourfold.result.files.training_folder import TrainingFolder
+from fourfold.result.one_rank import RankCount
+from fourfold.spec import catalog, codec
+from fourfold.spec.run import RunSpec
+from fourfold.spec.toml import toml_text
+from fourfold.spec.train import TrainSettings
+from fourfold.verbs.calibrate import Calibrated, Demo, DemoRun, scene
+from fourfold.verbs.dryrun import DryRun
+from fourfold.verbs.fit import Fitted
+from fourfold.verbs.machine import read_profile
+from fourfold.verbs.weights import ExportedWeights
 
 ROOT = Path(__file__).parent.parent
 VERBS = ("plan", "predict", "bench", "sweep", "train", "verify", "dryrun", "report")
@@ -61,14 +75,67 @@ def test_names_are_callable_after_every_submodule_is_imported() -> None:
         fourfold.nothing  # noqa: B018
 
 
-def test_the_verbs_need_neither_argparse_nor_torch() -> None:
-    program = (
-        f"import sys; from fourfold import {', '.join((*VERBS, *TYPES))};"
-        "print([name for name in ('argparse', 'torch') if name in sys.modules])"
-    )
+# Every verb, called so that no rank starts: those that would start some refuse their request.
+CALLS = f"""
+import sys
+import fourfold as f
+from fourfold.errors import UserError
+
+def refused(verb, *args, **kwargs):
+    try:
+        verb(*args, **kwargs)
+    except UserError:
+        return
+    raise AssertionError(verb)
+
+RUN = dict(model="llama-tiny", gpus=2, layout="tp2", batch=dict(seq_len=128, global_batch=4))
+ILLEGAL = RUN | dict(gpus=3, layout="tp3")
+SPEC = f.RunSpec.from_plain(RUN)
+PLAN = dict(model="llama-3.1-8b", seq_len=4096, global_batch=64, gpus=8, gpu="h100-80gb")
+STORE, GOLDEN = {RECORDED!r}, {str(ROOT / "tests/golden/mpt.csv")!r}
+FIT = f.FitRequest(rows=(GOLDEN,), suggest=2)
+stored = f.runs(f.RunsRequest(runs=STORE)).runs
+done = [
+    f.plan(f.PlanRequest(**PLAN)),
+    f.explain(f.PlanRequest(**PLAN), "dp8").explanation,
+    f.stacks(), f.predict([SPEC]), f.predict_table(GOLDEN),
+    f.advise(f.AdviseRequest(gpu="h100-80gb", hidden=4096)),
+    f.models(), f.model(RUN), f.clusters(), f.cluster("jean-zay"), f.gpus(), f.flops(RUN),
+    f.new_cluster(f.ClusterRequest(name="x", gpu="h100-80gb", hosts=1, host_gpus=8)),
+    f.trace(f.TraceRequest(kind="ring", tokens=8192, model="llama-3.1-8b", cp=4)),
+    f.bench(ILLEGAL, f.BenchRequest(runs="runs")),
+    f.sweep(ILLEGAL | dict(sweep=dict(seq_len=[128, 256])), f.SweepRequest(runs="runs")),
+    f.plan_sweep(f.MptSweep(models=("llama-tiny",)), f.SweepRequest(runs="runs")),
+    f.report(f.ReportRequest(runs=STORE)), f.runs(f.RunsRequest(runs=STORE)),
+    f.show_run(stored[0].name, store=STORE),
+    f.diff(stored[0].name, stored[1].name, store=STORE),
+    f.lint_rules(), f.lint([{str(ROOT / "tests/golden/raw_samples.md")!r}]),
+    f.suggest_runs(FIT), f.score(f.ScoreRequest(rows=(GOLDEN,))),
+    f.make_tokens(f.TokensRequest(files=({__file__!r},), out="corpus")), f.show_tokens("corpus"),
+]
+assert all(answer.rows() for answer in done)
+f.export(f.PlanRequest(**PLAN, export="torchrun"))
+refused(f.fit, f.FitRequest())
+refused(f.dryrun, SPEC, rank=9)
+refused(f.one_rank, RUN, f.OneRankRequest(as_rank="9"))
+refused(f.verify, f.VerifyRequest())
+refused(f.train, RUN, f.TrainRequest(out="out"))
+refused(f.show_training, "nowhere")
+refused(f.calibrate, f.CalibrateRequest(ranks=0))
+refused(f.export_weights, f.WeightsRequest(checkpoint="nowhere", out="out"))
+assert [name for name in ("argparse", "torch") if name in sys.modules] == []
+"""
+
+
+def test_the_verbs_print_nothing_and_need_neither_argparse_nor_torch(tmp_path: Path) -> None:
+    named = {*re.findall(r"\bf\.(\w+)", CALLS)}
+    lower = {name for name in dir(fourfold) if callable(getattr(fourfold, name)) and name[0] != "_"}
+    assert {name for name in lower if name.islower()} - named == {"demo"}  # it takes no request
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_page_runs_and_prints_only_what_it_shows() -> None:
@@ -83,16 +150,120 @@ def test_the_page_runs_and_prints_only_what_it_shows() -> None:
         assert (out.getvalue(), err.getvalue()) == (shown, ""), code
 
 
-@pytest.mark.parametrize("words", TABLES, ids=" ".join)
-def test_csv_is_one_table_with_one_header(words: list[str], capsys) -> None:
-    main([*words, "--format", "csv"])
-    text = capsys.readouterr().out
+def assert_one_table(text: str) -> None:
     rows = list(csv.reader(io.StringIO(text)))
     assert len(rows) > 1
     assert {len(row) for row in rows} == {len(rows[0])}
     assert len(set(rows[0])) == len(rows[0])
     named = list(csv.DictReader(io.StringIO(text)))
     assert all(None not in row and None not in row.values() for row in named)
+
+
+@pytest.mark.parametrize("words", TABLES, ids=" ".join)
+def test_csv_is_one_table_with_one_header(words: list[str], capsys) -> None:
+    main([*words, "--format", "csv"])
+    assert_one_table(capsys.readouterr().out)
+
+
+def _counted() -> DryRun:
+    spec = codec.load(RunSpec, {"model": "gpt-181b", "layout": "pp12 tp8 dp4"})
+    plain = json.loads((ROOT / "tests/recorded/answers/dryrun-stages.json").read_text())
+    stages = plain["answer"]["stages"]
+    return DryRun(spec, tuple(codec.decode(RankCount, stage) for stage in stages))
+
+
+def _demonstrated() -> Demo:
+    said = {"layout": "dp4", "sharding": "zero1", "micro_batch": 1, "predicted_s": 1.0}
+    said |= {"predicted_s_low": 0.5, "predicted_s_high": 2.0, "predicted_peak_bytes": 1.0}
+    runs = (
+        DemoRun(**said, outcome="ok", measured_s=1.0, flags=["hot", "cold"], loss=2.0),
+        DemoRun(**said, outcome="oom", failure="no, more"),
+    )
+    return Demo(scene(0), catalog.cluster("jean-zay"), runs)
+
+
+def _exported() -> ExportedWeights:
+    files = ["config.json", "model.safetensors"]
+    return ExportedWeights(
+        out="o", model_type="llama", model="m", checkpoint="c", step=1, files=files, size_bytes=2,
+        dtype="bf16",
+    )  # fmt: skip
+
+
+# Answers of commands that start ranks or take minutes, as they stand when those are done.
+ANSWERS = {
+    "calibrate": lambda: Calibrated(read_profile("h200"), 1),
+    "demo": _demonstrated,
+    "dryrun": _counted,
+    "fit": lambda: Fitted(shipped()),
+    "weights": _exported,
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_csv_of_an_answer_is_one_table(name: str) -> None:
+    assert_one_table(text_of(Output.of(ANSWERS[name](), list), "csv"))
+
+
+def _ranks_started(monkeypatch) -> None:
+    """Of verify: two layouts, one of which an error ended."""
+
+    def carry_out(found, *rest):
+        gaps = {"loss_diff": 0.0, "norm_rel": 0.0, "grad_rel": 1e-9, "param_rel": 0.0}
+        passed = {"family": "mpt", "layout": "dp2", "policy": "zero1", "pass": True, **gaps}
+        return [passed, passed | {"pass": False, "error": "crash: rank 1, 2"}]
+
+    monkeypatch.setattr("fourfold.verbs.verify._carry_out", carry_out)
+
+
+def _trained(folder: Path) -> str:
+    spec = codec.load(RunSpec, {"model": "llama-tiny", "gpus": 1})
+    folder.mkdir()
+    TrainingFolder(str(folder)).describe(spec, TrainSettings(steps=3))
+    return str(folder)
+
+
+# Refused and stored, so that no rank starts.
+SIZES = {"seq_len": 128, "global_batch": 4}
+ILLEGAL = {"model": "llama-tiny", "gpus": 3, "layout": "tp3", "batch": SIZES}
+
+
+def _words(tmp_path: Path) -> dict[str, list[str]]:
+    runs = str(tmp_path / "runs")
+    (tmp_path / "sweep.toml").write_text(toml_text(ILLEGAL | {"sweep": {"seq_len": [128, 256]}}))
+    (tmp_path / "run.toml").write_text(toml_text(ILLEGAL))
+    (tmp_path / "text").write_text("a text, with a comma")
+    stored = sorted(path.name[:6] for path in Path(RECORDED).iterdir() if path.is_dir())
+    return {
+        "bench": ["bench", "--spec", str(tmp_path / "run.toml"), "--runs", runs],
+        "sweep": ["sweep", str(tmp_path / "sweep.toml"), "--runs", runs],
+        "sweep --dry-run": ["sweep", str(tmp_path / "sweep.toml"), "--runs", runs, "--dry-run"],
+        "train": ["train", "--show", _trained(tmp_path / "trained")],
+        "verify": ["verify", "--world", "2"],
+        "diff": ["diff", stored[0], stored[1], "--runs", RECORDED],
+        "runs show": ["runs", "show", stored[0], "--runs", RECORDED],
+        "fit --suggest": ["fit", str(ROOT / "tests/golden/mpt.csv"), "--suggest", "2"],
+        "data make": ["data", "make", str(tmp_path / "text"), "--out", str(tmp_path / "corpus")],
+        "data show": ["data", "show", str(tmp_path / "corpus")],
+    }
+
+
+def test_csv_of_the_other_commands_is_one_table(tmp_path: Path, capsys, monkeypatch) -> None:
+    _ranks_started(monkeypatch)
+    words = _words(tmp_path)
+    for one in words.values():
+        main([*one, "--format", "csv"])
+        out, err = capsys.readouterr()
+        assert out, err
+        assert_one_table(out)
+    covered = {one[0] for one in (*TABLES, *words.values())} | {*ANSWERS}
+    with_format = {
+        name
+        for name in COMMANDS
+        for command in (load(name), *load(name).actions.values())
+        if any(option.names == ("--format",) for option in command.options)
+    }
+    assert covered == with_format
 
 
 def test_first_help_is_short() -> None:

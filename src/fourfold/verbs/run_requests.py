@@ -122,9 +122,11 @@ class MptSweep:
     models: tuple[str, ...] = _many(
         "model presets or config.json files", "NAME", "-m", "--models", default=MISSING
     )
-    seq_exp: tuple[int, ...] = _many("sequence lengths 2^N, or a range", "N", "-s", "--seq-exp")
+    seq_exp: tuple[int, ...] = _many(
+        "sequence lengths 2^N; two numbers are a range", "N", "-s", "--seq-exp"
+    )
     batch_exp: tuple[int, ...] = _many(
-        "global batches of 2^N tokens, or a range", "N", "-b", "--batch-exp"
+        "global batches of 2^N tokens; two numbers are a range", "N", "-b", "--batch-exp"
     )
     precisions: tuple[str, ...] = _many(
         "precisions: bf16, fp8, fp32, ...", "P", "-t", "--precisions"
