@@ -14,16 +14,17 @@ from fourfold.cost.columns import Columns
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.accuracy import score
 from fourfold.cost.fit.validate import others_of
-from fourfold.cost.memory.interval import (
+from fourfold.cost.memory.peak import (
     FRAGMENTS,
     NO,
     TIGHT,
     YES,
     lean_coefficients,
+    limit_bytes,
+    memory,
     memory_bounds,
     verdicts,
 )
-from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import family_of
 from fourfold.cost.step.estimate import estimate

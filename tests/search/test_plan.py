@@ -12,8 +12,7 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.cost.fit import calibration as calibrations
-from fourfold.cost.memory.interval import memory_bounds
-from fourfold.cost.memory.peak import USABLE, memory
+from fourfold.cost.memory.peak import USABLE, memory, memory_bounds
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import RELEASES
 from fourfold.cost.step.estimate import estimate

@@ -9,7 +9,7 @@ import pytest
 from fourfold.result.from_run import record_of
 from fourfold.result.record import Record
 from fourfold.result.report import Outcome, Prediction, RankMemory, RunReport, StepReport
-from fourfold.search.running_score import kept, scores
+from fourfold.search.running_score import scores, stored_predictions
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
 from fourfold.spec.run import RunSpec
@@ -45,7 +45,7 @@ def run(
 
 def test_errors_bias_coverage_and_regret() -> None:
     runs = [run(1.1, 1.0), run(0.8, 1.0, micro=2), run(1.05, 0.5, micro=4), run(None, 9.0)]
-    (score,) = scores(kept(runs))
+    (score,) = scores(stored_predictions(runs))
     assert score.runs == 3
     assert score.median_error_pct == pytest.approx(20.0)
     assert score.bias_pct == pytest.approx(10.0)
@@ -62,20 +62,20 @@ def test_fit_verdicts_count_out_of_memory_runs() -> None:
         run(1.0, 0.0, peak=50.0, micro=4, outcome="oom"),  # said to fit, did not
         run(1.0, 0.0, peak=50.0, micro=4, outcome="crashed"),  # says nothing about memory
     ]
-    (score,) = scores(kept(runs))
+    (score,) = scores(stored_predictions(runs))
     assert (score.fit_runs, score.fit_right, score.missed_oom) == (4, 2, 1)
     assert "fit right in 2 of 4, 1 out-of-memory not foreseen" in str(score)
 
 
 def test_each_basis_has_its_own_score() -> None:
     runs = [run(1.0, 1.0), run(1.0, 1.0, micro=2), run(3.0, 1.0, basis="a guess")]
-    first, second = scores(kept(runs))
+    first, second = scores(stored_predictions(runs))
     assert (first.basis, first.runs, second.basis) == ("a cluster", 2, "a guess")
     assert second.median_error_pct == pytest.approx(200.0)
-    assert scores(kept([run(None, 1.0)])) == []
+    assert scores(stored_predictions([run(None, 1.0)])) == []
 
 
 def test_only_an_out_of_memory_is_still_a_score() -> None:
-    (score,) = scores(kept([run(1.0, 0.0, outcome="oom")]))
+    (score,) = scores(stored_predictions([run(1.0, 0.0, outcome="oom")]))
     assert score.median_error_pct is None
     assert str(score).endswith("fit right in 0 of 1, 1 out-of-memory not foreseen")

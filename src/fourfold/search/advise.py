@@ -1,9 +1,5 @@
-"""Which sizes suit a GPU? What a hidden size, head count, MLP width, vocabulary or micro batch
-loses to tiles, waves and kernel rules, and the nearest value that loses less.
-
-Rates are those of one layer's compute (no communication) under the cost model's own formulas, as
-FLOP/s, so that sizes with different work compare fairly.
-"""
+"""Sizes that suit a GPU: what a hidden size, head count, MLP width, vocabulary or micro batch loses
+to tiles, waves and kernel rules by the cost model's formulas, and the nearest that loses less."""
 
 from __future__ import annotations
 
@@ -89,20 +85,20 @@ def auto_heads(hidden: int, tp: int, head_size: int = 128) -> int:
 
 def _advice(asked: int, values: list[int], rates: Floats, notes: list[str]) -> dict[str, Any]:
     """The asked value among its neighbours: what it loses and the nearest that loses little."""
-    mine = float(rates[values.index(asked)])
+    own_rate = float(rates[values.index(asked)])
     best = float(rates.max())
-    enough = mine + SHARE_OF_GAIN * (best - mine)
+    enough = own_rate + SHARE_OF_GAIN * (best - own_rate)
     good = [v for v, rate in zip(values, rates, strict=True) if rate >= enough]
     near = min(good, key=lambda v: (abs(v - asked), v))
-    gain = float(rates[values.index(near)]) / mine
+    gain = float(rates[values.index(near)]) / own_rate
     return {
         "asked": asked,
-        "tflops_gpu": mine / 1e12,
-        "loses_pct": 100.0 * (1.0 - mine / best),
+        "tflops_gpu": own_rate / 1e12,
+        "loses_pct": 100.0 * (1.0 - own_rate / best),
         "better": {"value": near, "gain": gain} if gain > WORTH_SAYING else None,
         "notes": notes,
         "table": [
-            {"value": v, "tflops_gpu": float(r) / 1e12, "against_asked": float(r) / mine}
+            {"value": v, "tflops_gpu": float(r) / 1e12, "against_asked": float(r) / own_rate}
             for v, r in zip(values, rates, strict=True)
         ],
     }
@@ -119,6 +115,12 @@ def _alignment(name: str, size: int, tp: int) -> list[str]:
     return [f"{name}/tp = {part} is a multiple of {step}, not of 64 (128 bytes in 16 bits)"]
 
 
+def _near(size: int, step: int) -> list[int]:
+    """The size, and multiples of `step` near it."""
+    low, high = int(size * (1 - WINDOW)), int(size * (1 + WINDOW))
+    return sorted({size, *range(-(-low // step) * step, high + 1, step)})
+
+
 def _groups(shape: LayerShape, heads: int) -> int:
     """Key heads for another number of heads: all of them, or as many as asked."""
     return heads if shape.kv_heads == shape.heads else shape.kv_heads
@@ -127,30 +129,20 @@ def _groups(shape: LayerShape, heads: int) -> int:
 def hidden_advice(shape: LayerShape, kernels: Kernels, *, free_heads: bool) -> dict[str, Any]:
     """Hidden sizes near the asked one; heads and MLP follow it where the user left them open."""
     step = int(np.lcm(64, shape.tp)) if free_heads else int(np.lcm(64, shape.heads))
-    low, high = int(shape.hidden * (1 - WINDOW)), int(shape.hidden * (1 + WINDOW))
-    sizes = {shape.hidden, *range(-(-low // step) * step, high + 1, step)}
     ratio = shape.ffn / shape.hidden
-    wide = {h: round(ratio * h / shape.tp) * shape.tp for h in sizes}
-    shapes = {
-        h: replace(
-            shape,
-            hidden=h,
-            heads=shape.heads if h == shape.hidden or not free_heads else auto_heads(h, shape.tp),
-            ffn=shape.ffn if h == shape.hidden else wide[h],
-        )
-        for h in sorted(sizes)
-    }
-    plain = {
-        h: replace(s, kv_heads=_groups(shape, s.heads))
-        for h, s in shapes.items()
-        if h == shape.hidden
-        or (s.head_size in USUAL_HEAD_SIZES and s.heads % _groups(shape, s.heads) == 0)
-    }
+    plain = {shape.hidden: shape}
+    for hidden in _near(shape.hidden, step):
+        heads = auto_heads(hidden, shape.tp) if free_heads else shape.heads
+        ffn, kv_heads = round(ratio * hidden / shape.tp) * shape.tp, _groups(shape, heads)
+        if hidden // heads in USUAL_HEAD_SIZES and heads % kv_heads == 0:
+            other = replace(shape, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
+            plain.setdefault(hidden, other)
+    plain = dict(sorted(plain.items()))
     rates = layer_rates(list(plain.values()), kernels)
-    said = _advice(shape.hidden, list(plain), rates, _alignment("hidden", shape.hidden, shape.tp))
-    for row in said["table"]:
+    advice = _advice(shape.hidden, list(plain), rates, _alignment("hidden", shape.hidden, shape.tp))
+    for row in advice["table"]:
         row |= {"heads": plain[row["value"]].heads, "head_size": plain[row["value"]].head_size}
-    return said | {"gemms": gemm_losses(shape, kernels)}
+    return advice | {"gemms": gemm_losses(shape, kernels)}
 
 
 def gemm_losses(shape: LayerShape, kernels: Kernels) -> list[dict[str, Any]]:
@@ -165,14 +157,14 @@ def gemm_losses(shape: LayerShape, kernels: Kernels) -> list[dict[str, Any]]:
         "mlp in": (up, float(shape.hidden)),
         "mlp out": (float(shape.hidden), shape.ffn / shape.tp),
     }
-    found = []
+    losses = []
     for name, (out, into) in sizes.items():
         m, n, k = np.array([tokens]), np.array([out]), np.array([into])
         skew = float((misalignment(n) + misalignment(k))[0])
         aligned = max(0.25, 1.0 - kernels.coefficients["align"] * skew)
         sms = np.array([float(kernels.device.sms)])
         area = tile_waves(m, n, sms=sms, wave=kernels.coefficients["wave"])[0]
-        found.append(
+        losses.append(
             {
                 "name": name,
                 "tokens": int(tokens),
@@ -182,7 +174,7 @@ def gemm_losses(shape: LayerShape, kernels: Kernels) -> list[dict[str, Any]]:
                 "wave_loss_pct": 100.0 * (1.0 - 2.0 * tokens * out / float(area)),
             }
         )
-    return found
+    return losses
 
 
 def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
@@ -195,7 +187,7 @@ def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     c = kernels.columns(shapes)
     forward, backward = attention_s(c, kernels.coefficients, micro=c.micro)
     core = (forward + backward) / (forward + backward).min()
-    mine = counts.index(shape.heads)
+    own = counts.index(shape.heads)
     notes = []
     size = shape.head_size
     if size % 8:
@@ -206,30 +198,28 @@ def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
         notes.append(f"heads {shape.heads} are not divisible by tp {shape.tp}")
     if kernels.attention == "flash":
         plain = layer_rates(shapes, replace(kernels, attention="fused-softmax"))
-        loss = float(plain.max() / plain[mine])
+        loss = float(plain.max() / plain[own])
         if loss > WORTH_SAYING:
             notes.append(f"with Megatron's fused softmax instead of flash: {loss:.2f}x the layer")
-    said = _advice(shape.heads, counts, rates, notes)
-    for row, loss in zip(said["table"], core, strict=True):
+    advice = _advice(shape.heads, counts, rates, notes)
+    for row, loss in zip(advice["table"], core, strict=True):
         row |= {"head_size": shape.hidden // row["value"], "attention_loss": float(loss)}
-    is_slow = core[mine] >= SLOW_ATTENTION or rates[mine] * WORTH_SAYING < rates.max()
-    good = [n for n, loss in zip(counts, core, strict=True) if loss < 1.0 + (core[mine] - 1.0) / 2]
+    is_slow = core[own] >= SLOW_ATTENTION or rates[own] * WORTH_SAYING < rates.max()
+    good = [n for n, loss in zip(counts, core, strict=True) if loss < 1.0 + (core[own] - 1.0) / 2]
     near = min(good, key=lambda n: abs(n - shape.heads), default=shape.heads)
-    said |= {
+    advice |= {
         "verdict": "slow" if is_slow else "fine",
         "head_size": size,
-        "attention_loss": float(core[mine]),
+        "attention_loss": float(core[own]),
     }
-    if is_slow and said["better"] is None and near != shape.heads:
-        gain = float(rates[counts.index(near)] / rates[mine])
-        said["better"] = {"value": near, "gain": gain}
-    return said
+    if is_slow and advice["better"] is None and near != shape.heads:
+        gain = float(rates[counts.index(near)] / rates[own])
+        advice["better"] = {"value": near, "gain": gain}
+    return advice
 
 
 def ffn_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
-    step = int(np.lcm(64, shape.tp))
-    low, high = int(shape.ffn * (1 - WINDOW)), int(shape.ffn * (1 + WINDOW))
-    sizes = sorted({shape.ffn, *range(-(-low // step) * step, high + 1, step)})
+    sizes = _near(shape.ffn, int(np.lcm(64, shape.tp)))
     rates = layer_rates([replace(shape, ffn=f) for f in sizes], kernels)
     return _advice(shape.ffn, sizes, rates, _alignment("ffn", shape.ffn, shape.tp))
 
@@ -257,5 +247,5 @@ def micro_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
             f"(heads/tp) x micro batch = {per_rank} is not a multiple of 4: Megatron's fused "
             "softmax falls back to separate kernels (flash attention is not affected)"
         )
-    said = _advice(shape.micro_batch, sizes, rates, notes)
-    return said | {"kernel_rule": per_rank % 4 == 0}
+    advice = _advice(shape.micro_batch, sizes, rates, notes)
+    return advice | {"kernel_rule": per_rank % 4 == 0}

@@ -14,8 +14,7 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.interval import choices, features
-from fourfold.cost.memory.interval import memory_bounds
-from fourfold.cost.memory.peak import USABLE
+from fourfold.cost.memory.peak import USABLE, memory_bounds
 from fourfold.cost.step.estimate import estimate
 from fourfold.search.legal import why_not
 from fourfold.search.plan_answer import Alternative, CalibrationFacts, Choice, PlanAnswer, PlanRow

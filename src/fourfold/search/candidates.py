@@ -1,4 +1,4 @@
-"""What is there to choose from? Every layout of the ranks with every policy worth trying, as
+"""What there is to choose from: every layout of the ranks with every policy worth trying, as
 columns of whole numbers, and how many each rule refused.
 
 The grid: every factorisation of the ranks into pp x dp x cp x tp, every split of dp into copies
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fourfold.search.legal import REASONS, RULES, case_of
 from fourfold.search.query import PlanQuery
-from fourfold.search.rules.case import Case, divisors
+from fourfold.search.rules.case import RuleCase, divisors
 from fourfold.spec.layout import MODEL_AXES, SIZES, Layout
 from fourfold.spec.run import running_schedule
 from fourfold.spec.words import CP_KINDS, RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES, SHARDINGS
@@ -99,7 +99,7 @@ def candidates(query: PlanQuery) -> Candidates:
     )
 
 
-def _first_reason(case: Case, asked: set[str]) -> Ints:
+def _first_reason(case: RuleCase, asked: set[str]) -> Ints:
     """Place in RULES of the first broken one of those asked, -1 where all hold."""
     count = len(case.pp)
     reason = np.full(count, -1, dtype=np.int64)
@@ -110,7 +110,7 @@ def _first_reason(case: Case, asked: set[str]) -> Ints:
     return reason
 
 
-def _micro_reasons(case: Case, layouts: dict[str, Ints], micros: Ints) -> Ints:
+def _micro_reasons(case: RuleCase, layouts: dict[str, Ints], micros: Ints) -> Ints:
     """First broken micro-batch rule, [layouts, micros]; asked once per dp, pp and schedule."""
     fields = ("replicate", "shard", "pp", "schedule")
     dp = layouts["replicate"] * layouts["shard"]
@@ -139,8 +139,8 @@ def _grid(query: PlanQuery) -> dict[str, Ints]:
     grid["zero"] = np.tile(zeros, len(table))
     # ZeRO has nothing to divide over one rank, and zero0 divides nothing: one point, not four.
     alone = (grid["shard"] * grid["cp"] == 1) & (grid["zero"] != zeros[0])
-    kept = ~alone & ((grid["zero"] > 0) | (grid["replicate"] == 1))
-    grid = {name: column[kept] for name, column in grid.items()}
+    useful = ~alone & ((grid["zero"] > 0) | (grid["replicate"] == 1))
+    grid = {name: column[useful] for name, column in grid.items()}
     asked = query.policy.schedule
     looped, plain = running_schedule(asked, 2), running_schedule(asked, 1)
     codes = [SCHEDULES.index(name) for name in (looped, plain, "1f1b")]
@@ -157,19 +157,19 @@ def _decided(
 
 def _layouts(query: PlanQuery) -> list[tuple[int, int, int, int, int]]:
     """Every (pp, replicate, shard, cp, tp) whose product is the number of ranks."""
-    found = []
+    layouts = []
     for tp in _sizes(query, "tp", query.gpus):
         for cp in _sizes(query, "cp", query.gpus // tp):
             for pp in _sizes(query, "pp", query.gpus // tp // cp):
                 dp = query.gpus // tp // cp // pp
                 if query.fixed.get("dp", dp) != dp:
                     continue
-                found += [
+                layouts += [
                     (pp, replicate, dp // replicate, cp, tp)
                     for replicate in _copies(query, dp)
                     if dp % replicate == 0
                 ]
-    return found
+    return layouts
 
 
 def _copies(query: PlanQuery, dp: int) -> list[int]:

@@ -1,8 +1,5 @@
-"""A run went out of memory: what would make it fit, and what would that cost? Predicted, ranked.
-
-Each fix changes one thing, or two where no single one is enough. Those that fit come first, the
-fastest of them on top.
-"""
+"""What would make a run fit that went out of memory, and what that would cost: one change, or two
+where no single one is enough. Those that fit come first, the fastest of them on top."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fourfold.errors import UserError
 from fourfold.result.report import Prediction, Remedy
-from fourfold.search.legal import Target, why_not
+from fourfold.search.legal import why_not_spec
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import RECOMPUTE
@@ -31,14 +28,8 @@ class Fix:
 
 def fixes(spec: RunSpec, *, two: bool = False) -> list[Fix]:
     """Legal runs of the same work on the same ranks, one change away, or (`two`) exactly two."""
-    found = []
-    for words, changed in _pairs(spec) if two else _changes(spec):
-        refused = why_not(
-            changed.model, changed.layout, changed.batch, changed.policy, Target(gpus=changed.gpus)
-        )
-        if not refused:
-            found.append(Fix(words, changed))
-    return found
+    changes = _pairs(spec) if two else _changes(spec)
+    return [Fix(words, changed) for words, changed in changes if not why_not_spec(changed)]
 
 
 def _changes(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
@@ -97,8 +88,8 @@ def remedies(
     # It ran out, whatever was predicted: what needs as much does not fit either.
     limit_bytes = min(limit_bytes, 0.999 * own.peak_bytes * raised)
     for two in (False, True):
-        found = fixes(spec, two=two)
-        answers = predict([fix.spec for fix in found]) if found else []
+        tried = fixes(spec, two=two)
+        answers = predict([fix.spec for fix in tried]) if tried else []
         rows = [
             Remedy(
                 change=fix.words,
@@ -107,7 +98,7 @@ def remedies(
                 step_s=answer.step_s,
                 slower_pct=100 * (answer.step_s / own.step_s - 1),
             )
-            for fix, answer in zip(found, answers, strict=True)
+            for fix, answer in zip(tried, answers, strict=True)
         ]
         if any(row.fits for row in rows):
             break

@@ -12,7 +12,7 @@ from fourfold.cost.stacks import RELEASES, EngineRules, stack_rules
 from fourfold.errors import UserError, sentence
 from fourfold.search.rules import batch as batch_rules
 from fourfold.search.rules import cuts, engine
-from fourfold.search.rules.case import Case, Rule
+from fourfold.search.rules.case import Rule, RuleCase
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Device
 from fourfold.spec.layout import Layout
@@ -38,6 +38,10 @@ class Refusal:
         text = sentence(self.rule, field=self.field, value=self.value)
         return f"{text}; {self.hint}" if self.hint else text
 
+    @property
+    def error(self) -> UserError:
+        return UserError(self.rule, field=self.field, value=self.value, hint=self.hint)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -56,8 +60,8 @@ class Target:
 
 def case_of(
     model: ModelShape, layout: Layout, batch: Batch, policy: Policy, target: Target
-) -> Case:
-    return Case(
+) -> RuleCase:
+    return RuleCase(
         model=model,
         stack=target.rules,
         gpus=target.gpus,
@@ -86,10 +90,12 @@ def why_not(
 def require_legal(spec: RunSpec, *, only: tuple[str, ...] = REASONS) -> None:
     """Raise the first broken rule of a run of our engine; `only` some rules, for what cuts a model
     without running it."""
-    for refusal in why_not(
-        spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus)
-    ):
+    for refusal in why_not_spec(spec):
         if refusal.reason in only:
-            raise UserError(
-                refusal.rule, field=refusal.field, value=refusal.value, hint=refusal.hint
-            )
+            raise refusal.error
+
+
+def why_not_spec(spec: RunSpec) -> tuple[Refusal, ...]:
+    """Every rule that a run of our engine breaks."""
+    target = Target(gpus=spec.gpus)
+    return why_not(spec.model, spec.layout, spec.batch, spec.policy, target)

@@ -1,9 +1,5 @@
-"""What will these runs take, before any of them runs? Seconds per step with interval, and bytes.
-
-On a cluster of the catalogue the shipped calibration answers, or one that is given; on this machine
-a hardware profile does ('fourfold calibrate'), with the coefficients of 'plan'. Without any, a
-rough guess of a CPU keeps the order of magnitude.
-"""
+"""What runs will take before any of them runs: on a cluster by a calibration, on this machine by
+its profile ('fourfold calibrate'), else by a rough guess of a CPU."""
 
 from __future__ import annotations
 
@@ -46,9 +42,8 @@ def predict(
     release: str = "",
     cores: int = 1,
 ) -> list[Prediction]:
-    """One answer for each spec, in their order, as the stack's engine would run it
-    (or a `release` of cost/stacks.py). `cores` is this
-    host's, for the rough guess. Whether it fits is the caller's to add (`limit_bytes`)."""
+    """One answer for each spec, in their order, as the stack's engine would run it (or a `release`
+    of cost/stacks.py). `cores` is this host's. Whether it fits is the caller's to add."""
     answers: dict[int, Prediction] = {}
     by_ranks: dict[int, list[int]] = {}
     for at, spec in enumerate(specs):

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.interval import choices
-from fourfold.cost.memory.interval import memory_bounds
-from fourfold.cost.memory.peak import USABLE, memory
+from fourfold.cost.memory.peak import USABLE, memory, memory_bounds
 from fourfold.cost.predict import Predictions, playable, predictions
 from fourfold.cost.step.estimate import estimate
 from fourfold.events import Event

@@ -1,8 +1,5 @@
-"""How well did the planner predict the runs that were measured since? Errors, fit and regret.
-
-A run is judged by what was said before it ran, kept with it, or by what would be said today. Time
-needs an outcome `ok`; whether a run fits is also answered by an out-of-memory.
-"""
+"""How well the planner predicted the runs that were measured since: errors, fit and regret. Time
+needs an outcome `ok`; whether a run fits is also answered by an out-of-memory."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from fourfold.result.report import Prediction
 class Judged:
     """A prediction and the run it was about."""
 
-    said: Prediction
+    prediction: Prediction
     run: Record
 
 
@@ -63,46 +60,48 @@ class RunningScore:
         return f"Planner's score ({self.basis}): {'; '.join(parts)}"
 
 
-def kept(runs: Sequence[Record]) -> list[Judged]:
-    """Runs with what was said before they ran."""
-    found = []
-    for run in runs:
-        if run.predicted_s is None or run.predicted_bytes is None:
-            continue
-        said = Prediction(
-            step_s=run.predicted_s,
-            step_s_low=run.predicted_low_s or 0.0,
-            step_s_high=run.predicted_high_s or 0.0,
-            peak_bytes=run.predicted_bytes,
-            limit_bytes=run.predicted_limit_bytes or 0.0,
-            basis=run.predicted_by,
+def stored_predictions(runs: Sequence[Record]) -> list[Judged]:
+    """Runs with what was predicted before they ran."""
+    return [
+        Judged(
+            Prediction(
+                step_s=run.predicted_s,
+                step_s_low=run.predicted_low_s or 0.0,
+                step_s_high=run.predicted_high_s or 0.0,
+                peak_bytes=run.predicted_bytes,
+                limit_bytes=run.predicted_limit_bytes or 0.0,
+                basis=run.predicted_by,
+            ),
+            run,
         )
-        found.append(Judged(said, run))
-    return found
+        for run in runs
+        if run.predicted_s is not None and run.predicted_bytes is not None
+    ]
 
 
 def scores(judged: Sequence[Judged]) -> list[RunningScore]:
     """One for each basis, the most used first; what no run can judge is left out."""
     by_basis: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
-        by_basis[one.said.basis].append(one)
-    found = [_score(basis, group) for basis, group in by_basis.items()]
-    found = [score for score in found if score.runs or score.fit_runs]
-    return sorted(found, key=lambda score: (-score.runs, score.basis))
+        by_basis[one.prediction.basis].append(one)
+    every = (_score(basis, group) for basis, group in by_basis.items())
+    useful = [score for score in every if score.runs or score.fit_runs]
+    return sorted(useful, key=lambda score: (-score.runs, score.basis))
 
 
 def _score(basis: str, group: Sequence[Judged]) -> RunningScore:
     timed = [one for one in group if one.run.step_s]
-    ratios = [one.said.step_s / (one.run.step_s or 1.0) for one in timed]
+    ratios = [one.prediction.step_s / (one.run.step_s or 1.0) for one in timed]
     inside = [
-        one.said.step_s_low <= (one.run.step_s or 0.0) <= one.said.step_s_high for one in timed
+        one.prediction.step_s_low <= (one.run.step_s or 0.0) <= one.prediction.step_s_high
+        for one in timed
     ]
     full = [one for one in timed if one.run.peak_bytes]
-    sizes = [one.said.peak_bytes / (one.run.peak_bytes or 1) for one in full]
+    sizes = [one.prediction.peak_bytes / (one.run.peak_bytes or 1) for one in full]
     verdicts = [
-        (bool(one.said.fits), one.run.outcome == "ok")
+        (bool(one.prediction.fits), one.run.outcome == "ok")
         for one in group
-        if one.said.fits is not None and one.run.outcome in ("ok", "oom")
+        if one.prediction.fits is not None and one.run.outcome in ("ok", "oom")
     ]
     return RunningScore(
         basis=basis,
@@ -114,8 +113,8 @@ def _score(basis: str, group: Sequence[Judged]) -> RunningScore:
         memory_error_pct=_median_pct([abs(ratio - 1) for ratio in sizes]),
         memory_bias_pct=_median_pct([ratio - 1 for ratio in sizes]),
         fit_runs=len(verdicts),
-        fit_right=sum(said == was for said, was in verdicts),
-        missed_oom=sum(said and not was for said, was in verdicts),
+        fit_right=sum(predicted == ran for predicted, ran in verdicts),
+        missed_oom=sum(predicted and not ran for predicted, ran in verdicts),
         regret=_regret(timed),
     )
 
@@ -129,7 +128,7 @@ def _regret(timed: Sequence[Judged]) -> float | None:
     for one in timed:
         run = one.run
         key = (run.model_json, run.device, run.gpus, run.seq_len, run.global_batch, run.precision)
-        groups[key].append((one.said.step_s, run.step_s or 0.0))
+        groups[key].append((one.prediction.step_s, run.step_s or 0.0))
     ratios = [
         min(group)[1] / min(measured for _, measured in group)
         for group in groups.values()

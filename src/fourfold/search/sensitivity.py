@@ -13,7 +13,7 @@ import numpy as np
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import Coefficient
-from fourfold.cost.memory.interval import TWO_SIDED_80, moved_coefficients, moves
+from fourfold.cost.memory.peak import TWO_SIDED_80, moved_coefficients, moves
 from fourfold.cost.step.estimate import estimate
 from fourfold.search.plan_answer import Reversal
 from fourfold.search.ranking import Ranking

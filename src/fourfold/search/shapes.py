@@ -1,8 +1,5 @@
-"""Are fewer GPUs faster, and which model should a budget buy? Rankings of several queries compared.
-
-A number of hosts with an awkward factor may lose to a smaller one. Shapes of about the asked
-parameter count are each laid out at their best on the machines and compared by days for the tokens.
-"""
+"""Rankings of several queries compared: whether fewer GPUs are faster, and which shape of about the
+asked parameter count takes fewest days for the tokens."""
 
 from __future__ import annotations
 
@@ -34,11 +31,11 @@ def best_of(query: PlanQuery, counts: list[int], *, least: int) -> tuple[Ranking
             break
         if len(counts) > 1:
             query.on_event(Event(f"{gpus} GPUs ({place + 1} of {len(counts)})", "progress"))
-        found = rank_layouts(replace(query, gpus=gpus), least=least)
-        if len(found):
-            tried[gpus] = float(found.step_s[0])
-        if best is None or (len(found) and (not len(best) or found.step_s[0] < best.step_s[0])):
-            best = found
+        ranking = rank_layouts(replace(query, gpus=gpus), least=least)
+        if len(ranking):
+            tried[gpus] = float(ranking.step_s[0])
+        if best is None or (len(ranking) and (not len(best) or tried[gpus] < best.step_s[0])):
+            best = ranking
     assert best is not None, "there is at least one number of GPUs"
     return best, tried
 
@@ -50,7 +47,7 @@ TOLERANCE = 0.06
 
 def shapes_near(base: ModelShape, params: float, seq_len: int, tp: int) -> list[ModelShape]:
     """Shapes of the base's family within a few percent of `params`, aligned for tp."""
-    found: dict[tuple[int, int], ModelShape] = {}
+    shapes: dict[tuple[int, int], ModelShape] = {}
     step = 128 * max(1, tp // 2)
     for aspect in ASPECTS:
         width = (params * aspect / _per_layer(base)) ** (1.0 / 3.0)
@@ -59,8 +56,8 @@ def shapes_near(base: ModelShape, params: float, seq_len: int, tp: int) -> list[
         }:
             model = _shape(base, hidden, params, seq_len, tp)
             if model is not None:
-                found[model.layers, hidden] = model
-    return [found[key] for key in sorted(found)]
+                shapes[model.layers, hidden] = model
+    return [shapes[key] for key in sorted(shapes)]
 
 
 def _per_layer(base: ModelShape) -> float:
@@ -103,18 +100,10 @@ def compare(query: PlanQuery, models: list[ModelShape], *, tokens: float) -> lis
 def _row(ranking: Ranking, tokens: float) -> dict[str, Any]:
     query = ranking.query
     model = query.model
-    row: dict[str, Any] = {
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "kv_heads": model.kv_heads,
-        "ffn": model.ffn,
-        "params": model_params(model, query.batch.seq_len),
-        "days": None,
-        "gpu_hours": None,
-        "layout": None,
-        "step_s": None,
-    }
+    sizes = ("layers", "hidden", "heads", "kv_heads", "ffn")
+    row: dict[str, Any] = {name: getattr(model, name) for name in sizes}
+    row |= {"params": model_params(model, query.batch.seq_len)}
+    row |= dict.fromkeys(("days", "gpu_hours", "layout", "step_s"))
     if not len(ranking):
         return row
     step_s = float(ranking.step_s[0])

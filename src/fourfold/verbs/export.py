@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fourfold.cost.memory.interval import memory_bounds
-from fourfold.cost.memory.peak import USABLE
+from fourfold.cost.memory.peak import USABLE, memory_bounds
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore
 from fourfold.search import export as exports

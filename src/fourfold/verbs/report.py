@@ -13,7 +13,7 @@ from fourfold.errors import UserError, nearest
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.result.files.store import Stored
 from fourfold.result.record import Record
-from fourfold.search.running_score import Judged, RunningScore, kept, scores
+from fourfold.search.running_score import Judged, RunningScore, scores, stored_predictions
 from fourfold.tables.derive import published
 from fourfold.tables.document import Document, Table, Text
 from fourfold.tables.finding import Finding
@@ -99,7 +99,7 @@ def _scores(request: ReportRequest, found: list[Stored]) -> list[RunningScore]:
     or a profile, by what would be predicted today."""
     stored = [item for item in found if item.summary.outcome in ("ok", "oom")]
     if not (request.cluster or request.profile):
-        return scores(kept([item.summary for item in stored]))
+        return scores(stored_predictions([item.summary for item in stored]))
     known = predictor(cluster=request.cluster, profile=request.profile)
     newest = sorted(stored, key=lambda item: item.summary.started_at)[-_MOST_SCORED:]
     said = known.predictions([item.report().spec for item in newest]) if newest else []

@@ -52,20 +52,20 @@ def wired_share(c: Columns, size: ArrayLike, stride: ArrayLike) -> Floats:
 def group_rate(c: Columns, coef: Coefficients, size: Floats, stride: Floats) -> Floats:
     """One-way bytes/s of each rank in a ring over the group."""
     inside = np.minimum(coef["nvlink"], 0.98) * c.link * wired_share(c, size, stride)
-    here = np.where(straddles(c, size, stride, c.node), 1.0, ranks_within(size, stride, c.node))
-    outside = node_rate(c, coef, size, here) * here / c.node
+    in_node = np.where(straddles(c, size, stride, c.node), 1.0, ranks_within(size, stride, c.node))
+    outside = node_rate(c, coef, size, in_node) * in_node / c.node
     return np.where(crosses(c, size, stride), np.minimum(inside, outside), inside)
 
 
-def node_rate(c: Columns, coef: Coefficients, size: Floats, here: Floats) -> Floats:
-    """Bytes/s of a node for a group that has `here` members in it.
+def node_rate(c: Columns, coef: Coefficients, size: Floats, in_node: Floats) -> Floats:
+    """Bytes/s of a node for a group that has `in_node` members in it.
 
     A rate measured over the whole job is used where there is one, but not in the slow state: there
     it falls as one over the nodes, which is what a slow hop does to a ring, not a slow link; the
     hops are paid in `dp_hop_s`. Two nodes exchange at full rate in either state (nanotron table:
     430 GB/s on 2 nodes, 180 on 4 to 64).
     """
-    spans = np.maximum(1.0, size / here)
+    spans = np.maximum(1.0, size / in_node)
     seen = np.where(spans <= 2.0, np.maximum(c.net_seen, c.net), c.net_seen)
     unseen = np.where(c.slow > 0, c.net * SLOW_SHARE, c.net)
     return np.where((c.net_seen > 0) & (c.slow <= 0), seen, unseen) * coef["net"]

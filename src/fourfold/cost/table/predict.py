@@ -1,7 +1,5 @@
-"""What will each row of a table take? Seconds with an interval, memory, fit, and why.
-
-Rows are grouped by calibration and answered a few thousand at a time, to stay in the caches.
-"""
+"""What each row of a table will take: seconds with an interval, memory, fit, and why. Rows are
+grouped by calibration and answered a few thousand at a time, to stay in the caches."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
 from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.interval import bounds, outside
-from fourfold.cost.memory.interval import NO, TIGHT, verdicts
-from fourfold.cost.memory.peak import GIB, limit_bytes, memory
+from fourfold.cost.memory.peak import GIB, NO, TIGHT, limit_bytes, memory, verdicts
 from fourfold.cost.stacks import is_known, stack_defaults
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.reference import RowTable, each
@@ -61,8 +58,8 @@ def predict(rows: Rows, calibration: Calibration) -> RowPredictions:
         for start in range(0, len(index), CHUNK):
             part = index[start : start + CHUNK]
             _answer(rows, part, entry, out)
-            said = verdicts(rows.columns.take(part), entry)
-            tight[part] = (said == TIGHT) | ((said == NO) & unstated[part])
+            fits = verdicts(rows.columns.take(part), entry)
+            tight[part] = (fits == TIGHT) | ((fits == NO) & unstated[part])
         if why:
             for i in index:
                 reasons[i] = f"{reasons[i]}; {why}" if reasons[i] else why
@@ -132,9 +129,9 @@ def _rates(rows: Rows, tokens: Floats) -> tuple[Floats, Floats]:
     rules = np.array(rows.table.column("flop_rule"), dtype=str)
     learned = np.array([f in ("mpt", "gpt") for f in rows.table.column("family")], dtype=float)
     for rule in np.unique(rules):
-        here = np.flatnonzero(rules == rule)
-        query = FlopsQuery.of_columns(rows.columns.take(here), learned_positions=learned[here])
+        places = np.flatnonzero(rules == rule)
+        query = FlopsQuery.of_columns(rows.columns.take(places), learned_positions=learned[places])
         name = ALIASES.get(str(rule), str(rule))
         flops = CONVENTIONS.get(name, CONVENTIONS[DEFAULT]).count(query).printed
-        tflops[here] = flops * tokens[here] / 1e12
+        tflops[places] = flops * tokens[places] / 1e12
     return tflops, 100.0 * tflops * 1e12 / rows.columns.peak_low

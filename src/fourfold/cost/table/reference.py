@@ -1,9 +1,5 @@
-"""How is a table of runs read? CSV in the reference schema -> one list of texts per column.
-
-Columns may come in any order, may be missing (all blank) and more may be there (ignored). Of a note
-only the words that the tables' README explains are facts: kernel, network state, pure or default
-reductions, fp8/fp4 recipe, shard group; nothing else in it, and no other label, reaches an answer.
-"""
+"""Reads a table of runs: CSV in the reference schema, columns in any order, missing ones blank. Of
+a note only the words that the tables' README explains are facts; nothing else in it is read."""
 
 from __future__ import annotations
 
@@ -140,9 +136,8 @@ def _plain(name: str, header: list[str], text: str) -> RowTable | None:
             return None
         lines[i] = MARK.join(cells)
     flat = MARK.join(lines).split(MARK)
-    found = {column: flat[width + i :: width] for i, column in enumerate(header)}
-    blank = [""] * (len(lines) - 1)
-    return RowTable(name, {column: found.get(column, blank) for column in SCHEMA}, len(lines) - 1)
+    cells = {column: flat[width + i :: width] for i, column in enumerate(header)}
+    return _row_table(name, cells, len(lines) - 1)
 
 
 def _columnar(name: str, header: list[str], reader: Iterator[list[str]]) -> RowTable:
@@ -157,10 +152,12 @@ def _columnar(name: str, header: list[str], reader: Iterator[list[str]]) -> RowT
         ]
         for column, values in zip(cells, zip(*square, strict=True), strict=bool(square)):
             column.extend(values)
-    length = len(cells[0])
+    return _row_table(name, dict(zip(header, cells, strict=True)), len(cells[0]))
+
+
+def _row_table(name: str, cells: dict[str, list[str]], length: int) -> RowTable:
     blank = [""] * length
-    by_name = dict(zip(header, cells, strict=True))
-    return RowTable(name, {column: by_name.get(column, blank) for column in SCHEMA}, length)
+    return RowTable(name, {column: cells.get(column, blank) for column in SCHEMA}, length)
 
 
 def each(cells: Sequence[str], ask: Callable[[str], T]) -> list[T]:

@@ -1,8 +1,5 @@
-"""Which rows do stored run reports make? RunReport files of a folder -> Rows for a fit.
-
-The step time is the median after warm-up; memory is the fullest rank's; `oom` is an out-of-memory.
-Reports of other outcomes teach nothing about speed and are left out.
-"""
+"""Rows of stored run reports for a fit: the median step after warm-up, the fullest rank's memory.
+Reports of other outcomes than `ok` and `oom` teach nothing about speed and are left out."""
 
 from __future__ import annotations
 
@@ -34,44 +31,44 @@ def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -
         raise UserError(
             "is not a folder", field="--runs", value=folder, hint="pass the folder of a store"
         )
-    found = []
+    reports = []
     for path in sorted(root.rglob("*.json")):
         if path.name.startswith("."):  # the store's own cache
             continue
         try:
             if read_stored(path, field="--runs").get("type") == "RunReport":
-                kept = path.name == RUN_FILE and NAME.match(path.parent.name)
-                plain = read_kept(path.parent) if kept else read_run(path)[0]
-                found.append(codec.load(RunReport, plain))
+                in_store = path.name == RUN_FILE and NAME.match(path.parent.name)
+                plain = read_kept(path.parent) if in_store else read_run(path)[0]
+                reports.append(codec.load(RunReport, plain))
         except UserError as error:
             warn(f"{path} is passed over: {error}")
-    return found
+    return reports
 
 
 def report_rows(
     folder: str, cluster: Cluster, warn: Callable[[str], None] = lambda text: None
 ) -> Rows:
     """Rows of the reports that ran or ran out of memory."""
-    kept = [r for r in read_reports(folder, warn) if r.outcome in ("ok", "oom")]
-    if not kept:
+    reports = [r for r in read_reports(folder, warn) if r.outcome in ("ok", "oom")]
+    if not reports:
         raise UserError(
             "contains no run",
             field="--runs",
             value=folder,
             hint="measure one with 'fourfold bench' first",
         )
-    n = len(kept)
+    n = len(reports)
     return Rows(
-        table=_table(folder, kept, cluster),
-        columns=columns_of([r.spec for r in kept], cluster=cluster, stack=STACK),
+        table=_table(folder, reports, cluster),
+        columns=columns_of([r.spec for r in reports], cluster=cluster, stack=STACK),
         usable=np.ones(n, dtype=bool),
         reasons=[""] * n,
         stack=np.array([STACK] * n),
         cluster=np.array([cluster.name] * n),
         hardware=np.array([cluster.device.id] * n),
-        step_s=np.array([_step_s(r) for r in kept]),
-        mem_gb=np.array([_gib(r) for r in kept]),
-        status=np.array([r.outcome for r in kept]),
+        step_s=np.array([_step_s(r) for r in reports]),
+        mem_gb=np.array([_gib(r) for r in reports]),
+        status=np.array([r.outcome for r in reports]),
     )
 
 
@@ -90,7 +87,7 @@ def _table(folder: str, reports: list[RunReport], cluster: Cluster) -> RowTable:
     texts = {name: [""] * len(reports) for name in SCHEMA}
     for i, report in enumerate(reports):
         spec, layout = report.spec, report.spec.layout
-        said = {
+        cells = {
             "row_id": spec.run_id, "source": STACK, "stack": STACK, "cluster": cluster.name,
             "hardware": cluster.device.id, "family": spec.model.family,
             "n_layers": spec.model.layers, "d_model": spec.model.hidden,
@@ -100,6 +97,6 @@ def _table(folder: str, reports: list[RunReport], cluster: Cluster) -> RowTable:
             "precision": spec.policy.precision, "act_ckpt": spec.policy.recompute,
             "status": report.outcome,
         }  # fmt: skip
-        for name, value in said.items():
+        for name, value in cells.items():
             texts[name][i] = str(value)
     return RowTable(Path(folder).name, texts, len(reports))

@@ -1,11 +1,9 @@
-"""Which runs does a table describe? Texts of the reference schema -> Columns, with reasons.
-
-A row that cannot be expressed keeps its place: `usable` is False there and `reasons` says why.
-Blank policy fields take the stack's usual value, and `reasons` says that too.
-"""
+"""Runs that a table describes: texts of the reference schema as Columns. A row that cannot be
+expressed keeps its place; blank policy fields take the stack's usual value; `reasons` says so."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +21,14 @@ from fourfold.spec.words import DTYPES, PRICED_ATTENTION, SCHEDULES, SHARDINGS
 Bools = NDArray[np.bool_]
 # A count above this is a typing error, not a run.
 LARGEST = 1e9
+
+
+def _mask(values: Iterable[bool]) -> Bools:
+    return np.array(list(values), dtype=bool)
+
+
+def _floats(values: Iterable[float]) -> Floats:
+    return np.array(list(values), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +64,12 @@ class _Draft:
         for i in np.flatnonzero(where):
             self.assumed.setdefault(int(i), []).append(what)
 
+    def blank(self, column: str) -> Bools:
+        return _mask(each(self.table.column(column), lambda cell: not cell.strip()))
+
     def fill(self, name: str, column: str, default: Floats | float, what: str) -> Floats:
         """A count from a column; blank takes the default and says so, unreadable refuses."""
-        cells = self.table.column(column)
-        values = numbers(cells)
-        blank = np.array(each(cells, _is_blank), dtype=bool)
+        values, blank = numbers(self.table.column(column)), self.blank(column)
         self.refuse(np.isnan(values) & ~blank, f"{column} is not a number")
         if what:
             self.assume(blank, f"{column} {what}")
@@ -70,12 +77,15 @@ class _Draft:
         return self.facts[name]
 
     def need(self, name: str, column: str) -> Floats:
-        cells = self.table.column(column)
-        values = numbers(cells)
+        self.facts[name] = numbers(self.table.column(column))
+        self.need_whole(name, column)
+        return self.facts[name]
+
+    def need_whole(self, name: str, column: str) -> None:
+        values = self.facts[name]
         wrong = np.isnan(values) | (values < 1) | (values > LARGEST) | (values % 1 != 0)
         self.refuse(wrong, f"{column} must be a whole number of at least 1")
         self.facts[name] = np.where(wrong, 1.0, values)
-        return self.facts[name]
 
 
 def parse(table: RowTable) -> Rows:
@@ -88,8 +98,8 @@ def parse(table: RowTable) -> Rows:
     _policy(draft, words, per_stack)
     _hardware(draft, words)
     _check(draft)
-    known = each(table.column("stack"), is_known)
-    draft.assume(~np.array(known, dtype=bool), "stack unknown: generic habits")
+    known = _mask(each(table.column("stack"), is_known))
+    draft.assume(~known, "stack unknown: generic habits")
     usable = np.ones(table.length, dtype=bool)
     usable[list(draft.bad)] = False
     reasons = [
@@ -98,14 +108,13 @@ def parse(table: RowTable) -> Rows:
         else "; ".join(draft.assumed.get(i, ()))
         for i in range(table.length)
     ]
-    text = {name: np.array(table.column(name), dtype=str) for name in ("stack", "cluster")}
     return Rows(
         table=table,
         columns=columns(table.length, **draft.facts),
         usable=usable,
         reasons=reasons,
-        stack=text["stack"],
-        cluster=text["cluster"],
+        stack=np.array(table.column("stack"), dtype=str),
+        cluster=np.array(table.column("cluster"), dtype=str),
         hardware=np.array(each(table.column("hardware"), str.lower), dtype=str),
         step_s=numbers(table.column("step_s")),
         mem_gb=numbers(table.column("mem_gb")),
@@ -113,70 +122,58 @@ def parse(table: RowTable) -> Rows:
     )
 
 
-def _is_blank(cell: str) -> bool:
-    return cell.strip() == ""
-
-
 def _model(draft: _Draft) -> None:
-    need = draft.need
-    need("layers", "n_layers")
-    hidden = need("hidden", "d_model")
-    heads = need("heads", "n_heads")
-    need("vocab", "vocab")
+    draft.need("layers", "n_layers")
+    hidden, heads = draft.need("hidden", "d_model"), draft.need("heads", "n_heads")
+    draft.need("vocab", "vocab")
     families = draft.table.column("family")
-    gated = np.array([f in ("llama", "") for f in families], dtype=np.float64)
-    draft.facts["gated"] = gated
+    gated = draft.facts["gated"] = _floats(f in ("llama", "") for f in families)
     draft.fill("kv_heads", "n_kv_heads", heads, "taken as n_heads")
     usual = np.where(gated > 0, 256.0 * np.ceil(hidden * 8.0 / 3.0 / 256.0), 4.0 * hidden)
     draft.fill("ffn", "d_ff", usual, "taken as the family's usual")
-    tied = np.array([f in ("mpt", "gpt") for f in families], dtype=np.float64)
-    draft.fill("tied", "tied", tied, "")
+    draft.fill("tied", "tied", _floats(f in ("mpt", "gpt") for f in families), "")
 
 
 def _layout(draft: _Draft) -> None:
-    need = draft.need
-    need("seq", "seq_len")
-    need("batch", "gbs")
-    gpus = need("gpus", "n_gpus")
+    draft.need("seq", "seq_len")
+    draft.need("batch", "gbs")
+    gpus = draft.need("gpus", "n_gpus")
     degrees = [draft.fill(name, name, 1.0, "taken as 1") for name in MODEL_AXES]
     draft.fill("vpp", "vpp", 1.0, "")
-    model_ranks = np.maximum(1.0, degrees[0] * degrees[1] * degrees[2])
+    model_ranks = np.maximum(1.0, np.prod(degrees, axis=0))
     draft.fill("dp", "dp", np.floor(gpus / model_ranks), "")
     draft.fill("micro", "mbs", 1.0, "not stated, 1 assumed")
 
 
 def _policy(draft: _Draft, words: list[NoteWords], stack: list[StackDefaults]) -> None:
-    table, facts = draft.table, draft.facts
-    facts["precision"] = _choice(draft, "precision", DTYPES, "bf16")
-    half = facts["precision"] == DTYPES.index("fp16")
-    pure = np.array([w.pure for w in words])
+    facts = draft.facts
+    precision = facts["precision"] = _choice(draft, "precision", DTYPES, "bf16")
+    low = np.isin(precision, [DTYPES.index("fp8"), DTYPES.index("fp4")])
+    half, pure = precision == DTYPES.index("fp16"), _mask(w.pure for w in words)
     facts["grad_bytes"] = np.where(pure, 2.0, [h.grad_bytes for h in stack])
     facts["acc_bytes"] = np.where(half, 2.0, [h.acc_bytes for h in stack])
-    low = np.isin(facts["precision"], [DTYPES.index("fp8"), DTYPES.index("fp4")])
-    facts["act_bytes"] = np.where(facts["precision"] == DTYPES.index("fp32"), 4.0, 2.0)
+    facts["act_bytes"] = np.where(precision == DTYPES.index("fp32"), 4.0, 2.0)
     facts["saved_bytes"] = np.where(low, [h.fp8_saved_bytes for h in stack], facts["act_bytes"])
     facts["gather_bytes"] = np.where(low, [h.fp8_gather_bytes for h in stack], facts["act_bytes"])
     _zero(draft, words, stack)
     _recompute(draft, stack)
     kinds = _choice(draft, "attention", PRICED_ATTENTION, "flash")
-    old = np.array([w.flash1 for w in words]) & (kinds == PRICED_ATTENTION.index("flash"))
+    old = _mask(w.flash1 for w in words) & (kinds == PRICED_ATTENTION.index("flash"))
     facts["attention"] = np.where(old, float(PRICED_ATTENTION.index("flash1")), kinds)
-    habit_sp = np.array([h.sequence_parallel for h in stack], dtype=np.float64)
-    draft.fill("sp", "sequence_parallel", habit_sp, "taken as the stack's usual")
-    facts["fused_norm"] = np.array([not w.plain_norm for w in words], dtype=np.float64)
+    usual_sp = _floats(h.sequence_parallel for h in stack)
+    draft.fill("sp", "sequence_parallel", usual_sp, "taken as the stack's usual")
     by_stack = [stack_facts(h) for h in stack]
     facts |= {
-        name: np.array([fact[name] for fact in by_stack]) for name in stack_facts(StackDefaults())
+        name: _floats(fact[name] for fact in by_stack) for name in stack_facts(StackDefaults())
     }
-    facts["fused_host"] = np.array([h.compiled for h in stack], dtype=np.float64)
-    facts["block_scale"] = np.array([w.block_scale for w in words], dtype=np.float64)
-    facts["overlap_dp"] = np.array([h.overlap_dp for h in stack], dtype=np.float64)
-    facts["overlap_tp"] = np.array([h.overlap_tp for h in stack], dtype=np.float64)
+    facts["fused_host"] = _floats(h.compiled for h in stack)
+    facts["overlap_dp"] = _floats(h.overlap_dp for h in stack)
+    facts["overlap_tp"] = _floats(h.overlap_tp for h in stack)
+    facts["fused_norm"] = _floats(not w.plain_norm for w in words)
+    facts["block_scale"] = _floats(w.block_scale for w in words)
     looped, plain = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
     facts["schedule"] = np.where(facts["vpp"] > 1, float(looped), float(plain))
-    draft.assume(
-        np.array([p == "" for p in table.column("precision")], dtype=bool), "precision bf16 assumed"
-    )
+    draft.assume(draft.blank("precision"), "precision bf16 assumed")
 
 
 def _choice(draft: _Draft, column: str, words: tuple[str, ...], blank: str) -> Floats:
@@ -196,26 +193,23 @@ def _zero(draft: _Draft, words: list[NoteWords], stack: list[StackDefaults]) -> 
     facts = draft.facts
     stages = {name: float(i) for i, name in enumerate(SHARDINGS)} | {"none": 0.0, "ddp": 0.0}
     cells = draft.table.column("sharding")
-    blank = np.array([cell == "" for cell in cells], dtype=bool)
-    draft.assume(blank, "sharding taken as the stack's usual")
+    draft.assume(draft.blank("sharding"), "sharding taken as the stack's usual")
     filled = [cell or h.sharding for cell, h in zip(cells, stack, strict=True)]
     values = np.array([stages.get(cell, -1.0) for cell in filled])
     draft.refuse(values < 0, f"sharding is not one of {', '.join(SHARDINGS)}")
     facts["zero"] = np.maximum(values, 0.0)
     everyone = facts["dp"] * facts["cp"]
     node = numbers(draft.table.column("gpus_per_node"))
-    group = np.array([w.shard_group for w in words], dtype=np.float64)
-    usual = np.array([h.shard_group for h in stack], dtype=np.float64)
+    group, usual = _floats(w.shard_group for w in words), _floats(h.shard_group for h in stack)
     group = np.where((group == 0) & (usual > 0) & (everyone >= 512), usual, group)
-    in_node = np.array([w.shards_in_node for w in words])
+    in_node = _mask(w.shards_in_node for w in words)
     group = np.where(in_node & (group == 0), np.where(np.isnan(node), 8.0, node), group)
     facts["shard"] = np.where(group > 0, np.minimum(group, everyone), everyone)
 
 
 def _recompute(draft: _Draft, stack: list[StackDefaults]) -> None:
     cells = draft.table.column("act_ckpt")
-    blank = np.array([cell == "" for cell in cells], dtype=bool)
-    draft.assume(blank, "act_ckpt taken as the stack's usual")
+    draft.assume(draft.blank("act_ckpt"), "act_ckpt taken as the stack's usual")
     share, core = np.zeros(len(cells)), np.zeros(len(cells))
     wrong = np.zeros(len(cells), dtype=bool)
     for i, (cell, habit) in enumerate(zip(cells, stack, strict=True)):
@@ -238,16 +232,16 @@ def _hardware(draft: _Draft, words: list[NoteWords]) -> None:
     node = numbers(table.column("gpus_per_node"))
     names = list(zip(table.column("hardware"), table.column("cluster"), table.column("precision"),
                      node.tolist(), strict=True))  # fmt: skip
-    found = {key: _machine(*key) for key in set(names)}
-    machines = [found[key] for key in names]
-    draft.refuse(np.array([m is None for m in machines], dtype=bool), "hardware is not a known GPU")
+    by_name = {key: _machine(*key) for key in set(names)}
+    machines = [by_name[key] for key in names]
+    draft.refuse(_mask(m is None for m in machines), "hardware is not a known GPU")
     # Only its names of facts are used: a table without one known GPU still has all columns.
     usual = next((m for m in machines if m is not None), None) or _machine("h100-80gb", "", "", 8.0)
     assert usual is not None, "this GPU is in the catalogue"
     for fact in usual:
         facts[fact] = np.array([1.0 if m is None else m[fact] for m in machines])
-    strange = [m is not None and m["unknown_cluster"] > 0 for m in machines]
-    draft.assume(np.array(strange, dtype=bool), "cluster unknown: usual fabric of this GPU")
+    strange = _mask(m is not None and m["unknown_cluster"] > 0 for m in machines)
+    draft.assume(strange, "cluster unknown: usual fabric of this GPU")
     del facts["unknown_cluster"]
     seen = np.nan_to_num(numbers(table.column("net_gbs"))) * 1e9
     several = facts["gpus"] > facts["node"]
@@ -258,7 +252,7 @@ def _hardware(draft: _Draft, words: list[NoteWords]) -> None:
     # fast whatever the note says (nanotron, 512 GPUs).
     nodes = facts["gpus"] / facts["node"]
     fast = facts["net_seen"] * nodes > 3.0 * facts["net"]
-    facts["slow"] = (np.array([w.slow_network for w in words]) & ~fast).astype(np.float64)
+    facts["slow"] = (_mask(w.slow_network for w in words) & ~fast).astype(np.float64)
 
 
 def _machine(hardware: str, cluster: str, precision: str, node: float) -> dict[str, float] | None:
@@ -278,9 +272,7 @@ def _check(draft: _Draft) -> None:
     """Refuse what no engine could run, so that nonsense never looks like an answer."""
     f = draft.facts
     for name in (*MODEL_AXES, "vpp", "dp", "micro", "ffn", "kv_heads"):
-        wrong = (f[name] < 1) | (f[name] % 1 != 0) | (f[name] > LARGEST)
-        draft.refuse(wrong, f"{name} must be a whole number of at least 1")
-        f[name] = np.where(wrong, 1.0, f[name])
+        draft.need_whole(name, name)
     draft.refuse(f["tp"] * f["cp"] * f["pp"] * f["dp"] != f["gpus"], "dp x tp x cp x pp != n_gpus")
     draft.refuse(f["pp"] > f["layers"], "pp exceeds n_layers")
     draft.refuse(f["heads"] > f["hidden"], "n_heads exceeds d_model")

@@ -143,7 +143,7 @@ def check_setup(engine: str, setup: Setup, choices: Choices) -> None:
     )
     target = Target(stack=setup.stack, release=engine, runs=False)
     for broken in why_not(setup.model, setup.layout, setup.batch, setup.policy, target):
-        raise UserError(broken.rule, field=broken.field, value=broken.value, hint=broken.hint)
+        raise broken.error
     if setup.batch.ramp and "batch.ramp" not in choices:
         raise no_setting(engine, "batch.ramp", setup.batch.ramp.start, "a fixed global batch")
     _check_choices(engine, "", setup, choices)
@@ -180,25 +180,25 @@ def _parts(package: Package, setup: Setup) -> dict[str, str]:
 
 def folder(package: Package, setup: Setup) -> dict[str, str]:
     """Every file of an export folder; run.sh starts the run on each host."""
-    here = ['here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)']
-    return _parts(package, setup) | {"run.sh": _script(package, setup, here)}
+    unpack = ['here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)']
+    return _parts(package, setup) | {"run.sh": _script(package, setup, unpack)}
 
 
 def script(package: Package, setup: Setup) -> str:
     """One file that brings its parts along: what standard output gets."""
-    here = ["here=${EXPORT_DIR:-$(mktemp -d)}", 'mkdir -p -- "$here"']
+    unpack = ["here=${EXPORT_DIR:-$(mktemp -d)}", 'mkdir -p -- "$here"']
     for name, text in _parts(package, setup).items():
-        here += [f"cat >\"$here/{name}\" <<'{_END}'", text.rstrip("\n"), _END]
-    return _script(package, setup, here)
+        unpack += [f"cat >\"$here/{name}\" <<'{_END}'", text.rstrip("\n"), _END]
+    return _script(package, setup, unpack)
 
 
-def _script(package: Package, setup: Setup, here: list[str]) -> str:
+def _script(package: Package, setup: Setup, unpack: list[str]) -> str:
     path = 'export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"'
     lines = [
         "#!/usr/bin/env bash",
         *_comments(package, setup),
         "set -euo pipefail",
-        *here,
+        *unpack,
         '. "$here/env.sh"',
         *([path] if package.python_path else []),
         'mapfile -t torchrun_args <"$here/torchrun.args"',

@@ -1,16 +1,16 @@
-"""Does a step come out? Schedules, fp8, what our engine lacks, the batch over ranks and micros."""
+"""Rules of a step: schedules, fp8, what our engine lacks, the batch over ranks and micros."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from fourfold.search.rules.case import INTERLEAVED, ZERO_BUBBLE, Case, Rule, Truth, Whole, Words
+from fourfold.search.rules.case import INTERLEAVED, Rule, RuleCase, Truth, Whole, Words, any_of
 from fourfold.search.rules.cuts import tp_divides
 from fourfold.spec.words import SCHEDULES
 
 
-def fp8_sides(c: Case) -> dict[str, Whole]:
+def fp8_sides(c: RuleCase) -> dict[str, Whole]:
     """Sides of the matrices that a rank multiplies, and the tokens between them, by name. A KV head
     that ranks share is not cut further."""
     model, kv_heads = c.model, c.model.kv_heads // c.tp + (c.model.kv_heads < c.tp)
@@ -29,7 +29,7 @@ def fp8_sides(c: Case) -> dict[str, Whole]:
 _NARROW = ("fp8", "fp4")
 
 
-def unbuilt_choices(c: Case) -> dict[str, Truth]:
+def unbuilt_choices(c: RuleCase) -> dict[str, Truth]:
     """Choices that the cost model knows and our own engine does not run, by the policy's field.
 
     A format that was asked for is refused where another one would run (spec/policy.py): gradients
@@ -52,41 +52,30 @@ def unbuilt_choices(c: Case) -> dict[str, Truth]:
     }
 
 
-def _unbuilt(c: Case) -> Truth:
-    found: Truth = False
-    if c.stack.is_ours:
-        for is_unbuilt in unbuilt_choices(c).values():
-            found = found | is_unbuilt
-    return found
-
-
-def _unbuilt_words(c: Case) -> Words:
+def _unbuilt_words(c: RuleCase) -> Words:
     field = next(field for field, is_unbuilt in unbuilt_choices(c).items() if is_unbuilt)
     rule = "is not supported by the engine yet"
     return f"policy.{field}", getattr(c.policy, field), rule, "use the default"
 
 
-def _any_size(c: Case, is_broken: Callable[[int], Truth]) -> Truth:
-    found: Truth = False
-    for size in c.batch_sizes:
-        found = found | is_broken(size)
-    return found
+def _any_size(c: RuleCase, is_broken: Callable[[int], Truth]) -> Truth:
+    return any_of(is_broken(size) for size in c.batch_sizes)
 
 
-def micro_count(c: Case, size: int) -> Whole:
+def micro_count(c: RuleCase, size: int) -> Whole:
     """Micro batches of the busiest rank at a global batch of `size`."""
     share = -(-size // c.dp)
     return -(-share // c.micro_batch)
 
 
-def _ragged_rounds(c: Case, size: int) -> Truth:
+def _ragged_rounds(c: RuleCase, size: int) -> Truth:
     """torch's looped schedules: as many rounds as whole passes of the ranks fit, all alike."""
     count = micro_count(c, size)
     rounds = count // c.pp + (count < c.pp)
     return count % rounds != 0
 
 
-def _bad_size(c: Case, is_bad: Callable[[int], bool]) -> tuple[int, str]:
+def _bad_size(c: RuleCase, is_bad: Callable[[int], bool]) -> tuple[int, str]:
     """The first batch size that breaks a rule, and what to call it."""
     size = next(size for size in c.batch_sizes if is_bad(size))
     return size, "global_batch" if size == c.batch_sizes[-1] else "ramp stage"
@@ -97,130 +86,94 @@ def _reachable(size: int, step: int) -> str:
     return f"use a batch of {f'{below} or ' if below else ''}{above}"
 
 
-def _needs_interleaving(c: Case) -> Truth:
-    looped = (c.schedule == INTERLEAVED) | (c.schedule == ZERO_BUBBLE)
-    return (c.virtual_stages > 1) & (looped == 0)
-
-
-def _needs_interleaving_words(c: Case) -> Words:
+def _needs_interleaving_words(c: RuleCase) -> Words:
     rule = f"is not possible with schedule {SCHEDULES[c.schedule]}, which has one chunk per rank"
     hint = "use schedule = interleaved or zero-bubble"
     return "policy.virtual_stages", c.virtual_stages, rule, hint
 
 
-def _needs_virtual_stages(c: Case) -> Truth:
-    split = (c.schedule == ZERO_BUBBLE) & (c.pp > 1) & c.stack.loops_zero_bubble
+def _needs_virtual_stages(c: RuleCase) -> Truth:
+    split = c.splits_backward & c.stack.loops_zero_bubble
     return ((c.schedule == INTERLEAVED) | split) & (c.virtual_stages == 1)
 
 
-def _needs_virtual_stages_words(c: Case) -> Words:
+def _needs_virtual_stages_words(c: RuleCase) -> Words:
     schedule = SCHEDULES[c.schedule]
     return "policy.schedule", schedule, "needs virtual_stages above 1", "use virtual_stages = 2"
 
 
-def _needs_pipeline(c: Case) -> Truth:
-    looped = (c.schedule == INTERLEAVED) | (c.schedule == ZERO_BUBBLE) | (c.virtual_stages > 1)
-    return looped & (c.pp == 1)
-
-
-def _needs_pipeline_words(c: Case) -> Words:
-    looped = SCHEDULES[c.schedule]
+def _needs_pipeline_words(c: RuleCase) -> Words:
+    rule = "needs pp above 1"
     if c.virtual_stages > 1:
-        return (
-            "policy.virtual_stages",
-            c.virtual_stages,
-            "needs pp above 1",
-            "use virtual_stages = 1",
-        )
-    return "policy.schedule", looped, "needs pp above 1", "use schedule = 1f1b"
+        return "policy.virtual_stages", c.virtual_stages, rule, "use virtual_stages = 1"
+    return "policy.schedule", SCHEDULES[c.schedule], rule, "use schedule = 1f1b"
 
 
-def _compiled_zero_bubble(c: Case) -> Truth:
-    split = (c.schedule == ZERO_BUBBLE) & (c.pp > 1)
-    return split & (c.policy.compile and not c.stack.compiles_zero_bubble)
+def _zero_bubble_words(what: str, hint: str) -> Callable[[RuleCase], Words]:
+    rule = f"splits the backward pass, which {what} not allow"
+    words = ("policy.schedule", "zero-bubble", rule, f"use {hint}, or schedule = interleaved")
+    return lambda c: words
 
 
-def _compiled_zero_bubble_words(c: Case) -> Words:
-    rule = "splits the backward pass, which compiled blocks do not allow"
-    return "policy.schedule", "zero-bubble", rule, "use compile = false, or schedule = interleaved"
-
-
-def _fp8_sizes(c: Case) -> Truth:
+def _fp8_sizes(c: RuleCase) -> Truth:
     """Asked only where everything can be cut at all."""
-    odd: Truth = False
     if c.policy.dtypes.compute != "fp8":
-        return odd
-    for side in fp8_sides(c).values():
-        odd = odd | (side % c.stack.fp8_multiple != 0)
+        return False
+    odd = any_of(side % c.stack.fp8_multiple != 0 for side in fp8_sides(c).values())
     return odd & tp_divides(c)
 
 
-def _fp8_sizes_words(c: Case) -> Words:
+def _fp8_sizes_words(c: RuleCase) -> Words:
     multiple = c.stack.fp8_multiple
     name, side = next((n, side) for n, side in fp8_sides(c).items() if side % multiple)
     rule = f"needs {name} = {side} to be a multiple of {multiple}"
     return "policy.precision", c.policy.precision, rule, "use precision = bf16, or another tp or cp"
 
 
-def _fp8_zero_bubble(c: Case) -> Truth:
-    in_fp8 = c.policy.dtypes.compute == "fp8" and not c.stack.splits_fp8
-    return (c.schedule == ZERO_BUBBLE) & (c.pp > 1) & in_fp8
-
-
-def _fp8_zero_bubble_words(c: Case) -> Words:
-    rule = "splits the backward pass, which fp8 does not allow"
-    return "policy.schedule", "zero-bubble", rule, "use precision = bf16, or schedule = interleaved"
-
-
-def _dp_batch_words(c: Case) -> Words:
+def _dp_batch_words(c: RuleCase) -> Words:
     size, what = _bad_size(c, lambda size: c.dp > size)
     rule = f"exceeds {what} {size}: some ranks would have no sequence"
     return "layout.dp", c.dp, rule, f"use dp = {size} at most"
 
 
-def _equal_shares_words(c: Case) -> Words:
+def _equal_shares_words(c: RuleCase) -> Words:
     size, what = _bad_size(c, lambda size: size % c.dp != 0)
     rule = f"must divide {what} {size} for {c.stack.name}"
     return "layout.dp", c.dp, rule, _reachable(size, c.dp)
 
 
-def _micro_divides(c: Case) -> Truth:
+def _micro_divides(c: RuleCase) -> Truth:
     whole = c.dp * c.micro_batch
     return (c.stack.batch_rule == "whole") & _any_size(c, lambda size: size % whole != 0)
 
 
-def _micro_divides_words(c: Case) -> Words:
+def _micro_divides_words(c: RuleCase) -> Words:
     whole = c.dp * c.micro_batch
     size, what = _bad_size(c, lambda size: size % whole != 0)
     rule = f"times dp = {whole} must divide {what} {size} for {c.stack.name}"
     return "batch.micro_batch", c.micro_batch, rule, _reachable(size, whole)
 
 
-def _fill(c: Case) -> Truth:
+def _fill(c: RuleCase) -> Truth:
     short = _any_size(c, lambda size: micro_count(c, size) < c.pp)
     return c.stack.fills_pipeline & (c.pp > 1) & short
 
 
-def _fill_words(c: Case) -> Words:
+def _fill_words(c: RuleCase) -> Words:
     size, what = _bad_size(c, lambda size: micro_count(c, size) < c.pp)
-    rule = f"exceeds the {micro_count(c, size)} micro batches of {what} {size}"
-    return (
-        "layout.pp",
-        c.pp,
-        rule,
-        f"{c.stack.name} needs one per stage: use pp = {micro_count(c, size)} at most",
-    )
+    count = micro_count(c, size)
+    hint = f"{c.stack.name} needs one per stage: use pp = {count} at most"
+    return "layout.pp", c.pp, f"exceeds the {count} micro batches of {what} {size}", hint
 
 
-def _whole_rounds(c: Case) -> Truth:
+def _whole_rounds(c: RuleCase) -> Truth:
     if c.stack.equal_rounds:
-        looped = (c.schedule == INTERLEAVED) | (c.schedule == ZERO_BUBBLE)
-        return looped & _any_size(c, lambda size: _ragged_rounds(c, size))
+        return c.is_looped & _any_size(c, lambda size: _ragged_rounds(c, size))
     odd = _any_size(c, lambda size: micro_count(c, size) % c.pp != 0)
     return c.stack.whole_rounds & (c.schedule == INTERLEAVED) & odd
 
 
-def _whole_rounds_words(c: Case) -> Words:
+def _whole_rounds_words(c: RuleCase) -> Words:
     def is_bad(size: int) -> bool:
         return bool(_whole_rounds(replace(c, batch_sizes=(size,))))
 
@@ -232,13 +185,31 @@ def _whole_rounds_words(c: Case) -> Words:
 
 
 RULES = (
-    Rule("needs-interleaving", _needs_interleaving, _needs_interleaving_words),
+    Rule(
+        "needs-interleaving",
+        lambda c: (c.virtual_stages > 1) & (c.is_looped == 0),
+        _needs_interleaving_words,
+    ),
     Rule("needs-virtual-stages", _needs_virtual_stages, _needs_virtual_stages_words),
-    Rule("needs-pipeline", _needs_pipeline, _needs_pipeline_words),
-    Rule("compiled-zero-bubble", _compiled_zero_bubble, _compiled_zero_bubble_words),
+    Rule(
+        "needs-pipeline",
+        lambda c: (c.is_looped | (c.virtual_stages > 1)) & (c.pp == 1),
+        _needs_pipeline_words,
+    ),
+    Rule(
+        "compiled-zero-bubble",
+        lambda c: c.splits_backward & (c.policy.compile and not c.stack.compiles_zero_bubble),
+        _zero_bubble_words("compiled blocks do", "compile = false"),
+    ),
     Rule("fp8-sizes", _fp8_sizes, _fp8_sizes_words),
-    Rule("fp8-zero-bubble", _fp8_zero_bubble, _fp8_zero_bubble_words),
-    Rule("unbuilt", _unbuilt, _unbuilt_words),
+    Rule(
+        "fp8-zero-bubble",
+        lambda c: c.splits_backward & (c.policy.dtypes.compute == "fp8" and not c.stack.splits_fp8),
+        _zero_bubble_words("fp8 does", "precision = bf16"),
+    ),
+    Rule(
+        "unbuilt", lambda c: c.stack.is_ours & any_of(unbuilt_choices(c).values()), _unbuilt_words
+    ),
     Rule("dp-batch", lambda c: _any_size(c, lambda size: c.dp > size), _dp_batch_words),
     Rule(
         "equal-shares",

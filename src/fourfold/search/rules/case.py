@@ -6,8 +6,10 @@ parentheses, never by `and`, `or`, `not`. `words` is for one run only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 from fourfold.cost.stacks import EngineRules
@@ -27,7 +29,7 @@ Words = tuple[str, object, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class RuleCase:
     """A run as the rules see it: numbers only; choices are indices into the stacks' tuples."""
 
     model: ModelShape
@@ -55,29 +57,37 @@ class Case:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dp", self.replicate * self.shard)
 
-    def with_columns(self, columns: Mapping[str, Any]) -> Case:
+    def with_columns(self, columns: Mapping[str, Any]) -> RuleCase:
         """The same question about many runs: fields by name as columns."""
         return replace(self, **columns)
+
+    @property
+    def is_looped(self) -> Truth:
+        return (self.schedule == INTERLEAVED) | (self.schedule == ZERO_BUBBLE)
+
+    @property
+    def splits_backward(self) -> Truth:
+        return (self.schedule == ZERO_BUBBLE) & (self.pp > 1)
 
 
 class Rule(NamedTuple):
     """`reason` names it in counts and answers."""
 
     reason: str
-    broken: Callable[[Case], Truth]
-    words: Callable[[Case], Words]
+    broken: Callable[[RuleCase], Truth]
+    words: Callable[[RuleCase], Words]
 
 
-def outside(index: Whole, names: tuple[str, ...], allowed: tuple[str, ...]) -> Truth:
+def any_of(truths: Iterable[Truth]) -> Truth:
+    return reduce(or_, truths, False)
+
+
+def outside(index: Whole, names: Sequence[object], allowed: Sequence[object]) -> Truth:
     """Whether the choice at `index` of `names` is not among the allowed ones."""
-    refused: Truth = False
-    for place, name in enumerate(names):
-        if name not in allowed:
-            refused = refused | (index == place)
-    return refused
+    return any_of(index == place for place, name in enumerate(names) if name not in allowed)
 
 
-def choice(c: Case, field: str, value: object, allowed: tuple[object, ...]) -> Words:
+def choice(c: RuleCase, field: str, value: object, allowed: tuple[object, ...]) -> Words:
     words = ", ".join(str(item) for item in allowed)
     hint = f"use {words}" if words else "omit it"
     return field, value, f"is not supported by {c.stack.name}", hint

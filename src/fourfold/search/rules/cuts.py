@@ -1,46 +1,46 @@
-"""Can the model be cut so? Heads, sequences and layers over tensor, context and pipeline ranks."""
+"""Rules of cutting a model: heads, sequences and layers over tensor, context and pipeline ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from fourfold.cost.count.stages import end_layers, passing_unit
-from fourfold.search.rules.case import ULYSSES, Case, Rule, Truth, Whole, Words, divisors, few
+from fourfold.search.rules.case import ULYSSES, Rule, RuleCase, Truth, Whole, Words, divisors, few
 
 
-def sequence_pieces(c: Case) -> Whole:
+def sequence_pieces(c: RuleCase) -> Whole:
     """Pieces that a sequence is cut into by context parallelism."""
     return c.cp * (1 + ((c.cp_kind != ULYSSES) | c.stack.even_pieces))
 
 
-def _positions(c: Case) -> Truth:
+def _positions(c: RuleCase) -> Truth:
     rows = c.model.positions.length if c.model.positions.kind == "learned" else None
     return rows is not None and c.seq_len > rows
 
 
-def _positions_words(c: Case) -> Words:
+def _positions_words(c: RuleCase) -> Words:
     rows = c.model.positions.length
     rule = f"exceeds the model's {rows} learned positions"
     return "batch.seq_len", c.seq_len, rule, f"use at most {rows}, or a model with rope or alibi"
 
 
-def _heads_words(c: Case) -> Words:
+def _heads_words(c: RuleCase) -> Words:
     heads = c.model.heads
     return "layout.tp", c.tp, f"must divide heads={heads}", f"use tp {few(divisors(heads), c.tp)}"
 
 
-def _kv_heads(c: Case) -> Truth:
+def _kv_heads(c: RuleCase) -> Truth:
     """Asked only where heads pass, so that plain multi-head attention has one reason, not two."""
     odd = (c.model.kv_heads % c.tp != 0) & (c.model.heads % c.tp == 0)
     return odd & (c.tp % c.model.kv_heads != 0) if c.stack.copies_kv_heads else odd
 
 
-def tp_divides(c: Case) -> Truth:
+def tp_divides(c: RuleCase) -> Truth:
     """Whether heads, key heads and MLP can be cut over tensor ranks at all."""
     return (c.model.heads % c.tp == 0) & (_kv_heads(c) == 0) & (c.model.ffn % c.tp == 0)
 
 
-def _kv_heads_words(c: Case) -> Words:
+def _kv_heads_words(c: RuleCase) -> Words:
     kv, heads = c.model.kv_heads, c.model.heads
     legal = [d for d in divisors(heads) if kv % d == 0 or (c.stack.copies_kv_heads and d % kv == 0)]
     rule = f"must divide kv_heads={kv}"
@@ -48,12 +48,12 @@ def _kv_heads_words(c: Case) -> Words:
     return "layout.tp", c.tp, rule, f"use tp {few(legal, c.tp)}"
 
 
-def _ffn_words(c: Case) -> Words:
+def _ffn_words(c: RuleCase) -> Words:
     both = [d for d in divisors(c.model.heads) if c.model.ffn % d == 0]
     return "layout.tp", c.tp, f"must divide ffn={c.model.ffn}", f"use tp {few(both, c.tp)}"
 
 
-def _ulysses_heads(c: Case) -> Truth:
+def _ulysses_heads(c: RuleCase) -> Truth:
     """Query heads of a tensor-parallel rank are dealt to the context ranks.
 
     KV heads that do not come out even are repeated until they do: heads/tp is a multiple of both.
@@ -64,7 +64,7 @@ def _ulysses_heads(c: Case) -> Truth:
     return (c.cp > 1) & (c.cp_kind == ULYSSES) & odd
 
 
-def _ulysses_heads_words(c: Case) -> Words:
+def _ulysses_heads_words(c: RuleCase) -> Words:
     each = c.model.heads // c.tp
     rule = f"must divide heads/tp = {each}"
     if not c.stack.copies_kv_heads:
@@ -74,25 +74,25 @@ def _ulysses_heads_words(c: Case) -> Words:
     return "layout.cp", c.cp, f"{rule} for ulysses", hint
 
 
-def _seq_cp(c: Case) -> Truth:
+def _seq_cp(c: RuleCase) -> Truth:
     """Ring and all-gather give each rank an early and a late piece (zig-zag), Ulysses one piece."""
     return (c.cp > 1) & (c.seq_len % sequence_pieces(c) != 0)
 
 
-def _seq_cp_words(c: Case) -> Words:
+def _seq_cp_words(c: RuleCase) -> Words:
     pieces = sequence_pieces(c)
     each = "one chunk" if pieces == c.cp else "two chunks (zig-zag)"
     rule = f"must be a multiple of {pieces}: each of cp={c.cp} ranks takes {each}"
     return "batch.seq_len", c.seq_len, rule, f"use seq_len = {-(-c.seq_len // pieces) * pieces}"
 
 
-def _seq_tp(c: Case) -> Truth:
+def _seq_tp(c: RuleCase) -> Truth:
     odd = c.seq_len // c.cp % c.tp != 0
     undivided = (c.sequence_parallel == 0) & (not c.stack.gathers_tp)
     return (c.tp > 1) & (((c.sequence_parallel == 1) & odd) | undivided)
 
 
-def _seq_tp_words(c: Case) -> Words:
+def _seq_tp_words(c: RuleCase) -> Words:
     if not c.sequence_parallel:
         rule = f"is not supported by {c.stack.name} with tensor parallelism"
         return "policy.sequence_parallel", False, rule, "use sequence_parallel = true, or tp = 1"
@@ -101,13 +101,18 @@ def _seq_tp_words(c: Case) -> Words:
     return "policy.sequence_parallel", True, rule, hint
 
 
-def _virtual_stages_words(c: Case) -> Words:
+def _stages_words(c: RuleCase) -> Words:
+    layers = c.model.layers
+    return "layout.pp", c.pp, f"exceeds layers={layers}", f"use pp = {layers} at most"
+
+
+def _virtual_stages_words(c: RuleCase) -> Words:
     most = max(1, c.model.layers // c.pp)
     rule = f"times pp gives {c.pp * c.virtual_stages} stages for {c.model.layers} layers"
     return "policy.virtual_stages", c.virtual_stages, rule, f"use at most {most}"
 
 
-def _stage_layers(c: Case) -> Truth:
+def _stage_layers(c: RuleCase) -> Truth:
     """Whether the engine has no way to cut the layers into these stages (and virtual ones)."""
     layers, chunks = c.model.layers, c.pp * c.virtual_stages
     if c.stack.stage_rule == "filled":
@@ -127,7 +132,7 @@ def _stage_layers(c: Case) -> Truth:
     return (c.pp > 1) & (chunks <= layers) & odd
 
 
-def _stage_layers_words(c: Case) -> Words:
+def _stage_layers_words(c: RuleCase) -> Words:
     chunks, layers = c.pp * c.virtual_stages, c.model.layers
     rule = f"is not possible: {c.stack.name} cannot split {layers} layers into {c.pp} stages"
     if c.virtual_stages > 1:
@@ -142,17 +147,17 @@ def _stage_layers_words(c: Case) -> Words:
     return "layout.pp", c.pp, f"{rule} ({chunks} in all)", f"use pp {few(stages, c.pp)}"
 
 
-def _tied_stages_words(c: Case) -> Words:
+def _tied_stages_words(c: RuleCase) -> Words:
     rule = f"is not supported by {c.stack.name} with tied embeddings"
     return "layout.pp", c.pp, rule, "use pp = 1, or an untied model"
 
 
-def _plain_dp(c: Case) -> Truth:
+def _plain_dp(c: RuleCase) -> Truth:
     others = (c.pp > 1) | (c.cp > 1) | (c.tp > 1)
     return c.stack.plain_dp_alone & (c.zero == 0) & ((c.dp > 1) & others | (c.cp > 1))
 
 
-def _plain_dp_words(c: Case) -> Words:
+def _plain_dp_words(c: RuleCase) -> Words:
     rule = f"is supported by {c.stack.name} only without tp, cp and pp"
     return "policy.sharding", "zero0", rule, "use sharding = zero2 or zero3"
 
@@ -170,16 +175,7 @@ RULES = (
         lambda c: c.policy.async_tp & (c.tp > 1) & (c.sequence_parallel == 0),
         lambda c: ("policy.async_tp", True, "needs sequence_parallel = true", "change one of them"),
     ),
-    Rule(
-        "stages",
-        lambda c: c.pp > c.model.layers,
-        lambda c: (
-            "layout.pp",
-            c.pp,
-            f"exceeds layers={c.model.layers}",
-            f"use pp = {c.model.layers} at most",
-        ),
-    ),
+    Rule("stages", lambda c: c.pp > c.model.layers, _stages_words),
     Rule(
         "virtual-stages",
         lambda c: (c.pp <= c.model.layers) & (c.pp * c.virtual_stages > c.model.layers),

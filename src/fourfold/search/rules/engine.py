@@ -1,22 +1,15 @@
-"""What does an engine offer, and does the machine? Axes, formats, kinds and amounts of sharding."""
+"""Rules of what an engine and a machine offer: axes, formats, kinds and amounts of sharding."""
 
 from __future__ import annotations
 
-from fourfold.search.rules.case import Case, Rule, Truth, Whole, Words, choice, outside
+from fourfold.search.rules.case import Rule, RuleCase, Truth, Whole, Words, any_of, choice, outside
 from fourfold.spec.cluster import PEAK_NAMES
+from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import not_run
 from fourfold.spec.words import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
 
 
-def _zero_outside(zero: Whole, allowed: tuple[int, ...]) -> Truth:
-    refused: Truth = False
-    for stage in range(4):
-        if stage not in allowed:
-            refused = refused | (zero == stage)
-    return refused
-
-
-def _world_words(c: Case) -> Words:
+def _world_words(c: RuleCase) -> Words:
     product = c.pp * c.dp * c.cp * c.tp
     rule = f"is not pp {c.pp} x dp {c.dp} x cp {c.cp} x tp {c.tp} = {product}"
     inner = c.pp * c.cp * c.tp
@@ -25,12 +18,12 @@ def _world_words(c: Case) -> Words:
     return "gpus", c.gpus, rule, hint
 
 
-def _family(c: Case) -> Truth:
+def _family(c: RuleCase) -> Truth:
     own = c.runs and c.stack.name == "fourfold"
     return c.model.family not in c.stack.families or (own and bool(not_run(c.model, c.seq_len)))
 
 
-def _family_words(c: Case) -> Words:
+def _family_words(c: RuleCase) -> Words:
     lacking = not_run(c.model, c.seq_len) if c.stack.name == "fourfold" else ()
     if lacking:
         rule = f"needs {', '.join(lacking)}, which the engine does not support"
@@ -40,7 +33,7 @@ def _family_words(c: Case) -> Words:
     return choice(c, "model.family", c.model.family, c.stack.families)
 
 
-def _device_precision(c: Case) -> Truth:
+def _device_precision(c: RuleCase) -> Truth:
     """Formats of 8 and 4 bits need matrix units; wider ones run everywhere, if slowly."""
     unit = c.policy.dtypes.compute
     if c.device is None or unit not in ("fp8", "fp4"):
@@ -49,58 +42,54 @@ def _device_precision(c: Case) -> Truth:
     return getattr(c.device.peak_flops_per_s, unit) is None
 
 
-def _device_precision_words(c: Case) -> Words:
+def _device_precision_words(c: RuleCase) -> Words:
     assert c.device is not None
     rule = f"needs matrix units that {c.device.id} does not have"
     return "policy.precision", c.policy.precision, rule, "use precision = bf16"
 
 
-def _axis(c: Case) -> Truth:
-    missing: Truth = False
-    for axis, size in (("tp", c.tp), ("cp", c.cp), ("pp", c.pp)):
-        if axis not in c.stack.axes:
-            missing = missing | (size > 1)
+def _lacking(c: RuleCase) -> dict[str, Whole]:
+    """Ranks of the axes that the engine does not have."""
+    return {axis: getattr(c, axis) for axis in MODEL_AXES if axis not in c.stack.axes}
+
+
+def _axis(c: RuleCase) -> Truth:
+    missing = any_of(size > 1 for size in _lacking(c).values())
     return missing | ((c.pp > 1) & (c.model.family in c.stack.whole_families))
 
 
-def _axis_words(c: Case) -> Words:
-    sizes = {"tp": c.tp, "cp": c.cp, "pp": c.pp}
-    lacking = [name for name, size in sizes.items() if size > 1 and name not in c.stack.axes]
-    if not lacking:
-        rule = f"is not supported by {c.stack.name} for {c.model.family} models"
-        return "layout.pp", c.pp, rule, "use pp = 1"
-    axis = lacking[0]
-    return f"layout.{axis}", sizes[axis], f"is not supported by {c.stack.name}", f"use {axis} = 1"
+def _axis_words(c: RuleCase) -> Words:
+    for axis, size in _lacking(c).items():
+        if size > 1:
+            rule = f"is not supported by {c.stack.name}"
+            return f"layout.{axis}", size, rule, f"use {axis} = 1"
+    rule = f"is not supported by {c.stack.name} for {c.model.family} models"
+    return "layout.pp", c.pp, rule, "use pp = 1"
 
 
-def _recompute_words(c: Case) -> Words:
-    kind = RECOMPUTE_KINDS[c.recompute]
-    return choice(c, "policy.recompute", kind, c.stack.recompute)
-
-
-def _sharding_words(c: Case) -> Words:
+def _sharding_words(c: RuleCase) -> Words:
     allowed = tuple(f"zero{stage}" for stage in c.stack.zeros)
     return choice(c, "policy.sharding", f"zero{c.zero}", allowed)
 
 
-def _zero_pipeline(c: Case) -> Truth:
+def _zero_pipeline(c: RuleCase) -> Truth:
     both = (c.pp > 1) & (c.dp * c.cp > 1)
-    refused = _zero_outside(c.zero, c.stack.pipeline_zeros)
-    return both & refused & (_zero_outside(c.zero, c.stack.zeros) == 0)
+    refused = outside(c.zero, range(4), c.stack.pipeline_zeros)
+    return both & refused & (outside(c.zero, range(4), c.stack.zeros) == 0)
 
 
-def _zero_pipeline_words(c: Case) -> Words:
+def _zero_pipeline_words(c: RuleCase) -> Words:
     allowed = ", ".join(f"zero{stage}" for stage in c.stack.pipeline_zeros)
     rule = f"is not supported by {c.stack.name} with a pipeline (pp={c.pp})"
     return "policy.sharding", f"zero{c.zero}", rule, f"use {allowed}, or pp = 1"
 
 
-def _hybrid(c: Case) -> Truth:
+def _hybrid(c: RuleCase) -> Truth:
     two_ways = (c.replicate > 1) & (c.shard > 1)
     return two_ways & ((c.zero == 0) | (not c.stack.hybrid))
 
 
-def _hybrid_words(c: Case) -> Words:
+def _hybrid_words(c: RuleCase) -> Words:
     value = f"{c.replicate}x{c.shard}"
     if not c.stack.hybrid:
         rule = f"is hybrid sharding, which {c.stack.name} does not support"
@@ -134,9 +123,11 @@ RULES = (
     Rule(
         "recompute",
         lambda c: outside(c.recompute, RECOMPUTE_KINDS, c.stack.recompute),
-        _recompute_words,
+        lambda c: choice(c, "policy.recompute", RECOMPUTE_KINDS[c.recompute], c.stack.recompute),
     ),
-    Rule("sharding", lambda c: (c.dp > 1) & _zero_outside(c.zero, c.stack.zeros), _sharding_words),
+    Rule(
+        "sharding", lambda c: (c.dp > 1) & outside(c.zero, range(4), c.stack.zeros), _sharding_words
+    ),
     Rule("zero-pipeline", _zero_pipeline, _zero_pipeline_words),
     Rule("hybrid", _hybrid, _hybrid_words),
 )
