@@ -1,10 +1,5 @@
-"""What runs will take: seconds with an interval, bytes, and the parts of both; the same numbers
-whoever asks, a search about hundreds of layouts or a command about one run.
-
-Where a step has few enough events its pipeline is played, and the closed form's seconds change by
-the ratio of both on the same stage times: calibrations were fitted with the closed form. For that
-reason hand-overs between stages are part of a chunk's time, not a stream of their own.
-"""
+"""What runs will take: seconds with an interval, bytes, and the parts of both. Calibrations were
+fitted with the closed form: where a pipeline is played, its seconds change by the ratio of both."""
 
 from __future__ import annotations
 
@@ -130,7 +125,8 @@ def playable(c: Columns, most: int) -> int:
 
 def chunk_times(c: Columns, parts: dict[str, Floats], micros: int) -> tuple[ChunkTimes, Floats]:
     """Seconds of each chunk, for candidates with the same stages, virtual stages and micro batches;
-    and forward plus backward [chunks, candidates]."""
+    and forward plus backward [chunks, candidates]. Hand-overs are part of them, as the closed form
+    has them, not a stream of their own."""
     pp, vpp = int(c.pp[0]), int(c.vpp[0])
     last = (c.share - (micros - 1.0) * c.micro) / c.micro
     slots = micros - 1.0 + last

@@ -1,8 +1,5 @@
-"""What each training stack can run, and what it does when nobody says: facts of public engines.
-
-A stack's name may carry a year or a flavour ("megatron-lm-2024"): the longest known prefix counts.
-Sources: the engines' documentation and defaults in 2026, and the notes of the published tables.
-"""
+"""What each training stack can run, and what it does when nobody says: facts of public engines, by
+their documentation and defaults in 2026 and the notes of the published tables."""
 
 from __future__ import annotations
 

@@ -1,11 +1,5 @@
 """What there is to choose from: every layout of the ranks with every policy worth trying, as
-columns of whole numbers, and how many each rule refused.
-
-The grid: every factorisation of the ranks into pp x dp x cp x tp, every split of dp into copies
-and shards, every kind of context parallelism, virtual stages, sharding, recompute and micro batch.
-It is walked in two steps, layouts first, so that a million points cost no more than their layouts;
-counts are of the whole grid all the same.
-"""
+columns of whole numbers, walked layouts first; and how many of the whole grid each rule refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Why a layout cannot run: one answer for planner, sweep, verify and engine.
-
-`why_not` checks one run against every rule and explains each violation; a search checks the same
-rules on whole columns (search/candidates.py). Memory is checked elsewhere.
-"""
+"""Why a layout cannot run: one answer for planner, sweep, verify and engine. A search asks the same
+rules about whole columns (candidates.py). Memory is checked elsewhere."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """The order in which each pipeline rank runs its micro batches: action lists, the same for
-simulation, picture and engine.
-
-Chunk c of a model cut into stages x virtual stages sits on rank c % stages. 1F1B and interleaving
-after Narayanan et al. (arXiv 2104.04473), zero-bubble H1 after Qi et al. (arXiv 2401.10241): its
-backward is split into the part that the previous stage waits for and the part that nobody does.
-"""
+simulation, picture and engine. Chunk c of stages x virtual stages sits on rank c % stages."""
 
 from __future__ import annotations
 
@@ -27,7 +22,8 @@ class Action(NamedTuple):
 def rank_actions(
     schedule: Schedule, *, stages: int, virtual_stages: int, micros: int, rank: int
 ) -> list[Action]:
-    """Everything one pipeline rank does in a step, in order; compute only.
+    """Everything one pipeline rank does in a step, in order; compute only. 1F1B and interleaving
+    after Narayanan et al. (arXiv 2104.04473), zero-bubble H1 after Qi et al. (arXiv 2401.10241).
 
     Interleaving goes in rounds of `stages` micro batches. A last round that is cut short is planned
     whole and its missing visits left out: what remains never waits in a circle. One stage has

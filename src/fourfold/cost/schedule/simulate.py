@@ -1,9 +1,5 @@
-"""An event simulation of the compute, send and gradient streams of every pipeline rank, for many
-candidates of one schedule at once.
-
-Times may differ by chunk (unequal stages) and for the last micro batch (a smaller one).
-Candidates share the order of events, so each event is one array operation over all of them.
-"""
+"""An event simulation of the compute, send and gradient streams of every pipeline rank. Candidates
+share the order of events, so each event is one array operation over all of them."""
 
 from __future__ import annotations
 

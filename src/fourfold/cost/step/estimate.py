@@ -1,8 +1,5 @@
-"""Seconds of a step, part by part: the closed form of every run.
-
-Coefficients map every name of cost/fit/coefficients.py to a number, or to an array that broadcasts
-against the columns (a (k, 1) array asks k questions at once; the fit does).
-"""
+"""Seconds of a step, part by part: the closed form. Coefficients may be arrays that broadcast
+against the columns: a (k, 1) array asks k questions at once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Rates of groups of ranks, seconds of their exchanges, and a host's time to launch a layer.
-
-Ring and tree collectives as in NCCL: a rank sends (n-1)/n of the buffer per half (reduce-scatter or
-all-gather). Groups that share a node share its network; tp is innermost, then cp, dp, pp.
-"""
+"""Rates of groups of ranks, seconds of their exchanges, and a host's time to launch a layer. A rank
+sends (n-1)/n of a buffer per half of a collective, as in NCCL; tp is innermost, then cp, dp, pp."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What does every step of a parallel layer do on one rank? Steps as data, without torch."""
+"""Every step of a parallel layer on one rank: steps as data, without torch."""

@@ -1,9 +1,5 @@
 """Which kind of context parallelism wins for a shape on its links, and up to what length: seconds
-of one layer's attention, both ways, by the planner's rates and the traces' bytes.
-
-Ulysses and all-gather wait for their messages; a ring hides its hops behind the blocks it computes,
-but joins every block in fp32 and launches every round anew.
-"""
+of one layer's attention, both ways, by the planner's rates and the traces' bytes."""
 
 from __future__ import annotations
 

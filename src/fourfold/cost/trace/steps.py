@@ -1,8 +1,5 @@
-"""A trace: what is asked (a layer's sizes, a layout, how attention runs) and its steps, in symbols.
-
-Liveness is read off the list by the rule of a script: a tensor is held as long as its name. A step
-that writes a name already in use holds both until the new one is complete.
-"""
+"""What is asked of a trace (a layer's sizes, a layout, how attention runs) and its steps, symbolic.
+A tensor is held as long as its name; a step that writes a name in use holds both meanwhile."""
 
 from __future__ import annotations
 
