@@ -1,4 +1,4 @@
-"""What may a table get wrong? The rules by their ids, and what a rule finds."""
+"""The rules of a lint by their ids, and what a rule finds."""
 
 from __future__ import annotations
 
@@ -43,8 +43,12 @@ class Finding:
     repair: str
 
 
+# What stands there, what would be right, and the repair.
+Problem = tuple[str, str, str]
+
+
 @dataclass(frozen=True, slots=True)
-class Case:
+class TablesFile:
     """A whole file, read once: rules look at rows, at tables, and across tables."""
 
     tables: tuple[tuple[Table, Context], ...]

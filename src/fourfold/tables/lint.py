@@ -1,37 +1,44 @@
-"""Which rows of a table cannot be right? Invariants with fixed rule ids, and the likely repair.
+"""Finds rows of a table that cannot be right: rules with fixed ids, and the likely repairs.
 
 Every rule compares what a table says twice: GPUs against axes, seconds against TFLOPs, labels
-against shapes. A row on its own can only be judged by arithmetic; measured
-speed itself is never doubted.
+against shapes. Measured speed itself is never doubted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
 
 from fourfold.result.record import Record
 from fourfold.tables import rules_copies, rules_shape, rules_speed, rules_work
 from fourfold.tables.document import Document
-from fourfold.tables.finding import RULES, Case, Finding
+from fourfold.tables.finding import RULES, Finding, TablesFile, finding
 from fourfold.tables.records import contexts, records
 
-
-def _case(document: Document) -> Case:
-    rows = tuple(records(document))
-    by_table: dict[int, list[Record]] = {}
-    for record in rows:
-        by_table.setdefault(record.table, []).append(record)
-    return Case(tuple(contexts(document)), rows, by_table)
+_ROW_CHECKS = {**rules_shape.ROW_CHECKS, **rules_speed.ROW_CHECKS}
+_FILE_CHECKS = (
+    *rules_shape.CHECKS,
+    *rules_speed.CHECKS,
+    *rules_work.CHECKS,
+    *rules_copies.CHECKS,
+)
 
 
 def lint(document: Document) -> list[Finding]:
-    case = _case(document)
-    findings: list[Finding] = []
-    for module in (rules_shape, rules_speed, rules_work, rules_copies):
-        for rule in module.CHECKS:
-            findings += rule(case)
+    rows = tuple(records(document))
+    by_table: dict[int, list[Record]] = defaultdict(list)
+    for record in rows:
+        by_table[record.table].append(record)
+    file = TablesFile(tuple(contexts(document)), rows, by_table)
+    findings = [
+        finding(record, rule, *problem)
+        for rule, check in _ROW_CHECKS.items()
+        for record in rows
+        for problem in check(record)
+    ]
+    for check in _FILE_CHECKS:
+        findings += check(file)
     order = list(RULES)
-    return sorted(set(_settled(findings)), key=lambda f: (f.row, f.place, order.index(f.rule)))
+    return sorted(set(_unexplained(findings)), key=lambda f: (f.row, f.place, order.index(f.rule)))
 
 
 # When the first rule has explained a row, the second would only repeat it in other words.
@@ -49,13 +56,11 @@ _EXPLAINS = (
 )
 
 
-def _settled(findings: list[Finding]) -> Iterator[Finding]:
+def _unexplained(findings: list[Finding]) -> list[Finding]:
     explained = {
         (second, item.place)
         for item in findings
         for first, second in _EXPLAINS
         if item.rule == first
     }
-    for item in findings:
-        if (item.rule, item.place) not in explained:
-            yield item
+    return [item for item in findings if (item.rule, item.place) not in explained]

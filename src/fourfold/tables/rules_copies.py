@@ -1,4 +1,4 @@
-"""Was a value written in the wrong place? Exchanged columns, repeated rows, copied cells."""
+"""Lint rules on values in the wrong place: exchanged columns, repeated rows, copied cells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from fourfold.result.record import MODEL_FIELDS, Record
 from fourfold.tables import cells
-from fourfold.tables.finding import Case, Finding, finding
+from fourfold.tables.finding import Finding, TablesFile, finding
 from fourfold.tables.shape import hardware_ratio, row_work, shape_of
 
 # Fewer digits than this agree by chance too often to mean anything.
@@ -24,13 +24,13 @@ _MOST_COMPARED = 50
 _APART = 1.15
 
 
-def swapped_values(case: Case) -> Iterator[Finding]:
-    for number in range(len(case.tables)):
-        rows = [record for record in case.rows_of(number) if row_work(record) is not None]
+def swapped_values(file: TablesFile) -> Iterator[Finding]:
+    for number in range(len(file.tables)):
+        rows = [record for record in file.rows_of(number) if row_work(record) is not None]
         if rows and rows[0].style == "topology":
             yield from _swapped_by_range(rows)
-    yield from _swapped_by_twin(case)
-    for record in case.records:
+    yield from _swapped_by_twin(file)
+    for record in file.records:
         if record.style == "reference":
             yield from _swapped_reference(record)
         elif record.style == "mpt":
@@ -58,10 +58,10 @@ def _swapped(record: Record, why: str) -> Finding:
     )  # fmt: skip
 
 
-def _swapped_by_twin(case: Case) -> Iterator[Finding]:
+def _swapped_by_twin(file: TablesFile) -> Iterator[Finding]:
     """Seconds x TFLOPs does not change when the two are exchanged, so arithmetic cannot see it: a
     row elsewhere in the file with the same two numbers the other way round can."""
-    rows = [record for record in case.records if row_work(record) is not None]
+    rows = [record for record in file.records if row_work(record) is not None]
     seen: dict[tuple[object, float, float], list[Record]] = defaultdict(list)
     sums: dict[tuple[object, ...], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     for record in rows:
@@ -135,12 +135,12 @@ def _swapped_reference(record: Record) -> Iterator[Finding]:
         yield _swapped(record, "by tokens_s_gpu")
 
 
-def duplicate_row(case: Case) -> Iterator[Finding]:
+def duplicate_row(file: TablesFile) -> Iterator[Finding]:
     """The same row twice in one table. Across tables rows repeat on purpose, as a baseline."""
-    for number, (table, _) in enumerate(case.tables):
+    for number, (table, _) in enumerate(file.tables):
         seen: dict[tuple[object, ...], int] = {}
-        by_line = {record.line: record for record in case.rows_of(number)}
-        measured = {record.line for record in case.rows_of(number) if record.outcome == "ok"}
+        by_line = {record.line: record for record in file.rows_of(number)}
+        measured = {record.line for record in file.rows_of(number) if record.outcome == "ok"}
         for row in table.data:
             record = by_line.get(row.line)
             if record is None or not any(row.cells):
@@ -162,9 +162,9 @@ def duplicate_row(case: Case) -> Iterator[Finding]:
             seen.setdefault(key, row.line)
 
 
-def copied_cell(case: Case) -> Iterator[Finding]:
-    for number in range(len(case.tables)):
-        rows = [record for record in case.rows_of(number) if record.outcome == "ok"]
+def copied_cell(file: TablesFile) -> Iterator[Finding]:
+    for number in range(len(file.tables)):
+        rows = [record for record in file.rows_of(number) if record.outcome == "ok"]
         if not rows:
             continue
         if rows[0].style == "scaling":
@@ -279,6 +279,4 @@ def _one_thing_differs(one: Record, other: Record) -> bool:
     return same or one.gpus == other.gpus
 
 
-CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
-    swapped_values, duplicate_row, copied_cell,
-)  # fmt: skip
+CHECKS = (swapped_values, duplicate_row, copied_cell)

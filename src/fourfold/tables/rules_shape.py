@@ -1,15 +1,15 @@
-"""Does the configuration of a row hold together? Headings, axes, batch, layers, size label."""
+"""Lint rules on the configuration of a row: headings, axes, batch, layers, size label."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from fourfold.cost.count.params import model_params
 from fourfold.result.record import Record
 from fourfold.tables import cells, styles
-from fourfold.tables.finding import Case, Finding, finding
+from fourfold.tables.finding import Finding, Problem, TablesFile, finding
 from fourfold.tables.records import axes_world
 from fourfold.tables.shape import (
     NOTES_SEQ_LEN,
@@ -28,9 +28,9 @@ _PROXY_LAYERS = re.compile(r"proxy([0-9]+)l\b")
 _UNEVEN_STACKS = ("fourfold", "llm-foundry")
 
 
-def heading_count(case: Case) -> Iterator[Finding]:
+def heading_count(file: TablesFile) -> Iterator[Finding]:
     """Once for the table when all rows agree with each other, else for each odd row."""
-    for number, (table, _) in enumerate(case.tables):
+    for number, (table, _) in enumerate(file.tables):
         style = styles.style_of(table)
         rows = [row for row in table.data if any(row.cells)]
         counts = Counter(len(row.cells) for row in rows)
@@ -56,29 +56,25 @@ def heading_count(case: Case) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-def gpus_axes(case: Case) -> Iterator[Finding]:
-    for record in case.records:
-        if record.gpus is None:
-            continue
-        inner = (record.tp or 1) * (record.cp or 1) * (record.pp or 1)
-        if record.style == "scaling":
-            if record.outcome == "ok" and record.gpus % inner:
-                yield finding(
-                    record, "gpus-axes", f"{record.text('tflops_gpu')} on {record.gpus} GPUs",
-                    f"tp x cp x pp = {inner} divides the GPUs", "the value belongs elsewhere",
-                )  # fmt: skip
-            continue
-        if record.outcome == "crashed" and not (
-            record.step_s or record.tflops_gpu or record.mem_gb
-        ):
-            continue  # axes that can't be are why such a row has no result
-        world = axes_world(record) if "dp" in record.cells else None
-        if world is None and record.tp and record.gpus % inner:
-            world = inner
-        if world is not None and world != record.gpus:
-            yield finding(
-                record, "gpus-axes", f"{_axes(record)} = {world}", _gpus(record), _axis_fix(record)
+def gpus_axes(record: Record) -> Iterator[Problem]:
+    if record.gpus is None:
+        return
+    inner = (record.tp or 1) * (record.cp or 1) * (record.pp or 1)
+    if record.style == "scaling":
+        if record.outcome == "ok" and record.gpus % inner:
+            yield (
+                f"{record.text('tflops_gpu')} on {record.gpus} GPUs",
+                f"tp x cp x pp = {inner} divides the GPUs",
+                "the value belongs elsewhere",
             )
+        return
+    if record.outcome == "crashed" and not (record.step_s or record.tflops_gpu or record.mem_gb):
+        return  # axes that can't be are why such a row has no result
+    world = axes_world(record) if "dp" in record.cells else None
+    if world is None and record.tp and record.gpus % inner:
+        world = inner
+    if world is not None and world != record.gpus:
+        yield (f"{_axes(record)} = {world}", _gpus(record), _axis_fix(record))
 
 
 def _axes(record: Record) -> str:
@@ -108,40 +104,38 @@ def _axis_fix(record: Record) -> str:
     return " or ".join(fixes) if fixes else "two axes or the GPU count are wrong"
 
 
-def batch_reach(case: Case) -> Iterator[Finding]:
-    for record in case.records:
-        if record.style == "scaling" or not record.global_batch or not record.dp:
-            continue
-        if record.style == "mpt":
-            yield from _accumulation(record)
-            continue
-        if record.stack.startswith(_UNEVEN_STACKS) or _stated(record, "micro"):
-            continue
-        step = record.dp * (record.micro_batch or 1)
-        if record.global_batch % step:
-            low = record.global_batch - record.global_batch % step
-            near = f"{low} or {low + step}" if low else f"{step}"
-            yield finding(
-                record, "batch-reach", f"GBS {record.global_batch}",
-                f"a multiple of DP {record.dp} x MBS {record.micro_batch or 1} = {step}",
-                f"GBS {near}, or another micro batch",
-            )  # fmt: skip
+def batch_reach(record: Record) -> Iterator[Problem]:
+    if record.style == "scaling" or not record.global_batch or not record.dp:
+        return
+    if record.style == "mpt":
+        yield from _accumulation(record)
+        return
+    if record.stack.startswith(_UNEVEN_STACKS) or _stated(record, "micro"):
+        return
+    step = record.dp * (record.micro_batch or 1)
+    if record.global_batch % step:
+        low = record.global_batch - record.global_batch % step
+        near = f"{low} or {low + step}" if low else f"{step}"
+        yield (
+            f"GBS {record.global_batch}",
+            f"a multiple of DP {record.dp} x MBS {record.micro_batch or 1} = {step}",
+            f"GBS {near}, or another micro batch",
+        )
 
 
-def _accumulation(record: Record) -> Iterator[Finding]:
+def _accumulation(record: Record) -> Iterator[Problem]:
     """MPT: GradAccum micro batches a rank, the last one smaller if need be (48 = 4 x 11 + 4)."""
     if not (record.grad_accum and record.micro_batch and record.global_batch and record.dp):
         return
     share = -(-record.global_batch // record.dp)
     if -(-share // record.micro_batch) != record.grad_accum:
         full = record.micro_batch * record.grad_accum * record.dp
-        yield finding(
-            record, "batch-reach",
+        yield (
             f"{record.micro_batch} x {record.grad_accum} on {record.dp} ranks for "
             f"{record.global_batch}",
             f"GradAccum {-(-share // record.micro_batch)}",
             f"GlobalBatchSize {full} or GradAccum {-(-share // record.micro_batch)}",
-        )  # fmt: skip
+        )
 
 
 def _stated(record: Record, what: str) -> tuple[int, ...]:
@@ -152,14 +146,14 @@ def _stated(record: Record, what: str) -> tuple[int, ...]:
     return ()
 
 
-def batch_heading(case: Case) -> Iterator[Finding]:
+def batch_heading(file: TablesFile) -> Iterator[Finding]:
     names = (("global_batch", "GBS"), ("seq_len", "sequence length"), ("micro_batch", "MBS"))
-    for number, (_, context) in enumerate(case.tables):
+    for number, (_, context) in enumerate(file.tables):
         for name, shown in names:
             stated = getattr(context, name)
             if stated is None:
                 continue
-            for record in case.rows_of(number):
+            for record in file.rows_of(number):
                 value = getattr(record, name)
                 if name in record.cells and value is not None and value != stated:
                     yield finding(
@@ -181,93 +175,93 @@ def _heading_fix(record: Record, name: str, stated: int) -> str:
     return f"{said} {where}: seconds and TFLOPs imply {batch:.0f}"
 
 
-def batch_tokens(case: Case) -> Iterator[Finding]:
-    for record in case.records:
-        if record.batch_tokens and record.global_batch and record.seq_len:
-            wanted = record.global_batch * record.seq_len
-            if record.batch_tokens != wanted:
-                fix = f"{wanted} tokens"
-                if record.batch_tokens % record.seq_len == 0:
-                    fix += f" or GlobalBatchSize {record.batch_tokens // record.seq_len}"
-                yield finding(
-                    record, "batch-tokens", f"{record.batch_tokens}",
-                    f"{record.global_batch} x {record.seq_len} = {wanted}", fix,
-                )  # fmt: skip
+def batch_tokens(record: Record) -> Iterator[Problem]:
+    if record.batch_tokens and record.global_batch and record.seq_len:
+        wanted = record.global_batch * record.seq_len
+        if record.batch_tokens != wanted:
+            fix = f"{wanted} tokens"
+            if record.batch_tokens % record.seq_len == 0:
+                fix += f" or GlobalBatchSize {record.batch_tokens // record.seq_len}"
+            yield (
+                f"{record.batch_tokens}",
+                f"{record.global_batch} x {record.seq_len} = {wanted}",
+                fix,
+            )
 
 
-def layers_stages(case: Case) -> Iterator[Finding]:
-    for record in case.records:
-        shape = shape_of(record)
-        # A row that did not run may say so truthfully, whatever its layout.
-        ran = record.outcome == "ok" or (record.outcome == "oom" and record.style != "scaling")
-        if shape is None or not record.pp or record.pp == 1 or not ran:
-            continue
-        layers, chunks = shape.model.layers, record.pp * (record.virtual_stages or 1)
-        stated = _stated(record, "stages")
-        if stated:
-            good = sum(stated) == layers and len(stated) == record.pp
-        elif record.style == "scaling" or record.stack.startswith("fourfold"):
-            good = chunks <= layers  # uneven stages are legal; a stage without a layer is not
-        else:
-            good = any((layers + ends) % chunks == 0 for ends in (0, 1, 2))
-        if not good:
-            sizes = [size for size in range(1, layers + 1) if layers % size == 0]
-            near = sorted(sorted(sizes, key=lambda size: abs(size - record.pp))[:2])
-            yield finding(
-                record, "layers-stages", f"PP {record.pp} over {layers} layers",
-                f"{chunks} equal parts (with embedding and head: {layers + 1} or {layers + 2})",
-                f"PP {' or '.join(map(str, near))}, or other layers",
-            )  # fmt: skip
+def layers_stages(record: Record) -> Iterator[Problem]:
+    shape = shape_of(record)
+    # A row that did not run may say so truthfully, whatever its layout.
+    ran = record.outcome == "ok" or (record.outcome == "oom" and record.style != "scaling")
+    if shape is None or not record.pp or record.pp == 1 or not ran:
+        return
+    layers, chunks = shape.model.layers, record.pp * (record.virtual_stages or 1)
+    stated = _stated(record, "stages")
+    if stated:
+        good = sum(stated) == layers and len(stated) == record.pp
+    elif record.style == "scaling" or record.stack.startswith("fourfold"):
+        good = chunks <= layers  # uneven stages are legal; a stage without a layer is not
+    else:
+        good = any((layers + ends) % chunks == 0 for ends in (0, 1, 2))
+    if not good:
+        sizes = [size for size in range(1, layers + 1) if layers % size == 0]
+        near = sorted(sorted(sizes, key=lambda size: abs(size - record.pp))[:2])
+        yield (
+            f"PP {record.pp} over {layers} layers",
+            f"{chunks} equal parts (with embedding and head: {layers + 1} or {layers + 2})",
+            f"PP {' or '.join(map(str, near))}, or other layers",
+        )
 
 
-def size_label(case: Case) -> Iterator[Finding]:
-    for record in case.records:
-        if record.style == "scaling":
-            continue
-        yield from _name_against_shape(record)
-        shape = shape_of(record)
-        if shape is None:
-            continue
-        seq_len = record.seq_len or NOTES_SEQ_LEN
-        if record.params and shape.vocab_known:
-            wanted = model_params(shape.model, seq_len)
-            if record.params != wanted:
-                yield finding(
-                    record, "size-label", f"{record.params} parameters",
-                    f"{wanted} for {record.label} at {seq_len} tokens", "check model and SeqLen",
-                )  # fmt: skip
-        label = cells.size_label(record.label)
-        if label is None or named_shape(record) or _PROXY_LAYERS.search(record.label):
-            continue
-        low, high = params_range(shape, seq_len)
-        if label[1] < low * (1 - _LABEL_SLACK) or label[0] > high * (1 + _LABEL_SLACK):
-            likely = model_params(shape.model, seq_len)
-            yield finding(
-                record, "size-label", record.label,
-                f"{show_count(low)} to {show_count(high)} for {shape.model.layers} layers of "
-                f"{shape.model.hidden}",
-                f"label {likely / 1e9:.1f}B with {shape.model.vocab:,} words, or other layers",
-            )  # fmt: skip
+def size_label(record: Record) -> Iterator[Problem]:
+    if record.style == "scaling":
+        return
+    yield from _name_against_shape(record)
+    shape = shape_of(record)
+    if shape is None:
+        return
+    seq_len = record.seq_len or NOTES_SEQ_LEN
+    if record.params and shape.vocab_known:
+        wanted = model_params(shape.model, seq_len)
+        if record.params != wanted:
+            yield (
+                f"{record.params} parameters",
+                f"{wanted} for {record.label} at {seq_len} tokens",
+                "check model and SeqLen",
+            )
+    label = cells.size_label(record.label)
+    if label is None or named_shape(record) or _PROXY_LAYERS.search(record.label):
+        return
+    low, high = params_range(shape, seq_len)
+    if label[1] < low * (1 - _LABEL_SLACK) or label[0] > high * (1 + _LABEL_SLACK):
+        likely = model_params(shape.model, seq_len)
+        yield (
+            record.label,
+            f"{show_count(low)} to {show_count(high)} for {shape.model.layers} layers of "
+            f"{shape.model.hidden}",
+            f"label {likely / 1e9:.1f}B with {shape.model.vocab:,} words, or other layers",
+        )
 
 
-def _name_against_shape(record: Record) -> Iterator[Finding]:
+def _name_against_shape(record: Record) -> Iterator[Problem]:
     """A name of the catalogue, or '...-proxy7l', against the row's own shape columns."""
     proxy = _PROXY_LAYERS.search(record.label)
     named = named_shape(record)
     if proxy and record.layers and int(proxy.group(1)) != record.layers:
-        yield finding(
-            record, "size-label", record.label, f"{record.layers} layers", "other name or layers"
-        )
+        yield (record.label, f"{record.layers} layers", "other name or layers")
         return
     if named is None or proxy or not (record.layers and record.hidden):
         return
     if (record.layers, record.hidden) != (named.layers, named.hidden):
-        yield finding(
-            record, "size-label", f"{record.layers} layers of {record.hidden}",
-            f"{named.name} has {named.layers} of {named.hidden}", "other name or shape",
-        )  # fmt: skip
+        yield (
+            f"{record.layers} layers of {record.hidden}",
+            f"{named.name} has {named.layers} of {named.hidden}",
+            "other name or shape",
+        )
 
 
-CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
-    heading_count, gpus_axes, batch_reach, batch_heading, batch_tokens, layers_stages, size_label,
-)  # fmt: skip
+ROW_CHECKS = {
+    "gpus-axes": gpus_axes, "batch-reach": batch_reach, "batch-tokens": batch_tokens,
+    "layers-stages": layers_stages, "size-label": size_label,
+}  # fmt: skip
+CHECKS = (heading_count, batch_heading)

@@ -1,16 +1,17 @@
-"""Do the speeds and bytes of a row agree with each other and with the device?"""
+"""Lint rules on the speeds and bytes of a row, among each other and against the device."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 from fourfold.result.record import Record
 from fourfold.spec import catalog
 from fourfold.tables import cells
-from fourfold.tables.finding import Case, Finding, finding
+from fourfold.tables.finding import Finding, Problem, TablesFile, finding
 from fourfold.tables.shape import hardware_ratio, peak_tflops, shape_of
 
 _SPEED_SLACK = 0.001
@@ -18,15 +19,14 @@ _SPEED_SLACK = 0.001
 _ORDER_SLACK = 0.10
 
 
-def throughput(case: Case) -> Iterator[Finding]:
-    for record in case.records:
-        if record.style == "mpt":
-            yield from _mpt_throughput(record)
-        elif record.style == "reference":
-            yield from _reference_throughput(record)
+def throughput(record: Record) -> Iterator[Problem]:
+    if record.style == "mpt":
+        yield from _mpt_throughput(record)
+    elif record.style == "reference":
+        yield from _reference_throughput(record)
 
 
-def _mpt_throughput(record: Record) -> Iterator[Finding]:
+def _mpt_throughput(record: Record) -> Iterator[Problem]:
     """The published integers are cut off, not rounded: S/s 32 may be 32.99."""
     tokens, samples, seq_len = record.tokens_s, record.samples_s, record.seq_len
     if tokens is None or not seq_len or record.gpus is None:
@@ -35,10 +35,11 @@ def _mpt_throughput(record: Record) -> Iterator[Finding]:
         low, high = samples * seq_len, (samples + 1) * seq_len
         if not low - _unit(record, "tokens_s") <= tokens < high + 1:
             right = math.floor(tokens / seq_len)
-            yield finding(
-                record, "throughput", f"{record.text('samples_s')} S/s and {tokens:g} T/s",
-                f"S/s {right}", f"S/s {right}, or T/s",
-            )  # fmt: skip
+            yield (
+                f"{record.text('samples_s')} S/s and {tokens:g} T/s",
+                f"S/s {right}",
+                f"S/s {right}, or T/s",
+            )
     each = record.tokens_s_gpu
     if each is None:
         return
@@ -46,10 +47,11 @@ def _mpt_throughput(record: Record) -> Iterator[Finding]:
     high = (tokens + _unit(record, "tokens_s")) / record.gpus
     if not tokens / record.gpus - unit <= each <= high + unit:
         right = math.floor(tokens / record.gpus)
-        yield finding(
-            record, "throughput", f"{each:g} T/s/GPU and {tokens:g} T/s",
-            f"T/s/GPU {right}", f"T/s/GPU {right}, or T/s {each * record.gpus:.0f}",
-        )  # fmt: skip
+        yield (
+            f"{each:g} T/s/GPU and {tokens:g} T/s",
+            f"T/s/GPU {right}",
+            f"T/s/GPU {right}, or T/s {each * record.gpus:.0f}",
+        )
 
 
 def _unit(record: Record, name: str) -> float:
@@ -57,7 +59,7 @@ def _unit(record: Record, name: str) -> float:
     return 2 * cells.half_unit(record.text(name))
 
 
-def _reference_throughput(record: Record) -> Iterator[Finding]:
+def _reference_throughput(record: Record) -> Iterator[Problem]:
     if record.outcome != "ok" or not (record.step_s and record.tokens_s_gpu and record.gpus):
         return
     if not (record.global_batch and record.seq_len) or record.step_s <= 0:
@@ -65,85 +67,65 @@ def _reference_throughput(record: Record) -> Iterator[Finding]:
     right = record.global_batch * record.seq_len / record.step_s / record.gpus
     if abs(record.tokens_s_gpu / right - 1) > _SPEED_SLACK:
         seconds = record.global_batch * record.seq_len / record.tokens_s_gpu / record.gpus
-        yield finding(
-            record, "throughput", f"{record.step_s:g} s and {record.tokens_s_gpu:g} tokens/s/GPU",
-            f"tokens_s_gpu {right:.6g}", f"tokens_s_gpu {right:.6g} or step_s {seconds:.6g}",
-        )  # fmt: skip
+        yield (
+            f"{record.step_s:g} s and {record.tokens_s_gpu:g} tokens/s/GPU",
+            f"tokens_s_gpu {right:.6g}",
+            f"tokens_s_gpu {right:.6g} or step_s {seconds:.6g}",
+        )
 
 
-def hfu_mfu(case: Case) -> Iterator[Finding]:
-    for record in case.records:
-        if not record.mfu_pct or record.hfu_pct is None:
-            continue
-        shape = shape_of(record)
-        ratio = hardware_ratio(shape, record) if shape else None
-        if ratio is None:
-            continue
-        right = record.mfu_pct * ratio
-        if abs(record.hfu_pct - right) > 0.006 * (1 + ratio) + 1e-3 * right:
-            yield finding(
-                record, "hfu-mfu", f"MFU {record.mfu_pct:g}, HFU {record.hfu_pct:g}",
-                f"HFU {right:.2f} with recompute '{record.recompute or 'none'}'",
-                f"HFU {right:.2f}, or Activation Checkpointing",
-            )  # fmt: skip
+def hfu_mfu(record: Record) -> Iterator[Problem]:
+    if not record.mfu_pct or record.hfu_pct is None:
+        return
+    shape = shape_of(record)
+    ratio = hardware_ratio(shape, record) if shape else None
+    if ratio is None:
+        return
+    right = record.mfu_pct * ratio
+    if abs(record.hfu_pct - right) > 0.006 * (1 + ratio) + 1e-3 * right:
+        yield (
+            f"MFU {record.mfu_pct:g}, HFU {record.hfu_pct:g}",
+            f"HFU {right:.2f} with recompute '{record.recompute or 'none'}'",
+            f"HFU {right:.2f}, or Activation Checkpointing",
+        )
 
 
-def utilisation(case: Case) -> Iterator[Finding]:
-    fastest = max(
-        peak
-        for name in catalog.device_names()
-        for peak in [catalog.device(name).peak_flops_per_s.bf16]
-        if peak
-    )
-    for record in case.records:
-        speeds = ("step_s", "tflops_gpu", "tokens_s_gpu", "mfu_pct", "hfu_pct")
-        for name in speeds:
-            value = getattr(record, name)
-            zero_is_cut = name == "tokens_s_gpu" and record.style == "mpt"
-            if value is not None and (value < 0 or (value == 0 and not zero_is_cut)):
-                yield finding(
-                    record, "utilisation", f"{name} {value:g}", "above 0", "check against the log"
-                )
-        for name in ("mfu_pct", "hfu_pct"):
-            value = getattr(record, name)
-            if value is not None and value > 100:
-                yield finding(
-                    record,
-                    "utilisation",
-                    f"{name} {value:g}",
-                    "at most 100",
-                    "check peak and speed",
-                )
-        peak = peak_tflops(record)
-        limit = peak if peak is not None else fastest / 1e12
-        if record.tflops_gpu is not None and record.tflops_gpu > limit:
-            whose = (
-                f"{record.hardware}'s dense peak" if peak is not None else "any known GPU's peak"
-            )
-            yield finding(
-                record, "utilisation", f"{record.tflops_gpu:g} TFLOPs",
-                f"at most {limit:g}, {whose}", "check TFLOPs, seconds and GPUs",
-            )  # fmt: skip
+@functools.cache
+def _fastest_peak_tflops() -> float:
+    peaks = (catalog.device(name).peak_flops_per_s.bf16 for name in catalog.device_names())
+    return max(peak for peak in peaks if peak) / 1e12
 
 
-def memory_device(case: Case) -> Iterator[Finding]:
+def utilisation(record: Record) -> Iterator[Problem]:
+    for name in ("step_s", "tflops_gpu", "tokens_s_gpu", "mfu_pct", "hfu_pct"):
+        value = getattr(record, name)
+        zero_is_cut = name == "tokens_s_gpu" and record.style == "mpt"
+        if value is not None and (value < 0 or (value == 0 and not zero_is_cut)):
+            yield f"{name} {value:g}", "above 0", "check against the log"
+        if name.endswith("_pct") and value is not None and value > 100:
+            yield f"{name} {value:g}", "at most 100", "check peak and speed"
+    peak = peak_tflops(record)
+    limit = _fastest_peak_tflops() if peak is None else peak
+    if record.tflops_gpu is not None and record.tflops_gpu > limit:
+        whose = "any known GPU's peak" if peak is None else f"{record.hardware}'s dense peak"
+        expected = f"at most {limit:g}, {whose}"
+        yield f"{record.tflops_gpu:g} TFLOPs", expected, "check TFLOPs, seconds and GPUs"
+
+
+def memory_device(record: Record) -> Iterator[Problem]:
     """Only where the row itself names its device: a heading far above may mean another one."""
-    for record in case.records:
-        if record.mem_gb is None or "hardware" not in record.cells:
-            continue
-        if record.hardware not in catalog.device_names():
-            continue
-        most = catalog.device(record.hardware).memory_bytes / 1e9
-        if record.mem_gb > 1.01 * most and record.outcome == "ok":
-            yield finding(
-                record, "memory-device", f"{record.mem_gb:g} GB", f"at most {most:.0f} GB",
-                "check memory and device",
-            )  # fmt: skip
+    if record.mem_gb is None or "hardware" not in record.cells:
+        return
+    if record.hardware not in catalog.device_names():
+        return
+    most = catalog.device(record.hardware).memory_bytes / 1e9
+    if record.mem_gb > 1.01 * most and record.outcome == "ok":
+        yield (f"{record.mem_gb:g} GB", f"at most {most:.0f} GB", "check memory and device")
 
 
-def memory_order(case: Case) -> Iterator[Finding]:
+def memory_order(file: TablesFile) -> Iterator[Finding]:
     groups: dict[tuple[object, ...], list[Record]] = defaultdict(list)
-    for record in case.records:
+    for record in file.records:
         if record.style == "topology" and record.mem_gb and record.micro_batch:
             sizes = (record.gpus, record.dp, record.tp, record.cp, record.pp, record.virtual_stages)
             what = (record.label, record.layers, record.hidden, record.heads, record.sharding)
@@ -161,6 +143,8 @@ def memory_order(case: Case) -> Iterator[Finding]:
                 )  # fmt: skip
 
 
-CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
-    throughput, hfu_mfu, utilisation, memory_device, memory_order,
-)  # fmt: skip
+ROW_CHECKS = {
+    "throughput": throughput, "hfu-mfu": hfu_mfu, "utilisation": utilisation,
+    "memory-device": memory_device,
+}  # fmt: skip
+CHECKS = (memory_order,)

@@ -1,14 +1,14 @@
-"""Do seconds, TFLOPs, GPUs and batch tell one story? Work per sequence, by model and convention."""
+"""Lint rules on work per sequence: seconds, TFLOPs, GPUs and batch, by model and convention."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
 from fourfold.result.record import Record
-from fourfold.tables.finding import Case, Finding, finding
+from fourfold.tables.finding import Finding, TablesFile, finding
 from fourfold.tables.shape import (
     SLACK,
     Shape,
@@ -30,9 +30,9 @@ _EXACT = 0.0005
 _RECOMPUTE_RATIOS = (0.75, 4 / 3)
 
 
-def topology_work(case: Case) -> Iterator[Finding]:
+def topology_work(file: TablesFile) -> Iterator[Finding]:
     """Rows of one model in one table agree with each other; a lone row agrees with its shape."""
-    rows = [record for record in case.records if record.style == "topology"]
+    rows = [record for record in file.records if record.style == "topology"]
     length = common_length(rows)
     for group in _groups(rows):
         works = [work for record in group if (work := row_work(record)) is not None]
@@ -144,10 +144,10 @@ def _fixes(record: Record, ratio: float) -> str:
     return " or ".join(fixes)
 
 
-def reference_work(case: Case) -> Iterator[Finding]:
+def reference_work(file: TablesFile) -> Iterator[Finding]:
     """Reference schema: TFLOPs against tokens/s/GPU under the convention that the row names."""
     groups: dict[tuple[object, ...], list[tuple[Record, float]]] = defaultdict(list)
-    for record in case.records:
+    for record in file.records:
         residual = _residual(record)
         if record.style == "reference" and residual is not None:
             groups[record.table, record.stack, record.convention].append((record, residual))
@@ -188,9 +188,9 @@ def _reference_finding(record: Record, residual: float) -> Finding:
     )  # fmt: skip
 
 
-def mpt_work(case: Case) -> Iterator[Finding]:
+def mpt_work(file: TablesFile) -> Iterator[Finding]:
     """MPT tables: Model TFLOP and MFU follow from tokens/s by 6 N + 12 L d s."""
-    for record in case.records:
+    for record in file.records:
         shape = shape_of(record)
         if record.style != "mpt" or shape is None or not (record.tokens_s and record.gpus):
             continue
@@ -232,4 +232,4 @@ def _mpt_finding(
     )
 
 
-CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (topology_work, reference_work, mpt_work)
+CHECKS = (topology_work, reference_work, mpt_work)
