@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fourfold import escape
 from fourfold.cli import main
 from fourfold.show.table import render
-from fourfold.tables import markdown
+from fourfold.tables import forms
 from fourfold.tables.document import Document, Row, Table, Text
 from fourfold.tables.forms import parse, write
 
@@ -97,7 +97,7 @@ def test_documents_read_back_what_they_show(text: str, form: str) -> None:
 
 @given(lines=st.lists(any_text))
 def test_lines_of_a_document_are_no_html(lines: list[str]) -> None:
-    shown = markdown.write(Document((Text(tuple(lines)),)))
+    shown = forms.write(Document((Text(tuple(lines)),)), "md")
     assert not steers(shown)
     assert not re.search(r"<[A-Za-z/!?]|\]\(", shown)
     assert not steers(write(Document((Text(tuple(lines)),)), "csv"))

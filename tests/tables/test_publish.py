@@ -26,7 +26,7 @@ from fourfold.tables.derive import published
 from fourfold.tables.document import Document
 from fourfold.tables.forms import parse, read_file, write
 from fourfold.tables.lint import lint
-from fourfold.tables.publish import STYLE_CONVENTION, STYLES, plain_records, publish
+from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
 from fourfold.tables.records import records
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -83,7 +83,7 @@ def many() -> list[Record]:
     return found
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", STYLE_CONVENTION)
 @pytest.mark.parametrize("form", ["md", "csv", "json"])
 def test_our_own_tables_give_no_findings(style: str, form: str) -> None:
     document = publish(many(), style, STYLE_CONVENTION[style])
@@ -148,7 +148,7 @@ def test_best_is_by_seconds_and_not_by_tflops() -> None:
     assert "most TFLOPs: dp2 tp2" in best
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", STYLE_CONVENTION)
 def test_measured_again_shows_the_newest_and_keeps_both(style: str) -> None:
     old = made(run("llama-tiny", 4, 1, tp=2), 2.0, at="2026-01-01T00:00:00+00:00")
     new = made(run("llama-tiny", 4, 1, tp=2), 1.0, at="2026-02-01T00:00:00+00:00")

@@ -1,5 +1,5 @@
-"""What does a cell mean, and how is one written? Numbers with units and gaps, the many ways to
-write 'no value', and digits and words of the published styles.
+"""Cells of published tables, read and written: numbers with units and gaps, the many ways to write
+'no value', and digits and words of the published styles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does the text above a table say? Model shape, batch, sequence length, hardware.
+"""What the text above a table says: model shape, batch, sequence length, hardware.
 
 The notes write shapes as `NHIDDEN=14336 / NLAYERS=72 / GBS=512`, the scaling tables as
 `Llama-3.1-8B context length 8192` under a heading `H100 (94GB)`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,13 +24,16 @@ _FIELDS = {
     "MBS": "micro_batch", "SEQLEN": "seq_len", "SEQ_LEN": "seq_len",
     "VOCAB": "vocab", "VOCAB_SIZE": "vocab",
 }  # fmt: skip
-_LENGTH = re.compile(r"\b(?:context|sequence) length\s*:?\s*([0-9]+)", re.IGNORECASE)
 _MODEL = re.compile(
     r"\b((?:mpt|llama|gpt|bloom|nemotron)-[A-Za-z0-9.-]*[A-Za-z0-9])", re.IGNORECASE
 )
-_CONVENTION = re.compile(r"\bTFLOPs by ([a-z0-9-]+)")
-_FAMILY = re.compile(r"\bFAMILY\s*=\s*([a-z0-9]+)")
-_TIED = re.compile(r"\bTIED\s*=\s*([01])\b")
+_LENGTH = re.compile(r"\b(?:context|sequence) length\s*:?\s*([0-9]+)", re.IGNORECASE)
+_WORDS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
+    "seq_len": (_LENGTH, int),
+    "family": (re.compile(r"\bFAMILY\s*=\s*([a-z0-9]+)"), str),
+    "tied": (re.compile(r"\bTIED\s*=\s*([01])\b"), lambda digit: digit == "1"),
+    "convention": (re.compile(r"\bTFLOPs by ([a-z0-9-]+)"), str),
+}
 _PER_NODE = re.compile(r"\)\s*x\s*([0-9]+)\s*GPUs?\b|\b([0-9]+) GPUs per node", re.IGNORECASE)
 
 
@@ -63,21 +67,15 @@ def after(previous: Context, lines: tuple[str, ...]) -> Context:
     text = "\n".join(lines)
     if not text.strip():
         return previous
-    context = Context(hardware=previous.hardware, gpus_per_node=previous.gpus_per_node)
-    stated: dict[str, Any] = {}
+    stated: dict[str, Any] = {"model": _model(lines)}
     for name, digits in _SETTING.findall(text):
         if int(digits) > 0:
-            stated[_FIELDS[name]] = int(digits)  # the last one said stands
-    for digits in _LENGTH.findall(text):
-        stated["seq_len"] = int(digits)
-    for name in _FAMILY.findall(text):
-        stated["family"] = name
-    for digit in _TIED.findall(text):
-        stated["tied"] = digit == "1"
-    context = replace(context, **stated)
-    for name in _CONVENTION.findall(text):
-        context = replace(context, convention=name)
-    return _hardware(replace(context, model=_model(lines)), text)
+            stated[_FIELDS[name]] = int(digits)  # the last one stands
+    for field, (pattern, read) in _WORDS.items():
+        for word in pattern.findall(text):
+            stated[field] = read(word)
+    hardware, per_node = previous.hardware, previous.gpus_per_node
+    return _hardware(Context(hardware=hardware, gpus_per_node=per_node, **stated), text)
 
 
 def _model(lines: tuple[str, ...]) -> str | None:

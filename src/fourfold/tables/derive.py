@@ -1,7 +1,5 @@
-"""What follows from a record's own numbers? Seconds, tokens/s, TFLOPs, MFU: arithmetic only.
-
-A published or stored row has some of these; the rest is arithmetic with the model's shape. A stored
-run also gets the words and columns that tables have.
+"""What follows from a record's own numbers and the model's shape: seconds, tokens/s, TFLOPs, MFU. A
+stored run also gets the words and columns that tables have.
 """
 
 from __future__ import annotations
@@ -174,23 +172,17 @@ def _batch(record: Record) -> Batch:
 
 def _notes(record: Record, model: ModelShape) -> list[str]:
     """What the columns cannot say: uneven parts, other settings, and why a run failed."""
-    words = [record.note, record.tag]
     parts = _micro_parts(record)
-    if parts:
-        words.append(f"micro {parts}")
+    words = [record.note, record.tag, f"micro {parts}" if parts else ""]
     pp = record.pp or 1
     if 1 < pp <= model.layers and model.layers % pp and record.virtual_stages == 1:
         stages = stage_layers(model, pp, record.seq_len or 1)
         words.append("stages " + "+".join(str(len(stage)) for stage in stages))
-    if record.cp != 1:
-        words.append(f"cp {record.cp_kind}")
-    if record.schedule != "1f1b":
-        words.append(record.schedule)
-    if record.compiled:
-        words.append("compiled")
+    words.append(f"cp {record.cp_kind}" if record.cp != 1 else "")
+    words.append(record.schedule if record.schedule != "1f1b" else "")
+    words.append("compiled" if record.compiled else "")
     words += [f"{name}={value}" for name, value in record.env]
-    if record.retries:
-        words.append(f"{record.retries} allocator retries")
+    words.append(f"{record.retries} allocator retries" if record.retries else "")
     if record.outcome != "ok":
         words.append(f"{record.outcome}: {record.failure}".rstrip(": "))
     return words

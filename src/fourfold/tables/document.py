@@ -1,4 +1,4 @@
-"""What is in a file of tables? Tables and the text between them, cell by cell as they stood.
+"""Tables and the text between them, cell by cell as they stood in a file.
 
 Cells are texts without the padding around them. Nothing is interpreted here, so that what is read
 can be written again unchanged; cells.py and records.py say what a cell means.
@@ -56,27 +56,20 @@ class Document:
 
 
 def to_plain(document: Document) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA_VERSION,
-        "type": "Document",
-        "blocks": [_block_plain(block) for block in document.blocks],
-    }
-
-
-def _block_plain(block: Table | Text) -> dict[str, Any]:
-    if isinstance(block, Text):
-        return {"text": list(block.lines)}
-    return {
-        "headings": list(block.headings),
-        "rows": [{"rule": list(row.cells)} if row.rule else list(row.cells) for row in block.rows],
-    }
+    blocks: list[dict[str, Any]] = []
+    for block in document.blocks:
+        if isinstance(block, Text):
+            blocks.append({"text": list(block.lines)})
+        else:
+            rows = [{"rule": [*row.cells]} if row.rule else [*row.cells] for row in block.rows]
+            blocks.append({"headings": list(block.headings), "rows": rows})
+    return {"schema": SCHEMA_VERSION, "type": "Document", "blocks": blocks}
 
 
 def from_plain(data: object) -> Document:
     if not isinstance(data, dict) or not isinstance(data.get("blocks"), list):
-        raise UserError(
-            "must be a table with 'blocks'", field="document", hint="write it with --format json"
-        )
+        rule, hint = "must be a table with 'blocks'", "write it with --format json"
+        raise UserError(rule, field="document", hint=hint)
     return Document(tuple(_block(block, f"blocks[{i}]") for i, block in enumerate(data["blocks"])))
 
 
@@ -89,11 +82,9 @@ def _block(data: object, path: str) -> Table | Text:
         raise UserError("must be a list", field=f"{path}.rows")
     rows = []
     for number, row in enumerate(data["rows"]):
-        where = f"{path}.rows[{number}]"
-        if isinstance(row, dict) and set(row) == {"rule"}:
-            rows.append(Row(_texts(row["rule"], where), rule=True))
-        else:
-            rows.append(Row(_texts(row, where)))
+        rule = isinstance(row, dict) and set(row) == {"rule"}
+        cells = _texts(row["rule"] if rule else row, f"{path}.rows[{number}]")
+        rows.append(Row(cells, rule=rule))
     return Table(_texts(data["headings"], f"{path}.headings"), tuple(rows))
 
 

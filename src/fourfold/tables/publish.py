@@ -1,4 +1,4 @@
-"""How are results published? Records -> a document in the MPT, topology or scaling style.
+"""Results as published: records -> a document in the MPT, topology or scaling style.
 
 One table for what can be compared: one model, sequence length, precision and device. What was
 measured again is shown with its newest figure; the older ones stand in the text below the table.
@@ -18,7 +18,6 @@ from fourfold.tables.document import Document, Row, Table, Text
 from fourfold.tables.shape import shape_of
 from fourfold.tables.styles import MPT, TOPOLOGY, Column
 
-STYLES = ("mpt", "topology", "scaling")
 # The published MPT tables have a convention of their own, which their columns keep.
 STYLE_CONVENTION = {"mpt": "mpt", "topology": DEFAULT, "scaling": DEFAULT}
 
@@ -28,13 +27,12 @@ def publish(records: Iterable[Record], style: str, rule: str) -> Document:
     filled = [derive(record, rule) for record in records]
     blocks: list[Table | Text] = []
     above: tuple[str, ...] = ()
-    for key, group in _grouped(filled, _MPT_GROUP if style == "mpt" else _GROUP).items():
+    for group in _grouped(filled, _MPT_GROUP if style == "mpt" else _GROUP).values():
         newest, older = _newest(group)
         for words, part in _parted(newest) if style == "scaling" else [("", newest)]:
             table = _WRITERS[style](part)
             if table is None:
                 continue
-            assert key
             blocks += [Text((*above, _heading(part[0], style, rule) + words, "")), table]
             above = ("", *_below(part, older, style), "")
     if above:
@@ -59,16 +57,10 @@ def _grouped(
 
 
 def _newest(group: list[Record]) -> tuple[list[Record], dict[tuple[object, ...], list[Record]]]:
-    """The newest record of each configuration, and the older ones by configuration.
-
-    A repeat that failed does not hide a figure that was measured.
-    """
-    by_config: dict[tuple[object, ...], list[Record]] = {}
-    for record in group:
-        by_config.setdefault(record.config, []).append(record)
+    """The newest record of each configuration, and the older ones by configuration."""
     newest, older = [], {}
-    for key, same in by_config.items():
-        same.sort(key=lambda record: (record.outcome == "ok", record.started_at, record.row))
+    for key, same in _grouped(group, CONFIG).items():
+        same.sort(key=lambda record: (*_recency(record), record.row))
         newest.append(same[-1])
         if len(same) > 1:
             older[key] = same[:-1]
@@ -92,8 +84,8 @@ def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
     )
     parts = []
     for values, part in _grouped(records, differ).items():
-        said = zip(differ, values, strict=True)
-        parts.append(("".join(f"; {n.replace('_', ' ')} {v}" for n, v in said if v), part))
+        named = zip(differ, values, strict=True)
+        parts.append(("".join(f"; {n.replace('_', ' ')} {v}" for n, v in named if v), part))
     return parts
 
 
@@ -111,13 +103,10 @@ def _heading(record: Record, style: str, rule: str) -> str:
             f"VOCAB={model.vocab} / TIED={int(model.tied)}"
             + (f" / SEQLEN={record.seq_len}" if record.seq_len else "")
         )
-    said = [record.precision, record.recompute and f"recompute {record.recompute}", record.hardware]
-    parts.append(", ".join(filter(None, said)))
-    return (
-        ": ".join(parts[:2])
-        + "".join(f"; {part}" for part in parts[2:] if part)
-        + (f"; TFLOPs by {rule}")
-    )
+    recompute = record.recompute and f"recompute {record.recompute}"
+    parts.append(", ".join(filter(None, (record.precision, recompute, record.hardware))))
+    rest = "".join(f"; {part}" for part in parts[2:] if part)
+    return f"{': '.join(parts[:2])}{rest}; TFLOPs by {rule}"
 
 
 def _below(
@@ -127,18 +116,18 @@ def _below(
     for same in _grouped([r for r in newest if r.step_s], _COMPARABLE).values():
         if len(same) > 1:
             best = min(same, key=lambda record: record.step_s or 0.0)
-            lines.append(f"Best by seconds per iteration{_what(best)}: {_told(best)}")
-            loud = max(same, key=lambda record: record.tflops_gpu or 0.0)
-            if loud is not best and (loud.tflops_gpu or 0) > (best.tflops_gpu or 0) * 1.001:
-                lines[-1] += f" (most TFLOPs: {_told(loud)})"
+            what = f"{best.label}, {best.seq_len} tokens, global batch {best.global_batch}"
+            lines.append(f"Best by seconds per iteration ({what}): {_speed(best)}")
+            most = max(same, key=lambda record: record.tflops_gpu or 0.0)
+            if most is not best and (most.tflops_gpu or 0) > (best.tflops_gpu or 0) * 1.001:
+                lines[-1] += f" (most TFLOPs: {_speed(most)})"
     for record in newest:
         if record.config in older:
             old = older[record.config]
-            was = ", ".join(_figure_of(one, style) for one in reversed(old[-4:]))
+            was = ", ".join(_figure_of(repeat, style) for repeat in reversed(old[-4:]))
             was += f" and {len(old) - 4} more" if len(old) > 4 else ""
-            lines.append(
-                f"Measured again: {_axes(record)}: {_figure_of(record, style)}, before {was}"
-            )
+            figures = f"{_figure_of(record, style)}, before {was}"
+            lines.append(f"Measured again: {_axes(record)}: {figures}")
     return lines or [f"{len(newest)} configurations"]
 
 
@@ -146,16 +135,12 @@ def _below(
 _COMPARABLE = ("label", "seq_len", "global_batch", "hardware")
 
 
-def _what(record: Record) -> str:
-    return f" ({record.label}, {record.seq_len} tokens, global batch {record.global_batch})"
-
-
 def _axes(record: Record) -> str:
     sizes = f"dp{record.dp} tp{record.tp} cp{record.cp or 1} pp{record.pp}"
     return f"{sizes} micro batch {record.micro_batch} on {record.gpus} GPUs"
 
 
-def _told(record: Record) -> str:
+def _speed(record: Record) -> str:
     return f"{_axes(record)}, {figure(record.step_s)} s, {figure(record.tflops_gpu)} TFLOPs"
 
 
@@ -189,9 +174,7 @@ def _scaling(group: list[Record]) -> Table | None:
         if record.gpus and record.tp and record.pp and record.micro_batch is not None:
             layout = (record.tp, record.cp or 1, record.pp, record.micro_batch)
             known = cells.setdefault(layout, {}).get(record.gpus)
-            if known is None or (record.outcome == "ok", record.started_at) > (
-                known.outcome == "ok", known.started_at,
-            ):  # fmt: skip
+            if known is None or _recency(record) > _recency(known):
                 cells[layout][record.gpus] = record
     if not cells:
         return None
@@ -206,6 +189,11 @@ def _scaling(group: list[Record]) -> Table | None:
         shown = [_scaling_cell(cells[layout].get(count)) for count in counts]
         rows.append(Row((str(layout), *shown)))
     return Table(headings, tuple(rows))
+
+
+def _recency(record: Record) -> tuple[bool, str]:
+    """A repeat that failed does not hide a figure that was measured."""
+    return record.outcome == "ok", record.started_at
 
 
 def _scaling_cell(record: Record | None) -> str:

@@ -82,7 +82,8 @@ def _judge(record: Record, work: float, usual: float | None, seq_len: int) -> It
         return
     names = _names(record, shape, work, seq_len) if shape and usual is not None else []
     if names:
-        yield _convention(record, _usual_rule(record, shape, usual, seq_len), names)
+        usual_names = _names(record, shape, usual or 0.0, seq_len)
+        yield _convention(record, (usual_names or ["the table's other rows"])[0], names)
     elif usual is not None and any(agree(work / usual, x, 0.01) for x in _RECOMPUTE_RATIOS):
         yield _convention(record, "the table's other rows", ["a count with other recompute"])
     else:
@@ -96,11 +97,6 @@ def _names(record: Record, shape: Shape | None, work: float, seq_len: int) -> li
     slack = SLACK + rounding(record)
     counts = {rule: seq_len * flops_per_token(shape, record, rule, seq_len) for rule in CONVENTIONS}
     return [rule for rule, count in counts.items() if agree(work, count, slack)]
-
-
-def _usual_rule(record: Record, shape: Shape | None, usual: float | None, seq_len: int) -> str:
-    names = _names(record, shape, usual, seq_len) if usual is not None else []
-    return names[0] if names else "the table's other rows"
 
 
 def _likely(record: Record, shape: Shape | None, seq_len: int) -> float | None:
@@ -172,11 +168,8 @@ def _residual(record: Record) -> float | None:
 
 def _reference_finding(record: Record, residual: float) -> Finding:
     shape = shape_of(record)
-    tflops, speed, seq_len = (
-        record.tflops_gpu or 0.0,
-        record.tokens_s_gpu or 1.0,
-        record.seq_len or 1,
-    )
+    tflops, speed = record.tflops_gpu or 0.0, record.tokens_s_gpu or 1.0
+    seq_len = record.seq_len or 1
     names = _names(record, shape, tflops * 1e12 / speed * seq_len, seq_len)
     if names:
         return _convention(record, record.convention, names)
@@ -213,23 +206,17 @@ def _mpt_finding(
     record: Record, shape: Shape, cell: tuple[str, str], tflops: float, right: float
 ) -> Finding:
     seq_len = record.seq_len or 1
-    per_sequence = tflops * 1e12 * (record.gpus or 1) / (record.tokens_s or 1.0) * seq_len
-    counts = {
-        rule: seq_len * flops_per_token(shape, record, rule, seq_len)
+    per_token = tflops * 1e12 * (record.gpus or 1) / (record.tokens_s or 1.0)
+    names = [
+        rule
         for rule in CONVENTIONS
-        if rule != "mpt"
-    }
-    names = [rule for rule, count in counts.items() if agree(per_sequence, count, 0.002)]
+        if rule != "mpt" and agree(per_token, flops_per_token(shape, record, rule, seq_len), 0.002)
+    ]
     name, text = cell
     rule = "convention-mix" if names else "work-constant"
     value = f"{name} {text}" + (f" by {', '.join(names)}" if names else "")
-    return finding(
-        record,
-        rule,
-        value,
-        f"{right:.4g} by mpt (6 N + 12 L d s)",
-        f"{name} {right:.4g}, or tokens/s",
-    )
+    expected = f"{right:.4g} by mpt (6 N + 12 L d s)"
+    return finding(record, rule, value, expected, f"{name} {right:.4g}, or tokens/s")
 
 
 CHECKS = (topology_work, reference_work, mpt_work)

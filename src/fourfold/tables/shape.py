@@ -1,8 +1,7 @@
-"""Which model shape stands behind a published row, how sure is that, and what work does it claim?
+"""The model shape behind a published row, how sure that is, and what work the row claims.
 
 Rows are built from their shape columns or the shape in the text; a name counts only where the
 catalogue knows it. The topology notes never print their vocabulary: it is assumed, and said so.
-
 TFLOPs x seconds x GPUs / batch = FLOPs of one sequence: for one model and convention a constant,
 whatever the layout, which ties the columns together.
 """
@@ -113,32 +112,27 @@ def _shape(family: str, fields: tuple[tuple[str, int | bool | None], ...]) -> Mo
 def params_range(shape: Shape, seq_len: int) -> tuple[float, float]:
     """Labels count with or without embeddings; without a stated vocabulary both ends are wide."""
     layers = float(shape.model.layers * layer_params(shape.model))
-    most = shape.model if shape.vocab_known else _with_vocab(shape.model, _MOST_VOCAB)
+    most = shape.model
+    if not shape.vocab_known:
+        most = dataclasses.replace(most, vocab=_MOST_VOCAB)
     return layers, float(model_params(most, seq_len))
-
-
-def _with_vocab(model: ModelShape, vocab: int) -> ModelShape:
-    return dataclasses.replace(model, vocab=vocab)
 
 
 def flops_range(shape: Shape, record: Record, rule: str, seq_len: int) -> tuple[float, float]:
     """Bounds of the convention's FLOPs per token; equal where the vocabulary is stated."""
-    models = [shape.model]
-    if not shape.vocab_known:
-        models = [_with_vocab(shape.model, _LEAST_VOCAB), _with_vocab(shape.model, _MOST_VOCAB)]
-    counts = [_flops(model, record, rule, seq_len) for model in models]
+    vocabs = (shape.model.vocab,) if shape.vocab_known else (_LEAST_VOCAB, _MOST_VOCAB)
+    counts = [flops_per_token(shape, record, rule, seq_len, vocab) for vocab in vocabs]
     return min(counts), max(counts)
 
 
-def flops_per_token(shape: Shape, record: Record, rule: str, seq_len: int) -> float:
-    """With the assumed vocabulary where none is stated."""
-    return _flops(shape.model, record, rule, seq_len)
-
-
-def _flops(model: ModelShape, record: Record, rule: str, seq_len: int) -> float:
+def flops_per_token(
+    shape: Shape, record: Record, rule: str, seq_len: int, vocab: int | None = None
+) -> float:
+    """With the assumed vocabulary where none is stated, here or in the table."""
+    model = shape.model if vocab is None else dataclasses.replace(shape.model, vocab=vocab)
     layout = Layout(pp=record.pp or 1, shard=record.dp or 1, cp=record.cp or 1, tp=record.tp or 1)
-    ask = FlopsQuery.of(model=model, seq_len=seq_len, layout=layout, policy=Policy())
-    return convention(rule).count(ask).printed
+    query = FlopsQuery.of(model=model, seq_len=seq_len, layout=layout, policy=Policy())
+    return convention(rule).count(query).printed
 
 
 def hardware_ratio(shape: Shape, record: Record) -> float | None:
@@ -147,10 +141,9 @@ def hardware_ratio(shape: Shape, record: Record) -> float | None:
         policy = Policy(recompute=record.recompute or "none")
     except UserError:
         return None
-    ask = FlopsQuery.of(
-        model=shape.model, seq_len=record.seq_len or NOTES_SEQ_LEN, layout=Layout(), policy=policy
-    )
-    count = CONVENTIONS["mpt"].count(ask)
+    length = record.seq_len or NOTES_SEQ_LEN
+    query = FlopsQuery.of(model=shape.model, seq_len=length, layout=Layout(), policy=policy)
+    count = CONVENTIONS["mpt"].count(query)
     return count.hardware / count.model
 
 
@@ -159,11 +152,9 @@ def peak_tflops(record: Record) -> float | None:
     if record.hardware not in catalog.device_names():
         return None
     device = catalog.device(record.hardware)
+    precision = cells.precision_of(record.precision or "bf16", record.text("mp_mode"))
     try:
-        return (
-            device.peak(cells.precision_of(record.precision or "bf16", record.text("mp_mode")))
-            / 1e12
-        )
+        return device.peak(precision) / 1e12
     except UserError:
         peaks = dataclasses.asdict(device.peak_flops_per_s).values()
         return max(peak for peak in peaks if peak) / 1e12
@@ -214,11 +205,9 @@ def tried(record: Record) -> tuple[str, ...]:
 def possible(record: Record, shape: Shape, work: float, seq_len: int) -> bool:
     """Whether any convention, with any usual vocabulary, can explain the row's work."""
     slack = SLACK + rounding(record)
-    for rule in tried(record):
-        low, high = flops_range(shape, record, rule, seq_len)
-        if low * seq_len * (1 - slack) <= work <= high * seq_len * (1 + slack):
-            return True
-    return False
+    ranges = (flops_range(shape, record, rule, seq_len) for rule in tried(record))
+    per_token = work / seq_len
+    return any(low * (1 - slack) <= per_token <= high * (1 + slack) for low, high in ranges)
 
 
 def common_length(records: Sequence[Record]) -> int:
@@ -242,7 +231,5 @@ def implied_batches(record: Record) -> list[float]:
     if work is None or shape is None:
         return []
     seq_len = record.seq_len or NOTES_SEQ_LEN
-    total = work * (record.global_batch or 1)
-    return [
-        total / (seq_len * flops_per_token(shape, record, rule, seq_len)) for rule in tried(record)
-    ]
+    tokens_flops = work * (record.global_batch or 1) / seq_len
+    return [tokens_flops / flops_per_token(shape, record, rule, seq_len) for rule in tried(record)]

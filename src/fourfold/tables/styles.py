@@ -1,4 +1,4 @@
-"""Which style is a table, and which column is which field? A style is one list of its columns."""
+"""Styles of published tables: one list of columns each, with the field and the cell of each."""
 
 from __future__ import annotations
 
