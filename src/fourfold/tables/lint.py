@@ -38,7 +38,9 @@ def lint(document: Document) -> list[Finding]:
     for check in _FILE_CHECKS:
         findings += check(file)
     order = list(RULES)
-    return sorted(set(_unexplained(findings)), key=lambda f: (f.row, f.place, order.index(f.rule)))
+    return sorted(
+        dict.fromkeys(_unexplained(findings)), key=lambda f: (f.row, f.place, order.index(f.rule))
+    )
 
 
 # When the first rule has explained a row, the second would only repeat it in other words.

@@ -120,7 +120,7 @@ def params_range(shape: Shape, seq_len: int) -> tuple[float, float]:
 
 def flops_range(shape: Shape, record: Record, rule: str, seq_len: int) -> tuple[float, float]:
     """Bounds of the convention's FLOPs per token; equal where the vocabulary is stated."""
-    vocabs = (shape.model.vocab,) if shape.vocab_known else (_LEAST_VOCAB, _MOST_VOCAB)
+    vocabs = (None,) if shape.vocab_known else (_LEAST_VOCAB, _MOST_VOCAB)
     counts = [flops_per_token(shape, record, rule, seq_len, vocab) for vocab in vocabs]
     return min(counts), max(counts)
 
