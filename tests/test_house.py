@@ -46,7 +46,6 @@ HONEST = {
     ("axes", "search/answer.py"): "parts of a step that are named by the axis they serve",
     ("axes", "search/fixes.py"): "the order in which changes are tried",
     ("context kinds", "engine/parallel/context.py"): "the kernel of each",
-    ("context kinds", "engine/jobs/trace.py"): "how each is run",
     ("context kinds", "engine/trace/steps.py"): "how each is run",
     ("context kinds", "cost/trace/walk.py"): "the steps of each",
     ("context kinds", "search/export/megatron.py"): "Megatron's word for each",

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from fourfold.engine import compat
 from fourfold.engine.checkpoint import checkpoint
 from fourfold.engine.checkpoint.background import Saver
-from fourfold.engine.checkpoint.checkpoint import state_of
-from fourfold.engine.checkpoint.state import state_shards
+from fourfold.engine.checkpoint.checkpoint import state_of, state_shards
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.shards import InitRule
 from fourfold.engine.training.trainer import Trainer

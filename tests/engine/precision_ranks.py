@@ -22,9 +22,8 @@ from fourfold.engine.model.layers import Norm
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.shards import InitRule
 from fourfold.engine.training.gradients import ScalerSettings
-from fourfold.engine.training.hooks import StepEvent
 from fourfold.engine.training.optimizer import OptimizerSettings
-from fourfold.engine.training.trainer import Trainer
+from fourfold.engine.training.trainer import StepEvent, Trainer
 from fourfold.engine.verify.reference import RankFindings, Recipe, train_alone
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.catalog import shape
@@ -134,7 +133,7 @@ def formats_of(run: RunSpec) -> dict[str, Any]:
             elif parameter._unsharded_param.grad is not None:
                 grads.add(NAMES[parameter._unsharded_param.grad.dtype])
 
-    trainer.hooks.add(observe)
+    trainer.callbacks.append(observe)
     with Sent() as sent:
         trainer.step(1)
     assert isinstance(chunk, FSDPModule) != bool(trainer.alone)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.engine.checkpoint.state import ShardInfo, assign_writers
+from fourfold.engine.checkpoint.background import ShardInfo, assign_writers
 
 HERE = Path(__file__).parent
 

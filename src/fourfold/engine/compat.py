@@ -1,9 +1,5 @@
-"""All that is torch's own business and used here nonetheless: names with an underscore, which may
-change with any release, and what differs between torch 2.11 and 2.13. No other file has any.
-
-What costs seconds to import (FSDP, DTensor, dynamo) is imported where it is used: a rank that only
-answers a ping does without.
-"""
+"""All private torch API, and what differs between torch 2.11 and 2.13; no other file has any. What
+takes seconds to import (FSDP, DTensor, dynamo) is imported late: a ping does without."""
 
 from __future__ import annotations
 
@@ -39,10 +35,8 @@ sleep_cycles = torch.cuda._sleep  # lets the GPU wait, so that its host gets ahe
 
 
 def quiet() -> None:
-    """Keep known, harmless torch warnings off a user's terminal.
-
-    FSDP2 calls collectives by names that 2.13 deprecates, and warns about it on every call.
-    """
+    """Keep known, harmless torch warnings off a user's terminal. FSDP2 calls collectives by names
+    that 2.13 deprecates, and warns about it on every call."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\..*")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
@@ -65,7 +59,6 @@ def storage_key(tensor: Tensor | torch.UntypedStorage) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Counts changes in place."""
     return tensor._version
 
 
@@ -155,10 +148,8 @@ def group_names() -> dict[dist.ProcessGroup, str]:
 
 
 def collectives_by_group() -> dict[str, str]:
-    """Group name -> collectives started; empty before torch.distributed is up.
-
-    Not of pipelines: sends and receives count too, and the middle stages have twice as many.
-    """
+    """Group name -> collectives started; empty before torch.distributed is up. Not of pipelines:
+    sends and receives count too, and the middle stages have twice as many."""
     if not dist.is_available() or not dist.is_initialized():
         return {}
     counts: dict[str, str] = {}
@@ -193,7 +184,6 @@ def allow_graphs(count: int) -> None:
 
 
 def graphs() -> int:
-    """Graphs torch.compile has made so far in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -216,7 +206,6 @@ def forget_compiled() -> None:
 
 @functools.cache
 def distributed_tensors() -> tuple[type, ...]:
-    """Tensors around a local one."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
 

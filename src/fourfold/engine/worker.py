@@ -24,19 +24,9 @@ from fourfold.spec import codec
 if TYPE_CHECKING:
     from fourfold.engine.process.task import Place
 
-# kind of job -> the module whose perform(task) does it.
-PERFORMERS = {
-    "run": "fourfold.engine.jobs.run",
-    "train": "fourfold.engine.jobs.train",
-    "verify": "fourfold.engine.jobs.verify",
-    "trace": "fourfold.engine.jobs.trace",
-    "dryrun": "fourfold.engine.jobs.dryrun",
-    "calibrate": "fourfold.engine.jobs.calibrate",
-    "one-rank": "fourfold.engine.jobs.one_rank",
-    "weights": "fourfold.engine.jobs.weights",
-    "ping": "fourfold.engine.jobs.ping",
-}
 NO_TORCH_EXIT = 78
+# Variables that can change a run; they are kept with its report.
+_KEPT = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "GLOO_", "OMP_", "MKL_", "KMP_", "TRITON_")
 
 
 USAGE = "usage: python -m fourfold.engine.worker FOLDER/job.json"
@@ -68,12 +58,10 @@ def _die_with_launcher(lifeline: int, worker: int) -> None:
 
 class Host:
     """The ranks of this machine. SIGTERM, SIGUSR2 (of the launcher, or of the kernel when that
-    dies), or the end of stdin, ends them all and this process.
-
-    One process imports torch and forks the ranks (8 ranks on 2 cores: 5 s, against 29 s when each
-    imports it), so it must not start a thread, a CUDA context or a process group before. It tells
-    the launcher of its ranks, one JSON line for each pid, stop, going on and end.
-    """
+    dies), or the end of stdin, ends them all and this process. One process imports torch and forks
+    the ranks (8 ranks on 2 cores: 5 s, against 29 s when each imports it), so it must not start a
+    thread, a CUDA context or a process group before. It tells the launcher of its ranks, one JSON
+    line for each pid, stop, going on and end."""
 
     def __init__(self, folder: Path, launcher: int) -> None:
         self.folder, self.launcher = folder, launcher
@@ -205,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
 
     chosen = options.get("--tasks")
     tasks = [int(word) for word in chosen.split(",")] if chosen else list(range(job.tasks))
-    performer = importlib.import_module(PERFORMERS[job.job])
+    performer = importlib.import_module(f"fourfold.engine.jobs.{job.job.replace('-', '_')}")
 
     def become(rank: int) -> int:
         place = _place(rank, job.processes(tasks[0]))
@@ -249,14 +237,8 @@ def _place(rank: int, world: int) -> Place:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
         by_address="MASTER_ADDR" in os.environ,
         started_at=float(os.environ.get("FOURFOLD_STARTED_AT", time.time())),
-        variables=_variables(),
+        variables=tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(_KEPT))),
     )
-
-
-def _variables() -> tuple[tuple[str, str], ...]:
-    """What of the environment can change a run; kept with its report."""
-    prefixes = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "GLOO_", "OMP_", "MKL_", "KMP_", "TRITON_")
-    return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(prefixes)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
-"""Runs many configurations one after the other, and stores each when it ends.
-
-Resuming is the default: runs that the store has finished on this machine are skipped, interrupted
-ones are run again. A failed run is an entry like any other; only Ctrl-C stops the campaign.
-"""
+"""Runs many configurations one after the other, and stores each when it ends. Finished runs of this
+machine are skipped, interrupted ones are run again; only Ctrl-C stops it."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from fourfold.result.files.stored import seal
 from fourfold.result.job import Job
 from fourfold.result.machine import Machine, this_machine
 from fourfold.result.record import Record
-from fourfold.result.report import Failure, Outcome, Prediction, Remedy, RunReport
+from fourfold.result.report import Failure, Prediction, Remedy, RunReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 
@@ -117,19 +114,16 @@ class Campaign:
         same_machine = summary.host == socket.gethostname() or summary.device == machine.device
         return same_machine and summary.torch == machine.torch and summary.outcome not in self.again
 
-    def run_new(self, spec: RunSpec) -> Stored:
-        """Once more, whatever the store has: the next repeat."""
-        return self._run_once(spec)
-
     def run(self, spec: RunSpec, repeats: int = 1) -> list[Done]:
         """Until the store holds `repeats` finished runs of the spec."""
         known = self.finished(spec)[-repeats:]
         done = [Done(spec, stored, True) for stored in known]
         while len(done) < repeats:
-            done.append(Done(spec, self._run_once(spec), False))
+            done.append(Done(spec, self.run_new(spec), False))
         return done
 
-    def _run_once(self, spec: RunSpec) -> Stored:
+    def run_new(self, spec: RunSpec) -> Stored:
+        """Once more, whatever the store has: the next repeat."""
         place = self.store.workplace()
         predicted = self.predictor.predicted(spec) if self.predictor else None
         if predicted is not None:
@@ -150,8 +144,7 @@ class Campaign:
         for stored in self.finished(spec):
             return Done(spec, stored, True)
         failure = Failure(rank=-1, stage=0, phase="", message=reason)
-        outcome: Outcome = "illegal"
-        report = RunReport(spec=spec, outcome=outcome, failure=failure)
+        report = RunReport(spec=spec, outcome="illegal", failure=failure)
         return Done(spec, self.store.keep(self._named(report)), False)
 
     def _named(self, report: RunReport) -> RunReport:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from fourfold.errors import UserError
-from fourfold.launch.outcomes import own_words
+from fourfold.launch.outcomes import own_words, read_if_whole
 from fourfold.result.job import Job, JobReport, RankFacts, facts_file
 from fourfold.result.report import (
     WORST_FIRST,
@@ -17,7 +16,6 @@ from fourfold.result.report import (
     RunReport,
     StepReport,
 )
-from fourfold.spec import codec
 
 
 def job_report(
@@ -50,8 +48,8 @@ def run_report(
     job: Job, task: int, folder: Path, end: tuple[Outcome, Failure | None], started_at: str
 ) -> RunReport:
     """Steps, start and environment as rank 0 saw them, loss from whoever has it."""
-    ranks = range(job.processes(task))
-    facts = [fact for rank in ranks if (fact := read_facts(folder, task, rank)) is not None]
+    paths = (facts_file(folder, task, rank) for rank in range(job.processes(task)))
+    facts = [fact for path in paths if (fact := read_if_whole(RankFacts, path)) is not None]
     first = facts[0] if facts else None
     return RunReport(
         spec=job.specs[task],
@@ -89,14 +87,6 @@ def _shortage(folder: Path, task: int, failure: Failure | None) -> OomReport | N
         if own_failure is not None:
             return own_failure.shortage
     return None
-
-
-def read_facts(folder: Path, task: int, rank: int) -> RankFacts | None:
-    try:
-        text = facts_file(folder, task, rank).read_text(encoding="utf-8")
-        return codec.from_json(RankFacts, text)
-    except (OSError, UserError):
-        return None
 
 
 def _steps(facts: list[RankFacts]) -> tuple[StepReport, ...]:

@@ -1,11 +1,5 @@
-"""The folder of a job: this launcher's alone while it works there, and empty of earlier starts.
-
-It may lie in a training or a store that somebody else made: nothing in it is followed out of it.
-
-Or a temporary one, for a job whose files nobody wants later; what killed commands left of theirs is
-cleared away when the next one asks for its own. Such a folder is in use while its lock is held: the
-kernel lets go of it however its holder ends.
-"""
+"""The folder of a job: locked while a launcher works there, emptied of earlier starts, and never
+followed out of; or a temporary one, cleared away by the next command if this one is killed."""
 
 from __future__ import annotations
 
@@ -32,32 +26,24 @@ _OURS = (*TRACES, "facts-*", "answer-*", "*.log", "failed-*", JOB_FILE, REPORT_F
 @contextlib.contextmanager
 def job_folder(folder: Path) -> Iterator[None]:
     """Made or emptied of what a job leaves, with no process of an earlier start in it."""
-    try:
-        handle = _own(folder)
-    except OSError as error:
-        raise files.refused(error, folder, field="folder", verb="used") from None
-    try:
-        _lock(handle, folder)
-        end_leftovers(folder)
+    with contextlib.ExitStack() as stack:
         with _as_user_error(folder):
-            for pattern in _OURS:
-                for path in folder.glob(pattern):
-                    _remove(path)
+            _refuse_link(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_locked(folder, os.O_NOFOLLOW))
+            end_leftovers(folder)
+            for path in (path for pattern in _OURS for path in folder.glob(pattern)):
+                _remove(path)
         yield
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """No second start in a folder that exists, even where somebody has removed files from it."""
-    with _as_user_error(folder):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _lock(handle, folder)
+    with contextlib.ExitStack() as stack:
+        with _as_user_error(folder):
+            stack.enter_context(_locked(folder))
         yield
-    finally:
-        os.close(handle)
 
 
 def end_processes_of(folder: Path) -> int:
@@ -65,18 +51,14 @@ def end_processes_of(folder: Path) -> int:
     one works there, nothing is."""
     if folder.is_symlink() or not folder.is_dir():
         return 0
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        _lock(handle, folder)
-        return end_leftovers(folder)
+        with _locked(folder, os.O_NOFOLLOW):
+            return end_leftovers(folder)
     except UserError:
         return 0
-    finally:
-        os.close(handle)
 
 
-def _own(folder: Path) -> int:
-    """A descriptor of the folder itself: names may change while it is used."""
+def _refuse_link(folder: Path) -> None:
     if folder.is_symlink():
         raise UserError(
             "is a symbolic link, which a job folder may not be",
@@ -84,23 +66,27 @@ def _own(folder: Path) -> int:
             value=str(folder),
             hint="pass the folder it points to",
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
 
 
-def _lock(handle: int, folder: Path) -> None:
+@contextlib.contextmanager
+def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
     """The kernel's lock, on the folder and not on its name; gone when this process is."""
-    # Some network file systems lock no folders; a training has a lock file besides.
-    with contextlib.suppress(OSError):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                "is in use by another start",
-                field="folder",
-                value=str(folder),
-                hint="wait for it, or choose another folder",
-            ) from None
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | flags)
+    try:
+        # Some network file systems lock no folders; a training has a lock file besides.
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    "is in use by another start",
+                    field="folder",
+                    value=str(folder),
+                    hint="wait for it, or choose another folder",
+                ) from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def set_aside(folder: Path, task: int) -> None:
@@ -151,20 +137,16 @@ def scratch() -> Iterator[Path]:
         ) from None
     handle = -1
     try:
-        handle = _locked(folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        handle = os.open(folder / ".lock", flags, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        # It gets its name when it is locked: a lock that nobody holds is of a dead holder.
+        os.rename(folder / ".lock", folder / _LOCK)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if handle >= 0:
             os.close(handle)
-
-
-def _locked(folder: Path) -> int:
-    """It gets its name when it is locked: a lock that nobody holds is of a dead holder."""
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    os.rename(folder / ".lock", folder / _LOCK)
-    return handle
 
 
 def _clear(root: Path) -> None:

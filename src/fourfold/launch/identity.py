@@ -1,9 +1,5 @@
-"""Whose process is this? Each start of a job makes a token, kept in the job's folder and in the
-environment of its processes. Nothing is ever recognised by the text of a path.
-
-A process is a leftover when it carries the token of this folder, was started for this very folder
-(a copy of it is another), and its launcher lives no more.
-"""
+"""Recognises processes by a token that each start of a job makes, never by the text of a path. A
+leftover has this folder's token, was started for this very folder, and its launcher is dead."""
 
 from __future__ import annotations
 
@@ -135,7 +131,6 @@ def _marks(pid: int) -> Iterator[Mark]:
 
 
 def _pids() -> list[int]:
-    """Every process but this one."""
     if os.path.isdir("/proc/self"):
         names = [name for name in os.listdir("/proc") if name.isdecimal()]
     else:

@@ -1,14 +1,11 @@
-"""Runs a job on this host: starts its ranks, watches them, ends them, writes the report.
-
-The ranks are forked by one worker process rather than by torchrun: torchrun's agent imports torch
-itself, reports one failure in its own words after its own time-outs, and leaves its ranks running
-when it is killed. The variables are torchrun's, so ranks started by torchrun or srun work too.
-"""
+"""Runs a job on this host: starts its ranks, watches them, ends them, writes the report. (Why not
+torchrun: docs/decisions.md.)"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import signal
 import threading
@@ -16,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 from fourfold import files
 from fourfold.errors import MachineError, UserError
 from fourfold.launch.collect import job_report
-from fourfold.launch.folder import job_folder, set_aside
+from fourfold.launch.folder import job_folder, scratch, set_aside
 from fourfold.launch.outcomes import fallen, silent, stopped
-from fourfold.launch.permit import Permit
+from fourfold.launch.permit import Permit, gpu_count
 from fourfold.launch.ranks import Ranks, Silence, Standstill
 from fourfold.result.files.stored import seal
 from fourfold.result.job import (
@@ -32,10 +30,14 @@ from fourfold.result.job import (
     STOP_FILE,
     Job,
     JobReport,
+    Limits,
+    answer_file,
     facts_file,
 )
 from fourfold.result.report import Failure, Outcome
+from fourfold.result.trace import LayerTrace, TraceMeasure
 from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
 
 Progress = Callable[[str], None]
 End = tuple[Outcome, Failure | None]
@@ -62,10 +64,8 @@ def run_job(
     job: Job, folder: Path, *, progress: Progress | None = None, permit: Permit | None = None
 ) -> JobReport:
     """Do every task of the job; a failed one is an entry in the report, the next ones still run.
-
     Ctrl-C and SIGTERM end the ranks, write the report with what is left as `cancelled`, and then
-    raise KeyboardInterrupt. A training is first asked to save and end by itself; see `_signals`.
-    """
+    raise KeyboardInterrupt. A training is first asked to save and end by itself; see `_signals`."""
     require_torch()
     (permit or Permit()).require_job(job)
     with job_folder(folder):
@@ -107,15 +107,8 @@ def require_torch() -> None:
 
 def _batch(job: Job, todo: list[int]) -> list[int]:
     """The next tasks that can share one start: same number of ranks, same environment."""
-    first = todo[0]
-    batch = []
-    for task in todo:
-        if job.processes(task) != job.processes(first):
-            break
-        if job.task_env(task) != job.task_env(first):
-            break
-        batch.append(task)
-    return batch
+    starts = {task: (job.processes(task), job.task_env(task)) for task in todo}
+    return list(itertools.takewhile(lambda task: starts[task] == starts[todo[0]], todo))
 
 
 def _run_batch(
@@ -130,10 +123,8 @@ def _run_batch(
     ends: dict[int, End] = {}
     for task in batch:
         done = all(facts_file(folder, task, rank).exists() for rank in range(ranks.scene.ranks))
-        if done:
-            ends[task] = ("ok", None)
-        else:
-            ends[task] = (outcome, failure)
+        ends[task] = ("ok", None) if done else (outcome, failure)
+        if not done:
             break
     return ends
 
@@ -152,16 +143,13 @@ def _watch(job: Job, ranks: Ranks, progress: Progress | None) -> End:
         limit = silence.broken(scene)
         if still is not None or limit:
             (scene.folder / DUMP_FILE).touch()
-            _wait_for(lambda: _dumped(scene.folder, scene.ranks), _DUMP_S)
+            dumped = lambda: len(list(scene.folder.glob("stack-*.txt"))) >= scene.ranks  # noqa: E731
+            _wait_for(dumped, _DUMP_S)
             if still is not None:
                 return "hung", stopped(scene, still, standstill.seconds(still))
             ranks.poll()
             return "hung", silent(scene, silence.seconds, limit)
         time.sleep(_POLL_S)
-
-
-def _dumped(folder: Path, ranks: int) -> bool:
-    return len(list(folder.glob("stack-*.txt"))) >= ranks
 
 
 def _wait_for(done: Callable[[], bool], limit_s: float) -> None:
@@ -218,3 +206,71 @@ def _signals(stop_file: Path | None) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+T = TypeVar("T")
+_LIMITS = Limits(start_s=300.0, step_s=300.0)
+# One process per rank: more than this starves any host of memory and cores.
+MAX_LOCAL_RANKS = 32
+
+
+def local_device(wanted: str, ranks: int) -> str:
+    """What steps run on here, one process per rank: GPUs where there are enough."""
+    if ranks > MAX_LOCAL_RANKS:
+        raise UserError(
+            f"is too many to run: this host starts one process per rank, at most {MAX_LOCAL_RANKS}",
+            field="ranks",
+            value=ranks,
+            hint="omit --run to compute any number of ranks",
+        )
+    gpus = gpu_count() if wanted != "cpu" else 0
+    if wanted == "cuda" and gpus < ranks:
+        raise UserError(
+            f"needs as many GPUs, but this host has {gpus}",
+            field="ranks",
+            value=ranks,
+            hint="use --device cpu",
+        )
+    return "cuda" if gpus >= ranks else "cpu"
+
+
+def count_layer(
+    spec: RunSpec, rank: int, progress: Progress | None = None
+) -> tuple[LayerTrace, LayerTrace]:
+    """A rank's layer as it is, and with other sizes; tensors have shapes but no memory."""
+    options = (("count", str(rank)),)
+    job = Job(job="trace", specs=(spec,), ranks=1, options=options, limits=_LIMITS)
+    trace, stretched = _answers(job, LayerTrace, (0, 1), progress)
+    return trace, stretched
+
+
+def run_layer(
+    spec: RunSpec, payload_bytes: tuple[int, int], device: str, progress: Progress | None = None
+) -> TraceMeasure:
+    """Forward and backward by all ranks on this host; what they send is checked."""
+    options = (
+        ("device", device),
+        ("kind", "layer"),
+        ("payload_bytes", ",".join(map(str, payload_bytes))),
+    )
+    job = Job(job="trace", specs=(spec,), ranks=spec.gpus, options=options, limits=_LIMITS)
+    return _answers(job, TraceMeasure, (None,), progress)[0]
+
+
+def run_list(
+    kind: str, ask: str, ranks: int, device: str, progress: Progress | None = None
+) -> TraceMeasure:
+    """A list of steps by all ranks on this host; `ask` is what the list was made for, as JSON."""
+    options = (("ask", ask), ("device", device), ("kind", kind))
+    job = Job(job="trace", ranks=ranks, options=options, limits=_LIMITS)
+    return _answers(job, TraceMeasure, (None,), progress)[0]
+
+
+def _answers(
+    job: Job, kind: type[T], parts: tuple[int | None, ...], progress: Progress | None
+) -> list[T]:
+    with scratch() as folder:
+        report = run_job(job, folder, progress=progress)
+        must_be_ok(report)
+        texts = (files.read_text(answer_file(folder, 0, part)) for part in parts)
+        return [codec.from_json(kind, text) for text in texts]

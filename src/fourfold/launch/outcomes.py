@@ -6,14 +6,16 @@ import re
 import signal
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from fourfold.errors import UserError
 from fourfold.result.job import Beat, RankFailure, failure_file, log_file
 from fourfold.result.report import Failure, Outcome
 from fourfold.spec import codec
 
+T = TypeVar("T")
 # Errors that only say that somebody else is gone: consequences, not causes.
 _PEER_GONE = re.compile(
     r"closed by peer|connection (was )?(reset|closed|refused)|broken pipe|remote process exited"
@@ -41,8 +43,6 @@ STALE_S = 5.0
 
 @dataclass(slots=True)
 class JobScene:
-    """What the launcher has seen of one set of ranks."""
-
     folder: Path
     ranks: int
     exits: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -64,7 +64,6 @@ class JobScene:
         return f"rank {rank} ({where} {socket.gethostname()}, stage {stage}, {phase})"
 
     def stands(self, rank: int) -> tuple[int, str]:
-        """Stage and phase of a rank's last beat."""
         beat = self.beats.get(rank)
         return (beat.stage, beat.phase) if beat else (0, "start")
 
@@ -76,16 +75,15 @@ def fallen(scene: JobScene) -> tuple[Outcome, Failure]:
     for rank, (code, at) in scene.exits.items():
         own_failure = own_words(scene.folder, rank)
         if own_failure is not None:
-            gone = own_failure.outcome == "crashed" and _PEER_GONE.search(
-                own_failure.failure.message
-            )
-            late = own_failure.echo or gone
-            failure = _with_tail(own_failure.failure, scene.folder)
-            (consequences if late else causes).append(
-                (own_failure.at, own_failure.outcome, failure)
-            )
+            failure, outcome = own_failure.failure, own_failure.outcome
+            gone = outcome == "crashed" and _PEER_GONE.search(failure.message)
+            row = own_failure.at, outcome, _with_tail(failure, scene.folder)
+            (consequences if own_failure.echo or gone else causes).append(row)
         elif code != 0:
-            causes.append((at, *_silent_end(scene, rank, code)))
+            stage, phase = scene.stands(rank)
+            outcome, message = _ending(scene, rank, code)
+            failure = Failure(rank=rank, stage=stage, phase=phase, message=message)
+            causes.append((at, outcome, _with_tail(failure, scene.folder)))
     for _, outcome, failure in sorted(causes or consequences, key=lambda item: item[0]):
         return outcome, failure
     return _worker_end(scene)
@@ -94,49 +92,48 @@ def fallen(scene: JobScene) -> tuple[Outcome, Failure]:
 def _worker_end(scene: JobScene) -> tuple[Outcome, Failure]:
     """No rank ended by itself: the worker did, and its ranks with it."""
     code, log_tail = scene.worker_exit, tail(log_file(scene.folder, WORKER))
-    outcome: Outcome = "crashed"
+    outcome, words = _ending(scene, WORKER, code)
     if code is not None and code < 0:
-        how = f"was killed by signal {-code} ({_signal_name(-code)})"
-        if code == -signal.SIGKILL and scene.kernel_kills:
-            outcome, how = "oom", f"{how}, sent by the kernel: the host ran out of memory"
-        words = (
-            f"{scene.place(WORKER)} {how}, and its ranks with it; look for the sender in the log "
-            "of the kernel or the batch system, then start again"
+        words += (
+            ", and its ranks with it; look for the sender in the log of the kernel or the batch "
+            "system, then start again"
         )
     else:
         last = log_tail.rpartition("\n")[2]
-        words = f"{scene.place(WORKER)} exited with code {code}: {last}"
+        words += f": {last}"
     message = f"{words}\n{log_tail}".strip()
     return outcome, Failure(rank=WORKER, stage=0, phase="worker", message=message)
 
 
+def _ending(scene: JobScene, rank: int, code: int | None) -> tuple[Outcome, str]:
+    """What an exit code says of a process that said nothing itself."""
+    if code is None or code >= 0:
+        return "crashed", f"{scene.place(rank)} exited with code {code}"
+    words = f"{scene.place(rank)} was killed by signal {-code} ({_signal_name(-code)})"
+    if code == -signal.SIGKILL and scene.kernel_kills:
+        return "oom", f"{words}, sent by the kernel: the host ran out of memory"
+    return "crashed", words
+
+
 def own_words(folder: Path, rank: int) -> RankFailure | None:
+    return read_if_whole(RankFailure, failure_file(folder, rank))
+
+
+def read_if_whole(kind: type[T], path: Path) -> T | None:
+    """What a rank has left; None where it left nothing, or died while it wrote."""
     try:
-        return codec.from_json(RankFailure, failure_file(folder, rank).read_text(encoding="utf-8"))
+        return codec.from_json(kind, path.read_text(encoding="utf-8"))
     except (OSError, UserError):
         return None
-
-
-def _silent_end(scene: JobScene, rank: int, code: int) -> tuple[Outcome, Failure]:
-    stage, phase = scene.stands(rank)
-    outcome: Outcome = "crashed"
-    if code < 0:
-        message = f"{scene.place(rank)} was killed by signal {-code} ({_signal_name(-code)})"
-        if code == -signal.SIGKILL and scene.kernel_kills:
-            outcome, message = "oom", f"{message}, sent by the kernel: the host ran out of memory"
-    else:
-        message = f"{scene.place(rank)} exited with code {code}"
-    failure = Failure(rank=rank, stage=stage, phase=phase, message=message)
-    return outcome, _with_tail(failure, scene.folder)
 
 
 def stopped(scene: JobScene, rank: int, seconds: float) -> Failure:
     """A rank, or the worker, is stopped and stays so."""
     by = f" by {_signal_name(scene.stopped[rank])}" if scene.stopped.get(rank) else ""
-    message = f"{scene.place(rank)} has been suspended{by} for {seconds:.0f} s"
-    message += "" if rank == WORKER else ", and the others wait for it"
-    message += (
-        "; find what suspends it (kill -STOP, a suspended batch job, a terminal), then start again"
+    waiting = "" if rank == WORKER else ", and the others wait for it"
+    message = (
+        f"{scene.place(rank)} has been suspended{by} for {seconds:.0f} s{waiting}; find what "
+        "suspends it (kill -STOP, a suspended batch job, a terminal), then start again"
     )
     stage, phase = scene.stands(rank) if rank != WORKER else (0, "worker")
     return Failure(rank=rank, stage=stage, phase=phase, message=message)
@@ -157,8 +154,7 @@ def missing_rank(scene: JobScene) -> tuple[int, str]:
     """The lowest suspect, by the strongest evidence there is: stopped, no beat, a still beat, a
     stack that waits for nobody (and, of several, a collective that others started), a collective
     that others started and it did not, the fewest phases passed: of a pipeline's stages, the first
-    that stands still.
-    """
+    that stands still."""
     halted = [rank for rank in scene.stopped if rank != WORKER]
     if halted:
         return min(halted), "is suspended"
@@ -199,9 +195,7 @@ def _behind(beats: Mapping[int, Beat]) -> dict[int, str]:
 
 def _waits(folder: Path, rank: int) -> bool:
     """Whether the dumped stack of the main thread stands inside communication, torch's or ours.
-
-    Without a stack nothing is known, and other evidence must tell: then it counts as waiting.
-    """
+    Without a stack nothing is known, and other evidence must tell: then it counts as waiting."""
     try:
         text = (folder / f"stack-{rank}.txt").read_text(encoding="utf-8")
     except OSError:
@@ -233,10 +227,8 @@ def tail(path: Path) -> str:
 
 def _with_tail(failure: Failure, folder: Path) -> Failure:
     end = tail(log_file(folder, failure.rank))
-    message = f"{failure.message}\n{end}" if end and end not in failure.message else failure.message
-    return Failure(
-        rank=failure.rank, stage=failure.stage, phase=failure.phase, message=message.strip()
-    )
+    message = f"{failure.message}\n{end}" if end not in failure.message else failure.message
+    return replace(failure, message=message.strip())
 
 
 def _signal_name(number: int) -> str:

@@ -1,6 +1,4 @@
-"""What may a job do on this host? What files ask for, within bounds; beyond them, what the command
-line allows for this one start.
-"""
+"""What a job may do on this host: what it has room for, and what the command line allows beyond."""
 
 from __future__ import annotations
 
@@ -73,7 +71,6 @@ class Permit:
         self.require(job.specs, ranks=max(job.processes(task) for task in range(job.tasks)))
 
     def require_room(self, ranks: int) -> None:
-        """Ranks of this host, by what it has."""
         if self.oversubscribe or ranks <= 1:
             return
         most, why = most_ranks()
@@ -87,7 +84,6 @@ class Permit:
 
 
 def most_ranks() -> tuple[int, str]:
-    """How many ranks this host has room for, and what sets it."""
     memory_bytes, cores, gpus = host_memory_bytes(), core_count(), gpu_count()
     by_memory = max(1, memory_bytes // RANK_BYTES)
     by_cores = max(_ALWAYS, _RANKS_PER_CORE * cores, gpus)

@@ -1,13 +1,6 @@
-"""The processes of one start of a job: made, polled and always ended.
-
-Nothing outlives the launcher: the worker gets a signal from the kernel when the launcher dies, and
-ends its ranks; the ranks get SIGKILL when the worker dies, and hear of the launcher's end through a
-pipe of their own, should the worker be stopped; whatever else they started is in the worker's
-process group, which is killed at the end.
-
-And when is a job silent for too long? Limits for the start and for a step, read from the beats; a
-short one for a process that is stopped, as its parent sees it.
-"""
+"""The processes of one start of a job: started, polled and always ended. The kernel tells the
+worker when the launcher dies; ranks die with the worker, and hear of the launcher by a pipe of
+their own."""
 
 from __future__ import annotations
 
@@ -39,7 +32,8 @@ END_SIGNAL = signal.SIGUSR2
 
 
 class Ranks:
-    """One worker process and its ranks. Must be ended by the thread that made it."""
+    """One worker process and its ranks. Must be ended by the thread that made it. What else they
+    started is in the worker's process group, which is killed at the end."""
 
     def __init__(self, job: Job, tasks: list[int], folder: Path) -> None:
         self.scene = JobScene(folder=folder, ranks=job.processes(tasks[0]))

@@ -20,7 +20,7 @@ from fourfold.cost.trace.steps import (
 from fourfold.cost.trace.walk import PROGRAMS, StepRow, walk
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
-from fourfold.launch.trace import count_layer, local_device, run_layer, run_list
+from fourfold.launch.local import count_layer, local_device, run_layer, run_list
 from fourfold.result.trace import StepMeasure, TraceMeasure
 from fourfold.search.legal import require_legal
 from fourfold.spec import catalog, check, codec

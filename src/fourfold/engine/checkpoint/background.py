@@ -1,19 +1,20 @@
-"""How are steps and saving done at once? A background save blocks the steps only while tensors are
-copied to host memory; one is under way at a time.
-"""
+"""Saves beside the steps, which wait only while tensors are copied to host memory; one save at a
+time."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.engine.checkpoint.checkpoint import LOOK_S, cpu_group, save
-from fourfold.engine.checkpoint.state import StateShard, assign_writers, state_shards
+from fourfold.engine.checkpoint.checkpoint import LOOK_S, cpu_group, save, state_shards
+from fourfold.engine.checkpoint.tensor_file import StateShard
 from fourfold.engine.compat import foreach_norm
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.process.failure import NonFiniteError
@@ -132,7 +133,10 @@ class Saver:
 
 def _agreed(items: Sequence[StateShard], group: dist.ProcessGroup) -> list[int]:
     """One rank hears what all hold and tells each what to write. Collective."""
-    infos = [item.info for item in items]
+    infos = [
+        ShardInfo(item.name, item.shape, item.offsets, tuple(item.tensor.shape), item.tensor.nbytes)
+        for item in items
+    ]
     first = dist.get_rank() == 0
     all_ranks: list | None = [None] * dist.get_world_size() if first else None
     dist.gather_object(infos, all_ranks, group=group)
@@ -141,3 +145,40 @@ def _agreed(items: Sequence[StateShard], group: dist.ProcessGroup) -> list[int]:
         numbers, assign_writers(all_ranks) if all_ranks is not None else None, group=group
     )
     return numbers[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """A held rectangle without its values, to tell other ranks about."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    nbytes: int
+
+
+def assign_writers(ranks: Sequence[Iterable[ShardInfo]]) -> list[list[int]]:
+    """For each rank, which of its slots it writes: every rectangle once, bytes balanced."""
+    holders: dict[ShardInfo, list[tuple[int, int]]] = {}
+    for rank, infos in enumerate(ranks):
+        for number, info in enumerate(infos):
+            holders.setdefault(info, []).append((rank, number))
+    require_coverage(holders)
+    load = [0] * len(ranks)
+    chosen: list[list[int]] = [[] for _ in ranks]
+    for info in sorted(holders, key=lambda shard: -shard.nbytes):
+        rank, number = min(holders[info], key=lambda place: (load[place[0]], place))
+        load[rank] += info.nbytes
+        chosen[rank].append(number)
+    return [sorted(numbers) for numbers in chosen]
+
+
+def require_coverage(infos: Iterable[ShardInfo]) -> None:
+    """Distinct rectangles fill their tensors: pieces of one layout are equal or disjoint."""
+    filled: dict[tuple[str, tuple[int, ...]], int] = {}
+    for info in infos:
+        key = (info.name, info.shape)
+        filled[key] = filled.get(key, 0) + math.prod(info.sizes)
+    for (name, shape), count in filled.items():
+        assert count == math.prod(shape), f"{name}: ranks hold {count} of {math.prod(shape)} values"

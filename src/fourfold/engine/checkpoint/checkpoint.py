@@ -1,9 +1,5 @@
-"""How is a training kept? Every rank writes rectangles of named tensors, any other layout reads
-them; a folder gets its name when all of it is on the disk.
-
-Collectives here use a CPU group of their own: nothing else may be in its order. What goes wrong on
-one rank is every rank's error, in the same words.
-"""
+"""Saves and loads a training: every rank writes rectangles of named tensors, any layout reads them;
+an error of one rank is raised on all of them, in the same words."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,7 @@ import torch.distributed as dist
 import fourfold
 from fourfold import files
 from fourfold.engine.checkpoint import tensor_file
-from fourfold.engine.checkpoint.state import StateShard, state_shards
-from fourfold.engine.checkpoint.tensor_file import Written
+from fourfold.engine.checkpoint.tensor_file import StateShard, Written
 from fourfold.engine.data.source import data_facts
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
@@ -34,6 +30,7 @@ from fourfold.result.files.stored import NotWholeError, UnreadableError
 from fourfold.spec.train import TrainSettings
 
 LOOK_S = 0.2
+WEIGHTS = "model"
 Tick = Callable[[], None]
 
 
@@ -56,6 +53,21 @@ def state_of(trainer: Trainer, step: int, settings: TrainSettings | None = None)
         versions=(("fourfold", fourfold.__version__), ("torch", str(torch.__version__))),
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def state_shards(trainer: Trainer, *, moments: bool = True) -> Iterator[StateShard]:
+    """Views of the trainer's own memory, in the order of its pieces."""
+    for shard in trainer.shards:
+        corner = (shard.rect.rows[0], shard.rect.columns[0])
+        weights = StateShard(
+            f"{WEIGHTS}.{shard.name}", shard.shape, corner[: len(shard.shape)], shard.values
+        )
+        yield weights
+        if not moments:
+            continue
+        for name, moment in trainer.optimizer.moments(shard.param).items():
+            part = moment[shard.rows[0] : shard.rows[1]]
+            yield replace(weights, name=f"{name}.{shard.name}", tensor=part)
 
 
 def load(trainer: Trainer, checkpoint: Checkpoint, tick: Tick | None = None) -> None:
@@ -214,7 +226,7 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[A
     except Exception as error:
         failure = error
     outcomes: list = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (_kind(failure), _told(failure), result), group=group)
+    dist.all_gather_object(outcomes, (_kind(failure), _wording(failure), result), group=group)
     if all(kind == "" for kind, _, _ in outcomes):
         return [outcome for _, _, outcome in outcomes]
     # Whatever is wrong with this machine or this version, an earlier checkpoint would not help.
@@ -236,8 +248,7 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def _told(error: BaseException | None) -> tuple[str, dict[str, str]]:
-    """An error's words, to be raised again elsewhere."""
+def _wording(error: BaseException | None) -> tuple[str, dict[str, str]]:
     if isinstance(error, UserError):
         more = {"field": error.field, "value": str(error.value), "hint": error.hint}
         return error.rule, more

@@ -1,7 +1,5 @@
-"""Weights from Hugging Face safetensors, rectangle by rectangle: a rank reads only what it holds.
-
-Names, fusions and transposes are tables in spec/hf/tensors.py.
-"""
+"""Weights from Hugging Face safetensors (names: spec/hf/tensors.py); a rank reads only what it
+holds."""
 
 from __future__ import annotations
 
@@ -104,13 +102,13 @@ class HfWeights:
         return name if name.startswith((f"{prefix}.", "lm_head.")) else f"{prefix}.{name}"
 
     def _slice(self, name: str) -> Any:
-        bare = name if name in self._files else name.partition(".")[2]
-        if bare not in self._files:
+        short = name if name in self._files else name.partition(".")[2]
+        if short not in self._files:
             raise UserError(f"has no tensor {name}", **self._where, hint="is a file missing?")
-        path = self._files[bare]
+        path = self._files[short]
         if path not in self._open:
             self._open[path] = _opened(path)
-        return self._open[path].get_slice(bare)
+        return self._open[path].get_slice(short)
 
 
 def theirs(
@@ -141,7 +139,6 @@ def fill(
     model: ModelShape,
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write every piece's values into the parameters; `tick` is called after each."""
     for shard in shards:
         (top, bottom), columns = shard.rect.rows, shard.rect.columns
         rows = max(1, _READ_BYTES // (4 * (columns[1] - columns[0])))
@@ -178,7 +175,6 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
     if (folder / INDEX).exists():
         plain = codec.parse_json(files.read_text(folder / INDEX, field="weights"))
         index = plain.get("weight_map") if isinstance(plain, dict) else None

@@ -1,9 +1,6 @@
-"""How do rectangles of tensors get into a file, and out of one again?
-
-A file has safetensors' layout: eight bytes with the length of a header, the header (JSON: format,
-shape and place of each chunk), then the values, row after row. Any program with a safetensors
-library reads it; this one reads by the checkpoint's index and checks every block that it reads.
-"""
+"""Rectangles of tensors in files of safetensors' layout (length, JSON header, values), which any
+safetensors library reads; here they are read by the checkpoint's index, and every block is
+checked."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from fourfold.engine.checkpoint.state import StateShard
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import old_index
 from fourfold.result.checkpoint.index import BLOCK_BYTES, Chunk, FileEntry, Index, StoredTensor
@@ -34,6 +30,16 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Values begin at a multiple of this, and each chunk at a multiple of its own values' size.
 _ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateShard:
+    """`tensor` is the part at `offsets` of the tensor `name`, whose whole has `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,6 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 def index_of(parts: Sequence[Written]) -> Index:
-    """All ranks' files together."""
     tensors: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
     for name, dtype, shape, chunk in (chunk for part in parts for chunk in part.chunks):
         known = tensors.setdefault(name, (dtype, shape, []))

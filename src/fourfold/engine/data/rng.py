@@ -1,10 +1,4 @@
-"""Which value stands at index i, and in which order are indices visited? Functions of a key and an
-index, nothing else: any rank can make any part of a tensor or of an order without the rest.
-
-Values: integer arithmetic only (wrapping int64, splitmix64's finaliser), so that CPU and GPU agree
-bit for bit. Orders: a Feistel network over the smallest even number of bits that holds the size,
-walked until the result is inside, so no table that grows with the data.
-"""
+"""Random values and orders as functions of a key and an index: any rank can make any part alone."""
 
 from __future__ import annotations
 
@@ -40,7 +34,7 @@ def _shift(bits: Tensor, by: int) -> Tensor:
 
 
 def bits(stream: int, index: Tensor) -> Tensor:
-    """64 random bits for each index, as int64."""
+    """64 random bits for each index. Integer arithmetic only, so that CPU and GPU agree."""
     state = index * _signed(_GOLDEN) + _signed(stream)
     state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
     state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
@@ -66,7 +60,8 @@ _ROUNDS = 4
 
 
 def shuffled(index: Tensor, size: int, stream: int) -> Tensor:
-    """Where each index (int64, in [0, size)) comes to stand; `stream` names the permutation."""
+    """Where each index (int64, in [0, size)) comes to stand; `stream` names the permutation. A
+    Feistel network, walked until the result is inside: no table that grows with the data."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     place = _network(index, half, stream)
     # The network permutes 2^(2 half) numbers, at most 4 x size: following a cycle from inside the

@@ -1,13 +1,5 @@
-"""What tokens does a step see? Those of a file, or synthetic ones, fresh each step: f(seed,
-sequence, position). And which sequences does a data-parallel rank take, in which micro batches?
-
-Any rank can make exactly the sequences and positions it needs, with no host synchronisation; ranks
-that share data (tensor and pipeline peers) make the same. Of a file, sequence n of a run is a
-window: epoch n // windows, a place in that epoch's own order. Any layout reads the same; the
-position of a run is one number, the sequences seen. A rank reads only its windows and positions, a
-step ahead of their use, on a thread; on CUDA they wait in pinned memory and are copied without a
-synchronisation.
-"""
+"""The tokens of a step, from a file or synthetic: f(seed, sequence, position), the same under every
+layout; and which sequences a data-parallel rank takes, in which micro batches."""
 
 from __future__ import annotations
 
@@ -50,7 +42,6 @@ class Source(Protocol):
 
 
 def source_of(spec: RunSpec) -> Source:
-    """What a run reads."""
     vocab, seq_len, seed = spec.model.vocab, spec.batch.seq_len, spec.seed
     if spec.data:
         return TokenFile(spec.data, vocab=vocab, seq_len=seq_len, seed=seed)
@@ -58,7 +49,6 @@ def source_of(spec: RunSpec) -> Source:
 
 
 def data_facts(spec: RunSpec) -> dict[str, str]:
-    """Which tokens a run saw, for its report."""
     if not spec.data:
         return {}
     info = read_info(spec.data)
@@ -106,11 +96,9 @@ class Synthetic:
 
 
 def micro_sizes(batch: Batch, dp: int, rank: int) -> tuple[int, ...]:
-    """Sequences of each micro batch of data-parallel rank `rank`.
-
-    Ranks meet in collectives with every micro batch, so all run as many as the busiest; a rank with
-    fewer sequences adds micro batches of one padding sequence, which counts nothing.
-    """
+    """Sequences of each micro batch of data-parallel rank `rank`. Ranks meet in collectives with
+    every micro batch, so all run as many as the busiest; a rank with fewer sequences adds micro
+    batches of one padding sequence, which counts nothing."""
     sizes = batch.micro_sizes(batch.shares(dp)[rank])
     return sizes + (1,) * (batch.micro_count(dp) - len(sizes))
 
@@ -133,7 +121,9 @@ _KNOWN = 4096
 
 
 class TokenFile:
-    """A source of tokens. `seed` decides the order, which differs from epoch to epoch."""
+    """Windows of a file: sequence n is a place in the order of epoch n // windows, which `seed`
+    decides. A rank reads only its own windows and positions, a step ahead, on a thread; on CUDA
+    they wait in pinned memory and are copied without a synchronisation."""
 
     def __init__(self, name: str, *, vocab: int, seq_len: int, seed: int = 0) -> None:
         self.name, self.seq_len, self.seed = name, seq_len, seed

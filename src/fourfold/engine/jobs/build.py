@@ -61,7 +61,7 @@ def with_trainer(
         raise
     task.leave()
     del trainer
-    let_go(device, compiled=spec.policy.compile)
+    release(device, compiled=spec.policy.compile)
     return result
 
 
@@ -88,7 +88,7 @@ def limit_memory(spec: RunSpec, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, spec.memory_limit / total), device)
 
 
-def let_go(device: torch.device, *, compiled: bool) -> None:
+def release(device: torch.device, *, compiled: bool) -> None:
     """A task leaves nothing to the next one of its process: no tensors, no compiled code (torch
     counts versions of a function, however different their models), no peak."""
     if compiled:

@@ -1,13 +1,10 @@
-"""The calibrate job: a hardware profile of this host in a given number of seconds.
-
-Rank 0 measures its device while the others sleep; then 2, 4, ... ranks work and talk at once. What
-is measured is fixed, how often is set by the seconds given; sizes follow the device's speed.
-"""
+"""The calibrate job: a hardware profile of this host. What is measured is fixed, how often is set
+by the seconds given; sizes follow the device's speed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,11 +13,11 @@ import torch.distributed as dist
 
 from fourfold.engine.microbench import device as probe
 from fourfold.engine.microbench.device import collectives_of, shared_rates
+from fourfold.engine.process.heartbeat import Heartbeat
 from fourfold.engine.process.task import Task, machine_facts
 from fourfold.result.profile import (
     AttentionPoint,
     CollectivePoint,
-    CopyPoint,
     GemmPoint,
     HardwareProfile,
     SharedPoint,
@@ -73,18 +70,14 @@ def perform(task: Task) -> None:
     if task.rank == 0:
         torch.set_num_threads(task.place.cores)
         plan = _plan(device, task.job.option("quick") == "true")
-        alone = _alone(plan, seconds, task.heartbeat.enter, task.heartbeat.step_done)
+        alone = _alone(plan, seconds, task.heartbeat)
     dist.barrier(group=sleepers)
     shared, collectives = _together(task, device, seconds * _RANKS, sleepers)
     if task.rank == 0:
-        profile = HardwareProfile(
-            **machine_facts(device, task.place.cores),
-            measured_s=time.perf_counter() - began,
-            shared=shared,
-            collectives=collectives,
-            **alone,
-        )
-        task.answer(profile)
+        facts = machine_facts(device, task.place.cores) | alone
+        measured_s = time.perf_counter() - began
+        points = {"shared": shared, "collectives": collectives}
+        task.answer(HardwareProfile(measured_s=measured_s, **points, **facts))
     dist.barrier(group=sleepers)
     task.leave()
 
@@ -120,27 +113,22 @@ def _plan(device: torch.device, quick: bool) -> Plan:
     look = probe.gemm("fp32", (512, 512, 512), device, 0.2)
     assert look is not None, "every device multiplies in fp32"
     call_s = (0.01 if quick else 0.04) if device.type == "cuda" else (0.1 if quick else 0.4)
+    dtypes: tuple[str, ...] = ("fp32", "bf16") if quick else ("fp32", "bf16", "fp64", "fp16")
+    kernels: tuple[str, ...] = ("flash", "unfused")
+    copy_bytes = (2**20, 2**27) if quick else (2**20, 2**24, 2**28)
     if device.type == "cuda":
-        dtypes: tuple[str, ...] = ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64")
         look = probe.gemm("bf16", (4096, 4096, 4096), device, 0.05) or look
-        return Plan(
-            device=device,
-            dtypes=("bf16", "fp8") if quick else dtypes,
-            kernels=("flash", "cudnn") if quick else ("flash", "cudnn", "efficient", "unfused"),
-            work_dtype="bf16",
-            flops_per_s=look.flops_per_s,
-            call_s=call_s,
-            copy_bytes=(2**24, 2**30),
-            quick=quick,
-        )
+        dtypes = ("bf16", "fp8") if quick else ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64")
+        kernels = ("flash", "cudnn") if quick else ("flash", "cudnn", "efficient", "unfused")
+        copy_bytes = (2**24, 2**30)
     return Plan(
         device=device,
-        dtypes=("fp32", "bf16") if quick else ("fp32", "bf16", "fp64", "fp16"),
-        kernels=("flash", "unfused"),
-        work_dtype="fp32",
+        dtypes=dtypes,
+        kernels=kernels,
+        work_dtype="bf16" if device.type == "cuda" else "fp32",
         flops_per_s=look.flops_per_s,
         call_s=call_s,
-        copy_bytes=(2**20, 2**27) if quick else (2**20, 2**24, 2**28),
+        copy_bytes=copy_bytes,
         quick=quick,
     )
 
@@ -154,24 +142,22 @@ def _shapes(plan: Plan) -> Iterator[tuple[int, int, int]]:
             yield m, n, k
 
 
-def _alone(
-    plan: Plan, seconds: float, mark: Callable[[str], None], done: Callable[[], None]
-) -> dict[str, Any]:
+def _alone(plan: Plan, seconds: float, heartbeat: Heartbeat) -> dict[str, Any]:
     """Everything one rank can measure alone, as fields of HardwareProfile."""
-    mark("sustained")  # first: a burst can only be seen while the device is cool
+    heartbeat.enter("sustained")  # first: a burst can only be seen while the device is cool
     side = max(side for side in _SQUARES if side == _SQUARES[0] or plan.allows(side, side, side))
     burst, sustained = probe.burst_and_sustained(
         plan.work_dtype, (side, side, side), plan.device, seconds * _SUSTAINED
     )
-    done()
-    gemms = _gemms(plan, seconds * _GEMM, mark, done)
-    attentions = _attentions(plan, seconds * _ATTENTION, mark, done)
-    copies: list[CopyPoint] = []
+    heartbeat.step_done()
+    gemms = _gemms(plan, seconds * _GEMM, heartbeat)
+    attentions = _attentions(plan, seconds * _ATTENTION, heartbeat)
+    copies = []
     for count_bytes in plan.copy_bytes:
-        mark("copy")
+        heartbeat.enter("copy")
         copies.append(probe.copy(count_bytes, plan.device, seconds * _COPY / len(plan.copy_bytes)))
-        done()
-    mark("launch")
+        heartbeat.step_done()
+    heartbeat.enter("launch")
     return {
         "gemms": tuple(gemms),
         "attentions": tuple(attentions),
@@ -185,32 +171,25 @@ def _alone(
     }
 
 
-def _gemms(
-    plan: Plan, seconds: float, mark: Callable[[str], None], done: Callable[[], None]
-) -> list[GemmPoint]:
+def _gemms(plan: Plan, seconds: float, heartbeat: Heartbeat) -> list[GemmPoint]:
     shapes = list(_shapes(plan))
     points = []
     for dtype in plan.dtypes:
         for m, n, k in shapes:
-            mark(f"gemm {dtype} {m}x{n}x{k}")
+            heartbeat.enter(f"gemm {dtype} {m}x{n}x{k}")
             slice_s = seconds / len(shapes) / len(plan.dtypes)
             point = probe.gemm(dtype, (m, n, k), plan.device, slice_s)
             if point is not None:
                 points.append(point)
-            done()
-            if point is None or _hopeless(point, plan):
+            heartbeat.step_done()
+            # A GPU refuses formats it lacks; a CPU emulates them, a hundred times slower.
+            floor = plan.flops_per_s * _HOPELESS if plan.device.type == "cpu" else 0.0
+            if point is None or point.flops_per_s < floor:
                 break  # no unit for this format here: not worth the grid
     return points
 
 
-def _hopeless(point: GemmPoint, plan: Plan) -> bool:
-    """A GPU refuses formats it lacks; a CPU emulates them, a hundred times slower."""
-    return plan.device.type == "cpu" and point.flops_per_s < plan.flops_per_s * _HOPELESS
-
-
-def _attentions(
-    plan: Plan, seconds: float, mark: Callable[[str], None], done: Callable[[], None]
-) -> list[AttentionPoint]:
+def _attentions(plan: Plan, seconds: float, heartbeat: Heartbeat) -> list[AttentionPoint]:
     lengths = _LENGTHS[plan.device.type]
     lengths = lengths[1:3] if plan.quick else lengths
     heads = (64, 128) if plan.quick else (64, 96, 128)
@@ -224,9 +203,9 @@ def _attentions(
                     wanted.append((kernel, (1, count, length, head)))
     points = []
     for kernel, sizes in wanted:
-        mark(f"attention {kernel} {sizes[3]}x{sizes[2]}")
+        heartbeat.enter(f"attention {kernel} {sizes[3]}x{sizes[2]}")
         point = probe.attention(kernel, sizes, plan.work_dtype, plan.device, seconds / len(wanted))
         if point is not None:
             points.append(point)
-        done()
+        heartbeat.step_done()
     return points

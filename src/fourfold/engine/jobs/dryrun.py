@@ -1,9 +1,5 @@
-"""The dryrun job: the trainer itself, as any rank of any world, on fake tensors without hardware.
-
-The model is built and cut on the meta device, outside the fake mode (FSDP's meshes need real
-integers), then given fake CPU storage; a fake process group answers every collective at once. Long
-steps are counted with few micro batches and continued as a straight line.
-"""
+"""The dryrun job: the trainer itself, as any rank of any world, on fake tensors without
+hardware."""
 
 from __future__ import annotations
 
@@ -68,6 +64,7 @@ def with_micro_batches(spec: RunSpec, count: int) -> RunSpec:
 
 
 def _count(spec: RunSpec, rank: int) -> RankCount:
+    """The model is built and cut outside the fake mode: FSDP's meshes need real integers."""
     began = time.perf_counter()
     dist.init_process_group("fake", rank=rank, world_size=spec.gpus, store=compat.fake_store())
     try:

@@ -1,10 +1,5 @@
-"""The one-rank job: one rank of any world on one device, real kernels, peers that only fill.
-
-The trainer itself runs its own schedule in a world of one (engine/one_rank/fake_peers.py); nothing
-waits, so a step's time is the rank's compute. Long steps run as many micro batches as
-reach the fullest moment and are continued with the steady ones.
-Then the same kernels are timed alone.
-"""
+"""The one-rank job: one rank of any world on one device with real kernels; its peers are emulated,
+so nothing waits and a step's time is the rank's compute. Then the same kernels are timed alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every rank come up and answer? A few all-reduces, timed; no model."""
+"""The ping job: every rank answers a few timed all-reduces; no model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def perform(task: Task) -> RankFacts:
     for step in range(spec.warmup + spec.steps):
         task.heartbeat.enter("prepare")
         ones = torch.ones(_ELEMENTS, device=device)
-        inject_fault(
-            spec.fault, rank=task.rank, step=step, poison=lambda ones=ones: ones.fill_(math.nan)
-        )
+        inject_fault(spec.fault, rank=task.rank, step=step, tensors=[ones])
         task.heartbeat.enter("all-reduce")
         began = time.perf_counter()
         dist.all_reduce(ones)

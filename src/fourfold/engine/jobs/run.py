@@ -1,10 +1,4 @@
-"""The run job: build the trainer of a spec, run warm-up and timed steps, keep the raw facts.
-
-On CUDA steps are timed by events, without a synchronisation in the window; on CPU by the wall
-clock, with the rank's own CPU seconds beside it (time without waiting). On CPU the ledger counts
-live bytes while building and in the first two steps: later ones hold the same, and it slows them.
-Warm-up is a count, or ends by the rule of `result.warmup`.
-"""
+"""The run job: build the trainer of a spec, run warm-up and timed steps, keep the raw facts."""
 
 from __future__ import annotations
 
@@ -46,7 +40,8 @@ def perform(task: Task) -> RankFacts:
 
 
 class Steps:
-    """The trainer's steps, in order, with their results kept unread on the device."""
+    """The trainer's steps; results stay unread on the device. On CPU the ledger counts the first
+    two: later ones hold the same, and it slows them."""
 
     def __init__(self, task: Task, trainer: Trainer, ledger: Ledger | None) -> None:
         self.task, self.trainer, self.ledger = task, trainer, ledger
@@ -55,11 +50,9 @@ class Steps:
         self.data_s: list[float] = []
         self.peak_bytes = 0
         self.peak = PeakMemory(trainer.device)
-        check = self._must_be_finite if trainer.device.type == "cpu" else None
-        mark_phases(trainer, self._mark, check)
+        mark_phases(trainer, self._mark, self._check if trainer.device.type == "cpu" else None)
 
     def run(self, count: int) -> Ticks:
-        """The next `count` steps."""
         ticks = Ticks(self.trainer.device)
         ticks.tick()
         for _ in range(count):
@@ -70,12 +63,13 @@ class Steps:
 
     def _one(self) -> None:
         index, spec = len(self.results), self.task.spec
-        counting = self.ledger is not None and index < _COUNTED_STEPS
-        with self.ledger if counting and self.ledger else contextlib.nullcontext():
-            if counting and self.ledger is not None:
-                self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
-                self.ledger.begin()
-            inject_fault(spec.fault, rank=self.task.rank, step=index, poison=self._poison)
+        ledger = self.ledger if index < _COUNTED_STEPS else None
+        with ledger or contextlib.nullcontext():
+            if ledger is not None:
+                self.peak_bytes = max(self.peak_bytes, ledger.peak_bytes)
+                ledger.begin()
+            leaves = self.trainer.optimizer.leaves
+            inject_fault(spec.fault, rank=self.task.rank, step=index, tensors=leaves)
             if self.trainer.scaler is not None:
                 self.scales.append(self.trainer.scaler.scale.clone())
             waited_s = self.trainer.source.waited_s
@@ -83,10 +77,10 @@ class Steps:
             self.data_s.append(self.trainer.source.waited_s - waited_s)
         if index < _COUNTED_STEPS:
             self.peak.end_update()
-        if counting and self.ledger is not None:
-            self.ledger.mark("end")
-            self.peak_bytes = max(self.peak_bytes, self.ledger.peak_bytes)
-            self.peak.update_bytes = self.ledger.phase_bytes.get("optimizer", 0)
+        if ledger is not None:
+            ledger.mark("end")
+            self.peak_bytes = max(self.peak_bytes, ledger.peak_bytes)
+            self.peak.update_bytes = ledger.phase_bytes.get("optimizer", 0)
 
     def _counted(self, index: int) -> StepOutcome:
         """Compiled steps on a CPU hide from the ledger; of the second one the allocator tells."""
@@ -107,21 +101,14 @@ class Steps:
         if phase == "optimizer":
             self.peak.begin_update()
 
-    def _poison(self) -> None:
-        """What a bad cosmic ray or a bad kernel does: one weight is not a number."""
-        with torch.no_grad():
-            self.trainer.optimizer.leaves[0].view(-1)[0] = math.nan
-
-    def _must_be_finite(self, norm: Tensor) -> None:
+    def _check(self, norm: Tensor) -> None:
         leaves = self.trainer.optimizer.leaves
         check_finite(norm, leaves, len(self.results), forgiven=self.trainer.may_overflow)
 
     def read(self) -> list[tuple[float, float]]:
-        """Loss and gradient norm of every step; waits for the device.
-
-        A norm that is not finite is no failure where the loss was scaled and could still be scaled
-        by less; no scale helps a loss.
-        """
+        """Loss and gradient norm of every step; waits for the device. A norm that is not finite is
+        no failure where the loss was scaled and could still be scaled by less; no scale helps a
+        loss."""
         numbers = [(float(loss), float(norm)) for loss, norm in self.results]
         forgiven = self.trainer.may_overflow
         for step, (loss, norm) in enumerate(numbers):
@@ -204,7 +191,6 @@ def _answer(steps: Steps) -> None:
 
 
 def _environment(task: Task, device: torch.device) -> tuple[tuple[str, str], ...]:
-    """Where it ran, on which tokens."""
     facts = dict(environment(device, task.place)) | data_facts(task.spec)
     return tuple(sorted(facts.items()))
 

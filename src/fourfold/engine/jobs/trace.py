@@ -1,7 +1,5 @@
-"""The trace job: walk the list of steps with real tensors; check every shape and byte, measure.
-
-Two walks: one under the ledger, which counts and checks, one under the clock alone.
-"""
+"""The trace job: walks a list of steps with real tensors, once under the ledger, which checks every
+shape and byte, and once under the clock alone."""
 
 from __future__ import annotations
 
@@ -28,6 +26,7 @@ from fourfold.engine.trace.steps import Stage, action_of
 from fourfold.result.trace import StepMeasure, TraceMeasure
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from fourfold.spec.words import CP_KINDS
 
 # Made and dropped inside the engine's joining of blocks: counted in peaks, never seen by name.
 _INSIDE = ("block_fp32",)
@@ -54,8 +53,8 @@ def perform(task: Task) -> None:
         wrong = _wrong_messages(steps, task.job.option("payload_bytes"))
     else:
         steps, wrong, checked = _walk_twice(task, device)
-    found: list[Any] = [None] * task.place.world
-    dist.all_gather_object(found, wrong)
+    complaints: list[Any] = [None] * task.place.world
+    dist.all_gather_object(complaints, wrong)
     if task.rank == 0:
         task.answer(
             TraceMeasure(
@@ -65,7 +64,9 @@ def perform(task: Task) -> None:
                 peaks_from="allocator" if device.type == "cuda" else "ledger",
                 steps=tuple(steps),
                 checked=checked * task.place.world,
-                wrong=tuple(f"rank {r}: {one}" for r, texts in enumerate(found) for one in texts),
+                wrong=tuple(
+                    f"rank {r}: {text}" for r, texts in enumerate(complaints) for text in texts
+                ),
             )
         )
     task.leave()
@@ -101,29 +102,19 @@ def _halves(
     pass_once: Pass, ledger: Ledger, device: torch.device, before: int
 ) -> list[StepMeasure]:
     steps: list[StepMeasure] = []
-    on_gpu = device.type == "cuda"
 
     def begin() -> float:
         ledger.begin()
         synchronize(device)
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         return time.perf_counter()
 
     def note(name: str) -> None:
         synchronize(device)
         seconds = time.perf_counter() - instants[-1]
-        peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else ledger.peak_bytes
-        steps.append(
-            StepMeasure(
-                name=name,
-                seconds=seconds,
-                flops=ledger.flops,
-                payload_bytes=sum(ledger.traffic.values()),
-                live_bytes=_allocated(device) - before if on_gpu else ledger.live_bytes,
-                peak_bytes=peak,
-            )
-        )
+        measured = _measure(name, ledger, device, before, _peak(ledger, device, before))
+        steps.append(replace(measured, seconds=seconds))
         instants.append(begin())
 
     instants = [begin()]
@@ -168,25 +159,36 @@ def _counted(stage: Stage, device: torch.device) -> tuple[list[StepMeasure], lis
                 torch.cuda.reset_peak_memory_stats(device)
             _do(step, stage)
             wrong += _wrong_tensors(step, stage)
-            peak = ledger.peak_bytes
-            if device.type == "cuda":
-                peak = torch.cuda.max_memory_allocated(device) - before
+            peak = _peak(ledger, device, before)
             _end(step, stage)
-            live = _settled(ledger, row.live_bytes)
-            seen = StepMeasure(
-                name=step.name,
-                seconds=0.0,
-                flops=ledger.flops,
-                payload_bytes=sum(ledger.traffic.values()),
-                live_bytes=live if device.type == "cpu" else _allocated(device) - before,
-                peak_bytes=peak,
-            )
+            live = _live_after_messages(ledger, row.live_bytes)
+            seen = _measure(step.name, ledger, device, before, peak)
             wrong += _wrong_counts(step, stage, replace(seen, live_bytes=live), row)
             steps.append(seen)
     return steps, wrong
 
 
-def _settled(ledger: Ledger, expected_bytes: int) -> int:
+def _peak(ledger: Ledger, device: torch.device, before: int) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) - before
+    return ledger.peak_bytes
+
+
+def _measure(
+    name: str, ledger: Ledger, device: torch.device, before: int, peak: int
+) -> StepMeasure:
+    """What the ledger has seen since it began; on a GPU the allocator tells what is live."""
+    return StepMeasure(
+        name=name,
+        seconds=0.0,
+        flops=ledger.flops,
+        payload_bytes=sum(ledger.traffic.values()),
+        live_bytes=_allocated(device) - before if device.type == "cuda" else ledger.live_bytes,
+        peak_bytes=peak,
+    )
+
+
+def _live_after_messages(ledger: Ledger, expected_bytes: int) -> int:
     """Live bytes once messages are over: gloo's own thread lets go of a sent buffer a moment after
     the wait for it returns."""
     until = time.monotonic() + _LET_GO_S
@@ -196,10 +198,8 @@ def _settled(ledger: Ledger, expected_bytes: int) -> int:
 
 
 def _timed(stage: Stage, device: torch.device) -> list[float]:
-    """Seconds of each step; ranks start a step together, so that nobody waits in it for a peer.
-
-    But not the rounds of a ring: ranks fold them differently, and each is a meeting anyway.
-    """
+    """Seconds of each step; ranks start a step together, so that nobody waits in it for a peer. But
+    not the rounds of a ring: ranks fold them differently, and each is a meeting anyway."""
     seconds = []
     for step in stage.program.steps:
         synchronize(device)
@@ -251,15 +251,11 @@ def _wrong_counts(step: Step, stage: Stage, seen: StepMeasure, row: StepRow) -> 
     expected = {"live bytes": (seen.live_bytes, row.live_bytes)}
     if stage.ranks > 1:  # alone, the exchange is still called, but nothing leaves the rank
         expected["payload bytes"] = (seen.payload_bytes, payload_bytes(step, stage.program))
-    masked = stage.ask.attention == "flash" and stage.program.kind in (
-        "ulysses",
-        "allgather",
-        "ring",
-    )
+    masked = stage.ask.attention == "flash" and stage.program.kind in CP_KINDS
     if not (masked and step.name.startswith(("attend", "round"))):
         expected["FLOPs"] = (seen.flops, row.flops_rank)
     return [
-        f"{step.name}: {what} {real}, not {said}"
-        for what, (real, said) in expected.items()
-        if real != said
+        f"{step.name}: {what} {real}, not {listed}"
+        for what, (real, listed) in expected.items()
+        if real != listed
     ]

@@ -1,10 +1,4 @@
-"""The train job: steps with data, a learning-rate schedule, a kept curve and checkpoints.
-
-Loss and norm stay on the device until a window of `log_every` steps is read at once; every step of
-a window is checked before anything of it is saved, so a checkpoint never holds a NaN.
-Asked to stop, by a signal to any rank or by the launcher's file, all ranks agree on the step,
-without waiting for the device.
-"""
+"""The train job: steps with data, a learning-rate schedule, a stored curve and checkpoints."""
 
 from __future__ import annotations
 
@@ -74,11 +68,11 @@ def _load(task: Task, trainer: Trainer, out: Path) -> int:
     it, to which the curve then goes back."""
     name, settings = task.job.option("load"), task.job.train
     task.heartbeat.enter("load")
+    tick = lambda: task.heartbeat.enter("load")  # noqa: E731
     if not name:
         if settings is not None and settings.weights:
-            begin_from(trainer, settings.weights, lambda: task.heartbeat.enter("load"))
+            begin_from(trainer, settings.weights, tick)
         return 0
-    tick = lambda: task.heartbeat.enter("load")  # noqa: E731
     loaded = checkpoint.load_sound(trainer, out / "checkpoints", name, tick)
     if task.rank == 0:
         curve.cut(out / curve.METRICS_FILE, loaded.step)
@@ -86,7 +80,9 @@ def _load(task: Task, trainer: Trainer, out: Path) -> int:
 
 
 class TrainingLoop:
-    """The steps of a training, in order, from `first` on."""
+    """The steps of a training, in order, from `first` on. Loss and norm stay on the device until a
+    window of `log_every` steps is read at once; all of a window is checked before anything is
+    saved, so a checkpoint never holds a NaN."""
 
     def __init__(
         self, task: Task, trainer: Trainer, saver: Saver, stop: StopRequest, first: int
@@ -113,9 +109,9 @@ class TrainingLoop:
                 self._read()
             if save:
                 self._save()
-            self.saver.look(self._saving)
-        self.task.heartbeat.enter("save")
-        self.saver.wait(self._saving)
+            self.saver.look(self._tick)
+        self._tick()
+        self.saver.wait(self._tick)
         self.stop.leave()
         if self._log is not None:
             self._log.close()
@@ -126,14 +122,10 @@ class TrainingLoop:
         if not self.window:
             self.ticks = Ticks(self.trainer.device)
             self.ticks.tick()
-        index, leaves = self.done, self.trainer.optimizer.leaves
-        self.trainer.optimizer.set_lr(lr_at(self.settings, index))
-
-        def poison() -> None:
-            with torch.no_grad():
-                leaves[0].view(-1)[0] = math.nan
-
-        inject_fault(self.spec.fault, rank=self.task.rank, step=index, poison=poison)
+        index, optimizer = self.done, self.trainer.optimizer
+        optimizer.set_lr(lr_at(self.settings, index))
+        fault, leaves = self.spec.fault, optimizer.leaves
+        inject_fault(fault, rank=self.task.rank, step=index, tensors=leaves)
         self.window.append(self.trainer.step(index))
         self.ticks.tick()
         self.done += 1
@@ -179,13 +171,13 @@ class TrainingLoop:
     def _save(self) -> None:
         if self.saved == self.done:
             return
-        self.task.heartbeat.enter("save")
+        self._tick()
         if self._log is not None:
             self._log.sync()
-        self.saver.save(state_of(self.trainer, self.done, self.settings), self._saving)
+        self.saver.save(state_of(self.trainer, self.done, self.settings), self._tick)
         self.saved = self.done
 
-    def _saving(self) -> None:
+    def _tick(self) -> None:
         self.task.heartbeat.enter("save")
 
 
@@ -229,7 +221,8 @@ def _utilisation(spec: RunSpec, device: torch.device) -> Callable[[float], float
 
 
 class StopRequest:
-    """Made before ranks join, so that a signal in between is not lost."""
+    """Asked by a signal to any rank or by the launcher's file; all ranks agree on the step, without
+    waiting for the device. Made before ranks join, so that a signal in between is not lost."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = folder / STOP_FILE if rank == 0 else None
@@ -253,7 +246,6 @@ class StopRequest:
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank has heard of a request."""
         return self._signalled or (self._file is not None and self._file.exists())
 
     def agreed(self) -> bool:

@@ -1,8 +1,4 @@
-"""Does a layout compute what one process computes? One task per layout; ranks live for many.
-
-The reference is made once per model and batch, by rank 0, in a file that all ranks read. Process
-groups are kept for the next layout with the same axes.
-"""
+"""The verify job: each layout is compared with one process; ranks live for many layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ import torch.distributed as dist
 
 from fourfold.engine import compat
 from fourfold.engine.data.source import Synthetic
-from fourfold.engine.jobs.build import let_go
+from fourfold.engine.jobs.build import release
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.shards import InitRule
 from fourfold.engine.process.task import Task
@@ -34,7 +30,6 @@ from fourfold.engine.verify.reference import (
     verdict,
 )
 from fourfold.spec import codec
-from fourfold.spec.layout import Layout
 from fourfold.spec.run import RunSpec
 
 _STEPS = 3
@@ -44,15 +39,12 @@ _STEPS = 3
 _SETTINGS = OptimizerSettings(lr=3e-3, eps=1e-5, max_norm=0.1)
 _MASKED = 0.2
 _VECTOR_STD = 0.1
+_world = functools.cache(World.create)  # groups are kept for the next layout with the same axes
 
 
 def recipe(spec: RunSpec) -> Recipe:
-    source = Synthetic(
-        vocab=spec.model.vocab,
-        seq_len=spec.batch.seq_len,
-        seed=spec.seed,
-        masked=_MASKED,
-    )
+    vocab, seq_len = spec.model.vocab, spec.batch.seq_len
+    source = Synthetic(vocab=vocab, seq_len=seq_len, seed=spec.seed, masked=_MASKED)
     rule = InitRule(vector_std=_VECTOR_STD)
     return Recipe(source=source, settings=_SETTINGS, rule=rule, steps=_STEPS)
 
@@ -70,7 +62,10 @@ def perform(task: Task) -> None:
     task.heartbeat.enter("groups")
     world = _world(spec.layout, device.type)
     task.heartbeat.enter("build")
-    trainer = _trainer(spec, world, device, task.job.option("break"))
+    fault, how = task.job.option("break"), recipe(spec)
+    trainer = (FAULTS[fault] if fault else Trainer)(
+        spec, world, device=device, settings=how.settings, source=how.source, rule=how.rule
+    )
     findings = RankFindings()
     for step in range(_STEPS):
         task.heartbeat.enter(f"step {step}")
@@ -79,15 +74,9 @@ def perform(task: Task) -> None:
     findings.look(trainer.shards, truth, at_grads=False)
     row = gathered(findings, truth, spec)
     del trainer
-    let_go(device, compiled=spec.policy.compile)
+    release(device, compiled=spec.policy.compile)
     if row is not None:
         task.answer(row | {"seconds": round(time.perf_counter() - began, 3)})
-
-
-def _trainer(spec: RunSpec, world: World, device: torch.device, fault: str) -> Trainer:
-    """With a fault planted where one is named."""
-    how, kind = recipe(spec), FAULTS[fault] if fault else Trainer
-    return kind(spec, world, device=device, settings=how.settings, source=how.source, rule=how.rule)
 
 
 def _step(trainer: Trainer, step: int, truth: Truth, findings: RankFindings) -> None:
@@ -109,7 +98,7 @@ def gathered(findings: RankFindings, truth: Truth, spec: RunSpec) -> dict[str, A
 
 
 def reference(spec: RunSpec, folder: Path, device: torch.device) -> Truth:
-    """The same for all layouts of a model, batch and precision."""
+    """Made once for all layouts of a model, batch and precision, by rank 0, in a file."""
     plain = {
         "model": codec.encode(spec.model),
         "seq_len": spec.batch.seq_len,
@@ -131,8 +120,3 @@ def reference(spec: RunSpec, folder: Path, device: torch.device) -> Truth:
 @functools.cache
 def _read(path: Path) -> Truth:
     return Truth(*torch.load(path, mmap=True))
-
-
-@functools.cache
-def _world(layout: Layout, device_type: str) -> World:
-    return World.create(layout, device_type)

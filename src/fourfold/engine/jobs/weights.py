@@ -12,8 +12,9 @@ from torch import Tensor
 from fourfold.cost.count import params
 from fourfold.engine import compat
 from fourfold.engine.checkpoint import checkpoint, tensor_file
+from fourfold.engine.checkpoint.checkpoint import WEIGHTS
 from fourfold.engine.checkpoint.export import Export, export_dcp, export_hf
-from fourfold.engine.checkpoint.state import WEIGHTS, StateShard
+from fourfold.engine.checkpoint.tensor_file import StateShard
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.process.task import Task
 from fourfold.errors import UserError
@@ -28,47 +29,33 @@ def perform(task: Task) -> None:
     compat.quiet()
     saved = checkpoints.read(Path(task.job.option("checkpoint")))
     tick = lambda: task.heartbeat.enter("load")  # noqa: E731
-    if saved.state.format == 1:
-        _must_be_unchanged(saved, tick)
+    damage = checkpoints.damage(saved, tick=tick) if saved.state.format == 1 else ""
+    if damage:
+        raise UserError(
+            f"is damaged: {damage}",
+            field="checkpoint",
+            value=str(saved.folder),
+            hint="name an earlier one, or copy this one again",
+        )
     index = checkpoints.read_index(saved)
     asked = task.job.option("dtype")
     out, dtype = Path(task.job.option("out")), DTYPES[asked] if asked else None
     if task.job.option("format", "hf") == "dcp":
         made, named = _to_dcp(saved, index, dtype, out, tick), ""
     else:
-        stored = DTYPES[saved.state.spec.policy.dtypes.param]
-        made, named = _to_hf(saved, index, dtype or stored, out, task), str(dtype or stored)[6:]
+        dtype = dtype or DTYPES[saved.state.spec.policy.dtypes.param]
+        made, named = _to_hf(saved, index, dtype, out, task), str(dtype)[6:]
     sizes = [(out / name).stat().st_size for name in made]
-    kinds = sorted(
-        {
-            str(tensor_file.DTYPES[stored_tensor.dtype])[6:]
-            for stored_tensor in index.tensors.values()
-        }
-    )
-    task.answer({"files": made, "size_bytes": sum(sizes), "dtype": named or ", ".join(kinds)})
-
-
-def _must_be_unchanged(saved: Checkpoint, tick: Callable[[], None]) -> None:
-    bad = checkpoints.damage(saved, tick=tick)
-    if bad:
-        raise UserError(
-            f"is damaged: {bad}",
-            field="checkpoint",
-            value=str(saved.folder),
-            hint="name an earlier one, or copy this one again",
-        )
+    kinds = {str(tensor_file.DTYPES[stored.dtype])[6:] for stored in index.tensors.values()}
+    dtypes = named or ", ".join(sorted(kinds))
+    task.answer({"files": made, "size_bytes": sum(sizes), "dtype": dtypes})
 
 
 def _to_hf(saved: Checkpoint, index: Index, dtype: torch.dtype, out: Path, task: Task) -> list[str]:
     spec = saved.state.spec
-    must_hold(saved, index)
-    eos = task.job.option("eos", "")
-    what = Export(
-        model=spec.model,
-        seq_len=spec.batch.seq_len,
-        dtype=dtype,
-        eos=int(eos) if eos else None,
-    )
+    require_weights(saved, index)
+    seq_len, eos = spec.batch.seq_len, task.job.option("eos", "")
+    what = Export(model=spec.model, seq_len=seq_len, dtype=dtype, eos=int(eos) if eos else None)
 
     def source(names: Sequence[str]) -> dict[str, Tensor]:
         return whole_tensors(saved, index, names, lambda: task.heartbeat.enter("load"))
@@ -98,7 +85,7 @@ def _to_dcp(
     return export_dcp(shapes, source, out)
 
 
-def must_hold(saved: Checkpoint, index: Index) -> None:
+def require_weights(saved: Checkpoint, index: Index) -> None:
     """Whether the index has the weights of the model that the state names, before anything is
     made in a size that only the state says."""
     spec = saved.state.spec

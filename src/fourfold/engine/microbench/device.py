@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fourfold.engine.compat import scaled_mm
 from fourfold.engine.observe.clock import lower_quartile, reading, seconds_of, synchronize
-from fourfold.engine.parallel.groups import Group, World
+from fourfold.engine.parallel.groups import World
 from fourfold.result.profile import (
     AttentionPoint,
     CollectivePoint,
@@ -185,7 +185,6 @@ def shared_rates(
 def collectives_of(
     device: torch.device, ranks: int, group: dist.ProcessGroup, seconds: float
 ) -> list[CollectivePoint]:
-    """Of the world's first `ranks`."""
     sizes = (2**10, 2**16, 2**20, 2**24) if device.type == "cpu" else (2**10, 2**20, 2**24, 2**28)
     budget_s = seconds / len(sizes) / len(_OPS)
     members, points = tuple(range(ranks)), []
@@ -199,12 +198,13 @@ def collectives_of(
 
 def axis_rates(world: World, device: torch.device, seconds: float) -> tuple[LinkRate, ...]:
     """What this rank's groups get, axis by axis, while all groups of the axis talk at once.
-
-    Collective: every rank goes through the same axes in the same order.
-    """
+    Collective: every rank goes through the same axes in the same order."""
     hosts: list[str] = [""] * world.all_ranks.size
     dist.all_gather_object(hosts, socket.gethostname())
-    groups = [(axis, group) for axis, group in _axes(world) if group.size > 1]
+    # Copies of sharded data parallelism talk in a group of their own.
+    axes = {"tp": world.tp, "cp": world.cp, "dp": world.fsdp, "pp": world.pp}
+    axes["dp copies"] = world.replicas
+    groups = [(axis, group) for axis, group in axes.items() if group.size > 1]
     payload, rates = 2**22 if device.type == "cpu" else 2**26, []
     for axis, group in groups:
         op = "send" if axis == "pp" else "all-reduce"
@@ -220,12 +220,6 @@ def axis_rates(world: World, device: torch.device, seconds: float) -> tuple[Link
             )
         )
     return tuple(rates)
-
-
-def _axes(world: World) -> list[tuple[str, Group]]:
-    """Copies of sharded data parallelism talk in a group of their own."""
-    axes = [("tp", world.tp), ("cp", world.cp), ("dp", world.fsdp), ("pp", world.pp)]
-    return [*axes, ("dp copies", world.replicas)]
 
 
 def _collective(

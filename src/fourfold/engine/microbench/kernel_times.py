@@ -1,8 +1,5 @@
-"""How long do kernels take alone? Warm inputs, one kind after the other, the host well ahead.
-
-All kinds take turns, so that each is timed at the clock the device keeps up under the whole load.
-Random values of the size they have in training: zeros draw less power and run faster.
-"""
+"""Kernels timed alone: warm inputs, the host well ahead, all kinds in turn, so that each is timed
+at the clock the device sustains under the whole load."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ _MOST_ELEMENTS = 2**27
 def time_kernels(
     kernels: Sequence[Kernel], spec: RunSpec, device: torch.device, budget_s: float
 ) -> list[float]:
-    """Seconds of one call of each."""
     kinds = list(dict.fromkeys(map(_kind, kernels)))
     works = [_work(kernel, spec, device) for kernel in kinds]
     seconds = dict(zip(kinds, seconds_in_turn(works, device, budget_s), strict=True))
@@ -82,7 +78,6 @@ def hot_seconds(
 
 
 def time_fills(fills: Sequence[Fill], device: torch.device, budget_s: float) -> list[float]:
-    """Seconds of making up the values of each kind of message."""
     return seconds_in_turn([_fill(fill, device) for fill in fills], device, budget_s)
 
 

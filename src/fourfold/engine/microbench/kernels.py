@@ -1,8 +1,5 @@
-"""Which matrix products and attention kernels does a rank's stage need, and how often?
-
-Calls are of one micro batch, over all layers of the stage, with the shapes of this rank: what a
-step cannot do without. Norms, element-wise work and copies are not in the list.
-"""
+"""The matrix products and attention kernels of a rank's stage: calls of one micro batch over all
+its layers. Norms, element-wise work and copies are not listed."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of one call."""
         return 2 * self.m * self.n * self.k
 
     @property
@@ -107,7 +103,6 @@ def stage_kernels(
 
 
 def _recomputed(spec: RunSpec, layers: Sequence[int]) -> int:
-    """Layers whose whole forward runs again."""
     kind = spec.policy.recompute
     if not spec.policy.recompute_share:
         return 0

@@ -44,12 +44,10 @@ class Loss(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits and loss. A tied head has no weight of its own and is handed the embedding's.
-
-    With `chunks` above 1 the tokens go through in that many parts and logits are computed again in
-    the backward pass, so that only one part's logits exist at a time; or `loss_in_chunks`
-    (parallel/lean_loss.py) computes nothing again.
-    """
+    """Logits and loss. A tied head has no weight of its own and is handed the embedding's. With
+    `chunks` above 1 the tokens go through in that many parts and logits are computed again in the
+    backward pass, so that only one part's logits exist at a time; or `loss_in_chunks`
+    (parallel/lean_loss.py) computes nothing again."""
 
     product: Product = staticmethod(F.linear)
     loss_in_chunks: Callable[[Tensor, Tensor, Tensor, int], Tensor] | None = None

@@ -25,9 +25,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 class Linear(nn.Module):
     """One or more matrices with the same input, held as one: (("q", 64), ("k", 32), ("v", 32)).
-
-    `product` may be replaced by one whose weight gradients come later (parallel/products.py).
-    """
+    `product` may be replaced by one whose weight gradients come later (parallel/products.py)."""
 
     product: Product = staticmethod(F.linear)
 
@@ -62,9 +60,7 @@ class Norm(nn.Module):
 
 class Core(nn.Module):
     """Causal attention over whole sequences; context parallelism puts its own in this place.
-
-    `backends`: which of torch's kernels may be used, the first that can; None: torch chooses.
-    """
+    `backends`: which of torch's kernels may be used, the first that can; None: torch chooses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,10 +148,8 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """GELU or squared ReLU with two matrices, or SwiGLU with a gate beside the up matrix.
-
-    `gelu` and `swiglu` (of gate and up side by side) may be replaced by other kernels.
-    """
+    """GELU or squared ReLU with two matrices, or SwiGLU with a gate beside the up matrix. `gelu`
+    and `swiglu` (of gate and up side by side) may be replaced by other kernels."""
 
     gelu: Callable[[Tensor], Tensor] = staticmethod(F.gelu)
     swiglu: Callable[[Tensor], Tensor] = staticmethod(plain_swiglu)

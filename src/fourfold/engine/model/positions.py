@@ -27,10 +27,8 @@ class Tables(NamedTuple):
 def make_tables(
     shape: ModelShape, positions_S: Tensor, heads: range, dtype: torch.dtype = torch.float32
 ) -> Tables:
-    """Tables of the tokens at `positions_S` and of the given range of global heads.
-
-    In fp32 whatever activations are in, in fp64 for fp64: a position of 100,000 has no bf16.
-    """
+    """Tables of the tokens at `positions_S` and of the given range of global heads. In fp32
+    whatever activations are in, in fp64 for fp64: a position of 100,000 has no bf16."""
     wide = torch.promote_types(dtype, torch.float32)
     if shape.positions.kind == "rope":
         pairs = frequencies(shape, positions_S.device, wide)

@@ -1,10 +1,4 @@
-"""Times calls on the device's own clock, reads clocks between steps, and ends warm-up.
-
-Of a call's readings the lower quartile counts: neighbours on the machine only ever add to a
-reading, and the very lowest one may be the clock's luck. All ranks stop warming up after the same
-step: rank 0 judges by the rule of `result.warmup`, and tells the others; between decisions lies a
-window of steps without synchronisation.
-"""
+"""Times calls on the device's own clock, reads clocks between steps, and ends warm-up."""
 
 from __future__ import annotations
 
@@ -29,11 +23,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Lower quartile of as many readings as the budget allows, after a warm-up call.
-
-    On a CPU a call that alone takes the whole budget is not repeated: its first time is its answer.
-    A GPU's first call loads kernels and says nothing.
-    """
+    """Lower quartile of as many readings as the budget allows. On a CPU a call that alone takes the
+    whole budget is not repeated; a GPU's first call loads kernels and says nothing."""
     first_s = reading(work, device, 1)
     if first_s > budget_s and device.type == "cpu":
         return first_s
@@ -47,11 +38,11 @@ def seconds_of(work: Callable[[], object], device: torch.device, budget_s: float
 
 
 def lower_quartile(readings: Sequence[float]) -> float:
+    """Neighbours on the machine only add to a reading; the very lowest may be the clock's luck."""
     return sorted(readings)[len(readings) // 4]
 
 
 def reading(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Seconds per call over `calls` calls."""
     if device.type == "cuda":
         first = torch.cuda.Event(enable_timing=True)
         last = torch.cuda.Event(enable_timing=True)
@@ -99,8 +90,6 @@ class Ticks:
 
 @dataclass(frozen=True, slots=True)
 class WarmupTicks:
-    """Clock readings of every warm-up step, and how the warm-up ended."""
-
     ticks: tuple[Ticks, ...]
     warmup: Warmup
 
@@ -118,7 +107,8 @@ def by_count(run: Callable[[int], Ticks], count: int) -> WarmupTicks:
 def until_steady(
     run: Callable[[int], Ticks], *, least: int, device: torch.device, rank: int
 ) -> WarmupTicks:
-    """`run(n)` does the next n steps. Collective: every rank makes the same number of them."""
+    """`run(n)` does the next n steps, without synchronisation inside. Collective: every rank makes
+    the same number of them."""
     ticks = [run(LEAD)]
     sampler = Sampler(uuid_of(device)) if rank == 0 else None
     times: list[list[float]] = []

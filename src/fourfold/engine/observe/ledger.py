@@ -1,9 +1,5 @@
-"""Counts what a rank holds, computes and sends as operators run, on real or fake tensors.
-
-Bytes are of storages (views are free), FLOPs of matrix products and attention on local shapes (see
-`operators`), traffic by axis and collective as payload.
-What a kernel allocates inside itself, and what an allocator rounds up, is not seen.
-"""
+"""Counts what a rank holds, computes and sends as operators run, on real or fake tensors. It does
+not see what a kernel allocates inside itself, nor what an allocator rounds up."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ from torch import Tensor
 
 from fourfold.engine import compat
 from fourfold.engine.observe.operators import collective, is_collective, op_flops
+from fourfold.result.one_rank import Large
 
 # Kinds that outlive a step; what is left is activations, whatever made it.
 STATE_KINDS = ("parameters", "gradients", "optimizer")
@@ -41,6 +38,13 @@ class Allocation:
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
         return f"{self.size} bytes {self.kind} {shape} {self.dtype} by {self.op} in {self.phase}"
+
+    def large(self, name: str = "") -> Large:
+        shape = "x".join(map(str, self.shape))
+        return Large(
+            bytes=self.size, kind=self.kind, shape=shape, dtype=self.dtype, op=self.op,
+            phase=self.phase, name=name,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -186,19 +190,13 @@ class Ledger(compat.TorchDispatchMode):
         )
 
     def largest(self) -> tuple[Allocation, ...]:
-        """The largest storages that live now."""
         allocations = (entry[0] for entry in self._allocations.values())
-        return tuple(
-            map(
-                replace, heapq.nlargest(_LARGEST, allocations, key=lambda allocated: allocated.size)
-            )
-        )
+        largest = heapq.nlargest(_LARGEST, allocations, key=lambda allocation: allocation.size)
+        return tuple(map(replace, largest))
 
     def _snapshot(self) -> None:
         """Who was there. A walk over all storages, so only where the peak turns, not on its way up.
-
-        Within 1% of the last snapshot the same tensors are the largest; only the total moves on.
-        """
+        Within 1% of the last snapshot the same tensors are the largest; only the total moves on."""
         self._rising = False
         before: PeakSnapshot | None = getattr(self, "_peak", None)
         if before is not None and before.size <= self.peak_bytes <= before.size * 1.01:

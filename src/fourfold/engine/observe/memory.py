@@ -1,9 +1,4 @@
-"""What was the most memory a rank used for the run itself? Probes beside it must not count.
-
-On CUDA the allocator keeps the peak; it is read and reset around a probe. On a CPU the ledger
-counts, but compiled code hides from it: there the allocator's own reports are added up over one
-step, on top of what was held when it began.
-"""
+"""The most memory a rank used for the run itself, and what it held when memory ran out."""
 
 from __future__ import annotations
 
@@ -13,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +16,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from fourfold.engine.compat import local, storage_key
-from fourfold.engine.observe.ledger import Allocation, Ledger, MemoryLimitError
+from fourfold.engine.observe.ledger import Ledger, MemoryLimitError, OverLimit
 from fourfold.engine.observe.phases import owners_of
 from fourfold.engine.parallel.shards import published
 from fourfold.engine.training.trainer import Trainer
@@ -91,7 +87,8 @@ def retries(device: torch.device) -> int:
 
 @contextmanager
 def allocator_peak(trainer: Trainer) -> Iterator[list[int]]:
-    """Bytes at the fullest moment of what is run inside, as the CPU allocator reports them."""
+    """Bytes at the fullest moment of what is run inside, as the CPU allocator reports them, on top
+    of what was held before: compiled code hides from the ledger."""
     peaks: list[int] = []
     state_bytes = _state_bytes(trainer)
     watch = profile(profile_memory=True)
@@ -115,15 +112,14 @@ def _state_bytes(trainer: Trainer) -> int:
 
 
 _LARGEST = 10
+_UNKNOWN = Large(bytes=0, kind="activations", shape="", dtype="", op="", phase="")
 _ASKED = re.compile(r"tried to allocate\s+([\d.]+)\s*(bytes|[KMGT]iB)?", re.I)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def names_of(trainer: Trainer) -> dict[int, str]:
-    """Storage -> the published tensors in it; a fused projection holds several.
-
-    In the middle of a step modules hold gathered weights, in whose place the shards come back.
-    """
+    """Storage -> the published tensors in it; a fused projection holds several. In the middle of a
+    step modules hold gathered weights, in whose place the shards come back."""
     names_by_storage: dict[int, list[str]] = {}
     for shard in trainer.shards:
         key = storage_key(local(shard.param.detach()))
@@ -151,14 +147,15 @@ def of_ledger(ledger: Ledger, trainer: Trainer | None, error: BaseException) -> 
     """At the limit the ledger took its picture itself; an allocator's refusal finds it here."""
     names = names_of(trainer) if trainer is not None else {}
     over = error.over if isinstance(error, MemoryLimitError) else None
-    largest = over.largest if over is not None else ledger.largest()
-    kinds = over.kinds if over is not None else dict(ledger.kinds)
+    if over is None:
+        asked, kinds = asked_bytes(str(error)), dict(ledger.kinds)
+        over = OverLimit(ledger.live_bytes, 0, asked, kinds, ledger.largest())
     return OomReport(
-        live_bytes=over.size if over is not None else ledger.live_bytes,
-        asked_bytes=over.asked_bytes if over is not None else asked_bytes(str(error)),
-        limit_bytes=over.limit_bytes if over is not None else 0,
-        kinds=_kinds(kinds),
-        largest=tuple(_large(allocation, names) for allocation in largest),
+        live_bytes=over.size,
+        asked_bytes=over.asked_bytes,
+        limit_bytes=over.limit_bytes,
+        kinds=_kinds(over.kinds),
+        largest=tuple(a.large(names.get(a.key, "")) for a in over.largest),
         source="ledger of live tensors",
     )
 
@@ -168,19 +165,9 @@ def _kinds(kinds: dict[str, int]) -> tuple[Kind, ...]:
     return tuple(Kind(name=name, bytes=size) for name, size in ordered if size > 0)
 
 
-def _large(allocation: Allocation, names: dict[int, str]) -> Large:
-    return Large(
-        bytes=allocation.size,
-        kind=allocation.kind,
-        shape="x".join(map(str, allocation.shape)),
-        dtype=allocation.dtype,
-        op=allocation.op,
-        phase=allocation.phase,
-        name=names.get(allocation.key, ""),
-    )
-
-
 def of_allocator(device: torch.device, trainer: Trainer | None, error: BaseException) -> OomReport:
+    """Blocks get kind, shape and name from tensors Python can reach; what only autograd's graph
+    holds stays a block of activations. (A snapshot without history costs nothing before.)"""
     stats = torch.cuda.memory_stats(device)
     live = int(stats.get("allocated_bytes.all.current", 0))
     known = _reachable(trainer)
@@ -195,18 +182,9 @@ def of_allocator(device: torch.device, trainer: Trainer | None, error: BaseExcep
         limit_bytes=_limit_bytes(device),
         reserved_bytes=int(stats.get("reserved_bytes.all.current", 0)),
         kinds=_kinds(dict(kinds)),
-        largest=tuple(_block(size, known.get(address)) for address, size in top),
+        largest=tuple(replace(known.get(address, _UNKNOWN), bytes=size) for address, size in top),
         source="blocks of the CUDA allocator",
     )
-
-
-def _block(size: int, seen: Large | None) -> Large:
-    if seen is None:
-        return Large(bytes=size, kind="activations", shape="", dtype="", op="", phase="")
-    return Large(
-        bytes=size, kind=seen.kind, shape=seen.shape, dtype=seen.dtype, op="", phase="",
-        name=seen.name,
-    )  # fmt: skip
 
 
 def _blocks(device: torch.device) -> Any:

@@ -1,11 +1,5 @@
-"""What does one operator send and compute, on the arguments it really got?
-
-Bytes of a collective are its payload: the whole tensor (gathered output, scattered input, message).
-A ring moves (n-1)/n of it through each rank, twice for an all-reduce. FLOPs are those of products
-and attention, 2 per multiply-add; attention counts every query-key pair, causal or not, as torch's
-own counter does: forward 2 products per pair, backward 5 (scores again; gradients of values,
-probabilities, queries, keys).
-"""
+"""What one operator sends (payload: the whole tensor) and computes (2 FLOPs a multiply-add; every
+query-key pair counts, causal or not, as in torch's counter)."""
 
 from __future__ import annotations
 
@@ -23,37 +17,20 @@ from fourfold.engine import compat
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # torch's names of one collective, by API: c10d's in place, coalesced and functional ones.
-OPS = {
-    "allreduce_": "all-reduce",
-    "allreduce_coalesced_": "all-reduce",
-    "all_reduce": "all-reduce",
-    "all_reduce_": "all-reduce",
-    "all_reduce_coalesced": "all-reduce",
-    "all_reduce_coalesced_": "all-reduce",
-    "allgather_": "all-gather",
-    "_allgather_base_": "all-gather",
-    "allgather_coalesced_": "all-gather",
-    "allgather_into_tensor_coalesced_": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "all_gather_into_tensor_out": "all-gather",
-    "all_gather_into_tensor_coalesced": "all-gather",
-    "reduce_scatter_": "reduce-scatter",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced": "reduce-scatter",
-    "alltoall_": "all-to-all",
-    "alltoall_base_": "all-to-all",
-    "all_to_all_single": "all-to-all",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "isend": "send",
-    "irecv": "recv",
+_TORCH_NAMES = {
+    "all-reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced"
+    " all_reduce_coalesced_",
+    "all-gather": "allgather_ _allgather_base_ allgather_coalesced_ all_gather_into_tensor"
+    " allgather_into_tensor_coalesced_ all_gather_into_tensor_out all_gather_into_tensor_coalesced",
+    "reduce-scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_"
+    " reduce_scatter_tensor reduce_scatter_tensor_coalesced",
+    "all-to-all": "alltoall_ alltoall_base_ all_to_all_single",
+    "broadcast": "broadcast_ broadcast",
+    "reduce": "reduce_",
+    "send": "send isend",
+    "recv": "recv_ recv_any_source_ irecv",
 }
+OPS = {name: op for op, names in _TORCH_NAMES.items() for name in names.split()}
 
 
 def is_collective(func: Any) -> bool:
@@ -91,13 +68,13 @@ def _group_names(arguments: tuple[Any, ...]) -> Iterator[str]:
                 continue  # a boxed reduce operation, not a group
 
 
-_ATTENTION_FORWARD = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-)
+_ATTENTION_FORWARD = tuple(
+    f"_scaled_dot_product_{kernel}"
+    for kernel in (
+        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+)  # fmt: skip
 
 
 def is_attention(func: Any) -> bool:

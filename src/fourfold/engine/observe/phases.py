@@ -1,9 +1,4 @@
-"""Where in its step is a trainer, and whose bytes are whose? For ledgers, heartbeats and clocks.
-
-On a timeline a micro batch passes embed, layers, head, between, head back, layers back, embed back
-(weights, where they come later); a step has data, reduce and optimizer once. A phase lasts until
-the next. With virtual stages each chunk has phases of its own: `layers#1`.
-"""
+"""Where a trainer is in its step, and whose bytes are whose: for ledgers, heartbeats and clocks."""
 
 from __future__ import annotations
 
@@ -19,9 +14,8 @@ from fourfold.engine.compat import fsdp_parameters, local
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.observe.ledger import STATE_KINDS, Ledger
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.training.hooks import StepEvent
-from fourfold.engine.training.trainer import Trainer
-from fourfold.result.one_rank import Kind, Large, RankCount, Traffic
+from fourfold.engine.training.trainer import StepEvent, Trainer
+from fourfold.result.one_rank import Kind, RankCount, Traffic
 from fourfold.spec.model import ModelShape
 
 # Several groups serve one axis of the layout: copies and shards of data parallelism, ranks that
@@ -78,7 +72,7 @@ def mark_phases(
         if check is not None and event.norm is not None:
             check(event.norm)
 
-    trainer.hooks.add(observe)
+    trainer.callbacks.append(observe)
     for chunk in trainer.chunks:
         chunk.register_forward_pre_hook(lambda *_: mark("forward"))
 
@@ -105,22 +99,14 @@ def count_of(ledger: Ledger, trainer: Trainer, seconds: float = 0.0) -> RankCoun
         kinds=tuple(
             Kind(name=name, bytes=size) for name, size in sorted(peak.kinds.items()) if size
         ),
-        largest=tuple(
-            Large(
-                bytes=allocation.size,
-                kind=allocation.kind,
-                shape="x".join(map(str, allocation.shape)),
-                dtype=allocation.dtype,
-                op=allocation.op,
-                phase=allocation.phase,
-            )
-            for allocation in peak.largest
-        ),
+        largest=tuple(allocation.large() for allocation in peak.largest),
         micro_batches=len(trainer.sizes),
         seconds=seconds,
     )
 
 
+# Of a micro batch; a phase lasts until the next. With virtual stages each chunk has its own
+# (`layers#1`). A step has the others once.
 MICRO_PHASES = (
     "embed", "layers", "head", "between", "head back", "layers back", "embed back", "weights",
 )  # fmt: skip
@@ -170,10 +156,8 @@ def phase_of(name: str) -> str:
 
 
 def steady(intervals: dict[str, list[float]], passes: int) -> dict[str, float]:
-    """Seconds (or anything else) of one ordinary micro batch by phase, from `passes` of them.
-
-    The median of a chunk's passes: the first forward gathers and the last backward reduces besides.
-    """
+    """Seconds (or anything else) of one ordinary micro batch by phase, from `passes` of them. The
+    median of a chunk's passes: the first forward gathers and the last backward reduces besides."""
     by_phase = {}
     for name, values in intervals.items():
         phase = phase_of(name)
@@ -192,7 +176,7 @@ def attach(trainer: Trainer, mark: Callable[[str], None]) -> None:
         else:  # W makes gradients of weights, after those of inputs
             mark(("weights" if event.kind == "W" else "head back") + names[event.chunk])
 
-    trainer.hooks.add(observe)
+    trainer.callbacks.append(observe)
     for chunk, name in names.items():
         _attach_chunk(chunk, lambda phase, name=name: mark(phase + name))
 
@@ -201,23 +185,13 @@ def _attach_chunk(chunk: Decoder, mark: Callable[[str], None]) -> None:
     layers = list(chunk.layers.values())
     chunk.register_forward_pre_hook(lambda *_: mark("embed"), prepend=True)
     chunk.register_forward_hook(lambda *_: mark("between"))
-    layers[0].register_forward_pre_hook(_into_layers(mark), prepend=True)
-    layers[-1].register_forward_hook(_out_of_layers(mark))
 
+    def enter(phase: str, tensor: Any, after_backward: str) -> None:
+        mark(phase)
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: mark(after_backward))
 
-def _into_layers(mark: Callable[[str], None]) -> Callable[..., None]:
-    def hook(_: object, args: tuple[Any, ...]) -> None:
-        mark("layers")
-        if isinstance(args[0], Tensor) and args[0].requires_grad:
-            args[0].register_hook(lambda _: mark("embed back"))
-
-    return hook
-
-
-def _out_of_layers(mark: Callable[[str], None]) -> Callable[..., None]:
-    def hook(_: object, args: tuple[Any, ...], out: Tensor) -> None:
-        mark("head")
-        if out.requires_grad:
-            out.register_hook(lambda _: mark("layers back"))
-
-    return hook
+    layers[0].register_forward_pre_hook(
+        lambda _, args: enter("layers", args[0], "embed back"), prepend=True
+    )
+    layers[-1].register_forward_hook(lambda _, args, out: enter("head", out, "layers back"))

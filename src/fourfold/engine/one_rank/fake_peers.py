@@ -1,10 +1,5 @@
-"""A world of which only one rank exists: its collectives answer at once, with sane values.
-
-What another rank would have sent is made from what this rank has: gathered parts are copies of its
-own, a reduced shard is its own part, a received activation is normal noise. Values keep their
-size, so that kernels meet ordinary numbers (zeros draw less power, and not-a-numbers spread), and
-one kernel fills one message. Every message is counted by group and kind.
-"""
+"""A world of which only one rank exists: collectives answer at once, with values made from its own,
+so that kernels meet ordinary numbers (zeros draw less power, NaNs spread)."""
 
 from __future__ import annotations
 
@@ -39,10 +34,8 @@ class Fill:
 
 @dataclass(slots=True)
 class TrafficLog:
-    """StepTraffic since the last `clear`, by (group's name, kind): payload bytes and calls.
-
-    Fills also by `phase`, which whoever runs the steps sets.
-    """
+    """StepTraffic since the last `clear`, by (group's name, kind): payload bytes and calls. Fills
+    also by `phase`, which whoever runs the steps sets."""
 
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -58,10 +51,8 @@ class TrafficLog:
 
 
 class StepTraffic:
-    """The messages of one step: in all, and of every interval between two phases' beginnings.
-
-    Keys are (group's name, kind): payload bytes, calls under `kind calls`.
-    """
+    """The messages of one step: in all, and of every interval between two phases' beginnings. Keys
+    are (group's name, kind): payload bytes, calls under `kind calls`."""
 
     def __init__(self, traffic_log: TrafficLog) -> None:
         traffic_log.clear()
@@ -93,7 +84,8 @@ class StepTraffic:
 
 
 class FillingProcessGroup(OwnProcessGroup):
-    """A group of a world whose other ranks do not exist."""
+    """A group of a world whose other ranks do not exist: gathered parts are copies of the rank's
+    own, a reduced shard is its own part, a received activation is normal noise."""
 
     def __init__(self, rank: int, size: int, traffic_log: TrafficLog) -> None:
         super().__init__(rank, size, BACKEND)

@@ -1,10 +1,4 @@
-"""What did the device do during a forward and a backward pass? Seconds by kind of work.
-
-torch's profiler, opened for one ordinary micro batch in the middle of a step. On a GPU an instant
-belongs to the most important kernel that runs in it (products first), so that what runs beside
-costs nothing; on a CPU an operator's own time counts. The profiler slows the host, so idle time is
-not read from it but is what the unprofiled micro batch takes beyond this.
-"""
+"""Device seconds of a forward and a backward pass by kind of work, from torch's profiler."""
 
 from __future__ import annotations
 
@@ -44,7 +38,8 @@ def kind_of(name: str) -> str:
 @dataclass(slots=True)
 class MicroBatchProfiler:
     """Told of every phase of a step, it watches the second to last forward and what follows it
-    until a backward is over. `forwards` are those of the step."""
+    until a backward is over. `forwards` are those of the step. The profiler slows the host, so idle
+    time is what the unprofiled micro batch takes beyond this."""
 
     device: torch.device
     forwards: int
@@ -119,7 +114,8 @@ def _fills(events: Sequence[Any]) -> dict[int, _Ranges]:
 
 
 def _on_device(events: Sequence[Any]) -> dict[str, float]:
-    """Nanoseconds by part: kernels by the operator that launched them, important ones on top."""
+    """Nanoseconds by part: kernels by the operator that launched them. An instant belongs to the
+    most important kernel that runs in it, so that what runs beside costs nothing."""
     fills = _fills(events)
     launched: dict[int, str] = {}
     for event in events:

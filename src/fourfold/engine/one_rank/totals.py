@@ -1,8 +1,5 @@
-"""What do the readings of an emulated rank add up to? Phases, a whole step, traffic and memory.
-
-Micro batches that were not run are like the steady ones; fills, which stand for what peers would
-have sent, are taken off.
-"""
+"""What the readings of an emulated rank add up to: micro batches that were not run are like the
+steady ones, and fills, which stand for what peers would have sent, are taken off."""
 
 from __future__ import annotations
 
@@ -99,10 +96,8 @@ def fill_seconds(
 def phase_times(
     readings: StepReadings, micro_s: dict[str, float], fills: dict[str, float], stage: StageFacts
 ) -> tuple[list[PhaseTime], float]:
-    """Phases of a micro batch and of a step without fills, and the seconds of a whole step.
-
-    `once`: what a step has besides, such as the first gather and the last reduction of gradients.
-    """
+    """Phases of a micro batch and of a step without fills, and the seconds of a whole step. `once`:
+    what a step has besides, such as the first gather and the last reduction of gradients."""
     phases = []
     for name, seconds in micro_s.items():
         filled = min(seconds, fills.get(name, 0.0) / stage.ran)

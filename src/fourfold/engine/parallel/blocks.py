@@ -1,7 +1,6 @@
-"""Attention of some queries to some keys, with what is needed to join such blocks: the logsumexp.
+"""Attention of some queries to some keys, with the logsumexp by which such blocks are joined.
 
-B batch, H query heads, K key/value heads, S queries, T keys, C head size. Fused kernels where they
-exist (CPU; CUDA in half precision), scores in memory otherwise (ALiBi, fp32 on CUDA).
+B batch, H query heads, K key/value heads, S queries, T keys, C head size.
 """
 
 from __future__ import annotations
@@ -57,9 +56,20 @@ def backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one block, where `out` and `lse` are those of all blocks joined."""
-    if _is_flash(inputs[0], bias):
+    q, k, v = inputs
+    if _is_flash(q, bias):
         return flash_backward(grad, inputs, out, lse, causal=causal)
-    return _scores_backward(grad, inputs, out, lse, causal=causal, bias=bias)
+    wide, heads = _wide(q), k.shape[1]
+    shares = _scores(q, k, causal=causal, bias=bias) - lse.unflatten(1, (heads, -1))[..., None]
+    shares = shares.exp()
+    grad_, out_ = _grouped(grad, heads, wide), _grouped(out, heads, wide)
+    dv = (shares.transpose(-1, -2) @ grad_).sum(dim=2)
+    delta = (grad_ * out_).sum(dim=-1, keepdim=True)
+    dscores = shares * (grad_ @ v.to(wide)[:, :, None].transpose(-1, -2) - delta)
+    dscores = dscores * q.shape[-1] ** -0.5
+    dq = (dscores @ k.to(wide)[:, :, None]).flatten(1, 2)
+    dk = (dscores.transpose(-1, -2) @ _grouped(q, heads, wide)).sum(dim=2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _grouped(x_BHSC: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -83,29 +93,6 @@ def _scores(q: Tensor, k: Tensor, *, causal: bool, bias: Tensor | None) -> Tenso
     return scores
 
 
-def _scores_backward(
-    grad: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = inputs
-    wide, heads = _wide(q), k.shape[1]
-    shares = _scores(q, k, causal=causal, bias=bias) - lse.unflatten(1, (heads, -1))[..., None]
-    shares = shares.exp()
-    grad_, out_ = _grouped(grad, heads, wide), _grouped(out, heads, wide)
-    dv = (shares.transpose(-1, -2) @ grad_).sum(dim=2)
-    delta = (grad_ * out_).sum(dim=-1, keepdim=True)
-    dscores = shares * (grad_ @ v.to(wide)[:, :, None].transpose(-1, -2) - delta)
-    dscores = dscores * q.shape[-1] ** -0.5
-    dq = (dscores @ k.to(wide)[:, :, None]).flatten(1, 2)
-    dk = (dscores.transpose(-1, -2) @ _grouped(q, heads, wide)).sum(dim=2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
 class JoinedBlocks:
     """Blocks of the same queries, joined by their logsumexp in fp32 (fp64 for fp64)."""
 
@@ -114,9 +101,33 @@ class JoinedBlocks:
         self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
         self.lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
 
-    def add(self, queries: tuple[int, int], out: Tensor, lse: Tensor) -> None:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, span: Span, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the block of a span; (out, logsumexp) of it alone."""
+        queries, keys = span.queries, span.keys
+        out, lse = forward(
+            cut(q, queries), cut(k, keys), cut(v, keys), causal=span.causal, bias=bias
+        )
         old_out, old_lse = cut(self.out, queries), cut(self.lse, queries)
         new_lse = torch.logaddexp(old_lse, lse)
         keep, take = (old_lse - new_lse).exp(), (lse - new_lse).exp()
         old_out.mul_(keep[..., None]).add_(out * take[..., None])
         old_lse.copy_(new_lse)
+        return out, lse
+
+
+class BlockGradients:
+    """Gradients of queries, keys and values, added up block by block in fp32 (fp64 for fp64)."""
+
+    def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.grad, self.q, self.out, self.lse = grad, q, out, lse
+        self.dq = torch.zeros_like(q, dtype=_wide(q))
+
+    def add(self, k: Tensor, v: Tensor, span: Span, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of one span, (dk, dv) of its keys alone."""
+        grad, q, out, lse = (cut(x, span.queries) for x in (self.grad, self.q, self.out, self.lse))
+        inputs = (q, cut(k, span.keys), cut(v, span.keys))
+        dq, dk, dv = backward(grad, inputs, out, lse, causal=span.causal, bias=bias)
+        cut(self.dq, span.queries).add_(dq)
+        return dk, dv

@@ -1,9 +1,4 @@
-"""Context parallelism: each rank holds part of every sequence; only attention looks beyond it.
-
-Three kinds with the same result. `ring`: keys and values rotate (parallel/ring.py). `allgather`:
-keys and values of all ranks are gathered, their gradients summed and scattered. `ulysses`: an
-all-to-all turns parts of the sequence into parts of the heads and back.
-"""
+"""Context parallelism: each rank holds part of every sequence; only attention looks beyond it."""
 
 from __future__ import annotations
 
@@ -12,16 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.engine.compat import activation_dtype
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
-from fourfold.engine.model.positions import Tables, alibi_bias
-from fourfold.engine.parallel import blocks
-from fourfold.engine.parallel.blocks import JoinedBlocks, Span, cut
-from fourfold.engine.parallel.groups import AllGather, AllToAll, Group, start_exchange, wait
+from fourfold.engine.model.positions import Tables, alibi_bias, make_tables
+from fourfold.engine.parallel.blocks import BlockGradients, JoinedBlocks, Span, cut
+from fourfold.engine.parallel.groups import AllGather, AllToAll, Group, World, start_exchange, wait
+from fourfold.spec.run import RunSpec
 
 
 def zigzag(seq_len: int, parts: int, part: int, device: torch.device | str) -> Tensor:
-    """Global positions that context rank `part` holds."""
+    """Global positions that context rank `part` holds: of 2P chunks the r-th and the r-th last, so
+    that every rank has the same work under a causal mask."""
     chunk = seq_len // (2 * parts)
     early = torch.arange(part * chunk, (part + 1) * chunk, device=device)
     late = torch.arange((2 * parts - 1 - part) * chunk, (2 * parts - part) * chunk, device=device)
@@ -63,6 +60,8 @@ class _Bias:
 
 
 class _Ring(torch.autograd.Function):
+    """Keys and values travel around the ranks while each uses what it has: two buffers, no more."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, group: Group
@@ -72,14 +71,7 @@ class _Ring(torch.autograd.Function):
         for step in range(group.size):
             following = start_rotate(kv, group) if step + 1 < group.size else None
             span = span_of(step, group.rank, group.size, tokens)
-            out, lse = blocks.forward(
-                cut(q, span.queries),
-                cut(kv[0], span.keys),
-                cut(kv[1], span.keys),
-                causal=span.causal,
-                bias=bias.at(step, span),
-            )
-            joined.add(span.queries, out, lse)
+            joined.attend(q, kv[0], kv[1], span, bias.at(step, span))
             if following is not None:
                 kv = wait(following)
         out = joined.out.to(q.dtype)
@@ -89,36 +81,26 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        (grad,) = grads
         q, k, v, out, lse = ctx.saved_tensors
         group, tokens, kv = ctx.group, q.shape[2], torch.stack([k, v])
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dq = torch.zeros_like(q, dtype=wide)
-        dkv = torch.zeros_like(kv, dtype=wide)
+        sums = BlockGradients(grads[0], q, out, lse)
+        dkv = torch.zeros_like(kv, dtype=sums.dq.dtype)
         arriving: Tensor | None = None
         for step in range(group.size):
             following = start_rotate(kv, group) if step + 1 < group.size else None
             span = span_of(step, group.rank, group.size, tokens)
-            part = blocks.backward(
-                cut(grad, span.queries),
-                (cut(q, span.queries), cut(kv[0], span.keys), cut(kv[1], span.keys)),
-                cut(out, span.queries),
-                cut(lse, span.queries),
-                causal=span.causal,
-                bias=ctx.bias.at(step, span),
-            )
-            cut(dq, span.queries).add_(part[0])
+            dk, dv = sums.add(kv[0], kv[1], span, ctx.bias.at(step, span))
             # The gradient of the keys at hand comes with them, one hop behind the computation.
             if arriving is not None:
                 dkv = wait(arriving)
-            cut(dkv[0], span.keys).add_(part[1])
-            cut(dkv[1], span.keys).add_(part[2])
+            cut(dkv[0], span.keys).add_(dk)
+            cut(dkv[1], span.keys).add_(dv)
             arriving = start_rotate(dkv, group)
             if following is not None:
                 kv = wait(following)
         assert arriving is not None
         home = wait(arriving).to(k.dtype)
-        return dq.to(q.dtype), home[0], home[1], None, None
+        return sums.dq.to(q.dtype), home[0], home[1], None, None
 
 
 class RingCore(nn.Module):
@@ -156,11 +138,7 @@ class _Spans(torch.autograd.Function):
     ) -> Tensor:
         joined = JoinedBlocks(q)
         for span, bias in zip(spans, biases, strict=True):
-            keys, values = cut(k, span.keys), cut(v, span.keys)
-            out, lse = blocks.forward(
-                cut(q, span.queries), keys, values, causal=span.causal, bias=bias
-            )
-            joined.add(span.queries, out, lse)
+            joined.attend(q, k, v, span, bias)
         out = joined.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, joined.lse)
         ctx.spans, ctx.biases = spans, biases
@@ -168,23 +146,14 @@ class _Spans(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        (grad,) = grads
         q, k, v, out, lse = ctx.saved_tensors
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        sums = BlockGradients(grads[0], q, out, lse)
+        dk, dv = (torch.zeros_like(x, dtype=sums.dq.dtype) for x in (k, v))
         for span, bias in zip(ctx.spans, ctx.biases, strict=True):
-            part = blocks.backward(
-                cut(grad, span.queries),
-                (cut(q, span.queries), cut(k, span.keys), cut(v, span.keys)),
-                cut(out, span.queries),
-                cut(lse, span.queries),
-                causal=span.causal,
-                bias=bias,
-            )
-            cut(dq, span.queries).add_(part[0])
-            cut(dk, span.keys).add_(part[1])
-            cut(dv, span.keys).add_(part[2])
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+            block_dk, block_dv = sums.add(k, v, span, bias)
+            cut(dk, span.keys).add_(block_dk)
+            cut(dv, span.keys).add_(block_dv)
+        return sums.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 class AllGatherCore(nn.Module):
@@ -256,6 +225,13 @@ class UlyssesCore(nn.Module):
 
 
 CORES = {"ring": RingCore, "allgather": AllGatherCore, "ulysses": UlyssesCore}
+
+
+def rank_tables(spec: RunSpec, world: World, positions: Tensor) -> Tables:
+    """Places of this rank's tokens, slopes of its heads."""
+    each = spec.model.heads // world.tp.size
+    heads = range(world.tp.rank * each, (world.tp.rank + 1) * each)
+    return make_tables(spec.model, positions, heads, activation_dtype(spec.policy.dtypes.compute))
 
 
 def apply_context(decoder: Decoder, kind: str, group: Group) -> None:

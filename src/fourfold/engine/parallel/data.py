@@ -44,18 +44,18 @@ def apply_data(decoder: Decoder, mesh: DeviceMesh, policy: Policy) -> None:
         again = policy.zero == 3 and layer is not layers[-1]
         fully_shard(layer, reshard_after_forward=again, **options)
     fully_shard(decoder, reshard_after_forward=False, **options)
-    for module in _sharded(decoder):
+    dtypes = policy.dtypes
+    for module in (module for module in decoder.modules() if isinstance(module, FSDPModule)):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    _set_wire_format(decoder, policy.dtypes)
+        if dtypes.reduce != dtypes.grad:
+            module.set_custom_reduce_scatter(cast_reduce_scatter(DTYPES[dtypes.reduce]))
     _set_prefetch([m for m in layers if isinstance(m, FSDPModule)], policy.prefetch)
 
 
 def _formats(dtypes: Dtypes) -> MixedPrecisionPolicy:
     """FSDP accumulates unreduced gradients in its reduce dtype, so that is our accumulation dtype.
-
-    Inputs are not cast: positions and rotary tables stay as wide as they are.
-    """
+    Inputs are not cast: positions and rotary tables stay as wide as they are."""
     return MixedPrecisionPolicy(
         param_dtype=activation_dtype(dtypes.compute),
         reduce_dtype=DTYPES[dtypes.grad],
@@ -72,23 +72,10 @@ def _set_prefetch(layers: list[FSDPModule], depth: int) -> None:
         layer.set_modules_to_backward_prefetch(layers[max(0, i - depth) : i][::-1])
 
 
-def _sharded(decoder: nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in decoder.modules() if isinstance(module, FSDPModule))
-
-
-def _set_wire_format(decoder: Decoder, dtypes: Dtypes) -> None:
-    if dtypes.reduce == dtypes.grad:
-        return
-    for module in _sharded(decoder):
-        module.set_custom_reduce_scatter(cast_reduce_scatter(DTYPES[dtypes.reduce]))
-
-
 def before_backward(decoder: Decoder, zero: int, *, last: bool, kind: str = "B") -> None:
-    """Say what the coming backward does with gradients and weights.
-
-    `kind`: B a whole one; I only to the inputs, whose gradients of weights are not whole yet; W the
-    weights' part. `last`: the step's last that makes gradients of weights.
-    """
+    """Say what the coming backward does with gradients and weights. `kind`: B a whole one; I only
+    to the inputs, whose gradients of weights are not whole yet; W the weights' part. `last`: the
+    step's last that makes gradients of weights."""
     assert isinstance(decoder, FSDPModule)
     decoder.set_is_last_backward(last)
     decoder.set_requires_gradient_sync(kind != "I" and (last or zero >= 2))
@@ -96,11 +83,9 @@ def before_backward(decoder: Decoder, zero: int, *, last: bool, kind: str = "B")
 
 
 def backward_weights(decoder: Decoder, multiply: Callable[[int | None], None]) -> None:
-    """A split backward's second part: `multiply` makes gradients of a layer (None: of the head).
-
-    No autograd runs here, so what FSDP does after a backward pass is called by hand, layer by
-    layer, as torch's own pipelines do: the next layer is multiplied while this one is reduced.
-    """
+    """A split backward's second part: `multiply` makes gradients of a layer (None: of the head). No
+    autograd runs here, so what FSDP does after a backward pass is called by hand, layer by layer,
+    as torch's own pipelines do: the next layer is multiplied while this one is reduced."""
     multiply(None)
     for index, layer in reversed(decoder.blocks.items()):
         multiply(index)
@@ -139,7 +124,10 @@ class _Weight:
 
 
 class Alone:
-    """The weights of one chunk. `adding`: the format in which gradients add up."""
+    """The weights of one chunk where nobody else sees other tokens: nothing is gathered or reduced.
+    Layers compute with a copy of each weight in their own format, made anew only when the weight
+    has changed. Gradients of one micro batch stay as the backward pass made them; more of them add
+    up in the format `adding`."""
 
     def __init__(self, chunk: Decoder, *, computing: torch.dtype, adding: torch.dtype) -> None:
         self.adding = adding

@@ -1,9 +1,4 @@
-"""Who talks to whom? All process groups of a layout, from this rank's point of view.
-
-Every rank makes only the groups it belongs to, in one fixed order of axes, so making them can't
-deadlock and a world of thousands of ranks costs a handful of groups. The process group of the whole
-world must exist (init_process_group, with device_id on CUDA).
-"""
+"""The process groups of a layout as this rank sees them, and collectives over them for autograd."""
 
 from __future__ import annotations
 
@@ -61,7 +56,8 @@ class World:
 
     @classmethod
     def create(cls, layout: Layout, device_type: str) -> World:
-        """All groups of this rank. Collective: every rank calls it with the same layout."""
+        """All groups of this rank. Collective, with the same layout: every rank makes only its own
+        groups, in one order of axes, so that making them can't deadlock."""
         assert dist.get_world_size() == layout.world, "the world must be as large as the layout"
         rank = dist.get_rank()
         table = _rank_table(layout)
@@ -185,6 +181,7 @@ def _group(axis: str, ranks: torch.Tensor, this_rank: dist.ProcessGroup | None =
 
 
 def wait(tensor: Tensor) -> Tensor:
+    """Functional collectives return before the transfer ends; this is where the result is used."""
     return functional.wait_tensor(tensor)
 
 

@@ -1,9 +1,5 @@
-"""A process group for ranks that share a GPU: every message goes through host memory, over gloo.
-
-NCCL refuses two ranks on one GPU. gloo knows some collectives of GPU tensors but no sends, and its
-own copies of them crashed in layouts with several groups: here each tensor is copied to the host,
-sent as any tensor of a CPU, and copied back on the stream that asked.
-"""
+"""A process group for ranks that share a GPU, which NCCL refuses: messages go through host memory.
+(gloo has no sends of GPU tensors, and its collectives crashed in layouts with several groups.)"""
 
 from __future__ import annotations
 
@@ -27,28 +23,18 @@ def use() -> str:
     return BACKEND
 
 
-class _Arriving(dist.Work):
-    """A message on its way to host memory; who waits for it has it copied to its place."""
+class _Message(dist.Work):
+    """A message on its way between host memories, whose copy here it keeps until then; who waits
+    for a received one has it copied to its `target`."""
 
-    def __init__(self, work: dist.Work, host: Tensor, target: Tensor) -> None:
+    def __init__(self, work: dist.Work, host: Tensor, target: Tensor | None = None) -> None:
         super().__init__()
         self._work, self._host, self._target = work, host, target
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._work.wait()
-        _put(self._target, self._host)
-        return True
-
-
-class _Leaving(dist.Work):
-    """Keeps the host's copy of a message until it is sent."""
-
-    def __init__(self, work: dist.Work, host: Tensor) -> None:
-        super().__init__()
-        self._work, self._host = work, host
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._work.wait()
+        if self._target is not None:
+            _put(self._target, self._host)
         return True
 
 
@@ -108,12 +94,12 @@ class HostProcessGroup(OwnProcessGroup):
 
     def send(self, *args: Any, **_: Any) -> Any:
         host = _host(args[0][0])
-        return _Leaving(self._gloo.send([host], *args[1:]), host)
+        return _Message(self._gloo.send([host], *args[1:]), host)
 
     def recv(self, *args: Any, **_: Any) -> Any:
         target = args[0][0]
         host = torch.empty_like(target, device="cpu")
-        return _Arriving(self._gloo.recv([host], *args[1:]), host, target)
+        return _Message(self._gloo.recv([host], *args[1:]), host, target)
 
     def allgather(self, *args: Any, **_: Any) -> Any:
         """Lists of parts, one list for each input."""

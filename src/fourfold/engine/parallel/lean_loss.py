@@ -1,9 +1,5 @@
-"""Cross-entropy without a second copy of the logits: their gradient takes their place in memory.
-
-Logits stay in the format they were computed in; what is wider lives inside one kernel, or (not
-compiled) for one block of rows at a time. In chunks, a part's gradients are made right after its
-logits, so nothing is computed twice and only one part's logits exist at a time.
-"""
+"""Cross-entropy without a second copy of the logits: their gradient takes their place in memory. In
+chunks, a part's gradients are made right after its logits, so nothing is computed twice."""
 
 from __future__ import annotations
 
@@ -86,9 +82,8 @@ class _LeanCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = grads
         logits, logsum, column, targets = ctx.saved_tensors
-        ctx.lean.turn(logits, logsum, column, _share(grad, targets, logsum))
+        ctx.lean.turn(logits, logsum, column, _share(grads[0], targets, logsum))
         return logits, None, None
 
 

@@ -158,10 +158,8 @@ ORDER: tuple[Step, ...] = (
 
 
 def parallelize(spec: RunSpec, world: World) -> list[Decoder]:
-    """The chunks of this rank with every axis applied; still on the meta device.
-
-    Chunk c of pipeline rank r is virtual stage c x pp + r; without virtual stages there is one.
-    """
+    """The chunks of this rank with every axis applied; still on the meta device. Chunk c of
+    pipeline rank r is virtual stage c x pp + r; without virtual stages there is one."""
     require_legal(spec)
     pp = spec.layout.pp
     chunks = [cut_chunk(spec, c * pp + world.stage) for c in range(spec.policy.virtual_stages)]

@@ -1,9 +1,5 @@
-"""Pipeline parallelism: run a rank's list of actions over micro batches that may differ in size.
-
-Activations between stages are plain local tensors: [micro, tokens, hidden], the tokens cut over tp
-under sequence parallelism, so that traffic between stages is cut too. Both sides know shapes before
-anything is sent.
-"""
+"""Pipeline parallelism: a rank's list of actions and transfers, run over micro batches that may
+differ in size."""
 
 from __future__ import annotations
 
@@ -26,10 +22,8 @@ _TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """Of the activations into `chunk` (kind F), or of the gradient of its output (kind B).
-
-    `peer` is a pipeline rank.
-    """
+    """Of the activations into `chunk` (kind F), or of the gradient of its output (kind B). `peer`
+    is a pipeline rank."""
 
     is_send: bool
     kind: str
@@ -59,7 +53,11 @@ class _Moment:
 def plan(
     schedule: Schedule, *, stages: int, virtual_stages: int, micros: int, rank: int
 ) -> list[Step]:
-    """Everything pipeline rank `rank` does in a step, in order."""
+    """Everything pipeline rank `rank` does in a step, in order. All ranks' lists are played against
+    each other in one rough time; a transfer happens when its sender's action ends, and a receive
+    that falls into an action is posted before it. Everybody posts in the order of time: what a rank
+    waits for is earlier on every other rank too, so no list can deadlock, and between two ranks
+    messages come in the same order on both sides."""
     chunks = stages * virtual_stages
     moments = _moments(schedule, stages=stages, virtual_stages=virtual_stages, micros=micros)
     own = [moment for moment in moments if moment.rank == rank]
@@ -87,25 +85,26 @@ def _moments(schedule: Schedule, *, stages: int, virtual_stages: int, micros: in
     ready: dict[tuple[str, int, int], int] = {}
     moments = []
     for rank, action in order:
-        kind = "F" if action.kind == "F" else "B"
+        kind, target = _target(action)
         needs = 0 if action.kind == "W" else ready.get((kind, action.chunk, action.micro), 0)
         start = max(free[rank], needs)
         end = free[rank] = start + _TIME[action.kind]
         moments.append(_Moment(rank, action, start, end))
-        target = action.chunk + (1 if kind == "F" else -1)
         if action.kind != "W" and 0 <= target <= last:
             ready[kind, target, action.micro] = end
     return moments
 
 
+def _target(action: Action) -> tuple[str, int]:
+    """What an action hands on (F activations, B a gradient), and the chunk that takes it."""
+    return ("F", action.chunk + 1) if action.kind == "F" else ("B", action.chunk - 1)
+
+
 def _transfers(moment: _Moment, rank: int, stages: int, chunks: int) -> Iterator[Transfer]:
     """What `rank` sends or receives when this action ends."""
     action = moment.action
-    if action.kind == "W":
-        return
-    kind = "F" if action.kind == "F" else "B"
-    target = action.chunk + (1 if kind == "F" else -1)
-    if not 0 <= target < chunks:
+    kind, target = _target(action)
+    if action.kind == "W" or not 0 <= target < chunks:
         return
     receiver = target % stages
     if moment.rank == rank:
@@ -120,7 +119,8 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLink:
-    """What travels between stages, and to whom."""
+    """What travels between stages, and to whom: plain local tensors [micro, tokens, hidden], whose
+    tokens are cut over tp under sequence parallelism. Both sides know the shapes beforehand."""
 
     group: Group
     shapes: Sequence[tuple[int, ...]]

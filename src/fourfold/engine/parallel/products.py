@@ -1,17 +1,4 @@
-"""How else may a linear compute its product? With weight gradients that come later, or in fp8.
-
-A split backward makes gradients of inputs now, gradients of weights when nobody waits. Of every
-matrix product the first part keeps input and output's gradient, and the second multiplies them:
-dW = dY^T X, which needs no weights, so FSDP may have let go of them. Everything else (norms,
-embeddings, biases added apart) is cheap and stays in the first part. A recomputed layer is
-recomputed in the first part.
-
-fp8, by torchao: matrix products of layers in 8 bits, everything around them in bf16. Inputs,
-weights and gradients are scaled by their largest value at the moment of use (one scale a tensor):
-e4m3 forwards, e5m2 for gradients, all three products of a linear. Weights are gathered in bf16.
-Each tensor-parallel rank scales its own part, which only makes scales finer. CPUs have no units for
-it: there torchao rounds to fp8 and multiplies in fp32, to show what training does.
-"""
+"""Other products for linears: with weight gradients that come later, or in fp8."""
 
 from __future__ import annotations
 
@@ -48,10 +35,13 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
 
 
 class DeferredWeightGrads:
-    """What the weights of one chunk still have to do, by micro batch and layer (None: the head)."""
+    """What the weights of one chunk still have to do, by micro batch and layer (None: the head). Of
+    every product the backward pass keeps input and output's gradient; dW = dY^T X needs no weights,
+    so FSDP may have let go of them. Norms, embeddings and biases added apart are cheap and stay in
+    the first part, and so does recompute."""
 
     def __init__(self) -> None:
-        self._kept: dict[int | None, list[_Deferred]] = {}
+        self._this_pass: dict[int | None, list[_Deferred]] = {}
         self._waiting: dict[int, dict[int | None, list[_Deferred]]] = {}
 
     def product(self, layer: int | None) -> Product:
@@ -63,11 +53,11 @@ class DeferredWeightGrads:
         return product
 
     def add(self, layer: int | None, deferred: _Deferred) -> None:
-        self._kept.setdefault(layer, []).append(deferred)
+        self._this_pass.setdefault(layer, []).append(deferred)
 
     def keep(self, micro: int) -> None:
         """The backward pass of `micro` to the inputs is over."""
-        self._waiting[micro], self._kept = self._kept, {}
+        self._waiting[micro], self._this_pass = self._this_pass, {}
 
     def multiply(self, micro: int, layer: int | None) -> None:
         """Gradients of one layer's weights, added to what they have; none where a layer multiplied
@@ -147,7 +137,9 @@ def _emulates(device_type: str) -> bool:
 
 
 def float8_product(*, emulate: bool) -> Product:
-    """Like F.linear, in fp8."""
+    """Like F.linear, in fp8 by torchao: inputs, weights and gradients are scaled by their largest
+    value (each tensor-parallel rank its own part), e4m3 forwards, e5m2 for gradients. CPUs have no
+    units for it: there torchao rounds to fp8 and multiplies in fp32."""
     try:
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args

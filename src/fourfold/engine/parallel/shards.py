@@ -1,9 +1,5 @@
-"""Which part of which published tensor does this rank hold? One list, used by everything that must
-know: initial values, gradient sums, the global norm, comparison, checkpoints.
-
-A parameter of a module may hold several published tensors (fused projections), be cut by tensor
-parallelism and be sharded by rows over data-parallel ranks. What is left is always a rectangle.
-"""
+"""The part of each published tensor on this rank: always a rectangle, however fused, cut and
+sharded; and its initial values, f(seed, name, global index), the same under every layout."""
 
 from __future__ import annotations
 
@@ -126,10 +122,8 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitRule:
-    """Standard deviations. `vector_std` spreads norm weights around 1 and biases around 0.
-
-    Training wants 0 there; a proof of equality does not, since a fault in adding zeros is unseen.
-    """
+    """Standard deviations. `vector_std` spreads norm weights around 1 and biases around 0. Training
+    wants 0 there; a proof of equality does not, since a fault in adding zeros is unseen."""
 
     std: float = 0.02
     vector_std: float = 0.0
@@ -144,7 +138,6 @@ def std_of(name: str, layers: int, rule: InitRule) -> float:
 
 @torch.no_grad()
 def initialize(shards: Iterable[Shard], *, seed: int, layers: int, rule: InitRule) -> None:
-    """Write every piece's initial values into the parameters."""
     for shard in shards:
         if len(shard.shape) == 1:
             base = 1.0 if shard.name.endswith("norm.weight") else 0.0

@@ -1,10 +1,5 @@
-"""Tensor parallelism: each rank computes with a part of every matrix (Megatron's cuts).
-
-With sequence parallelism activations between blocks are cut along the sequence: blocks gather their
-input and scatter the sum of their output. Without it, input is copied and output summed. Vocabulary
-rows are cut too: no rank ever holds a tensor with the full vocabulary. Modules are local shards
-around a few collectives; DTensor's dispatch costs more than these models compute on CPU.
-"""
+"""Tensor parallelism, Megatron's cuts: every matrix and the vocabulary. Modules are local shards
+around a few collectives; DTensor's dispatch costs more than these models compute on CPU."""
 
 from __future__ import annotations
 
@@ -33,30 +28,24 @@ _SEQUENCE = 1  # activations are [batch, sequence, hidden]
 
 
 class InputComm(nn.Module):
-    """Before column-cut matrices: gather the sequence, or mark the input as shared.
-
-    The place for async tensor parallelism: nothing would happen here, and the gather would be cut
-    into steps of the matrix product that follows.
-    """
+    """Before column-cut matrices: gather the sequence, or mark the input as shared. The place for
+    async tensor parallelism: nothing would happen here, and the gather would be cut into steps of
+    the matrix product that follows."""
 
     def __init__(self, group: Group, *, sequence: bool) -> None:
         super().__init__()
         self.group, self.sequence = group, sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        return (
-            AllGather.apply(x, self.group, _SEQUENCE)
-            if self.sequence
-            else IdentityWithGradReduce.apply(x, self.group)
-        )
+        if self.sequence:
+            return AllGather.apply(x, self.group, _SEQUENCE)
+        return IdentityWithGradReduce.apply(x, self.group)
 
 
 class RowParallelLinear(Linear):
-    """Partial outputs add up, then the bias is added once.
-
-    Megatron names a cut by the dimensions of the product X W: a row-parallel layer cuts W's rows,
-    which are the inputs, and so the columns of torch's weight [outputs, inputs].
-    """
+    """Partial outputs add up, then the bias is added once. Megatron names a cut by the dimensions
+    of the product X W: a row-parallel layer cuts W's rows, which are the inputs, and so the columns
+    of torch's weight [outputs, inputs]."""
 
     def __init__(self, whole: Linear, group: Group, *, sequence: bool) -> None:
         nn.Module.__init__(self)

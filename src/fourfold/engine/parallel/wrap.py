@@ -1,10 +1,5 @@
-"""What is wrapped around a layer's forward: recompute and compile. Only `forward` changes: names of
-parameters stay, and FSDP's hooks stay outside.
-
-Recompute forgets activations in the forward pass and computes them again in the backward pass:
-`full` every layer, `every-N` each N-th by global index, `selective` the attention core. Compile
-takes each layer on its own, so that one small graph serves all layers.
-"""
+"""What is wrapped around a layer's forward: recompute, compile, offload. Names of parameters stay,
+and FSDP's hooks stay outside."""
 
 from __future__ import annotations
 
@@ -24,6 +19,7 @@ from fourfold.engine.model.layers import Layer
 
 
 def apply_recompute(decoder: Decoder, kind: str) -> None:
+    """`full` every layer, `every-N` each N-th by global index, `selective` the attention core."""
     if kind == "none":
         return
     for index, layer in decoder.blocks.items():
@@ -34,26 +30,20 @@ def apply_recompute(decoder: Decoder, kind: str) -> None:
 
 
 def _wrap(module: nn.Module) -> None:
-    """Only `forward` changes: names of parameters stay, and FSDP's hooks stay outside."""
-    module.forward = _checkpointed(module.forward)
+    forward = module.forward
 
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def again(*args: Any) -> Any:
         # No dropout anywhere, so no generator state to restore.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
-    return again
+    module.forward = again
 
 
 def apply_compile(
     decoder: Decoder, *, enabled: bool, backend: str = "inductor", shapes: int = 2
 ) -> None:
-    """Only `forward` is compiled: FSDP's hooks and parameter names stay outside.
-
-    Shapes are static: a run has one size of micro batch, or two (a ramp-up may have more), and each
-    of the `shapes` gets its own fast code; torch gives up at its limit, which is made to fit.
-    """
+    """Each layer on its own, so that one small graph serves all. Shapes are static: a run has one
+    size of micro batch, or two (a ramp-up may have more), and each gets its own fast code."""
     if not enabled:
         return
     allow_graphs(2 * shapes)
@@ -68,12 +58,10 @@ _LEAVING_LAYERS = 1
 
 
 class Packed:
-    """One tensor on the host, and its copy on the device while it is on its way back.
-
-    Both device tensors belong to the stream that computes, which waits for a copy before it gives
-    up their bytes: they are free for the next layer at a known moment. Marking them as used by the
-    side stream instead would keep them until the host happens to look, by then a step too late.
-    """
+    """One tensor on the host, and its copy on the device while it is on its way back. Both device
+    tensors belong to the stream that computes, which waits for a copy before it gives up their
+    bytes: they are free for the next layer at a known moment. Marking them as used by the side
+    stream instead would keep them until the host happens to look, by then a step too late."""
 
     def __init__(self, tensor: Tensor, side: torch.cuda.Stream | None) -> None:
         self.side, self.device = side, tensor.device
@@ -191,7 +179,10 @@ def _unpack(saved: Tensor | tuple[Bag, Packed]) -> Tensor:
 
 
 class Offloader:
-    """Of one chunk: its side stream, the bag filled last, and what is still on its way out."""
+    """Of one chunk: its side stream, the bag filled last, and what is still on its way out. What
+    layers keep for the backward pass leaves while the forward pass computes on, and comes back one
+    layer ahead. Weights (and views of them), tables and small tensors stay. On CPU both sides are
+    the same memory: the copies prove the route, and the ledger does not see the host's."""
 
     def __init__(self, device_type: str) -> None:
         cuda = device_type == "cuda"

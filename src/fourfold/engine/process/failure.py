@@ -1,4 +1,4 @@
-"""Which outcome is an exception? And failures on purpose, which happen for real."""
+"""The outcome of an exception, and failures on purpose, which happen for real."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,9 +45,8 @@ def check_finite(
     norm: Tensor, leaves: Sequence[Tensor], step: int, *, forgiven: bool = False
 ) -> None:
     """Before the update spreads it to every weight: who holds a bad weight is the source.
-
-    `forgiven`: with finite weights it is too large a scale; the step is skipped, the scale lowered.
-    """
+    `forgiven`: with finite weights it is too large a scale; the step is skipped, the scale
+    lowered."""
     if math.isfinite(float(norm)):
         return
     own = all(bool(torch.isfinite(leaf).all()) for leaf in leaves)
@@ -62,7 +61,7 @@ def outcome_of(error: BaseException) -> Outcome:
         return "illegal"
     if isinstance(error, NonFiniteError):
         return "nonfinite"
-    if isinstance(error, (KeyboardInterrupt,)):
+    if isinstance(error, KeyboardInterrupt):
         return "cancelled"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "oom"
@@ -71,10 +70,9 @@ def outcome_of(error: BaseException) -> Outcome:
     return "crashed"
 
 
-def inject_fault(
-    fault: Fault | None, *, rank: int, step: int, poison: Callable[[], object]
-) -> None:
-    """Let the asked failure happen on its rank before its step; `poison` plants a NaN."""
+@torch.no_grad()
+def inject_fault(fault: Fault | None, *, rank: int, step: int, tensors: Sequence[Tensor]) -> None:
+    """Let the asked failure happen on its rank before its step; the first tensor may get a NaN."""
     if fault is None or rank != fault.rank or step != fault.step:
         return
     if fault.kind == "hang":
@@ -86,4 +84,4 @@ def inject_fault(
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         torch.empty(_TOO_MUCH_BYTES, dtype=torch.uint8, device=device)
     if fault.kind == "nonfinite":
-        poison()
+        tensors[0].view(-1)[0] = math.nan  # as from a cosmic ray or a bad kernel

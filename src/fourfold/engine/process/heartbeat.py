@@ -1,9 +1,5 @@
-"""Where does this rank stand, and what was it doing when it fell silent?
-
-The main thread writes the phase it enters; a second thread writes four times a second that the rank
-lives, so one that is stopped or holds the interpreter lock shows as a line that no longer moves.
-When the launcher asks (DUMP_FILE) that thread dumps the stacks and torch's flight recorder.
-"""
+"""A rank's heartbeat: the main thread writes the phase it enters, a second one that the rank lives,
+so one that is stopped or holds the interpreter lock shows as a line that no longer moves."""
 
 from __future__ import annotations
 
@@ -21,7 +17,8 @@ BEAT_EVERY_S = 0.25
 
 
 class Heartbeat:
-    """One rank's beat, from start to end of its process."""
+    """One rank's beat, from start to end of its process. When the launcher asks (DUMP_FILE), the
+    beating thread dumps the stacks and torch's flight recorder."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
@@ -45,10 +42,8 @@ class Heartbeat:
         self.enter("build")
 
     def enter(self, phase: str) -> None:
-        """The main thread enters a phase: join, build, forward, backward, optimizer, ...
-
-        Written at once, a few microseconds: a process that is killed next can't say it later.
-        """
+        """The main thread enters a phase: join, build, forward, backward, optimizer, ... Written at
+        once, a few microseconds: a process that is killed next can't say it later."""
         self.phase = phase
         self.marks += 1
         self._lines[:WHERE_BYTES] = padded(

@@ -70,12 +70,10 @@ class Task:
     def device(self, wanted: str) -> torch.device:
         """`auto` takes a GPU per local rank where there are enough."""
         if wanted == "auto":
-            enough = torch.cuda.is_available() and (
-                torch.cuda.device_count() >= self.place.local_world
-            )
-            wanted = "cuda" if enough else "cpu"
+            gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            wanted = "cuda" if gpus >= self.place.local_world else "cpu"
         if wanted != "cuda":
-            return torch.device("cpu")
+            return CPU
         local = self.place.local_rank
         return torch.device("cuda", local % torch.cuda.device_count() if self.shares_gpu else local)
 
@@ -87,13 +85,10 @@ class Task:
         by_nccl = device.type == "cuda" and not self.shares_gpu
         backend = "nccl" if by_nccl else host_group.use() if self.shares_gpu else "gloo"
         where: dict[str, Any] = {"device_id": device} if by_nccl else {}
-        if self.place.by_address:
-            dist.init_process_group(backend, rank=self.rank, world_size=self.place.world, **where)
-            return
-        store = dist.FileStore(str(self.folder / f"store-{self.index}"), self.place.world)
-        dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.place.world, **where
-        )
+        world = self.place.world
+        if not self.place.by_address:
+            where["store"] = dist.FileStore(str(self.folder / f"store-{self.index}"), world)
+        dist.init_process_group(backend, rank=self.rank, world_size=world, **where)
 
     def leave(self) -> None:
         self.heartbeat.enter("leave")
@@ -132,7 +127,7 @@ def work(
             files.write_text(facts_file(folder, index, place.rank), codec.to_json(facts))
         heartbeat.enter("done")
     except BaseException as error:
-        _say_why(folder, heartbeat, error)
+        _report_failure(folder, heartbeat, error)
         return 1
     heartbeat.stop()
     return 0
@@ -146,7 +141,7 @@ def _no_facts(rank: int) -> RankFacts:
     )
 
 
-def _say_why(folder: Path, heartbeat: Heartbeat, error: BaseException) -> None:
+def _report_failure(folder: Path, heartbeat: Heartbeat, error: BaseException) -> None:
     """The failure as a file, the traceback in the rank's log."""
     at = time.time()
     report = error.report if isinstance(error, OomError) else None
@@ -158,10 +153,8 @@ def _say_why(folder: Path, heartbeat: Heartbeat, error: BaseException) -> None:
         phase=heartbeat.phase,
         message=text[:_MESSAGE_CHARS],
     )
-    echo = isinstance(error, NonFiniteError) and not error.from_here
-    record = RankFailure(
-        outcome=outcome_of(error), failure=failure, at=at, echo=echo, shortage=report
-    )
+    echo, outcome = isinstance(error, NonFiniteError) and not error.from_here, outcome_of(error)
+    record = RankFailure(outcome=outcome, failure=failure, at=at, echo=echo, shortage=report)
     files.write_text(failure_file(folder, heartbeat.rank), codec.to_json(record))
     traceback.print_exception(error)
 

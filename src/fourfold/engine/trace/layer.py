@@ -1,9 +1,5 @@
-"""The trace of a layer: the engine's own, forward and backward, on fake tensors or real ones.
-
-A middle layer of a three-layer model, so that there is no embedding and no head; cut by the same
-functions as in a real run. Hooks on modules name the steps forward; a node of autograd's graph
-belongs, backward, to the step that made it.
-"""
+"""The trace of a layer, the engine's own, on fake tensors or real ones: a middle layer of three, so
+that there is no embedding and no head."""
 
 from __future__ import annotations
 
@@ -21,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from fourfold.engine import compat
 from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.model.positions import Tables, make_tables
+from fourfold.engine.model.positions import Tables
 from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.engine.observe.phases import axes_of
-from fourfold.engine.parallel.context import token_positions
+from fourfold.engine.parallel.context import rank_tables, token_positions
 from fourfold.engine.parallel.data import before_backward
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.order import ORDER
@@ -73,7 +69,7 @@ def count_layer(spec: RunSpec, rank: int) -> LayerTrace:
         gc.collect()
         with gpu_kernels(), compat.fake_mode(), StepLedger(axes) as watched:
             ledger = cast(StepLedger, watched)
-            x, tables = _held(decoder, spec, world, CPU)
+            x, tables = _inputs(decoder, spec, world, CPU)
             for parameter, name in _weights(decoder):
                 ledger.name(parameter, name)
             ledger.name(x, "x")
@@ -114,7 +110,8 @@ def _backward(decoder: Decoder, spec: RunSpec, y: Tensor, d_y: Tensor) -> None:
 
 
 def _follow(decoder: Decoder, ledger: StepLedger) -> None:
-    """Begin a step wherever a module of the layer begins and ends."""
+    """Begin a step wherever a module of the layer begins and ends; backward, a node of autograd's
+    graph belongs to the step that made it."""
     (layer,) = decoder.blocks.values()
     paths: dict[nn.Module, list[str]] = {}
     for path, module in layer.named_modules(remove_duplicate=False):
@@ -195,19 +192,16 @@ def _decoder(spec: RunSpec, world: World) -> Decoder:
     return decoder
 
 
-def _held(
+def _inputs(
     decoder: Decoder, spec: RunSpec, world: World, device: torch.device
 ) -> tuple[Tensor, Tables]:
     """What a rank has before the pass: its weights, the tables of positions, its part of x."""
     decoder.to_empty(device=device)
     positions = token_positions(spec.policy.cp_kind, spec.batch.seq_len, world.cp, device)
-    each = spec.model.heads // world.tp.size
-    heads = range(world.tp.rank * each, (world.tp.rank + 1) * each)
+    tables = rank_tables(spec, world, positions)
+    shape = (1, positions.shape[0] // world.tp.size, spec.model.hidden)
     dtype = activation_dtype(spec.policy.dtypes.compute)
-    tables = make_tables(spec.model, positions, heads, dtype)
-    tokens = positions.shape[0] // world.tp.size
-    x = torch.empty((1, tokens, spec.model.hidden), device=device, dtype=dtype)
-    return x.requires_grad_(), tables
+    return torch.empty(shape, device=device, dtype=dtype, requires_grad=True), tables
 
 
 Pass = Callable[[Callable[[str], None]], None]
@@ -217,13 +211,12 @@ def layer_pass(spec: RunSpec, world: World, device: torch.device) -> Pass:
     """The same layer with real tensors: one forward and backward. What it is handed is called after
     each of the two."""
     decoder = _decoder(spec, world)
-    x, tables = _held(decoder, spec, world, device)
+    x, tables = _inputs(decoder, spec, world, device)
     parameters = list(decoder.parameters())
     with torch.no_grad():
         x.normal_()
         for parameter in parameters:
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.normal_(0.0, 0.02)
+            compat.local(parameter).normal_(0.0, 0.02)
 
     def once(then: Callable[[str], None]) -> None:
         x.grad = None
@@ -231,8 +224,7 @@ def layer_pass(spec: RunSpec, world: World, device: torch.device) -> Pass:
             parameter.grad = None
         y = decoder(x, tables)
         then("forward")
-        d_y = torch.ones_like(y)
-        _backward(decoder, spec, y, d_y)
+        _backward(decoder, spec, y, torch.ones_like(y))
         then("backward")
 
     return once

@@ -1,8 +1,5 @@
-"""A ledger that keeps a list of steps: what each wrote, computed, sent and held.
-
-Whoever runs the passes begins the steps. Inside one, messages and matrix products are steps of
-their own, and so is every attention kernel: the rounds of a ring.
-"""
+"""A ledger that lists steps. Inside a step, messages, matrix products and attention kernels (the
+rounds of a ring) are steps of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
 from fourfold.engine import compat
@@ -89,7 +85,7 @@ class StepLedger(Ledger):
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Call a tensor so from now on, and its gradient `d_name`; a view of another is listed."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = compat.local(tensor)
         written = self._find(local)
         if written is not None and written.bytes > local.numel() * local.element_size():
             self._list(local, name, "view").named = True

@@ -1,7 +1,6 @@
-"""How is each step of a trace's list really done? With the engine's exchanges and attention.
+"""Each step of a trace's list, done with the engine's exchanges and attention on named tensors.
 
-One function per step name; each writes the step's tensors under their names. Shapes here: N tokens
-of a rank, H heads, K key/value heads, C head size, P ranks.
+N tokens of a rank, H heads, K key/value heads, C head size, P ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from fourfold.cost.trace.steps import Ask, Program
 from fourfold.cost.trace.symbols import shape
 from fourfold.engine.parallel import blocks
-from fourfold.engine.parallel.blocks import JoinedBlocks, cut
+from fourfold.engine.parallel.blocks import JoinedBlocks
 from fourfold.engine.parallel.context import in_order, span_of, spans_of, start_rotate
 from fourfold.engine.parallel.groups import (
     Group,
@@ -168,18 +167,16 @@ def start_sums(s: Stage) -> None:
 
 
 def attend_spans(s: Stage) -> None:
-    assert s.joined is not None
     q, k, v = (batched(s.t[name]) for name in ("q", "k_all", "v_all"))
     for span in spans_of(s.group, s.tokens // 2):
         s.t.pop("block", None)
         s.t.pop("block_lse", None)
-        _add_block(s, cut(q, span.queries), cut(k, span.keys), cut(v, span.keys), span)
+        _add_block(s, q, k, v, span)
 
 
 def _add_block(s: Stage, q: Tensor, k: Tensor, v: Tensor, span: blocks.Span) -> None:
     assert s.joined is not None
-    out, lse = blocks.forward(q, k, v, causal=span.causal, bias=None)
-    s.joined.add(span.queries, out, lse)
+    out, lse = s.joined.attend(q, k, v, span)
     s.t["block"], s.t["block_lse"] = out[0], lse[0]
 
 
@@ -203,8 +200,7 @@ def attend_round(s: Stage) -> None:
         s.t["out_fp32"].add_(s.t["block"])
     else:
         span = span_of(number, s.group.rank, s.ranks, s.tokens)
-        k, v = (cut(batched(x), span.keys) for x in kv)
-        _add_block(s, cut(batched(s.t["q"]), span.queries), k, v, span)
+        _add_block(s, batched(s.t["q"]), batched(kv[0]), batched(kv[1]), span)
     if following is not None:
         s.t["kv_next"] = wait(following)
 

@@ -1,11 +1,5 @@
-"""What is left to do with gradients after FSDP reduced them? Sums over ranks that hold the same
-weights but saw different parts of the work, and the norm of everything, each value counted once.
-
-fp16 has small gradients only if the loss is made large. It is multiplied by a scale, and gradients
-are divided by it again, together with clipping. A gradient that is not finite leaves weights and
-moments alone and halves the scale; 2,000 good steps double it (Micikevicius et al. 2018). All ranks
-see the same norm, so all decide the same, and nothing here waits for the device.
-"""
+"""What is left to do with gradients after FSDP: sums over ranks that share weights, the global
+norm, and the scale of the loss in fp16."""
 
 from __future__ import annotations
 
@@ -31,18 +25,14 @@ class SharedGradients:
 
     @torch.no_grad()
     def sum(self) -> None:
-        grads = [_grad(shard) for shard in self.shards]
+        # Zeros that belong to nobody where the backward pass never reached a shard.
+        grads = [torch.zeros_like(s.values) if s.grad is None else s.grad for s in self.shards]
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=self.group.handle)
         at = 0
         for grad in grads:
             grad.copy_(flat[at : at + grad.numel()].view_as(grad))
             at += grad.numel()
-
-
-def _grad(shard: Shard) -> Tensor:
-    """The piece's gradient; zeros that belong to nobody if the backward pass never reached it."""
-    return torch.zeros_like(shard.values) if shard.grad is None else shard.grad
 
 
 def shared_gradients(shards: Sequence[Shard], spec: RunSpec, world: World) -> list[SharedGradients]:
@@ -122,7 +112,9 @@ class ScalerSettings:
 
 
 class LossScaler:
-    """`scale` and `good` (steps since it last changed) are tensors on the device."""
+    """A large loss gives fp16 gradients that are not too small (Micikevicius et al. 2018). `scale`
+    and `good` (steps since it last changed) are tensors on the device; all ranks see the same norm,
+    so all decide the same, and nothing waits for the device."""
 
     def __init__(self, settings: ScalerSettings, device: torch.device) -> None:
         self.settings = settings

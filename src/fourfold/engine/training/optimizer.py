@@ -98,10 +98,8 @@ def param_groups(tensors: list[Tensor], settings: OptimizerSettings) -> Groups:
 
 
 class Optimizer:
-    """`leaves` alias the local shards of `params`; empty shards have nothing to update.
-
-    `copies`, by parameter, are kept equal to it in their own format.
-    """
+    """`leaves` alias the local shards of `params`; empty shards have nothing to update. `copies`,
+    by parameter, are kept equal to it in their own format."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""Where else do a training's numbers go? TensorBoard events and Weights & Biases, by rank 0 alone;
-both packages are imported only when asked for.
-"""
+"""TensorBoard and Weights & Biases, fed by rank 0 alone and imported only when asked for."""
 
 from __future__ import annotations
 

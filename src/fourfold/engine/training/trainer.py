@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,8 @@ from fourfold.cost.schedule.actions import Action
 from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.data.source import Source, micro_sequences, micro_sizes, source_of
 from fourfold.engine.model.decoder import IGNORE, Decoder
-from fourfold.engine.model.positions import Tables, make_tables
-from fourfold.engine.parallel.context import token_positions
+from fourfold.engine.model.positions import Tables
+from fourfold.engine.parallel.context import rank_tables, token_positions
 from fourfold.engine.parallel.data import backward_weights, before_backward, make_alone
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.order import parallelize
@@ -35,10 +36,21 @@ from fourfold.engine.parallel.products import DeferredWeightGrads, apply_split
 from fourfold.engine.parallel.shards import InitRule, Shard, initialize, shards_of
 from fourfold.engine.training import gradients
 from fourfold.engine.training.gradients import LossScaler, ScalerSettings, SharedGradients
-from fourfold.engine.training.hooks import StepEvent, StepHooks
 from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
 from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """A phase begins: `data` (the step itself), `backward` of one micro batch through `chunk`
+    (`kind` B, or I and W of a split one), `reduce`, `optimizer` (`norm` is known, weights have not
+    changed; a callback may raise); or the step is at its `end`."""
+
+    phase: Literal["data", "backward", "reduce", "optimizer", "end"]
+    chunk: Decoder | None = None
+    kind: str = ""
+    norm: Tensor | None = None
 
 
 class StepOutcome(NamedTuple):
@@ -50,8 +62,7 @@ class StepOutcome(NamedTuple):
 
 class Trainer:
     """`chunks` are the parts of the model on this rank: one, or one per virtual stage.
-    `materialize=False` leaves the model on the meta device until `materialize()` is called; a
-    dry run does that inside a FakeTensorMode."""
+    `materialize=False` leaves the model on the meta device until `materialize()` is called."""
 
     def __init__(
         self,
@@ -77,7 +88,7 @@ class Trainer:
         self.batch = spec.batch.at(0)
         self._divide()
         self.executed: list[Action] = []
-        self.hooks = StepHooks()
+        self.callbacks: list[Callable[[StepEvent], None]] = []
         if materialize:
             self.materialize()
 
@@ -108,6 +119,10 @@ class Trainer:
         small = spec.policy.dtypes.compute == "fp16"
         self.scaler = LossScaler(self.scaling, self.device) if small else None
 
+    def _tell(self, event: StepEvent) -> None:
+        for callback in self.callbacks:
+            callback(event)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         for chunk in self.chunks:
             yield from chunk.parameters()
@@ -118,12 +133,7 @@ class Trainer:
         return [shard for chunk in self.chunks for shard in shards_of(chunk, model, seq_len, place)]
 
     def make_tables(self) -> Tables:
-        """Places of this rank's tokens, slopes of its heads."""
-        model, tp = self.spec.model, self.world.tp
-        each = model.heads // tp.size
-        heads = range(tp.rank * each, (tp.rank + 1) * each)
-        dtype = activation_dtype(self.spec.policy.dtypes.compute)
-        return make_tables(model, self.positions, heads, dtype)
+        return rank_tables(self.spec, self.world, self.positions)
 
     def make_shared(self) -> list[SharedGradients]:
         return gradients.shared_gradients(self.shards, self.spec, self.world)
@@ -164,7 +174,7 @@ class Trainer:
 
     def update(self, norm: Tensor) -> None:
         """Clip by the global norm, change the weights, forget the gradients."""
-        self.hooks.tell(StepEvent("optimizer", norm=norm))
+        self._tell(StepEvent("optimizer", norm=norm))
         max_norm, scaler = self.settings.max_norm, self.scaler
         if scaler is None:
             self.optimizer.step(factor=gradients.clip_factor(norm, max_norm))
@@ -175,11 +185,11 @@ class Trainer:
             scaler.update(overflow)
         for alone in self.alone.values():
             alone.mark_equal()
-        self.hooks.tell(StepEvent("end"))
+        self._tell(StepEvent("end"))
 
     def accumulate(self, index: int) -> Tensor:
         """All micro batches forwards and backwards; this rank's part of the loss."""
-        self.hooks.tell(StepEvent("data"))
+        self._tell(StepEvent("data"))
         self._follow_ramp(index)
         pp, stage = self.spec.layout.pp, self.world.stage
         numbers = range(stage, pp * len(self.chunks), pp)
@@ -198,7 +208,6 @@ class Trainer:
         return loss if self.scaler is None else self.scaler.unscaled(loss)
 
     def _passes(self, index: int) -> Passes:
-        """What step `index` does with a chunk."""
         batches = self._batches(index) if self.world.is_first or self.world.is_last else []
         count = self.count_targets([t for _, t in batches]) if self.world.is_last else None
 
@@ -237,7 +246,7 @@ class Trainer:
 
     def before_backward(self, chunk: Decoder, kind: str, last: bool) -> None:
         """`kind` B, or I and W of a split one; `last`: the step's last through this chunk."""
-        self.hooks.tell(StepEvent("backward", chunk, kind))
+        self._tell(StepEvent("backward", chunk, kind))
         if chunk not in self.alone:
             before_backward(chunk, self.spec.policy.zero, last=last, kind=kind)
 
@@ -253,14 +262,13 @@ class Trainer:
     def reduce(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Finish gradients; (global norm, loss), the same on every rank. Gradients keep the scale
         of the loss, the two numbers do not."""
-        self.hooks.tell(StepEvent("reduce"))
+        self._tell(StepEvent("reduce"))
         for shared in self.shared:
             shared.sum()
         squares = gradients.squares(self.counted, self.device)
         # Every tensor-parallel rank of the last stage has the same loss: one of them reports it.
-        reported = (
-            loss if self.world.is_last and self.world.tp.rank == 0 else torch.zeros_like(loss)
-        )
+        reports = self.world.is_last and self.world.tp.rank == 0
+        reported = loss if reports else torch.zeros_like(loss)
         numbers = torch.stack([squares, reported.to(squares.dtype)])
         if self.world.all_ranks.size > 1:
             dist.all_reduce(numbers)
@@ -277,16 +285,13 @@ class Trainer:
         return {} if self.scaler is None else self.scaler.scalars()
 
     def restore_scalars(self, scalars: dict[str, float]) -> None:
-        """Take back what `scalars` gave; without a scaled loss its scale means nothing."""
         if self.scaler is not None:
             self.scaler.restore(scalars)
 
     def _stage_link(self) -> StageLink:
         spec, world = self.spec, self.world
-        tokens = spec.batch.seq_len // spec.layout.cp
-        if spec.policy.sequence_parallel:
-            tokens //= spec.layout.tp
-        shapes = [(size, tokens, spec.model.hidden) for size in self.sizes]
+        parts = spec.layout.cp * (spec.layout.tp if spec.policy.sequence_parallel else 1)
+        shapes = [(size, spec.batch.seq_len // parts, spec.model.hidden) for size in self.sizes]
         dtype = activation_dtype(spec.policy.dtypes.compute)
         return StageLink(group=world.pp, shapes=shapes, dtype=dtype, device=self.device)
 

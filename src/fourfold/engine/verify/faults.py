@@ -1,8 +1,5 @@
-"""Does the comparison see mistakes? Eight real ones, planted in the parallel path on request.
-
-Each is a mistake people have shipped: a trainer with one method of its own. Where a layout has no
-such step the fault cannot act.
-"""
+"""Eight mistakes that people have shipped, planted in the parallel path to prove that verify sees
+them. Where a layout has no such step the fault cannot act."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from fourfold.engine.compat import activation_dtype
 from fourfold.engine.model.decoder import IGNORE, Decoder
-from fourfold.engine.model.positions import Tables, make_tables
+from fourfold.engine.model.positions import Tables
+from fourfold.engine.parallel.context import rank_tables
 from fourfold.engine.parallel.shards import Rect, Shard
 from fourfold.engine.training.gradients import SharedGradients
 from fourfold.engine.training.trainer import Trainer
@@ -60,11 +57,8 @@ class _CpPositions(Trainer):
     """Every context rank counts its tokens from 0."""
 
     def make_tables(self) -> Tables:
-        world, model = self.world, self.spec.model
-        each = model.heads // world.tp.size
         own = torch.arange(self.positions.numel(), device=self.device)
-        heads = range(world.tp.rank * each, (world.tp.rank + 1) * each)
-        return make_tables(model, own, heads, activation_dtype(self.spec.policy.dtypes.compute))
+        return rank_tables(self.spec, self.world, own)
 
 
 class _LayerSkip(Trainer):

@@ -1,16 +1,10 @@
-"""The reference that every layout must reproduce, and how far a layout is from it.
-
-The reference is the same training in one process that uses no parallel code: one model, the whole
-batch at once, torch's own clipping, optimizer and scaling of the loss. Each rank compares the
-shards it has. Relative difference of a tensor: max|a-b| / max(max|b| in it, 1e-3 of max|b| over all
-tensors).
-"""
+"""The reference that every layout must reproduce, and how far a layout is from it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -49,7 +43,8 @@ class Recipe:
 
 
 def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
-    """The reference. Master weights and what is computed with are two models in mixed precision."""
+    """The same training in one process without parallel code: one model (two in mixed precision),
+    the whole batch at once, torch's own clipping, optimizer and scaling of the loss."""
     dtypes = spec.policy.dtypes
     masters = _model(spec, DTYPES[dtypes.param], device)
     shards = shards_of(masters, spec.model, spec.batch.seq_len, ShardPlace())
@@ -58,21 +53,20 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
     decoder = _model(spec, activation_dtype(dtypes.compute), device) if mixed else masters
     if dtypes.compute == "fp8":
         apply_float8(decoder, device.type)
-    weights: list[Tensor] = list(masters.parameters())
-    settings = recipe.settings
-    kind = KINDS[spec.policy.optimizer]
-    optimizer = kind.reference(param_groups(weights, settings), settings)
+    weights, settings = list[Tensor](masters.parameters()), recipe.settings
+    groups = param_groups(weights, settings)
+    optimizer = KINDS[spec.policy.optimizer].reference(groups, settings)
     first = ScalerSettings().initial
     scaler = torch.amp.GradScaler(device.type, init_scale=first, enabled=dtypes.compute == "fp16")
     losses, norms, grads = [], [], {}
     for step in range(recipe.steps):
         if mixed:
-            _copy_weights(masters, decoder)
+            _copy(masters, decoder, grads=False)
         loss = _loss(decoder, spec, recipe.source, step, device)
         scaler.scale(loss).backward()
         losses.append(float(loss.detach()))
         if mixed:
-            _copy_grads(decoder, masters)
+            _copy(decoder, masters, grads=True)
         scaler.unscale_(optimizer)
         if step == 0:
             grads = {shard.name: _grad(shard) for shard in shards}
@@ -109,15 +103,13 @@ def _grad(shard: Shard) -> Tensor:
 
 
 @torch.no_grad()
-def _copy_weights(source: nn.Module, target: nn.Module) -> None:
+def _copy(source: nn.Module, target: nn.Module, *, grads: bool) -> None:
     for old, new in zip(source.parameters(), target.parameters(), strict=True):
-        new.copy_(old)
-
-
-def _copy_grads(source: nn.Module, target: nn.Module) -> None:
-    for old, new in zip(source.parameters(), target.parameters(), strict=True):
-        assert old.grad is not None
-        new.grad = old.grad.to(new.dtype)
+        if grads:
+            assert old.grad is not None
+            new.grad = old.grad.to(new.dtype)
+        else:
+            new.copy_(old)
 
 
 # A tensor whose values are all this much smaller than the largest is measured against the largest.
@@ -160,8 +152,6 @@ def _finite(gap: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:
-    """The largest relative differences that count as equal."""
-
     loss: float
     norm: float
     grad: float
@@ -185,7 +175,6 @@ def tolerances_of(policy: Policy) -> Tolerances:
 def verdict(
     findings: Sequence[RankFindings], truth: Truth, tolerances: Tolerances
 ) -> dict[str, Any]:
-    """One row of the report from the findings of all ranks."""
     loss = max(_relative(f.losses, truth.losses) for f in findings)
     norm = max(_relative(f.norms, truth.norms) for f in findings)
     grad, worst_grad = _worst([f.grads for f in findings], truth.grads)
@@ -201,8 +190,7 @@ def verdict(
         "worst_grad": worst_grad,
         "worst_param": worst_param,
         "pass": passed and not missing,
-        "limits": {"loss": tolerances.loss, "norm": tolerances.norm}
-        | {"grad": tolerances.grad, "param": tolerances.param},
+        "limits": asdict(tolerances),
     }
     if missing:
         row["error"] = f"no rank holds all of {missing[0]} ({len(missing)} tensors in all)"
@@ -210,8 +198,7 @@ def verdict(
 
 
 def _relative(have: list[float], want: list[float]) -> float:
-    gaps = (_finite(abs(a - b)) / abs(b) for a, b in zip(have, want, strict=True))
-    return max(gaps)
+    return max(_finite(abs(a - b)) / abs(b) for a, b in zip(have, want, strict=True))
 
 
 def _worst(gaps_of_ranks: list[dict[str, float]], wanted: dict[str, Tensor]) -> tuple[float, str]:
