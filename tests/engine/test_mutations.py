@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fourfold.engine.checkpoint.state import StateShard
 
 from fourfold.cli import main
 from fourfold.engine.checkpoint import checkpoint
+from fourfold.engine.checkpoint.tensor_file import StateShard
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint import index

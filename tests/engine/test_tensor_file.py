@@ -11,12 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fourfold.engine.checkpoint.state import StateShard
 from torch import Tensor
 
 from fourfold.engine.checkpoint import checkpoint, tensor_file
 from fourfold.engine.checkpoint.checkpoint import CheckpointError, read_into
-from fourfold.engine.checkpoint.tensor_file import index_of, key_of, read_all, reads_of, write_file
+from fourfold.engine.checkpoint.tensor_file import (
+    StateShard,
+    index_of,
+    key_of,
+    read_all,
+    reads_of,
+    write_file,
+)
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint import index

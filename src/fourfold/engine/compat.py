@@ -213,6 +213,17 @@ def distributed_tensors() -> tuple[type, ...]:
 
 
 @contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, `owner.name` is `value`."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
 def around_shape_propagation(around: Callable[[], Any]) -> Iterator[None]:
     """Inside, `around()` is entered whenever DTensor works out a shape, which it does by running
     operators on fake tensors of global size."""
@@ -225,11 +236,8 @@ def around_shape_propagation(around: Callable[[], Any]) -> Iterator[None]:
         with around():
             return original(*args, **kwargs)
 
-    setattr(ShardingPropagator, name, propagate)
-    try:
+    with patched(ShardingPropagator, name, propagate):
         yield
-    finally:
-        setattr(ShardingPropagator, name, original)
 
 
 def fsdp_parameters(modules: Iterable[nn.Module]) -> Iterator[Any]:

@@ -146,16 +146,12 @@ def worker_env(job: Job, task: int) -> dict[str, str]:
         # torch keeps its last collectives, to be dumped when a limit passes.
         "TORCH_FR_BUFFER_SIZE": "2000",
     }
-    return (
-        defaults
-        | env
-        | own
-        | {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONUNBUFFERED": "1",
-            "FOURFOLD_STARTED_AT": repr(time.time()),
-        }
-    )
+    forced = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "FOURFOLD_STARTED_AT": repr(time.time()),
+    }
+    return defaults | env | own | forced
 
 
 _SAY_EVERY_S = 2.0

@@ -15,7 +15,7 @@ from fourfold.result.timing import timing
 from fourfold.spec import codec
 from fourfold.spec.layout import AXES
 
-# 'fourfold.engine.process.failure.MemoryLimitError: ...' says no more than its last word.
+# 'fourfold.engine.process.health.MemoryLimitError: ...' says no more than its last word.
 _MODULE = re.compile(r"^(\w+\.)+(?=\w+: )")
 # Counted from 0; runs that end earlier give their last loss.
 LOSS_STEP = 4

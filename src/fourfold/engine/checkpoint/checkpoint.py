@@ -3,9 +3,7 @@ an error of one rank is raised on all of them, in the same words."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -132,23 +130,17 @@ def read_into(
     """Fill the rectangles from a checkpoint (`index`: its index, where that is read already).
     Collective where ranks have joined."""
     group = cpu_group() if dist.is_initialized() else None
-    done = [0]
-
-    def count() -> None:
-        done[0] += 1
 
     def work() -> None:
         where = index or checkpoints.read_index(checkpoint)
         try:
-            tensor_file.read_all(
-                tensor_file.reads_of(items, where), checkpoint.folder, where, count
-            )
+            reads = tensor_file.reads_of(items, where)
+            tensor_file.read_all(reads, checkpoint.folder, where, tick)
         except UserError as error:
             raise checkpoints.of_checkpoint(error, checkpoint.folder) from None
 
     try:
-        with watched(tick, lambda: done[0]):
-            together(work, group)
+        together(work, group)
     finally:
         if group is not None:
             dist.destroy_process_group(group)
@@ -229,9 +221,7 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[A
     dist.all_gather_object(outcomes, (_kind(failure), _wording(failure), result), group=group)
     if all(kind == "" for kind, _, _ in outcomes):
         return [outcome for _, _, outcome in outcomes]
-    # Whatever is wrong with this machine or this version, an earlier checkpoint would not help.
-    order = ("other", "user", "unreadable", "changed")
-    kind = min((kind for kind, _, _ in outcomes if kind), key=order.index)
+    kind = min((kind for kind, _, _ in outcomes if kind), key=list(_ERRORS).index)
     if failure is not None and _kind(failure) == kind:
         raise failure
     rank, (words, more) = next(
@@ -240,6 +230,7 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[A
     raise _ERRORS[kind](f"{words} (rank {rank})", **more)
 
 
+# The first counts: where this machine or this version is wrong, an earlier checkpoint is no help.
 _ERRORS: dict[str, type[Exception]] = {
     "other": CheckpointError,
     "user": UserError,
@@ -258,10 +249,8 @@ def _wording(error: BaseException | None) -> tuple[str, dict[str, str]]:
 def _kind(error: BaseException | None) -> str:
     if error is None:
         return ""
-    for kind in ("changed", "unreadable", "user"):
-        if isinstance(error, _ERRORS[kind]):
-            return kind
-    return "other"
+    kinds = (kind for kind in reversed(_ERRORS) if isinstance(error, _ERRORS[kind]))
+    return next(kinds, "other")
 
 
 def cpu_group() -> dist.ProcessGroup:
@@ -269,27 +258,3 @@ def cpu_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-@contextlib.contextmanager
-def watched(tick: Tick | None, count: Callable[[], int]) -> Iterator[None]:
-    """Call `tick` now and then while `count` grows."""
-    if tick is None:
-        yield
-        return
-    leaving = threading.Event()
-
-    def look() -> None:
-        seen = -1
-        while not leaving.wait(LOOK_S):
-            if count() != seen:
-                seen = count()
-                tick()
-
-    thread = threading.Thread(target=look, name="watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        leaving.set()
-        thread.join()

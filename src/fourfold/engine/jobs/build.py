@@ -15,7 +15,7 @@ from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import oom_report
 from fourfold.engine.observe.phases import watch
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.process.failure import OomError, outcome_of
+from fourfold.engine.process.health import OomError, outcome_of
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer

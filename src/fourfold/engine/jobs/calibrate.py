@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fourfold.engine.microbench import device as probe
 from fourfold.engine.microbench.device import collectives_of, shared_rates
-from fourfold.engine.process.heartbeat import Heartbeat
+from fourfold.engine.process.health import Heartbeat
 from fourfold.engine.process.task import Task, machine_facts
 from fourfold.result.profile import (
     AttentionPoint,

@@ -8,13 +8,12 @@ import time
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from fourfold.engine import compat
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.engine.observe.phases import count_of, mark_phases, watch
-from fourfold.engine.parallel.groups import World
+from fourfold.engine.parallel.groups import fake_world
 from fourfold.engine.process.task import CPU, Task
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.one_rank import RankCount, extrapolated
@@ -66,9 +65,7 @@ def with_micro_batches(spec: RunSpec, count: int) -> RunSpec:
 def _count(spec: RunSpec, rank: int) -> RankCount:
     """The model is built and cut outside the fake mode: FSDP's meshes need real integers."""
     began = time.perf_counter()
-    dist.init_process_group("fake", rank=rank, world_size=spec.gpus, store=compat.fake_store())
-    try:
-        world = World.create(spec.layout, "cpu")
+    with fake_world(spec.layout, rank) as world:
         trainer = Trainer(spec, world, device=CPU, materialize=False)
         with compat.fake_mode(), Ledger() as ledger:
             trainer.materialize(initial=False)
@@ -80,9 +77,6 @@ def _count(spec: RunSpec, rank: int) -> RankCount:
             trainer.step(1)
             ledger.mark("end")
             return count_of(ledger, trainer, time.perf_counter() - began)
-    finally:
-        dist.destroy_process_group()
-        gc.collect()
 
 
 def prime_optimizer(trainer: Trainer) -> None:

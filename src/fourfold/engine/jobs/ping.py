@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from fourfold.engine.process.failure import NonFiniteError, inject_fault
+from fourfold.engine.process.health import NonFiniteError, inject_fault
 from fourfold.engine.process.task import Task
 from fourfold.result.job import RankFacts
 from fourfold.result.report import RankMemory, RankSteps, StepReport

@@ -17,13 +17,12 @@ from torch import Tensor
 from fourfold.engine import compat
 from fourfold.engine.data.source import data_facts
 from fourfold.engine.jobs.build import with_trainer
-from fourfold.engine.microbench import device as probe
-from fourfold.engine.microbench.device import axis_rates
+from fourfold.engine.microbench.device import axis_rates, rates
 from fourfold.engine.observe.clock import Ticks, WarmupTicks, by_count, synchronize, until_steady
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory, allocator_peak, retries
 from fourfold.engine.observe.phases import count_of, mark_phases
-from fourfold.engine.process.failure import NonFiniteError, check_finite, inject_fault
+from fourfold.engine.process.health import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task, environment, uuid_of
 from fourfold.engine.training.trainer import StepOutcome, Trainer
 from fourfold.result.job import RankFacts
@@ -236,9 +235,6 @@ def _probe(
     if seconds == 0:
         return None
     task.heartbeat.enter(f"probe {when}")
-    dist.barrier()
-    dtype, side = ("bf16", 8192) if device.type == "cuda" else ("fp32", 512)
-    product = probe.gemm(dtype, (side, side, side), device, seconds / 2)
-    assert product is not None, "every device multiplies in this format"
-    copied = probe.copy(2**28 if device.type == "cuda" else 2**26, device, seconds / 2)
-    return ProbeReport(when=when, flops_per_s=product.flops_per_s, bytes_per_s=copied.bytes_per_s)
+    side, count_bytes = (8192, 2**28) if device.type == "cuda" else (512, 2**26)
+    _, flops_per_s, bytes_per_s = rates(device, side, count_bytes, seconds)
+    return ProbeReport(when=when, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)

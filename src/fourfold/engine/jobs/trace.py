@@ -19,7 +19,7 @@ from fourfold.engine.compat import DTYPES
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.process.heartbeat import Heartbeat
+from fourfold.engine.process.health import Heartbeat
 from fourfold.engine.process.task import Task
 from fourfold.engine.trace.layer import Pass, count_layer, layer_pass
 from fourfold.engine.trace.steps import Stage, action_of

@@ -24,7 +24,7 @@ from fourfold.engine.observe.clock import Ticks, synchronize
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory
 from fourfold.engine.observe.phases import mark_phases
-from fourfold.engine.process.failure import NonFiniteError, check_finite, inject_fault
+from fourfold.engine.process.health import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task, environment
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trackers import Tracker, trackers

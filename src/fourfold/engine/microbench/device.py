@@ -169,17 +169,21 @@ _OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "p2p")
 def shared_rates(
     device: torch.device, ranks: int, group: dist.ProcessGroup, seconds: float
 ) -> SharedPoint:
-    """Product and copy while all ranks of the group do the same."""
-    dtype = "bf16" if device.type == "cuda" else "fp32"
     side = 4096 if device.type == "cuda" else 512
+    dtype, flops_per_s, bytes_per_s = rates(device, side, 2**26, seconds, group)
+    return SharedPoint(ranks=ranks, dtype=dtype, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
+
+
+def rates(
+    device: torch.device, side: int, count_bytes: int, seconds: float, group: Any = None
+) -> tuple[str, float, float]:
+    """Format and FLOP/s of a product, bytes/s of a copy, while all ranks of the group do both."""
+    dtype = "bf16" if device.type == "cuda" else "fp32"
     dist.barrier(group=group)
     point = gemm(dtype, (side, side, side), device, seconds / 2)
-    assert point is not None
+    assert point is not None, "every device multiplies in this format"
     dist.barrier(group=group)
-    copied = copy(2**26, device, seconds / 2)
-    return SharedPoint(
-        ranks=ranks, dtype=dtype, flops_per_s=point.flops_per_s, bytes_per_s=copied.bytes_per_s
-    )
+    return dtype, point.flops_per_s, copy(count_bytes, device, seconds / 2).bytes_per_s
 
 
 def collectives_of(

@@ -3,8 +3,9 @@ its layers. Norms, element-wise work and copies are not listed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fourfold.cost.count.params import Param, embedding_tensors, layer_tensors, tp_shape
@@ -45,9 +46,6 @@ class Product:
 class Attend:
     """Attention of `queries` to `keys`. `block`: one of several that are joined afterwards."""
 
-    name: str
-    when: When
-    backward: bool
     batch: int
     heads: int
     kv_heads: int
@@ -56,7 +54,10 @@ class Attend:
     head_size: int
     causal: bool
     block: bool
-    calls: int
+    calls: int = 1
+    name: str = "core"
+    when: When = "forward"
+    backward: bool = False
     part: Part = "attention"
     products: int = 2  # over all query-key pairs; the mask is not subtracted
 
@@ -95,8 +96,8 @@ def stage_kernels(
         if again and name != linears[-1][1]:
             kernels.append(_product(part, name, "backward", "output", (tokens, outs, ins), again))
     core_again = len(layers) if spec.policy.recompute == "selective" else again
-    for shape, count in _attention(spec, world, micro):
-        kernels += _core(shape, spec, count * len(layers), count * core_again)
+    for core, count in _attention(spec, world, micro):
+        kernels += _core(core, spec, count * len(layers), count * core_again)
     if head:
         kernels += _head(spec, world, tokens)
     return kernels
@@ -149,17 +150,8 @@ def _linears(spec: RunSpec, world: World) -> Iterator[tuple[Part, str, int, int]
         yield part, name, sum(shape[0] for shape in shapes), shapes[0][1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    batch: int
-    heads: int
-    kv_heads: int
-    span: Span
-    block: bool
-
-
-def _attention(spec: RunSpec, world: World, micro: int) -> Iterator[tuple[_Shape, int]]:
-    """Attention kernels of one layer, equal ones counted together."""
+def _attention(spec: RunSpec, world: World, micro: int) -> Iterator[tuple[Attend, int]]:
+    """Forward attention kernels of one layer, equal ones counted together."""
     model, group, kind = spec.model, world.cp, spec.policy.cp_kind
     heads, kv_heads = model.heads // spec.layout.tp, max(1, model.kv_heads // spec.layout.tp)
     seq_len = spec.batch.seq_len
@@ -168,52 +160,36 @@ def _attention(spec: RunSpec, world: World, micro: int) -> Iterator[tuple[_Shape
         if kv_heads % group.size:
             whole = group.size % kv_heads == 0
             kv_heads *= group.size // kv_heads if whole else heads // kv_heads
-        span = Span((0, seq_len), (0, seq_len), True)
-        parts = (heads // group.size, kv_heads // group.size)
-        yield _Shape(micro, *parts, span, False), 1
-        return
-    tokens = seq_len // group.size
-    if kind == "ring":
-        ranks = range(group.size)
-        spans = [span_of(step, group.rank, group.size, tokens) for step in ranks]
+        heads, kv_heads = heads // group.size, kv_heads // group.size
+        spans, is_block = [Span((0, seq_len), (0, seq_len), True)], False
     else:
-        spans = list(spans_of(group, tokens // 2))
-    counted: dict[_Shape, int] = {}
-    for span in spans:
-        queries, keys = (0, _length(span.queries)), (0, _length(span.keys))
-        shape = _Shape(micro, heads, kv_heads, Span(queries, keys, span.causal), True)
-        counted[shape] = counted.get(shape, 0) + 1
-    yield from counted.items()
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
-
-
-def _core(shape: _Shape, spec: RunSpec, calls: int, again: int) -> Iterator[Attend]:
-    def attend(when: When, backward: bool, count: int) -> Attend:
-        # Backward: scores again (but where they were kept), then four gradients.
-        keeps_scores = spec.policy.attention == "unfused" and not shape.block
-        return Attend(
-            name="core",
-            when=when,
-            backward=backward,
-            batch=shape.batch,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            queries=_length(shape.span.queries),
-            keys=_length(shape.span.keys),
+        tokens, is_block = seq_len // group.size, True
+        ring = (span_of(step, group.rank, group.size, tokens) for step in range(group.size))
+        spans = list(ring if kind == "ring" else spans_of(group, tokens // 2))
+    cores = (
+        Attend(
+            batch=micro,
+            heads=heads,
+            kv_heads=kv_heads,
+            queries=span.queries[1] - span.queries[0],
+            keys=span.keys[1] - span.keys[0],
             head_size=spec.model.head_size,
-            causal=shape.span.causal,
-            block=shape.block,
-            calls=count,
-            products=(4 if keeps_scores else 5) if backward else 2,
+            causal=span.causal,
+            block=is_block,
         )
+        for span in spans
+    )
+    yield from Counter(cores).items()
 
-    yield attend("forward", False, calls)
-    yield attend("backward", True, calls)
+
+def _core(core: Attend, spec: RunSpec, calls: int, again: int) -> Iterator[Attend]:
+    # Backward: scores again (but where they were kept), then four gradients.
+    keeps_scores = spec.policy.attention == "unfused" and not core.block
+    products = 4 if keeps_scores else 5
+    yield replace(core, calls=calls)
+    yield replace(core, when="backward", backward=True, calls=calls, products=products)
     if again:
-        yield attend("backward", False, again)
+        yield replace(core, when="backward", calls=again)
 
 
 def _head(spec: RunSpec, world: World, tokens: int) -> Iterator[Product]:

@@ -255,11 +255,8 @@ class Ledger(compat.TorchDispatchMode):
             self._resized(storage)
             return result
 
-        setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010  (torch types it Never)
-        try:
+        with compat.patched(torch.UntypedStorage, "resize_", resize_):
             yield
-        finally:
-            setattr(torch.UntypedStorage, "resize_", original)  # noqa: B010
 
     @contextlib.contextmanager
     def _not_counting(self) -> Iterator[None]:

@@ -130,8 +130,5 @@ def gpu_kernels() -> Iterator[None]:
             return original(x, shape, weight, eps)
         return _RmsNorm.apply(x, weight)
 
-    setattr(F, "rms_norm", rms_norm)  # noqa: B010  (torch types it as a function, not a variable)
-    try:
+    with compat.patched(F, "rms_norm", rms_norm):
         yield
-    finally:
-        setattr(F, "rms_norm", original)  # noqa: B010

@@ -12,7 +12,7 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
 from fourfold.engine.model.positions import Tables, alibi_bias, make_tables
 from fourfold.engine.parallel.blocks import BlockGradients, JoinedBlocks, Span, cut
-from fourfold.engine.parallel.groups import AllGather, AllToAll, Group, World, start_exchange, wait
+from fourfold.engine.parallel.groups import AllGather, Group, World, start_exchange, wait
 from fourfold.spec.run import RunSpec
 
 
@@ -196,6 +196,26 @@ def spans_of(group: Group, chunk: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+class AllToAll(torch.autograd.Function):
+    """All-to-all that splits dimension `split` over ranks and joins dimension `join` (Ulysses)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
+        ctx.group, ctx.split, ctx.join = group, split, join
+        return _all_to_all(x, group, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grads[0], ctx.group, ctx.join, ctx.split), None, None, None
+
+
+def _all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
+    stacked = torch.stack(x.chunk(group.size, dim=split))
+    rows = [1] * group.size
+    received = wait(start_exchange(stacked, group, rows, rows))
+    return torch.cat(received.unbind(0), dim=join)
+
+
 class UlyssesCore(nn.Module):
     """Whole sequences, part of the heads. Fewer KV heads than ranks are repeated just enough."""
 
@@ -234,9 +254,7 @@ def rank_tables(spec: RunSpec, world: World, positions: Tensor) -> Tables:
     return make_tables(spec.model, positions, heads, activation_dtype(spec.policy.dtypes.compute))
 
 
-def apply_context(decoder: Decoder, kind: str, group: Group) -> None:
+def apply_context(decoder: Decoder, spec: RunSpec, world: World) -> None:
     """Put the kind's attention core into every layer."""
-    if group.size == 1:
-        return
-    for layer in decoder.blocks.values():
-        layer.attention.core = CORES[kind](group)
+    for layer in decoder.blocks.values() if world.cp.size > 1 else ():
+        layer.attention.core = CORES[spec.policy.cp_kind](world.cp)

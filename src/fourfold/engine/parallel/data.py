@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fourfold.engine.compat import (
@@ -32,12 +31,16 @@ from fourfold.engine.compat import (
     version_of,
 )
 from fourfold.engine.model.decoder import Decoder
-from fourfold.spec.policy import Dtypes, Policy, running
+from fourfold.engine.parallel.groups import World
+from fourfold.spec.policy import Dtypes, running
 from fourfold.spec.run import RunSpec
 
 
-def apply_data(decoder: Decoder, mesh: DeviceMesh, policy: Policy) -> None:
+def apply_data(decoder: Decoder, spec: RunSpec, world: World) -> None:
     """Shard each layer, then what is left (embedding, final norm, head) as one group."""
+    if is_alone(spec):
+        return
+    policy, mesh = spec.policy, world.data_mesh(spec.policy.zero)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": _formats(policy.dtypes)}
     layers = list(decoder.blocks.values())
     for layer in layers:

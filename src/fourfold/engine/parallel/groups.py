@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fourfold.engine import compat
 from fourfold.engine.compat import functional
 from fourfold.engine.parallel.shards import ShardPlace
 from fourfold.spec.layout import AXES, Layout
@@ -161,6 +165,18 @@ class World:
             dist.all_reduce(torch.zeros(1, device=device), group=group.handle)
 
 
+@contextlib.contextmanager
+def fake_world(layout: Layout, rank: int) -> Iterator[World]:
+    """Rank `rank` of a layout of which no other rank exists: collectives answer at once."""
+    store = compat.fake_store()
+    dist.init_process_group("fake", rank=rank, world_size=layout.world, store=store)
+    try:
+        yield World.create(layout, "cpu")
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+
+
 def _rank_table(layout: Layout) -> torch.Tensor:
     """Global ranks as [pp, dp, cp, tp], whatever the placement order."""
     placed = torch.arange(layout.world).view([layout.size(axis) for axis in layout.order])
@@ -271,23 +287,3 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grads[0], ctx.group, ctx.dim), None, None
-
-
-class AllToAll(torch.autograd.Function):
-    """All-to-all that splits dimension `split` over ranks and joins dimension `join` (Ulysses)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
-        ctx.group, ctx.split, ctx.join = group, split, join
-        return _all_to_all(x, group, split, join)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grads[0], ctx.group, ctx.join, ctx.split), None, None, None
-
-
-def _all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
-    stacked = torch.stack(x.chunk(group.size, dim=split))
-    rows = [1] * group.size
-    received = wait(start_exchange(stacked, group, rows, rows))
-    return torch.cat(received.unbind(0), dim=join)

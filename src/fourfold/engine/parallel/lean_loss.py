@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.engine.model.decoder import IGNORE, Decoder
-from fourfold.engine.parallel.groups import Group, all_reduce
+from fourfold.engine.parallel.groups import Group, World, all_reduce
 from fourfold.engine.parallel.tensor import VocabLoss
+from fourfold.spec.run import RunSpec
 
 # Values of a block of rows in wide format, where nothing is compiled: 64 MiB of fp32.
 _BLOCK_VALUES = 2**24
@@ -19,14 +20,14 @@ _BLOCK_VALUES = 2**24
 _MOST_VALUES = 2**31 - 1
 
 
-def apply_lean_loss(decoder: Decoder, *, compiled: bool) -> None:
+def apply_lean_loss(decoder: Decoder, spec: RunSpec, world: World) -> None:
     """Put it in place of the head's loss, whole or cut by vocabulary."""
     head = decoder.head
-    if head is None:
+    if head is None or not spec.policy.is_loss_lean:
         return
     old = head.loss
     first, group = (old.first, old.group) if isinstance(old, VocabLoss) else (0, None)
-    lean = LeanLoss(first, group, compiled=compiled)
+    lean = LeanLoss(first, group, compiled=spec.policy.compile and world.device_type == "cuda")
     head.loss, head.loss_in_chunks = lean, lean.in_chunks
 
 

@@ -25,7 +25,7 @@ from fourfold.engine.model.activations import apply_fast_activations
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core
 from fourfold.engine.parallel.context import apply_context
-from fourfold.engine.parallel.data import apply_data, is_alone
+from fourfold.engine.parallel.data import apply_data
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.lean_loss import apply_lean_loss
 from fourfold.engine.parallel.products import apply_float8
@@ -72,10 +72,6 @@ def _tensor(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_tensor(decoder, spec.model, world.tp, seq_len=seq_len, sequence=sequence)
 
 
-def _context(decoder: Decoder, spec: RunSpec, world: World) -> None:
-    apply_context(decoder, spec.policy.cp_kind, world.cp)
-
-
 def attention_kernels(attention: str, device_type: str) -> list[SDPBackend] | None:
     """Kernels of whole-sequence attention in order of preference; None: torch chooses."""
     if attention != "auto":
@@ -108,12 +104,6 @@ def _float8(decoder: Decoder, spec: RunSpec, world: World) -> None:
         apply_float8(decoder, world.device_type)
 
 
-def _loss(decoder: Decoder, spec: RunSpec, world: World) -> None:
-    if spec.policy.is_loss_lean:
-        compiled = spec.policy.compile and world.device_type == "cuda"
-        apply_lean_loss(decoder, compiled=compiled)
-
-
 def _kernels(decoder: Decoder, spec: RunSpec, world: World) -> None:
     if spec.policy.compile and world.device_type == "cuda":
         apply_fast_activations(decoder, activation_dtype(spec.policy.dtypes.compute))
@@ -138,22 +128,17 @@ def _offload(decoder: Decoder, spec: RunSpec, world: World) -> None:
     apply_offload(decoder, spec.policy.offload, world.device_type)
 
 
-def _data(decoder: Decoder, spec: RunSpec, world: World) -> None:
-    if not is_alone(spec):
-        apply_data(decoder, world.data_mesh(spec.policy.zero), spec.policy)
-
-
 ORDER: tuple[Step, ...] = (
     _tensor,
-    _context,
+    apply_context,
     _attention,
     _float8,
-    _loss,
+    apply_lean_loss,
     _kernels,
     _recompute,
     _compile,
     _offload,
-    _data,
+    apply_data,
 )
 
 

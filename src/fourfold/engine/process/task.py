@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from fourfold import files
 from fourfold.engine.parallel import host_group
-from fourfold.engine.process.failure import NonFiniteError, OomError, outcome_of
-from fourfold.engine.process.heartbeat import Heartbeat
+from fourfold.engine.process.health import Heartbeat, NonFiniteError, OomError, outcome_of
 from fourfold.result.job import Job, RankFacts, RankFailure, answer_file, facts_file, failure_file
 from fourfold.result.machine import cpu_name, gpu_facts, host_memory_bytes
 from fourfold.result.report import Failure, RankMemory, RankSteps

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,7 +21,7 @@ from fourfold.engine.observe.operators import gpu_kernels
 from fourfold.engine.observe.phases import axes_of
 from fourfold.engine.parallel.context import rank_tables, token_positions
 from fourfold.engine.parallel.data import before_backward
-from fourfold.engine.parallel.groups import World
+from fourfold.engine.parallel.groups import World, fake_world
 from fourfold.engine.parallel.order import ORDER
 from fourfold.engine.process.task import CPU
 from fourfold.engine.trace.step_ledger import WEIGHTS, WEIGHTS_AGAIN, StepLedger
@@ -60,9 +59,7 @@ _INPUTS = {
 
 def count_layer(spec: RunSpec, rank: int) -> LayerTrace:
     """The steps of one rank on fake tensors, as on a GPU, without hardware."""
-    dist.init_process_group("fake", rank=rank, world_size=spec.gpus, store=compat.fake_store())
-    try:
-        world = World.create(spec.layout, "cpu")
+    with fake_world(spec.layout, rank) as world:
         decoder = _decoder(spec, world)
         names = {"dp": "dpxcp"}
         axes = {g: names.get(axis, axis) for g, axis in axes_of(world, spec.model).items()}
@@ -80,9 +77,6 @@ def count_layer(spec: RunSpec, rank: int) -> LayerTrace:
             ledger.begin_step(WEIGHTS)
             _once(decoder, spec, x, tables, ledger)
             return LayerTrace(tuple(ledger.steps))
-    finally:
-        dist.destroy_process_group()
-        gc.collect()
 
 
 def _once(decoder: Decoder, spec: RunSpec, x: Tensor, tables: Tables, ledger: StepLedger) -> None:

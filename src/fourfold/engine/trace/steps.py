@@ -51,6 +51,15 @@ class Stage:
 Action = Callable[[Stage], None]
 
 
+def _writes(name: str, make: Callable[[Stage], Tensor]) -> Action:
+    """A step that makes one tensor."""
+
+    def action(s: Stage) -> None:
+        s.t[name] = make(s)
+
+    return action
+
+
 def hold(s: Stage) -> None:
     """Small random values: products of them stay finite in any format."""
     made = torch.Generator(s.device).manual_seed(s.ask.rank)
@@ -64,10 +73,6 @@ def project(s: Stage) -> None:
     size = s.program.sizes["head_size"]
     for name, weight in (("q", "Q"), ("k", "K"), ("v", "V")):
         s.t[name] = (s.t["input"] @ s.t[weight]).unflatten(1, (-1, size))
-
-
-def output(s: Stage) -> None:
-    s.t["output"] = s.t["out_tokens" if "out_tokens" in s.t else "out"] @ s.t["O"]
 
 
 def batched(x_NHC: Tensor) -> Tensor:
@@ -90,12 +95,16 @@ def _product(heads_HNC: Tensor, keys_KCM: Tensor) -> Tensor:
     return out
 
 
-def _scores(s: Stage, queries: str, keys: str) -> None:
-    s.t["scores"] = _product(s.t[queries].transpose(0, 1), s.t[keys].permute(1, 2, 0))
+def _scores(queries: Tensor, keys: Tensor) -> Tensor:
+    return _product(queries.transpose(0, 1), keys.permute(1, 2, 0))
 
 
-def _mix(s: Stage, values: str) -> None:
-    s.t["out"] = _product(s.t["scores"], s.t[values].transpose(0, 1))
+def _naive(queries: str, keys: str, values: str) -> dict[str, Action]:
+    """The two steps of naive attention between tensors of these names."""
+    return {
+        "scores": _writes("scores", lambda s: _scores(s.t[queries], s.t[keys])),
+        "mix": _writes("out", lambda s: _product(s.t["scores"], s.t[values].transpose(0, 1))),
+    }
 
 
 # Ulysses.
@@ -120,10 +129,14 @@ def _by_owner(x_NHC: Tensor, ranks: int, copies: int) -> Tensor:
     return out
 
 
-def tokens_to_heads(s: Stage) -> None:
+def _exchanged(s: Stage, name: str) -> Tensor:
     rows = [1] * s.ranks
+    return wait(start_exchange(s.t[name], s.group, rows, rows))
+
+
+def tokens_to_heads(s: Stage) -> None:
     for name in ("q_heads", "k_heads", "v_heads"):
-        s.t[name] = wait(start_exchange(s.t[name], s.group, rows, rows)).flatten(0, 1)
+        s.t[name] = _exchanged(s, name).flatten(0, 1)
 
 
 def attend_heads(s: Stage) -> None:
@@ -136,15 +149,6 @@ def group_by_token(s: Stage) -> None:
     """From the product's head-major result a copy; the kernel's own is token-major already."""
     out = s.t["out"] if s.ask.attention == "flash" else s.t["out"].transpose(0, 1)
     s.t["out"] = out.unflatten(0, (s.ranks, s.tokens)).contiguous()
-
-
-def heads_to_tokens(s: Stage) -> None:
-    rows = [1] * s.ranks
-    s.t["out_tokens"] = wait(start_exchange(s.t["out"], s.group, rows, rows))
-
-
-def join_received(s: Stage) -> None:
-    s.t["out_tokens"] = s.t["out_tokens"].transpose(0, 1).flatten(1)
 
 
 # All-gather and ring.
@@ -195,7 +199,7 @@ def attend_round(s: Stage) -> None:
     s.round += 1
     following = start_rotate(kv, s.group) if s.round < s.ranks else None
     if s.ask.attention == "naive":
-        s.t["scores"] = _product(s.t["q"].transpose(0, 1), kv[0].permute(1, 2, 0))
+        s.t["scores"] = _scores(s.t["q"], kv[0])
         s.t["block"] = _product(s.t["scores"], kv[1].transpose(0, 1))
         s.t["out_fp32"].add_(s.t["block"])
     else:
@@ -210,60 +214,44 @@ def cast(s: Stage) -> None:
     s.t["out"] = s.t["out_fp32"].to(s.t["q"].dtype, copy=True)
 
 
-def join_heads(s: Stage) -> None:
-    """[H, N, C] -> [N, H C]."""
-    s.t["out"] = s.t["out"].transpose(0, 1).flatten(1)
-
-
-# Divided MLPs.
-
-
-def gather_input(s: Stage) -> None:
-    s.t["input"] = all_gather(s.t["input_part"], s.group, 0)
-
-
-def up(s: Stage) -> None:
-    s.t["intermediate"] = (s.t["input"] @ s.t["W1"][0]).relu_()
-
-
-def down(s: Stage) -> None:
-    s.t["partial"] = s.t["intermediate"] @ s.t["W2"][0]
-
-
-def add_up(s: Stage) -> None:
-    s.t["output"] = all_reduce(s.t["partial"], s.group)
-
-
-def add_and_cut(s: Stage) -> None:
-    s.t["output"] = reduce_scatter(s.t["partial"], s.group, 0)
-
-
-_BOTH: dict[str, Action] = {"project": project, "output": output, "cast": cast}
+_BOTH: dict[str, Action] = {
+    "project": project,
+    "output": _writes(
+        "output", lambda s: s.t["out_tokens" if "out_tokens" in s.t else "out"] @ s.t["O"]
+    ),
+    "cast": cast,
+    "join heads": _writes("out", lambda s: s.t["out"].transpose(0, 1).flatten(1)),  # [N, H C]
+}
+_MLP = {
+    "up": _writes("intermediate", lambda s: (s.t["input"] @ s.t["W1"][0]).relu_()),
+    "down": _writes("partial", lambda s: s.t["intermediate"] @ s.t["W2"][0]),
+}
 ACTIONS: dict[str, dict[str, Action]] = {
     "ulysses": _BOTH
+    | _naive("q_heads", "k_heads", "v_heads")
     | {
         "group by owner": group_by_owner,
         "tokens to heads": tokens_to_heads,
-        "scores": lambda s: _scores(s, "q_heads", "k_heads"),
-        "mix": lambda s: _mix(s, "v_heads"),
         "attend": attend_heads,
         "group by token": group_by_token,
-        "heads to tokens": heads_to_tokens,
-        "join heads": join_received,
+        "heads to tokens": _writes("out_tokens", lambda s: _exchanged(s, "out")),
+        "join heads": _writes("out_tokens", lambda s: s.t["out_tokens"].transpose(0, 1).flatten(1)),
     },
     "allgather": _BOTH
+    | _naive("q", "k_all", "v_all")
     | {
         "gather keys, values": gather,
         "put in order": put_in_order,
         "start sums": start_sums,
         "attend": attend_spans,
-        "scores": lambda s: _scores(s, "q", "k_all"),
-        "mix": lambda s: _mix(s, "v_all"),
-        "join heads": join_heads,
     },
-    "ring": _BOTH | {"pack": pack, "round": attend_round, "join heads": join_heads},
-    "mlp": {"up": up, "down": down, "sum": add_up},
-    "mlp2d": {"gather": gather_input, "up": up, "down": down, "sum and cut": add_and_cut},
+    "ring": _BOTH | {"pack": pack, "round": attend_round},
+    "mlp": _MLP | {"sum": _writes("output", lambda s: all_reduce(s.t["partial"], s.group))},
+    "mlp2d": _MLP
+    | {
+        "gather": _writes("input", lambda s: all_gather(s.t["input_part"], s.group, 0)),
+        "sum and cut": _writes("output", lambda s: reduce_scatter(s.t["partial"], s.group, 0)),
+    },
 }
 
 
