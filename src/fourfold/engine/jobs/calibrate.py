@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fourfold.engine.microbench import device as probe
 from fourfold.engine.microbench.device import collectives_of, shared_rates
+from fourfold.engine.parallel.groups import Group
 from fourfold.engine.process.health import Heartbeat
 from fourfold.engine.process.task import Task, machine_facts
 from fourfold.result.profile import (
@@ -90,14 +91,16 @@ def _together(
     shared: list[SharedPoint] = []
     collectives: list[CollectivePoint] = []
     for n in sizes:
-        group = _group(ranks=list(range(n)))
+        ranks = tuple(range(n))
+        handle = _group(ranks=list(ranks))
         if task.rank < n:
+            group = Group(axis="", ranks=ranks, rank=task.rank, handle=handle)
             torch.set_num_threads(max(1, task.place.cores // n))
             task.heartbeat.enter(f"{n} ranks at once")
             slice_s = seconds / len(sizes)
-            shared.append(shared_rates(device, n, group, slice_s * 0.3))
+            shared.append(shared_rates(device, group, slice_s * 0.3))
             if n > 1:
-                collectives += collectives_of(device, n, group, slice_s * 0.7)
+                collectives += collectives_of(device, group, slice_s * 0.7)
             task.heartbeat.step_done()
         dist.barrier(group=sleepers)
     return tuple(shared), tuple(collectives)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fourfold.engine.compat import scaled_mm
 from fourfold.engine.observe.clock import lower_quartile, reading, seconds_of, synchronize
-from fourfold.engine.parallel.groups import World
+from fourfold.engine.parallel.groups import Group, World
 from fourfold.result.profile import (
     AttentionPoint,
     CollectivePoint,
@@ -161,17 +162,13 @@ def burst_and_sustained(
     return sorted(rates)[len(rates) * 9 // 10], sum(last) / len(last)
 
 
-Level = Literal["host", "network"]
-
 _OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "p2p")
 
 
-def shared_rates(
-    device: torch.device, ranks: int, group: dist.ProcessGroup, seconds: float
-) -> SharedPoint:
+def shared_rates(device: torch.device, group: Group, seconds: float) -> SharedPoint:
     side = 4096 if device.type == "cuda" else 512
-    dtype, flops_per_s, bytes_per_s = rates(device, side, 2**26, seconds, group)
-    return SharedPoint(ranks=ranks, dtype=dtype, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
+    dtype, flops, moved = rates(device, side, 2**26, seconds, group.handle)
+    return SharedPoint(ranks=group.size, dtype=dtype, flops_per_s=flops, bytes_per_s=moved)
 
 
 def rates(
@@ -186,17 +183,15 @@ def rates(
     return dtype, point.flops_per_s, copy(count_bytes, device, seconds / 2).bytes_per_s
 
 
-def collectives_of(
-    device: torch.device, ranks: int, group: dist.ProcessGroup, seconds: float
-) -> list[CollectivePoint]:
+def collectives_of(device: torch.device, group: Group, seconds: float) -> list[CollectivePoint]:
     sizes = (2**10, 2**16, 2**20, 2**24) if device.type == "cpu" else (2**10, 2**20, 2**24, 2**28)
     budget_s = seconds / len(sizes) / len(_OPS)
-    members, points = tuple(range(ranks)), []
-    for op in _OPS:
-        for payload in sizes:
-            work = _collective(op, payload, device, members, group)
-            took = _seconds_together(work, device, 0, group, budget_s, most_calls=2000)
-            points.append(CollectivePoint(op=op, ranks=ranks, payload_bytes=payload, seconds=took))
+    points = []
+    for op, size in itertools.product(_OPS, sizes):
+        work = _collective(op, size, device, group)
+        took = _seconds_together(work, device, group, budget_s, most_calls=2000)
+        point = CollectivePoint(op=op, ranks=group.size, payload_bytes=size, seconds=took)
+        points.append(point)
     return points
 
 
@@ -206,37 +201,33 @@ def axis_rates(world: World, device: torch.device, seconds: float) -> tuple[Link
     hosts: list[str] = [""] * world.all_ranks.size
     dist.all_gather_object(hosts, socket.gethostname())
     # Copies of sharded data parallelism talk in a group of their own.
-    axes = {"tp": world.tp, "cp": world.cp, "dp": world.fsdp, "pp": world.pp}
-    axes["dp copies"] = world.replicas
-    groups = [(axis, group) for axis, group in axes.items() if group.size > 1]
-    payload, rates = 2**22 if device.type == "cpu" else 2**26, []
+    axes = [("tp", world.tp), ("cp", world.cp), ("dp", world.fsdp), ("pp", world.pp)]
+    axes.append(("dp copies", world.replicas))
+    groups = [(axis, group) for axis, group in axes if group.size > 1]
+    size, links = 2**22 if device.type == "cpu" else 2**26, []
     for axis, group in groups:
         op = "send" if axis == "pp" else "all-reduce"
-        work = _collective(op, payload, device, group.ranks, group.handle)
+        work = _collective(op, size, device, group)
         dist.barrier()
-        took = _seconds_together(
-            work, device, group.ranks[0], group.handle, seconds / len(groups), most_calls=100
-        )
-        level: Level = "host" if len({hosts[rank] for rank in group.ranks}) == 1 else "network"
-        rates.append(
+        took = _seconds_together(work, device, group, seconds / len(groups), most_calls=100)
+        links.append(
             LinkRate(
-                axis=axis, ranks=group.size, level=level, op=op, payload_bytes=payload, seconds=took
+                axis=axis,
+                ranks=group.size,
+                level="host" if len({hosts[rank] for rank in group.ranks}) == 1 else "network",
+                op=op,
+                payload_bytes=size,
+                seconds=took,
             )
         )
-    return tuple(rates)
+    return tuple(links)
 
 
-def _collective(
-    op: str,
-    payload: int,
-    device: torch.device,
-    members: Sequence[int],
-    group: dist.ProcessGroup,
-) -> Callable[[], object]:
-    """A ready one of these ranks; `p2p` and `send` pass the whole payload around the ring."""
-    ranks = len(members)
-    whole = torch.ones(payload // 4 // ranks * ranks, device=device)
-    part = torch.ones(payload // 4 // ranks, device=device)
+def _collective(op: str, size: int, device: torch.device, among: Group) -> Callable[[], object]:
+    """A ready one of `size` bytes; `p2p` and `send` pass all of them around the ring."""
+    group, ranks = among.handle, among.size
+    whole = torch.ones(size // 4 // ranks * ranks, device=device)
+    part = torch.ones(size // 4 // ranks, device=device)
     if op == "all-reduce":  # a sum, as in training: switches add some formats, and only add
         return lambda: dist.all_reduce(whole, group=group)
     if op == "all-gather":
@@ -246,8 +237,7 @@ def _collective(
     received = torch.empty_like(whole)
     if op == "all-to-all":
         return lambda: dist.all_to_all_single(received, whole, group=group)
-    place = members.index(dist.get_rank())
-    ahead, behind = members[(place + 1) % ranks], members[(place - 1) % ranks]
+    ahead, behind = (among.ranks[(among.rank + step) % ranks] for step in (1, -1))
 
     def around() -> None:
         send = dist.P2POp(dist.isend, whole, ahead, group)
@@ -259,18 +249,12 @@ def _collective(
 
 
 def _seconds_together(
-    work: Callable[[], object],
-    device: torch.device,
-    first: int,
-    group: dist.ProcessGroup,
-    budget_s: float,
-    *,
-    most_calls: int,
+    work: Callable[[], object], device: torch.device, group: Group, budget_s: float, most_calls: int
 ) -> float:
     """Seconds of a call. The group's first rank says how many calls all make: clocks differ."""
     work()
     once_s = reading(work, device, 2)
     wanted = max(3.0, min(float(most_calls), budget_s / max(once_s, 1e-7)))
     calls = torch.tensor([wanted], device=device)
-    dist.broadcast(calls, first, group=group)
+    dist.broadcast(calls, group.ranks[0], group=group.handle)
     return lower_quartile([reading(work, device, 1) for _ in range(int(calls.item()))])
