@@ -76,7 +76,7 @@ def command_parser(name: str, action: str = "", *, everything: bool = True) -> P
         command = command.actions[action]
         prog = f"{prog} {action}"
     rare = [] if everything else [one for one in command.options if one.rare]
-    more = f"\n{len(rare)} more options: '{prog} --help-all'\n" if rare else ""
+    more = f"\nmore options ({len(rare)}): '{prog} --help-all'\n" if rare else ""
     parser = Parser(
         prog=prog,
         description=command.description,
@@ -256,7 +256,6 @@ def _action(name: str, rest: list[str]) -> str:
 
 
 def _run(parser: Parser, args: Any) -> int:
-    """One call, one display."""
     from fourfold.output import Stderr, terminal_columns, text_of
 
     # The last format given; 'weights export' has two kinds of them.

@@ -84,7 +84,6 @@ def from_csv(text: str) -> str:
 
 
 def csv_text(rows: Iterable[Sequence[str]]) -> str:
-    """Lines of CSV, each with its newline."""
     import csv
     import io
 

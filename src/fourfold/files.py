@@ -42,7 +42,6 @@ def refused(error: OSError | ValueError, path: object, *, field: str, verb: str)
 
 
 def read_text(path: str | Path, *, field: str = "file", max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The file's text, or an error that names file and reason. A pipe is read to its end."""
     return text_of(read_bytes(path, field=field, max_bytes=max_bytes), path, field=field)
 
 
@@ -58,67 +57,57 @@ def text_of(content: bytes, path: str | Path, *, field: str = "file") -> str:
 
 def read_bytes(path: str | Path, *, field: str = "file", max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """A user's file or pipe, up to `max_bytes`; devices and folders are refused."""
-    try:
-        # A named pipe without a writer would block for ever; without blocking it reads as empty.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with os.fdopen(handle, "rb") as stream:
-            problem = _not_text(os.fstat(handle), os.isatty(handle), path, max_bytes)
-            if problem:
-                raise UserError(problem[0], field=field, value=str(path), hint=problem[1])
-            os.set_blocking(handle, True)
-            content = stream.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            rule, hint = _too_large(max_bytes)
-            raise UserError(rule, field=field, value=str(path), hint=hint)
-        return content
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise refused(error, path, field=field, verb="read") from None
+    return _read(path, field, max_bytes, own=False)
 
 
 def read_own(path: str | Path, *, field: str = "file", max_bytes: int = MAX_STORED_BYTES) -> bytes:
     """A file that fourfold wrote: a regular file under its own name. Links, pipes and devices in
     its place are refused, so that a stored folder leads nowhere else and nothing waits."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+    return _read(path, field, max_bytes, own=True)
+
+
+def _read(path: str | Path, field: str, max_bytes: int, *, own: bool) -> bytes:
+    # A named pipe without a writer would block for ever; without blocking it reads as empty.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags |= getattr(os, "O_NOFOLLOW", 0) if own else 0
     try:
-        if os.path.islink(path):
-            raise UserError(
-                "is a symbolic link",
-                field=field,
-                value=str(path),
-                hint="replace it by the file itself",
-            )
-        handle = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
-        with os.fdopen(handle, "rb") as stream:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                raise UserError("is not a regular file", field=field, value=str(path))
-            content = stream.read(max_bytes + 1) if status.st_size <= max_bytes else b""
-        if status.st_size > max_bytes or len(content) > max_bytes:
-            raise UserError(_too_large(max_bytes)[0], field=field, value=str(path))
-        return content
-    except UserError:
-        raise
+        problem = _LINK if own and os.path.islink(path) else None
+        content = b""
+        if problem is None:
+            handle = os.open(path, flags)
+            with os.fdopen(handle, "rb") as stream:
+                problem = _problem(handle, path, max_bytes, own=own)
+                if problem is None:
+                    os.set_blocking(handle, True)
+                    content = stream.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            problem = _too_large(max_bytes, own=own)
     except (OSError, ValueError) as error:
         raise refused(error, path, field=field, verb="read") from None
+    if problem is not None:
+        raise UserError(problem[0], field=field, value=str(path), hint=problem[1])
+    return content
 
 
-def _too_large(max_bytes: int) -> tuple[str, str]:
-    return f"is over {max_bytes / 2**20:g} MiB", "pass a text file"
+_LINK = ("is a symbolic link", "replace it by the file itself")
 
 
-def _not_text(
-    status: os.stat_result, terminal: bool, path: str | Path, max_bytes: int
-) -> tuple[str, str] | None:
-    """(rule, hint) for what cannot be a text: folders, disks, /dev/zero."""
-    if stat.S_ISDIR(status.st_mode):
+def _too_large(max_bytes: int, *, own: bool) -> tuple[str, str]:
+    return f"is over {max_bytes / 2**20:g} MiB", "" if own else "pass a text file"
+
+
+def _problem(handle: int, path: str | Path, max_bytes: int, *, own: bool) -> tuple[str, str] | None:
+    """(rule, hint) for what cannot be read: folders, disks, /dev/zero, files that are too large."""
+    status = os.fstat(handle)
+    kind = status.st_mode
+    if own and not stat.S_ISREG(kind):
+        return "is not a regular file", ""
+    if stat.S_ISDIR(kind):
         return "is a folder", "pass a file in it"
-    if stat.S_ISBLK(status.st_mode) or (
-        stat.S_ISCHR(status.st_mode) and not terminal and str(path) != os.devnull
-    ):
+    is_text_device = os.isatty(handle) or str(path) == os.devnull
+    if stat.S_ISBLK(kind) or (stat.S_ISCHR(kind) and not is_text_device):
         return "is a device", "pass a text file"
-    return _too_large(max_bytes) if status.st_size > max_bytes else None
+    return _too_large(max_bytes, own=own) if status.st_size > max_bytes else None
 
 
 def require_mine(path: str | Path, *, mark: str, force: bool, field: str = "out") -> None:
@@ -155,48 +144,37 @@ def write_text(path: str | Path, text: str, *, field: str = "out", own: bool = F
 def write_bytes(path: str | Path, content: bytes, *, field: str = "out", own: bool = False) -> None:
     """Write all or nothing: a reader never sees half a file, a crash loses no old one. `own`: a
     file of fourfold's own folders, where a link is replaced and never written through."""
-    import tempfile  # 15 ms with what it imports, only paid on writing
-
-    temporary = ""
     try:
-        # The target of a user's link is replaced, not the link.
-        target = Path(path) if own else Path(os.path.realpath(path))
+        target = Path(os.path.realpath(path))
         special = target.exists() and not (target.is_file() or target.is_dir())
         if not own and (special or str(path).startswith("/dev/")):
             # A pipe or /dev/stdout is written to: replacing it would destroy it.
             with open(path, "ab", buffering=0) as stream:
                 stream.write(content)
             return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:32]}.", dir=target.parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, _mode_of(target, own=own))
-        os.replace(temporary, target)
     except (OSError, ValueError) as error:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
         raise refused(error, path, field=field, verb="written") from None
+    with pending(path, field=field, own=own) as stream:
+        stream.write(content)
 
 
 @contextlib.contextmanager
-def pending(path: str | Path, *, field: str = "out") -> Iterator[BinaryIO]:
+def pending(path: str | Path, *, field: str = "out", own: bool = False) -> Iterator[BinaryIO]:
     """A stream whose content becomes the file `path` when the block ends well, else nothing does;
     for what is too large for `write_bytes`."""
-    import tempfile
+    import tempfile  # 15 ms with what it imports, only paid on writing
 
     temporary = ""
     try:
-        target = Path(os.path.realpath(path))
+        # The target of a user's link is replaced, not the link.
+        target = Path(path) if own else Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:32]}.", dir=target.parent)
         with os.fdopen(handle, "wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, _mode_of(target))
+        os.chmod(temporary, _mode_of(target, own=own))
         os.replace(temporary, target)
         temporary = ""
     except OSError as error:

@@ -74,7 +74,6 @@ def grouped(options: typing.Iterable[Option], group: str) -> tuple[Option, ...]:
 
 
 def given(args: Any, *names: str) -> dict[str, Any]:
-    """Values of those flags that were given."""
     values = {name: getattr(args, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -164,7 +163,6 @@ def assignments(args: Any) -> list[tuple[str, str]]:
 
 
 def assigned(args: Any) -> dict[str, Any]:
-    """The table that --set alone makes."""
     table: dict[str, Any] = {}
     for path, text in assignments(args):
         codec.put(table, path, codec.toml_value(text))
@@ -213,7 +211,6 @@ def by_flag(error: UserError, args: Any, flags: Mapping[str, str]) -> UserError:
 
 
 def _has(spec: str, path: str) -> bool:
-    """Whether a run's file says anything about a field."""
     table: Any = codec.parse_toml(files.read_text(spec, field="spec"))
     for name in path.split("."):
         if not isinstance(table, dict) or name not in table:

@@ -30,7 +30,6 @@ class Output(NamedTuple):
 
     @classmethod
     def of(cls, answer: Any, parts: Callable[[], Iterable[Part]], status: int = 0) -> Output:
-        """Of what a verb returns."""
         return cls(answer.plain, answer.rows, parts, status)
 
 

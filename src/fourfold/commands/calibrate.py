@@ -1,7 +1,7 @@
 """Measure this machine's kernels and links, and write a hardware profile.
 
 Matrix products by shape and format, attention by kernel, head size and length, memory bandwidth,
-launch time, sustained against burst speed, and collectives between ranks of this host (gloo with 2
+launch time, burst and sustained speed, and collectives between ranks of this host (gloo with 2
 and 4 ranks on a CPU, NCCL between GPUs). About 2.5 minutes; --quick 20 seconds. 'plan' takes the
 cluster file that --cluster-out writes.
 """

@@ -1,8 +1,8 @@
 """Count what any rank of any layout holds, computes and sends, without hardware.
 
-One process plays the rank: every operator and collective of a step of the real engine runs on fake
-tensors, which have shapes but no memory. It counts rank 0, --rank R, or with --stages one rank of
-every pipeline stage. Steps of more than 2 pp micro batches are counted at pp + 2 and 2 pp and
+One process acts as the rank: every operator and collective of a step of the real engine runs on
+fake tensors, which have shapes but no memory. It counts rank 0, --rank R, or with --stages one rank
+of every pipeline stage. Steps of more than 2 pp micro batches are counted at pp + 2 and 2 pp and
 extrapolated linearly.
 """
 

@@ -26,7 +26,7 @@ examples:
   fourfold models ./Qwen3-8B                  a downloaded model's folder
 """
 OPTIONS = (
-    option("name", "a preset, or the path of a config.json or of its folder", nargs="?"),
+    option("name", "a preset, or the path of a config.json or of its folder", "NAME", nargs="?"),
     option("--rank", "show one rank instead of the first of each stage", "R", read=int),
     *options.layout_options(),
     options.FORMAT,

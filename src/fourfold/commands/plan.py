@@ -6,7 +6,6 @@ as ties. Axes, sizes and policies given by flags are fixed, the search chooses t
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,9 @@ def run(args: Any, show: OnEvent) -> Output:
             cluster=args.cluster, gpu=args.gpu, profile=args.profile, calibration=args.calibration
         )
         return Output.of(known, lambda: [stacks_table(known.stacks)])
-    request = _request(args, show)
+    given = decided(options.run_table(args, note=notes(show)))
+    given |= {"ramp": args.ramp} if args.ramp else {}
+    request = options.load(PlanRequest, args, **given)
     if args.explain:
         return _explain(args, request, show)
     if args.timeline:
@@ -68,42 +69,37 @@ def run(args: Any, show: OnEvent) -> Output:
     if args.export:
         return _export(args, request, show)
     answer = fourfold.plan(request, on_event=show)
-    parts = functools.partial(shown.page, answer, details=bool(args.details))
-    return Output.of(answer, parts, status=0 if answer.ranked else 1)
-
-
-def _request(args: Any, show: OnEvent) -> PlanRequest:
-    given = decided(options.run_table(args, note=notes(show)))
-    given |= {"ramp": args.ramp} if args.ramp else {}
-    return options.load(PlanRequest, args, **given)
+    status, details = 0 if answer.ranked else 1, bool(args.details)
+    return Output.of(answer, lambda: shown.page(answer, details=details), status=status)
 
 
 def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     if args.timeline:
         must_be_picture(args.timeline, "timeline", SUFFIXES)
-    said = fourfold.explain(request, args.explain, draw=bool(args.timeline), on_event=show)
-    if said.timeline is not None:
-        files.write_bytes(args.timeline, picture(said.timeline, args.timeline), field="timeline")
+    explained = fourfold.explain(request, args.explain, draw=bool(args.timeline), on_event=show)
+    if explained.timeline is not None:
+        drawn = picture(explained.timeline, args.timeline)
+        files.write_bytes(args.timeline, drawn, field="timeline")
         show(Event(f"timeline: {args.timeline}"))
-    found = said.explanation
-    parts = functools.partial(shown.explain_page, found)
-    return Output.of(found, parts, status=0 if found.legal and found.fits else 1)
+    answer = explained.explanation
+    status = 0 if answer.legal and answer.fits else 1
+    return Output.of(answer, lambda: shown.explain_page(answer), status=status)
 
 
 def _export(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     """The chosen layout as files in --out, or as one text on stdout."""
-    found = fourfold.export(request, pick=args.pick or 1, name=args.model or "", on_event=show)
-    for note in found.notes:
+    settings = fourfold.export(request, pick=args.pick or 1, name=args.model or "", on_event=show)
+    for note in settings.notes:
         show(Event(note))
     if not args.out:
-        return Output(raw=found.script)
+        return Output(raw=settings.script)
     out = Path(args.out)
-    texts = {out / name: text for name, text in found.files.items()} or {out: found.script}
+    texts = {out / name: text for name, text in settings.files.items()} or {out: settings.script}
     for path in texts:
         files.require_mine(path, mark="", force=bool(args.force))
     for path, text in texts.items():
         files.write_text(path, text)
-    if found.files:
+    if settings.files:
         os.chmod(out / "run.sh", 0o755)
-        show(Event(f"{', '.join(found.files)} in {out}"))
+        show(Event(f"{', '.join(settings.files)} in {out}"))
     return Output(raw="")

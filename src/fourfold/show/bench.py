@@ -15,7 +15,6 @@ def runs_page(runs: Sequence[dict[str, Any]], convention: str) -> list[Part]:
 
 
 def page(plain: dict[str, Any], convention: str) -> list[Part]:
-    """What was run, its quantities, why it ran out of memory, where it is stored."""
     data = "" if plain["data"] == "synthetic" else f", data {plain['data']}"
     head = (
         f"{plain['model']}, {plain['layout']}, micro batch {plain['micro_batch']}, global batch "

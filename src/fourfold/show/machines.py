@@ -83,7 +83,6 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def stacks_table(stacks: Iterable[dict[str, Any]]) -> Grid:
-    """Names that --stack takes."""
     return table(
         stacks,
         ("stack", lambda one: one["stack"]),

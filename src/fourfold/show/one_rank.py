@@ -224,7 +224,6 @@ def name_of(spec: RunSpec) -> str:
 
 
 def _details(one: OneRank, found: OneRankResult) -> list[Part]:
-    """Tables in the order of a reader's questions."""
     whole, (step_s, low_s, high_s) = one.planner.joined(found), one.planner.step_s()
     head = f"{name_of(one.spec)}, rank {found.rank}, stage {found.stage}"
     parts: list[Part] = ["", head, "", Grid(["ms", *_GAP], _phase_rows(found))]

@@ -17,7 +17,6 @@ REMARKS, COLUMNS = 5, 100
 
 
 def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
-    """The plan first: what to run, then what else there is, then how sure that is."""
     if plan.best is None:
         return [f"nothing to rank: {plan.reason}", "", _about(plan), *_details(plan)]
     layouts = layouts_table(plan.ranked, details=details)
@@ -66,7 +65,6 @@ def _surety(plan: PlanAnswer) -> str:
 
 
 def _remarks(plan: PlanAnswer) -> Iterable[str]:
-    """What a reader should know, most urgent first."""
     yield from _ties(plan)
     yield _source(plan)
     if plan.best is not None and plan.best.outside:
@@ -123,7 +121,6 @@ def _source(plan: PlanAnswer) -> str:
 
 
 def _details(plan: PlanAnswer) -> Iterable[str]:
-    """What the order rests on, and what was searched."""
     if plan.best is not None:
         whose = " (runs of other stacks and clusters)" if plan.calibration.note else ""
         yield f"evidence for #1{whose}: {_evidence(plan.best)}"
@@ -229,7 +226,6 @@ def _room(column: Column, rows: Sequence[PlanRow]) -> int:
 
 
 def explain_page(answer: Explanation) -> list[Part]:
-    """One layout in words and two small tables."""
     if not answer.legal:
         near = "; ".join(answer.nearest) or "none with these GPUs and this batch"
         return [

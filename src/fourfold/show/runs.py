@@ -80,7 +80,6 @@ def _off(row: dict[str, Any]) -> str:
 
 
 def sweep_plan_page(answer: SweepPlan, *, unstarted: bool) -> list[Part]:
-    """What is illegal and why first, then what would run and how long it may take."""
     parts: list[Part] = []
     if answer.illegal:
         rows = [[varied_text(one["combination"].items()), one["reason"]] for one in answer.illegal]

@@ -41,7 +41,6 @@ _LARGEST, _SMALLEST, _DIGIT = 6.0, 3.8, 0.6
 
 
 def picture(line: Timeline, path: str) -> bytes:
-    """The drawn file's content; the suffix of `path` chooses the form."""
     is_page = must_be_picture(path, "timeline", SUFFIXES) == ".html"
     return _page(line).encode() if is_page else _image(line, path)
 
@@ -71,7 +70,6 @@ def _kinds(line: Timeline) -> list[str]:
 
 
 def _ticks(step_s: float) -> list[float]:
-    """Round times, about ten of them."""
     power = 10.0 ** floor(log10(step_s / 10))
     unit = next(power * m for m in (1, 2, 5, 10) if power * m >= step_s / 10)
     return [unit * i for i in range(int(step_s / unit) + 1)]

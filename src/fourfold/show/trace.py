@@ -24,7 +24,6 @@ _MAX_GROUPS = 4
 
 
 def page(answer: Traced, style: str) -> list[Part]:
-    """The steps and which kind to take; of a run, computed beside measured."""
     head: list[Part] = [header(answer.program, answer.cluster), ""]
     if answer.measured is not None:
         return [*head, _compared(answer.pairs), "", *_verdict(answer.measured)]

@@ -100,7 +100,6 @@ def _sizes(request: AdviseRequest) -> Advice:
 
 
 def _coefficients(request: AdviseRequest, device: Device) -> tuple[dict[str, float], str]:
-    """(coefficients, whose they are)."""
     known = read_calibration(request.calibration)
     cluster = known_cluster(request.cluster) if request.cluster else usual_cluster(device, 8)
     stack = match_stack(request.stack, cluster, known) if request.stack else "fourfold"
@@ -144,7 +143,6 @@ def _shape(request: AdviseRequest) -> LayerShape:
 
 
 def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
-    """Model shapes of a parameter budget, by days."""
     params, tokens, tp = request.params or 0, request.tokens, request.tp or 8
     if not 1e6 <= params <= 1e13:
         raise UserError("must be from 1e6 to 1e13", field="params", value=params)

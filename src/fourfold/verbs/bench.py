@@ -28,8 +28,6 @@ MOST_TRIALS = 6
 
 @dataclass(frozen=True, slots=True)
 class Measured(Answer):
-    """One entry for each repeat: everything that follows from its report."""
-
     runs: tuple[dict[str, Any], ...]
 
     @property

@@ -84,8 +84,6 @@ def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ig
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is trained where."""
-
     model: str
     batch: Batch
     policy: Policy

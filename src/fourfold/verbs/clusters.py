@@ -38,8 +38,6 @@ _ASSUMED = {"alone": "0us", "nvlink": "3us", "pcie": "5us", "network": "10us"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Evidence:
-    """What is known before levels are built."""
-
     request: ClusterRequest
     ask: Ask
     on_event: OnEvent

@@ -251,7 +251,6 @@ def _rank(wanted: str, planner: StagePlanner) -> int:
 
 
 def _derived(planner: StagePlanner, found: OneRankResult) -> dict[str, Any]:
-    """The derived numbers, beside the raw ones."""
     predicted, whole = planner.predicted(found), planner.joined(found)
     return {
         "bare_layer_s": bare_layer_s(found),

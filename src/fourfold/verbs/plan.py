@@ -1,10 +1,10 @@
-"""plan: which layout of a model on these machines is fastest, does it fit, and how sure is that?"""
+"""plan, explain, stacks: the fastest layouts of a model on these machines, and whether they fit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.fit.calibration import Calibration
@@ -28,7 +28,8 @@ from fourfold.spec.layout import AXES, MODEL_AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
-from fourfold.verbs.machine import planned_calibration, planned_cluster
+from fourfold.verbs import Answer
+from fourfold.verbs.machine import Machine, planned_calibration, planned_cluster
 from fourfold.verbs.requests import PlanRequest
 
 # Policy fields the search varies unless the request decides them.
@@ -61,35 +62,31 @@ def explain(
     if is_open and chosen.world <= query.cluster.gpus:
         query = replace(query, gpus=chosen.world)
     ranking = ways_to_run(query, chosen)
-    said = explain_ranking(query, chosen, ranking, tokens=request.tokens)
-    drawn = timeline(ranking) if draw and ranking is not None and said.fits else None
-    return Explained(explanation=said, timeline=drawn)
+    explanation = explain_ranking(query, chosen, ranking, tokens=request.tokens)
+    drawn = timeline(ranking) if draw and ranking is not None and explanation.fits else None
+    return Explained(explanation=explanation, timeline=drawn)
 
 
 @dataclass(frozen=True, slots=True)
-class Stacks:
+class Stacks(Answer):
     """Engines that --stack names, with the measured runs behind each."""
 
-    stacks: tuple[dict[str, Any], ...]
+    stacks: list[dict[str, Any]]
 
     def plain(self) -> list[dict[str, Any]]:
-        return [dict(one) for one in self.stacks]
+        return self.stacks
 
     def rows(self) -> list[dict[str, Any]]:
-        return self.plain()
+        return self.stacks
 
 
-def stacks(
-    *,
-    cluster: str | Cluster | None = None,
-    gpu: str | None = None,
-    profile: str | None = None,
-    calibration: str | None = None,
-) -> Stacks:
-    machine = None
-    if cluster or gpu or profile:
-        machine = planned_cluster(cluster=cluster, gpu=gpu, profile=profile, gpus=1)
-    return Stacks(tuple(listed(planned_calibration(calibration, profile, machine), machine)))
+def stacks(*, gpu: str | None = None, **machine: Unpack[Machine]) -> Stacks:
+    named, profile = machine.get("cluster"), machine.get("profile")
+    cluster = None
+    if named or gpu or profile:
+        cluster = planned_cluster(cluster=named, gpu=gpu, profile=profile, gpus=1)
+    known = planned_calibration(machine.get("calibration"), profile, cluster)
+    return Stacks(list(listed(known, cluster)))
 
 
 def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuery, list[int]]:
@@ -135,7 +132,6 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuer
 
 
 def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
-    """The numbers of GPUs to try, largest first."""
     gpus = request.gpus
     if gpus is not None and not 1 <= gpus <= 2**20:
         raise UserError("must be from 1 to 1048576", field="gpus", value=gpus)

@@ -25,8 +25,6 @@ from fourfold.verbs.machine import GUESS, Machine, predictor, read_calibration
 
 @dataclass(frozen=True, slots=True)
 class Predicted(Answer):
-    """One prediction for each run, in their order."""
-
     specs: tuple[RunSpec, ...]
     predictions: tuple[Prediction, ...]
 

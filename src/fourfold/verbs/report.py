@@ -102,8 +102,8 @@ def _scores(request: ReportRequest, found: list[Stored]) -> list[RunningScore]:
         return scores(stored_predictions([item.summary for item in stored]))
     known = predictor(cluster=request.cluster, profile=request.profile)
     newest = sorted(stored, key=lambda item: item.summary.started_at)[-_MOST_SCORED:]
-    said = known.predictions([item.report().spec for item in newest]) if newest else []
-    pairs = zip(said, newest, strict=True)
+    predictions = known.predictions([item.report().spec for item in newest]) if newest else []
+    pairs = zip(predictions, newest, strict=True)
     return scores([Judged(prediction, item.summary) for prediction, item in pairs])
 
 

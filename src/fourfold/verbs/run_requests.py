@@ -237,9 +237,11 @@ class TraceRequest:
     cp: int = flag("context parallel ranks", "N", group="layout", default=1)
     dp: int = flag("data parallel ranks", "N", group="layout", default=1)
     rank: int = flag("rank to show", "R", group="layout", default=0)
-    cp_kind: CpKind | None = flag("default: ring", group="of kind layer")
+    cp_kind: CpKind | None = flag(
+        "context-parallel attention (default ring)", group="only for kind layer"
+    )
     sharding: str | None = flag(
-        "zero0, zero1 (default), zero2 or zero3", "X", group="of kind layer"
+        "zero0, zero1 (default), zero2 or zero3", "X", group="only for kind layer"
     )
     dtype: Dtype = flag(
         "dtype of tensors and weights (default bf16)",

@@ -38,7 +38,6 @@ class StoredRuns(Answer):
 
 
 def runs(request: RunsRequest, *, on_event: OnEvent = ignore) -> StoredRuns:
-    """The stored runs that every filter lets through, in the order asked for."""
     found = chosen_runs(request, on_event)
     return StoredRuns(tuple(sorted(found, key=lambda item: _order(item.summary, request.sort))))
 
@@ -77,8 +76,6 @@ def _plain(stored: Stored) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RunShown(Answer):
-    """Everything that one run's report says."""
-
     facts: dict[str, Any]
 
     def plain(self) -> dict[str, Any]:

@@ -46,8 +46,6 @@ class Swept(Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPlan(Answer):
-    """What would run, what can't and why, and how long it may take."""
-
     total: int
     illegal: list[dict[str, Any]]
     planned: list[dict[str, Any]]
@@ -119,7 +117,7 @@ def plan_sweep(
         planned=[_planned(*row) for row in rows],
         skipped=ready.skipped,
         to_run=sum(missing),
-        predicted_s=sum(run_s(spec, said.step_s) * left for spec, said, left in rows),
+        predicted_s=sum(run_s(spec, one.step_s) * left for spec, one, left in rows),
         dropped=ready.expansion.dropped,
         same=ready.expansion.same,
         basis=answers[0].basis if answers else "",
@@ -190,7 +188,7 @@ def _row(one: Combination, done: Done, why: str, rule: Convention) -> dict[str, 
     }
 
 
-def _planned(spec: RunSpec, said: Prediction, left: int) -> dict[str, Any]:
+def _planned(spec: RunSpec, predicted: Prediction, left: int) -> dict[str, Any]:
     return {
         "run_id": spec.run_id,
         "model": spec.model.name,
@@ -203,10 +201,10 @@ def _planned(spec: RunSpec, said: Prediction, left: int) -> dict[str, Any]:
         "sharding": spec.policy.sharding,
         "recompute": spec.policy.recompute,
         "runs_left": left,
-        "step_s": said.step_s,
-        "step_s_low": said.step_s_low,
-        "step_s_high": said.step_s_high,
-        "peak_bytes": said.peak_bytes,
-        "fits": said.fits,
-        "run_s": run_s(spec, said.step_s),
+        "step_s": predicted.step_s,
+        "step_s_low": predicted.step_s_low,
+        "step_s_high": predicted.step_s_high,
+        "peak_bytes": predicted.peak_bytes,
+        "fits": predicted.fits,
+        "run_s": run_s(spec, predicted.step_s),
     }

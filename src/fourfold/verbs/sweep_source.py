@@ -157,7 +157,6 @@ def _varied(i: int, spec: RunSpec) -> tuple[tuple[str, Any], ...]:
 
 
 def _local_gpu(table: Mapping[str, Any], known: Predictor, count: int) -> str:
-    """The GPU of this host, where the catalogue knows it."""
     probe = codec.load(RunSpec, {**table, "layout": {}})
     host = known.cluster_of(probe)
     if host is None:
@@ -187,8 +186,6 @@ def _spec(table: Mapping[str, Any], ranking: Ranking, i: int) -> RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What is left to run or to plan: combinations, why some can't run, what was left out."""
-
     expansion: Expansion
     refused: list[str]
     skipped: list[dict[str, Any]]
@@ -232,7 +229,6 @@ def prepared(source: Source, request: SweepRequest, on_event: OnEvent) -> Prepar
 
 
 def _refusal(spec: RunSpec) -> str:
-    """Why a combination cannot run; '' when it can."""
     reasons = [refusals(spec)]
     if spec.data:
         read_info(spec.data)  # without it no run of the sweep can start
@@ -258,15 +254,13 @@ def _foreseen(expansion: Expansion, refused: list[str], known: Predictor) -> Pre
     skipped: list[dict[str, Any]] = []
     left = []
     for place, one in enumerate(expansion.combinations):
-        said = predicted.get(place)
-        reason = _against(expansion, one.spec, said) if said else ""
-        if not said or not reason:
+        forecast = predicted.get(place)
+        reason = _against(expansion, one.spec, forecast) if forecast else ""
+        if not forecast or not reason:
             left.append(place)
             continue
-        skipped.append({
-            "combination": dict(one.varied), "reason": reason,
-            "step_s": said.step_s, "peak_bytes": said.peak_bytes,
-        })  # fmt: skip
+        numbers = {"step_s": forecast.step_s, "peak_bytes": forecast.peak_bytes}
+        skipped.append({"combination": dict(one.varied), "reason": reason, **numbers})
     rest = replace(
         expansion,
         combinations=tuple(expansion.combinations[place] for place in left),
@@ -281,12 +275,12 @@ def predictions(expansion: Expansion, places: list[int], known: Predictor) -> li
     return known.predictions(specs) if specs else []
 
 
-def _against(expansion: Expansion, spec: RunSpec, said: Prediction) -> str:
-    predicted = {**in_gib(said.peak_bytes), "step_s": said.step_s}
+def _against(expansion: Expansion, spec: RunSpec, forecast: Prediction) -> str:
+    predicted = {**in_gib(forecast.peak_bytes), "step_s": forecast.step_s}
     values = values_of(spec, _GPUS_PER_NODE) | predicted
     for condition in expansion.foreseen:
         if not condition.holds(values):
             names = sorted(condition.names & predicted.keys())
             numbers = ", ".join(f"{name} {predicted[name]:.4g}" for name in names)
-            return f"'{condition.text}' does not hold: predicted {numbers} ({said.basis})"
+            return f"'{condition.text}' does not hold: predicted {numbers} ({forecast.basis})"
     return ""

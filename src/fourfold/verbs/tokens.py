@@ -73,8 +73,6 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens(Answer):
-    """A token file: its description, what was checked, and how it begins."""
-
     info: TokenInfo
     tokens_file: str
     checksum: str = "ends match"
@@ -135,7 +133,6 @@ def show_tokens(name: str, *, quick: bool = False, on_event: OnEvent = ignore) -
 
 
 def _checked(shown: Tokens, on_event: OnEvent) -> Tokens:
-    """All tokens read once: hash, entropy and how many kinds there are."""
     info = shown.info
     tally, meter = Tally(info.dtype, info.vocab), Meter("read", info.size_bytes, on_event)
     for plain in chunks(shown.tokens_file):

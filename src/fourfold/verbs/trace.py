@@ -166,7 +166,6 @@ def trace(request: TraceRequest, *, on_event: OnEvent = ignore) -> Traced:
 
 
 def _list(request: TraceRequest, on_event: OnEvent) -> _Steps:
-    """A list of steps, computed here."""
     ask = _ask(request)
     program = PROGRAMS[request.kind](ask)
     cluster = _cluster(request.cluster, program.ranks)

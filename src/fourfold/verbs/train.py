@@ -82,7 +82,6 @@ def train(
 
 
 def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore) -> Training:
-    """What a training's folder holds."""
     folder = TrainingFolder(path)
     folder.must_be_plain()
     table = folder.described()

@@ -1,5 +1,4 @@
-"""Where does a training start? What it was described as, the newest whole checkpoint, what is said
-of the others, and the curve up to it."""
+"""Where a training starts: its description, the newest whole checkpoint, the curve up to it."""
 
 from __future__ import annotations
 
@@ -46,7 +45,6 @@ def known_table(folder: TrainingFolder, request: TrainRequest) -> dict[str, Any]
 def described(
     run: Mapping[str, Any], folder: TrainingFolder, request: TrainRequest, on_event: OnEvent
 ) -> tuple[RunSpec, TrainSettings]:
-    """What to train: a run's table with its [train] table."""
     table = dict(run)
     plain = dict(table.pop("train", {}))
     if "steps" not in plain:
@@ -97,9 +95,9 @@ def _begin_from(table: dict[str, Any], settings: dict[str, Any], on_event: OnEve
             hint=f"supported: {', '.join(MODULES)}",
         )
     assert isinstance(config, dict)
-    said = approximation(kind, config)
-    if said:
-        on_event(Event(f"note: {said}"))
+    approximated = approximation(kind, config)
+    if approximated:
+        on_event(Event(f"note: {approximated}"))
     table.setdefault("model", str(folder / "config.json"))
 
 
@@ -156,11 +154,11 @@ def _newest(folder: TrainingFolder, on_event: OnEvent) -> Checkpoint | None:
             hint="copy one again from its source; nothing was changed",
         )
     points = curve.parse(folder.metrics)
-    for found in whole:
-        must_follow(found, points)
+    for checkpoint in whole:
+        must_follow(checkpoint, points)
     for name, error in torn:
-        kept = checkpoints.keep_apart(folder.checkpoints / name, error.rule)
-        on_event(Event(f"passed over {name}, kept as {kept.name}: {error.rule}"))
+        apart = checkpoints.keep_apart(folder.checkpoints / name, error.rule)
+        on_event(Event(f"passed over {name}, kept as {apart.name}: {error.rule}"))
     return whole[-1] if whole else None
 
 
@@ -175,5 +173,5 @@ def _may_begin(request: TrainRequest, folder: TrainingFolder, on_event: OnEvent)
         )
     if stored.kind_of(folder.metrics) and stored.size_of(folder.metrics):
         old = folder.metrics.with_name(f"{folder.metrics.name}.old")
-        kept = folder.metrics.rename(stored.free_name(old))
-        on_event(Event(f"no checkpoint yet: starting over, the curve is kept as {kept}"))
+        renamed = folder.metrics.rename(stored.free_name(old))
+        on_event(Event(f"no checkpoint yet: starting over, the curve is kept as {renamed}"))

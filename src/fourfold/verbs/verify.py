@@ -31,8 +31,6 @@ _MAX_WORLD = 1024  # ranks are processes of this machine, which has its own boun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified(Answer):
-    """Every layout with its differences and whether it passed; what was refused, by reason."""
-
     layouts: list[dict[str, Any]]
     passed: int
     refused: dict[str, int]

@@ -1,8 +1,5 @@
-"""Which layouts does `verify` try? Every way to divide N ranks, with every choice it has.
-
-A choice that changes nothing in a layout (a schedule without stages, sharding over one rank) is not
-a layout of its own. Whether one is legal is for search/legal.py to say.
-"""
+"""Layouts that `verify` tries: every way to divide N ranks, with every choice that changes
+something in it (no schedule without stages, no sharding over one rank)."""
 
 from __future__ import annotations
 
@@ -45,8 +42,6 @@ _SHARES = {1: 0.2, 2: 0.4, 3: 0.4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What the user asked for; None: anything."""
-
     world: int
     models: tuple[ModelShape, ...]
     layout: Layout | None = None
@@ -94,7 +89,7 @@ def policies(layout: Layout, base: Policy) -> Iterator[Policy]:
 def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
     """(runs to make, refused by reason)."""
     base = replace(Policy(precision="fp32"), **dict(wish.fixed))
-    kept: list[RunSpec] = []
+    runs: list[RunSpec] = []
     refused: Counter[str] = Counter()
     for shape in wish.models:
         for layout in (wish.layout,) if wish.layout else layouts(wish.world):
@@ -108,20 +103,19 @@ def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
                 if refusals:
                     refused[refusals[0].reason] += 1
                     continue
-                kept.append(
-                    RunSpec(
-                        model=shape,
-                        gpus=wish.world,
-                        layout=layout,
-                        batch=batch,
-                        policy=policy,
-                        device=wish.device,
-                        seed=wish.seed,
-                        steps=3,
-                        warmup=0,
-                    )
+                run = RunSpec(
+                    model=shape,
+                    gpus=wish.world,
+                    layout=layout,
+                    batch=batch,
+                    policy=policy,
+                    device=wish.device,
+                    seed=wish.seed,
+                    steps=3,
+                    warmup=0,
                 )
-    return kept, refused
+                runs.append(run)
+    return runs, refused
 
 
 def _wished(found: Iterator[Policy], wish: Wish) -> Iterator[Policy]:
@@ -129,18 +123,17 @@ def _wished(found: Iterator[Policy], wish: Wish) -> Iterator[Policy]:
     fixed = dict(wish.fixed)
     seen = set()
     for policy in found:
-        settled = replace(policy, **fixed)
-        virtual = fixed.get("virtual_stages", _SCHEDULES[settled.schedule])
-        settled = replace(settled, virtual_stages=virtual)
-        if settled not in seen:
-            seen.add(settled)
-            yield settled
+        chosen = replace(policy, **fixed)
+        virtual = fixed.get("virtual_stages", _SCHEDULES[chosen.schedule])
+        chosen = replace(chosen, virtual_stages=virtual)
+        if chosen not in seen:
+            seen.add(chosen)
+            yield chosen
 
 
 def _varied(policy: Policy, layout: Layout, shape: ModelShape, wish: Wish) -> Policy:
-    """Recompute, offload, fused projections, loss and its chunks and zero-bubble's virtual stages
-    vary from layout to layout: they compose with all axes alike, and a product with them would only
-    be longer."""
+    """Choices that compose with all axes alike vary from layout to layout: a product with them
+    would only be longer."""
     fixed = dict(wish.fixed)
     number = zlib.crc32(f"{layout} {policy}".encode())
     choices: dict[str, Any] = {
@@ -206,7 +199,6 @@ def _spread(runs: Sequence[RunSpec], count: int, chance: random.Random) -> list[
 
 
 def describe(run: RunSpec) -> str:
-    """The policy in a few words: what applies to this layout."""
     layout, policy = run.layout, run.policy
     words = [policy.sharding] if layout.dp * layout.cp > 1 else []
     words += [policy.cp_kind] if layout.cp > 1 else []

@@ -23,6 +23,12 @@ from fourfold.spec.tokens import read_info, tokenizer_name, tokenizer_path
 from fourfold.verbs import Answer
 from fourfold.verbs.requests import WeightsRequest
 
+# Files of an export by name, and the ending of the others.
+_WRITTEN = {
+    "hf": (("config.json", "model.safetensors.index.json", "tokenizer.json"), ".safetensors"),
+    "dcp": ((".metadata",), ".distcp"),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights(Answer):
@@ -37,7 +43,6 @@ class ExportedWeights(Answer):
 
 
 def export_weights(request: WeightsRequest, *, on_event: OnEvent = ignore) -> ExportedWeights:
-    """As a Hugging Face folder, or in torch's own format."""
     found, out = _checkpoint(Path(request.checkpoint), on_event), Path(request.out)
     is_hf = request.folder_format == "hf"
     kind = export_type(found.state.spec.model) if is_hf else request.folder_format
@@ -97,22 +102,16 @@ def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
         return
     if not out.is_dir():
         raise UserError("is a file", field="out", value=str(out), hint="pass a folder")
-    held = [path.name for path in out.iterdir()]
-    if held and not force:
+    names = [path.name for path in out.iterdir()]
+    if names and not force:
         raise UserError(
             "already exists",
             field="out",
             value=str(out),
             hint="use --force to overwrite it, or choose another folder",
         )
-    made, suffix = {
-        "hf": (
-            ("config.json", "model.safetensors.index.json", "tokenizer.json"),
-            ".safetensors",
-        ),
-        "dcp": ((".metadata",), ".distcp"),
-    }[folder_format]
-    other = [name for name in held if name not in made and not name.endswith(suffix)]
+    made, suffix = _WRITTEN[folder_format]
+    other = [name for name in names if name not in made and not name.endswith(suffix)]
     if other:
         raise UserError(
             f"contains files that are not of an export: {', '.join(sorted(other)[:3])}",
@@ -170,12 +169,12 @@ def _copy_tokenizer(found: Checkpoint, out: Path, on_event: OnEvent) -> str:
     data = found.state.spec.data
     try:
         info = read_info(data) if data else None
-        kept = tokenizer_path(data)
         if info is None or info.tokenizer in ("bytes", "given"):
             return ""
-        text = files.read_text(kept, field="tokenizer")
+        path = tokenizer_path(data)
+        text = files.read_text(path, field="tokenizer")
         if tokenizer_name("", text).split()[-1] != info.tokenizer.split()[-1]:
-            raise UserError("is not the one that made the tokens", field="tokenizer", value=kept)
+            raise UserError("is not the one that made the tokens", field="tokenizer", value=path)
     except UserError as error:
         on_event(Event(f"tokenizer.json is left out: {error}"))
         return ""
