@@ -199,7 +199,12 @@ def command_imports(trees: Mapping[str, ast.AST]) -> set[str]:
 
 def flat_engine_files(names: Iterable[str]) -> set[str]:
     flat = {name for name in names if name.startswith("engine/") and name.count("/") == 1}
-    return flat - {"engine/__init__.py", "engine/worker.py", "engine/compat.py"}
+    return flat - {
+        "engine/__init__.py",
+        "engine/worker.py",
+        "engine/compat.py",
+        "engine/compat_fsdp.py",
+    }
 
 
 def _only(found: Iterable[object], excused: Iterable[object]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.engine.compat import fsdp_parameters, local
+from fourfold.engine.compat import local
+from fourfold.engine.compat_fsdp import fsdp_parameters
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.observe.ledger import STATE_KINDS, Ledger
 from fourfold.engine.parallel.groups import World

@@ -22,14 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from fourfold.engine.compat import (
-    DTYPES,
-    activation_dtype,
-    cast_reduce_scatter,
-    fsdp_after_backward,
-    put_parameter,
-    version_of,
-)
+from fourfold.engine.compat import DTYPES, activation_dtype, put_parameter, version_of
+from fourfold.engine.compat_fsdp import cast_reduce_scatter, fsdp_after_backward
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.parallel.groups import World
 from fourfold.spec.policy import Dtypes, running
