@@ -14,12 +14,18 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fourfold.engine import compat
+from fourfold.engine.data.source import Source
+from fourfold.engine.model.decoder import IGNORE
 from fourfold.engine.parallel.host_group import OwnProcessGroup
+from fourfold.engine.parallel.tensor import VocabEmbedding
+from fourfold.engine.training.trainer import Trainer
 
 BACKEND = "filling"
 FILL = "fake_peers::fill"  # what a profile calls the making of received values
 # A received gradient: small, as gradients are, and far from the smallest number of any format.
 _GRADIENT_SCALE = 1e-2
+# More than activations of a layer: weights that data-parallel ranks gather beside the compute.
+_LARGE_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +182,59 @@ class FillingProcessGroup(OwnProcessGroup):
     all_to_all_single = alltoall_base
 
 
+@dataclass(frozen=True, slots=True)
+class OwnTokens:
+    """Tokens `first` to `last` only, of which this rank has the embeddings: those of the others,
+    which peers would have sent, would be zeros, and gradients through the norm of zeros grow by
+    orders of magnitude with every layer."""
+
+    source: Source
+    first: int
+    last: int
+
+    @property
+    def waited_s(self) -> float:
+        return self.source.waited_s
+
+    def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, targets = self.source.batch(first, sequences, positions)
+        rows = self.last - self.first
+        own = torch.where(targets == IGNORE, targets, self.first + targets % rows)
+        return self.first + tokens % rows, own
+
+    def ahead(self, first: int, sequences: Sequence[Tensor], positions: Tensor) -> None:
+        self.source.ahead(first, sequences, positions)
+
+
+def keep_to_own_tokens(trainer: Trainer) -> None:
+    for chunk in trainer.chunks:
+        if isinstance(chunk.embedding, VocabEmbedding):
+            rows = chunk.embedding.first, chunk.embedding.last
+            trainer.source = OwnTokens(trainer.source, *rows)
+
+
 @torch.no_grad()
 def gather(output: Tensor, part: Tensor, parts: int) -> None:
-    """Every part of `output` becomes a copy of this rank's, which may itself lie inside it."""
+    """Every part of `output` becomes a copy of this rank's, which may itself lie inside it.
+
+    Large ones by copies of plain memory, twice as long each time: those need no multiprocessors,
+    as what arrives over a link needs few.
+    """
     rows, own = output.detach().view(parts, -1), part.detach().reshape(-1)
     at, each = own.data_ptr() - rows.data_ptr(), own.numel() * own.element_size()
+    inside = 0 <= at < parts * each
     with record_function(FILL):
-        if not 0 <= at < parts * each:
+        if parts * each > _LARGE_BYTES:
+            if at != 0:
+                rows[0].copy_(own)
+            for done in (1 << i for i in range((parts - 1).bit_length())):
+                rows[done : 2 * done].copy_(rows[: min(done, parts - done)])
+        elif not inside:
             rows.copy_(own)
-            return
-        place = at // each
-        rows[:place].copy_(own)
-        rows[place + 1 :].copy_(own)
+        else:
+            place = at // each
+            rows[:place].copy_(own)
+            rows[place + 1 :].copy_(own)
 
 
 @torch.no_grad()

@@ -1,0 +1,33 @@
+"""Do the values that stand for absent peers have an ordinary size?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fourfold.engine.data.source import Synthetic
+from fourfold.engine.model.decoder import IGNORE
+from fourfold.engine.one_rank import fake_peers
+from fourfold.engine.one_rank.fake_peers import OwnTokens
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("large_bytes", [0, 2**30])
+@pytest.mark.parametrize("place", [None, 0, 1, -1])
+def test_every_part_is_a_copy_of_the_own(
+    monkeypatch: pytest.MonkeyPatch, parts: int, large_bytes: int, place: int | None
+) -> None:
+    monkeypatch.setattr(fake_peers, "_LARGE_BYTES", large_bytes)
+    whole = torch.full((parts, 5), -1.0)
+    own = torch.arange(5.0)
+    if place is not None:
+        whole[place % parts], own = own, whole[place % parts]
+    fake_peers.gather(whole.view(-1), own, parts)
+    assert torch.equal(whole, torch.arange(5.0).expand(parts, 5))
+
+
+def test_a_rank_sees_tokens_of_its_own_part_of_the_vocabulary() -> None:
+    source = OwnTokens(Synthetic(vocab=100, seq_len=64, masked=0.3), 30, 40)
+    tokens, targets = source.batch(0, torch.arange(8), torch.arange(64))
+    assert {*tokens.flatten().tolist()} == {*range(30, 40)}
+    assert {*targets.flatten().tolist()} == {*range(30, 40), IGNORE}
