@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fourfold.engine.model.activations import fast_gelu, fast_swiglu
-from fourfold.engine.model.layers import plain_swiglu
+from fourfold.engine.model.activations import fast_gelu, fast_gelu_of, fast_swiglu
+from fourfold.engine.model.layers import Linear, plain_gelu_of, plain_swiglu
 
 
 def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,3 +72,16 @@ def test_the_gpu_kernel_of_swiglu_is_the_formula(width):
     found = torch.ops.fourfold.swiglu_backward(gate_up.cuda(), grad.cuda()).cpu()
     right = torch.ops.fourfold.swiglu_backward(gate_up.float(), grad.float())
     assert float((found.float() - right).norm() / right.norm()) < 2**-7
+
+
+def test_the_gradient_of_a_bias_goes_with_that_of_gelu():
+    make = torch.Generator().manual_seed(1)
+    up = Linear(16, (("up", 24),), bias=True)
+    torch.nn.init.normal_(up.weight, generator=make)
+    torch.nn.init.normal_(up.bias, generator=make)
+    exact = copy.deepcopy(up).double()
+    x, grad = (torch.randn(3, 700, size, generator=make) for size in (16, 24))
+    fast_gelu_of(up, x).backward(grad)
+    plain_gelu_of(exact, x.double()).backward(grad.double())
+    for found, right in ((up.weight.grad, exact.weight.grad), (up.bias.grad, exact.bias.grad)):
+        assert float((found - right).norm() / right.norm()) < 1e-5

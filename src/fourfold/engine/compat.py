@@ -31,6 +31,7 @@ DTYPES = {
 functional, _aten = torch.ops._c10d_functional, torch.ops.aten
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
+_WHOLE_ROW = 4096
 sleep_cycles = torch.cuda._sleep  # lets the GPU wait, so that its host gets ahead
 
 
@@ -181,6 +182,26 @@ def allow_graphs(count: int) -> None:
     """torch gives up compiling a function at its limit of graphs, which is made to fit."""
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
+
+
+@functools.cache
+def keep_rows_whole() -> None:
+    """Reductions over rows of up to 4,096 values read a row once; torch's limit is 1,024, above
+    which norms take twice the time."""
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    original = InductorChoices.should_use_persistent_reduction
+
+    def is_whole(features: Any, cooperative_reduction: bool) -> bool:
+        inner = features.get_reduction_hint() == ReductionHint.INNER
+        sizes = V.graph.sizevars
+        if inner and sizes.statically_known_leq(features.reduction_numel, _WHOLE_ROW):
+            return True
+        return original(features, cooperative_reduction)
+
+    InductorChoices.should_use_persistent_reduction = staticmethod(is_whole)
 
 
 def graphs() -> int:

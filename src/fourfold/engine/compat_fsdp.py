@@ -1,12 +1,13 @@
 """FSDP's own business that is used here nonetheless, as compat.py has torch's: names with an
-underscore.
+underscore, and steps of FSDP that run by other kernels.
 
 FSDP takes seconds to import, so it is imported where it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,95 @@ def fsdp_parameters(modules: Iterable[nn.Module]) -> Iterator[Any]:
         if isinstance(inner, FSDPModule):
             group = inner._get_fsdp_state()._fsdp_param_group
             yield from group.fsdp_params if group is not None else ()
+
+
+def fsdp_add_with(modules: Iterable[nn.Module], add: Callable[[Tensor, Tensor], Any]) -> None:
+    """FSDP adds gradients of more micro batches up by `add`, in place."""
+
+    def accumulate(parameter: Any) -> None:
+        total, fresh = parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
+        if total is not None and fresh is not None:
+            add(total, fresh)
+            parameter.unsharded_param.grad = None
+
+    for parameter in fsdp_parameters(modules):
+        parameter.accumulate_unsharded_grad_if_needed = functools.partial(accumulate, parameter)
+
+
+@functools.cache
+def fsdp_gather_in_place() -> None:
+    """On GPUs FSDP gathers a layer's weights straight to where they are used, in one piece of work,
+    instead of into a buffer from which they are copied."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    gather_all, copy_all = collectives.foreach_all_gather, collectives.foreach_all_gather_copy_out
+
+    def gather(
+        params: list[Any],
+        group: dist.ProcessGroup,
+        async_op: bool,
+        copies: Any,
+        gathers: Any,
+        device: torch.device,
+        comm: Any,
+    ) -> Any:
+        """`copies` and `gathers` are the streams of the two."""
+        if device.type != "cuda" or async_op:
+            return gather_all(params, group, async_op, copies, gathers, device, comm)
+        with torch.cuda.stream(copies):
+            own = collectives._get_param_all_gather_inputs(params)
+        gathers.wait_stream(copies)
+        event = _gather_in_place(params, [part for (part,) in own], group, gathers)
+        kept: Any = own  # until the event
+        return collectives.AllGatherResult(kept, event, None, [], [], [])
+
+    def copy_out(result: Any, params: list[Any], group: dist.ProcessGroup) -> None:
+        if isinstance(result.all_gather_output, Tensor):
+            copy_all(result, params, group)
+        else:
+            torch.cuda.current_stream().wait_event(result.all_gather_event)
+
+    for name, made in (("foreach_all_gather", gather), ("foreach_all_gather_copy_out", copy_out)):
+        setattr(groups, name, made)
+
+
+@torch.no_grad()
+def _gather_in_place(
+    params: list[Any], own: list[Tensor], group: dist.ProcessGroup, gathers: Any
+) -> Any:
+    """The moment at which the stream `gathers` has the whole parameters."""
+    for param, part in zip(params, own, strict=True):
+        param.init_all_gather_outputs([part.numel()], [part.dtype], group.size(), part.device)
+        param.alloc_all_gather_outputs()
+    whole = [param.all_gather_outputs[0] for param in params]
+    # Their bytes may still be read as those of a layer that was let go of.
+    gathers.wait_stream(torch.cuda.current_stream())
+    preserved = torch.autograd._unsafe_preserve_version_counter(tuple(whole))
+    with torch.cuda.stream(gathers), preserved:
+        group.allgather_into_tensor_coalesced(whole, own).wait()
+        return gathers.record_event()
+
+
+@functools.cache
+def fsdp_gather_gradients_with(copy: Callable[[Tensor, Tensor], Any]) -> None:
+    """Before a reduction FSDP lays gradients side by side, for each rank its part of all of them,
+    by `copy` (from, to: [ranks, values]), which may widen them."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    name = "foreach_reduce_scatter_copy_in"
+    original = getattr(collectives, name)
+
+    def copy_in(grads: list[Tensor], out: Tensor, ranks: int) -> None:
+        uneven = any(grad.shape[0] % ranks or not grad.is_contiguous() for grad in grads)
+        if uneven or grads[0].dtype == out.dtype or out.device.type != "cuda":
+            original(grads, out, ranks)
+            return
+        parts = out.view(ranks, -1).split([grad.numel() // ranks for grad in grads], dim=1)
+        for grad, part in zip(grads, parts, strict=True):
+            copy(grad.view(ranks, -1), part)
+
+    setattr(collectives, name, copy_in)
 
 
 def fsdp_after_backward(module: Any, *, is_root: bool = False) -> None:

@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.layers import Linear
 
 _P = 0.3275911 / math.sqrt(2.0)
 # The formula's, halved: Phi is half of 1 + erf.
 _A = (0.127414796, -0.142248368, 0.7107068705, -0.7265760135, 0.5307027145)
 _DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 _BLOCK, _WARPS = 2048, 8
+_ROWS, _TILE, _COLUMNS = 256, 8, 512
 
 
 def apply_fast_activations(decoder: Decoder, dtype: torch.dtype) -> None:
@@ -32,27 +34,85 @@ def apply_fast_activations(decoder: Decoder, dtype: torch.dtype) -> None:
     if dtype.itemsize > 2:
         return
     for layer in decoder.blocks.values():
-        layer.mlp.gelu, layer.mlp.swiglu = fast_gelu, fast_swiglu
+        layer.mlp.gelu_of, layer.mlp.swiglu = fast_gelu_of, fast_swiglu
 
 
-def fast_gelu(x: Tensor) -> Tensor:
-    return _FastGelu.apply(x)
+def fast_gelu_of(up: Linear, x: Tensor) -> Tensor:
+    """GELU of the linear's output. Its bias's gradient is the sum of what GELU hands back, which
+    the same kernel adds up."""
+    if up.bias is None or up.product is not F.linear:
+        return fast_gelu(up(x))
+    return fast_gelu(F.linear(x, up.weight, up.bias.detach()), up.bias)
+
+
+def fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`bias`: what was added to get x, for its gradient."""
+    return _FastGelu.apply(x, bias)
 
 
 class _FastGelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
-        wide = x.float()
-        below, _ = _normal(wide)
-        return (wide * below).to(x.dtype)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _gelu(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
         (x,) = ctx.saved_tensors
-        wide = x.float()
-        below, bell = _normal(wide)
-        return (grads[0].float() * (below + wide * bell * _DENSITY)).to(x.dtype)
+        grad_x, sums = _gelu_backward(x, grads[0])
+        return grad_x, None if ctx.bias_dtype is None else sums.sum(dim=0).to(ctx.bias_dtype)
+
+
+@torch.library.custom_op("fourfold::gelu", mutates_args=())
+def _gelu(x: Tensor) -> Tensor:
+    wide = x.float()
+    below, _ = _normal(wide)
+    return (wide * below).to(x.dtype)
+
+
+@_gelu.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@_gelu.register_kernel("cuda")
+def _(x: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block, count = 2 * _BLOCK, x.numel()
+    grid = (-(-count // block),)
+    _gelu_kernels().gelu[grid](x.contiguous(), out, count, BLOCK=block, num_warps=_WARPS)
+    return out
+
+
+@torch.library.custom_op("fourfold::gelu_backward", mutates_args=())
+def _gelu_backward(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and [blocks of rows, width]: sums of it over each block."""
+    wide = x.float()
+    below, bell = _normal(wide)
+    out = (grad.float() * (below + wide * bell * _DENSITY)).to(x.dtype)
+    rows = out.reshape(-1, x.shape[-1]).split(_ROWS)
+    return out, torch.stack([part.float().sum(dim=0) for part in rows])
+
+
+@_gelu_backward.register_fake
+def _(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = -(-x.shape[:-1].numel() // _ROWS)
+    sums = torch.empty((blocks, x.shape[-1]), dtype=torch.float32, device=x.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), sums
+
+
+@_gelu_backward.register_kernel("cuda")
+def _(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1]
+    rows = x.numel() // width
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sums = torch.empty((-(-rows // _ROWS), width), dtype=torch.float32, device=x.device)
+    grid = (-(-width // _COLUMNS), sums.shape[0])
+    sizes = {"ROWS": _ROWS, "TILE": _TILE, "COLUMNS": _COLUMNS, "num_warps": _WARPS}
+    tensors = (x.contiguous(), grad.contiguous(), out, sums)
+    _gelu_kernels().gelu_backward[grid](*tensors, rows, width, **sizes)
+    return out, sums
 
 
 def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,3 +173,10 @@ def _swiglu_kernel() -> Any:
     from fourfold.engine.model.swiglu_triton import swiglu_backward
 
     return swiglu_backward
+
+
+@functools.cache
+def _gelu_kernels() -> Any:
+    from fourfold.engine.model import gelu_triton
+
+    return gelu_triton

@@ -142,16 +142,20 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
+def plain_gelu_of(up: Linear, x: Tensor) -> Tensor:
+    return F.gelu(up(x))
+
+
 def plain_swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 class Mlp(nn.Module):
-    """GELU or squared ReLU with two matrices, or SwiGLU with a gate beside the up matrix. `gelu`
-    and `swiglu` (of gate and up side by side) may be replaced by other kernels."""
+    """GELU or squared ReLU with two matrices, or SwiGLU with a gate beside the up matrix. `gelu_of`
+    (a linear's output) and `swiglu` (of gate and up side by side) may be replaced."""
 
-    gelu: Callable[[Tensor], Tensor] = staticmethod(F.gelu)
+    gelu_of: Callable[[Linear, Tensor], Tensor] = staticmethod(plain_gelu_of)
     swiglu: Callable[[Tensor], Tensor] = staticmethod(plain_swiglu)
 
     gate_up: Linear  # fused, or
@@ -176,8 +180,9 @@ class Mlp(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_BSD = self.input_comm(x_BSD)
         if not self.gated:
-            up = self.up(x_BSD)
-            return self.down(F.relu(up).square() if self.squared else self.gelu(up))
+            if self.squared:
+                return self.down(F.relu(self.up(x_BSD)).square())
+            return self.down(self.gelu_of(self.up, x_BSD))
         if self.fused:
             return self.down(self.swiglu(self.gate_up(x_BSD)))
         return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))

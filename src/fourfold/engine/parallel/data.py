@@ -13,6 +13,7 @@ Reductions are sums: the loss is already divided by the global number of tokens.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fourfold.engine.compat import DTYPES, activation_dtype, put_parameter, version_of
-from fourfold.engine.compat_fsdp import cast_reduce_scatter, fsdp_after_backward
+from fourfold.engine.compat_fsdp import (
+    cast_reduce_scatter,
+    fsdp_add_with,
+    fsdp_after_backward,
+    fsdp_gather_gradients_with,
+    fsdp_gather_in_place,
+)
 from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.parallel.adding import add_gradient, widen
 from fourfold.engine.parallel.groups import World
 from fourfold.spec.policy import Dtypes, running
 from fourfold.spec.run import RunSpec
@@ -47,6 +55,9 @@ def apply_data(decoder: Decoder, spec: RunSpec, world: World) -> None:
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         if dtypes.reduce != dtypes.grad:
             module.set_custom_reduce_scatter(cast_reduce_scatter(DTYPES[dtypes.reduce]))
+    fsdp_add_with([decoder], functools.partial(add_gradient, dtype=DTYPES[dtypes.grad]))
+    fsdp_gather_in_place()
+    fsdp_gather_gradients_with(widen)
     _set_prefetch([m for m in layers if isinstance(m, FSDPModule)], policy.prefetch)
 
 
@@ -157,15 +168,19 @@ class Alone:
             if weight.added is not None:
                 yield "gradients", weight.added
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the copies of weights that have changed anew."""
+        for weight in self.weights:
+            if weight.is_copied and weight.version != version_of(weight.master):
+                weight.used.copy_(weight.master)
+        self.mark_equal()
+
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Inside, layers find the copies in place of their weights."""
+        self.refresh()
         copied = [weight for weight in self.weights if weight.is_copied]
-        with torch.no_grad():
-            for weight in copied:
-                if weight.version != version_of(weight.master):
-                    weight.used.copy_(weight.master)
-        self.mark_equal()
         try:
             for weight in copied:
                 put_parameter(weight.owner, weight.name, weight.used)
@@ -194,10 +209,8 @@ class Alone:
         weight.used.grad = None
         if weight.added is None:
             weight.added = fresh
-        elif weight.added.dtype == self.adding:
-            weight.added.add_(fresh)
         else:
-            weight.added = weight.added.to(self.adding).add_(fresh)
+            weight.added = add_gradient(weight.added, fresh, self.adding)
 
     def hand_over(self, wide: Iterable[nn.Parameter] = ()) -> None:
         """After the last micro batch: weights get their gradients. Those of `wide` go through more

@@ -3,7 +3,8 @@ chunks, a part's gradients are made right after its logits, so nothing is comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from fourfold.spec.run import RunSpec
 
 # Values of a block of rows in wide format, where nothing is compiled: 64 MiB of fp32.
 _BLOCK_VALUES = 2**24
-# Kernels count the values of larger blocks in 64 bits, which takes them twice the time.
-_MOST_VALUES = 2**31 - 1
+# Values that one program of a GPU kernel works on at a time.
+_ROW_BLOCK, _TURN_BLOCK = 8192, 4096
 
 
 def apply_lean_loss(decoder: Decoder, spec: RunSpec, world: World) -> None:
@@ -37,9 +38,9 @@ class LeanLoss(nn.Module):
     def __init__(self, first: int, group: Group | None, *, compiled: bool) -> None:
         super().__init__()
         self.first, self.group = first, group
-        self._most_values = _MOST_VALUES if compiled else _BLOCK_VALUES
-        self._sums = _compiled(_sums) if compiled else _sums
-        self._turn = _compiled(_turn) if compiled else _turn
+        self._most_values = 2**62 if compiled else _BLOCK_VALUES
+        self._sums = _gpu_sums if compiled else _sums
+        self._turn = _gpu_turn if compiled else _turn
 
     def forward(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         return _LeanCrossEntropy.apply(logits_NV, targets_N, self)
@@ -118,8 +119,32 @@ def _share(grad: Tensor, targets: Tensor, logsum: Tensor) -> Tensor:
     return (grad * (targets != IGNORE)).to(logsum.dtype)
 
 
-def _compiled(work: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(work, fullgraph=True, dynamic=False)
+@functools.cache
+def _kernels() -> Any:
+    """triton comes with torch for GPUs only, so it is imported late."""
+    from fourfold.engine.parallel import loss_triton
+
+    return loss_triton
+
+
+def _gpu_sums(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    if logits.dtype == torch.float64:
+        return _sums(logits, column)
+    rows, width = logits.shape
+    logsum, chosen = (torch.empty(rows, device=logits.device) for _ in range(2))
+    _kernels().row_sums[(rows,)](
+        logits, column, logsum, chosen, width, BLOCK=_ROW_BLOCK, num_warps=8
+    )
+    return logsum, chosen
+
+
+def _gpu_turn(logits: Tensor, logsum: Tensor, column: Tensor, share: Tensor) -> None:
+    if logits.dtype == torch.float64:
+        _turn(logits, logsum, column, share)
+        return
+    rows, width = logits.shape
+    grid = (rows, -(-width // _TURN_BLOCK))
+    _kernels().turn[grid](logits, logsum, column, share, width, BLOCK=_TURN_BLOCK, num_warps=8)
 
 
 def _wide(logits: Tensor) -> Tensor:

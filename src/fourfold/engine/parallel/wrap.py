@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.engine.compat import allow_graphs, storage_key, version_of, without_modes
+from fourfold.engine.compat import (
+    allow_graphs,
+    keep_rows_whole,
+    storage_key,
+    version_of,
+    without_modes,
+)
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Layer
 
@@ -47,6 +53,7 @@ def apply_compile(
     if not enabled:
         return
     allow_graphs(2 * shapes)
+    keep_rows_whole()
     for layer in decoder.blocks.values():
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True, dynamic=False)
 
