@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from fourfold.engine.jobs.build import require_runnable
 from fourfold.errors import UserError
 from fourfold.search.legal import Target, require_legal, why_not
 from fourfold.spec import catalog
@@ -66,3 +68,13 @@ def test_what_a_split_backward_does_not_allow_is_refused_before_a_run() -> None:
     ):
         said = why_not(run.model, run.layout, run.batch, policy, Target(gpus=4))
         assert [one.reason for one in said] == reasons
+
+
+def test_a_graph_needs_a_gpu_and_everything_on_it() -> None:
+    graphed = replace(SPEC, policy=replace(SPEC.policy, cuda_graph=True))
+    with pytest.raises(UserError, match=r"policy\.cuda_graph=.*needs a GPU"):
+        require_runnable(graphed, torch.device("cpu"))
+    require_runnable(graphed, torch.device("cuda"))
+    offloaded = replace(graphed, policy=replace(graphed.policy, offload="activations"))
+    with pytest.raises(UserError, match=r"policy\.cuda_graph=.*offload"):
+        require_runnable(offloaded, torch.device("cuda"))

@@ -54,7 +54,7 @@ class Columns:
     attn_ckpt: Annotated[Floats, 0]  # 1 when only the attention core is recomputed
     attention: Annotated[Floats, PRICED_ATTENTION.index("flash")]  # index in PRICED_ATTENTION
     fused_norm: Annotated[Floats, 1]
-    fused_host: Annotated[Floats, 0]  # 1: compiled or graphed, fewer launches and passes
+    fused_host: Annotated[Floats, 0]  # 1: compiled, fewer launches and passes; 2: graphed, none
     precision: Annotated[Floats, DTYPES.index("bf16")]  # of the products: index in DTYPES
     block_scale: Annotated[Floats, 0]  # scales of fp8/fp4 per block, not per tensor
     cp_kind: Annotated[Floats, CP_KINDS.index("ring")]

@@ -155,7 +155,7 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "overlap_tp": float(policy.async_tp or (usual.overlap_tp and policy.sequence_parallel)),
         "prefetch": float(policy.prefetch),
         "fused_qkv": float(policy.fused_projections),
-        "fused_host": float(usual.compiled or policy.compile),
+        "fused_host": 2.0 if policy.cuda_graph else float(usual.compiled or policy.compile),
         "loss_chunks": policy.loss_chunks,
         "lean_loss": float(policy.is_loss_lean and is_ours),
         "own_kernels": float(policy.compile and is_ours),

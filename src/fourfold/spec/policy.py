@@ -79,6 +79,7 @@ class Policy:
     attention: Attention = "auto"
     optimizer: Literal["adamw", "adamw-plain"] = "adamw"
     compile: bool = False
+    cuda_graph: bool = False
     async_tp: bool = False
     prefetch: int = 1
     overlap_grad_reduce: bool = True

@@ -116,7 +116,7 @@ def host_layer_s(c: Columns, coef: Coefficients) -> Floats:
     """Launch time of one layer, forward and backward."""
     slow = c.slow > 0
     launch = coef["host_s"] * np.where(slow, coef["slow_host"], 1.0)
-    launch = launch * np.where(c.fused_host > 0, 0.5, 1.0)
+    launch = launch * np.select([c.fused_host > 1, c.fused_host > 0], [0.0, 0.5], 1.0)
     launch = launch * (1.0 + c.full_ckpt / 3.0) * (1.0 + 0.15 * (c.cp - 1.0))
     far = np.where(crosses(c, c.tp, np.ones_like(c.tp)), coef["slow_far"], 1.0)
     return launch + np.where(slow, (c.tp - 1.0) * coef["slow_tp_s"] * far, 0.0)

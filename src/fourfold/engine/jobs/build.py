@@ -39,7 +39,7 @@ def with_trainer(
     process; when memory runs out, the OomError says what this rank held."""
     spec, device = task.spec, task.device(task.spec.device)
     compat.quiet()
-    require_runnable(spec)
+    require_runnable(spec, device)
     limit_memory(spec, device)
     (join or task.join)(device)
     task.heartbeat.enter("build")
@@ -59,18 +59,23 @@ def with_trainer(
         if outcome_of(error) == "oom":  # here the exception still holds what was held
             raise OomError(oom_report(device, ledger, trainer, error)) from error
         raise
+    if trainer.step_graph is not None:
+        trainer.step_graph.forget()  # NCCL waits for graphs that hold its collectives
     task.leave()
     del trainer
     release(device, compiled=spec.policy.compile)
     return result
 
 
-def require_runnable(spec: RunSpec) -> None:
+def require_runnable(spec: RunSpec, device: torch.device) -> None:
     """Before anything is built: a rank that starts an impossible layout hangs its peers."""
     if spec.batch.micro_batch == 0:
         raise UserError(
             "must be a number here, not 'auto'", field="batch.micro_batch", hint="give a number"
         )
+    if spec.policy.cuda_graph and (device.type != "cuda" or spec.policy.offload != "none"):
+        rule = "needs a GPU" if device.type != "cuda" else "does not allow offload"
+        raise UserError(rule, field="policy.cuda_graph", value=True, hint="use cuda_graph = false")
     require_legal(spec)
 
 

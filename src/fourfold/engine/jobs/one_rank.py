@@ -76,7 +76,7 @@ def _result(task: Task, rank: int, stage: StageFacts, readings: StepReadings) ->
     alone = _alone(task, stage, kernels, device)
     fills = fill_seconds(readings.traffic, stage.axes, device)
     task.heartbeat.step_done()
-    micro_s = steady(readings.intervals, stage.ran * len(readings.step_s))
+    micro_s = steady(readings.intervals, stage.ran * readings.taken)
     phases, compute_s = phase_times(readings, micro_s, fills, stage)
     return OneRankResult(
         rank=rank,
@@ -184,23 +184,34 @@ def _stage(trainer: Trainer) -> StageFacts:
 
 
 def _run(steps: Steps, traffic_log: TrafficLog) -> StepReadings:
-    """Warm-up, one step whose messages are counted by phase, timed steps, one watched step."""
+    """Warm-up, one step whose messages are counted by phase, one watched step, timed steps."""
     spec, trainer = steps.task.spec, steps.trainer
     device = trainer.device
+    fake_peers.keep_to_own_tokens(trainer)
     listeners: list[Callable[[str], None]] = [traffic_log.enter]
     line = PhaseTimeline(device, listeners)
     attach(trainer, line.mark)
+    if trainer.step_graph is not None:
+        trainer.step_graph.eager_steps = 2**62  # messages and kernels are read off as they start
     steps.run(max(1, spec.warmup - 1))
     traffic = StepTraffic(traffic_log)
     listeners.append(traffic.note)
     steps.run(1)
     traffic.close()
     listeners.remove(traffic.note)
+    profiler = MicroBatchProfiler(device, len(trainer.sizes) * len(trainer.chunks))
+    listeners.append(profiler.note)
+    steps.run(1)
+    listeners.remove(profiler.note)
+    if trainer.step_graph is not None:
+        trainer.step_graph.eager_steps = 0
+        steps.run(1)
     synchronize(device)
     line.take()
     gc.collect()
     ticks = steps.run(spec.steps)
     synchronize(device)
+    taken = 1 if line.recorded else spec.steps
     intervals = line.take()
     steps.peak.note()
     memory = steps.peak.memory(
@@ -209,8 +220,4 @@ def _run(steps: Steps, traffic_log: TrafficLog) -> StepReadings:
         counted_bytes=steps.peak_bytes,
         retries=retries(device),
     )
-    profiler = MicroBatchProfiler(device, len(trainer.sizes) * len(trainer.chunks))
-    listeners.append(profiler.note)
-    steps.run(1)
-    synchronize(device)
-    return StepReadings(ticks.step_s(), intervals, traffic, profiler, memory)
+    return StepReadings(ticks.step_s(), intervals, taken, traffic, profiler, memory)

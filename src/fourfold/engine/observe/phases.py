@@ -122,19 +122,25 @@ class PhaseTimeline:
     def __init__(self, device: torch.device, listeners: Sequence[Callable[[str], None]]) -> None:
         self.device, self.listeners = device, listeners
         self.marks: list[tuple[str, Stamp]] = []
+        self.recorded: list[tuple[str, Stamp]] = []  # in a CUDA graph, and again in every replay
 
     def mark(self, name: str) -> None:
         for listener in self.listeners:
             listener(name)
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((name, event))
-        else:
+        if self.device.type != "cuda":
             self.marks.append((name, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record()
+        captured = torch.cuda.is_current_stream_capturing()
+        (self.recorded if captured else self.marks).append((name, event))
 
     def take(self) -> dict[str, list[float]]:
-        """Seconds of every interval so far by phase, only after the device has caught up."""
+        """Seconds of every interval so far by phase, only after the device has caught up; of steps
+        that replay a graph those of the last one, whose marks are the ones that are left."""
+        if self.recorded:
+            last = max(i for i, (name, _) in enumerate(self.marks) if name == "data")
+            self.marks = [self.marks[last], *self.recorded, *self.marks[last + 1 :]]
         seconds: dict[str, list[float]] = {}
         for (name, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
             if name != "end":

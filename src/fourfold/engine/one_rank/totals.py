@@ -47,10 +47,11 @@ class StageFacts:
 
 @dataclass(slots=True)
 class StepReadings:
-    """What the steps left behind."""
+    """What the steps left behind; `intervals` are of `taken` of them."""
 
     step_s: list[float]
     intervals: dict[str, list[float]]
+    taken: int
     traffic: StepTraffic
     profiler: MicroBatchProfiler
     memory: RankMemory

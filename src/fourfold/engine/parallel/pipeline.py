@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.cost.schedule.actions import Action, global_order
+from fourfold.engine.compat import activation_dtype
 from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.parallel.groups import Group
+from fourfold.engine.parallel.groups import Group, World
+from fourfold.spec.run import RunSpec
 from fourfold.spec.words import Schedule
 
 _TIME = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -126,6 +128,16 @@ class StageLink:
     shapes: Sequence[tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
+
+
+def stage_link(
+    spec: RunSpec, world: World, sizes: Sequence[int], device: torch.device
+) -> StageLink:
+    """Of micro batches of these sizes."""
+    parts = spec.layout.cp * (spec.layout.tp if spec.policy.sequence_parallel else 1)
+    shapes = [(size, spec.batch.seq_len // parts, spec.model.hidden) for size in sizes]
+    dtype = activation_dtype(spec.policy.dtypes.compute)
+    return StageLink(group=world.pp, shapes=shapes, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fourfold.cost.schedule.actions import Action
-from fourfold.engine.compat import DTYPES, activation_dtype
+from fourfold.engine.compat import DTYPES
 from fourfold.engine.data.source import Source, micro_sequences, micro_sizes, source_of
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import Tables
@@ -31,12 +31,13 @@ from fourfold.engine.parallel.context import rank_tables, token_positions
 from fourfold.engine.parallel.data import backward_weights, before_backward, make_alone
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.order import parallelize
-from fourfold.engine.parallel.pipeline import Passes, Pipeline, StageLink, plan
+from fourfold.engine.parallel.pipeline import Passes, Pipeline, plan, stage_link
 from fourfold.engine.parallel.products import DeferredWeightGrads, apply_split
 from fourfold.engine.parallel.shards import InitRule, Shard, initialize, shards_of
 from fourfold.engine.training import gradients
 from fourfold.engine.training.gradients import LossScaler, ScalerSettings, SharedGradients
 from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
+from fourfold.engine.training.step_graph import Batches, StepGraph
 from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec
 
@@ -81,6 +82,8 @@ class Trainer:
         self.scaling = scaling or ScalerSettings()
         self.rule = rule or InitRule()
         self.source = source or source_of(spec)
+        graphs = spec.policy.cuda_graph and device.type == "cuda"
+        self.step_graph = StepGraph(self, device) if graphs else None
         self.chunks = parallelize(spec, world)
         self.deferred: dict[Decoder, DeferredWeightGrads] = {}
         if spec.policy.schedule == "zero-bubble":
@@ -115,8 +118,7 @@ class Trainer:
             compiled=spec.policy.compile and self.device.type == "cuda",
             copies={w: c for alone in self.alone.values() for w, c in alone.copies.items()},
         )
-        # Only fp16 has too few exponents for gradients.
-        small = spec.policy.dtypes.compute == "fp16"
+        small = spec.policy.dtypes.compute == "fp16"  # too few exponents for gradients
         self.scaler = LossScaler(self.scaling, self.device) if small else None
 
     def _tell(self, event: StepEvent) -> None:
@@ -163,7 +165,7 @@ class Trainer:
     def step(self, index: int) -> StepOutcome:
         """One optimizer update on the batch of step `index`; no host synchronisation inside."""
         was_on = gc.isenabled()
-        gc.disable()  # collecting takes milliseconds at a moment of its own choosing
+        gc.disable()  # collecting takes milliseconds at its own moment
         try:
             norm, loss = self.reduce(self.accumulate(index))
             self.update(norm)
@@ -191,10 +193,17 @@ class Trainer:
         """All micro batches forwards and backwards; this rank's part of the loss."""
         self._tell(StepEvent("data"))
         self._follow_ramp(index)
+        batches = self._batches(index) if self.world.is_first or self.world.is_last else []
+        for alone in self.alone.values():
+            alone.refresh()
+        return self.step_graph(batches) if self.step_graph else self.micro_batches(batches)
+
+    def micro_batches(self, batches: Batches) -> Tensor:
         pp, stage = self.spec.layout.pp, self.world.stage
         numbers = range(stage, pp * len(self.chunks), pp)
         chunks = dict(zip(numbers, self.chunks, strict=True))
-        pipeline = Pipeline(chunks, self._stage_link(), self._passes(index))
+        link = stage_link(self.spec, self.world, self.sizes, self.device)
+        pipeline = Pipeline(chunks, link, self._passes(batches))
         with contextlib.ExitStack() as stack:
             for alone in self.alone.values():
                 stack.enter_context(alone.in_use())
@@ -207,8 +216,7 @@ class Trainer:
         loss = torch.stack(losses).sum()
         return loss if self.scaler is None else self.scaler.unscaled(loss)
 
-    def _passes(self, index: int) -> Passes:
-        batches = self._batches(index) if self.world.is_first or self.world.is_last else []
+    def _passes(self, batches: Batches) -> Passes:
         count = self.count_targets([t for _, t in batches]) if self.world.is_last else None
 
         def forward(chunk: Decoder, micro: int, x: Tensor | None) -> Tensor:
@@ -288,13 +296,5 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.restore(scalars)
 
-    def _stage_link(self) -> StageLink:
-        spec, world = self.spec, self.world
-        parts = spec.layout.cp * (spec.layout.tp if spec.policy.sequence_parallel else 1)
-        shapes = [(size, spec.batch.seq_len // parts, spec.model.hidden) for size in self.sizes]
-        dtype = activation_dtype(spec.policy.dtypes.compute)
-        return StageLink(group=world.pp, shapes=shapes, dtype=dtype, device=self.device)
-
     def _sequences(self, batch: Batch) -> list[Tensor]:
-        dp = self.spec.layout.dp
-        return micro_sequences(batch, dp, self.world.place["dp"], self.device)
+        return micro_sequences(batch, self.spec.layout.dp, self.world.place["dp"], self.device)

@@ -31,7 +31,7 @@ KNOWN_OF_MODEL = {
 # Fields of a policy that only our own engine has.
 OWN_OF_POLICY = (
     "param_dtype", "compute_dtype", "grad_dtype", "optimizer_dtype", "optimizer", "prefetch",
-    "loss_chunks", "offload", "fused_projections",
+    "loss_chunks", "offload", "fused_projections", "cuda_graph",
 )  # fmt: skip
 # Values that an engine has, by field; (): all.
 Choices = Mapping[str, tuple[object, ...]]
