@@ -59,6 +59,13 @@ HONEST = {
     ("number formats", "engine/jobs/calibrate.py"): "what torch multiplies on a GPU and on a CPU",
     ("attention kernels", "engine/jobs/calibrate.py"): "torch's kernels on a GPU",
     ("recompute", "verbs/verify_cases.py"): "which case varies it how",
+    **{
+        ("axes", f"logs/{engine}.py"): "columns that this engine's prints decide"
+        for engine in ("composer", "megatron_args", "nanotron", "torchtitan")
+    },
+    ("axes", "logs/mapping.py"): "headings that people use for each column",
+    ("axes", "logs/row.py"): "columns without which a row is incomplete",
+    ("reference columns", "logs/row.py"): "columns without which a row is incomplete",
 }
 # To be mended; may only shrink. (set, file) that spells it out.
 COPIES: set[tuple[str, str]] = set()

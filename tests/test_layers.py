@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "fourfold"
 SPEC = {"spec"}
 RESULT = SPEC | {"result"}
 COST = RESULT | {"cost"}
-_UNSORTED = COST | {"search", "launch", "tables", "collect"}
+_UNSORTED = COST | {"search", "launch", "tables", "logs"}
 ALLOWED = {
     "spec": SPEC,
     "result": RESULT,
@@ -20,8 +20,8 @@ ALLOWED = {
     "show": COST | {"search", "verbs", "show"},  # pages of typed answers
     "launch": RESULT | {"launch"},
     "tables": COST | {"tables", "show"},  # one renderer of tables
-    "collect": COST | {"collect"},
-    "verbs": COST | {"search", "launch", "tables", "verbs"},
+    "logs": COST | {"logs"},
+    "verbs": COST | {"search", "launch", "tables", "logs", "verbs"},
     "commands": SPEC | {"verbs", "show", "options", "output", "commands"} | _UNSORTED,
 }
 # Top-level modules that have a direction of their own; the library's face names verbs and types.

@@ -61,6 +61,7 @@ TABLES = (
     ["lint", "--rules"],
     ["lint", str(ROOT / "tests/golden/raw_samples.md")],
     ["score", str(ROOT / "tests/golden/mpt.csv")],
+    ["collect", str(ROOT / "tests/samples/logs/first"), "--out", "/dev/null"],
 )
 
 
@@ -111,6 +112,7 @@ done = [
     f.diff(stored[0].name, stored[1].name, store=STORE),
     f.lint_rules(), f.lint([{str(ROOT / "tests/golden/raw_samples.md")!r}]),
     f.suggest_runs(FIT), f.score(f.ScoreRequest(rows=(GOLDEN,))),
+    f.collect(f.CollectRequest(logs=(GOLDEN,), out="rows.csv")),
     f.make_tokens(f.TokensRequest(files=({__file__!r},), out="corpus")), f.show_tokens("corpus"),
 ]
 assert all(answer.rows() for answer in done)

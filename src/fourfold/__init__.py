@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.bench import bench
     from fourfold.verbs.calibrate import calibrate, demo
     from fourfold.verbs.clusters import new_cluster
+    from fourfold.verbs.collect import CollectRequest, collect
     from fourfold.verbs.dryrun import dryrun
     from fourfold.verbs.export import export
     from fourfold.verbs.fit import fit, score, suggest_runs
@@ -73,6 +74,7 @@ _MODULES = {
     "verbs.bench": "bench",
     "verbs.calibrate": "calibrate demo",
     "verbs.clusters": "new_cluster",
+    "verbs.collect": "CollectRequest collect",
     "verbs.dryrun": "dryrun",
     "verbs.export": "export",
     "verbs.fit": "fit score suggest_runs",

@@ -58,6 +58,8 @@ PLAIN_BYTES = 2**20
 # Short lines are filled up to the header's width: a long one would cost its length for every line.
 MAX_COLUMNS = 1000
 MARK = "\x1f"  # the unit separator of ASCII; no table has it
+# Status of a collected run that lacks fields; it is kept, and used for nothing.
+INCOMPLETE = "incomplete"
 # Without these nothing can be said about a row.
 NEEDED = ("hardware", "n_layers", "d_model", "n_heads", "vocab", "seq_len", "n_gpus", "gbs")
 

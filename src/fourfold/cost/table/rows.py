@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.run import device_facts, fabric_facts, stack_facts
 from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults
-from fourfold.cost.table.reference import NoteWords, RowTable, each, note_words, numbers
+from fourfold.cost.table.reference import (
+    INCOMPLETE,
+    NoteWords,
+    RowTable,
+    each,
+    note_words,
+    numbers,
+)
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.layout import MODEL_AXES
@@ -91,6 +98,8 @@ class _Draft:
 def parse(table: RowTable) -> Rows:
     """All rows of a table."""
     draft = _Draft(table)
+    lacks = np.array([cell == INCOMPLETE for cell in table.column("status")], dtype=bool)
+    draft.refuse(lacks, "the run is incomplete; 'fourfold collect' names its missing fields")
     _model(draft)
     _layout(draft)
     words = each(table.column("note"), note_words)

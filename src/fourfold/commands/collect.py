@@ -1,0 +1,92 @@
+"""Turn logs of other engines into measured rows for fit, score, predict and report.
+
+Reads Megatron-LM, Megatron-DeepSpeed, NeMo, torchtitan, nanotron and llm-foundry logs, exports of
+W&B and TensorBoard (CSV, JSON lines), nccl-tests output, the reference schema, and any CSV with
+--map. The configuration comes from what the engine prints; a run that lacks a field is kept as
+'incomplete' and not fitted until --set, --fields or --cluster supplies it. Without --map, a CSV
+that is not understood makes a mapping file to fill in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fourfold
+from fourfold import options
+from fourfold.events import OnEvent
+from fourfold.logs.nested import number
+from fourfold.logs.row import Row
+from fourfold.output import Output
+from fourfold.show.table import Grid, Part
+from fourfold.spec.layout import AXES
+from fourfold.verbs.collect import CollectRequest
+
+EXAMPLES = """\
+examples:
+  fourfold collect logs/ --cluster jean-zay
+  fourfold collect train.log --set hardware=h100-80gb --stack megatron-lm-mine --out mine.csv
+  fourfold collect colleague.csv > columns.toml        (a mapping file to fill in)
+  fourfold collect colleague.csv --map columns.toml
+"""
+OPTIONS = (
+    *options.of(CollectRequest),
+    *(one._replace(help="a field that logs do not say, such as hardware=h100-80gb", rare=False)
+      for one in options.run_options() if one.names == ("--set",)),
+    options.FORMAT,
+)  # fmt: skip
+_HEADINGS = ["run", "gpus", "layout", "mbs", "gbs", "step_s", "iterations", "mem GiB", "status"]
+
+
+def run(args: Any, show: OnEvent) -> Output:
+    fields = {path: text.strip().strip("\"'") for path, text in options.assignments(args)}
+    answer = fourfold.collect(options.load(CollectRequest, args, fields=fields), on_event=show)
+    if answer.proposals and (args.format or "text") == "text" and not answer.rows_read:
+        return Output(raw="\n".join(answer.proposals), status=1)
+    return Output.of(answer, lambda: _page(answer), status=0 if answer.ok else 1)
+
+
+def _page(answer: Any) -> list[Part]:
+    parts: list[Part] = []
+    if answer.rows_read:
+        parts.append(Grid(_HEADINGS, [_cells(row) for row in answer.rows_read]))
+        parts += ["", f"{len(answer.rows_read)} rows; {answer.out} has {answer.total}"]
+    about = [(row["row_id"], text) for row in answer.rows_read for text in _remarks(row)]
+    for text in dict.fromkeys(text for _, text in about):
+        parts.append(f"{_names([name for name, other in about if other == text])}: {text}")
+    for one in answer.files:
+        parts += [f"{one.log}: {note}" for note in one.notes]
+        if one.unread:
+            parts.append(f"{one.log}: {one.unread} lines could not be read:")
+            parts += [f"  {number}: {text}" for number, text in one.shown]
+        if one.link:
+            parts.append(_link(one))
+    return parts
+
+
+def _remarks(row: Row) -> list[str]:
+    missing = f"not used by fit, missing {', '.join(row.missing)}"
+    rule = f"step_s is the {row['step_rule']}" if row["step_s"] else row["step_rule"]
+    return [*([missing] if row.missing else []), *row.notes, *([rule] if rule else [])]
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
+
+
+def _cells(row: Row) -> list[str]:
+    layout = " ".join(f"{axis}{row[axis]}" for axis in AXES if row[axis])
+    step_s, memory = number(row["step_s"]), number(row["mem_gb"])
+    return [
+        row["row_id"], row["n_gpus"], layout, row["mbs"], row["gbs"],
+        f"{step_s:.6g}" if step_s else "-", row["steps"], f"{memory:.1f}" if memory else "-",
+        row["status"] or "-",
+    ]  # fmt: skip
+
+
+def _link(one: Any) -> str:
+    link = one.link
+    latency = "" if link["latency_s"] is None else f", {1e6 * link['latency_s']:.1f} us"
+    return (
+        f"{one.log}: {link['op']} over {link['ranks']} ranks of {link['hosts']} hosts: "
+        f"{link['bytes_per_s'] / 1e9:.1f} GB/s per rank{latency}; 'fourfold clusters new' takes it"
+    )

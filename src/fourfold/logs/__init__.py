@@ -1,0 +1,1 @@
+"""Read: logs and tables of other engines become measured rows of the reference schema."""

@@ -1,0 +1,74 @@
+"""Which engine wrote this log, and which runs are in it? One pass, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fourfold.logs.book import Book
+from fourfold.logs.composer import Composer
+from fourfold.logs.lines import Line, read_lines
+from fourfold.logs.megatron import Megatron
+from fourfold.logs.nanotron import Nanotron
+from fourfold.logs.series import StepLine
+from fourfold.logs.torchtitan import Torchtitan
+
+READERS: dict[str, Any] = {
+    "megatron": Megatron,
+    "torchtitan": Torchtitan,
+    "nanotron": Nanotron,
+    "llm-foundry": Composer,
+}
+
+
+class LogReader:
+    """Takes lines; all readers look at them until one has read a step, then only that one."""
+
+    def __init__(
+        self, engine: str = "", on_step: Callable[[StepLine], None] = lambda step: None
+    ) -> None:
+        names = [engine] if engine else list(READERS)
+        books = {name: Book(engine=READERS[name].name, on_step=on_step) for name in names}
+        self._readers = [READERS[name](book) for name, book in books.items()]
+        self.lines = self.cut = 0
+
+    def begin(self) -> None:
+        """A run has started, whatever its log says of it."""
+        for reader in self._readers:
+            reader.book.begin()
+
+    def take(self, line: Line) -> None:
+        self.lines += 1
+        self.cut += not line.is_whole
+        for reader in self._readers:
+            if not reader.take(line):
+                reader.book.look(line)
+        if len(self._readers) > 1:
+            found = [reader for reader in self._readers if _has_step(reader.book)]
+            self._readers = found[:1] or self._readers
+
+    def finish(self) -> Book:
+        """The book of the reader that found most."""
+        for reader in self._readers:
+            reader.finish()
+        book: Book = max((reader.book for reader in self._readers), key=_weight)
+        book.runs = [run for run in book.runs if not run.is_fresh or run.facts]
+        book.lines, book.cut = self.lines, self.cut
+        return book
+
+
+def _has_step(book: Book) -> bool:
+    return bool(book.runs) and book.runs[-1].steps.first is not None
+
+
+def _weight(book: Book) -> tuple[int, int, int]:
+    facts = max((len(run.facts) for run in book.runs), default=0)
+    return int(_has_step(book)), facts, book.unread
+
+
+def read_log(path: str | Path, engine: str = "") -> Book:
+    reader = LogReader(engine)
+    for line in read_lines(path):
+        reader.take(line)
+    return reader.finish()

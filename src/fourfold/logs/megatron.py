@@ -1,0 +1,196 @@
+"""Megatron-LM, Megatron-DeepSpeed, Megatron-Bridge, GPT-NeoX and NeMo: one family of prints.
+
+` iteration        2/   95367 | ... | elapsed time per iteration (ms): 769990.0 | ... |`, the list
+of arguments before it, and NeMo's `Training epoch 0, iteration 3/99 | ... | train_step_timing in
+s:`. docs/collect.md quotes the statements that print them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fourfold.logs.book import Book
+from fourfold.logs.lines import Line
+from fourfold.logs.megatron_args import facts_of
+from fourfold.logs.nested import Flat, Yaml, argument, number, whole, yes
+from fourfold.logs.series import StepLine
+
+_ITERATION = re.compile(r"\biteration:?\s+([0-9]{1,12})\s*/\s*[0-9]{1,12}\s*\|")
+_FIELD = re.compile(r"([A-Za-z][\w /()%.-]{1,60}):\s*([^|\s]{1,40})\s*(?=\||$)")
+_ELAPSED = re.compile(
+    r"elapsed time per iteration \((ms|s)\):\s*([0-9.eE+-]{1,24})(?:/[0-9.eE+-]{1,24})?\s*\|"
+)
+_NEMO = re.compile(r"Training epoch [0-9]{1,9}, iteration ([0-9]{1,12})/[0-9]{1,12}\s*\|(.*)")
+_NEMO_BAR = re.compile(r"train_step_timing in s=([0-9.eE+-]{1,24})")
+_STARTS = re.compile(r"-{5,} arguments -{5,}")
+_ENDS = re.compile(r"-{5,} end of arguments -{5,}")
+_VOCAB = re.compile(r"padded vocab \(size: [0-9]{1,12}\) with [0-9]{1,12} dummy tokens "
+                    r"\(new size: ([0-9]{1,12})\)")  # fmt: skip
+_MEMORY = re.compile(r"memory \((MB|GB)\) \|(.*)")
+_RESERVED = re.compile(
+    r"(max[ _]reserved|mem-max-reserved-gigabytes|peak_reserved_mem|max_reserved)[^:|]{0,30}:\s*"
+    r"([0-9.eE+-]{1,24})"
+)
+_NEMO_CONFIG = "Experiment configuration"
+
+
+class Megatron:
+    name = "megatron-lm"
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+        self._arguments: Flat | None = None
+        self._label = ""
+        self._yaml: Yaml | None = None
+
+    def take(self, line: Line) -> bool:
+        """Whether the line is one of these engines'."""
+        text = line.text
+        if self._arguments is not None and self._argument(line):
+            return True
+        if self._arguments is not None and (_ENDS.search(text) or _ITERATION.search(text)):
+            self._close()
+        if self._yaml is not None and self._config(line):
+            return True
+        if "memory (" in text and (found := _MEMORY.search(text)):
+            self._memory(found.group(1), found.group(2))
+            return True
+        if "iteration" in text:
+            return self._iterations(line)
+        if "train_step_timing in s=" in text:
+            return self._bar(line)
+        if "padded vocab" in text and (vocab := _VOCAB.search(text)):
+            self.book.fact(vocab=vocab.group(1))
+        elif "---" in text and _STARTS.search(text):
+            self.book.begin()
+            self._arguments, self._label = {}, line.label
+            return True
+        elif _NEMO_CONFIG in text:
+            self.book.begin()
+            self._yaml = Yaml()
+        return False
+
+    # --- steps
+
+    def _iterations(self, line: Line) -> bool:
+        if nemo := _NEMO.search(line.text):
+            return self._nemo(line, nemo.group(1), nemo.group(2))
+        starts = [found.start() for found in _ITERATION.finditer(line.text)]
+        if not starts or "elapsed time" not in line.text:
+            if starts and line.text.lstrip().startswith("iteration"):
+                self.book.unreadable(line)
+            return False
+        # Lines of two ranks may run into each other: each piece is read by itself.
+        for start, end in zip(starts, [*starts[1:], len(line.text)], strict=True):
+            self._iteration(line, line.text[start:end])
+        return True
+
+    def _iteration(self, line: Line, text: str) -> None:
+        place, elapsed = _ITERATION.match(text), _ELAPSED.search(text)
+        seconds = number(elapsed.group(2)) if elapsed else None
+        if place is None or elapsed is None or seconds is None or not 0 < seconds < 1e9:
+            self.book.unreadable(line)
+            return
+        fields = {name.strip().lower(): value for name, value in _FIELD.findall(text)}
+        tflops = fields.get("tflops") or fields.get("throughput per gpu (tflop/s/gpu)")
+        batch = fields.get("global batch size") or fields.get("gloabl batch size")
+        step = StepLine(
+            step=int(place.group(1)),
+            seconds=seconds / 1000.0 if elapsed.group(1) == "ms" else seconds,
+            batch=whole(batch) or None,
+            skipped=whole(fields.get("number of skipped iterations")) or 0,
+            loss=f"{fields.get('lm loss', '')} {fields.get('grad norm', '')}".strip(),
+            label=line.label,
+            tflops=number((tflops or "").partition("/")[0]),
+        )
+        if "consumed tokens" in fields and "deepspeed" not in self.book.engine:
+            self._named("megatron-deepspeed")
+        self.book.step(step)
+        samples, tokens = (whole(fields.get(f"consumed {what}")) for what in ("samples", "tokens"))
+        if samples and tokens and tokens % samples == 0:
+            self.book.run.facts.setdefault("seq_len", str(tokens // samples))
+
+    def _nemo(self, line: Line, place: str, rest: str) -> bool:
+        fields = {name.strip().lower(): value for name, value in _FIELD.findall(rest)}
+        seconds = number(fields.get("train_step_timing in s"))
+        if seconds is None or not 0 < seconds < 1e9 or not line.is_whole:
+            self.book.unreadable(line)
+            return True
+        self._named("nemo")
+        step = StepLine(
+            step=int(place) + 1,
+            seconds=seconds,
+            batch=whole(fields.get("global_batch_size")),
+            loss=fields.get("reduced_train_loss", ""),
+            tflops=number(fields.get("tflops_per_gpu")),
+        )
+        self.book.step(step)
+        if peak := number(fields.get("max_memory_reserved") or fields.get("peak_memory_usage")):
+            self.book.memory(peak / 2**30)
+        return True
+
+    def _bar(self, line: Line) -> bool:
+        """NeMo's progress bar: 'global_step=9.0, ..., train_step_timing in s=5.12]'."""
+        times = _NEMO_BAR.findall(line.text)
+        steps = re.findall(r"global_step=([0-9.]{1,15})", line.text)
+        seconds, place = number(times[-1]) if times else None, whole(steps[-1]) if steps else None
+        if seconds is None or place is None or not 0 < seconds < 1e9:
+            self.book.unreadable(line)
+            return True
+        self._named("nemo")
+        if place > self.book.run.steps.last:  # the bar is drawn many times
+            loss = re.findall(r"reduced_train_loss=([0-9.eE+-]{1,24})", line.text)
+            step = StepLine(step=place, seconds=seconds, loss=loss[-1] if loss else "")
+            self.book.step(step)
+        return True
+
+    def _named(self, engine: str) -> None:
+        if self.book.engine != engine:
+            self.book.engine = engine
+            self.book.run.engine = engine
+
+    def _memory(self, unit: str, text: str) -> None:
+        found = _RESERVED.search(text)
+        value = number(found.group(2)) if found else None
+        if value is not None and value > 0:
+            # Megatron divides by 1024 x 1024 and writes MB; Bridge writes 1e9 bytes as GB.
+            self.book.memory(value / 1024 if unit == "MB" else value * 1e9 / 2**30)
+
+    # --- configuration
+
+    def _argument(self, line: Line) -> bool:
+        assert self._arguments is not None
+        if line.label != self._label:
+            return False
+        pair = argument(line.text)
+        if pair is not None:
+            self._arguments[pair[0]] = pair[1]
+            return True
+        return False
+
+    def _close(self) -> None:
+        """Some print no end: the first iteration is one, whichever rank prints it."""
+        args, self._arguments = self._arguments or {}, None
+        self.book.fact(**facts_of(args))
+        if "zero_stage" in args or yes(args.get("deepspeed")):
+            self._named("megatron-deepspeed")
+        self.book.run.interval = whole(args.get("log_interval")) or 0
+
+    def _config(self, line: Line) -> bool:
+        assert self._yaml is not None
+        if self._yaml.feed(line.text):
+            return True
+        flat = {path.rpartition(".")[2]: value for path, value in self._yaml.flat.items()}
+        self._yaml = None
+        if "tensor_model_parallel_size" in flat:
+            flat.setdefault("seq_length", flat.get("encoder_seq_length", ""))
+            gpus = [whole(flat.get(name)) for name in ("devices", "num_nodes")]
+            if None not in gpus:
+                flat.setdefault("world_size", str((gpus[0] or 0) * (gpus[1] or 0)))
+            self.book.fact(**facts_of(flat))
+            self._named("nemo")
+        return False
+
+    def finish(self) -> None:
+        if self._arguments:
+            self._close()

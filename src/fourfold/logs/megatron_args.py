@@ -1,0 +1,118 @@
+"""Megatron's arguments, and NeMo's fields of the same names, as columns of the reference schema."""
+
+from __future__ import annotations
+
+from fourfold.logs.nested import Flat, is_none, whole, yes
+from fourfold.spec.words import RECOMPUTE
+
+
+def facts_of(args: Flat) -> Flat:
+    """Columns of the reference schema that the arguments decide; '' where they are silent."""
+    if is_none(args.get("hidden_size")) and is_none(args.get("world_size")):
+        return {}
+    heads = args.get("num_attention_heads", "")
+    grouped = yes(args.get("group_query_attention")) or "group_query_attention" not in args
+    groups = args.get("num_query_groups")
+    given = {
+        "n_layers": args.get("num_layers"),
+        "d_model": args.get("hidden_size"),
+        "n_heads": heads,
+        "n_kv_heads": groups if grouped and not is_none(groups) else heads,
+        "d_ff": args.get("ffn_hidden_size"),
+        "vocab": args.get("padded_vocab_size"),
+        "seq_len": args.get("seq_length"),
+        "n_gpus": args.get("world_size"),
+        "tp": args.get("tensor_model_parallel_size"),
+        "cp": args.get("context_parallel_size", "1"),
+        "pp": args.get("pipeline_model_parallel_size"),
+        "dp": args.get("data_parallel_size"),
+        "mbs": args.get("micro_batch_size"),
+        "gbs": args.get("global_batch_size"),
+    }
+    counts = {name: str(whole(value) or "") for name, value in given.items()}
+    stages = whole(args.get("virtual_pipeline_model_parallel_size"))
+    split = yes(args.get("sequence_parallel")) and counts["tp"] not in ("", "1")
+    return counts | {
+        "vpp": str(stages or 1),
+        "tied": str(int(not yes(args.get("untie_embeddings_and_output_weights")))),
+        "family": _family(args),
+        "sharding": _sharding(args),
+        "sequence_parallel": str(int(split)),
+        "precision": _precision(args),
+        "act_ckpt": _recompute(args),
+        "attention": _attention(args),
+        "unmodelled": _unmodelled(args),
+    }
+
+
+def _unmodelled(args: Flat) -> str:
+    """Why the sizes do not describe the model."""
+    for name, what in (("num_experts", "experts"), ("num_moe_experts", "experts")):
+        if (whole(args.get(name)) or 0) > 1:
+            return f"{args[name]} {what}"
+    return "latent attention" if yes(args.get("multi_latent_attention")) else ""
+
+
+def _family(args: Flat) -> str:
+    if yes(args.get("swiglu")) or args.get("activation") in ("swiglu", "fast-swiglu"):
+        return "llama"
+    return "nemotron" if yes(args.get("squared_relu")) else "gpt"
+
+
+def _sharding(args: Flat) -> str:
+    strategy = args.get("data_parallel_sharding_strategy", "")
+    is_fsdp = yes(args.get("use_megatron_fsdp")) or yes(args.get("use_custom_fsdp"))
+    if yes(args.get("use_torch_fsdp2")):
+        return "zero3"
+    if is_fsdp and strategy in ("optim", "optim_grads", "optim_grads_params"):
+        return f"zero{1 + strategy.count('_')}"
+    stage = whole(args.get("zero_stage"))
+    is_deepspeed = "deepspeed" in args or "deepspeed_config" in args
+    if is_deepspeed and stage is not None:
+        return f"zero{stage}" if yes(args.get("deepspeed", "true")) else "zero0"
+    return "zero1" if yes(args.get("use_distributed_optimizer")) else "zero0"
+
+
+def _precision(args: Flat) -> str:
+    for name in ("fp4", "fp8"):
+        if not is_none(args.get(name)) and args[name].lower() != "false":
+            return name
+    if yes(args.get("bf16")) or args.get("precision", "").startswith("bf16"):
+        return "bf16"
+    if args.get("precision") in ("16", "16-mixed"):
+        return "fp16"
+    return "fp16" if yes(args.get("fp16")) else "fp32"
+
+
+def _recompute(args: Flat) -> str:
+    """'' where a part of the layers is recomputed, which the schema has no word for."""
+    kind = args.get("recompute_granularity", args.get("activations_checkpoint_granularity"))
+    old = yes(args.get("checkpoint_activations")) or yes(
+        args.get("deepspeed_activation_checkpointing")
+    )
+    method = args.get("recompute_method", args.get("activations_checkpoint_method", ""))
+    layers = whole(args.get("recompute_num_layers", args.get("activations_checkpoint_num_layers")))
+    if is_none(kind) and not is_none(method):
+        kind = "full"
+    if is_none(kind):
+        return "full" if old else "none"
+    if kind == "full" and method == "block":
+        total, stages = (
+            whole(args.get("num_layers")),
+            whole(args.get("pipeline_model_parallel_size")),
+        )
+        return "full" if layers and total and stages and layers * stages >= total else ""
+    return kind if kind in RECOMPUTE else ""
+
+
+def _attention(args: Flat) -> str:
+    backend = args.get("attention_backend", "").rpartition(".")[2].lower()
+    if (
+        yes(args.get("use_flash_attn"))
+        or backend in ("flash", "fused")
+        or yes(args.get("use_flash_attn_v2"))
+    ):
+        return "flash"
+    if args.get("transformer_impl") == "transformer_engine" and backend != "unfused":
+        return "flash"
+    return "fused" if yes(args.get("masked_softmax_fusion")) else "unfused"

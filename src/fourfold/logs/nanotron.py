@@ -1,0 +1,143 @@
+"""nanotron: `iteration: 4 / 10 | ... | elapsed_time_per_iteration_ms: 4.86K | ...`.
+
+Numbers have three digits and a letter for thousands; a line is of one iteration, not of those since
+the line before. `Config(...)` and the model's own config are pretty-printed before.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fourfold.logs.book import Book
+from fourfold.logs.lines import Line
+from fourfold.logs.nested import Flat, Nested, number, whole, yes
+from fourfold.logs.series import StepLine
+
+_STEP = re.compile(r"\biteration: ([0-9]{1,12}) / [0-9]{1,12} \|")
+_FIELD = re.compile(
+    r"([a-z_0-9]{1,60}): (-?[0-9.]{1,20}(?:e[+-]?[0-9]{1,3})?)([KMGTPE]?)(?= \||\s*$)"
+)
+_PREFIX = re.compile(r"^.{0,60}?\[(?:DEBUG|INFO|WARNING|ERROR)\|DP=[^\]]{0,200}\]: ?")
+_SCALE = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_MEMORY = re.compile(r"Peak reserved: ([0-9.]{1,15})MiB")
+_STARTS = ("Config(", "LlamaConfig(", "Starcoder2Config(", "Qwen2Config(")
+
+
+class Nanotron:
+    name = "nanotron"
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+        self._nested: Nested | None = None
+        self._kind = self._label = ""
+
+    def take(self, line: Line) -> bool:
+        if "iteration: " in line.text and (place := _STEP.search(line.text)):
+            self._nested = None
+            return self._step(line, int(place.group(1)))
+        text = _PREFIX.sub("", line.text)
+        if self._nested is not None and line.label == self._label:
+            self._feed(text)
+            return True
+        if "Peak reserved" in text and (memory := _MEMORY.search(text)):
+            self.book.memory((number(memory.group(1)) or 0.0) / 1024)
+            return True
+        if text.startswith(_STARTS):
+            self._kind, self._label = text.partition("(")[0], line.label
+            if self._kind == "Config":
+                self.book.begin()
+            self._nested = Nested()
+            self._feed(text)
+            return True
+        return False
+
+    def _step(self, line: Line, step: int) -> bool:
+        fields = {
+            name: (number(digits) or 0.0) * _SCALE[letter]
+            for name, digits, letter in _FIELD.findall(line.text)
+        }
+        elapsed_ms = fields.get("elapsed_time_per_iteration_ms", 0.0)
+        if not 0 < elapsed_ms < 1e12 or not line.is_whole:
+            self.book.unreadable(line)
+            return True
+        memory = fields.get("cuda_max_memory_reserved")
+        batch = fields.get("global_batch_size")
+        loss = fields.get("lm_loss")
+        self.book.step(
+            StepLine(
+                step=step,
+                seconds=elapsed_ms / 1000.0,
+                span=1,
+                # Three digits say it exactly up to 1000.
+                batch=int(batch) if batch and batch < 1000 else None,
+                loss="" if loss is None else f"{loss:g}",
+                label=line.label,
+                tflops=fields.get("model_tflops_per_gpu"),
+                mem_gib=memory / 2**30 if memory else None,
+            ),
+        )
+        return True
+
+    def _feed(self, text: str) -> None:
+        assert self._nested is not None
+        self._nested.feed(text)
+        if self._nested.is_done:
+            flat, kind, self._nested = self._nested.flat, self._kind, None
+            model = flat if kind != "Config" else _under(flat, "model.model_config.")
+            self.book.fact(**model_facts(model))
+            if kind == "Config":
+                self.book.fact(**config_facts(flat))
+
+    def finish(self) -> None:
+        pass
+
+
+def _under(flat: Flat, path: str) -> Flat:
+    return {name[len(path) :]: value for name, value in flat.items() if name.startswith(path)}
+
+
+def model_facts(flat: Flat) -> Flat:
+    heads = flat.get("num_attention_heads", "")
+    given = {
+        "n_layers": flat.get("num_hidden_layers"),
+        "d_model": flat.get("hidden_size"),
+        "n_heads": heads,
+        "n_kv_heads": flat["num_key_value_heads"]
+        if whole(flat.get("num_key_value_heads"))
+        else heads,
+        "d_ff": flat.get("intermediate_size"),
+        "vocab": flat.get("vocab_size"),
+    }
+    gated = not yes(flat.get("is_starcoder2_config"))
+    known = {name: str(whole(value) or "") for name, value in given.items()}
+    experts = whole(flat.get("moe_num_experts")) or 0
+    known["unmodelled"] = f"{experts} experts" if experts > 1 else ""
+    tied = yes(flat.get("tie_word_embeddings"))
+    return known | {"family": "llama" if gated else "gpt", "tied": str(int(tied))}
+
+
+def config_facts(flat: Flat) -> Flat:
+    axes = {axis: whole(flat.get(f"parallelism.{axis}")) for axis in ("dp", "tp", "pp")}
+    cp = whole(flat.get("parallelism.context_parallel_size")) or 1
+    micro = whole(flat.get("tokens.micro_batch_size"))
+    rounds = whole(flat.get("tokens.batch_accumulation_per_replica"))
+    zero = whole(flat.get("optimizer.zero_stage"))
+    facts = {axis: str(size or "") for axis, size in axes.items()}
+    if all(axes.values()):
+        gpus = (axes["dp"] or 1) * (axes["tp"] or 1) * (axes["pp"] or 1) * cp
+        facts["n_gpus"] = str(gpus)
+    if micro and rounds and axes["dp"]:
+        facts["gbs"] = str(micro * rounds * axes["dp"])
+    dtype = flat.get("model.dtype", "").rpartition(".")[2]
+    mode = flat.get("parallelism.tp_mode", "").lower()
+    return facts | {
+        "cp": str(cp),
+        "vpp": "1",
+        "mbs": str(micro or ""),
+        "seq_len": str(whole(flat.get("tokens.sequence_length")) or ""),
+        "sharding": "" if zero is None else f"zero{zero}",
+        "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, ""),
+        "act_ckpt": "full" if yes(flat.get("parallelism.recompute_layer")) else "none",
+        "attention": "flash",
+        "sequence_parallel": str(int("reduce_scatter" in mode and facts["tp"] != "1")),
+    }

@@ -1,0 +1,172 @@
+"""Configurations that engines print -> one flat table: 'parallelism.tp' -> '8'.
+
+JSON, Python's dicts and dataclasses (also pretty-printed), block YAML, and Megatron's list of
+arguments with dots. Values stay texts. Nothing is evaluated; what does not fit is passed over.
+"""
+
+from __future__ import annotations
+
+import re
+
+Flat = dict[str, str]
+# Far beyond any printed configuration: a log must not fill the memory.
+MOST_ENTRIES, _MOST_CHARS, _MOST_DEPTH, _MOST_LINE = 20_000, 4_000, 64, 200_000
+_TOKEN = re.compile(
+    r"\s+|(?P<string>[bBrRuUfF]{0,2}(?:\"(?:[^\"\\]|\\.){0,1000}\"?|'(?:[^'\\]|\\.){0,1000}'?))"
+    r"|(?P<enum><[^<>\n]{0,200}>)|(?P<open>[\[({])|(?P<close>[\])}])|(?P<comma>,)|(?P<colon>[:=])"
+    r"|(?P<word>[^\s\[\](){},:=\"'<>]+)|(?P<other>.)"
+)
+_ARGUMENT = re.compile(r"(?:^|[\s:\]])([A-Za-z_]\w{0,120}) \.+ ?(.*)$")
+_YAML = re.compile(r"( *)((?:- )*)([\w./-]{1,120}|'[^']{1,120}'|\"[^\"]{1,120}\"):(?: (.*))?$")
+_YAML_ITEM = re.compile(r"( *)- (.*)$")
+
+
+class Nested:
+    """A bracketed text, taken line by line; `is_done` once its first bracket is closed."""
+
+    def __init__(self) -> None:
+        self.flat: Flat = {}
+        self.is_done = False
+        self._path: list[str] = []
+        self._index: list[int] = []
+        self._key = self._value = ""
+        self._has_key = False
+
+    def feed(self, text: str) -> None:
+        for token in _TOKEN.finditer(text[:_MOST_LINE]):
+            kind = token.lastgroup
+            if kind == "open":
+                self._open()
+            elif kind == "close":
+                self._store()
+                self._close()
+                if not self._index:
+                    self.is_done = True
+                    return
+            elif not self._index:
+                continue  # what stands before the first bracket
+            elif kind == "comma":
+                self._store()
+                self._index[-1] += 1
+            elif kind == "colon":
+                if self._has_key:
+                    self._value += token.group()  # 'a: b: c', a time or an address
+                else:
+                    self._key, self._value, self._has_key = self._value, "", True
+            elif kind is not None:
+                self._value = (self._value + _plain(token.group(), kind))[:_MOST_CHARS]
+        if len(self.flat) > MOST_ENTRIES:
+            self.is_done = True
+
+    def _open(self) -> None:
+        # A name right before a bracket is a class; the field it is the value of names the path.
+        if self._index:
+            own = self._key if self._has_key else str(self._index[-1])
+            self._path.append(own)
+        self._index.append(0)
+        self._key, self._value, self._has_key = "", "", False
+        if len(self._index) > _MOST_DEPTH:
+            self.is_done = True
+
+    def _close(self) -> None:
+        if self._index:
+            self._index.pop()
+        if self._path and len(self._path) >= len(self._index) and self._index:
+            self._path.pop()
+        self._key, self._value, self._has_key = "", "", False
+
+    def _store(self) -> None:
+        key = self._key if self._has_key else str(self._index[-1]) if self._index else ""
+        if self._has_key or self._value:
+            self.flat[".".join([*self._path, key]).lower()] = self._value
+        self._key, self._value, self._has_key = "", "", False
+
+
+def _plain(text: str, kind: str) -> str:
+    if kind == "string":
+        return text.lstrip("bBrRuUfF")[1:-1]
+    if kind == "enum":  # <TensorParallelLinearMode.REDUCE_SCATTER: 2>
+        return text[1:-1].partition(":")[0].rpartition(".")[2]
+    return text
+
+
+def bracketed(text: str) -> Flat:
+    nested = Nested()
+    nested.feed(text)
+    return nested.flat
+
+
+def argument(text: str) -> tuple[str, str] | None:
+    """Name and value of a line of Megatron's list: '  micro_batch_size ....... 1'."""
+    found = _ARGUMENT.search(text[:_MOST_CHARS])
+    return (found.group(1), found.group(2).strip()) if found else None
+
+
+class Yaml:
+    """Block YAML line by line: nested tables, and lists of plain words under their key. Not all of
+    YAML: anchors, tags and texts over several lines are passed over."""
+
+    def __init__(self) -> None:
+        self.flat: Flat = {}
+        self._levels: list[tuple[int, str]] = []
+
+    def feed(self, text: str) -> bool:
+        """Whether the line can be part of the text."""
+        text = text.rstrip()[:_MOST_CHARS]
+        if not text or text.lstrip().startswith("#") or len(self.flat) > MOST_ENTRIES:
+            return bool(self.flat) or not text
+        found = _YAML.match(text)
+        if found is None:
+            item = _YAML_ITEM.match(text)
+            if item is None or not self._levels:
+                return False
+            self._item(item.group(2))
+            return True
+        indent = len(found.group(1)) + len(found.group(2))
+        while self._levels and self._levels[-1][0] >= indent:
+            self._levels.pop()
+        name, value = found.group(3).strip("'\""), found.group(4)
+        self._levels.append((indent, name))
+        path = self._path()
+        value = (value or "").strip()
+        if value.startswith(("{", "[")):
+            inner = bracketed(value)
+            self.flat |= {f"{path}.{key}": text for key, text in inner.items()}
+        self.flat[path] = value.strip("'\"")
+        return True
+
+    def _path(self) -> str:
+        return ".".join(name for _, name in self._levels).lower()
+
+    def _item(self, text: str) -> None:
+        path = self._path()
+        before = self.flat.get(path, "")
+        self.flat[path] = f"{before},{text.strip()}".lstrip(",")[:_MOST_CHARS]
+
+
+# --- values, read by those who know what they should be
+
+
+def whole(text: str | None) -> int | None:
+    """'8' or '8.0'; None for what is no whole number."""
+    value = number(text)
+    return int(value) if value is not None and value == int(value) and abs(value) < 2**53 else None
+
+
+def number(text: str | None) -> float | None:
+    """Finite, '4,096' too."""
+    if text is None or len(text) > 40:
+        return None
+    try:
+        value = float(text.strip().replace(",", ""))
+    except ValueError:
+        return None
+    return value if value - value == 0 else None
+
+
+def yes(text: str | None) -> bool:
+    return (text or "").strip().lower() in ("true", "1", "yes", "on")
+
+
+def is_none(text: str | None) -> bool:
+    return (text or "").strip().lower() in ("", "none", "null", "~")

@@ -1,0 +1,256 @@
+"""torchtitan: `step: 10  loss: ...  memory: 5.61GiB(5.90%)  tps: 7,162  tflops: ...  mfu: 41.1%`.
+
+`tps` is tokens per second of one device, averaged since the line before (the first step has a line
+of its own). The configuration is printed only when asked for; the mesh, the model's sizes, the
+batch and what was applied to the model are always printed.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fourfold.logs.book import Book
+from fourfold.logs.lines import Line
+from fourfold.logs.nested import Flat, Nested, number, whole, yes
+from fourfold.logs.series import StepLine
+from fourfold.spec import catalog
+from fourfold.spec.cluster import device_id
+from fourfold.spec.words import RECOMPUTE
+
+_STEP = re.compile(r"(?<!validate )\bstep:\s{0,20}([0-9]{1,12})\s")
+_TPS = re.compile(r"\b(?:tps|wps):\s{0,20}([0-9][0-9,]{0,20})(?![0-9.,]|$)")
+_TFLOPS = re.compile(r"\btflops:\s{0,20}([0-9][0-9,.]{0,20})\s")
+_MEMORY = re.compile(r"\bmemory:\s{0,20}([0-9.]{1,12})GiB")
+_LOSS = re.compile(r"\bloss:\s{0,20}(-?[0-9.eE+-]{1,24}|nan)\s")
+_MESH = re.compile(r"Building device mesh with parallelism: (.{1,300})")
+_OLD_MESH = re.compile(
+    r"Building [0-9]-D device mesh with \[([^\]]{1,200})\], \[([0-9, ]{1,100})\]"
+)
+_SIZES = re.compile(r"\b(pp|dp_replicate|dp_shard|cp|tp)=(-?[0-9]{1,9})")
+_TRAINER = re.compile(
+    r"local batch size (\d{1,9}), global batch size (\d{1,9}), gradient accumulation steps "
+    r"\d{1,9}, sequence length (\d{1,9})"
+)
+_DEVICE = re.compile(r"\b[A-Z]{2,6} capacity: (.{1,100}?) with ([0-9.]{1,10})GiB memory")
+_CHECKPOINTED = re.compile(r"Applied (\w{1,20}) activation checkpointing")
+_PIPELINE = re.compile(r"with (\d{1,9}) microbatches and (\d{1,9}) stages")
+_CONFIG = re.compile(r"Running with (?:configs?|args): (?=[{\w])")
+_MODEL = re.compile(r"Building (\S{1,60}) ?(\S{0,60}?) ?with (?=\{|\w{1,60}\()")
+_APPLIED = (
+    ("Applied FSDP", {"sharding": "zero3"}),
+    ("Applied HSDP", {"sharding": "zero3"}),
+    ("Applied DDP", {"sharding": "zero0"}),
+    ("Float8 training active", {"precision": "fp8"}),
+    ("MXFP8 training active", {"precision": "fp8"}),
+)
+
+
+class Torchtitan:
+    name = "torchtitan"
+
+    def __init__(self, book: Book) -> None:
+        self.book = book
+        self._nested: Nested | None = None
+        self._is_model = False
+        self._label = ""
+
+    def take(self, line: Line) -> bool:
+        text = line.text
+        if "step:" in text and ("tps:" in text or "wps:" in text):
+            self._nested = None  # a step ends any dump
+            return self._step(line)
+        if self._nested is not None and line.label == self._label:
+            self._feed(line.text)
+            return True
+        if "Starting job:" in text and " - " in text:
+            self.book.begin()
+            return True
+        for pattern, is_model in ((_CONFIG, False), (_MODEL, True)):
+            if "with " in text and (found := pattern.search(text)):
+                self._nested, self._is_model, self._label = Nested(), is_model, line.label
+                if is_model:
+                    self.book.fact(model=f"{found.group(1)}-{found.group(2)}".strip("-").lower())
+                self._feed(text[found.end() :])
+                return True
+        return self._fact(text)
+
+    def _step(self, line: Line) -> bool:
+        place, rate, loss = (p.search(line.text) for p in (_STEP, _TPS, _LOSS))
+        if "validate step:" in line.text:
+            self.book.pause()
+            return True
+        value = number(rate.group(1)) if rate else None
+        if place is None or not value or not line.is_whole:
+            self.book.unreadable(line)
+            return True
+        tflops, memory = _TFLOPS.search(line.text + " "), _MEMORY.search(line.text)
+        self.book.step(
+            StepLine(
+                step=int(place.group(1)),
+                tokens_s_gpu=value,
+                loss=loss.group(1) if loss else "",
+                label=line.label,
+                tflops=number(tflops.group(1)) if tflops else None,
+                mem_gib=number(memory.group(1)) if memory else None,
+            ),
+        )
+        return True
+
+    def _fact(self, text: str) -> bool:
+        if "capacity:" in text and (found := _DEVICE.search(text)):
+            self.book.fact(hardware=gpu_of(found.group(1), number(found.group(2)) or 0.0))
+        elif "device mesh" in text:
+            return self._mesh(text)
+        elif "Trainer is initialized" in text and (found := _TRAINER.search(text)):
+            local, batch, length = found.groups()
+            self.book.fact(_local=local, gbs=batch, seq_len=length)
+        elif "Applied" in text or "training active" in text:
+            if found := _CHECKPOINTED.search(text):
+                self.book.fact(_recompute=found.group(1))
+            for words, facts in _APPLIED:
+                if words in text:
+                    self.book.fact(**facts)
+        elif "pipeline schedule" in text and (found := _PIPELINE.search(text)):
+            self.book.fact(_micro=found.group(1), _stages=found.group(2))
+        else:
+            return False
+        return True
+
+    def _mesh(self, text: str) -> bool:
+        if found := _MESH.search(text):
+            sizes = dict(_SIZES.findall(found.group(1)))
+        elif found := _OLD_MESH.search(text):
+            names = re.findall(r"\w+", found.group(1))
+            sizes = dict(zip(names, re.findall(r"\d+", found.group(2)), strict=False))
+        else:
+            return False
+        if sizes and all(whole(size) and int(size) > 0 for size in sizes.values()):
+            self.book.fact(**{f"_mesh_{name}": size for name, size in sizes.items()}, _mesh="1")
+        return True
+
+    def _feed(self, text: str) -> None:
+        assert self._nested is not None
+        self._nested.feed(text)
+        if self._nested.is_done:
+            flat, self._nested = self._nested.flat, None
+            self.book.fact(**(model_facts(flat) if self._is_model else config_facts(flat)))
+            if not self._is_model:
+                self.book.run.interval = whole(flat.get("metrics.log_freq")) or 0
+
+    def finish(self) -> None:
+        for run in self.book.runs:
+            run.facts = facts_of(run.facts)
+
+
+def gpu_of(name: str, gib: float) -> str:
+    """The catalogue's id of a device by its name and, where that names several, its memory."""
+    names = catalog.device_names()
+    found = device_id(name, names)
+    if found is None and gib:
+        words = set(re.split(r"[^a-z0-9]+", name.lower()))
+        near = [
+            known
+            for known in names
+            if known.split("-")[0] in words
+            and abs(catalog.device(known).memory_bytes / 2**30 / gib - 1) < 0.08
+        ]
+        found = near[0] if len(near) == 1 else None
+    return found or ""
+
+
+def model_facts(flat: Flat) -> Flat:
+    hidden, heads = whole(flat.get("dim")), flat.get("n_heads", "")
+    ffn = whole(flat.get("hidden_dim"))
+    if ffn is None and hidden and "multiple_of" in flat:
+        wide = int(2 * 4 * hidden / 3)
+        wide = int((number(flat.get("ffn_dim_multiplier")) or 1.0) * wide)
+        step = max(1, whole(flat.get("multiple_of")) or 1)
+        ffn = step * -(-wide // step)
+    given = {
+        "n_layers": flat.get("n_layers"),
+        "d_model": flat.get("dim"),
+        "n_heads": heads,
+        "n_kv_heads": flat["n_kv_heads"] if whole(flat.get("n_kv_heads")) else heads,
+        "d_ff": str(ffn or ""),
+        "vocab": flat.get("vocab_size"),
+        "_max_len": flat.get("max_seq_len"),
+    }
+    known = {name: str(whole(value) or "") for name, value in given.items()}
+    experts = [v for k, v in flat.items() if k.endswith("num_experts") and (whole(v) or 0) > 1]
+    if experts and "llama3" not in flat.get("name", ""):
+        known["unmodelled"] = f"{experts[0]} experts"
+    return known | {"family": "llama", "tied": str(int(yes(flat.get("enable_weight_tying"))))}
+
+
+def config_facts(flat: Flat) -> Flat:
+    axes = {
+        "_pp": "pipeline_parallel_degree",
+        "_dp_replicate": "data_parallel_replicate_degree",
+        "_dp_shard": "data_parallel_shard_degree",
+        "_cp": "context_parallel_degree",
+        "_tp": "tensor_parallel_degree",
+    }
+    facts = {name: flat.get(f"parallelism.{key}", "") for name, key in axes.items()}
+    converters = " ".join(v for k, v in flat.items() if k.startswith("model.converters"))
+    dtype = flat.get("training.mixed_precision_param", "")
+    known = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
+    return facts | {
+        "seq_len": flat.get("training.seq_len", ""),
+        "gbs": str(max(0, whole(flat.get("training.global_batch_size")) or 0) or ""),
+        "_local": flat.get("training.local_batch_size", flat.get("training.batch_size", "")),
+        "_micro_size": flat.get("parallelism.pipeline_parallel_microbatch_size", ""),
+        "_recompute": flat.get("activation_checkpoint.mode", ""),
+        "_every": flat.get("activation_checkpoint.selective_ac_option", ""),
+        "_reshard": flat.get("parallelism.fsdp_reshard_after_forward", ""),
+        "precision": "fp8"
+        if "float8" in converters or "mx" in converters
+        else known.get(dtype, ""),
+    }
+
+
+def facts_of(facts: Flat) -> Flat:
+    """What the prints say together, in columns of the reference schema."""
+    facts = dict(facts)
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    size = {axis: whole(facts.get(f"_{axis}")) for axis in axes}
+    if facts.get("_mesh"):  # the configuration may say -1, for what is left
+        size = {axis: whole(facts.get(f"_mesh_{axis}")) or 1 for axis in axes}
+    copies, shard = size["dp_replicate"], size["dp_shard"]
+    for axis in ("pp", "cp", "tp"):
+        facts[axis] = str(size[axis] or "")
+    if copies and shard and shard > 0:
+        facts["dp"] = str(copies * shard)
+        facts.setdefault("sharding", "zero3" if shard > 1 else "zero0")
+        if copies > 1 and shard > 1:
+            facts["note"] = f"zero3 over {shard * (size['cp'] or 1)} ranks"
+        if facts["sharding"] == "zero3" and facts.get("_reshard") == "never":
+            facts["sharding"] = "zero2"
+    local, batch = whole(facts.get("_local")), whole(facts.get("gbs"))
+    dp = whole(facts.get("dp"))
+    if not batch and local and dp:
+        facts["gbs"] = str(local * dp)
+    if size["pp"] == 1:
+        facts["mbs"] = str(local or "")
+    elif facts.get("_micro") and local:
+        facts["mbs"] = str(local // max(1, whole(facts["_micro"]) or 1))
+    else:
+        facts["mbs"] = facts.get("_micro_size", "")
+    stages = whole(facts.get("_stages"))
+    facts["vpp"] = str(stages // (size["pp"] or 1)) if stages and size["pp"] else "1"
+    facts["seq_len"] = facts.get("seq_len") or facts.get("_max_len", "")
+    facts["act_ckpt"] = _recompute(facts)
+    facts["attention"] = "flash"
+    facts["sequence_parallel"] = str(int((size["tp"] or 1) > 1))
+    return {name: value for name, value in facts.items() if not name.startswith("_") and value}
+
+
+def _recompute(facts: Flat) -> str:
+    """Its 'selective' of an operation list is ours; of every N-th layer it is every-N. Without a
+    word about it in a log of a whole start, nothing was applied."""
+    kind = facts.get("_recompute", "")
+    if not kind:
+        return "none" if facts.get("_mesh") and facts.get("sharding") else ""
+    every = whole(facts.get("_every"))
+    if kind == "selective" and every:
+        return f"every-{every}"
+    return kind if kind in RECOMPUTE else ""

@@ -1,0 +1,293 @@
+"""collect: logs and tables of other engines as measured rows, in a file that fit, score, predict,
+report and lint read."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.escape import csv_text
+from fourfold.events import Event, OnEvent, ignore
+from fourfold.flag import flag
+from fourfold.logs.log import read_log
+from fourfold.logs.mapping import ColumnMap, proposal, read_mapping
+from fourfold.logs.row import COLUMNS, EXTRA, Row, complete, require_column, row_of, text_of
+from fourfold.logs.tables import is_table, read_table
+from fourfold.spec import catalog, codec, nccl_tests
+from fourfold.verbs import Answer
+
+COLLECTED = "collected.csv"
+# In the headings of every file that this verb writes.
+_MARK = ",".join(EXTRA)
+_LOGS = (".log", ".txt", ".out", ".err", ".csv", ".tsv", ".jsonl", ".ndjson", ".json", "")
+_NCCL_BYTES, _SNIFF_CHARS = 2**24, 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectRequest:
+    """`fields`: columns of the reference schema that hold for every run, as texts."""
+
+    logs: tuple[str, ...] = flag(
+        "logs, tables, or folders of them", "LOG", names=("logs",), nargs="+", default=()
+    )
+    runs: str = flag(
+        "run store; rows go to its collected.csv (default: runs)", "DIR", default="runs"
+    )
+    out: str | None = flag("file for the rows instead", "FILE.csv")
+    map: str | None = flag("which column of a table is which field", "COLUMNS.toml")
+    cluster: str | None = flag("cluster of the runs: its GPUs and links", "NAME")
+    stack: str | None = flag("name for the engine (default: as the log shows)", "NAME")
+    side: str | None = flag(
+        "fields that logs do not say, for all or by file name", "FIELDS.toml", names=("--fields",)
+    )
+    reader: Literal["megatron", "torchtitan", "nanotron", "llm-foundry"] | None = flag(
+        "read logs as this engine's (default: recognised)", rare=True
+    )
+    force: bool = flag(
+        "overwrite even if fourfold did not write the file", rare=True, default=False
+    )
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class FileRead:
+    """What became of one file."""
+
+    log: str
+    kind: str
+    rows: list[Row] = field(default_factory=list)
+    lines: int = 0
+    unread: int = 0
+    shown: list[tuple[int, str]] = field(default_factory=list)
+    cut: int = 0
+    proposal: str = ""
+    link: dict[str, Any] | None = None
+    is_named: bool = True  # not found in a folder
+    notes: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        head = {"log": self.log, "kind": self.kind, "runs": len(self.rows), "lines": self.lines}
+        shown = [{"line": number, "text": text} for number, text in self.shown]
+        rest = {"unread_lines": self.unread, "unread": shown, "cut_lines": self.cut}
+        return head | rest | {"notes": self.notes, "link": self.link}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected(Answer):
+    """`rows` of this call; `out` has them and those that were there before."""
+
+    files: tuple[FileRead, ...]
+    rows_read: tuple[Row, ...]
+    out: str
+    total: int
+
+    @property
+    def proposals(self) -> list[str]:
+        return [one.proposal for one in self.files if one.proposal]
+
+    @property
+    def ok(self) -> bool:
+        found = [bool(one.rows or one.link) for one in self.files if one.is_named]
+        return not self.proposals and all(found) and bool(found or self.rows_read)
+
+    def plain(self) -> dict[str, Any]:
+        usable = sum(row.is_usable for row in self.rows_read)
+        head = {"out": self.out, "usable": usable, "incomplete": len(self.rows_read) - usable}
+        rows = [row.plain() for row in self.rows_read]
+        return {"rows": rows, **head, "files": [one.plain() for one in self.files]}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{name: row[name] for name in (*COLUMNS, *EXTRA)} for row in self.rows_read]
+
+
+def collect(request: CollectRequest, *, on_event: OnEvent = ignore) -> Collected:
+    """Read every file, complete the rows with what the request says, and keep them."""
+    mapping = _mapping(request.map)
+    given, by_file = _given(request), _side(request.side)
+    out = request.out or str(Path(request.runs) / COLLECTED)
+    before = _existing(out, force=request.force)
+    done = []
+    for log in _expanded(request.logs):
+        one = _read(log, request.reader, mapping)
+        one.is_named = log in request.logs
+        extra = [fields for pattern, fields in by_file if fnmatch.fnmatch(Path(log).name, pattern)]
+        own = {k: v for fields in extra for k, v in fields.items()} | given
+        one.rows = [complete(row, own) for row in one.rows]
+        done.append(one)
+        on_event(Event(_summary(one)))
+    rows = [row for one in done for row in one.rows]
+    logs = {row["log"] for row in rows}
+    kept = [row for row in before if row["log"] not in logs]
+    _name(rows, {row["row_id"] for row in kept})
+    if rows:
+        names = (*COLUMNS, *EXTRA)
+        table = [names, *([row[name] for name in names] for row in (*kept, *rows))]
+        files.write_text(out, csv_text(table))
+    return Collected(files=tuple(done), rows_read=tuple(rows), out=out, total=len(kept) + len(rows))
+
+
+def _read(log: str, reader: str | None, mapping: ColumnMap | None) -> FileRead:
+    if not reader and (found := _nccl(log)) is not None:
+        return found
+    if not reader and (mapping is not None or is_table(log)):
+        return _read_table(log, mapping)
+    book = read_log(log, reader or "")
+    one = FileRead(log, book.engine, lines=book.lines, unread=book.unread, shown=book.shown)
+    one.cut = book.cut
+    one.rows = [row_of(run, run.engine or book.engine) for run in book.runs]
+    if book.dropped_runs:
+        one.notes.append(f"{book.dropped_runs} further runs are left out")
+    if not one.rows:
+        one.kind = "unknown"
+    return _marked(one)
+
+
+def _read_table(log: str, mapping: ColumnMap | None) -> FileRead:
+    table = read_table(log, mapping)
+    one = FileRead(log, table.kind, table.rows, unread=table.unread_count, shown=table.unread)
+    if table.book is not None:
+        one.lines = table.book.lines
+        one.rows = [row_of(run, run.facts.get("stack", "")) for run in table.book.runs]
+    if table.kind == "unknown":
+        one.proposal = proposal(table.headings)
+    return _marked(one)
+
+
+def _marked(one: FileRead) -> FileRead:
+    for row in one.rows:
+        row.fill(log=one.log, unread_lines=one.unread, source=Path(one.log).stem)
+    return one
+
+
+def _nccl(log: str) -> FileRead | None:
+    """An output of nccl-tests: not a run, but how fast the links are."""
+    try:
+        if not Path(log).is_file() or Path(log).stat().st_size > _NCCL_BYTES:
+            return None
+        with open(log, encoding="utf-8", errors="replace") as stream:
+            text = stream.read(_SNIFF_CHARS)
+            if not any(word in text for word in ("nccl-tests", "# nThread", "algbw")):
+                return None
+            text += stream.read()
+    except OSError:
+        return None  # said by whoever reads it as a log
+    one = FileRead(log, "nccl-tests", lines=text.count("\n"))
+    try:
+        found = nccl_tests.parse_log(text, Path(log).name)
+        fitted = nccl_tests.fit(found, crosses=found.hosts > 1)
+    except UserError as error:
+        one.notes.append(str(error))
+        return one
+    one.link = {
+        "op": found.op, "hosts": found.hosts, "ranks": found.ranks, "device": found.device_name,
+        "bytes_per_s": fitted.bytes_per_s, "latency_s": fitted.latency_s,
+    }  # fmt: skip
+    return one
+
+
+# --- what the user says
+
+
+def _mapping(path: str | None) -> ColumnMap | None:
+    if path is None:
+        return None
+    try:
+        return read_mapping(files.read_text(path, field="map"))
+    except UserError as error:
+        raise error.inside(path) from None
+
+
+def _given(request: CollectRequest) -> dict[str, str]:
+    given: dict[str, str] = {}
+    if request.cluster:
+        place = catalog.cluster(request.cluster)
+        given = {"cluster": place.name, "gpus_per_node": str(place.host_gpus)}
+        if place.device.id in catalog.device_names():
+            given["hardware"] = place.device.id
+    if request.stack:
+        given["stack"] = request.stack
+    own = {require_column(n, field="--set"): text_of(v) for n, v in request.fields.items()}
+    return given | own
+
+
+def _side(path: str | None) -> list[tuple[str, dict[str, str]]]:
+    """(pattern of file names, fields): those at the top of the file hold for all."""
+    if path is None:
+        return []
+    try:
+        data = codec.parse_toml(files.read_text(path, field="fields"))
+        tables = {name: value for name, value in data.items() if isinstance(value, dict)}
+        plain = {name: value for name, value in data.items() if name not in tables}
+        return [
+            (pattern, {require_column(n, field=n): text_of(v) for n, v in table.items()})
+            for pattern, table in (("*", plain), *tables.items())
+        ]
+    except UserError as error:
+        raise error.inside(path) from None
+
+
+# --- files
+
+
+def _expanded(logs: Sequence[str]) -> list[str]:
+    """Files as named; of a folder, those in it that may be logs."""
+    if not logs:
+        raise UserError("is required", field="LOG", hint="pass logs, or a folder of them")
+    found: list[str] = []
+    for log in logs:
+        path = Path(log)
+        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+        found += [
+            str(item)
+            for item in inside
+            if item is path
+            or (item.is_file() and item.suffix.lower() in _LOGS and item.name != COLLECTED)
+        ]
+    if not found:
+        raise UserError("contains no log", field="LOG", value=" ".join(logs))
+    return list(dict.fromkeys(found))
+
+
+def _existing(out: str, *, force: bool) -> list[Row]:
+    """Rows of the file that will be written; refused if it is another's."""
+    files.require_mine(out, mark=_MARK, force=force)
+    if force or not Path(out).is_file() or not Path(out).stat().st_size:
+        return []
+    return read_table(out, None).rows
+
+
+def _name(rows: list[Row], taken: set[str]) -> None:
+    """A row is called as its file, with a number where that has several runs."""
+    per_log: dict[str, int] = {}
+    for row in rows:
+        per_log[row["log"]] = per_log.get(row["log"], 0) + 1
+    seen: dict[str, int] = {}
+    for row in rows:
+        log = Path(row["log"])
+        seen[row["log"]] = seen.get(row["log"], 0) + 1
+        number = f"-{seen[row['log']]}" if per_log[row["log"]] > 1 else ""
+        names = [row["row_id"]] if row["row_id"] else []
+        names += [f"{log.stem}{number}", f"{log.parent.name}-{log.stem}{number}"]
+        names += [f"{log.stem}{number}.{n}" for n in range(2, 2 + len(rows) + len(taken))]
+        row.cells["row_id"] = next(name for name in names if name not in taken)
+        taken.add(row["row_id"])
+
+
+def _summary(one: FileRead) -> str:
+    if one.link is not None:
+        return f"{one.log}: {one.kind}, {one.link['op']} over {one.link['ranks']} ranks"
+    if one.proposal:
+        return (
+            f"{one.log}: a table to be mapped; save what is printed, fill it in, pass it as --map"
+        )
+    if not one.rows:
+        return f"{one.log}: no run found" + (f" ({'; '.join(one.notes)})" if one.notes else "")
+    parts = [f"{len(one.rows)} run{'s' * (len(one.rows) > 1)} ({one.kind})"]
+    parts += [f"{one.unread} unreadable lines"] if one.unread else []
+    parts += [f"{one.cut} cut lines"] if one.cut else []
+    return f"{one.log}: {', '.join(parts)}"

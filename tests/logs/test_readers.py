@@ -1,0 +1,370 @@
+"""What each engine's log says: numbers exactly, the whole configuration, how it ended."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+import fourfold
+from fourfold.errors import UserError
+from fourfold.logs.log import read_log
+from fourfold.logs.row import Row, complete, row_of
+from tests.logs import written
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def table(path: str | Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(Path(path).read_text().splitlines()))
+
+
+BLOOM = table(GOLDEN / "bloom.csv")
+# Columns that no log can know, and those that the collected row says in its own words.
+NOT_LOGGED = ("source", "model", "note", "flop_rule", "stack", "status")
+
+
+def rows(folder: Path, text: str | bytes, **given: str) -> list[Row]:
+    log = folder / "train.log"
+    log.write_bytes(text.encode() if isinstance(text, str) else text)
+    book = read_log(log)
+    return [complete(row_of(run, run.engine), given) for run in book.runs]
+
+
+def one(folder: Path, text: str | bytes, **given: str) -> Row:
+    (row,) = rows(folder, text, **given)
+    return row
+
+
+# --- Megatron
+
+
+def six_lines() -> list[tuple[float, float, str]]:
+    return [
+        (769.99, 108.47, "6.384045E+01"), (844.81, 98.87, "6.373861E+01"),
+        (430.21, 97.07, "6.373876E+01"), (777.09, 107.48, "6.381926E+01"),
+        (853.81, 97.82, "6.369443E+01"), (434.14, 96.19, "6.369444E+01"),
+    ]  # fmt: skip
+
+
+def test_six_pasted_lines_are_six_runs_with_exactly_their_numbers(tmp_path: Path) -> None:
+    text = "".join(
+        f" iteration        2/   95367 | consumed samples:         4096 | consumed tokens:      "
+        f"8388608 | elapsed time per iteration (s): {step_s:.2f} | learning rate: 3.787E-06 | "
+        f"global batch size:  2048 | "
+        f"lm loss: {loss} | loss scale: 1.0 | number of skipped iterations:   0 | TFLOPs: "
+        f"{tflops:.2f} |\n"
+        for step_s, tflops, loss in six_lines()
+    )
+    found = rows(tmp_path, text)
+    assert [(float(r["step_s"]), float(r["tflops_gpu"])) for r in found] == [
+        (step_s, tflops) for step_s, tflops, _ in six_lines()
+    ]
+    assert {(r["gbs"], r["seq_len"], r["status"]) for r in found} == {
+        ("2048", "2048", "incomplete")
+    }
+
+
+@pytest.mark.parametrize("row", BLOOM, ids=[row["row_id"] for row in BLOOM])
+def test_a_published_row_written_as_a_log_is_collected_back(
+    tmp_path: Path, row: dict[str, str]
+) -> None:
+    found = one(tmp_path, written.megatron(row), cluster="jean-zay", row_id=row["row_id"])
+    for column in (name for name in row if name not in NOT_LOGGED):
+        said, read = row[column], found[column]
+        if said and column in ("step_s", "tokens_s_gpu", "tflops_gpu", "mem_gb"):
+            assert float(read) == pytest.approx(float(said), rel=1e-5), column
+        else:
+            assert read == said, column
+    assert found["outcome"] == row["status"]
+    assert found["engine"] == "megatron-deepspeed"
+    assert found.missing == (() if row["mbs"] else ("mbs",))
+
+
+def test_milliseconds_of_megatron_lm_and_its_own_arguments(tmp_path: Path) -> None:
+    row = table(GOLDEN / "par4d.csv")[0]
+    text = written.megatron(row, deepspeed=False).replace("consumed tokens", "consumed words")
+    text = text.replace("(s): 332.56 |", "(ms): 332563.0 |")
+    found = one(tmp_path, text, hardware=row["hardware"])
+    names = ("tp", "cp", "pp", "dp", "vpp", "n_kv_heads", "d_ff", "tied", "family", "sharding",
+             "sequence_parallel", "act_ckpt", "attention", "precision", "mbs", "gbs")  # fmt: skip
+    assert [found[name] for name in names] == [row[name] for name in names]
+    assert float(found["step_s"]) == 332.563
+    assert (found["engine"], found["status"]) == ("megatron-lm", "ok")
+
+
+def _lines(numbers: list[tuple[int, float]], **changes: str) -> str:
+    row = {"seq_len": "2048", **changes}
+    return "".join(f"{written.iteration(step, s, 64, row, unit='ms')}\n" for step, s in numbers)
+
+
+def test_warm_up_evaluation_checkpoint_and_skipped_iterations_are_left_out(tmp_path: Path) -> None:
+    text = _lines([(1, 30.0)] + [(step, 2.0) for step in range(2, 10)])
+    text += " validation loss at iteration 9 | lm loss value: 1.0E+01 | lm loss PPL: 2.2E+04 |\n"
+    text += _lines([(10, 9.0), (11, 2.0)])
+    text += "  successfully saved checkpoint at iteration      11 to /ckpt\n" + _lines([(12, 8.0)])
+    text += _lines([(13, 1.5)]).replace("skipped iterations:   0", "skipped iterations:   1")
+    found = one(tmp_path, text + _lines([(14, 2.2)]))
+    assert float(found["step_s"]) == 2.0
+    assert found["steps"] == "10"
+    assert found["step_rule"] == (
+        "median of 10 iterations; left out: 1 warm-up, "
+        "2 after an evaluation or checkpoint, 1 skipped"
+    )
+
+
+def test_lines_that_average_more_iterations_count_more(tmp_path: Path) -> None:
+    text = _lines([(10, 9.0), (20, 2.0), (25, 3.0), (26, 3.0), (27, 3.0)])
+    found = one(tmp_path, text)
+    assert (float(found["step_s"]), found["steps"]) == (2.0, "17")
+
+
+def test_an_excerpt_with_lines_cut_out_does_not_weigh_its_gap(tmp_path: Path) -> None:
+    text = _lines([(45, 6.0), (46, 6.0), (47, 6.0), (48, 6.0), (527, 2.0)])
+    found = one(tmp_path, text)
+    assert (float(found["step_s"]), found["steps"]) == (6.0, "5")
+
+
+def test_a_single_line_that_may_hold_the_first_iteration_is_no_measurement(tmp_path: Path) -> None:
+    found = one(tmp_path, _lines([(1, 9.0)]))
+    assert (found["step_s"], found["step_rule"]) == ("", "no timed iteration; left out: 1 warm-up")
+    assert "step_s" in found.missing
+
+
+def test_only_steps_of_the_last_batch_size_count(tmp_path: Path) -> None:
+    ramp = "".join(
+        written.iteration(step, seconds, batch, {"seq_len": "2048"}) + "\n"
+        for step, seconds, batch in [
+            (1, 9.0, 16),
+            (2, 1.0, 16),
+            (3, 1.0, 16),
+            (4, 2.0, 32),
+            (5, 2.0, 32),
+        ]
+    )
+    found = one(tmp_path, ramp)
+    assert (found["gbs"], float(found["step_s"]), found["steps"]) == ("32", 2.0, "2")
+    assert "2 of another batch size" in found["step_rule"]
+
+
+def test_a_restart_in_the_middle_is_the_same_run(tmp_path: Path) -> None:
+    head = written.megatron(BLOOM[0]).partition(" iteration ")[0]
+    row = {"seq_len": "2048"}
+    text = head + _lines([(s, 2.0) for s in range(1, 9)], **row)
+    text += "RuntimeError: NCCL error: unhandled system error\n" + head
+    text += _lines([(6, 40.0), (7, 2.0), (8, 2.0)], **row)
+    found = one(tmp_path, text)
+    assert (float(found["step_s"]), found["steps"], found["outcome"]) == (2.0, "9", "ok")
+    assert "2 warm-up" in found["step_rule"]
+
+
+def test_another_configuration_is_another_run(tmp_path: Path) -> None:
+    text = written.megatron(BLOOM[0]) + written.megatron(BLOOM[1]) + written.megatron(BLOOM[0])
+    found = rows(tmp_path, text)
+    assert [(r["n_layers"], float(r["step_s"])) for r in found] == [
+        ("8", 769.99), ("80", 844.81), ("8", 769.99),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ["oom", "fail", "hang"])
+def test_how_a_run_ended(tmp_path: Path, end: str) -> None:
+    text = written.megatron({**BLOOM[0], "status": end})
+    found = one(tmp_path, text, cluster="jean-zay")
+    assert (found["outcome"], found["status"], found["step_s"]) == (end, end, "")
+
+
+def test_a_crash_after_many_steps_keeps_what_was_measured(tmp_path: Path) -> None:
+    text = _lines([(s, 2.0) for s in range(1, 9)]) + "\n".join(written.ENDS["fail"]) + "\n"
+    found = one(tmp_path, text)
+    assert (found["outcome"], float(found["step_s"])) == ("ok", 2.0)
+    assert "RuntimeError" in found.notes[0] or "Traceback" in found.notes[0]
+    late = _lines([(s, 2.0) for s in range(1, 9)]) + "\n".join(written.ENDS["oom"]) + "\n"
+    assert one(tmp_path, late)["outcome"] == "oom"
+
+
+def test_nemo_prints_and_bar(tmp_path: Path) -> None:
+    lines = "".join(
+        f"Training epoch 0, iteration {n}/99 | lr: 1.5e-06 | global_batch_size: 128 | global_step: "
+        f"{n} | reduced_train_loss: {11.0 - n / 100} | train_step_timing in s: {s} | "
+        "consumed_samples: 512\n"
+        for n, s in [(0, 30.1), (1, 2.305), (2, 2.301), (3, 2.31)]
+    )
+    found = one(tmp_path, lines)
+    assert (found["engine"], float(found["step_s"]), found["gbs"]) == ("nemo", 2.305, "128")
+    bar = "".join(
+        f"Epoch 0: :   1%| | {n}/1000 [01:02<1:40, v_num=, reduced_train_loss=10.9, "
+        f"global_step={n}.0, consumed_samples=80, train_step_timing in s={s}]\r" * 3
+        for n, s in [(1, 30.0), (2, 5.1), (3, 5.12), (4, 5.13)]
+    )
+    found = one(tmp_path, bar + "\n")
+    assert (found["engine"], float(found["step_s"])) == ("nemo", 5.12)
+
+
+# --- the others
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    found = one(tmp_path, written.titan([2000, 6600, 6650, 6640], ranks=3))
+    assert float(found["tokens_s_gpu"]) == 6638  # the slowest of three ranks
+    assert float(found["step_s"]) == pytest.approx(16 * 8192 / 6638 / 8)
+    names = (
+        "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len", "hardware",
+        "n_gpus", "dp", "tp", "mbs", "gbs", "sharding", "precision", "act_ckpt", "status",
+    )  # fmt: skip
+    assert [found[name] for name in names] == [
+        "32", "4096", "32", "8", "14336", "128256", "8192", "h100-80gb", "8", "8", "1", "2", "16",
+        "zero3", "bf16", "selective", "ok",
+    ]  # fmt: skip
+    assert (found["mem_gb"], found["steps"]) == ("54.3", "29")
+
+
+def test_torchtitan_without_its_configuration_lacks_only_the_precision(tmp_path: Path) -> None:
+    found = one(tmp_path, written.titan([2000, 6600, 6650, 6640], config=False))
+    assert found.missing == ("precision",)
+    assert (
+        one(tmp_path, written.titan([9, 6600, 6650], config=False), precision="bf16")["status"]
+        == "ok"
+    )
+
+
+def test_torchtitan_leaves_out_what_follows_a_validation(tmp_path: Path) -> None:
+    text = written.titan([2000, 6600, 6600, 3000, 6600])
+    validation = "validate step: 20  loss:  7.1  memory: 1.0GiB(1%)  tps: 9,000\n"
+    before, mark, after = text.partition("step: 30")
+    start = before.rfind("\n") + 1
+    found = one(tmp_path, before[:start] + validation + before[start:] + mark + after)
+    assert float(found["tokens_s_gpu"]) == 6600
+    assert "10 after an evaluation" in found["step_rule"]
+
+
+def test_nanotron(tmp_path: Path) -> None:
+    found = one(tmp_path, written.nanotron([9000, 4870, 4860, 4850, 4860]), hardware="h100-80gb")
+    assert float(found["step_s"]) == 4.86
+    names = ("n_layers", "vocab", "n_gpus", "dp", "pp", "tp", "mbs", "gbs", "sharding", "precision",
+             "sequence_parallel", "act_ckpt", "status")  # fmt: skip
+    assert [found[name] for name in names] == [
+        "16", "49152", "8", "2", "2", "2", "4", "256", "zero1", "bf16", "1", "none", "ok",
+    ]  # fmt: skip
+    assert float(found["mem_gb"]) == pytest.approx(21.5e9 / 2**30)
+
+
+def test_llm_foundry(tmp_path: Path) -> None:
+    found = one(
+        tmp_path, written.composer([0, 0, 0, 10600, 10643, 10650, 10640]), hardware="h100-80gb"
+    )
+    assert float(found["tokens_s_gpu"]) == pytest.approx(10643)
+    assert float(found["step_s"]) == pytest.approx(2048 * 96 / 8 / 10643)
+    names = ("n_layers", "d_ff", "n_gpus", "mbs", "gbs", "sharding", "precision", "note", "status")
+    assert [found[name] for name in names] == [
+        "32", "16384", "8", "6", "96", "zero3", "bf16", "pure", "ok",
+    ]  # fmt: skip
+
+
+# --- one file for all
+
+
+def test_rows_are_kept_and_replaced_by_log(tmp_path: Path) -> None:
+    log, out = tmp_path / "a.log", str(tmp_path / "rows.csv")
+    log.write_text(written.megatron(BLOOM[0]))
+    request = fourfold.CollectRequest(logs=(str(log),), out=out)
+    first = fourfold.collect(request)
+    assert first.rows_read[0].missing == ("hardware",)
+    other = tmp_path / "b.log"
+    other.write_text(written.megatron(BLOOM[1]))
+    fourfold.collect(fourfold.CollectRequest(logs=(str(other),), out=out, cluster="jean-zay"))
+    again = fourfold.collect(fourfold.CollectRequest(logs=(str(log),), out=out, cluster="jean-zay"))
+    kept = table(out)
+    assert again.total == 2
+    assert {(row["row_id"], row["status"]) for row in kept} == {("a", "ok"), ("b", "ok")}
+
+
+def test_a_collected_table_is_completed_later(tmp_path: Path) -> None:
+    log, out = tmp_path / "a.log", str(tmp_path / "rows.csv")
+    log.write_text(written.megatron({**BLOOM[0], "status": "oom"}))
+    fourfold.collect(fourfold.CollectRequest(logs=(str(log),), out=out))
+    request = fourfold.CollectRequest(logs=(out,), out=out, fields={"hardware": "a100-80gb"})
+    (row,) = fourfold.collect(request).rows_read
+    assert (row["status"], row["row_id"]) == ("oom", "a")
+    assert len(table(out)) == 1
+
+
+def test_fields_by_file_name(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.log").write_text(written.megatron(BLOOM[0]))
+    side = tmp_path / "fields.toml"
+    side.write_text('hardware = "a100-80gb"\n["b.*"]\nhardware = "a100-40gb"\n')
+    request = fourfold.CollectRequest(
+        logs=(str(tmp_path),), out=str(tmp_path / "o.csv"), side=str(side)
+    )
+    found = {Path(row["log"]).name: row["hardware"] for row in fourfold.collect(request).rows_read}
+    assert found == {"a.log": "a100-80gb", "b.log": "a100-40gb"}
+
+
+def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+    log, out = tmp_path / "a.log", tmp_path / "thesis.csv"
+    log.write_text(written.megatron(BLOOM[0]))
+    out.write_text("my,own,table\n1,2,3\n")
+    with pytest.raises(UserError, match="was not written by this command"):
+        fourfold.collect(fourfold.CollectRequest(logs=(str(log),), out=str(out)))
+    assert out.read_text() == "my,own,table\n1,2,3\n"
+
+
+def test_an_unknown_field_is_named(tmp_path: Path) -> None:
+    request = fourfold.CollectRequest(logs=("a",), fields={"gpu": "h100"})
+    with pytest.raises(UserError, match="unknown field"):
+        fourfold.collect(request)
+
+
+def test_an_argument_list_without_an_end_printed_by_another_rank(tmp_path: Path) -> None:
+    text = written.megatron(BLOOM[0])
+    end = "-------------------- end of arguments ---------------------"
+    rest = text.replace(end, "-" * 59).splitlines()
+    lines = [f"[default{7 if ' iteration ' in line else 0}]:{line}\n" for line in rest]
+    for found in rows(tmp_path, "".join(lines) * 2, cluster="jean-zay"):
+        assert (found["status"], found["n_layers"], float(found["step_s"])) == ("ok", "8", 769.99)
+
+
+def test_a_mixture_of_experts_is_kept_and_not_taken_for_a_dense_model(tmp_path: Path) -> None:
+    text = written.megatron(BLOOM[0]).replace(
+        "  num_layers ", "  num_experts ..................................... 8\n  num_layers "
+    )
+    found = one(tmp_path, text, cluster="jean-zay")
+    assert (found["status"], found.missing) == ("incomplete", ("dense-model",))
+    assert found.notes == ["the model has 8 experts, which is not modelled"]
+
+
+def test_unlabelled_ranks_that_print_the_same_step(tmp_path: Path) -> None:
+    """Eight processes to one stream: rates differ by little, the loss does not."""
+    line = "[titan] 2026-02-24 19:46:17,508 - root - INFO - step: {:2}  loss: {:8.5f}  grad_norm: "
+    line += "1.5000  memory: 66.91GiB(37.51%)  tps: {:,}  tflops: 314.69  mfu: 13.99%\n"
+    text = "".join(
+        line.format(s, 8 - s / 10, 10_050 - r % 2) for s in range(1, 6) for r in range(8)
+    )
+    found = one(tmp_path, text)
+    assert (float(found["tokens_s_gpu"]), found["steps"]) == (10_049, "4")
+
+
+@pytest.mark.parametrize("labels", [("[rank0]:", "[rank4]:"), ("", "")])
+def test_stages_of_a_pipeline_that_do_not_see_the_loss(
+    tmp_path: Path, labels: tuple[str, str]
+) -> None:
+    line = (
+        "{}[titan] - step: {:2}  loss: {:8.5f}  memory: {}GiB(1%)  tps: {:,}  tflops: 1  mfu: 1%\n"
+    )
+    text = "".join(
+        line.format(labels[0], step, -1.0, 40.5, 5000)
+        + line.format(labels[1], step, 7.5, 50.5, 4990)
+        for step in range(1, 6)
+    )
+    found = one(tmp_path, text)
+    assert (float(found["tokens_s_gpu"]), found["steps"]) == (4990, "4")
+    assert found["mem_gb"] == "50.5"
+
+
+def test_the_micro_batch_that_composer_chose(tmp_path: Path) -> None:
+    text = written.composer([0, 10600, 10643, 10650])
+    text = text.replace("device_train_microbatch_size: 6", "device_train_microbatch_size: auto")
+    assert one(tmp_path, text)["mbs"] == ""
+    chosen = "\t Train trainer/device_train_microbatch_size: 4\n\t Train loss"
+    assert one(tmp_path, text.replace("\t Train loss", chosen))["mbs"] == "4"
