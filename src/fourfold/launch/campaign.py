@@ -79,8 +79,11 @@ class Campaign:
         say: Say = lambda text: None,
         again: Sequence[str] = (),
         predictor: RunPredictor | None = None,
+        engine: str = "",
     ) -> None:
+        """`engine`: whose runs they are, if not ours; in their keys it stands for torch."""
         self.store, self.runner, self.say = store, runner, say
+        self._engine = engine
         self.predictor = predictor
         self.again = {"cancelled", *again}
         self._machines: dict[str, Machine] = {}
@@ -101,7 +104,8 @@ class Campaign:
     def machine(self, spec: RunSpec) -> Machine:
         kind = kind_of(spec)
         if kind not in self._machines:
-            self._machines[kind] = this_machine(kind)
+            here = this_machine(kind)
+            self._machines[kind] = replace(here, torch=self._engine or here.torch)
         return self._machines[kind]
 
     def finished(self, spec: RunSpec) -> list[Stored]:

@@ -59,8 +59,9 @@ def new_mark(folder: Path) -> Mark:
     return Mark(token, os.stat(folder).st_ino, os.getpid(), born, process.boot())
 
 
-def end_leftovers(folder: Path) -> int:
-    """Kill what a dead launcher of this folder left running; how many there were."""
+def end_leftovers(folder: Path, *, own: bool = False) -> int:
+    """Kill what a dead launcher of this folder left running, and what this one did if `own`; how
+    many there were."""
     token = _token(folder)
     if not token:
         return 0
@@ -68,7 +69,7 @@ def end_leftovers(folder: Path) -> int:
     ended: set[int] = set()
     until = time.monotonic() + _END_S
     while time.monotonic() < until:
-        living = [pid for pid in _pids() if _end(pid, token, number)]
+        living = [pid for pid in _pids() if _end(pid, token, number, own=own)]
         if not living:
             break
         ended.update(living)
@@ -85,7 +86,7 @@ def _token(folder: Path) -> str:
     return text if re.fullmatch(r"[0-9a-f]{32}", text) else ""
 
 
-def _end(pid: int, token: str, number: int) -> bool:
+def _end(pid: int, token: str, number: int, *, own: bool) -> bool:
     """Kill it if it is a leftover; a descriptor keeps its number from another process meanwhile."""
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
         handle = _descriptor(pid)
@@ -94,7 +95,8 @@ def _end(pid: int, token: str, number: int) -> bool:
         if process.state(pid) in ("", "Z", "X"):
             return False
         marks = [mark for mark in _marks(pid) if mark.token == token and mark.folder == number]
-        if not any(mark.is_orphan for mark in marks):
+        mine = own and any(mark.launcher == os.getpid() for mark in marks)
+        if not mine and not any(mark.is_orphan for mark in marks):
             return False
         if handle >= 0:
             signal.pidfd_send_signal(handle, signal.SIGKILL)

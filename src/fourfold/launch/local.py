@@ -65,7 +65,7 @@ def run_job(
 ) -> JobReport:
     """Do every task of the job; a failed one is an entry in the report, the next ones still run.
     Ctrl-C and SIGTERM end the ranks, write the report with what is left as `cancelled`, and then
-    raise KeyboardInterrupt. A training is first asked to save and end by itself; see `_signals`."""
+    raise KeyboardInterrupt. A training is first asked to save and end; see `stop_signals`."""
     require_torch()
     (permit or Permit()).require_job(job)
     with job_folder(folder):
@@ -78,7 +78,7 @@ def _run_all(job: Job, folder: Path, progress: Progress | None) -> JobReport:
     ends: dict[int, End] = {}
     todo = list(range(job.tasks))
     try:
-        with _signals(folder / STOP_FILE if job.patient else None):
+        with stop_signals(folder / STOP_FILE if job.patient else None):
             while todo:
                 batch = _batch(job, todo)
                 ends |= _run_batch(job, batch, folder, progress)
@@ -188,7 +188,7 @@ class _StopRequests:
 
 
 @contextlib.contextmanager
-def _signals(stop_file: Path | None) -> Iterator[None]:
+def stop_signals(stop_file: Path | None) -> Iterator[None]:
     """SIGTERM acts like Ctrl-C while ranks run. Only the main thread may set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield

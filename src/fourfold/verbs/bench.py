@@ -8,18 +8,18 @@ from functools import partial
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.events import Event, OnEvent, ignore, progress, warnings
+from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.campaign import Campaign, launch_run
 from fourfold.launch.permit import Permit, gpu_count, require_gpus
-from fourfold.result.files.store import Store
-from fourfold.search.legal import Target, why_not
+from fourfold.search.legal import why_not
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.spec.variables import parse_assignments
 from fourfold.verbs import Answer
+from fourfold.verbs.engines import campaign_of, engine_predictor
 from fourfold.verbs.facts import run_facts
-from fourfold.verbs.machine import Predictor, predictor
+from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import BenchRequest, Start
 from fourfold.verbs.runs import TRIAL_TAG
 
@@ -41,16 +41,18 @@ class Measured(Answer):
         return list(self.runs)
 
 
-def described(run: RunSpec | Mapping[str, Any], *, ranks: int | None = None) -> RunSpec:
+def described(
+    run: RunSpec | Mapping[str, Any], *, ranks: int | None = None, is_ours: bool = True
+) -> RunSpec:
     """A RunSpec as it is. A run's table that does not say so is compiled if its `ranks` compute on
-    GPUs of their own; a split backward pass (zero-bubble) can't be."""
+    GPUs of their own, by our engine; a split backward pass (zero-bubble) can't be."""
     if isinstance(run, RunSpec):
         return run
     if "model" not in run:
         raise UserError("is required", field="model", hint="'fourfold models' lists presets")
     spec = codec.load(RunSpec, dict(run))
     policy = run.get("policy")
-    if isinstance(policy, Mapping) and "compile" in policy:
+    if not is_ours or (isinstance(policy, Mapping) and "compile" in policy):
         return spec
     if spec.device == "cpu" or spec.policy.schedule == "zero-bubble":
         return spec
@@ -71,17 +73,12 @@ def bench(
 ) -> Measured:
     """Run and store it; an illegal run is stored too, with its reasons."""
     request = request or BenchRequest()
-    known = predictor(cluster=request.cluster, profile=request.profile)
-    permit = permit_of(request)
+    is_ours, known, permit = not request.engine, engine_predictor(request), permit_of(request)
     options = (("probe_s", f"{request.probe_s:g}"),) if request.probe_s > 0 else ()
-    campaign = Campaign(
-        Store(request.runs, warn=warnings(on_event)),
-        runner=partial(launch_run, options=options, permit=permit),
-        say=progress(on_event),
-        predictor=known,
-    )
+    ours = partial(launch_run, options=options, permit=permit)
+    campaign = campaign_of(request, known, ours, permit, on_event)
     campaign.clear_up()
-    spec = _startable(described(run), permit)
+    spec = _startable(described(run, is_ours=is_ours), permit, is_ours=is_ours)
     too_large = "" if request.force else known.too_large(spec)
     if too_large:
         raise UserError(
@@ -91,7 +88,7 @@ def bench(
             hint="'fourfold plan' finds layouts that do; --force runs it anyway",
         )
     spec, trials = choose_micro_batch(spec, campaign, known, on_event)
-    refused = refusals(spec)
+    refused = refusals(spec, known)
     if refused:
         on_event(Event(f"illegal: {refused}"))
         stored = [campaign.refuse(spec, refused).stored]
@@ -105,14 +102,17 @@ def bench(
     )
 
 
-def refusals(spec: RunSpec) -> str:
-    """Why a run is illegal, in words; '' when it is not."""
-    target = Target(gpus=spec.gpus)
+def refusals(spec: RunSpec, known: Predictor) -> str:
+    """Why a run is illegal for its engine, in words; '' when it is not."""
+    target = known.target(spec)
     return "; ".join(map(str, why_not(spec.model, spec.layout, spec.batch, spec.policy, target)))
 
 
-def _startable(spec: RunSpec, permit: Permit) -> RunSpec:
+def _startable(spec: RunSpec, permit: Permit, *, is_ours: bool) -> RunSpec:
     spec.batch.without_ramp()
+    if not is_ours:  # where its ranks are is for the template to say
+        permit.require((spec,))
+        return spec
     require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
     permit.require((spec,), ranks=spec.gpus)
     tokens_of(spec)
@@ -136,15 +136,15 @@ def with_micro(spec: RunSpec, micro: int) -> RunSpec:
     return replace(spec, batch=replace(spec.batch, micro_batch=micro))
 
 
-def legal_sizes(spec: RunSpec) -> list[int]:
+def legal_sizes(spec: RunSpec, known: Predictor) -> list[int]:
     """From one sequence to a rank's whole share, as far as the layout allows."""
     share = -(-spec.batch.global_batch // spec.layout.dp)
-    return [micro for micro in range(1, share + 1) if not refusals(with_micro(spec, micro))]
+    return [micro for micro in range(1, share + 1) if not refusals(with_micro(spec, micro), known)]
 
 
 def predicted_micro_batch(spec: RunSpec, known: Predictor) -> RunSpec:
     """A run of 'auto' with the size that prediction alone would take; others as they are."""
-    sizes = [] if spec.batch.micro_batch else legal_sizes(spec)
+    sizes = [] if spec.batch.micro_batch else legal_sizes(spec, known)
     if not sizes:
         return spec
     return with_micro(spec, sizes[_first_guess(spec, sizes, known)])
@@ -154,7 +154,7 @@ def choose_micro_batch(
     spec: RunSpec, campaign: Campaign, known: Predictor, on_event: OnEvent
 ) -> tuple[RunSpec, list[dict[str, Any]]]:
     """The spec with its micro batch chosen, and the trials that chose it; they are stored too."""
-    sizes = [] if spec.batch.micro_batch else legal_sizes(spec)
+    sizes = [] if spec.batch.micro_batch else legal_sizes(spec, known)
     if not sizes:
         return (spec if spec.batch.micro_batch else with_micro(spec, 1)), []
     guess = _first_guess(spec, sizes, known)

@@ -19,6 +19,7 @@ from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.profile import read_profile as profile_of
 from fourfold.result.report import Prediction, Remedy, RunReport
 from fourfold.search.fixes import remedies
+from fourfold.search.legal import Target
 from fourfold.search.predict import predict, rough_cpu, state_bytes
 from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
@@ -108,6 +109,9 @@ class Predictor:
     profile: HardwareProfile | None = None
     calibration: Calibration | None = None
     named: str = ""
+    # Whose engine runs them: its habits, and the rules of the release that settings are for.
+    stack: str = "fourfold"
+    release: str = ""
     planned: dict[str, Prediction] = field(default_factory=dict)
 
     @property
@@ -120,6 +124,11 @@ class Predictor:
         if self.cluster is not None or self.profile is not None:
             return self.cluster
         return local_cluster(spec.gpus) if kind_of(spec) == "cuda" else None
+
+    def target(self, spec: RunSpec) -> Target:
+        """Whose rules say whether it can run."""
+        is_ours = self.stack == "fourfold"
+        return Target(stack=self.stack, release=self.release, gpus=spec.gpus, runs=is_ours)
 
     def basis(self, spec: RunSpec) -> str:
         if self.named:
@@ -148,6 +157,8 @@ class Predictor:
                 cluster=self.cluster_of(specs[places[0]]),
                 profile=self.profile,
                 calibration=self.calibration,
+                stack=self.stack,
+                release=self.release,
                 cores=core_count(),
             )
             answers |= dict(zip(places, group, strict=True))
@@ -160,8 +171,15 @@ class Predictor:
             for spec, answer in zip(specs, self.forecasts(specs), strict=True)
         ]
 
+    def _is_elsewhere(self, spec: RunSpec) -> bool:
+        """Another engine's ranks, on machines that nobody has named."""
+        named = self.profile is not None or self.cluster_of(spec) is not None
+        return self.stack != "fourfold" and not named
+
     def predicted(self, spec: RunSpec) -> Prediction | None:
         """None where this machine's description lacks what the run needs (a format's peak)."""
+        if self._is_elsewhere(spec):
+            return self.planned.get(spec.run_id)
         try:
             return self.planned.get(spec.run_id) or self.predictions([spec])[0]
         except UserError:
@@ -170,6 +188,8 @@ class Predictor:
     def too_large(self, spec: RunSpec) -> str:
         """Why a run surely does not fit the hardware, whatever its limit: weights, gradients and
         moments alone are more than there is. '' where it may fit, or nobody knows."""
+        if self._is_elsewhere(spec):
+            return ""
         state, host = state_bytes(spec), self.cluster_of(spec)
         if host is not None and not host.device.id.startswith("cpu"):
             room, ranks, whose = host.device.memory_bytes, 1, ("a rank", host.device.id)
@@ -211,7 +231,8 @@ def predictor(**machine: Unpack[Machine]) -> Predictor:
         parts.append(f"profile of {measured.host}, {measured.made_at[:16]}")
     if known is not None:
         parts.append(f"calibration {known.name}")
-    return Predictor(named, measured, known, ", ".join(filter(None, parts)))
+    title = ", ".join(filter(None, parts))
+    return Predictor(named, measured, known, title)
 
 
 def stage_cluster(

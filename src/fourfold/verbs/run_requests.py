@@ -38,10 +38,17 @@ class MeasureRequest(Start):
     """How runs are measured and kept; `cluster` and `profile` say whom their predictions are by."""
 
     runs: str = flag(*STORE, default="runs")
+    engine: str | None = flag(
+        "run by another engine: megatron, torchtitan-0.2, nanotron, or a template file", "NAME"
+    )
+    stack: str | None = flag(
+        "stack to predict that engine by (default: its own)", "NAME", rare=True
+    )
     repeat: int = flag("runs of each configuration (default 1)", "N", default=1)
     force: bool = flag("run even if it certainly does not fit in memory", rare=True, default=False)
     cluster: str | Cluster | None = flag("cluster for the prediction", "NAME")
     profile: str | None = flag("profile for the prediction, from 'calibrate --out'", "FILE")
+    calibration: str | None = flag("calibration from 'fit' or 'calibrate'", "FILE", rare=True)
     convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
     def __post_init__(self) -> None:
@@ -103,7 +110,6 @@ class SweepRequest(MeasureRequest):
         "CONDITION",
         default=(),
     )
-    calibration: str | None = flag("calibration from 'fit' or 'calibrate'", "FILE", rare=True)
 
 
 MPT_GROUP = "a sweep from flags (nothing runs without --run)"

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.cost.count.flops import Convention, FlopsQuery, convention
-from fourfold.events import Event, OnEvent, ignore, progress, warnings
+from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.campaign import Campaign, Done, launch_run
-from fourfold.result.files.store import Store
 from fourfold.result.report import OUTCOMES, Prediction
 from fourfold.search.predict import run_s
 from fourfold.spec.run import RunSpec
@@ -18,6 +17,7 @@ from fourfold.spec.sweep import Combination
 from fourfold.units import show_seconds
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import choose_micro_batch, permit_of
+from fourfold.verbs.engines import campaign_of
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import SweepRequest
 from fourfold.verbs.sweep_source import Prepared, Source, predictions, prepared
@@ -74,13 +74,9 @@ def sweep(
     """Run every combination; a failed one is recorded and the sweep goes on."""
     request = request or SweepRequest()
     ready = prepared(source, request, on_event)
-    campaign = Campaign(
-        Store(request.runs, warn=warnings(on_event)),
-        runner=functools.partial(launch_run, permit=permit_of(request)),
-        say=progress(on_event),
-        again=request.again,
-        predictor=ready.known,
-    )
+    permit = permit_of(request)
+    ours = functools.partial(launch_run, permit=permit)
+    campaign = campaign_of(request, ready.known, ours, permit, on_event)
     rows = _run_all(campaign, ready, request, on_event)
     counts = Counter(row["outcome"] for row in rows)
     whole = {outcome: counts[outcome] for outcome in OUTCOMES}
@@ -103,7 +99,8 @@ def plan_sweep(
     request = request or SweepRequest()
     ready = prepared(source, request, on_event)
     legal = [ready.expansion.combinations[place].spec for place in ready.legal]
-    campaign = Campaign(Store(request.runs, warn=warnings(on_event)), again=request.again)
+    permit = permit_of(request)
+    campaign = campaign_of(request, ready.known, launch_run, permit, on_event)
     missing = [max(0, request.repeat - len(campaign.finished(spec))) for spec in legal]
     answers = predictions(ready.expansion, ready.legal, ready.known)
     rows = list(zip(legal, answers, missing, strict=True))

@@ -28,7 +28,8 @@ from fourfold.spec.sweep import (
 )
 from fourfold.spec.tokens import read_info
 from fourfold.verbs.bench import permit_of, predicted_micro_batch, refusals, tokens_of
-from fourfold.verbs.machine import Predictor, predictor
+from fourfold.verbs.engines import engine_predictor
+from fourfold.verbs.machine import Predictor
 from fourfold.verbs.plan import resolved
 from fourfold.verbs.requests import PlanRequest, decided
 from fourfold.verbs.run_requests import MptSweep, PlanSweep, SweepRequest
@@ -124,7 +125,8 @@ def _planned(
         max_nodes=source.max_nodes,
         where=request.where,
         explore=source.explore,
-        stack="fourfold",  # runs are our own engine's
+        stack=known.stack,  # runs are of one engine, so the plan is too
+        export=known.release or None,
     )
     query, counts = resolved(plan, on_event)
     query = replace(query, cluster=_limited(query.cluster, table))
@@ -202,9 +204,7 @@ class Prepared:
 
 
 def prepared(source: Source, request: SweepRequest, on_event: OnEvent) -> Prepared:
-    known = predictor(
-        cluster=request.cluster, profile=request.profile, calibration=request.calibration
-    )
+    known = engine_predictor(request)
     expansion = _expanded(source, request, known, on_event)
     if request.tag:
         tagged = (replace(o, spec=replace(o.spec, tag=request.tag)) for o in expansion.combinations)
@@ -212,8 +212,8 @@ def prepared(source: Source, request: SweepRequest, on_event: OnEvent) -> Prepar
     # Before the first run: one of the last must not end the whole.
     specs = [one.spec for one in expansion.combinations]
     ranks = max((spec.gpus for spec in specs if not spec.refused), default=1)
-    permit_of(request).require(specs, ranks=ranks)
-    refused = [_refusal(spec) for spec in specs]
+    permit_of(request).require(specs, ranks=1 if request.engine else ranks)
+    refused = [_refusal(spec, known) for spec in specs]
     if not request.force:
         pairs = zip(specs, refused, strict=True)
         refused = [why or _too_large(spec, known) for spec, why in pairs]
@@ -228,8 +228,8 @@ def prepared(source: Source, request: SweepRequest, on_event: OnEvent) -> Prepar
     return ready
 
 
-def _refusal(spec: RunSpec) -> str:
-    reasons = [refusals(spec)]
+def _refusal(spec: RunSpec, known: Predictor) -> str:
+    reasons = [refusals(spec, known)]
     if spec.data:
         read_info(spec.data)  # without it no run of the sweep can start
     try:

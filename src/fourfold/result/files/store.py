@@ -52,7 +52,7 @@ DAMAGED = ".damaged"
 _SAY_EVERY_S = 2.0
 _MOST_REPEATS = 1_000_000
 # What a rank leaves behind that says why a run failed; the rest is of no use after the run.
-_KEPT = ("rank-*.log", "host.log", "stack-*", "flight-*", "failure-*.json")
+_KEPT = ("rank-*.log", "host.log", "stack-*", "flight-*", "failure-*.json", "engine.log")
 
 
 @dataclass(frozen=True, slots=True)

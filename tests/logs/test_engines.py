@@ -1,0 +1,225 @@
+"""Any engine by a template: outcomes alike, one store, nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fourfold
+from fourfold.errors import UserError
+from fourfold.result.process import born
+from fourfold.verbs.engines import engine_names, engine_template, filled
+
+TESTS = Path(__file__).parent.parent
+FAKE = TESTS / "samples" / "engine" / "fake.py"
+RUN = {
+    "model": "llama-2-7b",
+    "gpus": 4,
+    "steps": 4,
+    "warmup": 1,
+    "step_limit_s": 2.0,
+    "start_limit_s": 30.0,
+    "layout": {"tp": 2},
+    "batch": {"seq_len": 2048, "global_batch": 32, "micro_batch": 1},
+    "policy": {"precision": "bf16"},
+}
+
+
+def template(folder: Path, how: str = "ok", **more: Any) -> str:
+    said = {"ends_itself": True, **more}
+    words = [sys.executable, str(FAKE), "{settings}", "{iterations}", "0.25", how]
+    path = folder / f"fake-{how}.toml"
+    path.write_text(
+        f'export = "megatron"\nreader = "megatron"\ncommand = {words!r}\n'
+        f"ends_itself = {str(said['ends_itself']).lower()}\n"
+    )
+    return str(path)
+
+
+def bench(folder: Path, how: str = "ok", **more: Any) -> dict[str, Any]:
+    request = fourfold.BenchRequest(
+        runs=str(folder / "runs"), engine=template(folder, how, **more), cluster="mosaic-a100"
+    )
+    return fourfold.bench(RUN, request).runs[0]
+
+
+def test_a_run_is_measured_from_its_log(tmp_path: Path) -> None:
+    run = bench(tmp_path)
+    assert (run["outcome"], run["step_s"], run["timed_steps"]) == ("ok", 0.25, 4)
+    assert (run["torch"], run["device"]) == ("fake-ok", "NVIDIA A100 SXM4 80GB")
+    assert run["peak_bytes"] == 2**30
+    assert run["loss"] == pytest.approx(10.5)
+    assert run["predicted"]["step_s"] > 0
+    assert run["tokens_s_gpu"] == pytest.approx(32 * 2048 / 0.25 / 4)
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome", "words"),
+    [
+        ("oom", "oom", "CUDA out of memory"),
+        ("crash", "crashed", "no such kernel"),
+        ("hang", "hung", "step limit of 2 s"),
+    ],
+)
+def test_failures_are_outcomes(tmp_path: Path, how: str, outcome: str, words: str) -> None:
+    run = bench(tmp_path, how)
+    assert run["outcome"] == outcome
+    stored = fourfold.runs(fourfold.RunsRequest(runs=str(tmp_path / "runs")))
+    (record,) = stored.rows()
+    assert record["outcome"] == outcome
+    report = Path(run["folder"])
+    assert words in (report / "run.json").read_text()
+    assert (report / "engine.log").is_file()
+
+
+def test_what_the_engine_has_no_setting_for_is_illegal(tmp_path: Path) -> None:
+    run = {**RUN, "policy": {"precision": "bf16", "loss_chunks": 4}}
+    request = fourfold.BenchRequest(
+        runs=str(tmp_path / "runs"), engine=template(tmp_path), cluster="mosaic-a100"
+    )
+    (done,) = fourfold.bench(run, request).runs
+    assert done["outcome"] == "illegal"
+    assert "loss_chunks" in (Path(done["folder"]) / "run.json").read_text()
+
+
+def test_enough_steps_end_an_engine_that_does_not_end(tmp_path: Path) -> None:
+    run = bench(tmp_path, "idle", ends_itself=False)
+    assert (run["outcome"], run["timed_steps"]) == ("ok", 4)
+
+
+def test_nothing_is_left_running(tmp_path: Path) -> None:
+    """A child in a session of its own, as an elastic launcher's workers are."""
+    run = bench(tmp_path, "child")
+    assert run["outcome"] == "ok"
+    mine = [pid for pid in _with_fake() if born(pid)]
+    assert mine == []
+
+
+def _with_fake() -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                command = Path(f"/proc/{name}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"time.sleep(600)" in command or b"fake.py" in command:
+                found.append(int(name))
+    return found
+
+
+def test_ctrl_c_ends_the_engine_and_stores_nothing(tmp_path: Path) -> None:
+    spec = tmp_path / "run.toml"
+    spec.write_text(
+        'model = "llama-2-7b"\ngpus = 4\nsteps = 4\nwarmup = 1\n[layout]\ntp = 2\n'
+        "[batch]\nseq_len = 2048\nglobal_batch = 32\nmicro_batch = 1\n"
+        '[policy]\nprecision = "bf16"\n'
+    )
+    command = [sys.executable, "-m", "fourfold", "bench", "--spec", str(spec), "--runs"]
+    command += [str(tmp_path / "runs"), "--engine", template(tmp_path, "silent")]
+    process = subprocess.Popen(
+        [*command, "--cluster", "mosaic-a100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        until = time.monotonic() + 60
+        while not _with_fake() and time.monotonic() < until:
+            time.sleep(0.1)
+        assert _with_fake()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+        process.wait()
+    assert _with_fake() == []
+    assert fourfold.runs(fourfold.RunsRequest(runs=str(tmp_path / "runs"))).rows() == []
+
+
+def test_a_sweep_keeps_engines_apart_and_resumes(tmp_path: Path) -> None:
+    table = {**RUN, "layout": {}, "sweep": {"tp": [1, 2, 4], "micro_batch": [1, 3]}}
+    request = fourfold.SweepRequest(
+        runs=str(tmp_path / "runs"), engine=template(tmp_path), cluster="mosaic-a100"
+    )
+    first = fourfold.sweep(table, request)
+    # Megatron wants whole micro batches: 3 does not divide any share of 32.
+    assert first.counts["ok"] == 3
+    assert first.counts["illegal"] == 3
+    again = fourfold.sweep(table, request)
+    assert all(run["resumed"] for run in again.runs)
+    other = fourfold.SweepRequest(
+        runs=str(tmp_path / "runs"), engine=template(tmp_path, "oom"), cluster="mosaic-a100"
+    )
+    assert fourfold.sweep(table, other).counts["oom"] == 3
+
+
+def test_the_planners_choices_by_an_engine(tmp_path: Path) -> None:
+    request = fourfold.SweepRequest(
+        runs=str(tmp_path / "runs"), engine=template(tmp_path), cluster="mosaic-a100"
+    )
+    table = {name: RUN[name] for name in ("model", "steps", "warmup", "policy")}
+    table |= {"gpus": 8, "batch": {"seq_len": 2048, "global_batch": 64}}
+    source = fourfold.PlanSweep(table=table, count=3)
+    answer = fourfold.sweep(source, request)
+    assert answer.counts["ok"] == 3
+    report = fourfold.report(fourfold.ReportRequest(runs=str(tmp_path / "runs")))
+    assert report.scores[0].runs == 3
+
+
+# --- templates
+
+
+@pytest.mark.parametrize("name", engine_names())
+def test_shipped_templates_take_the_settings_that_are_exported(name: str, tmp_path: Path) -> None:
+    found = engine_template(name)
+    assert found.export == name
+    words = " ".join(found.command)
+    assert "{settings}/run.sh" in words
+
+
+def test_shipped_megatron_flags_are_its_own() -> None:
+    known = tomllib.loads((TESTS / "golden" / "megatron_flags.toml").read_text())
+    names = {name for value in known.values() if isinstance(value, list) for name in value}
+    flags = [word for word in engine_template("megatron").command if word.startswith("--")]
+    assert flags
+    missing = [flag for flag in flags if flag not in names]
+    assert missing == [], missing
+
+
+def test_places_are_filled_and_strange_ones_refused() -> None:
+    assert filled("{tp}x{pp} {{}}", {"tp": 8, "pp": 2}) == "8x2 {{}}"
+    with pytest.raises(UserError, match="unknown place"):
+        filled("{tensor}", {"tp": 8})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "command"),
+        ("command = []", "is required; write"),
+        ('command = ["a"]\nexport = "deepspeed"', "unknown engine"),
+        ('command = ["a"]\nreader = "axolotl"', "unknown reader"),
+        ('command = ["a"]\nshell = true', "unknown field"),
+    ],
+)
+def test_a_wrong_template_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        engine_template(str(path))
+    with pytest.raises(UserError, match="unknown engine 'megatronn'"):
+        engine_template("megatronn")
+
+
+def test_a_command_that_does_not_exist_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('command = ["/no/such/program"]\n')
+    request = fourfold.BenchRequest(runs=str(tmp_path / "runs"), engine=str(path))
+    with pytest.raises(UserError, match="cannot be started"):
+        fourfold.bench(RUN, request)
