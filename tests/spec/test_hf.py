@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.count.flops import FlopsQuery, _full_attention
+from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.spec import catalog
@@ -219,9 +219,10 @@ def test_windows_count_only_where_they_hide_something():
         ]
         for seq_len in (256, 64)
     )
-    gap = _full_attention(full).model - _full_attention(near).model
+    count = convention("full-attention").count
+    gap = count(full).model - count(near).model
     assert gap == 12 * 3 * 64 * (256 - 64 * (2 - 64 / 256))
-    assert _full_attention(near_64) == _full_attention(full_64)
+    assert count(near_64) == count(full_64)
 
 
 def test_qwen_windows_need_their_switch():
