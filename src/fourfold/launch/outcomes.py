@@ -56,16 +56,19 @@ class JobScene:
     def place(self, rank: int) -> str:
         """Who and where, for a person who will look there."""
         where = f"pid {self.pids[rank]} on" if rank in self.pids else "on"
+        where = f"{where} {socket.gethostname()}"
         if rank == WORKER:
-            return (
-                f"the worker ({where} {socket.gethostname()}), which starts and watches the ranks,"
-            )
-        stage, phase = self.stands(rank)
-        return f"rank {rank} ({where} {socket.gethostname()}, stage {stage}, {phase})"
+            return f"the worker ({where}), which starts and watches the ranks,"
+        stage, phase = self._stands(rank)
+        return f"rank {rank} ({where}, stage {stage}, {phase})"
 
-    def stands(self, rank: int) -> tuple[int, str]:
+    def _stands(self, rank: int) -> tuple[int, str]:
         beat = self.beats.get(rank)
-        return (beat.stage, beat.phase) if beat else (0, "start")
+        return (beat.stage, beat.phase) if beat else (0, "worker" if rank == WORKER else "start")
+
+    def failure(self, rank: int, message: str) -> Failure:
+        stage, phase = self._stands(rank)
+        return Failure(rank=rank, stage=stage, phase=phase, message=message)
 
 
 def fallen(scene: JobScene) -> tuple[Outcome, Failure]:
@@ -80,10 +83,8 @@ def fallen(scene: JobScene) -> tuple[Outcome, Failure]:
             row = own_failure.at, outcome, _with_tail(failure, scene.folder)
             (consequences if own_failure.echo or gone else causes).append(row)
         elif code != 0:
-            stage, phase = scene.stands(rank)
             outcome, message = _ending(scene, rank, code)
-            failure = Failure(rank=rank, stage=stage, phase=phase, message=message)
-            causes.append((at, outcome, _with_tail(failure, scene.folder)))
+            causes.append((at, outcome, _with_tail(scene.failure(rank, message), scene.folder)))
     for _, outcome, failure in sorted(causes or consequences, key=lambda item: item[0]):
         return outcome, failure
     return _worker_end(scene)
@@ -101,8 +102,7 @@ def _worker_end(scene: JobScene) -> tuple[Outcome, Failure]:
     else:
         last = log_tail.rpartition("\n")[2]
         words += f": {last}"
-    message = f"{words}\n{log_tail}".strip()
-    return outcome, Failure(rank=WORKER, stage=0, phase="worker", message=message)
+    return outcome, scene.failure(WORKER, f"{words}\n{log_tail}".strip())
 
 
 def _ending(scene: JobScene, rank: int, code: int | None) -> tuple[Outcome, str]:
@@ -135,19 +135,16 @@ def stopped(scene: JobScene, rank: int, seconds: float) -> Failure:
         f"{scene.place(rank)} has been suspended{by} for {seconds:.0f} s{waiting}; find what "
         "suspends it (kill -STOP, a suspended batch job, a terminal), then start again"
     )
-    stage, phase = scene.stands(rank) if rank != WORKER else (0, "worker")
-    return Failure(rank=rank, stage=stage, phase=phase, message=message)
+    return scene.failure(rank, message)
 
 
 def silent(scene: JobScene, waited_s: float, limit: str) -> Failure:
     """After a time limit: the first rank that did not arrive where the others wait."""
     rank, how = missing_rank(scene)
-    stage, phase = scene.stands(rank)
     others = len(scene.beats) - 1
-    message = f"no progress for {waited_s:.0f} s ({limit}); {scene.place(rank)} {how}"
-    if others > 0:
-        message += f"; {others} other ranks are waiting"
-    return Failure(rank=rank, stage=stage, phase=phase, message=message)
+    waiting = f"; {others} other ranks are waiting" if others > 0 else ""
+    message = f"no progress for {waited_s:.0f} s ({limit}); {scene.place(rank)} {how}{waiting}"
+    return scene.failure(rank, message)
 
 
 def missing_rank(scene: JobScene) -> tuple[int, str]:
