@@ -218,7 +218,8 @@ def layer_pass(spec: RunSpec, world: World, device: torch.device) -> Pass:
             parameter.grad = None
         y = decoder(x, tables)
         then("forward")
-        _backward(decoder, spec, y, torch.ones_like(y))
+        d_y = torch.ones_like(y)  # held until after `then`, as where steps are counted
+        _backward(decoder, spec, y, d_y)
         then("backward")
 
     return once
