@@ -94,7 +94,7 @@ def test_three_layouts_are_one_table(
         "pp8 dp16 cp1 tp4 zero1 mbs1",
     ]
     for row in rows:
-        assert float(row["bare_layer_s"]) == pytest.approx(0.010)
+        assert float(row["kernels_layer_s"]) == pytest.approx(0.010)
         assert float(row["engine_layer_s"]) == pytest.approx(0.016)
         assert float(row["predicted.compute_s"]) > 0
     assert [spec.policy.sharding for spec in jobs[0].specs] == ["zero3", "zero1", "zero1"]

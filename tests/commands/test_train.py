@@ -175,7 +175,7 @@ def test_fresh_forgets_the_old_with_the_first_new_checkpoint(tmp_path: Path) -> 
     checkpoint(folder, 5)
     folder.set_aside()
     checkpoint(folder, 2)
-    assert folder.settle() == ""
+    assert folder.finish_fresh() == ""
     assert not folder.aside.exists()
     assert [found.step for found in checkpoints.whole(folder.checkpoints)] == [2]
 

@@ -188,8 +188,8 @@ def test_a_missing_permission_is_not_called_damage(tmp_path: Path, monkeypatch) 
 def test_what_is_kept_apart_is_never_written_over(tmp_path: Path) -> None:
     for number in range(3):
         folder = made(tmp_path, 5)
-        checkpoints.keep_apart(folder, f"reason {number}")
-    kept = checkpoints.kept_apart(tmp_path)
+        checkpoints.move_apart(folder, f"reason {number}")
+    kept = checkpoints.set_apart(tmp_path)
     assert kept == {
         "damaged-step-00000005": "reason 0",
         "damaged-step-00000005.2": "reason 1",
@@ -449,6 +449,6 @@ def test_damage_that_keeps_the_size_is_seen(tmp_path: Path) -> None:
     assert checkpoints.damage(found, (1, 2)) == ""  # another reader's share
     older = replace(found, state=replace(found.state, sums=()))
     assert checkpoints.damage(older) == ""
-    checkpoints.keep_apart(folder, "a reason")
+    checkpoints.move_apart(folder, "a reason")
     assert checkpoints.newest(tmp_path) is None
-    assert checkpoints.kept_apart(tmp_path) == {"damaged-step-00000005": "a reason"}
+    assert checkpoints.set_apart(tmp_path) == {"damaged-step-00000005": "a reason"}

@@ -241,7 +241,7 @@ class OneRankResult:
         return next(named, PhaseTime(name=name, seconds=0.0))
 
 
-def bare_s(result: OneRankResult, *parts: str, when: str = "") -> float:
+def kernels_s(result: OneRankResult, *parts: str, when: str = "") -> float:
     """Seconds of the kernels of one micro batch alone."""
     return sum(
         kernel.calls * kernel.seconds
@@ -256,8 +256,8 @@ def layer_s(result: OneRankResult) -> float:
     return (both + result.phase("weights").seconds) / result.layers
 
 
-def bare_layer_s(result: OneRankResult) -> float:
-    return bare_s(result, "attention", "mlp") / result.layers
+def kernels_layer_s(result: OneRankResult) -> float:
+    return kernels_s(result, "attention", "mlp") / result.layers
 
 
 def micro_s(result: OneRankResult) -> float:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from fourfold.result.one_rank import (
     KernelTime,
     OneRankResult,
-    bare_layer_s,
-    bare_s,
     gap_pct,
+    kernels_layer_s,
+    kernels_s,
     layer_s,
     micro_s,
 )
@@ -37,9 +37,9 @@ def _layouts(ranks: Sequence[OneRank]) -> Grid:
     """A row per layout: kernels alone, in the engine, and as the planner predicts them."""
     columns: dict[str, Callable[[OneRankResult, StageCompute, JoinedStep], str]] = {
         "layers": lambda found, *_: str(found.layers),
-        "kernels ms/layer": lambda found, *_: f"{1e3 * bare_layer_s(found):.2f}",
+        "kernels ms/layer": lambda found, *_: f"{1e3 * kernels_layer_s(found):.2f}",
         "engine ms/layer": lambda found, *_: f"{1e3 * layer_s(found):.2f}",
-        "gap": lambda found, *_: f"{gap_pct(layer_s(found), bare_layer_s(found)):+.0f}%",
+        "gap": lambda found, *_: f"{gap_pct(layer_s(found), kernels_layer_s(found)):+.0f}%",
         "planner ms/layer": lambda _, planned, __: f"{1e3 * planned.layer_s:.2f}",
         "compute s": lambda found, *_: f"{found.compute_s:.3f}",
         "planner compute s": lambda _, planned, __: f"{planned.compute_s:.3f}",
@@ -73,9 +73,9 @@ def _phase_rows(found: OneRankResult) -> list[list[str]]:
         ("embedding, backward; hand-over", "embed back", (), "backward"),
     ):
         seconds = found.phase(phase).seconds + (weights if phase == "layers back" else 0.0)
-        rows.append(_gap_row(words, bare_s(found, *parts, when=when), seconds))
+        rows.append(_gap_row(words, kernels_s(found, *parts, when=when), seconds))
     rows.append(_gap_row("between passes", 0.0, found.phase("between").seconds))
-    kernels = bare_s(found, "attention", "mlp", "head")
+    kernels = kernels_s(found, "attention", "mlp", "head")
     rows.append(_gap_row("one micro batch", kernels, micro_s(found)))
     for name, words in _STEP_WORDS.items():
         alone = found.update_s if name == "optimizer" else 0.0
@@ -99,7 +99,7 @@ def _gap_row(words: str, alone_s: float, seconds: float) -> list[str]:
 def _part_rows(found: OneRankResult) -> list[list[str]]:
     """What | bare kernels | engine, ms of one micro batch; the rest is idle or the host's."""
     core = sum(k.calls * k.seconds for k in found.kernels if k.name == "core")
-    products = bare_s(found, "attention", "mlp", "head") - core
+    products = kernels_s(found, "attention", "mlp", "head") - core
     alone = {"matrix products": products, "attention": core}
     rows, busy = [], 0.0
     for part in found.parts:

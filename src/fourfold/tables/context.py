@@ -109,8 +109,8 @@ def _hardware(context: Context, text: str) -> Context:
     ]
     for _, device in sorted(named):
         context = replace(context, hardware=device, gpus_per_node=None)
-    for one, other in _PER_NODE.findall(text):
-        context = replace(context, gpus_per_node=int(one or other))
+    for after_times, before_word in _PER_NODE.findall(text):
+        context = replace(context, gpus_per_node=int(after_times or before_word))
     return context
 
 

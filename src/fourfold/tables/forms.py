@@ -193,18 +193,14 @@ def _starts_table(lines: list[str], at: int) -> bool:
 def _markdown_table(lines: list[str], at: int) -> tuple[Table, int]:
     first = at
     headings, marks = _cells_of(lines[at]), _cells_of(lines[at + 1])
-    bare = not lines[at].lstrip().startswith("|")
+    needs_pipe = lines[at].lstrip().startswith("|")
     at += 2
     rows: list[Row] = []
-    while at < len(lines) and _in_table(lines[at], bare):
+    while at < len(lines) and "|" in (lines[at].lstrip()[:1] if needs_pipe else lines[at]):
         cells = _cells_of(lines[at])
         rows.append(Row(cells, rule=_is_rule(cells), line=at + 1))
         at += 1
     return Table(headings, tuple(rows), marks, line=first + 1), at
-
-
-def _in_table(line: str, bare: bool) -> bool:
-    return line.lstrip().startswith("|") or (bare and "|" in line)
 
 
 def _is_rule(cells: tuple[str, ...]) -> bool:

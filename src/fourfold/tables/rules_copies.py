@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from fourfold.result.record import MODEL_FIELDS, Record
+from fourfold.spec.layout import MODEL_AXES
 from fourfold.tables import cells
 from fourfold.tables.finding import Finding, TablesFile, finding
-from fourfold.tables.shape import hardware_ratio, row_work, shape_of
+from fourfold.tables.shape import agree, hardware_ratio, row_work, shape_of
 
 # Fewer digits than this agree by chance too often to mean anything.
 _LEAST_DIGITS = 4
@@ -22,6 +23,7 @@ _NEAR = 20
 _MOST_COMPARED = 50
 # Without a twin row, exchanged columns are seen only when the columns' ranges lie this far apart.
 _APART = 1.15
+_LAYOUT = (*MODEL_AXES, "micro_batch")
 
 
 def swapped_values(file: TablesFile) -> Iterator[Finding]:
@@ -42,7 +44,7 @@ def _swapped_utilisation(record: Record) -> Iterator[Finding]:
     ratio = hardware_ratio(shape, record) if shape else None
     if not (record.mfu_pct and record.hfu_pct and ratio) or record.hfu_pct >= record.mfu_pct:
         return
-    if abs(record.mfu_pct / (record.hfu_pct * ratio) - 1) < 0.005:
+    if agree(record.mfu_pct, record.hfu_pct * ratio, 0.005):
         yield finding(
             record, "swapped-values", f"MFU {record.mfu_pct:g}, HFU {record.hfu_pct:g}",
             f"HFU = {ratio:.3g} x MFU", "exchange MFU and HFU",
@@ -70,15 +72,15 @@ def _swapped_by_twin(file: TablesFile) -> Iterator[Finding]:
             for at, value in enumerate((1, record.step_s or 0.0, record.tflops_gpu or 0.0)):
                 sums[key][at] += value
     for record in rows:
-        mine = (_model(record), record.step_s or 0, record.tflops_gpu or 0)
-        twins = seen.get((mine[0], mine[2], mine[1]), [])
+        model, seconds, tflops = _model(record), record.step_s or 0, record.tflops_gpu or 0
+        twins = seen.get((model, tflops, seconds), [])
         if not twins or record.step_s == record.tflops_gpu:
             continue
         # Which of the two is wrong: the one whose seconds fit worse to the other rows of the model.
         whole, pair = (sums[key] for key in _sum_keys(record))
         others = [all_rows - alike for all_rows, alike in zip(whole, pair, strict=True)]
         if _misfit(record, others) > _misfit(twins[0], others) or (
-            not others[0] and len(twins) >= len(seen[mine])
+            not others[0] and len(twins) >= len(seen[model, seconds, tflops])
             and record.line > twins[0].line
         ):  # fmt: skip
             yield _swapped(record, f"as in line {twins[0].line}")
@@ -113,13 +115,13 @@ def _swapped_by_range(rows: list[Record]) -> Iterator[Finding]:
     columns = ([row.step_s or 0.0 for row in rows], [row.tflops_gpu or 0.0 for row in rows])
     # Without one row the least is the second least where that row has the least.
     ends = [(sorted(column)[:2], sorted(column)[-2:]) for column in columns]
-    for record, *mine in zip(rows, *columns, strict=True):
+    for record, *values in zip(rows, *columns, strict=True):
         for high, low in ((0, 1), (1, 0)):
             (least, second_least), (second_most, most) = ends[high][0], ends[low][1]
-            low_end = second_least if mine[high] == least else least
-            high_end = second_most if mine[low] == most else most
+            low_end = second_least if values[high] == least else least
+            high_end = second_most if values[low] == most else most
             apart = low_end > _APART * high_end
-            if apart and mine[high] < high_end * 1.1 and mine[low] > low_end / 1.1:
+            if apart and values[high] < high_end * 1.1 and values[low] > low_end / 1.1:
                 yield _swapped(record, "like the other rows")
 
 
@@ -139,19 +141,16 @@ def duplicate_row(file: TablesFile) -> Iterator[Finding]:
     """The same row twice in one table. Across tables rows repeat on purpose, as a baseline."""
     for number, (table, _) in enumerate(file.tables):
         seen: dict[tuple[object, ...], int] = {}
-        by_line = {record.line: record for record in file.rows_of(number)}
-        measured = {record.line for record in file.rows_of(number) if record.outcome == "ok"}
+        # Rows of '-' repeat without meaning anything.
+        measured = {rec.line: rec for rec in file.rows_of(number) if rec.outcome == "ok"}
         for row in table.data:
-            record = by_line.get(row.line)
+            record = measured.get(row.line)
             if record is None or not any(row.cells):
                 continue
             key = tuple(row.cells)
             if record.style == "reference":
-                key = tuple(
-                    text for name, text in record.cells.items() if name not in ("run_id", "note")
-                )
-            if row.line not in measured:  # rows of '-' repeat without meaning anything
-                continue
+                named = record.cells.items()
+                key = tuple(text for name, text in named if name not in ("run_id", "note"))
             if key in seen:
                 yield Finding(
                     rule="duplicate-row", row=row.line, table=number + 1,
@@ -194,11 +193,11 @@ def _copies(
     groups: dict[float, list[Record]] = defaultdict(list)
     for record in counted:
         groups[getattr(record, name)].append(record)
-    told = _by_chance(counted, name, related, 10.0**-places)
+    is_copy = _beyond_chance(counted, name, related, 10.0**-places)
     for same in groups.values():
         for place, second in enumerate(same):
             for first in same[max(0, place - _MOST_COMPARED) : place]:
-                if not told(first, second):
+                if not is_copy(first, second):
                     continue
                 yield finding(
                     second, "copied-cell", second.text(shown),
@@ -208,23 +207,23 @@ def _copies(
                 break
 
 
-def _by_chance(
+def _beyond_chance(
     rows: list[Record], name: str, related: Callable[[Record, Record], bool], unit: float
 ) -> Callable[[Record, Record], bool]:
-    """Which equal pairs to tell of. In a table of hundreds of cells some agree by chance; there
+    """Which equal pairs are copies. In a table of hundreds of cells some agree by chance; there
     only neighbours count, since a slip of the hand lands next to its source."""
 
     def neighbours(one: Record, other: Record) -> bool:
         return abs(one.row - other.row) <= 1 and related(one, other)
 
-    for told in (related, neighbours):
-        if _expected(rows, name, told, unit) <= _MOST_BY_CHANCE:
-            return told
+    for is_copy in (related, neighbours):
+        if _expected(rows, name, is_copy, unit) <= _MOST_BY_CHANCE:
+            return is_copy
     return lambda one, other: False
 
 
 def _expected(
-    rows: list[Record], name: str, told: Callable[[Record, Record], bool], unit: float
+    rows: list[Record], name: str, is_copy: Callable[[Record, Record], bool], unit: float
 ) -> float:
     """Equal pairs that chance would give, from pairs that differ by a few last digits: each of the
     distances 1 to _NEAR holds twice as many pairs as the distance 0."""
@@ -236,7 +235,7 @@ def _expected(
         for other in range(j, min(j + _MOST_COMPARED, len(values))):
             if values[other] - value > (_NEAR + 0.5) * unit:
                 break
-            near += told(ordered[i], ordered[other])
+            near += is_copy(ordered[i], ordered[other])
         if near > 2 * _NEAR * _MOST_BY_CHANCE:  # more would not change the answer
             break
     return near / (2 * _NEAR)
@@ -255,28 +254,23 @@ def _digits(record: Record, value: float, shown: str, places: int) -> int:
 
 def _same_row_or_column(one: Record, other: Record) -> bool:
     """Not two lines of one layout in one column: that is a cell listed again."""
-    same_layout = (one.tp, one.cp, one.pp, one.micro_batch) == (
-        other.tp, other.cp, other.pp, other.micro_batch,
-    )  # fmt: skip
-    return same_layout != (one.gpus == other.gpus)
+    return _alike(one, other, _LAYOUT) != (one.gpus == other.gpus)
 
 
 def _other_config(one: Record, other: Record) -> bool:
     return one.config != other.config
 
 
+def _alike(one: Record, other: Record, names: Sequence[str]) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
 def _one_thing_differs(one: Record, other: Record) -> bool:
     """Same model and stack, and the same layout on other GPUs or another layout on as many."""
-    same = ("stack", *MODEL_FIELDS)
-    if any(getattr(one, name) != getattr(other, name) for name in same):
+    if not _alike(one, other, ("stack", *MODEL_FIELDS)) or one.config == other.config:
         return False
-    if one.config == other.config:
-        return False
-    layout = (one.tp, one.cp, one.pp, one.virtual_stages, one.micro_batch, one.sharding)
-    same = layout == (
-        other.tp, other.cp, other.pp, other.virtual_stages, other.micro_batch, other.sharding,
-    )  # fmt: skip
-    return same or one.gpus == other.gpus
+    layout = (*_LAYOUT, "virtual_stages", "sharding")
+    return _alike(one, other, layout) or one.gpus == other.gpus
 
 
 CHECKS = (swapped_values, duplicate_row, copied_cell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -96,9 +97,7 @@ def _axis_fix(record: Record) -> str:
     for name, size in sizes.items():
         if size is None:
             continue
-        others = 1
-        for other, value in sizes.items():
-            others *= (value or 1) if other != name else 1
+        others = math.prod(value or 1 for other, value in sizes.items() if other != name)
         if gpus % others == 0 and gpus // others != size:
             fixes.append(f"{name} {gpus // others}")
     return " or ".join(fixes) if fixes else "two axes or the GPU count are wrong"
@@ -165,14 +164,15 @@ def batch_heading(file: TablesFile) -> Iterator[Finding]:
 def _heading_fix(record: Record, name: str, stated: int) -> str:
     """Seconds and TFLOPs know which of the two is right."""
     implied = implied_batches(record) if name == "global_batch" else []
-    pairs = [(batch, said) for batch in implied for said in (stated, record.global_batch or stated)]
+    written = (stated, record.global_batch or stated)
+    pairs = [(batch, size) for batch in implied for size in written]
     if not pairs:
         return f"{stated} in the row, or another value in the text"
-    batch, said = min(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
-    if abs(batch / said - 1) > 0.05:
+    batch, size = min(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+    if abs(batch / size - 1) > 0.05:
         return f"{stated}, or neither: seconds and TFLOPs imply {batch:.0f}"
-    where = "in the row" if said == stated else "in the text"
-    return f"{said} {where}: seconds and TFLOPs imply {batch:.0f}"
+    where = "in the row" if size == stated else "in the text"
+    return f"{size} {where}: seconds and TFLOPs imply {batch:.0f}"
 
 
 def batch_tokens(record: Record) -> Iterator[Problem]:

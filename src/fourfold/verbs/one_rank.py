@@ -24,9 +24,9 @@ from fourfold.launch.permit import gpu_count
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.one_rank import (
     OneRankResult,
-    bare_layer_s,
-    bare_s,
     gap_pct,
+    kernels_layer_s,
+    kernels_s,
     layer_s,
     micro_s,
 )
@@ -253,10 +253,10 @@ def _rank(wanted: str, planner: StagePlanner) -> int:
 def _derived(planner: StagePlanner, found: OneRankResult) -> dict[str, Any]:
     predicted, whole = planner.predicted(found), planner.joined(found)
     return {
-        "bare_layer_s": bare_layer_s(found),
+        "kernels_layer_s": kernels_layer_s(found),
         "engine_layer_s": layer_s(found),
-        "layer_gap_pct": gap_pct(layer_s(found), bare_layer_s(found)),
-        "bare_micro_s": bare_s(found, "attention", "mlp", "head"),
+        "layer_gap_pct": gap_pct(layer_s(found), kernels_layer_s(found)),
+        "bare_micro_s": kernels_s(found, "attention", "mlp", "head"),
         "engine_micro_s": micro_s(found),
         "predicted": {
             "layer_s": predicted.layer_s,

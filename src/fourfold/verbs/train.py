@@ -134,7 +134,7 @@ def _must_have_packages(settings: TrainSettings) -> None:
 
 
 def _settle(folder: TrainingFolder, on_event: OnEvent) -> None:
-    note = folder.settle()
+    note = folder.finish_fresh()
     if note:
         on_event(Event(note))
 
@@ -149,9 +149,9 @@ def _trained(
 ) -> JobReport:
     options = {"out": str(folder.root), "load": start.folder.name if start else ""}
     job = Job(job="train", specs=(spec,), options=tuple(options.items()), train=settings)
-    apart = checkpoints.kept_apart(folder.checkpoints)
+    apart = checkpoints.set_apart(folder.checkpoints)
     report = run_job(job, folder.job, progress=_progress(folder, settings, on_event), permit=permit)
-    for name, reason in checkpoints.kept_apart(folder.checkpoints).items():
+    for name, reason in checkpoints.set_apart(folder.checkpoints).items():
         if apart.get(name) != reason:
             passed = f"passed over a checkpoint, kept as {name}, for the one before: {reason}"
             on_event(Event(passed))
@@ -166,7 +166,7 @@ def _progress(
 
     def say(text: str) -> None:
         if folder.aside.exists() and folder.newest() is not None:
-            folder.settle()
+            folder.finish_fresh()
         point = curve.last(folder.metrics)
         if point is None or "steps done" not in text or text.startswith("0 steps"):
             show(text)

@@ -157,7 +157,7 @@ def _newest(folder: TrainingFolder, on_event: OnEvent) -> Checkpoint | None:
     for checkpoint in whole:
         must_follow(checkpoint, points)
     for name, error in torn:
-        apart = checkpoints.keep_apart(folder.checkpoints / name, error.rule)
+        apart = checkpoints.move_apart(folder.checkpoints / name, error.rule)
         on_event(Event(f"passed over {name}, kept as {apart.name}: {error.rule}"))
     return whole[-1] if whole else None
 

@@ -14,7 +14,7 @@ from fourfold.cost.run import columns_of
 from fourfold.cost.table.reference import SCHEMA, RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
-from fourfold.result.files.run_file import NAME, RUN_FILE, read_kept, read_run
+from fourfold.result.files.run_file import NAME, RUN_FILE, read_run, read_run_folder
 from fourfold.result.files.stored import read_stored
 from fourfold.result.report import RunReport
 from fourfold.spec import codec
@@ -38,7 +38,7 @@ def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -
         try:
             if read_stored(path, field="--runs").get("type") == "RunReport":
                 in_store = path.name == RUN_FILE and NAME.match(path.parent.name)
-                plain = read_kept(path.parent) if in_store else read_run(path)[0]
+                plain = read_run_folder(path.parent) if in_store else read_run(path)[0]
                 reports.append(codec.load(RunReport, plain))
         except UserError as error:
             warn(f"{path} is passed over: {error}")

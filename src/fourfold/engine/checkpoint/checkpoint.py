@@ -105,7 +105,7 @@ def load_sound(trainer: Trainer, root: Path, name: str, tick: Tick | None = None
     finally:
         dist.destroy_process_group(group)
     for step, reason in bad.items() if first else ():
-        checkpoints.keep_apart(root / step, reason)
+        checkpoints.move_apart(root / step, reason)
     return checkpoint
 
 

@@ -164,7 +164,7 @@ def damage(
     return ""
 
 
-def keep_apart(folder: Path, reason: str) -> Path:
+def move_apart(folder: Path, reason: str) -> Path:
     """Rename what is not whole, so that nothing counts it among the others or writes over it."""
     apart = stored.free_name(folder.with_name(f"{_DAMAGED}{folder.name}"))
     os.rename(folder, apart)
@@ -172,7 +172,7 @@ def keep_apart(folder: Path, reason: str) -> Path:
     return apart
 
 
-def kept_apart(root: Path) -> dict[str, str]:
+def set_apart(root: Path) -> dict[str, str]:
     """Names of those, and why."""
     reasons = {}
     for path in sorted(root.glob(f"{_DAMAGED}*/{_REASON_FILE}")):
@@ -256,7 +256,7 @@ def _make_room(final: Path) -> None:
         _discard(read(final).folder)
     except UserError as error:
         if stored.kind_of(final) == "a folder":
-            keep_apart(final, error.rule)
+            move_apart(final, error.rule)
         else:
             os.rename(final, stored.free_name(final.with_name(f"{_DAMAGED}{final.name}")))
 

@@ -141,7 +141,7 @@ def read_run(path: Path) -> tuple[dict[str, Any], str]:
     return plain, str(run_id)
 
 
-def read_kept(folder: Path) -> dict[str, Any]:
+def read_run_folder(folder: Path) -> dict[str, Any]:
     """Plain data of the run kept in `folder`, which must be the one that its name says."""
     match = NAME.match(folder.name)
     if match is None or not is_folder(folder):

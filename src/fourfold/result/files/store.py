@@ -31,8 +31,8 @@ from fourfold.result.files.run_file import (
     key_of,
     new_place,
     orphans,
-    read_kept,
     read_run,
+    read_run_folder,
     run_bytes,
     stamp,
 )
@@ -52,7 +52,9 @@ DAMAGED = ".damaged"
 _SAY_EVERY_S = 2.0
 _MOST_REPEATS = 1_000_000
 # What a rank leaves behind that says why a run failed; the rest is of no use after the run.
-_KEPT = ("rank-*.log", "host.log", "stack-*", "flight-*", "failure-*.json", "engine.log")
+_EXPLAINS_FAILURE = (
+    "rank-*.log", "host.log", "stack-*", "flight-*", "failure-*.json", "engine.log",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Stored:
 
     def report(self) -> RunReport:
         try:
-            return codec.load(RunReport, read_kept(self.folder))
+            return codec.load(RunReport, read_run_folder(self.folder))
         except UserError as error:
             if error.value is None or str(self.folder) not in str(error.value):
                 raise error.inside(self.folder / RUN_FILE) from None
@@ -73,7 +75,7 @@ class Stored:
 
 
 def _summary_of(folder: Path) -> Record:
-    return record_from(read_kept(folder), folder.name[:16])
+    return record_from(read_run_folder(folder), folder.name[:16])
 
 
 def to_stderr(message: str) -> None:
@@ -88,12 +90,12 @@ class Store:
     def __init__(self, root: str | Path, *, warn: Callable[[str], None] = to_stderr) -> None:
         # Absolute: processes started for a work folder are later found by its name.
         self.root = Path(root).absolute()
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._say = warn
 
     def _warn(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             self._say(message)
 
     # --- writing
@@ -218,11 +220,9 @@ class Store:
 
 def _tidy(place: Path, *, everything: bool) -> None:
     """Leave the run's own file, and what explains a failure."""
-    kept = set() if everything else {path for pattern in _KEPT for path in place.glob(pattern)}
-    kept.add(place / RUN_FILE)
-    for path in place.iterdir():
-        if path in kept:
-            continue
+    patterns = () if everything else _EXPLAINS_FAILURE
+    stay = {place / RUN_FILE, *(path for pattern in patterns for path in place.glob(pattern))}
+    for path in set(place.iterdir()) - stay:
         if is_folder(path):
             shutil.rmtree(path, ignore_errors=True)
         else:

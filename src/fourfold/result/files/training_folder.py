@@ -127,7 +127,7 @@ class TrainingFolder:
                 os.rename(self.root / name, self.aside / name)
         self.checkpoints.mkdir()
 
-    def settle(self) -> str:
+    def finish_fresh(self) -> str:
         """Forget what --fresh has replaced where the new training has a checkpoint; bring it back
         where it has none. What was done, in words."""
         if not self.aside.is_dir():
