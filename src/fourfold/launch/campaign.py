@@ -17,7 +17,7 @@ from fourfold.launch.permit import Permit, gpu_count
 from fourfold.result.files.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.files.stored import seal
 from fourfold.result.job import Job
-from fourfold.result.machine import Machine, this_machine
+from fourfold.result.machine import MachineKey, this_machine
 from fourfold.result.record import Record
 from fourfold.result.report import Failure, Prediction, Remedy, RunReport
 from fourfold.spec import codec
@@ -86,7 +86,7 @@ class Campaign:
         self._engine = engine
         self.predictor = predictor
         self.again = {"cancelled", *again}
-        self._machines: dict[str, Machine] = {}
+        self._machines: dict[str, MachineKey] = {}
 
     def clear_up(self) -> list[Stored]:
         """End what a killed campaign left running; keep runs that it finished but did not store."""
@@ -101,7 +101,7 @@ class Campaign:
                 stored_runs.append(stored)
         return stored_runs
 
-    def machine(self, spec: RunSpec) -> Machine:
+    def machine(self, spec: RunSpec) -> MachineKey:
         kind = kind_of(spec)
         if kind not in self._machines:
             here = this_machine(kind)
@@ -114,7 +114,7 @@ class Campaign:
         candidates = self.store.named(f"{spec.run_id}_")
         return [stored for stored in candidates if self._counts(stored.summary, machine)]
 
-    def _counts(self, summary: Record, machine: Machine) -> bool:
+    def _counts(self, summary: Record, machine: MachineKey) -> bool:
         same_machine = summary.host == socket.gethostname() or summary.device == machine.device
         return same_machine and summary.torch == machine.torch and summary.outcome not in self.again
 

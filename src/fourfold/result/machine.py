@@ -22,14 +22,14 @@ _SAMPLED = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reaso
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineKey:
     device: str
     torch: str
 
 
-def this_machine(kind: str) -> Machine:
+def this_machine(kind: str) -> MachineKey:
     """`kind` is cpu or cuda."""
-    return Machine(gpu_name() if kind == "cuda" else cpu_name(), torch_version())
+    return MachineKey(gpu_name() if kind == "cuda" else cpu_name(), torch_version())
 
 
 def torch_version() -> str:

@@ -24,7 +24,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class MemoryKind:
     """Bytes of one kind at the peak: parameters, gradients, optimizer, gathered, activations."""
 
     name: str
@@ -61,7 +61,7 @@ class RankCount:
     peak_phase: str
     flops: int
     comm: tuple[Traffic, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[MemoryKind, ...]
     largest: tuple[Large, ...]
     micro_batches: int
     counted_at: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fourfold.result.one_rank import Kind, Large
+from fourfold.result.one_rank import Large, MemoryKind
 from fourfold.result.timing import Warmup
 from fourfold.spec.run import RunSpec
 
@@ -176,7 +176,7 @@ class OomReport:
     asked_bytes: int = 0
     limit_bytes: int = 0
     reserved_bytes: int = 0
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[MemoryKind, ...] = ()
     largest: tuple[Large, ...] = ()
     source: str = ""
 

@@ -41,7 +41,7 @@ _PLATEAU = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class NcclPoint:
     size_bytes: int
     seconds: float
     algbw: float
@@ -56,7 +56,7 @@ class NcclLog:
     hosts: int
     ranks: int
     device_name: str
-    points: tuple[Point, ...]
+    points: tuple[NcclPoint, ...]
 
     @property
     def host_ranks(self) -> int:
@@ -104,7 +104,7 @@ def _must_be_one_run(ranks: list[tuple[str, ...]], per_host: Counter[str]) -> No
         raise UserError("has only one rank, so nothing was sent", hint="run it on 2 GPUs or more")
 
 
-def _points(lines: list[str]) -> tuple[Point, ...]:
+def _points(lines: list[str]) -> tuple[NcclPoint, ...]:
     columns: dict[str, int] = {}
     points = []
     for line in lines:
@@ -124,7 +124,7 @@ def _points(lines: list[str]) -> tuple[Point, ...]:
     return tuple(sorted(points, key=lambda point: point.size_bytes))
 
 
-def _point(words: list[str], columns: dict[str, int]) -> Point | None:
+def _point(words: list[str], columns: dict[str, int]) -> NcclPoint | None:
     """None where the tool printed a size of 0, N/A or a bandwidth that rounded to 0."""
     try:
         size = int(words[0][:20])
@@ -133,10 +133,10 @@ def _point(words: list[str], columns: dict[str, int]) -> Point | None:
         return None
     if not (size > 0 and 0 < time_us < 1e12 and 0 <= algbw < 1e9 and 0 <= busbw < 1e9):
         return None
-    return Point(size_bytes=size, seconds=time_us * 1e-6, algbw=algbw * 1e9, busbw=busbw * 1e9)
+    return NcclPoint(size_bytes=size, seconds=time_us * 1e-6, algbw=algbw * 1e9, busbw=busbw * 1e9)
 
 
-def _op(text: str, name: str, points: tuple[Point, ...], ranks: int) -> str:
+def _op(text: str, name: str, points: tuple[NcclPoint, ...], ranks: int) -> str:
     named = _NAME.search(text) or _NAME.search(name)
     if named:
         return named.group(1)

@@ -20,7 +20,7 @@ from fourfold.engine.observe.ledger import Ledger, MemoryLimitError, OverLimit
 from fourfold.engine.observe.phases import owners_of
 from fourfold.engine.parallel.shards import published
 from fourfold.engine.training.trainer import Trainer
-from fourfold.result.one_rank import Kind, Large
+from fourfold.result.one_rank import Large, MemoryKind
 from fourfold.result.report import OomReport, RankMemory
 
 
@@ -160,9 +160,9 @@ def of_ledger(ledger: Ledger, trainer: Trainer | None, error: BaseException) -> 
     )
 
 
-def _kinds(kinds: dict[str, int]) -> tuple[Kind, ...]:
+def _kinds(kinds: dict[str, int]) -> tuple[MemoryKind, ...]:
     ordered = sorted(kinds.items(), key=lambda pair: -pair[1])
-    return tuple(Kind(name=name, bytes=size) for name, size in ordered if size > 0)
+    return tuple(MemoryKind(name=name, bytes=size) for name, size in ordered if size > 0)
 
 
 def of_allocator(device: torch.device, trainer: Trainer | None, error: BaseException) -> OomReport:

@@ -16,7 +16,7 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.observe.ledger import STATE_KINDS, Ledger
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.training.trainer import StepEvent, Trainer
-from fourfold.result.one_rank import Kind, RankCount, Traffic
+from fourfold.result.one_rank import MemoryKind, RankCount, Traffic
 from fourfold.spec.model import ModelShape
 
 # Several groups serve one axis of the layout: copies and shards of data parallelism, ranks that
@@ -98,7 +98,7 @@ def count_of(ledger: Ledger, trainer: Trainer, seconds: float = 0.0) -> RankCoun
             if axis in known  # a group of one rank sends nothing
         ),
         kinds=tuple(
-            Kind(name=name, bytes=size) for name, size in sorted(peak.kinds.items()) if size
+            MemoryKind(name=name, bytes=size) for name, size in sorted(peak.kinds.items()) if size
         ),
         largest=tuple(allocation.large() for allocation in peak.largest),
         micro_batches=len(trainer.sizes),
