@@ -1,8 +1,5 @@
-"""A job for the torch processes, and the small files and the report that come back.
-
-The job file and the report are the whole interface between a command and the processes that import
-torch. Each rank writes a beat (where it stands, every quarter second), its facts when a task is
-done, or its failure; the launcher makes `report.json` from them, also when ranks were killed.
+"""A job for the torch processes, and the small files and the report that come back: the whole
+interface between a command and the processes that import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""This machine in the words of a stored run's key, and how its GPU does, without importing torch.
-
-A key names the device and the torch version, so that a store shared by several machines keeps their
-runs apart, and a sweep knows which of its runs were finished here.
+"""This machine in the words of a stored run's key (device and torch version, so that a store can be
+shared), and how its GPU does, without importing torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One rank of a large world: counted on fake tensors (a dry run), or emulated without its peers.
 
-Bytes and FLOPs of one step of one rank. `state_bytes` + `activation_bytes` = `peak_bytes`: weights,
-gradients and optimizer state, and all the rest, at the fullest moment of the step. What a GPU holds
-that no tensor shows is named, with a source each. An emulated rank is no run of its layout, since
-nothing travels between ranks: it is an answer of its own kind, never a row of the run store.
+Bytes and FLOPs of one step. `state_bytes` + `activation_bytes` = `peak_bytes`: weights, gradients
+and optimizer state, and all the rest, at the fullest moment. An emulated rank is no run of its
+layout, since nothing travels between ranks, and never a row of the run store.
 """
 
 from __future__ import annotations

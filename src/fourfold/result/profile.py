@@ -1,7 +1,5 @@
-"""What a machine can do: raw measurements of one device and its links, and what follows.
-
-Seconds per call and bytes per rank, as measured; rates are computed on reading. A CPU is shared by
-the ranks on it, so its rates are kept for each number of ranks that work at once.
+"""What a machine can do: raw measurements of one device and its links, and the rates that follow. A
+CPU is shared by the ranks on it, so its rates are kept for each number of ranks at work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What to doubt in a measurement, and whether two runs differ.
-
-Steps of one run say nothing about the next run: only repeats do. The verdict over two runs comes
-from their repeats, else from the spread between repeats of other runs on the same device.
+"""What to doubt in a measurement, and whether two runs differ. Steps of one run say nothing about
+the next run: the verdict comes from repeats, its own or those of other runs on the same device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """A run as one row: the same fields for a stored run (from_run.py) and a published one (tables/).
-
-Times in seconds, memory in bytes (`mem_gb`: in the GB the source printed), TFLOPs in 1e12 FLOP/s
-per GPU. None where the source is silent.
+Seconds, bytes (`mem_gb`: in the GB the source printed), TFLOPs per GPU; None where it is silent.
 """
 
 from __future__ import annotations

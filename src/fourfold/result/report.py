@@ -1,6 +1,5 @@
-"""The report of a run: its prediction, its measurements, and what it held when memory ran out.
-
-Facts only: MFU and friends are computed when the report is read.
+"""The report of a run: its prediction, its measurements, and what it held when memory ran out. Only
+facts: MFU and the like are computed when it is read.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """When a run has warmed up, how long a step takes, and how sure that is.
 
-The first steps (compiling, the optimizer's state, on a CPU the ledger) never count. Then windows of
-steps are compared: warm-up is over when the medians of the last two agree, in step time and, where
-it can be read, in clock; it ends at a number of steps or seconds even when they do not.
-
-Of the timed steps, leading ones are left out while they are over 3% slower than the later ones. The
-figure is the median of the rest; its interval holds the true median with 95% if steps are
-independent, whatever their distribution. It says nothing about the next run: repeats do.
+Warm-up is over when the medians of the last two windows of steps agree, in time and in clock. The
+figure is the median of the timed steps, less leading ones that are still over 3% slower; its
+interval holds the true median with 95%. It says nothing about the next run: repeats do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Models, devices and clusters that are known by name, from data files shipped with the package.
-
-A path to a file stands in for a name everywhere: a Hugging Face config.json or a model TOML for a
-model, a TOML file for a device or a cluster.
+"""Models, devices and clusters that are known by name, from data files shipped with the package. A
+path to a file stands in for a name everywhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Devices and the links that join them, from inner to outer, as one rank sees them.
 
-Dense peaks in FLOP/s, memory in bytes, bandwidth in bytes/s, power in watts. A link level's
-`bytes_per_s` is one way and per rank, when all ranks of the level below send at once: a host of 8
-GPUs with 400 Gbit/s of network has 6.25e9 bytes/s per rank at its outer level.
+A link level's `bytes_per_s` is one way and per rank, when all ranks of the level below send at
+once: a host of 8 GPUs with 400 Gbit/s of network has 6.25e9 bytes/s per rank at its outer level.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Conditions of `where`, such as "dp % 4 == 0 and mem_gib < 70": parsed, never eval'ed.
 
-Numbers are 64-bit floats throughout, on plain values and on NumPy columns alike, so both give the
-same answer; whole numbers are exact up to 2^53. `and` and `or` look at their right side only where
-the left one leaves the question open, also row by row: "dp > 1 and 8 % (dp - 1) == 0" is safe.
+Numbers are 64-bit floats, on plain values and on NumPy columns alike, so both give the same answer.
+`and` and `or` look at their right side only where the left one leaves the question open, also row
+by row: "dp > 1 and 8 % (dp - 1) == 0" is safe.
 """
 
 from __future__ import annotations

@@ -152,10 +152,8 @@ def _op(text: str, name: str, points: tuple[NcclPoint, ...], ranks: int) -> str:
 
 
 def fit(log: NcclLog, *, crosses: bool) -> LinkFit:
-    """Bandwidth from the plateau of large sizes, latency from what small ones take beyond it.
-
-    `crosses`: the ranks left their inner level, so that a host's ranks shared what was measured.
-    """
+    """Bandwidth from the plateau of large sizes, latency from what small ones take beyond it;
+    `crosses`: a host's ranks shared what was measured."""
     factor, steps = _OPS[log.op][0](log.ranks), _OPS[log.op][1](log.ranks)
     data = [(point.size_bytes * factor, point.seconds) for point in log.points]
     bytes_per_s = _slope([pair for pair in data if pair[0] * _PLATEAU >= data[-1][0]])
@@ -186,11 +184,9 @@ def _slope(pairs: list[tuple[float, float]]) -> float:
 
 
 def _share(log: NcclLog) -> float:
-    """What one rank gets of the measured rate when every rank of a host sends at once.
-
-    A ring crosses a host's edge once, over all of its network cards together, so its busbw is the
-    host's. Ring send-receive loads one card of a host; all-to-all sends most of its bytes outside.
-    """
+    """What one rank gets of the measured rate when every rank of a host sends at once. A ring
+    crosses a host's edge once, over all of its network cards together: its busbw is the host's.
+    Send-receive loads one card of a host; all-to-all sends most of its bytes outside."""
     if log.op == "sendrecv":
         return 1.0
     if log.op == "alltoall":

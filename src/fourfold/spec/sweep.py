@@ -1,7 +1,5 @@
 """The runs that a sweep asks for: the product of its axes, less what `where` and `max_nodes` drop.
-
-An axis is any field of a run, by its short name (tp, micro_batch, precision), its path
-(policy.compile) or "env.NAME". Every combination becomes a run or a reason why it cannot be one.
+Every combination becomes a run or a reason why it cannot be one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Token files: NAME.bin holds little-endian uint16 or uint32 tokens and nothing else, NAME.json
-says what they are ('fourfold data make' writes both, tokens first).
-
-A pair is whole when the size and the ends of NAME.bin are those that NAME.json names.
+says what they are. A pair is whole when the size and the ends of NAME.bin are those it names.
 """
 
 from __future__ import annotations
@@ -220,11 +218,8 @@ class TokenWriter:
 
 @contextlib.contextmanager
 def write_tokens(name: str, *, vocab: int, end: int, tokenizer: str) -> Iterator[TokenWriter]:
-    """NAME.bin and NAME.json, once the block ends well.
-
-    An old side file is removed before its tokens are replaced and the new one comes last, so that a
-    crash in between leaves a pair that is refused, never one that disagrees.
-    """
+    """NAME.bin and NAME.json, once the block ends well. An old side file goes before its tokens do
+    and the new one comes last: a crash leaves a pair that is refused, never one that disagrees."""
     path, side = token_paths(name)
     with files.pending(path) as stream:
         writer = TokenWriter(stream, vocab=vocab, end=end)

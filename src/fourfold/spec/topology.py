@@ -1,7 +1,6 @@
 """The links between the devices of one host, read from what `nvidia-smi topo -m` prints.
 
-Cells: X self, NV# that many NVLinks, PIX/PXB below a PCIe host bridge, PHB/NODE/SYS across it. The
-matrix counts links; rates come from the device's data sheet, never from here.
+Cells: X self, NV# that many NVLinks, PIX/PXB below a PCIe host bridge, PHB/NODE/SYS across it.
 """
 
 from __future__ import annotations

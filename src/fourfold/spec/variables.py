@@ -1,8 +1,7 @@
 """Environment variables that a file may set for a run: names, each with the form of its values.
 
-A spec, a sweep, a training folder and a store come from anywhere. What names a file, a folder, a
-plugin, a loader, a compiler or an interpreter loads code or writes where it says; that is taken
-from the command line only (`--env NAME=VALUE`), for this one start.
+What names a file, a folder, a plugin, a loader, a compiler or an interpreter loads code or writes
+where it says; that is taken from the command line only (`--env NAME=VALUE`), for this one start.
 """
 
 from __future__ import annotations

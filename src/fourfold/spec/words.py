@@ -1,8 +1,5 @@
 """The words of a policy: each closed choice is spelled here and imported elsewhere; then what other
-engines and papers call the same (fsdp, 1F1B, 8k).
-
-Fields read such words themselves, in files and in flags; `tidied` does so for a whole table at
-once and says what was understood, for commands that echo it.
+engines and papers call the same (fsdp, 1F1B, 8k), which fields read in files and in flags.
 """
 
 from __future__ import annotations

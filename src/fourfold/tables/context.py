@@ -1,7 +1,5 @@
-"""What the text above a table says: model shape, batch, sequence length, hardware.
-
-The notes write shapes as `NHIDDEN=14336 / NLAYERS=72 / GBS=512`, the scaling tables as
-`Llama-3.1-8B context length 8192` under a heading `H100 (94GB)`.
+"""What the text above a table says: `NHIDDEN=14336 / NLAYERS=72 / GBS=512` in the notes,
+`Llama-3.1-8B context length 8192` under a heading `H100 (94GB)` in the scaling tables.
 """
 
 from __future__ import annotations
@@ -59,11 +57,8 @@ class Context:
 
 
 def after(previous: Context, lines: tuple[str, ...]) -> Context:
-    """The context of a table below `lines`.
-
-    Hardware holds until other hardware is named. A model's shape and batch belong to the tables
-    right below: any written line ends them, so that a shape never leaks to a table far away.
-    """
+    """The context of a table below `lines`. Hardware holds until other hardware is named; a model's
+    shape and batch belong to the tables right below, and any written line ends them."""
     text = "\n".join(lines)
     if not text.strip():
         return previous

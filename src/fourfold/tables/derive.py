@@ -30,11 +30,8 @@ from fourfold.tables.shape import SHAPE_FIELDS, model_of, peak_tflops, shape_of
 
 
 def derive(record: Record, rule: str) -> Record:
-    """The record with what follows filled in; TFLOPs and MFU by the convention `rule`.
-
-    Figures already printed by that convention stay as they are: they may have been worked out from
-    more digits than the row shows.
-    """
+    """The record with what follows filled in; TFLOPs and MFU by the convention `rule`. Figures
+    already printed by it stay: they may come from more digits than the row shows."""
     record = _with_speed(record)
     shape = shape_of(record)
     if shape is None or not record.seq_len:

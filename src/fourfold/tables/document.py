@@ -1,7 +1,5 @@
-"""Tables and the text between them, cell by cell as they stood in a file.
-
-Cells are texts without the padding around them. Nothing is interpreted here, so that what is read
-can be written again unchanged; cells.py and records.py say what a cell means.
+"""Tables and the text between them, cell by cell as they stood in a file. Nothing is interpreted
+here, so that what is read can be written again unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Files of tables in Markdown, CSV and JSON, and as text for a terminal, which is only written.
-
-Markdown tables may lack outer pipes, have rule lines inside, and ragged rows. In CSV tables are
-parted by blank lines, and text stands in lines that begin with '#'.
+"""Files of tables in Markdown, CSV and JSON, and as text for a terminal, which is only written. In
+CSV tables are parted by blank lines, and text stands in lines that begin with '#'.
 """
 
 from __future__ import annotations

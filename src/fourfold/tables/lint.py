@@ -1,7 +1,5 @@
-"""Finds rows of a table that cannot be right: rules with fixed ids, and the likely repairs.
-
-Every rule compares what a table says twice: GPUs against axes, seconds against TFLOPs, labels
-against shapes. Measured speed itself is never doubted.
+"""Finds rows of a table that cannot be right: rules with fixed ids, and the likely repairs. Every
+rule compares what a table says twice; measured speed itself is never doubted.
 """
 
 from __future__ import annotations

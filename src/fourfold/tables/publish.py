@@ -1,7 +1,5 @@
-"""Results as published: records -> a document in the MPT, topology or scaling style.
-
-One table for what can be compared: one model, sequence length, precision and device. What was
-measured again is shown with its newest figure; the older ones stand in the text below the table.
+"""Results as published: records -> a document in the MPT, topology or scaling style, a table for
+what can be compared. Of repeats the newest figure is shown; older ones stand below the table.
 """
 
 from __future__ import annotations

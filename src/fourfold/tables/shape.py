@@ -1,7 +1,5 @@
 """The model shape behind a published row, how sure that is, and what work the row claims.
 
-Rows are built from their shape columns or the shape in the text; a name counts only where the
-catalogue knows it. The topology notes never print their vocabulary: it is assumed, and said so.
 TFLOPs x seconds x GPUs / batch = FLOPs of one sequence: for one model and convention a constant,
 whatever the layout, which ties the columns together.
 """

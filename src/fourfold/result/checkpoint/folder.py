@@ -1,8 +1,7 @@
 """The checkpoints of a folder, and which of them are whole.
 
-A checkpoint is written into a hidden folder and renamed when every byte is on the disk, so one that
-has its name is whole; sizes and checksums of its files are kept all the same, for copies that were
-cut short and for disks that forget. What is not whole is renamed and stays, never overwritten.
+A checkpoint is written into a hidden folder and renamed when every byte is on the disk; sizes and
+checksums find copies cut short and disks that forget. What is not whole is renamed and stays.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The index of a checkpoint: every file, tensor and chunk in index.json, with checksums.
 
-A chunk is a rectangle of a tensor; its bytes (row after row, little-endian) lie in one file and are
-summed in blocks, so that a reader of a few rows checks what it reads. Chunks fill their tensor and
-their file exactly: one that is missing, listed twice or laid over another is refused, and no size
-is believed beyond what the files really hold.
+A chunk is a rectangle of a tensor, summed in blocks so that a reader of a few rows checks what it
+reads. Chunks fill their tensor and their file exactly, and no size is believed beyond the files'.
 """
 
 from __future__ import annotations

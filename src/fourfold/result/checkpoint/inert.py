@@ -1,8 +1,7 @@
 """A pickle as plain data, without doing any of what it says.
 
-Python's own unpickler looks names up and calls them, so a file decides what runs. This one knows
-the few instructions that torch's files are made of and builds records: a name is two texts, a call
-is a record of what would be called with what. Nothing is imported, looked up, called or set.
+Python's own unpickler looks names up and calls them, so a file decides what runs. This one builds
+records: a name is two texts, a call is a record of what would be called with what.
 """
 
 from __future__ import annotations

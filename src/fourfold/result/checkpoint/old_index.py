@@ -1,9 +1,6 @@
 """The index of a checkpoint of format 1, as torch.distributed.checkpoint wrote it: a pickled
-`.metadata`, and files in which every chunk is an archive of torch.save.
-
-Both are read as plain data (inert.py), so that no class is made and no name looked up, whatever the
-file asks for. Enums look different by Python version (up to 3.11.3 as a call of getattr); here they
-are records like all others, and none is needed.
+`.metadata`, and files in which every chunk is an archive of torch.save. Both are read as plain data
+(inert.py), so that no class is made and no name looked up, whatever the file asks for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The curve of a training: one JSON line per step, appended; no step appears twice.
-
-Every line ends with the crc32 of what is before it. A line that can't be believed is never in the
-way of the others: it is set aside in a file of its own when the curve is next rewritten.
+"""The curve of a training: one JSON line per step with its own crc32, appended; no step appears
+twice. A line that can't be believed is set aside when the curve is next rewritten.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Files and folders of the run store: a stored run, the index of all, and who owns a work folder.
 
-A run's file holds its report, whose run it is, and the sum of it all. The index is a cache of what
-all of them said: an entry is believed while the run's file has the same times and size and the
+The index is a cache: an entry is believed while the run's file has the same times and size and the
 cache's own sum is right. `.work/HOST-PID-TOKEN` holds `owner.json`; both name the same process.
 """
 

@@ -1,8 +1,7 @@
 """The run store: a folder per run under one root, complete or absent.
 
-A run works in `.work/NAME` and is renamed to its key when it is over: run id, device, torch version
-and repeat. Renaming a folder is atomic, also on shared file systems, and fails where the key is
-taken: many writers need no lock, and a repeat never overwrites. `.index.json` is a cache.
+A run works in `.work/NAME` and is renamed to its key when it is over, which is atomic and fails
+where the key is taken: many writers need no lock, and a repeat never overwrites.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Files that somebody else may have put into a folder of ours: read as regular files only, never
+"""Files in folders of ours, which somebody else may have put there: regular files only, never
 through a link, never more bytes than expected; and JSON that carries its own checksum.
 
-Three kinds of trouble: bytes that changed or are missing (`NotWholeError`: an earlier state may be
-used), a thing that can't be read here (`UnreadableError`: the work in it may be sound), and a
-request that can't be met (`UserError`). The last line of a sealed file is the crc32 of all bytes
-before it: the file stays plain JSON. A checksum finds damage and edits; it does not prove who wrote
-a file, so what comes back is checked like any other input. Files without one are older.
+The last line of a sealed file is the crc32 of all bytes before it; older files have none. A
+checksum finds damage and edits, not who wrote a file: what comes back is checked like any input.
 """
 
 from __future__ import annotations

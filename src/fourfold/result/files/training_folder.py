@@ -1,8 +1,7 @@
 """The folder of a training, and whether it may be continued as asked.
 
-train.toml (the run and its settings, also a --spec), metrics.jsonl, checkpoints/, job/ (logs of the
-ranks), tensorboard/. One training at a time may use it. What --fresh replaces waits in
-.before-fresh/ until the new training has a checkpoint.
+One training at a time may use it. What --fresh replaces waits in .before-fresh/ until the new
+training has a checkpoint.
 """
 
 from __future__ import annotations

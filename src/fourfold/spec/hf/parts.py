@@ -1,7 +1,4 @@
-"""Reads the parts that model types share: sizes, biases, activations, windows, rotary positions.
-
-Rotary scaling other than linear and llama3 is noted, not modelled: it changes no count.
-"""
+"""Reads the parts that model types share: sizes, biases, activations, windows, rotary positions."""
 
 from __future__ import annotations
 
@@ -115,6 +112,7 @@ def local_except_every(config: Config, default: int) -> Callable[[int], bool]:
 _THETA = ("rope_theta", "rotary_emb_base")
 _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent", "rope_percentage")
 _OURS = ("default", "linear", "llama3")
+# Noted, not modelled: they change no count.
 _OTHERS = ("yarn", "longrope", "su", "dynamic", "ntk", "mrope", "proportional")
 
 

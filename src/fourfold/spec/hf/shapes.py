@@ -1,8 +1,7 @@
 """Model shapes <-> config.json of Hugging Face: exactly, or refused with the reason.
 
 Absent fields take the model type's own default, except dropout, and windows where the type can do
-without: those are off unless the file names them. Of the dozens of other fields in such files only
-those whose name speaks of the shape are refused.
+without. Of unknown fields only those whose name speaks of the shape are refused.
 """
 
 from __future__ import annotations
