@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fourfold.engine.model import activations
-from fourfold.engine.parallel import adding, lean_loss
+from fourfold.engine.parallel import data, lean_loss
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: the kernels are Triton's"
@@ -62,9 +62,9 @@ def test_sums_and_gradient_of_logits(rows: int, width: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("count", [1, 4096, 4097, 1_000_003])
 def test_gradients_add_up_in_the_wide_format(count: int) -> None:
     first, second, third = (randn(count + i)[:count].clone() for i in range(3))
-    total = adding.add_gradient(first, second, torch.float32)
+    total = data.add_gradient(first, second, torch.float32)
     assert torch.equal(total, first.float() + second.float())
-    again = adding.add_gradient(total, third, torch.float32)
+    again = data.add_gradient(total, third, torch.float32)
     assert again is total
     assert torch.equal(total, first.float() + second.float() + third.float())
 
@@ -72,7 +72,7 @@ def test_gradients_add_up_in_the_wide_format(count: int) -> None:
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (8, 4096), (3, 5001)])
 def test_gradients_are_laid_side_by_side(rows: int, width: int) -> None:
     narrow, wide = randn(rows, width), torch.full((rows, 2 * width + 3), -1.0, device="cuda")
-    adding.widen(narrow, wide[:, 3 : 3 + width])
+    data.widen(narrow, wide[:, 3 : 3 + width])
     assert torch.equal(wide[:, 3 : 3 + width], narrow.float())
     assert bool((wide[:, :3] == -1).all())
     assert bool((wide[:, 3 + width :] == -1).all())

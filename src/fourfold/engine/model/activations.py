@@ -81,7 +81,7 @@ def _(x: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block, count = 2 * _BLOCK, x.numel()
     grid = (-(-count // block),)
-    _gelu_kernels().gelu[grid](x.contiguous(), out, count, BLOCK=block, num_warps=_WARPS)
+    _kernels().gelu[grid](x.contiguous(), out, count, BLOCK=block, num_warps=_WARPS)
     return out
 
 
@@ -111,7 +111,7 @@ def _(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     grid = (-(-width // _COLUMNS), sums.shape[0])
     sizes = {"ROWS": _ROWS, "TILE": _TILE, "COLUMNS": _COLUMNS, "num_warps": _WARPS}
     tensors = (x.contiguous(), grad.contiguous(), out, sums)
-    _gelu_kernels().gelu_backward[grid](*tensors, rows, width, **sizes)
+    _kernels().gelu_backward[grid](*tensors, rows, width, **sizes)
     return out, sums
 
 
@@ -163,20 +163,13 @@ def _(gate_up: Tensor, grad: Tensor) -> Tensor:
     width = grad.shape[-1]
     grid = (grad.numel() // width, -(-width // _BLOCK))
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
-    _swiglu_kernel()[grid](gate_up, grad, out, width, BLOCK=_BLOCK, num_warps=_WARPS)
+    _kernels().swiglu_backward[grid](gate_up, grad, out, width, BLOCK=_BLOCK, num_warps=_WARPS)
     return out
 
 
 @functools.cache
-def _swiglu_kernel() -> Any:
+def _kernels() -> Any:
     """triton comes with torch for GPUs only, so it is imported late."""
-    from fourfold.engine.model.swiglu_triton import swiglu_backward
+    from fourfold.engine.model import triton_kernels
 
-    return swiglu_backward
-
-
-@functools.cache
-def _gelu_kernels() -> Any:
-    from fourfold.engine.model import gelu_triton
-
-    return gelu_triton
+    return triton_kernels

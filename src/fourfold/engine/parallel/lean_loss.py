@@ -122,9 +122,9 @@ def _share(grad: Tensor, targets: Tensor, logsum: Tensor) -> Tensor:
 @functools.cache
 def _kernels() -> Any:
     """triton comes with torch for GPUs only, so it is imported late."""
-    from fourfold.engine.parallel import loss_triton
+    from fourfold.engine.model import triton_kernels
 
-    return loss_triton
+    return triton_kernels
 
 
 def _gpu_sums(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
