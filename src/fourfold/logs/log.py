@@ -1,4 +1,4 @@
-"""Which engine wrote this log, and which runs are in it? One pass, in bounded memory."""
+"""Recognises the engine that wrote a log, and reads its runs in one pass and bounded memory."""
 
 from __future__ import annotations
 

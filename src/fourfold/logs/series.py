@@ -1,4 +1,4 @@
-"""How long does a step of a run take? The median of its iterations, from lines of its log.
+"""The seconds of a step: the median of a run's iterations, from lines of its log.
 
 Left out: the first line of every start, leading lines that still drift, iterations that were
 skipped, lines that follow an evaluation or a checkpoint (their time is in it), and lines of another
