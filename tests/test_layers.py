@@ -22,7 +22,8 @@ ALLOWED = {
     "tables": COST | {"tables", "show"},  # one renderer of tables
     "logs": COST | {"logs"},
     "verbs": COST | {"search", "launch", "tables", "logs", "verbs"},
-    "commands": SPEC | {"verbs", "show", "options", "output", "commands"} | _UNSORTED,
+    "page": COST | {"search", "tables", "verbs", "show", "options", "page"},
+    "commands": SPEC | {"verbs", "show", "page", "options", "output", "commands"} | _UNSORTED,
 }
 # Top-level modules that have a direction of their own; the library's face names verbs and types.
 TOP = {
@@ -45,7 +46,7 @@ SHARED = {"errors", "flag", "units", "files", "escape", "events", "__init__"}
 # The exported names themselves: `fourfold.plan`.
 FACE = {"__version__"}
 # Imported where they are used, never while a module loads: they cost 0.1 to 6 s.
-LATE = {"numpy", "rich", "plotly", "matplotlib", "torch"}
+LATE = {"numpy", "rich", "plotly", "matplotlib", "starlette", "torch", "uvicorn"}
 # The vectorised cost model and search are reached only through commands that need NumPy anyway.
 NUMPY_FOLDERS = {"cost", "search", "verbs"}
 

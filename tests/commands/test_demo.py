@@ -86,8 +86,11 @@ def test_the_plan_is_legal_diverse_and_sorted(profile: HardwareProfile) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_demo_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--layouts", "2", "--steps", "2", "--format", "json"]) == 0
+def test_the_whole_demo_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "demo")]
+    assert main(["demo", "--layouts", "2", "--steps", "2", *out, "--format", "json"]) == 0
+    page = (tmp_path / "demo" / "demo.html").read_text()
+    assert "2 runs: llama-mini" in page
     runs = json.loads(capfd.readouterr().out)["runs"]
     assert [run["outcome"] for run in runs] == ["ok", "ok"]
     # The layout changes the speed, never the mathematics.

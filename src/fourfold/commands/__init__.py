@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 GROUPS = {
     "plan": {
         "plan": "find the fastest layout for a model on these GPUs, and whether it fits",
+        "serve": "plan in a browser, and watch runs and trainings while they grow",
         "predict": "predict seconds, memory and fit for a table of runs",
         "advise": "find hidden sizes, heads, vocabularies and micro batches that suit a GPU",
         "models": "list model presets and their sizes",

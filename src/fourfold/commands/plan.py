@@ -6,6 +6,7 @@ as ties. Axes, sizes and policies given by flags are fixed, the search chooses t
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ OPTIONS = (
     option(
         "--pick", "layout of the ranking that --export writes (default 1)", "N", read=int, rare=True
     ),
+    option("--html", "write one page: the answer, charts, settings for every engine", "FILE"),
+    option("--open", "with --html: show the page in a browser", switch=True, rare=True),
     option("--details", "all columns, evidence, sensitivity and search statistics", switch=True),
     options.FORCE,
     options.FORMAT,
@@ -68,9 +71,27 @@ def run(args: Any, show: OnEvent) -> Output:
         raise UserError("needs --explain", field="--timeline", hint="add --explain 'pp4 dp2'")
     if args.export:
         return _export(args, request, show)
-    answer = fourfold.plan(request, on_event=show)
+    answer = _paged(args, request, show) if args.html else fourfold.plan(request, on_event=show)
     status, details = 0 if answer.ranked else 1, bool(args.details)
     return Output.of(answer, lambda: shown.page(answer, details=details), status=status)
+
+
+def _paged(args: Any, request: PlanRequest, show: OnEvent) -> Any:
+    """The answer, also written as a page."""
+    from fourfold.page.plan import plan_page
+    from fourfold.page.write import check_page, write_page
+    from fourfold.verbs.export import export_all
+
+    check_page(args.html, force=bool(args.force))
+    answer = fourfold.plan(request, on_event=show)
+    exports = export_all(request, name=args.model or "", on_event=show)
+    timeline = None
+    if answer.best is not None and answer.best.layout.pp > 1:
+        with contextlib.suppress(UserError):  # too many actions for a picture
+            timeline = fourfold.explain(request, answer.best.layout, draw=True).timeline
+    text = plan_page(answer, request, exports=exports, timeline=timeline)
+    write_page(args.html, text, on_event=show, browser=bool(args.open))
+    return answer
 
 
 def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:

@@ -4,7 +4,8 @@ SOURCE is a store (a folder of runs) or a file of tables (.md, .csv, .json); the
 store of --runs. Styles: mpt, the 20 columns of the MPT benchmarks; topology, the columns of the
 BLOOM notes; scaling, TFLOP/s by layout and GPU count. A configuration measured more than once is
 shown with its newest figure, with the older ones below. The report ends with the accuracy of the
-predictions made before the runs. --out NAME writes NAME.csv and NAME.md.
+predictions made before the runs. --out NAME writes NAME.csv and NAME.md; --html FILE writes one
+page with a table and charts that needs no network.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ EXAMPLES = """\
 examples:
   fourfold report --style topology
   fourfold report --style mpt --out results
+  fourfold report --html runs.html --open
   fourfold report runs/ colleague/runs published.md --style scaling --format md
 """
 OPTIONS = (
     *options.of(ReportRequest),
     option("--out", "write NAME.csv and NAME.md", "NAME"),
+    option("--html", "write one page with charts that opens anywhere", "FILE"),
+    option("--open", "with --html: show the page in a browser", switch=True),
     options.FORCE,
     options.FORMAT,
 )
@@ -39,14 +43,31 @@ _MARKS = {"csv": ",about\n", "md": "Written by 'fourfold report'"}
 
 
 def run(args: Any, show: OnEvent) -> Output:
-    answer = fourfold.report(options.load(ReportRequest, args), on_event=show)
+    request = options.load(ReportRequest, args)
+    if args.open and not args.html:
+        raise UserError("needs --html", field="--open", hint="add --html FILE")
+    answer = _paged(args, request, show) if args.html else fourfold.report(request, on_event=show)
     if args.out:
         _write_both(answer, args.out, bool(args.force), show)
     style = args.format or "text"
-    page = write(answer.document, style) if style in ("text", "md") and not args.out else ""
-    if args.out and style != "json":
+    quiet = args.out or args.html
+    page = write(answer.document, style) if style in ("text", "md") and not quiet else ""
+    if quiet and style != "json":
         return Output(raw="")
     return Output(answer.plain, answer.styled_rows, lambda: [page])
+
+
+def _paged(args: Any, request: ReportRequest, show: OnEvent) -> Any:
+    """The report, also written as a page."""
+    from fourfold.page.command import report_command
+    from fourfold.page.report import report_page
+    from fourfold.page.write import check_page, write_page
+
+    check_page(args.html, force=bool(args.force))
+    answer = fourfold.report(request, on_event=show)
+    text = report_page(answer, command=report_command(request))
+    write_page(args.html, text, on_event=show, browser=bool(args.open))
+    return answer
 
 
 def _write_both(answer: Any, name: str, force: bool, show: OnEvent) -> None:

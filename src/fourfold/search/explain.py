@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.memory.peak import USABLE, memory
-from fourfold.cost.predict import chunk_times
+from fourfold.cost.predict import Predictions, chunk_times
 from fourfold.cost.schedule.simulate import Timeline, play
 from fourfold.errors import UserError
 from fourfold.search.answer import answer
@@ -199,8 +199,13 @@ def _smallest(ranking: Ranking) -> Smallest:
 
 
 def timeline(ranking: Ranking, place: int = 0) -> Timeline:
-    """Of the layout at `place`. Gradient reduction and optimizer come after and are not shown."""
+    """Of the layout at `place`."""
     predicted = ranking.predicted.take(np.array([place]))
+    return pipeline_timeline(predicted, f"{ranking.query.model.name}, {ranking.layout(place)}")
+
+
+def pipeline_timeline(predicted: Predictions, name: str) -> Timeline:
+    """Of the first run. Gradient reduction and optimizer come after and are not shown."""
     c = predicted.columns
     stages, virtual, micros = int(c.pp[0]), int(c.vpp[0]), int(c.micros[0])
     actions = 3 * stages * virtual * micros
@@ -208,12 +213,12 @@ def timeline(ranking: Ranking, place: int = 0) -> Timeline:
         raise UserError(
             f"has {actions:,} actions, too many for a picture (at most {MOST_ACTIONS:,})",
             field="timeline",
-            value=str(ranking.layout(place)),
+            value=name,
             hint="use a smaller --global-batch; the order is the same",
         )
     times, _ = chunk_times(c, predicted.times.parts, micros)
     return play(
-        f"{ranking.query.model.name}, {ranking.layout(place)}",
+        name,
         SCHEDULES[int(c.schedule[0])],
         times,
         stages=stages,

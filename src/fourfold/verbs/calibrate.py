@@ -13,6 +13,7 @@ from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import must_be_ok, run_job
 from fourfold.launch.permit import gpu_count
+from fourfold.result.files.store import Store
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of
 from fourfold.result.quality import flags
@@ -131,7 +132,10 @@ class Demo(Answer):
         return codec.encode(self.runs)
 
 
-def demo(*, layouts: int = 3, steps: int = 6, on_event: OnEvent = ignore) -> Demo:
+def demo(
+    *, layouts: int = 3, steps: int = 6, store: str | None = None, on_event: OnEvent = ignore
+) -> Demo:
+    """`store`: where the runs are kept, with what was predicted (None: nowhere)."""
     layouts, steps = min(max(layouts, 1), 8), min(max(steps, 1), 1000)
     chosen = scene(gpu_count())
     on_event(Event("1 of 3: measuring this machine (fourfold calibrate --quick) ..."))
@@ -141,6 +145,10 @@ def demo(*, layouts: int = 3, steps: int = 6, on_event: OnEvent = ignore) -> Dem
     planned = _plan(chosen, cluster, profile, layouts, on_event)
     on_event(Event(f"3 of 3: running {len(planned)} layouts, {steps} timed steps each ..."))
     reports = _measure([spec for spec, _ in planned], steps, on_event)
+    if store is not None:
+        basis = f"profile of {profile.host}, {profile.made_at[:16]}"
+        for (_, said), report in zip(planned, reports, strict=True):
+            Store(store).keep(replace(report, predicted=replace(said, basis=basis)))
     runs = [_run(*one, report) for one, report in zip(planned, reports, strict=True)]
     return Demo(chosen, cluster, tuple(runs))
 

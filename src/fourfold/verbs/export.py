@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fourfold.cost.memory.peak import USABLE, memory_bounds
 from fourfold.errors import UserError
-from fourfold.events import OnEvent, ignore
+from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup
 from fourfold.search.ranking import Ranking
@@ -49,6 +49,32 @@ def export(
         script=exports.write(request.export, setup),
         notes=setup.notes,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotExported:
+    """An engine that cannot run what was asked for, and why."""
+
+    engine: str
+    reason: str
+
+
+def export_all(
+    request: PlanRequest, *, name: str = "", on_event: OnEvent = ignore
+) -> tuple[Exported | NotExported, ...]:
+    """The best layout for every engine, each by its own rules: what one cannot do, another can."""
+    found: list[Exported | NotExported] = []
+    for engine in exports.ENGINES:
+        stack = (
+            request.stack if (request.stack or "").startswith(exports.stack_of(engine)) else None
+        )
+        on_event(Event(f"settings for {engine}", "progress"))
+        try:
+            asked = replace(request, export=engine, stack=stack)
+            found.append(export(asked, name=name))
+        except UserError as error:
+            found.append(NotExported(engine=engine, reason=str(error)))
+    return tuple(found)
 
 
 def _setup(ranking: Ranking, place: int, name: str) -> Setup:

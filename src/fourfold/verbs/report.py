@@ -34,12 +34,14 @@ _MOST_SCORED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Answer):
-    """`document` has a table for what can be compared, `records` are all results, none merged."""
+    """`document` has a table for what can be compared, `records` are all results, none merged;
+    `stored` are the runs behind them, None for a row of a table."""
 
     style: str
     convention: str
     document: Document
     records: tuple[Record, ...]
+    stored: tuple[Stored | None, ...]
     scores: tuple[RunningScore, ...]
 
     def plain(self) -> dict[str, Any]:
@@ -65,8 +67,7 @@ class Report(Answer):
 
 def report(request: ReportRequest, *, on_event: OnEvent = ignore) -> Report:
     rule = convention(request.convention or STYLE_CONVENTION[request.style]).id
-    stored: list[Stored] = []
-    found = _records(request, stored, on_event)
+    found, stored = _records(request, on_event)
     if not found:
         raise UserError(
             "contains no results",
@@ -74,7 +75,7 @@ def report(request: ReportRequest, *, on_event: OnEvent = ignore) -> Report:
             hint="'fourfold bench' and 'fourfold sweep' store runs; --runs selects another store",
         )
     document = publish(found, request.style, rule)
-    judged = _scores(request, stored)
+    judged = _scores(request, [item for item in stored if item is not None])
     for score in judged:
         document = with_line(document, str(score))
     return Report(
@@ -82,6 +83,7 @@ def report(request: ReportRequest, *, on_event: OnEvent = ignore) -> Report:
         convention=rule,
         document=document,
         records=tuple(found),
+        stored=tuple(stored),
         scores=tuple(judged),
     )
 
@@ -107,10 +109,11 @@ def _scores(request: ReportRequest, found: list[Stored]) -> list[RunningScore]:
     return scores([Judged(prediction, item.summary) for prediction, item in pairs])
 
 
-def _records(request: ReportRequest, seen: list[Stored], on_event: OnEvent) -> list[Record]:
-    """Rows of every source; the stored runs among them are added to `seen`. Short trials that only
-    asked whether a run fits are no measurements."""
+def _records(request: ReportRequest, on_event: OnEvent) -> tuple[list[Record], list[Stored | None]]:
+    """(rows of every source, the stored run of each). Short trials that only asked whether a run
+    fits are no measurements."""
     found: list[Record] = []
+    seen: list[Stored | None] = []
     for source in request.sources or (request.runs,):
         if Path(source).is_dir():
             chosen = chosen_runs(dataclasses.replace(request, runs=source), on_event)
@@ -120,6 +123,7 @@ def _records(request: ReportRequest, seen: list[Stored], on_event: OnEvent) -> l
         elif request.sources:
             document = read_file(source)
             found += [r for r in records(document) if r.outcome != "absent"]
+            seen += [None] * (len(found) - len(seen))
             for table in (block for block in document.blocks if isinstance(block, Table)):
                 headings = ", ".join(f"'{heading}'" for heading in unread(table))
                 if headings:
@@ -131,7 +135,7 @@ def _records(request: ReportRequest, seen: list[Stored], on_event: OnEvent) -> l
                 value=source,
                 hint="measure something with 'fourfold bench' first",
             )
-    return found
+    return found, seen
 
 
 @dataclass(frozen=True, slots=True)

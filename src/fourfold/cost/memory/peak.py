@@ -116,25 +116,35 @@ def memory(c: Columns, coef: Coefficients) -> Memory:
 
 def _own(c: Columns, coef: Coefficients) -> Memory:
     """Of our own engine, and of torch's FSDP2 in others: tensors, and what no tensor shows."""
+    totals, kinds = _own_stages(c, coef)
+    worst = np.maximum.reduce(np.broadcast_arrays(*totals))
+    fullest = [total >= worst for total in totals]
+    parts = {name: np.select(fullest, [stage[name] for stage in kinds]) for name in kinds[0]}
+    return Memory(totals[0], np.where(c.pp > 1, totals[-1], totals[0]), worst, parts)
+
+
+def _own_stages(c: Columns, coef: Coefficients) -> tuple[list[Floats], list[dict[str, Floats]]]:
+    """(bytes, bytes by kind) of the first, the fullest middle and the last stage."""
     micros = c.micros
     peaks = [stage_peak(c, stage, micros) for stage in stages(c, micros)]
     # Nothing of a GPU's is there on a CPU, whose calibrations have no base.
     base = np.where(np.asarray(coef["base_gib"]) > 0, unseen_bytes(c), 0.0)
-    totals = [peak.total * c.reserved + base for peak in peaks]
-    worst = np.maximum.reduce(np.broadcast_arrays(*totals))
-    fullest = [total >= worst for total in totals]
+    kinds = [
+        {
+            "state": peak.state * c.reserved,
+            "activations": peak.activations * c.reserved,
+            "logits": peak.loss * c.reserved,
+            "gathered_weights": peak.weights * c.reserved,
+            "base": base + np.zeros_like(peak.total),
+        }
+        for peak in peaks
+    ]
+    return [peak.total * c.reserved + base for peak in peaks], kinds
 
-    def at(name: str) -> Floats:
-        return np.select(fullest, [getattr(peak, name) * c.reserved for peak in peaks])
 
-    parts = {
-        "state": at("state"),
-        "activations": at("activations"),
-        "logits": at("loss"),
-        "gathered_weights": at("weights"),
-        "base": base + np.zeros_like(worst),
-    }
-    return Memory(totals[0], np.where(c.pp > 1, totals[-1], totals[0]), worst, parts)
+def stage_kinds(c: Columns, coef: Coefficients) -> list[dict[str, Floats]]:
+    """Bytes by kind of the first, the fullest middle and the last stage of our own engine."""
+    return _own_stages(c, coef)[1]
 
 
 def _fitted(c: Columns, coef: Coefficients) -> Memory:

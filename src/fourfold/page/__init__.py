@@ -1,0 +1,1 @@
+"""Pages that people share: one HTML file each, whose charts plotly draws in the browser."""

@@ -1,0 +1,26 @@
+"use strict";
+// The page of one plan.
+const plan = F.data;
+F.$("title").textContent = plan.title;
+F.$("answer").textContent = plan.sentence;
+F.$("made").textContent = `Made by fourfold ${plan.version}`;
+F.fill(F.$("tiles"), ...F.planTiles(plan));
+const planCard = (id, wide) => {
+  const card = F.h("section", { class: wide ? "card wide" : "card", id });
+  F.$("charts").append(card);
+  return card;
+};
+const tall = plan.rows.length > 6 ? "high" : "";
+new F.Chart(planCard("steps"), "Seconds per step", () => F.stepChart(plan), { size: tall });
+new F.Chart(planCard("memory"), "Memory against the limit", () => F.planMemory(plan), { size: tall });
+if (plan.timeline) new F.Chart(planCard("timeline", true), "Pipeline of #1", () => F.timeline(plan.timeline, ""), {});
+F.planGrid(new F.Grid(F.$("grid"), { caption: "Ranked layouts", perPage: 50 }), plan);
+F.fill(F.$("flips"), F.planFlips(plan));
+F.fill(F.$("remarks"), F.h("ul", { class: "remarks" }, ...plan.remarks.map((text) => F.h("li", {}, text))));
+F.fill(F.$("command"), F.copyable("The command that gives this answer", plan.command));
+F.fill(F.$("exports"), ...plan.exports.map((one) => {
+  const said = one.said.map((text) => F.h("p", { class: "note" }, text));
+  const text = one.script ? F.copyable(`Settings for ${one.engine}`, one.script) : null;
+  return F.h("details", {}, F.h("summary", {}, one.script ? one.engine : `${one.engine}: not possible`), ...said, text);
+}));
+F.theme.start();

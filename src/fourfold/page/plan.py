@@ -1,0 +1,118 @@
+"""A plan as one page: the answer, every ranked layout with its interval, and what to run.
+
+request = PlanRequest(model="llama-3.1-8b", gpu="h100-80gb", gpus=64, seq_len=8192, ...)
+text = plan_page(fourfold.plan(request), request)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import fourfold
+from fourfold.page import document
+from fourfold.page.command import plan_command
+from fourfold.page.run_details import timeline_data
+from fourfold.show import plan as shown
+from fourfold.show.table import Grid, Part
+from fourfold.verbs.drawing import MOST_EVENTS
+from fourfold.verbs.export import Exported, NotExported
+from fourfold.verbs.requests import PlanRequest
+
+if TYPE_CHECKING:
+    from fourfold.cost.schedule.simulate import Timeline
+    from fourfold.search.answer import PlanAnswer, PlanRow
+
+PLAN_SCRIPTS = ("timeline.js", "plan_charts.js", "plan.js")
+
+
+def plan_page(
+    answer: PlanAnswer,
+    request: PlanRequest,
+    *,
+    exports: Sequence[Exported | NotExported] = (),
+    timeline: Timeline | None = None,
+) -> str:
+    """`exports`: of every engine (verbs.export.export_all); `timeline`: of the best layout."""
+    data = plan_data(answer, request) | {
+        "exports": [_exported(one) for one in exports],
+        "timeline": timeline_data(timeline) if timeline and _is_readable(timeline) else None,
+    }
+    return document.document(
+        title=data["title"], body=document.asset("plan.html"), data=data, scripts=PLAN_SCRIPTS
+    )
+
+
+def plan_data(answer: PlanAnswer, request: PlanRequest) -> dict[str, Any]:
+    """What a page or a view of a plan holds, as plain data."""
+    sentence, table, remarks = _parts(shown.page(answer, details=True))
+    return {
+        "kind": "plan",
+        "title": f"{answer.model} on {answer.gpus} x {answer.gpu}",
+        "version": fourfold.__version__,
+        "sentence": sentence,
+        "remarks": remarks,
+        "command": plan_command(request),
+        "headings": list(table.headings) if table else [],
+        "cells": [list(row) for row in table.rows] if table else [],
+        "rows": [_row(row) for row in answer.ranked],
+        "tied": answer.tied_with_first,
+        "tie_width_pct": answer.tie_width_pct,
+        "memory_bytes": answer.memory_bytes,
+        "flips": [
+            {
+                "about": flip.about,
+                "knob": flip.knob,
+                "value": flip.value,
+                "other": flip.other,
+                "winner": flip.winner,
+                "layout": str(flip.layout),
+                "gain_pct": 100 * (flip.gain - 1),
+            }
+            for flip in answer.flips
+        ],
+    }
+
+
+def _is_readable(timeline: Timeline) -> bool:
+    return len(timeline.events) <= MOST_EVENTS
+
+
+def _parts(parts: Iterable[Part]) -> tuple[str, Grid | None, list[str]]:
+    """(the answer, the table, all else that is said) of the page for a terminal."""
+    shown_parts = list(parts)
+    texts = [part for part in shown_parts if isinstance(part, str) and part]
+    grid = next((part for part in shown_parts if isinstance(part, Grid)), None)
+    # What would change the order has a place of its own.
+    return texts[0], grid, [text for text in texts[1:] if not text.startswith("sensitivity: ")]
+
+
+def _row(row: PlanRow) -> dict[str, Any]:
+    return {
+        "rank": row.rank,
+        "name": str(row),
+        "micro_batch": row.micro_batch,
+        "sharding": row.policy.sharding,
+        "recompute": row.policy.recompute,
+        "step_s": row.step_s,
+        "low_s": row.step_s_low,
+        "high_s": row.step_s_high,
+        "exposed_s": row.exposed_s,
+        "peak_bytes": row.peak_bytes,
+        "low_bytes": row.peak_bytes_low,
+        "high_bytes": row.peak_bytes_high,
+        "kinds_bytes": row.memory_bytes,
+        "tight": row.tight,
+        "tokens_s_gpu": row.tokens_s_gpu,
+        "tflops_gpu": row.tflops_gpu,
+        "mfu_pct": row.mfu_pct,
+        "training_s": row.training_s,
+        "gpu_hours": row.gpu_hours,
+        "cost": row.cost,
+    }
+
+
+def _exported(one: Exported | NotExported) -> dict[str, Any]:
+    if isinstance(one, NotExported):
+        return {"engine": one.engine, "script": "", "said": [one.reason]}
+    return {"engine": one.engine, "script": one.script, "said": list(one.notes)}

@@ -1,0 +1,118 @@
+"""A report as one page: every run with its figures, and all of them in charts.
+
+    text = report_page(fourfold.report(ReportRequest(runs="runs")))
+
+The library has worked out every number; the page's scripts choose, sort and draw them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import fourfold
+from fourfold.page import document
+from fourfold.page.run_details import run_details
+from fourfold.result.record import KINDS, Record
+from fourfold.result.report import OUTCOMES
+from fourfold.spec.layout import AXES, MODEL_AXES
+from fourfold.tables.derive import derive
+from fourfold.tables.document import Table, Text
+from fourfold.tables.styles import MPT, TOPOLOGY, Column
+from fourfold.verbs.report import Report
+
+REPORT_SCRIPTS = ("timeline.js", "report_charts.js", "run.js", "report.js")
+# Of a record, what the page filters by and draws.
+FIELDS = (
+    "run_id", "repeat", "label", "hardware", "outcome", "gpus", "nodes", *AXES,
+    "virtual_stages", "micro_batch", "global_batch", "seq_len", "precision", "sharding",
+    "recompute", "schedule", "cp_kind", "attention", "stack", "tag", "note", "started_at", "step_s",
+    "low_s", "high_s", "samples", "tokens_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "hfu_pct",
+    "peak_bytes", "mem_gb", "predicted_s", "predicted_low_s", "predicted_high_s",
+    "predicted_bytes", "predicted_limit_bytes", "loss", "failure", "layout",
+)  # fmt: skip
+# Columns of the table by style; of a scaling table, what its rows, columns and cells say.
+_SCALING = ("gpus", *MODEL_AXES, "micro_batch", "tflops_gpu", "note")
+
+
+def report_page(answer: Report, *, command: str = "", title: str = "") -> str:
+    return document.document(
+        title=title or report_title(answer),
+        body=document.asset("report.html"),
+        data=report_data(answer, command=command, title=title),
+        scripts=REPORT_SCRIPTS,
+    )
+
+
+def report_title(answer: Report) -> str:
+    models = list(dict.fromkeys(r.label or r.model for r in answer.records if r.label or r.model))
+    more = f" and {len(models) - 3} more" if len(models) > 3 else ""
+    named = f": {', '.join(models[:3])}{more}" if models else ""
+    count = len(answer.records)
+    return f"{count:,} run{'s' * (count != 1)}{named}"
+
+
+def report_data(answer: Report, *, command: str = "", title: str = "") -> dict[str, Any]:
+    """What the page holds, as plain data."""
+    full = [derive(record, answer.convention) for record in answer.records]
+    columns = style_columns(answer.style, full)
+    environments: list[dict[str, str]] = []
+    return {
+        "kind": "report",
+        "title": title or report_title(answer),
+        "version": fourfold.__version__,
+        "command": command,
+        "style": answer.style,
+        "convention": answer.convention,
+        "fields": list(FIELDS),
+        "outcomes": list(OUTCOMES),
+        "rows": [row_values(record) for record in full],
+        "columns": [{"heading": c.heading, "field": c.field} for c in columns],
+        "cells": [[column.write(record) for column in columns] for record in full],
+        "values": [[_value(record, column) for column in columns] for record in full],
+        "scores": [
+            {"basis": s.basis, "text": str(s), "error_pct": s.median_error_pct, "runs": s.runs}
+            for s in answer.scores
+        ],
+        "tables": published_tables(answer) if answer.style == "scaling" else [],
+        "details": run_details(answer, environments),
+        "environments": environments,
+    }
+
+
+def row_values(record: Record) -> list[Any]:
+    return [getattr(record, name) for name in FIELDS]
+
+
+def _value(record: Record, column: Column) -> Any:
+    """What a column sorts by: the number behind its cell (None: it has none), or the cell."""
+    if KINDS.get(column.field, "").startswith(("int", "float")):
+        return getattr(record, column.field)
+    return column.write(record)
+
+
+def style_columns(style: str, records: Sequence[Record]) -> list[Column]:
+    if style == "mpt":
+        return list(MPT)
+    if style == "topology":
+        return [column for column in TOPOLOGY if column.needed(records)]
+    return [column for column in (*TOPOLOGY, *MPT) if column.field in _SCALING and _first(column)]
+
+
+def _first(column: Column) -> bool:
+    """Both styles have a column of most fields: the first is taken."""
+    fields = [one.field for one in (*TOPOLOGY, *MPT)]
+    return (*TOPOLOGY, *MPT).index(column) == fields.index(column.field)
+
+
+def published_tables(answer: Report) -> list[dict[str, Any]]:
+    """The style's own tables, each with what stands above it."""
+    found: list[dict[str, Any]] = []
+    about = ""
+    for block in answer.document.blocks:
+        if isinstance(block, Text):
+            about = next((line for line in reversed(block.lines) if line.strip()), about)
+        elif isinstance(block, Table):
+            rows = [list(row.cells) for row in block.data]
+            found.append({"about": about, "headings": list(block.headings), "rows": rows})
+    return found

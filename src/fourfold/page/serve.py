@@ -1,0 +1,226 @@
+"""The planner and a run store in a browser: an app over the same functions as the commands.
+
+It reads; nothing that a browser sends is written anywhere, or names a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from html import escape
+from typing import Any
+
+import fourfold
+from fourfold.errors import UserError
+from fourfold.page import document
+from fourfold.page.guard import Guard, Served
+from fourfold.page.plan import PLAN_SCRIPTS
+from fourfold.page.planner import Planner, SupersededError, first_look
+from fourfold.page.report import REPORT_SCRIPTS, report_data
+from fourfold.spec import catalog, codec, words
+from fourfold.spec.hf.shapes import shape_from_config
+from fourfold.verbs.requests import PlanRequest, ReportRequest, RunsRequest
+
+# Fields of the form; what is empty is left to the planner.
+_NUMBERS = ("gpus", "seq_len", "global_batch", "micro_batch", "max_nodes", "top")
+_TEXTS = ("cluster", "gpu", "stack", "layout")
+_POLICY = ("precision", "sharding", "recompute")
+# Short names of engines; 'fourfold plan --stack list' has all.
+STACKS = ("megatron", "torchtitan", "nanotron", "fourfold")
+_MOST_CONFIG_BYTES = 100_000
+
+
+def plan_request(asked: Mapping[str, str]) -> PlanRequest:
+    """What the form asks, checked: names of the catalogue only, never a path."""
+    given: dict[str, Any] = {"model": _model(asked)}
+    given |= {name: _number(asked, name) for name in _NUMBERS if asked.get(name, "").strip()}
+    given |= {name: asked[name].strip() for name in _TEXTS if asked.get(name, "").strip()}
+    if given.get("cluster") and given["cluster"] not in catalog.cluster_names():
+        raise UserError("unknown cluster", field="cluster", value=given["cluster"])
+    if given.get("gpu") and given["gpu"] not in catalog.device_names():
+        raise UserError("unknown GPU", field="gpu", value=given["gpu"])
+    given["policy"] = {name: asked[name] for name in _POLICY if asked.get(name)}
+    if asked.get("where", "").strip():
+        given["where"] = (asked["where"],)
+    given |= {name: True for name in ("safe", "explore") if asked.get(name)}
+    for name in ("seq_len", "global_batch"):
+        if name not in given:
+            raise UserError("is required", field=name.replace("_", " "))
+    return PlanRequest(**given)
+
+
+def _model(asked: Mapping[str, str]) -> Any:
+    config = asked.get("config", "").strip()
+    if config:
+        if len(config) > _MOST_CONFIG_BYTES:
+            raise UserError("is too long", field="config.json")
+        return shape_from_config(codec.parse_json(config), "config.json")
+    name = asked.get("model", "").strip().lower()
+    if name not in catalog.model_names():
+        raise UserError(
+            "unknown model", field="model", value=name, hint="choose a preset or paste a config"
+        )
+    return name
+
+
+def _number(asked: Mapping[str, str], name: str) -> int:
+    try:
+        value = int(asked[name].strip().replace(",", ""))
+    except ValueError:
+        value = 0
+    if not 1 <= value < 2**31:
+        raise UserError("must be a number from 1", field=name.replace("_", " "), value=asked[name])
+    return value
+
+
+class Views:
+    """What each address answers; work is done in threads, plans in processes of their own."""
+
+    def __init__(self, settings: Served) -> None:
+        self.settings, self.planner = settings, Planner()
+
+    async def plan(self, request: Any) -> Any:
+        from starlette.concurrency import run_in_threadpool
+        from starlette.responses import HTMLResponse, Response
+
+        asked = dict(request.query_params)
+        full = asked.pop("full", "") == "1"
+        view = asked.pop("view", "")[:64]
+        try:
+            wanted = await run_in_threadpool(plan_request, asked)
+            now = wanted if full else first_look(wanted)
+            data = await self.planner.plan(view, now, request.is_disconnected)
+        except SupersededError:
+            return Response(status_code=204)
+        except UserError as error:
+            is_page = request.headers.get("hx-request") == "true"
+            return HTMLResponse(message(error), status_code=200 if is_page else 422)
+        return HTMLResponse(plan_fragment(data, wanted, full=full))
+
+    def page(self, make: Callable[[Served], str]) -> Any:
+        from starlette.concurrency import run_in_threadpool
+        from starlette.responses import HTMLResponse
+
+        async def answer(request: Any) -> Any:
+            return HTMLResponse(await run_in_threadpool(make, self.settings))
+
+        return answer
+
+    def data(self, make: Callable[[Served], Any]) -> Any:
+        from starlette.concurrency import run_in_threadpool
+        from starlette.responses import JSONResponse
+
+        async def answer(request: Any) -> Any:
+            return JSONResponse(await run_in_threadpool(make, self.settings))
+
+        return answer
+
+
+def app(settings: Served) -> Any:
+    """The ASGI application."""
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse
+    from starlette.routing import Route
+
+    views = Views(settings)
+    routes = [Route("/", views.page(home_page)), Route("/plan", views.plan)]
+    if settings.runs:
+        routes += [
+            Route("/runs", views.page(runs_page)),
+            Route("/runs/state", views.data(runs_known)),
+            Route("/runs/data", views.data(runs_data)),
+        ]
+    if settings.train:
+        routes += [
+            Route("/train", views.page(train_page)),
+            Route("/train/data", views.data(train_data)),
+        ]
+
+    async def refused(request: Any, error: Exception) -> Any:
+        return HTMLResponse(message(error), status_code=422)
+
+    return Guard(Starlette(routes=routes, exception_handlers={UserError: refused}), settings)
+
+
+def message(error: Exception) -> str:
+    return f'<p class="warn" role="alert" id="problem">{escape(str(error))}</p>'
+
+
+def plan_fragment(data: dict[str, Any], wanted: PlanRequest, *, full: bool) -> str:
+    """What replaces the last answer: its data, for the charts, and whether more is coming."""
+    from fourfold.page.command import plan_command
+
+    block = document.data_block("plan-data", data | {"command": plan_command(wanted), "full": full})
+    if full:
+        return block
+    return (
+        f'{block}<p class="note" id="more" hx-get="/plan" hx-include="#form" hx-target="#result" '
+        'hx-vals=\'{"full": "1"}\' hx-trigger="load" hx-sync="#form:replace">First look, without '
+        "context parallelism and virtual stages; the whole search is running ...</p>"
+    )
+
+
+def home_page(settings: Served) -> str:
+    data = {
+        "kind": "serve",
+        "version": fourfold.__version__,
+        "models": sorted(catalog.model_names()),
+        "gpus": sorted(catalog.device_names()),
+        "clusters": sorted(catalog.cluster_names()),
+        "stacks": list(STACKS),
+        "precisions": list(words.PRECISIONS),
+        "recompute": list(words.RECOMPUTE),
+        "has_runs": bool(settings.runs),
+        "has_train": bool(settings.train),
+    }
+    return document.document(
+        title="fourfold: plan a layout",
+        body=document.asset("serve.html"),
+        data=data,
+        scripts=("htmx.min.js", *PLAN_SCRIPTS[:-1], "serve.js"),
+        connect=True,
+    )
+
+
+def runs_known(settings: Served) -> dict[str, Any]:
+    """Changes whenever a run is added."""
+    found = fourfold.runs(RunsRequest(runs=str(settings.runs)))
+    newest = max((stored.summary.started_at for stored in found.runs), default="")
+    return {"count": len(found.runs), "newest": newest}
+
+
+def runs_data(settings: Served) -> dict[str, Any]:
+    answer = fourfold.report(ReportRequest(runs=str(settings.runs)))
+    return report_data(answer, title=f"{len(answer.records):,} runs of {settings.runs}")
+
+
+def runs_page(settings: Served) -> str:
+    data = runs_data(settings)
+    return document.document(
+        title=data["title"],
+        body=document.asset("report.html"),
+        data=data,
+        scripts=(*REPORT_SCRIPTS, "live.js"),
+        connect=True,
+    )
+
+
+def train_data(settings: Served) -> dict[str, Any]:
+    shown = fourfold.show_training(str(settings.train))
+    names = ("step", "loss", "lr", "step_s", "tokens_per_s", "grad_norm")
+    return {
+        "kind": "train",
+        "title": f"Training in {settings.train}",
+        "version": fourfold.__version__,
+        "names": names,
+        "points": [[getattr(point, name) for name in names] for point in shown.points],
+    }
+
+
+def train_page(settings: Served) -> str:
+    return document.document(
+        title=f"Training in {settings.train}",
+        body=document.asset("train.html"),
+        data=train_data(settings),
+        scripts=("train.js",),
+        connect=True,
+    )

@@ -1,0 +1,318 @@
+"""The app of `serve`: who may ask, what is answered, what is ended; and its views in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from urllib.parse import urlencode
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("plotly")
+
+from fourfold.errors import UserError
+from fourfold.page.guard import Served
+from fourfold.page.planner import Planner, SupersededError, first_look
+from fourfold.page.serve import app, plan_request
+from fourfold.result.files import curve
+from fourfold.result.files.store import Store
+from fourfold.result.files.training_folder import TrainingFolder
+from fourfold.spec.train import TrainSettings
+from fourfold.verbs.requests import PlanRequest
+
+from .reading import Axis
+from .sample import fill, report, specs
+from .test_report_page import violations
+
+ASKED = {"model": "llama-3.1-8b", "gpu": "h100-80gb", "gpus": "16", "seq_len": "8192",
+         "global_batch": "128", "stack": "megatron"}  # fmt: skip
+LARGE = PlanRequest(
+    model="llama-3.1-70b", gpu="h100-80gb", gpus=512, seq_len=8192, global_batch=1024
+)
+
+
+def ask(served, path: str, query: dict | None = None, *, method: str = "GET", **headers: str):
+    """(status, headers, text) of one request, without a network."""
+    sent: list[dict] = []
+    given = {"host": "127.0.0.1:8300", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    scope = {
+        "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": b"",
+        "root_path": "", "scheme": "http", "query_string": urlencode(query or {}).encode(),
+        "headers": [(k.encode(), v.encode()) for k, v in given.items()],
+        "server": ("127.0.0.1", 8300), "client": ("127.0.0.1", 1),
+    }  # fmt: skip
+
+    async def receive() -> dict:
+        await asyncio.sleep(3600)
+        return {"type": "http.disconnect"}
+
+    async def send(event: dict) -> None:
+        sent.append(event)
+
+    asyncio.run(served(scope, receive, send))
+    names = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
+    return sent[0]["status"], names, b"".join(e.get("body", b"") for e in sent[1:]).decode()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "evil.example:8300"},
+        {"host": "127.0.0.1"},
+        {"host": ""},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "https://127.0.0.1:8300"},
+        {"origin": "http://127.0.0.1:9999"},
+    ],
+)
+def test_a_request_from_elsewhere_is_refused(headers: dict[str, str]) -> None:
+    for path in ("/", "/plan", "/nothing"):
+        assert ask(app(Served()), path, **headers)[0] == 403
+
+
+def test_own_pages_may_ask_and_nothing_is_written() -> None:
+    served = app(Served())
+    for host in ("127.0.0.1:8300", "localhost:8300", "[::1]:8300"):
+        assert ask(served, "/", host=host, origin=f"http://{host}")[0] == 200
+    assert {ask(served, "/plan", method=m)[0] for m in ("POST", "PUT", "DELETE")} == {403}
+    status, headers, _ = ask(served, "/")
+    assert (status, headers["x-frame-options"]) == (200, "DENY")
+    assert ask(served, "/runs")[0] == 404  # no store was given
+
+
+def test_an_address_that_others_reach_needs_a_token() -> None:
+    with pytest.raises(UserError, match="token"):
+        Served(host="0.0.0.0")
+    with pytest.raises(UserError, match="8 or more"):
+        Served(token="a b; HttpOnly")
+    served = app(Served(host="0.0.0.0", token="secret-token", names=("planner.example",)))
+    assert ask(served, "/")[0] == 403
+    assert ask(served, "/", {"token": "wrong"})[0] == 403
+    status, headers, _ = ask(served, "/", {"token": "secret-token"}, host="planner.example:8300")
+    assert status == 200
+    assert "HttpOnly" in headers["set-cookie"]
+    assert "SameSite=Strict" in headers["set-cookie"]
+    assert ask(served, "/", cookie="token=secret-token")[0] == 200
+    assert ask(served, "/", cookie="token=other")[0] == 403
+    assert ask(served, "/", {"token": "secret-token"}, host="evil.example:8300")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": "nope"}, "unknown model"),
+        ({"model": "/etc/passwd"}, "unknown model"),
+        ({"model": "../config.json"}, "unknown model"),
+        ({"cluster": "/etc/passwd", "gpu": ""}, "unknown cluster"),
+        ({"gpu": "<script>alert(1)</script>"}, "&lt;script&gt;"),
+        ({"gpus": "many"}, "must be a number"),
+        ({"gpus": "-4"}, "must be a number"),
+        ({"gpus": "99999999999999999999"}, "must be a number"),
+        ({"gpus": "2000000"}, "1048576"),
+        ({"seq_len": ""}, "is required"),
+        ({"where": "__import__('os')"}, "where"),
+        ({"layout": "tp3 pp"}, "layout"),
+        ({"layout": "tp7"}, "divisible"),
+        ({"config": "{"}, "JSON"),
+        ({"config": '{"model_type": "martian"}'}, "martian"),
+        ({"stack": "no-such-engine"}, "no-such-engine"),
+        ({"cluster": "jean-zay"}, "cluster"),  # and a GPU: one of them
+    ],
+)
+def test_a_bad_query_gets_a_clear_message(change: dict[str, str], said: str) -> None:
+    status, _, text = ask(app(Served()), "/plan", {**ASKED, **change, "view": "bad"})
+    assert status == 422
+    assert said in text
+    assert "Traceback" not in text
+    assert text.startswith('<p class="warn" role="alert"')
+
+
+def test_a_plan_comes_as_a_first_look_and_whole() -> None:
+    served = app(Served())
+    status, _, text = ask(served, "/plan", {**ASKED, "view": "a"})
+    assert status == 200
+    assert 'hx-get="/plan"' in text
+    status, _, text = ask(served, "/plan", {**ASKED, "view": "a", "full": "1"})
+    whole = json.loads(re.search(r'id="plan-data">(.*?)</script>', text)[1])
+    assert whole["full"]
+    assert "hx-get" not in text
+    import fourfold
+
+    best = fourfold.plan(plan_request(ASKED)).best
+    assert whole["rows"][0]["step_s"] == best.step_s
+    assert whole["command"] == (
+        "fourfold plan --model llama-3.1-8b --gpus 16 --seq-len 8192 --global-batch 128 "
+        "--gpu h100-80gb --stack megatron"
+    )
+
+
+def test_a_pasted_config_is_planned() -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+             "rope_theta": 5e5, "rms_norm_eps": 1e-5, "hidden_act": "silu"}  # fmt: skip
+    config = json.dumps({"model_type": "llama", **sizes})
+    found = plan_request({**ASKED, "model": "", "config": config})
+    assert not isinstance(found.model, str)
+    assert (found.model.layers, found.model.name) == (16, "config.json")
+
+
+def test_the_first_look_keeps_what_is_asked_for() -> None:
+    fixed = PlanRequest(
+        model="llama-3.1-8b", seq_len=8192, global_batch=128, gpus=16, gpu="h100-80gb",
+        layout="tp2 cp2", policy={"virtual_stages": 2},
+    )  # fmt: skip
+    assert first_look(fixed).layout == "tp2 cp2"
+    assert first_look(fixed).policy["virtual_stages"] == 2
+    other = first_look(plan_request({**ASKED, "layout": "tp2"}))
+    assert (other.layout, other.policy["cp_kind"]) == ({"tp": 2, "cp": 1}, "ring")
+
+
+def test_a_superseded_query_is_ended_and_others_go_on() -> None:
+    """The same view asks again; another client asks beside it; a third one leaves."""
+    small = plan_request(ASKED)
+
+    async def here() -> bool:
+        return False
+
+    async def left() -> bool:
+        return True
+
+    async def both() -> list:
+        planner = Planner()
+        first = asyncio.create_task(planner.plan("one", LARGE, here))
+        while "one" not in planner._running:
+            await asyncio.sleep(0.01)
+        old = planner._running["one"]
+        leaving = asyncio.create_task(planner.plan("three", LARGE, left))
+        found = await asyncio.gather(
+            first, planner.plan("one", small, here), planner.plan("two", small, here), leaving,
+            return_exceptions=True,
+        )  # fmt: skip
+        return [*found, old.exitcode, dict(planner._running)]
+
+    first, again, other, leaving, code, running = asyncio.run(both())
+    assert isinstance(first, SupersededError)
+    assert isinstance(leaving, SupersededError)
+    assert code == -9  # its process was ended, not awaited
+    assert again["rows"]
+    assert again["rows"] == other["rows"]
+    assert running == {}
+
+
+@pytest.mark.slow
+def test_a_change_is_answered_within_a_cpu_second() -> None:
+    """llama-3.1-70b on 512 GPUs; CPU time, since a shared machine's clock says nothing."""
+    import fourfold
+
+    request = first_look(plan_request({**ASKED, "model": "llama-3.1-70b", "gpus": "512"}))
+    fourfold.plan(request)
+    begun = time.process_time()
+    assert fourfold.plan(request).best
+    assert time.process_time() - begun < 1.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory):
+    """`fourfold serve` with a store and a training: its address, its folder. Before `view`, whose
+    pages ask it until they are closed."""
+    tmp_path = tmp_path_factory.mktemp("serve")
+    fill(tmp_path / "runs", 4)
+    folder = TrainingFolder(tmp_path / "out")
+    folder.root.mkdir()
+    folder.describe(specs(1)[0], TrainSettings(steps=50))
+    folder.metrics.write_text(curve.lines([_point(step) for step in range(1, 6)]))
+    words = ["serve", "--port", "0", "--runs", str(tmp_path / "runs"), "--train", str(folder.root)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fourfold", *words], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        address = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
+        assert address is not None
+        yield address[0], tmp_path
+    finally:
+        process.terminate()
+        said = process.communicate()[1]
+        assert "Traceback" not in said
+
+
+def _point(step: int) -> curve.Point:
+    return curve.Point(
+        step=step, loss=11.0 - 0.1 * step, lr=1e-4, tokens=4096 * step, sequences=step,
+        step_s=0.5, tokens_per_s=8192.0, grad_norm=1.0,
+    )  # fmt: skip
+
+
+def answered(shown, *, full: bool = True) -> None:
+    shown.page.wait_for_selector("html[data-full=yes]" if full else "#plan-data", state="attached")
+    shown.settled()
+
+
+def test_the_planner_in_a_browser(server, view) -> None:
+    address, _ = server
+    start = f"{address}?{urlencode(ASKED)}"
+    shown = view(start)
+    page = shown.page
+    answered(shown)
+    assert shown.text("#answer").startswith("Run llama-3.1-8b on 16 x h100-80gb")
+    before = shown.marks("steps")
+    page.locator("#global_batch").fill("512")
+    page.wait_for_function("() => F.plan.command.includes('512')")
+    answered(shown)
+    marks = shown.marks("steps")
+    x = Axis(marks["xticks"])
+    rows = page.evaluate("F.plan.rows")
+    assert max(x.value(p[0]) for p in marks["points"]) == pytest.approx(
+        max(row["step_s"] for row in rows), abs=1.5 * x.pixel
+    )
+    assert len(marks["errors"]) == len(rows)
+    assert before["points"] != marks["points"]
+    # A link that reproduces the view, and the command.
+    link = shown.text("#again pre >> nth=1")
+    assert "global_batch=512" in link
+    assert page.url == link
+    other = view(link)  # a second client
+    answered(other)
+    assert other.text("#answer") == shown.text("#answer")
+    assert "--global-batch 512" in shown.text("#again pre >> nth=0")
+    # What cannot be asked is said, and the page goes on.
+    page.locator("#gpus").fill("x<b>")
+    page.wait_for_selector("#problem:has-text('must be a number')")
+    assert page.locator("#result b").count() == 0
+    page.locator("#gpus").fill("32")
+    page.wait_for_function("() => F.plan.command.includes('--gpus 32')")
+    answered(shown)
+    assert violations(page) == []
+
+
+def test_a_store_grows_and_a_loss_falls_in_a_browser(server, view) -> None:
+    address, folder = server
+    shown = view(f"{address}runs")
+    assert shown.text("#count") == "All 4 runs."
+    store = Store(folder / "runs")
+    for number, spec in enumerate(specs(7)[4:]):  # as a sweep adds them
+        store.keep(report(spec, number))
+    shown.page.wait_for_selector("#count:has-text('All 7 runs.')")
+    assert len(shown.page.locator("#grid tbody tr").all()) == 7
+    curves = view(f"{address}train")
+    assert "step 5, loss 10.5" in curves.text("#about")
+    with open(folder / "out" / "metrics.jsonl", "a") as stream:
+        stream.write(curve.lines([_point(step) for step in range(6, 11)]))
+    curves.page.wait_for_selector("#about:has-text('step 10, loss 10')")
+    assert curves.marks("loss")["lines"] == 1
+
+
+def test_a_wrong_port_or_host_is_said(capsys) -> None:
+    from fourfold import cli
+
+    assert cli.main(["serve", "--host", "0.0.0.0"]) == 2
+    assert "--token" in capsys.readouterr().err
+    assert cli.main(["serve", "--port", "999999"]) == 2
+    assert "port" in capsys.readouterr().err
