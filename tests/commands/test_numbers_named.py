@@ -14,7 +14,7 @@ from fourfold.show.runs import runs_page
 from fourfold.spec import catalog
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.expression import in_gib, parse
-from fourfold.tables.context import Context, after
+from fourfold.tables.document import Context, after
 from fourfold.tables.publish import STYLE_CONVENTION
 from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.runs import StoredRuns

@@ -22,6 +22,9 @@ LOSS_STEP = 4
 # Divided by, or counted with.
 _FROM_ONE = {"gpus", "nodes", *AXES, "replicate", "layers", "hidden", "heads", "seq_len",
              "global_batch", "virtual_stages"}  # fmt: skip
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,), "bool": (bool,), "int": (int,), "float": (int, float),
+}  # fmt: skip
 _SIGNED = {"loss", "peak_rank"}
 
 
@@ -58,24 +61,15 @@ def checked(record: Record) -> Record:
     return record
 
 
-def _is(kind: str, value: object) -> bool:
+def _is(kind: str, value: Any) -> bool:
     if value is None:
         return kind.endswith(" | None")
-    match kind.removesuffix(" | None"):
-        case "str":
-            return isinstance(value, str)
-        case "bool":
-            return isinstance(value, bool)
-        case "int":
-            return type(value) is int and abs(value) <= codec.MAX_INT
-        case "float":
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            return number and abs(value) <= 1e300
-        case _:  # env: pairs of texts
-            return isinstance(value, tuple) and all(
-                isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, str) for x in pair)
-                for pair in value
-            )
+    types = _TYPES.get(kind.removesuffix(" | None"))
+    if types is None:  # env: pairs of texts
+        pairs = value if isinstance(value, tuple) else (value,)
+        return all(isinstance(p, tuple) and [type(text) for text in p] == [str] * 2 for p in pairs)
+    limit = codec.MAX_INT if types == (int,) else 1e300
+    return type(value) in types and (isinstance(value, str) or abs(value) <= limit)
 
 
 def _spec(spec: dict[str, Any]) -> dict[str, Any]:

@@ -235,10 +235,7 @@ def _alignment_loss(profile: HardwareProfile) -> float:
 
 
 def _missed_powers(point: GemmPoint) -> int:
-    def missed(size: int) -> int:
-        return max(0, 7 - (size & -size).bit_length())
-
-    return missed(point.n) + missed(point.k)
+    return sum(max(0, 7 - (size & -size).bit_length()) for size in (point.n, point.k))
 
 
 def _all_reduces(profile: HardwareProfile, ranks: int) -> list[CollectivePoint]:

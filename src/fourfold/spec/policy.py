@@ -9,7 +9,7 @@ replicas (zero0, or `dp2x4`) are summed in the dtype gradients accumulate in.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from fourfold.flag import flag
@@ -100,14 +100,10 @@ class Policy:
 
     @property
     def dtypes(self) -> Dtypes:
-        param, compute, reduce, grad, optimizer = BUNDLES[self.precision]
-        return Dtypes(
-            self.param_dtype or param,
-            self.compute_dtype or compute,
-            self.reduce_dtype or reduce,
-            self.grad_dtype or grad,
-            self.optimizer_dtype or optimizer,
-        )
+        names = (field.name for field in fields(Dtypes))
+        chosen = (getattr(self, f"{name}_dtype") for name in names)
+        pairs = zip(chosen, BUNDLES[self.precision], strict=True)
+        return Dtypes(*(own or usual for own, usual in pairs))
 
     @property
     def recompute_share(self) -> float:

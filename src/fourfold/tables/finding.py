@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fourfold.result.record import Record
-from fourfold.tables.context import Context
-from fourfold.tables.document import Table
+from fourfold.tables.document import Context, Table
 
 # id -> what must hold. Ids are part of the interface: tools and notes refer to them.
 RULES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -11,8 +12,7 @@ from fourfold.result.record import KINDS, Record, RowOutcome, Style
 from fourfold.result.report import WORST_FIRST
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.tables import cells, styles
-from fourfold.tables.context import Context, after, device_id
-from fourfold.tables.document import Document, Row, Table, Text
+from fourfold.tables.document import Context, Document, Row, Table, Text, after, device_id
 
 # The topology notes come from hosts of eight GPUs; used only where neither text nor rows say more.
 _DEFAULT_GPUS_PER_NODE = 8
@@ -163,8 +163,9 @@ def _cell(
     context: Context,
     place: tuple[int, int, int],
 ) -> Record:
-    tp, cp, pp, micro = axes
     number, at, line = place
+    *sizes, micro_batch = axes
+    known: dict[str, Any] = {**_from_text(context), **dict(zip(MODEL_AXES, sizes, strict=True))}
     outcome = "oom" if cells.state(text) == "dash" else _ended(text) or "absent"
     return Record(
         style="scaling",
@@ -174,13 +175,10 @@ def _cell(
         column=f"{gpus} GPU",
         model=context.model or "",
         convention=context.convention,
-        **_from_text(context),
+        **known,
         gpus=gpus,
-        tp=tp,
-        cp=cp,
-        pp=pp,
-        dp=gpus // (tp * cp * pp) or None,
-        micro_batch=micro,
+        dp=gpus // math.prod(sizes) or None,
+        micro_batch=micro_batch,
         global_batch=context.global_batch,
         tflops_gpu=cells.number(text),
         outcome="ok" if cells.number(text) is not None else outcome,
