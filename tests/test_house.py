@@ -203,6 +203,12 @@ def command_imports(trees: Mapping[str, ast.AST]) -> set[str]:
     }
 
 
+def questions(trees: Mapping[str, ast.Module]) -> set[str]:
+    """Modules whose docstring opens with a question instead of saying what they hold."""
+    opening = {name: (ast.get_docstring(t) or "").split("\n\n")[0] for name, t in trees.items()}
+    return {name for name, paragraph in opening.items() if "?" in paragraph}
+
+
 def flat_engine_files(names: Iterable[str]) -> set[str]:
     flat = {name for name in names if name.startswith("engine/") and name.count("/") == 1}
     return flat - {
@@ -249,6 +255,10 @@ def test_the_engine_is_sorted_into_folders() -> None:
     assert not flat_engine_files(FILES)
 
 
+def test_every_module_says_what_it_holds() -> None:
+    assert not questions(TREES)
+
+
 @pytest.mark.parametrize(
     ("text", "kinds"),
     [
@@ -276,6 +286,7 @@ def test_the_other_rules_can_fail() -> None:
     assert same_names(trees) == {("a", "A"): ["a/b.py", "a/c.py"]}
     assert no_commands(trees) == {"commands/y.py"}
     assert command_imports(trees) == {"commands/x.py"}
+    assert questions({"a.py": ast.parse('"""What is a? A.\n\nB."""'), **trees}) == {"a.py"}
     body = "def f():\n" + "    x = 1\n" * MAX_FUNCTION
     assert long_functions({"a.py": ast.parse(body)}) == {"a.py:f": MAX_FUNCTION + 1}
     assert long_files({"a.py": "\n" * 301, "b.py": "\n" * 300}) == {"a.py": 301}

@@ -1,4 +1,4 @@
-"""Who may ask the server? Requests that are addressed to it by name (a page elsewhere could make a
+"""Requests that the server answers: those addressed to it by name (a page elsewhere could make a
 browser ask it), and on an address that others reach, with its token."""
 
 from __future__ import annotations

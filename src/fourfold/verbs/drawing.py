@@ -1,4 +1,4 @@
-"""What does the model say of stored runs, beside what was measured? Bytes by kind of the first, the
+"""What the model says of stored runs, beside what was measured: bytes by kind of the first, the
 fullest middle and the last stage, and the pipeline's timeline; of many runs at once.
 """
 

@@ -1,5 +1,5 @@
-"""dryrun: what would any rank of any world hold, compute and send? The engine itself, without
-hardware: every operator and collective of a step happens on tensors without memory."""
+"""dryrun: what any rank of any world would hold, compute and send, counted by the engine itself
+without hardware: every operator and collective of a step happens on tensors without memory."""
 
 from __future__ import annotations
 

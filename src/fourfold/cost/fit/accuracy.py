@@ -1,4 +1,4 @@
-"""How good are predictions? Errors, bias, ranking, regret, fit verdicts, coverage, per source; of
+"""Accuracy of predictions: errors, bias, ranking, regret, fit verdicts, coverage, per source; of
 tables as fitted, held out, left out, from few rows.
 
 Percent throughout. A group of layouts that compete with each other shares model, GPUs, sequence,

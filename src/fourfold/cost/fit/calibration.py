@@ -1,4 +1,4 @@
-"""What did measured rows teach? One entry of coefficients per (stack, cluster), with its evidence.
+"""What measured rows taught: one entry of coefficients per (stack, cluster), with its evidence.
 
 A file holds the entries, their residuals and their cross-validated errors; it holds no measured
 value and no row. Errors are percent. A hardware profile makes one too: measured rates where the

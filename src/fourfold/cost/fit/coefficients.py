@@ -1,4 +1,4 @@
-"""Which numbers may a fit move, and what are they when nobody measured? The list of coefficients.
+"""The coefficients that a fit may move, with what they are when nobody measured.
 
 Priors are log-normal: `default` is the median, `spread` the standard deviation of the logarithm. A
 coefficient that no row exercises stays at its prior. Seconds end in _s; the rest are ratios.

@@ -1,4 +1,4 @@
-"""What is a calibration worth? Fits tables and stores residuals, rows, cross-validated errors.
+"""What a calibration is worth: fits tables and stores residuals, rows, cross-validated errors.
 
 `calibrate` is what `fourfold fit` does: entries, then everything again with rows held out, so that
 the file says how wrong it is on layouts it never saw and how wide its intervals must be.

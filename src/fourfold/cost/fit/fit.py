@@ -1,4 +1,4 @@
-"""Which coefficients explain these rows? Fits every (stack, cluster) with the others as its prior.
+"""Coefficients that explain measured rows: fits each (stack, cluster) with the others as its prior.
 
 At most 14 free numbers for time and 6 for memory per key: those whose prior the rows narrow most;
 the others stay at the prior. Two rounds, so that each key is fitted under what the others taught.

@@ -1,4 +1,4 @@
-"""How sure is a prediction, and which choices of a run were measured? Evidence by name.
+"""How sure a prediction is, and which choices of a run were measured: evidence by name.
 
 A choice is something a planner can take or leave (virtual stages, ZeRO-3, Ulysses), not a size. The
 interval of 80% comes from cross-validated residuals. Outside the calibrated range it grows with the

@@ -1,4 +1,4 @@
-"""Which runs would teach most? Names K configurations; sees layouts, never results.
+"""Runs that would teach most: names K configurations; sees layouts, never results.
 
 Greedy Bayesian design: each pick is the run whose measurement would shrink the mean predictive
 variance of all candidates most, with priors as the starting uncertainty (V-optimal;

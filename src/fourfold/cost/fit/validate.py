@@ -1,4 +1,4 @@
-"""How good are predictions on rows a fit never saw? Cross-validated, source left out, few rows.
+"""Accuracy on rows that a fit never saw: cross-validated, source left out, few rows.
 
 Everything is refitted without the rows that are then predicted; the intervals come from residuals
 of other folds, never from the rows they are to cover. Folds go by layout, so that no row is

@@ -1,4 +1,4 @@
-"""What is one decoder layer? Norms, attention and MLP on one device.
+"""One decoder layer: norms, attention and MLP on one device.
 
 Shapes: B micro batch, S tokens, D hidden, H heads, K key/value heads, C head size, F MLP width.
 Parallelism replaces parts from outside: `input_comm` (what happens to a block's input), linears,

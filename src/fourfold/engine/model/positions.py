@@ -1,4 +1,4 @@
-"""Where is a token? Rotary tables, ALiBi slopes, and the global position of each local token.
+"""Positions of tokens: rotary tables, ALiBi slopes, and the global position of each local token.
 
 Everything is indexed by `positions`, the global positions of the tokens at hand, so a rank that
 holds any subset of a sequence computes what one device would for those tokens.
