@@ -54,7 +54,6 @@ HONEST = {
     ("context kinds", "engine/trace/steps.py"): "how each is run",
     ("context kinds", "cost/trace/walk.py"): "the steps of each",
     ("context kinds", "search/export/megatron.py"): "Megatron's word for each",
-    ("recompute", "search/export/megatron.py"): "Megatron's words for each",
     ("schedules", "search/export/torchtitan.py"): "torchtitan's word for each",
     ("recompute", "cost/stacks.py"): "what each engine can do",
     ("precisions", "cost/stacks.py"): "what each engine can do",

@@ -106,7 +106,12 @@ def test_an_unknown_key_gets_a_blend_and_a_wider_interval() -> None:
     entry, why = known.entry("nobody-2024", "nowhere", "h")
     assert "no measured runs" in why
     own = [e for e in known.entries if e.rows_time >= 40]
-    assert entry.high > np.median([e.high for e in own])
+    c = table("mpt").columns
+    widths = {}
+    for one in (entry, *own):
+        low, high = bounds(c, one, estimate(c, one.coefficients))
+        widths[one.key] = float(np.median(high / low))
+    assert widths.pop(entry.key) > 1.1 * np.median(list(widths.values()))
     assert min(e.coefficients["gemm"] for e in own) < entry.coefficients["gemm"]
 
 
@@ -118,11 +123,13 @@ def test_a_blend_of_nothing_is_the_default() -> None:
 def test_the_interval_grows_outside_the_calibrated_range() -> None:
     rows = table("mpt")
     (entry, _) = fit_entries(sample([rows]))
-    entry = replace(entry, low=-0.1, high=0.1)
     c = rows.columns.take(np.array([0, 0]))
-    far = replace(c, gpus=np.array([64.0, 64.0 * 64]), dp=np.array([64.0, 64.0 * 64]))
-    low, high = bounds(far, entry, np.array([1.0, 1.0]))
-    assert high[1] > high[0] > 1.0 > low[0] > low[1]
+    # A sequence far from all measured ones, inside and outside of their range.
+    for seq in (c.seq[0] * 1000.0, c.seq[0] * 1.4):
+        far = replace(c, seq=np.array([c.seq[0], seq]))
+        times = estimate(far, entry.coefficients)
+        low, high = bounds(far, entry, times)
+        assert (high / low)[1] > 1.005 * (high / low)[0] > 1.0
 
 
 def test_shipped_calibrations_keep_to_their_limits() -> None:

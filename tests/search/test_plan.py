@@ -12,7 +12,7 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.cost.fit import calibration as calibrations
-from fourfold.cost.memory.peak import USABLE, memory, memory_bounds
+from fourfold.cost.memory.peak import memory, memory_bounds
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import RELEASES
 from fourfold.cost.step.estimate import estimate
@@ -20,6 +20,7 @@ from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.answer import training
 from fourfold.search.candidates import MICRO_BATCHES, candidates
+from fourfold.search.chances import chances
 from fourfold.search.explain import explain
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import why_not
@@ -32,9 +33,9 @@ from fourfold.search.query import (
     usual_cluster,
     usual_policy,
 )
-from fourfold.search.ranking import rank_layouts
+from fourfold.search.ranking import LOOKED_AT, rank_layouts
 from fourfold.search.rules.case import divisors
-from fourfold.search.sensitivity import deciding, reversals, tie_width, tied_with_first
+from fourfold.search.sensitivity import LEAST_CHANCE, deciding, reversals
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.expression import parse
@@ -149,10 +150,10 @@ def test_what_is_over_the_memory_by_our_best_estimate_is_named_and_not_ranked() 
     crowded = rank_layouts(
         replace(ask(gpus=16), fixed={"pp": 1, "tp": 1, "cp": 1, "recompute": "none"})
     )
-    limit = crowded.query.cluster.device.memory_bytes * USABLE
+    limit = crowded.query.limit_bytes
     assert (crowded.predicted.room.worst_bytes < limit).all()
     assert crowded.near_miss["peak_bytes"][0] >= limit
-    # Where nothing else is left, it is ranked, and called tight.
+    # Where nothing else is left, it is ranked, with its chance.
     micro = int(crowded.near_miss["micro_batch"][0])
     zero = f"zero{int(crowded.near_miss['zero'][0])}"
     copies = int(crowded.near_miss["replicate"][0])
@@ -254,18 +255,33 @@ def test_the_layout_bloom_was_trained_on_is_among_the_first() -> None:
     assert ranking.points["micro_batch"][found] == 2
 
 
-def test_ties_flips_and_deciding_runs_name_other_layouts() -> None:
+def test_chances_are_those_of_draws_and_the_first_loses_least() -> None:
     ranking = rank_layouts(ask(gpus=16))
-    tied = tied_with_first(ranking)
-    width = np.exp(tie_width(ranking.query.entry))
-    assert ranking.step_s[tied - 1] <= ranking.step_s[0] * width < ranking.step_s[tied]
+    found = chances(ranking.predicted, ranking.query.entry)
+    assert found.near_best.sum() >= 1.0  # in every draw one is the fastest
+    assert np.all((found.near_best >= 0.0) & (found.near_best <= 1.0))
+    assert np.argmin(found.regret[:LOOKED_AT]) == 0
+    # Nothing open at all: the fastest is best for sure, and the others by as much as they say.
+    sure = replace(ranking.query.entry, noise=0.0, spread=(), values={})
+    alone = chances(ranking.predicted, sure)
+    fastest = int(np.argmin(ranking.step_s))
+    assert alone.near_best[fastest] > 0.5
+    slow = int(np.argmax(ranking.step_s))
+    assert alone.regret[slow] == pytest.approx(
+        ranking.step_s[slow] / ranking.step_s[fastest] - 1.0, abs=0.05
+    )
+
+
+def test_flips_and_deciding_runs_name_other_layouts() -> None:
+    ranking = rank_layouts(ask(gpus=16))
     for flip in reversals(ranking):
         assert flip.gain > 1
         assert ranking.layout(flip.winner) != ranking.layout(0)
     runs = deciding(ranking)
     assert runs[0] == 0
     assert 2 <= len(runs) <= 3
-    assert max(runs) < tied
+    near = chances(ranking.predicted, ranking.query.entry).near_best
+    assert max(runs) <= np.flatnonzero(near >= LEAST_CHANCE).max()
     low, high = memory_bounds(ranking.predicted.columns, ranking.query.entry)
     assert (
         (low < ranking.predicted.room.worst_bytes) & (ranking.predicted.room.worst_bytes < high)
@@ -361,12 +377,12 @@ def test_command_text_begins_with_the_answer(capsys) -> None:
     assert "\n" not in sentence
     for words in (first["layout"], f"micro batch {first['micro_batch']}", "s per step (80%: ",
                   f"{first['tflops_gpu']:.0f} TFLOP/s and {first['mfu_pct']:.1f}% MFU", "80 GiB",
-                  "may run out of memory" if first["tight"] else "certain to fit"):  # fmt: skip
+                  f"{100 * first['fit_chance']:.0f}% chance to fit"):  # fmt: skip
         assert words in sentence
     table, _, remarks = rest.partition("\n\n")
     assert max(map(len, table.splitlines())) <= 100
     assert 1 <= len(remarks.splitlines()) <= 5
-    assert "within the error" in remarks
+    assert f"within 2% of the fastest by a chance of {100 * first['near_best']:.0f}%" in remarks
 
 
 @pytest.mark.parametrize(
@@ -386,8 +402,8 @@ def test_command_table_is_at_most_100_wide(words: list[str], capsys) -> None:
 def test_details_say_what_makes_it_believable(capsys) -> None:
     assert main([*PLAN, "--details"]) == 0
     text = capsys.readouterr().out
-    for words in ("within the error", "evidence for #1", "runs that would decide", "searched",
-                  "rejected:", "80% interval", "not ranked", "compute s"):  # fmt: skip
+    for words in ("within 2% of the fastest", "evidence for #1", "runs that would decide",
+                  "searched", "rejected:", "80% interval", "not ranked", "compute s"):  # fmt: skip
         assert words in text
     assert main([*PLAN, "--format", "md"]) == 0
     assert "pp1 dp" in capsys.readouterr().out
@@ -403,7 +419,7 @@ def test_command_exports_the_first_choice(capsys, tmp_path) -> None:
     assert words[words.index("--micro-batch-size") + 1] == str(first["micro_batch"])
     script = (out / "run.sh").read_text()
     assert f", {first['layout']} on" in script
-    fits = "MAY NOT FIT" if first["tight"] else "certain to fit"
+    fits = f"{100 * first['fit_chance']:.0f}% chance to fit"
     assert fits in script
     assert fits in told
     assert os.access(out / "run.sh", os.X_OK)
@@ -484,11 +500,11 @@ def test_safe_ranks_what_surely_fits(capsys) -> None:
     )
     ask = words.split()
     assert main(ask) == 0
-    assert any(row["tight"] for row in json.loads(capsys.readouterr().out)["ranked"])
+    assert any(row["fit_chance"] < 0.9 for row in json.loads(capsys.readouterr().out)["ranked"])
     assert main([*ask, "--safe"]) == 0
     rows = json.loads(capsys.readouterr().out)["ranked"]
     assert rows
-    assert not any(row["tight"] for row in rows)
+    assert all(row["fit_chance"] >= 0.9 for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -558,7 +574,8 @@ def test_csv_is_one_rectangle_with_a_column_for_every_axis(capsys) -> None:
                          "dp_replicate": layout.replicate}  # fmt: skip
         assert float(cell["step_s"]) == said["step_s"]
         assert float(cell["peak_bytes"]) == said["peak_bytes"]
-        assert cell["tight"] == str(said["tight"]).lower()
+        assert float(cell["fit_chance"]) == said["fit_chance"]
+        assert float(cell["near_best"]) == said["near_best"]
 
 
 def test_text_keeps_to_the_columns(capsys, monkeypatch) -> None:

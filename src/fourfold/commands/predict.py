@@ -1,9 +1,10 @@
 """Predict step time, memory and fit of every row of a table in the reference schema.
 
 Writes one line per row: row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,
-mem_gb,fits,tight,reason. The interval contains 80% of measured runs. A row that cannot be predicted
-keeps its line, empty except for the reason. mem_gb is in GiB, for the rank the stack prints (rank 0
-for nanotron, the fullest elsewhere); fits is decided by the fullest stage.
+mem_gb,fits,fit_chance,reason. The interval contains 80% of measured runs. A row that cannot be
+predicted keeps its line, empty except for the reason. mem_gb is in GiB, for the rank the stack
+prints (rank 0 for nanotron, the fullest elsewhere); fits is decided by the fullest stage: a chance
+of at least a half.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ OPTIONS = (
     options.FORCE,
 )
 # The head of every file that this command writes.
-_MARK = "row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,mem_gb,fits,tight"
+_MARK = "row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,mem_gb,fits,"
 
 
 def run(args: Any, show: OnEvent) -> Output:
     files.require_mine(args.out, mark=_MARK, force=bool(args.force))
     answer = fourfold.predict_table(args.rows, calibration=args.calibration, on_event=show)
     files.write_text(args.out, answer.csv())
-    left = answer.predicted - answer.fit - answer.tight
+    left = answer.predicted - answer.fit - answer.may_fit
     show(
         Event(
             f"{answer.predicted} of {len(answer.row_ids)} rows predicted, {answer.fit} fit, "
-            f"{answer.tight} may (tight), {left} do not; calibration {answer.calibration}; "
+            f"{answer.may_fit} may, {left} do not; calibration {answer.calibration}; "
             f"written to {args.out}"
         )
     )

@@ -52,11 +52,15 @@ class Columns:
     sp: Annotated[Floats, 1]
     full_ckpt: Annotated[Floats, 0]  # share of layers recomputed whole, 0..1
     attn_ckpt: Annotated[Floats, 0]  # 1 when only the attention core is recomputed
+    norm_ckpt: Annotated[Floats, 0]  # 1: outputs of norms and of the activation are recomputed
+    mlp_ckpt: Annotated[Floats, 0]  # 1: the first product of the MLP is, too
     attention: Annotated[Floats, PRICED_ATTENTION.index("flash")]  # index in PRICED_ATTENTION
+    split_inputs: Annotated[Floats, 0]  # 1: saved inputs of layers are divided over tp
     fused_norm: Annotated[Floats, 1]
     fused_host: Annotated[Floats, 0]  # 1: compiled, fewer launches and passes; 2: graphed, none
     precision: Annotated[Floats, DTYPES.index("bf16")]  # of the products: index in DTYPES
     block_scale: Annotated[Floats, 0]  # scales of fp8/fp4 per block, not per tensor
+    row_scale: Annotated[Floats, 0]  # scales of fp8 per row: other kernels, slower on Hopper
     cp_kind: Annotated[Floats, CP_KINDS.index("ring")]
     schedule: Annotated[Floats, SCHEDULES.index("1f1b")]
     grad_bytes: Annotated[Floats, 4]  # bytes of one gradient element on the wire

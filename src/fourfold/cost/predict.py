@@ -71,8 +71,9 @@ def predictions(c: Columns, entry: FittedStack) -> Predictions:
     pipe = closed.step_s - sum((parts[name] for name in _NOT_IN_PIPELINE), np.zeros(len(c)))
     ratio, played = _pipeline_ratio(c, closed)
     extra = pipe * (ratio - 1.0) * (1.0 + parts["jitter"] / work)
-    times = Times(closed.step_s + extra, parts | {"bubble": parts["bubble"] + extra})
-    low_s, high_s = bounds(c, entry, times.step_s)
+    parts = parts | {"bubble": parts["bubble"] + extra}
+    times = Times(closed.step_s + extra, parts, closed.launch_ratio)
+    low_s, high_s = bounds(c, entry, times)
     return Predictions(
         columns=c,
         times=times,

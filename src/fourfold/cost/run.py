@@ -33,6 +33,7 @@ BURST = 0.85  # share of the data-sheet peak a large GEMM reaches at the boost c
 # near 1.7 PFLOP/s at 1 kW. A part with fp4 units is of the second kind.
 JOULE_PER_FLOP = 1.09e-12
 JOULE_PER_FLOP_FP4_ERA = 0.75e-12
+_NORM_KINDS = [RECOMPUTE_KINDS.index(kind) for kind in ("norm+act", "norm+mlp")]
 
 
 def model_facts(model: ModelShape) -> dict[str, float]:
@@ -219,6 +220,8 @@ def run_facts(
         "schedule": _RUNNING[np.greater(run["virtual_stages"], 1) * 1, run["schedule"]],
         "full_ckpt": shares[run["recompute"]],
         "attn_ckpt": np.equal(run["recompute"], RECOMPUTE_KINDS.index("selective")),
+        "norm_ckpt": np.isin(run["recompute"], _NORM_KINDS),
+        "mlp_ckpt": np.equal(run["recompute"], _NORM_KINDS[1]),
     }
 
 

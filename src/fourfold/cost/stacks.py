@@ -61,6 +61,7 @@ ENGINES: dict[str, EngineRules] = {
             name="fourfold",
             # What src/fourfold/engine runs today, nothing it is only meant to run.
             compiles_zero_bubble=False,
+            recompute=("none", "selective", "full", "every"),
             precisions=tuple(name for name in PRECISIONS if name != "fp4"),
             fp8_multiple=16,
             splits_fp8=False,
@@ -68,7 +69,7 @@ ENGINES: dict[str, EngineRules] = {
         ),
         EngineRules(
             name="megatron",
-            recompute=("none", "selective", "full"),
+            recompute=("none", "selective", "norm+mlp", "full"),
             schedules=("1f1b", "interleaved"),
             precisions=("fp32", "bf16-mixed", "fp16", "fp8", "fp4"),
             # Its FSDP replaces the distributed optimizer and has no pipeline.
@@ -170,6 +171,7 @@ class StackDefaults:
     reserved: float = 1.0
     selective_share: float = 1.0  # of what a layer keeps, under "selective" by operators
     whole_layers: float = 0.0  # share of layers that "selective" recomputes whole; 0 = core only
+    selective_mlp: bool = False  # "selective" recomputes the MLP, not the attention core
     shard_group: int = 0  # ZeRO-3 group on large jobs; 0 = all data-parallel ranks
     reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
 
@@ -220,6 +222,10 @@ STACKS: dict[str, StackDefaults] = {
         selective_share=1.0 / 3.0,
     ),
     "fourfold": StackDefaults(rules="fourfold", fp8_saved_bytes=2.0, counted=True),
+    "olmo-core": StackDefaults(
+        sharding="zero3", sequence_parallel=False, overlap_dp=True, compiled=True,
+        selective_mlp=True,
+    ),
     "mlperf-nvidia": StackDefaults(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True),
 }  # fmt: skip
 

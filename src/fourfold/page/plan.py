@@ -56,8 +56,6 @@ def plan_data(answer: PlanAnswer, request: PlanRequest) -> dict[str, Any]:
         "headings": list(table.headings) if table else [],
         "cells": [list(row) for row in table.rows] if table else [],
         "rows": [_row(row) for row in answer.ranked],
-        "tied": answer.tied_with_first,
-        "tie_width_pct": answer.tie_width_pct,
         "memory_bytes": answer.memory_bytes,
         "flips": [
             {
@@ -102,7 +100,8 @@ def _row(row: PlanRow) -> dict[str, Any]:
         "low_bytes": row.peak_bytes_low,
         "high_bytes": row.peak_bytes_high,
         "kinds_bytes": row.memory_bytes,
-        "tight": row.tight,
+        "fit_chance": row.fit_chance,
+        "near_best": row.near_best,
         "tokens_s_gpu": row.tokens_s_gpu,
         "tflops_gpu": row.tflops_gpu,
         "mfu_pct": row.mfu_pct,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import exp
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,16 @@ import numpy as np
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
-from fourfold.cost.fit.interval import choices, features
-from fourfold.cost.memory.peak import USABLE, memory_bounds
+from fourfold.cost.fit.interval import choices, why_wide
+from fourfold.cost.fit.spread import axes
+from fourfold.cost.memory.peak import fit_chance, memory_bounds
 from fourfold.cost.step.estimate import estimate
+from fourfold.search.chances import Chances, chances
 from fourfold.search.legal import why_not
 from fourfold.search.plan_answer import Alternative, CalibrationFacts, Choice, PlanAnswer, PlanRow
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Pool, Ranking
-from fourfold.search.sensitivity import deciding, reversals, tie_width, tied_with_first
+from fourfold.search.sensitivity import deciding, reversals
 from fourfold.spec.layout import MODEL_AXES, Layout
 from fourfold.spec.model import remarks
 from fourfold.spec.run import chosen_layout, chosen_policy
@@ -36,8 +37,8 @@ EXPOSED = {
     "host": ("host",),
     "other": ("optimizer", "fixed", "jitter"),
 }
-# Calibration files keep six digits of a range's ends.
-ROUNDED = 1e-4
+# Calibration files keep three digits of measured values.
+ROUNDED = 1e-3
 _SIZES = (*MODEL_AXES, "gpus", "seq", "hidden", "tokens")
 
 
@@ -92,6 +93,7 @@ def answer(
     """Everything `plan` says; `tried` are numbers of GPUs and the seconds of their best."""
     query, train = ranking.query, training(ranking, tokens=tokens, top=top)
     count = min(top, len(ranking))
+    near = chances(ranking.predicted, query.entry)
     return PlanAnswer(
         **_asked(query),
         candidates=ranking.grid.looked_at,
@@ -104,9 +106,7 @@ def answer(
         axes={name: list(values) for name, values in ranking.grid.values.items()},
         refused={str(reason): count for reason, count in ranking.grid.refused.items()},
         flop_rule=query.convention,
-        ranked=tuple(_row(ranking, train, i) for i in range(count)),
-        tied_with_first=tied_with_first(ranking),
-        tie_width_pct=100.0 * (exp(tie_width(query.entry)) - 1.0),
+        ranked=tuple(_row(ranking, near, train, i) for i in range(count)),
         flips=reversals(ranking)[:3],
         deciding=tuple(Choice(**_short(ranking, i)) for i in deciding(ranking)),
         unproven_best=_unproven(ranking),
@@ -138,18 +138,27 @@ def _asked(query: PlanQuery) -> dict[str, Any]:
             memory_rows=query.entry.rows_memory,
             error_median_pct=errors.get("cv_median"),
             error_p90_pct=errors.get("cv_p90"),
-            interval_low_pct=100.0 * (exp(query.entry.low) - 1.0),
-            interval_high_pct=100.0 * (exp(query.entry.high) - 1.0),
             note=query.no_rows,
         ),
     }
 
 
-def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
+def _memory(ranking: Ranking, c: Columns, i: int) -> dict[str, Any]:
+    entry, room = ranking.query.entry, ranking.predicted.room
+    low, high = memory_bounds(c, entry)
+    return {
+        "peak_bytes": float(room.worst_bytes[i]),
+        "peak_bytes_low": float(low[0]),
+        "peak_bytes_high": float(high[0]),
+        "fit_chance": float(fit_chance(c, entry)[0]),
+        "memory_bytes": {name: float(part[i]) for name, part in room.parts.items()},
+    }
+
+
+def _row(ranking: Ranking, near: Chances, train: Training, i: int) -> PlanRow:
     query, predicted = ranking.query, ranking.predicted
     c = predicted.columns.take(slice(i, i + 1))
     step_s = float(ranking.step_s[i])
-    low, high = memory_bounds(c, query.entry)
     tokens_s = query.batch.tokens / step_s / query.gpus
     flops = float(convention(query.convention).count(FlopsQuery.of_spec(ranking.spec(i))).printed)
     total_s = float(train.total_s[i]) if i < len(train.total_s) else 0.0
@@ -167,11 +176,10 @@ def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
             name: float(sum(predicted.times.parts[part][i] for part in parts))
             for name, parts in EXPOSED.items()
         },
-        peak_bytes=float(predicted.room.worst_bytes[i]),
-        peak_bytes_low=float(low[0]),
-        peak_bytes_high=float(high[0]),
-        tight=bool(high[0] > query.cluster.device.memory_bytes * USABLE),
-        memory_bytes={name: float(part[i]) for name, part in predicted.room.parts.items()},
+        near_best=float(near.near_best[i]),
+        regret_pct=100.0 * float(near.regret[i]),
+        wide=why_wide(c, query.entry, predicted.take(np.array([i])).times),
+        **_memory(ranking, c, i),
         tokens_s_gpu=tokens_s,
         tflops_gpu=flops * tokens_s / 1e12,
         mfu_pct=100.0 * flops * tokens_s / float(c.peak_low[0]),
@@ -202,8 +210,9 @@ def evidence(query: PlanQuery, c: Columns) -> dict[str, int]:
 def outside(query: PlanQuery, c: Columns) -> list[str]:
     """Sizes beyond what was measured: 'tp 4 (measured 8 to 8)'."""
     texts = []
-    for name, value in features(c).items():
-        low, high = query.entry.ranges.get(name, (-np.inf, np.inf))
+    for name, value in axes(c).items():
+        known = query.entry.values.get(name, ())
+        low, high = (known[0], known[-1]) if known else (-np.inf, np.inf)
         if name in _SIZES and not low - ROUNDED <= value[0] <= high + ROUNDED:
             sizes = [f"{2.0**end:.0f}" for end in (float(value[0]), low, high)]
             texts.append(f"{name} {sizes[0]} (measured {sizes[1]} to {sizes[2]})")

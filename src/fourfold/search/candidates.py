@@ -203,7 +203,10 @@ def _micro_batches(query: PlanQuery) -> Ints:
 
 def _recompute_kinds(query: PlanQuery) -> Ints:
     asked = str(query.fixed["recompute"]) if "recompute" in query.fixed else None
-    names = RECOMPUTE if asked is None else ("every" if asked.startswith("every") else asked,)
+    if asked is None:
+        names = tuple(kind for kind in RECOMPUTE if kind in query.target.rules.recompute)
+    else:
+        names = ("every" if asked.startswith("every") else asked,)
     return np.array([RECOMPUTE_KINDS.index(name) for name in names], dtype=np.int64)
 
 

@@ -4,12 +4,12 @@ stands and what makes the best one faster; and its pipeline as a timeline."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from math import log2
+from math import exp, log2
 from typing import Any
 
 import numpy as np
 
-from fourfold.cost.memory.peak import USABLE, memory
+from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import Predictions, chunk_times
 from fourfold.cost.schedule.simulate import Timeline, play
 from fourfold.errors import UserError
@@ -19,6 +19,7 @@ from fourfold.search.legal import Refusal, why_not
 from fourfold.search.plan_answer import CalibrationFacts, PlanRow, plain
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
+from fourfold.search.sensitivity import tie_width
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.model import remarks
 from fourfold.spec.run import chosen_policy
@@ -123,7 +124,7 @@ def explain_ranking(
         of=len(everything.layouts),
         with_unproven=everything.query.explore and not query.explore,
         best=best.best,
-        tie_width_pct=own.tie_width_pct,
+        tie_width_pct=100.0 * (exp(tie_width(query.entry)) - 1.0),
     )
 
 
@@ -193,7 +194,7 @@ def _smallest(ranking: Ranking) -> Smallest:
         sharding=SHARDINGS[int(points["zero"][i])],
         recompute=chosen_policy(query.policy, points, i).recompute,
         peak_bytes=float(room.worst_bytes[i]),
-        limit_bytes=query.cluster.device.memory_bytes * USABLE,
+        limit_bytes=query.limit_bytes,
         memory_bytes={name: float(part[i]) for name, part in room.parts.items()},
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from fourfold.cost.memory.peak import SURE
 from fourfold.spec import codec
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -35,8 +36,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow(Choice):
-    """One ranked layout. `exposed_s` are seconds by part that nothing hides; `tight`: the upper end
-    of its memory's interval does not fit."""
+    """One ranked layout. `exposed_s` are seconds by part that nothing hides; `near_best` is the
+    chance of being within 2% of the fastest of those ranked, `regret_pct` how much slower than that
+    it is expected to be; `fit_chance`: of its memory; `wide`: why its interval is wide, '' where it
+    is not."""
 
     rank: int
     step_s: float
@@ -48,7 +51,10 @@ class PlanRow(Choice):
     peak_bytes: float
     peak_bytes_low: float
     peak_bytes_high: float
-    tight: bool
+    fit_chance: float
+    near_best: float
+    regret_pct: float
+    wide: str
     memory_bytes: dict[str, float]
     tokens_s_gpu: float
     tflops_gpu: float
@@ -61,9 +67,14 @@ class PlanRow(Choice):
     evidence: dict[str, int]
     outside: tuple[str, ...]
 
+    @property
+    def surely_fits(self) -> bool:
+        return self.fit_chance >= SURE
+
     def flat(self) -> dict[str, Any]:
         numbers = ("step_s", "step_s_low", "step_s_high", "peak_bytes", "peak_bytes_low",
-                   "peak_bytes_high", "tight", "tokens_s_gpu", "tflops_gpu", "mfu_pct")  # fmt: skip
+                   "peak_bytes_high", "fit_chance", "near_best", "regret_pct", "tokens_s_gpu",
+                   "tflops_gpu", "mfu_pct")  # fmt: skip
         return {
             "micro_batch": self.micro_batch,
             **self.layout.sizes,
@@ -111,8 +122,6 @@ class CalibrationFacts:
     memory_rows: int
     error_median_pct: float | None
     error_p90_pct: float | None
-    interval_low_pct: float
-    interval_high_pct: float
     note: str
 
 
@@ -144,8 +153,6 @@ class PlanAnswer:
     refused: dict[str, int]
     flop_rule: str
     ranked: tuple[PlanRow, ...]
-    tied_with_first: int
-    tie_width_pct: float
     flips: tuple[Reversal, ...]
     deciding: tuple[Choice, ...]
     unproven_best: Alternative | None

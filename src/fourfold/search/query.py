@@ -11,6 +11,7 @@ from typing import Any
 from fourfold.cost.columns import Columns
 from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.fit.calibration import Calibration, FittedStack, own_entry
+from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
 from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, year_of
 from fourfold.errors import UserError, nearest
@@ -69,6 +70,11 @@ class PlanQuery:
             model=self.model, gpus=self.gpus, layout=layout, batch=self.batch, policy=self.policy
         )
 
+    @property
+    def limit_bytes(self) -> float:
+        """Above which a run does not fit: what the driver and the learned margin leave."""
+        return self.cluster.device.memory_bytes * USABLE * self.entry.coefficients["room"]
+
     def columns(self, points: Mapping[str, Any]) -> Columns:
         """The cost model's columns of candidates, given by columns of CHOSEN fields."""
         return varied_columns(
@@ -79,6 +85,7 @@ class PlanQuery:
 def usual_cluster(device: Device, gpus: int, host_gpus: int = 8) -> Cluster:
     """Hosts of one GPU type with the fabric usual for its generation."""
     domain, link = device.domain, device.usual_link_bytes_per_s
+    host_gpus = min(host_gpus, domain)
     inner = min(domain, gpus) if domain > host_gpus else min(host_gpus, gpus)
     links = [Link(name="nvlink", ranks=inner, bytes_per_s=link, latency_s=3e-6)]
     if gpus > inner:

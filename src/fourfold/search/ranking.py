@@ -1,10 +1,12 @@
 """Ranks layouts: memory of every legal point, closed-form seconds of every point that fits, event
-simulation of the best few hundred. Seconds per step decide, memory breaks ties.
+simulation of the best few hundred. Seconds per step decide, memory breaks ties; the first is the
+one that is expected to lose least against the others.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +15,12 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.interval import choices
-from fourfold.cost.memory.peak import USABLE, memory, memory_bounds
+from fourfold.cost.memory.peak import SURE, fit_chance, memory, memory_bounds
 from fourfold.cost.predict import Predictions, playable, predictions
 from fourfold.cost.step.estimate import estimate
 from fourfold.events import Event
 from fourfold.search.candidates import Candidates, candidates
+from fourfold.search.chances import chances
 from fourfold.search.query import PlanQuery
 from fourfold.spec.expression import in_gib
 from fourfold.spec.layout import MODEL_AXES, SIZES, Layout
@@ -25,15 +28,13 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import CHOSEN, RunSpec, chosen_layout, chosen_policy
 
 CHUNK = 16384
-# No interval of memory reaches further above its limit than this.
-WIDEST = 1.5
+WIDEST = 1.5  # no interval of memory reaches further above its limit
 PATIENCE_S = 2.0
 # The best by closed form, whose pipelines are then played event by event; of one layout a few, so
 # that a playing can still change which of them is best.
-PLAYED = 300
-PLAYED_VARIANTS = 3
-# Events of all of them together: about a second of work.
-PLAYED_EVENTS = 150_000
+PLAYED, PLAYED_VARIANTS = 300, 3
+PLAYED_EVENTS = 150_000  # of all of them together: about a second of work
+LOOKED_AT = 24  # of those, which may be first
 
 # Columns by CHOSEN and by what was computed about them.
 Pool = dict[str, NDArray[Any]]
@@ -157,7 +158,7 @@ def _chunked(query: PlanQuery, points: Pool, compute: Any, telling: str = "") ->
 
 def _that_fit(query: PlanQuery, grid: Candidates) -> Pool:
     """Legal points whose fullest stage may fit, its bytes, and whether rows back the choices."""
-    limit = query.cluster.device.memory_bytes * USABLE
+    limit = query.limit_bytes
 
     def peak(c: Columns) -> Floats:
         return memory(c, query.entry.coefficients).worst_bytes
@@ -166,7 +167,7 @@ def _that_fit(query: PlanQuery, grid: Candidates) -> Pool:
     points: Pool = dict(grid.points(rows))
     points["peak_bytes"] = _chunked(query, points, peak, "layouts checked for memory:")
     points = _only(points, points["peak_bytes"] < WIDEST * limit)
-    # Above the limit, but not surely: kept, and called tight.
+    # Above the limit, but not surely: kept, with their chance.
     over = np.flatnonzero(points["peak_bytes"] >= limit)
     near = _only(points, over)
     low = _chunked(query, near, lambda c: memory_bounds(c, query.entry)[0])
@@ -180,7 +181,7 @@ def _that_fit(query: PlanQuery, grid: Candidates) -> Pool:
 def _likely(query: PlanQuery, pool: Pool) -> tuple[Pool, Pool]:
     """Points that fit by our best estimate, all where none does; and the fastest of the others
     whose choices were measured (or are explored)."""
-    fits = pool["peak_bytes"] < query.cluster.device.memory_bytes * USABLE
+    fits = pool["peak_bytes"] < query.limit_bytes
     if not fits.any():
         return pool, {}
     over = ~fits if query.explore else ~fits & ~pool["unproven"]
@@ -188,10 +189,8 @@ def _likely(query: PlanQuery, pool: Pool) -> tuple[Pool, Pool]:
 
 
 def _surely(query: PlanQuery, pool: Pool) -> Pool:
-    """Points whose bytes fit also at the upper end of their interval; all, where none does."""
-    limit = query.cluster.device.memory_bytes * USABLE
-    high = _chunked(query, pool, lambda c: memory_bounds(c, query.entry)[1])
-    sure = _only(pool, high < limit)
+    """Points that fit by a chance of 90% or more; all, where none does."""
+    sure = _only(pool, _chunked(query, pool, lambda c: fit_chance(c, query.entry)) >= SURE)
     return sure if _size(sure) else pool
 
 
@@ -269,7 +268,7 @@ def _best(pool: Pool, keep: int, variants: int) -> Pool:
 
 
 def _full(query: PlanQuery, ranked: Pool, least: int) -> tuple[Pool, Predictions]:
-    """A few points, best first, and all about them: simulated pipelines, intervals, memory."""
+    """A few points, best first, with simulated pipelines, intervals and memory."""
     points = _best(ranked, PLAYED, PLAYED_VARIANTS)
     if _size(points) < PLAYED_VARIANTS * least:
         points = _best(ranked, PLAYED, max(PLAYED_VARIANTS, least))
@@ -279,15 +278,18 @@ def _full(query: PlanQuery, ranked: Pool, least: int) -> tuple[Pool, Predictions
     predicted = predictions(c, query.entry)
     order = np.lexsort((points["peak_bytes"], predicted.step_s))
     order = order[_first_few(_layout_keys(_only(points, order)), least)]
+    if len(order):  # of those that may be best, the one expected to lose least comes first
+        first = np.argmin(chances(predicted.take(order[:LOOKED_AT]), query.entry).regret)
+        order = np.concatenate([order[[first]], np.delete(order, first)])
     return _only(points, order), predicted.take(order)
 
 
 def _first_few(keys: list[tuple[int, ...]], least: int) -> NDArray[np.bool_]:
     """True for the first of each key, or for the first few, as many as give `least` in all."""
-    used: dict[tuple[int, ...], int] = {}
+    used: Counter[tuple[int, ...]] = Counter()
     place = np.zeros(len(keys), dtype=np.int64)
     for i, key in enumerate(keys):
-        used[key] = used.get(key, 0) + 1
+        used[key] += 1
         place[i] = used[key]
     few = 1
     while (place <= few).sum() < min(least, len(keys)):

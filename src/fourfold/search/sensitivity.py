@@ -1,41 +1,30 @@
-"""How much a ranking is worth: ties, what would turn it over, and which runs would decide it.
-
-Errors of two layouts of one model on one machine are about as independent as those of any two runs:
-in the published tables the spread of their ratio is 0.8 to 1.2 times that of independent errors.
-"""
+"""How much a ranking is worth: what would turn it over, and which runs would decide it."""
 
 from __future__ import annotations
 
-from math import exp, sqrt
+from math import sqrt
 
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import Coefficient
-from fourfold.cost.memory.peak import TWO_SIDED_80, moved_coefficients, moves
+from fourfold.cost.fit.spread import NOISE, TWO_SIDED_80
+from fourfold.cost.memory.peak import moved_coefficients, moves
 from fourfold.cost.step.estimate import estimate
+from fourfold.search.chances import REPEATS, chances
 from fourfold.search.plan_answer import Reversal
-from fourfold.search.ranking import Ranking
+from fourfold.search.ranking import LOOKED_AT, Ranking
 
 ONE_SIDED_80 = 0.8416  # 80% of a normal distribution lies below 0.84 sd
-# Repeats of one run differ by about 1% (bloom, mpt and par4d tables).
-NOISE = 0.01
-LOOKED_AT = 24
+# A candidate with a smaller chance of being within 2% of the best is not worth measuring.
+LEAST_CHANCE = 0.05
 
 
 def tie_width(entry: FittedStack) -> float:
     """Log ratio of two predictions below which their order is right less than 4 times in 5."""
-    sd = max(NOISE, (entry.high - entry.low) / (2.0 * TWO_SIDED_80))
+    sd = max(REPEATS, NOISE * entry.noise)
     return ONE_SIDED_80 * sqrt(2.0) * sd
-
-
-def tied_with_first(ranking: Ranking) -> int:
-    """How many of the best cannot be told apart from the first."""
-    if not len(ranking):
-        return 0
-    limit = ranking.step_s[0] * exp(tie_width(ranking.query.entry))
-    return int((ranking.step_s <= limit).sum())
 
 
 def _moved_s(c: Columns, entry: FittedStack, ends: list[tuple[Coefficient, float]]) -> Floats:
@@ -59,7 +48,7 @@ def reversals(ranking: Ranking) -> tuple[Reversal, ...]:
     for (coefficient, other), row in zip(ends, step, strict=True):
         winner = int(np.argmin(row))
         gain = float(row[0] / row[winner])
-        if winner and gain > 1.0 + NOISE and ranking.layout(winner) != ranking.layout(0):
+        if winner and gain > 1.0 + REPEATS and ranking.layout(winner) != ranking.layout(0):
             reversal = Reversal(
                 knob=coefficient.name,
                 about=coefficient.about,
@@ -77,19 +66,23 @@ def reversals(ranking: Ranking) -> tuple[Reversal, ...]:
 
 
 def deciding(ranking: Ranking, runs: int = 3) -> list[int]:
-    """The candidates to measure: the first, and those of its ties whose order to it is most open.
+    """The candidates to measure: the first, and those that may be best whose order to it is most
+    open.
 
     Open = a small difference where the coefficients say little: difference over its own spread.
     """
-    tied = min(tied_with_first(ranking), LOOKED_AT)
-    if tied < 2:
+    if not len(ranking):
         return []
     entry = ranking.query.entry
+    near = chances(ranking.predicted, entry).near_best[:LOOKED_AT]
+    tied = 1 + int(np.max(np.flatnonzero(near >= LEAST_CHANCE), initial=0))
+    if tied < 2:
+        return []
     step = _moved_s(ranking.predicted.columns.take(slice(0, tied)), entry, moves(entry, "time"))
     ratio = np.log(step / step[:, :1]) - np.log(ranking.closed_s[:tied] / ranking.closed_s[0])
     spread = np.sqrt((ratio**2).sum(axis=0) / 2.0) / TWO_SIDED_80
     gap = np.log(ranking.step_s[:tied] / ranking.step_s[0])
-    doubt = (spread + NOISE) / (gap + NOISE)
+    doubt = (spread + REPEATS) / (np.abs(gap) + REPEATS)
     chosen, layouts = [0], {ranking.layout(0)}
     for i in np.argsort(-doubt, kind="stable"):
         if len(chosen) < runs and ranking.layout(int(i)) not in layouts:

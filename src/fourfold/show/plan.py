@@ -38,7 +38,7 @@ def _about(plan: PlanAnswer) -> str:
 
 
 def _sentence(plan: PlanAnswer, row: PlanRow) -> str:
-    fits = "may run out of memory" if row.tight else "certain to fit"
+    fits = f"{100 * row.fit_chance:.0f}% chance to fit"
     return (
         f"Run {plan.model} on {plan.gpus} x {plan.gpu} as {row}, micro batch {row.micro_batch}, "
         f"{row.policy.sharding}, recompute {row.policy.recompute}: {_seconds(row)}, "
@@ -92,13 +92,14 @@ def _named(one: Alternative) -> str:
 
 
 def _ties(plan: PlanAnswer) -> Iterable[str]:
-    tied, width = plan.tied_with_first, plan.tie_width_pct
-    if tied > 1:
-        yield f"#1 to #{tied} are tied: differences under {width:.1f}% are within the error"
-    elif len(plan.ranked) > 1:
-        yield f"#1 leads by more than the error between layouts ({width:.1f}%)"
-    if plan.ranked[0].tight:
-        safe = next((row for row in plan.ranked if not row.tight), None)
+    first = plan.ranked[0]
+    if len(plan.ranked) > 1:
+        near, regret = 100 * first.near_best, first.regret_pct
+        yield f"#1 is within 2% of the fastest by a chance of {near:.0f}%, {regret:.1f}% expected"
+    if first.wide:
+        yield f"its interval is wide: {first.wide}"
+    if not first.surely_fits:
+        safe = next((row for row in plan.ranked if row.surely_fits), None)
         if safe is not None:
             choice = f"#{safe.rank} ({safe}, {short_s(safe.step_s)} s)"
             yield f"#1 may run out of memory; the fastest safe choice is {choice}"
@@ -113,8 +114,7 @@ def _source(plan: PlanAnswer) -> str:
     stack = "a typical engine" if plan.stack == "generic" else plan.stack
     rule = f"TFLOP/s and MFU by {plan.flop_rule}"
     if known.note:
-        interval = f"{known.interval_low_pct:+.0f}% to {known.interval_high_pct:+.0f}%"
-        return f"step times for {stack}: {known.note}; 80% interval {interval}; {rule}"
+        return f"step times for {stack}: {known.note}; {rule}"
     p90 = f", 9 in 10 within {known.error_p90_pct:.1f}%" if known.error_p90_pct else ""
     runs = f"(calibration '{known.name}', {known.rows} measured runs{p90})"
     return f"step times for {stack} on {plan.cluster} {runs}; {rule}"
@@ -174,7 +174,8 @@ _ALWAYS: tuple[Column, ...] = (
     ("recompute", lambda row: row.policy.recompute),
     ("s/step", lambda row: short_s(row.step_s)),
     ("GiB", lambda row: f"{row.peak_bytes / GIB:.1f}"),
-    ("fits", lambda row: "tight" if row.tight else "yes"),
+    ("fits", lambda row: f"{100 * row.fit_chance:.0f}%"),
+    ("near best", lambda row: f"{100 * row.near_best:.0f}%"),
     ("TFLOP/s", lambda row: f"{row.tflops_gpu:.0f}"),
 )
 

@@ -30,7 +30,7 @@ from fourfold.units import size_from
 
 Loss = Literal["auto", "torch", "lean"]
 
-_RECOMPUTE = re.compile(rf"{'|'.join(words.RECOMPUTE)}|every-[1-9][0-9]{{0,4}}\Z")
+_RECOMPUTE = re.compile(rf"{'|'.join(map(re.escape, words.RECOMPUTE))}|every-[1-9][0-9]{{0,4}}\Z")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,9 @@ Attention = Literal["auto", "flash", "cudnn", "efficient", "fused", "fused-softm
 # generations of FlashAttention apart where a table names one.
 PRICED_ATTENTION = ("flash", "fused-softmax", "unfused", "flash1", "flash3")
 KEEPS_SCORES = ("fused-softmax", "unfused")
-# Selective: the attention core. Beside these three: every-N, each N-th layer in full.
-RECOMPUTE = ("none", "selective", "full")
+# Selective: the attention core. norm+act: outputs of norms and of the MLP's activation; norm+mlp:
+# the MLP's first product too. Beside these: every-N, each N-th layer in full.
+RECOMPUTE = ("none", "selective", "norm+act", "norm+mlp", "full")
 RECOMPUTE_KINDS = (*RECOMPUTE, "every")
 
 # What others call them. Keys are lower case with '-' for '_' and blanks.

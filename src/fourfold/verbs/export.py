@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fourfold.cost.memory.peak import USABLE, memory_bounds
+from fourfold.cost.memory.peak import SURE, fit_chance, memory_bounds
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
@@ -95,13 +95,14 @@ def _setup(ranking: Ranking, place: int, name: str) -> Setup:
 def _export_notes(ranking: Ranking, place: int) -> tuple[str, ...]:
     """Seconds and bytes of the choice, and whether it surely fits."""
     query, predicted, gib = ranking.query, ranking.predicted, 2.0**30
-    low, high = memory_bounds(predicted.columns.take(slice(place, place + 1)), query.entry)
+    c = predicted.columns.take(slice(place, place + 1))
+    low, high = memory_bounds(c, query.entry)
     limit = query.cluster.device.memory_bytes
     needs = (
         f"{low[0] / gib:.0f} to {high[0] / gib:.0f} GiB of {limit / gib:.0f} on the fullest rank"
     )
     seconds = f"{predicted.low_s[place]:.3g} to {predicted.high_s[place]:.3g} s per step"
-    fits = "certain to fit" if high[0] <= limit * USABLE else "MAY NOT FIT"
-    wrong = fits != "certain to fit" and not query.safe
-    advice = "; --safe prefers layouts that are certain to fit" if wrong else ""
+    chance = float(fit_chance(c, query.entry)[0])
+    fits = f"{100 * chance:.0f}% chance to fit"
+    advice = "; --safe prefers layouts that surely fit" if chance < SURE and not query.safe else ""
     return (f"predicted as {query.stack}: {seconds}; {fits}: {needs}{advice}",)

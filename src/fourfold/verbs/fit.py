@@ -9,9 +9,9 @@ import numpy as np
 
 from fourfold.cost.fit.accuracy import Result, study
 from fourfold.cost.fit.calibration import Calibration, load, to_json
-from fourfold.cost.fit.evidence import calibrate
 from fourfold.cost.fit.fit import sample
 from fourfold.cost.fit.suggest import suggest
+from fourfold.cost.fit.validate import calibrate
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows, parse
@@ -119,7 +119,8 @@ class Scores(Answer):
 
 def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
     tables = [parse(read_table(path)) for path in request.rows]
-    asked = {"cv": request.cv, "leave-out": request.leave_out, "few-shot": request.few_shot}
+    asked = {"cv": request.cv, "leave-out": request.leave_out, "few-shot": request.few_shot,
+             "folds": request.folds}  # fmt: skip
     how = [name for name, is_asked in asked.items() if is_asked]
     known = read_calibration(request.calibration)
     return Scores(tuple(study(tables, known, asked=how, tell=notes(on_event))))

@@ -65,9 +65,9 @@ class StagePlanner:
 
     def step_s(self) -> tuple[float, float, float]:
         """The planner's own step: (seconds, low, high)."""
-        step = estimate(self.columns, self.entry.coefficients).step_s
-        low, high = bounds(self.columns, self.entry, step)
-        return float(step[0]), float(low[0]), float(high[0])
+        times = estimate(self.columns, self.entry.coefficients)
+        low, high = bounds(self.columns, self.entry, times)
+        return float(times.step_s[0]), float(low[0]), float(high[0])
 
     def fullest_stage(self) -> int:
         room = memory(self.columns, self.entry.coefficients)

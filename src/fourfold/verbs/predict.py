@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack, overload
 
-from fourfold.cost.memory.peak import USABLE
+from fourfold.cost.memory.peak import REFUSED, SURE, USABLE
 from fourfold.cost.table.predict import FIELDS, RowPredictions
 from fourfold.cost.table.predict import predict as predict_rows
 from fourfold.cost.table.reference import read_table
@@ -84,7 +84,7 @@ class PredictedTable:
     calibration: str
     predicted: int
     fit: int
-    tight: int
+    may_fit: int
 
     def rows(self) -> list[dict[str, Any]]:
         return [dict(zip(FIELDS, row, strict=True)) for row in self._cells()]
@@ -101,10 +101,11 @@ class PredictedTable:
         texts = [["" if v != v else f"{v:.6g}" for v in column.tolist()] for column in numbers]
         known = [bool(text) for text in texts[0]]
         verdicts = [
-            [f"{yes:d}" if is_known else "" for yes, is_known in zip(column, known, strict=True)]
-            for column in (rows.fits.tolist(), rows.tight.tolist())
+            f"{yes:d}" if is_known else ""
+            for yes, is_known in zip(rows.fits.tolist(), known, strict=True)
         ]
-        return zip(self.row_ids, *texts, *verdicts, rows.reasons, strict=True)
+        chances = ["" if v != v else f"{v:.2f}" for v in rows.fit_chance.tolist()]
+        return zip(self.row_ids, *texts, verdicts, chances, rows.reasons, strict=True)
 
 
 def predict_table(
@@ -121,12 +122,12 @@ def predict_table(
         answers = predict_rows(rows, known)
     finally:
         gc.enable()
-    fits, tight = answers.fits[rows.usable], answers.tight[rows.usable]
+    chance = answers.fit_chance[rows.usable]
     return PredictedTable(
         row_ids=table.column("row_id"),
         answers=answers,
         calibration=known.name,
         predicted=int(rows.usable.sum()),
-        fit=int((fits & ~tight).sum()),
-        tight=int(tight.sum()),
+        fit=int((chance > SURE).sum()),
+        may_fit=int(((chance >= REFUSED) & (chance <= SURE)).sum()),
     )

@@ -247,6 +247,7 @@ class ScoreRequest:
     cv: bool = flag("cross-validated by layout", default=False)
     leave_out: bool = flag("predict each source from the others", default=False)
     few_shot: bool = flag("fit 10 chosen runs per stack and cluster", default=False)
+    folds: bool = flag("leave out each source, GPU type and axis value", default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ class FlopsQuery:
     pp: Number = 1
     recompute_share: Number = 0.0
     is_selective: Number = False  # only the attention core runs again
+    again_weights: Number = 0.0  # of one layer's MLP, whose product runs again
 
     @classmethod
     def of(cls, *, model: ModelShape, seq_len: int, layout: Layout, policy: Policy) -> FlopsQuery:
@@ -52,6 +53,9 @@ class FlopsQuery:
             pp=layout.pp,
             recompute_share=policy.recompute_share,
             is_selective=policy.recompute == "selective",
+            again_weights=(1 + model.gated) * model.hidden * model.ffn
+            if policy.recompute == "norm+mlp"
+            else 0.0,
         )
 
     @classmethod
@@ -80,6 +84,7 @@ class FlopsQuery:
             pp=c.pp,
             recompute_share=c.full_ckpt,
             is_selective=c.attn_ckpt,
+            again_weights=c.mlp_ckpt * (1.0 + c.gated) * c.hidden * c.ffn,
         )
 
 
@@ -107,8 +112,10 @@ def _attention(q: FlopsQuery) -> Number:
 
 
 def _again(q: FlopsQuery, layers_forward: Number, attention_forward: Number) -> Number:
-    """FLOPs run twice: whole layers under full or every-n, the attention core if selective."""
-    return q.is_selective * attention_forward + q.recompute_share * layers_forward
+    """FLOPs run twice: whole layers under full or every-n, the attention core if selective, the
+    MLP's first product under norm+mlp."""
+    parts = q.is_selective * attention_forward + 2.0 * q.layers * q.again_weights
+    return parts + q.recompute_share * layers_forward
 
 
 def _three_passes(forward: Number, again: Number) -> FlopsPerToken:

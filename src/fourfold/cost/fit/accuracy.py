@@ -8,14 +8,25 @@ batch, precision and network state; ranking only counts pairs over 2% apart.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.fit.validate import few_shot, fit_tables, held_out, left_out, others_of
+from fourfold.cost.fit.calibration import Calibration, FittedStack
+from fourfold.cost.fit.folds import KINDS
+from fourfold.cost.fit.validate import (
+    few_shot,
+    fit_tables,
+    held_out,
+    joined_parts,
+    left_out,
+    only,
+    others_of,
+    strangers,
+)
+from fourfold.cost.memory.peak import REFUSED, SURE
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import note_words
 from fourfold.cost.table.rows import Rows
@@ -38,6 +49,7 @@ class Score:
     p90_pct: float
     bias_pct: float
     coverage_pct: float
+    interval_score: float
     rank_correlation: float
     regret_pct: float
     groups: int
@@ -45,12 +57,12 @@ class Score:
     fit_pct: float
     refused_pct: float
     missed_pct: float
-    tight_pct: float
+    unsure_pct: float
 
     @classmethod
     def empty(cls, source: str) -> Score:
         nan = float("nan")
-        return cls(source, 0, nan, nan, nan, nan, nan, nan, 0, nan, nan, nan, nan, nan)
+        return cls(source, 0, nan, nan, nan, nan, nan, nan, nan, 0, nan, nan, nan, nan, nan)
 
 
 def score(rows: Rows, answers: RowPredictions, *, within: NDArray[np.bool_] | None = None) -> Score:
@@ -70,6 +82,7 @@ def score(rows: Rows, answers: RowPredictions, *, within: NDArray[np.bool_] | No
         p90_pct=100 * float(np.percentile(np.abs(error), 90)) if error.size else nan,
         bias_pct=100 * float(np.median(error)) if error.size else nan,
         coverage_pct=100 * float(covered[timed].mean()) if error.size else nan,
+        interval_score=_interval_score(rows, answers, timed),
         rank_correlation=ranking,
         regret_pct=regret,
         groups=groups,
@@ -79,11 +92,11 @@ def score(rows: Rows, answers: RowPredictions, *, within: NDArray[np.bool_] | No
 
 
 def _fit(rows: Rows, answers: RowPredictions, inside: NDArray[np.bool_]) -> dict[str, float]:
-    """Verdicts against what happened. Of runs that ran, those refused; of runs out of memory, those
-    said to fit without a doubt; of all, those called tight. `fit_pct` is the mean of the shares
-    that the bare prediction judges right among runs that ran and those out of memory."""
+    """Verdicts against what happened. Of runs that ran, those whose chance to fit is under 10%; of
+    runs out of memory, those over 90%; of all, those between. `fit_pct` is the mean of the shares
+    judged right, at even chances, among runs that ran and those out of memory."""
     ran, oom = inside & (rows.status == "ok"), inside & (rows.status == "oom")
-    yes, no = answers.fits & ~answers.tight, ~answers.fits & ~answers.tight
+    yes, no = answers.fit_chance > SURE, answers.fit_chance < REFUSED
 
     def share(these: NDArray[np.bool_], of: NDArray[np.bool_]) -> float:
         return 100.0 * float(these[of].mean()) if of.any() else float("nan")
@@ -92,8 +105,19 @@ def _fit(rows: Rows, answers: RowPredictions, inside: NDArray[np.bool_]) -> dict
         "fit_pct": 0.5 * (share(answers.fits, ran) + share(~answers.fits, oom)),
         "refused_pct": share(no, ran),
         "missed_pct": share(yes, oom),
-        "tight_pct": share(answers.tight, ran | oom),
+        "unsure_pct": share(~yes & ~no, ran | oom),
     }
+
+
+def _interval_score(rows: Rows, answers: RowPredictions, timed: NDArray[np.bool_]) -> float:
+    """Width of the 80% interval of the log, and ten times what a run lies outside of it, in
+    percent: the smaller, the better (Gneiting and Raftery, 2007)."""
+    if not timed.any():
+        return float("nan")
+    low, high = np.log(answers.low_s[timed]), np.log(answers.high_s[timed])
+    truth = np.log(rows.step_s[timed])
+    missed = np.maximum(0.0, low - truth) + np.maximum(0.0, truth - high)
+    return 100.0 * float(np.mean(high - low + 10.0 * missed))
 
 
 def group_labels(rows: Rows) -> list[tuple[str, ...]]:
@@ -169,6 +193,9 @@ def study(
     tell("fitting all tables together")
     entries = fit_tables(tables)
     for how in asked:
+        if how == "folds":
+            results += _folds(tables, entries, tell)
+            continue
         for rows in tables:
             tell(f"{how}: {rows.table.name}")
             others = others_of(entries, rows)
@@ -184,6 +211,39 @@ def study(
                 Result(how, score(rows, answers, within=within), free, rows, answers, within)
             )
     return results
+
+
+def _folds(
+    tables: list[Rows], entries: tuple[FittedStack, ...], tell: Callable[[str], None]
+) -> list[Result]:
+    """Every kind of fold, scored by the column `source`."""
+    results = []
+    for kind in KINDS:
+        tell(f"leaving out by {kind}")
+        answers: list[list[RowPredictions]] = [[] for _ in tables]
+        masks: list[list[NDArray[np.bool_]]] = [[] for _ in tables]
+        for out, calibration in strangers(tables, entries, kind):
+            for at, (rows, gone) in enumerate(zip(tables, out, strict=True)):
+                if gone.any():
+                    answers[at].append(predict(only(rows, gone), calibration))
+                    masks[at].append(gone)
+        for rows, parts, scored in zip(tables, answers, masks, strict=True):
+            if parts:
+                merged = joined_parts(parts, scored, rows)
+                results += _by_source(kind, rows, merged, np.logical_or.reduce(scored))
+    return results
+
+
+def _by_source(
+    kind: str, rows: Rows, answers: RowPredictions, scored: NDArray[np.bool_]
+) -> list[Result]:
+    sources = np.array(rows.table.column("source"), dtype=str)
+    found = []
+    for name in sorted(set(sources[scored].tolist())):
+        within = scored & (sources == name)
+        one = replace(score(rows, answers, within=within), source=name)
+        found.append(Result(kind, one, "-", rows, answers, within))
+    return found
 
 
 def _as_is(rows: Rows, calibration: Calibration) -> Result:

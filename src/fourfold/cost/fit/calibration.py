@@ -11,12 +11,17 @@ import functools
 import json
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
-from math import exp, log
+from math import exp, log, sqrt
+from statistics import median
 from typing import Any
 
+import numpy as np
+
 from fourfold import files
-from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, defaults
+from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, LEAN, defaults
+from fourfold.cost.fit.spread import TWO_SIDED_80, Spread, directions, joined_values, part_changes
 from fourfold.cost.stacks import family_of, year_of
+from fourfold.cost.step.estimate import PARTS
 from fourfold.errors import UserError, shorten
 from fourfold.result.profile import HardwareProfile, coefficients_of
 from fourfold.spec import check, codec
@@ -24,10 +29,11 @@ from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster
 
 MARK = '"type": "Calibration"'  # in every file that to_json wrote
+FEW_ROWS = 10.0  # with so many rows a key counts half
 SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
-# A coefficient further from its default than this is a slip, and overflows what uses it.
+# A coefficient further from its default is a slip, and overflows what uses it.
 WIDEST_FACTOR = 1e6
-GENERIC_HALF = 0.2  # 80% half width (log) of a calibration without any rows
+GENERIC_NOISE = 0.15  # of a calibration without any rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +41,10 @@ class FittedStack:
     """Coefficients of one stack on one cluster.
 
     `informed` says for each coefficient how much the rows narrowed its prior (0 nothing, 1 all);
-    `low` and `high` are the 10% and 90% quantiles of log(measured / predicted), cross-validated;
-    `ranges` are the calibrated ranges of the features in `interval`; `residuals_pct` are sorted;
-    `counts` are the rows behind each of `choices`.
+    `noise` is the spread of log(measured / predicted) that no coefficient explains; `spread` the
+    covariance that the rows leave to the parts of a step; `values` what was measured of each axis
+    (all three: fit/spread.py); `residuals_pct` are sorted; `counts` are the rows behind each of
+    `choices`.
     """
 
     stack: str
@@ -49,10 +56,10 @@ class FittedStack:
     free_memory: tuple[str, ...] = ()
     rows_time: int = 0
     rows_memory: int = 0
-    low: float = -GENERIC_HALF
-    high: float = GENERIC_HALF
+    noise: float = GENERIC_NOISE
+    spread: Spread = ()
+    values: dict[str, tuple[float, ...]] = field(default_factory=dict)
     errors_pct: dict[str, float] = field(default_factory=dict)
-    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     residuals_pct: tuple[float, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -82,32 +89,32 @@ class FittedStack:
                 raise UserError("is not a coefficient", field="knobs", value=name)
             usual = BY_NAME[name].default
             _within(usual / WIDEST_FACTOR, usual * WIDEST_FACTOR, **{name: value})
-        _in_order(low=entry.low, high=entry.high)
+        _within(0.0, 10.0, noise=entry.noise)
         _within(0.0, 1.0, **entry.informed)
         _within(0, 1e12, **entry.counts)
         _within(0, 1e12, rows_time=entry.rows_time, rows_memory=entry.rows_memory)
         _within(-1e9, 1e9, **entry.errors_pct)
         for number in (
             *entry.residuals_pct,
-            *(end for pair in entry.ranges.values() for end in pair),
+            *(value for known in (*entry.values.values(), *entry.spread) for value in known),
         ):
             _within(-1e9, 1e9, residual=number)
+        _whole_moves(entry.spread)
         return entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Entries by key, and the spread of a stack or cluster nobody measured."""
+    """Entries by key, and between them the spread of a stack or cluster nobody measured."""
 
     name: str
     sources: tuple[str, ...]
     entries: tuple[FittedStack, ...]
-    generic_low: float = -GENERIC_HALF
-    generic_high: float = GENERIC_HALF
+    between: Spread = ()
 
     def __post_init__(self) -> None:
         check.name(name=self.name)
-        _in_order(generic_low=self.generic_low, generic_high=self.generic_high)
+        _whole_moves(self.between)
 
     def entry(self, stack: str, cluster: str, generation: str) -> tuple[FittedStack, str]:
         """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
@@ -115,18 +122,32 @@ class Calibration:
             if known.stack == stack and known.cluster == cluster:
                 return known, ""
         blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
-        wide = replace(blended, low=self.generic_low, high=self.generic_high)
+        known = [entry for entry in self.entries if entry.rows_time]
+        wide = replace(
+            blended,
+            coefficients=_half_lean(blended.coefficients),
+            spread=self.between,
+            noise=median(entry.noise for entry in known) if known else GENERIC_NOISE,
+            values=joined_values([entry.values for entry in known]),
+        )
         return wide, "no measured runs of this stack here, estimated from other stacks and clusters"
+
+
+def _half_lean(coefficients: dict[str, float]) -> dict[str, float]:
+    """Memory of a stack nobody measured: halfway (log) between measured ones and one that wastes
+    nothing. The blend alone says of half of all runs of other engines that they do not fit."""
+    halfway = {name: sqrt(coefficients[name] * lean) for name, lean in LEAN.items()}
+    return {**coefficients, **halfway, "room": LEAN["room"]}
 
 
 def similarity(entry: FittedStack, *, stack: str, cluster: str, generation: str) -> float:
     """How much one key says about another: same engine, same machine, same GPU, same years."""
     weight = 1.0 + 4.0 * (family_of(entry.stack) == family_of(stack) != "")
-    weight += 4.0 * (entry.cluster == cluster != "")
+    weight += 8.0 * (entry.cluster == cluster != "")
     mine, other = year_of(entry.stack), year_of(stack)
     if mine is not None and other is not None:
         weight *= exp(-abs(mine - other) / 1.5)
-    return weight * (1.0 if entry.generation == generation else 0.5)
+    return weight * (1.0 if entry.generation == generation else 0.25)
 
 
 def blend(
@@ -159,6 +180,20 @@ def blend(
         coefficients=coef,
         informed=dict.fromkeys(coef, 0.0),
     )
+
+
+def between(entries: tuple[FittedStack, ...]) -> Spread:
+    """How far keys lie from what the others say of them, as a covariance of a step's parts. A key
+    with few rows says little of where it lies."""
+    total, weights = np.zeros((len(PARTS), len(PARTS))), 0.0
+    for entry in entries:
+        guess = blend(
+            entries, stack=entry.stack, cluster=entry.cluster, generation=entry.generation
+        )
+        change = part_changes(guess.coefficients, entry.coefficients)
+        weight = entry.rows_time / (entry.rows_time + FEW_ROWS)
+        total, weights = total + weight * np.outer(change, change), weights + weight
+    return directions(total / weights) if weights else ()
 
 
 def _level(weights: list[float], ages: list[float], logs: list[float]) -> float:
@@ -208,12 +243,10 @@ def _within(least: float, most: float, /, **values: float) -> None:
             raise UserError(f"must be from {least:g} to {most:g}", field=name, value=value)
 
 
-def _in_order(**spread: float) -> None:
-    """Two logs of a ratio."""
-    (low, least), (high, most) = spread.items()
-    _within(-10.0, 10.0, **spread)
-    if least > most:
-        raise UserError(f"must not be above {high}", field=low, value=least)
+def _whole_moves(spread: Spread) -> None:
+    """A number for each part of a step in every direction."""
+    if any(len(move) != len(PARTS) for move in spread):
+        raise UserError(f"must have rows of {len(PARTS)} numbers", field="spread")
 
 
 def load(path: str) -> Calibration:
@@ -260,8 +293,7 @@ def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
         generation=generation_of(cluster.device),
         coefficients=coef,
         informed=dict.fromkeys(coef, 0.0),
-        low=-half,
-        high=half,
+        noise=half / TWO_SIDED_80,
     )
     return Calibration(
         name=f"profile of {profile.host}", sources=("fourfold calibrate",), entries=(entry,)

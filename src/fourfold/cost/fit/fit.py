@@ -2,8 +2,7 @@
 
 At most 14 free numbers for time and 6 for memory per key: those whose prior the rows narrow most;
 the others stay at the prior. Two rounds, so that each key is fitted under what the others taught.
-Levenberg-Marquardt on logarithms with Gaussian priors; residuals weighted as Student's t (a run
-that was disturbed teaches little). Derivatives are one broadcast question to the model. NumPy only.
+Derivatives are one broadcast question to the model. NumPy only.
 """
 
 from __future__ import annotations
@@ -18,94 +17,20 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Columns, Floats, joined
 from fourfold.cost.fit.calibration import FittedStack, blend
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
-from fourfold.cost.fit.interval import ranges
+from fourfold.cost.fit.solver import Prior, minimise
+from fourfold.cost.fit.spread import measured_values, pushed
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
 from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
 
-# (k, n_params) log coefficients -> (k, n_rows) residuals
-Residuals = Callable[[Floats], Floats]
-
-STEP = 1e-4
-FREEDOM = 4.0  # degrees of freedom of the t weights
-
-
-@dataclass(frozen=True, slots=True)
-class Prior:
-    """Gaussian prior on log coefficients, with hard bounds."""
-
-    mean: Floats
-    spread: Floats
-    low: Floats
-    high: Floats
-
-
-@dataclass(frozen=True, slots=True)
-class Minimum:
-    """Where it ended: log coefficients, their covariance (Laplace), weights of the rows."""
-
-    x: Floats
-    covariance: Floats
-    weights: Floats
-
-
-def _weights(r: Floats, scale: float) -> Floats:
-    return (FREEDOM + 1.0) / (FREEDOM + (r / scale) ** 2) / (1.0 + 1.0 / FREEDOM)
-
-
-def _cost(r: Floats, x: Floats, prior: Prior, scale: float) -> float:
-    fit = 0.5 * FREEDOM * np.sum(np.log1p((r / scale) ** 2 / FREEDOM))
-    return float(fit + 0.5 * np.sum(((x - prior.mean) / prior.spread) ** 2))
-
-
-def minimise(
-    residuals: Residuals, prior: Prior, *, scale: float, rounds: int = 60, row_weight: float = 1.0
-) -> Minimum:
-    """Most probable log coefficients. `scale` is the size of an ordinary residual."""
-    x = np.clip(prior.mean, prior.low, prior.high)
-    damp = 1e-2
-    moves = np.vstack([np.zeros_like(x), np.eye(x.size) * STEP])
-    precision = np.diag(prior.spread**-2.0)
-    rows = residuals(x + moves)
-    cost = _cost(rows[0], x, prior, scale)
-    hessian = precision
-    weights = _weights(rows[0], scale)
-    for _ in range(rounds):
-        r, slope = rows[0], ((rows[1:] - rows[0]) / STEP).T
-        weights = _weights(r, scale)
-        hessian = row_weight * (slope.T * weights) @ slope / scale**2 + precision
-        pull = row_weight * (slope.T * weights) @ r / scale**2
-        pull = pull + (x - prior.mean) / prior.spread**2
-        x_new, rows_new, cost_new, damp = _damped(
-            residuals, prior, x=x, hessian=hessian, pull=pull, damp=damp, cost=cost, scale=scale
-        )
-        if cost_new >= cost - 1e-6 * max(1.0, cost):
-            break
-        x, rows, cost = x_new, rows_new, cost_new
-    return Minimum(x, np.linalg.inv(hessian), weights)
-
-
-def _damped(residuals, prior, *, x, hessian, pull, damp, cost, scale):  # type: ignore[no-untyped-def]
-    """Shorten the step until the cost falls; returns the last trial when it never does."""
-    moves = np.vstack([np.zeros_like(x), np.eye(x.size) * STEP])
-    diag = np.diag(np.diag(hessian))
-    for _ in range(8):
-        trial = np.clip(x - np.linalg.solve(hessian + damp * diag, pull), prior.low, prior.high)
-        rows = residuals(trial + moves)
-        trial_cost = _cost(rows[0], trial, prior, scale)
-        if trial_cost < cost:
-            return trial, rows, trial_cost, damp * 0.3
-        damp *= 5.0
-    return x, residuals(x + moves), cost, damp
-
-
 MOST_TIME = 14
 MOST_MEMORY = 6
 TIGHT = 0.7  # keys spread less around their kin than a coefficient does around its default
 STEP_SCALE = 0.04  # an ordinary log residual of time
 MEMORY_SCALE = 0.05
+KIN, USUAL_NOISE = 12.0, 0.05
 LABEL_SCALE = 0.05  # how sharp the edge between fits and does not is, as a share of capacity
 
 
@@ -185,8 +110,15 @@ def fit_one(rows: Sample, prior: FittedStack) -> FittedStack:
     timed = rows.take(np.flatnonzero(np.isfinite(rows.step_s)))
     entry = prior
     if len(timed):
-        entry = _fit_part(entry, TIME, time_misfit(timed), scale=STEP_SCALE, most=MOST_TIME)
-        entry = replace(entry, rows_time=len(timed), ranges=ranges(timed.columns))
+        misfit = time_misfit(timed)
+        entry = _fit_part(entry, TIME, misfit, scale=STEP_SCALE, most=MOST_TIME)
+        left = misfit({**entry.coefficients})
+        entry = replace(
+            entry,
+            rows_time=len(timed),
+            noise=_noise(left, free=len(entry.free_time)),
+            values=measured_values(timed.columns),
+        )
     sized = rows.take(np.flatnonzero(np.isfinite(rows.mem_gb) | np.isfinite(rows.fits)))
     if len(sized):
         entry = _fit_part(entry, MEMORY, memory_misfit(sized), scale=1.0, most=MOST_MEMORY)
@@ -198,6 +130,14 @@ def fit_one(rows: Sample, prior: FittedStack) -> FittedStack:
     return entry
 
 
+def _noise(left: Floats, free: int) -> float:
+    """Robust spread of what a fit leaves, with a usual one as so many rows more."""
+    count = left.size
+    used = count / max(count - free, count / 2.0)
+    own = (1.4826 * float(np.median(np.abs(left)))) ** 2 * used
+    return float(np.sqrt((count * own + KIN * USUAL_NOISE**2) / (count + KIN)))
+
+
 def _fit_part(
     entry: FittedStack, names: tuple[str, ...], misfit: Misfit, *, scale: float, most: int
 ) -> FittedStack:
@@ -206,7 +146,8 @@ def _fit_part(
     Distance counts in prior spreads: a coefficient that ends at its prior costs nothing when
     it is fixed there.
     """
-    coef, share = _solve(entry.coefficients, names, misfit, scale)
+    names_of_part, names = names, _exercised(entry.coefficients, names, misfit)
+    coef, share, covariance = _solve(entry.coefficients, names, misfit, scale)
     moved = {
         name: abs(np.log(coef[name] / entry.coefficients[name])) / BY_NAME[name].spread
         for name in names
@@ -215,17 +156,40 @@ def _fit_part(
     free = tuple(sorted(taught, key=lambda name: -moved[name])[:most])
     free = tuple(name for name in names if name in free)
     if len(free) < len(names) and free:
-        coef, share = _solve(entry.coefficients, free, misfit, scale)
-    field = "free_time" if names == TIME else "free_memory"
-    informed = {**entry.informed, **dict.fromkeys(names, 0.0), **share}
+        coef, share, _ = _solve(entry.coefficients, free, misfit, scale)
+    field = "free_time" if names_of_part == TIME else "free_memory"
+    informed = {**entry.informed, **dict.fromkeys(names_of_part, 0.0), **share}
     changed: dict[str, Any] = {field: free}
+    if names_of_part == TIME:
+        changed["spread"] = pushed(coef, *_all_of(names_of_part, names, covariance))
     return replace(entry, coefficients=coef, informed=informed, **changed)
+
+
+def _exercised(start: dict[str, float], names: tuple[str, ...], misfit: Misfit) -> tuple[str, ...]:
+    """Coefficients that change any residual: the others stay where they are, and cost no time."""
+    moved = {name: np.full((len(names) + 1, 1), start[name]) for name in names}
+    for i, name in enumerate(names):
+        moved[name][i] *= 1.01
+    rows = misfit({**start, **moved})
+    changes = np.abs(rows[:-1] - rows[-1]).max(axis=1) > 1e-9
+    return tuple(name for name, moves in zip(names, changes, strict=True) if moves)
+
+
+def _all_of(
+    part: tuple[str, ...], names: tuple[str, ...], covariance: Floats
+) -> tuple[tuple[str, ...], Floats]:
+    """Coefficients of a part and their covariance: what no row exercised is as open as before."""
+    full = np.diag([(BY_NAME[name].spread * TIGHT) ** 2 for name in part])
+    places = [part.index(name) for name in names]
+    full[np.ix_(places, places)] = covariance
+    return part, full
 
 
 def _solve(
     start: dict[str, float], names: tuple[str, ...], misfit: Misfit, scale: float
-) -> tuple[dict[str, float], dict[str, float]]:
-    """(coefficients, information share) with `names` free and the rest as they start."""
+) -> tuple[dict[str, float], dict[str, float], Floats]:
+    """(coefficients, information share, covariance of their logs) with `names` free and the rest
+    as they start."""
     asked = [BY_NAME[name] for name in names]
     spread = np.array([coefficient.spread * TIGHT for coefficient in asked])
     prior = Prior(
@@ -242,7 +206,8 @@ def _solve(
     found = minimise(residuals, prior, scale=scale)
     coef = {**start, **{n: float(v) for n, v in zip(names, np.exp(found.x), strict=True)}}
     share = np.clip(1.0 - np.diag(found.covariance) / spread**2, 0.0, 1.0)
-    return coef, {name: float(value) for name, value in zip(names, share, strict=True)}
+    shares = {name: float(value) for name, value in zip(names, share, strict=True)}
+    return coef, shares, found.covariance
 
 
 def time_misfit(rows: Sample) -> Misfit:
@@ -275,6 +240,7 @@ def memory_misfit(rows: Sample) -> Misfit:
         size = np.where(has_mem, (np.log(printed) - measured) / MEMORY_SCALE, 0.0)
         over = np.log(got.worst_bytes / limit_bytes(rows.columns, coef)) * side / LABEL_SCALE
         hinge = np.where(has_label, weight * np.sqrt(2.0 * np.logaddexp(0.0, over)), 0.0)
-        return np.concatenate([size, hinge], axis=-1)
+        # A counted engine's memory has no coefficient that a fit moves, its limit has.
+        return np.concatenate(np.broadcast_arrays(size, hinge), axis=-1)
 
     return misfit

@@ -1,9 +1,6 @@
 """How sure a prediction is, and which choices of a run were measured: evidence by name.
 
-A choice is something a planner can take or leave (virtual stages, ZeRO-3, Ulysses), not a size. The
-interval of 80% comes from cross-validated residuals. Outside the calibrated range it grows with the
-distance in doublings, feature by feature: a fit that never saw 512 GPUs knows less about 2048 than
-about 1024.
+A choice is something a planner can take or leave (virtual stages, ZeRO-3, Ulysses), not a size.
 """
 
 from __future__ import annotations
@@ -13,6 +10,8 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
+from fourfold.cost.fit.spread import distances, half_widths
+from fourfold.cost.step.estimate import Times
 from fourfold.cost.step.traffic import crosses
 from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES
 
@@ -54,46 +53,35 @@ def counts(c: Columns) -> dict[str, int]:
     return {name: int(mask.sum()) for name, mask in choices(c).items()}
 
 
-PER_DOUBLING = 0.04  # half width (log) added in quadrature per doubling outside the range
+WIDE = 0.12  # half of an interval (log) that asks for a reason
+_CALLED = {"hidden": "width", "seq": "sequence", "tokens": "tokens in a micro batch",
+           "micros": "micro batches", "vpp": "virtual stages",
+           "low_precision": "format of products"}  # fmt: skip
 
 
-def features(c: Columns) -> dict[str, Floats]:
-    """What a range is kept of, as log2."""
-    micros = np.maximum(1.0, c.batch / (c.dp * c.micro))
-    values = {
-        "hidden": c.hidden,
-        "seq": c.seq,
-        "gpus": c.gpus,
-        "tp": c.tp,
-        "cp": c.cp,
-        "pp": c.pp,
-        "tokens": c.micro * c.seq / c.cp,
-        "micros": micros,
-        "vpp": c.vpp,
-        "low_precision": c.peak_low / c.peak,
-    }
-    return {name: np.log2(value) for name, value in values.items()}
+def why_wide(c: Columns, entry: FittedStack, times: Times) -> str:
+    """What makes the interval of the one run in `c` wide; '' where it is not."""
+    low, high = bounds(c, entry, times)
+    if np.log(high[0] / low[0]) < 2.0 * WIDE:
+        return ""
+    reasons = [] if entry.rows_time else ["nothing of this stack was measured on this machine"]
+    far = {name: float(away[0]) for name, away in distances(c, entry.values).items()}
+    worst = sorted((name for name in far if far[name] >= 1.0), key=lambda name: -far[name])
+    reasons += [
+        f"{_CALLED.get(name, name)} is {far[name]:.1f} doublings from anything measured"
+        for name in worst[:2]
+    ]
+    return "; ".join(reasons) or "the measured runs leave its coefficients open"
 
 
-def ranges(c: Columns) -> dict[str, tuple[float, float]]:
-    """(low, high) of each feature over these rows."""
-    return {
-        name: (float(np.min(value)), float(np.max(value))) for name, value in features(c).items()
-    }
-
-
-def outside(c: Columns, known: dict[str, tuple[float, float]]) -> Floats:
-    """Doublings outside the calibrated ranges, summed over features."""
-    total = np.zeros(len(c))
-    for name, value in features(c).items():
-        low, high = known.get(name, (-np.inf, np.inf))
-        total = total + np.maximum(0.0, low - value) + np.maximum(0.0, value - high)
-    return total
-
-
-def bounds(c: Columns, entry: FittedStack, step_s: Floats) -> tuple[Floats, Floats]:
+def bounds(c: Columns, entry: FittedStack, times: Times) -> tuple[Floats, Floats]:
     """(low, high) seconds that hold 80% of measured runs."""
-    extra = PER_DOUBLING * outside(c, entry.ranges)
-    low = -np.sqrt(min(entry.low, -0.005) ** 2 + extra**2)
-    high = np.sqrt(max(entry.high, 0.005) ** 2 + extra**2)
-    return step_s * np.exp(low), step_s * np.exp(high)
+    below, above = half_widths(
+        c,
+        times,
+        spread=entry.spread,
+        noise=entry.noise,
+        values=entry.values,
+        is_known=entry.rows_time > 0,
+    )
+    return times.step_s * np.exp(-below), times.step_s * np.exp(above)

@@ -1,15 +1,13 @@
 """Accuracy on rows that a fit never saw: cross-validated, source left out, few rows.
 
-Everything is refitted without the rows that are then predicted; the intervals come from residuals
-of other folds, never from the rows they are to cover. Folds go by layout, so that no row is
-predicted by its twin: sha256 of the values as the CSV has them, joined by '|', modulo 5, of the
-columns that were varied by hand in a table.
+Everything is refitted without the rows that are then predicted, intervals too. `calibrate` is what
+`fourfold fit` does: entries, then everything again with rows held out, so that the file says how
+wrong it is on layouts it never saw.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,41 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.fit.calibration import Calibration, FittedStack
+from fourfold.cost.fit.calibration import Calibration, FittedStack, between
 from fourfold.cost.fit.fit import fit_entries, sample
+from fourfold.cost.fit.folds import AXES, FOLDS, folds, labels
+from fourfold.cost.fit.interval import counts
 from fourfold.cost.fit.suggest import suggest
+from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import RowPredictions, predict
-from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
-from fourfold.spec.layout import MODEL_AXES
-
-FOLDS = 5
-BY_TABLE: dict[str, tuple[str, ...]] = {
-    "mpt": ("model", "hardware"),
-    "bloom": ("d_model", "n_heads"),
-    "par4d": ("hardware", *MODEL_AXES, "seq_len"),
-    "nanotron": ("model", "tp", "pp"),
-    "aleph": ("tp", "pp", "seq_len", "n_gpus"),
-    "newer": ("source", "model", "hardware", "precision", "n_gpus"),
-}
-OTHER = ("model", "n_layers", "d_model", "n_heads", "hardware", "seq_len", *MODEL_AXES)
-
-
-def folds(table: RowTable) -> NDArray[np.int64]:
-    """Fold of every row, 0..4."""
-    names = BY_TABLE.get(table.name, OTHER)
-    values = zip(*(table.column(name) for name in names), strict=True)
-    return np.array([_fold("|".join(row)) for row in values], dtype=np.int64)
-
-
-def _fold(text: str) -> int:
-    return int(hashlib.sha256(text.encode()).hexdigest(), 16) % FOLDS
-
 
 FEW = 10
-SAFETY = 1.15  # held-out residuals of a few folds understate those of the next
-KIN = 12.0  # rows that the common spread counts for in a key's own
+FEWEST = 4  # rows that a key must keep, for a fold along an axis to be about the axis
 Progress = Callable[[str], None]
 
 
@@ -72,73 +47,58 @@ def others_of(entries: tuple[FittedStack, ...], rows: Rows) -> tuple[FittedStack
 
 
 def held_out(rows: Rows, others: tuple[FittedStack, ...]) -> RowPredictions:
-    """Every row predicted by a fit on the other folds (and on the other tables)."""
+    """Every row predicted by a fit on the other folds by layout (and on the other tables)."""
     fold = folds(rows.table)
     made = [fit_entries(sample([only(rows, fold != f)]), others) for f in range(FOLDS)]
-    first = [predict(only(rows, fold == f), _plain(others, made[f])) for f in range(FOLDS)]
-    step = merged(first, fold)
-    spread = [with_spread(made[f], rows, step, fold != f) for f in range(FOLDS)]
-    answers = [predict(only(rows, fold == f), _plain(others, spread[f])) for f in range(FOLDS)]
-    return _merge_all(answers, fold, rows)
+    answers = [predict(only(rows, fold == f), _plain((*others, *made[f]))) for f in range(FOLDS)]
+    return joined_parts(answers, [fold == f for f in range(FOLDS)], rows)
 
 
-def _plain(others: tuple[FittedStack, ...], made: tuple[FittedStack, ...]) -> Calibration:
-    low, high = common_spread((*others, *made))
-    return Calibration(
-        name="held out", sources=(), entries=(*others, *made), generic_low=low, generic_high=high
-    )
+def _plain(entries: tuple[FittedStack, ...]) -> Calibration:
+    return Calibration(name="held out", sources=(), entries=entries, between=between(entries))
 
 
-def common_spread(entries: tuple[FittedStack, ...]) -> tuple[float, float]:
-    """Interval of a key nobody measured: twice what measured keys show."""
-    if not entries:
-        return -0.25, 0.25
-    low = float(np.median([entry.low for entry in entries]))
-    high = float(np.median([entry.high for entry in entries]))
-    return 2.0 * low, 2.0 * high
-
-
-def merged(parts: list[RowPredictions], fold: NDArray[np.int64]) -> Floats:
-    """Step times, each row from its own fold."""
-    return np.choose(fold, [part.step_s for part in parts])
-
-
-def _merge_all(parts: list[RowPredictions], fold: NDArray[np.int64], rows: Rows) -> RowPredictions:
+def joined_parts(
+    parts: list[RowPredictions], masks: list[NDArray[np.bool_]], rows: Rows
+) -> RowPredictions:
+    """Predictions of one table, each part answering the rows of its mask."""
     names = ("step_s", "low_s", "high_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "mem_gb",
-             "worst_gb", "fits", "tight")  # fmt: skip
-    chosen: dict[str, Any] = {
-        name: np.choose(fold, [getattr(part, name) for part in parts]) for name in names
-    }
+             "worst_gb", "fits", "fit_chance")  # fmt: skip
+    chosen: dict[str, Any] = {}
+    for name in names:
+        chosen[name] = np.full(rows.table.length, False if name == "fits" else np.nan)
+        for part, mask in zip(parts, masks, strict=True):
+            chosen[name][mask] = getattr(part, name)[mask]
     return RowPredictions(**chosen, reasons=rows.reasons)
-
-
-def with_spread(
-    entries: tuple[FittedStack, ...], rows: Rows, step: Floats, use: NDArray[np.bool_]
-) -> tuple[FittedStack, ...]:
-    """Entries with `low`, `high` from held-out residuals of the rows in `use`.
-
-    A key with few rows borrows from all rows of the table.
-    """
-    timed = rows.usable & use & np.isfinite(rows.step_s) & np.isfinite(step)
-    log = np.full(len(step), np.nan)
-    log[timed] = np.log(rows.step_s[timed] / step[timed])
-    if not timed.any():
-        return entries
-    pool = np.quantile(log[timed], [0.1, 0.9])
-    out = []
-    for entry in entries:
-        own = timed & (rows.stack == entry.stack) & (rows.cluster == entry.cluster)
-        n = float(own.sum())
-        mine = np.quantile(log[own], [0.1, 0.9]) if n >= 4 else pool
-        weight = n / (n + KIN)
-        low, high = SAFETY * (weight * mine + (1.0 - weight) * pool)
-        out.append(replace(entry, low=float(low), high=float(high)))
-    return tuple(out)
 
 
 def left_out(rows: Rows, others: tuple[FittedStack, ...]) -> RowPredictions:
     """Every row predicted from the other tables alone."""
-    return predict(rows, _plain(others, ()))
+    return predict(rows, _plain(others))
+
+
+def strangers(
+    tables: list[Rows], entries: tuple[FittedStack, ...], kind: str
+) -> Iterator[tuple[list[NDArray[np.bool_]], Calibration]]:
+    """(rows of each table that are left out and scored, a calibration without them) for every label
+    of a kind of fold. Keys without such rows stay as they were fitted to all."""
+    named = [labels(rows, kind) for rows in tables]
+    keys = [np.char.add(np.char.add(rows.stack, "|"), rows.cluster) for rows in tables]
+    found = (label[rows.usable] for rows, label in zip(tables, named, strict=True))
+    for value in sorted({str(one) for label in found for one in label} - {""}):
+        out = [r.usable & (label == value) for r, label in zip(tables, named, strict=True)]
+        touched = {str(key) for key, gone in zip(keys, out, strict=True) for key in key[gone]}
+        others = tuple(entry for entry in entries if entry.key not in touched)
+        rest = [
+            only(rows, ~gone & np.isin(key, list(touched)))
+            for rows, gone, key in zip(tables, out, keys, strict=True)
+        ]
+        left = sample(rest)
+        made = fit_entries(left, others, rounds=1) if len(left) else ()
+        scored = {entry.key for entry in made if entry.rows_time >= FEWEST}
+        if kind in AXES:
+            out = [gone & np.isin(key, list(scored)) for gone, key in zip(out, keys, strict=True)]
+        yield out, _plain((*others, *made))
 
 
 def few_shot(
@@ -147,16 +107,81 @@ def few_shot(
     """(predictions, rows not used) after a fit on `count` runs per key, picked without results."""
     used = picked(rows, others, count)
     entries = fit_entries(sample([only(rows, used)]), others)
-    return predict(rows, _plain(others, entries)), ~used
+    return predict(rows, _plain((*others, *entries))), ~used
 
 
 def picked(rows: Rows, others: tuple[FittedStack, ...], count: int) -> NDArray[np.bool_]:
     """The runs `suggest` names in every key of the table."""
     used = np.zeros(rows.table.length, dtype=bool)
-    generic = _plain(others, ())
+    generic = _plain(others)
     pairs = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
     for stack, cluster in sorted(pairs):
         index = np.flatnonzero(rows.usable & (rows.stack == stack) & (rows.cluster == cluster))
         entry, _ = generic.entry(stack, cluster, generation_of(str(rows.hardware[index][0])))
         used[index[suggest(rows.columns.take(index), entry, count)]] = True
     return used
+
+
+KEPT_RESIDUALS = 200
+
+
+def calibrate(
+    tables: list[Rows], *, name: str, prior: Calibration | None, tell: Callable[[str], None]
+) -> Calibration:
+    """Fit all keys of the tables; entries of the prior stay where the tables say nothing new."""
+    rows = sample(tables)
+    fresh = {f"{stack}|{cluster}" for stack, cluster in rows.all_keys()}
+    kept = tuple(e for e in (prior.entries if prior else ()) if e.key not in fresh)
+    tell(f"fitting {len(rows)} rows of {len(fresh)} stacks and clusters")
+    entries = fit_entries(rows, kept)
+    for table in tables:
+        entries = _with_evidence(table, entries, kept, tell)
+    return Calibration(
+        name=name,
+        sources=tuple(table.table.name for table in tables) + (prior.sources if prior else ()),
+        entries=(*kept, *entries),
+        between=between((*kept, *entries)),
+    )
+
+
+def _with_evidence(
+    table: Rows,
+    entries: tuple[FittedStack, ...],
+    kept: tuple[FittedStack, ...],
+    tell: Callable[[str], None],
+) -> tuple[FittedStack, ...]:
+    tell(f"cross-validating {table.table.name}")
+    mine = {(s, c) for s, c in zip(table.stack.tolist(), table.cluster.tolist(), strict=True)}
+    others = others_of((*kept, *entries), table)
+    step = held_out(table, others).step_s
+    out = []
+    for entry in entries:
+        if (entry.stack, entry.cluster) not in mine:
+            out.append(entry)
+            continue
+        own = (table.stack == entry.stack) & (table.cluster == entry.cluster) & table.usable
+        own = own & np.isfinite(table.step_s) & np.isfinite(step)
+        out.append(_errors(entry, table, step, own))
+    return tuple(out)
+
+
+def _errors(entry: FittedStack, table: Rows, step: Floats, own: np.ndarray) -> FittedStack:
+    """With in-sample and cross-validated errors; residuals sorted, so that no row shows."""
+    if not own.any():
+        return entry
+    fitted = estimate(table.columns.take(np.flatnonzero(own)), entry.coefficients).step_s
+    inside = 100.0 * (fitted / table.step_s[own] - 1.0)
+    across = 100.0 * (step[own] / table.step_s[own] - 1.0)
+    picks = np.linspace(0, 1, min(len(inside), KEPT_RESIDUALS))
+    return replace(
+        entry,
+        residuals_pct=tuple(float(v) for v in np.quantile(inside, picks).round(3)),
+        counts=counts(table.columns.take(np.flatnonzero(own))),
+        errors_pct={
+            "median": float(np.median(np.abs(inside))),
+            "p90": float(np.percentile(np.abs(inside), 90)),
+            "cv_median": float(np.median(np.abs(across))),
+            "cv_p90": float(np.percentile(np.abs(across), 90)),
+            "cv_bias": float(np.median(across)),
+        },
+    )

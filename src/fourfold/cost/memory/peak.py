@@ -1,5 +1,5 @@
 """Peak bytes of each stage by kind, how sure they are (an 80% interval from what rows left open of
-the coefficients), and a verdict: yes, tight (the limit lies in the interval) or no.
+the coefficients), and the chance that the fullest rank stays below its limit.
 
 Activations after Korthikanti et al. (arXiv 2205.05198), ZeRO state after Rajbhandari et al. (arXiv
 1910.02054); coefficients carry what an engine keeps beyond.
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
-from fourfold.cost.fit.coefficients import COEFFICIENTS, Coefficient
+from fourfold.cost.fit.coefficients import COEFFICIENTS, LEAN, Coefficient
+from fourfold.cost.fit.spread import TWO_SIDED_80
 from fourfold.cost.memory.own_engine import stage_peak
 from fourfold.cost.memory.own_stage import stages, unseen_bytes
 from fourfold.cost.step.pipeline import in_flight, stage_layers
@@ -26,18 +27,10 @@ GIB = 2.0**30
 _FUSED, _UNFUSED = PRICED_ATTENTION.index("fused-softmax"), PRICED_ATTENTION.index("unfused")
 # The driver and the CUDA context leave about 98.8% of the nominal size (79.1 of 80 GiB).
 USABLE = 0.988
-# 80% of a normal distribution lies within 1.28 sd.
-TWO_SIDED_80 = 1.2816
 # Half width (log) that no fit removes: 8 of 10 held-out runs of bloom are within 7.5%. Of our own
 # engine tensors are counted, and allocators still differ.
 FRAGMENTS, OWN_FRAGMENTS = 0.08, 0.05
-YES, TIGHT, NO = "yes", "tight", "no"
-# An engine that wastes nothing: tensors as counted, norms that keep less than their inputs, a fused
-# loss, nothing gathered kept, and the whole device. Engines whose memory was measured (most of them
-# academic) need more, so a blend of theirs says little about the least another one may need.
-LEAN = {"act": 1.0, "kept_hidden": 0.8, "state": 1.0, "logits": 0.5, "gathered": 0.02,
-        "base_gib": 0.5}  # fmt: skip
-LEAN_ROOM = 1.0
+REFUSED, SURE = 0.1, 0.9  # chances of fitting below and above which a verdict is called sure
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +59,16 @@ class Memory:
 def kept_bytes(c: Columns, coef: Coefficients) -> Floats:
     """Activation bytes one layer keeps for the backward of one micro batch."""
     # Inputs of norms in the activations' format, their outputs as products keep their inputs.
-    norms = np.where(c.fused_norm > 0, 2.0, 4.0) * c.act_bytes + 2.0 * c.saved_bytes
+    norms = np.where(c.fused_norm > 0, 2.0, 4.0) * c.act_bytes
+    norms = norms + np.where(c.norm_ckpt > 0, 0.0, 2.0 * c.saved_bytes)
     on_hidden = norms * c.hidden * coef["kept_hidden"] / c.split
     whole = 2.0 * c.saved_bytes * c.hidden * coef["gathered"]
     gathered = np.where((c.sp > 0) & (c.tp > 1), whole, 0.0)
     # Attention keeps its output; a product in fewer bits keeps that once more in them.
     copied = np.where(c.saved_bytes < c.act_bytes, c.saved_bytes, 0.0) * c.width
-    products = c.qkv_width + c.width + (1.0 + c.gated) * c.ffn
-    on_shards = (c.act_bytes * products + c.saved_bytes * c.ffn + copied) / c.tp
+    wide = np.where(c.mlp_ckpt > 0, 0.0, (1.0 + c.gated) * c.ffn)
+    active = np.where(c.norm_ckpt > 0, 0.0, c.saved_bytes * c.ffn)
+    on_shards = (c.act_bytes * (c.qkv_width + c.width + wide) + active + copied) / c.tp
     scores = np.where(c.attn_ckpt > 0, 0.0, _score_bytes(c))
     return c.tokens * (on_hidden + gathered + on_shards + scores) * coef["act"]
 
@@ -100,8 +95,10 @@ def limit_bytes(c: Columns, coef: Coefficients) -> Floats:
 
 
 def saved_input_bytes(c: Columns) -> Floats:
-    """The input of a layer that is recomputed whole; sequence parallelism divides it over tp."""
-    return c.act_bytes * c.tokens * c.hidden / c.split
+    """The input of a layer that is recomputed whole; sequence parallelism divides it over tp, and
+    some engines do without it."""
+    split = np.where(c.split_inputs > 0, c.tp, c.split)
+    return c.act_bytes * c.tokens * c.hidden / split
 
 
 def memory(c: Columns, coef: Coefficients) -> Memory:
@@ -147,6 +144,14 @@ def stage_kinds(c: Columns, coef: Coefficients) -> list[dict[str, Floats]]:
     return _own_stages(c, coef)[1]
 
 
+def _working_bytes(c: Columns, kept: Floats) -> Floats:
+    """What is computed again is there once."""
+    again = np.where(c.mlp_ckpt > 0, (1.0 + c.gated) * c.act_bytes, 0.0) + c.saved_bytes
+    working = np.where(c.full_ckpt > 0, kept, 0.0)
+    working = working + np.where(c.norm_ckpt > 0, c.tokens * again * c.ffn / c.tp, 0.0)
+    return working + np.where(c.attn_ckpt > 0, c.tokens * _score_bytes(c), 0.0)
+
+
 def _fitted(c: Columns, coef: Coefficients) -> Memory:
     per_layer = c.rank_layer_weights
     embed = c.vocab * c.hidden / c.tp
@@ -160,9 +165,7 @@ def _fitted(c: Columns, coef: Coefficients) -> Memory:
     share = np.where(c.split_loss > 0, 1.0 / c.tp, whole)
     each = 10.0 * coef["logits"] * share + 4.0 * coef["whole_logits"]
     logits = tokens * c.vocab * each / c.loss_chunks
-    # What is computed again is there once.
-    working = np.where(c.full_ckpt > 0, kept, 0.0)
-    working = working + np.where(c.attn_ckpt > 0, tokens * _score_bytes(c), 0.0)
+    working = _working_bytes(c, kept)
     unsharded = np.where(c.zero >= 3, c.gather_bytes * (2.0 * per_layer + embed), 0.0)
     base = coef["base_gib"] * GIB
     alone = c.pp == 1
@@ -229,16 +232,30 @@ def lean_coefficients(entry: FittedStack) -> dict[str, float]:
         own = entry.coefficients[name]
         return own * (value / own) ** (1.0 - entry.informed.get(name, 0.0))
 
-    lean = {name: min(entry.coefficients[name], moved(name, value)) for name, value in LEAN.items()}
-    room = max(entry.coefficients["room"], moved("room", LEAN_ROOM))
-    return {**entry.coefficients, **lean, "room": room}
+    lean = {name: moved(name, value) for name, value in LEAN.items()}
+    for name, value in lean.items():
+        mine = entry.coefficients[name]
+        lean[name] = max(mine, value) if name == "room" else min(mine, value)
+    return {**entry.coefficients, **lean}
 
 
-def verdicts(c: Columns, entry: FittedStack) -> NDArray[np.str_]:
-    """yes, tight or no of every run, against what the driver and the learned margin leave. No is
-    said only where a lean engine does not fit either."""
+def fit_chance(c: Columns, entry: FittedStack) -> Floats:
+    """Chance (0..1) that each run fits what the driver and the learned margin leave. Below the
+    prediction lies more than above it: of ten engines one wastes nothing. The memory of a stack
+    nobody measured is put halfway between that and the usual of measured ones, which lies as far
+    above, and half of them above that."""
+    worst = memory(c, entry.coefficients).worst_bytes
     low, high = memory_bounds(c, entry)
     limit, lean = limit_bytes(c, entry.coefficients), lean_coefficients(entry)
     least = memory(c, lean).worst_bytes * np.exp(-np.where(c.own > 0, OWN_FRAGMENTS, FRAGMENTS))
-    may_fit = (low < limit) | (least < limit_bytes(c, lean))
-    return np.where(high < limit, YES, np.where(may_fit, TIGHT, NO))
+    # Less memory, and more of the device.
+    least = np.minimum(low, least * limit / limit_bytes(c, lean))
+    below, above = np.log(worst / least), np.log(high / worst)
+    above = above if entry.rows_time else np.maximum(above, 1.5 * below)
+    sd = np.where(worst < limit, above, below) / TWO_SIDED_80
+    return _normal(np.log(limit / worst) / sd)
+
+
+def _normal(z: Floats) -> Floats:
+    """The normal distribution, to three digits."""
+    return 0.5 * (1.0 + np.tanh(0.79788 * (z + 0.044715 * z**3)))

@@ -12,7 +12,13 @@ from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.step.kernels import update_bytes
 from fourfold.cost.step.layer import LayerTimes, head_s, layer_times
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s, stage_layers
-from fourfold.cost.step.traffic import crosses, group_rate, half_collective_s, p2p_rate
+from fourfold.cost.step.traffic import (
+    crosses,
+    far_hops,
+    group_rate,
+    half_collective_s,
+    p2p_rate,
+)
 
 LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "fsdp_comm",
                "host")  # fmt: skip
@@ -28,9 +34,12 @@ class Times:
 
     step_s: Floats
     parts: dict[str, Floats]
+    # Of one layer: where the device is the slower, a slower host shows in no part.
+    launch_ratio: Floats
 
     def take(self, index: NDArray[np.intp]) -> Times:
-        return Times(self.step_s[index], {name: part[index] for name, part in self.parts.items()})
+        parts = {name: part[index] for name, part in self.parts.items()}
+        return Times(self.step_s[index], parts, self.launch_ratio[index])
 
 
 def estimate(c: Columns, coef: Coefficients) -> Times:
@@ -103,8 +112,14 @@ def waiting_s(
     """(waits, jitter): stages on different nodes meet at every micro batch and wait for the later
     one; everything grows with the nodes."""
     nodes = np.maximum(1.0, c.gpus / c.node)
-    waits = np.where((nodes > 1) & (c.pp > 1), slots * coef["noise_s"] * nodes**0.75, 0.0)
+    waits = np.where((nodes > 1) & (c.pp > 1), slots * coef["noise_s"] * np.log2(nodes), 0.0)
     return waits, (work + waits) * coef["jitter"] * np.log2(nodes)
+
+
+def _ring_hops(c: Columns, size: Floats) -> Floats:
+    """Of a data-parallel group, in hops across the network."""
+    far = far_hops(c, size, c.tp)
+    return far + NEAR_HOP * (size - 1.0 - far)
 
 
 def gradient_s(c: Columns, coef: Coefficients, *, params: Floats, window: Floats) -> Floats:
@@ -118,13 +133,13 @@ def gradient_s(c: Columns, coef: Coefficients, *, params: Floats, window: Floats
     reduce = params * c.grad_bytes * np.where(whole, 2.0, 1.0) * (size - 1.0) / size / rate
     # An all-reduce goes up a tree, bucket by bucket, but around a ring when the fabric is in its
     # slow state; ZeRO scatters and gathers layer by layer around rings.
-    ring = size - 1.0
-    tree = np.where(c.slow > 0, 2.0 * ring, 2.0 * np.log2(np.maximum(size, 1.0)))
+    ring = _ring_hops(c, size)
+    up = np.log2(np.maximum(size, 1.0)) * np.where(crosses(c, size, c.tp), 1.0, NEAR_HOP)
+    tree = np.where(c.slow > 0, 2.0 * ring, 2.0 * up)
     per_stage = c.layers / c.pp
     hops = np.where(whole, tree * params * c.grad_bytes / BUCKET_BYTES, ring * per_stage)
-    hops = hops * np.where(crosses(c, size, c.tp), 1.0, NEAR_HOP)
     gather = 2.0 * params * (c.shard - 1.0) / c.shard / group_rate(c, coef, c.shard, c.tp)
-    turns = (c.shard - 1.0) * per_stage * np.where(crosses(c, c.shard, c.tp), 1.0, NEAR_HOP)
+    turns = _ring_hops(c, c.shard) * per_stage
     hop = coef["dp_hop_s"] * np.where(c.slow > 0, coef["slow_hop"], 1.0)
     sharded = (c.zero >= 1) & (c.shard > 1)
     move = reduce + hops * hop + np.where(sharded, gather + turns * hop, 0.0)
@@ -156,4 +171,5 @@ def _whole_step(
     once = {"dp_comm": dp, "optimizer": optimizer, "fixed": fixed, "jitter": jitter + waits}
     parts |= {name: seconds + np.zeros_like(step) for name, seconds in once.items()}
     parts["bubble"] = step - sum(parts.values())
-    return Times(step_s=step, parts={name: parts[name] for name in PARTS})
+    parts = {name: parts[name] for name in PARTS}
+    return Times(step, parts, layer.launch_ratio + np.zeros_like(step))

@@ -27,11 +27,11 @@ def crosses(c: Columns, size: Floats, stride: Floats) -> np.ndarray:
 
 def straddles(c: Columns, size: Floats, stride: Floats, box: Floats) -> np.ndarray:
     """True where groups that would fit into a box do not tile it: tp 3 on hosts of 8 puts ranks 6,
-    7 and 8 into one group, and a step waits for the slowest group. Of a domain of 72 a job takes
-    equal shares: 128 GPUs are 64 in each of two."""
+    7 and 8 into one group, and a step waits for the slowest group. Of a rack of 72 a job takes as
+    many hosts as its groups fill (64 for groups of 32)."""
     span = size * stride
-    used = c.gpus / np.ceil(c.gpus / box)
-    return (size > 1) & (c.gpus > box) & (span <= used) & (np.mod(used, span) != 0)
+    racks = box > c.node
+    return (size > 1) & (c.gpus > box) & (span <= box) & (np.mod(box, span) != 0) & ~racks
 
 
 def wired_share(c: Columns, size: ArrayLike, stride: ArrayLike) -> Floats:
@@ -83,12 +83,29 @@ def half_collective_s(
     return np.where(size > 1, move + (size - 1.0) * hop_s(c, coef, size, stride), 0.0)
 
 
+def far_hops(c: Columns, size: Floats, stride: Floats) -> Floats:
+    """Hops of a ring over the group that leave an NVLink domain: one for each domain but one."""
+    inside = np.where(
+        straddles(c, size, stride, c.domain), 1.0, ranks_within(size, stride, c.domain)
+    )
+    return np.ceil(size / inside) - 1.0
+
+
+def ring_s(c: Columns, coef: Coefficients, size: Floats, stride: Floats) -> Floats:
+    """Latency of one pass around a large ring: most of its hops stay inside a domain."""
+    far = far_hops(c, size, stride)
+    return far * coef["net_latency_s"] + (size - 1.0 - far) * coef["latency_s"]
+
+
 def hop_s(c: Columns, coef: Coefficients, size: Floats, stride: Floats) -> Floats:
     """Latency of one step of a ring; a ring that leaves the domain runs at its slowest hop."""
     return np.where(crosses(c, size, stride), coef["net_latency_s"], coef["latency_s"])
 
 
-_ALLGATHER, _ULYSSES = CP_KINDS.index("allgather"), CP_KINDS.index("ulysses")
+_ALLGATHER = CP_KINDS.index("allgather")
+_ULYSSES = CP_KINDS.index("ulysses")
+
+
 # Of a ring's hops this much is always paid, and that share of attention hides the rest.
 RING_EXPOSED, RING_HIDES = 0.3, 0.7
 

@@ -1,5 +1,7 @@
-"""What each row of a table will take: seconds with an interval, memory, fit, and why. Rows are
-grouped by calibration and answered a few thousand at a time, to stay in the caches."""
+"""What each row of a table will take: seconds with an interval, memory, fit, and why.
+
+Rows are grouped by calibration and answered a few thousand at a time, to stay in the caches.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
 from fourfold.cost.fit.calibration import Calibration, FittedStack
-from fourfold.cost.fit.interval import bounds, outside
-from fourfold.cost.memory.peak import GIB, NO, TIGHT, limit_bytes, memory, verdicts
+from fourfold.cost.fit.interval import bounds
+from fourfold.cost.fit.spread import distances
+from fourfold.cost.memory.peak import GIB, REFUSED, fit_chance, memory
 from fourfold.cost.stacks import is_known, stack_defaults
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.reference import RowTable, each
@@ -23,14 +26,14 @@ from fourfold.spec.catalog import generation_of
 CHUNK = 8192
 FIELDS = (
     "row_id", "step_s", "step_s_low", "step_s_high", "tokens_s_gpu", "tflops_gpu", "mfu_pct",
-    "mem_gb", "fits", "tight", "reason",
+    "mem_gb", "fits", "fit_chance", "reason",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class RowPredictions:
     """Arrays as long as the table; NaN where a row cannot be expressed. mem_gb is in GiB, of the
-    rank the stack prints; `fits` and `tight` look at the fullest stage and its interval."""
+    rank the stack prints; `fits` and its chance look at the fullest stage."""
 
     step_s: Floats
     low_s: Floats
@@ -41,7 +44,7 @@ class RowPredictions:
     mem_gb: Floats
     worst_gb: Floats
     fits: NDArray[np.bool_]
-    tight: NDArray[np.bool_]  # the limit lies in the interval: that verdict is not sure
+    fit_chance: Floats
     reasons: list[str]
 
 
@@ -50,26 +53,24 @@ def predict(rows: Rows, calibration: Calibration) -> RowPredictions:
     n = rows.table.length
     out = {
         name: np.full(n, np.nan)
-        for name in ("step", "low", "high", "mem", "worst", "limit", "beyond")
+        for name in ("step", "low", "high", "mem", "worst", "chance", "beyond")
     }
-    tight, unstated = np.zeros(n, dtype=bool), _unstated(rows.table)
+    unstated = _unstated(rows.table)
     reasons = list(rows.reasons)
-    for index, entry, why in _groups(rows, calibration):
+    for index, entry, why in entries_of(rows, calibration):
         for start in range(0, len(index), CHUNK):
             part = index[start : start + CHUNK]
             _answer(rows, part, entry, out)
-            fits = verdicts(rows.columns.take(part), entry)
-            tight[part] = (fits == TIGHT) | ((fits == NO) & unstated[part])
         if why:
             for i in index:
                 reasons[i] = f"{reasons[i]}; {why}" if reasons[i] else why
     _finish_reasons(rows, out, reasons)
     tokens = rows.columns.batch * rows.columns.seq / (rows.columns.gpus * out["step"])
     tflops, mfu = _rates(rows, tokens)
-    fits = np.nan_to_num(out["worst"], nan=2.0) < np.nan_to_num(out["limit"], nan=1.0)
+    chance = np.where(unstated, np.maximum(out["chance"], REFUSED), out["chance"])
     return RowPredictions(
         out["step"], out["low"], out["high"], tokens, tflops, mfu, out["mem"], out["worst"],
-        fits, tight, reasons,
+        np.nan_to_num(chance) >= 0.5, chance, reasons,
     )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def _unstated(table: RowTable) -> NDArray[np.bool_]:
     return blank.any(axis=0) | np.array(unknown, dtype=bool)
 
 
-def _groups(
+def entries_of(
     rows: Rows, calibration: Calibration
 ) -> Iterator[tuple[NDArray[np.intp], FittedStack, str]]:
     """(rows, entry, reason) per stack, cluster and GPU generation."""
@@ -100,15 +101,15 @@ def _groups(
 
 def _answer(rows: Rows, part: NDArray[np.intp], entry: FittedStack, out: dict[str, Floats]) -> None:
     c = rows.columns.take(part)
-    step = estimate(c, entry.coefficients).step_s
-    low, high = bounds(c, entry, step)
+    times = estimate(c, entry.coefficients)
+    low, high = bounds(c, entry, times)
     room = memory(c, entry.coefficients)
     rank0 = stack_defaults(entry.stack).reports_rank0
-    out["step"][part], out["low"][part], out["high"][part] = step, low, high
+    out["step"][part], out["low"][part], out["high"][part] = times.step_s, low, high
     out["mem"][part] = (room.first_bytes if rank0 else room.worst_bytes) / GIB
     out["worst"][part] = room.worst_bytes / GIB
-    out["limit"][part] = limit_bytes(c, entry.coefficients) / GIB
-    out["beyond"][part] = outside(c, entry.ranges)
+    out["chance"][part] = fit_chance(c, entry)
+    out["beyond"][part] = sum(distances(c, entry.values).values(), np.zeros(len(c)))
 
 
 def _finish_reasons(rows: Rows, out: dict[str, Floats], reasons: list[str]) -> None:
@@ -129,9 +130,9 @@ def _rates(rows: Rows, tokens: Floats) -> tuple[Floats, Floats]:
     rules = np.array(rows.table.column("flop_rule"), dtype=str)
     learned = np.array([f in ("mpt", "gpt") for f in rows.table.column("family")], dtype=float)
     for rule in np.unique(rules):
-        places = np.flatnonzero(rules == rule)
-        query = FlopsQuery.of_columns(rows.columns.take(places), learned_positions=learned[places])
+        here = np.flatnonzero(rules == rule)
+        query = FlopsQuery.of_columns(rows.columns.take(here), learned_positions=learned[here])
         name = ALIASES.get(str(rule), str(rule))
         flops = CONVENTIONS.get(name, CONVENTIONS[DEFAULT]).count(query).printed
-        tflops[places] = flops * tokens[places] / 1e12
+        tflops[here] = flops * tokens[here] / 1e12
     return tflops, 100.0 * tflops * 1e12 / rows.columns.peak_low

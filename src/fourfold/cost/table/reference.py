@@ -1,5 +1,11 @@
-"""Reads a table of runs: CSV in the reference schema, columns in any order, missing ones blank. Of
-a note only the words that the tables' README explains are facts; nothing else in it is read."""
+"""Reads a table of runs: CSV in the reference schema -> one list of texts per column.
+
+Columns may come in any order, may be missing (all blank) and more may be there (ignored). Of a note
+only words that state a setting are facts: kernel, network state and rate, pure or default
+reductions, fp8/fp4 recipe, shard group, head size, compiled or eager, asynchronous tensor
+parallelism, CUDA graphs, kind of context parallelism, an optimizer with one moment; nothing else in
+it, and no other label, reaches an answer.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,9 @@ import csv
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +24,18 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.record import REFERENCE_COLUMNS
 
-_GROUP = re.compile(r"zero[123] over (\d+) ranks|\bfsdp ?(\d+)\b")
+_GROUP = re.compile(
+    r"zero[123] over (\d+) ranks|\bfsdp ?(\d+)\b|ZeRO-3 over (\d+) GPUs|\bshard (\d+), replicate"
+)
+_HEAD = re.compile(r"\bhead size (\d+)")
+_NETWORK = re.compile(r"\b(?:(\d+) x )?(\d+) Gb/s\b[^;,.]*? per (GPU|node)")
 _RECIPE = re.compile(r"recipe ([a-z0-9-]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class NoteWords:
-    """`shard_group` 0 means not stated; `shards_in_node`: ZeRO within a node, replicas across."""
+    """`shard_group`, `head_size` and `net_bytes_per_s` (a GPU's) 0: not stated; `shards_in_node`:
+    ZeRO within a node, replicas across; `compiled`, `async_tp` None: not stated."""
 
     flash1: bool
     plain_norm: bool
@@ -33,6 +44,17 @@ class NoteWords:
     block_scale: bool
     shard_group: int
     shards_in_node: bool
+    head_size: int
+    net_bytes_per_s: float
+    net_bytes_per_s_of_node: float
+    compiled: bool | None
+    async_tp: bool | None
+    graphs: bool
+    no_overlap: bool
+    row_scale: bool
+    gathers_kv: bool
+    one_moment: bool
+    split_inputs: bool
 
 
 def note_words(note: str) -> NoteWords:
@@ -40,15 +62,35 @@ def note_words(note: str) -> NoteWords:
     group = _GROUP.search(note)
     recipe = _RECIPE.search(note)
     name = recipe[1] if recipe else ""
+    head, network = _HEAD.search(note), _NETWORK.search(note)
+    rate = int(network[1] or 1) * int(network[2]) / 8e-9 if network else 0.0
+    per_node = network is not None and network[3] == "node"
     return NoteWords(
         flash1="flash_attentionv1" in note,
         plain_norm="kernel:" in note and "RMS kernel" not in note,
         slow_network=re.search(r"\bnetwork slow\b", note) is not None,
         pure=re.search(r"\bpure\b", note) is not None,
         block_scale=name.startswith(("mxfp", "nvfp")) or name.endswith("-mx"),
-        shard_group=int(group[1] or group[2]) if group else 0,
+        shard_group=next(int(size) for size in group.groups() if size) if group else 0,
         shards_in_node=re.search(r"\bhsdp\b", note) is not None,
+        head_size=int(head[1]) if head else 0,
+        net_bytes_per_s=0.0 if per_node else rate,
+        net_bytes_per_s_of_node=rate if per_node else 0.0,
+        compiled=_stated(note, r"torch\.compile", r"\beager\b"),
+        async_tp=_stated(note, r"\b[Aa]sync ?TP\b", r"\bvanilla TP\b"),
+        graphs=re.search(r"_cg\b|_cg_|CUDA graphs", note) is not None,
+        no_overlap=re.search(r"\boverlap(?: paths)? off\b", note) is not None,
+        row_scale=re.search(r"\browwise\b", note) is not None,
+        gathers_kv="all-gather CP" in note,
+        split_inputs="checkpoints distributed over TP" in note,
+        one_moment=re.search(r"\bLION\b", note) is not None,
     )
+
+
+def _stated(note: str, yes: str, no: str) -> bool | None:
+    if re.search(yes, note):
+        return True
+    return False if re.search(no, note) else None
 
 
 SCHEMA = tuple(REFERENCE_COLUMNS)
@@ -138,8 +180,9 @@ def _plain(name: str, header: list[str], text: str) -> RowTable | None:
             return None
         lines[i] = MARK.join(cells)
     flat = MARK.join(lines).split(MARK)
-    cells = {column: flat[width + i :: width] for i, column in enumerate(header)}
-    return _row_table(name, cells, len(lines) - 1)
+    found = {column: flat[width + i :: width] for i, column in enumerate(header)}
+    blank = [""] * (len(lines) - 1)
+    return RowTable(name, {column: found.get(column, blank) for column in SCHEMA}, len(lines) - 1)
 
 
 def _columnar(name: str, header: list[str], reader: Iterator[list[str]]) -> RowTable:
@@ -154,18 +197,32 @@ def _columnar(name: str, header: list[str], reader: Iterator[list[str]]) -> RowT
         ]
         for column, values in zip(cells, zip(*square, strict=True), strict=bool(square)):
             column.extend(values)
-    return _row_table(name, dict(zip(header, cells, strict=True)), len(cells[0]))
-
-
-def _row_table(name: str, cells: dict[str, list[str]], length: int) -> RowTable:
+    length = len(cells[0])
     blank = [""] * length
-    return RowTable(name, {column: cells.get(column, blank) for column in SCHEMA}, length)
+    by_name = dict(zip(header, cells, strict=True))
+    return RowTable(name, {column: by_name.get(column, blank) for column in SCHEMA}, length)
 
 
 def each(cells: Sequence[str], ask: Callable[[str], T]) -> list[T]:
     """ask(cell) for every cell; each different text is asked once."""
     answers = {cell: ask(cell) for cell in set(cells)}
     return [answers[cell] for cell in cells]
+
+
+class Distinct(Generic[T]):
+    """Answers to the different cells of a column; as an array with one element a row."""
+
+    def __init__(self, cells: Sequence[Any], ask: Callable[[Any], T]) -> None:
+        places: dict[Any, int] = {}
+        codes = [places.setdefault(cell, len(places)) for cell in cells]
+        self._codes = np.array(codes, dtype=np.intp)
+        self._answers = [ask(cell) for cell in places]
+
+    def array(self, of: Callable[[T], float]) -> NDArray[np.float64]:
+        return np.array([of(one) for one in self._answers], dtype=np.float64)[self._codes]
+
+    def mask(self, of: Callable[[T], bool]) -> NDArray[np.bool_]:
+        return np.array([of(one) for one in self._answers], dtype=bool)[self._codes]
 
 
 def numbers(cells: Sequence[str]) -> NDArray[np.float64]:
@@ -179,3 +236,50 @@ def _number(cell: str) -> float:
         return float(cell)
     except ValueError:
         return float("nan")
+
+
+# A count above this is a typing error, not a run.
+LARGEST = 1e9
+
+
+@dataclass(slots=True)
+class Draft:
+    """Facts under construction, with what was assumed or is wrong per row."""
+
+    table: RowTable
+    facts: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    bad: dict[int, str] = field(default_factory=dict)
+    assumed: dict[int, list[str]] = field(default_factory=dict)
+
+    def refuse(self, where: NDArray[np.bool_], why: str) -> None:
+        for i in np.flatnonzero(where):
+            self.bad.setdefault(int(i), why)
+
+    def assume(self, where: NDArray[np.bool_], what: str) -> None:
+        for i in np.flatnonzero(where):
+            self.assumed.setdefault(int(i), []).append(what)
+
+    def fill(
+        self, name: str, column: str, default: NDArray[np.float64] | float, what: str
+    ) -> NDArray[np.float64]:
+        """A count from a column; blank takes the default and says so, unreadable refuses."""
+        cells = self.table.column(column)
+        values = numbers(cells)
+        blank = np.array(each(cells, _is_blank), dtype=bool)
+        self.refuse(np.isnan(values) & ~blank, f"{column} is not a number")
+        if what:
+            self.assume(blank, f"{column} {what}")
+        self.facts[name] = np.where(np.isnan(values), default, values)
+        return self.facts[name]
+
+    def need(self, name: str, column: str) -> NDArray[np.float64]:
+        cells = self.table.column(column)
+        values = numbers(cells)
+        wrong = np.isnan(values) | (values < 1) | (values > LARGEST) | (values % 1 != 0)
+        self.refuse(wrong, f"{column} must be a whole number of at least 1")
+        self.facts[name] = np.where(wrong, 1.0, values)
+        return self.facts[name]
+
+
+def _is_blank(cell: str) -> bool:
+    return cell.strip() == ""

@@ -1,10 +1,12 @@
-"""Runs that a table describes: texts of the reference schema as Columns. A row that cannot be
-expressed keeps its place; blank policy fields take the stack's usual value; `reasons` says so."""
+"""The runs that a table describes: texts of the reference schema -> Columns, with reasons.
+
+A row that cannot be expressed keeps its place: `usable` is False there and `reasons` says why.
+Blank policy fields take the stack's usual value, and `reasons` says that too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +14,12 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.run import device_facts, fabric_facts, stack_facts
 from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults
+from fourfold.cost.table.open_fields import fill_open, open_fields
 from fourfold.cost.table.reference import (
     INCOMPLETE,
+    LARGEST,
+    Distinct,
+    Draft,
     NoteWords,
     RowTable,
     each,
@@ -23,19 +29,12 @@ from fourfold.cost.table.reference import (
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.layout import MODEL_AXES
-from fourfold.spec.words import DTYPES, PRICED_ATTENTION, SCHEDULES, SHARDINGS
+from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION, SCHEDULES, SHARDINGS
 
 Bools = NDArray[np.bool_]
-# A count above this is a typing error, not a run.
-LARGEST = 1e9
-
-
-def _mask(values: Iterable[bool]) -> Bools:
-    return np.array(list(values), dtype=bool)
-
-
-def _floats(values: Iterable[float]) -> Floats:
-    return np.array(list(values), dtype=np.float64)
+UNGATED = ("mpt", "gpt", "falcon", "nemotron")
+SELECTIVE = -1.0
+RECOMPUTED = {"none": 0.0, "selective": SELECTIVE, "full": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,61 +53,21 @@ class Rows:
     status: NDArray[np.str_]
 
 
-@dataclass(slots=True)
-class _Draft:
-    """Facts under construction, with what was assumed or is wrong per row."""
-
-    table: RowTable
-    facts: dict[str, Floats] = field(default_factory=dict)
-    bad: dict[int, str] = field(default_factory=dict)
-    assumed: dict[int, list[str]] = field(default_factory=dict)
-
-    def refuse(self, where: Bools, why: str) -> None:
-        for i in np.flatnonzero(where):
-            self.bad.setdefault(int(i), why)
-
-    def assume(self, where: Bools, what: str) -> None:
-        for i in np.flatnonzero(where):
-            self.assumed.setdefault(int(i), []).append(what)
-
-    def blank(self, column: str) -> Bools:
-        return _mask(each(self.table.column(column), lambda cell: not cell.strip()))
-
-    def fill(self, name: str, column: str, default: Floats | float, what: str) -> Floats:
-        """A count from a column; blank takes the default and says so, unreadable refuses."""
-        values, blank = numbers(self.table.column(column)), self.blank(column)
-        self.refuse(np.isnan(values) & ~blank, f"{column} is not a number")
-        if what:
-            self.assume(blank, f"{column} {what}")
-        self.facts[name] = np.where(np.isnan(values), default, values)
-        return self.facts[name]
-
-    def need(self, name: str, column: str) -> Floats:
-        self.facts[name] = numbers(self.table.column(column))
-        self.need_whole(name, column)
-        return self.facts[name]
-
-    def need_whole(self, name: str, column: str) -> None:
-        values = self.facts[name]
-        wrong = np.isnan(values) | (values < 1) | (values > LARGEST) | (values % 1 != 0)
-        self.refuse(wrong, f"{column} must be a whole number of at least 1")
-        self.facts[name] = np.where(wrong, 1.0, values)
-
-
 def parse(table: RowTable) -> Rows:
     """All rows of a table."""
-    draft = _Draft(table)
+    draft = Draft(table)
     lacks = np.array([cell == INCOMPLETE for cell in table.column("status")], dtype=bool)
     draft.refuse(lacks, "the run is incomplete; 'fourfold collect' names its missing fields")
-    _model(draft)
+    words = Distinct(table.column("note"), note_words)
+    _model(draft, words)
     _layout(draft)
-    words = each(table.column("note"), note_words)
-    per_stack = each(table.column("stack"), stack_defaults)
-    _policy(draft, words, per_stack)
+    stack = Distinct(table.column("stack"), stack_defaults)
+    _policy(draft, words, stack)
     _hardware(draft, words)
     _check(draft)
-    known = _mask(each(table.column("stack"), is_known))
-    draft.assume(~known, "stack unknown: generic habits")
+    unknown = Distinct(table.column("stack"), is_known).mask(lambda known: not known)
+    draft.assume(unknown, "stack unknown: generic habits")
+    fill_open(draft.facts, draft.assume, open_fields(table))
     usable = np.ones(table.length, dtype=bool)
     usable[list(draft.bad)] = False
     reasons = [
@@ -117,13 +76,14 @@ def parse(table: RowTable) -> Rows:
         else "; ".join(draft.assumed.get(i, ()))
         for i in range(table.length)
     ]
+    text = {name: np.array(table.column(name), dtype=str) for name in ("stack", "cluster")}
     return Rows(
         table=table,
         columns=columns(table.length, **draft.facts),
         usable=usable,
         reasons=reasons,
-        stack=np.array(table.column("stack"), dtype=str),
-        cluster=np.array(table.column("cluster"), dtype=str),
+        stack=text["stack"],
+        cluster=text["cluster"],
         hardware=np.array(each(table.column("hardware"), str.lower), dtype=str),
         step_s=numbers(table.column("step_s")),
         mem_gb=numbers(table.column("mem_gb")),
@@ -131,61 +91,90 @@ def parse(table: RowTable) -> Rows:
     )
 
 
-def _model(draft: _Draft) -> None:
-    draft.need("layers", "n_layers")
-    hidden, heads = draft.need("hidden", "d_model"), draft.need("heads", "n_heads")
-    draft.need("vocab", "vocab")
-    families = draft.table.column("family")
-    gated = draft.facts["gated"] = _floats(f in ("llama", "") for f in families)
+def _model(draft: Draft, words: Distinct[NoteWords]) -> None:
+    need = draft.need
+    need("layers", "n_layers")
+    hidden = need("hidden", "d_model")
+    heads = need("heads", "n_heads")
+    need("vocab", "vocab")
+    families = Distinct(draft.table.column("family"), str)
+    gated = families.array(lambda family: family not in UNGATED)
+    draft.facts["gated"] = gated
+    size = words.array(lambda w: w.head_size)
+    draft.facts["width"] = np.where(size > 0, heads * size, hidden)
     draft.fill("kv_heads", "n_kv_heads", heads, "taken as n_heads")
     usual = np.where(gated > 0, 256.0 * np.ceil(hidden * 8.0 / 3.0 / 256.0), 4.0 * hidden)
     draft.fill("ffn", "d_ff", usual, "taken as the family's usual")
-    draft.fill("tied", "tied", _floats(f in ("mpt", "gpt") for f in families), "")
+    tied = families.array(lambda family: family in ("mpt", "gpt"))
+    draft.fill("tied", "tied", tied, "")
 
 
-def _layout(draft: _Draft) -> None:
-    draft.need("seq", "seq_len")
-    draft.need("batch", "gbs")
-    gpus = draft.need("gpus", "n_gpus")
+def _layout(draft: Draft) -> None:
+    need = draft.need
+    need("seq", "seq_len")
+    need("batch", "gbs")
+    gpus = need("gpus", "n_gpus")
     degrees = [draft.fill(name, name, 1.0, "taken as 1") for name in MODEL_AXES]
     draft.fill("vpp", "vpp", 1.0, "")
-    model_ranks = np.maximum(1.0, np.prod(degrees, axis=0))
+    model_ranks = np.maximum(1.0, degrees[0] * degrees[1] * degrees[2])
     draft.fill("dp", "dp", np.floor(gpus / model_ranks), "")
-    draft.fill("micro", "mbs", 1.0, "not stated, 1 assumed")
+    draft.fill("micro", "mbs", 1.0, "")
 
 
-def _policy(draft: _Draft, words: list[NoteWords], stack: list[StackDefaults]) -> None:
-    facts = draft.facts
-    precision = facts["precision"] = _choice(draft, "precision", DTYPES, "bf16")
-    low = np.isin(precision, [DTYPES.index("fp8"), DTYPES.index("fp4")])
-    half, pure = precision == DTYPES.index("fp16"), _mask(w.pure for w in words)
-    facts["grad_bytes"] = np.where(pure, 2.0, [h.grad_bytes for h in stack])
-    facts["acc_bytes"] = np.where(half, 2.0, [h.acc_bytes for h in stack])
-    facts["act_bytes"] = np.where(precision == DTYPES.index("fp32"), 4.0, 2.0)
-    facts["saved_bytes"] = np.where(low, [h.fp8_saved_bytes for h in stack], facts["act_bytes"])
-    facts["gather_bytes"] = np.where(low, [h.fp8_gather_bytes for h in stack], facts["act_bytes"])
+def _policy(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefaults]) -> None:
+    table, facts = draft.table, draft.facts
+    facts["precision"] = _choice(draft, "precision", DTYPES, "bf16")
+    half = facts["precision"] == DTYPES.index("fp16")
+    pure = words.mask(lambda w: w.pure)
+    facts["grad_bytes"] = np.where(pure, 2.0, stack.array(lambda s: s.grad_bytes))
+    facts["acc_bytes"] = np.where(half, 2.0, stack.array(lambda s: s.acc_bytes))
+    facts["opt_bytes"] = np.where(words.mask(lambda w: w.one_moment), 8.0, 12.0)
+    low = np.isin(facts["precision"], [DTYPES.index("fp8"), DTYPES.index("fp4")])
+    facts["act_bytes"] = np.where(facts["precision"] == DTYPES.index("fp32"), 4.0, 2.0)
+    saved, gather = (
+        stack.array(lambda s: s.fp8_saved_bytes),
+        stack.array(lambda s: s.fp8_gather_bytes),
+    )
+    facts["saved_bytes"] = np.where(low, saved, facts["act_bytes"])
+    facts["gather_bytes"] = np.where(low, gather, facts["act_bytes"])
     _zero(draft, words, stack)
     _recompute(draft, stack)
     kinds = _choice(draft, "attention", PRICED_ATTENTION, "flash")
-    old = _mask(w.flash1 for w in words) & (kinds == PRICED_ATTENTION.index("flash"))
+    old = words.mask(lambda w: w.flash1) & (kinds == PRICED_ATTENTION.index("flash"))
     facts["attention"] = np.where(old, float(PRICED_ATTENTION.index("flash1")), kinds)
-    usual_sp = _floats(h.sequence_parallel for h in stack)
+    gathers = words.mask(lambda w: w.gathers_kv)
+    facts["cp_kind"] = np.where(gathers, CP_KINDS.index("allgather"), CP_KINDS.index("ring"))
+    usual_sp = stack.array(lambda s: s.sequence_parallel)
     draft.fill("sp", "sequence_parallel", usual_sp, "taken as the stack's usual")
-    by_stack = [stack_facts(h) for h in stack]
-    facts |= {
-        name: _floats(fact[name] for fact in by_stack) for name in stack_facts(StackDefaults())
-    }
-    facts["fused_host"] = _floats(h.compiled for h in stack)
-    facts["overlap_dp"] = _floats(h.overlap_dp for h in stack)
-    facts["overlap_tp"] = _floats(h.overlap_tp for h in stack)
-    facts["fused_norm"] = _floats(not w.plain_norm for w in words)
-    facts["block_scale"] = _floats(w.block_scale for w in words)
+    facts["fused_norm"] = words.array(lambda w: not w.plain_norm)
+    _kernels(facts, words, stack)
     looped, plain = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
     facts["schedule"] = np.where(facts["vpp"] > 1, float(looped), float(plain))
-    draft.assume(draft.blank("precision"), "precision bf16 assumed")
+    draft.assume(
+        np.array([p == "" for p in table.column("precision")], dtype=bool), "precision bf16 assumed"
+    )
 
 
-def _choice(draft: _Draft, column: str, words: tuple[str, ...], blank: str) -> Floats:
+def _kernels(
+    facts: dict[str, Floats], words: Distinct[NoteWords], stack: Distinct[StackDefaults]
+) -> None:
+    """Overlap, launches and scales: what a note says, else what the stack does."""
+    for name in stack_facts(StackDefaults()):
+        facts[name] = stack.array(lambda s, name=name: stack_facts(s)[name])
+    stated = words.array(lambda w: -1.0 if w.compiled is None else w.compiled)
+    compiled = np.where(stated < 0, stack.array(lambda s: s.compiled), stated)
+    facts["fused_host"] = np.maximum(compiled, words.array(lambda w: 2.0 * w.graphs))
+    facts["split_inputs"] = words.array(lambda w: w.split_inputs)
+    facts["block_scale"] = words.array(lambda w: w.block_scale)
+    facts["row_scale"] = words.array(lambda w: w.row_scale)
+    overlaps = words.mask(lambda w: not w.no_overlap)
+    facts["overlap_dp"] = stack.array(lambda s: s.overlap_dp) * overlaps
+    stated = words.array(lambda w: -1.0 if w.async_tp is None else w.async_tp)
+    usual_tp = stack.array(lambda s: s.overlap_tp) * overlaps
+    facts["overlap_tp"] = np.where(stated < 0, usual_tp, stated)
+
+
+def _choice(draft: Draft, column: str, words: tuple[str, ...], blank: str) -> Floats:
     index = {word: float(i) for i, word in enumerate(words)}
     index[""] = index[blank]
     if column == "precision":
@@ -198,58 +187,69 @@ def _choice(draft: _Draft, column: str, words: tuple[str, ...], blank: str) -> F
     return np.maximum(values, 0.0)
 
 
-def _zero(draft: _Draft, words: list[NoteWords], stack: list[StackDefaults]) -> None:
+def _zero(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefaults]) -> None:
     facts = draft.facts
     stages = {name: float(i) for i, name in enumerate(SHARDINGS)} | {"none": 0.0, "ddp": 0.0}
-    cells = draft.table.column("sharding")
-    draft.assume(draft.blank("sharding"), "sharding taken as the stack's usual")
-    filled = [cell or h.sharding for cell, h in zip(cells, stack, strict=True)]
-    values = np.array([stages.get(cell, -1.0) for cell in filled])
+    cells = Distinct(draft.table.column("sharding"), str)
+    blank = cells.mask(lambda cell: cell == "")
+    draft.assume(blank, "sharding taken as the stack's usual")
+    stated = cells.array(lambda cell: stages.get(cell, -1.0))
+    values = np.where(blank, stack.array(lambda s: stages[s.sharding]), stated)
     draft.refuse(values < 0, f"sharding is not one of {', '.join(SHARDINGS)}")
     facts["zero"] = np.maximum(values, 0.0)
     everyone = facts["dp"] * facts["cp"]
     node = numbers(draft.table.column("gpus_per_node"))
-    group, usual = _floats(w.shard_group for w in words), _floats(h.shard_group for h in stack)
+    group = words.array(lambda w: w.shard_group)
+    usual = stack.array(lambda s: s.shard_group)
     group = np.where((group == 0) & (usual > 0) & (everyone >= 512), usual, group)
-    in_node = _mask(w.shards_in_node for w in words)
+    in_node = words.mask(lambda w: w.shards_in_node)
     group = np.where(in_node & (group == 0), np.where(np.isnan(node), 8.0, node), group)
     facts["shard"] = np.where(group > 0, np.minimum(group, everyone), everyone)
 
 
-def _recompute(draft: _Draft, stack: list[StackDefaults]) -> None:
-    cells = draft.table.column("act_ckpt")
-    draft.assume(draft.blank("act_ckpt"), "act_ckpt taken as the stack's usual")
-    share, core = np.zeros(len(cells)), np.zeros(len(cells))
-    wrong = np.zeros(len(cells), dtype=bool)
-    for i, (cell, habit) in enumerate(zip(cells, stack, strict=True)):
-        kind = cell or habit.recompute
-        if kind == "full":
-            share[i] = 1.0
-        elif kind == "selective":
-            share[i], core[i] = habit.whole_layers, float(habit.whole_layers == 0)
-        elif kind.startswith("every-") and kind[6:].isdigit() and int(kind[6:]) > 0:
-            share[i] = 1.0 / int(kind[6:])
-        elif kind != "none":
-            wrong[i] = True
-    draft.refuse(wrong, "act_ckpt is not one of none, selective, full, every-N")
-    draft.facts |= {"full_ckpt": share, "attn_ckpt": core}
+def _recompute(draft: Draft, stack: Distinct[StackDefaults]) -> None:
+    cells = Distinct(draft.table.column("act_ckpt"), str)
+    blank = cells.mask(lambda cell: cell == "")
+    draft.assume(blank, "act_ckpt taken as the stack's usual")
+    usual = stack.array(lambda s: RECOMPUTED.get(s.recompute, -1.0))
+    share = np.where(blank, usual, cells.array(recomputed))
+    selective = share == SELECTIVE
+    whole = stack.array(lambda s: s.whole_layers)
+    draft.refuse(np.isnan(share), "act_ckpt is not one of none, selective, full, every-N")
+    draft.facts["full_ckpt"] = np.where(selective, whole, np.nan_to_num(share))
+    mlp = selective & stack.mask(lambda s: s.selective_mlp)
+    draft.facts["attn_ckpt"] = (selective & (whole == 0) & ~mlp).astype(np.float64)
+    draft.facts["norm_ckpt"] = draft.facts["mlp_ckpt"] = mlp.astype(np.float64)
 
 
-def _hardware(draft: _Draft, words: list[NoteWords]) -> None:
+def recomputed(kind: str) -> float:
+    """Share of layers recomputed whole; SELECTIVE, or NaN for a word without meaning."""
+    every = kind.removeprefix("every-")
+    if every != kind and every.isdigit() and int(every) > 0:
+        return 1.0 / int(every)
+    return RECOMPUTED.get(kind, float("nan"))
+
+
+def _hardware(draft: Draft, words: Distinct[NoteWords]) -> None:
     """Device and cluster facts, looked up once per different combination."""
     table, facts = draft.table, draft.facts
     node = numbers(table.column("gpus_per_node"))
     names = list(zip(table.column("hardware"), table.column("cluster"), table.column("precision"),
                      node.tolist(), strict=True))  # fmt: skip
-    by_name = {key: _machine(*key) for key in set(names)}
-    machines = [by_name[key] for key in names]
-    draft.refuse(_mask(m is None for m in machines), "hardware is not a known GPU")
+    machines = Distinct(names, lambda key: _machine(*key))
+    draft.refuse(machines.mask(lambda m: m is None), "hardware is not a known GPU")
     # Only its names of facts are used: a table without one known GPU still has all columns.
-    usual = next((m for m in machines if m is not None), None) or _machine("h100-80gb", "", "", 8.0)
+    usual = _machine("h100-80gb", "", "", 8.0)
     assert usual is not None, "this GPU is in the catalogue"
     for fact in usual:
-        facts[fact] = np.array([1.0 if m is None else m[fact] for m in machines])
-    strange = _mask(m is not None and m["unknown_cluster"] > 0 for m in machines)
+        facts[fact] = machines.array(lambda m, fact=fact: 1.0 if m is None else m[fact])
+    strange = machines.mask(lambda m: m is not None and m["unknown_cluster"] > 0)
+    per_gpu, per_node = (
+        words.array(lambda w: w.net_bytes_per_s),
+        words.array(lambda w: w.net_bytes_per_s_of_node),
+    )
+    stated = np.maximum(per_gpu * facts["node"], per_node)
+    facts["net"] = np.where(strange & (stated > 0), stated, facts["net"])
     draft.assume(strange, "cluster unknown: usual fabric of this GPU")
     del facts["unknown_cluster"]
     seen = np.nan_to_num(numbers(table.column("net_gbs"))) * 1e9
@@ -261,7 +261,7 @@ def _hardware(draft: _Draft, words: list[NoteWords]) -> None:
     # fast whatever the note says (nanotron, 512 GPUs).
     nodes = facts["gpus"] / facts["node"]
     fast = facts["net_seen"] * nodes > 3.0 * facts["net"]
-    facts["slow"] = (_mask(w.slow_network for w in words) & ~fast).astype(np.float64)
+    facts["slow"] = (words.mask(lambda w: w.slow_network) & ~fast).astype(np.float64)
 
 
 def _machine(hardware: str, cluster: str, precision: str, node: float) -> dict[str, float] | None:
@@ -277,11 +277,13 @@ def _machine(hardware: str, cluster: str, precision: str, node: float) -> dict[s
     return facts | {"unknown_cluster": float(place is None)}
 
 
-def _check(draft: _Draft) -> None:
+def _check(draft: Draft) -> None:
     """Refuse what no engine could run, so that nonsense never looks like an answer."""
     f = draft.facts
     for name in (*MODEL_AXES, "vpp", "dp", "micro", "ffn", "kv_heads"):
-        draft.need_whole(name, name)
+        wrong = (f[name] < 1) | (f[name] % 1 != 0) | (f[name] > LARGEST)
+        draft.refuse(wrong, f"{name} must be a whole number of at least 1")
+        f[name] = np.where(wrong, 1.0, f[name])
     draft.refuse(f["tp"] * f["cp"] * f["pp"] * f["dp"] != f["gpus"], "dp x tp x cp x pp != n_gpus")
     draft.refuse(f["pp"] > f["layers"], "pp exceeds n_layers")
     draft.refuse(f["heads"] > f["hidden"], "n_heads exceeds d_model")

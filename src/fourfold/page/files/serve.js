@@ -33,7 +33,7 @@ F.link = () => {
   return `${location.origin}/?${new URLSearchParams(values)}`;
 };
 
-F.plan = { rows: [], headings: [], cells: [], flips: [], tied: 0, tie_width_pct: 0, memory_bytes: 0, sentence: "" };
+F.plan = { rows: [], headings: [], cells: [], flips: [], memory_bytes: 0, sentence: "" };
 const cardOf = (id) => {
   const card = F.h("section", { class: "card", id });
   F.$("charts").append(card);

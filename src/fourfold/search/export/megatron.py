@@ -28,6 +28,7 @@ _PRECISIONS: dict[str, Flags] = {
 _RECOMPUTE: dict[str, Flags] = {
     "none": {},
     "selective": {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"},
+    "norm+mlp": {"--recompute-granularity": "selective", "--recompute-modules": "layernorm mlp"},
     "full": {
         "--recompute-granularity": "full",
         "--recompute-method": "uniform",

@@ -1,0 +1,178 @@
+"""Do notes state settings, do open fields take their best, do folds leave out what they say, and
+does an interval grow with what is not known?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.cost.columns import Columns, columns
+from fourfold.cost.fit import spread
+from fourfold.cost.fit.calibration import shipped
+from fourfold.cost.fit.coefficients import defaults
+from fourfold.cost.fit.fit import fit_entries, sample
+from fourfold.cost.fit.folds import KINDS, labels
+from fourfold.cost.fit.interval import bounds, why_wide
+from fourfold.cost.fit.validate import strangers
+from fourfold.cost.memory.peak import memory
+from fourfold.cost.step.estimate import PARTS, estimate
+from fourfold.cost.step.traffic import crosses, far_hops
+from fourfold.cost.table.reference import RowTable, note_words, read_table
+from fourfold.cost.table.rows import Rows, parse
+from fourfold.search.query import usual_cluster
+from fourfold.spec import catalog
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def changed(name: str, **cells: str) -> Rows:
+    """The first row of a table with other cells."""
+    table = read_table(GOLDEN / f"{name}.csv")
+    texts = {column: [cells.get(column, values[0])] for column, values in table.texts.items()}
+    return parse(RowTable(name, texts, 1))
+
+
+def run(n: int = 1, **facts: object) -> Columns:
+    usual = {
+        "layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248,
+        "vocab": 128256, "seq": 8192, "micro": 1, "batch": 2048, "gpus": 16384, "tp": 8, "pp": 16,
+        "vpp": 8, "dp": 128, "zero": 2, "peak": 989e12, "hbm": 3.35e12, "sms": 132, "link": 450e9,
+        "node": 8, "net": 400e9, "capacity": 80 * 2**30,
+    }  # fmt: skip
+    return columns(n, **(usual | facts))
+
+
+def test_a_note_states_settings() -> None:
+    words = note_words("rope, QK norm; head size 128, so q is 8192 wide; net 200 Gb/s IB per GPU")
+    assert (words.head_size, words.net_bytes_per_s) == (128, 25e9)
+    assert note_words("net 8 x 400 Gb/s IB per node").net_bytes_per_s_of_node == 400e9
+    assert note_words("AWS P4d: 400 Gb/s EFA per node").net_bytes_per_s_of_node == 50e9
+    assert note_words("HSDP: shard 64, replicate 16").shard_group == 64
+    assert note_words("torch.compile + AsyncTP").async_tp is True
+    assert note_words("eager; vanilla TP").async_tp is False
+    assert (note_words("").compiled, note_words("eager").compiled) == (None, False)
+
+
+@given(st.text(alphabet="abcHGz 0123456789/;,.-_", max_size=60))
+def test_any_note_is_read(note: str) -> None:
+    words = note_words(note)
+    assert words.head_size >= 0
+    assert words.net_bytes_per_s >= 0.0
+    assert words.shard_group >= 0
+
+
+def test_a_head_size_reaches_widths_and_weights() -> None:
+    plain, wide = changed("par4d"), changed("par4d", note="head size 256")
+    assert wide.columns.width[0] == 256 * wide.columns.heads[0]
+    assert wide.columns.layer_weights[0] > plain.columns.layer_weights[0]
+
+
+def test_an_open_field_takes_the_best_that_fits() -> None:
+    cells = {"stack": "nobody-2024", "pp": "4", "tp": "1", "cp": "1", "dp": "2", "n_gpus": "8",
+             "gbs": "16", "vpp": ""}  # fmt: skip
+    rows = changed("par4d", **cells)
+    assert rows.usable[0]
+    assert rows.columns.vpp[0] > 1
+    assert "virtual stages not stated" in rows.reasons[0]
+    assert changed("par4d", **(cells | {"vpp": "1"})).columns.vpp[0] == 1
+    # Nothing about recompute, and no room without it.
+    tall = {"stack": "nobody-2024", "act_ckpt": "", "mbs": "64"}
+    assert changed("mpt", **tall).columns.full_ckpt[0] == 1.0
+
+
+def test_groups_of_a_rack_do_not_straddle() -> None:
+    """1,536 GPUs are 21.3 racks of 72: a job takes whole hosts, as many as its groups fill."""
+    c = run(gpus=1536, node=4, domain=72, tp=4)
+    assert not crosses(c, c.tp, np.ones(1)).any()
+    three = run(gpus=24, node=8, tp=3)
+    assert crosses(three, three.tp, np.ones(1)).all()
+
+
+def test_most_hops_of_a_ring_stay_in_its_host() -> None:
+    c = run(gpus=256, tp=1, dp=256)
+    assert far_hops(c, np.array([256.0]), np.ones(1))[0] == 31.0
+    assert far_hops(c, np.array([8.0]), np.ones(1))[0] == 0.0
+    assert far_hops(c, np.array([32.0]), np.array([8.0]))[0] == 31.0
+
+
+def test_recompute_by_module_trades_memory_for_time() -> None:
+    modules = [{}, {"norm_ckpt": 1}, {"norm_ckpt": 1, "mlp_ckpt": 1}, {"full_ckpt": 1}]
+    sizes = [float(memory(run(**kind), defaults()).worst_bytes[0]) for kind in modules]
+    seconds = [float(estimate(run(**kind), defaults()).step_s[0]) for kind in modules]
+    assert sizes == sorted(sizes, reverse=True)
+    assert seconds == sorted(seconds)
+    assert seconds[1] < 1.03 * seconds[0]
+    assert sizes[1] < 0.8 * sizes[0]
+
+
+def test_gh200_boards_have_four() -> None:
+    cluster = usual_cluster(catalog.device("gh200-96gb"), 64)
+    assert (cluster.host_gpus, cluster.links[0].ranks) == (4, 4)
+    assert catalog.device("mi250x-gcd-64gb").peak("bf16") == 191.5e12
+
+
+def test_directions_hold_the_covariance() -> None:
+    rng = np.random.default_rng(1)
+    root = np.zeros((len(PARTS), 3))
+    root[:, :] = rng.standard_normal(root.shape) * 0.1
+    moves = np.array(spread.directions(root @ root.T))
+    assert moves.T @ moves == pytest.approx(root @ root.T, abs=2e-4)
+
+
+def test_an_interval_grows_with_what_is_open_and_far() -> None:
+    c = run(seq=11585)  # half a doubling from anything measured
+    entry, _ = shipped().entry("nobody-2024", "nowhere", "h")
+    times = estimate(c, entry.coefficients)
+
+    def width(**changes: object) -> float:
+        low, high = bounds(c, replace(entry, **changes), times)
+        return float(np.log(high[0] / low[0]))
+
+    assert width() > width(spread=()) > width(spread=(), values={})
+    assert width(rows_time=1) < width()  # the same spread weighs less where a key has rows
+    assert "nothing of this stack was measured" in why_wide(c, entry, times)
+    assert why_wide(c, replace(entry, spread=(), values={}, noise=0.02), times) == ""
+
+
+def test_a_slow_host_behind_a_busy_device_shows_above_only() -> None:
+    c = run(tp=1, pp=1, vpp=1, dp=16384, batch=16384)
+    entry, _ = shipped().entry("nobody-2024", "nowhere", "h")
+    times = estimate(c, entry.coefficients)
+    busy = replace(times, launch_ratio=np.array([0.01]))
+    idle = replace(times, launch_ratio=np.array([0.95]))
+    (low_busy, high_busy), (low_idle, high_idle) = (bounds(c, entry, t) for t in (busy, idle))
+    assert low_busy[0] == low_idle[0]
+    assert high_idle[0] > high_busy[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_fold_labels_rows(kind: str) -> None:
+    rows = parse(read_table(GOLDEN / "par4d.csv"))
+    found = set(labels(rows, kind)[rows.usable].tolist())
+    assert found - {""}
+    if kind in ("tp", "cp", "pp"):
+        assert found == {str(int(v)) for v in getattr(rows.columns, kind)[rows.usable]}
+
+
+def test_left_out_rows_teach_nothing() -> None:
+    rows = parse(read_table(GOLDEN / "bloom.csv"))
+    entries = fit_entries(sample([rows]), rounds=1)
+    seen = np.zeros(rows.table.length, dtype=int)
+    for (out,), calibration in strangers([rows], entries, "pp"):
+        seen += out
+        (value,) = set(rows.columns.pp[out].tolist()) or {None}
+        kept = [e for e in calibration.entries if e.rows_time]
+        assert value is None or all(np.log2(value) not in e.values["pp"] for e in kept[:1])
+    assert seen.max() == 1
+
+
+def test_counted_memory_teaches_the_limit_only() -> None:
+    """A table of torchtitan runs has memory that no coefficient changes."""
+    rows = changed("par4d", stack="torchtitan-2024", sharding="zero3", mem_gb="30", step_s="9")
+    (entry,) = fit_entries(sample([rows]), rounds=1)
+    assert entry.rows_memory == 1
