@@ -104,7 +104,7 @@ F.buildCharts = () => {
   F.steer(throughput, scatter, [["y", "Figure", metrics], ["x", "Against", withChosen(axes, scatter.x)], ["color", "Colour", withChosen(axes, scatter.color)]]);
   const map = make("heat", "Heat map", () => F.heat(heat), { onclick });
   F.steer(map, heat, [["z", "Figure", metrics], ["x", "Across", withChosen(axes, heat.x, heat.y)], ["y", "Down", withChosen(axes, heat.x, heat.y)]]);
-  const curves = make("scaling", "Scaling over GPUs", () => F.scaling(scaling), { onclick });
+  const curves = make("scaling", "Scaling over GPUs", () => F.scaling(scaling), { onclick, size: "high" });
   F.steer(curves, scaling, [["y", "Figure", metrics]]);
   const others = [
     make("predicted", "Predicted against measured", F.predicted, { onclick }),

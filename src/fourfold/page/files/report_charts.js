@@ -12,7 +12,7 @@ F.AXES = [
   ["tag", "tag"], ["note", "note"], ["started_at", "time of start"],
 ];
 const PLACES = ["gpus", "nodes", "tp", "pp", "dp", "cp", "virtual_stages", "micro_batch", "global_batch", "seq_len"];
-const MOST_GROUPS = 9, MOST_LINES = 12, MOST_NAMES = 40;
+const MOST_GROUPS = 9, MOST_LINES = 8, MOST_NAMES = 40;
 
 F.nameOf = (list, key) => (list.find(([field]) => field === key) || [key, key])[1];
 F.known = (value) => value !== null && value !== undefined && value !== "";
@@ -189,14 +189,14 @@ F.outcomes = () => {
   const counts = names.map((name) => F.filtered.filter((row) => row.outcome === name).length);
   const reasons = new Map();
   for (const row of F.filtered) if (row.outcome !== "ok") {
-    const key = JSON.stringify([row.outcome, row.failure || row.note || "no reason was stored"]);
+    const key = JSON.stringify([row.outcome, row.failure || "no reason is known"]);
     reasons.set(key, (reasons.get(key) || 0) + 1);
   }
   const rows = [...reasons].sort((a, b) => b[1] - a[1]).map(([key, count]) => [...JSON.parse(key), count]);
   return {
     traces: [{ type: "bar", orientation: "h", y: names, x: counts, text: counts.map(String), textposition: "auto", hoverinfo: "text", hovertext: names.map((name, i) => F.hover(`${name}: ${F.plural(counts[i], "run")}`)), marker: { color: names.map((name) => F.outcomeColors[name] || "#8c8c8c") } }],
     layout: { xaxis: { title: { text: "runs" }, rangemode: "tozero" }, yaxis: { type: "category", autorange: "reversed" } },
-    note: rows.length ? `Most frequent failure: ${F.short(rows[0][1], 140)} (${F.plural(rows[0][2], "run")}); the data table has all of them.` : "Every run ended well.",
+    note: rows.length ? `Most frequent failure: ${rows[0][0]}, ${F.short(rows[0][1], 140)} (${F.plural(rows[0][2], "run")}); the data table has all of them.` : "Every run ended well.",
     label: `Outcomes: ${names.map((name, i) => `${name} ${counts[i]}`).join(", ")}`,
     headings: ["outcome", "reason", "runs"], rows: [...(names.includes("ok") ? [["ok", "", counts[names.indexOf("ok")]]] : []), ...rows],
   };
