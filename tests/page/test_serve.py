@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlencode
 
 import pytest
@@ -36,6 +37,12 @@ LARGE = PlanRequest(
 )
 
 
+def awaited(work):
+    """In a thread of its own: the browser's driver has a loop in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
 def ask(served, path: str, query: dict | None = None, *, method: str = "GET", **headers: str):
     """(status, headers, text) of one request, without a network."""
     sent: list[dict] = []
@@ -54,7 +61,7 @@ def ask(served, path: str, query: dict | None = None, *, method: str = "GET", **
     async def send(event: dict) -> None:
         sent.append(event)
 
-    asyncio.run(served(scope, receive, send))
+    awaited(served(scope, receive, send))
     names = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
     return sent[0]["status"], names, b"".join(e.get("body", b"") for e in sent[1:]).decode()
 
@@ -197,7 +204,7 @@ def test_a_superseded_query_is_ended_and_others_go_on() -> None:
         )  # fmt: skip
         return [*found, old.exitcode, dict(planner._running)]
 
-    first, again, other, leaving, code, running = asyncio.run(both())
+    first, again, other, leaving, code, running = awaited(both())
     assert isinstance(first, SupersededError)
     assert isinstance(leaving, SupersededError)
     assert code == -9  # its process was ended, not awaited
