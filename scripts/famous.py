@@ -171,7 +171,6 @@ contain stops: they are bounds and not compared. `fits` is the chance that it fi
 - **Llama 3 405B** without recompute needs all that a lean engine can do: tensors freed as soon as
   they are used. Our estimate for a stack nobody measured lies above the card; the planner prefers
   to recompute outputs of norms and activations, which costs a percent.
-- **OPT-175B** kept optimizer states in 16 bits; predicted with the usual 12 bytes.
 """
 
 
