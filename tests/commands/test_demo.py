@@ -77,8 +77,9 @@ def test_the_plan_is_legal_diverse_and_sorted(profile: HardwareProfile) -> None:
     planned = _plan(small, cluster_of(profile, small.ranks), profile, 3, ignore)
     assert len(planned) == 3
     assert len({str(spec.layout) for spec, _ in planned}) == 3
-    seconds = [said.step_s for _, said in planned]
-    assert seconds == sorted(seconds)
+    first, *others = (said.step_s for _, said in planned)  # the first is what loses least
+    assert others == sorted(others)
+    assert first < 1.1 * min(others)
     for spec, said in planned:
         target = Target(gpus=spec.gpus)
         assert not why_not(spec.model, spec.layout, spec.batch, spec.policy, target)

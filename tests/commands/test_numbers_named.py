@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,20 +69,21 @@ def test_every_gpu_of_the_catalogue_is_known_in_a_heading(device: str) -> None:
 
 def test_generations() -> None:
     same = {"a": ("a100-80gb", "a800"), "h": ("h100-80gb", "h200", "h800"), "b": ("b200", "gb300"),
-            "mi": ("mi300x",), "gh200": ("gh200-96gb",)}  # fmt: skip
+            "mi": ("mi300x",), "x9": ("x9-96gb",)}  # fmt: skip
     for generation, names in same.items():
         assert {generation_of(name) for name in names} == {generation}
-    own = replace(catalog.device("h200"), id="gh200-96gb", generation="h")
+    own = replace(catalog.device("h200"), id="x9-96gb", generation="h")
     assert generation_of(own) == "h"
 
 
 def test_every_gpu_says_how_it_is_linked() -> None:
     """One that left it out would silently get PCIe and a card of 100 Gbit/s."""
-    for name in catalog.device_names():
+    data = Path(catalog.__file__).parent.parent / "data" / "devices.toml"
+    for name, stated in tomllib.loads(data.read_text())["devices"].items():
         device = catalog.device(name)
         assert device.generation
         assert device.usual_link_bytes_per_s == device.peer_bytes_per_s > 0
-        assert device.network_bytes_per_s >= 25e9
+        assert "network_bytes_per_s" in stated
     assert replace(catalog.device("h200"), links=0).usual_link_bytes_per_s == 64e9
 
 

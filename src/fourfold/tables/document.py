@@ -178,8 +178,9 @@ def _devices() -> tuple[tuple[str, re.Pattern[str]], ...]:
     A name that comes in several sizes needs its own."""
     patterns = []
     for device in catalog.device_names():
-        name, _, size = device.partition("-")
-        own = rf"[ _-]*\(?{size.removesuffix('gb')}\s*gb\b" if size.endswith("gb") else r"(?![\w-])"
+        name, *rest = device.split("-")
+        words = (re.sub(r"gb\Z", r"\\s*gb", re.escape(word)) for word in rest)
+        own = "".join(rf"[ _-]*\(?{word}" for word in words) + (r"\b" if rest else r"(?![\w-])")
         patterns.append((device, re.compile(rf"(?<![\w-]){re.escape(name)}{own}", re.IGNORECASE)))
     return tuple(patterns)
 

@@ -230,7 +230,8 @@ def lean_coefficients(entry: FittedStack) -> dict[str, float]:
 
     def moved(name: str, value: float) -> float:
         own = entry.coefficients[name]
-        return own * (value / own) ** (1.0 - entry.informed.get(name, 0.0))
+        # A profile's own engine wastes nothing that rows could have told of.
+        return own * (value / own) ** (1.0 - entry.informed.get(name, 0.0)) if own else own
 
     lean = {name: moved(name, value) for name, value in LEAN.items()}
     for name, value in lean.items():
