@@ -29,7 +29,7 @@ class Served:
     def __post_init__(self) -> None:
         if self.host not in LOOPBACK and not self.token:
             raise UserError(
-                "can be reached by others and needs a token",
+                "needs a token, since others can reach it",
                 field="host",
                 value=self.host,
                 hint="add --token TEXT, or use 127.0.0.1",
