@@ -207,10 +207,10 @@ def test_ctrl_c_is_not_for_a_background_job(tmp_path: Path, monkeypatch) -> None
     seen: list[object] = []
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with local._signals(tmp_path / "stop"):
+        with local.stop_signals(tmp_path / "stop"):
             seen.append(signal.getsignal(signal.SIGINT))
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with local._signals(tmp_path / "stop"):
+        with local.stop_signals(tmp_path / "stop"):
             seen.append(signal.getsignal(signal.SIGINT))
     finally:
         signal.signal(signal.SIGINT, before)
