@@ -22,7 +22,7 @@ def compare(engine: str, count: int, folder: Path) -> None:
         if {name: answer.get(name) for name in want} != want:
             wrong.append((one.model.name, str(one.layout), one.policy, want, answer))
         elif "micro_batches" in answer:
-            assert answer["micro_batches"] == one.micro_batches
+            assert answer["micro_batches"] == one.batch.micro_count(one.layout.dp)
         if "fp8" in answer:
             assert answer["fp8"] == (one.policy.precision == "fp8")
         if "overlap_tp" in answer:

@@ -16,9 +16,9 @@ def _normal(x):
     t = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + 0.231641888 * tl.abs(x)], tl.float32, True, 1
     )
-    poly = -0.7265760135 + t * 0.5307027145
-    poly = -0.142248368 + t * (0.7107068705 + t * poly)
-    tail = t * (0.127414796 + t * poly) * bell
+    poly = -0.7265760135 + t * 0.5307027145  # pyrefly: ignore [unsupported-operation]
+    poly = -0.142248368 + t * (0.7107068705 + t * poly)  # pyrefly: ignore [unsupported-operation]
+    tail = t * (0.127414796 + t * poly) * bell  # pyrefly: ignore [unsupported-operation]
     return tl.where(x < 0, tail, 1.0 - tail), bell
 
 
