@@ -382,7 +382,7 @@ def test_command_text_begins_with_the_answer(capsys) -> None:
     table, _, remarks = rest.partition("\n\n")
     assert max(map(len, table.splitlines())) <= 100
     assert 1 <= len(remarks.splitlines()) <= 5
-    assert f"within 2% of the fastest by a chance of {100 * first['near_best']:.0f}%" in remarks
+    assert f"within 2% of the fastest with a chance of {100 * first['near_best']:.0f}%" in remarks
 
 
 @pytest.mark.parametrize(

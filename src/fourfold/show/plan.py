@@ -94,8 +94,8 @@ def _named(one: Alternative) -> str:
 def _ties(plan: PlanAnswer) -> Iterable[str]:
     first = plan.ranked[0]
     if len(plan.ranked) > 1:
-        near, regret = 100 * first.near_best, first.regret_pct
-        yield f"#1 is within 2% of the fastest by a chance of {near:.0f}%, {regret:.1f}% expected"
+        chance = f"with a chance of {100 * first.near_best:.0f}%"
+        yield f"#1 is within 2% of the fastest {chance}; expected loss {first.regret_pct:.1f}%"
     if first.wide:
         yield f"its interval is wide: {first.wide}"
     if not first.surely_fits:
