@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +65,11 @@ def described(words: list[str]) -> RunSpec | None:
 assignments = st.tuples(
     st.sampled_from(PATHS) | st.text(max_size=8), st.sampled_from(VALUES) | st.text(max_size=8)
 ).map(lambda pair: f"--set={pair[0]}={pair[1]}")
+
+
+def test_a_number_too_long_to_print_is_refused() -> None:
+    with pytest.raises(UserError, match="must be a table"):
+        options.run_spec({"model": "llama-tiny", "batch": {"seq_len": 64, "ramp": 16**4000}})
 
 
 @settings(max_examples=400, deadline=None)

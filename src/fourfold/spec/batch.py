@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, replace
 from functools import lru_cache
 from typing import Annotated
 
-from fourfold.errors import UserError
+from fourfold.errors import UserError, shorten
 from fourfold.flag import flag
 from fourfold.spec import check, codec, words
 from fourfold.units import count_from, size_from
@@ -48,7 +48,7 @@ class Ramp:
     @classmethod
     def from_plain(cls, data: object, path: str = "") -> Ramp:
         if not isinstance(data, dict):
-            numbers = re.findall("[0-9]+", str(data))
+            numbers = re.findall("[0-9]+", shorten(data))  # str() of a huge number fails
             start, increment, samples = numbers if len(numbers) == 3 else ("192", "16", "9765625")
             form = f"{path}={{start={start},increment={increment},samples={samples}}}"
             hint = f'write "{form}", or --ramp {start},{increment},{samples} for plan and train'
