@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -240,7 +240,7 @@ def count_layer(
     """A rank's layer as it is, and with other sizes; tensors have shapes but no memory."""
     options = (("count", str(rank)),)
     job = Job(job="trace", specs=(spec,), ranks=1, options=options, limits=_LIMITS)
-    trace, stretched = _answers(job, LayerTrace, (0, 1), progress)
+    trace, stretched = answers(job, LayerTrace, (0, 1), progress)
     return trace, stretched
 
 
@@ -254,7 +254,7 @@ def run_layer(
         ("payload_bytes", ",".join(map(str, payload_bytes))),
     )
     job = Job(job="trace", specs=(spec,), ranks=spec.gpus, options=options, limits=_LIMITS)
-    return _answers(job, TraceMeasure, (None,), progress)[0]
+    return answers(job, TraceMeasure, (None,), progress)[0]
 
 
 def run_list(
@@ -263,12 +263,13 @@ def run_list(
     """A list of steps by all ranks on this host; `ask` is what the list was made for, as JSON."""
     options = (("ask", ask), ("device", device), ("kind", kind))
     job = Job(job="trace", ranks=ranks, options=options, limits=_LIMITS)
-    return _answers(job, TraceMeasure, (None,), progress)[0]
+    return answers(job, TraceMeasure, (None,), progress)[0]
 
 
-def _answers(
-    job: Job, kind: type[T], parts: tuple[int | None, ...], progress: Progress | None
+def answers(
+    job: Job, kind: type[T], parts: Sequence[int | None], progress: Progress | None
 ) -> list[T]:
+    """What the first task of a job answers, in parts or whole (None); its files are gone then."""
     with scratch() as folder:
         report = run_job(job, folder, progress=progress)
         must_be_ok(report)

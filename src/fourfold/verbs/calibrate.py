@@ -6,15 +6,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from fourfold import files
 from fourfold.cost.fit.calibration import calibration_of, to_json
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
-from fourfold.launch.local import must_be_ok, run_job
+from fourfold.launch.local import answers, run_job
 from fourfold.launch.permit import gpu_count
 from fourfold.result.files.store import Store
-from fourfold.result.job import Job, Limits, answer_file
+from fourfold.result.job import Job, Limits
 from fourfold.result.profile import HardwareProfile, cluster_of, coefficients_of
 from fourfold.result.quality import flags
 from fourfold.result.report import Prediction, RunReport
@@ -77,9 +76,7 @@ def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ig
         options=tuple(sorted(options.items())),
         limits=Limits(start_s=300.0, step_s=120.0),
     )
-    with scratch() as folder:
-        must_be_ok(run_job(job, folder, progress=progress(on_event)))
-        profile = codec.from_json(HardwareProfile, files.read_text(answer_file(folder, 0)))
+    (profile,) = answers(job, HardwareProfile, (None,), progress(on_event))
     return Calibrated(profile, ranks or max(point.ranks for point in profile.shared))
 
 

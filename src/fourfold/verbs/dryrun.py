@@ -6,13 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fourfold import files
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
-from fourfold.launch.folder import scratch
-from fourfold.launch.local import must_be_ok, run_job
+from fourfold.launch.local import answers
 from fourfold.launch.permit import core_count
-from fourfold.result.job import Job, Limits, answer_file
+from fourfold.result.job import Job, Limits
 from fourfold.result.one_rank import RankCount, unseen_parts
 from fourfold.search.legal import require_legal
 from fourfold.spec import codec
@@ -97,8 +95,4 @@ def dryrun(
         options=(("ranks", ",".join(map(str, ranks))),),
         limits=_LIMITS,
     )
-    with scratch() as folder:
-        report = run_job(job, folder, progress=progress(on_event))
-        must_be_ok(report)
-        texts = (files.read_text(answer_file(folder, 0, one)) for one in ranks)
-        return DryRun(spec, tuple(codec.from_json(RankCount, text) for text in texts))
+    return DryRun(spec, tuple(answers(job, RankCount, ranks, progress(on_event))))
