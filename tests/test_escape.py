@@ -18,7 +18,7 @@ from fourfold import escape
 from fourfold.cli import main
 from fourfold.show.table import render
 from fourfold.tables import forms
-from fourfold.tables.document import Document, Row, Table, Text
+from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.forms import parse, write
 
 SOURCE = Path(escape.__file__).parent
@@ -91,7 +91,7 @@ def test_json_is_what_any_reader_takes(data: object) -> None:
 @given(text=any_text, form=st.sampled_from(["md", "csv", "json"]))
 def test_documents_read_back_what_they_show(text: str, form: str) -> None:
     cell = escape.visible(" ".join(text.split()))
-    table = Table(("heading", "other"), (Row((cell, "x")),))
+    table = Table(("heading", "other"), (TableRow((cell, "x")),))
     assert parse(write(Document((table,)), form), form).tables == (table,)
 
 

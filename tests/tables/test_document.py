@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.escape import visible
-from fourfold.tables.document import Document, Row, Table, Text
+from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.forms import parse, read_file, write
 from fourfold.tables.styles import columns, repaired_headings, style_of
 
@@ -80,7 +80,7 @@ def test_fenced_code_is_text() -> None:
 
 
 def test_text_above_a_csv_table_is_not_its_heading() -> None:
-    table = Table(("# GPUs", "GPU"), (Row(("8", "h100"), line=0),))
+    table = Table(("# GPUs", "GPU"), (TableRow(("8", "h100"), line=0),))
     document = Document((Text(("first, second", "", "third")), table, table))
     assert parse(write(document, "csv"), "csv") == document
     foreign = parse("# GPUs,GPU\n8,h100\n", "csv")
@@ -121,6 +121,6 @@ CELL = (
 )
 def test_any_table_survives(headings: list[str], rows: list[list[str]], form: str) -> None:
     """Ragged rows, pipes, quotes, commas, backslashes, other scripts."""
-    table = Table(tuple(headings), tuple(Row(tuple(row)) for row in rows))
+    table = Table(tuple(headings), tuple(TableRow(tuple(row)) for row in rows))
     document = Document((table,))
     assert parse(write(document, form), form) == document

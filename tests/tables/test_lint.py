@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fourfold.tables.document import Document, Row, Table, Text
+from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.forms import read_file
 from fourfold.tables.lint import RULES, Finding, lint
 
@@ -40,7 +40,7 @@ def numbered(*blocks: Table | Text) -> Document:
             found.append(block)
             line += len(block.lines)
             continue
-        rows = tuple(Row(r.cells, r.rule, line + 3 + i) for i, r in enumerate(block.rows))
+        rows = tuple(TableRow(r.cells, r.rule, line + 3 + i) for i, r in enumerate(block.rows))
         found.append(Table(block.headings, rows, block.marks, line + 1))
         line += 3 + len(rows)
     return Document(tuple(found))
@@ -56,7 +56,7 @@ def put(table: Table, row: int, values: dict[str, str]) -> Table:
     for heading, text in values.items():
         changed[table.headings.index(heading)] = text
     rows = list(table.data)
-    rows[row] = Row(tuple(changed))
+    rows[row] = TableRow(tuple(changed))
     return Table(table.headings, tuple(rows), table.marks)
 
 
@@ -118,8 +118,8 @@ def test_the_zero_rows_of_the_notes() -> None:
         ("48", "181B", "1", "4", "8", "12", "2", "2048", "37GB", "120.29", "134.02"),
     ]
     text = Text(("NHIDDEN=14336 / NLAYERS=72",))
-    first = Table(headings, tuple(map(Row, good)))
-    second = Table(headings, (*map(Row, good[:1]), *map(Row, odd)))
+    first = Table(headings, tuple(map(TableRow, good)))
+    second = Table(headings, (*map(TableRow, good[:1]), *map(TableRow, odd)))
     document = numbered(text, first, text, second)
     rows = document.tables[1].data
     assert [(item.rule, item.row) for item in lint(document)] == [
@@ -131,9 +131,9 @@ def test_the_zero_rows_of_the_notes() -> None:
 def test_copies_in_the_scaling_table() -> None:
     headings = ("(TP, CP, PP, micro batch)", "4 GPU", "8 GPU", "16 GPU")
     rows = (
-        Row(("(4, 1, 1, 1)", "365.75", "436.77", "295.71")),
-        Row(("(4, 1, 1, 2)", "365.75", "436.77", "402.10")),
-        Row(("(2, 2, 1, 1)", "299.95", "299.95", "-")),
+        TableRow(("(4, 1, 1, 1)", "365.75", "436.77", "295.71")),
+        TableRow(("(4, 1, 1, 2)", "365.75", "436.77", "402.10")),
+        TableRow(("(2, 2, 1, 1)", "299.95", "299.95", "-")),
     )
     document = numbered(Table(headings, rows))
     found = [(item.rule, item.place) for item in lint(document)]
@@ -457,7 +457,7 @@ def test_copied_reference_cells(at: int, to: int) -> None:
 def test_heading_count(at: int) -> None:
     row = at % len(TOPOLOGY.data)
     rows = list(TOPOLOGY.data)
-    rows[row] = Row(rows[row].cells[:3] + rows[row].cells[4:])
+    rows[row] = TableRow(rows[row].cells[:3] + rows[row].cells[4:])
     assert "heading-count" in rules(Table(TOPOLOGY.headings, tuple(rows)), row=row)
 
 
@@ -490,7 +490,7 @@ def test_traps_give_no_alarm() -> None:
         ("", "", "", "", "", "", "", "", "", "", ""),
         ("", "", "", "", "", "", "", "", "", "", ""),
     )
-    table = Table(headings, tuple(map(Row, rows)))
+    table = Table(headings, tuple(map(TableRow, rows)))
     assert rules(Text((HEADED.replace(" / GBS=2048", ""),)), table) == set()
 
 
@@ -510,7 +510,7 @@ def test_chance_in_large_tables_is_not_told() -> None:
         ("8", "1", "4", "2", str(n + 1), "1024", spread[n], f"micro {n + 1}") for n in range(400)
     ]
     rows[37] = (*rows[37][:6], rows[301][6], rows[37][7])
-    table = Table(headings, tuple(map(Row, rows)))
+    table = Table(headings, tuple(map(TableRow, rows)))
     assert "copied-cell" not in rules(table)
     rows[38] = (*rows[38][:6], rows[37][6], rows[38][7])
-    assert "copied-cell" in rules(Table(headings, tuple(map(Row, rows))), row=38)
+    assert "copied-cell" in rules(Table(headings, tuple(map(TableRow, rows))), row=38)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fourfold.cost.trace.steps import WORKSPACE_BYTES, Group, Program, spans
+from fourfold.cost.trace.steps import WORKSPACE_BYTES, AxisGroups, Program, spans
 from fourfold.cost.trace.symbols import bracketed
 from fourfold.cost.trace.walk import StepRow, TensorRow
 from fourfold.show.table import Grid, Part, table
@@ -93,7 +93,7 @@ def header(program: Program, cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def _members(group: Group) -> str:
+def _members(group: AxisGroups) -> str:
     shown = "; ".join(spans(ranks) for ranks in group.members[:_MAX_GROUPS])
     more = len(group.members) - _MAX_GROUPS
     return f"{shown}; and {more:,} more" if more > 0 else shown

@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """`rule` marks a line of dashes inside the body; `line` is where it stood (0: new)."""
 
     cells: tuple[str, ...]
@@ -36,12 +36,12 @@ class Table:
     """
 
     headings: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     marks: tuple[str, ...] = field(default=(), compare=False)
     line: int = field(default=0, compare=False)
 
     @property
-    def data(self) -> tuple[Row, ...]:
+    def data(self) -> tuple[TableRow, ...]:
         return tuple(row for row in self.rows if not row.rule)
 
 
@@ -89,7 +89,7 @@ def _block(data: object, path: str) -> Table | Text:
     for number, row in enumerate(data["rows"]):
         rule = isinstance(row, dict) and set(row) == {"rule"}
         cells = _texts(row["rule"] if rule else row, f"{path}.rows[{number}]")
-        rows.append(Row(cells, rule=rule))
+        rows.append(TableRow(cells, rule=rule))
     return Table(_texts(data["headings"], f"{path}.headings"), tuple(rows))
 
 

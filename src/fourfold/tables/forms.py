@@ -13,7 +13,7 @@ from fourfold import escape, files
 from fourfold.errors import UserError
 from fourfold.show.table import aligned
 from fourfold.spec import codec
-from fourfold.tables.document import Document, Row, Table, Text, from_plain, to_plain
+from fourfold.tables.document import Document, Table, TableRow, Text, from_plain, to_plain
 
 _MARK = re.compile(r":?-+:?\Z")
 _BODY_RULE = re.compile(r":?-{2,}:?|:-+:?|-+:\Z")
@@ -105,12 +105,12 @@ def _text(lines: list[str], at: int) -> tuple[Text, int]:
 def _table(lines: list[str], at: int) -> tuple[Table, int]:
     first = at
     separator = "\t" if "\t" in lines[at] and "," not in lines[at] else ","
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     while at < len(lines) and lines[at].strip():
         if rows and lines[at].startswith("#") and _is_text(lines, at):
             break
         cells, used = _record(lines, at, separator)
-        rows.append(Row(cells, rule=bool(rows) and _is_rule(cells), line=at + 1))
+        rows.append(TableRow(cells, rule=bool(rows) and _is_rule(cells), line=at + 1))
         at += used
     return Table(rows[0].cells, tuple(rows[1:]), line=first + 1), at
 
@@ -193,10 +193,10 @@ def _markdown_table(lines: list[str], at: int) -> tuple[Table, int]:
     headings, marks = _cells_of(lines[at]), _cells_of(lines[at + 1])
     needs_pipe = lines[at].lstrip().startswith("|")
     at += 2
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     while at < len(lines) and "|" in (lines[at].lstrip()[:1] if needs_pipe else lines[at]):
         cells = _cells_of(lines[at])
-        rows.append(Row(cells, rule=_is_rule(cells), line=at + 1))
+        rows.append(TableRow(cells, rule=_is_rule(cells), line=at + 1))
         at += 1
     return Table(headings, tuple(rows), marks, line=first + 1), at
 

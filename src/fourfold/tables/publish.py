@@ -12,7 +12,7 @@ from fourfold.result.report import published_word
 from fourfold.spec.layout import AXES
 from fourfold.tables.cells import figure
 from fourfold.tables.derive import derive
-from fourfold.tables.document import Document, Row, Table, Text
+from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.shape import shape_of
 from fourfold.tables.styles import MPT, TOPOLOGY, Column
 
@@ -161,7 +161,7 @@ def _topology(group: list[Record]) -> Table | None:
 def _listed(records: list[Record], columns: tuple[Column, ...]) -> Table | None:
     """One row a record."""
     needed = [column for column in columns if column.needed(records)]
-    rows = tuple(Row(tuple(column.write(record) for column in needed)) for record in records)
+    rows = tuple(TableRow(tuple(column.write(record) for column in needed)) for record in records)
     return Table(tuple(column.heading for column in needed), rows) if records else None
 
 
@@ -178,14 +178,14 @@ def _scaling(group: list[Record]) -> Table | None:
         return None
     counts = sorted({gpus for row in cells.values() for gpus in row})
     headings = ("(TP, CP, PP, micro batch)", *(f"{count} GPU" for count in counts))
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     before = None
     for layout in sorted(cells, key=lambda axes: (-axes[0], axes[1:3], axes[3])):
         if before is not None and layout[:3] != before:
-            rows.append(Row(tuple("---" for _ in headings), rule=True))
+            rows.append(TableRow(tuple("---" for _ in headings), rule=True))
         before = layout[:3]
         shown = [_scaling_cell(cells[layout].get(count)) for count in counts]
-        rows.append(Row((str(layout), *shown)))
+        rows.append(TableRow((str(layout), *shown)))
     return Table(headings, tuple(rows))
 
 

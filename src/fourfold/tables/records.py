@@ -12,7 +12,7 @@ from fourfold.result.record import KINDS, Record, RowOutcome, Style
 from fourfold.result.report import WORST_FIRST
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.tables import cells, styles
-from fourfold.tables.document import Context, Document, Row, Table, Text, after, device_id
+from fourfold.tables.document import Context, Document, Table, TableRow, Text, after, device_id
 
 # The topology notes come from hosts of eight GPUs; used only where neither text nor rows say more.
 _DEFAULT_GPUS_PER_NODE = 8
@@ -60,7 +60,7 @@ def _rows(table: Table, context: Context, number: int, style: Style) -> list[Rec
 
 
 def _row(
-    row: Row, fields: tuple[str, ...], context: Context, place: tuple[Style, int, int]
+    row: TableRow, fields: tuple[str, ...], context: Context, place: tuple[Style, int, int]
 ) -> Record:
     style, number, at = place
     texts = {name: text for name, text in zip(fields, row.cells, strict=False) if name}

@@ -13,7 +13,7 @@ from fourfold.cost.trace.steps import (
     CP_KINDS,
     WORKSPACE_BYTES,
     Ask,
-    Group,
+    AxisGroups,
     Program,
     generic_cluster,
 )
@@ -109,7 +109,7 @@ class Traced(Answer):
             plain["recommendation"] = codec.encode(self.advice)
         return plain
 
-    def _group(self, group: Group) -> dict[str, Any]:
+    def _group(self, group: AxisGroups) -> dict[str, Any]:
         link = self.cluster.level(group.span).name
         head = {"name": group.name, "size": group.size, "count": len(group.members), "link": link}
         return head | {"members": codec.encode(group.members)}

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.memory.own_layer import Layer, Sizes, layer, logits_bytes, loss_bytes, sizes
+from fourfold.cost.memory.own_layer import LayerBytes, Sizes, layer, logits_bytes, loss_bytes, sizes
 from fourfold.cost.memory.own_stage import Stage, Weights, stage_weights
 from fourfold.spec.words import SCHEDULES
 
@@ -267,7 +267,7 @@ def _final(c: Columns, stage: Stage, w: Weights, *, late: Floats) -> list[Floats
     return [np.where(c.zero < 2, moment, 0.0) for moment in (top, split, root)]
 
 
-def _stored(c: Columns, s: Sizes, one: Layer, stage: Stage) -> tuple[Floats, Floats]:
+def _stored(c: Columns, s: Sizes, one: LayerBytes, stage: Stage) -> tuple[Floats, Floats]:
     """(bytes a micro batch keeps in the layers of a stage, what recomputing the top layer adds)."""
     each = stage.again * s.between + (stage.layers - stage.again) * one.kept
     return each, np.where(stage.top_again > 0, one.kept - s.between, 0.0)

@@ -50,7 +50,7 @@ def sizes(c: Columns) -> Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerBytes:
     """Bytes a layer keeps for its backward, its input among them; most that its backward holds
     beside that, when it was kept and when it is computed `again`; what waits for gradients of
     weights in a split backward."""
@@ -61,7 +61,7 @@ class Layer:
     late: Floats
 
 
-def layer(c: Columns) -> Layer:
+def layer(c: Columns) -> LayerBytes:
     s = sizes(c)
     many, wide = _mlp_widths(c) * s.ffn, (1.0 + c.gated) * s.ffn
     kept = 2.0 * s.between + np.where(_cheap(c), 0.0, 2.0 * s.whole) + _attended(c, s) + many
@@ -87,7 +87,7 @@ def layer(c: Columns) -> Layer:
         )
     )
     # Gathering the gradient comes before a layer is computed again.
-    return Layer(
+    return LayerBytes(
         kept=kept,
         backward=np.maximum(inside, np.where(gathers, twice, 0.0)) + s.between,
         again=np.maximum(inside, np.where(gathers, twice - many, 0.0)) + s.between,

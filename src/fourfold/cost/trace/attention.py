@@ -7,7 +7,7 @@ from itertools import groupby
 
 from fourfold.cost.trace.steps import (
     Ask,
-    Group,
+    AxisGroups,
     Kind,
     Program,
     Send,
@@ -222,7 +222,7 @@ def _program(ask: Ask, kind: Kind, steps: tuple[Step, ...], heads: int, kv_heads
         ranks=ask.ranks,
         sizes=sizes | {"head_size": ask.hidden // ask.heads, "ranks": ask.ranks},
         dtype=ask.dtype,
-        groups=(Group(GROUP, (tuple(range(ask.ranks)),)),),
+        groups=(AxisGroups(GROUP, (tuple(range(ask.ranks)),)),),
         steps=steps,
         per_rank={"heads": heads, "kv_heads": kv_heads, "tokens": ask.tokens // ask.ranks},
         rank=ask.rank,

@@ -92,7 +92,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AxisGroups:
     """Ranks that exchange something; `members` lists every such group of the world."""
 
     name: str
@@ -120,13 +120,13 @@ class Program:
     ranks: int
     sizes: dict[str, int]
     dtype: Dtype
-    groups: tuple[Group, ...]
+    groups: tuple[AxisGroups, ...]
     steps: tuple[Step, ...]
     per_rank: dict[str, int]
     rank: int = 0
     notes: tuple[str, ...] = ()
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> AxisGroups:
         return next(group for group in self.groups if group.name == name)
 
 
@@ -175,14 +175,14 @@ def check_ulysses(heads: int, ranks: int) -> None:
     )
 
 
-def axis_groups(layout: Layout, axes: Sequence[str], name: str = "") -> Group:
+def axis_groups(layout: Layout, axes: Sequence[str], name: str = "") -> AxisGroups:
     """Groups that differ only on `axes`: ('dp', 'cp') shard the same weights."""
     members: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world):
         place = layout.coordinates(rank)
         key = tuple(size for axis, size in place.items() if axis not in axes)
         members.setdefault(key, []).append(rank)
-    return Group(name or "x".join(axes), tuple(tuple(ranks) for ranks in members.values()))
+    return AxisGroups(name or "x".join(axes), tuple(tuple(ranks) for ranks in members.values()))
 
 
 def generic_cluster(ranks: int) -> Cluster:

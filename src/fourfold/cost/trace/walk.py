@@ -12,7 +12,7 @@ from fourfold.cost.trace import attention, mlp, symbols
 from fourfold.cost.trace.steps import (
     WORKSPACE_BYTES,
     Ask,
-    Group,
+    AxisGroups,
     Kind,
     Program,
     Send,
@@ -152,7 +152,7 @@ def _flops(step: Step, program: Program) -> int:
     return total.numerator
 
 
-def message(op: Op, whole_bytes: int, group: Group, cluster: Cluster, rank: int) -> Message:
+def message(op: Op, whole_bytes: int, group: AxisGroups, cluster: Cluster, rank: int) -> Message:
     """A rank of n sends (n-1)/n of the buffer (all-reduce: twice that; send: all of it)."""
     n = group.size
     if n == 1:
@@ -164,7 +164,7 @@ def message(op: Op, whole_bytes: int, group: Group, cluster: Cluster, rank: int)
     return Message(op, group.name, sent, _by_level(op, sent, group, cluster, rank))
 
 
-def _by_level(op: Op, sent: int, group: Group, cluster: Cluster, rank: int) -> dict[str, int]:
+def _by_level(op: Op, sent: int, group: AxisGroups, cluster: Cluster, rank: int) -> dict[str, int]:
     """An all-to-all sends each peer the same, over whatever link reaches it. The others go round
     a ring, which runs at the pace of its slowest hop: all bytes are put down to that level."""
     if sent == 0:

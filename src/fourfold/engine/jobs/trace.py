@@ -22,7 +22,7 @@ from fourfold.engine.parallel.groups import World
 from fourfold.engine.process.health import Heartbeat
 from fourfold.engine.process.task import Task
 from fourfold.engine.trace.layer import Pass, count_layer, layer_pass
-from fourfold.engine.trace.steps import Stage, action_of
+from fourfold.engine.trace.steps import TraceRank, action_of
 from fourfold.result.trace import StepMeasure, TraceMeasure
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
@@ -130,23 +130,23 @@ def _walk_twice(task: Task, device: torch.device) -> tuple[list[StepMeasure], li
     world.warm(device)
     group = world.tp if kind.startswith("mlp") else world.all_ranks
 
-    def stage() -> Stage:
-        return Stage(program, ask, group, device, DTYPES[ask.dtype])
+    def traced() -> TraceRank:
+        return TraceRank(program, ask, group, device, DTYPES[ask.dtype])
 
     task.heartbeat.enter("check")
-    steps, wrong = _counted(stage(), device)
+    steps, wrong = _counted(traced(), device)
     task.heartbeat.step_done()
     task.heartbeat.enter("time")
-    seconds = _timed(stage(), device)
+    seconds = _timed(traced(), device)
     task.heartbeat.step_done()
     timed = [replace(step, seconds=s) for step, s in zip(steps, seconds, strict=True)]
     seen = [t for step in program.steps for t in step.tensors if t.name not in _INSIDE]
     return timed, wrong, len(seen)
 
 
-def _counted(stage: Stage, device: torch.device) -> tuple[list[StepMeasure], list[str]]:
+def _counted(traced: TraceRank, device: torch.device) -> tuple[list[StepMeasure], list[str]]:
     """Every step under the ledger: what it holds, computes and sends against the list."""
-    program = stage.program
+    program = traced.program
     steps: list[StepMeasure] = []
     wrong: list[str] = []
     before = _allocated(device)
@@ -157,13 +157,13 @@ def _counted(stage: Stage, device: torch.device) -> tuple[list[StepMeasure], lis
             ledger.begin()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            _do(step, stage)
-            wrong += _wrong_tensors(step, stage)
+            _do(step, traced)
+            wrong += _wrong_tensors(step, traced)
             peak = _peak(ledger, device, before)
-            _end(step, stage)
+            _end(step, traced)
             live = _live_after_messages(ledger, row.live_bytes)
             seen = _measure(step.name, ledger, device, before, peak)
-            wrong += _wrong_counts(step, stage, replace(seen, live_bytes=live), row)
+            wrong += _wrong_counts(step, traced, replace(seen, live_bytes=live), row)
             steps.append(seen)
     return steps, wrong
 
@@ -197,48 +197,48 @@ def _live_after_messages(ledger: Ledger, expected_bytes: int) -> int:
     return ledger.live_bytes
 
 
-def _timed(stage: Stage, device: torch.device) -> list[float]:
+def _timed(traced: TraceRank, device: torch.device) -> list[float]:
     """Seconds of each step; ranks start a step together, so that nobody waits in it for a peer. But
     not the rounds of a ring: ranks fold them differently, and each is a meeting anyway."""
     seconds = []
-    for step in stage.program.steps:
+    for step in traced.program.steps:
         synchronize(device)
         if not step.name.startswith("round"):
             dist.barrier()
         began = time.perf_counter()
-        _do(step, stage)
+        _do(step, traced)
         synchronize(device)
         seconds.append(time.perf_counter() - began)
-        _end(step, stage)
+        _end(step, traced)
     return seconds
 
 
-def _do(step: Step, stage: Stage) -> None:
+def _do(step: Step, traced: TraceRank) -> None:
     for left in reversed(range(step.times)):
-        action_of(stage.program.kind, step.name)(stage)
+        action_of(traced.program.kind, step.name)(traced)
         if left:
-            _end(step, stage)
+            _end(step, traced)
 
 
-def _end(step: Step, stage: Stage) -> None:
+def _end(step: Step, traced: TraceRank) -> None:
     for name in step.frees:
-        stage.t.pop(name, None)
+        traced.t.pop(name, None)
     for source, target in step.moves:
-        stage.t[target] = stage.t.pop(source)
+        traced.t[target] = traced.t.pop(source)
 
 
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _wrong_tensors(step: Step, stage: Stage) -> list[str]:
+def _wrong_tensors(step: Step, traced: TraceRank) -> list[str]:
     """Shape and bytes of every tensor the step has written."""
     wrong = []
     for tensor in step.tensors:
         if tensor.name in _INSIDE:
             continue
-        row = tensor_row(tensor, stage.program)
-        real = stage.t[tensor.name]
+        row = tensor_row(tensor, traced.program)
+        real = traced.t[tensor.name]
         if tuple(real.shape) != row.shape:
             wrong.append(f"{step.name}: {row.name} is {tuple(real.shape)}, not {row.shape}")
         if real.numel() * real.element_size() != row.bytes:
@@ -246,12 +246,12 @@ def _wrong_tensors(step: Step, stage: Stage) -> list[str]:
     return wrong
 
 
-def _wrong_counts(step: Step, stage: Stage, seen: StepMeasure, row: StepRow) -> list[str]:
+def _wrong_counts(step: Step, traced: TraceRank, seen: StepMeasure, row: StepRow) -> list[str]:
     """Held bytes, messages, and FLOPs where the kernel counts as the list does (no causal mask)."""
     expected = {"live bytes": (seen.live_bytes, row.live_bytes)}
-    if stage.ranks > 1:  # alone, the exchange is still called, but nothing leaves the rank
-        expected["payload bytes"] = (seen.payload_bytes, payload_bytes(step, stage.program))
-    masked = stage.ask.attention == "flash" and stage.program.kind in CP_KINDS
+    if traced.ranks > 1:  # alone, the exchange is still called, but nothing leaves the rank
+        expected["payload bytes"] = (seen.payload_bytes, payload_bytes(step, traced.program))
+    masked = traced.ask.attention == "flash" and traced.program.kind in CP_KINDS
     if not (masked and step.name.startswith(("attend", "round"))):
         expected["FLOPs"] = (seen.flops, row.flops_rank)
     return [

@@ -27,7 +27,7 @@ from fourfold.engine.parallel.groups import (
 
 
 @dataclass
-class Stage:
+class TraceRank:
     """What the steps work on: tensors by name, and the group they talk to."""
 
     program: Program
@@ -48,19 +48,19 @@ class Stage:
         return self.ask.tokens // self.ranks
 
 
-Action = Callable[[Stage], None]
+Action = Callable[[TraceRank], None]
 
 
-def _writes(name: str, make: Callable[[Stage], Tensor]) -> Action:
+def _writes(name: str, make: Callable[[TraceRank], Tensor]) -> Action:
     """A step that makes one tensor."""
 
-    def action(s: Stage) -> None:
+    def action(s: TraceRank) -> None:
         s.t[name] = make(s)
 
     return action
 
 
-def hold(s: Stage) -> None:
+def hold(s: TraceRank) -> None:
     """Small random values: products of them stay finite in any format."""
     made = torch.Generator(s.device).manual_seed(s.ask.rank)
     for tensor in s.program.steps[0].tensors:
@@ -69,7 +69,7 @@ def hold(s: Stage) -> None:
         s.t[tensor.name] = wide.mul_(sizes[-1] ** -0.5)
 
 
-def project(s: Stage) -> None:
+def project(s: TraceRank) -> None:
     size = s.program.sizes["head_size"]
     for name, weight in (("q", "Q"), ("k", "K"), ("v", "V")):
         s.t[name] = (s.t["input"] @ s.t[weight]).unflatten(1, (-1, size))
@@ -110,7 +110,7 @@ def _naive(queries: str, keys: str, values: str) -> dict[str, Action]:
 # Ulysses.
 
 
-def group_by_owner(s: Stage) -> None:
+def group_by_owner(s: TraceRank) -> None:
     for name in ("q", "k", "v"):
         copies = s.program.sizes.get("kv_copies", 1) if name != "q" else 1
         s.t[f"{name}_heads"] = _by_owner(s.t[name], s.ranks, copies)
@@ -129,23 +129,23 @@ def _by_owner(x_NHC: Tensor, ranks: int, copies: int) -> Tensor:
     return out
 
 
-def _exchanged(s: Stage, name: str) -> Tensor:
+def _exchanged(s: TraceRank, name: str) -> Tensor:
     rows = [1] * s.ranks
     return wait(start_exchange(s.t[name], s.group, rows, rows))
 
 
-def tokens_to_heads(s: Stage) -> None:
+def tokens_to_heads(s: TraceRank) -> None:
     for name in ("q_heads", "k_heads", "v_heads"):
         s.t[name] = _exchanged(s, name).flatten(0, 1)
 
 
-def attend_heads(s: Stage) -> None:
+def attend_heads(s: TraceRank) -> None:
     inputs = (batched(s.t[f"{name}_heads"]) for name in "qkv")
     out, lse = blocks.forward(*inputs, causal=True, bias=None)
     s.t["out"], s.t["lse"] = out[0].transpose(0, 1), lse[0]
 
 
-def group_by_token(s: Stage) -> None:
+def group_by_token(s: TraceRank) -> None:
     """From the product's head-major result a copy; the kernel's own is token-major already."""
     out = s.t["out"] if s.ask.attention == "flash" else s.t["out"].transpose(0, 1)
     s.t["out"] = out.unflatten(0, (s.ranks, s.tokens)).contiguous()
@@ -154,23 +154,23 @@ def group_by_token(s: Stage) -> None:
 # All-gather and ring.
 
 
-def gather(s: Stage) -> None:
+def gather(s: TraceRank) -> None:
     for name in ("k", "v"):
         s.t[f"{name}_all"] = all_gather(s.t[name], s.group, 0)
 
 
-def put_in_order(s: Stage) -> None:
+def put_in_order(s: TraceRank) -> None:
     for name in ("k_all", "v_all"):
         parts = s.t[name].unflatten(0, (s.ranks, -1)).transpose(1, 2)[:, None]
         s.t[name] = in_order(parts, s.tokens // 2)[0].transpose(0, 1)
 
 
-def start_sums(s: Stage) -> None:
+def start_sums(s: TraceRank) -> None:
     s.joined = JoinedBlocks(batched(s.t["q"]))
     s.t["out_fp32"], s.t["lse"] = s.joined.out[0], s.joined.lse[0]
 
 
-def attend_spans(s: Stage) -> None:
+def attend_spans(s: TraceRank) -> None:
     q, k, v = (batched(s.t[name]) for name in ("q", "k_all", "v_all"))
     for span in spans_of(s.group, s.tokens // 2):
         s.t.pop("block", None)
@@ -178,13 +178,13 @@ def attend_spans(s: Stage) -> None:
         _add_block(s, q, k, v, span)
 
 
-def _add_block(s: Stage, q: Tensor, k: Tensor, v: Tensor, span: blocks.Span) -> None:
+def _add_block(s: TraceRank, q: Tensor, k: Tensor, v: Tensor, span: blocks.Span) -> None:
     assert s.joined is not None
     out, lse = s.joined.attend(q, k, v, span)
     s.t["block"], s.t["block_lse"] = out[0], lse[0]
 
 
-def pack(s: Stage) -> None:
+def pack(s: TraceRank) -> None:
     s.t["kv"] = torch.stack([s.t["k"], s.t["v"]])
     if s.ask.attention == "flash":
         start_sums(s)
@@ -194,7 +194,7 @@ def pack(s: Stage) -> None:
     s.t["out_fp32"] = s.t["q"].new_zeros(heads, s.tokens, size, dtype=wide)
 
 
-def attend_round(s: Stage) -> None:
+def attend_round(s: TraceRank) -> None:
     number, kv = s.round, s.t["kv"]
     s.round += 1
     following = start_rotate(kv, s.group) if s.round < s.ranks else None
@@ -209,7 +209,7 @@ def attend_round(s: Stage) -> None:
         s.t["kv_next"] = wait(following)
 
 
-def cast(s: Stage) -> None:
+def cast(s: TraceRank) -> None:
     s.joined = None
     s.t["out"] = s.t["out_fp32"].to(s.t["q"].dtype, copy=True)
 
