@@ -32,7 +32,7 @@ _NUMBER_AND_UNIT = r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)
 
 
 def _parse(text: str, units: dict[str, float], kind: str, example: str) -> float:
-    match = re.match(_NUMBER_AND_UNIT, text)
+    match = re.match(_NUMBER_AND_UNIT, text, re.ASCII)
     scale = units.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
         names = ", ".join(unit for unit in units if unit)
@@ -65,7 +65,7 @@ def seconds_from(text: str) -> float:
 
 def bytes_per_s_from(text: str) -> float:
     """'100Gbit/s' -> 1.25e10, '300GB/s' -> 3e11. A bare number could mean either."""
-    match = re.match(_NUMBER_AND_UNIT, text)
+    match = re.match(_NUMBER_AND_UNIT, text, re.ASCII)
     if match and not match.group(2):
         number = match.group(1)
         raise UserError("has no unit", value=text, hint=f"write {number}Gbit/s or {number}GB/s")
@@ -95,7 +95,7 @@ def _count(text: str, units: dict[str, int], example: str) -> int:
 
     if text.isascii() and text.isdecimal() and len(text) < 19:
         return int(text)
-    match = re.match(_COUNT, text)
+    match = re.match(_COUNT, text, re.ASCII)
     scale = units.get(match.group(2).lower()) if match else None
     if match is None or scale is None:
         raise UserError("is not a number", value=text, hint=f"write it as {example}")

@@ -107,6 +107,9 @@ def test_a_layer_sends_and_holds_what_was_computed(
     for half in (forward, backward):
         kept = norms if half is forward else 0
         assert abs(half.measured.live_bytes - half.live_bytes - kept) <= vectors
-    assert abs(forward.measured.peak_bytes - forward.peak_bytes - norms) <= vectors
+    # gloo may hold a sent buffer while the next is made.
+    held = max(message.bytes for row in rows for message in row.messages)
+    over = forward.measured.peak_bytes - forward.peak_bytes - norms
+    assert -vectors <= over <= vectors + held
     sent = payload_bytes(counts[0])
     assert run_layer(spec, (sent[0] + 1, sent[1]), "cpu").wrong != ()

@@ -76,7 +76,8 @@ class View:
     def marks(self, chart: str) -> dict[str, Any]:
         """What is drawn in a chart, as places of marks and ticks; see marks.js."""
         self.page.locator(f"#{chart}").scroll_into_view_if_needed()
-        self.settled()
+        # A chart out of sight keeps its old drawing until the browser reports it in sight.
+        self.page.wait_for_selector(f"#{chart}[data-drawn=yes]", state="attached")
         self.page.wait_for_selector(f"#{chart} .plot svg.main-svg", state="attached")
         return self.page.evaluate("id => drawnMarks(document.getElementById(id))", chart)
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fourfold.cli import main
@@ -47,6 +47,7 @@ def _is_number(text: str) -> bool:
 
 
 @given(st.text(st.characters(exclude_characters="kKmMbBgGtTeE."), max_size=12))
+@example("0\x1f")
 def test_anything_else_is_refused_in_words(text: str) -> None:
     for read in (size_from, count_from):
         if _is_number(text):

@@ -32,6 +32,7 @@ from fourfold.spec.words import CP_KINDS
 _INSIDE = ("block_fp32",)
 # A busy host may keep gloo's thread waiting; what is still held after this is held for good.
 _LET_GO_S = 10.0
+_QUIET_S = 0.3
 _WARM_UPS = 2
 
 
@@ -113,6 +114,8 @@ def _halves(
     def note(name: str) -> None:
         synchronize(device)
         seconds = time.perf_counter() - instants[-1]
+        if device.type == "cpu":
+            _wait_for_gloo(ledger)
         measured = _measure(name, ledger, device, before, _peak(ledger, device, before))
         steps.append(replace(measured, seconds=seconds))
         instants.append(begin())
@@ -195,6 +198,16 @@ def _live_after_messages(ledger: Ledger, expected_bytes: int) -> int:
     while ledger.live_bytes > expected_bytes and time.monotonic() < until:
         time.sleep(0.001)
     return ledger.live_bytes
+
+
+def _wait_for_gloo(ledger: Ledger) -> None:
+    """Until gloo's threads have let go of what was sent: the live bytes fall no more."""
+    until = time.monotonic() + _LET_GO_S
+    seen, since = ledger.live_bytes, time.monotonic()
+    while time.monotonic() < min(since + _QUIET_S, until):
+        time.sleep(0.005)
+        if ledger.live_bytes != seen:
+            seen, since = ledger.live_bytes, time.monotonic()
 
 
 def _timed(traced: TraceRank, device: torch.device) -> list[float]:

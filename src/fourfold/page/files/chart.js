@@ -38,11 +38,13 @@ F.Chart = class {
     this.note.hidden = !drawn.note;
     if (drawn.empty) {
       this.empty.textContent = drawn.empty;
+      this.card.dataset.drawn = "yes";
       return;
     }
     this.plot.setAttribute("aria-label", drawn.label || this.title);
     const layout = F.merge(F.baseLayout(), drawn.layout);
-    Plotly.react(this.plot, drawn.traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset", typesetMath: false });
+    Plotly.react(this.plot, drawn.traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset", typesetMath: false })
+      .then(() => { if (!this.dirty) this.card.dataset.drawn = "yes"; });
     if (!this.listens && this.options.onclick) {
       this.listens = true;
       this.plot.on("plotly_click", (event) => this.options.onclick(event.points[0]));
@@ -95,7 +97,7 @@ F.drawSoon = () => {
 
 F.redraw = (charts = F.charts) => {
   document.documentElement.dataset.drawn = "";
-  charts.forEach((chart) => { chart.dirty = true; });
+  charts.forEach((chart) => { chart.dirty = true; chart.card.dataset.drawn = ""; });
   F.drawSoon();
 };
 F.theme.listeners.push(() => F.redraw());
