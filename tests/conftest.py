@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "fourfold", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("fourfold")
+settings.register_profile("quick", parent=settings.get_profile("fourfold"), max_examples=20)
+PROFILE = os.environ.get("FOURFOLD_TEST_PROFILE", "fourfold")
+settings.load_profile(PROFILE)
 
 HERE = Path(__file__).parent
 # By path below tests/, so that a new file of these folders is found without being marked.
@@ -25,6 +27,11 @@ QUICK = (
     "tables/test_document.py", "tables/test_publish*.py", "search/test_legal.py",
     "search/test_export*.py", "laws/test_counts.py", "laws/test_ramp.py",
     "laws/test_legal_columns.py", "laws/test_pipeline_events.py",
+)  # fmt: skip
+# Of those, the ones that take seconds each: fits, whole pages of docs, start-up in fresh processes.
+NOT_QUICK = (
+    "test_docs.py", "test_environment.py", "test_library.py", "test_start.py", "cost/test_fit*.py",
+    "cost/test_strangers.py", "spec/test_hf_counts.py",
 )  # fmt: skip
 # What depends on the interpreter: files, pickles, processes, signals, text forms of types.
 PORTABLE = (
@@ -49,9 +56,19 @@ def _is_one_of(path: Path, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns if ("/" in pattern) == ("/" in name))
 
 
+def _is_quick(path: Path) -> bool:
+    return _is_one_of(path, QUICK) and not _is_one_of(path, NOT_QUICK)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """`./test --quick` does not import the other files: they import torch."""
+    skipped = PROFILE == "quick" and collection_path.is_file() and not _is_quick(collection_path)
+    return skipped or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _is_one_of(item.path, QUICK) and item.get_closest_marker("slow") is None:
+        if _is_quick(item.path) and item.get_closest_marker("slow") is None:
             item.add_marker("quick")
         if _is_one_of(item.path, PORTABLE):
             item.add_marker("portable")
