@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from fourfold import __version__, files
+from fourfold import __version__
 from fourfold.commands import COMMANDS, GROUPS, Command, load
 from fourfold.errors import MachineError, UserError, nearest
 from fourfold.escape import FORMATS, Screen, one_line
@@ -195,6 +195,8 @@ def _answered(words: list[str]) -> int:
         return 0
     except OSError as error:
         if error.filename is not None:  # a path nobody looked after: too long, a loop, no folder
+            from fourfold import files
+
             refused = files.refused(error, error.filename, field="path", verb="used")
             return _say(f"error: {refused}", refused.status)
         _drop_stdout()

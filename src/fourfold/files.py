@@ -10,10 +10,12 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from fourfold.errors import MachineError, UserError
+
+if TYPE_CHECKING:  # 6 ms with what it imports, at every start
+    from pathlib import Path
 
 # A spec, table or config larger than this is a mistake (a checkpoint, a device), not an input.
 MAX_TEXT_BYTES = 512 * 2**20
@@ -113,11 +115,10 @@ def _problem(handle: int, path: str | Path, max_bytes: int, *, own: bool) -> tup
 def require_mine(path: str | Path, *, mark: str, force: bool, field: str = "out") -> None:
     """Refuse to replace what fourfold did not write. `mark`: a text near the beginning or the end
     of every such result; '' for files that people edit, which are never replaced unasked."""
-    target = Path(path)
-    if force or not target.is_file():  # pipes and /dev/stdout are written to, not replaced
+    if force or not os.path.isfile(path):  # pipes and /dev/stdout are written to, not replaced
         return
     try:
-        with open(target, "rb") as stream:
+        with open(path, "rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(0)
             content = stream.read(_MARK_BYTES)
@@ -145,8 +146,8 @@ def write_bytes(path: str | Path, content: bytes, *, field: str = "out", own: bo
     """Write all or nothing: a reader never sees half a file, a crash loses no old one. `own`: a
     file of fourfold's own folders, where a link is replaced and never written through."""
     try:
-        target = Path(os.path.realpath(path))
-        special = target.exists() and not (target.is_file() or target.is_dir())
+        target = os.path.realpath(path)
+        special = os.path.exists(target) and not (os.path.isfile(target) or os.path.isdir(target))
         if not own and (special or str(path).startswith("/dev/")):
             # A pipe or /dev/stdout is written to: replacing it would destroy it.
             with open(path, "ab", buffering=0) as stream:
@@ -167,9 +168,10 @@ def pending(path: str | Path, *, field: str = "out", own: bool = False) -> Itera
     temporary = ""
     try:
         # The target of a user's link is replaced, not the link.
-        target = Path(path) if own else Path(os.path.realpath(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:32]}.", dir=target.parent)
+        target = os.path.abspath(path) if own else os.path.realpath(path)
+        folder, name = os.path.split(target)
+        os.makedirs(folder, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{name[:32]}.", dir=folder)
         with os.fdopen(handle, "wb") as stream:
             yield stream
             stream.flush()
@@ -193,10 +195,10 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _mode_of(path: Path, *, own: bool = False) -> int:
+def _mode_of(path: str, *, own: bool = False) -> int:
     """Permissions of the file that is replaced, else what the umask gives a new file."""
-    if path.exists() and not (own and path.is_symlink()):
-        return path.stat().st_mode & 0o7777
+    if os.path.exists(path) and not (own and os.path.islink(path)):
+        return os.stat(path).st_mode & 0o7777
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask

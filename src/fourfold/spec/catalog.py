@@ -8,7 +8,6 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fourfold import files
@@ -18,20 +17,26 @@ from fourfold.spec.cluster import Cluster, Device
 from fourfold.spec.model import FAMILIES, ModelShape
 
 # A plain path: importlib.resources takes 15 ms to import, and the package is never a zip.
-_DATA = Path(__file__).parent.parent / "data"
+DATA = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data")
 T = TypeVar("T")
 _PATHLIKE = re.compile(r"[/\\]|\.(json|toml)\Z")
 
 
 @functools.cache
 def _data(name: str) -> dict[str, Any]:
-    return codec.parse_toml((_DATA / name).read_text(encoding="utf-8"))
+    return codec.parse_toml(_text(name))
+
+
+def _text(name: str) -> str:
+    with open(os.path.join(DATA, name), encoding="utf-8") as stream:
+        return stream.read()
 
 
 @functools.cache
 def _folder(name: str) -> dict[str, str]:
     """Stem -> file name of a data folder."""
-    return {file.stem: f"{name}/{file.name}" for file in (_DATA / name).glob("*.toml")}
+    files = (os.path.splitext(file) for file in os.listdir(os.path.join(DATA, name)))
+    return {stem: f"{name}/{stem}.toml" for stem, suffix in files if suffix == ".toml"}
 
 
 def model_names() -> dict[str, str]:
@@ -89,8 +94,8 @@ def _model_file(path: str) -> ModelShape:
             return codec.load(ModelShape, data)
         from fourfold.spec.hf.shapes import shape_from_config
 
-        file = Path(path)
-        name = file.absolute().parent.name if file.name == "config.json" else file.stem
+        folder, name = os.path.split(os.path.abspath(path))
+        name = os.path.basename(folder if name == "config.json" else os.path.splitext(name)[0])
         return shape_from_config(data, name=name or "custom")
     except UserError as error:
         raise error.inside(path) from None
@@ -158,8 +163,8 @@ def profile_text(name: str) -> str:
     """What 'fourfold calibrate' wrote on a machine of this GPU; '' where none comes along."""
     if _PATHLIKE.search(name):
         return ""
-    file = _DATA / "profiles" / f"{name.lower()}.json"
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+    file = f"profiles/{name.lower()}.json"
+    return _text(file) if os.path.isfile(os.path.join(DATA, file)) else ""
 
 
 def _from_file(path: str, field: str, build: Callable[[Any], T]) -> T:

@@ -31,7 +31,7 @@ from fourfold.verbs.engine_log import EngineLog
 from fourfold.verbs.machine import Predictor, predictor, read_calibration
 from fourfold.verbs.run_requests import MeasureRequest, SweepRequest
 
-_DATA = Path(catalog.__file__).parent.parent / "data" / "engines"
+_DATA = Path(catalog.DATA) / "engines"
 SETTINGS = "settings"
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 

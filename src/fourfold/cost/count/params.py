@@ -73,11 +73,7 @@ def head_tensors(model: ModelShape) -> Iterator[Param]:
 
 def tensors(model: ModelShape, seq_len: int) -> Iterator[Param]:
     """Every parameter of the model, once, under its global name."""
-    yield from embedding_tensors(model, seq_len)
-    for layer in range(model.layers):
-        for tensor in layer_tensors(model):
-            yield Param(f"layers.{layer}.{tensor.name}", tensor.shape, tensor.cut)
-    yield from head_tensors(model)
+    return stage_tensors(model, seq_len, (range(model.layers),), 0)
 
 
 def _norm(model: ModelShape, name: str) -> Iterator[Param]:
