@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fourfold.cost.count.stages import stage_layers
+from fourfold.cost.count.params import stage_layers
 from fourfold.engine import compat
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Core

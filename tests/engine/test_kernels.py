@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
-from fourfold.cost.count.params import layer_matmul_params
-from fourfold.cost.count.stages import stage_layers
+from fourfold.cost.count.params import layer_matmul_params, stage_layers
 from fourfold.engine.microbench import kernel_times
 from fourfold.engine.microbench.kernels import Attend, Kernel, Product, stage_kernels
 from fourfold.engine.one_rank import fake_peers

@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fourfold.cost.count.params import model_params, tensors
-from fourfold.cost.count.stages import stage_layers
+from fourfold.cost.count.params import model_params, stage_layers, tensors
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import alibi_slope, make_tables
 from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, published, shards_of

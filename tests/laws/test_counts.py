@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.cost.count.params import (
     chunk,
+    head_cost,
     model_params,
     rank_params,
+    split_layers,
+    stage_layers,
     stage_tensors,
     tensors,
     tp_shape,
 )
-from fourfold.cost.count.stages import head_cost, split_layers, stage_layers
 from fourfold.spec import catalog
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape

@@ -16,8 +16,7 @@ from fourfold.cost.count.flops import (
     convention,
     utilisation_pct,
 )
-from fourfold.cost.count.params import model_params
-from fourfold.cost.count.stages import stage_layers
+from fourfold.cost.count.params import model_params, stage_layers
 from fourfold.errors import UserError
 from fourfold.result.record import Record
 from fourfold.spec import catalog

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.cost.count.params import layer_params, model_params, rank_params
-from fourfold.cost.count.stages import stage_layers
+from fourfold.cost.count.params import layer_params, model_params, rank_params, stage_layers
 from fourfold.errors import UserError
 from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster, Device

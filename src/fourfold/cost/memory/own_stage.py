@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.count.stages import EMBEDDING_COST, split_layers
+from fourfold.cost.count.params import EMBEDDING_COST, split_layers
 from fourfold.cost.step.pipeline import in_flight
 from fourfold.result.one_rank import (
     COMMUNICATOR_BYTES,

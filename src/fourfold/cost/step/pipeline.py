@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.count.stages import end_layers, passing_unit
+from fourfold.cost.count.params import end_layers, passing_unit
 from fourfold.spec.words import SCHEDULES
 
 _ZERO_BUBBLE, _GPIPE = SCHEDULES.index("zero-bubble"), SCHEDULES.index("gpipe")

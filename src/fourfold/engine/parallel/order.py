@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention import SDPBackend
 
-from fourfold.cost.count.stages import stage_layers
+from fourfold.cost.count.params import stage_layers
 from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.model.activations import apply_fast_activations
 from fourfold.engine.model.decoder import Decoder

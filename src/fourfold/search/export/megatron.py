@@ -3,7 +3,7 @@ has all of them, with the commit); dp is what the world leaves."""
 
 from __future__ import annotations
 
-from fourfold.cost.count.stages import end_layers
+from fourfold.cost.count.params import end_layers
 from fourfold.search.export.setup import Package, Setup, check_model, no_setting
 from fourfold.spec.batch import Batch
 from fourfold.spec.model import ModelShape

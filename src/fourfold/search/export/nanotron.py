@@ -7,7 +7,7 @@ from string import Template
 
 import numpy as np
 
-from fourfold.cost.count.stages import passing_unit
+from fourfold.cost.count.params import passing_unit
 from fourfold.cost.step.pipeline import passing_edges
 from fourfold.search.export.setup import LLAMA_SHAPE, MARK, Package, Setup, check_model, no_setting
 from fourfold.spec.model import ModelShape

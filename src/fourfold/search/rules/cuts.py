@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fourfold.cost.count.stages import end_layers, passing_unit
+from fourfold.cost.count.params import end_layers, passing_unit
 from fourfold.search.rules.case import ULYSSES, Rule, RuleCase, Truth, Whole, Words, divisors, few
 
 
