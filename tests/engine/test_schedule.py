@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.schedule.actions import Action, held_at_once, rank_actions
+from fourfold.cost.schedule import Action, held_at_once, rank_actions
 from fourfold.engine.parallel.pipeline import Exchange, Transfer, plan
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble")

@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.schedule.actions import Action, global_order, held_at_once, rank_actions
-from fourfold.cost.schedule.simulate import ChunkTimes, simulate, step_s
+from fourfold.cost.schedule import (
+    Action,
+    ChunkTimes,
+    global_order,
+    held_at_once,
+    rank_actions,
+    simulate,
+    step_s,
+)
 from fourfold.cost.step.pipeline import in_flight
 from fourfold.spec.words import SCHEDULES
 

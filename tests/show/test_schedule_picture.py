@@ -8,8 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from fourfold.cost.schedule.actions import rank_actions
-from fourfold.cost.schedule.simulate import ChunkTimes, play
+from fourfold.cost.schedule import ChunkTimes, play, rank_actions
 from fourfold.errors import UserError
 from fourfold.show.schedule_picture import picture, title
 

@@ -78,8 +78,8 @@ def run(args: Any, show: OnEvent) -> Output:
 
 def _paged(args: Any, request: PlanRequest, show: OnEvent) -> Any:
     """The answer, also written as a page."""
+    from fourfold.page.document import check_page, write_page
     from fourfold.page.plan import plan_page
-    from fourfold.page.write import check_page, write_page
     from fourfold.verbs.export import export_all
 
     check_page(args.html, force=bool(args.force))

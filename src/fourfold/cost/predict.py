@@ -12,7 +12,7 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.interval import bounds
 from fourfold.cost.memory.peak import Memory, memory
-from fourfold.cost.schedule.simulate import SETTLED_ROUNDS, ChunkTimes, step_s
+from fourfold.cost.schedule import SETTLED_ROUNDS, ChunkTimes, step_s
 from fourfold.cost.step.estimate import LAYER_PARTS, Times, estimate
 from fourfold.cost.step.pipeline import StageTimes, chunk_layers, pipeline_s
 from fourfold.result.report import Prediction

@@ -1,4 +1,5 @@
-"""One self-contained HTML file: markup, style, scripts and data; nothing is fetched.
+"""One self-contained HTML file: markup, style, scripts and data; nothing is fetched. Its name is
+checked before minutes are spent on it; it is written whole, and shown in a browser.
 
 The policy in the file's head names every script and style by its hash, so that no text of a run can
 become one: what the browser was not given a hash for, it does not execute.
@@ -15,8 +16,10 @@ from importlib import resources, util
 from pathlib import Path
 from typing import Any
 
+from fourfold import files
 from fourfold.errors import UserError
 from fourfold.escape import json_text, visible
+from fourfold.events import Event, OnEvent
 
 CORE_SCRIPTS = ("core.js", "chart.js", "grid.js")
 # plotly adds a style for maps under an id of 64 digits unless the page has one; it draws no maps.
@@ -96,3 +99,32 @@ def policy(scripts: list[str], styles: list[str], connect: bool) -> str:
         f"default-src 'none'; {asks}script-src {allowed}; style-src-elem {worn}; "
         "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
+
+
+def check_page(path: str, *, force: bool, field: str = "html") -> None:
+    """A page's name, what would be replaced, and the charting library."""
+    if Path(path).suffix.lower() not in (".html", ".htm"):
+        raise UserError(
+            "must end in .html", field=field, value=path, hint="use a name like runs.html"
+        )
+    files.require_mine(path, mark=MARK, force=force, field=field)
+    plotly_script(field)
+
+
+def write_page(path: str, text: str, *, on_event: OnEvent, browser: bool = False) -> None:
+    files.write_text(path, text, field="html")
+    on_event(Event(f"page: {path} ({len(text.encode()) / 1e6:.1f} MB)"))
+    if browser:
+        show_page(path, on_event)
+
+
+def show_page(path: str, on_event: OnEvent) -> None:
+    """In this machine's browser; where there is none, that is said."""
+    import webbrowser
+
+    try:
+        shown = webbrowser.open(Path(path).absolute().as_uri())
+    except webbrowser.Error:
+        shown = False
+    if not shown:
+        on_event(Event(f"no browser was found here; open {Path(path).absolute()} in one"))

@@ -20,7 +20,7 @@ from fourfold.verbs.export import Exported, NotExported
 from fourfold.verbs.requests import PlanRequest
 
 if TYPE_CHECKING:
-    from fourfold.cost.schedule.simulate import Timeline
+    from fourfold.cost.schedule import Timeline
     from fourfold.search.answer import PlanAnswer, PlanRow
 
 PLAN_SCRIPTS = ("timeline.js", "plan_charts.js", "plan.js")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fourfold.cost.schedule.simulate import Timeline
+from fourfold.cost.schedule import Timeline
 from fourfold.page.command import bench_command
 from fourfold.result.quality import flags
 from fourfold.result.report import RankMemory, RunReport

@@ -11,7 +11,7 @@ import numpy as np
 
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import Predictions, chunk_times
-from fourfold.cost.schedule.simulate import Timeline, play
+from fourfold.cost.schedule import Timeline, play
 from fourfold.errors import UserError
 from fourfold.search.answer import answer
 from fourfold.search.candidates import candidates

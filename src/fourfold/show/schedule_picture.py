@@ -7,8 +7,7 @@ from math import floor, log10
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fourfold.cost.schedule.actions import Action
-from fourfold.cost.schedule.simulate import Event, Timeline
+from fourfold.cost.schedule import Action, Event, Timeline
 from fourfold.show.pictures import content, empty_figure, must_be_picture
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.memory.peak import stage_kinds
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
-from fourfold.cost.schedule.simulate import Timeline
+from fourfold.cost.schedule import Timeline
 from fourfold.errors import UserError
 from fourfold.launch.permit import core_count
 from fourfold.search.explain import pipeline_timeline

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.schedule.simulate import Timeline
+from fourfold.cost.schedule import Timeline
 from fourfold.cost.stacks import release_of, stack_rules
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore

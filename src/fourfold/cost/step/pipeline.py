@@ -85,7 +85,7 @@ class InFlight:
 
 
 def in_flight(c: Columns, micros: Floats) -> InFlight:
-    """The lists of cost/schedule/actions.py in closed form: exact for whole rounds, where the last
+    """The lists of cost/schedule.py in closed form: exact for whole rounds, where the last
     round is cut short a little more than is held."""
     split, looped = c.schedule == _ZERO_BUBBLE, c.vpp > 1
     first = np.where(looped, ((c.vpp + 1.0) * c.pp - 1.0) / c.vpp, c.pp)

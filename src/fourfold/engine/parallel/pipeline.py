@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.cost.schedule.actions import Action, global_order
+from fourfold.cost.schedule import Action, global_order
 from fourfold.engine.compat import activation_dtype
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.parallel.groups import Group, World

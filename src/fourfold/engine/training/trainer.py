@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fourfold.cost.schedule.actions import Action
+from fourfold.cost.schedule import Action
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.data.source import Source, micro_sequences, micro_sizes, source_of
 from fourfold.engine.model.decoder import IGNORE, Decoder

@@ -1,1 +1,0 @@
-"""Pipeline schedules: action lists, their simulation, their timeline."""
