@@ -88,8 +88,7 @@ def test_a_plan_that_fits_nowhere_still_makes_a_page(view, tmp_path) -> None:
 
 
 def test_timelines_have_every_action() -> None:
-    from fourfold.page.run_details import timeline_data
-    from fourfold.verbs.drawing import draw_runs
+    from fourfold.page.run_details import draw_runs
 
     from .sample import specs
 
@@ -100,9 +99,9 @@ def test_timelines_have_every_action() -> None:
     )
     (drawing,) = draw_runs([piped], ["NVIDIA H100 80GB HBM3"], most_events=10_000)
     micros = piped.batch.micro_count(piped.layout.dp)
-    data = timeline_data(drawing.timeline)
+    data = drawing["timeline"]
     assert len(data["events"]) == 2 * 4 * micros
     assert max(event[5] for event in data["events"]) == 1_000_000
-    assert [one.stage for one in drawing.stages] == [
+    assert [name for name, _ in drawing["stages"]] == [
         "stage 0", "fullest of stages 1 to 2", "stage 3",
     ]  # fmt: skip

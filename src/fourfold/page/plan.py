@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import fourfold
 from fourfold.page import document
 from fourfold.page.command import plan_command
-from fourfold.page.run_details import timeline_data
+from fourfold.page.run_details import MOST_EVENTS, timeline_data
 from fourfold.show import plan as shown
 from fourfold.show.table import Grid, Part
-from fourfold.verbs.drawing import MOST_EVENTS
 from fourfold.verbs.export import Exported, NotExported
 from fourfold.verbs.requests import PlanRequest
 

@@ -1,22 +1,44 @@
 """What the page knows of a stored run beyond its row: how to run it again, where it ran, every
-step, memory by rank and by kind, and its pipeline.
+step, memory by rank; and what the model says of it: memory by kind, and its pipeline.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from fourfold.cost.columns import Floats
+from fourfold.cost.fit import calibration as calibrations
+from fourfold.cost.memory.peak import stage_kinds
+from fourfold.cost.predict import predictions
+from fourfold.cost.run import columns_of
 from fourfold.cost.schedule import Timeline
+from fourfold.errors import UserError
 from fourfold.page.command import bench_command
 from fourfold.result.quality import flags
 from fourfold.result.report import RankMemory, RunReport
-from fourfold.verbs.drawing import Drawing, draw_runs
+from fourfold.search.explain import pipeline_timeline
+from fourfold.search.query import entry_for
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.run import RunSpec
 from fourfold.verbs.facts import post_mortem
+from fourfold.verbs.machine import local_guess, named_cluster
 from fourfold.verbs.report import Report
 
+STACK = "fourfold"
 # A page of thousands of runs stays small enough to be mailed.
 _MOST_EVENTS = 100_000
+# More boxes than this cannot be read in a chart of a page.
+MOST_EVENTS = 2_000
+# Of a run whose device the catalogue does not describe.
+_UNKNOWN: dict[str, Any] = {
+    "stages": [],
+    "timeline": None,
+    "no_timeline": "this device is not described",
+}
 
 
 def run_details(answer: Report, environments: list[dict[str, str]]) -> list[dict[str, Any] | None]:
@@ -33,12 +55,12 @@ def run_details(answer: Report, environments: list[dict[str, str]]) -> list[dict
             continue
         environment = known.setdefault(reports[place].environment, len(known))
         one = {"folder": str(stored.folder), "environment": environment}
-        found.append(_detail(reports[place]) | one | _model(drawings[place]))
+        found.append(_detail(reports[place]) | one | drawings[place])
     environments += [dict(one) for one in known]
     return found
 
 
-def _drawings(answer: Report, reports: dict[int, RunReport]) -> dict[int, Drawing | None]:
+def _drawings(answer: Report, reports: dict[int, RunReport]) -> dict[int, dict[str, Any]]:
     """The fastest runs first: a page has room for so many timelines."""
     order = sorted(reports, key=lambda place: -(answer.records[place].tokens_s_gpu or 0.0))
     specs = [reports[place].spec for place in order]
@@ -77,15 +99,68 @@ def _fullest(report: RunReport) -> list[list[int]]:
     return [[at, found[at].peak_bytes, found[at].reserved_bytes] for at in sorted(found)]
 
 
-def _model(drawing: Drawing | None) -> dict[str, Any]:
-    if drawing is None:
-        return {"stages": [], "timeline": None, "no_timeline": "this device is not described"}
-    line = drawing.timeline
-    return {
-        "stages": [[one.stage, one.kinds_bytes] for one in drawing.stages],
-        "timeline": timeline_data(line) if line else None,
-        "no_timeline": drawing.no_timeline,
-    }
+def draw_runs(
+    specs: Sequence[RunSpec], devices: Sequence[str], *, most_events: int
+) -> list[dict[str, Any]]:
+    """Of each run: predicted bytes by kind on the fullest rank of the first, the fullest middle and
+    the last stage, and its timeline or why it has none. `devices` are the names that the runs gave
+    theirs. The first runs have their timelines, until those have `most_events` in all."""
+    allowed = _within(specs, most_events)
+    groups: dict[tuple[int, str], list[int]] = {}
+    for place, (spec, device) in enumerate(zip(specs, devices, strict=True)):
+        groups.setdefault((spec.gpus, device), []).append(place)
+    drawn = [_UNKNOWN] * len(specs)
+    for (gpus, device), places in groups.items():
+        machine = named_cluster(device, gpus) or local_guess(gpus)
+        entry, _ = entry_for(calibrations.shipped(), STACK, machine)
+        known = [place for place in places if _has_peak(specs[place], machine)]
+        if not known:
+            continue
+        c = columns_of([specs[place] for place in known], cluster=machine, stack=STACK)
+        kinds, said = stage_kinds(c, entry.coefficients), predictions(c, entry)
+        for i, place in enumerate(known):
+            spec, why = specs[place], allowed[place]
+            name, one = f"{spec.model.name}, {spec.layout}", said.take(np.array([i]))
+            drawn[place] = {
+                "stages": _stages(spec.layout.pp, kinds, i),
+                "timeline": None if why else timeline_data(pipeline_timeline(one, name)),
+                "no_timeline": why,
+            }
+    return drawn
+
+
+def _within(specs: Sequence[RunSpec], most_events: int) -> list[str]:
+    """Why each run's timeline is not drawn, '' where it is."""
+    why, left = [], most_events
+    for spec in specs:
+        stages = spec.layout.pp * spec.policy.virtual_stages
+        events = 2 * stages * spec.batch.micro_count(spec.layout.dp)
+        if spec.layout.pp == 1:
+            why.append("one stage: no pipeline")
+        elif events > MOST_EVENTS:
+            why.append(f"{events:,} actions are too many for a chart")
+        elif events > left:
+            why.append("timelines of faster runs fill this page")
+        else:
+            left -= events
+            why.append("")
+    return why
+
+
+def _has_peak(spec: RunSpec, machine: Cluster) -> bool:
+    try:
+        machine.device.peak(spec.policy.precision)
+    except UserError:
+        return False
+    return True
+
+
+def _stages(pp: int, kinds: list[dict[str, Floats]], i: int) -> list[tuple[str, dict[str, float]]]:
+    """As many as there are."""
+    middle = "stage 1" if pp == 3 else f"fullest of stages 1 to {pp - 2}"
+    named = [("stage 0", kinds[0]), (middle, kinds[1]), (f"stage {pp - 1}", kinds[-1])]
+    shown = {1: named[:1], 2: named[::2]}.get(pp, named)
+    return [(name, {kind: float(part[i]) for kind, part in parts.items()}) for name, parts in shown]
 
 
 def timeline_data(line: Timeline) -> dict[str, Any]:

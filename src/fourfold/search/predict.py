@@ -3,7 +3,7 @@ its profile ('fourfold calibrate'), else by a rough guess of a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fourfold.cost.fit import calibration as calibrations
@@ -35,7 +35,7 @@ def run_s(spec: RunSpec, step_s: float) -> float:
 def predict(
     specs: Sequence[RunSpec],
     *,
-    cluster: Cluster | None = None,
+    cluster: Cluster | Callable[[RunSpec], Cluster | None] | None = None,
     profile: HardwareProfile | None = None,
     calibration: Calibration | None = None,
     stack: str = "fourfold",
@@ -43,20 +43,22 @@ def predict(
     cores: int = 1,
 ) -> list[Prediction]:
     """One answer for each spec, in their order, as the stack's engine would run it (or a `release`
-    of cost/stacks.py). `cores` is this host's. Whether it fits is the caller's to add."""
+    of cost/stacks.py). `cluster` may depend on a run's ranks; `cores` is this host's. Whether it
+    fits is the caller's to add."""
     answers: dict[int, Prediction] = {}
     by_ranks: dict[int, list[int]] = {}
     for at, spec in enumerate(specs):
         by_ranks.setdefault(spec.gpus, []).append(at)
     for ranks, places in by_ranks.items():
-        machine = cluster or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
+        named = cluster(specs[places[0]]) if callable(cluster) else cluster
+        machine = named or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
         known = calibration or (calibration_of(profile, machine) if profile else None)
         entry, _ = entry_for(known or calibrations.shipped(), stack, machine)
         c = columns_of([specs[at] for at in places], cluster=machine, stack=stack, release=release)
         many = predictions(c, entry)
         for i, at in enumerate(places):
             one = many.one(i)
-            if cluster is None and profile is None:
+            if named is None and profile is None:
                 low_s, high_s = one.step_s / _GUESS_FACTOR, one.step_s * _GUESS_FACTOR
                 one = replace(one, step_s_low=low_s, step_s_high=high_s)
             answers[at] = one

@@ -45,11 +45,20 @@ def read_calibration(path: str | None) -> Calibration:
     return calibrations.load(path) if path else calibrations.shipped()
 
 
+def named_cluster(gpu: str, ranks: int) -> Cluster | None:
+    """A GPU by the name it gives itself, with its usual links; None where the catalogue does not
+    know it."""
+    known = device_id(gpu, catalog.device_names())
+    return usual_cluster(catalog.device(known), ranks) if known else None
+
+
 @cache
 def local_cluster(ranks: int) -> Cluster | None:
-    """This host's GPU with its usual links; None where the catalogue does not know it."""
-    gpu = device_id(gpu_name(), catalog.device_names())
-    return usual_cluster(catalog.device(gpu), ranks) if gpu else None
+    return named_cluster(gpu_name(), ranks)
+
+
+def local_guess(ranks: int) -> Cluster:
+    return rough_cpu(ranks, core_count())
 
 
 def planned_cluster(
@@ -147,22 +156,15 @@ class Predictor:
 
     def forecasts(self, specs: list[RunSpec]) -> list[Prediction]:
         """One for each, in order. A host's usual links depend on the number of ranks."""
-        answers: dict[int, Prediction] = {}
-        by_ranks: dict[int, list[int]] = {}
-        for place, spec in enumerate(specs):
-            by_ranks.setdefault(spec.gpus, []).append(place)
-        for places in by_ranks.values():
-            group = predict(
-                [specs[place] for place in places],
-                cluster=self.cluster_of(specs[places[0]]),
-                profile=self.profile,
-                calibration=self.calibration,
-                stack=self.stack,
-                release=self.release,
-                cores=core_count(),
-            )
-            answers |= dict(zip(places, group, strict=True))
-        return [answers[place] for place in range(len(specs))]
+        return predict(
+            specs,
+            cluster=self.cluster_of,
+            profile=self.profile,
+            calibration=self.calibration,
+            stack=self.stack,
+            release=self.release,
+            cores=core_count(),
+        )
 
     def predictions(self, specs: list[RunSpec]) -> list[Prediction]:
         return [
