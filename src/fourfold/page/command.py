@@ -13,10 +13,10 @@ from fourfold.errors import UserError
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Ramp
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.spec.toml import toml_text
+from fourfold.verbs.plan import named_axes
 from fourfold.verbs.requests import PlanRequest, ReportRequest
 
 _RUN_FLAGS = ("steps", "warmup", "data", "tag", "note")
@@ -72,7 +72,7 @@ def plan_command(request: PlanRequest, *, model: str = "") -> str:
     sizes = ("seq_len", "micro_batch", "global_batch")
     run = {
         "gpus": request.gpus,
-        "layout": _layout(request.layout),
+        "layout": layout_table(request.layout),
         "batch": {size: getattr(request, size) for size in sizes},
         "policy": dict(request.policy),
     }
@@ -93,11 +93,12 @@ def _given(plain: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
+def layout_table(layout: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The axes that a request's layout names."""
     if isinstance(layout, Mapping):
         return dict(layout)
-    whole = Layout.parse(layout).to_plain() if layout.strip() else {}
-    return {axis: size for axis, size in whole.items() if axis in layout.lower()}
+    whole, named = named_axes(layout)
+    return {axis: size for axis, size in whole.to_plain().items() if axis in named}
 
 
 def _request_flags(request: Any) -> Iterator[str]:

@@ -13,6 +13,7 @@ import fourfold
 from fourfold.page import document
 from fourfold.page.command import plan_command
 from fourfold.page.run_details import MOST_EVENTS, timeline_data
+from fourfold.search.plan_answer import plain
 from fourfold.show import plan as shown
 from fourfold.show.table import Grid, Part
 from fourfold.verbs.export import Exported, NotExported
@@ -20,7 +21,7 @@ from fourfold.verbs.requests import PlanRequest
 
 if TYPE_CHECKING:
     from fourfold.cost.schedule import Timeline
-    from fourfold.search.answer import PlanAnswer, PlanRow
+    from fourfold.search.plan_answer import PlanAnswer
 
 PLAN_SCRIPTS = ("timeline.js", "plan_charts.js", "plan.js")
 
@@ -33,9 +34,11 @@ def plan_page(
     timeline: Timeline | None = None,
 ) -> str:
     """`exports`: of every engine (verbs.export.export_all); `timeline`: of the best layout."""
+    if timeline and len(timeline.events) > MOST_EVENTS:
+        timeline = None
     data = plan_data(answer, request) | {
         "exports": [_exported(one) for one in exports],
-        "timeline": timeline_data(timeline) if timeline and _is_readable(timeline) else None,
+        "timeline": timeline_data(timeline) if timeline else None,
     }
     return document.document(
         title=data["title"], body=document.asset("plan.html"), data=data, scripts=PLAN_SCRIPTS
@@ -54,25 +57,10 @@ def plan_data(answer: PlanAnswer, request: PlanRequest) -> dict[str, Any]:
         "command": plan_command(request),
         "headings": list(table.headings) if table else [],
         "cells": [list(row) for row in table.rows] if table else [],
-        "rows": [_row(row) for row in answer.ranked],
+        "rows": [plain(row) | {"name": str(row)} for row in answer.ranked],
         "memory_bytes": answer.memory_bytes,
-        "flips": [
-            {
-                "about": flip.about,
-                "knob": flip.knob,
-                "value": flip.value,
-                "other": flip.other,
-                "winner": flip.winner,
-                "layout": str(flip.layout),
-                "gain_pct": 100 * (flip.gain - 1),
-            }
-            for flip in answer.flips
-        ],
+        "flips": plain(answer.flips),
     }
-
-
-def _is_readable(timeline: Timeline) -> bool:
-    return len(timeline.events) <= MOST_EVENTS
 
 
 def _parts(parts: Iterable[Part]) -> tuple[str, Grid | None, list[str]]:
@@ -82,32 +70,6 @@ def _parts(parts: Iterable[Part]) -> tuple[str, Grid | None, list[str]]:
     grid = next((part for part in shown_parts if isinstance(part, Grid)), None)
     # What would change the order has a place of its own.
     return texts[0], grid, [text for text in texts[1:] if not text.startswith("sensitivity: ")]
-
-
-def _row(row: PlanRow) -> dict[str, Any]:
-    return {
-        "rank": row.rank,
-        "name": str(row),
-        "micro_batch": row.micro_batch,
-        "sharding": row.policy.sharding,
-        "recompute": row.policy.recompute,
-        "step_s": row.step_s,
-        "low_s": row.step_s_low,
-        "high_s": row.step_s_high,
-        "exposed_s": row.exposed_s,
-        "peak_bytes": row.peak_bytes,
-        "low_bytes": row.peak_bytes_low,
-        "high_bytes": row.peak_bytes_high,
-        "kinds_bytes": row.memory_bytes,
-        "fit_chance": row.fit_chance,
-        "near_best": row.near_best,
-        "tokens_s_gpu": row.tokens_s_gpu,
-        "tflops_gpu": row.tflops_gpu,
-        "mfu_pct": row.mfu_pct,
-        "training_s": row.training_s,
-        "gpu_hours": row.gpu_hours,
-        "cost": row.cost,
-    }
 
 
 def _exported(one: Exported | NotExported) -> dict[str, Any]:

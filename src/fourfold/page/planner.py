@@ -12,8 +12,8 @@ from typing import Any
 import fourfold
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.errors import UserError
+from fourfold.page.command import layout_table
 from fourfold.page.plan import plan_data
-from fourfold.spec.layout import Layout
 from fourfold.verbs.requests import PlanRequest
 
 # How often a waiting query asks whether its client is still there.
@@ -77,18 +77,9 @@ class Planner:
 def first_look(request: PlanRequest) -> PlanRequest:
     """The same question without context parallelism and virtual stages, unless they are asked for:
     its answer is there while the whole search still runs."""
-    policy = {**_FIRST_LOOK, **request.policy}
-    layout = request.layout
-    named = layout if isinstance(layout, str) else " ".join(layout)
-    if "cp" not in named.lower():
-        parsed = Layout.parse(layout) if isinstance(layout, str) and layout.strip() else None
-        axes = {
-            axis: size
-            for axis, size in (parsed.to_plain() if parsed else {}).items()
-            if axis in named.lower()
-        }
-        layout = {**(axes if isinstance(layout, str) else layout), "cp": 1}
-    return replace(request, policy=policy, layout=layout)
+    axes = layout_table(request.layout)
+    layout = request.layout if "cp" in axes else {**axes, "cp": 1}
+    return replace(request, policy={**_FIRST_LOOK, **request.policy}, layout=layout)
 
 
 def _work(answer: Connection, request: PlanRequest) -> None:

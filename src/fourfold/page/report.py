@@ -17,7 +17,6 @@ from fourfold.result.record import KINDS, Record
 from fourfold.result.report import OUTCOMES
 from fourfold.spec.layout import AXES, MODEL_AXES
 from fourfold.tables.derive import derive
-from fourfold.tables.document import Table, Text
 from fourfold.tables.styles import MPT, TOPOLOGY, Column
 from fourfold.verbs.report import Report
 
@@ -66,7 +65,7 @@ def report_data(answer: Report, *, command: str = "", title: str = "") -> dict[s
         "convention": answer.convention,
         "fields": list(FIELDS),
         "outcomes": list(OUTCOMES),
-        "rows": [row_values(record) for record in full],
+        "rows": [[getattr(record, name) for name in FIELDS] for record in full],
         "columns": [{"heading": c.heading, "field": c.field} for c in columns],
         "cells": [[column.write(record) for column in columns] for record in full],
         "values": [[_value(record, column) for column in columns] for record in full],
@@ -74,14 +73,13 @@ def report_data(answer: Report, *, command: str = "", title: str = "") -> dict[s
             {"basis": s.basis, "text": str(s), "error_pct": s.median_error_pct, "runs": s.runs}
             for s in answer.scores
         ],
-        "tables": published_tables(answer) if answer.style == "scaling" else [],
+        "tables": [
+            {"about": about, "headings": table.headings, "rows": [row.cells for row in table.data]}
+            for about, table in (answer.tables() if answer.style == "scaling" else ())
+        ],
         "details": run_details(answer, environments),
         "environments": environments,
     }
-
-
-def row_values(record: Record) -> list[Any]:
-    return [getattr(record, name) for name in FIELDS]
 
 
 def _value(record: Record, column: Column) -> Any:
@@ -96,23 +94,7 @@ def style_columns(style: str, records: Sequence[Record]) -> list[Column]:
         return list(MPT)
     if style == "topology":
         return [column for column in TOPOLOGY if column.needed(records)]
-    return [column for column in (*TOPOLOGY, *MPT) if column.field in _SCALING and _first(column)]
-
-
-def _first(column: Column) -> bool:
-    """Both styles have a column of most fields: the first is taken."""
-    fields = [one.field for one in (*TOPOLOGY, *MPT)]
-    return (*TOPOLOGY, *MPT).index(column) == fields.index(column.field)
-
-
-def published_tables(answer: Report) -> list[dict[str, Any]]:
-    """The style's own tables, each with what stands above it."""
-    found: list[dict[str, Any]] = []
-    about = ""
-    for block in answer.document.blocks:
-        if isinstance(block, Text):
-            about = next((line for line in reversed(block.lines) if line.strip()), about)
-        elif isinstance(block, Table):
-            rows = [list(row.cells) for row in block.data]
-            found.append({"about": about, "headings": list(block.headings), "rows": rows})
-    return found
+    first: dict[str, Column] = {}
+    for column in (*TOPOLOGY, *MPT):  # both styles have a column of most fields
+        first.setdefault(column.field, column)
+    return [column for field, column in first.items() if field in _SCALING]

@@ -8,8 +8,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from fourfold.cost.columns import Floats
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.memory.peak import stage_kinds
@@ -105,6 +103,8 @@ def draw_runs(
     """Of each run: predicted bytes by kind on the fullest rank of the first, the fullest middle and
     the last stage, and its timeline or why it has none. `devices` are the names that the runs gave
     theirs. The first runs have their timelines, until those have `most_events` in all."""
+    import numpy as np
+
     allowed = _within(specs, most_events)
     groups: dict[tuple[int, str], list[int]] = {}
     for place, (spec, device) in enumerate(zip(specs, devices, strict=True)):

@@ -96,21 +96,11 @@ class Views:
             return HTMLResponse(message(error), status_code=200 if is_page else 422)
         return HTMLResponse(plan_fragment(data, wanted, full=full))
 
-    def page(self, make: Callable[[Served], str]) -> Any:
+    def answer(self, make: Callable[[Served], Any], response: Callable[[Any], Any]) -> Any:
         from starlette.concurrency import run_in_threadpool
-        from starlette.responses import HTMLResponse
 
         async def answer(request: Any) -> Any:
-            return HTMLResponse(await run_in_threadpool(make, self.settings))
-
-        return answer
-
-    def data(self, make: Callable[[Served], Any]) -> Any:
-        from starlette.concurrency import run_in_threadpool
-        from starlette.responses import JSONResponse
-
-        async def answer(request: Any) -> Any:
-            return JSONResponse(await run_in_threadpool(make, self.settings))
+            return response(await run_in_threadpool(make, self.settings))
 
         return answer
 
@@ -118,22 +108,17 @@ class Views:
 def app(settings: Served) -> Any:
     """The ASGI application."""
     from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse
+    from starlette.responses import HTMLResponse, JSONResponse
     from starlette.routing import Route
 
     views = Views(settings)
-    routes = [Route("/", views.page(home_page)), Route("/plan", views.plan)]
-    if settings.runs:
-        routes += [
-            Route("/runs", views.page(runs_page)),
-            Route("/runs/state", views.data(runs_known)),
-            Route("/runs/data", views.data(runs_data)),
-        ]
-    if settings.train:
-        routes += [
-            Route("/train", views.page(train_page)),
-            Route("/train/data", views.data(train_data)),
-        ]
+    pages = {"/": home_page} | ({"/runs": runs_page} if settings.runs else {})
+    pages |= {"/train": train_page} if settings.train else {}
+    data = {"/runs/state": runs_known, "/runs/data": runs_data} if settings.runs else {}
+    data |= {"/train/data": train_data} if settings.train else {}
+    routes = [Route("/plan", views.plan)]
+    routes += [Route(path, views.answer(make, HTMLResponse)) for path, make in pages.items()]
+    routes += [Route(path, views.answer(make, JSONResponse)) for path, make in data.items()]
 
     async def refused(request: Any, error: Exception) -> Any:
         return HTMLResponse(message(error), status_code=422)

@@ -152,7 +152,7 @@ def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
 
 def _divided(layout: str | Mapping[str, Any], counts: list[int]) -> list[int]:
     """The numbers of GPUs that the axes given can make up; none is a mistake in the request."""
-    asked, named = _axes(layout)
+    asked, named = named_axes(layout)
     if not named & {"dp", "shard", "replicate"}:
         used = asked.pp * asked.cp * asked.tp
         possible = [n for n in counts if n % used == 0]
@@ -173,7 +173,7 @@ def _divided(layout: str | Mapping[str, Any], counts: list[int]) -> list[int]:
     return possible
 
 
-def _axes(layout: str | Mapping[str, Any]) -> tuple[Layout, set[str]]:
+def named_axes(layout: str | Mapping[str, Any]) -> tuple[Layout, set[str]]:
     """The layout, and the axes that it names; the others are left open."""
     if isinstance(layout, Mapping):
         return Layout.from_plain(dict(layout), "layout"), set(layout)
@@ -183,7 +183,7 @@ def _axes(layout: str | Mapping[str, Any]) -> tuple[Layout, set[str]]:
 
 def _fixed(request: PlanRequest) -> dict[str, Any]:
     """What is decided: axes, micro batch and searched policy fields."""
-    layout, named = _axes(request.layout)
+    layout, named = named_axes(request.layout)
     fixed: dict[str, Any] = {ax: layout.size(ax) for ax in MODEL_AXES if ax in named}
     if {"dp", "shard", "replicate"} & named:
         fixed |= {"dp": layout.dp, "replicate": layout.replicate}

@@ -52,17 +52,23 @@ class Report(Answer):
     def rows(self) -> list[dict[str, Any]]:
         return plain_records(self.records, self.convention)
 
+    def tables(self) -> list[tuple[str, Table]]:
+        """The style's own tables, each with what stands above it."""
+        found, about = [], ""
+        for block in self.document.blocks:
+            if isinstance(block, Table):
+                found.append((about, block))
+            else:
+                about = next((line for line in reversed(block.lines) if line.strip()), about)
+        return found
+
     def styled_rows(self) -> list[dict[str, str]]:
         """The tables as one: the style's columns, then what stands above each table."""
-        found: list[dict[str, str]] = []
-        about = ""
-        for block in self.document.blocks:
-            if isinstance(block, Text):
-                about = next((line for line in reversed(block.lines) if line.strip()), about)
-                continue
-            cells = (dict(zip(block.headings, row.cells, strict=False)) for row in block.data)
-            found += [{**row, "about": about} for row in cells]
-        return found
+        return [
+            dict(zip(table.headings, row.cells, strict=False)) | {"about": about}
+            for about, table in self.tables()
+            for row in table.data
+        ]
 
 
 def report(request: ReportRequest, *, on_event: OnEvent = ignore) -> Report:

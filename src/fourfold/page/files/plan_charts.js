@@ -5,7 +5,7 @@ F.PARTS = {
 };
 
 F.planName = (row) => `#${row.rank} ${row.name}`;
-F.planHover = (row, ...first) => F.hover(...first, `${row.name}, micro batch ${row.micro_batch}, ${row.sharding}, recompute ${row.recompute}`);
+F.planHover = (row, ...first) => F.hover(...first, `${row.name}, micro batch ${row.micro_batch}, ${row.policy.sharding}, recompute ${row.policy.recompute}`);
 
 /** An asymmetric error bar at the end of a stacked bar. */
 F.interval = (rows, value, low, high, name, hover) => ({
@@ -24,26 +24,26 @@ F.stepChart = (plan) => {
   if (!rows.length) return { empty: plan.sentence };
   const best = Math.min(...rows.map((row) => row.step_s));
   const shapes = rows.length > 1 ? [{ type: "rect", x0: best, x1: 1.02 * best, y0: 0, y1: 1, yref: "paper", fillcolor: "rgba(120,140,160,0.22)", line: { width: 0 }, layer: "below" }] : [];
-  const hover = (row) => F.planHover(row, `${F.seconds(row.step_s)} per step, 80%: ${F.seconds(row.low_s)} to ${F.seconds(row.high_s)}`, `${F.number(row.tflops_gpu)} TFLOP/s, ${F.number(row.mfu_pct)}% MFU per GPU`);
+  const hover = (row) => F.planHover(row, `${F.seconds(row.step_s)} per step, 80%: ${F.seconds(row.step_s_low)} to ${F.seconds(row.step_s_high)}`, `${F.number(row.tflops_gpu)} TFLOP/s, ${F.number(row.mfu_pct)}% MFU per GPU`);
   return {
-    traces: [...F.stacked(rows, F.PARTS, F.partColors, (row) => row.exposed_s, F.seconds), F.interval(rows, (row) => row.step_s, (row) => row.low_s, (row) => row.high_s, "step, with its 80% interval", hover)],
+    traces: [...F.stacked(rows, F.PARTS, F.partColors, (row) => row.exposed_s, F.seconds), F.interval(rows, (row) => row.step_s, (row) => row.step_s_low, (row) => row.step_s_high, "step, with its 80% interval", hover)],
     layout: { barmode: "stack", shapes, xaxis: { title: { text: "seconds per step" }, rangemode: "tozero" }, yaxis: ranks(rows), showlegend: true },
     note: rows.length > 1 ? `#1 is within 2% of the fastest (the grey band) with a chance of ${F.number(Math.round(100 * rows[0].near_best))}%.` : "",
     label: `Seconds per step of ${rows.length} layouts, with parts and intervals`,
-    headings: ["layout", "seconds per step", "80% low", "80% high", ...Object.values(F.PARTS)], rows: rows.map((row) => [F.planName(row), row.step_s, row.low_s, row.high_s, ...Object.keys(F.PARTS).map((key) => row.exposed_s[key] ?? 0)]),
+    headings: ["layout", "seconds per step", "80% low", "80% high", ...Object.values(F.PARTS)], rows: rows.map((row) => [F.planName(row), row.step_s, row.step_s_low, row.step_s_high, ...Object.keys(F.PARTS).map((key) => row.exposed_s[key] ?? 0)]),
   };
 };
 
 F.planMemory = (plan) => {
   const rows = plan.rows, limit = F.gib(plan.memory_bytes);
   if (!rows.length) return { empty: "Nothing fits." };
-  const gib = (row) => Object.fromEntries(Object.entries(row.kinds_bytes).map(([kind, bytes]) => [kind, F.gib(bytes)]));
-  const hover = (row) => F.planHover(row, `${F.size(row.peak_bytes)} on the fullest rank, 80%: ${F.size(row.low_bytes)} to ${F.size(row.high_bytes)}`, `${F.number(Math.round(100 * row.fit_chance))}% chance to fit`);
+  const gib = (row) => Object.fromEntries(Object.entries(row.memory_bytes).map(([kind, bytes]) => [kind, F.gib(bytes)]));
+  const hover = (row) => F.planHover(row, `${F.size(row.peak_bytes)} on the fullest rank, 80%: ${F.size(row.peak_bytes_low)} to ${F.size(row.peak_bytes_high)}`, `${F.number(Math.round(100 * row.fit_chance))}% chance to fit`);
   return {
-    traces: [...F.stacked(rows, F.KINDS, F.partColors, gib, (value) => `${F.number(value)} GiB`), F.interval(rows, (row) => F.gib(row.peak_bytes), (row) => F.gib(row.low_bytes), (row) => F.gib(row.high_bytes), "peak, with its 80% interval", hover)],
+    traces: [...F.stacked(rows, F.KINDS, F.partColors, gib, (value) => `${F.number(value)} GiB`), F.interval(rows, (row) => F.gib(row.peak_bytes), (row) => F.gib(row.peak_bytes_low), (row) => F.gib(row.peak_bytes_high), "peak, with its 80% interval", hover)],
     layout: { barmode: "stack", shapes: [{ type: "line", x0: limit, x1: limit, y0: 0, y1: 1, yref: "paper", line: { color: F.outcomeColors.crashed, width: 2, dash: "dash" } }], xaxis: { title: { text: "GiB on the fullest rank" }, rangemode: "tozero" }, yaxis: ranks(rows), showlegend: true },
     note: `The dashed line is the GPU's memory, ${F.size(plan.memory_bytes)}; an interval that crosses it may not fit.`, label: `Memory of ${rows.length} layouts by kind against ${F.size(plan.memory_bytes)}`,
-    headings: ["layout", "GiB", "80% low", "80% high", ...Object.values(F.KINDS)], rows: rows.map((row) => [F.planName(row), F.gib(row.peak_bytes), F.gib(row.low_bytes), F.gib(row.high_bytes), ...Object.keys(F.KINDS).map((kind) => gib(row)[kind] ?? 0)]),
+    headings: ["layout", "GiB", "80% low", "80% high", ...Object.values(F.KINDS)], rows: rows.map((row) => [F.planName(row), F.gib(row.peak_bytes), F.gib(row.peak_bytes_low), F.gib(row.peak_bytes_high), ...Object.keys(F.KINDS).map((kind) => gib(row)[kind] ?? 0)]),
   };
 };
 
@@ -52,7 +52,7 @@ F.planTiles = (plan) => {
   if (!best) return [];
   const tile = (name, value, small) => F.h("div", { class: "tile" }, F.h("dt", {}, name), F.h("dd", {}, value, small ? F.h("small", {}, small) : null));
   const found = [
-    tile("Layout", best.name, `micro batch ${best.micro_batch}, ${best.sharding}, recompute ${best.recompute}`), tile("Step", F.seconds(best.step_s), `80%: ${F.seconds(best.low_s)} to ${F.seconds(best.high_s)}`),
+    tile("Layout", best.name, `micro batch ${best.micro_batch}, ${best.policy.sharding}, recompute ${best.policy.recompute}`), tile("Step", F.seconds(best.step_s), `80%: ${F.seconds(best.step_s_low)} to ${F.seconds(best.step_s_high)}`),
     tile("Per GPU", `${F.number(best.tflops_gpu)} TFLOP/s`, `${F.number(best.mfu_pct)}% MFU, ${F.number(best.tokens_s_gpu, 4)} tokens/s`), tile("Memory", F.size(best.peak_bytes), `of ${F.size(plan.memory_bytes)}; ${F.number(Math.round(100 * best.fit_chance))}% chance to fit`),
   ];
   if (best.training_s) found.push(tile("Training", `${F.number(best.training_s / 86400)} days`, `${F.number(Math.round(best.gpu_hours))} GPU-hours${best.cost === null ? "" : `, cost ${F.number(Math.round(best.cost))}`}`));
@@ -66,5 +66,5 @@ F.planGrid = (grid, plan) => {
 
 F.planFlips = (plan) => {
   if (!plan.flips.length) return F.h("p", { class: "note" }, plan.rows.length > 1 ? "No single uncertain coefficient changes the winner." : "There is one layout.");
-  return F.h("ul", { class: "remarks" }, ...plan.flips.map((flip) => F.h("li", {}, `With ${flip.about} (${flip.knob}) at ${F.number(flip.other)} instead of ${F.number(flip.value)}, #${flip.winner} (${flip.layout}) leads by ${F.number(flip.gain_pct, 2)}%.`)));
+  return F.h("ul", { class: "remarks" }, ...plan.flips.map((flip) => F.h("li", {}, `With ${flip.about} (${flip.knob}) at ${F.number(flip.other)} instead of ${F.number(flip.value)}, #${flip.winner} (${flip.layout}) leads by ${F.number(100 * (flip.gain - 1), 2)}%.`)));
 };
