@@ -8,8 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fourfold.engine.model.activations import fast_gelu, fast_gelu_of, fast_swiglu
+from fourfold.engine.model.activations import (
+    apply_fast_activations,
+    fast_gelu,
+    fast_gelu_of,
+    fast_swiglu,
+)
+from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Linear, plain_gelu_of, plain_swiglu
+from fourfold.engine.model.positions import make_tables
+from fourfold.engine.parallel.wrap import apply_compile, apply_recompute
+from fourfold.spec.catalog import shape
 
 
 def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,3 +94,32 @@ def test_the_gradient_of_a_bias_goes_with_that_of_gelu():
     plain_gelu_of(exact, x.double()).backward(grad.double())
     for found, right in ((up.weight.grad, exact.weight.grad), (up.bias.grad, exact.bias.grad)):
         assert float((found - right).norm() / right.norm()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("family", "kind"), [("llama", "full"), ("gpt", "full"), ("gpt", "none")])
+def test_a_recomputed_layer_keeps_nothing_inside_when_compiled(family, kind):
+    model = shape(family, layers=1, hidden=32, ffn=64, heads=4, vocab=64)
+    decoder = Decoder(model, seq_len=16).to(torch.bfloat16)
+    layer = decoder.blocks[0]
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    apply_fast_activations(decoder, torch.bfloat16)
+    apply_recompute(decoder, kind)
+    apply_compile(decoder, enabled=True, backend="aot_eager_decomp_partition")
+    x = torch.randn(1, 16, 32).to(torch.bfloat16).requires_grad_()
+    tables = make_tables(model, torch.arange(16), range(4))
+    given = {
+        tensor.data_ptr() for tensor in (x, *layer.parameters(), *tables) if tensor is not None
+    }
+    kept: list[tuple[int, ...]] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in given and tensor.is_floating_point():
+            kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        layer(x, tables).sum().backward()
+    assert x.grad is not None
+    assert bool(kept) == (kind == "none"), kept

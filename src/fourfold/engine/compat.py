@@ -204,6 +204,30 @@ def keep_rows_whole() -> None:
     InductorChoices.should_use_persistent_reduction = staticmethod(is_whole)
 
 
+@functools.cache
+def recompute_inside_functions() -> None:
+    """Before 2.12 torch does not mark what a custom autograd function computes in a recomputed
+    layer, and the compiler keeps it: 28 GiB of activations in llama-3.1-8b at 32k tokens."""
+    from torch._functorch.autograd_function import autograd_function_apply
+    from torch._higher_order_ops.wrap import TagActivationCheckpoint
+
+    original = getattr(TagActivationCheckpoint, "tag_nodes", None)
+    if original is None:
+        return
+
+    def mark(region: Any, **how: Any) -> Any:
+        original(region, **how)
+        for node in region.graph.nodes:
+            if node.target is autograd_function_apply:
+                body = getattr(region, node.args[0].target)
+                for inner in body.graph.nodes:
+                    if inner.op.startswith("call_"):
+                        inner.meta |= {key: node.meta[key] for key in ("ac_graph_id", "recompute")}
+        return region
+
+    TagActivationCheckpoint.tag_nodes = staticmethod(mark)
+
+
 def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.engine.compat import (
     allow_graphs,
     keep_rows_whole,
+    recompute_inside_functions,
     storage_key,
     version_of,
     without_modes,
@@ -54,6 +55,7 @@ def apply_compile(
         return
     allow_graphs(2 * shapes)
     keep_rows_whole()
+    recompute_inside_functions()
     for layer in decoder.blocks.values():
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True, dynamic=False)
 
