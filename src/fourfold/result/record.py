@@ -5,12 +5,14 @@ Seconds, bytes (`mem_gb`: in the GB the source printed), TFLOPs per GPU; None wh
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fourfold.result.report import Outcome
 from fourfold.spec.expression import in_gib
-from fourfold.spec.layout import AXES
+from fourfold.spec.layout import AXES, MODEL_AXES
 
 Style = Literal["mpt", "topology", "scaling", "reference", "other"]
 # A published row may have neither a figure nor a word for how it ended.
@@ -131,6 +133,11 @@ class Record:
         return (self.seq_len or 0) * (self.global_batch or 0)
 
     @property
+    def model_ranks(self) -> int:
+        """tp x cp x pp, an axis that nobody states taken as 1."""
+        return math.prod(getattr(self, axis) or 1 for axis in MODEL_AXES)
+
+    @property
     def layout(self) -> str:
         return " ".join(f"{axis}{self._written(axis)}" for axis in self.order.split())
 
@@ -174,3 +181,13 @@ CONFIG = (
     "virtual_stages", "sharding", "precision", "recompute", "stack", "micro_batch", "global_batch",
     "offload", "variant",
 )  # fmt: skip
+
+
+def grouped(
+    records: Iterable[Record], names: Iterable[str]
+) -> dict[tuple[object, ...], list[Record]]:
+    """Records by their values of these fields, in the order in which they come."""
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(getattr(record, name) for name in names), []).append(record)
+    return groups

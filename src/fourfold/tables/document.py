@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fourfold.errors import UserError
+from fourfold.result.record import Record
 from fourfold.spec import catalog
 
 SCHEMA_VERSION = 1
@@ -121,30 +122,10 @@ _WORDS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
 _PER_NODE = re.compile(r"\)\s*x\s*([0-9]+)\s*GPUs?\b|\b([0-9]+) GPUs per node", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """What the text has stated; None where it is silent. `model` is a name of the catalogue."""
-
-    model: str | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    ffn: int | None = None
-    family: str | None = None
-    tied: bool | None = None
-    vocab: int | None = None
-    seq_len: int | None = None
-    micro_batch: int | None = None
-    global_batch: int | None = None
-    hardware: str | None = None
-    gpus_per_node: int | None = None
-    convention: str = ""
-
-
-def after(previous: Context, lines: tuple[str, ...]) -> Context:
-    """The context of a table below `lines`. Hardware holds until other hardware is named; a model's
-    shape and batch belong to the tables right below, and any written line ends them."""
+def after(previous: Record, lines: tuple[str, ...]) -> Record:
+    """What the text says of every row of a table below `lines`. Hardware holds until other hardware
+    is named; a model's shape and batch belong to the tables right below, and any written line ends
+    them."""
     text = "\n".join(lines)
     if not text.strip():
         return previous
@@ -156,19 +137,19 @@ def after(previous: Context, lines: tuple[str, ...]) -> Context:
         for word in pattern.findall(text):
             stated[name] = read(word)
     hardware, per_node = previous.hardware, previous.gpus_per_node
-    return _hardware(Context(hardware=hardware, gpus_per_node=per_node, **stated), text)
+    return _hardware(Record(hardware=hardware, gpus_per_node=per_node, **stated), text)
 
 
-def _model(lines: tuple[str, ...]) -> str | None:
+def _model(lines: tuple[str, ...]) -> str:
     """The catalogue name said last; a shape in a line of its own after it takes its place."""
-    model = None
+    model = ""
     for line in lines:
         names = [name.lower() for name in _MODEL.findall(line)]
         known = [name for name in names if name in catalog.model_names()]
         if known:
             model = known[-1]
         elif "NLAYERS" in line or "NHIDDEN" in line:
-            model = None
+            model = ""
     return model
 
 
@@ -185,15 +166,15 @@ def _devices() -> tuple[tuple[str, re.Pattern[str]], ...]:
     return tuple(patterns)
 
 
-def _hardware(context: Context, text: str) -> Context:
+def _hardware(stated: Record, text: str) -> Record:
     named = [
         (match.end(), device) for device, words in _devices() for match in words.finditer(text)
     ]
     for _, device in sorted(named):
-        context = replace(context, hardware=device, gpus_per_node=None)
+        stated = replace(stated, hardware=device, gpus_per_node=None)
     for after_times, before_word in _PER_NODE.findall(text):
-        context = replace(context, gpus_per_node=int(after_times or before_word))
-    return context
+        stated = replace(stated, gpus_per_node=int(after_times or before_word))
+    return stated
 
 
 def device_id(text: str) -> str | None:

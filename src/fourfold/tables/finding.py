@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fourfold.result.record import Record
-from fourfold.tables.document import Context, Table
+from fourfold.tables.document import Table
 
 # id -> what must hold. Ids are part of the interface: tools and notes refer to them.
 RULES = {
@@ -29,7 +29,7 @@ RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """`row` is the line in the file; `value` what stands there, `expected` what would be right."""
 
@@ -48,24 +48,18 @@ Problem = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class TablesFile:
-    """A whole file, read once: rules look at rows, at tables, and across tables."""
+    """A whole file, read once: rules look at rows, at tables (each with what the text above it
+    states), and across tables."""
 
-    tables: tuple[tuple[Table, Context], ...]
+    tables: tuple[tuple[Table, Record], ...]
     records: tuple[Record, ...]
-    by_table: dict[int, list[Record]]
+    by_table: dict[tuple[object, ...], list[Record]]
 
     def rows_of(self, table: int) -> list[Record]:
-        return self.by_table.get(table, [])
+        return self.by_table.get((table,), [])
 
 
 def finding(record: Record, rule: str, value: str, expected: str, repair: str) -> Finding:
     assert rule in RULES
-    return Finding(
-        rule=rule,
-        row=record.line,
-        table=record.table + 1,
-        place=record.place,
-        value=value,
-        expected=expected,
-        repair=repair,
-    )
+    row, table, place = record.line, record.table + 1, record.place
+    return Finding(rule, row, table, place, value, expected, repair)

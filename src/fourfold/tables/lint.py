@@ -4,13 +4,11 @@ rule compares what a table says twice; measured speed itself is never doubted.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
-from fourfold.result.record import Record
+from fourfold.result.record import grouped
 from fourfold.tables import rules_copies, rules_shape, rules_speed, rules_work
 from fourfold.tables.document import Document
 from fourfold.tables.finding import RULES, Finding, TablesFile, finding
-from fourfold.tables.records import contexts, records
+from fourfold.tables.records import records, with_text
 
 _ROW_CHECKS = {**rules_shape.ROW_CHECKS, **rules_speed.ROW_CHECKS}
 _FILE_CHECKS = (
@@ -23,10 +21,7 @@ _FILE_CHECKS = (
 
 def lint(document: Document) -> list[Finding]:
     rows = tuple(records(document))
-    by_table: dict[int, list[Record]] = defaultdict(list)
-    for record in rows:
-        by_table[record.table].append(record)
-    file = TablesFile(tuple(contexts(document)), rows, by_table)
+    file = TablesFile(tuple(with_text(document)), rows, grouped(rows, ("table",)))
     findings = [
         finding(record, rule, *problem)
         for rule, check in _ROW_CHECKS.items()

@@ -4,10 +4,10 @@ what can be compared. Of repeats the newest figure is shown; older ones stand be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.result.record import CONFIG, Record
+from fourfold.result.record import CONFIG, Record, grouped
 from fourfold.result.report import published_word
 from fourfold.spec.layout import AXES
 from fourfold.tables.cells import figure
@@ -25,7 +25,7 @@ def publish(records: Iterable[Record], style: str, rule: str) -> Document:
     filled = [derive(record, rule) for record in records]
     blocks: list[Table | Text] = []
     above: tuple[str, ...] = ()
-    for group in _grouped(filled, _MPT_GROUP if style == "mpt" else _GROUP).values():
+    for group in grouped(filled, _MPT_GROUP if style == "mpt" else _GROUP).values():
         newest, older = _newest(group)
         for words, part in _parted(newest) if style == "scaling" else [("", newest)]:
             table = _WRITERS[style](part)
@@ -45,19 +45,10 @@ _GROUP = (
 _MPT_GROUP = ("hardware", "precision")
 
 
-def _grouped(
-    records: Sequence[Record], names: tuple[str, ...]
-) -> dict[tuple[object, ...], list[Record]]:
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in records:
-        groups.setdefault(tuple(getattr(record, name) for name in names), []).append(record)
-    return groups
-
-
 def _newest(group: list[Record]) -> tuple[list[Record], dict[tuple[object, ...], list[Record]]]:
     """The newest record of each configuration, and the older ones by configuration."""
     newest, older = [], {}
-    for key, same in _grouped(group, CONFIG).items():
+    for key, same in grouped(group, CONFIG).items():
         same.sort(key=lambda record: (*_recency(record), record.row))
         newest.append(same[-1])
         if len(same) > 1:
@@ -72,7 +63,7 @@ _AXES = ("gpus", *AXES, "micro_batch")
 def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
     """Records that would share a cell of a scaling table in tables of their own, with the words
     that tell them apart: '; sharding zero3'. Nothing that was measured is dropped."""
-    shared = [cell for cell in _grouped(records, _AXES).values() if len(cell) > 1]
+    shared = [cell for cell in grouped(records, _AXES).values() if len(cell) > 1]
     if not shared:
         return [("", records)]
     differ = tuple(
@@ -81,7 +72,7 @@ def _parted(records: list[Record]) -> list[tuple[str, list[Record]]]:
         if any(len({getattr(record, name) for record in cell}) > 1 for cell in shared)
     )
     parts = []
-    for values, part in _grouped(records, differ).items():
+    for values, part in grouped(records, differ).items():
         named = zip(differ, values, strict=True)
         parts.append(("".join(f"; {n.replace('_', ' ')} {v}" for n, v in named if v), part))
     return parts
@@ -111,7 +102,7 @@ def _below(
     newest: list[Record], older: dict[tuple[object, ...], list[Record]], style: str
 ) -> list[str]:
     lines = []
-    for same in _grouped([r for r in newest if r.step_s], _COMPARABLE).values():
+    for same in grouped([r for r in newest if r.step_s], _COMPARABLE).values():
         if len(same) > 1:
             best = min(same, key=lambda record: record.step_s or 0.0)
             what = f"{best.label}, {best.seq_len} tokens, global batch {best.global_batch}"

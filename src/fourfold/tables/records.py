@@ -2,85 +2,63 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from fourfold.result.record import KINDS, Record, RowOutcome, Style
 from fourfold.result.report import WORST_FIRST
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.tables import cells, styles
-from fourfold.tables.document import Context, Document, Table, TableRow, Text, after, device_id
+from fourfold.tables.document import Document, Table, TableRow, Text, after, device_id
 
 # The topology notes come from hosts of eight GPUs; used only where neither text nor rows say more.
 _DEFAULT_GPUS_PER_NODE = 8
 _MPT_SHARDING = {word: ours for ours, word in styles.SHARDING.items()}
 _MPT_RECOMPUTE = {word.lower(): ours for ours, word in styles.CHECKPOINTING.items()}
 _SPEEDS = ("step_s", "tflops_gpu", "model_tflop", "tokens_s", "mfu_pct")
-# What a row without a column of its own takes from the text above.
-_FROM_TEXT = (
-    "layers", "hidden", "heads", "kv_heads", "ffn", "family", "tied", "vocab", "seq_len",
-    "hardware", "gpus_per_node",
-)  # fmt: skip
 _HANGS = re.compile(r"\bh[au]ngs?\b", re.IGNORECASE)
 
 
-def contexts(document: Document) -> list[tuple[Table, Context]]:
-    """Every table with what the text above it says."""
-    context = Context()
-    tables: list[tuple[Table, Context]] = []
+def with_text(document: Document) -> list[tuple[Table, Record]]:
+    """Every table with what the text above it says of its rows."""
+    stated = Record()
+    tables: list[tuple[Table, Record]] = []
     for block in document.blocks:
         if isinstance(block, Text):
-            context = after(context, block.lines)
+            stated = after(stated, block.lines)
         else:
-            tables.append((block, context))
+            tables.append((block, stated))
     return tables
 
 
 def records(document: Document) -> list[Record]:
     rows: list[Record] = []
-    for number, (table, context) in enumerate(contexts(document)):
+    for number, (table, stated) in enumerate(with_text(document)):
         style = styles.style_of(table)
+        stated = replace(stated, style=style, table=number)
         if style == "scaling":
-            rows += _scaling(table, context, number)
+            rows += _scaling(table, stated)
         elif style != "other":
-            rows += _rows(table, context, number, style)
+            fields = styles.columns(table, style)
+            filled = ((at, row) for at, row in enumerate(table.data) if any(row.cells))
+            rows += [_row(row, fields, replace(stated, row=at)) for at, row in filled]
     return _with_gpus(rows)
 
 
-def _rows(table: Table, context: Context, number: int, style: Style) -> list[Record]:
-    fields = styles.columns(table, style)
-    rows = []
-    for at, row in enumerate(table.data):
-        if any(cell for cell in row.cells):
-            rows.append(_row(row, fields, context, (style, number, at)))
-    return rows
-
-
-def _row(
-    row: TableRow, fields: tuple[str, ...], context: Context, place: tuple[Style, int, int]
-) -> Record:
-    style, number, at = place
+def _row(row: TableRow, fields: tuple[str, ...], stated: Record) -> Record:
+    """What has no column of its own is as `stated` above the table."""
     texts = {name: text for name, text in zip(fields, row.cells, strict=False) if name}
     values: dict[str, Any] = {"cells": texts, "outcome": _outcome(texts)}
     for name, text in texts.items():
         value = _value(name, text)
         if value is not None:
             values[name] = value
-    values |= _tidied(style, texts)
-    values = _from_text(context) | values
-    values.setdefault("micro_batch", context.micro_batch)
-    values.setdefault("global_batch", context.global_batch)
-    values.setdefault("convention", context.convention or ("mpt" if style == "mpt" else ""))
-    values["model"] = context.model or ""
-    return Record(style=style, table=number, line=row.line, row=at, **values)
-
-
-def _from_text(context: Context) -> dict[str, Any]:
-    stated = {name: getattr(context, name) for name in _FROM_TEXT}
-    return {name: value for name, value in stated.items() if value is not None}
+    values |= _tidied(stated.style, texts)
+    own = "mpt" if stated.style == "mpt" else ""
+    values.setdefault("convention", stated.convention or own)
+    return replace(stated, line=row.line, **values)
 
 
 def _value(name: str, text: str) -> Any:
@@ -143,45 +121,31 @@ def _ended(text: str) -> RowOutcome | None:
     return next((outcome for outcome in WORST_FIRST if outcome == state), None)
 
 
-def _scaling(table: Table, context: Context, number: int) -> list[Record]:
+def _scaling(table: Table, stated: Record) -> list[Record]:
     gpus = styles.gpu_columns(table)
     rows = []
     for at, row in enumerate(table.data):
         axes = cells.layout(row.cells[0]) if row.cells else None
         if axes is None:
             continue
+        known: dict[str, Any] = dict(zip((*MODEL_AXES, "micro_batch"), axes, strict=True))
+        of_row = replace(stated, line=row.line, row=at, **known)
         for column, count in gpus.items():
             text = row.cells[column] if column < len(row.cells) else ""
-            rows.append(_cell(axes, count, text, context, (number, at, row.line)))
+            rows.append(_cell(of_row, count, text))
     return rows
 
 
-def _cell(
-    axes: tuple[int, int, int, int],
-    gpus: int,
-    text: str,
-    context: Context,
-    place: tuple[int, int, int],
-) -> Record:
-    number, at, line = place
-    *sizes, micro_batch = axes
-    known: dict[str, Any] = {**_from_text(context), **dict(zip(MODEL_AXES, sizes, strict=True))}
+def _cell(of_row: Record, gpus: int, text: str) -> Record:
+    tflops = cells.number(text)
     outcome = "oom" if cells.state(text) == "dash" else _ended(text) or "absent"
-    return Record(
-        style="scaling",
-        table=number,
-        line=line,
-        row=at,
+    return replace(
+        of_row,
         column=f"{gpus} GPU",
-        model=context.model or "",
-        convention=context.convention,
-        **known,
         gpus=gpus,
-        dp=gpus // math.prod(sizes) or None,
-        micro_batch=micro_batch,
-        global_batch=context.global_batch,
-        tflops_gpu=cells.number(text),
-        outcome="ok" if cells.number(text) is not None else outcome,
+        dp=gpus // of_row.model_ranks or None,
+        tflops_gpu=tflops,
+        outcome=outcome if tflops is None else "ok",
         cells={"tflops_gpu": text},
     )
 
@@ -198,10 +162,9 @@ def _with_gpus(rows: list[Record]) -> list[Record]:
     for record in rows:
         if record.gpus is None and record.nodes:
             each = record.gpus_per_node or common
-            record = dataclasses.replace(record, gpus=record.nodes * each, gpus_per_node=each)
+            record = replace(record, gpus=record.nodes * each, gpus_per_node=each)
         if record.style == "mpt" and record.gpus:
-            inner = (record.tp or 1) * (record.cp or 1) * (record.pp or 1)
-            record = dataclasses.replace(record, dp=record.gpus // inner or None)
+            record = replace(record, dp=record.gpus // record.model_ranks or None)
         filled.append(record)
     return filled
 
@@ -210,4 +173,4 @@ def axes_world(record: Record) -> int | None:
     """dp x tp x cp x pp; axes without a column are 1, but a table without dp or tp says nothing."""
     if record.dp is None or (record.tp is None and record.pp is None):
         return None
-    return record.dp * (record.tp or 1) * (record.cp or 1) * (record.pp or 1)
+    return record.dp * record.model_ranks

@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from fourfold.result.record import MODEL_FIELDS, Record
+from fourfold.result.record import MODEL_FIELDS, Record, grouped
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.tables import cells
 from fourfold.tables.finding import Finding, TablesFile, finding
@@ -152,11 +153,9 @@ def duplicate_row(file: TablesFile) -> Iterator[Finding]:
                 named = record.cells.items()
                 key = tuple(text for name, text in named if name not in ("run_id", "note"))
             if key in seen:
-                yield Finding(
-                    rule="duplicate-row", row=row.line, table=number + 1,
-                    place=record.run_id or f"line {row.line}",
-                    value=" | ".join(row.cells)[:120], expected="every row once",
-                    repair=f"remove it, or correct it: same as line {seen[key]}",
+                yield finding(
+                    replace(record, column=""), "duplicate-row", " | ".join(row.cells)[:120],
+                    "every row once", f"remove it, or correct it: same as line {seen[key]}",
                 )  # fmt: skip
             seen.setdefault(key, row.line)
 
@@ -190,11 +189,8 @@ def _copies(
         for record in rows
         if (value := getattr(record, name)) and _digits(record, value, shown, places) >= digits
     ]
-    groups: dict[float, list[Record]] = defaultdict(list)
-    for record in counted:
-        groups[getattr(record, name)].append(record)
     is_copy = _beyond_chance(counted, name, related, 10.0**-places)
-    for same in groups.values():
+    for same in grouped(counted, (name,)).values():
         for place, second in enumerate(same):
             for first in same[max(0, place - _MOST_COMPARED) : place]:
                 if not is_copy(first, second):

@@ -60,7 +60,7 @@ def heading_count(file: TablesFile) -> Iterator[Finding]:
 def gpus_axes(record: Record) -> Iterator[Problem]:
     if record.gpus is None:
         return
-    inner = (record.tp or 1) * (record.cp or 1) * (record.pp or 1)
+    inner = record.model_ranks
     if record.style == "scaling":
         if record.outcome == "ok" and record.gpus % inner:
             yield (
@@ -147,9 +147,9 @@ def _stated(record: Record, what: str) -> tuple[int, ...]:
 
 def batch_heading(file: TablesFile) -> Iterator[Finding]:
     names = (("global_batch", "GBS"), ("seq_len", "sequence length"), ("micro_batch", "MBS"))
-    for number, (_, context) in enumerate(file.tables):
+    for number, (_, text) in enumerate(file.tables):
         for name, shown in names:
-            stated = getattr(context, name)
+            stated = getattr(text, name)
             if stated is None:
                 continue
             for record in file.rows_of(number):

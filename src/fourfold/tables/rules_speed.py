@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from fourfold.result.record import Record
+from fourfold.result.record import Record, grouped
 from fourfold.spec import catalog
+from fourfold.spec.layout import AXES
 from fourfold.tables import cells
 from fourfold.tables.finding import Finding, Problem, TablesFile, finding
 from fourfold.tables.shape import hardware_ratio, peak_tflops, shape_of
@@ -17,6 +17,10 @@ from fourfold.tables.shape import hardware_ratio, peak_tflops, shape_of
 _SPEED_SLACK = 0.001
 # Memory of runs that differ in their micro batch only; allocators make small differences.
 _ORDER_SLACK = 0.10
+_BUT_MICRO_BATCH = (
+    "table", "seq_len", "gpus", *AXES, "virtual_stages", "label", "layers", "hidden", "heads",
+    "sharding",
+)  # fmt: skip
 
 
 def throughput(record: Record) -> Iterator[Problem]:
@@ -124,13 +128,8 @@ def memory_device(record: Record) -> Iterator[Problem]:
 
 
 def memory_order(file: TablesFile) -> Iterator[Finding]:
-    groups: dict[tuple[object, ...], list[Record]] = defaultdict(list)
-    for record in file.records:
-        if record.style == "topology" and record.mem_gb and record.micro_batch:
-            sizes = (record.gpus, record.dp, record.tp, record.cp, record.pp, record.virtual_stages)
-            what = (record.label, record.layers, record.hidden, record.heads, record.sharding)
-            groups[(record.table, record.seq_len, *sizes, *what)].append(record)
-    for group in groups.values():
+    rows = [r for r in file.records if r.style == "topology" and r.mem_gb and r.micro_batch]
+    for group in grouped(rows, _BUT_MICRO_BATCH).values():
         group.sort(key=lambda record: record.micro_batch or 0)
         for small, large in pairwise(group):
             if small.micro_batch == large.micro_batch or not (small.mem_gb and large.mem_gb):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
-from fourfold.result.record import Record
+from fourfold.result.record import Record, grouped
 from fourfold.tables.finding import Finding, TablesFile, finding
 from fourfold.tables.shape import (
     SLACK,
@@ -26,6 +25,7 @@ from fourfold.tables.shape import (
 # Some sources print a mean speed beside a mean time, or coarse tokens/s: 3% apart, no mistake.
 _LOOSE = 0.035
 _EXACT = 0.0005
+_SAME_WORK = ("table", "label", "layers", "hidden", "seq_len")
 # Without a shape only the recompute factor (4/3) can be recognised as another convention.
 _RECOMPUTE_RATIOS = (0.75, 4 / 3)
 
@@ -34,20 +34,12 @@ def topology_work(file: TablesFile) -> Iterator[Finding]:
     """Rows of one model in one table agree with each other; a lone row agrees with its shape."""
     rows = [record for record in file.records if record.style == "topology"]
     length = common_length(rows)
-    for group in _groups(rows):
+    working = (record for record in rows if row_work(record) is not None)
+    for group in grouped(working, _SAME_WORK).values():
         works = [work for record in group if (work := row_work(record)) is not None]
         usual = _consensus(group, works, length)
         for record, work in zip(group, works, strict=True):
             yield from _judge(record, work, usual, record.seq_len or length)
-
-
-def _groups(rows: Sequence[Record]) -> list[list[Record]]:
-    groups: dict[tuple[object, ...], list[Record]] = defaultdict(list)
-    for record in rows:
-        if row_work(record) is not None:
-            key = (record.table, record.label, record.layers, record.hidden, record.seq_len)
-            groups[key].append(record)
-    return list(groups.values())
 
 
 def _consensus(group: list[Record], works: list[float], length: int) -> float | None:
@@ -92,11 +84,7 @@ def _judge(record: Record, work: float, usual: float | None, seq_len: int) -> It
 
 def _names(record: Record, shape: Shape | None, work: float, seq_len: int) -> list[str]:
     """Every convention of the catalogue that explains the row, also when the table states one."""
-    if shape is None:
-        return []
-    slack = SLACK + rounding(record)
-    counts = {rule: seq_len * flops_per_token(shape, record, rule, seq_len) for rule in CONVENTIONS}
-    return [rule for rule, count in counts.items() if agree(work, count, slack)]
+    return matching(record, shape, work, seq_len, CONVENTIONS) if shape else []
 
 
 def _likely(record: Record, shape: Shape | None, seq_len: int) -> float | None:
@@ -142,15 +130,12 @@ def _fixes(record: Record, ratio: float) -> str:
 
 def reference_work(file: TablesFile) -> Iterator[Finding]:
     """Reference schema: TFLOPs against tokens/s/GPU under the convention that the row names."""
-    groups: dict[tuple[object, ...], list[tuple[Record, float]]] = defaultdict(list)
-    for record in file.records:
-        residual = _residual(record)
-        if record.style == "reference" and residual is not None:
-            groups[record.table, record.stack, record.convention].append((record, residual))
-    for group in groups.values():
-        exact = sum(abs(residual) <= _EXACT for _, residual in group)
-        slack = SLACK if exact >= 0.9 * (len(group) - 1) and len(group) > 2 else _LOOSE
-        for record, residual in group:
+    rows = [record for record in file.records if record.style == "reference"]
+    for group in grouped(rows, ("table", "stack", "convention")).values():
+        known = [(record, off) for record in group if (off := _residual(record)) is not None]
+        exact = sum(abs(residual) <= _EXACT for _, residual in known)
+        slack = SLACK if exact >= 0.9 * (len(known) - 1) and len(known) > 2 else _LOOSE
+        for record, residual in known:
             if abs(residual) > slack:
                 yield _reference_finding(record, residual)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fourfold.cost.count.flops import CONVENTIONS, TRIED, FlopsQuery, convention
@@ -36,7 +36,6 @@ _LEAST_VOCAB, _MOST_VOCAB = 32_000, 262_144
 class Shape:
     model: ModelShape
     vocab_known: bool
-    from_name: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -64,12 +63,12 @@ def _named(name: str) -> ModelShape:
 
 def shape_of(record: Record) -> Shape | None:
     if record.model_json:
-        return Shape(model_of(record.model_json), True, False)
+        return Shape(model_of(record.model_json), True)
     if record.layers and record.hidden:
         built = _built(record)
-        return Shape(built, record.vocab is not None, False) if built else None
+        return Shape(built, record.vocab is not None) if built else None
     named = named_shape(record)
-    return Shape(named, True, True) if named else None
+    return Shape(named, True) if named else None
 
 
 def _built(record: Record) -> ModelShape | None:
@@ -186,12 +185,15 @@ def agree(one: float, other: float, slack: float) -> bool:
     return abs(one / other - 1) <= slack
 
 
-def matching(record: Record, shape: Shape, work: float, seq_len: int) -> list[str]:
-    """Conventions that explain the row's work exactly (assumed vocabulary where none is stated)."""
+def matching(
+    record: Record, shape: Shape, work: float, seq_len: int, rules: Iterable[str] = ()
+) -> list[str]:
+    """Which of the rules (else: of those tried) explain the row's work exactly, with the assumed
+    vocabulary where none is stated."""
     slack = SLACK + rounding(record)
     return [
         rule
-        for rule in tried(record)
+        for rule in rules or tried(record)
         if agree(work, seq_len * flops_per_token(shape, record, rule, seq_len), slack)
     ]
 
