@@ -11,8 +11,8 @@ from fourfold.cli import main
 from fourfold.result.files.store import Store
 from fourfold.result.report import RunReport, StepReport
 from fourfold.spec.run import RunSpec
-from fourfold.spec.tokens import write_array
 from fourfold.verbs import sweep
+from tests.spec.token_files import write_array
 
 SWEEP = """
 gpus = 4

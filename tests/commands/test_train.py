@@ -165,7 +165,7 @@ def test_fresh_gives_back_what_it_could_not_replace(capsys, monkeypatch, tmp_pat
         assert "is restored" in said
         found = folder.newest()
         assert found is not None
-        assert found.step == len(curve.read(folder.metrics)) == 5
+        assert found.step == len(curve.parse(folder.metrics).points) == 5
         assert folder.description.read_text() == described
         assert not folder.aside.exists()
 
@@ -195,7 +195,7 @@ def test_torn_checkpoints_are_not_trained_over(capsys, tmp_path: Path) -> None:
     assert "has 1 checkpoints, none of them intact" in said
     assert "__0_0.distcp is missing" in said
     assert "--fresh" not in said
-    assert len(curve.read(folder.metrics)) == 5
+    assert len(curve.parse(folder.metrics).points) == 5
 
 
 def test_a_curve_without_a_checkpoint_is_kept(capsys, monkeypatch, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_curve_without_a_checkpoint_is_kept(capsys, monkeypatch, tmp_path: Pat
     monkeypatch.setattr(command, "run_job", fails)
     said = refused(capsys, *RUN, "--steps", "9", "--out", str(tmp_path))
     assert "starting over" in said
-    assert len(curve.read(tmp_path / "metrics.jsonl.old")) == 2
+    assert len(curve.parse(tmp_path / "metrics.jsonl.old").points) == 2
     assert not folder.metrics.exists()
 
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_of_another_curve_is_refused(capsys, tmp_path: Path) -> Non
     said = refused(capsys, "--steps", "9", "--out", str(tmp_path))
     assert "contradicts the loss curve: step 5, where the curve ends with step 2" in said
     assert "--fresh" not in said
-    assert len(curve.read(folder.metrics)) == 2
+    assert len(curve.parse(folder.metrics).points) == 2
 
 
 def test_unreadable_lines_are_set_aside_with_a_word(capsys, monkeypatch, tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_unreadable_lines_are_set_aside_with_a_word(capsys, monkeypatch, tmp_pat
     monkeypatch.setattr(command, "run_job", fails)
     said = refused(capsys, "--steps", "9", "--out", str(tmp_path))
     assert "a line of the curve can't be read, and kept in" in said
-    assert [one.step for one in curve.read(folder.metrics)] == [3, 4, 5]
+    assert [one.step for one in curve.parse(folder.metrics).points] == [3, 4, 5]
     aside = tmp_path / "metrics.jsonl.unreadable"
     assert aside.read_bytes() == content.split(b"\n")[0] + b"\n"
     assert main(["train", "--show", str(tmp_path)]) == 0

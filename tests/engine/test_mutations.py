@@ -82,7 +82,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         state = CheckpointState(
             step=step, updates=step, sequences=4 * step, spec=SPEC, settings=settings
         )
-        checkpoint.write(items, folder.checkpoints, state)
+        checkpoint.save(items, folder.checkpoints, state)
     folder.describe(SPEC, settings)
     folder.metrics.write_text(curve.lines(map(point, range(1, 5))))
     (root / "lock").write_text("process 1 on host\n")
@@ -416,7 +416,7 @@ def test_a_step_that_name_state_and_curve_do_not_share_is_refused(
         path.write_bytes(seal(json.dumps(plain)))
         path.parent.rename(path.parent.with_name(renamed))
         assert trained(root, ranks, watch, capsys) == "refused", fields
-        assert len(curve.read(root / "metrics.jsonl")) == 4
+        assert len(curve.parse(root / "metrics.jsonl").points) == 4
 
 
 def test_the_curve_is_not_needed_to_go_on(original, tmp_path, ranks, watch, capsys) -> None:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.schedule import Action, held_at_once, rank_actions
+from fourfold.cost.schedule import Action, rank_actions
 from fourfold.engine.parallel.pipeline import Exchange, Transfer, plan
+from tests.laws.test_pipeline_events import held_at_once
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 

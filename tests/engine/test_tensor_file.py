@@ -63,7 +63,7 @@ def test_a_stranger_reads_the_files_with_safetensors(tmp_path: Path) -> None:
     items = [whole(f"model.{n}", 5, 3 + n, dtype=dtype, seed=n) for n, dtype in enumerate(DTYPES)]
     cut = whole("exp_avg.a", 6, 4, seed=9)
     items += [part(cut, (0, 3), (0, 4)), part(cut, (3, 6), (0, 4))]
-    checkpoint.write(items, tmp_path, state(3))
+    checkpoint.save(items, tmp_path, state(3))
     path = tmp_path / "step-00000003" / "tensors-00000.safetensors"
     found = library.load_file(path)
     assert found.keys() == {key_of(item) for item in items}
@@ -106,7 +106,7 @@ def test_rectangles_come_back_bit_for_bit(tmp_path, monkeypatch, block_bytes, dt
 
 
 def test_formats_that_lose_digits_and_other_shapes_are_refused(tmp_path: Path) -> None:
-    checkpoint.write([whole("model.a", 4, 4, dtype=torch.float32)], tmp_path, state(1))
+    checkpoint.save([whole("model.a", 4, 4, dtype=torch.float32)], tmp_path, state(1))
     found = checkpoints.read(tmp_path / "step-00000001")
     wider = StateShard("model.a", (4, 4), (0, 0), torch.zeros(4, 4, dtype=torch.float64))
     read_into([wider], found)
@@ -122,7 +122,7 @@ def test_formats_that_lose_digits_and_other_shapes_are_refused(tmp_path: Path) -
 
 def test_every_changed_byte_of_a_file_is_seen(tmp_path: Path) -> None:
     right = whole("model.a", 6, 5)
-    checkpoint.write([right], tmp_path, state(1))
+    checkpoint.save([right], tmp_path, state(1))
     found = checkpoints.read(tmp_path / "step-00000001")
     path = found.folder / "tensors-00000.safetensors"
     content = path.read_bytes()
@@ -145,14 +145,14 @@ def test_a_file_that_is_there_already_is_not_written_over(tmp_path: Path) -> Non
 
 
 def test_a_failed_save_leaves_no_folder_and_says_why(tmp_path: Path, monkeypatch) -> None:
-    checkpoint.write([whole("model.a", 2)], tmp_path, state(1))
+    checkpoint.save([whole("model.a", 2)], tmp_path, state(1))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tensor_file, "write_file", full)
     with pytest.raises(CheckpointError, match=r"No space left on device; the last good one is st"):
-        checkpoint.write([whole("model.a", 2)], tmp_path, state(2))
+        checkpoint.save([whole("model.a", 2)], tmp_path, state(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 

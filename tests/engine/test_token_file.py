@@ -27,7 +27,8 @@ from fourfold.spec.catalog import model
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.tokens import read_info, write_array
+from fourfold.spec.tokens import read_info
+from tests.spec.token_files import write_array
 
 SEQ_LEN = 8
 CPU = torch.device("cpu")

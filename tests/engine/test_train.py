@@ -112,7 +112,7 @@ def test_asked_to_stop_it_saves_and_another_layout_goes_on(tmp_path: Path) -> No
     assert f"continuing after step {found.step}" in said
     assert "layout pp1 dp2 cp1 tp1 -> pp2 dp1 cp1 tp1" in said
     assert json.loads(printed)["steps_done"] == last
-    points = curve.read(out / curve.METRICS_FILE)
+    points = list(curve.parse(out / curve.METRICS_FILE).points)
     assert [point.step for point in points] == list(range(1, last + 1))
 
 
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     assert "kept as damaged-step-00000004" in said
     reason = (out / "checkpoints" / "damaged-step-00000004" / "damaged.txt").read_text()
     assert "its file tensors-00001.safetensors has changed since it was written" in reason
-    points = curve.read(out / curve.METRICS_FILE)
+    points = list(curve.parse(out / curve.METRICS_FILE).points)
     assert [point.step for point in points] == [1, 2, 3, 4, 5]
     names = [found.folder.name for found in checkpoints.whole(out / "checkpoints")]
     assert names == ["step-00000002", "step-00000005"]
@@ -307,7 +307,7 @@ def test_killed_at_random_moments_of_a_save(tmp_path: Path) -> None:
     code, _, said = train(out, *words("--gpus 2 --tp 2"), "--steps", str(before + 3))
     assert code == 0, said
     assert f"continuing after step {before}" in said
-    points = curve.read(out / curve.METRICS_FILE)
+    points = list(curve.parse(out / curve.METRICS_FILE).points)
     assert [point.step for point in points] == list(range(1, before + 4))
 
 
@@ -340,7 +340,7 @@ def test_a_real_text_is_learned_alike_on_one_process_and_on_eight(tmp_path: Path
             start(tmp_path / name, *run, *words(layout), "--data", tokens), timeout_s=1400
         )
         assert code == 0, said
-        points = curve.read(tmp_path / name / curve.METRICS_FILE)
+        points = list(curve.parse(tmp_path / name / curve.METRICS_FILE).points)
         assert [point.step for point in points] == list(range(1, 301))
         losses.append([point.loss for point in points])
     entropy = read_info(tokens).unigram_nats

@@ -14,7 +14,6 @@ from fourfold.cost.schedule import (
     Action,
     ChunkTimes,
     global_order,
-    held_at_once,
     rank_actions,
     simulate,
     step_s,
@@ -176,6 +175,16 @@ def test_events_cover_the_step_without_overlap() -> None:
         own = [event for event in run.events if event.rank == rank]
         assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(own))
     assert max(event.end_s for event in run.events) == run.step_s[0]
+
+
+def held_at_once(actions: list[Action]) -> int:
+    """The most visits of a micro batch to a chunk whose activations a rank holds. A split backward
+    lets go with its weights: until then inputs of all products are held."""
+    held = most = 0
+    for action in actions:
+        held += {"F": 1, "I": 0}.get(action.kind, -1)
+        most = max(most, held)
+    return most
 
 
 @given(

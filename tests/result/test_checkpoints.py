@@ -283,13 +283,13 @@ def point(step: int) -> Point:
 def test_the_curve_is_cut_and_a_torn_line_is_none(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(curve.lines(map(point, range(1, 8))) + '{"step": 8, "lo')
-    assert [p.step for p in curve.read(path)] == list(range(1, 8))
+    assert [p.step for p in curve.parse(path).points] == list(range(1, 8))
     assert curve.last(path) == point(7)
     cut = curve.cut(path, 5)
     assert (cut.steps, cut.unreadable) == (2, 1)
     assert cut.aside is not None
     assert cut.aside.read_text() == '{"step": 8, "lo\n'
-    assert curve.read(path) == [point(step) for step in range(1, 6)]
+    assert list(curve.parse(path).points) == [point(step) for step in range(1, 6)]
     assert curve.cut(tmp_path / "none.jsonl", 5) == curve.Cut()
 
 
@@ -309,7 +309,7 @@ def test_a_changed_byte_costs_its_own_lines_only(tmp_path: Path) -> None:
         assert set(read.points) <= set(map(point, range(1, 41)))
         cut = curve.cut(path, 40)
         assert (cut.steps, cut.unreadable) == (0, len(read.bad))
-        assert curve.read(path) == list(read.points)
+        assert list(curve.parse(path).points) == list(read.points)
         kept = path.read_bytes() + (cut.aside.read_bytes() if cut.aside else b"")
         assert sorted(kept.split()) == sorted(bytes(changed).split())
 
@@ -327,18 +327,18 @@ def test_the_curve_is_not_read_or_written_through_links(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to(elsewhere)
     with pytest.raises(UnreadableError, match="is a symbolic link"):
-        curve.read(path)
+        list(curve.parse(path).points)
     with pytest.raises(UserError), stored.appending(path):
         pass
     assert curve.last(path) is None
-    assert len(curve.read(elsewhere)) == 3
+    assert len(curve.parse(elsewhere).points) == 3
 
 
 def test_a_skipped_step_has_a_norm_of_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(curve.lines([point(1)]))
     assert '"grad_norm": null' in path.read_text()
-    assert curve.read(path) == [point(1)]
+    assert list(curve.parse(path).points) == [point(1)]
 
 
 def test_one_training_at_a_time(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from fourfold.errors import UserError
-from fourfold.spec.tokens import read_info, token_paths, write_array, write_tokens
+from fourfold.spec.tokens import read_info, token_paths, write_tokens
+from tests.spec.token_files import write_array
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

@@ -88,18 +88,6 @@ def _with_late_weights(actions: list[Action], *, delay: int) -> list[Action]:
     return late + waiting
 
 
-def held_at_once(actions: list[Action]) -> int:
-    """The most visits of a micro batch to a chunk whose activations a rank holds.
-
-    A split backward lets go with its weights: until then inputs of all products are held.
-    """
-    held = most = 0
-    for action in actions:
-        held += {"F": 1, "I": 0}.get(action.kind, -1)
-        most = max(most, held)
-    return most
-
-
 def global_order(
     schedule: Schedule, *, stages: int, virtual_stages: int, micros: int
 ) -> list[tuple[int, Action]]:

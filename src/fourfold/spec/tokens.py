@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -239,15 +239,6 @@ def write_tokens(name: str, *, vocab: int, end: int, tokenizer: str) -> Iterator
         edges=edges_of(path, tally.tokens * TOKEN_BYTES[writer.dtype]),
     )
     files.write_text(side, codec.to_json(info))
-
-
-def write_array(name: str, tokens: Iterable[int], *, vocab: int) -> None:
-    """A token file from whole numbers at hand: one document, without an end token."""
-    import numpy as np
-
-    with write_tokens(name, vocab=vocab, end=-1, tokenizer="given") as writer:
-        writer.add(np.fromiter(tokens, np.int64))
-        writer.end_document()
 
 
 def chunks(path: str | Path, *, size: int = _CHUNK_BYTES) -> Iterator[bytes]:

@@ -146,24 +146,17 @@ def read_into(
             dist.destroy_process_group(group)
 
 
-def write(
-    items: Sequence[StateShard], root: Path, state: CheckpointState, *, keep: int = 0
-) -> None:
-    """A checkpoint by this process alone, of tensors it holds whole."""
-    save(items, root, state, keep=keep, group=None, tick=lambda: None)
-
-
 def save(
     items: Sequence[StateShard],
     root: Path,
     state: CheckpointState,
     *,
-    keep: int,
-    group: dist.ProcessGroup | None,
-    tick: Tick,
+    keep: int = 0,
+    group: dist.ProcessGroup | None = None,
+    tick: Tick = lambda: None,
 ) -> None:
     """Every rank writes a file, the first makes index and state and gives the folder its name.
-    Collective in `group`."""
+    Collective in `group`; without one this process alone has all of every tensor."""
     folder = checkpoints.saving_folder(root, state.step)
     rank = 0 if group is None else dist.get_rank()
 

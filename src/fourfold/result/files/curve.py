@@ -113,11 +113,6 @@ def parse(path: Path) -> Curve:
     return Curve(tuple(points), tuple(good), tuple(bad), ends_bad)
 
 
-def read(path: Path) -> list[Point]:
-    """All points that can be read."""
-    return list(parse(path).points)
-
-
 def cut(path: Path, step: int) -> Cut:
     """Drop what came after `step`, since it will be computed again, and set aside bad lines."""
     curve = parse(path)
