@@ -77,12 +77,8 @@ def run_command(
                 start_new_session=True,
             )
         except OSError as error:
-            raise UserError(
-                f"cannot be started ({error.strerror})",
-                field="command",
-                value=command[0],
-                hint="check the engine's template",
-            ) from None
+            rule, hint = f"cannot be started ({error.strerror})", "check the engine's template"
+            raise UserError(rule, field="command", value=command[0], hint=hint) from None
     try:
         with stop_signals(None):
             code, limit, steps, start_s = _watch(process, folder / LOG_FILE, watch)

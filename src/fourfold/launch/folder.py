@@ -17,6 +17,7 @@ from fourfold import files
 from fourfold.errors import MachineError, UserError
 from fourfold.launch.identity import TOKEN_FILE, end_leftovers
 from fourfold.result.job import DUMP_FILE, JOB_FILE, REPORT_FILE, STOP_FILE
+from fourfold.spec import check
 
 # What one start of ranks leaves; set aside when another follows in the same job.
 TRACES = ("beat-*", "failure-*", "stack-*", "flight-*", "store-*", DUMP_FILE, STOP_FILE)
@@ -28,7 +29,9 @@ def job_folder(folder: Path) -> Iterator[None]:
     """Made or emptied of what a job leaves, with no process of an earlier start in it."""
     with contextlib.ExitStack() as stack:
         with _as_user_error(folder):
-            _refuse_link(folder)
+            rule = "is a symbolic link, which a job folder may not be"
+            hint = "pass the folder it points to"
+            check.that(not folder.is_symlink(), "folder", str(folder), rule, hint)
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_locked(folder, os.O_NOFOLLOW))
             end_leftovers(folder)
@@ -58,16 +61,6 @@ def end_processes_of(folder: Path) -> int:
         return 0
 
 
-def _refuse_link(folder: Path) -> None:
-    if folder.is_symlink():
-        raise UserError(
-            "is a symbolic link, which a job folder may not be",
-            field="folder",
-            value=str(folder),
-            hint="pass the folder it points to",
-        )
-
-
 @contextlib.contextmanager
 def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
     """The kernel's lock, on the folder and not on its name; gone when this process is."""
@@ -78,12 +71,8 @@ def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(
-                    "is in use by another start",
-                    field="folder",
-                    value=str(folder),
-                    hint="wait for it, or choose another folder",
-                ) from None
+                rule, hint = "is in use by another start", "wait for it, or choose another folder"
+                raise UserError(rule, field="folder", value=str(folder), hint=hint) from None
         yield
     finally:
         os.close(handle)

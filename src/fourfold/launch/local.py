@@ -36,7 +36,7 @@ from fourfold.result.job import (
 )
 from fourfold.result.report import Failure, Outcome
 from fourfold.result.trace import LayerTrace, TraceMeasure
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
 
 Progress = Callable[[str], None]
@@ -99,10 +99,8 @@ def _run_all(job: Job, folder: Path, progress: Progress | None) -> JobReport:
 def require_torch() -> None:
     """Found without importing it: that takes seconds, and this process never needs it."""
     if importlib.util.find_spec("torch") is None:
-        raise UserError(
-            "this command needs torch, which is not installed",
-            hint="pip install torch (the ./fourfold script installs it)",
-        )
+        hint = "pip install torch (the ./fourfold script installs it)"
+        raise UserError("this command needs torch, which is not installed", hint=hint)
 
 
 def _batch(job: Job, todo: list[int]) -> list[int]:
@@ -216,21 +214,12 @@ MAX_LOCAL_RANKS = 32
 
 def local_device(wanted: str, ranks: int) -> str:
     """What steps run on here, one process per rank: GPUs where there are enough."""
-    if ranks > MAX_LOCAL_RANKS:
-        raise UserError(
-            f"is too many to run: this host starts one process per rank, at most {MAX_LOCAL_RANKS}",
-            field="ranks",
-            value=ranks,
-            hint="omit --run to compute any number of ranks",
-        )
+    rule = f"is too many to run: this host starts one process per rank, at most {MAX_LOCAL_RANKS}"
+    hint = "omit --run to compute any number of ranks"
+    check.that(ranks <= MAX_LOCAL_RANKS, "ranks", ranks, rule, hint)
     gpus = gpu_count() if wanted != "cpu" else 0
-    if wanted == "cuda" and gpus < ranks:
-        raise UserError(
-            f"needs as many GPUs, but this host has {gpus}",
-            field="ranks",
-            value=ranks,
-            hint="use --device cpu",
-        )
+    rule = f"needs as many GPUs, but this host has {gpus}"
+    check.that(wanted != "cuda" or gpus >= ranks, "ranks", ranks, rule, "use --device cpu")
     return "cuda" if gpus >= ranks else "cpu"
 
 

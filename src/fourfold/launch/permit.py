@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fourfold.errors import UserError
 from fourfold.result.job import Job
 from fourfold.result.machine import host_memory_bytes, listed_gpus
+from fourfold.spec import check
 from fourfold.spec.run import RunSpec
 from fourfold.spec.variables import Env, require_plain
 from fourfold.units import show_bytes
@@ -38,12 +39,9 @@ def require_gpus(
     if device != "cuda" or (gpus := gpu_count()) >= (1 if shared else ranks):
         return
     wanted = "a GPU" if shared else f"{ranks} GPUs, one per rank"
-    raise UserError(
-        f"needs {wanted}, but this machine has {gpus}",
-        field="device",
-        value=device,
-        hint=f"use {gpus} ranks, or {hint}" if gpus else f"use {hint}",
-    )
+    rule = f"needs {wanted}, but this machine has {gpus}"
+    hint = f"use {gpus} ranks, or {hint}" if gpus else f"use {hint}"
+    raise UserError(rule, field="device", value=device, hint=hint)
 
 
 # A rank of the smallest model, forked from a worker that has imported torch: 80 to 90 MB of its
@@ -74,13 +72,8 @@ class Permit:
         if self.oversubscribe or ranks <= 1:
             return
         most, why = most_ranks()
-        if ranks > most:
-            raise UserError(
-                f"is too many: this host has room for {most:,} ranks ({why})",
-                field="gpus",
-                value=ranks,
-                hint="use fewer, or pass --oversubscribe",
-            )
+        rule = f"is too many: this host has room for {most:,} ranks ({why})"
+        check.that(ranks <= most, "gpus", ranks, rule, "use fewer, or pass --oversubscribe")
 
 
 def most_ranks() -> tuple[int, str]:

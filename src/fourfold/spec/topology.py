@@ -112,9 +112,8 @@ def _island(gpus: list[str], links: dict[str, dict[str, int]]) -> int:
         sizes.append(len(group))
     if len(set(sizes)) > 1:
         rule = f"has NVLink groups of different sizes: {', '.join(map(str, sizes))} GPUs"
-        raise UserError(
-            rule, hint="describe the host with --host-gpus, --nvlink-ranks and --nvlink"
-        )
+        hint = "describe the host with --host-gpus, --nvlink-ranks and --nvlink"
+        raise UserError(rule, hint=hint)
     return sizes[0]
 
 
@@ -127,9 +126,8 @@ def _links_of_one(links: dict[str, dict[str, int]], device: Device) -> tuple[int
         count = bundle if behind_switch else total
         if count > device.links:
             rule = f"shows {count} NVLinks, but {device.id} has {device.links}"
-            raise UserError(
-                rule, hint="pass the right --gpu ('fourfold clusters --gpu all' lists them)"
-            )
+            hint = "pass the right --gpu ('fourfold clusters --gpu all' lists them)"
+            raise UserError(rule, hint=hint)
         if not fewest or count < fewest:
             fewest, switched = count, behind_switch
     return fewest, switched

@@ -96,12 +96,9 @@ def load_sound(trainer: Trainer, root: Path, name: str, tick: Tick | None = None
             except NotWholeError as error:  # of all ranks alike
                 bad[step] = error.rule
         else:
-            raise UserError(
-                f"cannot be loaded, nor can an earlier one: {bad[name]}",
-                field="checkpoint",
-                value=name,
-                hint="copy one again from its source; nothing was changed",
-            )
+            rule = f"cannot be loaded, nor can an earlier one: {bad[name]}"
+            hint = "copy one again from its source; nothing was changed"
+            raise UserError(rule, field="checkpoint", value=name, hint=hint)
     finally:
         dist.destroy_process_group(group)
     for step, reason in bad.items() if first else ():

@@ -16,7 +16,7 @@ from fourfold.cost.count import params
 from fourfold.engine.parallel.shards import Rect, Shard
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.hf.tensors import MODULES, Spot, is_buffer, spot_of
 from fourfold.spec.model import ModelShape
@@ -27,6 +27,7 @@ _FUNCTION = (
     "norm", "norm_eps", "activation", "positions", "heads", "kv_heads", "tied", "qk_norm", "norms",
     "block", "window", "local_layers", "variants",
 )  # fmt: skip
+_SUPPORTED = ", ".join(MODULES)
 # What of a rectangle is in host memory at once.
 _READ_BYTES = 2**28
 
@@ -36,18 +37,16 @@ class HfWeights:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._where = {"field": "weights", "value": str(folder)}
         self.config = _config(self.folder)
         self.shape = shape_from_config(self.config, name=self.folder.name or "custom")
         self.kind = str(self.config["model_type"])
-        if self.kind not in MODULES:
-            raise UserError(
-                f"has the unsupported model type '{self.kind}'",
-                **self._where,
-                hint=f"supported: {', '.join(MODULES)}",
-            )
+        rule, hint = f"has the unsupported model type '{self.kind}'", f"supported: {_SUPPORTED}"
+        self._must(self.kind in MODULES, rule, hint)
         self._files = _tensor_files(self.folder)
         self._open: dict[Path, Any] = {}
+
+    def _must(self, holds: bool, rule: str, hint: str = "") -> None:
+        check.that(holds, "weights", str(self.folder), rule, hint)
 
     def rectangle(self, model: ModelShape, name: str, rect: Rect, *, matrix: bool) -> Tensor:
         """A part of the published tensor `name`: [rows, columns] of a matrix, else [rows]."""
@@ -65,18 +64,13 @@ class HfWeights:
         wanted = {name: size for name, size, _ in theirs(self.kind, model, seq_len)}
         for name, size in wanted.items():
             stored = tuple(self._slice(name).get_shape())
-            if stored != size:
-                raise UserError(
-                    f"has {name} of shape {list(stored)}, but the model has {list(size)}",
-                    **self._where,
-                    hint=f"use its own model: --model {self.folder / CONFIG}",
-                )
+            rule = f"has {name} of shape {list(stored)}, but the model has {list(size)}"
+            self._must(stored == size, rule, f"use its own model: --model {self.folder / CONFIG}")
         # The file of a tied model may hold the same values a second time.
         known = {*wanted, "lm_head.weight"}
         extra = [n for n in self._files if self._full(n) not in known and not is_buffer(n)]
-        if extra:
-            names = ", ".join(sorted(extra)[:4])
-            raise UserError(f"has tensors that the model does not have: {names}", **self._where)
+        names = ", ".join(sorted(extra)[:4])
+        self._must(not extra, f"has tensors that the model does not have: {names}")
 
     def _same_function(self, model: ModelShape) -> None:
         """Sizes are compared by tensor; what has no tensor here."""
@@ -89,12 +83,9 @@ class HfWeights:
         for field in _FUNCTION:
             if field == "positions" and model.positions.kind == "learned":
                 ours[field], theirs[field] = model.positions.kind, self.shape.positions.kind
-            if ours.get(field) != theirs.get(field):
-                raise UserError(
-                    f"has {field} = {theirs.get(field)}, the model {ours.get(field)}",
-                    **self._where,
-                    hint=f"use its own model: --model {self.folder / CONFIG}",
-                )
+            rule = f"has {field} = {theirs.get(field)}, the model {ours.get(field)}"
+            hint = f"use its own model: --model {self.folder / CONFIG}"
+            self._must(ours.get(field) == theirs.get(field), rule, hint)
 
     def _full(self, name: str) -> str:
         """A file of the bare model leaves the first word of its names out."""
@@ -103,8 +94,7 @@ class HfWeights:
 
     def _slice(self, name: str) -> Any:
         short = name if name in self._files else name.partition(".")[2]
-        if short not in self._files:
-            raise UserError(f"has no tensor {name}", **self._where, hint="is a file missing?")
+        self._must(short in self._files, f"has no tensor {name}", "is a file missing?")
         path = self._files[short]
         if path not in self._open:
             self._open[path] = _opened(path)
@@ -156,10 +146,8 @@ def safetensors() -> Any:
     try:
         import safetensors.torch
     except ModuleNotFoundError:
-        raise UserError(
-            "Hugging Face weights need the package 'safetensors', which is not installed",
-            hint="pip install safetensors",
-        ) from None
+        rule = "Hugging Face weights need the package 'safetensors', which is not installed"
+        raise UserError(rule, hint="pip install safetensors") from None
     return safetensors
 
 
@@ -184,12 +172,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         return {str(name): folder / Path(str(file)).name for name, file in index.items()}
     if (folder / WHOLE).exists():
         return dict.fromkeys(_opened(folder / WHOLE).keys(), folder / WHOLE)
-    raise UserError(
-        f"has neither {WHOLE} nor {INDEX}",
-        field="weights",
-        value=str(folder),
-        hint="save it with safe_serialization; other formats are not supported",
-    )
+    rule = f"has neither {WHOLE} nor {INDEX}"
+    hint = "save it with safe_serialization; other formats are not supported"
+    raise UserError(rule, field="weights", value=str(folder), hint=hint)
 
 
 def _opened(path: Path) -> Any:

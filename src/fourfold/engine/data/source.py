@@ -16,7 +16,7 @@ from torch import Tensor
 from fourfold.engine.data import rng
 from fourfold.engine.data.rng import shuffled
 from fourfold.engine.model.decoder import IGNORE
-from fourfold.errors import UserError
+from fourfold.spec import check
 from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info, require_fit, token_paths
@@ -184,13 +184,10 @@ class TokenFile:
         start = self._window(first, sequences) * self.seq_len
         at = (start[:, None] + positions).numpy()
         pair = np.stack([self._tokens[at], self._tokens[at + 1]]).astype(np.int64)
-        if pair.size and pair.max() >= self.info.vocab:
-            raise UserError(
-                f"has token {pair.max()}, not below the vocab {self.info.vocab} of its .json file",
-                field="data",
-                value=self.name,
-                hint="create it again ('fourfold data show' checks the whole file)",
-            )
+        most, vocab = pair.max(initial=0), self.info.vocab
+        rule = f"has token {most}, not below the vocab {vocab} of its .json file"
+        hint = "create it again ('fourfold data show' checks the whole file)"
+        check.that(most < vocab, "data", self.name, rule, hint)
         read = torch.from_numpy(pair)
         read[1, sequences < 0] = IGNORE
         return read.pin_memory() if device.type == "cuda" else read

@@ -19,8 +19,8 @@ from fourfold.engine.process.health import OomError, outcome_of
 from fourfold.engine.process.task import Task
 from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trainer import Trainer
-from fourfold.errors import UserError
 from fourfold.search.legal import require_legal
+from fourfold.spec import check
 from fourfold.spec.run import RunSpec
 
 Result = TypeVar("Result")
@@ -69,13 +69,13 @@ def with_trainer(
 
 def require_runnable(spec: RunSpec, device: torch.device) -> None:
     """Before anything is built: a rank that starts an impossible layout hangs its peers."""
-    if spec.batch.micro_batch == 0:
-        raise UserError(
-            "must be a number here, not 'auto'", field="batch.micro_batch", hint="give a number"
-        )
-    if spec.policy.cuda_graph and (device.type != "cuda" or spec.policy.offload != "none"):
-        rule = "needs a GPU" if device.type != "cuda" else "does not allow offload"
-        raise UserError(rule, field="policy.cuda_graph", value=True, hint="use cuda_graph = false")
+    rule, micro_batch = "must be a number here, not 'auto'", spec.batch.micro_batch
+    check.that(micro_batch > 0, "batch.micro_batch", None, rule, "give a number")
+    if spec.policy.cuda_graph:
+        hint = "use cuda_graph = false"
+        check.that(device.type == "cuda", "policy.cuda_graph", True, "needs a GPU", hint)
+        alone = spec.policy.offload == "none"
+        check.that(alone, "policy.cuda_graph", True, "does not allow offload", hint)
     require_legal(spec)
 
 

@@ -17,10 +17,10 @@ from fourfold.engine.checkpoint.export import Export, export_dcp, export_hf
 from fourfold.engine.checkpoint.tensor_file import StateShard
 from fourfold.engine.compat import DTYPES
 from fourfold.engine.process.task import Task
-from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.checkpoint.index import Index, StoredTensor
+from fourfold.spec import check
 
 
 def perform(task: Task) -> None:
@@ -30,13 +30,8 @@ def perform(task: Task) -> None:
     saved = checkpoints.read(Path(task.job.option("checkpoint")))
     tick = lambda: task.heartbeat.enter("load")  # noqa: E731
     damage = checkpoints.damage(saved, tick=tick) if saved.state.format == 1 else ""
-    if damage:
-        raise UserError(
-            f"is damaged: {damage}",
-            field="checkpoint",
-            value=str(saved.folder),
-            hint="name an earlier one, or copy this one again",
-        )
+    rule, hint = f"is damaged: {damage}", "name an earlier one, or copy this one again"
+    check.that(not damage, "checkpoint", str(saved.folder), rule, hint)
     index = checkpoints.read_index(saved)
     asked = task.job.option("dtype")
     out, dtype = Path(task.job.option("out")), DTYPES[asked] if asked else None
@@ -89,22 +84,18 @@ def require_weights(saved: Checkpoint, index: Index) -> None:
     """Whether the index has the weights of the model that the state names, before anything is
     made in a size that only the state says."""
     spec = saved.state.spec
-    if spec.model.layers > len(index.tensors):
-        raise _lacks(saved, f"has {len(index.tensors)} tensors for {spec.model.layers} layers")
-    for tensor in params.tensors(spec.model, spec.batch.seq_len):
+    lacks, layers = "", spec.model.layers
+    if layers > len(index.tensors):
+        lacks = f"{len(index.tensors)} tensors for {layers} layers"
+    for tensor in params.tensors(spec.model, spec.batch.seq_len) if not lacks else ():
         stored = index.tensors.get(f"{WEIGHTS}.{tensor.name}")
         if stored is None or stored.shape != tuple(tensor.shape):
             has = "no" if stored is None else f"another shape ({stored.shape}) of"
-            raise _lacks(saved, f"has {has} {tensor.name} {tuple(tensor.shape)}")
-
-
-def _lacks(saved: Checkpoint, what: str) -> UserError:
-    return UserError(
-        f"does not belong to the model in its state: it {what}",
-        field="checkpoint",
-        value=str(saved.folder),
-        hint="use another checkpoint, or copy this one again from its source",
-    )
+            lacks = f"{has} {tensor.name} {tuple(tensor.shape)}"
+            break
+    rule = f"does not belong to the model in its state: it has {lacks}"
+    hint = "use another checkpoint, or copy this one again from its source"
+    check.that(not lacks, "checkpoint", str(saved.folder), rule, hint)
 
 
 def whole_tensors(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fourfold.engine.model.decoder import Decoder, Head
 from fourfold.engine.model.layers import Linear, Product
 from fourfold.errors import UserError
+from fourfold.spec import check
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +125,10 @@ def _emulates(device_type: str) -> bool:
     if device_type == "cpu":
         # On fake tensors nothing is multiplied: what a GPU would hold is what counts.
         return dist.get_backend() != "fake"
-    capability = torch.cuda.get_device_capability()
-    if capability < _ADA:
-        raise UserError(
-            f"needs fp8 matrix units, which {torch.cuda.get_device_name()} (compute capability "
-            f"{capability[0]}.{capability[1]}) does not have",
-            field="policy.precision",
-            value="fp8",
-            hint="use bf16",
-        )
+    major, minor = capability = torch.cuda.get_device_capability()
+    name = f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
+    rule = f"needs fp8 matrix units, which {name} does not have"
+    check.that(capability >= _ADA, "policy.precision", "fp8", rule, "use bf16")
     return False
 
 
@@ -144,12 +140,8 @@ def float8_product(*, emulate: bool) -> Product:
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
     except ImportError as error:
-        raise UserError(
-            f"needs torchao, which cannot be imported ({error})",
-            field="policy.precision",
-            value="fp8",
-            hint="pip install torchao",
-        ) from None
+        rule, hint = f"needs torchao, which cannot be imported ({error})", "pip install torchao"
+        raise UserError(rule, field="policy.precision", value="fp8", hint=hint) from None
     config = Float8LinearConfig(emulate=emulate)
     # FSDP and tensor parallelism own the weights, so torchao gets no module to keep them in: only
     # what it derives from the recipe is taken.

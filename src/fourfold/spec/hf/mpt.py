@@ -55,10 +55,7 @@ def _mpt_positions(config: Config, attention: Config) -> dict[str, Any]:
     if attention.flag("rope", default=False):
         return {"kind": "rope", "theta": attention.number("theta", "rope_theta", default=10000.0)}
     if not config.flag("learned_pos_emb", default=True):
-        raise UserError(
-            "leaves the model without positions, which is not modelled",
-            field="learned_pos_emb",
-            value=False,
-            hint="set alibi, rope or learned_pos_emb",
-        )
+        rule = "leaves the model without positions, which is not modelled"
+        hint = "set alibi, rope or learned_pos_emb"
+        raise UserError(rule, field="learned_pos_emb", value=False, hint=hint)
     return {"kind": "learned", "length": config.whole("positions.length", "max_seq_len")}

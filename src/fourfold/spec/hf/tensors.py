@@ -168,13 +168,10 @@ def export_type(model: ModelShape) -> str:
         if not reasons:
             return kind
     nearest = min(wrong, key=lambda kind: len(wrong[kind]))
-    raise UserError(
-        f"has a shape that no public format computes; {nearest} comes closest, but there "
-        f"{' and '.join(wrong[nearest])}",
-        field="model",
-        value=model.name,
-        hint=f"supported: {', '.join(_COMPUTED)}",
-    )
+    why = f"{nearest} comes closest, but there {' and '.join(wrong[nearest])}"
+    rule = f"has a shape that no public format computes; {why}"
+    hint = f"supported: {', '.join(_COMPUTED)}"
+    raise UserError(rule, field="model", value=model.name, hint=hint)
 
 
 def _misfits(kind: str, model: ModelShape) -> list[str]:
