@@ -82,6 +82,14 @@ def put_parameter(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner._parameters[name] = parameter
 
 
+@functools.cache
+def kernels() -> Any:
+    """Our own kernels of GPUs. triton comes with torch for GPUs only, so they are imported late."""
+    from fourfold.engine.model import triton_kernels
+
+    return triton_kernels
+
+
 def scaled_mm(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     """A product in fp8, bf16 out."""
     return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)

@@ -6,16 +6,16 @@ import itertools
 import socket
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
-from fourfold.engine.compat import scaled_mm
+from fourfold.engine import compat
+from fourfold.engine.model.layers import KERNELS
 from fourfold.engine.observe.clock import lower_quartile, reading, seconds_of, synchronize
 from fourfold.engine.parallel.groups import Group, World
 from fourfold.result.profile import (
@@ -27,33 +27,18 @@ from fourfold.result.profile import (
 )
 from fourfold.result.report import LinkRate
 
-DTYPES: dict[str, torch.dtype] = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-}
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "unfused": SDPBackend.MATH,
-}
+DTYPES = compat.DTYPES | {"tf32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 
 def product(dtype: str, shape: tuple[int, int, int], device: torch.device) -> Callable[[], Tensor]:
     """A ready matrix product. Random values: zeros draw less power and run faster on GPUs."""
     m, n, k = shape
-    left = torch.randn(m, k, device=device)
-    right = torch.randn(n, k, device=device)
+    left = torch.randn(m, k, device=device).to(DTYPES[dtype])
+    right = torch.randn(n, k, device=device).to(DTYPES[dtype]).t()
     if dtype == "fp8":
-        a, b = left.to(DTYPES[dtype]), right.to(DTYPES[dtype]).t()
         scale = torch.ones((), device=device)
-        return lambda: scaled_mm(a, b, scale)
-    a, b = left.to(DTYPES[dtype]), right.to(DTYPES[dtype]).t()
-    return lambda: a @ b
+        return lambda: compat.scaled_mm(left, right, scale)
+    return lambda: left @ right
 
 
 def gemm(
@@ -77,9 +62,8 @@ def attention(
     q, k, v = (
         torch.randn(sizes, device=device, dtype=DTYPES[dtype], requires_grad=True) for _ in range(3)
     )
-    chosen: Any = sdpa_kernel(KERNELS[kernel]) if kernel in KERNELS else nullcontext()
     try:
-        with chosen:
+        with sdpa_kernel(KERNELS[kernel]):
             forward_s = seconds_of(
                 lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
                 device,

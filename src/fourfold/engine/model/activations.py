@@ -10,7 +10,6 @@ compiler's, which joins them (`cat`), takes twice the time of the values' traffi
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fourfold.engine.compat import kernels
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Linear
 
@@ -81,7 +81,7 @@ def _(x: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block, count = 2 * _BLOCK, x.numel()
     grid = (-(-count // block),)
-    _kernels().gelu[grid](x.contiguous(), out, count, BLOCK=block, num_warps=_WARPS)
+    kernels().gelu[grid](x.contiguous(), out, count, BLOCK=block, num_warps=_WARPS)
     return out
 
 
@@ -111,7 +111,7 @@ def _(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     grid = (-(-width // _COLUMNS), sums.shape[0])
     sizes = {"ROWS": _ROWS, "TILE": _TILE, "COLUMNS": _COLUMNS, "num_warps": _WARPS}
     tensors = (x.contiguous(), grad.contiguous(), out, sums)
-    _kernels().gelu_backward[grid](*tensors, rows, width, **sizes)
+    kernels().gelu_backward[grid](*tensors, rows, width, **sizes)
     return out, sums
 
 
@@ -163,13 +163,5 @@ def _(gate_up: Tensor, grad: Tensor) -> Tensor:
     width = grad.shape[-1]
     grid = (grad.numel() // width, -(-width // _BLOCK))
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
-    _kernels().swiglu_backward[grid](gate_up, grad, out, width, BLOCK=_BLOCK, num_warps=_WARPS)
+    kernels().swiglu_backward[grid](gate_up, grad, out, width, BLOCK=_BLOCK, num_warps=_WARPS)
     return out
-
-
-@functools.cache
-def _kernels() -> Any:
-    """triton comes with torch for GPUs only, so it is imported late."""
-    from fourfold.engine.model import triton_kernels
-
-    return triton_kernels

@@ -58,6 +58,20 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+# torch's kernels of the core; ring and all-gather attention bring their own (parallel/blocks.py).
+KERNELS: dict[str, list[SDPBackend]] = {
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+    "fused": [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+    ],
+    "unfused": [SDPBackend.MATH],
+}
+
+
 class Core(nn.Module):
     """Causal attention over whole sequences; context parallelism puts its own in this place.
     `backends`: which of torch's kernels may be used, the first that can; None: torch chooses."""

@@ -110,7 +110,6 @@ class FillingProcessGroup(OwnProcessGroup):
             made = Fill(kind, target.numel() // parts, parts, target.dtype)
             self._log.fills[self._log.phase, self.group_name, made] += 1
 
-    # torch hands everything over by position: tensors first, then what a real group would need.
     # In place, nothing arrives.
 
     def allreduce(self, *args: Any, **_: Any) -> Any:
@@ -146,17 +145,11 @@ class FillingProcessGroup(OwnProcessGroup):
                 copy(part, own)
         return self._done("all-gather", [part for parts in args[0] for part in parts])
 
-    def _allgather_base(self, *args: Any, **_: Any) -> Any:
-        return self.allgather_into_tensor_coalesced([args[0]], [args[1]])
-
     def allgather_into_tensor_coalesced(self, *args: Any, **_: Any) -> Any:
         for whole, own in zip(args[0], args[1], strict=True):
             self._fill("copies", whole, self._ranks)
             gather(whole, own, self._ranks)
         return self._done("all-gather", args[0])
-
-    def _reduce_scatter_base(self, *args: Any, **_: Any) -> Any:
-        return self.reduce_scatter_tensor_coalesced([args[0]], [args[1]])
 
     def reduce_scatter_tensor_coalesced(self, *args: Any, **_: Any) -> Any:
         for part, whole in zip(args[0], args[1], strict=True):
@@ -173,13 +166,6 @@ class FillingProcessGroup(OwnProcessGroup):
         else:
             receive(got, 1.0)
         return self._done("all-to-all", [max(got, own, key=Tensor.numel)])
-
-    # torch 2.13 calls some of them by new names.
-    all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-    all_to_all_single = alltoall_base
 
 
 @dataclass(frozen=True, slots=True)

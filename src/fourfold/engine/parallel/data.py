@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from fourfold.engine.compat import DTYPES, activation_dtype, put_parameter, version_of
+from fourfold.engine.compat import DTYPES, activation_dtype, kernels, put_parameter, version_of
 from fourfold.engine.compat_fsdp import (
     cast_reduce_scatter,
     fsdp_add_with,
@@ -242,7 +242,7 @@ def add_gradient(total: Tensor, fresh: Tensor, dtype: torch.dtype) -> Tensor:
         return total.to(dtype).add_(fresh)
     out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
     grid = (-(-total.numel() // _BLOCK),)
-    _kernels().add[grid](total, fresh, out, total.numel(), BLOCK=_BLOCK, num_warps=_WARPS)
+    kernels().add[grid](total, fresh, out, total.numel(), BLOCK=_BLOCK, num_warps=_WARPS)
     return out
 
 
@@ -251,11 +251,4 @@ def widen(narrow: Tensor, wide: Tensor) -> None:
     """Copy [rows, values] on a GPU; rows of `narrow` lie side by side, those of `wide` may not."""
     rows, width = narrow.shape
     grid = (rows, -(-width // _BLOCK))
-    _kernels().widen[grid](narrow, wide, width, wide.stride(0), BLOCK=_BLOCK, num_warps=_WARPS)
-
-
-@functools.cache
-def _kernels() -> Any:
-    from fourfold.engine.model import triton_kernels
-
-    return triton_kernels
+    kernels().widen[grid](narrow, wide, width, wide.stride(0), BLOCK=_BLOCK, num_warps=_WARPS)

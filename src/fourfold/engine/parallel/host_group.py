@@ -59,6 +59,27 @@ class OwnProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  (torch calls it so)
         return self._backend
 
+    # torch hands everything over by position: tensors first, then options. One tensor is a list of
+    # one, and torch 2.13 calls some of them by new names.
+
+    def _allgather_base(self, *args: Any, **_: Any) -> Any:
+        return self.allgather_into_tensor_coalesced([args[0]], [args[1]])
+
+    def _reduce_scatter_base(self, *args: Any, **_: Any) -> Any:
+        return self.reduce_scatter_tensor_coalesced([args[0]], [args[1]], *args[2:])
+
+    def all_gather_single_coalesced(self, *args: Any, **_: Any) -> Any:
+        return self.allgather_into_tensor_coalesced(*args)
+
+    def reduce_scatter_single_coalesced(self, *args: Any, **_: Any) -> Any:
+        return self.reduce_scatter_tensor_coalesced(*args)
+
+    def all_to_all_single(self, *args: Any, **_: Any) -> Any:
+        return self.alltoall_base(*args)
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+
 
 class HostProcessGroup(OwnProcessGroup):
     """Collectives are over when they return; sends and receives when they are waited for."""
@@ -73,8 +94,6 @@ class HostProcessGroup(OwnProcessGroup):
             call([host], *rest).wait()
             _put(tensor, host)
         return _done()
-
-    # torch hands everything over by position: tensors first, then options.
 
     def allreduce(self, *args: Any, **_: Any) -> Any:
         return self._in_place(self._gloo.allreduce, *args)
@@ -122,16 +141,10 @@ class HostProcessGroup(OwnProcessGroup):
                 _put(part, host)
         return _done()
 
-    def _allgather_base(self, *args: Any, **_: Any) -> Any:
-        return self.allgather_into_tensor_coalesced([args[0]], [args[1]])
-
     def allgather_into_tensor_coalesced(self, *args: Any, **_: Any) -> Any:
         for whole, own in zip(args[0], args[1], strict=True):
             _put(whole.view(-1), torch.cat([part.view(-1) for part in self._gathered(own)]))
         return _done()
-
-    def _reduce_scatter_base(self, *args: Any, **_: Any) -> Any:
-        return self.reduce_scatter_tensor_coalesced([args[0]], [args[1]], *args[2:])
 
     def reduce_scatter_tensor_coalesced(self, *args: Any, **_: Any) -> Any:
         """All of it is summed, and this rank's part kept."""
@@ -147,13 +160,6 @@ class HostProcessGroup(OwnProcessGroup):
         self._gloo.alltoall_base(host, _host(own), *splits).wait()
         _put(got, host)
         return _done()
-
-    # torch 2.13 calls some of them by new names.
-    all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-    all_to_all_single = alltoall_base
 
 
 def _host(tensor: Tensor) -> Tensor:

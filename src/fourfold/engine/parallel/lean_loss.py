@@ -3,13 +3,13 @@ chunks, a part's gradients are made right after its logits, so nothing is comput
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fourfold.engine.compat import kernels
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.parallel.groups import Group, World, all_reduce
 from fourfold.engine.parallel.tensor import VocabLoss
@@ -119,20 +119,12 @@ def _share(grad: Tensor, targets: Tensor, logsum: Tensor) -> Tensor:
     return (grad * (targets != IGNORE)).to(logsum.dtype)
 
 
-@functools.cache
-def _kernels() -> Any:
-    """triton comes with torch for GPUs only, so it is imported late."""
-    from fourfold.engine.model import triton_kernels
-
-    return triton_kernels
-
-
 def _gpu_sums(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
     if logits.dtype == torch.float64:
         return _sums(logits, column)
     rows, width = logits.shape
     logsum, chosen = (torch.empty(rows, device=logits.device) for _ in range(2))
-    _kernels().row_sums[(rows,)](
+    kernels().row_sums[(rows,)](
         logits, column, logsum, chosen, width, BLOCK=_ROW_BLOCK, num_warps=8
     )
     return logsum, chosen
@@ -144,7 +136,7 @@ def _gpu_turn(logits: Tensor, logsum: Tensor, column: Tensor, share: Tensor) -> 
         return
     rows, width = logits.shape
     grid = (rows, -(-width // _TURN_BLOCK))
-    _kernels().turn[grid](logits, logsum, column, share, width, BLOCK=_TURN_BLOCK, num_warps=8)
+    kernels().turn[grid](logits, logsum, column, share, width, BLOCK=_TURN_BLOCK, num_warps=8)
 
 
 def _wide(logits: Tensor) -> Tensor:

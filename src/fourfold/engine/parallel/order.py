@@ -23,7 +23,7 @@ from fourfold.cost.count.params import stage_layers
 from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.model.activations import apply_fast_activations
 from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.model.layers import Core
+from fourfold.engine.model.layers import KERNELS, Core
 from fourfold.engine.parallel.context import apply_context
 from fourfold.engine.parallel.data import apply_data
 from fourfold.engine.parallel.groups import World
@@ -35,18 +35,6 @@ from fourfold.errors import UserError
 from fourfold.search.legal import require_legal
 from fourfold.spec.run import RunSpec
 
-# Ring and all-gather attention bring their own kernels (parallel/blocks.py).
-KERNELS: dict[str, list[SDPBackend]] = {
-    "flash": [SDPBackend.FLASH_ATTENTION],
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-    "fused": [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-    ],
-    "unfused": [SDPBackend.MATH],
-}
 # On Hopper cuDNN's take half of flash's time; what it can't do, the others can.
 _AUTO_CUDA = [*KERNELS["fused"], SDPBackend.MATH]
 Step = Callable[[Decoder, RunSpec, World], None]
