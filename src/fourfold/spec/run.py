@@ -113,12 +113,18 @@ class RunSpec:
 
 def _refuse_short_names(table: dict[str, Any], path: str) -> None:
     """`precision = ...` at the top of a file, where policy.precision is meant."""
-    inside = {f.name: "batch" for f in fields(Batch)} | {f.name: "policy" for f in fields(Policy)}
-    inside |= dict.fromkeys((*AXES, "order"), "layout")
-    own = {f.name for f in fields(RunSpec)}
-    for key in (key for key in table if key in inside and key not in own):
-        hint = f"did you mean {inside[key]}.{key}? (it belongs in [{inside[key]}])"
+    short = short_names()
+    for key in (key for key in table if "." in short.get(key, "")):
+        hint = f"did you mean {short[key]}? (it belongs in [{short[key].partition('.')[0]}])"
         raise UserError("unknown field", field=f"{path}.{key}" if path else str(key), hint=hint)
+
+
+def short_names() -> dict[str, str]:
+    """A field's own name -> its path in a run's table; a run's own fields come first."""
+    names = {field.name: f"policy.{field.name}" for field in fields(Policy)}
+    names |= {field.name: f"batch.{field.name}" for field in fields(Batch)}
+    names |= {axis: f"layout.{axis}" for axis in (*AXES, "order")}
+    return names | {field.name: field.name for field in fields(RunSpec)}
 
 
 def _must_have_copies(layout: Layout) -> None:

@@ -14,11 +14,9 @@ from typing import Any
 
 from fourfold.errors import UserError, nearest
 from fourfold.spec import check, codec, words
-from fourfold.spec.batch import Batch
 from fourfold.spec.expression import MEMORY_NAMES, Expression, parse
-from fourfold.spec.layout import AXES, Layout
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import LayoutSizeError, RunSpec, names_dp
+from fourfold.spec.layout import Layout
+from fourfold.spec.run import LayoutSizeError, RunSpec, names_dp, short_names
 
 _RESERVED = ("where", "max_nodes", "gpus_per_node")
 _DEFAULT_GPUS_PER_NODE = 8
@@ -145,19 +143,11 @@ def path_of(name: str) -> str:
         return f"policy.{name}"
     if name.startswith(("layout.", "batch.", "policy.", "model.", "fault.")):
         return name
-    short = _short_names()
+    short = short_names()
+    del short["env"]  # one by one: env.X
     if name not in short:
         raise UserError("unknown axis", field="sweep", value=name, hint=nearest(name, short))
     return short[name]
-
-
-def _short_names() -> dict[str, str]:
-    names = {field.name: f"policy.{field.name}" for field in dataclasses.fields(Policy)}
-    names |= {field.name: f"batch.{field.name}" for field in dataclasses.fields(Batch)}
-    names |= {axis: f"layout.{axis}" for axis in (*AXES, "order")}
-    names |= {field.name: field.name for field in dataclasses.fields(RunSpec)}
-    del names["env"]
-    return names
 
 
 def expand(sweep: Sweep) -> Expansion:

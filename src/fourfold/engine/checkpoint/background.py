@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.engine.checkpoint.checkpoint import LOOK_S, cpu_group, save, state_shards
+from fourfold.engine.checkpoint.checkpoint import LOOK_S, save, state_shards
 from fourfold.engine.checkpoint.tensor_file import StateShard
 from fourfold.engine.compat import foreach_norm
 from fourfold.engine.observe.clock import synchronize
+from fourfold.engine.parallel.groups import cpu_group
 from fourfold.engine.process.health import NonFiniteError
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.checkpoint.state import CheckpointState

@@ -18,6 +18,7 @@ from fourfold import files
 from fourfold.engine.checkpoint import tensor_file
 from fourfold.engine.checkpoint.tensor_file import StateShard, Written
 from fourfold.engine.data.source import data_facts
+from fourfold.engine.parallel.groups import cpu_group
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
 from fourfold.result.checkpoint import folder as checkpoints
@@ -241,10 +242,3 @@ def _kind(error: BaseException | None) -> str:
         return ""
     kinds = (kind for kind in reversed(_ERRORS) if isinstance(error, _ERRORS[kind]))
     return next(kinds, "other")
-
-
-def cpu_group() -> dist.ProcessGroup:
-    """All ranks, over gloo whatever the training uses. Collective."""
-    group = dist.new_group(backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return group

@@ -6,14 +6,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fourfold.engine.microbench import device as probe
 from fourfold.engine.microbench.device import collectives_of, shared_rates
-from fourfold.engine.parallel.groups import Group
+from fourfold.engine.parallel.groups import Group, cpu_group
 from fourfold.engine.process.health import Heartbeat
 from fourfold.engine.process.task import Task, machine_facts
 from fourfold.result.profile import (
@@ -65,7 +65,7 @@ def perform(task: Task) -> None:
     device = task.device(task.job.option("device", "auto"))
     seconds = float(task.job.option("seconds", "60"))
     task.join(device)
-    sleepers = _group(backend="gloo")  # waiting on it uses neither GPU nor core
+    sleepers = cpu_group()
     began = time.perf_counter()
     alone: dict[str, Any] = {}
     if task.rank == 0:
@@ -92,8 +92,9 @@ def _together(
     collectives: list[CollectivePoint] = []
     for n in sizes:
         ranks = tuple(range(n))
-        handle = _group(ranks=list(ranks))
+        handle = dist.new_group(ranks=list(ranks))
         if task.rank < n:
+            assert isinstance(handle, dist.ProcessGroup)  # torch's type for ranks outside
             group = Group(axis="", ranks=ranks, rank=task.rank, handle=handle)
             torch.set_num_threads(max(1, task.place.cores // n))
             task.heartbeat.enter(f"{n} ranks at once")
@@ -104,11 +105,6 @@ def _together(
             task.heartbeat.step_done()
         dist.barrier(group=sleepers)
     return tuple(shared), tuple(collectives)
-
-
-def _group(**how: Any) -> dist.ProcessGroup:
-    """torch also types it as None and an int, for ranks outside; those never use theirs."""
-    return cast(dist.ProcessGroup, dist.new_group(**how))
 
 
 def _plan(device: torch.device, quick: bool) -> Plan:

@@ -22,7 +22,7 @@ from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.memory import retries
 from fourfold.engine.observe.phases import PhaseTimeline, attach, axes_of, steady
 from fourfold.engine.one_rank import fake_peers
-from fourfold.engine.one_rank.fake_peers import StepTraffic, TrafficLog
+from fourfold.engine.one_rank.fake_peers import TrafficLog
 from fourfold.engine.one_rank.profile import MicroBatchProfiler
 from fourfold.engine.one_rank.totals import (
     StageFacts,
@@ -188,17 +188,17 @@ def _run(steps: Steps, traffic_log: TrafficLog) -> StepReadings:
     spec, trainer = steps.task.spec, steps.trainer
     device = trainer.device
     fake_peers.keep_to_own_tokens(trainer)
-    listeners: list[Callable[[str], None]] = [traffic_log.enter]
+    listeners: list[Callable[[str], None]] = []
     line = PhaseTimeline(device, listeners)
     attach(trainer, line.mark)
     if trainer.step_graph is not None:
         trainer.step_graph.eager_steps = 2**62  # messages and kernels are read off as they start
     steps.run(max(1, spec.warmup - 1))
-    traffic = StepTraffic(traffic_log)
-    listeners.append(traffic.note)
+    traffic_log.take()
+    listeners.append(traffic_log.enter)
     steps.run(1)
-    traffic.close()
-    listeners.remove(traffic.note)
+    listeners.remove(traffic_log.enter)
+    traffic = traffic_log.take()
     profiler = MicroBatchProfiler(device, len(trainer.sizes) * len(trainer.chunks))
     listeners.append(profiler.note)
     steps.run(1)

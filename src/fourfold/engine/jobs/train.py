@@ -24,6 +24,7 @@ from fourfold.engine.observe.clock import Ticks, synchronize
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory
 from fourfold.engine.observe.phases import mark_phases
+from fourfold.engine.parallel.groups import cpu_group
 from fourfold.engine.process.health import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task, environment
 from fourfold.engine.training.optimizer import OptimizerSettings
@@ -240,9 +241,7 @@ class StopRequest:
     def connect(self) -> None:
         """A CPU group of its own, whose only collectives are these questions. Collective."""
         if dist.get_world_size() > 1:
-            group = dist.new_group(backend="gloo")
-            assert isinstance(group, dist.ProcessGroup)
-            self._group = group
+            self._group = cpu_group()
 
     @property
     def wanted(self) -> bool:

@@ -47,9 +47,9 @@ class Allocation:
         )  # fmt: skip
 
 
-@dataclass(slots=True)
-class PeakSnapshot:
-    """The fullest moment: bytes in all and by kind, when, and its largest tensors."""
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One moment: bytes in all and by kind, when, and the largest tensors."""
 
     size: int
     kinds: dict[str, int]
@@ -57,23 +57,14 @@ class PeakSnapshot:
     largest: tuple[Allocation, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OverLimit:
-    """The moment live bytes passed the limit; the tensor that did it is counted."""
-
-    size: int
-    limit_bytes: int
-    asked_bytes: int
-    kinds: dict[str, int]
-    largest: tuple[Allocation, ...]
-
-
 class MemoryLimitError(MemoryError):
-    """Live bytes passed the run's memory_limit; `over`: the ledger's picture of that moment."""
+    """Live bytes passed the run's memory_limit. `over`: that moment, with the tensor that did it,
+    for which `asked_bytes` were asked."""
 
-    def __init__(self, message: str, over: OverLimit) -> None:
-        super().__init__(message)
-        self.over = over
+    def __init__(self, over: Snapshot, limit_bytes: int, asked: Allocation) -> None:
+        what = f"{over.size} live bytes pass memory_limit={limit_bytes} with {asked}"
+        super().__init__(f"{what}; largest: {'; '.join(map(str, over.largest[:3]))}")
+        self.over, self.limit_bytes, self.asked_bytes = over, limit_bytes, asked.size
 
 
 class Ledger(compat.TorchDispatchMode):
@@ -121,7 +112,7 @@ class Ledger(compat.TorchDispatchMode):
             entry[0].kind = kind
 
     @property
-    def peak(self) -> PeakSnapshot:
+    def peak(self) -> Snapshot:
         if self._rising and self.live_bytes == self.peak_bytes:
             self._snapshot()
         return self._peak
@@ -181,29 +172,24 @@ class Ledger(compat.TorchDispatchMode):
         for kind, tensor in self.owners():  # gradients may be newer than the last mark
             self.own(kind, tensor)
         self._snapshot()
-        largest = self.largest()
-        over = OverLimit(self.live_bytes, limit, allocation.size, dict(self.kinds), largest)
-        raise MemoryLimitError(
-            f"{self.live_bytes} live bytes pass memory_limit={limit} with {allocation}; "
-            f"largest: {'; '.join(map(str, largest[:3]))}",
-            over,
-        )
+        raise MemoryLimitError(self.now(), limit, allocation)
 
-    def largest(self) -> tuple[Allocation, ...]:
+    def now(self) -> Snapshot:
         allocations = (entry[0] for entry in self._allocations.values())
         largest = heapq.nlargest(_LARGEST, allocations, key=lambda allocation: allocation.size)
-        return tuple(map(replace, largest))
+        kinds, copies = dict(self.kinds), tuple(map(replace, largest))
+        return Snapshot(self.live_bytes, kinds, self.phase, copies)
 
     def _snapshot(self) -> None:
         """Who was there. A walk over all storages, so only where the peak turns, not on its way up.
         Within 1% of the last snapshot the same tensors are the largest; only the total moves on."""
         self._rising = False
-        before: PeakSnapshot | None = getattr(self, "_peak", None)
+        before: Snapshot | None = getattr(self, "_peak", None)
         if before is not None and before.size <= self.peak_bytes <= before.size * 1.01:
-            largest = before.largest
+            kinds = dict(self.kinds)
+            self._peak = Snapshot(self.live_bytes, kinds, self.phase, before.largest)
         else:
-            largest = self.largest()
-        self._peak = PeakSnapshot(self.live_bytes, dict(self.kinds), self.phase, largest)
+            self._peak = self.now()
 
     # What operators do.
 

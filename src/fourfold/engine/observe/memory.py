@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from fourfold.engine.compat import local, storage_key
-from fourfold.engine.observe.ledger import Ledger, MemoryLimitError, OverLimit
+from fourfold.engine.observe.ledger import Ledger, MemoryLimitError
 from fourfold.engine.observe.phases import owners_of
 from fourfold.engine.parallel.shards import published
 from fourfold.engine.training.trainer import Trainer
@@ -146,14 +146,13 @@ def oom_report(
 def of_ledger(ledger: Ledger, trainer: Trainer | None, error: BaseException) -> OomReport:
     """At the limit the ledger took its picture itself; an allocator's refusal finds it here."""
     names = names_of(trainer) if trainer is not None else {}
-    over = error.over if isinstance(error, MemoryLimitError) else None
-    if over is None:
-        asked, kinds = asked_bytes(str(error)), dict(ledger.kinds)
-        over = OverLimit(ledger.live_bytes, 0, asked, kinds, ledger.largest())
+    over, asked, limit = ledger.now(), asked_bytes(str(error)), 0
+    if isinstance(error, MemoryLimitError):
+        over, asked, limit = error.over, error.asked_bytes, error.limit_bytes
     return OomReport(
         live_bytes=over.size,
-        asked_bytes=over.asked_bytes,
-        limit_bytes=over.limit_bytes,
+        asked_bytes=asked,
+        limit_bytes=limit,
         kinds=_kinds(over.kinds),
         largest=tuple(a.large(names.get(a.key, "")) for a in over.largest),
         source="ledger of live tensors",

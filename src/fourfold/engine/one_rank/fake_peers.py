@@ -40,53 +40,42 @@ class Fill:
 
 @dataclass(slots=True)
 class TrafficLog:
-    """StepTraffic since the last `clear`, by (group's name, kind): payload bytes and calls. Fills
-    also by `phase`, which whoever runs the steps sets."""
+    """Messages by interval between the beginnings of two phases: payload bytes by (group's name,
+    kind), calls under `kind calls`. Fills by phase."""
 
-    traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    intervals: list[tuple[str, Counter[tuple[str, str]]]] = field(
+        default_factory=lambda: [("", Counter())]
+    )
     fills: Counter[tuple[str, str, Fill]] = field(default_factory=Counter)
-    phase: str = ""
 
     def enter(self, phase: str) -> None:
-        self.phase = phase
+        self.intervals.append((phase, Counter()))
 
-    def clear(self) -> None:
-        for counts in (self.traffic, self.calls, self.fills):
-            counts.clear()
+    def sent(self, group: str, kind: str, size: int) -> None:
+        self.intervals[-1][1].update({(group, kind): size, (group, f"{kind} calls"): 1})
 
+    def filled(self, group: str, fill: Fill) -> None:
+        self.fills[self.intervals[-1][0], group, fill] += 1
 
-class StepTraffic:
-    """The messages of one step: in all, and of every interval between two phases' beginnings. Keys
-    are (group's name, kind): payload bytes, calls under `kind calls`."""
+    def take(self) -> TrafficLog:
+        """All since it was taken before."""
+        taken = TrafficLog(self.intervals, self.fills)
+        self.intervals, self.fills = [("", Counter())], Counter()
+        return taken
 
-    def __init__(self, traffic_log: TrafficLog) -> None:
-        traffic_log.clear()
-        self._log = traffic_log
-        self._phase, self._before = "", Counter[tuple[str, str]]()
-        self.intervals: dict[str, list[Counter[tuple[str, str]]]] = {}
-        self.total = Counter[tuple[str, str]]()
-        self.fills = Counter[tuple[str, str, Fill]]()
-
-    def note(self, phase: str) -> None:
-        now, before = self._now(), self._before
-        moved = Counter({key: count - before[key] for key, count in now.items()})
-        self.intervals.setdefault(self._phase, []).append(moved)
-        self._phase, self._before = phase, now
-
-    def close(self) -> None:
-        self.total, self.fills = self._now(), self._log.fills.copy()
-
-    def _now(self) -> Counter[tuple[str, str]]:
-        calls = {(group, f"{kind} calls"): n for (group, kind), n in self._log.calls.items()}
-        return Counter({**self._log.traffic, **calls})
+    @property
+    def total(self) -> Counter[tuple[str, str]]:
+        total = Counter[tuple[str, str]]()
+        for _, counts in self.intervals:
+            total.update(counts)
+        return total
 
     def of(self, key: tuple[str, str]) -> dict[str, list[float]]:
         """By phase, what each of its intervals moved."""
-        return {
-            phase: [float(moved[key]) for moved in counts]
-            for phase, counts in self.intervals.items()
-        }
+        moved: dict[str, list[float]] = {}
+        for phase, counts in self.intervals:
+            moved.setdefault(phase, []).append(float(counts[key]))
+        return moved
 
 
 class FillingProcessGroup(OwnProcessGroup):
@@ -99,16 +88,14 @@ class FillingProcessGroup(OwnProcessGroup):
 
     def _done(self, op: str, payload: Sequence[Tensor] = ()) -> Any:
         if payload and self._ranks > 1:
-            key = (self.group_name, op)
-            self._log.traffic[key] += sum(t.numel() * t.element_size() for t in payload)
-            self._log.calls[key] += 1
+            self._log.sent(self.group_name, op, sum(tensor.nbytes for tensor in payload))
         return compat.finished_work()
 
     def _fill(self, kind: str, target: Tensor, parts: int = 1) -> None:
         """Note a fill; groups of one rank only hand their own values back."""
         if self._ranks > 1:
             made = Fill(kind, target.numel() // parts, parts, target.dtype)
-            self._log.fills[self._log.phase, self.group_name, made] += 1
+            self._log.filled(self.group_name, made)
 
     # In place, nothing arrives.
 

@@ -13,7 +13,7 @@ from fourfold.engine import compat
 from fourfold.engine.microbench import kernel_times
 from fourfold.engine.microbench.kernels import Kernel, Product, stage_kernels
 from fourfold.engine.observe.phases import STEP_PHASES, phase_of, steady
-from fourfold.engine.one_rank.fake_peers import Fill, StepTraffic
+from fourfold.engine.one_rank.fake_peers import Fill, TrafficLog
 from fourfold.engine.one_rank.profile import MicroBatchProfiler
 from fourfold.engine.parallel.groups import World
 from fourfold.result.one_rank import KernelTime, PhaseTime, Traffic
@@ -52,7 +52,7 @@ class StepReadings:
     step_s: list[float]
     intervals: dict[str, list[float]]
     taken: int
-    traffic: StepTraffic
+    traffic: TrafficLog
     profiler: MicroBatchProfiler
     memory: RankMemory
 
@@ -78,7 +78,7 @@ def step_flops(stage: StageFacts, kernels: list[Kernel]) -> int:
 
 
 def fill_seconds(
-    traffic: StepTraffic, axes: dict[str, str], device: torch.device
+    traffic: TrafficLog, axes: dict[str, str], device: torch.device
 ) -> dict[str, float]:
     """Seconds of fills in a step by phase, where they are in the way of the compute."""
     beside = _BESIDE if device.type == "cuda" else ()
@@ -117,7 +117,7 @@ def phase_times(
 
 
 def step_traffic(
-    traffic: StepTraffic, axes: dict[str, str], stage: StageFacts
+    traffic: TrafficLog, axes: dict[str, str], stage: StageFacts
 ) -> tuple[Traffic, ...]:
     """Payload of a whole step by axis and collective; groups of one rank have no axis."""
     total: Counter[tuple[str, str]] = Counter()

@@ -196,6 +196,14 @@ def _group(axis: str, ranks: torch.Tensor, this_rank: dist.ProcessGroup | None =
     return Group(axis=axis, ranks=members, rank=members.index(dist.get_rank()), handle=handle)
 
 
+def cpu_group() -> dist.ProcessGroup:
+    """All ranks, over gloo whatever the training uses; waiting on it uses neither GPU nor core.
+    Collective."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def wait(tensor: Tensor) -> Tensor:
     """Functional collectives return before the transfer ends; this is where the result is used."""
     return functional.wait_tensor(tensor)

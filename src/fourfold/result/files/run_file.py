@@ -163,10 +163,9 @@ _NAME = re.compile(r"(?P<host>.+)-(?P<pid>[0-9]{1,10})-[0-9a-f]{8}\Z", re.DOTALL
 
 def is_folder(path: Path) -> bool:
     """A folder itself, not a link to one."""
-    try:
+    with contextlib.suppress(OSError):
         return stat.S_ISDIR(os.lstat(path).st_mode)
-    except OSError:
-        return False
+    return False
 
 
 def new_place(root: Path) -> Path:
