@@ -11,12 +11,7 @@ from fourfold.tables.finding import RULES, Finding, TablesFile, finding
 from fourfold.tables.records import records, with_text
 
 _ROW_CHECKS = {**rules_shape.ROW_CHECKS, **rules_speed.ROW_CHECKS}
-_FILE_CHECKS = (
-    *rules_shape.CHECKS,
-    *rules_speed.CHECKS,
-    *rules_work.CHECKS,
-    *rules_copies.CHECKS,
-)
+_FILE_CHECKS = (*rules_shape.CHECKS, *rules_speed.CHECKS, *rules_work.CHECKS, *rules_copies.CHECKS)
 
 
 def lint(document: Document) -> list[Finding]:

@@ -64,14 +64,7 @@ class Saver:
             if self.trainer.device.type == "cuda":  # a thread starts on the first one
                 torch.cuda.set_device(self.trainer.device)
             try:
-                save(
-                    items,
-                    self.root,
-                    state,
-                    keep=self.keep,
-                    group=self._group,
-                    tick=self._wrote,
-                )
+                save(items, self.root, state, keep=self.keep, group=self._group, tick=self._wrote)
             except BaseException as error:
                 self._error = error
 

@@ -21,12 +21,7 @@ from fourfold.result.checkpoint import old_index
 from fourfold.result.checkpoint.index import BLOCK_BYTES, Chunk, FileEntry, Index, StoredTensor
 from fourfold.result.files import stored
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Values begin at a multiple of this, and each chunk at a multiple of its own values' size.
 _ALIGN_BYTES = 64

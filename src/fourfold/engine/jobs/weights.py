@@ -59,11 +59,7 @@ def _to_hf(saved: Checkpoint, index: Index, dtype: torch.dtype, out: Path, task:
 
 
 def _to_dcp(
-    saved: Checkpoint,
-    index: Index,
-    dtype: torch.dtype | None,
-    out: Path,
-    tick: Callable[[], None],
+    saved: Checkpoint, index: Index, dtype: torch.dtype | None, out: Path, tick: Callable[[], None]
 ) -> list[str]:
     """`dtype` is that of the weights; moments stay as they are."""
 

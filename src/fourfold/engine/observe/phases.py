@@ -60,9 +60,7 @@ def watch(trainer: Trainer, ledger: Ledger) -> None:
 
 
 def mark_phases(
-    trainer: Trainer,
-    mark: Callable[[str], None],
-    check: Callable[[Tensor], None] | None = None,
+    trainer: Trainer, mark: Callable[[str], None], check: Callable[[Tensor], None] | None = None
 ) -> None:
     """From here on steps say where they are: forward and backward of each micro batch, reduce,
     optimizer. `check` sees the norm before weights change."""

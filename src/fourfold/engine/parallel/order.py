@@ -46,11 +46,7 @@ def cut_chunk(spec: RunSpec, stage: int) -> Decoder:
     layers = stage_layers(model, spec.layout.pp * policy.virtual_stages, seq_len)[stage]
     with torch.device("meta"):
         decoder = Decoder(
-            model,
-            seq_len,
-            layers,
-            fused=policy.fused_projections,
-            loss_chunks=policy.loss_chunks,
+            model, seq_len, layers, fused=policy.fused_projections, loss_chunks=policy.loss_chunks
         )
     return decoder.to(DTYPES[policy.dtypes.param])
 

@@ -183,10 +183,7 @@ class Store:
         return sorted(runs, key=lambda stored: stored.summary.repeat)
 
     def runs(
-        self,
-        *,
-        progress: Callable[[str], None] | None = None,
-        unreadable: list[str] | None = None,
+        self, *, progress: Callable[[str], None] | None = None, unreadable: list[str] | None = None
     ) -> list[Stored]:
         """Every stored run, in the order of keys. What cannot be read is named, not dropped; in
         `unreadable` too, where it is given."""
