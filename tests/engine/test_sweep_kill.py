@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.result.files.store import WORK, Store
+from fourfold.result.files.run_file import WORK
+from fourfold.result.files.store import Store
 
 # By its whole path: the sweep runs in a folder of its own.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}

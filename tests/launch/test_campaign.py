@@ -14,7 +14,8 @@ import pytest
 from fourfold.launch.campaign import Campaign
 from fourfold.launch.folder import end_processes_of
 from fourfold.launch.identity import VARIABLE, new_mark
-from fourfold.result.files.store import WORK, Store
+from fourfold.result.files.run_file import WORK
+from fourfold.result.files.store import Store
 from fourfold.result.job import REPORT_FILE, JobReport
 from fourfold.result.report import Outcome, Prediction, Remedy, RunReport, StepReport
 from fourfold.spec import codec

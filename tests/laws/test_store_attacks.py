@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from fourfold.cli import main
-from fourfold.result.files.store import INDEX, RUN_FILE, Store
+from fourfold.result.files.run_file import INDEX, RUN_FILE
+from fourfold.result.files.store import Store
 from fourfold.result.files.stored import seal
 from fourfold.result.report import (
     Failure,

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.result.files.store import INDEX, RUN_FILE, WORK, RunKey, Store, key_of
+from fourfold.result.files.run_file import INDEX, RUN_FILE, WORK, RunKey, key_of
+from fourfold.result.files.store import Store
 from fourfold.result.files.stored import seal
 from fourfold.result.from_run import record_of
 from fourfold.result.job import REPORT_FILE, JobReport

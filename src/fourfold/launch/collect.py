@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fourfold.launch.outcomes import own_words, read_if_whole
 from fourfold.result.job import Job, JobReport, RankFacts, facts_file
@@ -50,23 +51,21 @@ def run_report(
     """Steps, start and environment as rank 0 saw them, loss from whoever has it."""
     paths = (facts_file(folder, task, rank) for rank in range(job.processes(task)))
     facts = [fact for path in paths if (fact := read_if_whole(RankFacts, path)) is not None]
-    first = facts[0] if facts else None
+    own = ("environment", "samples", "probes", "warmup")
+    of_first: dict[str, Any] = {name: getattr(facts[0], name) for name in own} if facts else {}
     return RunReport(
         spec=job.specs[task],
         outcome=end[0],
-        environment=first.environment if first else (),
         steps=_steps(facts),
         memory=tuple(fact.memory for fact in facts),
         ranks=tuple(fact.times for fact in facts),
-        samples=first.samples if first else (),
-        probes=first.probes if first else (),
         links=_slowest([link for fact in facts for link in fact.links]),
-        warmup=first.warmup if first else None,
         start_s=max((fact.start_s for fact in facts), default=0.0),
         window_s=max((fact.window_s for fact in facts), default=0.0),
         failure=end[1],
         started_at=started_at,
         shortage=_shortage(folder, task, end[1]) if end[0] == "oom" else None,
+        **of_first,
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress, warnings
-from fourfold.result.files.store import RUN_FILE, Store, Stored
+from fourfold.result.files.run_file import RUN_FILE
+from fourfold.result.files.store import Store, Stored
 from fourfold.result.quality import Comparison, compare, differences, stored_spread
 from fourfold.result.record import RUN_FIELDS, Record
 from fourfold.spec import codec

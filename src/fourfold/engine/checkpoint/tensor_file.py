@@ -151,27 +151,18 @@ def reads_of(items: Sequence[StateShard], index: Index) -> list[Read]:
         if stored is None:
             raise _lacks(f"has no tensor {item.name}")
         if stored.shape != item.shape:
-            raise _lacks(
-                f"has {item.name} of shape {stored.shape}, but the model needs {item.shape}"
-            )
-        if not is_exact(DTYPES[stored.dtype], item.tensor.dtype):
-            raise _lacks(
-                f"has {item.name} as {DTYPES[stored.dtype]}, which would lose digits as "
-                f"{item.tensor.dtype}"
-            )
+            has = f"has {item.name} of shape {stored.shape}"
+            raise _lacks(f"{has}, but the model needs {item.shape}")
+        saved, wanted = DTYPES[stored.dtype], item.tensor.dtype
+        if torch.promote_types(saved, wanted) != wanted:
+            raise _lacks(f"has {item.name} as {saved}, which would lose digits as {wanted}")
         reads += [read for chunk in stored.chunks if (read := _overlap(chunk, stored.dtype, item))]
     return reads
 
 
-def is_exact(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether every value of one format is a value of the other."""
-    return torch.promote_types(saved, wanted) == wanted
-
-
 def _lacks(what: str) -> UserError:
-    return UserError(
-        what, field="checkpoint", hint="resume with the model and dtypes it was saved with"
-    )
+    hint = "resume with the model and dtypes it was saved with"
+    return UserError(what, field="checkpoint", hint=hint)
 
 
 def _overlap(chunk: Chunk, dtype: str, item: StateShard) -> Read | None:

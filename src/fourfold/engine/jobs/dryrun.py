@@ -69,7 +69,10 @@ def _count(spec: RunSpec, rank: int) -> RankCount:
         trainer = Trainer(spec, world, device=CPU, materialize=False)
         with compat.fake_mode(), Ledger() as ledger:
             trainer.materialize(initial=False)
-            prime_optimizer(trainer)
+            # The optimizer's state, which a run has from its second step on, without a first step.
+            for parameter in trainer.optimizer.params:
+                parameter.grad = torch.zeros_like(parameter)
+            trainer.optimizer.step()
             watch(trainer, ledger)
             mark_phases(trainer, ledger.mark)
             gc.collect()
@@ -77,10 +80,3 @@ def _count(spec: RunSpec, rank: int) -> RankCount:
             trainer.step(1)
             ledger.mark("end")
             return count_of(ledger, trainer, time.perf_counter() - began)
-
-
-def prime_optimizer(trainer: Trainer) -> None:
-    """Make the optimizer's state, which a run has from its second step on, without a first step."""
-    for parameter in trainer.optimizer.params:
-        parameter.grad = torch.zeros_like(parameter)
-    trainer.optimizer.step()

@@ -59,23 +59,21 @@ def attention(
 ) -> AttentionPoint | None:
     """Sizes: batch, heads, tokens, head size. None when this kernel does not take them here."""
     batch, heads, tokens, head = sizes
-    q, k, v = (
-        torch.randn(sizes, device=device, dtype=DTYPES[dtype], requires_grad=True) for _ in range(3)
-    )
+    made = {"device": device, "dtype": DTYPES[dtype], "requires_grad": True}
+    q, k, v = (torch.randn(sizes, **made) for _ in range(3))
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
     try:
         with sdpa_kernel(KERNELS[kernel]):
-            forward_s = seconds_of(
-                lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-                device,
-                budget_s / 3,
-            )
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            forward_s = seconds_of(forward, device, budget_s / 3)
+            out = forward()
             grad = torch.randn_like(out)
-            backward_s = seconds_of(
-                lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),
-                device,
-                budget_s * 2 / 3,
-            )
+            backward_s = seconds_of(backward, device, budget_s * 2 / 3)
     except RuntimeError:
         return None
     return AttentionPoint(

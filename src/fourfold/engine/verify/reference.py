@@ -179,18 +179,16 @@ def verdict(
     norm = max(_relative(f.norms, truth.norms) for f in findings)
     grad, worst_grad = _worst([f.grads for f in findings], truth.grads)
     param, worst_param = _worst([f.params for f in findings], truth.params)
-    missing = _unseen(findings, truth)
-    passed = loss <= tolerances.loss and norm <= tolerances.norm
-    passed = passed and grad <= tolerances.grad and param <= tolerances.param
+    missing, limits = _unseen(findings, truth), asdict(tolerances)
+    gaps = {"loss_diff": loss, "norm_rel": norm, "grad_rel": grad, "param_rel": param}
+    passed = all(gap <= limit for gap, limit in zip(gaps.values(), limits.values(), strict=True))
     row: dict[str, Any] = {
-        "loss_diff": _json(loss),
-        "norm_rel": _json(norm),
-        "grad_rel": _json(grad),
-        "param_rel": _json(param),
+        # JSON has no infinity; null is a difference that is not a number.
+        **{name: gap if math.isfinite(gap) else None for name, gap in gaps.items()},
         "worst_grad": worst_grad,
         "worst_param": worst_param,
         "pass": passed and not missing,
-        "limits": asdict(tolerances),
+        "limits": limits,
     }
     if missing:
         row["error"] = f"no rank holds all of {missing[0]} ({len(missing)} tensors in all)"
@@ -222,8 +220,3 @@ def _unseen(findings: Sequence[RankFindings], truth: Truth) -> list[str]:
         for name, rows, columns in finding.seen:
             marks[name][slice(*rows), slice(*columns)] = True
     return [name for name, mark in marks.items() if not bool(mark.all())]
-
-
-def _json(value: float) -> float | None:
-    """JSON has no infinity; null is a difference that is not a number."""
-    return value if math.isfinite(value) else None

@@ -20,12 +20,9 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.escape import one_line
 from fourfold.result.files.run_file import (
-    INDEX,
     NAME,
     RUN_FILE,
-    WORK,
     RunIndex,
-    RunKey,
     is_folder,
     key_of,
     new_place,
@@ -41,8 +38,6 @@ from fourfold.result.job import REPORT_FILE, JobReport
 from fourfold.result.record import Record
 from fourfold.result.report import Prediction, RunReport
 from fourfold.spec import codec
-
-__all__ = ["INDEX", "PREDICTED_FILE", "RUN_FILE", "WORK", "RunKey", "Store", "Stored", "key_of"]
 
 # Written before a run starts: a prediction that outlives a killed sweep.
 PREDICTED_FILE = "predicted.json"

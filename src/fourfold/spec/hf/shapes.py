@@ -169,16 +169,6 @@ def config_of(model: ModelShape, *, seq_len: int, dtype: str) -> dict[str, Any]:
     }
 
 
-def _llama(model: ModelShape, seq_len: int) -> dict[str, Any]:
-    return {
-        **_rotary(model, seq_len),
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
-        "attention_bias": model.biased("qkv"),
-        "mlp_bias": model.biased("mlp"),
-    }
-
-
 def _without(names: tuple[str, ...], **more: Any) -> Callable[[ModelShape, int], dict[str, Any]]:
     """Llama's words but for those that a type does not have, and its own."""
 
@@ -190,17 +180,7 @@ def _without(names: tuple[str, ...], **more: Any) -> Callable[[ModelShape, int],
     return made
 
 
-def _starcoder2(model: ModelShape, seq_len: int) -> dict[str, Any]:
-    return {
-        **_rotary(model, seq_len),
-        "hidden_act": "gelu",
-        "norm_epsilon": model.norm_eps,
-        "use_bias": model.biased("mlp"),
-        "sliding_window": None,
-    }
-
-
-def _rotary(model: ModelShape, seq_len: int) -> dict[str, Any]:
+def _llama(model: ModelShape, seq_len: int) -> dict[str, Any]:
     scaling = model.positions.scaling
     rope_scaling: dict[str, Any] | None = None
     if scaling is not None:
@@ -221,6 +201,10 @@ def _rotary(model: ModelShape, seq_len: int) -> dict[str, Any]:
         "max_position_embeddings": seq_len,
         "rope_theta": model.positions.theta,
         "rope_scaling": rope_scaling,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "attention_bias": model.biased("qkv"),
+        "mlp_bias": model.biased("mlp"),
     }
 
 
@@ -267,5 +251,11 @@ _MAKERS: dict[str, tuple[str, Callable[[ModelShape, int], dict[str, Any]]]] = {
     "olmo2": ("Olmo2ForCausalLM", _without(("mlp_bias",))),
     "gpt2": ("GPT2LMHeadModel", _gpt2),
     "mpt": ("MptForCausalLM", _mpt),
-    "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
-}
+    "starcoder2": (
+        "Starcoder2ForCausalLM",
+        _without(
+            ("rms_norm_eps", "attention_bias", "mlp_bias"), hidden_act="gelu", sliding_window=None,
+            norm_epsilon=lambda model: model.norm_eps, use_bias=lambda model: model.biased("mlp"),
+        ),
+    ),
+}  # fmt: skip
