@@ -181,18 +181,21 @@ DEFAULTS: dict[str, float] = {
 }
 
 
-def columns(n: int, **facts: ArrayLike) -> Columns:
-    """Columns of n runs; scalars are repeated, missing facts take DEFAULTS or what is set below."""
+def columns(n: int | None, **facts: ArrayLike) -> Columns:
+    """Columns of n runs; scalars are repeated, missing facts take DEFAULTS or what is set below.
+    None: facts keep their own shapes, which broadcast against each other, as of an open mesh."""
     full = {
-        name: np.ascontiguousarray(np.broadcast_to(np.asarray(value, dtype=np.float64), (n,)))
+        name: np.atleast_1d(np.asarray(value, dtype=np.float64))
         for name, value in {**DEFAULTS, **facts}.items()
     }
+    if n is not None:
+        full = {k: np.ascontiguousarray(np.broadcast_to(v, (n,))) for k, v in full.items()}
     full.setdefault("kv_heads", full["heads"])
     full.setdefault("width", full["hidden"])
     full.setdefault("shard", full["dp"] * full["cp"])
     full.setdefault("domain", full["node"])
     full.setdefault("peak_low", full["peak"])
-    full.setdefault("clock", np.ones(n))
+    full.setdefault("clock", np.ones_like(full["peak"]))
     return Columns(**full)
 
 

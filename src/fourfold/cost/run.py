@@ -235,7 +235,15 @@ def columns_of(
 
 
 def varied_columns(
-    spec: RunSpec, points: Mapping[str, Any], *, cluster: Cluster, stack: str, release: str = ""
+    spec: RunSpec,
+    points: Mapping[str, Any],
+    *,
+    cluster: Cluster,
+    stack: str,
+    release: str = "",
+    is_open: bool = False,
 ) -> Columns:
-    """Columns of as many runs as there are points, alike but for those."""
-    return columns(len(points["pp"]), **run_facts(spec, cluster, stack, points, release))
+    """Columns of as many runs as there are points, alike but for those; `is_open`: points and facts
+    keep their shapes, which broadcast."""
+    facts = run_facts(spec, cluster, stack, points, release)
+    return columns(None if is_open else len(points["pp"]), **facts)

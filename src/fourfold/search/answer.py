@@ -101,7 +101,7 @@ def answer(
         fitting=ranking.fitting,
         dropped_by_where=ranking.dropped,
         set_aside=ranking.set_aside,
-        ranked_in_all=len(ranking.all_step_s),
+        ranked_in_all=ranking.ways,
         played=ranking.predicted.played,
         axes={name: list(values) for name, values in ranking.grid.values.items()},
         refused={str(reason): count for reason, count in ranking.grid.refused.items()},

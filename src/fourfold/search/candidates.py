@@ -118,16 +118,18 @@ def _micro_reasons(case: RuleCase, layouts: dict[str, Ints], micros: Ints) -> In
 
 def _grid(query: PlanQuery) -> dict[str, Ints]:
     """Layouts x kinds of context parallelism x virtual stages x sharding."""
-    kinds = _decided(query, "cp_kind", range(3), CP_KINDS.index)
+    kinds = np.array(_decided(query, "cp_kind", range(3), CP_KINDS.index))
     zeros = np.array(_decided(query, "sharding", range(4), SHARDINGS.index))
-    virtual = {pp: _virtual_stages(query, pp) for pp in divisors(query.gpus)}
-    rows = [
-        (*layout, kind, count)
-        for layout in _layouts(query)
-        for kind in (kinds if layout[3] > 1 else kinds[:1])
-        for count in virtual[layout[0]]
-    ]
-    table = np.array(rows, dtype=np.int64).reshape(-1, 7)
+    sizes = np.array(_layouts(query), dtype=np.int64).reshape(-1, 5)
+    row, place = repeats(np.where(sizes[:, 3] > 1, len(kinds), 1))
+    sizes, kind = sizes[row], kinds[place]
+    stages = divisors(query.gpus)
+    virtual = [_virtual_stages(query, pp) for pp in stages]
+    counts = np.array([len(one) for one in virtual])
+    at = np.searchsorted(stages, sizes[:, 0])
+    row, place = repeats(counts[at])
+    looped = np.concatenate(virtual)[(np.cumsum(counts) - counts)[at][row] + place]
+    table = np.column_stack([sizes[row], kind[row], looped])
     names = (*SIZES, "cp_kind", "virtual_stages")
     grid = {name: np.repeat(table[:, i], len(zeros)) for i, name in enumerate(names)}
     grid["zero"] = np.tile(zeros, len(table))
@@ -140,6 +142,12 @@ def _grid(query: PlanQuery) -> dict[str, Ints]:
     codes = [SCHEDULES.index(name) for name in (looped, plain, "1f1b")]
     in_pipe = np.where(grid["virtual_stages"] > 1, codes[0], codes[1])
     return grid | {"schedule": np.where(grid["pp"] > 1, in_pipe, codes[2])}
+
+
+def repeats(counts: NDArray[np.int_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """(which row, the how manyeth time) of rows that are repeated as often as `counts` says."""
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _decided(

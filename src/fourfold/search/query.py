@@ -75,10 +75,16 @@ class PlanQuery:
         """Above which a run does not fit: what the driver and the learned margin leave."""
         return self.cluster.device.memory_bytes * USABLE * self.entry.coefficients["room"]
 
-    def columns(self, points: Mapping[str, Any]) -> Columns:
-        """The cost model's columns of candidates, given by columns of CHOSEN fields."""
+    def columns(self, points: Mapping[str, Any], *, is_open: bool = False) -> Columns:
+        """The cost model's columns of candidates, given by columns of CHOSEN fields; `is_open`: of
+        any shapes that broadcast, in which what all candidates share stays one number."""
         return varied_columns(
-            self.spec, points, cluster=self.cluster, stack=self.stack, release=self.release
+            self.spec,
+            points,
+            cluster=self.cluster,
+            stack=self.stack,
+            release=self.release,
+            is_open=is_open,
         )
 
 

@@ -1,43 +1,33 @@
-"""Ranks layouts: memory of every legal point, closed-form seconds of every point that fits, event
-simulation of the best few hundred. Seconds per step decide, memory breaks ties; the first is the
-one that is expected to lose least against the others.
+"""Ranks layouts: memory of every legal point, closed-form seconds of every point that can be among
+the best, event simulation of the best few hundred. Seconds per step decide, memory breaks ties; the
+first is the one that is expected to lose least against the others.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.fit.interval import choices
-from fourfold.cost.memory.peak import SURE, fit_chance, memory, memory_bounds
+from fourfold.cost.columns import Floats
 from fourfold.cost.predict import Predictions, playable, predictions
-from fourfold.cost.step.estimate import estimate
-from fourfold.events import Event
 from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.chances import chances
+from fourfold.search.fastest import Cells, cells_of, fastest, timed
 from fourfold.search.query import PlanQuery
-from fourfold.spec.expression import in_gib
+from fourfold.search.space import Bools, Pool, Space, holding, space_of, sure, unproven
 from fourfold.spec.layout import MODEL_AXES, SIZES, Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import CHOSEN, RunSpec, chosen_layout, chosen_policy
 
-CHUNK = 16384
-WIDEST = 1.5  # no interval of memory reaches further above its limit
-PATIENCE_S = 2.0
 # The best by closed form, whose pipelines are then played event by event; of one layout a few, so
 # that a playing can still change which of them is best.
 PLAYED, PLAYED_VARIANTS = 300, 3
 PLAYED_EVENTS = 150_000  # of all of them together: about a second of work
 LOOKED_AT = 24  # of those, which may be first
-
-# Columns by CHOSEN and by what was computed about them.
-Pool = dict[str, NDArray[Any]]
+LOOKED_THROUGH = 4096  # points at a time while the best are picked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +43,29 @@ class Ranking:
     set_aside: int  # without evidence, and no --explore
     unproven_best: Pool  # the fastest of those, one row or none
     near_miss: Pool  # the fastest that is over the limit by our best estimate; one row or none
-    all_step_s: Floats  # closed-form seconds of everything ranked, sorted
-    layouts: NDArray[np.int64]  # a number for each layout ranked ...
-    layouts_s: Floats  # ... and the closed form's seconds of the fastest way to run it
+    cells: Cells
+    ranked: Bools  # of the table's points
+
+    @property
+    def ways(self) -> int:
+        """Points ranked, of all layouts."""
+        return int(self.ranked.sum())
+
+    @property
+    def layouts(self) -> int:
+        """Layouts ranked."""
+        return len(np.unique(self.cells.layout(self.cells.holding(self.ranked))))
+
+    def fastest_ways(self) -> dict[int, float]:
+        """By number of each layout ranked, the closed form's seconds of the fastest way to run
+        it."""
+        index, step_s = fastest(self.cells, self.ranked, keep=None, variants=1)
+        numbers, back = np.unique(
+            layout_numbers(self.cells.space.points(index)), return_inverse=True
+        )
+        fewest = np.full(len(numbers), np.inf)
+        np.minimum.at(fewest, back.reshape(-1), step_s)
+        return dict(zip(numbers.tolist(), fewest.tolist(), strict=True))
 
     def __len__(self) -> int:
         return len(self.predicted)
@@ -74,8 +84,9 @@ class Ranking:
         (own,) = layout_numbers(_only(other.points, slice(0, 1)))
         listed = layout_numbers(self.points)
         faster = set(listed[self.step_s < other.step_s[0]].tolist())
-        unplayed = ~np.isin(self.layouts, listed)
-        faster |= set(self.layouts[unplayed & (self.layouts_s < other.closed_s[0])].tolist())
+        played = set(listed.tolist())
+        ways = self.fastest_ways().items()
+        faster |= {n for n, step_s in ways if n not in played and step_s < other.closed_s[0]}
         return 1 + len(faster - {int(own)})
 
     def layout(self, i: int) -> Layout:
@@ -91,142 +102,66 @@ class Ranking:
 
 
 def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
-    """Everything legal and fitting, priced; the best in full, one way to run each layout, or more
+    """Everything legal and fitting; the best priced in full, one way to run each layout, or more
     where there are fewer layouts than `least`."""
     grid = candidates(query)
-    pool = _that_fit(query, grid)
-    fitting = _size(pool)
-    pool = _where(query, pool, priced=False)
-    pool["step_s"] = _chunked(
-        query, pool, lambda c: estimate(c, query.entry.coefficients).step_s, "layouts timed:"
-    )
-    pool = _where(query, pool, priced=True)
-    dropped = fitting - _size(pool)
-    pool, near_miss = _likely(query, pool)
-    proven = _only(pool, ~pool["unproven"])
-    use_all = query.explore or not _size(proven)
+    space = space_of(query, grid)
+    cells = cells_of(space)
+    may_fit = space.likely | space.near
+    pool = _where(space, may_fit)
+    fitting, left = int(may_fit.sum()), int(pool.sum())
+    pool, over = _likely(space, pool)
+    new = np.broadcast_to(unproven(space), pool.shape)
+    proven = pool & ~new
+    use_all = query.explore or not proven.any()
     ranked = pool if use_all else proven
-    aside = {} if use_all else _best(_only(pool, pool["unproven"]), 1, 1)
-    set_aside = _size(pool) - _size(ranked)
-    ranked = _surely(query, ranked) if query.safe else ranked
-    points, predicted = _full(query, ranked, least)
-    layouts, layouts_s = _fastest_ways(ranked)
+    rivals = over if query.explore else over & ~new
+    set_aside = int(pool.sum()) - int(ranked.sum())
+    aside = {} if use_all else _best(_pool(cells, pool & new, new, 1, 1), 1, 1)
+    ranked = sure(space, ranked) if query.safe else ranked
+    points, predicted = _full(cells, ranked, new, least)
     return Ranking(
         query=query,
         grid=grid,
         points=points,
         predicted=predicted,
         fitting=fitting,
-        dropped=dropped,
+        dropped=fitting - left,
         set_aside=set_aside,
         unproven_best=aside,
-        near_miss=near_miss,
-        all_step_s=np.sort(ranked["step_s"]),
-        layouts=layouts,
-        layouts_s=layouts_s,
+        near_miss=_best(_pool(cells, rivals, new, 1, 1), 1, 1),
+        cells=cells,
+        ranked=ranked,
     )
-
-
-def _fastest_ways(pool: Pool) -> tuple[NDArray[np.int64], Floats]:
-    """Every layout of a pool, and the seconds of its fastest point."""
-    numbers, back = np.unique(layout_numbers(pool), return_inverse=True)
-    fastest = np.full(len(numbers), np.inf)
-    np.minimum.at(fastest, back, pool["step_s"])
-    return numbers, fastest
 
 
 def _size(pool: Pool) -> int:
     return len(pool["pp"])
 
 
-def _only(pool: Pool, mask: NDArray[Any] | slice) -> Pool:
+def _only(pool: Pool, mask: NDArray[np.intp] | slice) -> Pool:
     return {name: column[mask] for name, column in pool.items()}
 
 
-def _chunked(query: PlanQuery, points: Pool, compute: Any, telling: str = "") -> Floats:
-    """compute(columns) of every point, a cache-sized piece at a time; long work tells how far."""
-    pieces, size = [], _size(points)
-    told_at = time.monotonic()
-    for start in range(0, size, CHUNK):
-        pieces.append(compute(query.columns(_only(points, slice(start, start + CHUNK)))))
-        if telling and time.monotonic() - told_at > PATIENCE_S:
-            told_at = time.monotonic()
-            text = f"{telling} {min(start + CHUNK, size):,} of {size:,}"
-            query.on_event(Event(text, "progress"))
-    return np.concatenate(pieces) if pieces else np.zeros(0)
-
-
-def _that_fit(query: PlanQuery, grid: Candidates) -> Pool:
-    """Legal points whose fullest stage may fit, its bytes, and whether rows back the choices."""
-    limit = query.limit_bytes
-
-    def peak(c: Columns) -> Floats:
-        return memory(c, query.entry.coefficients).worst_bytes
-
-    rows = np.flatnonzero(_chunked(query, grid.smallest(), peak) < WIDEST * limit)
-    points: Pool = dict(grid.points(rows))
-    points["peak_bytes"] = _chunked(query, points, peak, "layouts checked for memory:")
-    points = _only(points, points["peak_bytes"] < WIDEST * limit)
-    # Above the limit, but not surely: kept, with their chance.
-    over = np.flatnonzero(points["peak_bytes"] >= limit)
-    near = _only(points, over)
-    low = _chunked(query, near, lambda c: memory_bounds(c, query.entry)[0])
-    fits = points["peak_bytes"] < limit
-    fits[over] = low < limit
-    points = _only(points, fits)
-    points["unproven"] = _chunked(query, points, lambda c: unproven(query, c)).astype(bool)
-    return points
-
-
-def _likely(query: PlanQuery, pool: Pool) -> tuple[Pool, Pool]:
-    """Points that fit by our best estimate, all where none does; and the fastest of the others
-    whose choices were measured (or are explored)."""
-    fits = pool["peak_bytes"] < query.limit_bytes
-    if not fits.any():
-        return pool, {}
-    over = ~fits if query.explore else ~fits & ~pool["unproven"]
-    return _only(pool, fits), _best(_only(pool, over), 1, 1)
-
-
-def _surely(query: PlanQuery, pool: Pool) -> Pool:
-    """Points that fit by a chance of 90% or more; all, where none does."""
-    sure = _only(pool, _chunked(query, pool, lambda c: fit_chance(c, query.entry)) >= SURE)
-    return sure if _size(sure) else pool
-
-
-def unproven(query: PlanQuery, c: Columns) -> NDArray[np.bool_]:
-    """Which candidates make a choice that no measured row of the calibration makes."""
-    new = np.zeros(len(c), dtype=bool)
-    for name, made in choices(c).items():
-        if query.evidence and not query.evidence.get(name, 0):
-            new |= made
-    return new
-
-
-def _where(query: PlanQuery, pool: Pool, *, priced: bool) -> Pool:
+def _where(space: Space, mask: Bools) -> Bools:
     """What the user's conditions leave; those about seconds are asked once seconds are known."""
-    asked = [one for one in query.where if ("step_s" in one.names) == priced]
-    if not asked or not _size(pool):
-        return pool
-    values = {
-        **{axis: pool[axis] for axis in MODEL_AXES},
-        "dp": pool["replicate"] * pool["shard"],
-        "vp": pool["virtual_stages"],
-        "micro_batch": pool["micro_batch"],
-        "global_batch": query.batch.global_batch,
-        "seq_len": query.batch.seq_len,
-        "gpus": query.gpus,
-        "nodes": -(-query.gpus // query.cluster.host_gpus),
-        "layers": query.model.layers,
-        "hidden": query.model.hidden,
-        "heads": query.model.heads,
-        **in_gib(pool["peak_bytes"]),
-        "step_s": pool.get("step_s"),
-    }
-    held = np.ones(_size(pool), dtype=bool)
-    for one in asked:
-        held &= one.holds(values)
-    return _only(pool, held)
+    asked = space.query.where
+    mask = holding(space, mask, [one for one in asked if "step_s" not in one.names])
+    priced = [one for one in asked if "step_s" in one.names]
+    return holding(space, mask, priced, timed(space, np.flatnonzero(mask))) if priced else mask
+
+
+def _likely(space: Space, mask: Bools) -> tuple[Bools, Bools]:
+    """(points that fit by our best estimate, all where none does; the others)."""
+    fits = mask & space.likely
+    return (fits, mask & ~fits) if fits.any() else (mask, np.zeros_like(mask))
+
+
+def _pool(cells: Cells, mask: Bools, new: Bools, keep: int, variants: int) -> Pool:
+    """All that can be among the fastest, with its seconds and bytes."""
+    index, step_s = fastest(cells, mask, keep=keep, variants=variants)
+    found = {"step_s": step_s, "peak_bytes": cells.space.peak_bytes(index)}
+    return cells.space.points(index) | found | {"unproven": new[np.divmod(index, mask.shape[1])]}
 
 
 def layout_numbers(points: Pool) -> NDArray[np.int64]:
@@ -253,8 +188,8 @@ def _best(pool: Pool, keep: int, variants: int) -> Pool:
     chosen: list[int] = []
     seen: set[tuple[int, ...]] = set()
     used: dict[tuple[int, ...], int] = {}
-    for block in range(0, len(order), CHUNK):
-        part = order[block : block + CHUNK]
+    for block in range(0, len(order), LOOKED_THROUGH):
+        part = order[block : block + LOOKED_THROUGH]
         keys = _layout_keys(_only(pool, part))
         others = zip(*(pool[name][part].tolist() for name in rest), strict=True)
         for i, layout, other in zip(part.tolist(), keys, others, strict=True):
@@ -267,11 +202,13 @@ def _best(pool: Pool, keep: int, variants: int) -> Pool:
     return _only(pool, np.array(chosen, dtype=np.intp))
 
 
-def _full(query: PlanQuery, ranked: Pool, least: int) -> tuple[Pool, Predictions]:
+def _full(cells: Cells, ranked: Bools, new: Bools, least: int) -> tuple[Pool, Predictions]:
     """A few points, best first, with simulated pipelines, intervals and memory."""
-    points = _best(ranked, PLAYED, PLAYED_VARIANTS)
-    if _size(points) < PLAYED_VARIANTS * least:
-        points = _best(ranked, PLAYED, max(PLAYED_VARIANTS, least))
+    query, points = cells.space.query, {}
+    for variants in (PLAYED_VARIANTS, max(PLAYED_VARIANTS, least)):
+        points = _best(_pool(cells, ranked, new, PLAYED, variants), PLAYED, variants)
+        if _size(points) >= PLAYED_VARIANTS * least:
+            break
     c = query.columns(points)
     count = max(least, playable(c, PLAYED_EVENTS))
     points, c = _only(points, slice(count)), c.take(slice(count))

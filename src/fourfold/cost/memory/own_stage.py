@@ -25,7 +25,7 @@ _ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
 def unseen_bytes(c: Columns) -> Floats:
     """Context, workspace and communicators of a GPU; the dry run names the same."""
     groups = (c.tp, c.cp, c.pp, c.dp * c.cp, c.shard, c.dp * c.cp / c.shard, c.gpus)
-    count = sum((np.where(size > 1, 1.0, 0.0) for size in groups), np.zeros(len(c)))
+    count = sum((np.where(size > 1, 1.0, 0.0) for size in groups), np.zeros(()))
     count = count + np.where((c.pp > 1) & (c.tied > 0), 1.0, 0.0)
     wires = FIRST_COMMUNICATOR_BYTES + (count - 1.0) * COMMUNICATOR_BYTES
     return CONTEXT_BYTES + WORKSPACE_BYTES + np.where(count > 0, wires, 0.0)
@@ -36,10 +36,16 @@ def _shares(c: Columns) -> NDArray[np.float64]:
     how many of them are computed again, and whether its top one is. [3, 3, runs]"""
     head = np.round(c.vocab * c.hidden / (c.layer_weights + c.width * c.seq), 6)
     every = np.where(c.full_ckpt > 0, np.round(1.0 / np.maximum(c.full_ckpt, 1e-9)), 0.0)
-    asked = np.stack([c.layers, c.pp, c.vpp, head, every])
-    different, back = np.unique(asked, axis=1, return_inverse=True)
-    counts = np.array([_on_ranks(*column) for column in different.T.tolist()]).reshape(-1, 3, 3)
-    return counts[back.reshape(-1)].transpose(1, 2, 0)
+    values, number = [], np.zeros((), dtype=np.intp)
+    for fact in (c.layers, c.pp, c.vpp, head, every):
+        different, back = np.unique(fact, return_inverse=True)
+        values.append(different)
+        number = number * len(different) + back.reshape(fact.shape)
+    numbers, back = np.unique(number, return_inverse=True)
+    places = np.unravel_index(numbers, [len(one) for one in values])
+    asked = zip(*(v[at].tolist() for v, at in zip(values, places, strict=True)), strict=True)
+    counts = np.array([_on_ranks(*one) for one in asked], dtype=np.float64).reshape(-1, 3, 3)
+    return np.moveaxis(counts[back.reshape(number.shape)], (-2, -1), (0, 1))
 
 
 def _on_ranks(

@@ -47,34 +47,38 @@ def estimate(c: Columns, coef: Coefficients) -> Times:
     whole = np.floor(c.share / c.micro)
     rest = c.share - whole * c.micro
     layer = layer_times(c, coef, micro=c.micro)
-    stages, ends, handover = _one_micro(c, coef, layer, c.micro)
+    head, embed, handover = ends_s(c, coef, c.micro)
+    stages = stage_times(c, layer.total, head, embed, handover)
     slots = whole
     if np.any(rest > 1e-9):
         # A smaller last micro batch (48 = 11+11+11+11+4) is priced by its own shapes.
         small = np.maximum(rest, 1e-6)
-        other, *_ = _one_micro(c, coef, layer_times(c, coef, micro=small), small)
+        other = stage_times(c, layer_times(c, coef, micro=small).total, *ends_s(c, coef, small))
         slots = whole + np.where(rest > 1e-9, other.slowest(c) / stages.slowest(c), 0.0)
     parts = {name: slots * (c.layers / c.pp) * getattr(layer, name) for name in LAYER_PARTS}
-    parts |= {"head": slots * ends / c.pp, "pp_comm": slots * handover}
+    parts |= {"head": slots * (head + embed) / c.pp, "pp_comm": slots * handover}
     return _whole_step(c, coef, layer, pipe=pipeline_s(c, stages, slots), slots=slots, parts=parts)
 
 
-def _one_micro(
-    c: Columns, coef: Coefficients, layer: LayerTimes, micro: Floats
-) -> tuple[StageTimes, Floats, Floats]:
-    """Seconds of one micro batch: in the stages, of them in both ends, and of handing it over."""
+def ends_s(c: Columns, coef: Coefficients, micro: Floats) -> tuple[Floats, Floats, Floats]:
+    """Seconds of one micro batch in the head, in the embedding, and of handing it over."""
     tokens = micro * c.seq / c.cp
     head = head_s(c, coef, tokens=tokens)
     embed = embedding_s(c, tokens) + embedding_comm_s(c, coef, tokens)
+    return head, embed, handover_s(c, coef, tokens)
+
+
+def stage_times(
+    c: Columns, layer_s: Floats, head: Floats, embed: Floats, handover: Floats
+) -> StageTimes:
+    """Seconds of one micro batch in the stages."""
     split = stage_layers(c)
-    p2p = handover_s(c, coef, tokens)
-    stages = StageTimes(
-        first=split.first * layer.total + embed + p2p,
-        middle=split.middle * layer.total + p2p,
-        last=split.last * layer.total + head + p2p,
-        total=c.layers * layer.total + head + embed + c.pp * p2p,
+    return StageTimes(
+        first=split.first * layer_s + embed + handover,
+        middle=split.middle * layer_s + handover,
+        last=split.last * layer_s + head + handover,
+        total=c.layers * layer_s + head + embed + c.pp * handover,
     )
-    return stages, head + embed, p2p
 
 
 def embedding_s(c: Columns, tokens: Floats) -> Floats:
