@@ -152,7 +152,7 @@ class ChunkTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ActionTime:
     """One action of one rank for the first candidate, for pictures."""
 
     rank: int
@@ -167,7 +167,7 @@ class Simulated:
 
     step_s: Floats
     busy_s: Floats
-    events: tuple[Event, ...] = ()
+    events: tuple[ActionTime, ...] = ()
 
 
 def simulate(
@@ -188,7 +188,7 @@ def simulate(
     wire = {(rank, way): zero for rank in range(stages) for way in (1, -1)}
     arrived: dict[tuple[str, int, int], Floats] = {}
     ended = [zero] * chunks
-    events: list[Event] = []
+    events: list[ActionTime] = []
     order = global_order(schedule, stages=stages, virtual_stages=virtual_stages, micros=micros)
     for rank, action in order:
         way = 1 if action.kind == "F" else -1
@@ -203,7 +203,7 @@ def simulate(
             wire[rank, way] = np.maximum(end, wire[rank, way]) + times.hop
             arrived[action.kind, target, action.micro] = wire[rank, way]
         if keep_events:
-            events.append(Event(rank, action, float(start[0]), float(end[0])))
+            events.append(ActionTime(rank, action, float(start[0]), float(end[0])))
     finish = _reduced(times, free, ended, stages)
     return Simulated(np.max(finish, axis=0), np.array(busy), tuple(events))
 
@@ -250,9 +250,9 @@ class Timeline:
     micros: int
     step_s: float
     bubble: float
-    events: tuple[Event, ...]
+    events: tuple[ActionTime, ...]
 
-    def of_rank(self, rank: int) -> list[Event]:
+    def of_rank(self, rank: int) -> list[ActionTime]:
         return [event for event in self.events if event.rank == rank]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.logs.lines import Line
-from fourfold.logs.series import StepLine, Timeline
+from fourfold.logs.series import StepLine, StepSeries
 
 MOST_RUNS = 10_000
 MOST_SHOWN = 5
@@ -53,7 +53,7 @@ class LogRun:
     engine: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     interval: int = 0
-    steps: Timeline = field(default_factory=Timeline)
+    steps: StepSeries = field(default_factory=StepSeries)
     end: str = ""
     end_words: str = ""
     mem_gib: float | None = None

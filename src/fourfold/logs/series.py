@@ -41,7 +41,7 @@ class StepLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class StepTimes:
     """`seconds` of an iteration, or `tokens_s_gpu`; `rule` says what they are the median of."""
 
     seconds: float | None
@@ -94,7 +94,7 @@ class Series:
 
 
 @dataclass(slots=True)
-class Timeline:
+class StepSeries:
     """Steps of one run, in the order of its log; `restart` where it was started again."""
 
     first: int | None = None
@@ -200,7 +200,7 @@ class Timeline:
     def _pending(self) -> int:
         return self._left_out.get("of another batch size", 0) + int(self._counted)
 
-    def measured(self, interval: int = 0) -> Measured:
+    def measured(self, interval: int = 0) -> StepTimes:
         """`interval`: iterations between lines, where the configuration says so."""
         self._flush()
         head = self._times.drifting()
@@ -218,7 +218,7 @@ class Timeline:
         out = ", ".join(f"{n} {why}" for why, n in left.items() if n)
         rule = f"median of {count} iterations" if value is not None else "no timed iteration"
         is_rate = self._is_rate and value is not None
-        return Measured(
+        return StepTimes(
             seconds=None if is_rate else value,
             tokens_s_gpu=1.0 / value if is_rate and value else None,
             iterations=count if value is not None else 0,

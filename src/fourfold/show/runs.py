@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.calibrate import Demo, DemoRun
     from fourfold.verbs.runs import Differences, StoredRuns
     from fourfold.verbs.sweep import SweepPlan, Swept
-    from fourfold.verbs.train import Training
+    from fourfold.verbs.train import TrainingState
     from fourfold.verbs.verify import Verified
 
 GIB = 2**30
@@ -117,7 +117,7 @@ def _planned(rows: list[dict[str, Any]]) -> Grid:
     )
 
 
-def training_page(answer: Training) -> list[Part]:
+def training_page(answer: TrainingState) -> list[Part]:
     plain = answer.facts
     lines = [
         ["outcome", plain["outcome"], plain.get("note", "")],

@@ -7,7 +7,7 @@ from math import floor, log10
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fourfold.cost.schedule import Action, Event, Timeline
+from fourfold.cost.schedule import Action, ActionTime, Timeline
 from fourfold.show.pictures import content, empty_figure, must_be_picture
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _page(line: Timeline) -> str:
 """
 
 
-def _box(line: Timeline, event: Event, scale: float) -> str:
+def _box(line: Timeline, event: ActionTime, scale: float) -> str:
     action, rank = event.action, event.rank
     x, width = event.start_s * scale, (event.end_s - event.start_s) * scale
     y = _TOP + _ROW * rank

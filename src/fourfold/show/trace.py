@@ -15,10 +15,9 @@ from fourfold.show.table import Grid, Part, table
 from fourfold.spec.cluster import Cluster
 
 if TYPE_CHECKING:
-    from fourfold.cost.trace.advice import Advice, Choice
-    from fourfold.cost.trace.advice import Pair as Crossing
+    from fourfold.cost.trace.advice import Crossover, KindAdvice, KindTimes
     from fourfold.result.trace import TraceMeasure
-    from fourfold.verbs.trace import Pair, Traced
+    from fourfold.verbs.trace import ComparedStep, Traced
 
 _MAX_GROUPS = 4
 
@@ -39,7 +38,7 @@ def page(answer: Traced, style: str) -> list[Part]:
     return parts
 
 
-def _compared(pairs: Sequence[Pair]) -> Grid:
+def _compared(pairs: Sequence[ComparedStep]) -> Grid:
     return table(
         pairs,
         ("step", lambda one: one.name),
@@ -53,7 +52,7 @@ def _compared(pairs: Sequence[Pair]) -> Grid:
     )
 
 
-def _teraflops(pair: Pair) -> str:
+def _teraflops(pair: ComparedStep) -> str:
     flops, seconds = pair.flops_rank, pair.measured.seconds
     return f"{flops / seconds / 1e12:.3g}" if flops else "-"
 
@@ -168,7 +167,7 @@ def show_flops(count: float) -> str:
     return f"{count / 1e12:.2f}" if count >= 1e10 else f"{count / 1e12:.3g}"
 
 
-def _advice(advice: Advice, program: Program, cluster: Cluster) -> list[Part]:
+def _advice(advice: KindAdvice, program: Program, cluster: Cluster) -> list[Part]:
     """The choice, what it rests on, and the lengths at which it would change."""
     heads = ["kind", "ms", "attention ms", "waits ms", "hidden ms", "copies, launches ms", "sent",
              "peak"]  # fmt: skip
@@ -188,7 +187,7 @@ def _advice(advice: Advice, program: Program, cluster: Cluster) -> list[Part]:
     ]
 
 
-def _choice_row(choice: Choice) -> list[str]:
+def _choice_row(choice: KindTimes) -> list[str]:
     if choice.refused:
         return [choice.kind, *["-"] * 7]
     seconds = (
@@ -202,7 +201,7 @@ def _choice_row(choice: Choice) -> list[str]:
     ]
 
 
-def _order(pair: Crossing, advice: Advice) -> str:
+def _order(pair: Crossover, advice: KindAdvice) -> str:
     between = f"from {advice.from_tokens:,} to {advice.to_tokens:,} tokens"
     if not pair.crossover_tokens:
         return f"crossover: none, {pair.first} is ahead of {pair.second} {between}"

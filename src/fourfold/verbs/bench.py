@@ -27,7 +27,7 @@ MOST_TRIALS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Measured(Answer):
+class Benched(Answer):
     runs: tuple[dict[str, Any], ...]
 
     @property
@@ -70,7 +70,7 @@ def bench(
     request: BenchRequest | None = None,
     *,
     on_event: OnEvent = ignore,
-) -> Measured:
+) -> Benched:
     """Run and store it; an illegal run is stored too, with its reasons."""
     request = request or BenchRequest()
     is_ours, known, permit = not request.engine, engine_predictor(request), permit_of(request)
@@ -94,7 +94,7 @@ def bench(
         stored = [campaign.refuse(spec, refused).stored]
     else:
         stored = [campaign.run_new(spec) for _ in range(request.repeat)]
-    return Measured(
+    return Benched(
         tuple(
             run_facts(one.report()) | {"folder": str(one.folder), "micro_batch_trials": trials}
             for one in stored

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fourfold.cost.trace.advice import Advice, advise
+from fourfold.cost.trace.advice import KindAdvice, advise
 from fourfold.cost.trace.layer import layer_program, layer_rows, layer_spec, payload_bytes
 from fourfold.cost.trace.steps import (
     CP_KINDS,
@@ -34,7 +34,7 @@ from fourfold.verbs.run_requests import TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ComparedStep:
     """One step, or one half of a layer: what was computed and what was measured."""
 
     name: str
@@ -64,10 +64,10 @@ class Traced(Answer):
     cluster: Cluster
     steps: Sequence[StepRow]
     measured: TraceMeasure | None = None
-    advice: Advice | None = None
+    advice: KindAdvice | None = None
 
     @property
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[ComparedStep]:
         """The measured steps; a layer is measured in two halves."""
         steps, measured = self.steps, self.measured.steps if self.measured else ()
         if self.program.kind == "layer":
@@ -76,7 +76,7 @@ class Traced(Answer):
         else:
             parts = [(row.name, (row,)) for row in steps]
         return [
-            Pair(
+            ComparedStep(
                 name,
                 sum(row.flops_rank for row in rows),
                 rows[-1].live_bytes,
@@ -150,7 +150,7 @@ class _Steps(NamedTuple):
     cluster: Cluster
     rows: Callable[[int], Sequence[StepRow]]
     measure: Callable[[str], TraceMeasure]
-    advice: Advice | None = None
+    advice: KindAdvice | None = None
 
 
 def trace(request: TraceRequest, *, on_event: OnEvent = ignore) -> Traced:
@@ -195,7 +195,7 @@ def _layer(request: TraceRequest, on_event: OnEvent) -> _Steps:
     )
 
 
-def _advice(ask: Ask, request: TraceRequest, cluster: Cluster) -> Advice | None:
+def _advice(ask: Ask, request: TraceRequest, cluster: Cluster) -> KindAdvice | None:
     """Which kind to take; only where there is a sequence group to divide over."""
     if request.kind not in CP_KINDS or ask.ranks == 1:
         return None

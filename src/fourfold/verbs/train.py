@@ -34,7 +34,7 @@ from fourfold.verbs.train_start import described, end_killed, known_table, prepa
 
 
 @dataclass(frozen=True, slots=True)
-class Training(Answer):
+class TrainingState(Answer):
     """`facts`: outcome, losses, speed; `points`: the curve."""
 
     facts: dict[str, Any]
@@ -49,7 +49,7 @@ def train(
     request: TrainRequest,
     *,
     on_event: OnEvent = ignore,
-) -> Training:
+) -> TrainingState:
     """`run`: a run's table with a [train] table; or a function that makes it of what the folder
     was trained with."""
     if not request.out:
@@ -81,7 +81,7 @@ def train(
             _settle(folder, on_event)
 
 
-def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore) -> Training:
+def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore) -> TrainingState:
     folder = TrainingFolder(path)
     folder.must_be_plain()
     table = folder.described()
@@ -208,7 +208,7 @@ def _shown(
     plain: dict[str, Any],
     rule: str,
     on_event: OnEvent,
-) -> Training:
+) -> TrainingState:
     read = curve.parse(folder.metrics)
     newest = folder.newest()
     if read.bad:
@@ -228,7 +228,7 @@ def _shown(
     if plain["outcome"] == "shown":
         done = newest is not None and newest.step >= settings.steps
         plain["outcome"] = "done" if done else "not finished"
-    return Training(plain, read.points)
+    return TrainingState(plain, read.points)
 
 
 def curve_facts(points: Sequence[Point]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class KindTimes:
     """One kind at the asked length; `refused` says why it cannot be had, then the rest is 0.
 
     `around_s` is copies, joins and launches; `peak_bytes` is the forward trace's, one layer.
@@ -62,7 +62,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Crossover:
     """Two kinds over all lengths: `first` is faster at the shortest, and at each length of
     `crossover_tokens` the other one takes over."""
 
@@ -72,18 +72,18 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class KindAdvice:
     """`best` wins at the asked length; `pairs` say where that would change."""
 
     best: str
     reason: str
-    choices: tuple[Choice, ...]
-    pairs: tuple[Pair, ...]
+    choices: tuple[KindTimes, ...]
+    pairs: tuple[Crossover, ...]
     from_tokens: int
     to_tokens: int
 
 
-def advise(ask: Ask, cluster: Cluster) -> Advice:
+def advise(ask: Ask, cluster: Cluster) -> KindAdvice:
     """Compare the kinds at the asked length, and find the lengths at which their order changes."""
     peaks, refused = _peaks(ask, cluster)
     lengths = np.unique(np.round(np.geomspace(max(SHORTEST, 2 * ask.ranks), LONGEST, 400)))
@@ -91,13 +91,13 @@ def advise(ask: Ask, cluster: Cluster) -> Advice:
         k: _parts(k, ask, cluster, lengths).total_s for k in CP_KINDS if k not in refused
     }
     choices = tuple(
-        Choice(kind=kind, refused=refused[kind])
+        KindTimes(kind=kind, refused=refused[kind])
         if kind in refused
         else _choice(kind, ask, cluster, peaks[kind])
         for kind in CP_KINDS
     )
     taken = sorted((choice for choice in choices if not choice.refused), key=lambda c: c.total_s)
-    return Advice(
+    return KindAdvice(
         best=taken[0].kind if taken else "",
         reason=_reason(taken),
         choices=choices,
@@ -126,10 +126,10 @@ def _peaks(ask: Ask, cluster: Cluster) -> tuple[dict[str, int], dict[str, str]]:
     return peaks, refused
 
 
-def _choice(kind: str, ask: Ask, cluster: Cluster, peak_bytes: int) -> Choice:
+def _choice(kind: str, ask: Ask, cluster: Cluster, peak_bytes: int) -> KindTimes:
     parts = _parts(kind, ask, cluster, np.array([float(ask.tokens)]))
     attention_s, exposed_s, hidden_s, around_s = (float(part[0]) for part in parts)
-    return Choice(
+    return KindTimes(
         kind=kind,
         total_s=float(parts.total_s[0]),
         attention_s=attention_s,
@@ -141,7 +141,7 @@ def _choice(kind: str, ask: Ask, cluster: Cluster, peak_bytes: int) -> Choice:
     )
 
 
-def _reason(taken: list[Choice]) -> str:
+def _reason(taken: list[KindTimes]) -> str:
     """What the runner-up pays more for."""
     if len(taken) < 2:
         return "no other kind is possible" if taken else "no kind is possible"
@@ -156,14 +156,14 @@ def _reason(taken: list[Choice]) -> str:
     return f"{second.kind} takes {percent:.1f}% longer: it {why}"
 
 
-def _pairs(lengths: Floats, scanned: Mapping[str, Floats]) -> tuple[Pair, ...]:
+def _pairs(lengths: Floats, scanned: Mapping[str, Floats]) -> tuple[Crossover, ...]:
     pairs = []
     for one, other in itertools.combinations(scanned, 2):
         ahead = scanned[one] < scanned[other]
         first, second = (one, other) if ahead[0] else (other, one)
         gap = scanned[one] - scanned[other]
         changes = np.flatnonzero(ahead[1:] != ahead[:-1])
-        pairs.append(Pair(first, second, tuple(_zero(lengths, gap, int(i)) for i in changes)))
+        pairs.append(Crossover(first, second, tuple(_zero(lengths, gap, int(i)) for i in changes)))
     return tuple(pairs)
 
 
