@@ -129,12 +129,8 @@ def require_mine(path: str | Path, *, mark: str, force: bool, field: str = "out"
     if not size or (mark and mark.encode() in content):
         return
     what = "exists and was not written by this command" if mark else "already exists"
-    raise UserError(
-        what,
-        field=field,
-        value=str(path),
-        hint="use --force to overwrite it, or choose another name",
-    )
+    hint = "use --force to overwrite it, or choose another name"
+    raise UserError(what, field=field, value=str(path), hint=hint)
 
 
 def write_text(path: str | Path, text: str, *, field: str = "out", own: bool = False) -> None:

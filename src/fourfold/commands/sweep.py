@@ -17,7 +17,7 @@ from fourfold.events import OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import runs
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.verbs.run_requests import MPT_GROUP, MptSweep, PlanSweep, SweepRequest
 
 EXAMPLES = """\
@@ -102,7 +102,6 @@ def _planned_run(args: Any, show: OnEvent) -> dict[str, Any]:
             value = " ".join(map(str, values))
             raise UserError("takes one value with --from-plan", field=flag, value=value)
         if values and values[0] != "auto":
-            if not str(values[0]).isdecimal():
-                raise UserError("must be a whole number", field=flag, value=values[0])
+            check.that(str(values[0]).isdecimal(), flag, values[0], "must be a whole number")
             codec.put(table, path, int(values[0]))
     return table

@@ -224,9 +224,6 @@ def _end(row: Row, text: str) -> None:
 def require_headings(mapping: ColumnMap, headings: Sequence[str]) -> None:
     for name, said in mapping.columns.items():
         if said.column not in headings:
-            raise UserError(
-                "is not a heading of the table",
-                field=f"columns.{name}",
-                value=said.column,
-                hint=nearest(said.column, headings),
-            )
+            rule = "is not a heading of the table"
+            hint = nearest(said.column, headings)
+            raise UserError(rule, field=f"columns.{name}", value=said.column, hint=hint)

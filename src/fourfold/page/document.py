@@ -37,12 +37,9 @@ def plotly_script(field: str = "html") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"needs plotly's script, which cannot be read ({error.strerror})",
-            field=field,
-            value=str(path),
-            hint="pip install --force-reinstall plotly",
-        ) from None
+        rule = f"needs plotly's script, which cannot be read ({error.strerror})"
+        hint = "pip install --force-reinstall plotly"
+        raise UserError(rule, field=field, value=str(path), hint=hint) from None
 
 
 @cache

@@ -28,12 +28,9 @@ class Served:
 
     def __post_init__(self) -> None:
         if self.host not in LOOPBACK and not self.token:
-            raise UserError(
-                "needs a token, since others can reach it",
-                field="host",
-                value=self.host,
-                hint="add --token TEXT, or use 127.0.0.1",
-            )
+            rule = "needs a token, since others can reach it"
+            hint = "add --token TEXT, or use 127.0.0.1"
+            raise UserError(rule, field="host", value=self.host, hint=hint)
 
         if self.token and not _TOKEN.fullmatch(self.token):
             raise UserError(

@@ -16,7 +16,7 @@ from fourfold.page.guard import Guard, Served
 from fourfold.page.plan import PLAN_SCRIPTS
 from fourfold.page.planner import Planner, SupersededError, first_look
 from fourfold.page.report import REPORT_SCRIPTS, report_data
-from fourfold.spec import catalog, codec, words
+from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.verbs.requests import PlanRequest, ReportRequest, RunsRequest
 
@@ -67,8 +67,7 @@ def _number(asked: Mapping[str, str], name: str) -> int:
         value = int(asked[name].strip().replace(",", ""))
     except ValueError:
         value = 0
-    if not 1 <= value < 2**31:
-        raise UserError("must be a number from 1", field=name.replace("_", " "), value=asked[name])
+    check.that(1 <= value < 2**31, name.replace("_", " "), asked[name], "must be a number from 1")
     return value
 
 

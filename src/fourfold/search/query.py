@@ -187,12 +187,8 @@ def require_known(stack: str, calibration: Calibration) -> str:
     measured = {entry.stack.lower(): entry.stack for entry in calibration.entries}
     if name in measured or name in short or _YEAR.sub("", name) in short:
         return measured.get(name, name)
-    raise UserError(
-        "unknown stack",
-        field="stack",
-        value=stack,
-        hint=f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)",
-    )
+    hint = f"{nearest(name, {*short, *measured})} ('fourfold plan --stack list' lists them)"
+    raise UserError("unknown stack", field="stack", value=stack, hint=hint)
 
 
 def listed(calibration: Calibration, cluster: Cluster | None) -> list[dict[str, Any]]:

@@ -27,12 +27,8 @@ def must_be_picture(path: str, field: str = "picture", suffixes: Sequence[str] =
     """The suffix of a picture's name, before minutes are spent on what is drawn."""
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in suffixes:
-        raise UserError(
-            "is not a supported picture format",
-            field=field,
-            value=path,
-            hint=f"use a name that ends in {' or '.join(suffixes)}",
-        )
+        hint = f"use a name that ends in {' or '.join(suffixes)}"
+        raise UserError("is not a supported picture format", field=field, value=path, hint=hint)
     return suffix
 
 

@@ -21,7 +21,7 @@ def name(**fields: str) -> None:
         that(len(value) <= _MOST_LETTERS, field, value, rule)
 
 
-def that(holds: bool, field: str, value: object, rule: str, hint: str = "") -> None:
+def that(holds: object, field: str, value: object, rule: str, hint: str = "") -> None:
     """Refuse a field's value unless its rule holds."""
     if not holds:
         raise UserError(rule, field=field, value=value, hint=hint)

@@ -11,7 +11,7 @@ from fourfold.search import advise as sizes
 from fourfold.search.advise import LayerShape, auto_heads
 from fourfold.search.query import entry_for, match_stack, usual_cluster
 from fourfold.search.shapes import compare, shapes_near
-from fourfold.spec import catalog, codec, words
+from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.cluster import Device
 from fourfold.spec.words import BUNDLES
 from fourfold.verbs import Answer
@@ -69,8 +69,7 @@ def _sizes(request: AdviseRequest) -> Advice:
     else:
         raise UserError("is required", field="gpu", hint="or pass --cluster NAME")
     precision = words.policy_word("precision", request.precision)
-    if precision not in BUNDLES:
-        raise UserError(f"is not one of {', '.join(BUNDLES)}", field="precision", value=precision)
+    check.that(precision in BUNDLES, "precision", precision, f"is not one of {', '.join(BUNDLES)}")
     if precision in ("fp8", "fp4"):
         device.peak(precision)  # refuses a GPU without it
     coefficients, whose = _coefficients(request, device)
@@ -118,8 +117,7 @@ def _shape(request: AdviseRequest) -> LayerShape:
         flag = name.replace("_", "-")
         if value is None:
             raise UserError("is required", field=flag, hint="or pass --model NAME")
-        if not 1 <= value <= 2**24:
-            raise UserError("must be from 1 to 16777216", field=flag, value=value)
+        check.that(1 <= value <= 2**24, flag, value, "must be from 1 to 16777216")
         return value
 
     tp, hidden = size("tp", 1), size("hidden", base.hidden if base else None)
@@ -144,12 +142,10 @@ def _shape(request: AdviseRequest) -> LayerShape:
 
 def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
     params, tokens, tp = request.params or 0, request.tokens, request.tp or 8
-    if not 1e6 <= params <= 1e13:
-        raise UserError("must be from 1e6 to 1e13", field="params", value=params)
+    check.that(1e6 <= params <= 1e13, "params", params, "must be from 1e6 to 1e13")
     if tokens is None:
         raise UserError("is required", field="tokens", hint="params are compared by days")
-    if not 0 < tokens < 1e18:
-        raise UserError("must be above 0", field="tokens", value=tokens)
+    check.that(0 < tokens < 1e18, "tokens", tokens, "must be above 0")
     # The model is only the family to vary.
     family = PlanRequest(
         model=request.model or "gpt-3-175b",
@@ -164,10 +160,7 @@ def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
     )
     query, _ = resolved(family, on_event)
     models = shapes_near(query.model, params, query.batch.seq_len, tp)
-    if not models:
-        raise UserError(
-            "is too small for this vocabulary: no shape comes close", field="params", value=params
-        )
+    check.that(models, "params", params, "is too small for this vocabulary: no shape comes close")
     return Advice(
         gpu=query.cluster.device.id,
         gpus=query.gpus,

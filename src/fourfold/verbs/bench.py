@@ -81,12 +81,9 @@ def bench(
     spec = _startable(described(run, is_ours=is_ours), permit, is_ours=is_ours)
     too_large = "" if request.force else known.too_large(spec)
     if too_large:
-        raise UserError(
-            f"certainly does not fit: {too_large}",
-            field="model",
-            value=spec.model.name,
-            hint="'fourfold plan' finds layouts that do; --force runs it anyway",
-        )
+        rule = f"certainly does not fit: {too_large}"
+        hint = "'fourfold plan' finds layouts that do; --force runs it anyway"
+        raise UserError(rule, field="model", value=spec.model.name, hint=hint)
     spec, trials = choose_micro_batch(spec, campaign, known, on_event)
     refused = refusals(spec, known)
     if refused:

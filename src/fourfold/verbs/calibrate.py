@@ -19,7 +19,7 @@ from fourfold.result.quality import flags
 from fourfold.result.report import Prediction, RunReport
 from fourfold.search.query import PlanQuery, entry_for
 from fourfold.search.ranking import rank_layouts
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, check, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES
@@ -66,8 +66,7 @@ def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ig
     if ranks is not None and not 1 <= ranks <= 1024:
         raise UserError("must be from 1 to 1024", field="ranks", value=ranks)
     gpus = gpu_count() if device != "cpu" else 0
-    if device == "cuda" and not gpus:
-        raise UserError("needs a GPU, and none is visible", field="device", value=device)
+    check.that(device != "cuda" or gpus, "device", device, "needs a GPU, and none is visible")
     options = {"quick": "true" if quick else "false", "device": "cuda" if gpus else "cpu"}
     options["seconds"] = str(_QUICK_S if quick else _WHOLE_S)
     job = Job(

@@ -125,12 +125,9 @@ def _host_gpus(
 ) -> int:
     seen = topo.gpus if topo else 0
     if seen and request.host_gpus and request.host_gpus != seen:
-        raise UserError(
-            f"contradicts the topology, which shows {seen}",
-            field="host-gpus",
-            value=request.host_gpus,
-            hint="omit it, or pass the topology of the right host",
-        )
+        rule = f"contradicts the topology, which shows {seen}"
+        hint = "omit it, or pass the topology of the right host"
+        raise UserError(rule, field="host-gpus", value=request.host_gpus, hint=hint)
     most = max((log.host_ranks for log in logs), default=0)
     count = request.host_gpus or seen or most
     count = count or _ask_count(ask, "host-gpus", "how many GPUs in one host")

@@ -18,7 +18,7 @@ from fourfold.logs.log import read_log
 from fourfold.logs.mapping import ColumnMap, proposal, read_mapping
 from fourfold.logs.row import COLUMNS, EXTRA, Row, complete, require_column, row_of, text_of
 from fourfold.logs.tables import is_table, read_table
-from fourfold.spec import catalog, codec, nccl_tests
+from fourfold.spec import catalog, check, codec, nccl_tests
 from fourfold.verbs import Answer
 
 COLLECTED = "collected.csv"
@@ -248,8 +248,7 @@ def _expanded(logs: Sequence[str]) -> list[str]:
             if item is path
             or (item.is_file() and item.suffix.lower() in _LOGS and item.name != COLLECTED)
         ]
-    if not found:
-        raise UserError("contains no log", field="LOG", value=" ".join(logs))
+    check.that(found, "LOG", " ".join(logs), "contains no log")
     return list(dict.fromkeys(found))
 
 

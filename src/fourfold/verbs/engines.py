@@ -23,7 +23,7 @@ from fourfold.result.report import Failure, RunReport
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup, run_file
 from fourfold.search.query import match_stack
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, check, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
 from fourfold.spec.variables import Env
@@ -188,8 +188,7 @@ def template_runner(template: EngineTemplate, known: Predictor, permit: Permit) 
 
 
 def asked_template(request: MeasureRequest) -> EngineTemplate | None:
-    if request.stack and not request.engine:
-        raise UserError("needs --engine", field="stack", value=request.stack)
+    check.that(not request.stack or request.engine, "stack", request.stack, "needs --engine")
     return engine_template(request.engine) if request.engine else None
 
 

@@ -11,6 +11,7 @@ from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup
 from fourfold.search.ranking import Ranking
 from fourfold.search.shapes import best_of
+from fourfold.spec import check
 from fourfold.verbs.plan import resolved
 from fourfold.verbs.requests import PlanRequest
 
@@ -33,14 +34,12 @@ def export(
     model is called there."""
     if not request.export:
         raise UserError("is required", field="export", hint="pass the name of an engine")
-    if pick < 1:
-        raise UserError("must be 1 or more", field="pick", value=pick)
+    check.that(pick >= 1, "pick", pick, "must be 1 or more")
     query, counts = resolved(request, on_event)
     ranking, _ = best_of(query, counts, least=max(request.top, pick))
     if not len(ranking):
         raise UserError("nothing fits to export", hint="plan without --export for the reasons")
-    if pick > len(ranking):
-        raise UserError(f"exceeds the {len(ranking)} layouts that fit", field="pick", value=pick)
+    check.that(pick <= len(ranking), "pick", pick, f"exceeds the {len(ranking)} layouts that fit")
     setup = _setup(ranking, pick - 1, name)
     whole = request.export == "torchrun"
     return Exported(

@@ -17,6 +17,7 @@ from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, notes, warnings
+from fourfold.spec import check
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.layout import AXES
 from fourfold.verbs import Answer
@@ -70,11 +71,8 @@ def _measured_rows(request: FitRequest, on_event: OnEvent) -> list[Rows]:
 def fit(request: FitRequest, *, on_event: OnEvent = ignore) -> Fitted:
     tables = _measured_rows(request, on_event)
     if not len(sample(tables)):
-        raise UserError(
-            "have no measured step time, memory or out-of-memory outcome",
-            field="rows",
-            hint="fill in step_s, mem_gb or status",
-        )
+        rule = "have no measured step time, memory or out-of-memory outcome"
+        raise UserError(rule, field="rows", hint="fill in step_s, mem_gb or status")
     prior = load(request.prior) if request.prior else None
     name = request.name or "+".join(table.table.name for table in tables)
     return Fitted(calibrate(tables, name=name, prior=prior, tell=notes(on_event)))
@@ -83,8 +81,7 @@ def fit(request: FitRequest, *, on_event: OnEvent = ignore) -> Fitted:
 def suggest_runs(request: FitRequest, *, on_event: OnEvent = ignore) -> Suggested:
     """By configuration alone, never by results."""
     count = 10 if request.suggest is None else request.suggest
-    if count < 1:
-        raise UserError("must be at least 1", field="suggest", value=count)
+    check.that(count >= 1, "suggest", count, "must be at least 1")
     known = read_calibration(request.prior)
     picks = []
     for rows in _measured_rows(request, on_event):

@@ -10,7 +10,7 @@ from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, convention, utili
 from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.flag import flag
-from fourfold.spec import catalog, codec
+from fourfold.spec import catalog, check, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.model import windowed
 from fourfold.spec.run import RunSpec
@@ -109,8 +109,7 @@ def _tokens_per_s(batch: Batch, request: FlopsRequest, *, batch_given: bool) -> 
     field, value, speed = "tokens-per-s", request.tokens_per_s, request.tokens_per_s
     if request.step_s is not None:
         field, value = "step-s", request.step_s
-        if not 0 < value < 1e12:
-            raise UserError("must be above 0", field=field, value=value)
+        check.that(0 < value < 1e12, field, value, "must be above 0")
         if not batch_given:
             hint = "a step has that many sequences"
             raise UserError("is required", field="global-batch", hint=hint)

@@ -22,7 +22,7 @@ from fourfold.search.fixes import remedies
 from fourfold.search.legal import Target
 from fourfold.search.predict import predict, rough_cpu, state_bytes
 from fourfold.search.query import usual_cluster
-from fourfold.spec import catalog
+from fourfold.spec import catalog, check
 from fourfold.spec.cluster import Cluster, device_id
 from fourfold.spec.run import RunSpec
 from fourfold.units import show_bytes
@@ -72,12 +72,8 @@ def planned_cluster(
     """The machines to plan on; `gpus` 0: as many as the cluster has."""
     if gpu and (cluster or profile):
         other = "cluster" if cluster else "profile"
-        raise UserError(
-            f"cannot be combined with {other}, which implies the GPU",
-            field="gpu",
-            value=gpu,
-            hint=f"omit gpu or {other}",
-        )
+        rule = f"cannot be combined with {other}, which implies the GPU"
+        raise UserError(rule, field="gpu", value=gpu, hint=f"omit gpu or {other}")
     if cluster:
         found = known_cluster(cluster)
     elif profile:
@@ -95,8 +91,7 @@ def planned_cluster(
         )
     if price is None:
         return found
-    if not 0 <= price < 1e9:
-        raise UserError("must be 0 or more", field="price", value=price)
+    check.that(0 <= price < 1e9, "price", price, "must be 0 or more")
     return replace(found, price_per_gpu_hour=price)
 
 

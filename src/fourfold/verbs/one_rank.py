@@ -241,12 +241,9 @@ def _rank(wanted: str, planner: StagePlanner) -> int:
     if wanted in stages:
         return stages[wanted] * spec.layout.stride("pp")
     if not wanted.isdecimal() or int(wanted) >= spec.gpus:
-        raise UserError(
-            f"must be a rank of {spec.layout}, 0 to {spec.gpus - 1}, or first, last or worst",
-            field="as-rank",
-            value=wanted,
-            hint=f"the last rank is {spec.gpus - 1}",
-        )
+        rule = f"must be a rank of {spec.layout}, 0 to {spec.gpus - 1}, or first, last or worst"
+        hint = f"the last rank is {spec.gpus - 1}"
+        raise UserError(rule, field="as-rank", value=wanted, hint=hint)
     return int(wanted)
 
 

@@ -135,12 +135,8 @@ def _records(request: ReportRequest, on_event: OnEvent) -> tuple[list[Record], l
                 if headings:
                     on_event(Event(f"{source}: ignored columns: {headings}"))
         else:
-            raise UserError(
-                "is not a run store",
-                field="runs",
-                value=source,
-                hint="measure something with 'fourfold bench' first",
-            )
+            hint = "measure something with 'fourfold bench' first"
+            raise UserError("is not a run store", field="runs", value=source, hint=hint)
     return found, seen
 
 

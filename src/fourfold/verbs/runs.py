@@ -13,7 +13,7 @@ from fourfold.result.files.run_file import RUN_FILE
 from fourfold.result.files.store import Store, Stored
 from fourfold.result.quality import Comparison, compare, differences, stored_spread
 from fourfold.result.record import RUN_FIELDS, Record
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.expression import Expression, parse
 from fourfold.verbs import Answer
 from fourfold.verbs.facts import post_mortem, run_facts
@@ -151,13 +151,7 @@ def repeats_of(text: str, known: list[Stored]) -> list[Stored]:
     found = [stored for stored in known if head and stored.name.startswith(head)]
     if repeat:
         found = [stored for stored in found if str(stored.summary.repeat) == repeat]
-    if not found:
-        raise UserError(
-            "does not match any stored run",
-            field="run",
-            value=text,
-            hint="'fourfold runs' lists them",
-        )
+    check.that(found, "run", text, "does not match any stored run", "'fourfold runs' lists them")
     if len({stored.summary.run_id for stored in found}) > 1:
         runs = len({stored.summary.run_id for stored in found})
         hint = "use more characters of the id"

@@ -13,7 +13,7 @@ from fourfold.events import Event, OnEvent
 from fourfold.result.report import Prediction
 from fourfold.search.ranking import Ranking
 from fourfold.search.shapes import best_of
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.expression import in_gib, parse
 from fourfold.spec.run import RunSpec
@@ -79,8 +79,7 @@ def _whole(word: str) -> int:
 
 def _exponents(name: str, numbers: tuple[int, ...]) -> tuple[int, ...]:
     for number in numbers:
-        if not 0 <= number <= _MAX_EXPONENT:
-            raise UserError(f"must be from 0 to {_MAX_EXPONENT}", field=name, value=number)
+        check.that(0 <= number <= _MAX_EXPONENT, name, number, f"must be from 0 to {_MAX_EXPONENT}")
     if len(numbers) == 2:
         if numbers[0] > numbers[1]:
             raise UserError("is an empty range", field=name, value=f"{numbers[0]} {numbers[1]}")
@@ -112,8 +111,7 @@ def _planned(
 ) -> Expansion:
     """The planner's best, best first; `known` learns their predictions."""
     table, count, gpu = source.table, source.count, source.gpu
-    if count < 1:
-        raise UserError("must be 1 or more", field="count", value=count)
+    check.that(count >= 1, "count", count, "must be 1 or more")
     if not (request.cluster or gpu or request.profile):
         gpu = _local_gpu(table, known, count)
     plan = PlanRequest(
@@ -132,10 +130,8 @@ def _planned(
     query = replace(query, cluster=_limited(query.cluster, table))
     ranking, _ = best_of(query, counts, least=count)
     if not len(ranking):
-        raise UserError(
-            "found no legal layout that fits", field="count", value=count,
-            hint="'fourfold plan' with the same flags shows the reasons",
-        )  # fmt: skip
+        hint = "'fourfold plan' with the same flags shows the reasons"
+        raise UserError("found no legal layout that fits", field="count", value=count, hint=hint)
     found = []
     basis = f"plan on {query.cluster.name}, calibration {query.calibration}"
     for i in range(min(count, len(ranking))):
@@ -219,10 +215,8 @@ def prepared(source: Source, request: SweepRequest, on_event: OnEvent) -> Prepar
         refused = [why or _too_large(spec, known) for spec, why in pairs]
     ready = _foreseen(expansion, refused, known)
     if not ready.expansion.total:
-        raise UserError(
-            f"no run is left: conditions exclude all {ready.expansion.dropped}",
-            hint="relax --where",
-        )  # fmt: skip
+        rule = f"no run is left: conditions exclude all {ready.expansion.dropped}"
+        raise UserError(rule, hint="relax --where")
     for one in ready.skipped:
         on_event(Event(f"skipped: {varied_text(one['combination'].items())}: {one['reason']}"))
     return ready

@@ -16,7 +16,7 @@ import numpy as np
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.tokens import (
     Tally,
     TokenInfo,
@@ -91,12 +91,8 @@ def make_tokens(request: TokensRequest, *, on_event: OnEvent = ignore) -> Tokens
     out, paths, tokenizer_file = request.out, request.files, tokenizer_path(request.out)
     for old in (*token_paths(out), tokenizer_file):
         if os.path.lexists(old) and not request.force:
-            raise UserError(
-                "already exists",
-                field="out",
-                value=str(old),
-                hint="use --force to overwrite it, or choose another name",
-            )
+            hint = "use --force to overwrite it, or choose another name"
+            raise UserError("already exists", field="out", value=str(old), hint=hint)
     total = sum(_size(name) for name in paths)
     encoder = _encoder(request)
     meter = Meter("read", 0 if "-" in paths else total, on_event)
@@ -105,8 +101,7 @@ def make_tokens(request: TokensRequest, *, on_event: OnEvent = ignore) -> Tokens
             for tokens in encoder.tokens(_metered(name, meter), name):
                 writer.add(tokens)
             writer.end_document()
-        if not writer.tally.tokens:
-            raise UserError("contain no text", field="files", value=" ".join(paths))
+        check.that(writer.tally.tokens, "files", " ".join(paths), "contain no text")
     if encoder.text:
         files.write_text(tokenizer_file, encoder.text)
     else:
@@ -177,22 +172,16 @@ def _encoder(request: TokensRequest) -> Encoder:
     if request.tokenizer != "bytes":
         encoder = _from_file(request.tokenizer, request.end_token)
     elif request.end_token is not None:
-        raise UserError(
-            "is not used with byte tokens, which have their own end",
-            field="--end-token",
-            value=request.end_token,
-            hint="omit it, or pass --tokenizer",
-        )
+        rule = "is not used with byte tokens, which have their own end"
+        hint = "omit it, or pass --tokenizer"
+        raise UserError(rule, field="--end-token", value=request.end_token, hint=hint)
     else:  # a model of 256 tokens has none to spare: a zero byte, which texts do not hold
         spare = vocab != _BYTES
         encoder = Encoder("bytes", _BYTES + spare, _BYTES if spare else 0, _from_bytes)
     if vocab is not None and vocab < encoder.vocab:
-        raise UserError(
-            f"is below the {encoder.vocab} of the tokenizer '{encoder.name}'",
-            field="--vocab",
-            value=vocab,
-            hint="use a model with a larger vocabulary, or another tokenizer",
-        )
+        rule = f"is below the {encoder.vocab} of the tokenizer '{encoder.name}'"
+        hint = "use a model with a larger vocabulary, or another tokenizer"
+        raise UserError(rule, field="--vocab", value=vocab, hint=hint)
     return encoder
 
 
@@ -206,12 +195,9 @@ def _from_file(path: str, end_token: str | None) -> Encoder:
     try:
         import tokenizers
     except ModuleNotFoundError:
-        raise UserError(
-            "needs the package 'tokenizers', which is not installed",
-            field="--tokenizer",
-            value=path,
-            hint="pip install tokenizers, or use --tokenizer bytes",
-        ) from None
+        rule = "needs the package 'tokenizers', which is not installed"
+        hint = "pip install tokenizers, or use --tokenizer bytes"
+        raise UserError(rule, field="--tokenizer", value=path, hint=hint) from None
     text = files.read_text(path, field="tokenizer")
     try:
         made = tokenizers.Tokenizer.from_str(text)
@@ -257,12 +243,8 @@ def _decoded(content: Iterator[bytes], source: str) -> Iterator[str]:
             yield decoder.decode(plain)
         yield decoder.decode(b"", final=True)
     except UnicodeDecodeError:
-        raise UserError(
-            "is not UTF-8 text",
-            field="file",
-            value=source,
-            hint="use --tokenizer bytes for other files",
-        ) from None
+        hint = "use --tokenizer bytes for other files"
+        raise UserError("is not UTF-8 text", field="file", value=source, hint=hint) from None
 
 
 def pieces(texts: Iterator[str], size: int = _PIECE) -> Iterator[str]:

@@ -156,8 +156,7 @@ class _Steps(NamedTuple):
 def trace(request: TraceRequest, *, on_event: OnEvent = ignore) -> Traced:
     runs = request.run_steps
     device = local_device(request.device, _layout(request).world) if runs else ""
-    if runs and request.rank:
-        raise UserError("must be 0 with --run", field="rank", value=request.rank)
+    check.that(not runs or not request.rank, "rank", request.rank, "must be 0 with --run")
     steps = (_layer if request.kind == "layer" else _list)(request, on_event)
     measured = steps.measure(device) if runs else None
     from_ledger = measured is not None and measured.peaks_from == "ledger"
@@ -207,12 +206,9 @@ def _layer_spec(request: TraceRequest) -> RunSpec:
     if request.model is None:
         raise UserError("is required", field="model", hint="'fourfold models' lists presets")
     if request.attention != "flash":
-        raise UserError(
-            "is not supported for kind layer, which uses flash attention",
-            field="attention",
-            value=request.attention,
-            hint="use it with ulysses, allgather or ring",
-        )
+        rule = "is not supported for kind layer, which uses flash attention"
+        hint = "use it with ulysses, allgather or ring"
+        raise UserError(rule, field="attention", value=request.attention, hint=hint)
     names = ("hidden", "heads", "kv_heads", "ffn")
     given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
     layout = _layout(request)
@@ -239,12 +235,9 @@ def _ask(request: TraceRequest) -> Ask:
     model = catalog.model(request.model) if request.model else None
     needed = ("hidden", "ffn") if request.kind.startswith("mlp") else ("hidden", "heads")
     if model is not None and needed[1] == "heads" and model.attention_width != model.hidden:
-        raise UserError(
-            f"has head size {model.head_size}, not hidden / heads",
-            field="model",
-            value=request.model,
-            hint="use kind layer, or pass --hidden and --heads",
-        )
+        rule = f"has head size {model.head_size}, not hidden / heads"
+        hint = "use kind layer, or pass --hidden and --heads"
+        raise UserError(rule, field="model", value=request.model, hint=hint)
     sizes = _given_sizes(request, model, needed)
     return Ask(
         tokens=request.tokens,

@@ -111,12 +111,8 @@ def _ended(folder: TrainingFolder, report: JobReport, on_event: OnEvent) -> dict
 
 def _must_be_legal(spec: RunSpec, permit: Permit) -> None:
     if spec.batch.micro_batch == 0:
-        raise UserError(
-            "must be a number here; only bench supports 'auto'",
-            field="batch.micro_batch",
-            value=0,
-            hint="give a number",
-        )
+        rule = "must be a number here; only bench supports 'auto'"
+        raise UserError(rule, field="batch.micro_batch", value=0, hint="give a number")
     require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
     permit.require((spec,), ranks=spec.gpus)
     require_legal(spec)
@@ -126,11 +122,8 @@ def _must_have_packages(settings: TrainSettings) -> None:
     """Before minutes of start-up, not after."""
     for wanted, package in ((settings.tensorboard, "tensorboard"), (settings.wandb, "wandb")):
         if wanted and importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"needs the package {package}, which is not installed",
-                field=package,
-                hint=f"pip install {package}, or omit --{package}",
-            )
+            rule = f"needs the package {package}, which is not installed"
+            raise UserError(rule, field=package, hint=f"pip install {package}, or omit --{package}")
 
 
 def _settle(folder: TrainingFolder, on_event: OnEvent) -> None:

@@ -33,12 +33,8 @@ def known_table(folder: TrainingFolder, request: TrainRequest) -> dict[str, Any]
     """What the folder was trained with; refuses to resume where nothing is."""
     known = {} if request.fresh else folder.described()
     if request.resume and not known and not folder.checkpoints.exists():
-        raise UserError(
-            "has no training to resume",
-            field="out",
-            value=str(folder.root),
-            hint="pass the --out of an earlier 'fourfold train', or omit --resume",
-        )
+        hint = "pass the --out of an earlier 'fourfold train', or omit --resume"
+        raise UserError("has no training to resume", field="out", value=str(folder.root), hint=hint)
     return known
 
 
@@ -88,12 +84,9 @@ def _begin_from(table: dict[str, Any], settings: dict[str, Any], on_event: OnEve
     config = codec.parse_json(files.read_text(folder / "config.json", field="weights"))
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in MODULES:
-        raise UserError(
-            f"has the unsupported model type '{kind}'",
-            field="weights",
-            value=str(folder),
-            hint=f"supported: {', '.join(MODULES)}",
-        )
+        rule = f"has the unsupported model type '{kind}'"
+        hint = f"supported: {', '.join(MODULES)}"
+        raise UserError(rule, field="weights", value=str(folder), hint=hint)
     assert isinstance(config, dict)
     approximated = approximation(kind, config)
     if approximated:
@@ -165,12 +158,8 @@ def _newest(folder: TrainingFolder, on_event: OnEvent) -> Checkpoint | None:
 def _may_begin(request: TrainRequest, folder: TrainingFolder, on_event: OnEvent) -> None:
     """From nothing, unless a checkpoint is asked for."""
     if request.resume:
-        raise UserError(
-            "has no intact checkpoint",
-            field="out",
-            value=str(folder.root),
-            hint="omit --resume to start from scratch",
-        )
+        hint = "omit --resume to start from scratch"
+        raise UserError("has no intact checkpoint", field="out", value=str(folder.root), hint=hint)
     if stored.kind_of(folder.metrics) and stored.size_of(folder.metrics):
         old = folder.metrics.with_name(f"{folder.metrics.name}.old")
         renamed = folder.metrics.rename(stored.free_name(old))

@@ -17,7 +17,7 @@ from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.checkpoint.state import STATE_FILE
 from fourfold.result.files.stored import NotWholeError
 from fourfold.result.job import Job, answer_file
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.hf.tensors import export_type
 from fourfold.spec.tokens import read_info, tokenizer_name, tokenizer_path
 from fourfold.verbs import Answer
@@ -65,10 +65,8 @@ def export_weights(request: WeightsRequest, *, on_event: OnEvent = ignore) -> Ex
 def must_have_safetensors(what: str) -> None:
     """Before torch is started, which never needs to be for this."""
     if importlib.util.find_spec("safetensors") is None:
-        raise UserError(
-            f"'{what}' needs the package 'safetensors', which is not installed",
-            hint="pip install safetensors",
-        )
+        rule = f"'{what}' needs the package 'safetensors', which is not installed"
+        raise UserError(rule, hint="pip install safetensors")
 
 
 def _checkpoint(path: Path, on_event: OnEvent) -> Checkpoint:
@@ -89,36 +87,24 @@ def _checkpoint(path: Path, on_event: OnEvent) -> Checkpoint:
                 on_event(Event(f"passed over {name}: {error.rule}"))
             return found
     why = f": {torn[-1][0]}: {torn[-1][1].rule}" if torn else ""
-    raise UserError(
-        f"has no intact checkpoint{why}",
-        field="checkpoint",
-        value=str(path),
-        hint="pass the --out of a 'fourfold train', or one of its checkpoints",
-    )
+    rule = f"has no intact checkpoint{why}"
+    hint = "pass the --out of a 'fourfold train', or one of its checkpoints"
+    raise UserError(rule, field="checkpoint", value=str(path), hint=hint)
 
 
 def _must_be_free(out: Path, force: bool, folder_format: str) -> None:
     if not out.exists():
         return
-    if not out.is_dir():
-        raise UserError("is a file", field="out", value=str(out), hint="pass a folder")
+    check.that(out.is_dir(), "out", str(out), "is a file", "pass a folder")
     names = [path.name for path in out.iterdir()]
     if names and not force:
-        raise UserError(
-            "already exists",
-            field="out",
-            value=str(out),
-            hint="use --force to overwrite it, or choose another folder",
-        )
+        hint = "use --force to overwrite it, or choose another folder"
+        raise UserError("already exists", field="out", value=str(out), hint=hint)
     made, suffix = _WRITTEN[folder_format]
     other = [name for name in names if name not in made and not name.endswith(suffix)]
     if other:
-        raise UserError(
-            f"contains files that are not of an export: {', '.join(sorted(other)[:3])}",
-            field="out",
-            value=str(out),
-            hint="choose another folder",
-        )
+        rule = f"contains files that are not of an export: {', '.join(sorted(other)[:3])}"
+        raise UserError(rule, field="out", value=str(out), hint="choose another folder")
 
 
 def _exported(found: Checkpoint, request: WeightsRequest, on_event: OnEvent) -> dict[str, Any]:

@@ -215,12 +215,8 @@ DEFAULT = "causal"
 def convention(name: str) -> Convention:
     key = ALIASES.get(name, name)
     if key not in CONVENTIONS:
-        raise UserError(
-            "unknown convention",
-            field="convention",
-            value=name,
-            hint=nearest(name, [*CONVENTIONS, *ALIASES]),
-        )
+        hint = nearest(name, [*CONVENTIONS, *ALIASES])
+        raise UserError("unknown convention", field="convention", value=name, hint=hint)
     return CONVENTIONS[key]
 
 

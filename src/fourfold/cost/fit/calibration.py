@@ -229,12 +229,9 @@ def from_json(text: str, where: str) -> Calibration:
             raise UserError("is not a calibration file")
         return codec.load(Calibration, data)
     except UserError as error:
-        raise UserError(
-            f"cannot be used ({shorten(str(error), 200)})",
-            field="calibration",
-            value=where,
-            hint="create one with 'fourfold fit ROWS.csv --out FILE'",
-        ) from None
+        rule = f"cannot be used ({shorten(str(error), 200)})"
+        hint = "create one with 'fourfold fit ROWS.csv --out FILE'"
+        raise UserError(rule, field="calibration", value=where, hint=hint) from None
 
 
 def _within(least: float, most: float, /, **values: float) -> None:

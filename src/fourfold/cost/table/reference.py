@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.record import REFERENCE_COLUMNS
+from fourfold.spec import check
 
 _GROUP = re.compile(
     r"zero[123] over (\d+) ranks|\bfsdp ?(\d+)\b|ZeRO-3 over (\d+) GPUs|\bshard (\d+), replicate"
@@ -128,8 +129,7 @@ def read_table(path: str | Path) -> RowTable:
     reader = csv.reader(text.splitlines())
     try:
         header = [name.strip().lstrip("\ufeff") for name in next(reader, [])]
-        if not header:
-            raise UserError("is empty", field="rows", value=str(path), hint="add a heading line")
+        check.that(header, "rows", str(path), "is empty", "add a heading line")
         _check_header(header, str(path))
         stem = Path(path).stem
         table = _plain(stem, header, text) or _columnar(stem, header, reader)
@@ -137,27 +137,19 @@ def read_table(path: str | Path) -> RowTable:
         raise UserError(
             f"is not CSV ({error})", field="rows", value=str(path), hint="save it as plain CSV"
         ) from None
-    if not table.length:
-        raise UserError("has headings but no rows", field="rows", value=str(path), hint="add a run")
+    check.that(table.length, "rows", str(path), "has headings but no rows", "add a run")
     return table
 
 
 def _check_header(header: list[str], path: str) -> None:
     if len(header) > MAX_COLUMNS:
-        raise UserError(
-            f"has more than {MAX_COLUMNS} columns",
-            field="rows",
-            value=path,
-            hint="keep only those of the reference schema",
-        )
+        hint = "keep only those of the reference schema"
+        raise UserError(f"has more than {MAX_COLUMNS} columns", field="rows", value=path, hint=hint)
     missing = [name for name in NEEDED if name not in header]
     if missing:
-        raise UserError(
-            f"lacks the columns {', '.join(missing)}",
-            field="rows",
-            value=path,
-            hint=f"the reference schema is: {' '.join(SCHEMA)}",
-        )
+        rule = f"lacks the columns {', '.join(missing)}"
+        hint = f"the reference schema is: {' '.join(SCHEMA)}"
+        raise UserError(rule, field="rows", value=path, hint=hint)
 
 
 def _plain(name: str, header: list[str], text: str) -> RowTable | None:

@@ -17,7 +17,7 @@ from fourfold.errors import UserError
 from fourfold.result.files.run_file import NAME, RUN_FILE, read_run, read_run_folder
 from fourfold.result.files.stored import read_stored
 from fourfold.result.report import RunReport
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.cluster import Cluster
 
 STACK = "fourfold"
@@ -27,10 +27,7 @@ def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -
     """All RunReports under a folder, in the order of their names; other files are passed over, and
     damaged ones named."""
     root = Path(folder)
-    if not root.is_dir():
-        raise UserError(
-            "is not a folder", field="--runs", value=folder, hint="pass the folder of a store"
-        )
+    check.that(root.is_dir(), "--runs", folder, "is not a folder", "pass the folder of a store")
     reports = []
     for path in sorted(root.rglob("*.json")):
         if path.name.startswith("."):  # the store's own cache
@@ -51,12 +48,8 @@ def report_rows(
     """Rows of the reports that ran or ran out of memory."""
     reports = [r for r in read_reports(folder, warn) if r.outcome in ("ok", "oom")]
     if not reports:
-        raise UserError(
-            "contains no run",
-            field="--runs",
-            value=folder,
-            hint="measure one with 'fourfold bench' first",
-        )
+        hint = "measure one with 'fourfold bench' first"
+        raise UserError("contains no run", field="--runs", value=folder, hint=hint)
     n = len(reports)
     return Rows(
         table=_table(folder, reports, cluster),

@@ -31,12 +31,8 @@ def mlp2d(ask: Ask) -> Program:
     """Tokens over dp and, between layers, over tp: gathered before W1, summed and cut after W2."""
     layout = ask.layout
     if layout.cp > 1:
-        raise UserError(
-            "is the same as dp for an MLP, which does not mix tokens",
-            field="cp",
-            value=layout.cp,
-            hint=f"use dp = {layout.dp * layout.cp}",
-        )
+        rule = "is the same as dp for an MLP, which does not mix tokens"
+        raise UserError(rule, field="cp", value=layout.cp, hint=f"use dp = {layout.dp * layout.cp}")
     divided("tokens", ask.tokens, layout.dp * layout.tp, "tokens are cut over dp and tp")
     part, gathered = ("tokens/dp/tp", "hidden"), ("tokens/dp", "hidden")
     gather = Step(

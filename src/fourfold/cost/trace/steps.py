@@ -135,12 +135,9 @@ def check_heads(ask: Ask) -> None:
     for divisor, number in (("heads", "hidden"), ("kv_heads", "heads")):
         value, whole = getattr(ask, divisor), getattr(ask, number)
         if whole % value:
-            raise UserError(
-                f"must divide {number}={whole}",
-                field=divisor.replace("_", "-"),
-                value=value,
-                hint=f"use a divisor, such as {gcd(whole, value)}",
-            )
+            rule = f"must divide {number}={whole}"
+            hint = f"use a divisor, such as {gcd(whole, value)}"
+            raise UserError(rule, field=divisor.replace("_", "-"), value=value, hint=hint)
 
 
 def divided(field: str, value: int, parts: int, why: str) -> None:
