@@ -22,7 +22,7 @@ from fourfold.cost.fit.validate import strangers
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.step.estimate import PARTS, estimate
 from fourfold.cost.step.traffic import crosses, far_hops
-from fourfold.cost.table.reference import RowTable, note_words, read_table
+from fourfold.cost.table.reference import NoteWords, RowTable, read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
@@ -48,19 +48,19 @@ def run(n: int = 1, **facts: object) -> Columns:
 
 
 def test_a_note_states_settings() -> None:
-    words = note_words("rope, QK norm; head size 128, so q is 8192 wide; net 200 Gb/s IB per GPU")
+    words = NoteWords("rope, QK norm; head size 128, so q is 8192 wide; net 200 Gb/s IB per GPU")
     assert (words.head_size, words.net_bytes_per_s) == (128, 25e9)
-    assert note_words("net 8 x 400 Gb/s IB per node").net_bytes_per_s_of_node == 400e9
-    assert note_words("AWS P4d: 400 Gb/s EFA per node").net_bytes_per_s_of_node == 50e9
-    assert note_words("HSDP: shard 64, replicate 16").shard_group == 64
-    assert note_words("torch.compile + AsyncTP").async_tp is True
-    assert note_words("eager; vanilla TP").async_tp is False
-    assert (note_words("").compiled, note_words("eager").compiled) == (None, False)
+    assert NoteWords("net 8 x 400 Gb/s IB per node").net_bytes_per_s_of_node == 400e9
+    assert NoteWords("AWS P4d: 400 Gb/s EFA per node").net_bytes_per_s_of_node == 50e9
+    assert NoteWords("HSDP: shard 64, replicate 16").shard_group == 64
+    assert NoteWords("torch.compile + AsyncTP").async_tp is True
+    assert NoteWords("eager; vanilla TP").async_tp is False
+    assert (NoteWords("").compiled, NoteWords("eager").compiled) == (None, False)
 
 
 @given(st.text(alphabet="abcHGz 0123456789/;,.-_", max_size=60))
 def test_any_note_is_read(note: str) -> None:
-    words = note_words(note)
+    words = NoteWords(note)
     assert words.head_size >= 0
     assert words.net_bytes_per_s >= 0.0
     assert words.shard_group >= 0

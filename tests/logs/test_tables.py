@@ -127,7 +127,7 @@ def test_tensorboard_export_of_a_tag(tmp_path: Path) -> None:
 def test_tensorboard_json(tmp_path: Path) -> None:
     text = "[[1.0, 1, 9.5], [2.0, 2, 2.5], [3.0, 3, 2.25], [4.0, 4]]"
     answer = collected(tmp_path, "run-a-tag-iteration-time.json", text)
-    assert (float(_row(answer)["step_s"]), answer.files[0].unread) == (2.375, 1)
+    assert (float(_row(answer)["step_s"]), answer.files[0].book.unread) == (2.375, 1)
 
 
 def test_a_folder_may_hold_other_files(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_json_lines(tmp_path: Path) -> None:
     row = _row(answer)
     assert float(row["tokens_s_gpu"]) == pytest.approx(4096)
     assert float(row["step_s"]) == pytest.approx(64 * 2048 / 4096 / 8)
-    assert (row["mem_gb"], answer.files[0].unread) == ("61.5", 1)
+    assert (row["mem_gb"], answer.files[0].book.unread) == ("61.5", 1)
 
 
 def test_nccl_tests_tell_of_links_not_of_runs(tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ def _page(answer: Any) -> list[Part]:
         parts.append(f"{_names([name for name, other in about if other == text])}: {text}")
     for one in answer.files:
         parts += [f"{one.log}: {note}" for note in one.notes]
-        if one.unread:
-            parts.append(f"{one.log}: {one.unread} lines could not be read:")
-            parts += [f"  {number}: {text}" for number, text in one.shown]
+        if one.book.unread:
+            parts.append(f"{one.log}: {one.book.unread} lines could not be read:")
+            parts += [f"  {number}: {text}" for number, text in one.book.shown]
         if one.link:
             parts.append(_link(one))
     return parts

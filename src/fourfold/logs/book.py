@@ -117,11 +117,14 @@ class Book:
             self.runs[-1].steps.pause()
 
     def unreadable(self, line: Line) -> None:
-        self.unread += 1
         if self.runs:
             self.runs[-1].steps.tear()
+        self.skip(line.number, line.text)
+
+    def skip(self, number: int, text: str) -> None:
+        self.unread += 1
         if len(self.shown) < MOST_SHOWN:
-            self.shown.append((line.number, line.text.strip()[:_SHOWN_CHARS]))
+            self.shown.append((number, text.strip()[:_SHOWN_CHARS]))
 
     def look(self, line: Line) -> None:
         """For what every engine's log may say."""

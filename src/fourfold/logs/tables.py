@@ -22,17 +22,9 @@ from fourfold.logs.series import StepLine
 
 MOST_ROWS = 1_000_000
 _DELIMITERS = ",;\t"
-_STEP = (
-    "step",
-    "_step",
-    "iteration",
-    "globalstep",
-    "trainerglobalstep",
-    "iter",
-    "batch",
-    "timebatch",
-)
-_WALL = ("walltime", "timestamp", "_timestamp", "time", "date")
+# Headings in lower case without blanks, dashes and underscores.
+_STEP = ("step", "iteration", "globalstep", "trainerglobalstep", "iter", "batch", "timebatch")
+_WALL = ("walltime", "timestamp", "time", "date")
 # What engines call the time of a step, and the speed, in their exports -> unit.
 _SECONDS = {
     "iterationtime": 1.0, "trainsteptimingins": 1.0, "steptime": 1.0, "timemetricsendtoends": 1.0,
@@ -40,41 +32,24 @@ _SECONDS = {
     "elapsedtimeperiterations": 1.0, "iterationtimes": 1.0, "secperiter": 1.0,
     "timeiterationtime": 1.0, "iterationtimeiterationtime": 1.0,
 }  # fmt: skip
-_RATES = (
-    "throughputtps",
-    "throughputdevicetokenspersec",
-    "tokenspersecpergpu",
-    "tokenspersecpergpu",
-)
+_RATES = ("throughputtps", "throughputdevicetokenspersec", "tokenspersecpergpu")
 _MEMORY = {
     "memorymaxreservedgib": 1.0, "memorypeakreservedmem": 1e9 / 2**30,
     "memreservedbytes": 2.0**-30, "cudamaxmemoryreserved": 2.0**-30,
 }  # fmt: skip
-_LOSS = (
-    "lmloss",
-    "loss",
-    "lossmetricsglobalavgloss",
-    "losstraintotal",
-    "reducedtrainloss",
-    "trainloss",
-)
+_LOSS = ("lmloss", "loss", "lossmetricsglobalavgloss", "losstraintotal", "reducedtrainloss",
+         "trainloss")  # fmt: skip
 
 
 @dataclass(slots=True)
 class TableRead:
-    """`headings` of a table that needs a mapping, rows of one that needs none; or metrics."""
+    """`headings` of a table that needs a mapping, rows of one that needs none; or metrics, whose
+    runs are in the book. The book also counts what could not be read."""
 
     kind: str
     rows: list[Row] = field(default_factory=list)
-    book: Book | None = None
+    book: Book = field(default_factory=Book)
     headings: tuple[str, ...] = ()
-    unread: list[tuple[int, str]] = field(default_factory=list)
-    unread_count: int = 0
-
-    def skip(self, number: int, text: str) -> None:
-        self.unread_count += 1
-        if len(self.unread) < 5:
-            self.unread.append((number, text[:160]))
 
 
 def is_table(path: str | Path) -> bool:
@@ -104,12 +79,10 @@ def _is_schema(headings: list[str]) -> bool:
 def _split(text: str) -> list[str]:
     delimiter = max(_DELIMITERS, key=text.count)
     try:
-        return [
-            cell.strip().lstrip("\ufeff")
-            for cell in next(csv.reader([text], delimiter=delimiter), [])
-        ]
+        cells = next(csv.reader([text], delimiter=delimiter), [])
     except csv.Error:
         return []
+    return [cell.strip().lstrip("\ufeff") for cell in cells]
 
 
 def read_table(path: str | Path, mapping: ColumnMap | None) -> TableRead:
@@ -149,12 +122,12 @@ def _dicts(path: str | Path, first: Line, read: TableRead) -> Iterator[tuple[int
             except StopIteration:
                 return
             except csv.Error as error:
-                read.skip(number, str(error))
+                read.book.skip(number, str(error))
                 continue
             if [cell.strip().lstrip("\ufeff") for cell in cells] == headings or not any(cells):
                 continue
             if len(cells) != len(headings):
-                read.skip(number, delimiter.join(cells))
+                read.book.skip(number, delimiter.join(cells))
                 continue
             yield number, dict(zip(headings, cells, strict=True))
 
@@ -182,8 +155,7 @@ def _step_column(headings: list[str]) -> str | None:
     plain = {plain_heading(name): name for name in headings}
     if {"tp", "tpsize", "nlayers", "micro", "mbs"} & plain.keys():
         return None
-    known = [plain[name] for name in _STEP if plain_heading(name) in plain and name in plain]
-    step = known[0] if known else None
+    step = next((plain[name] for name in _STEP if name in plain), None)
     useful = [name for name in headings if _kind(name)] or "value" in plain
     return step if step and useful else None
 
@@ -210,6 +182,9 @@ def _objects(lines: Iterator[Line]) -> Iterator[tuple[int, dict[str, Any] | None
         yield line.number, found if isinstance(found, dict) else None
 
 
+_TRIPLE = ("walltime", "step", "value")
+
+
 def _triples(line: Line) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """TensorBoard's JSON: [[wall time, step, value], ...]."""
     try:
@@ -218,10 +193,7 @@ def _triples(line: Line) -> Iterator[tuple[int, dict[str, Any] | None]]:
         found = [None]
     for number_, one in enumerate(found, start=1):
         is_triple = isinstance(one, list) and len(one) == 3
-        yield (
-            number_,
-            dict(zip(("walltime", "step", "value"), one, strict=True)) if is_triple else None,
-        )
+        yield number_, dict(zip(_TRIPLE, one, strict=True)) if is_triple else None
 
 
 def _metrics(
@@ -229,15 +201,15 @@ def _metrics(
 ) -> TableRead:
     """One run. Seconds from a metric that has them; else from the wall clock between steps, where
     it does not go back."""
-    read = TableRead(kind, book=Book(engine=""))
-    assert read.book is not None
-    tag = _kind(_tag_of(Path(path).stem))
+    read = TableRead(kind)
+    stem = Path(path).stem  # TensorBoard's 'run-NAME-tag-iteration-time'
+    tag = _kind(stem.partition("-tag-")[2] or stem)
     before: tuple[int, float] | None = None
     for number_, item in items:
         found = _metric(item, tag) if item is not None else None
         if item is None or found is None:
             if item is None or _config(item, read.book) is False:
-                read.skip(number_, str(item)[:160] if item else "not a JSON object")
+                read.book.skip(number_, str(item)[:160] if item else "not a JSON object")
             continue
         step, wall = found
         untimed = step.seconds is None and step.tokens_s_gpu is None and wall is not None
@@ -249,11 +221,6 @@ def _metrics(
     return read
 
 
-def _tag_of(stem: str) -> str:
-    """TensorBoard's 'run-NAME-tag-iteration-time'."""
-    return stem.partition("-tag-")[2] or stem
-
-
 def _metric(
     item: Mapping[str, Any], tag: tuple[str, float] | None
 ) -> tuple[StepLine, float | None] | None:
@@ -262,9 +229,9 @@ def _metric(
     loss = ""
     for name, cell in item.items():
         plain, value = plain_heading(str(name)), number(str(cell)) if cell is not None else None
-        if step is None and plain in map(plain_heading, _STEP):
+        if step is None and plain in _STEP:
             step = whole(str(cell))
-        elif (wall is None and plain in map(plain_heading, _WALL)) or name == "_timestamp":
+        elif (wall is None and plain in _WALL) or name == "_timestamp":
             wall = value
         kind = tag if plain == "value" and tag else _kind(str(name))
         if kind is None or value is None or value <= 0:

@@ -14,6 +14,7 @@ from fourfold.errors import UserError
 from fourfold.escape import csv_text
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
+from fourfold.logs.book import Book
 from fourfold.logs.log import read_log
 from fourfold.logs.mapping import ColumnMap, proposal, read_mapping
 from fourfold.logs.row import COLUMNS, EXTRA, Row, complete, require_column, row_of, text_of
@@ -56,24 +57,22 @@ class CollectRequest:
 
 @dataclass(slots=True)
 class FileRead:
-    """What became of one file."""
+    """What became of one file; `book`: its lines, and those that could not be read."""
 
     log: str
     kind: str
     rows: list[Row] = field(default_factory=list)
-    lines: int = 0
-    unread: int = 0
-    shown: list[tuple[int, str]] = field(default_factory=list)
-    cut: int = 0
+    book: Book = field(default_factory=Book)
     proposal: str = ""
     link: dict[str, Any] | None = None
     is_named: bool = True  # not found in a folder
     notes: list[str] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
-        head = {"log": self.log, "kind": self.kind, "runs": len(self.rows), "lines": self.lines}
-        shown = [{"line": number, "text": text} for number, text in self.shown]
-        rest = {"unread_lines": self.unread, "unread": shown, "cut_lines": self.cut}
+        book = self.book
+        head = {"log": self.log, "kind": self.kind, "runs": len(self.rows), "lines": book.lines}
+        shown = [{"line": number, "text": text} for number, text in book.shown]
+        rest = {"unread_lines": book.unread, "unread": shown, "cut_lines": book.cut}
         return head | rest | {"notes": self.notes, "link": self.link}
 
 
@@ -137,22 +136,17 @@ def _read(log: str, reader: str | None, mapping: ColumnMap | None) -> FileRead:
     if not reader and (mapping is not None or is_table(log)):
         return _read_table(log, mapping)
     book = read_log(log, reader or "")
-    one = FileRead(log, book.engine, lines=book.lines, unread=book.unread, shown=book.shown)
-    one.cut = book.cut
-    one.rows = [row_of(run, run.engine or book.engine) for run in book.runs]
+    rows = [row_of(run, run.engine or book.engine) for run in book.runs]
+    one = FileRead(log, book.engine if rows else "unknown", rows, book)
     if book.dropped_runs:
         one.notes.append(f"{book.dropped_runs} further runs are left out")
-    if not one.rows:
-        one.kind = "unknown"
     return _marked(one)
 
 
 def _read_table(log: str, mapping: ColumnMap | None) -> FileRead:
     table = read_table(log, mapping)
-    one = FileRead(log, table.kind, table.rows, unread=table.unread_count, shown=table.unread)
-    if table.book is not None:
-        one.lines = table.book.lines
-        one.rows = [row_of(run, run.facts.get("stack", "")) for run in table.book.runs]
+    metrics = [row_of(run, run.facts.get("stack", "")) for run in table.book.runs]
+    one = FileRead(log, table.kind, table.rows or metrics, table.book)
     if table.kind == "unknown":
         one.proposal = proposal(table.headings)
     return _marked(one)
@@ -160,7 +154,7 @@ def _read_table(log: str, mapping: ColumnMap | None) -> FileRead:
 
 def _marked(one: FileRead) -> FileRead:
     for row in one.rows:
-        row.fill(log=one.log, unread_lines=one.unread, source=Path(one.log).stem)
+        row.fill(log=one.log, unread_lines=one.book.unread, source=Path(one.log).stem)
     return one
 
 
@@ -176,7 +170,7 @@ def _nccl(log: str) -> FileRead | None:
             text += stream.read()
     except OSError:
         return None  # said by whoever reads it as a log
-    one = FileRead(log, "nccl-tests", lines=text.count("\n"))
+    one = FileRead(log, "nccl-tests", book=Book(lines=text.count("\n")))
     try:
         found = nccl_tests.parse_log(text, Path(log).name)
         fitted = nccl_tests.fit(found, crosses=found.hosts > 1)
@@ -287,6 +281,6 @@ def _summary(one: FileRead) -> str:
     if not one.rows:
         return f"{one.log}: no run found" + (f" ({'; '.join(one.notes)})" if one.notes else "")
     parts = [f"{len(one.rows)} run{'s' * (len(one.rows) > 1)} ({one.kind})"]
-    parts += [f"{one.unread} unreadable lines"] if one.unread else []
-    parts += [f"{one.cut} cut lines"] if one.cut else []
+    counts = {"unreadable": one.book.unread, "cut": one.book.cut}
+    parts += [f"{count} {what} lines" for what, count in counts.items() if count]
     return f"{one.log}: {', '.join(parts)}"

@@ -28,7 +28,7 @@ from fourfold.cost.fit.validate import (
 )
 from fourfold.cost.memory.peak import REFUSED, SURE
 from fourfold.cost.table.predict import RowPredictions, predict
-from fourfold.cost.table.reference import note_words
+from fourfold.cost.table.reference import NoteWords
 from fourfold.cost.table.rows import Rows
 
 GROUP = (
@@ -122,7 +122,7 @@ def _interval_score(rows: Rows, answers: RowPredictions, timed: NDArray[np.bool_
 
 def group_labels(rows: Rows) -> list[tuple[str, ...]]:
     """What makes two rows compete; the network state is the word in the note."""
-    network = ["slow" if note_words(note).slow_network else _network(note)
+    network = ["slow" if NoteWords(note).slow_network else _network(note)
                for note in rows.table.column("note")]  # fmt: skip
     return list(zip(*(rows.table.column(name) for name in GROUP), network, strict=True))
 

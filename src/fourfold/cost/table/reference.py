@@ -33,59 +33,38 @@ _NETWORK = re.compile(r"\b(?:(\d+) x )?(\d+) Gb/s\b[^;,.]*? per (GPU|node)")
 _RECIPE = re.compile(r"recipe ([a-z0-9-]+)")
 
 
-@dataclass(frozen=True, slots=True)
 class NoteWords:
-    """`shard_group`, `head_size` and `net_bytes_per_s` (a GPU's) 0: not stated; `shards_in_node`:
-    ZeRO within a node, replicas across; `compiled`, `async_tp` None: not stated."""
+    """The facts of one note. `shard_group`, `head_size` and the `net_` rates (of a GPU or a node)
+    0: not stated; `shards_in_node`: ZeRO within a node, replicas across; `compiled`, `async_tp`
+    None: not stated."""
 
-    flash1: bool
-    plain_norm: bool
-    slow_network: bool
-    pure: bool
-    block_scale: bool
-    shard_group: int
-    shards_in_node: bool
-    head_size: int
-    net_bytes_per_s: float
-    net_bytes_per_s_of_node: float
-    compiled: bool | None
-    async_tp: bool | None
-    graphs: bool
-    no_overlap: bool
-    row_scale: bool
-    gathers_kv: bool
-    one_moment: bool
-    split_inputs: bool
+    def __init__(self, note: str) -> None:
+        def has(pattern: str) -> bool:
+            return re.search(pattern, note) is not None
 
-
-def note_words(note: str) -> NoteWords:
-    """The facts of one note."""
-    group = _GROUP.search(note)
-    recipe = _RECIPE.search(note)
-    name = recipe[1] if recipe else ""
-    head, network = _HEAD.search(note), _NETWORK.search(note)
-    rate = int(network[1] or 1) * int(network[2]) / 8e-9 if network else 0.0
-    per_node = network is not None and network[3] == "node"
-    return NoteWords(
-        flash1="flash_attentionv1" in note,
-        plain_norm="kernel:" in note and "RMS kernel" not in note,
-        slow_network=re.search(r"\bnetwork slow\b", note) is not None,
-        pure=re.search(r"\bpure\b", note) is not None,
-        block_scale=name.startswith(("mxfp", "nvfp")) or name.endswith("-mx"),
-        shard_group=next(int(size) for size in group.groups() if size) if group else 0,
-        shards_in_node=re.search(r"\bhsdp\b", note) is not None,
-        head_size=int(head[1]) if head else 0,
-        net_bytes_per_s=0.0 if per_node else rate,
-        net_bytes_per_s_of_node=rate if per_node else 0.0,
-        compiled=_stated(note, r"torch\.compile", r"\beager\b"),
-        async_tp=_stated(note, r"\b[Aa]sync ?TP\b", r"\bvanilla TP\b"),
-        graphs=re.search(r"_cg\b|_cg_|CUDA graphs", note) is not None,
-        no_overlap=re.search(r"\boverlap(?: paths)? off\b", note) is not None,
-        row_scale=re.search(r"\browwise\b", note) is not None,
-        gathers_kv="all-gather CP" in note,
-        split_inputs="checkpoints distributed over TP" in note,
-        one_moment=re.search(r"\bLION\b", note) is not None,
-    )
+        group, recipe = _GROUP.search(note), _RECIPE.search(note)
+        name = recipe[1] if recipe else ""
+        head, network = _HEAD.search(note), _NETWORK.search(note)
+        rate = int(network[1] or 1) * int(network[2]) / 8e-9 if network else 0.0
+        per_node = network is not None and network[3] == "node"
+        self.flash1 = "flash_attentionv1" in note
+        self.plain_norm = "kernel:" in note and "RMS kernel" not in note
+        self.slow_network = has(r"\bnetwork slow\b")
+        self.pure = has(r"\bpure\b")
+        self.block_scale = name.startswith(("mxfp", "nvfp")) or name.endswith("-mx")
+        self.shard_group = next(int(size) for size in group.groups() if size) if group else 0
+        self.shards_in_node = has(r"\bhsdp\b")
+        self.head_size = int(head[1]) if head else 0
+        self.net_bytes_per_s = 0.0 if per_node else rate
+        self.net_bytes_per_s_of_node = rate if per_node else 0.0
+        self.compiled = _stated(note, r"torch\.compile", r"\beager\b")
+        self.async_tp = _stated(note, r"\b[Aa]sync ?TP\b", r"\bvanilla TP\b")
+        self.graphs = has(r"_cg\b|_cg_|CUDA graphs")
+        self.no_overlap = has(r"\boverlap(?: paths)? off\b")
+        self.row_scale = has(r"\browwise\b")
+        self.gathers_kv = "all-gather CP" in note
+        self.split_inputs = "checkpoints distributed over TP" in note
+        self.one_moment = has(r"\bLION\b")
 
 
 def _stated(note: str, yes: str, no: str) -> bool | None:

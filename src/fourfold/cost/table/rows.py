@@ -23,7 +23,6 @@ from fourfold.cost.table.reference import (
     NoteWords,
     RowTable,
     each,
-    note_words,
     numbers,
 )
 from fourfold.errors import UserError
@@ -58,7 +57,7 @@ def parse(table: RowTable) -> Rows:
     draft = Draft(table)
     lacks = np.array([cell == INCOMPLETE for cell in table.column("status")], dtype=bool)
     draft.refuse(lacks, "the run is incomplete; 'fourfold collect' names its missing fields")
-    words = Distinct(table.column("note"), note_words)
+    words = Distinct(table.column("note"), NoteWords)
     _model(draft, words)
     _layout(draft)
     stack = Distinct(table.column("stack"), stack_defaults)
