@@ -31,6 +31,10 @@ class Option(NamedTuple):
         """The name of its value among the parsed arguments."""
         return self.dest or self.names[-1].lstrip("-").replace("-", "_")
 
+    @property
+    def takes_value(self) -> bool:
+        return not self.switch and not self.pair
+
 
 def flag(text: str, metavar: str | None = None, *, default: Any = None, **rest: Any) -> Any:
     """A field of a dataclass that a flag sets; `default` MISSING: it must be given."""

@@ -13,7 +13,7 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.escape import FORMATS
 from fourfold.flag import Option
-from fourfold.spec import codec, words
+from fourfold.spec import check, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -76,6 +76,18 @@ def grouped(options: typing.Iterable[Option], group: str) -> tuple[Option, ...]:
 def given(args: Any, *names: str) -> dict[str, Any]:
     values = {name: getattr(args, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def only_value(args: Any, name: str, why: str) -> int | None:
+    """The number of a flag that takes several, where it may have one; 'auto' is None."""
+    values, flag = getattr(args, name) or [], f"--{name.replace('_', '-')}"
+    if len(values) > 1:
+        shown = " ".join(map(str, values))
+        raise UserError(f"takes one value {why}", field=flag, value=shown)
+    if not values or values[0] == "auto":
+        return None
+    check.that(str(values[0]).isdecimal(), flag, values[0], "must be a whole number")
+    return int(values[0])
 
 
 def load(cls: type[T], args: Any, **given: Any) -> T:
@@ -217,3 +229,44 @@ def _has(spec: str, path: str) -> bool:
             return False
         table = table[name]
     return True
+
+
+def completed(
+    command: Any, before: list[str], current: str, **known: tuple[str, ...]
+) -> tuple[str, ...]:
+    """What may stand at `current` after the words `before` of a command of `commands`; `known`:
+    values of arguments by name."""
+    name = command.name
+    places = [i for i, word in enumerate(before) if word in command.actions]
+    actions = () if places else tuple(command.actions)
+    if places:  # the options of 'data make' once 'make' was typed
+        command, before = command.actions[before[places[0]]], before[places[0] + 1 :]
+    flags = {flag: one for one in command.options for flag in one.names if flag[0] == "-"}
+    last = flags.get(before[-1]) if before else None
+    if last is not None and last.takes_value:
+        return _values(name, last, known)
+    if current.startswith("-"):
+        return (*flags, "--help", "--help-all")
+    free = [one for one in command.options if one.names[0][0] != "-" and one.help]
+    valued = {flag for flag, one in flags.items() if one.takes_value}
+    pairs = zip(["", *before], before, strict=False)
+    given = sum(not word.startswith("-") and flag not in valued for flag, word in pairs)
+    return (*(_values(name, free[given], known) if given < len(free) else ()), *actions)
+
+
+def _values(command: str, one: Option, known: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Names and choices an argument takes, by the meaning its name has in every command."""
+    from fourfold.spec import catalog
+
+    key = "model" if (command, one.key) == ("models", "name") else one.key
+    return one.choices or {
+        "model": tuple(catalog.model_names()),
+        "gpu": (*catalog.device_names(), *(("all",) if command == "clusters" else ())),
+        "cluster": catalog.cluster_names(),
+        "precision": (*words.BUNDLES, "bf16"),
+        "sharding": words.SHARDINGS,
+        "cp_kind": words.CP_KINDS,
+        "schedule": words.SCHEDULES,
+        "recompute": (*words.RECOMPUTE, "every-2"),
+        **known,
+    }.get(key, ())

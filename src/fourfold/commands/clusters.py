@@ -34,17 +34,13 @@ examples:
       --nic-rate 400Gbit/s --nccl-tests all_reduce_1x8.log all_reduce_16x8.log --out mine.toml
 """
 OPTIONS = (
-    option("cluster", "a cluster, or the path of its file", "NAME", nargs="?"),
-    option("--gpu", "a GPU's id or file; 'all' lists the GPUs", "ID"),
+    option("cluster", "a cluster, or the path of its file", "NAME", nargs="?", either="one"),
+    option("--gpu", "a GPU's id or file; 'all' lists the GPUs", "ID", either="one"),
     options.FORMAT,
 )
 
 
 def run(args: Any, show: OnEvent) -> Output:
-    if args.cluster is not None and args.gpu is not None:
-        raise UserError(
-            "cannot be combined with a cluster", field="gpu", value=args.gpu, hint="omit one"
-        )
     if args.cluster is not None:
         one = fourfold.cluster(args.cluster)
         return Output.of(one, lambda: machines.cluster_page(one.cluster))

@@ -6,8 +6,6 @@ as ties. Axes, sizes and policies given by flags are fixed, the search chooses t
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +37,9 @@ OPTIONS = (
     option("--explain", "explain one layout, or why it is illegal", "LAYOUT"),
     option("--timeline", "with --explain: draw the pipeline, .html or .png", "FILE", rare=True),
     option(
-        "--out",
-        "folder for --export: env.sh, torchrun.args, engine.args and run.sh, or a file for "
-        "torchrun (default: one script on stdout)",
-        "FOLDER",
-        rare=True,
+        "--out", "folder for --export; a file for torchrun (default: stdout)", "PATH", rare=True
     ),
-    option(
-        "--pick", "layout of the ranking that --export writes (default 1)", "N", read=int, rare=True
-    ),
+    option("--pick", "which ranked layout --export writes (default 1)", "N", read=int, rare=True),
     option("--html", "write one page: the answer, charts, settings for every engine", "FILE"),
     option("--open", "with --html: show the page in a browser", switch=True, rare=True),
     option("--details", "all columns, evidence, sensitivity and search statistics", switch=True),
@@ -71,27 +63,15 @@ def run(args: Any, show: OnEvent) -> Output:
         raise UserError("needs --explain", field="--timeline", hint="add --explain 'pp4 dp2'")
     if args.export:
         return _export(args, request, show)
-    answer = _paged(args, request, show) if args.html else fourfold.plan(request, on_event=show)
+    if args.html:
+        from fourfold.page.plan import write_plan
+
+        name, opened, force = args.model or "", bool(args.open), bool(args.force)
+        answer = write_plan(request, args.html, name, browser=opened, force=force, on_event=show)
+    else:
+        answer = fourfold.plan(request, on_event=show)
     status, details = 0 if answer.ranked else 1, bool(args.details)
     return Output.of(answer, lambda: shown.page(answer, details=details), status=status)
-
-
-def _paged(args: Any, request: PlanRequest, show: OnEvent) -> Any:
-    """The answer, also written as a page."""
-    from fourfold.page.document import check_page, write_page
-    from fourfold.page.plan import plan_page
-    from fourfold.verbs.export import export_all
-
-    check_page(args.html, force=bool(args.force))
-    answer = fourfold.plan(request, on_event=show)
-    exports = export_all(request, name=args.model or "", on_event=show)
-    timeline = None
-    if answer.best is not None and answer.best.layout.pp > 1:
-        with contextlib.suppress(UserError):  # too many actions for a picture
-            timeline = fourfold.explain(request, answer.best.layout, draw=True).timeline
-    text = plan_page(answer, request, exports=exports, timeline=timeline)
-    write_page(args.html, text, on_event=show, browser=bool(args.open))
-    return answer
 
 
 def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:
@@ -114,13 +94,7 @@ def _export(args: Any, request: PlanRequest, show: OnEvent) -> Output:
         show(Event(note))
     if not args.out:
         return Output(raw=settings.script)
-    out = Path(args.out)
-    texts = {out / name: text for name, text in settings.files.items()} or {out: settings.script}
-    for path in texts:
-        files.require_mine(path, mark="", force=bool(args.force))
-    for path, text in texts.items():
-        files.write_text(path, text)
+    settings.write(Path(args.out), force=bool(args.force))
     if settings.files:
-        os.chmod(out / "run.sh", 0o755)
-        show(Event(f"{', '.join(settings.files)} in {out}"))
+        show(Event(f"{', '.join(settings.files)} in {args.out}"))
     return Output(raw="")

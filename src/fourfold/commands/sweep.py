@@ -17,7 +17,7 @@ from fourfold.events import OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import runs
-from fourfold.spec import check, codec
+from fourfold.spec import codec
 from fourfold.verbs.run_requests import MPT_GROUP, MptSweep, PlanSweep, SweepRequest
 
 EXAMPLES = """\
@@ -75,12 +75,15 @@ def run(args: Any, show: OnEvent) -> Output:
 
 def _source(args: Any, show: OnEvent) -> Any:
     if [bool(args.file), bool(args.models), args.count is not None].count(True) != 1:
-        raise UserError(
-            "a sweep needs a FILE.toml, models with -m, or --from-plan K",
-            hint="see 'fourfold sweep --help'",
-        )
+        rule = "a sweep needs a FILE.toml, models with -m, or --from-plan K"
+        raise UserError(rule, hint="see 'fourfold sweep --help'")
     if args.count is not None:
-        return options.load(PlanSweep, args, table=_planned_run(args, show))
+        table = options.run_table(args, without=("gpus", "micro_batch"), note=notes(show))
+        for name, path in (("gpus", "gpus"), ("micro_batch", "batch.micro_batch")):
+            value = options.only_value(args, name, "with --from-plan")
+            if value is not None:
+                codec.put(table, path, value)
+        return options.load(PlanSweep, args, table=table)
     used = [one for one in _FROM_PLAN if getattr(args, one.key) is not None]
     if used:
         flag = used[0].names[0]
@@ -91,17 +94,3 @@ def _source(args: Any, show: OnEvent) -> Any:
         table = codec.parse_toml(files.read_text(args.file, field="FILE"))
     options.put_env(table, args)
     return table if args.file else options.load(MptSweep, args, base=table)
-
-
-def _planned_run(args: Any, show: OnEvent) -> dict[str, Any]:
-    """One number of ranks, one micro batch or none; the other flags as in 'plan'."""
-    table = options.run_table(args, without=("gpus", "micro_batch"), note=notes(show))
-    for path, values in {"gpus": args.gpus, "batch.micro_batch": args.micro_batch}.items():
-        flag = f"--{path.rpartition('.')[2].replace('_', '-')}"
-        if values and len(values) > 1:
-            value = " ".join(map(str, values))
-            raise UserError("takes one value with --from-plan", field=flag, value=value)
-        if values and values[0] != "auto":
-            check.that(str(values[0]).isdecimal(), flag, values[0], "must be a whole number")
-            codec.put(table, path, int(values[0]))
-    return table

@@ -6,17 +6,20 @@ text = plan_page(fourfold.plan(request), request)
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import fourfold
+from fourfold.errors import UserError
+from fourfold.events import OnEvent
 from fourfold.page import document
 from fourfold.page.command import plan_command
 from fourfold.page.run_details import MOST_EVENTS, timeline_data
 from fourfold.search.plan_answer import plain
 from fourfold.show import plan as shown
 from fourfold.show.table import Grid, Part
-from fourfold.verbs.export import Exported, NotExported
+from fourfold.verbs.export import Exported, NotExported, export_all
 from fourfold.verbs.requests import PlanRequest
 
 if TYPE_CHECKING:
@@ -43,6 +46,23 @@ def plan_page(
     return document.document(
         title=data["title"], body=document.asset("plan.html"), data=data, scripts=PLAN_SCRIPTS
     )
+
+
+def write_plan(
+    request: PlanRequest, path: str, name: str, *, browser: bool, force: bool, on_event: OnEvent
+) -> PlanAnswer:
+    """The plan, also written as a page with settings for every engine, where the model is called
+    `name`, and the best layout's pipeline."""
+    document.check_page(path, force=force)
+    answer = fourfold.plan(request, on_event=on_event)
+    exports = export_all(request, name=name, on_event=on_event)
+    timeline = None
+    if answer.best is not None and answer.best.layout.pp > 1:
+        with contextlib.suppress(UserError):  # too many actions for a picture
+            timeline = fourfold.explain(request, answer.best.layout, draw=True).timeline
+    text = plan_page(answer, request, exports=exports, timeline=timeline)
+    document.write_page(path, text, on_event=on_event, browser=browser)
+    return answer
 
 
 def plan_data(answer: PlanAnswer, request: PlanRequest) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from fourfold import files
 from fourfold.cost.memory.peak import SURE, fit_chance, memory_bounds
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
@@ -25,6 +28,16 @@ class Exported:
     files: dict[str, str]
     script: str
     notes: tuple[str, ...]
+
+    def write(self, out: Path, *, force: bool) -> None:
+        """Into the folder `out`, or into that file; replaces nothing unasked."""
+        texts = {out / name: text for name, text in self.files.items()} or {out: self.script}
+        for path in texts:
+            files.require_mine(path, mark="", force=force)
+        for path, text in texts.items():
+            files.write_text(path, text)
+        if self.files:
+            os.chmod(out / "run.sh", 0o755)
 
 
 def export(
