@@ -52,6 +52,8 @@ TABLES = (
     ["clusters", "jean-zay"],
     ["clusters", "--gpu", "all"],
     ["clusters", "--gpu", "h100-80gb"],
+    ["clusters", "new", "--name", "mine", "--gpu", "h100-80gb", "--hosts", "2", "--host-gpus", "8",
+     "--network", "3200Gbit/s"],
     ["flops", "--model", "mpt-7b", "--seq-len", "2048"],
     ["trace", "ring", "--model", "llama-3.1-8b", "--tokens", "8192", "--cp", "4"],
     ["runs", "--runs", RECORDED],
@@ -62,7 +64,7 @@ TABLES = (
     ["lint", str(ROOT / "tests/golden/raw_samples.md")],
     ["score", str(ROOT / "tests/golden/mpt.csv")],
     ["collect", str(ROOT / "tests/samples/logs/first"), "--out", "/dev/null"],
-)
+)  # fmt: skip
 
 
 def test_names_are_callable_after_every_submodule_is_imported() -> None:
@@ -266,6 +268,27 @@ def test_csv_of_the_other_commands_is_one_table(tmp_path: Path, capsys, monkeypa
         if any(option.names == ("--format",) for option in command.options)
     }
     assert covered == with_format
+
+
+TINY = ["--model", "llama-tiny", "--seq-len", "128", "--global-batch", "8", "--precision", "fp32"]
+# Each may need what the ones before it left.
+STARTED = (
+    ["dryrun", *TINY, "--gpus", "4", "--tp", "2"],
+    ["bench", *TINY, "--as-rank", "0", "--world", "4", "--layout", "tp2 dp2"],
+    ["fit", str(ROOT / "tests/golden/mpt.csv"), "--out", "mine.json"],
+    ["calibrate", "--quick"],
+    ["demo", "--layouts", "1", "--steps", "2"],
+    ["train", *TINY, "--gpus", "1", "--steps", "2", "--out", "trained"],
+    ["weights", "export", "trained", "weights"],
+)
+
+
+@pytest.mark.slow
+def test_csv_of_commands_that_start_ranks_is_one_table(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in STARTED:
+        main([*words, "--format", "csv"])
+        assert_one_table(capsys.readouterr().out)
 
 
 def test_first_help_is_short() -> None:
