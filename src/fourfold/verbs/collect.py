@@ -36,9 +36,7 @@ class CollectRequest:
     logs: tuple[str, ...] = flag(
         "logs, tables, or folders of them", "LOG", names=("logs",), nargs="+", default=()
     )
-    runs: str = flag(
-        "run store; rows go to its collected.csv (default: runs)", "DIR", default="runs"
-    )
+    runs: str = flag("store; rows go to its collected.csv (default: runs)", "DIR", default="runs")
     out: str | None = flag("file for the rows instead", "FILE.csv")
     map: str | None = flag("which column of a table is which field", "COLUMNS.toml")
     cluster: str | None = flag("cluster of the runs: its GPUs and links", "NAME")
@@ -49,9 +47,7 @@ class CollectRequest:
     reader: Literal["megatron", "torchtitan", "nanotron", "llm-foundry"] | None = flag(
         "read logs as this engine's (default: recognised)", rare=True
     )
-    force: bool = flag(
-        "overwrite even if fourfold did not write the file", rare=True, default=False
-    )
+    force: bool = flag("overwrite even if fourfold did not write it", rare=True, default=False)
     fields: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -85,13 +85,9 @@ class PlanRequest:
     layout: str | Mapping[str, Any] = ""
     policy: Mapping[str, Any] = field(default_factory=dict)
     micro_batch: int | None = None
-    cluster: str | Cluster | None = flag(
-        "a known cluster (see 'fourfold clusters') or a TOML file", "NAME"
-    )
+    cluster: str | Cluster | None = flag("a known cluster ('fourfold clusters') or a file", "NAME")
     gpu: str | None = flag("instead of a cluster: GPUs of this kind in typical hosts", "ID")
-    profile: str | None = flag(
-        "instead of both: a profile from 'calibrate --out'", "FILE", rare=True
-    )
+    profile: str | None = flag("instead of both: profile from 'calibrate --out'", "FILE", rare=True)
     calibration: str | None = flag(*CALIBRATION, rare=True)
     max_nodes: int | None = flag("use at most N hosts, trying fewer too", "N", rare=True)
     stack: str | None = flag(
@@ -103,20 +99,14 @@ class PlanRequest:
         "batch ramp-up, in sequences", "START,INCREMENT,SAMPLES", rare=True
     )
     tokens: Count | None = flag("training tokens, such as 1.5T; adds days, GPU-hours and cost", "T")
-    price: float | None = flag(
-        "price of a GPU-hour (default: from the cluster file)", "X", rare=True
-    )
+    price: float | None = flag("price of a GPU-hour (default: the cluster file's)", "X", rare=True)
     where: tuple[str, ...] = flag(
         "only layouts that satisfy a condition, such as 'dp % 4 == 0 and mem_gib < 70'",
         "CONDITION",
         default=(),
     )
-    explore: bool = flag(
-        "also rank layouts with features that have no measured runs", rare=True, default=False
-    )
-    safe: bool = flag(
-        "rank only layouts that are certain to fit, if there are any", rare=True, default=False
-    )
+    explore: bool = flag("also rank layouts with never-measured features", rare=True, default=False)
+    safe: bool = flag("rank only layouts that certainly fit, if any do", rare=True, default=False)
     export: str | None = flag(
         "write settings for megatron, torchtitan, torchtitan-0.2, nanotron or torchrun (our "
         "own engine); implies --stack",

@@ -28,9 +28,7 @@ class Start:
         rare=True,
         default=(),
     )
-    oversubscribe: bool = flag(
-        "allow more ranks than this host has room for", rare=True, default=False
-    )
+    oversubscribe: bool = flag("allow more ranks than this host can hold", rare=True, default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +39,7 @@ class MeasureRequest(Start):
     engine: str | None = flag(
         "run by another engine: megatron, torchtitan-0.2, nanotron, or a template file", "NAME"
     )
-    stack: str | None = flag(
-        "stack to predict that engine by (default: its own)", "NAME", rare=True
-    )
+    stack: str | None = flag("stack to predict that engine by (default its own)", "NAME", rare=True)
     repeat: int = flag("runs of each configuration (default 1)", "N", default=1)
     force: bool = flag("run even if it certainly does not fit in memory", rare=True, default=False)
     cluster: str | Cluster | None = flag("cluster for the prediction", "NAME")
@@ -86,9 +82,7 @@ class OneRankRequest(Start):
     micro_batches: int | None = _rank(
         "micro batches to run (default: enough for the peak; 0: all)", "N", rare=True
     )
-    against: Literal["floor"] | None = _rank(
-        "on one GPU: compare a step with its floor, part by part", rare=True
-    )
+    against: Literal["floor"] | None = _rank("on one GPU: compare a step with its floor", rare=True)
     cluster: str | Cluster | None = None
     profile: str | None = None
 
@@ -129,19 +123,17 @@ class MptSweep:
         "model presets or config.json files", "NAME", "-m", "--models", default=MISSING
     )
     seq_exp: tuple[int, ...] = _many(
-        "sequence lengths 2^N; two numbers are a range", "N", "-s", "--seq-exp"
+        "sequence lengths 2^N; two make a range", "N", "-s", "--seq-exp"
     )
     batch_exp: tuple[int, ...] = _many(
-        "global batches of 2^N tokens; two numbers are a range", "N", "-b", "--batch-exp"
+        "global batches of 2^N tokens; two make a range", "N", "-b", "--batch-exp"
     )
     precisions: tuple[str, ...] = _many(
-        "precisions: bf16, fp8, fp32, ...", "P", "-t", "--precisions"
+        "precisions: bf16, fp8, fp32 ...", "P", "-t", "--precisions"
     )
     gpus: tuple[int, ...] = _many("total numbers of GPUs (or CPU ranks)", "N", "-g", "--gpus")
     micro_batch: tuple[str, ...] = _many("micro-batch sizes, or auto", "N", "--micro-batch")
-    layouts: tuple[str, ...] = _many(
-        "layouts, such as 'dp4' 'pp2 tp2'", "L", "--layouts", rare=True
-    )
+    layouts: tuple[str, ...] = _many("layouts such as 'dp4' 'pp2 tp2'", "L", "--layouts", rare=True)
     base: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -150,14 +142,10 @@ class PlanSweep:
     """The planner's `count` best layouts for the run of `table`."""
 
     table: Mapping[str, Any]
-    count: int = flag(
-        "measure the planner's K best layouts", "K", names=("--from-plan",), default=MISSING
-    )
+    count: int = flag("measure the planner's K best", "K", names=("--from-plan",), default=MISSING)
     gpu: str | None = flag("instead of a cluster: GPUs of this kind in typical hosts", "ID")
     max_nodes: int | None = flag("use at most N hosts, trying fewer too", "N")
-    explore: bool = flag(
-        "also rank layouts with features that have no measured runs", default=False
-    )
+    explore: bool = flag("also rank layouts with never-measured features", default=False)
 
 
 # Planted on purpose: each must fail.
@@ -185,16 +173,12 @@ class VerifyRequest(Start):
     )
     axis: str | None = flag("check only layouts with this axis above 1", choices=AXES)
     device: Literal["cpu", "cuda"] = flag("device to run on (default cpu)", default="cpu")
-    share_gpu: bool = flag(
-        "put several ranks on one GPU, with gloo through host memory between them", default=False
-    )
+    share_gpu: bool = flag("put several ranks on one GPU, with gloo between them", default=False)
     fault: Fault | None = flag("plant a bug, which must be detected", names=("--break",))
     precision: str = flag(f"one of {', '.join(BUNDLES)} (default fp32)", "X", default="fp32")
     global_batch: Size | None = flag("sequences per step", "N")
     micro_batch: Size | None = flag("sequences per micro batch; any number", "N")
-    limit: float = flag(
-        "time limit per layout, in seconds (default 180)", "S", rare=True, default=180.0
-    )
+    limit: float = flag("seconds allowed per layout (default 180)", "S", rare=True, default=180.0)
     policy: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -222,7 +206,7 @@ class CalibrateRequest:
     ranks: int | None = flag("ranks of the cluster file (default: all measured)", "N")
 
 
-_SIZES = "sizes (each overrides the model's)"
+_SIZES, _LAYER = "sizes (each overrides the model's)", "only for kind layer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,19 +220,13 @@ class TraceRequest:
     heads: Size | None = flag("query heads", "N", group=_SIZES)
     kv_heads: Size | None = flag("key-value heads (default: as many as heads)", "N", group=_SIZES)
     ffn: Size | None = flag("width of the MLP", "N", group=_SIZES)
-    layers: Size | None = flag(
-        "layers whose weights a rank holds, in mlp and mlp2d", "N", group=_SIZES
-    )
+    layers: Size | None = flag("layers whose weights are held (mlp, mlp2d)", "N", group=_SIZES)
     tp: int = flag("tensor parallel ranks", "N", group="layout", default=1)
     cp: int = flag("context parallel ranks", "N", group="layout", default=1)
     dp: int = flag("data parallel ranks", "N", group="layout", default=1)
     rank: int = flag("rank to show", "R", group="layout", default=0)
-    cp_kind: CpKind | None = flag(
-        "context-parallel attention (default ring)", group="only for kind layer"
-    )
-    sharding: str | None = flag(
-        "zero0, zero1 (default), zero2 or zero3", "X", group="only for kind layer"
-    )
+    cp_kind: CpKind | None = flag("context-parallel attention (default ring)", group=_LAYER)
+    sharding: str | None = flag("zero0, zero1 (default), zero2 or zero3", "X", group=_LAYER)
     dtype: Dtype = flag(
         "dtype of tensors and weights (default bf16)",
         choices=tuple(name for name in DTYPES if name != "fp4"),

@@ -104,17 +104,8 @@ def _wish(request: VerifyRequest, permit: Permit) -> Wish:
         codec.put(fixed, f"env.{name}", value)
     # Unknown fields and values are refused here, with the codec's words; aliases are resolved.
     policy = codec.decode(Policy, fixed, "policy")
-    return Wish(
-        world=world,
-        models=models,
-        layout=layout,
-        axis=request.axis,
-        global_batch=request.global_batch,
-        micro_batch=request.micro_batch,
-        fixed=tuple((name, getattr(policy, name)) for name in fixed),
-        device=request.device,
-        seed=request.seed,
-    )
+    decided = {name: getattr(policy, name) for name in fixed}
+    return Wish(request=request, world=world, models=models, layout=layout, fixed=decided)
 
 
 def _must_run(shape: ModelShape) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.search.legal import Target, why_not
@@ -19,6 +19,7 @@ from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import CP_KINDS, SCHEDULES, SHARDINGS
+from fourfold.verbs.run_requests import VerifyRequest
 
 # As different as families get: learned positions; ALiBi, a norm after the embedding, a vocabulary
 # that nothing divides; rotary positions, a gate, shared KV heads and a head of its own. The first
@@ -42,15 +43,13 @@ _SHARES = {1: 0.2, 2: 0.4, 3: 0.4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
+    """A request with its names resolved; `fixed`: policy fields that all runs have."""
+
+    request: VerifyRequest
     world: int
     models: tuple[ModelShape, ...]
-    layout: Layout | None = None
-    axis: str | None = None
-    global_batch: int | None = None
-    micro_batch: int | None = None
-    fixed: tuple[tuple[str, Any], ...] = ()
-    device: Literal["cpu", "cuda"] = "cpu"
-    seed: int = 0
+    layout: Layout | None
+    fixed: dict[str, Any]
 
 
 def layouts(world: int) -> Iterator[Layout]:
@@ -88,12 +87,12 @@ def policies(layout: Layout, base: Policy) -> Iterator[Policy]:
 
 def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
     """(runs to make, refused by reason)."""
-    base = replace(Policy(precision="fp32"), **dict(wish.fixed))
+    base = replace(Policy(precision="fp32"), **wish.fixed)
     runs: list[RunSpec] = []
     refused: Counter[str] = Counter()
     for shape in wish.models:
         for layout in (wish.layout,) if wish.layout else layouts(wish.world):
-            if wish.axis and layout.size(wish.axis) == 1:
+            if wish.request.axis and layout.size(wish.request.axis) == 1:
                 continue
             for policy in _wished(policies(layout, base), wish):
                 policy = _varied(policy, layout, shape, wish)
@@ -109,8 +108,8 @@ def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
                     layout=layout,
                     batch=batch,
                     policy=policy,
-                    device=wish.device,
-                    seed=wish.seed,
+                    device=wish.request.device,
+                    seed=wish.request.seed,
                     steps=3,
                     warmup=0,
                 )
@@ -120,7 +119,7 @@ def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
 
 def _wished(found: Iterator[Policy], wish: Wish) -> Iterator[Policy]:
     """Those that agree with what the user fixed; a choice the layout lacks stays as fixed."""
-    fixed = dict(wish.fixed)
+    fixed = wish.fixed
     seen = set()
     for policy in found:
         chosen = replace(policy, **fixed)
@@ -134,7 +133,7 @@ def _wished(found: Iterator[Policy], wish: Wish) -> Iterator[Policy]:
 def _varied(policy: Policy, layout: Layout, shape: ModelShape, wish: Wish) -> Policy:
     """Choices that compose with all axes alike vary from layout to layout: a product with them
     would only be longer."""
-    fixed = dict(wish.fixed)
+    fixed = wish.fixed
     number = zlib.crc32(f"{layout} {policy}".encode())
     choices: dict[str, Any] = {
         "recompute": ("none", "full", "every-2", "selective")[number % 4],
@@ -150,9 +149,9 @@ def _varied(policy: Policy, layout: Layout, shape: ModelShape, wish: Wish) -> Po
 
 def _batch(layout: Layout, wish: Wish) -> Batch:
     """At least two micro batches where the share of a rank allows; four for a pipeline."""
-    global_batch = wish.global_batch or max(_GLOBAL_BATCH, layout.dp)
+    global_batch = wish.request.global_batch or max(_GLOBAL_BATCH, layout.dp)
     share = -(-global_batch // layout.dp)
-    micro = wish.micro_batch or max(1, share // (4 if layout.pp > 1 else 2))
+    micro = wish.request.micro_batch or max(1, share // (4 if layout.pp > 1 else 2))
     return Batch(seq_len=SEQ_LEN, micro_batch=micro, global_batch=global_batch)
 
 
