@@ -48,7 +48,7 @@ def test_one_run_in_full(
     assert data["predicted"]["step_s"] > 0
     assert main(words) == 0
     out = capsys.readouterr().out
-    for word in ("step time", "samples/s", "tokens/s/GPU", "TFLOPs/GPU", "MFU", "HFU", "memory"):
+    for word in ("step time", "samples/s", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "HFU", "memory"):
         assert word in out
 
 

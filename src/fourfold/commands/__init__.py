@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 GROUPS = {
     "plan": {
         "plan": "find the fastest layout for a model on these GPUs, and whether it fits",
-        "serve": "plan in a browser, and watch runs and trainings while they grow",
+        "serve": "plan in a browser, and watch runs and trainings live",
         "predict": "predict seconds, memory and fit for a table of runs",
         "advise": "find hidden sizes, heads, vocabularies and micro batches that suit a GPU",
         "models": "list model presets and their sizes",
         "clusters": "list GPUs and clusters; 'clusters new' describes yours",
         "flops": "convert a measured speed to MFU, HFU and TFLOP/s by any convention",
         "trace": "show what every step of a parallel layer computes, sends and holds",
-        "dryrun": "count what any rank of any world holds, computes and sends, without hardware",
+        "dryrun": "count what any rank of any layout holds, computes and sends, without hardware",
     },
     "measure": {
         "demo": "calibrate, plan and measure a small model on this machine",

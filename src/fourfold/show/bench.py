@@ -54,7 +54,7 @@ def _speed_rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
         ["samples/s", f"{plain['samples_s']:,.2f}", ""],
         ["tokens/s", f"{plain['tokens_s']:,.0f}", ""],
         ["tokens/s/GPU", f"{plain['tokens_s_gpu']:,.0f}", ""],
-        ["TFLOPs/GPU", f"{count['tflops_gpu']:.4g}", f"by {convention}"],
+        ["TFLOP/s/GPU", f"{count['tflops_gpu']:.4g}", f"by {convention}"],
     ]
     if "mfu_pct" in count:
         lines.append(["MFU", f"{count['mfu_pct']:.2f} %", f"by {convention}"])

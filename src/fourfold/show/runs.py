@@ -25,8 +25,13 @@ GIB = 2**30
 def runs_page(answer: StoredRuns, store: str) -> list[Part]:
     counts = answer.outcomes
     listed = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if name in counts)
+    found = [stored.summary for stored in answer.runs]
+    optional: tuple[Column, ...] = (
+        ("tag", lambda one: one.tag),
+        ("why", lambda one: one.failure[:60]),
+    )
     runs = table(
-        [stored.summary for stored in answer.runs],
+        found,
         ("run", lambda one: one.run_id[:8] + (f"#{one.repeat}" if one.repeat else "")),
         ("model", lambda one: one.model),
         ("layout", lambda one: one.layout),
@@ -39,8 +44,7 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
         ("step time", lambda one: or_dash(one.step_s, show_seconds)),
         ("tokens/s/GPU", lambda one: or_dash(one.tokens_s_gpu, ",.0f")),
         ("memory", lambda one: or_dash(one.peak_bytes, show_bytes)),
-        ("tag", lambda one: one.tag),
-        ("why", lambda one: one.failure[:60]),
+        *(column for column in optional if any(map(column[1], found))),
     )
     return [runs, "", f"{len(answer.runs)} runs in {store}" + (f": {listed}" if listed else "")]
 

@@ -5,7 +5,7 @@ GB = 1e9 and MB = 1e6 bytes, TFLOP = 1e12, as in the traces people print by hand
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from fourfold.cost.trace.steps import WORKSPACE_BYTES, AxisGroups, Program, spans
@@ -28,8 +28,7 @@ def page(answer: Traced, style: str) -> list[Part]:
         return [*head, _compared(answer.pairs), "", *_verdict(answer.measured)]
     numbered = list(enumerate(answer.steps, 1))
     if style == "text":
-        width = max(len(_named(tensor)) for row in answer.steps for tensor in row.tensors)
-        head += [_block(number, row, width) for number, row in numbered]
+        head += _blocks(numbered, answer.program.dtype)
     else:
         head.append(_tensor_table(numbered))
     parts = [*head, "", _step_table(numbered)]
@@ -102,15 +101,18 @@ def _named(tensor: TensorRow) -> str:
     return f"{tensor.name} {tensor.symbolic} = {bracketed(tensor.shape)}"
 
 
-def _block(number: int, row: StepRow, width: int) -> str:
-    again = f" (x{row.times:,})" if row.times > 1 else ""
-    lines = [f"{number:>2}  {row.name}{again}: {row.formula}"]
-    for tensor in row.tensors:
-        lines.append(
-            f"    {_named(tensor):<{width}}  {tensor.elements:>16,}  "
-            f"{show_bytes(tensor.bytes):>9}  {tensor.dtype}  {tensor.how}"
-        )
-    return "\n".join(lines)
+def _blocks(steps: Sequence[tuple[int, StepRow]], dtype: str) -> Iterator[str]:
+    """Of a tensor that is new, in the trace's own dtype, neither is said."""
+    tensors = [tensor for _, row in steps for tensor in row.tensors]
+    width = max(len(_named(tensor)) for tensor in tensors)
+    digits = max(len(f"{tensor.elements:,}") for tensor in tensors)
+    for number, row in steps:
+        again = f" (x{row.times:,})" if row.times > 1 else ""
+        yield f"{number:>2}  {row.name}{again}: {row.formula}"
+        for one in row.tensors:
+            size = f"{one.elements:>{digits},} {show_bytes(one.bytes):>9}"
+            about = [word for word in (one.how, one.dtype) if word not in ("new", dtype)]
+            yield f"    {_named(one):<{width}} {size} {' '.join(about)}".rstrip()
 
 
 def _tensor_table(steps: Sequence[tuple[int, StepRow]]) -> Grid:
