@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.launch import local
 from fourfold.launch.local import run_job
+from fourfold.launch.stop import stop_signals
 from fourfold.result.files.stored import unseal
 from fourfold.result.job import Beat, Job, JobReport, beat_file, read_beat
 from fourfold.spec import codec
@@ -207,10 +207,10 @@ def test_ctrl_c_is_not_for_a_background_job(tmp_path: Path, monkeypatch) -> None
     seen: list[object] = []
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with local.stop_signals(tmp_path / "stop"):
+        with stop_signals(tmp_path / "stop"):
             seen.append(signal.getsignal(signal.SIGINT))
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with local.stop_signals(tmp_path / "stop"):
+        with stop_signals(tmp_path / "stop"):
             seen.append(signal.getsignal(signal.SIGINT))
     finally:
         signal.signal(signal.SIGINT, before)

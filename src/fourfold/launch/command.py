@@ -18,8 +18,8 @@ from pathlib import Path
 
 from fourfold.errors import UserError
 from fourfold.launch.identity import VARIABLE, end_leftovers, new_mark
-from fourfold.launch.local import stop_signals
 from fourfold.launch.outcomes import kernel_kills
+from fourfold.launch.stop import stop_signals
 
 LOG_FILE = "engine.log"
 _POLL_S, _END_S, _SAY_EVERY_S = 0.2, 5.0, 2.0

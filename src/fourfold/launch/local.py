@@ -3,14 +3,10 @@ torchrun: docs/decisions.md.)"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +18,7 @@ from fourfold.launch.folder import job_folder, scratch, set_aside
 from fourfold.launch.outcomes import fallen, silent, stopped
 from fourfold.launch.permit import Permit, gpu_count
 from fourfold.launch.ranks import Ranks, Silence, Standstill
+from fourfold.launch.stop import stop_signals
 from fourfold.result.files.stored import seal
 from fourfold.result.job import (
     DUMP_FILE,
@@ -45,7 +42,6 @@ _POLL_S = 0.1  # often enough to be prompt, seldom enough not to take a core fro
 # After the first bad exit the others may still say what they saw; after a hang they dump stacks.
 _LAST_WORDS_S = 2.0
 _DUMP_S = 3.0
-_SAME_REQUEST_S = 1.0  # signals closer together are one request
 
 
 class JobError(MachineError):
@@ -154,56 +150,6 @@ def _wait_for(done: Callable[[], bool], limit_s: float) -> None:
     until = time.monotonic() + limit_s
     while time.monotonic() < until and not done():
         time.sleep(_POLL_S)
-
-
-class _StopRequests:
-    """With a `stop_file` the first signal makes that file and only a later one raises; SIGUSR1 asks
-    and never raises. Slurm sends SIGUSR1 before a time limit and SIGTERM at it, `timeout` sends its
-    signal twice at once: neither may cut off the save that is under way."""
-
-    def __init__(self, stop_file: Path | None) -> None:
-        self._file = stop_file
-        self._asked_at: float | None = None
-
-    def stop(self, number: int, _: object) -> None:
-        now = time.monotonic()
-        asked = self._asked_at is not None and now - self._asked_at > _SAME_REQUEST_S
-        if self._file is None or asked:
-            raise KeyboardInterrupt
-        self._asked_at = self._asked_at or now
-        self.ask(number, _)
-
-    def ask(self, number: int, _: object) -> None:
-        assert self._file is not None
-        what = "saving after this step, then stopping"
-        try:
-            self._file.touch()
-        except OSError as error:  # a full disk: must not end the ranks without a word
-            what = f"cannot ask the ranks to save ({error.strerror}); send it again to stop at once"
-        # Not print: a handler may interrupt one.
-        with contextlib.suppress(OSError):
-            os.write(2, f"\n{signal.Signals(number).name}: {what}\n".encode())
-
-
-@contextlib.contextmanager
-def stop_signals(stop_file: Path | None) -> Iterator[None]:
-    """SIGTERM acts like Ctrl-C while ranks run. Only the main thread may set handlers."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    requests = _StopRequests(stop_file)
-    handlers = {signal.SIGTERM: requests.stop}
-    if stop_file is not None:
-        handlers |= {signal.SIGINT: requests.stop, signal.SIGUSR1: requests.ask}
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell starts background jobs so: the keyboard's Ctrl-C is not meant for them.
-        handlers.pop(signal.SIGINT, None)
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 T = TypeVar("T")
