@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fourfold.spec.policy import Policy
     from fourfold.spec.run import RunSpec
     from fourfold.verbs.advise import advise
-    from fourfold.verbs.bench import bench
+    from fourfold.verbs.bench import bench, submit_bench
     from fourfold.verbs.calibrate import calibrate, demo
     from fourfold.verbs.clusters import new_cluster
     from fourfold.verbs.collect import CollectRequest, collect
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     )
     from fourfold.verbs.runs import diff, runs, show_run
     from fourfold.verbs.shapes import cluster, clusters, gpus, model, models
-    from fourfold.verbs.sweep import plan_sweep, sweep
+    from fourfold.verbs.sweep import plan_sweep, submit_sweep, sweep
     from fourfold.verbs.tokens import make_tokens, show_tokens
     from fourfold.verbs.trace import trace
-    from fourfold.verbs.train import show_training, train
-    from fourfold.verbs.verify import verify
+    from fourfold.verbs.train import show_training, submit_train, train
+    from fourfold.verbs.verify import print_verify, verify
     from fourfold.verbs.weights import export_weights
 
 __version__ = "0.1.0"
@@ -71,7 +71,7 @@ _MODULES = {
     "spec.policy": "Policy",
     "spec.run": "RunSpec",
     "verbs.advise": "advise",
-    "verbs.bench": "bench",
+    "verbs.bench": "bench submit_bench",
     "verbs.calibrate": "calibrate demo",
     "verbs.clusters": "new_cluster",
     "verbs.collect": "CollectRequest collect",
@@ -89,11 +89,11 @@ _MODULES = {
     "SweepRequest TraceRequest TrainRequest VerifyRequest",
     "verbs.runs": "diff runs show_run",
     "verbs.shapes": "cluster clusters gpus model models",
-    "verbs.sweep": "plan_sweep sweep",
+    "verbs.sweep": "plan_sweep submit_sweep sweep",
     "verbs.tokens": "make_tokens show_tokens",
     "verbs.trace": "trace",
-    "verbs.train": "show_training train",
-    "verbs.verify": "verify",
+    "verbs.train": "show_training submit_train train",
+    "verbs.verify": "print_verify verify",
     "verbs.weights": "export_weights",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

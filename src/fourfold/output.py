@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fourfold.escape import csv_text, json_text, one_line, steer
 from fourfold.events import Event
-from fourfold.show.table import Grid, Part, render
+from fourfold.show.table import Grid, Part, render, table
 
 # In a log file a line every few seconds says enough.
 _LOG_EVERY_S = 10.0
@@ -31,6 +31,19 @@ class Output(NamedTuple):
     @classmethod
     def of(cls, answer: Any, parts: Callable[[], Iterable[Part]], status: int = 0) -> Output:
         return cls(answer.plain, answer.rows, parts, status)
+
+
+def submitted(answer: Any) -> Output:
+    """What a command answers when it leaves its job to a scheduler, or prints a batch script."""
+    if answer.scripts:
+        return Output(raw="\n".join(answer.scripts))
+    jobs = table(
+        answer.jobs,
+        ("Slurm job", lambda job: job["slurm_job"]),
+        ("folder", lambda job: job["folder"]),
+    )
+    follow = "The same command without --detach follows and keeps them."
+    return Output.of(answer, lambda: [jobs, "", follow])
 
 
 def text_of(output: Output, style: str, columns: int = 0) -> str:

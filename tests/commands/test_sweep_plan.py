@@ -19,7 +19,7 @@ from fourfold.result.profile import (
 from fourfold.result.report import RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
-from fourfold.verbs import sweep
+from fourfold.verbs import engines
 
 QUESTION = [
     "--model", "llama-tiny", "--gpus", "4", "--seq-len", "64", "--global-batch", "8",
@@ -68,11 +68,11 @@ def profile(tmp_path: Path) -> list[str]:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
     seen: list[RunSpec] = []
 
-    def runner(spec: RunSpec, folder: Path, say: object, permit: object) -> RunReport:
+    def runner(spec: RunSpec, folder: Path, say: object, **how: object) -> RunReport:
         seen.append(spec)
         return RunReport(spec=spec, outcome="ok", steps=(StepReport(step=0, seconds=0.5),))
 
-    monkeypatch.setattr(sweep, "launch_run", runner)
+    monkeypatch.setattr(engines, "launch_run", runner)
     return seen
 
 

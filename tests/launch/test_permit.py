@@ -88,7 +88,7 @@ def test_the_command_line_may_set_it_once(tmp_path: Path, monkeypatch, capsys) -
     """A resume has the variable in train.toml, and needs the flag again."""
     seen: list[tuple[Job, Permit]] = []
 
-    def launched(job: Job, folder: Path, *, progress: object, permit: Permit) -> None:
+    def launched(job: Job, folder: Path, *, permit: Permit, **how: object) -> None:
         permit.require_job(job)
         seen.append((job, permit))
         raise KeyboardInterrupt

@@ -20,7 +20,7 @@ from fourfold.errors import UserError
 from fourfold.escape import json_text
 from fourfold.events import OnEvent, notes
 from fourfold.options import option
-from fourfold.output import Output
+from fourfold.output import Output, submitted
 from fourfold.show import bench, one_rank
 from fourfold.show.pictures import floor_picture, must_be_picture
 from fourfold.verbs.run_requests import ONE_RANK, BenchRequest, OneRankRequest
@@ -32,6 +32,7 @@ examples:
   fourfold bench --model llama-3.2-1b-untied --gpus 1 --seq-len 4096 --micro-batch 0   (0: auto)
   fourfold bench --as-rank 0 --world 512 --layout "pp4 dp16 tp8" --layout "tp8 zero3" \\
       --model llama-3.1-70b --seq-len 4096 --global-batch 512
+  fourfold bench --spec run.toml --on slurm               (--on mysite: see docs/slurm.md)
 """
 _RUN = ("steps", "warmup", "data", "tag", "note")
 _OWN = ("as_rank", "world", "layouts", "micro_batches", "against")
@@ -57,6 +58,8 @@ def run(args: Any, show: OnEvent) -> Output:
     request = options.load(BenchRequest, args)
     rule = convention(request.convention).id
     table = options.run_table(args, extra=_RUN, note=notes(show))
+    if request.detach or request.print_launch:
+        return submitted(fourfold.submit_bench(table, request, on_event=show))
     answer = fourfold.bench(table, request, on_event=show)
     status = 0 if answer.ok else 1
     return Output.of(answer, lambda: bench.runs_page(answer.runs, rule), status=status)
@@ -78,6 +81,8 @@ def _one_rank(args: Any, show: OnEvent) -> Output:
         must_be_picture(args.picture)
     if args.against and args.as_rank is None:
         args.world = args.world or 1
+    if args.on is not None:
+        raise UserError("cannot be combined with --as-rank, which uses this device", field="--on")
     request = options.load(OneRankRequest, args, cluster=args.cluster, profile=args.profile)
     table = options.run_table(args, extra=_RUN, note=notes(show))
     answer = fourfold.one_rank(table, request, on_event=show)

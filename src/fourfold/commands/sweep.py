@@ -15,7 +15,7 @@ from fourfold import files, options
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, notes
 from fourfold.options import option
-from fourfold.output import Output
+from fourfold.output import Output, submitted
 from fourfold.show import runs
 from fourfold.spec import codec
 from fourfold.verbs.run_requests import MPT_GROUP, MptSweep, PlanSweep, SweepRequest
@@ -69,6 +69,8 @@ def run(args: Any, show: OnEvent) -> Output:
     if args.dry_run or unstarted:
         plan = fourfold.plan_sweep(source, request, on_event=show)
         return Output.of(plan, lambda: runs.sweep_plan_page(plan, unstarted=unstarted))
+    if request.detach or request.print_launch:
+        return submitted(fourfold.submit_sweep(source, request, on_event=show))
     answer = fourfold.sweep(source, request, on_event=show)
     return Output.of(answer, lambda: runs.sweep_page(answer, request.runs))
 

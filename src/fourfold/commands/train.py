@@ -15,7 +15,7 @@ from fourfold import files, options
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, notes
 from fourfold.options import option
-from fourfold.output import Output
+from fourfold.output import Output, submitted
 from fourfold.show.pictures import loss_picture, must_be_picture
 from fourfold.show.runs import training_page
 from fourfold.spec import codec
@@ -61,6 +61,8 @@ def run(args: Any, show: OnEvent) -> Output:
         answer = fourfold.show_training(args.show, rule=request.convention, on_event=show)
     else:
         table = lambda known: _table(args, known, show)  # noqa: E731
+        if request.detach or request.print_launch:
+            return submitted(fourfold.submit_train(table, request, on_event=show))
         answer = fourfold.train(table, request, on_event=show)
     if args.plot:
         name = answer.facts["folder"].rpartition("/")[2]

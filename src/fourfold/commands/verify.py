@@ -12,7 +12,7 @@ import fourfold
 from fourfold import options
 from fourfold.errors import UserError
 from fourfold.events import OnEvent
-from fourfold.output import Output
+from fourfold.output import Output, submitted
 from fourfold.show.runs import verified_page
 from fourfold.spec import codec
 from fourfold.verbs.run_requests import VerifyRequest
@@ -40,6 +40,9 @@ def run(args: Any, show: OnEvent) -> Output:
         if not text or "." in name:
             raise UserError("must be policy.FIELD=VALUE", field="--set", value=f"{path}={text}")
         policy[name] = codec.toml_value(text)
-    answer = fourfold.verify(options.load(VerifyRequest, args, policy=policy), on_event=show)
+    request = options.load(VerifyRequest, args, policy=policy)
+    if request.print_launch:
+        return submitted(fourfold.print_verify(request))
+    answer = fourfold.verify(request, on_event=show)
     status = 0 if answer.passed == answer.total else 1
     return Output.of(answer, lambda: verified_page(answer), status=status)

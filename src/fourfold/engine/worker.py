@@ -10,6 +10,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fourfold.engine.process.node import Node, appended, interface_to
 from fourfold.result.job import Job, log_file
 from fourfold.spec import codec
 
@@ -63,8 +65,8 @@ class Host:
     thread, a CUDA context or a process group before. It tells the launcher of its ranks, one JSON
     line for each pid, stop, going on and end."""
 
-    def __init__(self, folder: Path, launcher: int) -> None:
-        self.folder, self.launcher = folder, launcher
+    def __init__(self, folder: Path, launcher: int, node: Node | None = None) -> None:
+        self.folder, self.launcher, self.node = folder, launcher, node
         self.pids: dict[int, int] = {}
         signal.signal(signal.SIGTERM, self._end)
         signal.signal(signal.SIGUSR2, self._end)
@@ -76,6 +78,11 @@ class Host:
             os.dup2(2, 1)
             # Until there are ranks to end there is nothing to do but die, stopped or not.
             die_with_parent(launcher, signal.SIGKILL)
+        elif node is not None:
+            self._news = node.news(folder)
+            log = appended(log_file(folder, -1 - node.index))
+            os.dup2(log, 1)
+            os.dup2(log, 2)
 
     def be_patient(self) -> None:
         """A batch system signals every process of a job at once: the launcher asks the ranks to
@@ -112,11 +119,11 @@ class Host:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGUSR2, signal.SIG_DFL)
             die_with_parent(parent, signal.SIGKILL)
-            if self.launcher:
+            if self._news >= 0:
                 os.close(self._news)
+            if self.launcher:
                 _die_with_launcher(os.dup(0), parent)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            log = os.open(log_file(self.folder, rank), flags, 0o644)
+            log = appended(log_file(self.folder, rank))
             nothing = os.open(os.devnull, os.O_RDONLY)
             for stream, target in enumerate((nothing, log, log)):
                 os.dup2(target, stream)
@@ -156,6 +163,8 @@ class Host:
             self._end()
 
     def _tell(self, **facts: object) -> None:
+        if self.node is not None:
+            facts |= {"host": self.node.name, "start": self.node.start, "step": self.node.step}
         if self._news >= 0:
             os.write(self._news, (json.dumps(facts) + "\n").encode())
 
@@ -177,11 +186,14 @@ class Host:
 def main(argv: list[str] | None = None) -> int:
     """Besides `launch`, the only code that reads environment variables."""
     path, options = _arguments(sys.argv[1:] if argv is None else argv)
-    launcher = int(options.get("--launcher", 0))
-    host = None if "RANK" in os.environ and not launcher else Host(path.parent, launcher)
+    launcher, per_node = int(options.get("--launcher", 0)), int(options.get("--per-node", 0))
+    node = Node.of(per_node, os.environ) if per_node else None
+    host = None if "RANK" in os.environ and not launcher else Host(path.parent, launcher, node)
     job = codec.from_json(Job, path.read_text(encoding="utf-8"))
     if host is not None and job.patient:
         host.be_patient()
+    if node is not None and "OMP_NUM_THREADS" not in os.environ:  # torch reads it when imported
+        os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // per_node))
     try:
         import torch  # noqa: F401  (the slow part; the ranks inherit it)
     except ModuleNotFoundError as error:
@@ -195,21 +207,27 @@ def main(argv: list[str] | None = None) -> int:
     tasks = [int(word) for word in chosen.split(",")] if chosen else list(range(job.tasks))
     performer = importlib.import_module(f"fourfold.engine.jobs.{job.job.replace('-', '_')}")
 
+    world = job.processes(tasks[0])
+    here = node.ranks(world) if node else range(world)
+    if node is not None:
+        node.clear(path.parent, here)
+
     def become(rank: int) -> int:
-        place = _place(rank, job.processes(tasks[0]))
+        place = _place(rank, world, here, node)
         return work(job, tasks, place=place, folder=path.parent, perform=performer.perform)
 
     if host is None:
         return become(int(os.environ["RANK"]))
-    host.fork(range(job.processes(tasks[0])), become)
+    host.fork(here, become)
     return host.wait()
 
 
 def _arguments(argv: list[str]) -> tuple[Path, dict[str, str]]:
     """The job file, in whose folder reports go, and what only the launcher adds: which of the job's
-    runs (0,1,2), the process to die with, and the mark for whoever looks at processes."""
+    runs (0,1,2), the process to die with or, under Slurm, the ranks of a node, and the mark for
+    whoever looks at processes."""
     try:
-        options, words = getopt.gnu_getopt(argv, "", ["tasks=", "launcher=", "mark="])
+        options, words = getopt.gnu_getopt(argv, "", ["tasks=", "launcher=", "mark=", "per-node="])
         (job,) = words
     except (getopt.GetoptError, ValueError):
         print(USAGE, file=sys.stderr)
@@ -217,7 +235,11 @@ def _arguments(argv: list[str]) -> tuple[Path, dict[str, str]]:
     return Path(job), dict(options)
 
 
-def _place(rank: int, world: int) -> Place:
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _place(rank: int, world: int, here: range, node: Node | None) -> Place:
     """torchrun's variables where it set them; else what it would have set, for who looks there."""
     from fourfold.engine.process.task import Place
 
@@ -225,19 +247,25 @@ def _place(rank: int, world: int) -> Place:
         os.environ |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world),
-            "GROUP_RANK": "0",
+            "LOCAL_RANK": str(rank - here.start),
+            "LOCAL_WORLD_SIZE": str(len(here)),
+            "GROUP_RANK": str(node.index if node else 0),
         }
+    interface = interface_to(os.environ["MASTER_ADDR"]) if node else ""
+    if interface:
+        # Else gloo takes the address that the host's name resolves to, often the loopback one.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return Place(
         rank=rank,
         world=int(os.environ["WORLD_SIZE"]),
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        cores=_cores(),
         by_address="MASTER_ADDR" in os.environ,
         started_at=float(os.environ.get("FOURFOLD_STARTED_AT", time.time())),
         variables=tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(_KEPT))),
+        host=node.name if node else socket.gethostname(),
+        start=node.start if node else 0,
     )
 
 

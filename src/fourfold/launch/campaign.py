@@ -3,22 +3,23 @@ machine are skipped, interrupted ones are run again; only Ctrl-C stops it."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from fourfold import files
 from fourfold.launch.folder import end_processes_of
-from fourfold.launch.local import run_job
+from fourfold.launch.local import Launcher, run_job
 from fourfold.launch.permit import Permit, gpu_count
+from fourfold.launch.queue import Queue
 from fourfold.result.files.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.files.stored import seal
 from fourfold.result.job import Job
-from fourfold.result.machine import MachineKey, this_machine
-from fourfold.result.record import Record
+from fourfold.result.machine import MachineKey, this_machine, torch_version
 from fourfold.result.report import Failure, Prediction, Remedy, RunReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
@@ -56,9 +57,10 @@ def launch_run(
     *,
     options: tuple[tuple[str, str], ...] = (),
     permit: Permit | None = None,
+    on: Launcher | None = None,
 ) -> RunReport:
     job = Job(job="run", specs=(spec,), options=options)
-    return run_job(job, folder, progress=say, permit=permit).runs[0]
+    return run_job(job, folder, progress=say, permit=permit, on=on).runs[0]
 
 
 def kind_of(spec: RunSpec) -> str:
@@ -80,10 +82,12 @@ class Campaign:
         again: Sequence[str] = (),
         predictor: RunPredictor | None = None,
         engine: str = "",
+        queue: Queue | None = None,
     ) -> None:
-        """`engine`: whose runs they are, if not ours; in their keys it stands for torch."""
+        """`engine`: whose runs they are, if not ours; in their keys it stands for torch. `queue`:
+        where they run, if not on this host."""
         self.store, self.runner, self.say = store, runner, say
-        self._engine = engine
+        self._engine, self.queue = engine, queue
         self.predictor = predictor
         self.again = {"cancelled", *again}
         self._machines: dict[str, MachineKey] = {}
@@ -101,7 +105,18 @@ class Campaign:
                 stored_runs.append(stored)
         return stored_runs
 
+    @contextlib.contextmanager
+    def queued(self, specs: Sequence[RunSpec]) -> Iterator[None]:
+        """While it lasts, runs of these specs wait for their turn in the site's queue, if any."""
+        with self.queue.queued(specs) if self.queue else contextlib.nullcontext():
+            yield
+
+    def missing(self, spec: RunSpec, repeats: int) -> int:
+        return max(0, repeats - len(self.finished(spec)))
+
     def machine(self, spec: RunSpec) -> MachineKey:
+        if self.queue is not None:  # a site's devices are known when a run has been there
+            return MachineKey(self.queue.slurm.site.name, torch_version())
         kind = kind_of(spec)
         if kind not in self._machines:
             here = this_machine(kind)
@@ -112,11 +127,19 @@ class Campaign:
         """Stored runs of this spec, torch and machine, oldest first; interrupted ones are not."""
         machine = self.machine(spec)
         candidates = self.store.named(f"{spec.run_id}_")
-        return [stored for stored in candidates if self._counts(stored.summary, machine)]
+        return [stored for stored in candidates if self._counts(stored, machine)]
 
-    def _counts(self, summary: Record, machine: MachineKey) -> bool:
+    def _counts(self, stored: Stored, machine: MachineKey) -> bool:
+        summary = stored.summary
+        if summary.outcome in self.again:
+            return False
+        if self.queue is not None:
+            site = self.queue.slurm.site
+            known = dict(stored.report().environment)
+            same_torch = bool(site.python) or summary.torch == machine.torch
+            return known.get("site") == site.name and same_torch
         same_machine = summary.host == socket.gethostname() or summary.device == machine.device
-        return same_machine and summary.torch == machine.torch and summary.outcome not in self.again
+        return same_machine and summary.torch == machine.torch
 
     def run(self, spec: RunSpec, repeats: int = 1) -> list[Done]:
         """Until the store holds `repeats` finished runs of the spec."""
@@ -128,7 +151,7 @@ class Campaign:
 
     def run_new(self, spec: RunSpec) -> Stored:
         """Once more, whatever the store has: the next repeat."""
-        place = self.store.workplace()
+        place = self.queue.take(spec) if self.queue else self.store.workplace()
         predicted = self.predictor.predicted(spec) if self.predictor else None
         if predicted is not None:
             content = seal(codec.to_json(predicted))
@@ -136,12 +159,17 @@ class Campaign:
         try:
             report = self.runner(spec, place, self.say)
         except BaseException:  # stopped by the user: an unfinished run leaves nothing
+            if self.queue is not None:
+                self.queue.cancel()
             shutil.rmtree(place, ignore_errors=True)
             raise
         report = replace(self._named(report), predicted=predicted)
         if report.outcome == "oom" and self.predictor is not None:
             report = replace(report, remedies=self.predictor.remedies(report))
-        return self.store.keep(report, place)
+        stored = self.store.keep(report, place)
+        if self.queue is not None:
+            self.queue.done(place)
+        return stored
 
     def refuse(self, spec: RunSpec, reason: str) -> Done:
         """An illegal run is a row too, with its reason; it needs no process."""
@@ -156,4 +184,6 @@ class Campaign:
         machine = self.machine(report.spec)
         known = dict(report.environment)
         missing = {"device": machine.device, "torch": machine.torch, "host": socket.gethostname()}
+        if self.queue is not None:
+            missing |= {"host": "", "site": self.queue.slurm.site.name}
         return replace(report, environment=tuple(sorted({**missing, **known}.items())))

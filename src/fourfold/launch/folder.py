@@ -20,7 +20,8 @@ from fourfold.result.job import DUMP_FILE, JOB_FILE, REPORT_FILE, STOP_FILE
 from fourfold.spec import check
 
 # What one start of ranks leaves; set aside when another follows in the same job.
-TRACES = ("beat-*", "failure-*", "stack-*", "flight-*", "store-*", DUMP_FILE, STOP_FILE)
+TRACES = ("beat-*", "failure-*", "stack-*", "flight-*", "store-*", "news-*", "slurm*",
+          DUMP_FILE, STOP_FILE)  # fmt: skip
 _OURS = (*TRACES, "facts-*", "answer-*", "*.log", "failed-*", JOB_FILE, REPORT_FILE, TOKEN_FILE)
 
 
@@ -111,12 +112,12 @@ _MAKING_S = 3600.0
 
 
 @contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    """Only ours to read, and gone afterwards."""
+def scratch(shared: Path | None = None) -> Iterator[Path]:
+    """Only ours to read, and gone afterwards. `shared`: in this folder, which other hosts see."""
     import tempfile  # 15 ms with what it imports
 
     try:
-        root = Path(tempfile.gettempdir())
+        root = shared or Path(tempfile.gettempdir())
         _clear(root)
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     except OSError as error:

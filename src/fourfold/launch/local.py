@@ -6,18 +6,19 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from fourfold import files
 from fourfold.errors import MachineError, UserError
 from fourfold.launch.collect import job_report
-from fourfold.launch.folder import job_folder, scratch, set_aside
-from fourfold.launch.outcomes import fallen, silent, stopped
+from fourfold.launch.folder import exclusive, job_folder, scratch, set_aside
+from fourfold.launch.outcomes import JobScene, fallen, silent, stopped
 from fourfold.launch.permit import Permit, gpu_count
-from fourfold.launch.ranks import Ranks, Silence, Standstill
+from fourfold.launch.ranks import POLL_S, Ranks, Silence, Standstill, wait_for
 from fourfold.launch.stop import stop_signals
 from fourfold.result.files.stored import seal
 from fourfold.result.job import (
@@ -38,10 +39,7 @@ from fourfold.spec.run import RunSpec
 
 Progress = Callable[[str], None]
 End = tuple[Outcome, Failure | None]
-_POLL_S = 0.1  # often enough to be prompt, seldom enough not to take a core from the ranks
-# After the first bad exit the others may still say what they saw; after a hang they dump stacks.
-_LAST_WORDS_S = 2.0
-_DUMP_S = 3.0
+_DUMP_S = 3.0  # after a hang, ranks dump their stacks
 
 
 class JobError(MachineError):
@@ -56,28 +54,78 @@ def must_be_ok(report: JobReport) -> None:
     raise JobError(f"{report.job} {report.outcome}{where}")
 
 
+class Started(Protocol):
+    """The ranks of one start, wherever they are; `queued` says what they still wait for.
+    `hear_out`: after a bad exit; True where they are started over. `end`: whatever runs."""
+
+    scene: JobScene
+    queued: str
+
+    @property
+    def environment(self) -> tuple[tuple[str, str], ...]: ...
+
+    @property
+    def all_ended(self) -> bool: ...
+
+    def poll(self) -> bool: ...
+
+    def hear_out(self) -> bool: ...
+
+    def end(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts the ranks of some tasks of a job; what it returns polls and cancels them. `knows`:
+    whether the job was started already, and is followed."""
+
+    def knows(self, job: Job, folder: Path) -> bool: ...
+
+    def start(self, job: Job, tasks: list[int], folder: Path) -> Started: ...
+
+
+class ThisHost:
+    def knows(self, job: Job, folder: Path) -> bool:
+        return False
+
+    def start(self, job: Job, tasks: list[int], folder: Path) -> Started:
+        return Ranks(job, tasks, folder)
+
+
 def run_job(
-    job: Job, folder: Path, *, progress: Progress | None = None, permit: Permit | None = None
+    job: Job,
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+    permit: Permit | None = None,
+    on: Launcher | None = None,
 ) -> JobReport:
     """Do every task of the job; a failed one is an entry in the report, the next ones still run.
     Ctrl-C and SIGTERM end the ranks, write the report with what is left as `cancelled`, and then
     raise KeyboardInterrupt. A training is first asked to save and end; see `stop_signals`."""
     require_torch()
-    (permit or Permit()).require_job(job)
-    with job_folder(folder):
+    permit = permit or Permit()
+    if on is None:
+        permit.require_job(job)
+    else:  # how much room there is elsewhere is the scheduler's to say
+        permit.require(job.specs)
+    on = on or ThisHost()
+    with exclusive(folder) if on.knows(job, folder) else job_folder(folder):
         files.write_text(folder / JOB_FILE, codec.to_json(job))
-        return _run_all(job, folder, progress)
+        return _run_all(job, folder, progress, on)
 
 
-def _run_all(job: Job, folder: Path, progress: Progress | None) -> JobReport:
+def _run_all(job: Job, folder: Path, progress: Progress | None, on: Launcher) -> JobReport:
     began, started_at = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     ends: dict[int, End] = {}
+    places: dict[int, tuple[tuple[str, str], ...]] = {}
     todo = list(range(job.tasks))
     try:
         with stop_signals(folder / STOP_FILE if job.patient else None):
             while todo:
                 batch = _batch(job, todo)
-                ends |= _run_batch(job, batch, folder, progress)
+                ranks = on.start(job, batch, folder)
+                ends |= _run_batch(job, batch, ranks, progress)
+                places |= dict.fromkeys(batch, ranks.environment)
                 todo = [task for task in todo if task not in ends]
                 if todo:
                     set_aside(folder, max(ends))
@@ -88,8 +136,18 @@ def _run_all(job: Job, folder: Path, progress: Progress | None) -> JobReport:
         raise
     finally:
         report = job_report(job, folder, ends, time.monotonic() - began, started_at)
+        report = _placed(report, places)
         files.write_bytes(folder / REPORT_FILE, seal(codec.to_json(report)), own=True)
     return report
+
+
+def _placed(report: JobReport, places: Mapping[int, tuple[tuple[str, str], ...]]) -> JobReport:
+    """With what the launcher knows of where each run was."""
+    runs = (
+        replace(run, environment=tuple(sorted({*run.environment, *places.get(task, ())})))
+        for task, run in enumerate(report.runs)
+    )
+    return replace(report, runs=tuple(runs))
 
 
 def require_torch() -> None:
@@ -106,10 +164,10 @@ def _batch(job: Job, todo: list[int]) -> list[int]:
 
 
 def _run_batch(
-    job: Job, batch: list[int], folder: Path, progress: Progress | None
+    job: Job, batch: list[int], ranks: Started, progress: Progress | None
 ) -> dict[int, End]:
     """Outcomes of the tasks that ended, at least one; the rest must be started again."""
-    ranks = Ranks(job, batch, folder)
+    folder = ranks.scene.folder
     try:
         outcome, failure = _watch(job, ranks, progress)
     finally:
@@ -123,33 +181,32 @@ def _run_batch(
     return ends
 
 
-def _watch(job: Job, ranks: Ranks, progress: Progress | None) -> End:
+def _watch(job: Job, ranks: Started, progress: Progress | None) -> End:
     silence, standstill = Silence(job, progress), Standstill()
     scene = ranks.scene
     while True:
         host_gone = ranks.poll()
         if any(code for code, _ in scene.exits.values()) or (host_gone and not ranks.all_ended):
-            _wait_for(lambda: ranks.poll() or ranks.all_ended, _LAST_WORDS_S)
+            if ranks.hear_out():
+                continue
             return fallen(scene)
         if ranks.all_ended:
             return "ok", None
+        if ranks.queued:
+            silence.wait(ranks.queued)
+            time.sleep(POLL_S)
+            continue
         still = standstill.broken(scene)
         limit = silence.broken(scene)
         if still is not None or limit:
             (scene.folder / DUMP_FILE).touch()
             dumped = lambda: len(list(scene.folder.glob("stack-*.txt"))) >= scene.ranks  # noqa: E731
-            _wait_for(dumped, _DUMP_S)
+            wait_for(dumped, _DUMP_S)
             if still is not None:
                 return "hung", stopped(scene, still, standstill.seconds(still))
             ranks.poll()
             return "hung", silent(scene, silence.seconds, limit)
-        time.sleep(_POLL_S)
-
-
-def _wait_for(done: Callable[[], bool], limit_s: float) -> None:
-    until = time.monotonic() + limit_s
-    while time.monotonic() < until and not done():
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 T = TypeVar("T")

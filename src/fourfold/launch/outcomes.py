@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fourfold.errors import UserError
 from fourfold.result.job import Beat, RankFailure, failure_file, log_file
@@ -52,11 +52,29 @@ class JobScene:
     stopped: dict[int, int] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
     worker_exit: int | None = None
+    worker_log: Path | None = None
+    # Rank -> its host, where there are several.
+    hosts: dict[int, str] = field(default_factory=dict)
+    # What the batch system did to the job, which explains every exit by a signal.
+    by_scheduler: tuple[Outcome, str] | None = None
+
+    def take(self, news: Mapping[str, Any]) -> None:
+        """One line of a host's worker: a rank's start, stop, going on or end."""
+        rank = news["rank"]
+        self.stopped.pop(rank, None)
+        if "host" in news:
+            self.hosts[rank] = news["host"]
+        if "pid" in news:
+            self.pids[rank] = news["pid"]
+        elif "stopped" in news:
+            self.stopped[rank] = news["stopped"]
+        elif "code" in news:
+            self.exits.setdefault(rank, (news["code"], news["at"]))
 
     def place(self, rank: int) -> str:
         """Who and where, for a person who will look there."""
         where = f"pid {self.pids[rank]} on" if rank in self.pids else "on"
-        where = f"{where} {socket.gethostname()}"
+        where = f"{where} {self.hosts.get(rank) or socket.gethostname()}"
         if rank == WORKER:
             return f"the worker ({where}), which starts and watches the ranks,"
         stage, phase = self._stands(rank)
@@ -73,6 +91,9 @@ class JobScene:
 
 def fallen(scene: JobScene) -> tuple[Outcome, Failure]:
     """After at least one rank ended badly: the earliest cause that is no consequence."""
+    if scene.by_scheduler is not None:
+        outcome, words = scene.by_scheduler
+        return outcome, Failure(rank=WORKER, stage=0, phase="scheduler", message=words)
     causes: list[tuple[float, Outcome, Failure]] = []
     consequences: list[tuple[float, Outcome, Failure]] = []
     for rank, (code, at) in scene.exits.items():
@@ -92,7 +113,8 @@ def fallen(scene: JobScene) -> tuple[Outcome, Failure]:
 
 def _worker_end(scene: JobScene) -> tuple[Outcome, Failure]:
     """No rank ended by itself: the worker did, and its ranks with it."""
-    code, log_tail = scene.worker_exit, tail(log_file(scene.folder, WORKER))
+    code = scene.worker_exit
+    log_tail = tail(scene.worker_log or log_file(scene.folder, WORKER))
     outcome, words = _ending(scene, WORKER, code)
     if code is not None and code < 0:
         words += (

@@ -25,7 +25,8 @@ from fourfold.result.job import JOB_FILE, SLOW_PHASES, Job, beat_file, log_file,
 # Of an outer torchrun or Slurm step: they describe other ranks than ours.
 _OUTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
-_END_S = 5.0
+_END_S, _LAST_WORDS_S = 5.0, 2.0
+POLL_S = 0.1  # often enough to be prompt, seldom enough not to take a core from the ranks
 _LOOK_EVERY_S = 0.5
 # Not SIGTERM: a batch system sends that to every process, and a training then saves first.
 END_SIGNAL = signal.SIGUSR2
@@ -34,6 +35,9 @@ END_SIGNAL = signal.SIGUSR2
 class Ranks:
     """One worker process and its ranks. Must be ended by the thread that made it. What else they
     started is in the worker's process group, which is killed at the end."""
+
+    queued = ""  # starts at once
+    environment: tuple[tuple[str, str], ...] = ()  # its own ranks say where they were
 
     def __init__(self, job: Job, tasks: list[int], folder: Path) -> None:
         self.scene = JobScene(folder=folder, ranks=job.processes(tasks[0]))
@@ -104,15 +108,14 @@ class Ranks:
             self._take(json.loads(line))
 
     def _take(self, news: dict[str, Any]) -> None:
-        rank = news["rank"]
-        self.scene.stopped.pop(rank, None)
-        if "pid" in news:
-            self.scene.pids[rank] = news["pid"]
-        elif "stopped" in news:
-            self.scene.stopped[rank] = news["stopped"]
-        elif "code" in news:
-            self.scene.exits.setdefault(rank, (news["code"], news["at"]))
+        self.scene.take(news)
+        if "code" in news:
             self.scene.kernel_kills = kernel_kills() - self._kills_before
+
+    def hear_out(self) -> bool:
+        """After a bad exit: wait for what the others still say; nothing starts them over."""
+        wait_for(lambda: self.poll() or self.all_ended, _LAST_WORDS_S)
+        return False
 
     def end(self) -> None:
         """Whatever state they are in, stopped ones too; returns when they are gone."""
@@ -130,6 +133,12 @@ class Ranks:
             for pipe in (self.process.stdin, self.process.stdout):
                 assert pipe is not None
                 pipe.close()
+
+
+def wait_for(done: Callable[[], bool], limit_s: float) -> None:
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until and not done():
+        time.sleep(POLL_S)
 
 
 def worker_env(job: Job, task: int) -> dict[str, str]:
@@ -197,6 +206,13 @@ class Silence:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._changed_at
+
+    def wait(self, why: str) -> None:
+        """Time in a queue is no silence."""
+        self._changed_at = time.monotonic()
+        if self._say is not None and time.monotonic() - self._said_at >= _SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            self._say(why)
 
     def broken(self, scene: JobScene) -> str:
         """The name of the limit that has passed, '' while all is well."""

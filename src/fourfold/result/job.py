@@ -179,8 +179,10 @@ def answer_file(folder: Path, task: int, part: int | None = None) -> Path:
 
 
 def log_file(folder: Path, rank: int) -> Path:
-    """stdout and stderr of a rank; rank -1 is the process that starts the ranks of a host."""
-    return folder / (f"rank-{rank}.log" if rank >= 0 else "host.log")
+    """stdout and stderr of a rank; -1, -2, ... are the processes that start the ranks of a host."""
+    if rank >= 0:
+        return folder / f"rank-{rank}.log"
+    return folder / ("host.log" if rank == -1 else f"host-{-1 - rank}.log")
 
 
 def padded(plain: Mapping[str, object], width: int) -> bytes:

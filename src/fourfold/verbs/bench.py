@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
-from fourfold.launch.campaign import Campaign, launch_run
+from fourfold.launch.campaign import Campaign
 from fourfold.launch.permit import Permit, gpu_count, require_gpus
 from fourfold.search.legal import why_not
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from fourfold.spec.site import Site
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.spec.variables import parse_assignments
 from fourfold.verbs import Answer
@@ -22,6 +22,7 @@ from fourfold.verbs.facts import run_facts
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import BenchRequest, Start
 from fourfold.verbs.runs import TRIAL_TAG
+from fourfold.verbs.where import Submission, site_of, submission
 
 MOST_TRIALS = 6
 
@@ -42,7 +43,11 @@ class Benched(Answer):
 
 
 def described(
-    run: RunSpec | Mapping[str, Any], *, ranks: int | None = None, is_ours: bool = True
+    run: RunSpec | Mapping[str, Any],
+    *,
+    ranks: int | None = None,
+    is_ours: bool = True,
+    site: Site | None = None,
 ) -> RunSpec:
     """A RunSpec as it is. A run's table that does not say so is compiled if its `ranks` compute on
     GPUs of their own, by our engine; a split backward pass (zero-bubble) can't be."""
@@ -56,7 +61,8 @@ def described(
         return spec
     if spec.device == "cpu" or spec.policy.schedule == "zero-bubble":
         return spec
-    if gpu_count() < (ranks or spec.gpus):  # `auto` then computes on cores
+    has_gpus = site.ask_gpus != "no" if site else gpu_count() >= (ranks or spec.gpus)
+    if not has_gpus:  # `auto` then computes on cores
         return spec
     return replace(spec, policy=replace(spec.policy, compile=True))
 
@@ -73,24 +79,15 @@ def bench(
 ) -> Benched:
     """Run and store it; an illegal run is stored too, with its reasons."""
     request = request or BenchRequest()
-    is_ours, known, permit = not request.engine, engine_predictor(request), permit_of(request)
-    options = (("probe_s", f"{request.probe_s:g}"),) if request.probe_s > 0 else ()
-    ours = partial(launch_run, options=options, permit=permit)
-    campaign = campaign_of(request, known, ours, permit, on_event)
-    campaign.clear_up()
-    spec = _startable(described(run, is_ours=is_ours), permit, is_ours=is_ours)
-    too_large = "" if request.force else known.too_large(spec)
-    if too_large:
-        rule = f"certainly does not fit: {too_large}"
-        hint = "'fourfold plan' finds layouts that do; --force runs it anyway"
-        raise UserError(rule, field="model", value=spec.model.name, hint=hint)
+    campaign, known, spec = _prepared(run, request, on_event)
     spec, trials = choose_micro_batch(spec, campaign, known, on_event)
     refused = refusals(spec, known)
     if refused:
         on_event(Event(f"illegal: {refused}"))
         stored = [campaign.refuse(spec, refused).stored]
     else:
-        stored = [campaign.run_new(spec) for _ in range(request.repeat)]
+        with campaign.queued([spec] * request.repeat):
+            stored = [campaign.run_new(spec) for _ in range(request.repeat)]
     return Benched(
         tuple(
             run_facts(one.report()) | {"folder": str(one.folder), "micro_batch_trials": trials}
@@ -99,21 +96,55 @@ def bench(
     )
 
 
+def submit_bench(
+    run: RunSpec | Mapping[str, Any], request: BenchRequest, *, on_event: OnEvent = ignore
+) -> Submission:
+    """Leave the runs to the site's scheduler; `bench` with the same run follows them. With
+    `print_launch` nothing is submitted."""
+    campaign, known, spec = _prepared(run, request, on_event)
+    if campaign.queue is None:
+        raise UserError("needs a site", field="detach", hint="--on slurm or --on SITE")
+    if not spec.batch.micro_batch:
+        rule = "must be a number for a run that nobody follows"
+        raise UserError(rule, field="micro_batch", value="auto")
+    if refused := refusals(spec, known):
+        raise UserError(f"is illegal: {refused}", field="layout", value=str(spec.layout))
+    specs = [spec] * request.repeat
+    return submission(campaign.queue, specs, only_print=request.print_launch)
+
+
+def _prepared(
+    run: RunSpec | Mapping[str, Any], request: BenchRequest, on_event: OnEvent
+) -> tuple[Campaign, Predictor, RunSpec]:
+    is_ours, known, permit = not request.engine, engine_predictor(request), permit_of(request)
+    site = site_of(request)
+    options = (("probe_s", f"{request.probe_s:g}"),) if request.probe_s > 0 else ()
+    campaign = campaign_of(request, known, permit, on_event, options)
+    campaign.clear_up()
+    spec = described(run, is_ours=is_ours, site=site)
+    _require_startable(spec, permit, is_here=is_ours and site is None)
+    if is_ours:
+        tokens_of(spec)
+    too_large = "" if request.force else known.too_large(spec)
+    if too_large:
+        rule = f"certainly does not fit: {too_large}"
+        hint = "'fourfold plan' finds layouts that do; --force runs it anyway"
+        raise UserError(rule, field="model", value=spec.model.name, hint=hint)
+    return campaign, known, spec
+
+
 def refusals(spec: RunSpec, known: Predictor) -> str:
     """Why a run is illegal for its engine, in words; '' when it is not."""
     target = known.target(spec)
     return "; ".join(map(str, why_not(spec.model, spec.layout, spec.batch, spec.policy, target)))
 
 
-def _startable(spec: RunSpec, permit: Permit, *, is_ours: bool) -> RunSpec:
+def _require_startable(spec: RunSpec, permit: Permit, *, is_here: bool) -> None:
+    """Where its ranks are is else for the template or the scheduler to say."""
     spec.batch.without_ramp()
-    if not is_ours:  # where its ranks are is for the template to say
-        permit.require((spec,))
-        return spec
-    require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
-    permit.require((spec,), ranks=spec.gpus)
-    tokens_of(spec)
-    return spec
+    if is_here:
+        require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
+    permit.require((spec,), ranks=spec.gpus if is_here else 1)
 
 
 def tokens_of(spec: RunSpec) -> TokenInfo | None:

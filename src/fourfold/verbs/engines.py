@@ -7,16 +7,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from fourfold import files
 from fourfold.cost.stacks import RELEASES
 from fourfold.errors import UserError, nearest
 from fourfold.events import OnEvent, progress, warnings
-from fourfold.launch.campaign import Campaign, Runner, Say
+from fourfold.launch.campaign import Campaign, Runner, Say, launch_run
 from fourfold.launch.command import LOG_FILE, Watch, run_command
 from fourfold.launch.outcomes import tail
 from fourfold.launch.permit import Permit, gpu_count
+from fourfold.launch.queue import Queue
 from fourfold.logs.log import READERS
 from fourfold.result.files.store import Store
 from fourfold.result.report import Failure, RunReport
@@ -30,6 +32,7 @@ from fourfold.spec.variables import Env
 from fourfold.verbs.engine_log import EngineLog
 from fourfold.verbs.machine import Predictor, predictor, read_calibration
 from fourfold.verbs.run_requests import MeasureRequest, SweepRequest
+from fourfold.verbs.where import launcher_of, site_of
 
 _DATA = Path(catalog.DATA) / "engines"
 SETTINGS = "settings"
@@ -189,15 +192,22 @@ def template_runner(template: EngineTemplate, known: Predictor, permit: Permit) 
 
 def asked_template(request: MeasureRequest) -> EngineTemplate | None:
     check.that(not request.stack or request.engine, "stack", request.stack, "needs --engine")
+    if request.engine and site_of(request) is not None:
+        hint = "omit one; an engine's template may call srun itself"
+        raise UserError("cannot be combined with --engine", field="--on", hint=hint)
     return engine_template(request.engine) if request.engine else None
 
 
 def engine_predictor(request: MeasureRequest) -> Predictor:
     """Whoever runs it: predictions by its stack, and the rules of its release."""
-    template = asked_template(request)
+    template, site = asked_template(request), site_of(request)
+    named = request.cluster or request.profile
     known = predictor(
-        cluster=request.cluster, profile=request.profile, calibration=request.calibration
+        cluster=request.cluster if named or site is None else site.cluster or None,
+        profile=request.profile,
+        calibration=request.calibration,
     )
+    known = replace(known, remote=site is not None)
     if template is None:
         return known
     asked = request.stack or template.predicted_as
@@ -209,17 +219,21 @@ def engine_predictor(request: MeasureRequest) -> Predictor:
 def campaign_of(
     request: MeasureRequest,
     known: Predictor,
-    ours: Runner,
     permit: Permit,
     on_event: OnEvent,
+    options: tuple[tuple[str, str], ...] = (),
 ) -> Campaign:
-    """Runs by the engine that was asked for, else by `ours`, into the request's store."""
+    """Runs by the engine that was asked for, where that was asked for, into the request's store.
+    `options` are those of our own engine's jobs."""
     template = asked_template(request)
+    store, on = Store(request.runs, warn=warnings(on_event)), launcher_of(site_of(request))
+    ours = partial(launch_run, options=options, permit=permit, on=on)
     return Campaign(
-        Store(request.runs, warn=warnings(on_event)),
+        store,
         runner=template_runner(template, known, permit) if template else ours,
         say=progress(on_event),
         again=request.again if isinstance(request, SweepRequest) else (),
         predictor=known,
         engine=template.name if template else "",
+        queue=Queue(store.root, on, options) if on else None,
     )

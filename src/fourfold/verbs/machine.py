@@ -116,6 +116,8 @@ class Predictor:
     # Whose engine runs them: its habits, and the rules of the release that settings are for.
     stack: str = "fourfold"
     release: str = ""
+    # Runs are not on this host.
+    remote: bool = False
     planned: dict[str, Prediction] = field(default_factory=dict)
 
     @property
@@ -127,7 +129,8 @@ class Predictor:
         """The named cluster; on a GPU that the catalogue knows, this host with its usual links."""
         if self.cluster is not None or self.profile is not None:
             return self.cluster
-        return local_cluster(spec.gpus) if kind_of(spec) == "cuda" else None
+        is_here = not self.remote and kind_of(spec) == "cuda"
+        return local_cluster(spec.gpus) if is_here else None
 
     def target(self, spec: RunSpec) -> Target:
         """Whose rules say whether it can run."""
@@ -169,9 +172,9 @@ class Predictor:
         ]
 
     def _is_elsewhere(self, spec: RunSpec) -> bool:
-        """Another engine's ranks, on machines that nobody has named."""
+        """Ranks of another engine, or of another machine that nobody has named."""
         named = self.profile is not None or self.cluster_of(spec) is not None
-        return self.stack != "fourfold" and not named
+        return (self.stack != "fourfold" or self.remote) and not named
 
     def predicted(self, spec: RunSpec) -> Prediction | None:
         """None where this machine's description lacks what the run needs (a format's peak)."""

@@ -14,6 +14,7 @@ from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES
+from fourfold.spec.site import LOCAL
 from fourfold.spec.words import BUNDLES, DTYPES, CpKind, Dtype
 from fourfold.verbs.requests import CONVENTION, STORE, Size, at_least_one
 
@@ -31,8 +32,21 @@ class Start:
     oversubscribe: bool = flag("allow more ranks than this host can hold", rare=True, default=False)
 
 
+ON = ("where to run: local (default), slurm, or a site file or name", "SITE")
+PRINT = "print the site's batch script, ready for sbatch, and start nothing"
+DETACH = "leave it to the site's scheduler; the same command without it follows the job"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureRequest(Start):
+class Launch(Start):
+    """Where a job runs; see `spec.site`."""
+
+    on: str = flag(*ON, default=LOCAL)
+    print_launch: bool = flag(PRINT, rare=True, default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureRequest(Launch):
     """How runs are measured and kept; `cluster` and `profile` say whom their predictions are by."""
 
     runs: str = flag(*STORE, default="runs")
@@ -40,6 +54,7 @@ class MeasureRequest(Start):
         "run by another engine: megatron, torchtitan-0.2, nanotron, or a template file", "NAME"
     )
     stack: str | None = flag("stack to predict that engine by (default its own)", "NAME", rare=True)
+    detach: bool = flag(DETACH, rare=True, default=False)
     repeat: int = flag("runs of each configuration (default 1)", "N", default=1)
     force: bool = flag("run even if it certainly does not fit in memory", rare=True, default=False)
     cluster: str | Cluster | None = flag("cluster for the prediction", "NAME")
@@ -156,7 +171,7 @@ Fault = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyRequest(Start):
+class VerifyRequest(Launch):
     """Which layouts are trained both ways. `policy`: fields that all of them have."""
 
     world: int | None = flag("number of ranks (default: as the layout needs)", "N")
@@ -183,7 +198,7 @@ class VerifyRequest(Start):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainRequest(Start):
+class TrainRequest(Launch):
     """Where a training is kept and how it starts. It continues where its folder stands, unless it
     is to be `fresh`; `resume`: and fails if there is nothing to continue."""
 
@@ -194,6 +209,7 @@ class TrainRequest(Start):
         either="start",
         default=False,
     )
+    detach: bool = flag(DETACH, rare=True, default=False)
     convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
 

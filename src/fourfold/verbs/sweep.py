@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from fourfold.cost.count.flops import Convention, FlopsQuery, convention
+from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
-from fourfold.launch.campaign import Campaign, Done, launch_run
+from fourfold.launch.campaign import Campaign, Done
 from fourfold.result.report import OUTCOMES, Prediction
 from fourfold.search.predict import run_s
 from fourfold.spec.run import RunSpec
@@ -21,6 +21,7 @@ from fourfold.verbs.engines import campaign_of
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import SweepRequest
 from fourfold.verbs.sweep_source import Prepared, Source, predictions, prepared
+from fourfold.verbs.where import Submission, submission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +75,7 @@ def sweep(
     """Run every combination; a failed one is recorded and the sweep goes on."""
     request = request or SweepRequest()
     ready = prepared(source, request, on_event)
-    permit = permit_of(request)
-    ours = functools.partial(launch_run, permit=permit)
-    campaign = campaign_of(request, ready.known, ours, permit, on_event)
+    campaign = campaign_of(request, ready.known, permit_of(request), on_event)
     rows = _run_all(campaign, ready, request, on_event)
     counts = Counter(row["outcome"] for row in rows)
     whole = {outcome: counts[outcome] for outcome in OUTCOMES}
@@ -99,9 +98,8 @@ def plan_sweep(
     request = request or SweepRequest()
     ready = prepared(source, request, on_event)
     legal = [ready.expansion.combinations[place].spec for place in ready.legal]
-    permit = permit_of(request)
-    campaign = campaign_of(request, ready.known, launch_run, permit, on_event)
-    missing = [max(0, request.repeat - len(campaign.finished(spec))) for spec in legal]
+    campaign = campaign_of(request, ready.known, permit_of(request), on_event)
+    missing = [campaign.missing(spec, request.repeat) for spec in legal]
     answers = predictions(ready.expansion, ready.legal, ready.known)
     rows = list(zip(legal, answers, missing, strict=True))
     return SweepPlan(
@@ -132,11 +130,34 @@ def _run_all(
             on_event(Event(f"illegal: {combination.label}: {why}"))
     campaign.clear_up()
     rows: list[dict[str, Any]] = []
-    for number, (one, why) in enumerate(pairs, start=1):
-        done = _run(campaign, one.spec, why, request.repeat, ready.known, on_event)
-        rows.append(_row(one, done, why, rule))
-        on_event(Event(f"[{number}/{ready.expansion.total}] {one.label}: {_ended(done)}"))
+    with campaign.queued(_to_queue(campaign, ready, request.repeat)):
+        for number, (one, why) in enumerate(pairs, start=1):
+            done = _run(campaign, one.spec, why, request.repeat, ready.known, on_event)
+            rows.append(_row(one, done, why, rule))
+            on_event(Event(f"[{number}/{ready.expansion.total}] {one.label}: {_ended(done)}"))
     return rows
+
+
+def _to_queue(campaign: Campaign, ready: Prepared, repeats: int) -> list[RunSpec]:
+    """Runs that are known before any of them has run."""
+    if campaign.queue is None:
+        return []
+    specs = [ready.expansion.combinations[place].spec for place in ready.legal]
+    sized = [spec for spec in specs if spec.batch.micro_batch]
+    return [spec for spec in sized for _ in range(campaign.missing(spec, repeats))]
+
+
+def submit_sweep(
+    source: Source, request: SweepRequest, *, on_event: OnEvent = ignore
+) -> Submission:
+    """Leave the runs to the site's scheduler; `sweep` with the same source follows them. With
+    `print_launch` nothing is submitted."""
+    ready = prepared(source, request, on_event)
+    campaign = campaign_of(request, ready.known, permit_of(request), on_event)
+    if campaign.queue is None:
+        raise UserError("needs a site", field="detach", hint="--on slurm or --on SITE")
+    specs = _to_queue(campaign, ready, request.repeat)
+    return submission(campaign.queue, specs, only_print=request.print_launch)
 
 
 def _run(

@@ -33,6 +33,7 @@ from fourfold.verbs.machine import Predictor
 from fourfold.verbs.plan import resolved
 from fourfold.verbs.requests import PlanRequest, decided
 from fourfold.verbs.run_requests import MptSweep, PlanSweep, SweepRequest
+from fourfold.verbs.where import site_of
 
 _MAX_EXPONENT, _GPUS_PER_NODE = 30, 8
 # Fields of a run that the plan decides.
@@ -208,7 +209,8 @@ def prepared(source: Source, request: SweepRequest, on_event: OnEvent) -> Prepar
     # Before the first run: one of the last must not end the whole.
     specs = [one.spec for one in expansion.combinations]
     ranks = max((spec.gpus for spec in specs if not spec.refused), default=1)
-    permit_of(request).require(specs, ranks=1 if request.engine else ranks)
+    is_here = not request.engine and site_of(request) is None
+    permit_of(request).require(specs, ranks=ranks if is_here else 1)
     refused = [_refusal(spec, known) for spec in specs]
     if not request.force:
         pairs = zip(specs, refused, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,14 +13,13 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import exclusive
 from fourfold.launch.local import run_job
-from fourfold.launch.permit import Permit, require_gpus
+from fourfold.launch.permit import Permit
+from fourfold.launch.slurm import Slurm, living
 from fourfold.result.checkpoint import folder as checkpoints
-from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.files import curve
 from fourfold.result.files.curve import Point
 from fourfold.result.files.training_folder import TrainingFolder
-from fourfold.result.job import Job, JobReport, answer_file
-from fourfold.search.legal import require_legal
+from fourfold.result.job import JOB_FILE, Job, JobReport, answer_file
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info
@@ -30,7 +28,15 @@ from fourfold.units import show_seconds
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import permit_of, tokens_of
 from fourfold.verbs.run_requests import TrainRequest
-from fourfold.verbs.train_start import described, end_killed, known_table, prepared
+from fourfold.verbs.train_start import (
+    described,
+    end_killed,
+    known_table,
+    must_be_legal,
+    must_have_packages,
+    prepared,
+)
+from fourfold.verbs.where import Submission, described_job, launcher_of, site_of, submission_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,51 @@ def train(
 ) -> TrainingState:
     """`run`: a run's table with a [train] table; or a function that makes it of what the folder
     was trained with."""
+    folder, spec, settings = _asked(run, request, on_event)
+    on = launcher_of(site_of(request))
+    with folder.locked(), exclusive(folder.root):
+        try:
+            job = _followed(folder, on, on_event)
+            job = job or _job(folder, spec, settings, request, on_event)
+            if job is None:
+                return _shown(folder, settings, {"outcome": "ok"}, request.convention, on_event)
+            report = _trained(folder, job, permit_of(request), on, on_event)
+            ended = _ended(folder, report, on_event)
+            return _shown(folder, settings, ended, request.convention, on_event)
+        finally:
+            _settle(folder, on_event)
+
+
+def submit_train(
+    run: Callable[[dict[str, Any]], Mapping[str, Any]] | Mapping[str, Any],
+    request: TrainRequest,
+    *,
+    on_event: OnEvent = ignore,
+) -> Submission:
+    """Leave the training to the site's scheduler; `train` in the same folder follows it. With
+    `print_launch` nothing is submitted."""
+    if request.fresh:
+        raise UserError("cannot be combined with --detach and --print-launch", field="--fresh")
+    folder, spec, settings = _asked(run, request, on_event)
+    on = launcher_of(site_of(request))
+    if on is None:
+        raise UserError("needs a site", field="detach", hint="--on slurm or --on SITE")
+    with folder.locked(), exclusive(folder.root):
+        job = _followed(folder, on, on_event)
+        if job is None:
+            job = _job(folder, spec, settings, request, on_event)
+            if job is None:
+                return Submission()
+            permit_of(request).require(job.specs)
+            return submission_of(job, folder.job, on, only_print=request.print_launch)
+    return Submission((described_job(folder.job),))
+
+
+def _asked(
+    run: Callable[[dict[str, Any]], Mapping[str, Any]] | Mapping[str, Any],
+    request: TrainRequest,
+    on_event: OnEvent,
+) -> tuple[TrainingFolder, RunSpec, TrainSettings]:
     if not request.out:
         raise UserError("is required", field="out", hint="training folder")
     folder = TrainingFolder(request.out)
@@ -62,23 +113,43 @@ def train(
             _settle(folder, on_event)
     table = run(known_table(folder, request)) if callable(run) else run
     spec, settings = described(table, folder, request, on_event)
-    permit = permit_of(request)
-    _must_be_legal(spec, permit)
-    _must_have_packages(settings)
+    must_be_legal(spec, permit_of(request), is_here=site_of(request) is None)
+    must_have_packages(settings)
+    return folder, spec, settings
+
+
+def _followed(folder: TrainingFolder, on: Slurm | None, on_event: OnEvent) -> Job | None:
+    """The training that Slurm has of this folder, queued or at work."""
+    job_id = living(folder.job)
+    if not job_id:
+        return None
+    if on is None:
+        raise UserError(
+            f"is in use by Slurm job {job_id}",
+            field="out",
+            value=str(folder.root),
+            hint=f"follow it with --on, or end it with scancel {job_id}",
+        )
+    on_event(Event(f"following Slurm job {job_id}, which keeps the settings it was given"))
+    return codec.from_json(Job, files.read_text(folder.job / JOB_FILE))
+
+
+def _job(
+    folder: TrainingFolder,
+    spec: RunSpec,
+    settings: TrainSettings,
+    request: TrainRequest,
+    on_event: OnEvent,
+) -> Job | None:
+    """From the newest whole checkpoint on; None where all steps are done."""
     data = tokens_of(spec)
-    with folder.locked(), exclusive(folder.root):
-        try:
-            sha256 = data.sha256 if data else ""
-            start = prepared(request, folder, spec, settings, sha256, on_event)
-            if start is not None and start.step >= settings.steps:
-                on_event(Event(f"{start.step} steps are done, {settings.steps} are asked for"))
-                return _shown(folder, settings, {"outcome": "ok"}, request.convention, on_event)
-            folder.describe(spec, settings)
-            report = _trained(folder, spec, settings, start, permit, on_event)
-            ended = _ended(folder, report, on_event)
-            return _shown(folder, settings, ended, request.convention, on_event)
-        finally:
-            _settle(folder, on_event)
+    start = prepared(request, folder, spec, settings, data.sha256 if data else "", on_event)
+    if start is not None and start.step >= settings.steps:
+        on_event(Event(f"{start.step} steps are done, {settings.steps} are asked for"))
+        return None
+    folder.describe(spec, settings)
+    options = {"out": str(folder.root), "load": start.folder.name if start else ""}
+    return Job(job="train", specs=(spec,), options=tuple(options.items()), train=settings)
 
 
 def show_training(path: str, *, rule: str = DEFAULT, on_event: OnEvent = ignore) -> TrainingState:
@@ -109,23 +180,6 @@ def _ended(folder: TrainingFolder, report: JobReport, on_event: OnEvent) -> dict
     return {"outcome": report.outcome, "failure": codec.encode(failure)}
 
 
-def _must_be_legal(spec: RunSpec, permit: Permit) -> None:
-    if spec.batch.micro_batch == 0:
-        rule = "must be a number here; only bench supports 'auto'"
-        raise UserError(rule, field="batch.micro_batch", value=0, hint="give a number")
-    require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
-    permit.require((spec,), ranks=spec.gpus)
-    require_legal(spec)
-
-
-def _must_have_packages(settings: TrainSettings) -> None:
-    """Before minutes of start-up, not after."""
-    for wanted, package in ((settings.tensorboard, "tensorboard"), (settings.wandb, "wandb")):
-        if wanted and importlib.util.find_spec(package) is None:
-            rule = f"needs the package {package}, which is not installed"
-            raise UserError(rule, field=package, hint=f"pip install {package}, or omit --{package}")
-
-
 def _settle(folder: TrainingFolder, on_event: OnEvent) -> None:
     note = folder.finish_fresh()
     if note:
@@ -133,17 +187,11 @@ def _settle(folder: TrainingFolder, on_event: OnEvent) -> None:
 
 
 def _trained(
-    folder: TrainingFolder,
-    spec: RunSpec,
-    settings: TrainSettings,
-    start: Checkpoint | None,
-    permit: Permit,
-    on_event: OnEvent,
+    folder: TrainingFolder, job: Job, permit: Permit, on: Slurm | None, on_event: OnEvent
 ) -> JobReport:
-    options = {"out": str(folder.root), "load": start.folder.name if start else ""}
-    job = Job(job="train", specs=(spec,), options=tuple(options.items()), train=settings)
-    apart = checkpoints.set_apart(folder.checkpoints)
-    report = run_job(job, folder.job, progress=_progress(folder, settings, on_event), permit=permit)
+    assert job.train is not None
+    apart, say = checkpoints.set_apart(folder.checkpoints), _progress(folder, job.train, on_event)
+    report = run_job(job, folder.job, progress=say, permit=permit, on=on)
     for name, reason in checkpoints.set_apart(folder.checkpoints).items():
         if apart.get(name) != reason:
             passed = f"passed over a checkpoint, kept as {name}, for the one before: {reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent
 from fourfold.launch.folder import end_processes_of
+from fourfold.launch.permit import Permit, require_gpus
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.checkpoint.folder import Checkpoint
 from fourfold.result.files import curve, stored
@@ -21,6 +23,7 @@ from fourfold.result.files.training_folder import (
     must_continue,
     must_follow,
 )
+from fourfold.search.legal import require_legal
 from fourfold.spec import codec
 from fourfold.spec.hf.tensors import MODULES, approximation
 from fourfold.spec.run import RunSpec
@@ -92,6 +95,24 @@ def _begin_from(table: dict[str, Any], settings: dict[str, Any], on_event: OnEve
     if approximated:
         on_event(Event(f"note: {approximated}"))
     table.setdefault("model", str(folder / "config.json"))
+
+
+def must_be_legal(spec: RunSpec, permit: Permit, *, is_here: bool) -> None:
+    if spec.batch.micro_batch == 0:
+        rule = "must be a number here; only bench supports 'auto'"
+        raise UserError(rule, field="batch.micro_batch", value=0, hint="give a number")
+    if is_here:
+        require_gpus(spec.device, spec.gpus, hint="--set device=cpu")
+    permit.require((spec,), ranks=spec.gpus if is_here else 1)
+    require_legal(spec)
+
+
+def must_have_packages(settings: TrainSettings) -> None:
+    """Before minutes of start-up, not after."""
+    for wanted, package in ((settings.tensorboard, "tensorboard"), (settings.wandb, "wandb")):
+        if wanted and importlib.util.find_spec(package) is None:
+            rule = f"needs the package {package}, which is not installed"
+            raise UserError(rule, field=package, hint=f"pip install {package}, or omit --{package}")
 
 
 def end_killed(folder: TrainingFolder, on_event: OnEvent) -> None:

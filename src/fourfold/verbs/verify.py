@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words
 from fourfold.verbs.run_requests import VerifyRequest
 from fourfold.verbs.verify_cases import TINY, USUAL, Wish, describe
+from fourfold.verbs.where import Submission, launcher_of, printed, shared_folder, site_of
 
 _MAX_WORLD = 1024  # ranks are processes of this machine, which has its own bound
 
@@ -52,8 +54,28 @@ class Verified(Answer):
 
 
 def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
-    permit = permit_of(request)
-    wish = _wish(request, permit)
+    found, refused, world = _cases(request)
+    rows = _carry_out(found, request, on_event)
+    limits = [row.pop("limits") for row in rows if "limits" in row]
+    micro = {micro_words(run.batch, run.layout.dp) for run in found}
+    return Verified(
+        layouts=rows,
+        passed=sum(row["pass"] for row in rows),
+        refused=dict(refused),
+        total=len(rows),
+        world=world,
+        device=request.device,
+        share_gpu=request.share_gpu,
+        precision=found[0].policy.precision,
+        fault=request.fault,
+        limits=limits[0] if limits else {},
+        micro_batches=micro.pop() if len(micro) == 1 else None,
+    )
+
+
+def _cases(request: VerifyRequest) -> tuple[list[RunSpec], Mapping[str, int], int]:
+    """Layouts to check, how many others each rule refused, and the ranks of all."""
+    wish = _wish(request, permit_of(request))
     found, refused = verify_cases.cases(wish)
     if not found:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in refused.items())
@@ -64,22 +86,7 @@ def verify(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Verified:
         )
     if request.sample is not None:
         found = verify_cases.sample(found, request.sample, request.seed)
-    rows = _carry_out(found, request, permit, on_event)
-    limits = [row.pop("limits") for row in rows if "limits" in row]
-    micro = {micro_words(run.batch, run.layout.dp) for run in found}
-    return Verified(
-        layouts=rows,
-        passed=sum(row["pass"] for row in rows),
-        refused=dict(refused),
-        total=len(rows),
-        world=wish.world,
-        device=request.device,
-        share_gpu=request.share_gpu,
-        precision=found[0].policy.precision,
-        fault=request.fault,
-        limits=limits[0] if limits else {},
-        micro_batches=micro.pop() if len(micro) == 1 else None,
-    )
+    return found, refused, wish.world
 
 
 def _wish(request: VerifyRequest, permit: Permit) -> Wish:
@@ -122,22 +129,41 @@ def _checked_sizes(request: VerifyRequest, world: int, permit: Permit) -> None:
     check.whole(**{name: size for name, size in asked.items() if size is not None})
     if request.share_gpu and request.device != "cuda":
         raise UserError("needs --device cuda", field="--share-gpu")
+    if site_of(request) is not None:
+        return
     hint = "--device cpu" if request.share_gpu else "--share-gpu, or --device cpu"
     require_gpus(request.device, world, hint=hint, shared=request.share_gpu)
     permit.require_room(world)
 
 
-def _carry_out(
-    found: list[RunSpec], request: VerifyRequest, permit: Permit, on_event: OnEvent
-) -> list[dict[str, Any]]:
+def print_verify(request: VerifyRequest) -> Submission:
+    """The batch script of the same verification; nothing is started."""
+    site = site_of(request)
+    if site is None:
+        raise UserError("needs a site", field="print_launch", hint="--on slurm or --on SITE")
+    return printed(_job(_cases(request)[0], request), site)
+
+
+def _job(found: list[RunSpec], request: VerifyRequest) -> Job:
     options = (("break", request.fault),) if request.fault else ()
     if request.share_gpu:
         options += (("share_gpu", "true"),)
     limits = Limits(start_s=max(600.0, request.limit), step_s=request.limit)
-    job = Job(job="verify", specs=tuple(found), ranks=found[0].gpus, options=options, limits=limits)
-    with scratch() as folder:
+    specs, ranks = tuple(found), found[0].gpus
+    return Job(job="verify", specs=specs, ranks=ranks, options=options, limits=limits)
+
+
+def _carry_out(
+    found: list[RunSpec], request: VerifyRequest, on_event: OnEvent
+) -> list[dict[str, Any]]:
+    site = site_of(request)
+    with scratch(shared_folder(site)) as folder:
         report = run_job(
-            job, folder, progress=lambda line: on_event(Event(f"verify: {line}")), permit=permit
+            _job(found, request),
+            folder,
+            progress=lambda line: on_event(Event(f"verify: {line}")),
+            permit=permit_of(request),
+            on=launcher_of(site),
         )
         ends = dict(enumerate(report.runs))
         return [_row(i, spec, folder, ends.get(i)) for i, spec in enumerate(found)]

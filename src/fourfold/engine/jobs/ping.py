@@ -40,7 +40,9 @@ def perform(task: Task) -> RankFacts:
     task.leave()
     return RankFacts(
         memory=RankMemory(rank=task.rank, stage=0, peak_bytes=0),
-        times=RankSteps(rank=task.rank, step_s=tuple(step.seconds for step in steps)),
+        times=RankSteps(
+            rank=task.rank, host=task.place.host, step_s=tuple(step.seconds for step in steps)
+        ),
         steps=tuple(steps),
         start_s=ready_at - task.began_at,
         window_s=sum(step.seconds for step in steps if not step.warmup),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import socket
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -160,7 +159,7 @@ def _measured(steps: Steps) -> RankFacts:
         memory=peak.memory(**place, counted_bytes=steps.peak_bytes, retries=window.retries),
         times=RankSteps(
             rank=task.rank,
-            host=socket.gethostname(),
+            host=task.place.host,
             step_s=tuple(seconds),
             busy_s=(*warm.busy_s(), *window.ticks.busy_s()),
             recompiles=window.recompiles,
@@ -224,7 +223,8 @@ def _links(steps: Steps) -> tuple[LinkRate, ...]:
     if seconds == 0 or steps.trainer.world.all_ranks.size == 1:
         return ()
     steps.task.heartbeat.enter("links")
-    return axis_rates(steps.trainer.world, steps.trainer.device, min(1.0, seconds))
+    host = steps.task.place.host
+    return axis_rates(steps.trainer.world, steps.trainer.device, min(1.0, seconds), host)
 
 
 def _probe(

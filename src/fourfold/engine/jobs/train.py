@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from fourfold.engine.training.optimizer import OptimizerSettings
 from fourfold.engine.training.trackers import Tracker, trackers
 from fourfold.engine.training.trainer import Trainer
 from fourfold.errors import UserError
+from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.files import curve, stored
 from fourfold.result.files.curve import Point
 from fourfold.result.job import STOP_FILE, RankFacts
@@ -57,7 +57,7 @@ def perform(task: Task) -> RankFacts:
         peak.note()
         return RankFacts(
             memory=peak.memory(rank=task.rank, stage=task.heartbeat.stage),
-            times=RankSteps(rank=task.rank, host=socket.gethostname()),
+            times=RankSteps(rank=task.rank, host=task.place.host),
             environment=environment(trainer.device, task.place) if task.rank == 0 else (),
         )
 
@@ -66,8 +66,10 @@ def perform(task: Task) -> RankFacts:
 
 def _load(task: Task, trainer: Trainer, out: Path) -> int:
     """Steps already done: those of the checkpoint the command has chosen, or of a sound one before
-    it, to which the curve then goes back."""
+    it, to which the curve then goes back. Started over by a batch system, the newest is chosen."""
     name, settings = task.job.option("load"), task.job.train
+    newest = checkpoints.newest(out / "checkpoints") if task.place.start else None
+    name = newest.folder.name if newest else name
     task.heartbeat.enter("load")
     tick = lambda: task.heartbeat.enter("load")  # noqa: E731
     if not name:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -177,11 +176,13 @@ def collectives_of(device: torch.device, group: Group, seconds: float) -> list[C
     return points
 
 
-def axis_rates(world: World, device: torch.device, seconds: float) -> tuple[LinkRate, ...]:
+def axis_rates(
+    world: World, device: torch.device, seconds: float, host: str
+) -> tuple[LinkRate, ...]:
     """What this rank's groups get, axis by axis, while all groups of the axis talk at once.
     Collective: every rank goes through the same axes in the same order."""
     hosts: list[str] = [""] * world.all_ranks.size
-    dist.all_gather_object(hosts, socket.gethostname())
+    dist.all_gather_object(hosts, host)
     # Copies of sharded data parallelism talk in a group of their own.
     axes = [("tp", world.tp), ("cp", world.cp), ("dp", world.fsdp), ("pp", world.pp)]
     axes.append(("dp copies", world.replicas))

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process among the others, in torchrun's words; not `by_address`: they meet by a file."""
+    """This process among the others, in torchrun's words; not `by_address`: they meet by a file.
+    `start`: how often a batch system has started the job over."""
 
     rank: int
     world: int
@@ -42,6 +44,14 @@ class Place:
     by_address: bool = False
     started_at: float = 0.0
     variables: tuple[tuple[str, str], ...] = ()
+    host: str = ""
+    start: int = 0
+
+
+@cache
+def _meeting(rank: int, world: int) -> dist.Store:
+    """Where ranks of several hosts meet, once for all tasks: no port is bound twice."""
+    return next(iter(dist.rendezvous("env://", rank, world)))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,9 @@ class Task:
         backend = "nccl" if by_nccl else host_group.use() if self.shares_gpu else "gloo"
         where: dict[str, Any] = {"device_id": device} if by_nccl else {}
         world = self.place.world
-        if not self.place.by_address:
+        if self.place.by_address:
+            where["store"] = dist.PrefixStore(f"{self.index}", _meeting(self.rank, world))
+        else:
             where["store"] = dist.FileStore(str(self.folder / f"store-{self.index}"), world)
         dist.init_process_group(backend, rank=self.rank, world_size=world, **where)
 
@@ -122,7 +134,7 @@ def work(
             # The first task's start includes that of the processes.
             began_at = place.started_at if index == tasks[0] else time.time()
             task = Task(job, index, place, folder, heartbeat, began_at)
-            facts = perform(task) or _no_facts(place.rank)
+            facts = perform(task) or _no_facts(place)
             files.write_text(facts_file(folder, index, place.rank), codec.to_json(facts))
         heartbeat.enter("done")
     except BaseException as error:
@@ -132,11 +144,11 @@ def work(
     return 0
 
 
-def _no_facts(rank: int) -> RankFacts:
+def _no_facts(place: Place) -> RankFacts:
     """The mark of a finished task that measures nothing by rank."""
     return RankFacts(
-        memory=RankMemory(rank=rank, stage=0, peak_bytes=0),
-        times=RankSteps(rank=rank, host=socket.gethostname()),
+        memory=RankMemory(rank=place.rank, stage=0, peak_bytes=0),
+        times=RankSteps(rank=place.rank, host=place.host),
     )
 
 
@@ -182,7 +194,7 @@ def machine_facts(device: torch.device, cores: int) -> dict[str, Any]:
 def environment(device: torch.device, place: Place) -> tuple[tuple[str, str], ...]:
     """Everything of the surroundings that can change a number, as names and texts."""
     facts = {
-        "host": socket.gethostname(),
+        "host": place.host,
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

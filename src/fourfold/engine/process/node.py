@@ -1,0 +1,74 @@
+"""One of several hosts of a Slurm job, and the network by which it reaches the others."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.result.job import DUMP_FILE, STOP_FILE, beat_file, facts_file, failure_file
+
+_SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """`start` counts how often Slurm has started the job over, `step` is its number of this part of
+    it. A node runs one task, so tasks are nodes in order, and ranks follow it, `per_node` each."""
+
+    index: int
+    per_node: int
+    name: str
+    start: int = 0
+    step: str = ""
+
+    @classmethod
+    def of(cls, per_node: int, env: Mapping[str, str]) -> Node:
+        return cls(
+            index=int(env["SLURM_PROCID"]),  # SLURM_NODEID does not follow a host file
+            per_node=per_node,
+            name=env.get("SLURMD_NODENAME") or socket.gethostname(),
+            start=int(env.get("SLURM_RESTART_COUNT", "0")),
+            step=env.get("SLURM_STEP_ID", ""),
+        )
+
+    def ranks(self, world: int) -> range:
+        first = self.index * self.per_node
+        return range(first, min(world, first + self.per_node))
+
+    def news(self, folder: Path) -> int:
+        """Where this host tells of its ranks: its launcher is on another."""
+        return appended(folder / f"news-{self.index}.jsonl")
+
+    def clear(self, folder: Path, ranks: range) -> None:
+        """What its ranks left before Slurm started the job over: nothing of it is true now."""
+        if self.start == 0:
+            return
+        for rank in ranks:
+            own = (beat_file(folder, rank), failure_file(folder, rank), facts_file(folder, 0, rank))
+            for path in (*own, folder / f"stack-{rank}.txt"):
+                path.unlink(missing_ok=True)
+        if self.index == 0:
+            for name in (STOP_FILE, DUMP_FILE):
+                (folder / name).unlink(missing_ok=True)
+
+
+def appended(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def interface_to(host: str) -> str:
+    """The network interface by which this host reaches another; '' where that can't be told."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(256, b"\0"))
+                if answer[20:24] == own:
+                    return name
+    return ""

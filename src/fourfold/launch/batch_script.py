@@ -1,0 +1,135 @@
+"""The batch script of one or several runs: short enough to read, edit and submit by hand."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import fourfold
+from fourfold.errors import UserError
+from fourfold.result.job import JOB_FILE, Job
+from fourfold.spec.site import Site
+
+# What the script leaves in a job's folder when its ranks are gone: how often Slurm had started it
+# over, and the exit status of srun.
+EXIT_FILE = "slurm-exit"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Jobs with equally many ranks and the same variables. `logs`: where Slurm's own words go."""
+
+    job: Job
+    tasks: tuple[int, ...]
+    folders: tuple[Path, ...]
+    logs: Path
+    array: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.job.processes(self.tasks[0])
+
+
+def script(batch: Batch, site: Site) -> str:
+    nodes, per_node = site.nodes(batch.ranks), site.per_node(batch.ranks)
+    if site.hosts and nodes > len(site.hosts):
+        rule = f"must have at least the {nodes} that {batch.ranks} ranks need"
+        raise UserError(rule, field="hosts", value=len(site.hosts), source=site.name)
+    words = [*site.wrapper, site.python or sys.executable, "-P", "-m", "fourfold.engine.worker"]
+    tasks = ",".join(map(str, batch.tasks))
+    worker = f'{shlex.join(words)} "$1/{JOB_FILE}" --tasks {tasks} --per-node {per_node}'
+    srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--kill-on-bad-exit=0"]
+    if site.cpus_per_rank:  # srun does not take it from sbatch
+        srun.append(f"--cpus-per-task={per_node * site.cpus_per_rank}")
+    folders = "\n    ".join(shlex.quote(str(folder)) for folder in batch.folders)
+    which = 'run "${jobs[$SLURM_ARRAY_TASK_ID]}"'
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in _asked(batch, site)),
+            *site.prelude,
+            *(f"export {name}={shlex.quote(value)}" for name, value in _variables(batch, site)),
+            *_first_host(site, nodes),
+            f"jobs=(\n    {folders}\n)",
+            # A handler, not "ignore", which srun would inherit: the ranks save, then this goes on.
+            *(["trap : TERM USR1"] if batch.job.patient else []),
+            "status=0 count=0",
+            "run() { # one worker on every node, which starts the ranks there",
+            f'    [ -e "$1/{JOB_FILE}" ] || return',
+            "    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + count++) % 12000))",
+            f"    {shlex.join([*srun, *site.srun])} \\\n        {worker}",
+            "    code=$?",
+            f'    echo "${{SLURM_RESTART_COUNT:-0}} $code" >"$1/{EXIT_FILE}"',
+            "    [ $code = 0 ] || status=$code",
+            "}",
+            which if batch.array else 'for job in "${jobs[@]}"; do run "$job"; done',
+            "exit $status",
+            "",
+        ]
+    )
+
+
+def _first_host(site: Site, nodes: int) -> list[str]:
+    """Slurm sorts its nodes; a host file is the one way to another order."""
+    if not site.hosts:
+        return ['MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+                "export MASTER_ADDR"]  # fmt: skip
+    hosts = site.hosts[:nodes]
+    return [
+        "SLURM_HOSTFILE=$(mktemp)",
+        "trap 'rm -f \"$SLURM_HOSTFILE\"' EXIT",
+        f'printf "%s\\n" {shlex.join(hosts)} >"$SLURM_HOSTFILE"',
+        f"export SLURM_HOSTFILE SLURM_DISTRIBUTION=arbitrary MASTER_ADDR={hosts[0]}",
+    ]
+
+
+def _asked(batch: Batch, site: Site) -> list[str]:
+    job, per_node = batch.job, site.per_node(batch.ranks)
+    nodes = site.nodes(batch.ranks)
+    lines = [f"--job-name=fourfold-{job.job}", f"--nodes={nodes}", "--ntasks-per-node=1"]
+    if site.cpus_per_rank:
+        lines.append(f"--cpus-per-task={per_node * site.cpus_per_rank}")
+    needs_gpus = dict(job.options).get("device") != "cpu" and (
+        not job.specs or any(spec.device != "cpu" for spec in job.specs)
+    )
+    if needs_gpus and site.ask_gpus != "no":
+        by_word = {"gpus-per-node": "--gpus-per-node=", "gres": "--gres=gpu:"}
+        lines.append(f"{by_word[site.ask_gpus]}{per_node}")
+    lines += site.asked()
+    if site.exclusive:  # another job on the node would be measured too
+        lines.append("--exclusive")
+    if site.hosts:
+        lines.append(f"--nodelist={','.join(site.hosts[:nodes])}")
+    if batch.array:
+        lines.append(f"--array=0-{len(batch.folders) - 1}")
+    # A measurement that starts over is another one; a training goes on from its checkpoint.
+    lines += ["--requeue", "--open-mode=append"] if job.patient else ["--no-requeue"]
+    if job.patient and site.warn_s:
+        lines.append(f"--signal=USR1@{site.warn_s}")
+    logs = Path(str(batch.logs).replace("%", "%%"))
+    log = logs / ("slurm-%A_%a.log" if batch.array else "slurm-%j.log")
+    # sbatch reads words as a shell does.
+    return [*lines, f"--output={shlex.quote(str(log))}", *site.extra]
+
+
+def _variables(batch: Batch, site: Site) -> list[tuple[str, str]]:
+    source = str(Path(fourfold.__file__).parent.parent)
+    own = batch.job.task_env(batch.tasks[0])
+    fixed = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, own.get("PYTHONPATH", "")])),
+        "PYTHONUNBUFFERED": "1",
+        # torch keeps its last collectives, to be dumped when a limit passes.
+        "TORCH_FR_BUFFER_SIZE": "2000",
+    }
+    if site.interface:
+        fixed |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
+    return sorted((fixed | own | {"PYTHONPATH": fixed["PYTHONPATH"]}).items())
+
+
+def same_batch(job: Job) -> tuple[object, ...]:
+    """What jobs must have in common to share a script."""
+    devices = tuple(spec.device for spec in job.specs)
+    return job.processes(0), tuple(sorted(job.task_env(0).items())), devices

@@ -1,0 +1,168 @@
+"""Slurm: submits the batch scripts of jobs, asks what became of them, cancels them. What it knows
+of a job is a file in the job's folder, so that any later command can follow it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold import files
+from fourfold.errors import MachineError, UserError
+from fourfold.launch.batch_script import EXIT_FILE, Batch, script
+from fourfold.launch.slurm_ranks import GONE_S, LIVING, WAITING, SlurmRanks, State
+from fourfold.result.job import JOB_FILE, Job
+from fourfold.spec import codec
+from fourfold.spec.site import Site
+
+SCRIPT_FILE = "slurm.sh"
+SUBMITTED_FILE = "slurm.json"
+_ASK_S, _SUBMIT_S = 30.0, 120.0  # a busy scheduler answers late; one that does not is asked again
+_LOG = re.compile(r"slurm-([0-9]+)\.log\Z")
+_STATE = re.compile(r"\bJobState=([A-Z_]+)")
+_REASON = re.compile(r"\bReason=(\S+)")
+_NODES = re.compile(r"\bNodeList=(\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """What Slurm calls a job. `step`: it is one of several runs in one allocation. `log`: the words
+    of Slurm and of the script."""
+
+    id: str
+    tasks: tuple[int, ...] = ()
+    step: bool = False
+    log: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slurm:
+    """Starts jobs by a site's rules."""
+
+    site: Site
+
+    def start(self, job: Job, tasks: list[int], folder: Path) -> SlurmRanks:
+        """Submit it, unless it is (by `submit`, or by an earlier command)."""
+        known = submitted(folder)
+        if known is None or (known.tasks and known.tasks != tuple(tasks)):
+            (known,) = self.submit(Batch(job, tuple(tasks), (folder,), folder))
+        ranks = SlurmRanks(
+            self, known.id, job, folder, ranks=job.processes(tasks[0]), step=known.step
+        )
+        if known.log:
+            ranks.scene.worker_log = Path(known.log)
+        return ranks
+
+    def knows(self, job: Job, folder: Path) -> bool:
+        """Whether this very job is queued, runs or has run to its end."""
+        known = submitted(folder)
+        if known is None or _stored_job(folder) != codec.to_json(job):
+            return False
+        has_run = (folder / EXIT_FILE).exists() and not job.patient  # a training goes on
+        return has_run or self.is_living(known.id)
+
+    def is_living(self, job_id: str) -> bool:
+        """A scheduler that does not answer has not forgotten it."""
+        return self.state(job_id).name in ("", *LIVING)
+
+    def submit(self, batch: Batch) -> list[Submitted]:
+        """One script for all folders of the batch, whose job files are written."""
+        path = self.write_script(batch)
+        answer = ask(["sbatch", "--parsable", str(path)], at_most_s=_SUBMIT_S)
+        if answer.returncode:
+            last = answer.stderr.strip().splitlines()[-1:] or ["no reason given"]
+            raise UserError(
+                f"Slurm rejected the job: {last[0]}",
+                hint="correct the site file; --print-launch prints the script",
+            )
+        number = answer.stdout.strip().split(";")[0]
+        step = len(batch.folders) > 1 and not batch.array
+        known = []
+        for place, folder in enumerate(batch.folders):
+            job_id = f"{number}_{place}" if batch.array else number
+            log = str(batch.logs / f"slurm-{job_id}.log")
+            known.append(Submitted(id=job_id, tasks=batch.tasks, step=step, log=log))
+            files.write_text(folder / SUBMITTED_FILE, codec.to_json(known[-1]))
+        return known
+
+    def write_script(self, batch: Batch) -> Path:
+        path = batch.logs / SCRIPT_FILE
+        files.write_text(path, script(batch, self.site))
+        return path
+
+    def state(self, job_id: str) -> State:
+        """GONE where the scheduler knows nothing of it any more, '' where it does not answer. Text,
+        not JSON, whose shape changes with every release."""
+        answer = ask(["scontrol", "show", "job", "--oneliner", job_id])
+        match = _STATE.search(answer.stdout)
+        if match is not None:
+            why = (_REASON if match[1] in WAITING else _NODES).search(answer.stdout)
+            return State(match[1], why[1] if why and why[1] != "(null)" else "")
+        if "Invalid job id" not in answer.stderr:
+            return State("", answer.stderr.strip())
+        # Forgotten (MinJobAge): accounting remembers, where there is any.
+        answer = ask(["sacct", "-n", "-X", "-P", "-o", "State", "-j", job_id])
+        words = answer.stdout.split()
+        return State(words[0] if answer.returncode == 0 and words else "GONE", "")
+
+    def cancel(self, *job_ids: str) -> None:
+        if job_ids:
+            ask(["scancel", *job_ids])
+
+    def wait_until_gone(self, job_ids: Iterable[str], at_most_s: float = GONE_S) -> None:
+        left, until = list(job_ids), time.monotonic() + at_most_s
+        while left and time.monotonic() < until:
+            left = [one for one in left if self.is_living(one)]
+            time.sleep(0.1 if left else 0.0)
+
+
+def ask(command: list[str], *, at_most_s: float = _ASK_S) -> subprocess.CompletedProcess[str]:
+    # Of an allocation this command itself may be called in: they describe another job.
+    outer = ("SLURM_", "SBATCH_")
+    env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(outer)}
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=at_most_s,
+            check=False,
+            errors="replace",
+            env=env,
+        )
+    except FileNotFoundError:
+        raise MachineError(
+            f"{command[0]} is not installed on this host",
+            hint="start from a login node of the cluster, or omit --on",
+        ) from None
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"no answer in {at_most_s:g} s")
+
+
+def submitted(folder: Path) -> Submitted | None:
+    """By a command or, as the script's log tells, by hand."""
+    with contextlib.suppress(OSError, UserError):
+        return codec.from_json(Submitted, (folder / SUBMITTED_FILE).read_text(encoding="utf-8"))
+    numbers = [int(m[1]) for path in folder.glob("slurm-*.log") if (m := _LOG.match(path.name))]
+    if not numbers:
+        return None
+    newest = str(max(numbers))
+    return Submitted(id=newest, log=str(folder / f"slurm-{newest}.log"))
+
+
+def living(folder: Path) -> str:
+    """The Slurm job that is queued or runs for this job folder; '' where there is none."""
+    known = submitted(folder)
+    return known.id if known is not None and Slurm(Site()).is_living(known.id) else ""
+
+
+def _stored_job(folder: Path) -> str:
+    try:
+        return (folder / JOB_FILE).read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,108 @@
+"""A site: how this cluster's scheduler wants jobs to be asked for. Read from a TOML file."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fourfold import files
+from fourfold.errors import UserError
+from fourfold.spec import check, codec
+
+Queue = Literal["each", "array", "allocation"]
+LOCAL = "local"
+# One word of an #SBATCH line; what a site needs beyond that goes into `extra` or `prelude`.
+_WORDS = ("account", "partition", "qos", "reservation", "constraint", "time", "exclude")
+_WORD = re.compile(r"[^\s#\"'`$\\]*\Z")
+_ONE_LINE = re.compile(r"[^\r\n\0]*\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """`hosts`: ranks follow this order; empty: Slurm's own. `wrapper`: words before python on every
+    node (a container's exec). `queue`: a job for each run, one array, or one allocation in which
+    the runs follow each other. `interface`: the network interface between hosts, '' for the one
+    that reaches the first host. `shared`: a folder that all nodes see, '' for the current one.
+    `cluster`: by which runs are predicted unless a command names another."""
+
+    name: str = "slurm"
+    account: str = ""
+    partition: str = ""
+    qos: str = ""
+    reservation: str = ""
+    constraint: str = ""
+    time: str = ""
+    exclude: str = ""
+    gpus_per_node: int = 8
+    ask_gpus: Literal["gpus-per-node", "gres", "no"] = "gpus-per-node"
+    cpus_per_rank: int = 0
+    exclusive: bool = True
+    hosts: tuple[str, ...] = ()
+    prelude: tuple[str, ...] = ()
+    wrapper: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    python: str = ""
+    interface: str = ""
+    shared: str = ""
+    cluster: str = ""
+    queue: Queue = "each"
+    most_queued: int = 32
+    warn_s: int = 120
+    poll_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        check.whole(1, 4096, gpus_per_node=self.gpus_per_node, most_queued=self.most_queued)
+        check.whole(0, 2**20, cpus_per_rank=self.cpus_per_rank, warn_s=self.warn_s)
+        check.positive(poll_s=self.poll_s)
+        words = {name: (getattr(self, name),) for name in (*_WORDS, "interface")}
+        for name, values in {**words, "hosts": self.hosts}.items():
+            for value in values:
+                if not _WORD.match(value):
+                    raise UserError("must be one word", field=name, value=value)
+        for name in ("prelude", "wrapper", "srun", "extra"):
+            for line in getattr(self, name):
+                if not _ONE_LINE.match(line):
+                    raise UserError("must hold single lines", field=name, value=line)
+
+    def nodes(self, ranks: int) -> int:
+        return -(-ranks // self.gpus_per_node)
+
+    def per_node(self, ranks: int) -> int:
+        return min(ranks, self.gpus_per_node)
+
+    def asked(self) -> list[str]:
+        """The words of the site for #SBATCH lines."""
+        return [f"--{name}={value}" for name in _WORDS if (value := getattr(self, name))]
+
+
+def own_folder() -> str:
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return f"{home}/fourfold"
+
+
+def read_site(name: str) -> Site | None:
+    """None for this host. NAME is NAME.toml in the user's own folder, anything with a slash or
+    .toml a path. A site's lines are run as they are: none is taken from the folder a command
+    happens to be called in."""
+    is_path = "/" in name or name.endswith(".toml")
+    path = name if is_path else f"{own_folder()}/{name}.toml"
+    if not is_path and not os.path.isfile(path):
+        if name == LOCAL:
+            return None
+        if name == "slurm":  # nothing but nodes and GPUs
+            return Site()
+        raise UserError(
+            "unknown site",
+            field="on",
+            value=name,
+            hint=f"pass local, slurm or a site file, or write {path}",
+        )
+    text = files.read_text(path, field="on")
+    try:
+        site = codec.from_toml(Site, text)
+    except UserError as error:
+        raise error.inside(path) from None
+    return replace(site, name=os.path.basename(path).removesuffix(".toml"))

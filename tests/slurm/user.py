@@ -1,0 +1,72 @@
+"""The commands as a user of a cluster calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.local_slurm import LocalSlurm
+
+SMALL = ["--model", "llama-tiny", "--gpus", "4", "--pp", "2", "--tp", "2", "--seq-len", "32",
+         "--global-batch", "4", "--precision", "fp32", "--set", "device=cpu"]  # fmt: skip
+FOREVER = "1000000"
+
+
+class User:
+    """Somebody on the login node, in a folder of their own, with a site of two ranks a node."""
+
+    def __init__(self, cluster: LocalSlurm, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.env = os.environ | cluster.env | {"OMP_NUM_THREADS": "1"}
+        self.site = folder / "site.toml"
+        self.write_site()
+
+    def write_site(self, **values: object) -> None:
+        whole = {"gpus_per_node": 2, "ask_gpus": "no", "poll_s": 0.2, **values}
+        self.site.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in whole.items()))
+
+    def begin(self, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "fourfold", *words, "--on", str(self.site)]
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def call(self, *words: str, status: int = 0) -> str:
+        return self.finish(self.begin(*words), status=status)
+
+    def finish(self, process: subprocess.Popen[str], status: int = 0) -> str:
+        out, errors = process.communicate()
+        assert process.returncode == status, f"{out}\n{errors}"
+        return out
+
+    def ask(self, *words: str, status: int = 0) -> Any:
+        return json.loads(self.call(*words, "--format", "json", status=status))
+
+    def runs(self) -> list[dict[str, Any]]:
+        paths = sorted((self.folder / "runs").glob("*/run.json"))
+        return [json.loads(path.read_text().partition("\n#")[0]) for path in paths]
+
+    def at_work(self) -> bool:
+        """Some rank of a job has done a step."""
+        beats = (self.folder / "runs" / ".jobs").glob("*/beat-*.json")
+        return any(_steps(path) for path in beats)
+
+    def interrupt(self, process: subprocess.Popen[str]) -> None:
+        process.send_signal(signal.SIGINT)
+
+
+def _steps(path: Path) -> int:
+    try:
+        return json.loads(path.read_text().splitlines()[0])["steps"]
+    except (OSError, ValueError, LookupError):
+        return 0
