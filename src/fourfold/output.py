@@ -16,6 +16,7 @@ from fourfold.show.table import Grid, Part, render, table
 
 # In a log file a line every few seconds says enough.
 _LOG_EVERY_S = 10.0
+_BAR = 30  # characters
 
 
 class Output(NamedTuple):
@@ -123,14 +124,17 @@ class Stderr:
 
     def __call__(self, event: Event) -> None:
         if event.kind == "progress":
-            self._progress(event.text)
+            self._progress(event.text, event.share)
         else:
             self.close()
             mark = "warning: " if event.kind == "warning" else ""
             print(f"{mark}{event.text}", file=sys.stderr, flush=True)
 
-    def _progress(self, text: str) -> None:
+    def _progress(self, text: str, share: float | None) -> None:
         if sys.stderr.isatty():
+            if share is not None:
+                done = "#" * round(_BAR * share)
+                text = f"[{done:.<{_BAR}}] {100 * share:3.0f}% {text}"
             steer(sys.stderr, f"\r\033[K{one_line(text)[:100]}")
             self._is_open = True
             return

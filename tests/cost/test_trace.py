@@ -6,7 +6,8 @@ import pytest
 
 from fourfold.cost.trace.attention import allgather, ring, ulysses
 from fourfold.cost.trace.mlp import mlp, mlp2d
-from fourfold.cost.trace.steps import Ask, axis_groups, spans, stretched
+from fourfold.cost.trace.steps import Ask, axis_groups, spans
+from fourfold.spec.cluster import stretched
 from fourfold.cost.trace.walk import StepRow, walk
 from fourfold.errors import UserError
 from fourfold.spec import catalog

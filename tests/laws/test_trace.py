@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from fourfold.cost.trace import symbols
 from fourfold.cost.trace.attention import allgather, ring, ulysses
 from fourfold.cost.trace.mlp import mlp, mlp2d
-from fourfold.cost.trace.steps import WORKSPACE_BYTES, Ask, Program, stretched
+from fourfold.cost.trace.steps import WORKSPACE_BYTES, Ask, Program
 from fourfold.cost.trace.walk import StepRow, walk
 from fourfold.output import Output, text_of
 from fourfold.show.trace import page
 from fourfold.spec import catalog
+from fourfold.spec.cluster import stretched
 from fourfold.spec.layout import Layout
 from fourfold.verbs.trace import Traced
 

@@ -12,6 +12,7 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.memory.peak import SURE, fit_chance, memory, memory_bounds
 from fourfold.cost.step.estimate import estimate
+from fourfold.events import Bar, ignore
 from fourfold.search.candidates import candidates
 from fourfold.search.fastest import CELLS, cells_of, fastest
 from fourfold.search.query import PlanQuery, entry_for, evidence_for, usual_cluster, usual_policy
@@ -151,7 +152,7 @@ def test_nothing_is_dropped_on_more_machines(query: PlanQuery) -> None:
 @settings(SAMPLED, max_examples=12)
 @given(questions())
 def test_no_point_is_faster_than_its_bound(query: PlanQuery) -> None:
-    cells = cells_of(space_of(query, candidates(query)))
+    cells = cells_of(space_of(query, candidates(query), Bar(ignore, "")))
     mask = cells.space.legal
     cell = cells.holding(mask)
     index, place = cells.points(cell, mask)

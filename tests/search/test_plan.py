@@ -36,13 +36,15 @@ from fourfold.search.query import (
 from fourfold.search.ranking import LOOKED_AT, rank_layouts
 from fourfold.search.rules.case import divisors
 from fourfold.search.sensitivity import LEAST_CHANCE, deciding, reversals
-from fourfold.spec import catalog
+from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import RECOMPUTE, RECOMPUTE_KINDS
+from fourfold.verbs.plan import plan, resolved
+from fourfold.verbs.requests import PlanRequest
 
 SHIPPED = calibrations.shipped()
 
@@ -516,7 +518,7 @@ def test_safe_ranks_what_surely_fits(capsys) -> None:
         (["--ramp", "24,7,100"], 2, "ramp.increment"),
         (["--tokens", "-1"], 2, "above 0"),
         (["--gpu", "h1000"], 2, "unknown GPU"),
-        (["--cluster", "jean-zay", "--gpus", "1000"], 2, "exceeds the 416 GPUs of jean-zay"),
+        (["--cluster", "small.toml", "--gpus", "1000"], 2, "exceeds the 16 GPUs of small"),
         (["--export", "jax"], 2, "one of megatron"),
         (["--explain", "tp0x"], 2, "is not a layout"),
         (["--model", "llama-3.1-405b"], 1, ""),
@@ -526,7 +528,10 @@ def test_safe_ranks_what_surely_fits(capsys) -> None:
         (["--stack", "nanotron-2025", "--recompute", "every-3"], 1, ""),
     ],
 )
-def test_bad_requests_and_empty_answers(words, code, says, capsys) -> None:
+def test_bad_requests_and_empty_answers(words, code, says, capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = usual_cluster(catalog.device("h100-80gb"), 16)
+    (tmp_path / "small.toml").write_text(codec.to_toml(replace(small, name="small")))
     base = [*PLAN] if "--gpus" not in words else [w for w in PLAN if w not in ("--gpus", "16")]
     if "--gpu" in words or "--cluster" in words:
         base = [w for w in base if w not in ("--gpu", "h100-80gb")]
@@ -535,6 +540,29 @@ def test_bad_requests_and_empty_answers(words, code, says, capsys) -> None:
     assert says in captured.err
     if code == 1:
         assert "nothing to rank" in captured.out
+
+
+@pytest.mark.parametrize("gpus", [8, 4096, 50_000, 200_000])
+@pytest.mark.parametrize("name", catalog.cluster_names())
+def test_a_known_cluster_is_a_kind_of_machine(name: str, gpus: int) -> None:
+    """Its hosts, racks and links stay what they are; there are more of them, which is said."""
+    known = catalog.cluster(name)
+    request = PlanRequest(
+        model="llama-3.1-8b", cluster=name, gpus=gpus, seq_len=4096, global_batch=gpus, top=1,
+        layout="tp1 cp1 pp1", policy={"sharding": "zero3", "recompute": "full"}, micro_batch=1,
+    )  # fmt: skip
+    query, counts = resolved(request)
+    assert counts == [gpus]
+    assert query.cluster.gpus == max(known.gpus, gpus)
+    assert query.cluster.hosts == -(-max(known.gpus, gpus) // known.host_gpus)
+    assert [link.ranks for link in query.cluster.links[:-1]] == [x.ranks for x in known.links[:-1]]
+    assert [link.bytes_per_s for link in query.cluster.links] == [
+        link.bytes_per_s for link in known.links
+    ]
+    found = plan(request)
+    assert found.best is not None
+    beyond = any(f"{known.gpus:,} GPUs at its source" in text for text in found.remarks)
+    assert beyond == (gpus > known.gpus)
 
 
 def test_missing_words_are_named() -> None:

@@ -6,12 +6,10 @@ text = plan_page(fourfold.plan(request), request)
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import fourfold
-from fourfold.errors import UserError
 from fourfold.events import OnEvent
 from fourfold.page import document
 from fourfold.page.command import plan_command
@@ -20,6 +18,7 @@ from fourfold.search.plan_answer import plain
 from fourfold.show import plan as shown
 from fourfold.show.table import Grid, Part
 from fourfold.verbs.export import Exported, NotExported, export_all
+from fourfold.verbs.plan import best_timeline
 from fourfold.verbs.requests import PlanRequest
 
 if TYPE_CHECKING:
@@ -56,10 +55,7 @@ def write_plan(
     document.check_page(path, force=force)
     answer = fourfold.plan(request, on_event=on_event)
     exports = export_all(request, name=name, on_event=on_event)
-    timeline = None
-    if answer.best is not None and answer.best.layout.pp > 1:
-        with contextlib.suppress(UserError):  # too many actions for a picture
-            timeline = fourfold.explain(request, answer.best.layout, draw=True).timeline
+    timeline = best_timeline(request, answer)
     text = plan_page(answer, request, exports=exports, timeline=timeline)
     document.write_page(path, text, on_event=on_event, browser=browser)
     return answer

@@ -122,7 +122,7 @@ def _asked(query: PlanQuery) -> dict[str, Any]:
     return {
         "model": query.model.name,
         "params": model_params(query.model, query.batch.seq_len),
-        "remarks": tuple(remarks(query.model, query.batch.seq_len)),
+        "remarks": (*query.remarks, *remarks(query.model, query.batch.seq_len)),
         "cluster": query.cluster.name,
         "gpu": query.cluster.device.id,
         "gpus": query.gpus,

@@ -103,7 +103,7 @@ def explain_ranking(
         "fits": ranking is not None and len(ranking) > 0,
         "refusals": () if legal else tuple(asdict(one) for one in _refusals(query, layout)),
         "memory_bytes": query.cluster.device.memory_bytes,
-        "remarks": remarks(query.model, query.batch.seq_len),
+        "remarks": (*query.remarks, *remarks(query.model, query.batch.seq_len)),
     }
     if ranking is None or not legal:
         return Explanation(**known, nearest=nearest(query, layout))

@@ -45,6 +45,7 @@ class PlanQuery:
     no_rows: str  # why the calibration is a blend, '' when it has rows
     evidence: dict[str, int]  # measured rows by choice; {}: the calibration does not say
     fixed: dict[str, object]
+    remarks: tuple[str, ...] = ()  # on the machines
     where: tuple[Expression, ...] = ()
     explore: bool = False
     safe: bool = False  # rank what surely fits, where anything does

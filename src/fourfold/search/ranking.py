@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.predict import Predictions, playable, predictions
+from fourfold.events import Bar
 from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.chances import chances
 from fourfold.search.fastest import Cells, cells_of, fastest, timed
@@ -105,8 +106,10 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
     """Everything legal and fitting; the best priced in full, one way to run each layout, or more
     where there are fewer layouts than `least`."""
     grid = candidates(query)
-    space = space_of(query, grid)
+    bar = Bar(query.on_event, f"searching {grid.legal:,} ways to run it")
+    space = space_of(query, grid, bar)
     cells = cells_of(space)
+    bar(0.85)
     may_fit = space.likely | space.near
     pool = _where(space, may_fit)
     fitting, left = int(may_fit.sum()), int(pool.sum())
@@ -119,6 +122,7 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
     set_aside = int(pool.sum()) - int(ranked.sum())
     aside = {} if use_all else _best(_pool(cells, pool & new, new, 1, 1), 1, 1)
     ranked = sure(space, ranked) if query.safe else ranked
+    bar(0.95)
     points, predicted = _full(cells, ranked, new, least)
     return Ranking(
         query=query,

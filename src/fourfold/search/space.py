@@ -24,6 +24,7 @@ from fourfold.cost.memory.peak import (
     memory_bounds,
 )
 from fourfold.cost.stacks import stack_defaults
+from fourfold.events import Bar
 from fourfold.search.candidates import Candidates, Ints
 from fourfold.search.query import PlanQuery
 from fourfold.spec.expression import Expression, in_gib
@@ -33,12 +34,17 @@ Bools = NDArray[np.bool_]
 Places = NDArray[np.intp]
 # Columns by CHOSEN and by what was computed about them.
 Pool = dict[str, NDArray[Any]]
+Tell = Callable[[float], None]  # hears what share of some work is done
 T = TypeVar("T")
 R = TypeVar("R")
 MOST_THREADS = 8  # more wait for each other more than they help
 CHUNK = 16384  # points at a time: what they need stays in a core's cache
 WIDEST = 1.5  # no interval of memory reaches further above its limit
 LEAST_HALF = min(FRAGMENTS, OWN_FRAGMENTS)  # ... and each at least this far below it (log)
+
+
+def unheard(share: float) -> None:
+    """Short work tells nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +65,16 @@ class Space:
         points = {name: column[row] for name, column in self.rows.items()}
         return points | {name: column[way] for name, column in self.ways.items()}
 
-    def priced(self, index: Places, compute: Callable[[Columns], Floats]) -> Floats:
+    def priced(
+        self, index: Places, compute: Callable[[Columns], Floats], tell: Tell = unheard
+    ) -> Floats:
         """compute(columns) of each point."""
 
         def piece(at: int) -> Floats:
             points = self.points(index[at : at + CHUNK])
             return compute(self.query.columns(points, is_open=True))
 
-        found = on_cores(piece, range(0, len(index), CHUNK))
+        found = on_cores(piece, range(0, len(index), CHUNK), tell)
         return np.concatenate(found) if found else np.zeros(0)
 
     def peak_bytes(self, index: Places) -> Floats:
@@ -74,17 +82,18 @@ class Space:
         return self.priced(index, lambda c: memory(c, coefficients).worst_bytes)
 
 
-def on_cores(work: Callable[[T], R], pieces: Iterable[T]) -> list[R]:
+def on_cores(work: Callable[[T], R], pieces: Iterable[T], tell: Tell) -> list[R]:
     """work(piece) of each, in their order; NumPy lets threads run side by side."""
     todo = list(pieces)
-    threads = min(MOST_THREADS, os.cpu_count() or 1, len(todo))
-    if threads < 2:
-        return [work(piece) for piece in todo]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, todo))
+    done: list[R] = []
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for one in pool.map(work, todo) if len(todo) > 1 else map(work, todo):
+            done.append(one)
+            tell(len(done) / len(todo))
+    return done
 
 
-def space_of(query: PlanQuery, grid: Candidates) -> Space:
+def space_of(query: PlanQuery, grid: Candidates, bar: Bar) -> Space:
     kinds = len(grid.kinds)
     ways = {
         "micro_batch": np.repeat(grid.micros, kinds),
@@ -94,7 +103,7 @@ def space_of(query: PlanQuery, grid: Candidates) -> Space:
     first, back = _alike_in_memory(query, grid.layouts)
     few = {name: column[first] for name, column in grid.layouts.items()}
     # Which micro batches are legal does not depend on how context parallelism attends.
-    likely, near = _fitting(query, few, ways, legal[first])
+    likely, near = _fitting(query, few, ways, legal[first], bar)
     return Space(
         query=query,
         rows=grid.layouts,
@@ -137,7 +146,7 @@ def _blocks(
 
 
 def _fitting(
-    query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints], asked: Bools
+    query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints], asked: Bools, bar: Bar
 ) -> tuple[Bools, Bools]:
     """(fits by our best estimate, is above the limit but not surely) of the asked points."""
     limit = query.limit_bytes
@@ -154,10 +163,10 @@ def _fitting(
         near[cross] = (peak >= limit) & (peak < surely)
         over[cross] = (peak >= surely) & (peak < WIDEST * limit)
 
-    on_cores(check, _blocks(asked))
+    on_cores(check, _blocks(asked), bar.part(0.1, 0.4))
     index = np.flatnonzero(over & asked)
     space = Space(query=query, rows=rows, ways=ways, legal=asked, likely=likely, near=near)
-    low = space.priced(index, lambda c: memory_bounds(c, query.entry)[0])
+    low = space.priced(index, lambda c: memory_bounds(c, query.entry)[0], bar.part(0.4, 0.8))
     near.reshape(-1)[index[low < limit]] = True
     return likely & asked, near & asked
 

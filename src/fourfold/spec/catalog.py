@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fourfold import files
 from fourfold.errors import UserError, nearest
 from fourfold.spec import codec
-from fourfold.spec.cluster import Cluster, Device
+from fourfold.spec.cluster import Cluster, Device, stretched
 from fourfold.spec.model import FAMILIES, ModelShape
 
 # A plain path: importlib.resources takes 15 ms to import, and the package is never a zip.
@@ -148,15 +148,16 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(sorted(_folder("clusters")))
 
 
-def cluster(name: str) -> Cluster:
-    """A cluster by name ('jean-zay'), or from a TOML file ('fourfold clusters new' writes one)."""
+def cluster(name: str, gpus: int = 0) -> Cluster:
+    """A cluster by name ('jean-zay'), or from a TOML file ('fourfold clusters new' writes one). A
+    name stands for a kind of machine: there are as many of them as `gpus` need."""
     if _PATHLIKE.search(name):
         return _from_file(name, "cluster", cluster_from)
     known = _folder("clusters")
     if name.lower() not in known:
         hint = f"{nearest(name.lower(), known)} ('fourfold clusters new' describes yours)"
         raise UserError("unknown cluster", field="cluster", value=name, hint=hint)
-    return cluster_from(_data(known[name.lower()]))
+    return stretched(cluster_from(_data(known[name.lower()])), gpus)
 
 
 def profile_text(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fourfold.errors import UserError
@@ -160,3 +160,12 @@ class Cluster:
     def level(self, ranks: int) -> Link:
         """The innermost level that holds `ranks` neighbouring devices."""
         return next((link for link in self.links if link.ranks >= ranks), self.links[-1])
+
+
+def stretched(cluster: Cluster, gpus: int) -> Cluster:
+    """The same machines, as many as `gpus` need: whole hosts, racks and NVLink domains."""
+    if gpus <= cluster.gpus:
+        return cluster
+    inner = cluster.links[-2].ranks if len(cluster.links) > 1 else 1
+    outer = replace(cluster.links[-1], ranks=-(-gpus // inner) * inner)
+    return replace(cluster, gpus=gpus, links=(*cluster.links[:-1], outer))

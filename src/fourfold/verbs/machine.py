@@ -37,8 +37,17 @@ def read_profile(name: str) -> HardwareProfile:
     return profile_of(catalog.profile_text(name) or files.read_text(name, field="profile"))
 
 
-def known_cluster(cluster: str | Cluster) -> Cluster:
-    return catalog.cluster(cluster) if isinstance(cluster, str) else cluster
+def known_cluster(cluster: str | Cluster, gpus: int = 0) -> Cluster:
+    """By name, with as many machines as `gpus` need; one that is described is as large as that."""
+    return catalog.cluster(cluster, gpus) if isinstance(cluster, str) else cluster
+
+
+def beyond_source(name: str | Cluster | None, cluster: Cluster) -> str:
+    """What to say of a cluster that has more machines than its source; '' where it has not."""
+    known = catalog.cluster(name).gpus if isinstance(name, str) else cluster.gpus
+    if cluster.gpus <= known:
+        return ""
+    return f"{cluster.name} had {known:,} GPUs at its source; {cluster.gpus:,} are more of the same"
 
 
 def read_calibration(path: str | None) -> Calibration:
@@ -75,7 +84,7 @@ def planned_cluster(
         rule = f"cannot be combined with {other}, which implies the GPU"
         raise UserError(rule, field="gpu", value=gpu, hint=f"omit gpu or {other}")
     if cluster:
-        found = known_cluster(cluster)
+        found = known_cluster(cluster, gpus)
     elif profile:
         found = cluster_of(read_profile(profile), gpus or 1)
     elif gpu:
@@ -240,7 +249,7 @@ def stage_cluster(
 ) -> tuple[Cluster, str]:
     """Whose links and kernels one rank of a large world is priced by, and where they are from."""
     if cluster:
-        known = known_cluster(cluster)
+        known = known_cluster(cluster, spec.gpus)
         return known, cluster if isinstance(cluster, str) else known.name
     if profile:
         measured = read_profile(profile)

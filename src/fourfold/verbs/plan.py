@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
@@ -29,7 +30,13 @@ from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
 from fourfold.verbs import Answer
-from fourfold.verbs.machine import Machine, planned_calibration, planned_cluster
+from fourfold.verbs.machine import (
+    Machine,
+    beyond_source,
+    known_cluster,
+    planned_calibration,
+    planned_cluster,
+)
 from fourfold.verbs.requests import PlanRequest
 
 # Policy fields the search varies unless the request decides them.
@@ -57,14 +64,32 @@ def explain(
     """All about one layout: why it is illegal and what is near it, or what it takes and where it
     stands. Where the request does not say how many GPUs, the layout does. `draw`: its timeline."""
     chosen = Layout.parse(layout) if isinstance(layout, str) else layout
-    query, _ = resolved(request, on_event)
-    is_open = request.gpus is None and request.max_nodes is None
-    if is_open and chosen.world <= query.cluster.gpus:
-        query = replace(query, gpus=chosen.world)
+    query = _sized(request, chosen, on_event)
     ranking = ways_to_run(query, chosen)
     explanation = explain_ranking(query, chosen, ranking, tokens=request.tokens)
     drawn = timeline(ranking) if draw and ranking is not None and explanation.fits else None
     return Explained(explanation=explanation, timeline=drawn)
+
+
+def best_timeline(request: PlanRequest, answer: PlanAnswer) -> Timeline | None:
+    """The pipeline of an answer's first layout; None where it has no stages, or too many actions
+    for a picture. No other layout is looked at again."""
+    if answer.best is None or answer.best.layout.pp == 1:
+        return None
+    ranking = ways_to_run(_sized(request, answer.best.layout, ignore), answer.best.layout)
+    with contextlib.suppress(UserError):
+        return timeline(ranking) if ranking is not None else None
+    return None
+
+
+def _sized(request: PlanRequest, layout: Layout, on_event: OnEvent) -> PlanQuery:
+    """The question at the layout's number of GPUs, where the request leaves that open."""
+    is_open = request.gpus is None and request.max_nodes is None
+    if is_open and request.cluster:
+        most = known_cluster(request.cluster, layout.world).gpus
+        request = replace(request, gpus=layout.world) if layout.world <= most else request
+    query, counts = resolved(request, on_event)
+    return replace(query, gpus=layout.world) if layout.world in counts else query
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +121,7 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuer
         cluster=request.cluster,
         gpu=request.gpu,
         profile=request.profile,
-        gpus=request.gpus or 8 * (request.max_nodes or 0),
+        gpus=request.gpus or (0 if request.cluster else 8 * (request.max_nodes or 0)),
         price=request.price,
     )
     if request.gpu and cluster.device.id.startswith(f"{request.gpu.lower()}-"):
@@ -121,6 +146,7 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuer
         calibration=known.name,
         no_rows=why,
         evidence=queries.evidence_for(known, entry),
+        remarks=tuple(filter(None, [beyond_source(request.cluster, cluster)])),
         fixed=fixed,
         where=tuple(parse(text) for text in request.where),
         explore=request.explore,

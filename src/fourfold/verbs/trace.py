@@ -279,7 +279,7 @@ def _given_sizes(
 def _cluster(name: str | None, ranks: int) -> Cluster:
     if name is None:
         return generic_cluster(ranks)
-    cluster = catalog.cluster(name)
+    cluster = catalog.cluster(name, ranks)
     if ranks > cluster.gpus:
         raise UserError(
             f"is too small for {ranks} ranks", field="cluster", value=f"{name} of {cluster.gpus}",

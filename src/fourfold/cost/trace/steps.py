@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
 from fourfold.errors import UserError
 from fourfold.result.trace import How, Op
 from fourfold.spec import catalog, check, words
-from fourfold.spec.cluster import Cluster
+from fourfold.spec.cluster import Cluster, stretched
 from fourfold.spec.layout import Layout
 from fourfold.spec.words import Dtype
 
@@ -185,15 +185,6 @@ def axis_groups(layout: Layout, axes: Sequence[str], name: str = "") -> AxisGrou
 def generic_cluster(ranks: int) -> Cluster:
     """Hosts of 8 with NVLink, a network port for every GPU."""
     return stretched(catalog.cluster("nvidia-h100"), ranks)
-
-
-def stretched(cluster: Cluster, ranks: int) -> Cluster:
-    """The same machines, as many as `ranks` need: for a question that names no cluster."""
-    if ranks <= cluster.gpus:
-        return cluster
-    inner = cluster.links[-2].ranks if len(cluster.links) > 1 else 1
-    outer = replace(cluster.links[-1], ranks=-(-ranks // inner) * inner)
-    return replace(cluster, gpus=ranks, links=(*cluster.links[:-1], outer))
 
 
 def spans(ranks: Sequence[int]) -> str:
