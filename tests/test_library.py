@@ -101,6 +101,8 @@ stored = f.runs(f.RunsRequest(runs=STORE)).runs
 done = [
     f.plan(f.PlanRequest(**PLAN)),
     f.explain(f.PlanRequest(**PLAN), "dp8").explanation,
+    f.front(f.PlanRequest(**PLAN), "memory"),
+    f.largest(f.PlanRequest(**PLAN | dict(micro_batch=1, layout="tp8")), "sequence"),
     f.stacks(), f.predict([SPEC]), f.predict_table(GOLDEN),
     f.advise(f.AdviseRequest(gpu="h100-80gb", hidden=4096)),
     f.models(), f.model(RUN), f.clusters(), f.cluster("jean-zay"), f.gpus(), f.flops(RUN),

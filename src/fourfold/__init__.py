@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.export import export
     from fourfold.verbs.fit import fit, score, suggest_runs
     from fourfold.verbs.flops import FlopsRequest, flops
+    from fourfold.verbs.front import front, largest
     from fourfold.verbs.one_rank import one_rank
     from fourfold.verbs.plan import explain, plan, stacks
     from fourfold.verbs.predict import predict, predict_table
@@ -79,6 +80,7 @@ _MODULES = {
     "verbs.export": "export",
     "verbs.fit": "fit score suggest_runs",
     "verbs.flops": "FlopsRequest flops",
+    "verbs.front": "front largest",
     "verbs.one_rank": "one_rank",
     "verbs.plan": "explain plan stacks",
     "verbs.predict": "predict predict_table",

@@ -82,6 +82,18 @@ def count_from(text: str) -> int:
     return _count(text, _THOUSANDS, "20B or 20e9 (k = 1e3, M = 1e6, B = 1e9, T = 1e12)")
 
 
+def share_from(text: str) -> float:
+    """'10%' or '0.1' -> 0.1."""
+    number = text.strip().removesuffix("%")
+    try:
+        share = float(number) / (100.0 if text.strip().endswith("%") else 1.0)
+    except ValueError:
+        share = math.nan
+    if not 0.0 <= share <= 1.0:
+        raise UserError("is not a share", value=text, hint="write it as 10% or 0.1")
+    return share
+
+
 def number_from(text: str) -> float:
     """85144.5, or 3.2M with the letters of a count."""
     try:

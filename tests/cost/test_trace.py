@@ -7,10 +7,10 @@ import pytest
 from fourfold.cost.trace.attention import allgather, ring, ulysses
 from fourfold.cost.trace.mlp import mlp, mlp2d
 from fourfold.cost.trace.steps import Ask, axis_groups, spans
-from fourfold.spec.cluster import stretched
 from fourfold.cost.trace.walk import StepRow, walk
 from fourfold.errors import UserError
 from fourfold.spec import catalog
+from fourfold.spec.cluster import stretched
 from fourfold.spec.layout import Layout
 
 PUBLISHED_PEAKS_GB = (2.27, 2.68, 3.05, 3.17, 60.65, 60.77, 60.90, 60.90, 61.02, 61.02)

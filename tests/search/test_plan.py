@@ -549,7 +549,7 @@ def test_a_known_cluster_is_a_kind_of_machine(name: str, gpus: int) -> None:
     known = catalog.cluster(name)
     request = PlanRequest(
         model="llama-3.1-8b", cluster=name, gpus=gpus, seq_len=4096, global_batch=gpus, top=1,
-        layout="tp1 cp1 pp1", policy={"sharding": "zero3", "recompute": "full"}, micro_batch=1,
+        layout="tp1 cp1 pp1", policy={"sharding": "zero3"}, micro_batch=1, stack="generic",
     )  # fmt: skip
     query, counts = resolved(request)
     assert counts == [gpus]

@@ -16,6 +16,7 @@ from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import plan as shown
+from fourfold.show.front import front_page, largest_page
 from fourfold.show.machines import stacks_table
 from fourfold.show.pictures import must_be_picture
 from fourfold.show.schedule_picture import SUFFIXES, picture
@@ -34,6 +35,8 @@ examples:
 OPTIONS = (
     *options.run_options(),
     *options.of(PlanRequest),
+    option("--front", "the fastest layouts for less memory or GPUs", choices=("memory", "gpus")),
+    option("--largest", "the largest of it that still fits", choices=("sequence", "model")),
     option("--explain", "explain one layout, or why it is illegal", "LAYOUT"),
     option("--timeline", "with --explain: draw the pipeline, .html or .png", "FILE", rare=True),
     option(
@@ -57,6 +60,12 @@ def run(args: Any, show: OnEvent) -> Output:
     given = decided(options.run_table(args, note=notes(show)))
     given |= {"ramp": args.ramp} if args.ramp else {}
     request = options.load(PlanRequest, args, **given)
+    if args.front:
+        front = fourfold.front(request, args.front, on_event=show)
+        return Output.of(front, lambda: front_page(front), 0 if front.points else 1)
+    if args.largest:
+        found = fourfold.largest(request, args.largest, on_event=show)
+        return Output.of(found, lambda: largest_page(found))
     if args.explain:
         return _explain(args, request, show)
     if args.timeline:

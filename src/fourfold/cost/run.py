@@ -68,9 +68,18 @@ def clock_share(device: Device) -> float:
     rate = peaks.bf16 or peaks.fp16 or peaks.fp32
     if rate is None:
         return 1.0
-    joule = JOULE_PER_FLOP if peaks.fp4 is None else JOULE_PER_FLOP_FP4_ERA
-    needed_w = IDLE_W + joule * BURST * rate
+    needed_w = IDLE_W + _joule_per_flop(device) * BURST * rate
     return min(1.0, sqrt(device.power_w / needed_w))
+
+
+def _joule_per_flop(device: Device) -> float:
+    return JOULE_PER_FLOP if device.peak_flops_per_s.fp4 is None else JOULE_PER_FLOP_FP4_ERA
+
+
+def mean_power_w(device: Device, flops_per_s: float) -> float:
+    """Of a GPU that computes so many 16-bit FLOP/s on average, never above its limit; host, network
+    and cooling are not counted."""
+    return min(device.power_w, IDLE_W + _joule_per_flop(device) * flops_per_s)
 
 
 def device_facts(device: Device, precision: str) -> dict[str, float]:

@@ -15,6 +15,7 @@ from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.interval import choices, why_wide
 from fourfold.cost.fit.spread import axes
 from fourfold.cost.memory.peak import fit_chance, memory_bounds
+from fourfold.cost.run import mean_power_w
 from fourfold.cost.step.estimate import estimate
 from fourfold.search.chances import Chances, chances
 from fourfold.search.legal import why_not
@@ -44,7 +45,8 @@ _SIZES = (*MODEL_AXES, "gpus", "seq", "hidden", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Per candidate: `ramp_s` over the ramp's stages, `total_s` over all tokens (0: not asked)."""
+    """Per candidate: `ramp_s` over the ramp's stages, `total_s` over all tokens with the time that
+    is lost (0: not asked)."""
 
     ramp_s: Floats
     total_s: Floats
@@ -70,7 +72,7 @@ def training(ranking: Ranking, *, tokens: float | None, top: int) -> Training:
     total_s = np.zeros(count)
     if left is not None:
         rest = max(0.0, left - ramp_sequences) / batch.global_batch
-        total_s = ramp_s + rest * ranking.step_s[:count]
+        total_s = (ramp_s + rest * ranking.step_s[:count]) / (1.0 - ranking.query.lost)
         steps += round(rest)
     return Training(ramp_s, total_s, steps, len(sizes))
 
@@ -111,7 +113,7 @@ def answer(
         deciding=tuple(Choice(**_short(ranking, i)) for i in deciding(ranking)),
         unproven_best=_unproven(ranking),
         near_miss=_near_miss(ranking),
-        training={"ramp_stages": train.stages, "steps": train.steps},
+        training={"ramp_stages": train.stages, "steps": train.steps, "lost_share": query.lost},
         reason="" if count else _nothing(ranking),
         tried_gpus=tuple({"gpus": gpus, "step_s": s} for gpus, s in (tried or {}).items()),
     )
@@ -161,9 +163,12 @@ def _row(ranking: Ranking, near: Chances, train: Training, i: int) -> PlanRow:
     step_s = float(ranking.step_s[i])
     tokens_s = query.batch.tokens / step_s / query.gpus
     flops = float(convention(query.convention).count(FlopsQuery.of_spec(ranking.spec(i))).printed)
+    causal = float(convention("causal").count(FlopsQuery.of_spec(ranking.spec(i))).printed)
     total_s = float(train.total_s[i]) if i < len(train.total_s) else 0.0
     hours = (total_s or step_s) * query.gpus / 3600.0
     price = query.cluster.price_per_gpu_hour
+    parts = {name: float(part[i]) for name, part in predicted.times.parts.items()}
+    power_w = _power_w(query, parts, float(c.peak_low[0] / c.peak[0]), causal * tokens_s)
     return PlanRow(
         rank=i + 1,
         **_short(ranking, i),
@@ -171,11 +176,8 @@ def _row(ranking: Ranking, near: Chances, train: Training, i: int) -> PlanRow:
         step_s_low=float(predicted.low_s[i]),
         step_s_high=float(predicted.high_s[i]),
         closed_form_s=float(ranking.closed_s[i]),
-        parts_s={name: float(part[i]) for name, part in predicted.times.parts.items()},
-        exposed_s={
-            name: float(sum(predicted.times.parts[part][i] for part in parts))
-            for name, parts in EXPOSED.items()
-        },
+        parts_s=parts,
+        exposed_s={name: sum(parts[part] for part in some) for name, some in EXPOSED.items()},
         near_best=float(near.near_best[i]),
         regret_pct=100.0 * float(near.regret[i]),
         wide=why_wide(c, query.entry, predicted.take(np.array([i])).times),
@@ -183,6 +185,8 @@ def _row(ranking: Ranking, near: Chances, train: Training, i: int) -> PlanRow:
         tokens_s_gpu=tokens_s,
         tflops_gpu=flops * tokens_s / 1e12,
         mfu_pct=100.0 * flops * tokens_s / float(c.peak_low[0]),
+        power_w=power_w,
+        joule_per_token=power_w / tokens_s,
         gpu_hours=hours,
         gpu_hours_of="training" if total_s else "step",
         training_s=total_s or None,
@@ -191,6 +195,16 @@ def _row(ranking: Ranking, near: Chances, train: Training, i: int) -> PlanRow:
         evidence=evidence(query, c),
         outside=tuple(outside(query, c)),
     )
+
+
+def _power_w(
+    query: PlanQuery, parts_s: Mapping[str, float], narrower: float, flops_per_s: float
+) -> float:
+    """Mean draw of one GPU: what is computed again is paid again, and a format that is `narrower`
+    times as fast takes as much less energy for each operation."""
+    compute_s = sum(parts_s[name] for name in EXPOSED["compute"])
+    executed = flops_per_s * (1.0 + parts_s["recompute"] / compute_s)
+    return mean_power_w(query.cluster.device, executed / narrower)
 
 
 def _short(ranking: Ranking, i: int) -> dict[str, Any]:

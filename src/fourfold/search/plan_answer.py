@@ -59,6 +59,8 @@ class PlanRow(Choice):
     tokens_s_gpu: float
     tflops_gpu: float
     mfu_pct: float
+    power_w: float  # of one GPU, mean over a step
+    joule_per_token: float
     gpu_hours: float
     gpu_hours_of: str
     training_s: float | None
@@ -74,7 +76,7 @@ class PlanRow(Choice):
     def flat(self) -> dict[str, Any]:
         numbers = ("step_s", "step_s_low", "step_s_high", "peak_bytes", "peak_bytes_low",
                    "peak_bytes_high", "fit_chance", "near_best", "regret_pct", "tokens_s_gpu",
-                   "tflops_gpu", "mfu_pct")  # fmt: skip
+                   "tflops_gpu", "mfu_pct", "power_w", "joule_per_token")  # fmt: skip
         return {
             "micro_batch": self.micro_batch,
             **self.layout.sizes,

@@ -65,6 +65,9 @@ def _surety(plan: PlanAnswer) -> str:
 
 
 def _remarks(plan: PlanAnswer) -> Iterable[str]:
+    lost = plan.training["lost_share"]
+    if lost and plan.best is not None and plan.best.training_s:
+        yield f"{100 * lost:.3g}% of the days, GPU-hours and cost are lost time"
     yield from _ties(plan)
     yield _source(plan)
     if plan.best is not None and plan.best.outside:
@@ -188,6 +191,7 @@ def _optional(rows: Sequence[PlanRow]) -> Iterable[Column]:
         if any(row.cost is not None for row in rows):
             yield "cost", lambda row: f"{row.cost or 0.0:,.0f}"
         yield "days 80%", _days_range
+        yield "J/token", lambda row: f"{row.joule_per_token:.3g}"
     yield "s 80%", lambda row: f"{short_s(row.step_s_low)}-{short_s(row.step_s_high)}"
     yield "GiB 80%", lambda row: f"{row.peak_bytes_low / GIB:.0f}-{row.peak_bytes_high / GIB:.0f}"
     if any(row.ramp_s for row in rows):

@@ -117,15 +117,7 @@ def stacks(*, gpu: str | None = None, **machine: Unpack[Machine]) -> Stacks:
 def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuery, list[int]]:
     """(the question at the largest number of GPUs, all numbers of GPUs to try)."""
     fixed = _fixed(request)
-    cluster = planned_cluster(
-        cluster=request.cluster,
-        gpu=request.gpu,
-        profile=request.profile,
-        gpus=request.gpus or (0 if request.cluster else 8 * (request.max_nodes or 0)),
-        price=request.price,
-    )
-    if request.gpu and cluster.device.id.startswith(f"{request.gpu.lower()}-"):
-        on_event(Event(f"read as: gpu {request.gpu} = {cluster.device.id}"))
+    cluster, remark = _machines(request, on_event)
     counts = _divided(request.layout, _gpu_counts(request, cluster))
     known = planned_calibration(request.calibration, request.profile, cluster)
     stack = _stack(request, cluster, known, on_event)
@@ -146,15 +138,33 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuer
         calibration=known.name,
         no_rows=why,
         evidence=queries.evidence_for(known, entry),
-        remarks=tuple(filter(None, [beyond_source(request.cluster, cluster)])),
+        remarks=(remark,) if remark else (),
         fixed=fixed,
         where=tuple(parse(text) for text in request.where),
         explore=request.explore,
         safe=request.safe,
+        lost=request.lost,
         convention=conventions.convention(request.convention).id,
         on_event=on_event,
     )
     return query, counts
+
+
+def _machines(request: PlanRequest, on_event: OnEvent) -> tuple[Cluster, str]:
+    """The cluster, and what to say of its size; how a name was read is an event."""
+    cluster = planned_cluster(
+        cluster=request.cluster,
+        gpu=request.gpu,
+        profile=request.profile,
+        gpus=request.gpus or (0 if request.cluster else 8 * (request.max_nodes or 0)),
+        price=request.price,
+    )
+    if request.gpu and cluster.device.id.startswith(f"{request.gpu.lower()}-"):
+        on_event(Event(f"read as: gpu {request.gpu} = {cluster.device.id}"))
+    remark = beyond_source(request.cluster, cluster)
+    if remark:
+        on_event(Event(remark))
+    return cluster, remark
 
 
 def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:

@@ -16,10 +16,11 @@ from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import DTYPES
-from fourfold.units import count_from, size_from
+from fourfold.units import count_from, share_from, size_from
 
 Count = Annotated[int, count_from]
 Size = Annotated[int, size_from]
+Share = Annotated[float, share_from]
 CONVENTION = (f"FLOP convention (default {DEFAULT}; 'fourfold flops' lists them)", "ID")
 CALIBRATION = ("calibration from 'fourfold fit' (default: the shipped one)", "FILE")
 WEIGHT_DTYPES = tuple(name for name in DTYPES if name not in ("fp8", "fp4"))
@@ -99,6 +100,12 @@ class PlanRequest:
         "batch ramp-up, in sequences", "START,INCREMENT,SAMPLES", rare=True
     )
     tokens: Count | None = flag("training tokens, such as 1.5T; adds days, GPU-hours and cost", "T")
+    lost: Share = flag(
+        "share of the training's time lost to restarts and checkpoints, such as 10%",
+        "SHARE",
+        rare=True,
+        default=0.0,
+    )
     price: float | None = flag("price of a GPU-hour (default: the cluster file's)", "X", rare=True)
     where: tuple[str, ...] = flag(
         "only layouts that satisfy a condition, such as 'dp % 4 == 0 and mem_gib < 70'",
@@ -119,6 +126,8 @@ class PlanRequest:
         at_least_one(top=self.top)
         if self.max_nodes is not None:
             at_least_one(max_nodes=self.max_nodes)
+        if not 0 <= self.lost < 1:
+            raise UserError("must be below 1", field="lost", value=self.lost)
         if self.tokens is not None and not 0 < self.tokens < 1e18:
             raise UserError("must be above 0", field="tokens", value=self.tokens)
 

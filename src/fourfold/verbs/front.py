@@ -1,0 +1,166 @@
+"""front, largest: what people ask after a plan, seconds against memory or GPUs, and the largest
+model or longest sequence that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fourfold.cost.count.params import model_params
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore
+from fourfold.search.answer import answer
+from fourfold.search.front import memory_front
+from fourfold.search.plan_answer import PlanAnswer, PlanRow, plain
+from fourfold.search.ranking import rank_layouts
+from fourfold.search.shapes import shapes_near
+from fourfold.spec import catalog
+from fourfold.spec.model import ModelShape
+from fourfold.verbs import Answer
+from fourfold.verbs.plan import plan, resolved
+from fourfold.verbs.requests import PlanRequest
+
+Against = Literal["memory", "gpus"]
+Of = Literal["sequence", "model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontPoint:
+    """One layout of a front."""
+
+    gpus: int
+    row: PlanRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front(Answer):
+    """Layouts that no other undercuts in both seconds and what they are set `against`, fastest
+    first. `asked`: the plan that the fastest is from."""
+
+    against: Against
+    asked: PlanAnswer
+    points: tuple[FrontPoint, ...]
+
+    def plain(self) -> dict[str, Any]:
+        points = [{"gpus": one.gpus, **plain(one.row)} for one in self.points]
+        return {"against": self.against, "model": self.asked.model, "points": points}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"gpus": one.gpus, **one.row.flat()} for one in self.points]
+
+
+def front(request: PlanRequest, against: Against, *, on_event: OnEvent = ignore) -> Front:
+    """Against memory: on the GPUs asked for. Against GPUs: their number, halved again and again
+    while something fits."""
+    if against == "memory":
+        query, counts = resolved(request, on_event)
+        ranking = memory_front(rank_layouts(replace(query, gpus=counts[0])), request.top)
+        found = answer(ranking, tokens=request.tokens, top=request.top)
+        points = tuple(FrontPoint(gpus=found.gpus, row=row) for row in found.ranked)
+        return Front(against=against, asked=found, points=points)
+    asked = found = plan(replace(request, top=1), on_event=on_event)
+    gpus, listed = asked.gpus, list[FrontPoint]()
+    while found.best is not None and _is_likely(found.best) and len(listed) < request.top:
+        # A smaller machine that is as fast leaves nothing for the larger one.
+        while listed and listed[-1].row.step_s >= found.best.step_s:
+            listed.pop()
+        listed.append(FrontPoint(gpus=gpus, row=found.best))
+        if gpus % 2:
+            break
+        gpus //= 2
+        on_event(Event(f"{gpus} GPUs", "progress"))
+        found = plan(replace(request, top=1, gpus=gpus, max_nodes=None))
+    return Front(against=against, asked=asked, points=tuple(listed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest(Answer):
+    """The longest sequence (with as many tokens a step), or the largest model of the same family
+    and about the same proportions, for which a layout fits; and its plan."""
+
+    of: Of
+    seq_len: int
+    model: ModelShape
+    params: int
+    plan: PlanAnswer
+
+    def plain(self) -> dict[str, Any]:
+        sizes = {"of": self.of, "seq_len": self.seq_len, "params": self.params}
+        shape = {name: getattr(self.model, name) for name in ("layers", "hidden", "heads", "ffn")}
+        return sizes | {"model": shape, "plan": self.plan.plain()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"params": self.params, **row} for row in self.plan.rows()]
+
+
+def largest(request: PlanRequest, of: Of, *, on_event: OnEvent = ignore) -> Largest:
+    """Sizes are tried in doublings, then in eighths between the last that fits and its double.
+    With `safe`, a layout must be 90% sure to fit."""
+    base = catalog.model(request.model) if isinstance(request.model, str) else request.model
+    change = _longer if of == "sequence" else _wider
+    made = _most(request, lambda eighths: change(request, base, eighths), on_event)
+    if made is None:
+        raise UserError(
+            "nothing fits, however small", hint="plan without --largest for the reasons"
+        )
+    best, model = made, made.model
+    assert isinstance(model, ModelShape)
+    return Largest(
+        of=of,
+        seq_len=best.seq_len,
+        model=model,
+        params=model_params(model, best.seq_len),
+        plan=plan(best, on_event=on_event),
+    )
+
+
+def _longer(request: PlanRequest, model: ModelShape, eighths: int) -> PlanRequest | None:
+    seq_len = 128 * eighths
+    sequences = max(1, request.seq_len * request.global_batch // seq_len)
+    return replace(request, model=model, seq_len=seq_len, global_batch=sequences)
+
+
+def _wider(request: PlanRequest, base: ModelShape, eighths: int) -> PlanRequest | None:
+    """The shape nearest to the base's proportions, at eighths of 100 million parameters."""
+    shapes = shapes_near(base, 12.5e6 * eighths, request.seq_len, 8)
+    aspect = base.hidden / base.layers
+    nearest = min(shapes, key=lambda one: abs(one.hidden / one.layers - aspect), default=None)
+    return replace(request, model=nearest) if nearest is not None else None
+
+
+MOST_DOUBLINGS = 18
+
+
+def _most(
+    request: PlanRequest, make: Callable[[int], PlanRequest | None], on_event: OnEvent
+) -> PlanRequest | None:
+    """What `make` makes of the largest number of eighths that fits."""
+    best, eighths = None, 0
+    for doubling in range(MOST_DOUBLINGS):
+        made = make(8 << doubling)
+        share = doubling / MOST_DOUBLINGS
+        on_event(Event("searching for the largest that fits", "progress", share))
+        if made is not None and _fits(made):
+            best, eighths = made, 8 << doubling
+        elif best is not None:
+            break
+    for more in range(7, 0, -1) if best is not None else ():
+        made = make(eighths + more * eighths // 8)
+        if made is not None and _fits(made):
+            return made
+    return best
+
+
+def _fits(request: PlanRequest) -> bool:
+    """Whether something more likely fits than not; surely, where the request says so."""
+    query, counts = resolved(replace(request, top=1))
+    ranking = rank_layouts(replace(query, gpus=counts[0]), least=1)
+    if not len(ranking):
+        return False
+    best = answer(ranking, tokens=None, top=1).ranked[0]
+    return best.surely_fits if request.safe else _is_likely(best)
+
+
+def _is_likely(row: PlanRow) -> bool:
+    return row.fit_chance >= 0.5

@@ -1,0 +1,126 @@
+"""Fronts hold what nothing undercuts, the largest that fits is followed by one that does not, and
+lost time and energy add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import fourfold
+from fourfold.cli import main
+from fourfold.cost.memory.peak import memory
+from fourfold.cost.run import IDLE_W, mean_power_w
+from fourfold.cost.step.estimate import estimate
+from fourfold.errors import UserError
+from fourfold.search.front import STEP, memory_front
+from fourfold.search.ranking import rank_layouts
+from fourfold.spec import catalog
+from fourfold.spec.batch import Ramp
+from fourfold.units import share_from
+from fourfold.verbs.front import _fits, _longer, _wider
+from fourfold.verbs.plan import resolved
+from fourfold.verbs.requests import PlanRequest
+
+SMALL = PlanRequest(
+    model="llama-3.2-1b", gpu="h100-80gb", gpus=4, seq_len=4096, global_batch=32, top=6
+)
+WORDS = ["plan", "--model", "llama-3.2-1b", "--gpu", "h100-80gb", "--gpus", "2", "--seq-len", "4k",
+         "--global-batch", "8"]  # fmt: skip
+
+
+def test_a_front_against_memory_is_that_of_all_points() -> None:
+    query, _ = resolved(replace(SMALL, model="llama-3.1-8b", gpus=8))
+    ranking = rank_layouts(query)
+    front = memory_front(ranking, 20)
+    every = ranking.cells.space.points(np.flatnonzero(ranking.ranked))
+    c = query.columns(every)
+    step_s = estimate(c, query.entry.coefficients).step_s
+    peak_bytes = memory(c, query.entry.coefficients).worst_bytes
+    left, wanted = np.ones(len(c), dtype=bool), []
+    while left.any():
+        best = np.lexsort((peak_bytes, np.where(left, step_s, np.inf)))[0]
+        wanted.append((step_s[best], peak_bytes[best]))
+        left &= peak_bytes < peak_bytes[best] - STEP * query.cluster.device.memory_bytes
+    found = zip(front.closed_s.tolist(), front.points["peak_bytes"].tolist(), strict=True)
+    assert len(wanted) > 3
+    assert list(found) == wanted[:20]
+
+
+def test_a_front_against_gpus_is_the_plan_of_each_number() -> None:
+    front = fourfold.front(replace(SMALL, gpus=8, tokens=10**10), "gpus")
+    assert [one.gpus for one in front.points] == [8, 4, 2, 1]
+    for one in front.points:
+        alone = fourfold.plan(replace(SMALL, gpus=one.gpus, tokens=10**10, top=1))
+        assert alone.best == one.row
+    seconds = [one.row.step_s for one in front.points]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("of", ["sequence", "model"])
+def test_the_largest_that_fits_is_followed_by_one_that_does_not(of) -> None:
+    request = replace(SMALL, gpus=1, global_batch=2, layout="tp1 cp1 pp1", micro_batch=1, top=1)
+    found = fourfold.largest(request, of)
+    assert found.plan.best is not None
+    base = catalog.model(str(request.model))
+    if of == "sequence":
+        eighths, change = found.seq_len // 128, _longer
+        assert found.seq_len > request.seq_len
+    else:
+        eighths, change = round(found.params / 12.5e6), _wider
+        assert found.params > 1.3e9
+    # The next eighth of its doubling, or a little more where a shape can't be made.
+    step = max(1, 2 ** (eighths.bit_length() - 1) // 8)
+    more = [change(request, base, eighths + n * step) for n in (2, 3)]
+    assert not any(_fits(one) for one in more if one is not None)
+
+
+def test_nothing_that_fits_is_an_error() -> None:
+    request = replace(SMALL, gpus=1, where=("mem_gib < 1",))
+    with pytest.raises(UserError, match="nothing fits"):
+        fourfold.largest(request, "sequence")
+
+
+def test_lost_time_is_a_share_of_the_whole() -> None:
+    ramp = Ramp(start=8, increment=8, samples=4000)
+    plain = fourfold.plan(replace(SMALL, tokens=10**9, price=2.0, ramp=ramp)).best
+    lossy = fourfold.plan(replace(SMALL, tokens=10**9, price=2.0, ramp=ramp, lost=0.2)).best
+    for name in ("training_s", "gpu_hours", "cost"):
+        assert getattr(lossy, name) == pytest.approx(getattr(plain, name) / 0.8)
+    assert lossy.step_s == plain.step_s
+    with pytest.raises(UserError, match="below 1"):
+        replace(SMALL, lost=1.0)
+
+
+def test_energy_of_a_token_is_the_power_of_all_gpus() -> None:
+    row = fourfold.plan(SMALL).best
+    tokens_s = SMALL.seq_len * SMALL.global_batch / row.step_s
+    assert row.joule_per_token == pytest.approx(row.power_w * 4 / tokens_s)
+    device = catalog.device("h100-80gb")
+    assert IDLE_W < row.power_w <= device.power_w
+    assert mean_power_w(device, 0.0) == IDLE_W
+    assert mean_power_w(device, 1e18) == device.power_w
+
+
+def test_shares_are_read_as_people_write_them() -> None:
+    assert share_from("10%") == share_from(" 0.1 ") == 0.1
+    for text in ("110%", "-1%", "ten", "", "nan"):
+        with pytest.raises(UserError, match="is not a share"):
+            share_from(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--front", "memory"], "less and less memory"),
+        (["--front", "gpus", "--tokens", "1B"], "fewer and fewer GPUs"),
+        (["--largest", "model", "--safe", "--micro-batch", "1"], "The largest model that fits has"),
+        (["--tokens", "1B", "--lost", "10%"], "10% of the days"),
+    ],
+)
+def test_each_question_has_a_page(words, says, capsys) -> None:
+    assert main([*WORDS, *words]) == 0
+    assert says in capsys.readouterr().out
+    assert main([*WORDS, *words, "--format", "csv"]) == 0
+    assert "step_s" in capsys.readouterr().out.splitlines()[0]
