@@ -39,7 +39,9 @@ def run(args: Any, show: OnEvent) -> Output:
     request = options.load(FitRequest, args)
     if request.suggest is not None:
         picks = fourfold.suggest_runs(request, on_event=show)
-        return Output.of(picks, lambda: [_suggested(picks.suggested)])
+        rows = [[*map(str, row.values())] for row in picks.suggested]
+        names = [*picks.suggested[0]] if rows else ["row_id"]
+        return Output.of(picks, lambda: [Grid(names, rows)])
     if not args.out:
         raise UserError("is required", field="out")
     files.require_mine(args.out, mark='"type": "Calibration"', force=bool(args.force))
@@ -61,7 +63,3 @@ def _entries(rows: list[dict[str, Any]]) -> Grid:
         ("cv median %", lambda e: or_dash(e.get("cv_median_pct"), ".1f")),
         ("cv p90 %", lambda e: or_dash(e.get("cv_p90_pct"), ".1f")),
     )
-
-
-def _suggested(rows: list[dict[str, Any]]) -> Grid:
-    return Grid([*rows[0]] if rows else ["row_id"], [[*map(str, row.values())] for row in rows])

@@ -58,7 +58,6 @@ def run(args: Any, show: OnEvent) -> Output:
 
 
 def _paged(args: Any, request: ReportRequest, show: OnEvent) -> Any:
-    """The report, also written as a page."""
     from fourfold.page.command import report_command
     from fourfold.page.document import check_page, write_page
     from fourfold.page.report import report_page

@@ -170,7 +170,6 @@ class Columns:
         return self.seq - self.local * (self.seq - near)
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Columns:
-        """The runs at these places, in that order."""
         return Columns(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
 
@@ -200,7 +199,6 @@ def columns(n: int | None, **facts: ArrayLike) -> Columns:
 
 
 def joined(parts: list[Columns]) -> Columns:
-    """Several sets of runs as one."""
     return Columns(
         **{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Columns)}
     )

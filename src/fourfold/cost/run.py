@@ -147,12 +147,6 @@ def stack_facts(usual: StackDefaults) -> dict[str, float]:
     }
 
 
-def release_facts(release: str) -> dict[str, float]:
-    """Where a release cuts stages otherwise than the measured engine."""
-    passing = release and RELEASES[release].stage_rule == "passing"
-    return {"balanced": 2.0} if passing else {}
-
-
 def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
     """Kernels and overlap of a policy under a stack: what no search varies."""
     usual, is_ours = stack_defaults(stack), stack == "fourfold"
@@ -215,7 +209,8 @@ def run_facts(
         **machine_facts(cluster, spec.policy),
         **policy_facts(spec.policy, stack),
         **format_facts(spec.policy, stack),
-        **release_facts(release),
+        # Where a release cuts stages otherwise than the measured engine.
+        **({"balanced": 2.0} if release and RELEASES[release].stage_rule == "passing" else {}),
         "seq": spec.batch.seq_len,
         "micro": run["micro_batch"],
         "batch": run.get("global_batch", spec.batch.global_batch),
@@ -237,7 +232,6 @@ def run_facts(
 def columns_of(
     specs: Sequence[RunSpec], *, cluster: Cluster, stack: str, release: str = ""
 ) -> Columns:
-    """Columns of runs on one cluster under one stack."""
     facts = [run_facts(spec, cluster, stack, release=release) for spec in specs]
     names = facts[0] if facts else {}
     return columns(len(facts), **{name: [fact[name] for fact in facts] for name in names})

@@ -247,7 +247,6 @@ def is_known(stack: str) -> bool:
 
 
 def stack_rules(stack: str) -> EngineRules:
-    """What a stack can run."""
     if not stack.strip():
         hint = "pass a name, such as --stack megatron"
         raise UserError("is empty", field="stack", value=stack, hint=hint)

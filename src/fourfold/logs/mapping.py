@@ -11,6 +11,7 @@ A100 = "a100-80gb"
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def proposal(headings: Sequence[str]) -> str:
     lines.append("[columns]  # field = heading of the table")
     for name in (name for name in COLUMNS if name in found):
         unit = _unit_of(name, found[name])
-        quoted = _quoted(found[name])
+        quoted = json.dumps(found[name], ensure_ascii=False)
         lines.append(
             f'{name} = {{ column = {quoted}, unit = "{unit}" }}' if unit else f"{name} = {quoted}"
         )
@@ -175,12 +176,6 @@ _EXAMPLES = {
 }  # fmt: skip
 
 
-def _quoted(text: str) -> str:
-    import json
-
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _unit_of(name: str, heading: str) -> str:
     """'iter_ms' and 'Step time (ms)' say their unit."""
     words = re.split(r"[^a-z]+", heading.lower())
@@ -192,7 +187,6 @@ def _unit_of(name: str, heading: str) -> str:
 
 
 def mapped_row(cells: Mapping[str, str], mapping: ColumnMap) -> Row:
-    """One line of the table."""
     row = Row()
     for name, said in mapping.columns.items():
         text = cells.get(said.column, "").strip()

@@ -83,17 +83,15 @@ class Nanotron:
         self._nested.feed(text)
         if self._nested.is_done:
             flat, kind, self._nested = self._nested.flat, self._kind, None
-            model = flat if kind != "Config" else _under(flat, "model.model_config.")
-            self.book.fact(**model_facts(model))
-            if kind == "Config":
-                self.book.fact(**config_facts(flat))
+            if kind != "Config":
+                self.book.fact(**model_facts(flat))
+                return
+            inner = "model.model_config."
+            model = {n.removeprefix(inner): v for n, v in flat.items() if n.startswith(inner)}
+            self.book.fact(**(model_facts(model) | config_facts(flat)))
 
     def finish(self) -> None:
         pass
-
-
-def _under(flat: Flat, path: str) -> Flat:
-    return {name[len(path) :]: value for name, value in flat.items() if name.startswith(path)}
 
 
 def model_facts(flat: Flat) -> Flat:

@@ -84,7 +84,6 @@ def text_of(value: Any) -> str:
 
 
 def row_of(run: LogRun, engine: str) -> Row:
-    """What the log of one run says."""
     measured = run.steps.measured(run.interval)
     known = (*COLUMNS, "unmodelled")
     row = Row({name: text_of(v) for name, v in run.facts.items() if name in known})

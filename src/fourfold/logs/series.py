@@ -180,7 +180,8 @@ class StepSeries:
             value, self._is_rate = 1.0 / line.tokens_s_gpu, True
         if line.batch is not None and line.batch != self._batch:
             if self._batch is not None:
-                self._left_out["of another batch size"] = self._pending()
+                left = self._left_out.get("of another batch size", 0) + int(self._counted)
+                self._left_out["of another batch size"] = left
                 self._times, self._tflops, self._counted = Series(), Series(), 0
             self._batch = line.batch
         if self.lines == 1:
@@ -196,9 +197,6 @@ class StepSeries:
         self._times.add(value, span)
         if line.tflops is not None:
             self._tflops.add(line.tflops, span)
-
-    def _pending(self) -> int:
-        return self._left_out.get("of another batch size", 0) + int(self._counted)
 
     def measured(self, interval: int = 0) -> StepTimes:
         """`interval`: iterations between lines, where the configuration says so."""

@@ -94,7 +94,6 @@ def _given(plain: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def layout_table(layout: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The axes that a request's layout names."""
     if isinstance(layout, Mapping):
         return dict(layout)
     whole, named = named_axes(layout)

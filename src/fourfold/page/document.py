@@ -44,7 +44,6 @@ def plotly_script(field: str = "html") -> str:
 
 @cache
 def asset(name: str) -> str:
-    """A style, script or markup file of this package."""
     return (resources.files("fourfold.page") / "files" / name).read_text(encoding="utf-8")
 
 

@@ -105,7 +105,6 @@ class Views:
 
 
 def app(settings: Served) -> Any:
-    """The ASGI application."""
     from starlette.applications import Starlette
     from starlette.responses import HTMLResponse, JSONResponse
     from starlette.routing import Route

@@ -93,6 +93,5 @@ def require_legal(spec: RunSpec, *, only: tuple[str, ...] = REASONS) -> None:
 
 
 def why_not_spec(spec: RunSpec) -> tuple[Refusal, ...]:
-    """Every rule that a run of our engine breaks."""
     target = Target(gpus=spec.gpus)
     return why_not(spec.model, spec.layout, spec.batch, spec.policy, target)

@@ -155,17 +155,14 @@ def _batch(layout: Layout, wish: Wish) -> Batch:
     return Batch(seq_len=SEQ_LEN, micro_batch=micro, global_batch=global_batch)
 
 
-def axes_above_one(layout: Layout) -> int:
-    return sum(layout.size(axis) > 1 for axis in AXES)
-
-
 def sample(found: Sequence[RunSpec], count: int, seed: int) -> list[RunSpec]:
     """`count` runs, stratified: by number of axes above 1, then evenly by axes and family."""
     if count < 1:
         raise UserError("must be at least 1", field="sample", value=count)
     strata: dict[int, list[RunSpec]] = {1: [], 2: [], 3: []}
     for run in found:
-        strata[min(3, max(1, axes_above_one(run.layout)))].append(run)
+        above_one = sum(run.layout.size(axis) > 1 for axis in AXES)
+        strata[min(3, max(1, above_one))].append(run)
     # The rarest first, so that what it cannot fill goes to the others.
     picked: list[RunSpec] = []
     left = min(count, len(found))

@@ -49,7 +49,6 @@ class RowPredictions:
 
 
 def predict(rows: Rows, calibration: Calibration) -> RowPredictions:
-    """Answer every row that can be expressed."""
     n = rows.table.length
     out = {
         name: np.full(n, np.nan)

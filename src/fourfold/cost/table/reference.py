@@ -236,7 +236,7 @@ class Draft:
         """A count from a column; blank takes the default and says so, unreadable refuses."""
         cells = self.table.column(column)
         values = numbers(cells)
-        blank = np.array(each(cells, _is_blank), dtype=bool)
+        blank = np.array(each(cells, lambda cell: not cell.strip()), dtype=bool)
         self.refuse(np.isnan(values) & ~blank, f"{column} is not a number")
         if what:
             self.assume(blank, f"{column} {what}")
@@ -250,7 +250,3 @@ class Draft:
         self.refuse(wrong, f"{column} must be a whole number of at least 1")
         self.facts[name] = np.where(wrong, 1.0, values)
         return self.facts[name]
-
-
-def _is_blank(cell: str) -> bool:
-    return cell.strip() == ""

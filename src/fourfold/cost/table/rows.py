@@ -53,7 +53,6 @@ class Rows:
 
 
 def parse(table: RowTable) -> Rows:
-    """All rows of a table."""
     draft = Draft(table)
     lacks = np.array([cell == INCOMPLETE for cell in table.column("status")], dtype=bool)
     draft.refuse(lacks, "the run is incomplete; 'fourfold collect' names its missing fields")

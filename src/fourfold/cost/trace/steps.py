@@ -103,7 +103,6 @@ class AxisGroups:
         return len(self.members[0])
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """The group that `rank` is in."""
         return next(ranks for ranks in self.members if rank in ranks)
 
     @property

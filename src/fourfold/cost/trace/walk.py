@@ -78,7 +78,6 @@ class StepRow:
 def walk(
     program: Program, cluster: Cluster, *, workspace_bytes: int = WORKSPACE_BYTES
 ) -> tuple[StepRow, ...]:
-    """Every step in numbers, in order."""
     held: dict[str, int] = {}
     rows: list[StepRow] = []
     peak = 0

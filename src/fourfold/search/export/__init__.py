@@ -30,7 +30,6 @@ def stack_of(engine: str) -> str:
 
 
 def check(engine: str, model: ModelShape) -> None:
-    """Refuse a model that the engine cannot express."""
     writer, _ = _entry(engine)
     if writer:
         writer.check(model)

@@ -124,7 +124,6 @@ def _check_choices(engine: str, owner: str, holder: object, choices: Choices) ->
 
 
 def check_model(engine: str, model: ModelShape, choices: Choices) -> None:
-    """Refuse what the engine cannot express."""
     _check_choices(engine, "model.", model, {"positions.partial": (1.0,), **choices})
     for one in fields(model):
         default = one.default if one.default is not MISSING else None
