@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fourfold.errors import UserError
 from fourfold.launch.folder import end_processes_of, job_folder
 from fourfold.launch.identity import TOKEN_FILE, VARIABLE, Mark, new_mark
-from fourfold.result import process
+from fourfold.result import machine
 
 SLEEP = "import time; time.sleep(600)"
 STARTED: list[subprocess.Popen[bytes]] = []
@@ -97,7 +97,9 @@ def test_nobody_else_is_ended(tmp_path: Path, dead: int) -> None:
         sleeper(theirs),  # another training's
         sleeper(replace(mark, token="0" * 32)),  # of an earlier start in this folder
         sleeper(replace(mark, folder=mark.folder + 10**6)),
-        sleeper(replace(mark, launcher=os.getpid(), born=process.born(os.getpid()))),  # alive
+        sleeper(
+            replace(mark, launcher=os.getpid(), born=machine.process_born(os.getpid()))
+        ),  # alive
         sleeper(replace(mark, boot="another")),
         sleeper(f"{mark}0"),
         sleeper(f"x{mark}"),
@@ -210,14 +212,14 @@ def test_any_text_is_a_mark_or_none(text: str) -> None:
 
 def test_a_process_s_own_facts() -> None:
     one = sleeper("")
-    assert process.born(one.pid)
-    assert process.state(one.pid) in "RSD"
+    assert machine.process_born(one.pid)
+    assert machine.process_state(one.pid) in "RSD"
     os.kill(one.pid, 19)
     os.waitpid(one.pid, os.WUNTRACED)
-    assert process.state(one.pid) == "T"
+    assert machine.process_state(one.pid) == "T"
     one.kill()
     os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
-    assert (process.state(one.pid), process.born(one.pid)) == ("Z", None)
+    assert (machine.process_state(one.pid), machine.process_born(one.pid)) == ("Z", None)
     one.wait()
-    assert (process.state(one.pid), process.born(one.pid)) == ("", None)
-    assert process.born(2**30) is None
+    assert (machine.process_state(one.pid), machine.process_born(one.pid)) == ("", None)
+    assert machine.process_born(2**30) is None

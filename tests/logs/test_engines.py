@@ -15,7 +15,7 @@ import pytest
 
 import fourfold
 from fourfold.errors import UserError
-from fourfold.result.process import born
+from fourfold.result.machine import process_born
 from fourfold.verbs.engines import engine_names, engine_template, filled
 
 TESTS = Path(__file__).parent.parent
@@ -99,7 +99,7 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     """A child in a session of its own, as an elastic launcher's workers are."""
     run = bench(tmp_path, "child")
     assert run["outcome"] == "ok"
-    mine = [pid for pid in _with_fake() if born(pid)]
+    mine = [pid for pid in _with_fake() if process_born(pid)]
     assert mine == []
 
 

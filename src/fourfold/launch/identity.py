@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.result import process
+from fourfold.result import machine
 
 TOKEN_FILE = "token"
 VARIABLE = "FOURFOLD_JOB"
@@ -48,15 +48,15 @@ class Mark:
     @property
     def is_orphan(self) -> bool:
         """Whether the launcher is gone, or another process of this boot has its number."""
-        return self.boot == process.boot() and process.born(self.launcher) != self.born
+        return self.boot == machine.boot_id() and machine.process_born(self.launcher) != self.born
 
 
 def new_mark(folder: Path) -> Mark:
     """For the next start in this folder, by this process; the token is in the folder then."""
     token = secrets.token_hex(16)
     files.write_text(folder / TOKEN_FILE, f"{token}\n")
-    born = process.born(os.getpid()) or "?"
-    return Mark(token, os.stat(folder).st_ino, os.getpid(), born, process.boot())
+    born = machine.process_born(os.getpid()) or "?"
+    return Mark(token, os.stat(folder).st_ino, os.getpid(), born, machine.boot_id())
 
 
 def end_leftovers(folder: Path, *, own: bool = False) -> int:
@@ -92,7 +92,7 @@ def _end(pid: int, token: str, number: int, *, own: bool) -> bool:
         handle = _descriptor(pid)
         if handle >= 0:
             stack.callback(os.close, handle)
-        if process.state(pid) in ("", "Z", "X"):
+        if machine.process_state(pid) in ("", "Z", "X"):
             return False
         marks = [mark for mark in _marks(pid) if mark.token == token and mark.folder == number]
         mine = own and any(mark.launcher == os.getpid() for mark in marks)

@@ -19,7 +19,7 @@ import fourfold
 from fourfold.launch.identity import VARIABLE, new_mark
 from fourfold.launch.outcomes import WORKER, JobScene, kernel_kills
 from fourfold.launch.permit import core_count
-from fourfold.result import process
+from fourfold.result import machine
 from fourfold.result.job import JOB_FILE, SLOW_PHASES, Job, beat_file, log_file, read_beat
 
 # Of an outer torchrun or Slurm step: they describe other ranks than ours.
@@ -93,7 +93,7 @@ class Ranks:
         if now - self._looked_at < _LOOK_EVERY_S:
             return
         self._looked_at = now
-        if process.state(self.process.pid) == "T":
+        if machine.process_state(self.process.pid) == "T":
             self.scene.stopped[WORKER] = 0
         else:
             self.scene.stopped.pop(WORKER, None)
@@ -121,7 +121,7 @@ class Ranks:
         """Whatever state they are in, stopped ones too; returns when they are gone."""
         try:
             # A stopped worker hears nothing.
-            if self._worker_exit() is None and process.state(self.process.pid) != "T":
+            if self._worker_exit() is None and machine.process_state(self.process.pid) != "T":
                 os.kill(self.process.pid, END_SIGNAL)
                 until = time.monotonic() + _END_S
                 while time.monotonic() < until and self._worker_exit() is None:

@@ -1,15 +1,17 @@
 """This machine in the words of a stored run's key (device and torch version, so that a store can be
-shared), and how its GPU does, without importing torch.
+shared), how its GPU does, without importing torch, and its processes: by pid and start time within
+one boot of the kernel, so that a number that was given to another process since is not mistaken for
+the first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import IO
 
@@ -31,6 +33,8 @@ def this_machine(kind: str) -> MachineKey:
 
 
 def torch_version() -> str:
+    from importlib import metadata  # 15 ms
+
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -138,3 +142,47 @@ def parse_sample(line: str, at_s: float) -> DeviceSample | None:
     return DeviceSample(
         at_s=at_s, clock_hz=clock_hz, power_w=watts, temperature_c=celsius, throttle=throttle
     )
+
+
+_HAS_PROC = os.path.isdir("/proc/self")
+
+
+def process_state(pid: int) -> str:
+    """One letter as `ps` has it (R, S, D; T stopped, t under a debugger, Z ended), '' for none."""
+    if _HAS_PROC:
+        fields = _stat(pid)
+        return fields[0] if fields else ""
+    return _ps(pid, "state=")[:1]
+
+
+def process_born(pid: int) -> str | None:
+    """When a living process was started, as the system counts; None when it lives no more."""
+    if _HAS_PROC:
+        fields = _stat(pid)
+        return None if not fields or fields[0] in ("Z", "X") else fields[19]
+    return "-".join(_ps(pid, "lstart=").replace(":", "-").split()) or None
+
+
+def boot_id() -> str:
+    """The kernel's name for the time since it started; '' where it has none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields after the command's name, which may hold spaces and parentheses."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except (OSError, ValueError):
+        return []
+    return fields if len(fields) > 19 else []
+
+
+def _ps(pid: int, column: str) -> str:
+    command = ["ps", "-o", column, "-p", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()

@@ -23,7 +23,7 @@ from fourfold import files
 from fourfold.errors import UserError
 from fourfold.result.files.stored import read_stored, seal
 from fourfold.result.from_run import checked
-from fourfold.result.process import born
+from fourfold.result.machine import process_born
 from fourfold.result.record import RUN_FIELDS, Record
 from fourfold.result.report import RunReport
 from fourfold.spec import codec
@@ -181,7 +181,7 @@ def new_place(root: Path) -> Path:
         place.mkdir()
     except OSError as error:
         raise files.refused(error, root, field="runs", verb="written") from None
-    owner = {"host": host, "pid": os.getpid(), "born": born(os.getpid())}
+    owner = {"host": host, "pid": os.getpid(), "born": process_born(os.getpid())}
     files.write_bytes(place / OWNER_FILE, seal(json.dumps(owner)), own=True)
     return place
 
@@ -215,5 +215,5 @@ def _orphaned(place: Path, warn: Callable[[str], None]) -> bool:
         started = owner.get("born")
     if host != socket.gethostname():
         return False
-    alive_since = born(pid)
+    alive_since = process_born(pid)
     return alive_since is None or (isinstance(started, str) and started != alive_since)
