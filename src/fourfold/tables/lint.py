@@ -7,9 +7,28 @@ from __future__ import annotations
 from fourfold.result.record import grouped
 from fourfold.tables import rules_copies, rules_shape, rules_speed, rules_work
 from fourfold.tables.document import Document
-from fourfold.tables.finding import RULES, Finding, TablesFile, finding
-from fourfold.tables.records import records, with_text
+from fourfold.tables.records import Finding, TablesFile, finding, records, with_text
 
+# id -> what must hold. Ids are part of the interface: tools and notes refer to them.
+RULES = {
+    "heading-count": "a row has as many cells as the table has headings",
+    "gpus-axes": "GPUs (or nodes x GPUs per node) = dp x tp x cp x pp",
+    "batch-reach": "the global batch is a whole number of micro batches on every dp rank",
+    "batch-heading": "batch and sequence length in the text above agree with the rows",
+    "batch-tokens": "global batch in tokens = sequences x sequence length",
+    "layers-stages": "layers divide into the pipeline's stages (embedding and head may count)",
+    "size-label": "the size label or parameter count fits the shape",
+    "work-constant": "TFLOPs x seconds x GPUs / batch is the model's FLOPs per sequence",
+    "convention-mix": "all rows count FLOPs by the same convention (and the one that is stated)",
+    "throughput": "samples/s, tokens/s, tokens/s/GPU and seconds per step agree",
+    "hfu-mfu": "HFU is MFU times what activation checkpointing runs again",
+    "utilisation": "speeds are positive and no rate exceeds the device's dense peak",
+    "memory-device": "memory does not exceed the device's",
+    "memory-order": "a larger micro batch, all else equal, does not need less memory",
+    "swapped-values": "two columns of a row are not exchanged",
+    "duplicate-row": "no row stands twice in one table",
+    "copied-cell": "no measured value stands in two layouts or two columns",
+}
 _ROW_CHECKS = {**rules_shape.ROW_CHECKS, **rules_speed.ROW_CHECKS}
 _FILE_CHECKS = (*rules_shape.CHECKS, *rules_speed.CHECKS, *rules_work.CHECKS, *rules_copies.CHECKS)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from fourfold.result.record import MODEL_FIELDS, Record, grouped
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.tables import cells
-from fourfold.tables.finding import Finding, TablesFile, finding
+from fourfold.tables.records import Finding, TablesFile, finding
 from fourfold.tables.shape import agree, hardware_ratio, row_work, shape_of
 
 # Fewer digits than this agree by chance too often to mean anything.

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from fourfold.cost.count.params import model_params
 from fourfold.result.record import Record
 from fourfold.tables import cells, styles
-from fourfold.tables.finding import Finding, Problem, TablesFile, finding
-from fourfold.tables.records import axes_world
+from fourfold.tables.records import Finding, Problem, TablesFile, axes_world, finding
 from fourfold.tables.shape import (
     NOTES_SEQ_LEN,
     implied_batches,

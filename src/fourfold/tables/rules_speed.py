@@ -11,7 +11,7 @@ from fourfold.result.record import Record, grouped
 from fourfold.spec import catalog
 from fourfold.spec.layout import AXES
 from fourfold.tables import cells
-from fourfold.tables.finding import Finding, Problem, TablesFile, finding
+from fourfold.tables.records import Finding, Problem, TablesFile, finding
 from fourfold.tables.shape import hardware_ratio, peak_tflops, shape_of
 
 _SPEED_SLACK = 0.001

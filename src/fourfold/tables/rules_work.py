@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS
 from fourfold.result.record import Record, grouped
-from fourfold.tables.finding import Finding, TablesFile, finding
+from fourfold.tables.records import Finding, TablesFile, finding
 from fourfold.tables.shape import (
     SLACK,
     Shape,
