@@ -16,16 +16,6 @@ from fourfold.flag import flag
 from fourfold.spec import check, codec, words
 from fourfold.spec.layout import Layout
 from fourfold.spec.variables import require_form
-from fourfold.spec.words import (
-    AROUND,
-    BUNDLES,
-    Attention,
-    CpKind,
-    Dtype,
-    Precision,
-    Schedule,
-    Sharding,
-)
 from fourfold.units import size_from
 
 Loss = Literal["auto", "torch", "lean"]
@@ -37,11 +27,11 @@ _RECOMPUTE = re.compile(rf"{'|'.join(map(re.escape, words.RECOMPUTE))}|every-[1-
 class Dtypes:
     """The five formats a policy comes down to."""
 
-    param: Dtype
-    compute: Dtype
-    reduce: Dtype
-    grad: Dtype
-    optimizer: Dtype
+    param: words.Dtype
+    compute: words.Dtype
+    reduce: words.Dtype
+    grad: words.Dtype
+    optimizer: words.Dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,22 +42,22 @@ class Policy:
     logits' place in memory; auto: the lean one in compiled runs.
     """
 
-    precision: Precision = flag(
-        f"one of {', '.join(BUNDLES)}; bf16 is bf16-mixed", "X", default="bf16-mixed"
+    precision: words.Precision = flag(
+        f"one of {', '.join(words.BUNDLES)}; bf16 is bf16-mixed", "X", default="bf16-mixed"
     )
-    param_dtype: Dtype | None = None
-    compute_dtype: Dtype | None = None
-    reduce_dtype: Dtype | None = None
-    grad_dtype: Dtype | None = None
-    optimizer_dtype: Dtype | None = None
-    sharding: Sharding = flag(
+    param_dtype: words.Dtype | None = None
+    compute_dtype: words.Dtype | None = None
+    reduce_dtype: words.Dtype | None = None
+    grad_dtype: words.Dtype | None = None
+    optimizer_dtype: words.Dtype | None = None
+    sharding: words.Sharding = flag(
         "zero0 to zero3, or ddp (zero0), fsdp (zero3), hsdp (with --dp 2x4)", "X", default="zero1"
     )
     sequence_parallel: bool = True
-    cp_kind: CpKind = flag(
+    cp_kind: words.CpKind = flag(
         "context-parallel attention: ring, allgather or ulysses", "X", rare=True, default="ring"
     )
-    schedule: Schedule = flag(
+    schedule: words.Schedule = flag(
         "pipeline schedule: gpipe, 1f1b, interleaved or zero-bubble", "X", rare=True, default="1f1b"
     )
     virtual_stages: Annotated[int, size_from] = flag(
@@ -76,7 +66,7 @@ class Policy:
     recompute: str = flag(
         "activation recompute: none, full, selective or every-N", "X", rare=True, default="none"
     )
-    attention: Attention = "auto"
+    attention: words.Attention = "auto"
     optimizer: Literal["adamw", "adamw-plain"] = "adamw"
     compile: bool = False
     cuda_graph: bool = False
@@ -102,7 +92,7 @@ class Policy:
     def dtypes(self) -> Dtypes:
         names = (field.name for field in fields(Dtypes))
         chosen = (getattr(self, f"{name}_dtype") for name in names)
-        pairs = zip(chosen, BUNDLES[self.precision], strict=True)
+        pairs = zip(chosen, words.BUNDLES[self.precision], strict=True)
         return Dtypes(*(own or usual for own, usual in pairs))
 
     @property
@@ -137,13 +127,13 @@ class Formats:
     `copies`: the same between copies of a shard, where there are copies and shards.
     """
 
-    weights: Dtype
-    products: Dtype
-    activations: Dtype
-    grads: Dtype
-    reduce: Dtype | None
-    copies: Dtype | None
-    moments: Dtype
+    weights: words.Dtype
+    products: words.Dtype
+    activations: words.Dtype
+    grads: words.Dtype
+    reduce: words.Dtype | None
+    copies: words.Dtype | None
+    moments: words.Dtype
 
 
 def running(policy: Policy, layout: Layout) -> Formats:
@@ -152,11 +142,11 @@ def running(policy: Policy, layout: Layout) -> Formats:
     alone = layout.dp * layout.cp == 1
     shards = layout.shard * layout.cp if policy.zero else 1
     copies = layout.dp * layout.cp // shards
-    reduce: Dtype | None = dtypes.reduce if shards > 1 else dtypes.grad
+    reduce: words.Dtype | None = dtypes.reduce if shards > 1 else dtypes.grad
     return Formats(
         weights=dtypes.param,
         products=dtypes.compute,
-        activations=AROUND.get(dtypes.compute, dtypes.compute),
+        activations=words.AROUND.get(dtypes.compute, dtypes.compute),
         grads=dtypes.param if policy.zero >= 2 else dtypes.grad,
         reduce=None if alone else reduce,
         copies=dtypes.grad if copies > 1 and shards > 1 else None,

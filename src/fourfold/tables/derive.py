@@ -8,14 +8,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from fourfold.cost.count.flops import (
-    ALIASES,
-    CONVENTIONS,
-    FlopsPerToken,
-    FlopsQuery,
-    convention,
-    utilisation_pct,
-)
+from fourfold.cost.count import flops
 from fourfold.cost.count.params import model_params, stage_layers
 from fourfold.errors import UserError
 from fourfold.result.record import Record
@@ -37,8 +30,8 @@ def derive(record: Record, rule: str) -> Record:
         return record
     record = _with_shape(record, shape.model)
     ask = (shape.model, record.seq_len or 1, record.tp or 1, record.pp or 1, record.recompute)
-    own = ALIASES.get(record.convention, record.convention)
-    if record.tokens_s_gpu is None and record.tflops_gpu and own in CONVENTIONS:
+    own = flops.ALIASES.get(record.convention, record.convention)
+    if record.tokens_s_gpu is None and record.tflops_gpu and own in flops.CONVENTIONS:
         speed = record.tflops_gpu * 1e12 / _count(own, ask).printed
         record = replace(record, tokens_s_gpu=speed)
     if record.tokens_s_gpu is not None:
@@ -71,8 +64,8 @@ def _with_utilisation(record: Record, ask: Ask, restated: str | None) -> Record:
     rates: dict[str, Any] = {"tflops_gpu": count.printed * speed / 1e12}
     peak = peak_tflops(record)
     if peak is not None:
-        rates["mfu_pct"] = utilisation_pct(count.model, speed, peak * 1e12)
-        rates["hfu_pct"] = utilisation_pct(count.hardware, speed, peak * 1e12)
+        rates["mfu_pct"] = flops.utilisation_pct(count.model, speed, peak * 1e12)
+        rates["hfu_pct"] = flops.utilisation_pct(count.hardware, speed, peak * 1e12)
     if restated:
         cells = {name: text for name, text in record.cells.items() if name not in _BY_CONVENTION}
         return replace(record, convention=restated, cells=cells, **rates)
@@ -107,7 +100,7 @@ def _with_speed(record: Record) -> Record:
 
 
 @functools.lru_cache(maxsize=4096)
-def _count(rule: str, ask: Ask) -> FlopsPerToken:
+def _count(rule: str, ask: Ask) -> flops.FlopsPerToken:
     """A sweep asks the same few questions thousands of times."""
     model, seq_len, tp, pp, recompute = ask
     try:
@@ -115,8 +108,8 @@ def _count(rule: str, ask: Ask) -> FlopsPerToken:
     except UserError:
         policy = Policy()
     layout = Layout(tp=tp, pp=pp)
-    query = FlopsQuery.of(model=model, seq_len=seq_len, layout=layout, policy=policy)
-    return convention(rule).count(query)
+    query = flops.FlopsQuery.of(model=model, seq_len=seq_len, layout=layout, policy=policy)
+    return flops.convention(rule).count(query)
 
 
 @functools.lru_cache(maxsize=256)

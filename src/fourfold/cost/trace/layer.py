@@ -16,8 +16,9 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape, not_run
-from fourfold.spec.policy import AROUND, CpKind, Dtype, Policy, Sharding
+from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.words import AROUND, CpKind, Dtype, Sharding
 
 SHARDS = "dpxcp"
 # Steps that are alike in these are one, done several times.

@@ -16,13 +16,7 @@ from fourfold.engine.microbench.device import collectives_of, shared_rates
 from fourfold.engine.parallel.groups import Group, cpu_group
 from fourfold.engine.process.health import Heartbeat
 from fourfold.engine.process.task import Task, machine_facts
-from fourfold.result.profile import (
-    AttentionPoint,
-    CollectivePoint,
-    GemmPoint,
-    HardwareProfile,
-    SharedPoint,
-)
+from fourfold.result import profile
 
 # Shares of the given seconds; collectives and shared work take what is left.
 _GEMM, _ATTENTION, _COPY, _LAUNCH, _SUSTAINED, _RANKS = 0.34, 0.22, 0.06, 0.04, 0.12, 0.22
@@ -78,18 +72,18 @@ def perform(task: Task) -> None:
         facts = machine_facts(device, task.place.cores) | alone
         measured_s = time.perf_counter() - began
         points = {"shared": shared, "collectives": collectives}
-        task.answer(HardwareProfile(measured_s=measured_s, **points, **facts))
+        task.answer(profile.HardwareProfile(measured_s=measured_s, **points, **facts))
     dist.barrier(group=sleepers)
     task.leave()
 
 
 def _together(
     task: Task, device: torch.device, seconds: float, sleepers: dist.ProcessGroup
-) -> tuple[tuple[SharedPoint, ...], tuple[CollectivePoint, ...]]:
+) -> tuple[tuple[profile.SharedPoint, ...], tuple[profile.CollectivePoint, ...]]:
     """1, 2, 4, ... ranks at work at once; the others sleep until all are done."""
     sizes = [n for n in (1, 2, 4, 8, 16) if n <= task.place.world]
-    shared: list[SharedPoint] = []
-    collectives: list[CollectivePoint] = []
+    shared: list[profile.SharedPoint] = []
+    collectives: list[profile.CollectivePoint] = []
     for n in sizes:
         ranks = tuple(range(n))
         handle = dist.new_group(ranks=list(ranks))
@@ -170,7 +164,7 @@ def _alone(plan: Plan, seconds: float, heartbeat: Heartbeat) -> dict[str, Any]:
     }
 
 
-def _gemms(plan: Plan, seconds: float, heartbeat: Heartbeat) -> list[GemmPoint]:
+def _gemms(plan: Plan, seconds: float, heartbeat: Heartbeat) -> list[profile.GemmPoint]:
     shapes = list(_shapes(plan))
     points = []
     for dtype in plan.dtypes:
@@ -188,7 +182,7 @@ def _gemms(plan: Plan, seconds: float, heartbeat: Heartbeat) -> list[GemmPoint]:
     return points
 
 
-def _attentions(plan: Plan, seconds: float, heartbeat: Heartbeat) -> list[AttentionPoint]:
+def _attentions(plan: Plan, seconds: float, heartbeat: Heartbeat) -> list[profile.AttentionPoint]:
     lengths = _LENGTHS[plan.device.type]
     lengths = lengths[1:3] if plan.quick else lengths
     heads = (64, 128) if plan.quick else (64, 96, 128)

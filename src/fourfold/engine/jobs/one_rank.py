@@ -21,19 +21,9 @@ from fourfold.engine.microbench.kernels import Kernel, Product, is_again
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.memory import retries
 from fourfold.engine.observe.phases import PhaseTimeline, attach, axes_of, steady
-from fourfold.engine.one_rank import fake_peers
+from fourfold.engine.one_rank import fake_peers, totals
 from fourfold.engine.one_rank.fake_peers import TrafficLog
 from fourfold.engine.one_rank.profile import MicroBatchProfiler
-from fourfold.engine.one_rank.totals import (
-    StageFacts,
-    StepReadings,
-    fill_seconds,
-    kept_bytes,
-    kernel_time,
-    phase_times,
-    step_flops,
-    step_traffic,
-)
 from fourfold.engine.process.task import Task, environment
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult
@@ -68,16 +58,18 @@ def micro_batches_to_run(spec: RunSpec, wanted: str = "") -> int:
     return whole if whole <= enough + 1 else enough
 
 
-def _result(task: Task, rank: int, stage: StageFacts, readings: StepReadings) -> OneRankResult:
+def _result(
+    task: Task, rank: int, stage: totals.StageFacts, readings: totals.StepReadings
+) -> OneRankResult:
     """The model is gone: its kernels are timed alone, and both are put together."""
     device, memory = task.device(task.spec.device), readings.memory
     task.heartbeat.enter("kernels alone")
     kernels = stage.kernels(max(stage.sizes))
     alone = _alone(task, stage, kernels, device)
-    fills = fill_seconds(readings.traffic, stage.axes, device)
+    fills = totals.fill_seconds(readings.traffic, stage.axes, device)
     task.heartbeat.step_done()
     micro_s = steady(readings.intervals, stage.ran * readings.taken)
-    phases, compute_s = phase_times(readings, micro_s, fills, stage)
+    phases, compute_s = totals.phase_times(readings, micro_s, fills, stage)
     return OneRankResult(
         rank=rank,
         world=stage.spec.gpus,
@@ -88,9 +80,9 @@ def _result(task: Task, rank: int, stage: StageFacts, readings: StepReadings) ->
         step_s=tuple(readings.step_s),
         compute_s=compute_s,
         phases=tuple(phases),
-        comm=step_traffic(readings.traffic, stage.axes, stage),
-        flops=step_flops(stage, kernels),
-        peak_bytes=memory.peak_bytes + kept_bytes(stage),
+        comm=totals.step_traffic(readings.traffic, stage.axes, stage),
+        flops=totals.step_flops(stage, kernels),
+        peak_bytes=memory.peak_bytes + totals.kept_bytes(stage),
         reserved_bytes=memory.reserved_bytes,
         retries=memory.retries,
         peaks_from="ledger" if counts(stage.spec, device) else "allocator",
@@ -104,13 +96,13 @@ def _result(task: Task, rank: int, stage: StageFacts, readings: StepReadings) ->
 
 
 def _alone(
-    task: Task, stage: StageFacts, kernels: list[Kernel], device: torch.device
+    task: Task, stage: totals.StageFacts, kernels: list[Kernel], device: torch.device
 ) -> dict[str, Any]:
     """Kernels and the update, timed alone, and (`hot_s`) the floor: fields of OneRankResult."""
     budget_s, spec = _KERNELS_ALONE_S[device.type], stage.spec
     kernel_s = kernel_times.time_kernels(kernels, spec, device, budget_s)
     return {
-        "kernels": tuple(kernel_time(*pair) for pair in zip(kernels, kernel_s, strict=True)),
+        "kernels": tuple(totals.kernel_time(*pair) for pair in zip(kernels, kernel_s, strict=True)),
         "floor": floor_of(task, stage, kernels, kernel_s, device)
         if task.job.option("hot_s")
         else None,
@@ -121,7 +113,7 @@ def _alone(
 
 def floor_of(
     task: Task,
-    stage: StageFacts,
+    stage: totals.StageFacts,
     kernels: list[Kernel],
     kernel_s: list[float],
     device: torch.device,
@@ -153,7 +145,7 @@ def floor_of(
     )
 
 
-def _steps(task: Task, rank: int, ran: int) -> tuple[StageFacts, StepReadings]:
+def _steps(task: Task, rank: int, ran: int) -> tuple[totals.StageFacts, totals.StepReadings]:
     spec = with_micro_batches(task.spec, ran)
     specs = tuple(spec if i == task.index else other for i, other in enumerate(task.job.specs))
     task = replace(task, job=replace(task.job, specs=specs))
@@ -171,8 +163,8 @@ def _steps(task: Task, rank: int, ran: int) -> tuple[StageFacts, StepReadings]:
     )
 
 
-def _stage(trainer: Trainer) -> StageFacts:
-    return StageFacts(
+def _stage(trainer: Trainer) -> totals.StageFacts:
+    return totals.StageFacts(
         spec=trainer.spec,
         world=trainer.world,
         axes=axes_of(trainer.world, trainer.spec.model),
@@ -183,7 +175,7 @@ def _stage(trainer: Trainer) -> StageFacts:
     )
 
 
-def _run(steps: Steps, traffic_log: TrafficLog) -> StepReadings:
+def _run(steps: Steps, traffic_log: TrafficLog) -> totals.StepReadings:
     """Warm-up, one step whose messages are counted by phase, one watched step, timed steps."""
     spec, trainer = steps.task.spec, steps.trainer
     device = trainer.device
@@ -220,4 +212,4 @@ def _run(steps: Steps, traffic_log: TrafficLog) -> StepReadings:
         counted_bytes=steps.peak_bytes,
         retries=retries(device),
     )
-    return StepReadings(ticks.step_s(), intervals, taken, traffic, profiler, memory)
+    return totals.StepReadings(ticks.step_s(), intervals, taken, traffic, profiler, memory)

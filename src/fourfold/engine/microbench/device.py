@@ -17,13 +17,7 @@ from fourfold.engine import compat
 from fourfold.engine.model.layers import KERNELS
 from fourfold.engine.observe.clock import lower_quartile, reading, seconds_of, synchronize
 from fourfold.engine.parallel.groups import Group, World
-from fourfold.result.profile import (
-    AttentionPoint,
-    CollectivePoint,
-    CopyPoint,
-    GemmPoint,
-    SharedPoint,
-)
+from fourfold.result import profile
 from fourfold.result.report import LinkRate
 
 DTYPES = compat.DTYPES | {"tf32": torch.float32, "fp8": torch.float8_e4m3fn}
@@ -42,7 +36,7 @@ def product(dtype: str, shape: tuple[int, int, int], device: torch.device) -> Ca
 
 def gemm(
     dtype: str, shape: tuple[int, int, int], device: torch.device, budget_s: float
-) -> GemmPoint | None:
+) -> profile.GemmPoint | None:
     """None when the device has no such product (fp8 on older parts, half formats on some CPUs)."""
     m, n, k = shape
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
@@ -50,12 +44,12 @@ def gemm(
         seconds = seconds_of(product(dtype, shape, device), device, budget_s)
     except (RuntimeError, NotImplementedError):
         return None
-    return GemmPoint(dtype=dtype, m=m, n=n, k=k, seconds=seconds)
+    return profile.GemmPoint(dtype=dtype, m=m, n=n, k=k, seconds=seconds)
 
 
 def attention(
     kernel: str, sizes: tuple[int, int, int, int], dtype: str, device: torch.device, budget_s: float
-) -> AttentionPoint | None:
+) -> profile.AttentionPoint | None:
     """Sizes: batch, heads, tokens, head size. None when this kernel does not take them here."""
     batch, heads, tokens, head = sizes
     made = {"device": device, "dtype": DTYPES[dtype], "requires_grad": True}
@@ -75,7 +69,7 @@ def attention(
             backward_s = seconds_of(backward, device, budget_s * 2 / 3)
     except RuntimeError:
         return None
-    return AttentionPoint(
+    return profile.AttentionPoint(
         kernel=kernel,
         dtype=dtype,
         batch=batch,
@@ -87,11 +81,11 @@ def attention(
     )
 
 
-def copy(count_bytes: int, device: torch.device, budget_s: float) -> CopyPoint:
+def copy(count_bytes: int, device: torch.device, budget_s: float) -> profile.CopyPoint:
     source = torch.ones(count_bytes // 4, device=device)
     target = torch.empty_like(source)
     seconds = seconds_of(lambda: target.copy_(source), device, budget_s)
-    return CopyPoint(moved_bytes=count_bytes, seconds=seconds)
+    return profile.CopyPoint(moved_bytes=count_bytes, seconds=seconds)
 
 
 def launch_s(device: torch.device, budget_s: float) -> float:
@@ -146,10 +140,10 @@ def burst_and_sustained(
 _OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "p2p")
 
 
-def shared_rates(device: torch.device, group: Group, seconds: float) -> SharedPoint:
+def shared_rates(device: torch.device, group: Group, seconds: float) -> profile.SharedPoint:
     side = 4096 if device.type == "cuda" else 512
     dtype, flops, moved = rates(device, side, 2**26, seconds, group.handle)
-    return SharedPoint(ranks=group.size, dtype=dtype, flops_per_s=flops, bytes_per_s=moved)
+    return profile.SharedPoint(ranks=group.size, dtype=dtype, flops_per_s=flops, bytes_per_s=moved)
 
 
 def rates(
@@ -164,14 +158,16 @@ def rates(
     return dtype, point.flops_per_s, copy(count_bytes, device, seconds / 2).bytes_per_s
 
 
-def collectives_of(device: torch.device, group: Group, seconds: float) -> list[CollectivePoint]:
+def collectives_of(
+    device: torch.device, group: Group, seconds: float
+) -> list[profile.CollectivePoint]:
     sizes = (2**10, 2**16, 2**20, 2**24) if device.type == "cpu" else (2**10, 2**20, 2**24, 2**28)
     budget_s = seconds / len(sizes) / len(_OPS)
     points = []
     for op, size in itertools.product(_OPS, sizes):
         work = _collective(op, size, device, group)
         took = _seconds_together(work, device, group, budget_s, most_calls=2000)
-        point = CollectivePoint(op=op, ranks=group.size, payload_bytes=size, seconds=took)
+        point = profile.CollectivePoint(op=op, ranks=group.size, payload_bytes=size, seconds=took)
         points.append(point)
     return points
 

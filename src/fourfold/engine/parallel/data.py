@@ -23,14 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from fourfold.engine import compat_fsdp
 from fourfold.engine.compat import DTYPES, activation_dtype, kernels, put_parameter, version_of
-from fourfold.engine.compat_fsdp import (
-    cast_reduce_scatter,
-    fsdp_add_with,
-    fsdp_after_backward,
-    fsdp_gather_gradients_with,
-    fsdp_gather_in_place,
-)
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.parallel.groups import World
 from fourfold.spec.policy import Dtypes, running
@@ -53,10 +47,10 @@ def apply_data(decoder: Decoder, spec: RunSpec, world: World) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         if dtypes.reduce != dtypes.grad:
-            module.set_custom_reduce_scatter(cast_reduce_scatter(DTYPES[dtypes.reduce]))
-    fsdp_add_with([decoder], functools.partial(add_gradient, dtype=DTYPES[dtypes.grad]))
-    fsdp_gather_in_place()
-    fsdp_gather_gradients_with(widen)
+            module.set_custom_reduce_scatter(compat_fsdp.cast_reduce_scatter(DTYPES[dtypes.reduce]))
+    compat_fsdp.fsdp_add_with([decoder], functools.partial(add_gradient, dtype=DTYPES[dtypes.grad]))
+    compat_fsdp.fsdp_gather_in_place()
+    compat_fsdp.fsdp_gather_gradients_with(widen)
     _set_prefetch([m for m in layers if isinstance(m, FSDPModule)], policy.prefetch)
 
 
@@ -96,8 +90,8 @@ def backward_weights(decoder: Decoder, multiply: Callable[[int | None], None]) -
     multiply(None)
     for index, layer in reversed(decoder.blocks.items()):
         multiply(index)
-        fsdp_after_backward(layer)
-    fsdp_after_backward(decoder, is_root=True)
+        compat_fsdp.fsdp_after_backward(layer)
+    compat_fsdp.fsdp_after_backward(decoder, is_root=True)
 
 
 def is_alone(spec: RunSpec) -> bool:

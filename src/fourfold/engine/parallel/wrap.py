@@ -13,14 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.engine.compat import (
-    allow_graphs,
-    keep_rows_whole,
-    recompute_inside_functions,
-    storage_key,
-    version_of,
-    without_modes,
-)
+from fourfold.engine import compat
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Layer
 
@@ -53,9 +46,9 @@ def apply_compile(
     size of micro batch, or two (a ramp-up may have more), and each gets its own fast code."""
     if not enabled:
         return
-    allow_graphs(2 * shapes)
-    keep_rows_whole()
-    recompute_inside_functions()
+    compat.allow_graphs(2 * shapes)
+    compat.keep_rows_whole()
+    compat.recompute_inside_functions()
     for layer in decoder.blocks.values():
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True, dynamic=False)
 
@@ -78,7 +71,7 @@ class Packed:
         self.arrived: torch.cuda.Event | None = None
         self._lent: weakref.ref[Tensor] | None = None
         # Modes are those of a ledger or of fake tensors: neither shall count the host's copy.
-        with without_modes():
+        with compat.without_modes():
             if side is None:
                 self.host = tensor.detach().clone()
                 return
@@ -123,7 +116,7 @@ class Bag:
 
     def __init__(self, offloader: Offloader, before: Bag | None, stay: Iterable[Tensor]) -> None:
         self.offloader, self.before = offloader, before
-        self.stay = {storage_key(tensor) for tensor in stay}
+        self.stay = {compat.storage_key(tensor) for tensor in stay}
         self.packed: list[weakref.ref[Packed]] = []
         self._known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Packed]] = {}
         self._begun = False
@@ -134,7 +127,7 @@ class Bag:
         # Two operators may keep the same tensor. Its storage's address may be used again, so it
         # must still be alive.
         layout = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        key = (storage_key(tensor), layout, version_of(tensor))
+        key = (compat.storage_key(tensor), layout, compat.version_of(tensor))
         storage = tensor.untyped_storage()
         known = self._known.get(key)
         if known is not None and known[0]() is storage:
@@ -154,7 +147,7 @@ class Bag:
         # By the storage: a small view (keys of a fused product) keeps all of it.
         size = tensor.untyped_storage().nbytes()
         small = size < self.offloader.smallest_bytes or not tensor.is_floating_point()
-        return small or spread or storage_key(tensor) in self.stay
+        return small or spread or compat.storage_key(tensor) in self.stay
 
     def begin(self) -> None:
         """The backward pass has reached this layer: it and the one before start their way back."""

@@ -19,19 +19,7 @@ from pathlib import Path
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.escape import one_line
-from fourfold.result.files.run_file import (
-    NAME,
-    RUN_FILE,
-    RunIndex,
-    is_folder,
-    key_of,
-    new_place,
-    orphans,
-    read_run,
-    read_run_folder,
-    run_bytes,
-    stamp,
-)
+from fourfold.result.files import run_file
 from fourfold.result.files.stored import read_stored
 from fourfold.result.from_run import record_from
 from fourfold.result.job import REPORT_FILE, JobReport
@@ -61,15 +49,15 @@ class Stored:
 
     def report(self) -> RunReport:
         try:
-            return codec.load(RunReport, read_run_folder(self.folder))
+            return codec.load(RunReport, run_file.read_run_folder(self.folder))
         except UserError as error:
             if error.value is None or str(self.folder) not in str(error.value):
-                raise error.inside(self.folder / RUN_FILE) from None
+                raise error.inside(self.folder / run_file.RUN_FILE) from None
             raise
 
 
 def _summary_of(folder: Path) -> Record:
-    return record_from(read_run_folder(folder), folder.name[:16])
+    return record_from(run_file.read_run_folder(folder), folder.name[:16])
 
 
 def to_stderr(message: str) -> None:
@@ -96,15 +84,15 @@ class Store:
 
     def workplace(self) -> Path:
         """A new folder to run in, marked with who works there."""
-        return new_place(self.root)
+        return run_file.new_place(self.root)
 
     def keep(self, report: RunReport, place: Path | None = None) -> Stored:
         """Give the run its key: the folder it worked in becomes the stored one."""
         place = place or self.workplace()
         for repeat in self._free_repeats(report):
             report = dataclasses.replace(report, repeat=repeat)
-            key = key_of(report)
-            files.write_bytes(place / RUN_FILE, run_bytes(report), own=True)
+            key = run_file.key_of(report)
+            files.write_bytes(place / run_file.RUN_FILE, run_file.run_bytes(report), own=True)
             # Only now: until the run's own file is there, the job's report is the only copy.
             _tidy(place, everything=report.outcome == "ok")
             _sync(place)
@@ -121,12 +109,12 @@ class Store:
         raise AssertionError("repeats are unbounded")
 
     def _free_repeats(self, report: RunReport) -> Iterator[int]:
-        key = key_of(report)
+        key = run_file.key_of(report)
         prefix = dataclasses.replace(key, repeat=0).name.rpartition("_")[0]
         used = {
             int(match.group(4))
             for name in self._names()
-            if (match := NAME.match(name)) and name.rpartition("_")[0] == prefix
+            if (match := run_file.NAME.match(name)) and name.rpartition("_")[0] == prefix
         }
         first = max(used, default=-1) + 1
         yield from range(first, _MOST_REPEATS)
@@ -136,7 +124,7 @@ class Store:
 
     def leftovers(self) -> list[Path]:
         """Work folders of this host whose owner lives no more."""
-        return orphans(self.root, self._warn)
+        return run_file.orphans(self.root, self._warn)
 
     def recover(self, place: Path) -> Stored | None:
         """Keep what a left folder holds of a finished run; set aside what cannot be read, and clear
@@ -160,7 +148,7 @@ class Store:
     def _names(self) -> list[str]:
         try:
             with os.scandir(self.root) as entries:
-                return sorted(entry.name for entry in entries if NAME.match(entry.name))
+                return sorted(entry.name for entry in entries if run_file.NAME.match(entry.name))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -182,7 +170,7 @@ class Store:
     ) -> list[Stored]:
         """Every stored run, in the order of keys. What cannot be read is named, not dropped; in
         `unreadable` too, where it is given."""
-        index = RunIndex(self.root, self._warn)
+        index = run_file.RunIndex(self.root, self._warn)
         runs: list[Stored] = []
         names = self._names()
         said_at = time.monotonic()
@@ -199,9 +187,9 @@ class Store:
         index.write(names)
         return runs
 
-    def _summary(self, name: str, index: RunIndex) -> Record:
+    def _summary(self, name: str, index: run_file.RunIndex) -> Record:
         folder = self.root / name
-        at = stamp(folder / RUN_FILE) if is_folder(folder) else []
+        at = run_file.stamp(folder / run_file.RUN_FILE) if run_file.is_folder(folder) else []
         known = index.record(name, at)
         if known is None or known.run_id != name[:16]:
             known = _summary_of(folder)
@@ -212,9 +200,9 @@ class Store:
 def _tidy(place: Path, *, everything: bool) -> None:
     """Leave the run's own file, and what explains a failure."""
     patterns = () if everything else _EXPLAINS_FAILURE
-    stay = {place / RUN_FILE, *(path for pattern in patterns for path in place.glob(pattern))}
+    stay = {path for pattern in (*patterns, run_file.RUN_FILE) for path in place.glob(pattern)}
     for path in set(place.iterdir()) - stay:
-        if is_folder(path):
+        if run_file.is_folder(path):
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
@@ -223,10 +211,11 @@ def _tidy(place: Path, *, everything: bool) -> None:
 def _finished(place: Path) -> RunReport | None:
     """A run whose report was written before its writer died; a cancelled one is not finished. An
     error where a report is there and cannot be read."""
-    for name, kind in ((RUN_FILE, RunReport), (REPORT_FILE, JobReport)):
+    for name, kind in ((run_file.RUN_FILE, RunReport), (REPORT_FILE, JobReport)):
         if not os.path.lexists(place / name):
             continue
-        plain = read_run(place / name)[0] if kind is RunReport else read_stored(place / name)
+        is_run = kind is RunReport
+        plain = run_file.read_run(place / name)[0] if is_run else read_stored(place / name)
         try:
             loaded = codec.load(kind, plain)
         except UserError as error:
