@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fourfold.launch.outcomes import own_words, read_if_whole
+from fourfold.result import report
 from fourfold.result.job import Job, JobReport, RankFacts, facts_file
-from fourfold.result.report import (
-    WORST_FIRST,
-    Failure,
-    LinkRate,
-    OomReport,
-    Outcome,
-    RunReport,
-    StepReport,
-)
+
+# How a task ended, and the failure it ended with.
+End = tuple[report.Outcome, report.Failure | None]
 
 
 def job_report(
-    job: Job,
-    folder: Path,
-    ends: Mapping[int, tuple[Outcome, Failure | None]],
-    seconds: float,
-    started_at: str,
+    job: Job, folder: Path, ends: Mapping[int, End], seconds: float, started_at: str
 ) -> JobReport:
     """A task without an end (our own bug stopped the launcher) counts as cancelled."""
-    lost = ("cancelled", Failure(rank=-1, stage=0, phase="", message="the launcher stopped"))
+    lost = ("cancelled", report.Failure(rank=-1, stage=0, phase="", message="the launcher stopped"))
     whole = {task: ends.get(task, lost) for task in range(job.tasks)}
-    worst = min(whole.values(), key=lambda end: WORST_FIRST.index(end[0]))
+    worst = min(whole.values(), key=lambda end: report.WORST_FIRST.index(end[0]))
     runs = tuple(
         run_report(job, task, folder, end, started_at)
         for task, end in whole.items()
@@ -45,15 +37,13 @@ def job_report(
     )
 
 
-def run_report(
-    job: Job, task: int, folder: Path, end: tuple[Outcome, Failure | None], started_at: str
-) -> RunReport:
+def run_report(job: Job, task: int, folder: Path, end: End, started_at: str) -> report.RunReport:
     """Steps, start and environment as rank 0 saw them, loss from whoever has it."""
     paths = (facts_file(folder, task, rank) for rank in range(job.processes(task)))
     facts = [fact for path in paths if (fact := read_if_whole(RankFacts, path)) is not None]
     own = ("environment", "samples", "probes", "warmup")
     of_first: dict[str, Any] = {name: getattr(facts[0], name) for name in own} if facts else {}
-    return RunReport(
+    return report.RunReport(
         spec=job.specs[task],
         outcome=end[0],
         steps=_steps(facts),
@@ -69,9 +59,9 @@ def run_report(
     )
 
 
-def _slowest(links: list[LinkRate]) -> tuple[LinkRate, ...]:
+def _slowest(links: list[report.LinkRate]) -> tuple[report.LinkRate, ...]:
     """One for each axis, level and kind: a step waits for its slowest group."""
-    slowest: dict[tuple[str, str, str], LinkRate] = {}
+    slowest: dict[tuple[str, str, str], report.LinkRate] = {}
     for link in links:
         key = (link.axis, link.level, link.op)
         if key not in slowest or link.seconds > slowest[key].seconds:
@@ -79,7 +69,7 @@ def _slowest(links: list[LinkRate]) -> tuple[LinkRate, ...]:
     return tuple(slowest.values())
 
 
-def _shortage(folder: Path, task: int, failure: Failure | None) -> OomReport | None:
+def _shortage(folder: Path, task: int, failure: report.Failure | None) -> report.OomReport | None:
     """From the words of the rank that failed; another task's start sets them aside."""
     for place in (folder / f"failed-{task}", folder):
         own_failure = own_words(place, failure.rank) if failure else None
@@ -88,23 +78,13 @@ def _shortage(folder: Path, task: int, failure: Failure | None) -> OomReport | N
     return None
 
 
-def _steps(facts: list[RankFacts]) -> tuple[StepReport, ...]:
+def _steps(facts: list[RankFacts]) -> tuple[report.StepReport, ...]:
     """A step lasts as long as on its slowest rank; loss and norm from the first that has it."""
-    if not facts:
-        return ()
     merged = []
     for same in zip(*(fact.steps for fact in facts), strict=False):
         losses = (step.loss for step in same if step.loss is not None)
         norms = (step.grad_norm for step in same if step.grad_norm is not None)
-        merged.append(
-            StepReport(
-                step=same[0].step,
-                seconds=max(step.seconds for step in same),
-                loss=next(losses, None),
-                grad_norm=next(norms, None),
-                warmup=same[0].warmup,
-                skipped=any(step.skipped for step in same),
-                loss_scale=same[0].loss_scale,
-            )
-        )
+        seconds, skipped = max(s.seconds for s in same), any(s.skipped for s in same)
+        loss, norm = next(losses, None), next(norms, None)
+        merged.append(replace(same[0], seconds=seconds, loss=loss, grad_norm=norm, skipped=skipped))
     return tuple(merged)

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from fourfold import files
 from fourfold.errors import MachineError, UserError
-from fourfold.launch.collect import job_report
+from fourfold.launch.collect import End, job_report
 from fourfold.launch.folder import exclusive, job_folder, scratch, set_aside
 from fourfold.launch.outcomes import JobScene, fallen, silent, stopped
 from fourfold.launch.permit import Permit, gpu_count
@@ -32,13 +32,12 @@ from fourfold.result.job import (
     answer_file,
     facts_file,
 )
-from fourfold.result.report import Failure, Outcome
+from fourfold.result.report import Failure
 from fourfold.result.trace import LayerTrace, TraceMeasure
 from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
 
 Progress = Callable[[str], None]
-End = tuple[Outcome, Failure | None]
 _DUMP_S = 3.0  # after a hang, ranks dump their stacks
 
 

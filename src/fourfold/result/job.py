@@ -11,18 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from fourfold.errors import UserError
-from fourfold.result.report import (
-    DeviceSample,
-    Failure,
-    LinkRate,
-    OomReport,
-    Outcome,
-    ProbeReport,
-    RankMemory,
-    RankSteps,
-    RunReport,
-    StepReport,
-)
+from fourfold.result import report
 from fourfold.result.timing import Warmup
 from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
@@ -127,26 +116,26 @@ class RankFailure:
     """What a rank says of its own end, and when. `echo`: it knows that the cause is elsewhere.
     `shortage`: what it held when memory ran out."""
 
-    outcome: Outcome
-    failure: Failure
+    outcome: report.Outcome
+    failure: report.Failure
     at: float
     echo: bool = False
-    shortage: OomReport | None = None
+    shortage: report.OomReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
     """What one rank measured in one task; rank 0 alone adds samples, probes and environment."""
 
-    memory: RankMemory
-    times: RankSteps
-    steps: tuple[StepReport, ...] = ()
+    memory: report.RankMemory
+    times: report.RankSteps
+    steps: tuple[report.StepReport, ...] = ()
     start_s: float = 0.0
     window_s: float = 0.0
-    samples: tuple[DeviceSample, ...] = ()
-    probes: tuple[ProbeReport, ...] = ()
+    samples: tuple[report.DeviceSample, ...] = ()
+    probes: tuple[report.ProbeReport, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
-    links: tuple[LinkRate, ...] = ()
+    links: tuple[report.LinkRate, ...] = ()
     warmup: Warmup | None = None
 
 
@@ -155,11 +144,11 @@ class JobReport:
     """`runs` has one entry per run of the job; `answers` are files beside the report."""
 
     job: str
-    outcome: Outcome
+    outcome: report.Outcome
     seconds: float
-    runs: tuple[RunReport, ...] = ()
+    runs: tuple[report.RunReport, ...] = ()
     answers: tuple[str, ...] = ()
-    failure: Failure | None = None
+    failure: report.Failure | None = None
 
 
 def beat_file(folder: Path, rank: int) -> Path:

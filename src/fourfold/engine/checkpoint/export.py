@@ -17,22 +17,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, metadata, planner
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
 from fourfold import files
 from fourfold.engine.checkpoint.hf_read import CONFIG, INDEX, WHOLE, safetensors, theirs
@@ -135,7 +121,7 @@ def _published(out: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-class _Planner(SavePlanner):
+class _Planner(planner.SavePlanner):
     """Hands torch one whole tensor after the other."""
 
     def __init__(self, shapes: Shapes, source: DcpSource) -> None:
@@ -144,32 +130,34 @@ class _Planner(SavePlanner):
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
+        storage_meta: metadata.StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
         pass
 
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([_item(name, *what) for name, what in self._shapes.items()])
+    def create_local_plan(self) -> planner.SavePlan:
+        return planner.SavePlan([_item(name, *what) for name, what in self._shapes.items()])
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(
+        self, all_plans: list[planner.SavePlan]
+    ) -> tuple[list[planner.SavePlan], metadata.Metadata]:
         return create_default_global_save_plan(all_plans)
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+    def finish_plan(self, new_plan: planner.SavePlan) -> planner.SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+    def resolve_data(self, write_item: planner.WriteItem) -> Tensor | io.BytesIO:
         return self._source(write_item.index.fqn)
 
 
-def _item(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> WriteItem:
+def _item(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> planner.WriteItem:
     size, corner = torch.Size(shape), torch.Size([0] * len(shape))
-    return WriteItem(
-        index=MetadataIndex(name, corner),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(corner, size),
-            properties=TensorProperties(dtype=dtype),
+    return planner.WriteItem(
+        index=metadata.MetadataIndex(name, corner),
+        type=planner.WriteItemType.SHARD,
+        tensor_data=planner.TensorWriteData(
+            chunk=metadata.ChunkStorageMetadata(corner, size),
+            properties=metadata.TensorProperties(dtype=dtype),
             size=size,
         ),
     )
