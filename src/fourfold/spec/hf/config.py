@@ -3,22 +3,13 @@ nothing."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec.codec import MAX_INT
+from fourfold.spec import check
+from fourfold.spec.codec import decode_value
 from fourfold.spec.model import Variant
-
-
-def number(field: str, value: object) -> float:
-    """A finite number of the file, else an error that names its field."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise UserError("must be a number", field=field, value=value)
-    if not abs(value) <= 1e300 or not math.isfinite(value):
-        raise UserError("must be a finite number", field=field, value=value)
-    return float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +48,27 @@ class Config:
     def path(self, name: str) -> str:
         return f"{self.where}.{name}" if self.where else name
 
-    def whole(self, ours: str, *names: str, default: int | None = None) -> int:
-        name, value = self.find(*names)
-        self.keys[ours] = self.path(name)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            raise UserError("is missing", field=self.path(name), hint=f'add "{name}": ...')
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise UserError("must be a whole number", field=self.path(name), value=value)
-        if not 1 <= value <= MAX_INT:
-            raise UserError("must be from 1 to 2^63 - 1", field=self.path(name), value=value)
-        return value
-
-    def number(self, ours: str, *names: str, default: float | None = None) -> float:
+    def _given(self, ours: str, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        """The path of the key that gives our field, and its value or the default."""
         name, value = self.find(*names)
         self.keys[ours] = self.path(name)
         if value is None and default is None:
             raise UserError("is missing", field=self.path(name), hint=f'add "{name}": ...')
-        return default if value is None else number(self.path(name), value)  # type: ignore[return-value]
+        return self.path(name), default if value is None else value
+
+    def whole(self, ours: str, *names: str, default: int | None = None) -> int:
+        path, given = self._given(ours, names, default)
+        value = decode_value(int, given, path)
+        check.that(value >= 1, path, value, "must be from 1 to 2^63 - 1")
+        return value
+
+    def number(self, ours: str, *names: str, default: float | None = None) -> float:
+        path, given = self._given(ours, names, default)
+        return decode_value(float, given, path)
 
     def flag(self, *names: str, default: bool) -> bool:
         name, value = self.find(*names)
-        if value is not None and not isinstance(value, bool):
-            raise UserError("must be true or false", field=self.path(name), value=value)
-        return default if value is None else value
+        return default if value is None else decode_value(bool, value, self.path(name))
 
     def table(self, name: str) -> Config:
         self.used.add(self.path(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fourfold.errors import UserError
+from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.config import Config
 from fourfold.spec.hf.parts import sizes
 
@@ -14,10 +15,9 @@ def mpt(config: Config) -> dict[str, Any]:
     attention, size = config.table("attn_config"), sizes(config)
     no_bias = config.flag("no_bias", default=True)
     attention.ignore("attn_impl", "attn_uses_sequence_id", "attn_pdrop", "rope_impl")
-    window = attention.data.get("sliding_window_size", -1)
-    attention.find("sliding_window_size")
-    if not isinstance(window, int) or isinstance(window, bool):
-        raise UserError("must be a whole number", field="attn_config.sliding_window_size")
+    name = "sliding_window_size"
+    window = decode_value(int, attention.data.get(name, -1), attention.path(name))
+    attention.find(name)
     norms = ("low_precision_layernorm", "layernorm", "low_precision_rmsnorm", "rmsnorm")
     norm = config.choice(norms[0], norms, "norm_type").removeprefix("low_precision_")
     config.table("ffn_config").choice("mptmlp", ("mptmlp",), "ffn_type")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fourfold.errors import UserError
-from fourfold.spec.hf.config import Config, number
+from fourfold.spec.codec import decode_value
+from fourfold.spec.hf.config import Config
 from fourfold.spec.model import Variant
 
 Fields = dict[str, Any]
@@ -170,7 +171,7 @@ def _scaling(table: Config, config: Config) -> Fields | None:
 def rotary_dims(config: Config, head_size: int, default: int) -> float:
     """GPT-J's kin say how many channels of a head turn, not which share."""
     name, value = config.find("rotary_dim")
-    dims = number(name, default if value is None else value)
+    dims = decode_value(float, default if value is None else value, name)
     if not 0 < dims <= head_size:
         raise UserError(f"must be from 1 to {head_size}, the head size", field=name, value=dims)
     return dims / head_size

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from fourfold.errors import UserError
+from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.config import Config
 from fourfold.spec.hf.mpt import mpt
 from fourfold.spec.hf.parts import (
@@ -35,9 +36,7 @@ def _some_windows(step: int) -> Callable[[Config, int], Fields]:
 
 def _qwen_windows(config: Config, layers: int) -> Fields:
     """The first `max_window_layers` see all."""
-    first = config.data.get("max_window_layers", 28)
-    if not isinstance(first, int) or isinstance(first, bool):
-        raise UserError("must be a whole number", field="max_window_layers", value=first)
+    first = decode_value(int, config.data.get("max_window_layers", 28), "max_window_layers")
     return windows(config, layers, local=lambda layer: layer >= first, default=4096, switched=True)
 
 
