@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
 from fourfold.errors import UserError, nearest
 from fourfold.flag import flag
 from fourfold.spec import check
+from fourfold.spec.codec import decode_value
 from fourfold.units import size_from
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -25,6 +27,7 @@ _WORD = re.compile(
     rf"\s*({'|'.join(AXES)}|ep)\s?[=:]?\s?([0-9]{{1,9}})(?:x([0-9]{{1,9}}))?(?:[\s,;*/]+|x(?=[a-z])|\Z)"
 )
 _MAX_RANKS = 2**24
+_SIZE = Annotated[int, size_from]
 _SPELLED = f"{', '.join(AXES[:-1])} and {AXES[-1]}"
 
 
@@ -138,10 +141,10 @@ class Layout:
             parsed = cls.parse(dp if dp.lower().startswith("dp") else f"dp{dp}")
             sizes = {"replicate": parsed.replicate, "shard": parsed.shard}
         elif dp is not None:
-            sizes = {"shard": _int("dp", dp)}
+            sizes = {"shard": decode_value(_SIZE, dp, "dp")}
         for axis in (*SIZES, "ep"):
             if axis in table:
-                sizes[axis] = _int(axis, table[axis])
+                sizes[axis] = decode_value(_SIZE, table[axis], axis)
         order = table.get("order")
         order = list(AXES) if order is None else order
         if isinstance(order, str):
@@ -160,14 +163,3 @@ def _whole_order(named: list[str]) -> tuple[str, ...]:
     if named == [axis for axis in AXES if axis in named]:
         return AXES
     return (*(axis for axis in AXES if axis not in named), *named)
-
-
-def _int(field: str, value: object) -> int:
-    if isinstance(value, str):
-        try:
-            return size_from(value)
-        except UserError as error:
-            raise error.within(field) from None
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise UserError("must be a whole number", field=field, value=value)
