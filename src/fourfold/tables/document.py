@@ -16,8 +16,10 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.result.record import Record
 from fourfold.spec import catalog
+from fourfold.spec.codec import decode_value
 
 SCHEMA_VERSION = 1
+_TEXTS = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def from_plain(data: object) -> Document:
 
 def _block(data: object, path: str) -> Table | Text:
     if isinstance(data, dict) and set(data) == {"text"}:
-        return Text(_texts(data["text"], f"{path}.text"))
+        return Text(decode_value(_TEXTS, data["text"], f"{path}.text"))
     if not isinstance(data, dict) or set(data) != {"headings", "rows"}:
         raise UserError("must have 'text', or 'headings' and 'rows'", field=path)
     if not isinstance(data["rows"], list):
@@ -89,15 +91,9 @@ def _block(data: object, path: str) -> Table | Text:
     rows = []
     for number, row in enumerate(data["rows"]):
         rule = isinstance(row, dict) and set(row) == {"rule"}
-        cells = _texts(row["rule"] if rule else row, f"{path}.rows[{number}]")
+        cells = decode_value(_TEXTS, row["rule"] if rule else row, f"{path}.rows[{number}]")
         rows.append(TableRow(cells, rule=rule))
-    return Table(_texts(data["headings"], f"{path}.headings"), tuple(rows))
-
-
-def _texts(data: object, path: str) -> tuple[str, ...]:
-    if not isinstance(data, list) or not all(isinstance(item, str) for item in data):
-        raise UserError("must be a list of strings", field=path)
-    return tuple(data)
+    return Table(decode_value(_TEXTS, data["headings"], f"{path}.headings"), tuple(rows))
 
 
 _SETTING = re.compile(
