@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -119,10 +119,8 @@ class Saver:
         for item, buffer in zip(items, self._buffers, strict=True):
             buffer.copy_(item.tensor, non_blocking=True)
         synchronize(device)
-        return [
-            StateShard(item.name, item.shape, item.offsets, buffer)
-            for item, buffer in zip(items, self._buffers, strict=True)
-        ]
+        pairs = zip(items, self._buffers, strict=True)
+        return [replace(item, tensor=buffer) for item, buffer in pairs]
 
 
 def _agreed(items: Sequence[StateShard], group: dist.ProcessGroup) -> list[int]:

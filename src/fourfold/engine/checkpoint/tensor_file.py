@@ -247,10 +247,7 @@ class _Blocks:
 
 def _exactly(stream: BinaryIO, start: int, size: int, name: str) -> bytes:
     stream.seek(start)
-    parts = []
-    while size > 0 and (part := stream.read(size)):
-        parts.append(part)
-        size -= len(part)
-    if size:
+    content = stored.take(stream, size)
+    if len(content) != size:
         raise stored.changed(name)
-    return b"".join(parts) if len(parts) > 1 else parts[0] if parts else b""
+    return content

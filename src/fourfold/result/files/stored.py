@@ -92,11 +92,16 @@ def read_bytes(path: Path, limit: int) -> bytes:
             rule = f"has {size:,} bytes, where at most {limit:,} are expected"
             hint = "is this the right file?"
             raise UnreadableError(rule, field="file", value=str(path), hint=hint)
-        parts = []
-        while size > 0 and (part := stream.read(size)):
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+        return take(stream, size)
+
+
+def take(stream: BinaryIO, size: int) -> bytes:
+    """The next `size` bytes, or what there is of them; one read may give fewer."""
+    parts = []
+    while size > 0 and (part := stream.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts) if len(parts) != 1 else parts[0]  # no copy of a large block
 
 
 def size_of(path: Path) -> int:
