@@ -163,13 +163,14 @@ def with_argparse(trees: Mapping[str, ast.AST]) -> set[str]:
     return {name for name in named - {"cli.py"} if not name.startswith("commands/")}
 
 
-def same_names(trees: Mapping[str, ast.Module]) -> dict[tuple[str, str], list[str]]:
-    """(layer, class) that more than one file of the layer defines."""
-    places: dict[tuple[str, str], list[str]] = {}
+def same_names(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """Classes that are defined more than once, and where; those inside functions and classes
+    count too."""
+    places: dict[str, list[str]] = {}
     for name, tree in trees.items():
-        for node in tree.body:
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                places.setdefault((name.split("/")[0], node.name), []).append(name)
+                places.setdefault(node.name, []).append(name)
     return {key: files for key, files in places.items() if len(files) > 1}
 
 
@@ -241,7 +242,7 @@ def test_files_and_functions_are_short() -> None:
     assert not long_functions(TREES)
 
 
-def test_a_layer_has_one_class_of_a_name() -> None:
+def test_no_two_classes_share_a_name() -> None:
     assert not same_names(TREES)
 
 
@@ -276,13 +277,14 @@ def test_the_other_rules_can_fail() -> None:
     late = "def f():\n    from fourfold.a import c\n"
     trees = {
         "a/b.py": ast.parse("from fourfold.a.c import x\nimport argparse\nclass A: ...\n" + late),
-        "a/c.py": ast.parse("def f():\n    import fourfold.a.b\nclass A: ...\n"),
+        "a/c.py": ast.parse("def f():\n    import fourfold.a.b\n"),
+        "b.py": ast.parse("def f():\n    class A: ...\n"),
         "commands/x.py": ast.parse('"""Help."""\nfrom fourfold.commands import y\ndef run(): ...'),
         "commands/y.py": ast.parse("def run(): ..."),
     }
     assert circles(trees) == [["a/b.py", "a/c.py"]]
     assert with_argparse(trees) == {"a/b.py"}
-    assert same_names(trees) == {("a", "A"): ["a/b.py", "a/c.py"]}
+    assert same_names(trees) == {"A": ["a/b.py", "b.py"]}
     assert no_commands(trees) == {"commands/y.py"}
     assert command_imports(trees) == {"commands/x.py"}
     assert questions({"a.py": ast.parse('"""What is a? A.\n\nB."""'), **trees}) == {"a.py"}
