@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.errors import UserError
-from fourfold.launch.batch_script import Batch, script
+from fourfold.launch.batch_script import BatchJob, script
 from fourfold.launch.outcomes import JobScene, fallen
 from fourfold.launch.slurm import Slurm, Submitted, submitted
 from fourfold.launch.slurm_ranks import SlurmRanks, State
@@ -36,7 +36,7 @@ def job_of(gpus: int = 16, **table: object) -> Job:
 
 def text_of(site: Site, job: Job | None = None, *folders: str, array: bool = False) -> str:
     places = tuple(map(Path, folders or ("/work place/it's",)))
-    return script(Batch(job or job_of(), (0,), places, places[0], array), site)
+    return script(BatchJob(job or job_of(), (0,), places, places[0], array), site)
 
 
 def asked(text: str) -> set[str]:

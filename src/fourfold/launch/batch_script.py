@@ -19,7 +19,7 @@ EXIT_FILE = "slurm-exit"
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchJob:
     """Jobs with equally many ranks and the same variables. `logs`: where Slurm's own words go."""
 
     job: Job
@@ -33,7 +33,7 @@ class Batch:
         return self.job.processes(self.tasks[0])
 
 
-def script(batch: Batch, site: Site) -> str:
+def script(batch: BatchJob, site: Site) -> str:
     nodes, per_node = site.nodes(batch.ranks), site.per_node(batch.ranks)
     if site.hosts and nodes > len(site.hosts):
         rule = f"must have at least the {nodes} that {batch.ranks} ranks need"
@@ -86,7 +86,7 @@ def _first_host(site: Site, nodes: int) -> list[str]:
     ]
 
 
-def _asked(batch: Batch, site: Site) -> list[str]:
+def _asked(batch: BatchJob, site: Site) -> list[str]:
     job, per_node = batch.job, site.per_node(batch.ranks)
     nodes = site.nodes(batch.ranks)
     lines = [f"--job-name=fourfold-{job.job}", f"--nodes={nodes}", "--ntasks-per-node=1"]
@@ -115,7 +115,7 @@ def _asked(batch: Batch, site: Site) -> list[str]:
     return [*lines, f"--output={shlex.quote(str(log))}", *site.extra]
 
 
-def _variables(batch: Batch, site: Site) -> list[tuple[str, str]]:
+def _variables(batch: BatchJob, site: Site) -> list[tuple[str, str]]:
     source = str(Path(fourfold.__file__).parent.parent)
     own = batch.job.task_env(batch.tasks[0])
     fixed = {

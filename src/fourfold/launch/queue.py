@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fourfold import files
-from fourfold.launch.batch_script import Batch, same_batch
+from fourfold.launch.batch_script import BatchJob, same_batch
 from fourfold.launch.folder import job_folder
 from fourfold.launch.slurm import Slurm, Submitted, submitted
 from fourfold.launch.stop import stop_signals
@@ -114,7 +114,7 @@ class Queue:
         self.slurm.submit(written)
         self._followed += [place for place in written.folders if place not in self._followed]
 
-    def _written(self, batch: list[tuple[Path, Job]]) -> Batch:
+    def _written(self, batch: list[tuple[Path, Job]]) -> BatchJob:
         """Job files first: a script skips a folder without one."""
         places = tuple(place for place, _ in batch)
         for place, job in batch:
@@ -126,7 +126,7 @@ class Queue:
             logs.mkdir()
         array = self.slurm.site.queue == "array" and len(batch) > 1
         self._waiting = [one for one in self._waiting if one[0] not in places]
-        return Batch(batch[0][1], (0,), places, logs, array)
+        return BatchJob(batch[0][1], (0,), places, logs, array)
 
     def cancel(self) -> None:
         """Everything that is submitted and not kept; returns when nothing of it runs."""

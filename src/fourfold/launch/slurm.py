@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.errors import MachineError, UserError
-from fourfold.launch.batch_script import EXIT_FILE, Batch, script
+from fourfold.launch.batch_script import EXIT_FILE, BatchJob, script
 from fourfold.launch.slurm_ranks import GONE_S, LIVING, WAITING, SlurmRanks, State
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.spec import codec
@@ -50,7 +50,7 @@ class Slurm:
         """Submit it, unless it is (by `submit`, or by an earlier command)."""
         known = submitted(folder)
         if known is None or (known.tasks and known.tasks != tuple(tasks)):
-            (known,) = self.submit(Batch(job, tuple(tasks), (folder,), folder))
+            (known,) = self.submit(BatchJob(job, tuple(tasks), (folder,), folder))
         ranks = SlurmRanks(
             self, known.id, job, folder, ranks=job.processes(tasks[0]), step=known.step
         )
@@ -70,7 +70,7 @@ class Slurm:
         """A scheduler that does not answer has not forgotten it."""
         return self.state(job_id).name in ("", *LIVING)
 
-    def submit(self, batch: Batch) -> list[Submitted]:
+    def submit(self, batch: BatchJob) -> list[Submitted]:
         """One script for all folders of the batch, whose job files are written."""
         path = self.write_script(batch)
         answer = ask(["sbatch", "--parsable", str(path)], at_most_s=_SUBMIT_S)
@@ -90,7 +90,7 @@ class Slurm:
             files.write_text(folder / SUBMITTED_FILE, codec.to_json(known[-1]))
         return known
 
-    def write_script(self, batch: Batch) -> Path:
+    def write_script(self, batch: BatchJob) -> Path:
         path = batch.logs / SCRIPT_FILE
         files.write_text(path, script(batch, self.site))
         return path

@@ -10,7 +10,7 @@ from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.launch.batch_script import Batch
+from fourfold.launch.batch_script import BatchJob
 from fourfold.launch.folder import job_folder
 from fourfold.launch.local import require_torch
 from fourfold.launch.queue import Queue, described_job
@@ -58,7 +58,7 @@ def submission(queue: Queue, specs: Sequence[RunSpec], *, only_print: bool) -> S
 
 def submission_of(job: Job, folder: Path, on: Slurm, *, only_print: bool) -> Submission:
     """One job that is no run of a store, in the folder where it works."""
-    batch = Batch(job, tuple(range(job.tasks)), (folder,), folder)
+    batch = BatchJob(job, tuple(range(job.tasks)), (folder,), folder)
     with job_folder(folder):
         files.write_text(folder / JOB_FILE, codec.to_json(job))
         if only_print:
