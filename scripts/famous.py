@@ -11,17 +11,27 @@ from __future__ import annotations
 
 import csv
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from fourfold.cost.fit.calibration import Calibration, FittedStack, between
+from fourfold.cost.fit.calibration import Calibration, FittedStack, between, to_json
 from fourfold.cost.fit.fit import fit_entries, sample
 from fourfold.cost.fit.validate import only
+from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import Rows, parse
+from fourfold.errors import UserError
+from fourfold.search.plan_answer import PlanRow
+from fourfold.spec import catalog
+from fourfold.spec.cluster import Cluster, Link
+from fourfold.spec.model import ModelShape, Positions
+from fourfold.spec.words import DTYPES, PRICED_ATTENTION
+from fourfold.verbs.plan import plan
+from fourfold.verbs.requests import PlanRequest
 
 TABLES = ("mpt", "bloom", "par4d", "nanotron", "aleph", "newer", "newer2")
 SPEEDS = ("tflops_gpu", "step_s", "tokens_s_gpu")
@@ -43,6 +53,7 @@ class Famous:
     rows: Rows
     said: RowPredictions
     at: int
+    choice: PlanRow | None  # None: nothing to choose from, or nothing that fits
 
 
 def famous_rows(folder: Path) -> tuple[list[dict[str, str]], Rows]:
@@ -85,9 +96,74 @@ def answers(folder: Path) -> list[Famous]:
     sources = np.array([row["source"] for row in raw])
     found = []
     for source in dict.fromkeys(sources.tolist()):
-        said = predict(only(rows, sources == source), without(entries, tables, source))
-        found += [Famous(raw[i], rows, said, int(i)) for i in np.flatnonzero(sources == source)]
+        known = without(entries, tables, source)
+        said = predict(only(rows, sources == source), known)
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "calibration.json"
+            file.write_text(to_json(known))
+            for i in np.flatnonzero(sources == source).tolist():
+                choice = chosen(rows, i, str(file)) if rows.usable[i] else None
+                found.append(Famous(raw[i], rows, said, i, choice))
     return found
+
+
+def model_of(rows: Rows, i: int) -> ModelShape:
+    c = rows.columns
+    sizes = {name: int(getattr(c, name)[i]) for name in
+             ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")}  # fmt: skip
+    gated = bool(c.gated[i])
+    return ModelShape(
+        **sizes,
+        family="llama" if gated else "gpt",
+        positions=Positions(kind="rope" if gated else "learned"),
+        norm="rmsnorm" if gated else "layernorm",
+        activation="swiglu" if gated else "gelu",
+        bias=not gated,
+        tied=bool(c.tied[i]),
+        head_dim=int(c.width[i] / c.heads[i]),
+    )
+
+
+def cluster_of(rows: Rows, i: int) -> Cluster:
+    """The machines of a row, with the links that its prediction takes."""
+    c, device = rows.columns, catalog.device(str(rows.hardware[i]))
+    gpus, host, inner = int(c.gpus[i]), int(c.node[i]), int(min(c.domain[i], c.gpus[i]))
+    links = [Link(name="nvlink", ranks=inner, bytes_per_s=float(c.link[i]), latency_s=3e-6)]
+    if gpus > inner:
+        rate = float(c.net[i] / c.node[i])
+        reach = -(-gpus // inner) * inner
+        links.append(Link(name="network", ranks=reach, bytes_per_s=rate, latency_s=10e-6))
+    name, source = str(rows.cluster[i]), "as published"
+    return Cluster(name=name, device=device, gpus=gpus, host_gpus=min(host, gpus),
+                   links=tuple(links), source=source)  # fmt: skip
+
+
+def chosen(rows: Rows, i: int, calibration: str) -> PlanRow | None:
+    """What the planner would run there: same model, GPUs, batch, format and attention."""
+    c = rows.columns
+    precision = DTYPES[int(c.precision[i])]
+    attention = PRICED_ATTENTION[int(c.attention[i])]
+    policy = {"precision": "bf16-mixed" if precision == "bf16" else precision}
+    if attention in ("fused-softmax", "unfused"):
+        policy["attention"] = attention
+    try:
+        answer = plan(
+            PlanRequest(
+                model=model_of(rows, i),
+                seq_len=int(c.seq[i]),
+                global_batch=int(c.batch[i]),
+                gpus=int(c.gpus[i]),
+                cluster=cluster_of(rows, i),
+                stack=stack_defaults(str(rows.stack[i])).rules,
+                policy=policy,
+                calibration=calibration,
+                top=1,
+            )
+        )
+    except UserError as error:
+        print(f"{rows.table.column('run')[i]}: {error}", file=sys.stderr)
+        return None
+    return answer.ranked[0] if answer.ranked else None
 
 
 def layout(one: Famous) -> str:
@@ -114,11 +190,21 @@ def line(one: Famous) -> list[str]:
     off = f"{100 * (said.step_s[i] / truth - 1):+.0f}%" if known and np.isfinite(truth) else "-"
     fits = f"{100 * said.fit_chance[i]:.0f}%" if known else "-"
     gpus = f"{row['n_gpus'] or '?'} x {row['hardware']}"
-    return [name, gpus, layout(one), figure, measured, step, off, fits]
+    return [name, gpus, layout(one), figure, measured, step, off, fits, choice(one)]
+
+
+def choice(one: Famous) -> str:
+    best = one.choice
+    if best is None:
+        return "-"
+    words = f"{best} micro batch {best.micro_batch} {best.policy.sharding}"
+    words += f", recompute {best.policy.recompute}: {best.step_s:.2f} s"
+    return f"{words}, fits {100 * best.fit_chance:.0f}%"
 
 
 def page(found: list[Famous]) -> str:
-    head = ["run", "GPUs", "layout", "published", "s/step", "predicted s (80%)", "off", "fits"]
+    head = ["run", "GPUs", "layout", "published", "s/step", "predicted s (80%)", "off", "fits",
+            "what the planner would choose"]  # fmt: skip
     lines = [line(one) for one in found]
     table = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     table += ["| " + " | ".join(cells) + " |" for cells in lines]

@@ -34,7 +34,10 @@ Floats = NDArray[np.float64]
 GROUPS = (("hidden",), ("seq", "tokens"), ("gpus",), ("micros",), ("tp",), ("pp", "vpp"), ("cp",),
           ("low_precision",))  # fmt: skip
 NAMES = ("KNOWN", "UNKNOWN", "NOISE", *("/".join(group) for group in GROUPS))
-MOST_ROWS = 30  # above which a source counts no more for having them
+# Share of rows, sources alike, that learned weights are widened to hold: rows of a source without a
+# say in them are held less often.
+AIM = 0.84
+MANY_ROWS = 30  # from which a source's own share in the interval says something
 
 
 @dataclass(frozen=True)
@@ -144,12 +147,13 @@ class Widths:
             here = use & (self.kind == kind)
             for source in set(self.source[here].tolist()):
                 rows = here & (self.source == source)
-                found[rows] = min(rows.sum(), MOST_ROWS) / MOST_ROWS / rows.sum()
+                found[rows] = 1.0 / rows.sum()
             found[here] /= found[here].sum()
-        return found
+        return found / found.sum()
 
     def learned(self, use: NDArray[np.bool_]) -> Floats:
-        """Weights with the smallest mean interval score, one coordinate at a time."""
+        """Weights with the smallest mean interval score, one coordinate at a time, all of them
+        scaled until AIM of the rows lie inside."""
         share = self.row_weights(use)
         weights = np.array([0.5, 2.0, 1.3, 0.05, 0.05, 0.03, 0.03, 0.05, 0.03, 0.1, 0.05])
         least = np.array([0.05] * 3 + [0.01] * len(GROUPS))
@@ -165,7 +169,15 @@ class Widths:
                         break
                 else:
                     step[i] *= 0.6
-        return weights
+        return weights * self._scale(weights, share)
+
+    def _scale(self, weights: Floats, share: Floats) -> float:
+        low, high = 0.7, 2.0
+        for _ in range(12):
+            middle = (low + high) / 2.0
+            covers = float((share * self.scores(weights * middle)[0]).sum()) >= AIM
+            low, high = (low, middle) if covers else (middle, high)
+        return high
 
     def nested(self) -> NDArray[np.bool_]:
         """Rows inside their interval when their source had no say in its weights."""
@@ -186,22 +198,25 @@ def report(widths: Widths) -> None:
     nested = widths.nested()
     off = np.abs(np.exp(-widths.error) - 1.0)
     print(
-        "| left out | sources | rows | median % | p90 % | inside % | nested % | width % | score |"
+        "| left out | sources | rows | median % | p90 % | inside % | nested % "
+        f"| nested, sources of {MANY_ROWS}+ rows | width % | score |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for kind in dict.fromkeys(widths.kind.tolist()):
-        parts = []
+        parts, many = [], []
         for source in sorted(set(widths.source[widths.kind == kind].tolist())):
             here = (widths.kind == kind) & (widths.source == source)
             parts.append(
                 (np.median(off[here]), np.percentile(off[here], 90), inside[here].mean(),
                  nested[here].mean(), width[here].mean(), score[here].mean())
             )  # fmt: skip
+            many += [nested[here].mean()] if here.sum() >= MANY_ROWS else []
         median, p90, covered, checked, wide, total = 100.0 * np.array(parts).mean(axis=0)
         rows = int((widths.kind == kind).sum())
         print(
             f"| {kind} | {len(parts)} | {rows} | {median:.1f} | {p90:.1f} | {covered:.0f} | "
-            f"{checked:.0f} | {wide:.0f} | {total:.0f} |"
+            f"{checked:.0f} | {100 * min(many):.0f} to {100 * max(many):.0f} | {wide:.0f} | "
+            f"{total:.0f} |"
         )
     weights = widths.learned(np.ones(len(widths.error), dtype=bool))
     print("\nweights these folds choose:")

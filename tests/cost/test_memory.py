@@ -13,12 +13,14 @@ from fourfold.cli import main
 from fourfold.cost.columns import Columns
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.accuracy import score
+from fourfold.cost.fit.coefficients import LEAN, defaults
 from fourfold.cost.fit.validate import others_of
 from fourfold.cost.memory.peak import (
     FRAGMENTS,
     REFUSED,
     SURE,
     fit_chance,
+    kept_bytes,
     lean_coefficients,
     limit_bytes,
     memory,
@@ -89,6 +91,64 @@ def test_torchtitans_published_70b_run() -> None:
     assert peak == pytest.approx(71.9, rel=0.15)
 
 
+PUBLISHED = """\
+stack,hardware,family,model,n_layers,d_model,n_heads,n_kv_heads,d_ff,vocab,tied,seq_len,n_gpus,tp,cp,\
+pp,vpp,dp,sharding,sequence_parallel,mbs,gbs,precision,act_ckpt,attention,mem_gb,status
+megatron-lm-2025,b200,llama,a,12,8192,64,8,28672,128256,0,4096,8,1,1,2,1,4,zero1,0,1,16,bf16,none,\
+flash,66.55,ok
+megatron-lm-2025,b200,llama,b,12,8192,64,8,28672,128256,0,4096,8,8,1,1,1,1,zero1,1,1,4,bf16,none,\
+flash,28.29,ok
+megatron-lm-2025,b200,llama,c,4,16384,128,16,53248,128256,0,32768,8,1,8,1,1,1,zero1,0,1,4,bf16,none,\
+flash,139.22,ok
+"""
+
+
+def test_megatrons_tensors_are_those_that_are_counted(tmp_path: Path) -> None:
+    """Published peaks of allocated memory (SimuMax, one node of B200): gradients summed in fp32,
+    and the gradient of the head beside them, explain them without any factor."""
+    file = tmp_path / "published.csv"
+    file.write_text(PUBLISHED)
+    rows = parse(read_table(str(file)))
+    counted = defaults() | dict.fromkeys(("act", "kept_hidden", "state", "logits"), 1.0)
+    counted |= {"gathered": 0.0, "whole_logits": 0.0, "base_gib": 0.0}
+    peaks = memory(rows.columns, counted).worst_bytes / 2**30
+    assert peaks == pytest.approx(rows.mem_gb, rel=0.03)
+
+
+def test_the_fullest_stage_may_be_between_the_ends() -> None:
+    """126 layers on 16 stages: 7 and the embedding, 14 times 8, 7 and the head."""
+    layout = Layout(pp=16, shard=128, tp=8)
+    spec = RunSpec(
+        model=catalog.model("llama-3.1-405b"),
+        gpus=16384,
+        layout=layout,
+        batch=Batch(seq_len=8192, global_batch=2048),
+        policy=Policy(sharding="zero2", schedule="interleaved", virtual_stages=8),
+    )
+    machine = usual_cluster(catalog.device("h100-80gb"), 16384)
+    c = columns_of([spec], cluster=machine, stack="generic")
+    found = memory(c, defaults())
+    assert found.worst_bytes > found.first_bytes > found.last_bytes
+    assert found.parts["logits"] == 0.0
+    held = 16 * 8 * kept_bytes(c, defaults())
+    assert found.parts["activations"] == pytest.approx(held)
+
+
+def test_plain_calls_keep_the_activated_gate() -> None:
+    c = seen("generic")
+    eager = replace(c, eager=np.ones(1))
+    more = kept_bytes(eager, defaults()) - kept_bytes(c, defaults())
+    assert more == pytest.approx(8192 * 2.0 * 28672 / 8 * defaults()["act"])
+
+
+def test_an_unknown_engine_gathers_again_what_it_gathered() -> None:
+    """As Megatron and torch do: kept, it would be a tenth of a layer's bytes under tp 8."""
+    machine = usual_cluster(catalog.device("h100-80gb"), 256)
+    entry, why = entry_for(SHIPPED, "generic", machine)
+    assert why
+    assert entry.coefficients["gathered"] == LEAN["gathered"]
+
+
 def test_a_chance_to_fit_is_sure_only_beyond_the_interval() -> None:
     stack = "megatron-bridge-2026"
     c = seen(stack)
@@ -112,7 +172,7 @@ def test_rows_narrow_what_a_lean_engine_may_need() -> None:
     entry, _ = entry_for(SHIPPED, "nanotron-2025", catalog.cluster("hf-h100"))
     assert entry.informed["state"] > 0.9
     taught, lean = lean_coefficients(entry), lean_coefficients(replace(entry, informed={}))
-    for name in ("act", "state", "kept_hidden"):
+    for name in ("state", "logits"):
         assert lean[name] < taught[name] <= entry.coefficients[name]
 
 

@@ -186,7 +186,7 @@ _NVIDIA = StackDefaults(
 )
 # by the stack's name without its year; the longest matching prefix counts
 STACKS: dict[str, StackDefaults] = {
-    "generic": StackDefaults(),
+    "generic": StackDefaults(even_stages=True),
     "llm-foundry": StackDefaults(rules="llm-foundry", sharding="zero3", sequence_parallel=False),
     # fp16 gradients are all-reduced: as much traffic as scattering fp32
     "megatron-deepspeed": StackDefaults(
@@ -194,7 +194,8 @@ STACKS: dict[str, StackDefaults] = {
     ),
     "megatron": StackDefaults(rules="megatron", even_stages=True),
     "megatron-lm": StackDefaults(rules="megatron", even_stages=True),
-    "megatron-lm-2025": _NVIDIA,
+    # in bf16 it sums and reduces gradients in fp32; the recipes of the two below do not
+    "megatron-lm-2025": replace(_NVIDIA, grad_bytes=4.0, acc_bytes=4.0),
     "megatron-kwai": StackDefaults(rules="megatron", even_stages=True),
     "megatron-bridge": _NVIDIA,
     "nemo": _NVIDIA,

@@ -169,7 +169,7 @@ def match_stack(stack: str, cluster: Cluster | None, calibration: Calibration) -
     """'megatron' -> the measured stack that says most about it: on this cluster, else on this
     generation of GPU, the newest. A full name stays as it is; a name nobody knows is refused."""
     stack = require_known(stack, calibration)
-    named = [e for e in calibration.entries if e.stack.startswith(f"{stack}-")]
+    named = [e for e in calibration.entries if e.stack.startswith(f"{stack}-") and e.rows_time]
     if not named or any(e.stack == stack for e in calibration.entries):
         return stack
     generation = generation_of(cluster.device) if cluster else ""

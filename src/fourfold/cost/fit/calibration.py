@@ -135,9 +135,10 @@ class Calibration:
 
 def _half_lean(coefficients: dict[str, float]) -> dict[str, float]:
     """Memory of a stack nobody measured: halfway (log) between measured ones and one that wastes
-    nothing. The blend alone says of half of all runs of other engines that they do not fit."""
+    nothing. The blend alone says of half of all runs of other engines that they do not fit. What
+    sequence parallelism gathers is gathered again in the backward pass; who keeps it, says so."""
     halfway = {name: sqrt(coefficients[name] * lean) for name, lean in LEAN.items()}
-    return {**coefficients, **halfway, "room": LEAN["room"]}
+    return {**coefficients, **halfway, "room": LEAN["room"], "gathered": LEAN["gathered"]}
 
 
 def similarity(entry: FittedStack, *, stack: str, cluster: str, generation: str) -> float:

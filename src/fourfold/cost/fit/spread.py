@@ -32,10 +32,10 @@ TWO_SIDED_80 = 1.2816  # 80% of a normal distribution lies within 1.28 sd
 FURTHEST = 4.0  # doublings: further is as unknown
 # Half widths (log) at 80%: weights of what is learned, of what is unknown, and of noise; then of a
 # doubling away from measured values of an axis.
-KNOWN, UNKNOWN, NOISE = 1.25, 2.5, 1.05
+KNOWN, UNKNOWN, NOISE = 1.17, 2.72, 1.39
 PER_DOUBLING = {
-    "hidden": 0.02, "seq": 0.045, "gpus": 0.025, "tp": 0.07, "cp": 0.085, "pp": 0.02, "vpp": 0.02,
-    "tokens": 0.045, "micros": 0.035, "low_precision": 0.02,
+    "hidden": 0.02, "seq": 0.07, "gpus": 0.02, "tp": 0.05, "cp": 0.14, "pp": 0.02, "vpp": 0.02,
+    "tokens": 0.07, "micros": 0.04, "low_precision": 0.02,
 }  # fmt: skip
 
 

@@ -67,7 +67,9 @@ def kept_bytes(c: Columns, coef: Coefficients) -> Floats:
     # Attention keeps its output; a product in fewer bits keeps that once more in them.
     copied = np.where(c.saved_bytes < c.act_bytes, c.saved_bytes, 0.0) * c.width
     wide = np.where(c.mlp_ckpt > 0, 0.0, (1.0 + c.gated) * c.ffn)
-    active = np.where(c.norm_ckpt > 0, 0.0, c.saved_bytes * c.ffn)
+    # Plain calls keep the activated gate besides what it was made of and what it becomes.
+    active = (c.saved_bytes + c.act_bytes * c.eager * c.gated) * c.ffn
+    active = np.where(c.norm_ckpt > 0, 0.0, active)
     on_shards = (c.act_bytes * (c.qkv_width + c.width + wide) + active + copied) / c.tp
     scores = np.where(c.attn_ckpt > 0, 0.0, _score_bytes(c))
     return c.tokens * (on_hidden + gathered + on_shards + scores) * coef["act"]
@@ -152,39 +154,64 @@ def _working_bytes(c: Columns, kept: Floats) -> Floats:
     return working + np.where(c.attn_ckpt > 0, c.tokens * _score_bytes(c), 0.0)
 
 
-def _fitted(c: Columns, coef: Coefficients) -> Memory:
-    per_layer = c.rank_layer_weights
-    embed = c.vocab * c.hidden / c.tp
-    split = stage_layers(c)
-    tokens = c.tokens
-    kept = kept_bytes(c, coef)
-    layer_kept = c.full_ckpt * saved_input_bytes(c) + (1.0 - c.full_ckpt) * kept
-    flight = in_flight(c, c.micros)
+def _loss_bytes(c: Columns, coef: Coefficients) -> Floats:
+    """Logits, and the gradient of the head that a product writes before it is added to sums of
+    another format."""
     # A gathered loss holds the gathered copy beside the shards it came from.
     whole = np.where(c.tp > 1, 1.15, 1.0)
     share = np.where(c.split_loss > 0, 1.0 / c.tp, whole)
     each = 10.0 * coef["logits"] * share + 4.0 * coef["whole_logits"]
-    logits = tokens * c.vocab * each / c.loss_chunks
-    working = _working_bytes(c, kept)
-    unsharded = np.where(c.zero >= 3, c.gather_bytes * (2.0 * per_layer + embed), 0.0)
-    base = coef["base_gib"] * GIB
-    alone = c.pp == 1
-    first_params = split.first * per_layer + embed * np.where(alone & (c.tied < 1), 2.0, 1.0)
-    last_params = split.last * per_layer + embed
-    act_first = split.first * flight.first * layer_kept + working
-    first_state = state_bytes(c, coef, params=first_params)
-    first = first_state + act_first + unsharded + base + np.where(alone, logits, 0.0)
+    head = np.where(c.acc_bytes > c.act_bytes, c.act_bytes * c.vocab * c.hidden / c.tp, 0.0)
+    return c.tokens * c.vocab * each / c.loss_chunks + head
+
+
+def _stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Floats, Floats, Floats]]:
+    """(parameters, bytes of activations, bytes at the loss) of the first stage, of the second or
+    the fullest one between, and of the last."""
+    per_layer, embed = c.rank_layer_weights, c.vocab * c.hidden / c.tp
+    split, flight = stage_layers(c), in_flight(c, c.micros)
+    kept = kept_bytes(c, coef)
+    layer_kept = c.full_ckpt * saved_input_bytes(c) + (1.0 - c.full_ckpt) * kept
     # What waits for its weight gradients was recomputed before and is held whole.
     waiting = flight.late * kept + (flight.last - flight.late) * layer_kept
-    act_last = split.last * waiting + working
-    last_state = state_bytes(c, coef, params=last_params)
-    last = np.where(alone, first, last_state + act_last + unsharded + base + logits)
-    worst = np.maximum(first, last)
-    at_first = first >= last
+    working, loss = _working_bytes(c, kept), _loss_bytes(c, coef)
+    alone = c.pp == 1
+    ends = np.where(alone & (c.tied < 1), 2.0, 1.0) * embed
+    held = [
+        split.first * flight.first * layer_kept,
+        split.middle * flight.second * layer_kept,
+        split.last * waiting,
+    ]
+    first, middle, last = (bytes_held + working for bytes_held in held)
+    return [
+        (split.first * per_layer + ends, first, np.where(alone, loss, 0.0)),
+        (split.middle * per_layer, middle, np.zeros(len(c))),
+        (split.last * per_layer + embed, last, loss),
+    ]
+
+
+def _fitted(c: Columns, coef: Coefficients) -> Memory:
+    per_layer, embed = c.rank_layer_weights, c.vocab * c.hidden / c.tp
+    unsharded = np.where(c.zero >= 3, c.gather_bytes * (2.0 * per_layer + embed), 0.0)
+    base = coef["base_gib"] * GIB
+    states, held, losses = [], [], []
+    for params, activations, loss in _stage_loads(c, coef):
+        states.append(state_bytes(c, coef, params=params))
+        held.append(activations)
+        losses.append(loss)
+    first, middle, last = (
+        sum(kinds, unsharded + base) for kinds in zip(states, held, losses, strict=True)
+    )
+    middle, last = np.where(c.pp > 2, middle, 0.0), np.where(c.pp > 1, last, first)
+    worst = np.maximum(np.maximum(first, last), middle)
+
+    def fullest(at_first: Floats, at_middle: Floats, at_last: Floats) -> Floats:
+        return np.where(first >= worst, at_first, np.where(last >= worst, at_last, at_middle))
+
     parts = {
-        "state": np.where(at_first, first_state, last_state),
-        "activations": np.where(at_first, act_first, act_last),
-        "logits": np.where(at_first & ~alone, 0.0, logits),
+        "state": fullest(*states),
+        "activations": fullest(*held),
+        "logits": fullest(*losses),
         "gathered_weights": unsharded + np.zeros_like(worst),
         "base": base + np.zeros_like(worst),
     }
@@ -244,7 +271,7 @@ def fit_chance(c: Columns, entry: FittedStack) -> Floats:
     """Chance (0..1) that each run fits what the driver and the learned margin leave. Below the
     prediction lies more than above it: of ten engines one wastes nothing. The memory of a stack
     nobody measured is put halfway between that and the usual of measured ones, which lies as far
-    above, and half of them above that."""
+    above, and half of them above that: bloom's needed 27% more than the others say of it."""
     worst = memory(c, entry.coefficients).worst_bytes
     low, high = memory_bounds(c, entry)
     limit, lean = limit_bytes(c, entry.coefficients), lean_coefficients(entry)
@@ -252,7 +279,7 @@ def fit_chance(c: Columns, entry: FittedStack) -> Floats:
     # Less memory, and more of the device.
     least = np.minimum(low, least * limit / limit_bytes(c, lean))
     below, above = np.log(worst / least), np.log(high / worst)
-    above = above if entry.rows_time else np.maximum(above, 1.5 * below)
+    above = above if entry.rows_time else np.maximum(above, 2.0 * below)
     sd = np.where(worst < limit, above, below) / TWO_SIDED_80
     return _normal(np.log(limit / worst) / sd)
 

@@ -7,7 +7,6 @@ Whoever published a run had tuned it, so that its best is a better guess than 1 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,9 +65,7 @@ def _best(facts: dict[str, Floats], name: str, rows: NDArray[np.intp]) -> Floats
     here = {fact: values[rows] for fact, values in facts.items()}
     usual = defaults()
     # Who recomputes, does so because even a lean engine did not fit; a micro batch leaves room.
-    lean = usual | (
-        {one: sqrt(usual[one] * value) for one, value in LEAN.items()} if name == "micro" else LEAN
-    )
+    lean = usual | ({"gathered": LEAN["gathered"]} if name == "micro" else LEAN)
     best, least = np.full(len(rows), _TRIED[name][0]), np.full(len(rows), np.inf)
     for value in _TRIED[name]:
         c = columns(len(rows), **{**here, name: value})
