@@ -105,7 +105,8 @@ def global_order(
     done: set[tuple[str, int, int]] = set()
     places = [0] * stages
     order: list[tuple[int, Action]] = []
-    while len(order) < sum(map(len, lists)):
+    total = sum(map(len, lists))
+    while len(order) < total:
         before = len(order)
         for rank, actions in enumerate(lists):
             while places[rank] < len(actions) and _ready(actions[places[rank]], done, last):
@@ -185,6 +186,7 @@ def simulate(
     zero = np.zeros(times.forward.shape[1])
     free = [zero] * stages
     busy = [zero] * stages
+    has_hops = bool(np.any(times.hop))
     wire = {(rank, way): zero for rank in range(stages) for way in (1, -1)}
     arrived: dict[tuple[str, int, int], Floats] = {}
     ended = [zero] * chunks
@@ -200,8 +202,10 @@ def simulate(
         ended[action.chunk] = end
         target = action.chunk + way
         if action.kind != "W" and 0 <= target < chunks:
-            wire[rank, way] = np.maximum(end, wire[rank, way]) + times.hop
-            arrived[action.kind, target, action.micro] = wire[rank, way]
+            sent = end
+            if has_hops:  # without, what a rank sends is never behind what it sent before
+                sent = wire[rank, way] = np.maximum(end, wire[rank, way]) + times.hop
+            arrived[action.kind, target, action.micro] = sent
         if keep_events:
             events.append(ActionTime(rank, action, float(start[0]), float(end[0])))
     finish = _reduced(times, free, ended, stages)
