@@ -39,9 +39,7 @@ OPTIONS = (
     option("--largest", "the largest of it that still fits", choices=("sequence", "model")),
     option("--explain", "explain one layout, or why it is illegal", "LAYOUT"),
     option("--timeline", "with --explain: draw the pipeline, .html or .png", "FILE", rare=True),
-    option(
-        "--out", "folder for --export; a file for torchrun (default: stdout)", "PATH", rare=True
-    ),
+    option("--out", "folder for --export; file for torchrun (default stdout)", "PATH", rare=True),
     option("--pick", "which ranked layout --export writes (default 1)", "N", read=int, rare=True),
     option("--html", "write one page: the answer, charts, settings for every engine", "FILE"),
     option("--open", "with --html: show the page in a browser", switch=True, rare=True),
@@ -53,9 +51,7 @@ OPTIONS = (
 
 def run(args: Any, show: OnEvent) -> Output:
     if args.stack == "list":
-        known = fourfold.stacks(
-            cluster=args.cluster, gpu=args.gpu, profile=args.profile, calibration=args.calibration
-        )
+        known = fourfold.stacks(**options.given(args, "cluster", "gpu", "profile", "calibration"))
         return Output.of(known, lambda: [stacks_table(known.stacks)])
     given = decided(options.run_table(args, note=notes(show)))
     given |= {"ramp": args.ramp} if args.ramp else {}
@@ -92,18 +88,13 @@ def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:
         files.write_bytes(args.timeline, drawn, field="timeline")
         show(Event(f"timeline: {args.timeline}"))
     answer = explained.explanation
-    status = 0 if answer.legal and answer.fits else 1
-    return Output.of(answer, lambda: shown.explain_page(answer), status=status)
+    return Output.of(answer, lambda: shown.explain_page(answer), status=int(not answer.fits))
 
 
 def _export(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     """The chosen layout as files in --out, or as one text on stdout."""
     settings = fourfold.export(request, pick=args.pick or 1, name=args.model or "", on_event=show)
-    for note in settings.notes:
+    written = settings.write(Path(args.out), force=bool(args.force)) if args.out else ""
+    for note in filter(None, (*settings.notes, written)):
         show(Event(note))
-    if not args.out:
-        return Output(raw=settings.script)
-    settings.write(Path(args.out), force=bool(args.force))
-    if settings.files:
-        show(Event(f"{', '.join(settings.files)} in {args.out}"))
-    return Output(raw="")
+    return Output(raw="" if args.out else settings.script)

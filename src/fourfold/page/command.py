@@ -15,6 +15,7 @@ from fourfold.spec.batch import Ramp
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
+from fourfold.spec.sweep import leaves
 from fourfold.spec.toml import toml_text
 from fourfold.verbs.plan import named_axes
 from fourfold.verbs.requests import PlanRequest, ReportRequest
@@ -50,20 +51,12 @@ def _is_preset(model: ModelShape) -> bool:
 def _flags(plain: Mapping[str, Any]) -> Iterator[str]:
     """Every field by its own flag, or by --set."""
     flags = {one.dest: one.names[0] for one in options.run_options(*_RUN_FLAGS) if one.dest}
-    for path, value in _leaves(plain):
+    for path, value in leaves(plain):
         leaf = path.rpartition(".")[2]
         if leaf in flags:
             yield from _words(flags[leaf], str(value))
         else:
             yield from ("--set", f"{path}={json.dumps(value)}")
-
-
-def _leaves(plain: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in plain.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
 
 
 def plan_command(request: PlanRequest, *, model: str = "") -> str:

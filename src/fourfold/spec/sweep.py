@@ -82,7 +82,7 @@ def read_sweep(data: Mapping[str, Any]) -> Sweep:
             "is missing", field="[sweep]", hint="add a [sweep] table with lists, such as "
             "tp = [1, 2]; 'fourfold bench --spec FILE' runs a single configuration",
         )  # fmt: skip
-    flat = dict(_flat(table))
+    flat = dict(leaves(table))
     rules = {name: base.pop(name, flat.pop(name, None)) for name in _RESERVED}
     axes = []
     for name, values in flat.items():
@@ -111,11 +111,11 @@ def _plain_value(path: str, value: Any) -> Any:
     return tidy[head][leaf] if head else tidy[leaf]
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """env.X = [...] without quotes is a table in TOML; it means the same."""
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of everything that is no table: env.X = [...] without quotes is one in TOML."""
     for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

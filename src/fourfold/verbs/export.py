@@ -29,15 +29,18 @@ class Exported:
     script: str
     notes: tuple[str, ...]
 
-    def write(self, out: Path, *, force: bool) -> None:
-        """Into the folder `out`, or into that file; replaces nothing unasked."""
+    def write(self, out: Path, *, force: bool) -> str:
+        """Into the folder `out`, or into that file; replaces nothing unasked. Returns what a folder
+        got, in words."""
         texts = {out / name: text for name, text in self.files.items()} or {out: self.script}
         for path in texts:
             files.require_mine(path, mark="", force=force)
         for path, text in texts.items():
             files.write_text(path, text)
-        if self.files:
-            os.chmod(out / "run.sh", 0o755)
+        if not self.files:
+            return ""
+        os.chmod(out / "run.sh", 0o755)
+        return f"{', '.join(self.files)} in {out}"
 
 
 def export(
