@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any, Literal
@@ -109,6 +109,7 @@ def _linear(name: str, outs: int, ins: int, cut: Cut, *, bias: bool) -> Iterator
         yield Param(f"{name}.bias", (outs,), "whole" if cut == "columns" else cut)
 
 
+@lru_cache(256)
 def layer_params(model: ModelShape) -> int:
     return sum(tensor.count for tensor in layer_tensors(model))
 
