@@ -108,3 +108,39 @@ def test_knobs_are_shares_of_what_was_measured() -> None:
 
 def test_profiles_round_trip() -> None:
     assert codec.from_json(HardwareProfile, codec.to_json(make())) == make()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "levels"),
+    [
+        ((), 2, [("host", 2, 1e9)]),
+        ((2,), 4, [("host", 2, 1e9), ("network", 4, 0.5e9)]),
+        # Measured on two hosts, described with eight of them.
+        ((2,), 16, [("host", 2, 1e9), ("network", 16, 0.5e9)]),
+        ((2, 4), 8, [("host", 2, 1e9), ("2 hosts", 4, 0.5e9), ("network", 8, 0.25e9)]),
+        # Fewer ranks than a host has.
+        ((2,), 1, [("host", 1, 1e10), ("network", 2, 0.5e9)]),
+    ],
+)
+def test_links_between_hosts_are_levels(hosts, ranks: int, levels: list) -> None:
+    """A ring of n moves 2 (n-1)/n of the payload; the smallest all-reduce is all latency."""
+
+    def points(n: int, of_hosts: int, rate: float) -> list[CollectivePoint]:
+        large_s = 2 * (n - 1) / n * 2**30 / rate
+        times = {2**10: 1e-4, 2**30: large_s + 1e-4}
+        facts = {"op": "all-reduce", "ranks": n, "hosts": of_hosts}
+        return [
+            CollectivePoint(payload_bytes=size, seconds=s, **facts) for size, s in times.items()
+        ]
+
+    measured = points(2, 1, 1e9)
+    for count in hosts:
+        measured += points(count, count, 1e9 / count)
+    shared = tuple(
+        SharedPoint(ranks=n, dtype="fp32", flops_per_s=1e11, bytes_per_s=1e10) for n in (1, 2)
+    )
+    copies = (CopyPoint(moved_bytes=10**9, seconds=0.2),)
+    cluster = cluster_of(make(collectives=tuple(measured), shared=shared, copies=copies), ranks)
+    found = [(link.name, link.ranks, link.bytes_per_s) for link in cluster.links]
+    assert found == [(name, size, pytest.approx(rate)) for name, size, rate in levels]
+    assert cluster.gpus == ranks

@@ -4,7 +4,7 @@ Plain processes: a munged of its own, one slurmctld, one slurmd a node. Each nod
 namespace, an address and a host name of its own where the machine allows that (root, namespaces),
 else all are on the loopback device, by the addresses 127.0.S.N. Several clusters can live beside
 each other, each in its own slot S. `python tests/slurm/local_slurm.py FOLDER` starts one to try
-things by hand, and stops it on Ctrl-C.
+things by hand, and stops it on Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -323,6 +323,8 @@ def _namespaces_work() -> bool:
 
 if __name__ == "__main__":
     cluster = LocalSlurm(Path(sys.argv[1]).absolute())
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores the first
+        signal.signal(number, signal.default_int_handler)
     try:
         cluster.start()
         print(f"export SLURM_CONF={cluster.env['SLURM_CONF']}  # {cluster.kind}", flush=True)

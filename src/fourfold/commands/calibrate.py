@@ -22,6 +22,7 @@ EXAMPLES = """\
 examples:
   fourfold calibrate --quick
   fourfold calibrate --out profile.json --cluster-out this.toml --calibration-out this.json
+  fourfold calibrate --on slurm --nodes 4 --cluster-out mine.toml     (links by level)
   fourfold plan --model llama-mini --cluster this.toml --calibration this.json --seq-len 128 \\
       --global-batch 16 --precision fp32
 """

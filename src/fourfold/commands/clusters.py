@@ -20,6 +20,7 @@ from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import machines
 from fourfold.spec import catalog, codec
+from fourfold.spec.site import site_start
 from fourfold.verbs.requests import ClusterRequest
 
 EXAMPLES = """\
@@ -56,11 +57,15 @@ def run(args: Any, show: OnEvent) -> Output:
 
 
 def new(args: Any, show: OnEvent) -> Output:
-    if args.out:
-        files.require_mine(args.out, mark="", force=bool(args.force))
+    for path in filter(None, (args.out, args.site_out)):
+        files.require_mine(path, mark="", force=bool(args.force))
     name = args.name or (Path(args.out).stem if args.out else None)
     request = options.load(ClusterRequest, args, name=name)
     answer = fourfold.new_cluster(request, ask=_ask, on_event=show)
+    if args.site_out:
+        named = str(Path(args.out).absolute()) if args.out else ""
+        files.write_text(args.site_out, site_start(answer.cluster.host_gpus, named))
+        show(Event(f"wrote {args.site_out}; complete it, then use it as --on {args.site_out}"))
     if not args.out:
         is_text = args.format in (None, "text", "md")
         return Output(raw=answer.toml) if is_text else Output.of(answer, list)
@@ -88,7 +93,8 @@ ACTIONS = {
         (
             *options.of(ClusterRequest),
             option("--out", "output file (default: stdout)", "FILE"),
-            option("--force", "overwrite an existing --out file", switch=True),
+            option("--site-out", "also start a site file, for --on", "FILE", rare=True),
+            option("--force", "overwrite existing output files", switch=True),
             options.FORMAT,
         ),
         new,

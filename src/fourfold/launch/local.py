@@ -258,11 +258,18 @@ def run_list(
 
 
 def answers(
-    job: Job, kind: type[T], parts: Sequence[int | None], progress: Progress | None
+    job: Job,
+    kind: type[T],
+    parts: Sequence[int | None],
+    progress: Progress | None,
+    *,
+    on: Launcher | None = None,
+    shared: Path | None = None,
 ) -> list[T]:
-    """What the first task of a job answers, in parts or whole (None); its files are gone then."""
-    with scratch() as folder:
-        report = run_job(job, folder, progress=progress)
+    """What the first task of a job answers, in parts or whole (None); its files are gone then.
+    `on`, `shared`: elsewhere, in a folder that is seen there."""
+    with scratch(shared) as folder:
+        report = run_job(job, folder, progress=progress, on=on)
         must_be_ok(report)
         texts = (files.read_text(answer_file(folder, 0, part)) for part in parts)
         return [codec.from_json(kind, text) for text in texts]

@@ -68,12 +68,14 @@ class CopyPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePoint:
-    """`payload_bytes`: the whole tensor (gathered output, scattered input); p2p: the message."""
+    """`payload_bytes`: the whole tensor (gathered output, scattered input); p2p: the message.
+    `hosts`: several have one rank each of the group, while their other ranks do the same."""
 
     op: str
     ranks: int
     payload_bytes: int
     seconds: float
+    hosts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,26 +169,44 @@ def device_of(profile: HardwareProfile, ranks: int = 1) -> Device:
 
 
 def cluster_of(profile: HardwareProfile, ranks: int = 1) -> Cluster:
-    """This host as a cluster of `ranks` ranks, with the link they were measured to have."""
-    rate, latency_s = link_of(profile, ranks)
-    link = Link(name="host", ranks=ranks, bytes_per_s=rate, latency_s=latency_s)
-    device = device_of(profile, ranks)
+    """`ranks` ranks of this host, or of several like it, with the links they were measured to
+    have: inside a host and, between hosts, by how many of them were measured."""
+    hosts = hosts_of(profile)
+    inside = min(ranks, max((point.ranks for point in profile.shared), default=1))
+    levels = [("host", inside if hosts else ranks, 1)]
+    for count in hosts[-1:] if len(hosts) < 2 else (hosts[0], hosts[-1]):
+        is_last = count == hosts[-1]
+        whole = max(ranks, count * inside) if is_last else count * inside
+        inner = levels[-1][1]
+        if whole > inner:
+            name = "network" if is_last else f"{count} hosts"
+            levels.append((name, -(-whole // inner) * inner, count))
+    links = []
+    for name, size, count in levels:
+        rate, latency_s = link_of(profile, size if count == 1 else count, count)
+        links.append(Link(name=name, ranks=size, bytes_per_s=rate, latency_s=latency_s))
+    device = device_of(profile, levels[0][1])
     return Cluster(
         name=f"{profile.host}-{profile.device}",
         device=device,
         gpus=ranks,
-        host_gpus=ranks,
-        links=(link,),
+        host_gpus=levels[0][1],
+        links=tuple(links),
         source=device.source,
     )
 
 
-def link_of(profile: HardwareProfile, ranks: int) -> tuple[float, float]:
+def hosts_of(profile: HardwareProfile) -> list[int]:
+    """By how many hosts links between them were measured, fewest first."""
+    return sorted({point.hosts for point in profile.collectives} - {1})
+
+
+def link_of(profile: HardwareProfile, ranks: int, hosts: int = 1) -> tuple[float, float]:
     """Bytes/s and latency of a link, from all-reduces: a ring moves 2 (n-1)/n of the payload.
 
     One rank has no link; it gets the memory's rate and the launch time, which it never uses.
     """
-    points = _all_reduces(profile, ranks)
+    points = _all_reduces(profile, ranks, hosts)
     if not points:
         return profile.memory_bytes_per_s, profile.launch_s
     n = points[0].ranks
@@ -238,9 +258,10 @@ def _missed_powers(point: GemmPoint) -> int:
     return sum(max(0, 7 - (size & -size).bit_length()) for size in (point.n, point.k))
 
 
-def _all_reduces(profile: HardwareProfile, ranks: int) -> list[CollectivePoint]:
+def _all_reduces(profile: HardwareProfile, ranks: int, hosts: int = 1) -> list[CollectivePoint]:
     """All-reduces over the measured number of ranks nearest to the asked one, small ones first."""
-    points = [point for point in profile.collectives if point.op == "all-reduce"]
+    of_hosts = [point for point in profile.collectives if point.hosts == hosts]
+    points = [point for point in of_hosts if point.op == "all-reduce"]
     if not points or ranks == 1:
         return []
     nearest = min({point.ranks for point in points}, key=lambda n: (abs(n - ranks), n))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fourfold.result.profile import HardwareProfile, link_of
+from fourfold.result.profile import HardwareProfile, hosts_of, link_of
 from fourfold.show.table import Grid, Part, or_dash, table
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device
 from fourfold.units import show_bytes, show_seconds
@@ -145,4 +145,8 @@ def _link_rows(profile: HardwareProfile) -> list[list[str]]:
             [f"{point.ranks} ranks: each", _gigaflops(point.flops_per_s), each],
             [f"{point.ranks} ranks: link", f"{rate / 1e9:,.2f} GB/s", link],
         ]
+    for hosts in hosts_of(profile):
+        rate, latency_s = link_of(profile, hosts, hosts)
+        link = f"a rank of each, all ranks at once; {show_seconds(latency_s)} a hop"
+        rows.append([f"{hosts} hosts: link", f"{rate / 1e9:,.2f} GB/s", link])
     return rows

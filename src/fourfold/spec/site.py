@@ -10,6 +10,7 @@ from typing import Literal
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.spec import check, codec
+from fourfold.spec.toml import toml_text
 
 Queue = Literal["each", "array", "allocation"]
 LOCAL = "local"
@@ -76,6 +77,28 @@ class Site:
     def asked(self) -> list[str]:
         """The words of the site for #SBATCH lines."""
         return [f"--{name}={value}" for name in _WORDS if (value := getattr(self, name))]
+
+
+_START = """\
+# How this cluster's Slurm wants jobs: --on FILE, or --on NAME for {folder}/NAME.toml.
+# Every line is optional; docs/slurm.md lists all.
+# account = ""
+# partition = ""
+# qos = ""
+# time = "01:00:00"
+gpus_per_node = {gpus_per_node}
+# cpus_per_rank = 8
+# prelude = ["module load pytorch"]
+# wrapper = ["apptainer", "exec", "--nv", "image.sif"]
+# extra = ["--hint=nomultithread"]
+# queue = "allocation"
+{cluster}"""
+
+
+def site_start(gpus_per_node: int, cluster: str = "") -> str:
+    """A site file to complete; `cluster`: the file by which its runs are predicted."""
+    line = toml_text({"cluster": cluster}) if cluster else ""
+    return _START.format(folder=own_folder(), gpus_per_node=gpus_per_node, cluster=line)
 
 
 def own_folder() -> str:

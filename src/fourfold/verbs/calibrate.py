@@ -25,8 +25,10 @@ from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.site import read_site
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import CalibrateRequest
+from fourfold.verbs.where import launcher_of, shared_folder
 
 _QUICK_S, _WHOLE_S = 11.0, 130.0
 CPU_RANKS = 4
@@ -60,23 +62,31 @@ class Calibrated(Answer):
 
 
 def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ignore) -> Calibrated:
-    """The profile of this host; the torch processes are gone when it returns."""
+    """The profile of this host, or of nodes of a site and the links between them; the torch
+    processes are gone when it returns."""
     request = request or CalibrateRequest()
     ranks, device, quick = request.ranks, request.device, request.quick
     if ranks is not None and not 1 <= ranks <= 1024:
         raise UserError("must be from 1 to 1024", field="ranks", value=ranks)
-    gpus = gpu_count() if device != "cpu" else 0
+    check.whole(1, 4096, nodes=request.nodes)
+    site = read_site(request.on)
+    gpus = 0
+    if device != "cpu":
+        gpus = gpu_count() if site is None else site.gpus_per_node * (site.ask_gpus != "no")
     check.that(device != "cuda" or gpus, "device", device, "needs a GPU, and none is visible")
     options = {"quick": "true" if quick else "false", "device": "cuda" if gpus else "cpu"}
     options["seconds"] = str(_QUICK_S if quick else _WHOLE_S)
+    measured = request.nodes * site.gpus_per_node if site else gpus or CPU_RANKS
     job = Job(
         job="calibrate",
-        ranks=gpus or CPU_RANKS,
+        ranks=measured,
         options=tuple(sorted(options.items())),
         limits=Limits(start_s=300.0, step_s=120.0),
     )
-    (profile,) = answers(job, HardwareProfile, (None,), progress(on_event))
-    return Calibrated(profile, ranks or max(point.ranks for point in profile.shared))
+    where: dict[str, Any] = {"on": launcher_of(site), "shared": shared_folder(site)}
+    (profile,) = answers(job, HardwareProfile, (None,), progress(on_event), **where)
+    of_hosts = measured if site else max(point.ranks for point in profile.shared)
+    return Calibrated(profile, ranks or of_hosts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,6 +220,8 @@ class CalibrateRequest:
     quick: bool = flag("20 seconds instead of 2.5 minutes", default=False)
     device: Literal["auto", "cpu", "cuda"] = flag("what to measure (default auto)", default="auto")
     ranks: int | None = flag("ranks of the cluster file (default: all measured)", "N")
+    on: str = flag("where to measure: local (default), slurm, or a site", "SITE", default=LOCAL)
+    nodes: int = flag("nodes to measure with --on (default 2)", "N", default=2)
 
 
 _SIZES, _LAYER = "sizes (each overrides the model's)", "only for kind layer"

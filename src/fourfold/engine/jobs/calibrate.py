@@ -3,6 +3,7 @@ by the seconds given; sizes follow the device's speed."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def perform(task: Task) -> None:
         alone = _alone(plan, seconds, task.heartbeat)
     dist.barrier(group=sleepers)
     shared, collectives = _together(task, device, seconds * _RANKS, sleepers)
+    collectives += _between(task, device, seconds * _RANKS, sleepers)
     if task.rank == 0:
         facts = machine_facts(device, task.place.cores) | alone
         measured_s = time.perf_counter() - began
@@ -81,7 +83,7 @@ def _together(
     task: Task, device: torch.device, seconds: float, sleepers: dist.ProcessGroup
 ) -> tuple[tuple[profile.SharedPoint, ...], tuple[profile.CollectivePoint, ...]]:
     """1, 2, 4, ... ranks at work at once; the others sleep until all are done."""
-    sizes = [n for n in (1, 2, 4, 8, 16) if n <= task.place.world]
+    sizes = [n for n in (1, 2, 4, 8, 16) if n <= task.place.local_world]
     shared: list[profile.SharedPoint] = []
     collectives: list[profile.CollectivePoint] = []
     for n in sizes:
@@ -99,6 +101,32 @@ def _together(
             task.heartbeat.step_done()
         dist.barrier(group=sleepers)
     return tuple(shared), tuple(collectives)
+
+
+def _between(
+    task: Task, device: torch.device, seconds: float, sleepers: dist.ProcessGroup
+) -> tuple[profile.CollectivePoint, ...]:
+    """2, 4, ... and all hosts: every rank talks to its counterparts on the others, all at once, so
+    that a rank's rate is its share of the network."""
+    per_host = task.place.local_world
+    hosts = task.place.world // per_host
+    counts = sorted({n for n in (2, 4, 8, 16, 32, hosts) if 1 < n <= hosts})
+    points: list[profile.CollectivePoint] = []
+    for n in counts:
+        mine: Group | None = None
+        for first, local in itertools.product(range(0, hosts - n + 1, n), range(per_host)):
+            ranks = tuple((first + i) * per_host + local for i in range(n))
+            handle = dist.new_group(ranks=list(ranks))  # all ranks make all groups
+            if task.rank in ranks:
+                assert isinstance(handle, dist.ProcessGroup)
+                mine = Group(axis="", ranks=ranks, rank=ranks.index(task.rank), handle=handle)
+        dist.barrier(group=sleepers)
+        task.heartbeat.enter(f"{n} hosts")
+        if mine is not None:
+            points += collectives_of(device, mine, seconds / len(counts), n)
+        task.heartbeat.step_done()
+        dist.barrier(group=sleepers)
+    return tuple(points)
 
 
 def _plan(device: torch.device, quick: bool) -> Plan:

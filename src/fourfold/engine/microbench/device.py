@@ -159,7 +159,7 @@ def rates(
 
 
 def collectives_of(
-    device: torch.device, group: Group, seconds: float
+    device: torch.device, group: Group, seconds: float, hosts: int = 1
 ) -> list[profile.CollectivePoint]:
     sizes = (2**10, 2**16, 2**20, 2**24) if device.type == "cpu" else (2**10, 2**20, 2**24, 2**28)
     budget_s = seconds / len(sizes) / len(_OPS)
@@ -167,8 +167,8 @@ def collectives_of(
     for op, size in itertools.product(_OPS, sizes):
         work = _collective(op, size, device, group)
         took = _seconds_together(work, device, group, budget_s, most_calls=2000)
-        point = profile.CollectivePoint(op=op, ranks=group.size, payload_bytes=size, seconds=took)
-        points.append(point)
+        facts = {"op": op, "ranks": group.size, "payload_bytes": size, "hosts": hosts}
+        points.append(profile.CollectivePoint(seconds=took, **facts))
     return points
 
 
