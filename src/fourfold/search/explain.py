@@ -211,12 +211,9 @@ def pipeline_timeline(predicted: Predictions, name: str) -> Timeline:
     stages, virtual, micros = int(c.pp[0]), int(c.vpp[0]), int(c.micros[0])
     actions = 3 * stages * virtual * micros
     if actions > MOST_ACTIONS:
-        raise UserError(
-            f"has {actions:,} actions, too many for a picture (at most {MOST_ACTIONS:,})",
-            field="timeline",
-            value=name,
-            hint="use a smaller --global-batch; the order is the same",
-        )
+        rule = f"has {actions:,} actions, too many for a picture (at most {MOST_ACTIONS:,})"
+        hint = "use a smaller --global-batch; the order is the same"
+        raise UserError(rule, field="timeline", value=name, hint=hint)
     times, _ = chunk_times(c, predicted.times.parts, micros)
     return play(
         name,

@@ -177,12 +177,9 @@ def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
         most = min(most, min(request.max_nodes, cluster.hosts) * cluster.host_gpus)
         counts = [n * cluster.host_gpus for n in range(most // cluster.host_gpus, 0, -1)] or [most]
     if most > cluster.gpus:
-        raise UserError(
-            f"exceeds the {cluster.gpus} GPUs of {cluster.name}",
-            field="gpus",
-            value=most,
-            hint="use fewer, or describe a larger cluster with 'fourfold clusters new'",
-        )
+        rule = f"exceeds the {cluster.gpus} GPUs of {cluster.name}"
+        hint = "use fewer, or describe a larger cluster with 'fourfold clusters new'"
+        raise UserError(rule, field="gpus", value=most, hint=hint)
     return counts
 
 
@@ -200,12 +197,9 @@ def _divided(layout: str | Mapping[str, Any], counts: list[int]) -> list[int]:
     if not possible and whole:
         raise wrong_size(asked, counts[0])
     if not possible:
-        raise UserError(
-            f"is not divisible by pp x dp x cp x tp = {asked.world}",
-            field="gpus",
-            value=counts[0],
-            hint=f"use {gpu_counts_near(counts[0], asked.world)} GPUs, or omit dp",
-        )
+        rule = f"is not divisible by pp x dp x cp x tp = {asked.world}"
+        hint = f"use {gpu_counts_near(counts[0], asked.world)} GPUs, or omit dp"
+        raise UserError(rule, field="gpus", value=counts[0], hint=hint)
     return possible
 
 
@@ -267,10 +261,7 @@ def _implied_stack(request: PlanRequest) -> str:
         return asked
     implied = exports.stack_of(request.export)
     if asked and stack_rules(asked).name != stack_rules(implied).name:
-        raise UserError(
-            f"contradicts --export {request.export}: its rules and step times differ",
-            field="stack",
-            value=asked,
-            hint=f"omit --stack, or use --stack {implied}",
-        )
+        rule = f"contradicts --export {request.export}: its rules and step times differ"
+        hint = f"omit --stack, or use --stack {implied}"
+        raise UserError(rule, field="stack", value=asked, hint=hint)
     return asked or implied

@@ -88,13 +88,8 @@ class Traced(Answer):
 
     def plain(self) -> dict[str, Any]:
         program = self.program
-        plain = {
-            "kind": program.kind,
-            "ranks": program.ranks,
-            "rank": program.rank,
-            "dtype": program.dtype,
-            "sizes": program.sizes,
-            "per_rank": program.per_rank,
+        names = ("kind", "ranks", "rank", "dtype", "sizes", "per_rank")
+        plain: dict[str, Any] = {name: getattr(program, name) for name in names} | {
             "cluster": self.cluster.name,
             "groups": [self._group(group) for group in program.groups],
             "workspace_bytes": WORKSPACE_BYTES,

@@ -124,12 +124,9 @@ def _followed(folder: TrainingFolder, on: Slurm | None, on_event: OnEvent) -> Jo
     if not job_id:
         return None
     if on is None:
-        raise UserError(
-            f"is in use by Slurm job {job_id}",
-            field="out",
-            value=str(folder.root),
-            hint=f"follow it with --on, or end it with scancel {job_id}",
-        )
+        rule = f"is in use by Slurm job {job_id}"
+        hint = f"follow it with --on, or end it with scancel {job_id}"
+        raise UserError(rule, field="out", value=str(folder.root), hint=hint)
     on_event(Event(f"following Slurm job {job_id}, which keeps the settings it was given"))
     return codec.from_json(Job, files.read_text(folder.job / JOB_FILE))
 
