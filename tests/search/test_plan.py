@@ -347,6 +347,8 @@ def test_stack_names_find_their_measured_kin() -> None:
     h100 = catalog.cluster("nvidia-h100")
     assert match_stack("nemo", h100, SHIPPED) == "nemo-2025"
     assert match_stack("nemo-2024", h100, SHIPPED) == "nemo-2024"
+    # A newer one of which no step was measured says nothing.
+    assert match_stack("megatron-deepspeed", None, SHIPPED) == "megatron-deepspeed-2022"
     with pytest.raises(UserError, match="unknown stack"):
         match_stack("mine", h100, SHIPPED)
     assert default_stack(usual_cluster(catalog.device("h100-80gb"), 8), SHIPPED) == "generic"
