@@ -200,6 +200,9 @@ class Answers:
         name = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         return State(name, "")
 
+    def down(self, nodes: str) -> list[str]:
+        return ["n2"]
+
     def cancel(self, *job_ids: str) -> None:
         self.cancelled += job_ids
 
@@ -219,7 +222,7 @@ def tell(folder: Path, *news: dict[str, object]) -> None:
         ("CANCELLED", "was cancelled"),
         ("PREEMPTED", "was pre-empted"),
         ("TIMEOUT", "reached its time limit"),
-        ("NODE_FAIL", "lost a node"),
+        ("NODE_FAIL", "lost n2"),
     ],
 )
 def test_what_the_scheduler_did_explains_exits_by_a_signal(
@@ -279,6 +282,18 @@ def test_a_training_that_saved_is_over_only_when_slurm_says_so(tmp_path: Path) -
     assert not ranks.all_ended
     ranks.poll()
     assert ranks.all_ended
+
+
+def test_nodes_that_are_down_are_named(monkeypatch) -> None:
+    said = (
+        "NodeName=n1 Arch=x86_64 CoresPerSocket=1 State=IDLE ThreadsPerCore=1 OS=Linux\n"
+        "NodeName=n2 Arch=x86_64 State=DOWN*+NOT_RESPONDING Reason=Not responding [slurm]\n"
+        "NodeName=n3 State=IDLE+DRAIN Comment=State=DOWNTOWN\n"
+    )
+    monkeypatch.setattr(
+        "fourfold.launch.slurm.ask", lambda command: subprocess.CompletedProcess(command, 0, said)
+    )
+    assert Slurm(Site()).down("n[1-3]") == ["n2"]
 
 
 def test_a_missing_scheduler_is_said_so(tmp_path: Path, monkeypatch) -> None:

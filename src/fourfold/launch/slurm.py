@@ -27,6 +27,7 @@ _LOG = re.compile(r"slurm-([0-9]+)\.log\Z")
 _STATE = re.compile(r"\bJobState=([A-Z_]+)")
 _REASON = re.compile(r"\bReason=(\S+)")
 _NODES = re.compile(r"\bNodeList=(\S+)")
+_DOWN = re.compile(r"^NodeName=(\S+)(?:(?! State=).)* State=(?:DOWN|FAIL|ERROR)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,10 @@ class Slurm:
         answer = ask(["sacct", "-n", "-X", "-P", "-o", "State", "-j", job_id])
         words = answer.stdout.split()
         return State(words[0] if answer.returncode == 0 and words else "GONE", "")
+
+    def down(self, nodes: str) -> list[str]:
+        """Those of a job's nodes (as Slurm lists them, n[1-4]) that are down now."""
+        return _DOWN.findall(ask(["scontrol", "show", "node", "--oneliner", nodes]).stdout)
 
     def cancel(self, *job_ids: str) -> None:
         if job_ids:

@@ -45,6 +45,8 @@ class Scheduler(Protocol):
 
     def state(self, job_id: str) -> State: ...
 
+    def down(self, nodes: str) -> list[str]: ...
+
     def cancel(self, *job_ids: str) -> None: ...
 
 
@@ -122,6 +124,8 @@ class SlurmRanks:
         if state.name in _BY_SCHEDULER and len(self.scene.exits) < self.scene.ranks:
             outcome, words = _BY_SCHEDULER[state.name]
             on = f" on {state.detail}" if state.detail else ""
+            if state.name == "NODE_FAIL" and (down := self.slurm.down(state.detail)):
+                words = f"lost {', '.join(down)}"
             self.scene.by_scheduler = (outcome, f"{where}{on} {words} ({state.name})")
 
     def _start_over(self, start: int) -> None:
