@@ -39,7 +39,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 MOST_THREADS = 8  # more wait for each other more than they help
 CHUNK = 16384  # points at a time: what they need stays in a core's cache
-WIDEST = 1.5  # no interval of memory reaches further above its limit
+WIDEST = 1.5  # times the limit: what is predicted further above it is not ranked
 LEAST_HALF = min(FRAGMENTS, OWN_FRAGMENTS)  # ... and each at least this far below it (log)
 
 
