@@ -19,7 +19,7 @@ from fourfold.cost.fit.fit import fit_entries, sample
 from fourfold.cost.fit.folds import KINDS, labels
 from fourfold.cost.fit.interval import bounds, why_wide
 from fourfold.cost.fit.validate import strangers
-from fourfold.cost.memory.peak import memory
+from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.step.estimate import PARTS, estimate
 from fourfold.cost.step.traffic import crosses, far_hops
 from fourfold.cost.table.reference import NoteWords, RowTable, read_table
@@ -83,6 +83,27 @@ def test_an_open_field_takes_the_best_that_fits() -> None:
     # Nothing about recompute, and no room without it.
     tall = {"stack": "nobody-2024", "act_ckpt": "", "mbs": "64"}
     assert changed("mpt", **tall).columns.full_ckpt[0] == 1.0
+
+
+def test_an_open_layout_takes_the_fastest_that_fits() -> None:
+    open_cells = dict.fromkeys(("tp", "pp", "cp", "dp", "sharding", "mbs", "act_ckpt", "vpp"), "")
+    big = {"stack": "nobody-2024", "cluster": "", "hardware": "h100-80gb", "n_layers": "126",
+           "d_model": "16384", "n_heads": "128", "n_kv_heads": "8", "d_ff": "53248",
+           "n_gpus": "16384", "gbs": "2048"}  # fmt: skip
+    rows = changed("par4d", **big, **open_cells)
+    c = rows.columns
+    assert rows.usable[0], rows.reasons[0]  # one sequence on each of 16,384 GPUs would not be
+    assert c.tp[0] * c.pp[0] * c.cp[0] * c.dp[0] == 16384
+    assert c.tp[0] * c.pp[0] > 8
+    assert c.shard[0] == c.dp[0] * c.cp[0]
+    axes = f"pp{c.pp[0]:.0f} dp{c.dp[0]:.0f} cp1 tp{c.tp[0]:.0f}"
+    assert f"layout not stated: {axes} zero" in rows.reasons[0]
+    assert "taken as 1" not in rows.reasons[0]
+    small = changed("par4d", stack="nobody-2024", n_gpus="8", gbs="64", **open_cells)
+    assert memory(small.columns, defaults()).worst_bytes[0] < limit_bytes(small.columns, defaults())
+    # One word of it is enough to take the rest as 1.
+    stated = changed("par4d", **big, **(open_cells | {"sharding": "zero3"}))
+    assert "dp exceeds the global batch" in stated.reasons[0]
 
 
 def test_groups_of_a_rack_do_not_straddle() -> None:

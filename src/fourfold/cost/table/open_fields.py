@@ -1,5 +1,5 @@
-"""Fields that a source leaves open: virtual stages, micro batch and recompute that are not stated
-take the fastest values that fit, by the model's physical defaults.
+"""Fields that a source leaves open: layout, virtual stages, micro batch and recompute that are not
+stated take the fastest values that fit, by the model's physical defaults.
 
 Whoever published a run had tuned it, so that its best is a better guess than 1 or none.
 """
@@ -7,6 +7,7 @@ Whoever published a run had tuned it, so that its best is a better guess than 1 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,9 @@ from fourfold.cost.fit.coefficients import LEAN, defaults
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.table.reference import Distinct, RowTable
-from fourfold.spec.words import SCHEDULES
+from fourfold.cost.table.reference import Distinct, Draft, RowTable
+from fourfold.spec.layout import AXES
+from fourfold.spec.words import SCHEDULES, SHARDINGS
 
 Bools = NDArray[np.bool_]
 _TRIED: dict[str, tuple[float, ...]] = {
@@ -25,23 +27,86 @@ _TRIED: dict[str, tuple[float, ...]] = {
     "micro": (1.0, 2.0, 4.0, 8.0),
     "vpp": tuple(float(v) for v in range(1, 13)),
 }
+# A run that states none of these states no layout; many tables have no column for cp.
+_LAYOUT = (*(axis for axis in AXES if axis != "cp"), "sharding")
+_TRIED_LAYOUTS = tuple(
+    product(
+        (1.0, 2.0, 4.0, 8.0),
+        (1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
+        (float(SHARDINGS.index("zero1")), float(SHARDINGS.index("zero3"))),
+    )
+)
+_WELL_FILLED = 0.9  # of the device: nobody trains for weeks on the last tenth
 _WORDS = {"full_ckpt": "recompute", "micro": "micro batch", "vpp": "virtual stages"}
 
 
-def open_fields(table: RowTable) -> dict[str, Bools]:
-    """Rows that leave each field open. Between pipeline stages single sequences are handed over
-    where nobody says more; a stack that usually recomputes everything does."""
-
-    def blank(column: str) -> Bools:
-        return np.array([cell == "" for cell in table.column(column)], dtype=bool)
+def open_fields(table: RowTable, stages: Floats) -> dict[str, Bools]:
+    """Rows that leave each field within their layout open. Between pipeline stages single sequences
+    are handed over where nobody says more; a stack that usually recomputes everything does."""
 
     keeps = Distinct(table.column("stack"), stack_defaults).mask(lambda s: s.recompute != "full")
-    several = np.array([cell not in ("", "1") for cell in table.column("pp")], dtype=bool)
+    several = stages > 1
     return {
-        "full_ckpt": blank("act_ckpt") & keeps,
-        "micro": blank("mbs") & ~several,
-        "vpp": blank("vpp") & several,
+        "full_ckpt": blank(table, "act_ckpt") & keeps,
+        "micro": blank(table, "mbs") & ~several,
+        "vpp": blank(table, "vpp") & several,
     }
+
+
+def blank(table: RowTable, column: str) -> Bools:
+    return np.array([cell == "" for cell in table.column(column)], dtype=bool)
+
+
+def open_layouts(table: RowTable) -> Bools:
+    """Rows that say nothing of their layout. One stated word is enough: a table of FSDP runs may
+    leave out the axes that it does not use."""
+    return np.logical_and.reduce([blank(table, column) for column in _LAYOUT])
+
+
+def fill_layouts(draft: Draft, is_open: Bools) -> None:
+    """Puts the fastest layout that fits a typical engine into the facts, with recompute where that
+    is open too; the fields within a layout come after it."""
+    facts = draft.facts
+    rows = np.flatnonzero(is_open)
+    if not len(rows):
+        return
+    here = {fact: values[rows] for fact, values in facts.items()}
+    free = blank(draft.table, "act_ckpt")[rows]
+    usual = defaults()
+    best: dict[str, Floats] = {}
+    least = np.full(len(rows), np.inf)
+    for (tp, pp, zero), recompute in product(_TRIED_LAYOUTS, _TRIED["full_ckpt"]):
+        dp = np.maximum(1.0, np.floor(here["gpus"] / (tp * pp * here["cp"])))
+        trial: dict[str, Floats | float] = {
+            "tp": tp,
+            "pp": pp,
+            "dp": dp,
+            "shard": dp * here["cp"],
+            "zero": zero,
+        }
+        full = np.where(free, recompute, here["full_ckpt"])
+        c = columns(len(rows), **{**here, **trial, "full_ckpt": full})
+        room = memory(c, usual).worst_bytes / limit_bytes(c, usual)
+        seconds = estimate(c, usual).step_s
+        cost = np.where(room < _WELL_FILLED, seconds, 1e12 * (1.0 + room))
+        cost = np.where(_is_layout(c), cost, np.inf)
+        better = cost < least
+        best = {name: np.where(better, value, best.get(name, 1.0)) for name, value in trial.items()}
+        least = np.minimum(cost, least)
+    for name, values in best.items():
+        facts[name][rows] = np.where(np.isfinite(least), values, facts[name][rows])
+    for i in rows:
+        axes = " ".join(f"{axis}{facts[axis][i]:.0f}" for axis in AXES)
+        taken = f"{axes} {SHARDINGS[int(facts['zero'][i])]}"
+        draft.assumed.setdefault(int(i), []).append(
+            f"layout not stated: {taken}, the fastest that fits"
+        )
+
+
+def _is_layout(c: Columns) -> Bools:
+    """Ranks, heads, layers and sequences divide, and tp stays in a node."""
+    whole = (c.tp * c.pp * c.cp * c.dp == c.gpus) & (np.mod(c.batch, c.dp) == 0)
+    return whole & (np.mod(c.heads, c.tp) == 0) & (c.pp <= c.layers) & (c.tp <= c.node)
 
 
 def fill_open(

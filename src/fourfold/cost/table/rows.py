@@ -14,10 +14,16 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.run import device_facts, fabric_facts, stack_facts
 from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults
-from fourfold.cost.table.open_fields import fill_open, open_fields
+from fourfold.cost.table.check import check_layout, check_values
+from fourfold.cost.table.open_fields import (
+    blank,
+    fill_layouts,
+    fill_open,
+    open_fields,
+    open_layouts,
+)
 from fourfold.cost.table.reference import (
     INCOMPLETE,
-    LARGEST,
     Distinct,
     Draft,
     NoteWords,
@@ -57,15 +63,18 @@ def parse(table: RowTable) -> Rows:
     lacks = np.array([cell == INCOMPLETE for cell in table.column("status")], dtype=bool)
     draft.refuse(lacks, "the run is incomplete; 'fourfold collect' names its missing fields")
     words = Distinct(table.column("note"), NoteWords)
+    no_layout = open_layouts(table)
     _model(draft, words)
-    _layout(draft)
+    _layout(draft, no_layout)
     stack = Distinct(table.column("stack"), stack_defaults)
-    _policy(draft, words, stack)
+    _policy(draft, words, stack, no_layout)
     _hardware(draft, words)
-    _check(draft)
+    check_values(draft)
+    fill_layouts(draft, no_layout)
+    check_layout(draft)
     unknown = Distinct(table.column("stack"), is_known).mask(lambda known: not known)
     draft.assume(unknown, "stack unknown: generic habits")
-    fill_open(draft.facts, draft.assume, open_fields(table))
+    fill_open(draft.facts, draft.assume, open_fields(table, draft.facts["pp"]))
     usable = np.ones(table.length, dtype=bool)
     usable[list(draft.bad)] = False
     reasons = [
@@ -107,19 +116,24 @@ def _model(draft: Draft, words: Distinct[NoteWords]) -> None:
     draft.fill("tied", "tied", tied, "")
 
 
-def _layout(draft: Draft) -> None:
+def _layout(draft: Draft, no_layout: Bools) -> None:
     need = draft.need
     need("seq", "seq_len")
     need("batch", "gbs")
     gpus = need("gpus", "n_gpus")
-    degrees = [draft.fill(name, name, 1.0, "taken as 1") for name in MODEL_AXES]
+    degrees = []
+    for name in MODEL_AXES:
+        degrees.append(draft.fill(name, name, 1.0, ""))
+        draft.assume(blank(draft.table, name) & ~no_layout, f"{name} taken as 1")
     draft.fill("vpp", "vpp", 1.0, "")
     model_ranks = np.maximum(1.0, degrees[0] * degrees[1] * degrees[2])
     draft.fill("dp", "dp", np.floor(gpus / model_ranks), "")
     draft.fill("micro", "mbs", 1.0, "")
 
 
-def _policy(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefaults]) -> None:
+def _policy(
+    draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefaults], no_layout: Bools
+) -> None:
     table, facts = draft.table, draft.facts
     facts["precision"] = _choice(draft, "precision", DTYPES, "bf16")
     half = facts["precision"] == DTYPES.index("fp16")
@@ -135,7 +149,7 @@ def _policy(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefau
     )
     facts["saved_bytes"] = np.where(low, saved, facts["act_bytes"])
     facts["gather_bytes"] = np.where(low, gather, facts["act_bytes"])
-    _zero(draft, words, stack)
+    _zero(draft, words, stack, no_layout)
     _recompute(draft, stack)
     kinds = _choice(draft, "attention", PRICED_ATTENTION, "flash")
     old = words.mask(lambda w: w.flash1) & (kinds == PRICED_ATTENTION.index("flash"))
@@ -148,9 +162,7 @@ def _policy(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefau
     _kernels(facts, words, stack)
     looped, plain = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
     facts["schedule"] = np.where(facts["vpp"] > 1, float(looped), float(plain))
-    draft.assume(
-        np.array([p == "" for p in table.column("precision")], dtype=bool), "precision bf16 assumed"
-    )
+    draft.assume(blank(table, "precision"), "precision bf16 assumed")
 
 
 def _kernels(
@@ -185,14 +197,16 @@ def _choice(draft: Draft, column: str, words: tuple[str, ...], blank: str) -> Fl
     return np.maximum(values, 0.0)
 
 
-def _zero(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefaults]) -> None:
+def _zero(
+    draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefaults], no_layout: Bools
+) -> None:
     facts = draft.facts
     stages = {name: float(i) for i, name in enumerate(SHARDINGS)} | {"none": 0.0, "ddp": 0.0}
     cells = Distinct(draft.table.column("sharding"), str)
-    blank = cells.mask(lambda cell: cell == "")
-    draft.assume(blank, "sharding taken as the stack's usual")
+    unsaid = cells.mask(lambda cell: cell == "")
+    draft.assume(unsaid & ~no_layout, "sharding taken as the stack's usual")
     stated = cells.array(lambda cell: stages.get(cell, -1.0))
-    values = np.where(blank, stack.array(lambda s: stages[s.sharding]), stated)
+    values = np.where(unsaid, stack.array(lambda s: stages[s.sharding]), stated)
     draft.refuse(values < 0, f"sharding is not one of {', '.join(SHARDINGS)}")
     facts["zero"] = np.maximum(values, 0.0)
     everyone = facts["dp"] * facts["cp"]
@@ -207,10 +221,10 @@ def _zero(draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefault
 
 def _recompute(draft: Draft, stack: Distinct[StackDefaults]) -> None:
     cells = Distinct(draft.table.column("act_ckpt"), str)
-    blank = cells.mask(lambda cell: cell == "")
-    draft.assume(blank, "act_ckpt taken as the stack's usual")
+    unsaid = cells.mask(lambda cell: cell == "")
+    draft.assume(unsaid, "act_ckpt taken as the stack's usual")
     usual = stack.array(lambda s: RECOMPUTED.get(s.recompute, -1.0))
-    share = np.where(blank, usual, cells.array(recomputed))
+    share = np.where(unsaid, usual, cells.array(recomputed))
     selective = share == SELECTIVE
     whole = stack.array(lambda s: s.whole_layers)
     draft.refuse(np.isnan(share), "act_ckpt is not one of none, selective, full, every-N")
@@ -273,18 +287,3 @@ def _machine(hardware: str, cluster: str, precision: str, node: float) -> dict[s
         node = float(place.host_gpus) if place is not None else 8.0
     facts = device_facts(device, precision or "bf16") | fabric_facts(device, place, node)
     return facts | {"unknown_cluster": float(place is None)}
-
-
-def _check(draft: Draft) -> None:
-    """Refuse what no engine could run, so that nonsense never looks like an answer."""
-    f = draft.facts
-    for name in (*MODEL_AXES, "vpp", "dp", "micro", "ffn", "kv_heads"):
-        wrong = (f[name] < 1) | (f[name] % 1 != 0) | (f[name] > LARGEST)
-        draft.refuse(wrong, f"{name} must be a whole number of at least 1")
-        f[name] = np.where(wrong, 1.0, f[name])
-    draft.refuse(f["tp"] * f["cp"] * f["pp"] * f["dp"] != f["gpus"], "dp x tp x cp x pp != n_gpus")
-    draft.refuse(f["pp"] > f["layers"], "pp exceeds n_layers")
-    draft.refuse(f["heads"] > f["hidden"], "n_heads exceeds d_model")
-    draft.refuse(f["dp"] > f["batch"], "dp exceeds the global batch")
-    draft.refuse(f["cp"] > f["seq"], "cp exceeds seq_len")
-    f["micro"] = np.minimum(f["micro"], np.maximum(1.0, np.ceil(f["batch"] / f["dp"])))
