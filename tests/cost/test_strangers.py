@@ -101,6 +101,8 @@ def test_an_open_layout_takes_the_fastest_that_fits() -> None:
     assert "taken as 1" not in rows.reasons[0]
     small = changed("par4d", stack="nobody-2024", n_gpus="8", gbs="64", **open_cells)
     assert memory(small.columns, defaults()).worst_bytes[0] < limit_bytes(small.columns, defaults())
+    assert len(sample([changed("par4d")]).step_s) == 1
+    assert len(sample([small]).step_s) == 0  # nothing is learned from a guess
     # One word of it is enough to take the rest as 1.
     stated = changed("par4d", **big, **(open_cells | {"sharding": "zero3"}))
     assert "dp exceeds the global batch" in stated.reasons[0]

@@ -22,6 +22,7 @@ from fourfold.cost.fit.spread import measured_values, pushed
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
 from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.step.estimate import estimate
+from fourfold.cost.table.open_fields import open_layouts
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
 
@@ -63,12 +64,13 @@ class Sample:
 
 
 def sample(tables: Sequence[Rows]) -> Sample:
-    """Measured rows of parsed tables: those with seconds, memory or an out-of-memory."""
+    """Measured rows of parsed tables: those with seconds, memory or an out-of-memory, and a layout
+    of their own (nothing is learned from a guessed one)."""
     parts = []
     for rows in tables:
         ok = (rows.status == "ok") | ((rows.status == "") & np.isfinite(rows.step_s))
         oom = rows.status == "oom"
-        index = np.flatnonzero(rows.usable & (ok | oom))
+        index = np.flatnonzero(rows.usable & (ok | oom) & ~open_layouts(rows.table))
         fits = np.where(ok, 1.0, np.where(oom, 0.0, np.nan))
         step = np.where(ok & (rows.step_s > 0), rows.step_s, np.nan)
         mem = np.where(ok & (rows.mem_gb > 0), rows.mem_gb, np.nan)
