@@ -12,10 +12,15 @@ from fourfold.logs.lines import Line
 from fourfold.logs.nested import Flat, Yaml, number, whole
 from fourfold.logs.series import StepLine
 
-_BATCH = re.compile(r"\[(?:epoch=[0-9]{1,9}\]\[)?batch=([0-9]{1,12})(?:/[0-9]{1,12})?\]:?\s*$")
+_BATCH = re.compile(
+    r"\[(?:epoch=[0-9]{1,9}\]\[)?batch=([0-9]{1,12})(?:/[0-9]{1,12})?\]:?(\s*$|\s+Train .*)"
+)
 _METRIC = re.compile(
     r"^\s*(?:Train )?((?:throughput|memory|loss|time|trainer)/[\w/.-]{1,80}): (\S{1,60})\s*$"
 )
+# The same on one line, as people paste it.
+_METRICS = re.compile(r"\b((?:throughput|memory|loss|trainer)/[\w/.-]{1,80}): (\S{1,60})(?=\s|$)")
+_CONSOLE = re.compile(r"(num_nodes|num_gpus_per_node): ([0-9]{1,7})$")
 _KEY = re.compile(r"^[a-z_]{2,40}:( \S.*)?$")
 _SHARDING = {
     "FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "zero0", "HYBRID_SHARD": "zero3",
@@ -31,6 +36,7 @@ class Composer:
         self._yaml: Yaml | None = None
         self._step: int | None = None
         self._metrics: Flat = {}
+        self._sizes: dict[str, int] = {}
 
     def take(self, line: Line) -> bool:
         text = line.text
@@ -38,7 +44,10 @@ class Composer:
             self._close()
             self._yaml_done()
             self._step = int(found.group(1))
+            self._metrics = dict(_METRICS.findall(found.group(2))) if line.is_whole else {}
             return True
+        if text.startswith("num_") and (found := _CONSOLE.match(text)):
+            self._gpus(found.group(1), int(found.group(2)))
         if self._step is not None and line.is_whole and (found := _METRIC.match(text)):
             self._metrics[found.group(1)] = found.group(2).strip('"')
             return True
@@ -50,6 +59,13 @@ class Composer:
             self._yaml = Yaml()
             self._yaml.feed(text)
         return False
+
+    def _gpus(self, name: str, count: int) -> None:
+        """Composer's own list: nodes, and GPUs of each."""
+        self._sizes[name] = count
+        if len(self._sizes) == 2:
+            nodes, each = self._sizes["num_nodes"], self._sizes["num_gpus_per_node"]
+            self.book.fact(n_gpus=str(nodes * each))
 
     def _close(self) -> None:
         """The block is whole when the next one begins, or the log ends."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from fourfold import files
 from fourfold.errors import UserError
+from fourfold.spec.labels import unlabelled
 
 # A configuration printed on one line has some 100 KB; more is not a line that anybody reads.
 MOST_CHARS = 2**20
@@ -25,11 +26,6 @@ _HEAD_BYTES = 4096
 _COLOUR = re.compile(
     r"\x1b\[[0-?]{0,64}[ -/]{0,8}[@-~]|\x1b\][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)|\x1b[@-Z\\^_]"
     r"|\[[0-9]{1,3}(?:;[0-9]{1,3}){0,4}m"
-)
-# Who wrote a line: torchrun --tee, srun --label, mpirun --tag-output, Megatron, pdsh with a host.
-_LABEL = re.compile(
-    r"\s{0,8}(?:\[(?:default|rank)?[0-9]{1,7}\]:? ?|[0-9]{1,7}:(?: |$)"
-    r"|\[[0-9]{1,9},[0-9]{1,7}\]<std(?:out|err)>:? ?)"
 )
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -106,7 +102,5 @@ def clean(text: str, number: int = 0, *, is_whole: bool = True) -> Line:
         text = text.replace("\0", "")
     if ("m" in text and "[" in text) or "\x1b" in text:
         text = _COLOUR.sub("", text)
-    found = _LABEL.match(text)
-    if found is None:
-        return Line(number, text, "", is_whole)
-    return Line(number, text[found.end() :], found.group().strip(), is_whole)
+    label, text = unlabelled(text)
+    return Line(number, text, label, is_whole)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from fourfold.logs import nemo
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
 from fourfold.logs.megatron_args import facts_of
@@ -20,8 +21,6 @@ _FIELD = re.compile(r"([A-Za-z][\w /()%.-]{1,60}):\s*([^|\s]{1,40})\s*(?=\||$)")
 _ELAPSED = re.compile(
     r"elapsed time per iteration \((ms|s)\):\s*([0-9.eE+-]{1,24})(?:/[0-9.eE+-]{1,24})?\s*\|"
 )
-_NEMO = re.compile(r"Training epoch [0-9]{1,9}, iteration ([0-9]{1,12})/[0-9]{1,12}\s*\|(.*)")
-_NEMO_BAR = re.compile(r"train_step_timing in s=([0-9.eE+-]{1,24})")
 _STARTS = re.compile(r"-{5,} arguments -{5,}")
 _ENDS = re.compile(r"-{5,} end of arguments -{5,}")
 _VOCAB = re.compile(r"padded vocab \(size: [0-9]{1,12}\) with [0-9]{1,12} dummy tokens "
@@ -31,7 +30,8 @@ _RESERVED = re.compile(
     r"(max[ _]reserved|mem-max-reserved-gigabytes|peak_reserved_mem|max_reserved)[^:|]{0,30}:\s*"
     r"([0-9.eE+-]{1,24})"
 )
-_NEMO_CONFIG = "Experiment configuration"
+# NeMo says that its configuration follows; Megatron-Bridge's begins with the name of a part.
+_NEMO_CONFIG, _PART = "Experiment configuration", re.compile(r"[a-z][a-z_]{1,40}:$")
 
 
 class Megatron:
@@ -41,7 +41,8 @@ class Megatron:
         self.book = book
         self._arguments: Flat | None = None
         self._label = ""
-        self._yaml: Yaml | None = None
+        self._yaml: Yaml | nemo.Summary | None = None
+        self._groups: Flat = {}
 
     def take(self, line: Line) -> bool:
         """Whether the line is one of these engines'."""
@@ -51,30 +52,46 @@ class Megatron:
         if self._arguments is not None and (_ENDS.search(text) or _ITERATION.search(text)):
             self._close()
         if self._yaml is not None and self._config(line):
-            return True
+            return False  # an error looks like YAML too
         if "memory (" in text and (found := _MEMORY.search(text)):
             self._memory(found.group(1), found.group(2))
             return True
         if "iteration" in text:
             return self._iterations(line)
-        if "train_step_timing in s=" in text:
+        if "global_step=" in text and nemo.BAR.search(text):
             return self._bar(line)
-        if "padded vocab" in text and (vocab := _VOCAB.search(text)):
-            self.book.fact(vocab=vocab.group(1))
-        elif "---" in text and _STARTS.search(text):
+        if "---" in text and _STARTS.search(text):
             self.book.begin()
             self._arguments, self._label = {}, line.label
             return True
-        elif _NEMO_CONFIG in text:
-            self.book.begin()
-            self._yaml = Yaml()
+        if _NEMO_CONFIG in text:
+            self._yaml, self._label = Yaml(), line.label
+        elif nemo.SUMMARY in text:
+            self._yaml, self._label = nemo.Summary(), line.label
+        elif text.endswith(":") and _PART.match(text):
+            self._yaml, self._label = Yaml(), line.label
+            self._yaml.feed(text)
+        else:
+            self._fact(text)
         return False
+
+    def _fact(self, text: str) -> None:
+        """What is printed outside of the configuration."""
+        if "added vocab" in text and (vocab := _VOCAB.search(text) or nemo.VOCAB.search(text)):
+            self.book.fact(vocab=vocab.group(1))
+        elif "zero_optimization_stage" in text and (pair := argument(text)):
+            # What DeepSpeed read of its own file outweighs the argument.
+            if pair[0] == "zero_optimization_stage" and pair[1] in ("0", "1", "2", "3"):
+                self.book.fact(sharding=f"zero{pair[1]}")
+        elif "group ranks" in text and (group := nemo.group_of(text)):
+            self._groups |= dict([group])
+            self.book.fact(**_layout(self._groups))
 
     # --- steps
 
     def _iterations(self, line: Line) -> bool:
-        if nemo := _NEMO.search(line.text):
-            return self._nemo(line, nemo.group(1), nemo.group(2))
+        if (found := nemo.line_of(line.text)) is not None:
+            return self._nemo(line, *found)
         starts = [found.start() for found in _ITERATION.finditer(line.text)]
         if not starts or "elapsed time" not in line.text:
             if starts and line.text.lstrip().startswith("iteration"):
@@ -110,37 +127,23 @@ class Megatron:
         if samples and tokens and tokens % samples == 0:
             self.book.run.facts.setdefault("seq_len", str(tokens // samples))
 
-    def _nemo(self, line: Line, place: str, rest: str) -> bool:
-        fields = {name.strip().lower(): value for name, value in _FIELD.findall(rest)}
-        seconds = number(fields.get("train_step_timing in s"))
-        if seconds is None or not 0 < seconds < 1e9 or not line.is_whole:
+    def _nemo(self, line: Line, step: StepLine | None, peak_gib: float | None) -> bool:
+        if step is None or not line.is_whole:
             self.book.unreadable(line)
             return True
         self._named("nemo")
-        step = StepLine(
-            step=int(place) + 1,
-            seconds=seconds,
-            batch=whole(fields.get("global_batch_size")),
-            loss=fields.get("reduced_train_loss", ""),
-            tflops=number(fields.get("tflops_per_gpu")),
-        )
         self.book.step(step)
-        if peak := number(fields.get("max_memory_reserved") or fields.get("peak_memory_usage")):
-            self.book.memory(peak / 2**30)
+        if peak_gib:
+            self.book.memory(peak_gib)
         return True
 
     def _bar(self, line: Line) -> bool:
-        """NeMo's progress bar: 'global_step=9.0, ..., train_step_timing in s=5.12]'."""
-        times = _NEMO_BAR.findall(line.text)
-        steps = re.findall(r"global_step=([0-9.]{1,15})", line.text)
-        seconds, place = number(times[-1]) if times else None, whole(steps[-1]) if steps else None
-        if seconds is None or place is None or not 0 < seconds < 1e9:
+        step = nemo.bar_of(line.text)
+        if step is None:
             self.book.unreadable(line)
             return True
         self._named("nemo")
-        if place > self.book.run.steps.last:  # the bar is drawn many times
-            loss = re.findall(r"reduced_train_loss=([0-9.eE+-]{1,24})", line.text)
-            step = StepLine(step=place, seconds=seconds, loss=loss[-1] if loss else "")
+        if step.step > self.book.run.steps.last:  # the bar is drawn many times
             self.book.step(step)
         return True
 
@@ -178,19 +181,38 @@ class Megatron:
 
     def _config(self, line: Line) -> bool:
         assert self._yaml is not None
-        if self._yaml.feed(line.text):
+        if line.label != self._label:
+            return False
+        is_step = "iteration" in line.text and _ITERATION.search(line.text)
+        if not is_step and self._yaml.feed(line.text):
             return True
-        flat = {path.rpartition(".")[2]: value for path, value in self._yaml.flat.items()}
-        self._yaml = None
-        if "tensor_model_parallel_size" in flat:
-            flat.setdefault("seq_length", flat.get("encoder_seq_length", ""))
-            gpus = [whole(flat.get(name)) for name in ("devices", "num_nodes")]
-            if None not in gpus:
-                flat.setdefault("world_size", str((gpus[0] or 0) * (gpus[1] or 0)))
-            self.book.fact(**facts_of(flat))
-            self._named("nemo")
+        if not self._yaml.flat and line.text.startswith("[NeMo"):
+            return True  # the head of the message that has it
+        self._configured()
         return False
+
+    def _configured(self) -> None:
+        yaml, self._yaml = self._yaml, None
+        args = nemo.arguments_of(yaml.flat) if yaml else {}
+        if yaml is None or not args:
+            return
+        is_bridge = isinstance(yaml, nemo.Summary) or "_target_" in args
+        facts = facts_of(args)
+        if is_bridge and "untie_embeddings_and_output_weights" not in args:
+            facts["tied"] = ""
+        self.book.begin()
+        self.book.fact(**facts)
+        self.book.run.interval = whole(args.get("log_interval")) or 0
+        self._named("megatron-bridge" if is_bridge else "nemo")
 
     def finish(self) -> None:
         if self._arguments:
             self._close()
+        self._configured()
+
+
+def _layout(groups: Flat) -> Flat:
+    """Columns of the layout, from the sizes of the groups of ranks."""
+    both, cp = whole(groups.get("dp_cp")), whole(groups.get("cp")) or 1
+    dp = {"dp": str(both // cp)} if both and both % cp == 0 else {}
+    return {axis: size for axis, size in groups.items() if axis != "dp_cp"} | dp

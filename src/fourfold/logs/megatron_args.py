@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-from fourfold.logs.nested import Flat, is_none, whole, yes
+from fourfold.logs.nested import Flat, bracketed, is_none, whole, yes
 from fourfold.spec.words import RECOMPUTE
+
+# Today's name <- those of GPT-NeoX, of Megatron's first releases and of its forks.
+_OLD_NAMES = {
+    "tensor_model_parallel_size": ("model_parallel_size", "intra_layer_model_parallel_size"),
+    "pipeline_model_parallel_size": ("pipe_parallel_size", "inter_layer_model_parallel_size"),
+    "micro_batch_size": ("train_micro_batch_size_per_gpu", "batch_size"),
+    "global_batch_size": ("train_batch_size",),
+    "world_size": ("global_num_gpus",),
+    "ffn_hidden_size": ("intermediate_size",),
+    "num_query_groups": ("num_kv_heads", "num_attention_heads_kv"),
+    "untie_embeddings_and_output_weights": ("no_weight_tying",),
+    "num_experts": ("moe_num_experts",),
+}
+
+
+def _renamed(args: Flat) -> Flat:
+    """Under today's names, with what old releases could not do otherwise."""
+    args = dict(args)
+    if args.get("attention_head_type") == "multiquery":
+        args["num_query_groups"] = "1"
+    for name, olds in _OLD_NAMES.items():
+        known = [args[old] for old in (name, *olds) if not is_none(args.get(old))]
+        if known:
+            args[name] = known[0]
+    if "model_parallel_size" in args:
+        if args.get("pipeline_model_parallel_size", "0") == "0":  # NeoX: no pipeline
+            args["pipeline_model_parallel_size"] = "1"
+        sizes = [whole(args.get(n)) for n in ("world_size", "model_parallel_size", "batch_size")]
+        if "global_batch_size" not in args and all(sizes):
+            world, tp, each = (size or 1 for size in sizes)
+            args["global_batch_size"] = str(each * (world // tp))
+        hidden = whole(args.get("hidden_size"))
+        is_plain = args.get("mlp_type", "regular") == "regular"
+        if hidden and "ffn_hidden_size" not in args and is_plain:
+            args["ffn_hidden_size"] = str(4 * hidden)
+    return args
 
 
 def facts_of(args: Flat) -> Flat:
     """Columns of the reference schema that the arguments decide; '' where they are silent."""
     if is_none(args.get("hidden_size")) and is_none(args.get("world_size")):
         return {}
+    args = _renamed(args)
     heads = args.get("num_attention_heads", "")
     grouped = yes(args.get("group_query_attention")) or "group_query_attention" not in args
     groups = args.get("num_query_groups")
@@ -54,7 +91,9 @@ def _unmodelled(args: Flat) -> str:
 
 
 def _family(args: Flat) -> str:
-    if yes(args.get("swiglu")) or args.get("activation") in ("swiglu", "fast-swiglu"):
+    kind = args.get("activation") or args.get("glu_activation")
+    gated = kind in ("swiglu", "fast-swiglu") or args.get("mlp_type") == "llama"
+    if yes(args.get("swiglu")) or gated:
         return "llama"
     return "nemotron" if yes(args.get("squared_relu")) else "gpt"
 
@@ -66,20 +105,23 @@ def _sharding(args: Flat) -> str:
         return "zero3"
     if is_fsdp and strategy in ("optim", "optim_grads", "optim_grads_params"):
         return f"zero{1 + strategy.count('_')}"
-    stage = whole(args.get("zero_stage"))
-    is_deepspeed = "deepspeed" in args or "deepspeed_config" in args
+    inner = bracketed(args.get("zero_optimization", ""))  # GPT-NeoX: as DeepSpeed takes it
+    stage = whole(args.get("zero_stage") or inner.get("stage"))
+    is_deepspeed = any(n in args for n in ("deepspeed", "deepspeed_config", "zero_optimization"))
     if is_deepspeed and stage is not None:
         return f"zero{stage}" if yes(args.get("deepspeed", "true")) else "zero0"
     return "zero1" if yes(args.get("use_distributed_optimizer")) else "zero0"
 
 
 def _precision(args: Flat) -> str:
+    if yes(args.get("fp8_e4m3")) or yes(args.get("fp8_hybrid")):  # of 2022 and 2023
+        return "fp8"
     for name in ("fp4", "fp8"):
         if not is_none(args.get(name)) and args[name].lower() != "false":
             return name
-    if yes(args.get("bf16")) or args.get("precision", "").startswith("bf16"):
+    if yes(args.get("bf16")) or args.get("precision", "").startswith(("bf16", "bfloat16")):
         return "bf16"
-    if args.get("precision") in ("16", "16-mixed"):
+    if args.get("precision") in ("16", "16-mixed", "fp16"):
         return "fp16"
     return "fp16" if yes(args.get("fp16")) else "fp32"
 
@@ -109,6 +151,7 @@ def _attention(args: Flat) -> str:
     backend = args.get("attention_backend", "").rpartition(".")[2].lower()
     if (
         yes(args.get("use_flash_attn"))
+        or "flash" in args.get("attention_config", "")
         or backend in ("flash", "fused")
         or yes(args.get("use_flash_attn_v2"))
     ):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cost.table.reference import NEEDED as SCHEMA_NEEDED
-from fourfold.logs.book import Book
+from fourfold.logs.book import MOST_RUNS, Book
 from fourfold.logs.lines import MOST_CHARS, Line, open_text, read_lines
 from fourfold.logs.mapping import ColumnMap, mapped_row, plain_heading, require_headings
 from fourfold.logs.nested import number, whole
@@ -30,8 +30,9 @@ _SECONDS = {
     "iterationtime": 1.0, "trainsteptimingins": 1.0, "steptime": 1.0, "timemetricsendtoends": 1.0,
     "elapsedtimeperiterationms": 1e-3, "iterationtimems": 1e-3, "steptimems": 1e-3,
     "elapsedtimeperiterations": 1.0, "iterationtimes": 1.0, "secperiter": 1.0,
-    "timeiterationtime": 1.0, "iterationtimeiterationtime": 1.0,
+    "timeiterationtime": 1.0, "iterationtimeiterationtime": 1.0, "runtimeiterationtime": 1.0,
 }  # fmt: skip
+_TIMES = ("seconds", "rate")
 _RATES = ("throughputtps", "throughputdevicetokenspersec", "tokenspersecpergpu")
 _MEMORY = {
     "memorymaxreservedgib": 1.0, "memorypeakreservedmem": 1e9 / 2**30,
@@ -101,7 +102,7 @@ def read_table(path: str | Path, mapping: ColumnMap | None) -> TableRead:
         require_headings(mapping, headings)
         return _rows(path, first, mapping)
     if _step_column(headings) is not None:
-        return _metrics(path, _dicts(path, first, TableRead("")), "metrics")
+        return _charts(path, first, headings)
     return TableRead("unknown", headings=tuple(headings))
 
 
@@ -196,12 +197,37 @@ def _triples(line: Line) -> Iterator[tuple[int, dict[str, Any] | None]]:
         yield number_, dict(zip(_TRIPLE, one, strict=True)) if is_triple else None
 
 
+def _charts(path: str | Path, first: Line, headings: list[str]) -> TableRead:
+    """A CSV of metrics by step. W&B writes 'RUN - METRIC': every run that has a time is a row."""
+    runs = [name.rpartition(" - ")[0] for name in headings if (_kind(name) or ("",))[0] in _TIMES]
+    runs = list(dict.fromkeys(runs))
+    if len(runs) < 2:
+        return _metrics(path, _dicts(path, first, TableRead("")), "metrics")
+    read = TableRead("metrics")
+    for run in runs[:MOST_RUNS]:
+        own = {name for name in headings if name.rpartition(" - ")[0] in ("", run)}
+        cells = _dicts(path, first, read if run == runs[0] else TableRead(""))
+        # Another run may have had this step, and this one not.
+        items = (
+            (number_, {name: cell for name, cell in item.items() if name in own})
+            for number_, item in cells
+            if any(item[name] for name in own if (_kind(name) or ("",))[0] in _TIMES)
+        )
+        read.book.begin()
+        read.book.fact(row_id=run)
+        _metrics(path, items, "metrics", read)
+    return read
+
+
 def _metrics(
-    path: str | Path, items: Iterator[tuple[int, dict[str, Any] | None]], kind: str
+    path: str | Path,
+    items: Iterator[tuple[int, dict[str, Any] | None]],
+    kind: str,
+    read: TableRead | None = None,
 ) -> TableRead:
     """One run. Seconds from a metric that has them; else from the wall clock between steps, where
     it does not go back."""
-    read = TableRead(kind)
+    read = read or TableRead(kind)
     stem = Path(path).stem  # TensorBoard's 'run-NAME-tag-iteration-time'
     tag = _kind(stem.partition("-tag-")[2] or stem)
     before: tuple[int, float] | None = None

@@ -18,18 +18,21 @@ from fourfold.spec.cluster import device_id
 from fourfold.spec.words import RECOMPUTE
 
 _STEP = re.compile(r"(?<!validate )\bstep:\s{0,20}([0-9]{1,12})\s")
+_UNTIMED = re.compile(r" - INFO - step:\s{0,20}[0-9]{1,12}\s{1,20}loss:")
 _TPS = re.compile(r"\b(?:tps|wps):\s{0,20}([0-9][0-9,]{0,20})(?![0-9.,]|$)")
 _TFLOPS = re.compile(r"\btflops:\s{0,20}([0-9][0-9,.]{0,20})\s")
 _MEMORY = re.compile(r"\bmemory:\s{0,20}([0-9.]{1,12})GiB")
 _LOSS = re.compile(r"\bloss:\s{0,20}(-?[0-9.eE+-]{1,24}|nan)\s")
 _MESH = re.compile(r"Building device mesh with parallelism: (.{1,300})")
 _OLD_MESH = re.compile(
-    r"Building [0-9]-D device mesh with \[([^\]]{1,200})\], \[([0-9, ]{1,100})\]"
+    r"Building [0-9]-D device mesh with [\[(]([^\])]{1,200})[\])], \[([0-9, ]{1,100})\]"
 )
+# Names of an old mesh: 'dp' was sharded, and experts may cut that axis in two.
+_OLD_AXES = {"dp": "dp_shard", "dp_shard_mod_ep": "dp_shard", "dp_shard_in_ep": "dp_shard"}
 _SIZES = re.compile(r"\b(pp|dp_replicate|dp_shard|cp|tp)=(-?[0-9]{1,9})")
 _TRAINER = re.compile(
-    r"local batch size (\d{1,9}), global batch size (\d{1,9}), gradient accumulation steps "
-    r"\d{1,9}, sequence length (\d{1,9})"
+    r"local batch size (\d{1,9}), global batch size (\d{1,9}), (?:gradient accumulation steps "
+    r"\d{1,9}, )?sequence length (\d{1,9})"
 )
 _DEVICE = re.compile(r"\b[A-Z]{2,6} capacity: (.{1,100}?) with ([0-9.]{1,10})GiB memory")
 _CHECKPOINTED = re.compile(r"Applied (\w{1,20}) activation checkpointing")
@@ -59,6 +62,9 @@ class Torchtitan:
         if "step:" in text and ("tps:" in text or "wps:" in text):
             self._nested = None  # a step ends any dump
             return self._step(line)
+        if "step:" in text and _UNTIMED.search(text):  # of spring 2024, without a rate
+            self.book.unreadable(line)
+            return True
         if self._nested is not None and line.label == self._label:
             self._feed(line.text)
             return True
@@ -101,7 +107,7 @@ class Torchtitan:
             self.book.fact(hardware=gpu_of(found.group(1), number(found.group(2)) or 0.0))
         elif "device mesh" in text:
             return self._mesh(text)
-        elif "Trainer is initialized" in text and (found := _TRAINER.search(text)):
+        elif "local batch size" in text and (found := _TRAINER.search(text)):
             local, batch, length = found.groups()
             self.book.fact(_local=local, gbs=batch, seq_len=length)
         elif "Applied" in text or "training active" in text:
@@ -120,8 +126,11 @@ class Torchtitan:
         if found := _MESH.search(text):
             sizes = dict(_SIZES.findall(found.group(1)))
         elif found := _OLD_MESH.search(text):
-            names = re.findall(r"\w+", found.group(1))
-            sizes = dict(zip(names, re.findall(r"\d+", found.group(2)), strict=False))
+            sizes = {}
+            names, counts = re.findall(r"\w+", found.group(1)), re.findall(r"\d+", found.group(2))
+            for name, count in zip(names, counts, strict=False):
+                name = _OLD_AXES.get(name, name)
+                sizes[name] = str(int(sizes.get(name, "1")) * int(count))
         else:
             return False
         if sizes and all(whole(size) and int(size) > 0 for size in sizes.values()):

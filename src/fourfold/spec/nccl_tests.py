@@ -12,11 +12,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fourfold.errors import UserError
+from fourfold.spec.labels import unlabelled
 
-# How mpirun --tag-output and srun --label mark a line.
-_LABEL = re.compile(r"^\s*(\[[0-9]+,[0-9]+\]<std(out|err)>:|[0-9]+:) ?")
 _RANK = re.compile(
-    r"#\s+Rank\s+([0-9]+)\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device\s+[0-9]+"
+    r"#?\s*Rank\s+([0-9]+)\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device\s+[0-9]+"
     r"\s+\[[^\]]*\]\s*(.*)"
 )
 # Name of the test -> (busbw / algbw of n ranks, latency steps of n ranks).
@@ -29,8 +28,8 @@ _OPS = {
     "sendrecv": (lambda n: 1.0, lambda n: 1),
 }
 _NAME = re.compile(rf"\b({'|'.join(_OPS)})_perf")
-# Without a name in the log or on the file: told apart by their factor, most telling first.
-_BY_FACTOR = ("all_reduce", "all_gather", "sendrecv")
+# Without a name in the log or on the file: told apart by whether they reduce, and by their factor.
+_BY_FACTOR = {True: ("all_reduce", "reduce_scatter"), False: ("all_gather", "sendrecv")}
 # A run that failed prints sizes up to the failure: its largest are no plateau.
 _FAILED = re.compile(
     r"Test (NCCL|CUDA) failure|Out of bounds values\s*:\s*[0-9]+\s+FAILED|unhandled \w+ error"
@@ -59,6 +58,16 @@ class NcclLog:
     points: tuple[NcclPoint, ...]
 
     @property
+    def wire_factor(self) -> float:
+        """Bytes over the slowest link per byte of a size, by the test's formula; by the printed
+        busbw where that is another: old releases count the sizes of an all-gather otherwise."""
+        known = _OPS[self.op][0](self.ranks)
+        widest = max(self.points, key=lambda point: point.size_bytes)
+        printed = widest.busbw * widest.seconds / widest.size_bytes
+        rounding = 0.01e9 / widest.busbw if printed else 0.0
+        return printed if printed and abs(printed / known - 1) > 0.05 + rounding else known
+
+    @property
     def host_ranks(self) -> int:
         return self.ranks // self.hosts
 
@@ -73,18 +82,19 @@ class LinkFit:
 
 def parse_log(text: str, name: str = "") -> NcclLog:
     """A log of nccl-tests; `name` (of its file) may say which test it was."""
-    lines = [_LABEL.sub("", line) for line in text.splitlines()]
+    lines = [unlabelled(line)[1] for line in text.splitlines()]
     ranks = [match.groups() for line in lines if (match := _RANK.match(line.strip()))]
     per_host = Counter(host for _, host, _ in ranks)
     _must_be_one_run(ranks, per_host)
-    points = _points(lines)
+    points, reduces = _points(lines)
     failure = _FAILED.search(text)
     if failure:
         raise UserError(f"says '{failure.group()}'", hint="pass the log of a run without errors")
     if points[-1].size_bytes < _LEAST_BYTES:
         rule = f"ends at {points[-1].size_bytes} bytes, too small to saturate a link"
         raise UserError(rule, hint="run it with sizes of 1 MiB and more (-e 1G)")
-    op, device_name = _op("\n".join(lines), name, points, len(ranks)), ranks[0][2].strip()
+    op, device_name = _named("\n".join(lines), name), ranks[0][2].strip()
+    op = op or _by_factor(points, len(ranks), reduces)
     return NcclLog(
         op=op, hosts=len(per_host), ranks=len(ranks), device_name=device_name, points=points
     )
@@ -104,24 +114,26 @@ def _must_be_one_run(ranks: list[tuple[str, ...]], per_host: Counter[str]) -> No
         raise UserError("has only one rank, so nothing was sent", hint="run it on 2 GPUs or more")
 
 
-def _points(lines: list[str]) -> tuple[NcclPoint, ...]:
+def _points(lines: list[str]) -> tuple[tuple[NcclPoint, ...], bool]:
+    """By size; and whether the test reduces. A log pasted as text may have lost its '#'."""
     columns: dict[str, int] = {}
-    points = []
+    points, reduces = [], False
     for line in lines:
         words = line.split()
-        if words[:2] == ["#", "size"]:
+        titles = words[1:] if words[:1] == ["#"] else words
+        if titles[:1] == ["size"]:
             # The first time, algbw and busbw are out of place; in-place columns follow them.
-            columns = {
-                word: words.index(word) - 1 for word in ("time", "algbw", "busbw") if word in words
-            }
-        elif columns and words and words[0].isdecimal() and len(columns) == 3:
+            names = ("time", "algbw", "busbw", "redop")
+            columns = {word: titles.index(word) for word in names if word in titles}
+        elif {"time", "algbw", "busbw"} <= columns.keys() and words and words[0].isdecimal():
             point = _point(words, columns)
             if point is not None:
                 points.append(point)
+                reduces = "redop" in columns and words[columns["redop"]] != "none"
     if not points:
         hint = "pass the whole output, with sizes of 1 MiB and more"
         raise UserError("has no line with a size, a time and a bandwidth above 0", hint=hint)
-    return tuple(sorted(points, key=lambda point: point.size_bytes))
+    return tuple(sorted(points, key=lambda point: point.size_bytes)), reduces
 
 
 def _point(words: list[str], columns: dict[str, int]) -> NcclPoint | None:
@@ -136,16 +148,18 @@ def _point(words: list[str], columns: dict[str, int]) -> NcclPoint | None:
     return NcclPoint(size_bytes=size, seconds=time_us * 1e-6, algbw=algbw * 1e9, busbw=busbw * 1e9)
 
 
-def _op(text: str, name: str, points: tuple[NcclPoint, ...], ranks: int) -> str:
-    named = _NAME.search(text) or _NAME.search(name)
-    if named:
-        return named.group(1)
-    for op in _OPS:  # a file called alltoall.log or nccl-sendrecv-2x8.txt
-        if op in name.lower().replace("-", "_"):
-            return op
+def _named(text: str, name: str) -> str:
+    found = _NAME.search(text) or _NAME.search(name)
+    if found:
+        return found.group(1)
+    # A file called alltoall.log or nccl-sendrecv-2x8.txt.
+    return next((op for op in _OPS if op in name.lower().replace("-", "_")), "")
+
+
+def _by_factor(points: tuple[NcclPoint, ...], ranks: int, reduces: bool) -> str:
     widest = max(points, key=lambda point: point.busbw)
     if widest.algbw > 0:
-        for op in _BY_FACTOR:
+        for op in _BY_FACTOR[reduces]:
             if abs(widest.busbw / widest.algbw / _OPS[op][0](ranks) - 1) < 0.02:
                 return op
     raise UserError("does not say which test it was", hint="call the file all_reduce_perf.log")
@@ -154,7 +168,7 @@ def _op(text: str, name: str, points: tuple[NcclPoint, ...], ranks: int) -> str:
 def fit(log: NcclLog, *, crosses: bool) -> LinkFit:
     """Bandwidth from the plateau of large sizes, latency from what small ones take beyond it;
     `crosses`: a host's ranks shared what was measured."""
-    factor, steps = _OPS[log.op][0](log.ranks), _OPS[log.op][1](log.ranks)
+    factor, steps = log.wire_factor, _OPS[log.op][1](log.ranks)
     data = [(point.size_bytes * factor, point.seconds) for point in log.points]
     bytes_per_s = _slope([pair for pair in data if pair[0] * _PLATEAU >= data[-1][0]])
     small = [

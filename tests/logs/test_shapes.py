@@ -1,0 +1,514 @@
+"""Logs as people publish them: old releases, forks, launchers' marks, pasted pieces. The shapes are
+those of published logs; names and numbers are ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fourfold
+from fourfold.logs.log import read_log
+from fourfold.spec import nccl_tests
+from fourfold.spec.labels import unlabelled
+from tests.logs import written
+from tests.logs.test_readers import BLOOM, one, rows
+
+
+def listed(*pairs: tuple[str, object], width: int = 48) -> str:
+    """Megatron's list of arguments."""
+    lines = [f"  {name} {'.' * (width - len(name))} {value}" for name, value in pairs]
+    head = "------------------------ arguments ------------------------"
+    return "\n".join(
+        [head, *lines, "-------------------- end of arguments ---------------------", ""]
+    )
+
+
+# --- who wrote a line
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "rest"),
+    [
+        (
+            "(head, rank=0, pid=381) [1,0]<stdout>:#  size",
+            "(head, rank=0, pid=381)[1,0]<stdout>:",
+            "#  size",
+        ),
+        (
+            "(worker1, rank=1, pid=27, ip=10.0.0.2)  a: 1",
+            "(worker1, rank=1, pid=27, ip=10.0.0.2)",
+            " a: 1",
+        ),
+        ("(TrainWorker pid=90, ip=10.0.0.9) step", "(TrainWorker pid=90, ip=10.0.0.9)", "step"),
+        (
+            "[pod/train-0/main] 2025-01-02T03:04:05.678901234Z model:",
+            "[pod/train-0/main]",
+            "model:",
+        ),
+        ("2025-01-02T03:04:05.678Z   d_model: 512", "", "  d_model: 512"),
+        ("[2025-01-02 03:04:05] iteration", "", "iteration"),
+        ("pretrain/0 [default0]:[rank0]:x", "pretrain/0[default0]:[rank0]:", "x"),
+        ("10.0.0.7: hello", "10.0.0.7:", "hello"),
+        ("12: ", "12:", ""),
+        ("fp16: true", "", "fp16: true"),
+        ("  hidden_size: 64", "", "  hidden_size: 64"),
+        ("[1, 2, 3]", "", "[1, 2, 3]"),
+        (
+            "2025-01-02 03:04:05,678: rank0[41][MainThread]: INFO: x",
+            "",
+            "2025-01-02 03:04:05,678: rank0[41][MainThread]: INFO: x",
+        ),
+    ],
+)  # fmt: skip
+def test_marks_of_launchers(text: str, label: str, rest: str) -> None:
+    assert unlabelled(text) == (label, rest)
+
+
+@pytest.mark.parametrize("mark", ["2025-01-02T03:04:05.678Z ", "(head, rank=0, pid=381) ", "7: "])
+def test_a_configuration_behind_marks(tmp_path: Path, mark: str) -> None:
+    text = "".join(f"{mark}{x}\n" for x in written.composer([0, 9e3, 9.1e3, 9.1e3]).splitlines())
+    assert one(tmp_path, text, hardware="h100-80gb")["status"] == "ok"
+    text = "".join(f"{mark}{x}\n" for x in written.nanotron([9e3, 4860, 4860]).splitlines())
+    assert one(tmp_path, text, hardware="h100-80gb")["status"] == "ok"
+
+
+# --- Megatron's family
+
+
+def test_the_first_releases_of_megatron(tmp_path: Path) -> None:
+    """Model parallel and nothing else; the batch is that of a replica; no ffn size."""
+    text = listed(
+        ("DDP_impl", "local"), ("batch_size", 8), ("checkpoint_activations", True),
+        ("fp16", True), ("hidden_size", 1920), ("log_interval", 5), ("model_parallel_size", 2),
+        ("num_attention_heads", 20), ("num_layers", 54), ("seq_length", 1024), ("world_size", 64),
+    )  # fmt: skip
+    text += " > padded vocab (size: 50257) with 175 dummy tokens (new size: 50432)\n"
+    line = (
+        " iteration {:8d}/  120000 | elapsed time per iteration (ms): {:.1f} | learning rate: "
+        "0.000E+00 | loss scale: 8388608.0 | number of skipped iterations: {:3d} | number "
+        "of nan iterations:   0 |\n"
+    )
+    text += line.format(5, 15001.5, 5) + line.format(10, 1800.0, 5) + line.format(15, 1900.5, 0)
+    text += (
+        "after 15 iterations memory (MB) | allocated: 10250.5 | max allocated: 12606.0 | "
+        "reserved: 17408.0 | max reserved: 17408.0\n"
+    )
+    text += line.format(20, 1910.5, 0)
+    found = one(tmp_path, text, hardware="a100-40gb")
+    names = ("tp", "pp", "dp", "mbs", "gbs", "d_ff", "vocab", "precision", "act_ckpt", "sharding")
+    assert [found[name] for name in names] == [
+        "2", "1", "32", "8", "256", "7680", "50432", "fp16", "full", "zero0",
+    ]  # fmt: skip
+    assert (float(found["step_s"]), found["steps"], found["mem_gb"]) == (1.9055, "10", "17")
+    assert (found["status"], found["engine"]) == ("ok", "megatron-lm")
+
+
+def test_gpt_neox_says_behind_each_value_where_it_is_from(tmp_path: Path) -> None:
+    values = (
+        ("attention_config", "['flash', 'flash']", "updated"), ("hidden_size", 6144, "updated"),
+        ("model_parallel_size", 2, "updated"), ("moe_num_experts", 1, "default"),
+        ("no_weight_tying", True, "updated"), ("num_attention_heads", 64, "updated"),
+        ("num_layers", 44, "updated"), ("pipe_parallel_size", 4, "updated"),
+        ("precision", "bfloat16", "updated"), ("seq_length", 2048, "updated"),
+        ("train_batch_size", 384, "updated"), ("train_micro_batch_size_per_gpu", 4, "updated"),
+        (
+            "zero_optimization",
+            "{'stage': 1, 'reduce_scatter': True, 'bucket': 1260000000}",
+            "updated",
+        ),
+        ("checkpoint_activations", True, "updated"), ("global_num_gpus", 96, "updated"),
+    )  # fmt: skip
+    lines = [
+        f"  {name} {'.' * (33 - len(name))} {str(value).ljust(28, '.')}{origin}"
+        for name, value, origin in values
+    ]
+    lines = ["-------------------- arguments --------------------", *lines]
+    lines += ["---------------- end of arguments ----------------"]
+    lines += [" > padded vocab (size: 50277) with 411 dummy tokens (new size: 50688)"]
+    step = (
+        "samples/sec: {:.3f} | iteration {:8d}/  320000 | elapsed time per iteration (ms): "
+        "{:.1f} | learning rate: 1.2E-06 | approx flops per GPU: 75.1TFLOPS | lm_loss: 1.1E+01 "
+        "| loss scale: 1.0 | number of skipped iterations:   0 | number of nan iterations: "
+        "  0 |"
+    )
+    lines += [
+        step.format(384 / s, n, 1000 * s)
+        for n, s in ((10, 20.0), (20, 12.5), (30, 12.5), (40, 12.6))
+    ]
+    found = one(tmp_path, "\n".join([*lines, ""]), hardware="a100-40gb")
+    names = ("n_layers", "d_ff", "tied", "tp", "pp", "dp", "sharding", "mbs", "gbs", "precision",
+             "act_ckpt", "attention", "n_gpus", "status")  # fmt: skip
+    assert [found[name] for name in names] == [
+        "44", "24576", "0", "2", "4", "12", "zero1", "4", "384", "bf16", "full", "flash",
+        "96", "ok",
+    ]  # fmt: skip
+    assert float(found["step_s"]) == 12.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "column", "read"),
+    [
+        ("glu_activation", "swiglu", "family", "llama"),
+        ("fp8_hybrid", "True", "precision", "fp8"),
+        ("attention_head_type", "multiquery", "n_kv_heads", "1"),
+        ("num_attention_heads_kv", "8", "n_kv_heads", "8"),
+        ("use_torch_fsdp2", "True", "sharding", "zero3"),
+        ("rope_type", "default", "family", "gpt"),
+    ],
+)
+def test_arguments_of_forks(tmp_path: Path, name: str, value: str, column: str, read: str) -> None:
+    text = written.megatron(BLOOM[0], deepspeed=False).replace("consumed tokens", "words")
+    mark = "  num_layers "
+    text = text.replace(mark, f"  {name} {'.' * (48 - len(name))} {value}\n{mark}")
+    text = text.replace(f"  num_query_groups {'.' * 32} {BLOOM[0]['n_kv_heads']}\n", "")
+    text = text.replace(f"  group_query_attention {'.' * 27} False\n", "")
+    assert one(tmp_path, text)[column] == read
+
+
+def test_deepspeed_says_which_stage_it_read(tmp_path: Path) -> None:
+    text = written.megatron(BLOOM[0])
+    before, mark, after = text.partition("setting number of micro-batches")
+    said = "[2022-02-17 20:01:11,123] [INFO] [config.py:1062:print]   {} ...... {}\n"
+    text = before + said.format("zero_enabled", "True") + said.format("zero_optimization_stage", 2)
+    assert one(tmp_path, text + mark + after)["sharding"] == "zero2"
+
+
+def test_a_line_that_was_wrapped_when_it_was_pasted(tmp_path: Path) -> None:
+    text = (
+        " iteration 1000/5000 | consumed samples: 8000 | elapsed time per iteration (ms): 283.5 |\n"
+        " learning rate: 4.6E-05 | global batch size: 8 | lm loss: 5.54 | loss scale: 65536.0 |\n"
+    )
+    assert float(one(tmp_path, text)["step_s"]) == 0.2835
+
+
+# --- NeMo and Megatron-Bridge
+
+
+def bar(count: int, step: str, seconds: float) -> str:
+    return (
+        f"Epoch 0: :   1%|          | {count}/90000 [43:24:54<00:00, v_num=, reduced_train_loss="
+        f"2.139, global_step={step}, consumed_samples=2.56e+5, train_step_timing in s={seconds}]"
+    )
+
+
+def test_the_bar_rounds_large_steps_and_its_count_does_not(tmp_path: Path) -> None:
+    text = "\r".join(
+        [bar(1994, "1993.0", 68.5), bar(1998, "2e+3", 68.7),
+         bar(1999, "2e+3", 68.75), bar(2000, "2e+3", 68.8)]
+    )  # fmt: skip
+    found = one(tmp_path, f"{text}[NeMo I 2024-06-17 08:36:41 x:480] Removing checkpoint: /x\n")
+    assert (float(found["step_s"]), found["engine"]) == (68.7, "nemo")
+
+
+def test_the_first_step_of_a_bar_is_warm_up(tmp_path: Path) -> None:
+    steps = [(1, 30.0), (2, 2.25), (3, 2.5), (4, 2.75)]
+    found = one(tmp_path, "".join(f"{bar(n, f'{n - 1}.000', s)}\n" for n, s in steps))
+    assert (float(found["step_s"]), found["steps"]) == (2.5, "3")
+
+
+def test_a_bar_without_the_time_of_a_step_is_not_read(tmp_path: Path) -> None:
+    log = tmp_path / "old.log"
+    text = (
+        "Epoch 0:   1%|   | {n}/7722 [9:07:58<878:01:48, 41.36s/it, loss=3.1, v_num=, "
+        "reduced_train_loss=3.090, "
+        "global_step={n}.0, consumed_samples=1.63e+6]\n"
+    )
+    log.write_text("".join(text.format(n=n) for n in range(790, 793)))
+    book = read_log(log)
+    assert (book.unread, book.runs) == (3, [])
+
+
+HYDRA = """\
+[NeMo I 2023-01-18 07:39:41 megatron_gpt_pretraining:36]
+
+    ************** Experiment configuration ***********
+[NeMo I 2023-01-18 07:39:41 megatron_gpt_pretraining:36]
+
+    ************** Experiment configuration ***********
+[NeMo I 2023-01-18 07:39:41 megatron_gpt_pretraining:37]
+    name: megatron_gpt
+    trainer:
+      devices: 8
+      num_nodes: 2
+      precision: bf16
+    exp_manager:
+      name: megatron_gpt
+      model_parallel_size: 99
+    model:
+      micro_batch_size: 4
+      global_batch_size: 128
+      tensor_model_parallel_size: 4
+      pipeline_model_parallel_size: 2
+      virtual_pipeline_model_parallel_size: null
+      encoder_seq_length: 2048
+      max_position_embeddings: ${.encoder_seq_length}
+      num_layers: 24
+      hidden_size: 2048
+      ffn_hidden_size: ${multiply:4, ${.hidden_size}}
+      num_attention_heads: 16
+      activations_checkpoint_granularity: selective
+      sequence_parallel: true
+      transformer_engine: true
+      share_embeddings_and_output_weights: false
+      optim:
+        name: distributed_fused_adam
+        betas:
+        - 0.9
+        - 0.95
+[NeMo I x:574] Padded vocab_size: 50688, original vocab_size: 50257, dummy tokens: 431.
+"""  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", ["", "0: "])
+def test_nemos_configuration(tmp_path: Path, mark: str) -> None:
+    text = HYDRA + "".join(
+        f"{bar(n, f'{n - 1}.000', s)}\n" for n, s in [(1, 9.0), (2, 2.5), (3, 2.5)]
+    )
+    text = "".join(f"{mark}{line}\n" for line in text.splitlines())
+    found = one(tmp_path, text, hardware="a100-80gb")
+    names = ("n_layers", "d_model", "d_ff", "vocab", "seq_len", "tied", "n_gpus", "tp", "pp", "dp",
+             "mbs", "gbs", "sharding", "precision", "act_ckpt", "attention", "sequence_parallel",
+             "status")  # fmt: skip
+    assert [found[name] for name in names] == [
+        "24", "2048", "8192", "50688", "2048", "0", "16", "4", "2", "2", "4", "128", "zero1",
+        "bf16", "selective", "flash", "1", "ok",
+    ]  # fmt: skip
+
+
+def test_groups_of_ranks_say_the_layout(tmp_path: Path) -> None:
+    head = "[NeMo I 2025-01-01 00:00:00 megatron_init:400] All {} group ranks{}: {}\n"
+    text = head.format(
+        "data parallel", " with context parallel combined", "[[0, 2, 4, 6], [1, 3, 5, 7]]"
+    )
+    text += head.format("context parallel", "", "[[0, 2], [4, 6], [1, 3], [5, 7]]")
+    text += head.format("tensor model parallel", "", "[[0, 1], [2, 3], [4, 5], [6, 7]]")
+    text += head.format("pipeline model parallel", "", "[[0], [1], [2], [3], [4], [5], [6], [7]]")
+    text += "".join(
+        f"Training epoch 0, iteration {n}/9 | train_step_timing in s: 2.5\n" for n in (0, 1, 2)
+    )
+    found = one(tmp_path, text)
+    assert [found[n] for n in ("dp", "cp", "tp", "pp", "n_gpus")] == ["2", "2", "2", "1", "8"]
+
+
+BRIDGE = """\
+======================================================================
+Configuration Summary (Non-Default Values vs Megatron Core)
+======================================================================
+
+[ddp] Non-default values (vs Mcore DistributedDataParallelConfig):
+  use_distributed_optimizer: True  (Mcore default: False)
+
+[model] Non-default values (vs Mcore TransformerConfig):
+  attention_backend: 'fused'  (Mcore default: <AttnBackend.auto: 5>)
+  bf16: True  (Mcore default: False)
+  ffn_hidden_size: 14336  (Mcore default: None)
+  gated_linear_unit: True  (Mcore default: False)
+  hidden_size: 4096  (Mcore default: 0)
+  num_attention_heads: 32  (Mcore default: 0)
+  num_layers: 32  (Mcore default: 0)
+  num_query_groups: 8  (Mcore default: None)
+  tensor_model_parallel_size: 2  (Mcore default: 1)
+
+----------------------------------------------------------------------
+Other Configuration Values:
+----------------------------------------------------------------------
+
+[train]:
+  global_batch_size: 128
+  micro_batch_size: 1
+
+[logger]:
+  log_interval: 1
+
+======================================================================
+ > padded vocab (size: 128256) with 0 dummy tokens (new size: 128256)
+"""
+YAML = """\
+checkpoint:
+  _target_: megatron.bridge.training.config.CheckpointConfig
+  save: null
+ddp:
+  _target_: megatron.bridge.training.config.DistributedDataParallelConfig
+  use_distributed_optimizer: true
+model:
+  _target_: megatron.bridge.models.Llama3ModelProvider8B
+  bf16: true
+  context_parallel_size: 1
+  ffn_hidden_size: 14336
+  gated_linear_unit: true
+  hidden_size: 4096
+  num_attention_heads: 32
+  num_layers: 32
+  num_query_groups: 8
+  pipeline_model_parallel_size: 1
+  seq_length: 8192
+  share_embeddings_and_output_weights: false
+  tensor_model_parallel_size: 2
+  attention_backend: fused
+  vocab_size: 128256
+train:
+  _target_: megatron.bridge.training.config.TrainingConfig
+  global_batch_size: 128
+  micro_batch_size: 1
+
+"""
+
+
+@pytest.mark.parametrize(("config", "lacks"), [(BRIDGE, ("seq_len",)), (YAML, ())])
+def test_megatron_bridges_configuration(
+    tmp_path: Path, config: str, lacks: tuple[str, ...]
+) -> None:
+    row = {"seq_len": ""}
+    text = config + "".join(
+        "Step Time : 9.30s GPU utilization: 490.1MODEL_TFLOP/s/GPU\n"
+        + written.iteration(n, s, 128, row, unit="ms").replace("consumed tokens", "skipped samples")
+        + "\n"
+        for n, s in [(1, 42.0), (2, 9.25), (3, 9.5), (4, 9.5)]
+    )
+    text += "[Rank 0] (after 4 iterations) memory (GB) | mem-max-reserved-gigabytes: 53.6870912\n"
+    found = one(tmp_path, text, hardware="h100-80gb", n_gpus="8")
+    names = ("n_layers", "d_ff", "n_kv_heads", "vocab", "tp", "pp", "dp", "mbs", "gbs", "sharding",
+             "precision", "act_ckpt", "attention", "family")  # fmt: skip
+    assert [found[name] for name in names] == [
+        "32", "14336", "8", "128256", "2", "1", "4", "1", "128", "zero1", "bf16", "none", "flash",
+        "llama",
+    ]  # fmt: skip
+    assert (found["engine"], float(found["step_s"]), found["mem_gb"]) == (
+        "megatron-bridge",
+        9.5,
+        "50",
+    )
+    assert found.missing == lacks
+
+
+# --- torchtitan and Composer
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dp", "tp"),
+    [
+        ("Building 1-D device mesh with ('dp',), [4]", "4", "1"),
+        ("Building 2-D device mesh with ['dp', 'tp'], [4, 2]", "4", "2"),
+        ("Building 2-D device mesh with ['dp_shard_mod_ep', 'dp_shard_in_ep'], [2, 4]", "8", "1"),
+        ("Building 2-D device mesh with ['dp_replicate', 'dp_shard'], [2, 4]", "8", "1"),
+    ],
+)
+def test_meshes_of_old_torchtitan(tmp_path: Path, mesh: str, dp: str, tp: str) -> None:
+    head = "[rank0]:2025-02-13 11:33:20,100 - root - INFO - "
+    text = f"{head}Starting job: mine\n{head}{mesh}\n"
+    text += (
+        f"{head}Training starts at step 1, with local batch size 2, global batch size 32, "
+        "sequence length 8192, total steps 100 (warmup 200)\n"
+    )
+    text += "".join(
+        f"{head}step: {n:2}  loss: 12.2417  memory: 42.08GiB(30.10%)  wps: {rate:,}  mfu: 8.65%\n"
+        for n, rate in [(1, 900), (10, 7000), (20, 7010), (30, 7020)]
+    )
+    found = one(tmp_path, text)
+    assert [found[n] for n in ("dp", "tp", "gbs", "mbs", "seq_len")] == [dp, tp, "32", "2", "8192"]
+    assert float(found["tokens_s_gpu"]) == 7010
+
+
+def test_steps_without_a_rate_are_not_read(tmp_path: Path) -> None:
+    log = tmp_path / "old.log"
+    head = "[rank0]:2024-03-04 17:01:30,712 - root - INFO - "
+    log.write_text(
+        f"{head}Building 1-D device mesh with ('dp',), [4]\n"
+        + "".join(
+            f"{head}step:  {n}  loss: 10.9  iter:  0.92  data: 0.03  lr: 0.0002\n" for n in (1, 2)
+        )
+    )
+    book = read_log(log)
+    assert (book.engine, book.unread) == ("torchtitan", 2)
+
+
+def test_composers_batches_on_one_line_and_its_own_list(tmp_path: Path) -> None:
+    text = "Config:\nnum_gpus_per_node: 8\nnum_nodes: 2\nrank_zero_seed: 17\n" + "*" * 30 + "\n"
+    text += "".join(
+        f"[batch={n}/40]: Train throughput/device/tokens_per_sec: {rate}   "
+        f"memory/peak_reserved_mem: 14.5\n"
+        for n, rate in [(38, 4000.5), (39, 4880.5), (40, 4890.5)]
+    )
+    found = one(tmp_path, text)
+    assert (float(found["tokens_s_gpu"]), found["n_gpus"]) == (
+        pytest.approx(4885.5, rel=1e-5),
+        "16",
+    )
+
+
+# --- nccl-tests
+
+
+def table(rows_: list[tuple[int, float]], factor: float, *, old: bool, sharp: bool = True) -> str:
+    """Two ranks on two hosts. Old releases have neither group, nor root, nor the kind of sum."""
+    mark = "#" if sharp else ""
+    group = "" if old else "Group  0 "
+    place = "[0x10]" if old else "[0000:10:00]"
+    kinds, kind = ("type", "float") if old else ("type   redop    root", "float     none      -1")
+    lines = [f"{mark} nThread 1 nGpus 1 minBytes 8 maxBytes 1073741824 step: 2(factor)"]
+    lines += [
+        f"{mark}  Rank  {r} {group}Pid   41 on   node{r} device  0 {place} NVIDIA A100-SXM4-40GB"
+        for r in (0, 1)
+    ]
+    lines += [
+        f"{mark}       size         count    {kinds}     time   algbw   busbw  "
+        "error     time   algbw   busbw  error"
+    ]
+    for size, us in rows_:
+        rate = f"{size * factor / us / 1e3:.2f}"
+        lines.append(
+            f" {size:12d} {size // 4:12d} {kind} {us:.1f} {rate} {rate} 0e+00 "
+            f"{us:.1f} {rate} {rate} 0e+00"
+        )
+    return "\n".join([*lines, ""])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mark", ["", "[1,0]<stdout>:", "(head, rank=0, pid=38) [1,0]<stdout>:", "0: "]
+)
+@pytest.mark.parametrize("sharp", [True, False])
+def test_tables_of_nccl_behind_marks(mark: str, sharp: bool) -> None:
+    text = table([(2**20, 100.0), (2**28, 20000.0), (2**30, 80000.0)], 1.0, old=False, sharp=sharp)
+    text = "".join(f"{mark}{line}\n" for line in text.splitlines())
+    found = nccl_tests.parse_log(text, "sendrecv.log")
+    assert (found.hosts, found.ranks, len(found.points)) == (2, 2, 3)
+    assert nccl_tests.fit(found, crosses=True).bytes_per_s == pytest.approx(2**30 / 0.08, rel=0.01)
+
+
+def test_an_old_table_whose_sizes_count_otherwise_is_taken_by_its_bandwidth() -> None:
+    """An all-gather over two ranks once printed twice the bytes that crossed the link."""
+    text = table([(2**20, 100.0), (2**28, 20000.0), (2**30, 80000.0)], 0.5, old=True)
+    found = nccl_tests.parse_log(text, "pasted.txt")
+    assert found.op == "sendrecv"  # nothing is summed, and both bandwidths are one
+    assert nccl_tests.fit(found, crosses=True).bytes_per_s == pytest.approx(2**29 / 0.08, rel=0.01)
+
+
+# --- exports of several runs
+
+
+def test_every_run_of_an_export_is_a_row(tmp_path: Path) -> None:
+    """W&B's CSV has a column for each run and metric, with its smallest and largest beside it."""
+    log = tmp_path / "chart.csv"
+    names = [
+        f"{run} - iteration-time{end}" for run in ("tp2", "tp4") for end in ("", "__MIN", "__MAX")
+    ]
+    lines = [",".join(f'"{name}"' for name in ("Step", *names))]
+    for step in range(1, 7):
+        late = "" if step < 3 else "4.5"
+        lines.append(f'"{step}","{9 if step == 1 else 2.5}","1","99","{late}","{late}","{late}"')
+    log.write_text("\n".join([*lines, ""]))
+    request = fourfold.CollectRequest(logs=(str(log),), out=str(tmp_path / "rows.csv"))
+    found = fourfold.collect(request).rows_read
+    assert [(r["row_id"], float(r["step_s"]), r["steps"]) for r in found] == [
+        ("tp2", 2.5, "5"), ("tp4", 4.5, "3"),
+    ]  # fmt: skip
+
+
+def test_several_shapes_are_no_one_run(tmp_path: Path) -> None:
+    """A new configuration in the middle of a log is another run, whoever prints it."""
+    text = HYDRA + "".join(f"{bar(n, f'{n - 1}.000', 2.5)}\n" for n in (1, 2, 3))
+    text += HYDRA.replace("micro_batch_size: 4", "micro_batch_size: 8")
+    text += "".join(f"{bar(n, f'{n - 1}.000', 3.5)}\n" for n in (1, 2, 3))
+    found = rows(tmp_path, text)
+    assert [(r["mbs"], float(r["step_s"])) for r in found] == [("4", 2.5), ("8", 3.5)]
