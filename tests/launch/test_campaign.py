@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from fourfold.launch.campaign import Campaign
+from fourfold.launch.batch_script import BatchJob
+from fourfold.launch.campaign import Campaign, Runner
 from fourfold.launch.folder import end_processes_of
 from fourfold.launch.identity import VARIABLE, new_mark
+from fourfold.launch.queue import Queue, Work
+from fourfold.launch.slurm import Slurm
 from fourfold.result.files.run_file import WORK
-from fourfold.result.files.store import Store
-from fourfold.result.job import REPORT_FILE, JobReport
+from fourfold.result.files.store import Store, Stored
+from fourfold.result.job import REPORT_FILE, Job, JobReport
 from fourfold.result.report import Outcome, Prediction, Remedy, RunReport, StepReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from fourfold.spec.site import Site
 
 
 def spec(micro_batch: int = 1) -> RunSpec:
@@ -181,3 +188,62 @@ def test_workers_of_a_killed_campaign_are_ended(tmp_path: Path) -> None:
         for process in (worker, other):
             process.kill()
             process.wait()
+
+
+class Nobody:
+    """A scheduler that takes everything and does nothing."""
+
+    def __init__(self) -> None:
+        self.site = Site(name="here")
+        self.folders: list[Path] = []
+        self.cancelled: list[str] = []
+
+    def knows(self, job: Job, folder: Path) -> bool:
+        return folder in self.folders
+
+    def submit(self, batch: BatchJob) -> None:
+        self.folders += batch.folders
+
+    def cancel(self, *job_ids: str) -> None:
+        self.cancelled += job_ids
+
+    def wait_until_gone(self, job_ids: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_run_that_two_commands_follow_is_kept_once(
+    tmp_path: Path, locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With locks the second waits for the first; without, the first to keep it has it."""
+    slurm, store = Nobody(), Store(tmp_path)
+    work = lambda spec, place: Work(Job(job="run", specs=(spec,)))  # noqa: E731
+    kept: list[Stored] = []
+    waits = threading.Event()
+    if not locks:
+
+        def refuse(handle: int, how: int) -> None:
+            raise OSError(errno.ENOLCK, "no locks")
+
+        monkeypatch.setattr("fourfold.launch.claim.fcntl.flock", refuse)
+
+    def campaign(runner: Runner) -> Campaign:
+        queue = Queue(store.root, cast(Slurm, slurm), work)
+        return Campaign(store, runner=runner, queue=queue, say=lambda text: waits.set())
+
+    other = threading.Thread(target=lambda: kept.append(campaign(Fake()).run_new(spec())))
+
+    def first(spec: RunSpec, folder: Path, say: object) -> RunReport:
+        report = Fake()(spec, folder, say)
+        other.start()
+        if locks:
+            waits.wait()
+        else:  # the other is sooner
+            other.join()
+        return report
+
+    mine = campaign(first).run_new(spec())
+    other.join()
+    assert [one.folder for one in kept] == [mine.folder]
+    assert [one.name for one in Store(tmp_path).runs()] == [mine.name]
+    assert slurm.cancelled == []

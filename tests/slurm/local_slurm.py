@@ -176,6 +176,10 @@ class LocalSlurm:
             slurmd = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", *named]
         self._run(slurmd)
 
+    def on_node(self, name: str, command: list[str]) -> list[str]:
+        """As a process in the network of this node, beside Slurm."""
+        return ["nsenter", f"--net=/run/netns/{name}", *command] if self.spaced else command
+
     def kill_node(self, name: str) -> None:
         """As by a power cut: its daemon and whatever that started, all at once."""
         daemon = [pid] if (pid := self._pid(f"slurmd-{name}")) else []

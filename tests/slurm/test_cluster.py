@@ -13,7 +13,7 @@ from fourfold.result.job import Job, JobReport
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site, read_site
-from tests.slurm.user import FOREVER, SMALL, User
+from tests.slurm.user import FOREVER, SMALL, User, taken_port
 
 pytestmark = pytest.mark.slow
 RUN = ["bench", *SMALL, "--warmup", "1"]
@@ -80,6 +80,15 @@ def test_the_rank_that_failed_is_blamed_with_its_node(user: User, monkeypatch) -
     assert report.failure is not None
     assert report.failure.rank == 3
     assert f"on {user.cluster.names[1]}" in report.failure.message
+
+
+def test_a_port_that_is_taken_is_passed_over(user: User, monkeypatch) -> None:
+    site = read_site(str(user.site))
+    assert site is not None
+    with taken_port(user) as port:
+        assert ping(user, site, monkeypatch).outcome == "ok"
+    (told,) = (user.folder / "job").glob("slurm-port-*")
+    assert int(told.read_text()) == port + 1
 
 
 def test_a_script_is_submitted_by_hand_and_its_run_collected(user: User) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,26 @@ class User:
 
     def interrupt(self, process: subprocess.Popen[str]) -> None:
         process.send_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def taken_port(user: User) -> Iterator[int]:
+    """Somebody listens on the first node at the port that the next job proposes."""
+    done = user.cluster.run(["sbatch", "--parsable", "--output=/dev/null", "--wrap", "true"])
+    user.cluster.wait_for(lambda: not user.cluster.jobs(), "the job to end")
+    port = 20000 + (int(done) + 1) * 7 % 12000
+    listen = (
+        "import socket, sys\n"
+        f"with socket.create_server(('', {port})):\n"
+        "    print('listening', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = user.cluster.on_node(user.cluster.names[0], [sys.executable, "-c", listen])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # closes its stdin at the end
+        assert process.stdout is not None
+        assert process.stdout.readline() == "listening\n"
+        yield port
 
 
 def _steps(path: Path) -> int:

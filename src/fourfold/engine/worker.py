@@ -211,6 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     here = node.ranks(world) if node else range(world)
     if node is not None:
         node.clear(path.parent, here)
+        node.meet(os.environ)
 
     def become(rank: int) -> int:
         place = _place(rank, world, here, node)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fourfold
 from fourfold.errors import UserError
-from fourfold.result.job import JOB_FILE, Job
+from fourfold.result.job import ENGINE_FILE, JOB_FILE, PORT_VARIABLE, Job
 from fourfold.spec.site import Site
 
 # What the script leaves in a job's folder when its ranks are gone: how often Slurm had started it
@@ -38,10 +38,7 @@ def script(batch: BatchJob, site: Site) -> str:
     if site.hosts and nodes > len(site.hosts):
         rule = f"must have at least the {nodes} that {batch.ranks} ranks need"
         raise UserError(rule, field="hosts", value=len(site.hosts), source=site.name)
-    words = [*site.wrapper, site.python or sys.executable, "-P", "-m", "fourfold.engine.worker"]
-    tasks = ",".join(map(str, batch.tasks))
-    worker = f'{shlex.join(words)} "$1/{JOB_FILE}" --tasks {tasks} --per-node {per_node}'
-    srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--kill-on-bad-exit=0"]
+    srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", _at_a_bad_exit(batch)]
     if site.cpus_per_rank:  # srun does not take it from sbatch
         srun.append(f"--cpus-per-task={per_node * site.cpus_per_rank}")
     folders = "\n    ".join(shlex.quote(str(folder)) for folder in batch.folders)
@@ -57,10 +54,12 @@ def script(batch: BatchJob, site: Site) -> str:
             # A handler, not "ignore", which srun would inherit: the ranks save, then this goes on.
             *(["trap : TERM USR1"] if batch.job.patient else []),
             "status=0 count=0",
-            "run() { # one worker on every node, which starts the ranks there",
+            "run() { # one task on every node, which starts the ranks there",
             f'    [ -e "$1/{JOB_FILE}" ] || return',
+            "    # The first node takes the next that is free, and tells the others in this file.",
             "    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + count++) % 12000))",
-            f"    {shlex.join([*srun, *site.srun])} \\\n        {worker}",
+            f'    export {PORT_VARIABLE}="$1/slurm-port-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
+            f"    {shlex.join([*srun, *site.srun])} \\\n        {_task(batch, site)}",
             "    code=$?",
             f'    echo "${{SLURM_RESTART_COUNT:-0}} $code" >"$1/{EXIT_FILE}"',
             "    [ $code = 0 ] || status=$code",
@@ -70,6 +69,22 @@ def script(batch: BatchJob, site: Site) -> str:
             "",
         ]
     )
+
+
+def _task(batch: BatchJob, site: Site) -> str:
+    """What runs on every node for the job in folder $1."""
+    if batch.job.job == "engine":
+        words = [*site.wrapper, "bash"]
+        return f'{shlex.join(words)} "$1/{ENGINE_FILE}"'
+    words = [*site.wrapper, site.python or sys.executable, "-P", "-m", "fourfold.engine.worker"]
+    tasks = ",".join(map(str, batch.tasks))
+    per_node = site.per_node(batch.ranks)
+    return f'{shlex.join(words)} "$1/{JOB_FILE}" --tasks {tasks} --per-node {per_node}'
+
+
+def _at_a_bad_exit(batch: BatchJob) -> str:
+    """Our ranks have words of their own to say; those of another engine may wait for ever."""
+    return f"--kill-on-bad-exit={int(batch.job.job == 'engine')}"
 
 
 def _first_host(site: Site, nodes: int) -> list[str]:
@@ -116,20 +131,21 @@ def _asked(batch: BatchJob, site: Site) -> list[str]:
 
 
 def _variables(batch: BatchJob, site: Site) -> list[tuple[str, str]]:
-    source = str(Path(fourfold.__file__).parent.parent)
     own = batch.job.task_env(batch.tasks[0])
-    fixed = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [source, own.get("PYTHONPATH", "")])),
-        "PYTHONUNBUFFERED": "1",
-        # torch keeps its last collectives, to be dumped when a limit passes.
-        "TORCH_FR_BUFFER_SIZE": "2000",
-    }
+    fixed = {"PYTHONUNBUFFERED": "1"}
     if site.interface:
         fixed |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
-    return sorted((fixed | own | {"PYTHONPATH": fixed["PYTHONPATH"]}).items())
+    if batch.job.job == "engine":  # its own variables are in its own script
+        return sorted(fixed.items())
+    source = str(Path(fourfold.__file__).parent.parent)
+    paths = os.pathsep.join(filter(None, [source, own.get("PYTHONPATH", "")]))
+    # torch keeps its last collectives, to be dumped when a limit passes.
+    fixed |= {"TORCH_FR_BUFFER_SIZE": "2000"}
+    return sorted((fixed | own | {"PYTHONPATH": paths}).items())
 
 
 def same_batch(job: Job) -> tuple[object, ...]:
     """What jobs must have in common to share a script."""
     devices = tuple(spec.device for spec in job.specs)
-    return job.processes(0), tuple(sorted(job.task_env(0).items())), devices
+    env = () if job.job == "engine" else tuple(sorted(job.task_env(0).items()))
+    return job.processes(0), env, devices

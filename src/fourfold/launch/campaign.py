@@ -6,12 +6,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from fourfold import files
+from fourfold.errors import UserError
+from fourfold.launch.claim import number_of
 from fourfold.launch.folder import end_processes_of
 from fourfold.launch.local import Launcher, run_job
 from fourfold.launch.permit import Permit, gpu_count
@@ -24,6 +27,7 @@ from fourfold.result.report import Failure, Prediction, Remedy, RunReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 
+_LOOK_S = 0.1
 Say = Callable[[str], None]
 # (spec, folder, say) -> the report; tests put their own here.
 Runner = Callable[[RunSpec, Path, Say], RunReport]
@@ -82,12 +86,14 @@ class Campaign:
         again: Sequence[str] = (),
         predictor: RunPredictor | None = None,
         engine: str = "",
+        unsupported: Callable[[RunSpec], str] = lambda spec: "",
         queue: Queue | None = None,
     ) -> None:
-        """`engine`: whose runs they are, if not ours; in their keys it stands for torch. `queue`:
-        where they run, if not on this host."""
+        """`engine`: whose runs they are, if not ours; in their keys it stands for torch.
+        `unsupported`: why it has no settings for a run, '' where it has. `queue`: where they run,
+        if not on this host."""
         self.store, self.runner, self.say = store, runner, say
-        self._engine, self.queue = engine, queue
+        self._engine, self.unsupported, self.queue = engine, unsupported, queue
         self.predictor = predictor
         self.again = {"cancelled", *again}
         self._machines: dict[str, MachineKey] = {}
@@ -108,15 +114,18 @@ class Campaign:
     @contextlib.contextmanager
     def queued(self, specs: Sequence[RunSpec]) -> Iterator[None]:
         """While it lasts, runs of these specs wait for their turn in the site's queue, if any."""
-        with self.queue.queued(specs) if self.queue else contextlib.nullcontext():
+        with self.queue.queued(self.supported(specs)) if self.queue else contextlib.nullcontext():
             yield
+
+    def supported(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
+        return [spec for spec in specs if not self.unsupported(spec)]
 
     def missing(self, spec: RunSpec, repeats: int) -> int:
         return max(0, repeats - len(self.finished(spec)))
 
     def machine(self, spec: RunSpec) -> MachineKey:
         if self.queue is not None:  # a site's devices are known when a run has been there
-            return MachineKey(self.queue.slurm.site.name, torch_version())
+            return MachineKey(self.queue.slurm.site.name, self._engine or torch_version())
         kind = kind_of(spec)
         if kind not in self._machines:
             here = this_machine(kind)
@@ -136,8 +145,10 @@ class Campaign:
         if self.queue is not None:
             site = self.queue.slurm.site
             known = dict(stored.report().environment)
-            same_torch = bool(site.python) or summary.torch == machine.torch
-            return known.get("site") == site.name and same_torch
+            here = (known.get("site"), known.get("engine", "")) == (site.name, self._engine)
+            # Torch on a site's own interpreter is known when a run has been there.
+            any_torch = bool(site.python) and not self._engine
+            return here and (any_torch or summary.torch == machine.torch)
         same_machine = summary.host == socket.gethostname() or summary.device == machine.device
         return same_machine and summary.torch == machine.torch
 
@@ -150,8 +161,52 @@ class Campaign:
         return done
 
     def run_new(self, spec: RunSpec) -> Stored:
-        """Once more, whatever the store has: the next repeat."""
-        place = self.queue.take(spec) if self.queue else self.store.workplace()
+        """Once more, whatever the store has: the next repeat. One that its engine has no settings
+        for is illegal."""
+        if why := self.unsupported(spec):
+            return self.refuse(spec, why).stored
+        if self.queue is None:
+            place = self.store.workplace()
+            return self.store.keep(self._report(spec, place), place)
+        return self._follow(spec, self.queue)
+
+    def _follow(self, spec: RunSpec, queue: Queue) -> Stored:
+        """A run in the site's queue. Where another command follows it too, one of them keeps it,
+        and the other has what that one stored."""
+        taken = queue.take(spec, self.say)
+        if taken.mine:
+            try:
+                report = self._report(spec, taken.place)
+                place = self.store.adopt(taken.place)
+            except BaseException as error:
+                lost = isinstance(error, OSError | UserError) and not taken.is_there
+                if not lost:
+                    queue.cancel()
+                    raise
+            else:
+                stored = self.store.keep(report, place)
+                queue.done(taken.place)
+                return stored
+        queue.done(taken.place)
+        stored = self._kept_by_another(spec, taken.number)
+        if stored is None:  # given up by the other: it is still to be done
+            queue.give_back(spec)
+            return self._follow(spec, queue)
+        return stored
+
+    def _kept_by_another(self, spec: RunSpec, number: int) -> Stored | None:
+        """What became of the folder with this number, which another command took."""
+        while number:
+            for stored in self.store.named(f"{spec.run_id}_"):
+                if number_of(stored.folder) == number:
+                    return stored
+            if number not in map(number_of, self.store.work()):
+                break
+            self.clear_up()  # the other may have been killed just then
+            time.sleep(_LOOK_S)
+        return None
+
+    def _report(self, spec: RunSpec, place: Path) -> RunReport:
         predicted = self.predictor.predicted(spec) if self.predictor else None
         if predicted is not None:
             content = seal(codec.to_json(predicted))
@@ -159,17 +214,13 @@ class Campaign:
         try:
             report = self.runner(spec, place, self.say)
         except BaseException:  # stopped by the user: an unfinished run leaves nothing
-            if self.queue is not None:
-                self.queue.cancel()
-            shutil.rmtree(place, ignore_errors=True)
+            if self.queue is None:
+                shutil.rmtree(place, ignore_errors=True)
             raise
         report = replace(self._named(report), predicted=predicted)
         if report.outcome == "oom" and self.predictor is not None:
             report = replace(report, remedies=self.predictor.remedies(report))
-        stored = self.store.keep(report, place)
-        if self.queue is not None:
-            self.queue.done(place)
-        return stored
+        return report
 
     def refuse(self, spec: RunSpec, reason: str) -> Done:
         """An illegal run is a row too, with its reason; it needs no process."""

@@ -1,8 +1,8 @@
 """Runs somebody else's program as a job: watched by its log, ended with all it started.
 
-The program writes one log. Whoever reads that log counts steps; silence beyond the run's limits is
-a hang. Its processes carry the job's mark, so that those of a killed launcher are found and ended
-by the next one, as our own ranks are.
+The program writes one log, on this host or on the nodes of a site. Whoever reads that log counts
+steps; silence beyond the run's limits is a hang. Its processes on this host carry the job's mark,
+so that those of a killed launcher are found and ended by the next one, as our own ranks are.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from fourfold.errors import UserError
 from fourfold.launch.identity import VARIABLE, end_leftovers, new_mark
 from fourfold.launch.outcomes import kernel_kills
 from fourfold.launch.stop import stop_signals
+from fourfold.result.job import LOG_FILE, LOG_FILES
+from fourfold.result.report import Outcome
 
-LOG_FILE = "engine.log"
 _POLL_S, _END_S, _SAY_EVERY_S = 0.2, 5.0, 2.0
 _CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """`take` gets what the log has grown by and says how many steps it has seen. The program is
-    ended after `enough` of them, `grace_s` later if it does not end by itself (0: at once)."""
+    """`take` gets the name of a log and what that has grown by, and says how many steps it has seen
+    in all. The program is ended after `enough` of them, `grace_s` later if it does not end by
+    itself (0: at once)."""
 
-    take: Callable[[bytes], int]
+    take: Callable[[str, bytes], int]
     start_limit_s: float
     step_limit_s: float
     enough: int
@@ -42,22 +45,40 @@ class Watch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """`code` None: it was ended here, since it had done `enough` or was silent for too long
-    (`limit` names which)."""
+    (`limit` names which). `where`: the node that failed first, where there are several.
+    `log`: where its last words are. `by_scheduler`: what the batch system did to it.
+    `environment`: where it was."""
 
     code: int | None
     limit: str
     steps: int
     seconds: float
     start_s: float
-    kernel_kills: int
+    log: Path
+    kernel_kills: int = 0
+    where: str = ""
+    by_scheduler: tuple[Outcome, str] | None = None
+    environment: tuple[tuple[str, str], ...] = ()
 
     @property
     def how(self) -> str:
+        if self.by_scheduler is not None:
+            return self.by_scheduler[1]
         if self.limit:
             return f"no further step for longer than the {self.limit}"
+        on = f" on {self.where}" if self.where else ""
         if self.code is not None and self.code < 0:
-            return f"killed by signal {-self.code}"
-        return f"exited with code {self.code}"
+            return f"killed by signal {-self.code}{on}"
+        return f"exited with code {self.code}{on}"
+
+
+class Running(Protocol):
+    """A program that was started; `queued` says what it still waits for."""
+
+    @property
+    def queued(self) -> str: ...
+
+    def poll(self) -> int | None: ...
 
 
 def run_command(
@@ -81,7 +102,7 @@ def run_command(
             raise UserError(rule, field="command", value=command[0], hint=hint) from None
     try:
         with stop_signals(None):
-            code, limit, steps, start_s = _watch(process, folder / LOG_FILE, watch)
+            code, limit, steps, start_s = watched(_Process(process), folder, watch)
     finally:
         _end(process, folder)
     return Ended(
@@ -90,39 +111,60 @@ def run_command(
         steps=steps,
         seconds=time.monotonic() - began,
         start_s=start_s,
+        log=folder / LOG_FILE,
         kernel_kills=kernel_kills() - kills,
     )
 
 
-def _watch(
-    process: subprocess.Popen[bytes], log: Path, watch: Watch
-) -> tuple[int | None, str, int, float]:
+@dataclass(frozen=True, slots=True)
+class _Process:
+    process: subprocess.Popen[bytes]
+    queued: str = ""
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+
+def watched(running: Running, folder: Path, watch: Watch) -> tuple[int | None, str, int, float]:
     """(exit code, limit that passed, steps seen, seconds until the first)."""
     began = changed_at = said_at = time.monotonic()
     steps, start_s = 0, 0.0
-    with open(log, "rb") as stream:
-        while True:
-            code = process.poll()  # before reading: its last words are then in the log
-            seen = steps
-            while chunk := stream.read(_CHUNK_BYTES):
-                seen = watch.take(chunk)
-            now = time.monotonic()
-            if seen != steps:
-                start_s = start_s or now - began
-                steps, changed_at = seen, now
-            if code is not None:
-                return code, "", steps, start_s
-            silent_s = now - changed_at
-            if steps >= watch.enough and silent_s >= watch.grace_s:
-                return None, "", steps, start_s
-            limit_s = watch.step_limit_s if steps else watch.start_limit_s
-            if silent_s > limit_s and steps < watch.enough:
-                name = "step" if steps else "start"
-                return None, f"{name} limit of {limit_s:g} s", steps, start_s
-            if now - said_at > _SAY_EVERY_S:
-                said_at = now
-                watch.say(f"{steps} steps done" if steps else "starting")
-            time.sleep(_POLL_S)
+    read: dict[Path, int] = {}
+    while True:
+        code = running.poll()  # before reading: its last words are then in the log
+        seen = steps
+        for log in sorted(folder.glob(LOG_FILES)):
+            seen = _take(log, read, watch, seen)
+        now = time.monotonic()
+        if running.queued:  # time in a queue is no silence
+            began = changed_at = now
+        if seen != steps:
+            start_s = start_s or now - began
+            steps, changed_at = seen, now
+        if code is not None:
+            return code, "", steps, start_s
+        silent_s = now - changed_at
+        if steps >= watch.enough and silent_s >= watch.grace_s:
+            return None, "", steps, start_s
+        limit_s = watch.step_limit_s if steps else watch.start_limit_s
+        if silent_s > limit_s and steps < watch.enough:
+            name = "step" if steps else "start"
+            return None, f"{name} limit of {limit_s:g} s", steps, start_s
+        if now - said_at > _SAY_EVERY_S:
+            said_at = now
+            watch.say(running.queued or (f"{steps} steps done" if steps else "starting"))
+        time.sleep(_POLL_S)
+
+
+def _take(log: Path, read: dict[Path, int], watch: Watch, steps: int) -> int:
+    """Steps seen after what the log has grown by. Opened anew at every look: only then does a
+    network file system ask what another host has written."""
+    with contextlib.suppress(FileNotFoundError), open(log, "rb") as stream:
+        stream.seek(read.get(log, 0))
+        while chunk := stream.read(_CHUNK_BYTES):
+            steps = watch.take(log.name, chunk)
+            read[log] = read.get(log, 0) + len(chunk)
+    return steps
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:

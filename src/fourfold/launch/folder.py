@@ -16,13 +16,14 @@ from pathlib import Path
 from fourfold import files
 from fourfold.errors import MachineError, UserError
 from fourfold.launch.identity import TOKEN_FILE, end_leftovers
-from fourfold.result.job import DUMP_FILE, JOB_FILE, REPORT_FILE, STOP_FILE
+from fourfold.result.job import DUMP_FILE, ENGINE_FILE, JOB_FILE, REPORT_FILE, STOP_FILE
 from fourfold.spec import check
 
 # What one start of ranks leaves; set aside when another follows in the same job.
 TRACES = ("beat-*", "failure-*", "stack-*", "flight-*", "store-*", "news-*", "slurm*",
           DUMP_FILE, STOP_FILE)  # fmt: skip
-_OURS = (*TRACES, "facts-*", "answer-*", "*.log", "failed-*", JOB_FILE, REPORT_FILE, TOKEN_FILE)
+_OURS = (*TRACES, "facts-*", "answer-*", "*.log", "failed-*", JOB_FILE, REPORT_FILE, TOKEN_FILE,
+         ENGINE_FILE, "settings")  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -1,50 +1,119 @@
 """Runs of a store under Slurm: submitted many at a time, followed one by one. A run works in
-`.jobs/RUN-N` of the store until it is kept, so the same command finds it again after a logout."""
+`.jobs/RUN-N` of the store until it is kept, so the same command finds it again after a logout. Of
+several commands that find it one follows it, and the others wait for what it stores."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 import shutil
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fourfold import files
+from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob, same_batch
+from fourfold.launch.claim import Claim, claim, number_of
 from fourfold.launch.folder import job_folder
-from fourfold.launch.slurm import Slurm, Submitted, submitted
+from fourfold.launch.slurm import Slurm, Submitted, logs_of, submitted
 from fourfold.launch.stop import stop_signals
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 
 JOBS = ".jobs"
+_LOOK_S, _SAY_EVERY_S = 0.2, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a run's folder gets before it is submitted: its job, and other files by name."""
+
+    job: Job
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+# (spec, folder) -> what is submitted for it there
+Make = Callable[[RunSpec, Path], Work]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A run's folder, and its number under whatever name; not `mine`: another command has kept it
+    or given it up."""
+
+    place: Path
+    number: int
+    mine: bool
+
+    @property
+    def is_there(self) -> bool:
+        return number_of(self.place) == self.number
 
 
 class Queue:
-    """`options` are those of every job; a `Slurm` says where they go."""
+    """`make` says what is submitted for a run; a `Slurm` says where it goes."""
 
-    def __init__(self, root: Path, slurm: Slurm, options: tuple[tuple[str, str], ...] = ()) -> None:
-        self.root, self.slurm, self.options = root / JOBS, slurm, options
+    def __init__(self, root: Path, slurm: Slurm, make: Make) -> None:
+        self.root, self.slurm, self.make = root / JOBS, slurm, make
         self._taken: Counter[str] = Counter()
-        self._waiting: list[tuple[Path, Job]] = []  # not submitted yet
-        self._followed: list[Path] = []
+        self._waiting: list[tuple[Path, Work]] = []  # not submitted yet
+        self._followed: dict[Path, Claim] = {}
 
-    def job(self, spec: RunSpec) -> Job:
-        return Job(job="run", specs=(spec,), options=self.options)
-
-    def take(self, spec: RunSpec) -> Path:
-        """The folder of the next run of the spec; it is submitted when this returns."""
+    def take(self, spec: RunSpec, say: Callable[[str], None] = lambda text: None) -> Taken:
+        """The folder of the next run of the spec; it is submitted when this returns. Waits while
+        another command follows it."""
         place = self._place(spec, self._taken)
         mine = next((one for one in self._waiting if one[0] == place), None)
         if mine is not None:
             self._submit(self._batch(mine))
         elif place not in self._followed:
-            self._followed += [place]
-            if not self.slurm.knows(self.job(spec), place):
-                self._submit([(place, self.job(spec))])
-        return place
+            work = self.make(spec, place)
+            if not self._finds(place, work.job) and not self._is_followed_elsewhere(place):
+                self._submit([(place, work)])
+        if place in self._followed:
+            return Taken(place, self._followed[place].number, True)
+        return self._wait(place, say)
+
+    def _wait(self, place: Path, say: Callable[[str], None]) -> Taken:
+        number, said_at = number_of(place), time.monotonic()
+        while number and number_of(place) == number:
+            with contextlib.suppress(FileNotFoundError):
+                if (own := claim(place)) is not None:  # whoever followed it is gone
+                    self._followed[place] = own
+                    return Taken(place, own.number, True)
+            if time.monotonic() - said_at > _SAY_EVERY_S:
+                said_at = time.monotonic()
+                say("another command follows this run")
+            time.sleep(_LOOK_S)
+        return Taken(place, number, False)
+
+    def give_back(self, spec: RunSpec) -> None:
+        """Nothing came of the run that was taken last: the next one takes its place."""
+        self._taken[spec.run_id] -= 1
+
+    def _finds(self, place: Path, job: Job) -> bool:
+        """Whether an earlier command has submitted it; it is followed here from now on, unless by
+        another command."""
+        if not self.slurm.knows(job, place):
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            own = claim(place)
+            if own is not None:
+                self._followed[place] = own
+            return True
+        return False
+
+    def _is_followed_elsewhere(self, place: Path) -> bool:
+        """Else it is made, and claimed by this command."""
+        place.mkdir(parents=True, exist_ok=True)
+        own = claim(place)
+        if own is not None:
+            self._followed[place] = own
+        return own is None
 
     def _place(self, spec: RunSpec, counted: Counter[str]) -> Path:
         name = f"{spec.run_id}-{counted[spec.run_id]}"
@@ -53,7 +122,9 @@ class Queue:
 
     def done(self, place: Path) -> None:
         """It is kept, or given up: the next may be submitted."""
-        self._followed = [one for one in self._followed if one != place]
+        own = self._followed.pop(place, None)
+        if own is not None:
+            own.release()
         self._fill()
 
     @contextlib.contextmanager
@@ -68,20 +139,24 @@ class Queue:
                 self.cancel()
                 raise
             finally:
+                self._release()
                 self._clear_logs()
 
     def submit(self, specs: Sequence[RunSpec]) -> list[Path]:
         """As many of them as the site wants queued; those that an earlier command has submitted
         are found again."""
         counted = self._taken.copy()
-        places = [(self._place(spec, counted), self.job(spec)) for spec in specs]
-        for place, job in places:
-            if self.slurm.knows(job, place):
-                self._followed.append(place)
-            else:
-                self._waiting.append((place, job))
+        places = [(place := self._place(spec, counted), self.make(spec, place)) for spec in specs]
+        found = [place for place, work in places if self._finds(place, work.job)]
+        self._waiting += [one for one in places if one[0] not in found]
         self._fill()
-        return [place for place, _ in places if place in self._followed]
+        return [place for place, _ in places if place in found or place in self._followed]
+
+    def detach(self, specs: Sequence[RunSpec]) -> list[Path]:
+        """Leave them to the scheduler: nobody follows them."""
+        places = self.submit(specs)
+        self._release()
+        return places
 
     def _fill(self) -> None:
         site = self.slurm.site
@@ -90,60 +165,87 @@ class Queue:
                 return  # one array, one allocation after the other
             self._submit(self._batch(self._waiting[0]))
 
-    def _batch(self, first: tuple[Path, Job]) -> list[tuple[Path, Job]]:
+    def _batch(self, first: tuple[Path, Work]) -> list[tuple[Path, Work]]:
         """Those that are submitted with `first`: with the same ranks and variables, in order."""
         site = self.slurm.site
         if site.queue == "each":
             return [first]
-        same = [one for one in self._waiting if same_batch(one[1]) == same_batch(first[1])]
+        alike = same_batch(first[1].job)
+        same = [one for one in self._waiting if same_batch(one[1].job) == alike]
         same.sort(key=lambda one: one is not first)
         return same[: site.most_queued]
 
     def prepare(self, specs: Sequence[RunSpec]) -> list[str]:
         """The batch scripts that would be submitted, beside the job files that they name."""
         counted = self._taken.copy()
-        self._waiting += [(self._place(spec, counted), self.job(spec)) for spec in specs]
+        for spec in specs:
+            place = self._place(spec, counted)
+            self._waiting.append((place, self.make(spec, place)))
         scripts = []
-        while self._waiting:
-            batch = self._written(self._batch(self._waiting[0]))
-            scripts.append(self.slurm.write_script(batch).read_text(encoding="utf-8"))
+        try:
+            while self._waiting:
+                written = self._written(self._batch(self._waiting[0]))
+                if written is None:
+                    rule, hint = "is followed by another command", "wait for it, or stop it"
+                    raise UserError(rule, field="run", value=self.root.name, hint=hint)
+                scripts.append(self.slurm.write_script(written).read_text(encoding="utf-8"))
+        finally:
+            self._release()
         return scripts
 
-    def _submit(self, batch: list[tuple[Path, Job]]) -> None:
+    def _submit(self, batch: list[tuple[Path, Work]]) -> None:
         written = self._written(batch)
-        self.slurm.submit(written)
-        self._followed += [place for place in written.folders if place not in self._followed]
+        if written is not None:
+            self.slurm.submit(written)
 
-    def _written(self, batch: list[tuple[Path, Job]]) -> BatchJob:
-        """Job files first: a script skips a folder without one."""
-        places = tuple(place for place, _ in batch)
-        for place, job in batch:
+    def _written(self, batch: list[tuple[Path, Work]]) -> BatchJob | None:
+        """Job files first: a script skips a folder without one. Runs that another command follows
+        are left out; None where nothing remains."""
+        places = [place for place, _ in batch]
+        self._waiting = [one for one in self._waiting if one[0] not in places]
+        batch = [
+            (place, work)
+            for place, work in batch
+            if place in self._followed or not self._is_followed_elsewhere(place)
+        ]
+        if not batch:
+            return None
+        for place, work in batch:
             with job_folder(place):
-                files.write_text(place / JOB_FILE, codec.to_json(job))
-        logs = places[0]
+                for name, text in work.files.items():
+                    (place / name).parent.mkdir(exist_ok=True)
+                    files.write_text(place / name, text)
+                files.write_text(place / JOB_FILE, codec.to_json(work.job))
+        logs = batch[0][0]
         if len(batch) > 1:  # a run's own folder moves when it is kept
             logs = self.root / f"queue-{secrets.token_hex(4)}"
             logs.mkdir()
         array = self.slurm.site.queue == "array" and len(batch) > 1
-        self._waiting = [one for one in self._waiting if one[0] not in places]
-        return BatchJob(batch[0][1], (0,), places, logs, array)
+        folders = tuple(place for place, _ in batch)
+        return BatchJob(batch[0][1].job, (0,), folders, logs, array)
 
     def cancel(self) -> None:
-        """Everything that is submitted and not kept; returns when nothing of it runs."""
+        """Everything that is followed here and not kept; returns when nothing of it runs."""
         known = [one for place in self._followed if (one := submitted(place)) is not None]
         ids = sorted({one.id for one in known})
         self.slurm.cancel(*ids)
         self.slurm.wait_until_gone(ids)
         for place in self._followed:
             shutil.rmtree(place, ignore_errors=True)
-        self._followed, self._waiting = [], []
+        self._release()
+        self._waiting = []
+
+    def _release(self) -> None:
+        for own in self._followed.values():
+            own.release()
+        self._followed = {}
 
     def _clear_logs(self) -> None:
         """Of arrays and allocations that no waiting run belongs to."""
         if not self.root.is_dir():
             return
         runs = [path for path in self.root.iterdir() if not path.name.startswith("queue-")]
-        used = {Path(one.log).parent for path in runs if (one := submitted(path)) is not None}
+        used = {logs for path in runs if (logs := logs_of(path)) is not None}
         for folder in self.root.glob("queue-*"):
             if folder not in used:
                 shutil.rmtree(folder, ignore_errors=True)

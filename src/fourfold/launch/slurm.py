@@ -22,8 +22,9 @@ from fourfold.spec.site import Site
 
 SCRIPT_FILE = "slurm.sh"
 SUBMITTED_FILE = "slurm.json"
+MEMBER_FILE = "slurm-batch.json"
 _ASK_S, _SUBMIT_S = 30.0, 120.0  # a busy scheduler answers late; one that does not is asked again
-_LOG = re.compile(r"slurm-([0-9]+)\.log\Z")
+_LOG = re.compile(r"slurm-([0-9]+)(?:_[0-9]+)?\.log\Z")
 _STATE = re.compile(r"\bJobState=([A-Z_]+)")
 _REASON = re.compile(r"\bReason=(\S+)")
 _NODES = re.compile(r"\bNodeList=(\S+)")
@@ -41,6 +42,17 @@ class Submitted:
     log: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """Which run of a script for several it is: that script, however it is submitted, and its logs
+    are in the folder `logs`."""
+
+    logs: str
+    place: int
+    array: bool
+    tasks: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Slurm:
     """Starts jobs by a site's rules."""
@@ -52,9 +64,10 @@ class Slurm:
         known = submitted(folder)
         if known is None or (known.tasks and known.tasks != tuple(tasks)):
             (known,) = self.submit(BatchJob(job, tuple(tasks), (folder,), folder))
-        ranks = SlurmRanks(
-            self, known.id, job, folder, ranks=job.processes(tasks[0]), step=known.step
-        )
+        count, each = job.processes(tasks[0]), 1
+        if job.job == "engine":
+            count, each = self.site.nodes(count), self.site.per_node(count)
+        ranks = SlurmRanks(self, known.id, job, folder, ranks=count, step=known.step, each=each)
         if known.log:
             ranks.scene.worker_log = Path(known.log)
         return ranks
@@ -92,6 +105,9 @@ class Slurm:
         return known
 
     def write_script(self, batch: BatchJob) -> Path:
+        for place, folder in enumerate(batch.folders if len(batch.folders) > 1 else ()):
+            one = Member(logs=str(batch.logs), place=place, array=batch.array, tasks=batch.tasks)
+            files.write_text(folder / MEMBER_FILE, codec.to_json(one))
         path = batch.logs / SCRIPT_FILE
         files.write_text(path, script(batch, self.site))
         return path
@@ -153,11 +169,35 @@ def submitted(folder: Path) -> Submitted | None:
     """By a command or, as the script's log tells, by hand."""
     with contextlib.suppress(OSError, UserError):
         return codec.from_json(Submitted, (folder / SUBMITTED_FILE).read_text(encoding="utf-8"))
-    numbers = [int(m[1]) for path in folder.glob("slurm-*.log") if (m := _LOG.match(path.name))]
+    of = _member(folder)
+    logs = Path(of.logs) if of else folder
+    numbers = [int(m[1]) for path in logs.glob("slurm-*.log") if (m := _LOG.match(path.name))]
+    if not numbers and (logs / SCRIPT_FILE).exists():
+        numbers = _waiting_with_logs_in(logs)
     if not numbers:
         return None
-    newest = str(max(numbers))
-    return Submitted(id=newest, log=str(folder / f"slurm-{newest}.log"))
+    newest = f"{max(numbers)}_{of.place}" if of and of.array else str(max(numbers))
+    step = of is not None and not of.array
+    return Submitted(id=newest, step=step, log=str(logs / f"slurm-{newest}.log"))
+
+
+def logs_of(folder: Path) -> Path | None:
+    """Where Slurm's words on this job folder are, if not there."""
+    of = _member(folder)
+    return Path(of.logs) if of else None
+
+
+def _member(folder: Path) -> Member | None:
+    with contextlib.suppress(OSError, UserError):
+        return codec.from_json(Member, (folder / MEMBER_FILE).read_text(encoding="utf-8"))
+    return None
+
+
+def _waiting_with_logs_in(logs: Path) -> list[int]:
+    """Numbers of the user's queued jobs that will write there: a job that waits has no log yet."""
+    answer = ask(["squeue", "--me", "-h", "-O", "ArrayJobID:.32,StdOut:.4096"])
+    rows = (line.split(maxsplit=1) for line in answer.stdout.splitlines())
+    return [int(row[0]) for row in rows if len(row) == 2 and Path(row[1]).parent == logs]
 
 
 def living(folder: Path) -> str:

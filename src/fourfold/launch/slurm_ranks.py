@@ -51,12 +51,21 @@ class Scheduler(Protocol):
 
 
 class SlurmRanks:
-    """One submitted job. `step`: it is one of several in an allocation, and ends before that."""
+    """One submitted job. `step`: it is one of several in an allocation, and ends before that.
+    `each`: ranks behind every process that tells of itself: another engine's, of a node."""
 
     def __init__(
-        self, slurm: Scheduler, job_id: str, job: Job, folder: Path, *, ranks: int, step: bool
+        self,
+        slurm: Scheduler,
+        job_id: str,
+        job: Job,
+        folder: Path,
+        *,
+        ranks: int,
+        step: bool,
+        each: int = 1,
     ) -> None:
-        self.slurm, self.job_id, self.is_step = slurm, job_id, step
+        self.slurm, self.job_id, self.is_step, self.each = slurm, job_id, step, each
         self.scene = JobScene(folder=folder, ranks=ranks)
         self.queued = f"Slurm job {job_id} was submitted"
         self._patient = job.patient
@@ -70,9 +79,17 @@ class SlurmRanks:
         hosts: dict[str, list[int]] = {}
         for rank, host in sorted(self.scene.hosts.items()):
             hosts.setdefault(host, []).append(rank)
-        shown = ", ".join(f"{host}: {ranks[0]}-{ranks[-1]}" for host, ranks in hosts.items())
+        shown = ", ".join(
+            f"{host}: {ranks[0] * self.each}-{(ranks[-1] + 1) * self.each - 1}"
+            for host, ranks in hosts.items()
+        )
         known = {"site": self.slurm.site.name, "slurm.job": self.job_id, "slurm.ranks": shown}
         return tuple((name, text) for name, text in known.items() if text)
+
+    @property
+    def has_ended(self) -> bool:
+        """Slurm says so; with a script that leaves its status, that is seen sooner."""
+        return self._ended
 
     @property
     def all_ended(self) -> bool:

@@ -18,11 +18,13 @@ from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
 
 # ping: every rank joins and answers; finds a rank that can't come up before a long run does.
+# engine: another engine's command on every node, which starts the ranks there.
 JobKind = Literal[
-    "run", "train", "verify", "trace", "dryrun", "calibrate", "one-rank", "weights", "ping"
+    "run", "train", "verify", "trace", "dryrun", "calibrate", "one-rank", "weights", "ping",
+    "engine",
 ]  # fmt: skip
 # These start as many processes as their run has ranks; the others simulate ranks or need none.
-_ONE_PROCESS_PER_RANK = ("run", "train", "ping")
+_ONE_PROCESS_PER_RANK = ("run", "train", "ping", "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,11 @@ REPORT_FILE = "report.json"
 DUMP_FILE = "dump-request"
 # The launcher makes this file to ask a training to save and end after the step it is in.
 STOP_FILE = "stop-request"
+# What another engine prints (on a site: engine-N.log of each node), and its part on a node.
+LOG_FILE, LOG_FILES = "engine.log", "engine*.log"
+ENGINE_FILE = "engine.sh"
+# Names the file in which the first of several nodes tells the others its free port.
+PORT_VARIABLE = "FOURFOLD_PORT_FILE"
 # A beat is two lines of fixed length, rewritten in place: where the rank stands (by its main
 # thread, whenever that changes), and that it lives (by its heart).
 WHERE_BYTES, ALIVE_BYTES = 256, 1024

@@ -17,7 +17,7 @@ from fourfold.spec.site import Site
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.spec.variables import parse_assignments
 from fourfold.verbs import Answer
-from fourfold.verbs.engines import campaign_of, engine_predictor
+from fourfold.verbs.engine_runs import campaign_of, engine_predictor
 from fourfold.verbs.facts import run_facts
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import BenchRequest, Start
@@ -110,7 +110,9 @@ def submit_bench(
     if refused := refusals(spec, known):
         raise UserError(f"is illegal: {refused}", field="layout", value=str(spec.layout))
     specs = [spec] * request.repeat
-    return submission(campaign.queue, specs, only_print=request.print_launch)
+    if why := campaign.unsupported(spec):
+        raise UserError(f"cannot run it: {why}", field="engine", value=request.engine)
+    return submission(campaign.queue, specs, request)
 
 
 def _prepared(

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fourfold.launch.command import Ended
+from fourfold.logs.book import LogRun
 from fourfold.logs.lines import clean
 from fourfold.logs.log import LogReader
 from fourfold.logs.series import StepLine
 from fourfold.result.report import Failure, Outcome, RankMemory, RunReport, StepReport
 from fourfold.spec.run import RunSpec
 
-# How a log says that a run ended -> how a report does.
+# How a log says that a run ended -> how a report does; of several logs, the first of these counts.
 _OUTCOMES: dict[str, Outcome] = {"oom": "oom", "hang": "hung", "fail": "crashed"}
+
+
+class _OneLog:
+    """One file of it: on a site, each node writes its own."""
+
+    def __init__(self, reader: str, on_step: Callable[[StepLine], None]) -> None:
+        self._reader = LogReader(reader, on_step=on_step)
+        self._reader.begin()  # what goes wrong before its first words counts too
+        self._rest, self._number = b"", 0
+
+    def take(self, content: bytes) -> None:
+        *whole, self._rest = (self._rest + content).split(b"\n")
+        for raw in whole:
+            self._line(raw)
+        self._rest = self._rest[-(2**20) :]
+
+    def _line(self, raw: bytes) -> None:
+        self._number += 1
+        self._reader.take(clean(raw.decode("utf-8", "replace"), self._number))
+
+    def finish(self) -> list[LogRun]:
+        if self._rest:  # its last line was cut off
+            self._line(self._rest)
+        return self._reader.finish().runs
 
 
 class EngineLog:
@@ -20,12 +47,10 @@ class EngineLog:
     def __init__(
         self, spec: RunSpec, *, name: str, stack: str, reader: str = "", device: str = ""
     ) -> None:
-        self._spec, self._name = spec, name
+        self._spec, self._name, self._reader = spec, name, reader
         self._environment = {"engine": name, "stack": stack, "torch": name}
         self._environment |= {"device": device} if device else {}
-        self._reader = LogReader(reader, on_step=self._step)
-        self._reader.begin()  # what goes wrong before its first words counts too
-        self._rest, self._number = b"", 0
+        self._logs: dict[str, _OneLog] = {}
         self._steps: dict[int, StepLine] = {}
 
     def _step(self, line: StepLine) -> None:
@@ -33,13 +58,11 @@ class EngineLog:
         slower = known is None or self._seconds(line) > self._seconds(known)
         self._steps[line.step] = line if slower or known is None else known
 
-    def take(self, content: bytes) -> int:
-        """How far it has come, after this much more of the log."""
-        *whole, self._rest = (self._rest + content).split(b"\n")
-        for raw in whole:
-            self._number += 1
-            self._reader.take(clean(raw.decode("utf-8", "replace"), self._number))
-        self._rest = self._rest[-(2**20) :]
+    def take(self, log: str, content: bytes) -> int:
+        """How far it has come, after this much more of a log."""
+        if log not in self._logs:
+            self._logs[log] = _OneLog(self._reader, self._step)
+        self._logs[log].take(content)
         return max(self._steps) - self._before if self._steps else 0
 
     @property
@@ -55,16 +78,17 @@ class EngineLog:
         return batch.seq_len * batch.global_batch / gpus / rate if rate else 0.0
 
     def report(self, ended: Ended, last_words: str) -> RunReport:
-        book = self._reader.finish()
-        end = book.runs[-1].end if book.runs else ""
+        books = [log.finish() for log in self._logs.values()]
+        ends = {runs[-1].end for runs in books if runs}
+        end = next((word for word in _OUTCOMES if word in ends), "")
         outcome, message = self._outcome(ended, end, last_words)
         memory = [m for m in (line.mem_gib for line in self._steps.values()) if m]
-        memory += [run.mem_gib for run in book.runs if run.mem_gib]
+        memory += [run.mem_gib for runs in books for run in runs if run.mem_gib]
         peak = RankMemory(rank=0, stage=0, peak_bytes=round(max(memory, default=0.0) * 2**30))
         return RunReport(
             spec=self._spec,
             outcome=outcome,
-            environment=tuple(self._environment.items()),
+            environment=tuple(sorted({**self._environment, **dict(ended.environment)}.items())),
             steps=tuple(self._report(line) for _, line in sorted(self._steps.items())),
             memory=(peak,) if memory else (),
             start_s=ended.start_s,
@@ -88,6 +112,8 @@ class EngineLog:
 
     def _outcome(self, ended: Ended, end: str, last_words: str) -> tuple[Outcome, str]:
         timed = [step for step in self._steps if step - self._before > self._spec.warmup]
+        if ended.by_scheduler is not None and ended.code != 0:
+            return ended.by_scheduler[0], f"{ended.how}\n{last_words}"
         if end == "oom" or (ended.kernel_kills and ended.code in (-9, 137)):
             return "oom", f"{ended.how}\n{last_words}"
         if ended.limit:

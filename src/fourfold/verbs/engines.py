@@ -1,38 +1,24 @@
-"""Other engines as runners of bench and sweep: a command template gets a run's exported settings,
-and its log becomes the run's report."""
+"""Other engines by a command template, which gets a run's exported settings."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold import files
 from fourfold.cost.stacks import RELEASES
 from fourfold.errors import UserError, nearest
-from fourfold.events import OnEvent, progress, warnings
-from fourfold.launch.campaign import Campaign, Runner, Say, launch_run
-from fourfold.launch.command import LOG_FILE, Watch, run_command
-from fourfold.launch.outcomes import tail
-from fourfold.launch.permit import Permit, gpu_count
-from fourfold.launch.queue import Queue
+from fourfold.launch.permit import gpu_count
 from fourfold.logs.log import READERS
-from fourfold.result.files.store import Store
-from fourfold.result.report import Failure, RunReport
 from fourfold.search import export as exports
 from fourfold.search.export.setup import Setup, run_file
-from fourfold.search.query import match_stack
-from fourfold.spec import catalog, check, codec
+from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
+from fourfold.spec.site import Site
 from fourfold.spec.variables import Env
-from fourfold.verbs.engine_log import EngineLog
-from fourfold.verbs.machine import Predictor, predictor, read_calibration
-from fourfold.verbs.run_requests import MeasureRequest, SweepRequest
-from fourfold.verbs.where import launcher_of, site_of
 
 _DATA = Path(catalog.DATA) / "engines"
 SETTINGS = "settings"
@@ -95,8 +81,11 @@ def engine_template(name: str) -> EngineTemplate:
 # --- one run
 
 
-def setup_of(spec: RunSpec, stack: str, cluster: Cluster | None) -> Setup:
+def setup_of(spec: RunSpec, stack: str, cluster: Cluster | None, site: Site | None = None) -> Setup:
+    """`site`: where it runs, which then says how many GPUs a host has."""
     host_gpus = cluster.host_gpus if cluster else gpu_count() or min(8, spec.gpus)
+    if site is not None:
+        host_gpus = site.gpus_per_node
     return Setup(
         model=spec.model,
         layout=spec.layout,
@@ -147,93 +136,37 @@ def places_of(spec: RunSpec, setup: Setup, settings: Path) -> dict[str, object]:
     }
 
 
-def template_runner(template: EngineTemplate, known: Predictor, permit: Permit) -> Runner:
-    """Runs a spec by the template, in the run's work folder; one that the engine has no settings
-    for is illegal."""
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A template's words for one run, and the files of its settings by name."""
 
-    def run(spec: RunSpec, folder: Path, say: Say) -> RunReport:
-        cluster, stack = known.cluster, known.stack
-        setup = setup_of(spec, stack, cluster)
-        settings = folder / SETTINGS
-        try:
-            texts = settings_files(template, setup)
-        except UserError as error:
-            failure = Failure(rank=-1, stage=0, phase=template.name, message=str(error))
-            return RunReport(spec=spec, outcome="illegal", failure=failure)
-        settings.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            files.write_text(settings / name, text)
-        places = places_of(spec, setup, settings)
-        command = [filled(word, places) for word in template.command]
-        env = {name: filled(value, places) for name, value in template.env}
-        env |= dict(spec.policy.env) | dict(permit.env)
-        device = cluster.device.name if cluster else ""
-        log = EngineLog(
-            spec, name=template.name, stack=stack, reader=template.reader, device=device
-        )
-        watch = Watch(
-            take=log.take,
-            start_limit_s=spec.start_limit_s,
-            step_limit_s=spec.step_limit_s,
-            enough=spec.warmup + spec.steps,
-            grace_s=60.0 if template.ends_itself else 0.0,
-            say=say,
-        )
-        started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        ended = run_command(command, env, folder, watch)
-        report = log.report(ended, tail(folder / LOG_FILE))
-        return replace(report, started_at=started_at)
-
-    return run
+    command: list[str]
+    env: dict[str, str]
+    settings: dict[str, str]
 
 
-# --- for bench and sweep
-
-
-def asked_template(request: MeasureRequest) -> EngineTemplate | None:
-    check.that(not request.stack or request.engine, "stack", request.stack, "needs --engine")
-    if request.engine and site_of(request) is not None:
-        hint = "omit one; an engine's template may call srun itself"
-        raise UserError("cannot be combined with --engine", field="--on", hint=hint)
-    return engine_template(request.engine) if request.engine else None
-
-
-def engine_predictor(request: MeasureRequest) -> Predictor:
-    """Whoever runs it: predictions by its stack, and the rules of its release."""
-    template, site = asked_template(request), site_of(request)
-    named = request.cluster or request.profile
-    known = predictor(
-        cluster=request.cluster if named or site is None else site.cluster or None,
-        profile=request.profile,
-        calibration=request.calibration,
+def filled_template(
+    template: EngineTemplate, spec: RunSpec, setup: Setup, settings: Path, granted: Env
+) -> Filled:
+    """`settings`: the folder that will hold them; `granted`: variables of the command line."""
+    places = places_of(spec, setup, settings)
+    env = {name: filled(value, places) for name, value in template.env}
+    return Filled(
+        command=[filled(word, places) for word in template.command],
+        env=env | dict(spec.policy.env) | dict(granted),
+        settings=settings_files(template, setup),
     )
-    known = replace(known, remote=site is not None)
-    if template is None:
-        return known
-    asked = request.stack or template.predicted_as
-    calibration = known.calibration or read_calibration(None)
-    stack = match_stack(asked, known.cluster, calibration)
-    return replace(known, stack=stack, release=template.release)
 
 
-def campaign_of(
-    request: MeasureRequest,
-    known: Predictor,
-    permit: Permit,
-    on_event: OnEvent,
-    options: tuple[tuple[str, str], ...] = (),
-) -> Campaign:
-    """Runs by the engine that was asked for, where that was asked for, into the request's store.
-    `options` are those of our own engine's jobs."""
-    template = asked_template(request)
-    store, on = Store(request.runs, warn=warnings(on_event)), launcher_of(site_of(request))
-    ours = partial(launch_run, options=options, permit=permit, on=on)
-    return Campaign(
-        store,
-        runner=template_runner(template, known, permit) if template else ours,
-        say=progress(on_event),
-        again=request.again if isinstance(request, SweepRequest) else (),
-        predictor=known,
-        engine=template.name if template else "",
-        queue=Queue(store.root, on, options) if on else None,
-    )
+def unsupported(template: EngineTemplate, setup: Setup) -> str:
+    """Why the engine has no settings for a run, '' where it has."""
+    try:
+        settings_files(template, setup)
+    except UserError as error:
+        return str(error)
+    if template.export and setup.layout.world % setup.per_host:
+        return (
+            f"gpus = {setup.layout.world} is not a multiple of the {setup.per_host} of a host, on "
+            "each of which the engine starts equally many ranks"
+        )
+    return ""

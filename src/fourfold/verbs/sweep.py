@@ -17,7 +17,7 @@ from fourfold.spec.sweep import Combination
 from fourfold.units import show_seconds
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import choose_micro_batch, permit_of
-from fourfold.verbs.engines import campaign_of
+from fourfold.verbs.engine_runs import campaign_of
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import SweepRequest
 from fourfold.verbs.sweep_source import Prepared, Source, predictions, prepared
@@ -156,8 +156,8 @@ def submit_sweep(
     campaign = campaign_of(request, ready.known, permit_of(request), on_event)
     if campaign.queue is None:
         raise UserError("needs a site", field="detach", hint="--on slurm or --on SITE")
-    specs = _to_queue(campaign, ready, request.repeat)
-    return submission(campaign.queue, specs, only_print=request.print_launch)
+    specs = campaign.supported(_to_queue(campaign, ready, request.repeat))
+    return submission(campaign.queue, specs, request)
 
 
 def _run(

@@ -20,7 +20,7 @@ from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site, read_site
 from fourfold.verbs import Answer
-from fourfold.verbs.run_requests import Launch
+from fourfold.verbs.run_requests import Launch, MeasureRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,12 @@ def shared_folder(site: Site | None) -> Path | None:
     return Path(site.shared or ".").absolute() if site else None
 
 
-def submission(queue: Queue, specs: Sequence[RunSpec], *, only_print: bool) -> Submission:
-    if only_print:
+def submission(queue: Queue, specs: Sequence[RunSpec], request: MeasureRequest) -> Submission:
+    if request.print_launch:
         return Submission(scripts=tuple(queue.prepare(specs)))
-    require_torch()
-    return Submission(tuple(described_job(place) for place in queue.submit(specs)))
+    if not request.engine:
+        require_torch()
+    return Submission(tuple(described_job(place) for place in queue.detach(specs)))
 
 
 def submission_of(job: Job, folder: Path, on: Slurm, *, only_print: bool) -> Submission:

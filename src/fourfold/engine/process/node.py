@@ -6,12 +6,22 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.result.job import DUMP_FILE, STOP_FILE, beat_file, facts_file, failure_file
+from fourfold import files
+from fourfold.result.job import (
+    DUMP_FILE,
+    PORT_VARIABLE,
+    STOP_FILE,
+    beat_file,
+    facts_file,
+    failure_file,
+)
 
+_LOOK_S = 0.1
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 
 
@@ -44,6 +54,21 @@ class Node:
         """Where this host tells of its ranks: its launcher is on another."""
         return appended(folder / f"news-{self.index}.jsonl")
 
+    def meet(self, env: MutableMapping[str, str]) -> None:
+        """Agree on a port of the first node: the one that was proposed, or the next that is free
+        there. Bound and closed, not kept: the first rank binds it within the second."""
+        told = env.get(PORT_VARIABLE)
+        if told is None:
+            return
+        path = Path(told)
+        if self.index == 0:
+            port = _free_port(int(env["MASTER_PORT"]))
+            files.write_text(path, f"{port}\n")
+        while not path.exists():  # the start limit ends a wait in vain
+            os.listdir(path.parent)  # a network file system then asks its server
+            time.sleep(_LOOK_S)
+        env["MASTER_PORT"] = path.read_text(encoding="utf-8").strip()
+
     def clear(self, folder: Path, ranks: range) -> None:
         """What its ranks left before Slurm started the job over: nothing of it is true now."""
         if self.start == 0:
@@ -55,6 +80,25 @@ class Node:
         if self.index == 0:
             for name in (STOP_FILE, DUMP_FILE):
                 (folder / name).unlink(missing_ok=True)
+
+
+def _free_port(first: int) -> int:
+    for port in range(first, 2**16):
+        with contextlib.suppress(OSError), _listener() as probe:
+            probe.bind(("", port))
+            return port
+    raise OSError(f"no port from {first} on is free on {socket.gethostname()}")
+
+
+def _listener() -> socket.socket:
+    """As torch's store binds: both families where the host has them."""
+    both = socket.has_dualstack_ipv6()
+    probe = socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM)
+    if both:
+        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    # A port whose last connections are still being closed is free to a listener.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return probe
 
 
 def appended(path: Path) -> int:

@@ -170,20 +170,39 @@ def is_folder(path: Path) -> bool:
 
 def new_place(root: Path) -> Path:
     """A new folder to run in, marked with who works there."""
-    host = socket.gethostname()
-    work = root / WORK
-    place = work / f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        if not is_folder(work):
-            hint = "replace it by a folder"
-            raise UserError("is a symbolic link", field="runs", value=str(work), hint=hint)
+        place = _new_name(root)
         place.mkdir()
     except OSError as error:
         raise files.refused(error, root, field="runs", verb="written") from None
-    owner = {"host": host, "pid": os.getpid(), "born": process_born(os.getpid())}
-    files.write_bytes(place / OWNER_FILE, seal(json.dumps(owner)), own=True)
+    _sign(place)
     return place
+
+
+def adopted(root: Path, place: Path) -> Path:
+    """A folder of the store as one's own work place; it must not have been another's before."""
+    mine = _new_name(root)
+    os.rename(place, mine)
+    _sign(mine)
+    return mine
+
+
+def _new_name(root: Path) -> Path:
+    work = root / WORK
+    work.mkdir(parents=True, exist_ok=True)
+    if not is_folder(work):
+        hint = "replace it by a folder"
+        raise UserError("is a symbolic link", field="runs", value=str(work), hint=hint)
+    return work / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _sign(place: Path) -> None:
+    owner = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "born": process_born(os.getpid()),
+    }
+    files.write_bytes(place / OWNER_FILE, seal(json.dumps(owner)), own=True)
 
 
 def orphans(root: Path, warn: Callable[[str], None]) -> list[Path]:

@@ -22,7 +22,7 @@ from fourfold.escape import one_line
 from fourfold.result.files import run_file
 from fourfold.result.files.stored import read_stored
 from fourfold.result.from_run import record_from
-from fourfold.result.job import REPORT_FILE, JobReport
+from fourfold.result.job import LOG_FILES, REPORT_FILE, JobReport
 from fourfold.result.record import Record
 from fourfold.result.report import Prediction, RunReport
 from fourfold.spec import codec
@@ -35,7 +35,7 @@ _SAY_EVERY_S = 2.0
 _MOST_REPEATS = 1_000_000
 # What a rank leaves behind that says why a run failed; the rest is of no use after the run.
 _EXPLAINS_FAILURE = (
-    "rank-*.log", "host*.log", "slurm*", "stack-*", "flight-*", "failure-*.json", "engine.log",
+    "rank-*.log", "host*.log", "slurm*", "stack-*", "flight-*", "failure-*.json", LOG_FILES,
 )  # fmt: skip
 
 
@@ -85,6 +85,17 @@ class Store:
     def workplace(self) -> Path:
         """A new folder to run in, marked with who works there."""
         return run_file.new_place(self.root)
+
+    def adopt(self, place: Path) -> Path:
+        """Make a folder of this store one's own work place; FileNotFoundError where another process
+        has done so: of several, one gets it."""
+        return run_file.adopted(self.root, place)
+
+    def work(self) -> list[Path]:
+        """Work places, whosever they are."""
+        with contextlib.suppress(OSError):
+            return sorted((self.root / run_file.WORK).iterdir())
+        return []
 
     def keep(self, report: RunReport, place: Path | None = None) -> Stored:
         """Give the run its key: the folder it worked in becomes the stored one."""

@@ -1,0 +1,99 @@
+"""Another engine's run under Slurm: followed by its log, its nodes' words and the job's state."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from fourfold.launch.command import Ended, Watch, watched
+from fourfold.launch.slurm import Slurm
+from fourfold.launch.slurm_ranks import SlurmRanks
+from fourfold.result.job import LOG_FILES, Job
+
+_LAST_WORDS_S = 15.0  # files of other hosts are seen late
+_LOOK_S = 0.1
+# What bash says of a command that a signal ended; with them, a node may only follow another one.
+_KILLED = (128 + 9, 128 + 15)
+
+
+def follow_command(slurm: Slurm, job: Job, folder: Path, watch: Watch) -> Ended:
+    """Of a job that is submitted; returns when nothing of it runs."""
+    began = time.monotonic()
+    ranks = slurm.start(job, [0], folder)
+    try:
+        code, limit, steps, start_s = watched(_Nodes(ranks), folder, watch)
+    finally:
+        ranks.end()
+    node, own_code = _first_failed(ranks)
+    return Ended(
+        code=own_code if code and node >= 0 else code,
+        limit=limit,
+        steps=steps,
+        seconds=time.monotonic() - began,
+        start_s=start_s,
+        log=_last_words(ranks, node),
+        kernel_kills=ranks.scene.kernel_kills,
+        where=_named(ranks, node),
+        by_scheduler=ranks.scene.by_scheduler if code is not None else None,
+        environment=ranks.environment,
+    )
+
+
+class _Nodes:
+    """The nodes of the job as one program."""
+
+    def __init__(self, ranks: SlurmRanks) -> None:
+        self._ranks = ranks
+
+    @property
+    def queued(self) -> str:
+        return self._ranks.queued
+
+    def poll(self) -> int | None:
+        if not self._ranks.poll():
+            return None
+        until = time.monotonic() + _LAST_WORDS_S
+        while not self._is_settled() and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            self._ranks.poll()
+        code = self._ranks.scene.worker_exit
+        return 1 if code is None else code
+
+    def _is_settled(self) -> bool:
+        """Whether the end is explained: by the script's status and, of a bad one, by its nodes or
+        by Slurm."""
+        scene = self._ranks.scene
+        if scene.by_scheduler is not None or scene.worker_exit == 0:
+            return True
+        if scene.worker_exit is None or self._ranks.has_ended:
+            return self._ranks.has_ended and scene.worker_exit is not None
+        # Who was killed for memory is known to Slurm alone, and of a whole job.
+        killed = 128 + 9 in (code for code, _ in scene.exits.values()) and not self._ranks.is_step
+        return len(scene.exits) == scene.ranks and not killed
+
+
+def _first_failed(ranks: SlurmRanks) -> tuple[int, int]:
+    """(node, exit code); others were ended for its sake. (-1, 0) where none has failed."""
+    bad = [(code in _KILLED, at, node, code) for node, (code, at) in ranks.scene.exits.items()]
+    for _, _, node, code in sorted(one for one in bad if one[3]):
+        return node, code
+    return -1, 0
+
+
+def _last_words(ranks: SlurmRanks, node: int) -> Path:
+    """The log of the node that failed or, of all alike, the last that was written; what Slurm says
+    where no node has written anything."""
+    logs = [path for path in ranks.scene.folder.glob(LOG_FILES) if path.stat().st_size]
+    own = ranks.scene.folder / f"engine-{node}.log"
+    if own in logs:
+        return own
+    newest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+    return newest or ranks.scene.worker_log or own
+
+
+def _named(ranks: SlurmRanks, node: int) -> str:
+    if node < 0:
+        return ""
+    first = node * ranks.each
+    host = ranks.scene.hosts.get(node, f"node {node}")
+    return f"{host} (ranks {first}-{first + ranks.each - 1})"

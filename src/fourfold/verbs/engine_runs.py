@@ -1,0 +1,175 @@
+"""Runs of bench and sweep by another engine: on this host or a site, its log becomes the report."""
+
+from __future__ import annotations
+
+import shlex
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from fourfold import files
+from fourfold.events import OnEvent, progress, warnings
+from fourfold.launch.campaign import Campaign, Say, launch_run
+from fourfold.launch.command import Ended, Watch, run_command
+from fourfold.launch.node_script import node_script
+from fourfold.launch.outcomes import tail
+from fourfold.launch.permit import Permit
+from fourfold.launch.queue import Queue, Work
+from fourfold.launch.slurm import Slurm
+from fourfold.launch.slurm_command import follow_command
+from fourfold.result.files.store import Store
+from fourfold.result.files.stored import seal
+from fourfold.result.job import ENGINE_FILE, REPORT_FILE, Job, JobReport
+from fourfold.result.report import RunReport
+from fourfold.search.export.setup import Setup
+from fourfold.search.query import match_stack
+from fourfold.spec import check, codec
+from fourfold.spec.run import RunSpec
+from fourfold.spec.site import Site
+from fourfold.verbs.engine_log import EngineLog
+from fourfold.verbs.engines import (
+    SETTINGS,
+    EngineTemplate,
+    Filled,
+    engine_template,
+    filled_template,
+    setup_of,
+    unsupported,
+)
+from fourfold.verbs.machine import Predictor, predictor, read_calibration
+from fourfold.verbs.run_requests import MeasureRequest, SweepRequest
+from fourfold.verbs.where import launcher_of, site_of
+
+_ENDS_ITSELF_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateRuns:
+    """Runs specs by a template, each in its work folder."""
+
+    template: EngineTemplate
+    known: Predictor
+    permit: Permit
+    site: Site | None = None
+
+    def setup(self, spec: RunSpec) -> Setup:
+        return setup_of(spec, self.known.stack, self.known.cluster, self.site)
+
+    def unsupported(self, spec: RunSpec) -> str:
+        return unsupported(self.template, self.setup(spec))
+
+    def filled(self, spec: RunSpec, folder: Path) -> Filled:
+        granted = self.permit.env
+        return filled_template(self.template, spec, self.setup(spec), folder / SETTINGS, granted)
+
+    def here(self, spec: RunSpec, folder: Path, say: Say) -> RunReport:
+        ready, settings = self.filled(spec, folder), folder / SETTINGS
+        settings.mkdir(parents=True, exist_ok=True)
+        for name, text in ready.settings.items():
+            files.write_text(settings / name, text)
+        run = partial(run_command, ready.command, ready.env, folder)
+        return self._watched(spec, say, run)
+
+    def work(self, spec: RunSpec, place: Path) -> Work:
+        """What a site gets for it: settings, the script of a node, and a job that is another one
+        when either changes."""
+        ready = self.filled(spec, place)
+        script = node_script(ready.command, ready.env, folder=place, cwd=Path.cwd())
+        settings = codec.json_of(ready.settings)
+        options = (
+            ("command", shlex.join(ready.command)),
+            ("engine", self.template.name),
+            ("script_crc32", f"{zlib.crc32((script + settings).encode()):08x}"),
+        )
+        named = {f"{SETTINGS}/{name}": text for name, text in ready.settings.items()}
+        job = Job(job="engine", specs=(spec,), options=options)
+        return Work(job, {**named, ENGINE_FILE: script})
+
+    def on_site(self, slurm: Slurm, spec: RunSpec, folder: Path, say: Say) -> RunReport:
+        job = self.work(spec, folder).job
+        report = self._watched(spec, say, partial(follow_command, slurm, job, folder))
+        whole = JobReport(job=job.job, outcome=report.outcome, seconds=0.0, runs=(report,))
+        files.write_bytes(folder / REPORT_FILE, seal(codec.to_json(whole)), own=True)
+        return report
+
+    def _watched(self, spec: RunSpec, say: Say, run: Callable[[Watch], Ended]) -> RunReport:
+        cluster, template = self.known.cluster, self.template
+        log = EngineLog(
+            spec,
+            name=template.name,
+            stack=self.known.stack,
+            reader=template.reader,
+            device=cluster.device.name if cluster else "",
+        )
+        watch = Watch(
+            take=log.take,
+            start_limit_s=spec.start_limit_s,
+            step_limit_s=spec.step_limit_s,
+            enough=spec.warmup + spec.steps,
+            grace_s=_ENDS_ITSELF_S if template.ends_itself else 0.0,
+            say=say,
+        )
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        ended = run(watch)
+        return replace(log.report(ended, tail(ended.log)), started_at=started_at)
+
+
+def asked_template(request: MeasureRequest) -> EngineTemplate | None:
+    check.that(not request.stack or request.engine, "stack", request.stack, "needs --engine")
+    return engine_template(request.engine) if request.engine else None
+
+
+def engine_predictor(request: MeasureRequest) -> Predictor:
+    """Whoever runs it: predictions by its stack, and the rules of its release."""
+    template, site = asked_template(request), site_of(request)
+    named = request.cluster or request.profile
+    known = predictor(
+        cluster=request.cluster if named or site is None else site.cluster or None,
+        profile=request.profile,
+        calibration=request.calibration,
+    )
+    known = replace(known, remote=site is not None)
+    if template is None:
+        return known
+    asked = request.stack or template.predicted_as
+    calibration = known.calibration or read_calibration(None)
+    stack = match_stack(asked, known.cluster, calibration)
+    return replace(known, stack=stack, release=template.release)
+
+
+def campaign_of(
+    request: MeasureRequest,
+    known: Predictor,
+    permit: Permit,
+    on_event: OnEvent,
+    options: tuple[tuple[str, str], ...] = (),
+) -> Campaign:
+    """Runs by the engine that was asked for, where that was asked for, into the request's store.
+    `options` are those of our own engine's jobs."""
+    template, site = asked_template(request), site_of(request)
+    store, on = Store(request.runs, warn=warnings(on_event)), launcher_of(site)
+    common = {
+        "say": progress(on_event),
+        "again": request.again if isinstance(request, SweepRequest) else (),
+        "predictor": known,
+    }
+    if template is None:
+        ours = partial(launch_run, options=options, permit=permit, on=on)
+        queue = Queue(store.root, on, partial(_our_work, options)) if on else None
+        return Campaign(store, runner=ours, queue=queue, **common)
+    runs = TemplateRuns(template, known, permit, site)
+    return Campaign(
+        store,
+        runner=partial(runs.on_site, on) if on else runs.here,
+        engine=template.name,
+        unsupported=runs.unsupported,
+        queue=Queue(store.root, on, runs.work) if on else None,
+        **common,
+    )
+
+
+def _our_work(options: tuple[tuple[str, str], ...], spec: RunSpec, place: Path) -> Work:
+    return Work(Job(job="run", specs=(spec,), options=options))
