@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.memory.own_layer import LayerBytes, Sizes, layer, logits_bytes, loss_bytes, sizes
+from fourfold.cost.memory.own_layer import LayerBytes, layer, logits_bytes, loss_bytes, sizes
 from fourfold.cost.memory.own_stage import Stage, Weights, stage_weights
 from fourfold.spec.words import SCHEDULES
 
@@ -52,8 +52,10 @@ class _Now:
     base: Floats  # what other micro batches keep, and messages between stages
     own: Floats  # what this one keeps when its forward is over
     one: Floats  # ... in the mean layer
-    top: Floats  # what computing the top layer again adds
-    working: Floats  # most that a layer's backward holds beside what it keeps
+    first: Floats  # ... in the top layer, whose backward comes first
+    top: Floats  # most that the top layer's backward holds, and what computing it again adds
+    second: Floats  # ... the one's below it
+    lowest: Floats  # ... the lowest one's, with what it keeps
     head: Floats  # gradient of the head's weights
     kept: Floats  # buffers of reductions before
     late_loss: Floats
@@ -62,9 +64,10 @@ class _Now:
 
 def _now(c: Columns, stage: Stage, w: Weights, flight: Floats, micros: Floats, later: bool) -> _Now:
     s, one, a, g = sizes(c), layer(c), c.act_bytes, c.acc_bytes
-    each, top = _stored(c, s, one, stage)
+    each = stage.again * s.between + (stage.layers - stage.again) * one.kept
     own = each + s.between
     late_loss = stage.last * (s.whole + s.logits * c.loss_chunks * a)
+    tied = (c.tied > 0) & (stage.first > 0) & (stage.last > 0)
     late, gpipe = np.minimum(stage.late, flight - 1.0), c.schedule == _GPIPE
     # GPipe has the loss of every micro batch before the first goes back; others one at a time.
     losses = np.where(gpipe, flight - 1.0, late)
@@ -82,10 +85,14 @@ def _now(c: Columns, stage: Stage, w: Weights, flight: Floats, micros: Floats, l
         base=base + np.where((c.pp > 1) & (micros * c.vpp > 1) & ~gpipe, 2.0 * s.between, 0.0),
         own=own,
         one=each / np.maximum(stage.layers, 1.0),
-        top=top,
-        working=np.where(top > 0, one.again, one.backward),
-        # In the sums' own format a gradient is added to them at once; a split pass makes it later.
-        head=np.where(((g == a) & later & (c.zero < 2)) | _is_split(c), 0.0, w.head * a),
+        first=np.where(stage.top_again > 0, s.between, one.kept),
+        top=_backward(c, one, stage.top_again),
+        second=_backward(c, one, stage.next_again),
+        lowest=_backward(c, one, stage.low_again)
+        + np.where(stage.low_again > 0, s.between, one.kept),
+        # In the sums' own format a gradient is added to them at once, but for a tied weight's,
+        # which waits for its other use; a split pass makes it later.
+        head=np.where(((g == a) & later & (c.zero < 2) & ~tied) | _is_split(c), 0.0, w.head * a),
         kept=np.where((c.zero >= 2) & later, sent_last + w.all * w.reduced, 0.0),
         late_loss=late_loss,
         # Gradients are copied into the buffer that is sent, then let go; what comes back is new.
@@ -121,8 +128,9 @@ def _moments(
     c: Columns, stage: Stage, w: Weights, now: _Now, micros: Floats, in_loss: Floats, grads: Floats
 ) -> list[Floats]:
     """Bytes beside state, gradients and weights at each moment that can be the fullest."""
-    computing = now.top + now.working + w.ahead + now.kept
+    computing = now.top + w.ahead + now.kept
     in_top = now.base + now.own + computing + now.head
+    in_next = in_top - now.first + now.second - now.top
     # In a single round the top virtual stage goes back before others have any gradients.
     single = (micros <= c.pp) & (c.vpp > 1)
     apart = stage.layers * (1.0 - 1.0 / c.vpp) * w.layer
@@ -131,6 +139,7 @@ def _moments(
     moments = [
         in_loss - missing,
         in_top - missing,
+        np.where(stage.layers > c.vpp, in_next - missing, 0.0),
         _split(c, stage, w, now, micros),
         now.base + w.root * c.act_bytes,
         _gathering(c, w, now),
@@ -140,9 +149,10 @@ def _moments(
     if now.later:
         rest = np.maximum(stage.layers / c.vpp - 1.0, 0.0) * layer(c).late
         top, split, root = _final(c, stage, w, late=rest)
-        moments += [top + now.own - now.one + now.head - missing, split, root]
+        moments += [top + now.own - now.first + now.head - missing, split, root]
+        moments.append(np.where((c.zero < 2) & ~_is_split(c), _final_lowest(c, stage, w, now), 0.0))
         lowest = (now.base + now.own) / c.vpp - _let_go(c, w, apart + w.head)
-        looped = (lowest + computing, lowest - now.one + top)
+        looped = (lowest + computing, lowest - now.first + top)
         moments += [np.where(single, moment, 0.0) for moment in looped]
     return moments
 
@@ -168,13 +178,13 @@ def _alone(
     update = np.where(micros < 2, single, p if later else before + stays) - before
     s, kept = sizes(c), now.base + now.own
     in_loss = kept + stage.last * s.whole + loss
-    in_lowest = now.base + s.between + now.one + now.top + now.working
+    in_lowest = now.base + s.between + now.lowest
     through = np.maximum(stage.layers - 1.0, 0.0) * w.layer
     moments = (
         in_loss,
         _split(c, stage, w, now, micros),
         kept + w.head * coming,
-        kept + now.top + now.working + w.head * stays,
+        kept + now.top + w.head * stays,
         in_lowest + (w.head + through) * stays,
         now.base + w.root * coming + (w.all - w.root) * stays,
         w.all * update,
@@ -214,16 +224,16 @@ def _reductions(c: Columns, stage: Stage, w: Weights, now: _Now, micros: Floats)
     layer, gradients of all others made; the ends' own gradients."""
     s, a, g, n = sizes(c), c.act_bytes, c.acc_bytes, stage.layers
     third, only = c.zero >= 3, micros < 2
-    beyond = now.base + now.own - now.one + now.head
+    beyond = now.base + now.own - now.first + now.head
     # With the step's last backward, weights are let go layer by layer whatever is sharded.
     let_go = np.where(third | only, w.layer * a, 0.0)
     sent = beyond + 2.0 * s.between + w.layer * now.sending - let_go + w.ahead
     done = w.copies + (0.0 if now.later else c.param_bytes / w.shards)
     ahead = np.minimum(w.ahead, np.maximum(np.ceil(n / c.vpp) - 2.0, 0.0) * w.layer * a)
-    below = beyond - s.between + now.top + now.working + w.layer * (g + done)
+    below = beyond - s.between + now.second + w.layer * (g + done)
     below = below + ahead - np.where(third, 0.0, let_go)
     through = np.maximum(n - 1.0, 0.0) * w.layer
-    last = now.base + s.between + now.one + now.top + now.working + now.head
+    last = now.base + s.between + now.lowest + now.head
     last = (
         last
         + np.where(n > c.vpp, w.layer * g, 0.0)
@@ -242,7 +252,7 @@ def _split(c: Columns, stage: Stage, w: Weights, now: _Now, micros: Floats) -> F
     gone = np.where(c.zero >= 3, c.vpp * w.layer * a, np.where(micros < 2, w.layer * a, 0.0))
     made = late + w.layer * a - np.where(c.zero >= 3, gone, 0.0)
     sent = np.where(now.reduces, w.layer * now.sending - gone, 0.0)
-    bottom = now.one + now.top + now.working + now.kept
+    bottom = now.late_loss + now.lowest + now.kept
     in_layers = rest * late + np.maximum(np.maximum(made, sent) + embedding, bottom)
     adding = np.where(c.loss_chunks > 1, 3.0, 1.0) * w.head * a
     in_head = n / c.vpp * late + now.late_loss + adding
@@ -256,6 +266,16 @@ def _let_go(c: Columns, w: Weights, params: Floats) -> Floats:
     return np.where(c.zero < 2, params * (c.act_bytes + c.acc_bytes - shards), 0.0)
 
 
+def _final_lowest(c: Columns, stage: Stage, w: Weights, now: _Now) -> Floats:
+    """zero0 and zero1 in the lowest layer's last backward: sums of the others are sent, and the
+    buffer of the last one is still there."""
+    n = stage.layers / c.vpp
+    through = np.maximum(n - 1.0, 0.0) * w.layer
+    buffer = np.where(n > 1, w.layer * c.acc_bytes, 0.0)
+    lowest = sizes(c).between + now.lowest + now.head
+    return lowest + buffer - _let_go(c, w, through)
+
+
 def _final(c: Columns, stage: Stage, w: Weights, *, late: Floats) -> list[Floats]:
     """zero0 and zero1 in the last micro batch, sums are sent: of a layer (beside activations), in
     a split backward, of the ends when all layers are through."""
@@ -267,7 +287,8 @@ def _final(c: Columns, stage: Stage, w: Weights, *, late: Floats) -> list[Floats
     return [np.where(c.zero < 2, moment, 0.0) for moment in (top, split, root)]
 
 
-def _stored(c: Columns, s: Sizes, one: LayerBytes, stage: Stage) -> tuple[Floats, Floats]:
-    """(bytes a micro batch keeps in the layers of a stage, what recomputing the top layer adds)."""
-    each = stage.again * s.between + (stage.layers - stage.again) * one.kept
-    return each, np.where(stage.top_again > 0, one.kept - s.between, 0.0)
+def _backward(c: Columns, one: LayerBytes, again: Floats) -> Floats:
+    """The most that a layer's backward holds beside what the layer kept."""
+    made_again = np.where(again > 0, one.kept - sizes(c).between, 0.0)
+    working = np.where(again > 0, one.again, one.backward)
+    return made_again + np.where(_is_split(c), one.split, working)

@@ -52,12 +52,13 @@ def sizes(c: Columns) -> Sizes:
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
     """Bytes a layer keeps for its backward, its input among them; most that its backward holds
-    beside that, when it was kept and when it is computed `again`; what waits for gradients of
-    weights in a split backward."""
+    beside that, when it was kept and when it is computed `again`; the same of a `split` backward,
+    and what of it waits for gradients of weights."""
 
     kept: Floats
     backward: Floats
     again: Floats
+    split: Floats
     late: Floats
 
 
@@ -79,18 +80,24 @@ def layer(c: Columns) -> LayerBytes:
     entry = mlp + twice - many
     gone = many + s.whole + s.between
     turned = np.where(c.rope > 0, 14.0 / c.act_bytes * s.q, s.q)
-    core = mlp + np.maximum(2.0 * s.q + 2.0 * s.kv, turned + s.q + 2.0 * s.kv) - gone
+    attending = np.maximum(2.0 * s.q + 2.0 * s.kv, turned + s.q + 2.0 * s.kv)
+    core = mlp + attending - gone
     end = c.rank_layer_weights * c.act_bytes - kept + 2.0 * s.whole
     inside = np.maximum.reduce(
         np.broadcast_arrays(
             last, product, entry, core, end, *_fp8_casts(c, whole + s.ffn, wide - many)
         )
     )
+    # Split, no weight has a gradient yet, and inputs and gradients of products stay: beside the
+    # activation's backward its output and what came in, in attention all of the MLP.
+    acting = whole + (2.0 + c.gated) * s.ffn
+    beyond = s.whole + whole - c.gated * s.ffn + attending
     # Gathering the gradient comes before a layer is computed again.
     return LayerBytes(
         kept=kept,
         backward=np.maximum(inside, np.where(gathers, twice, 0.0)) + s.between,
         again=np.maximum(inside, np.where(gathers, twice - many, 0.0)) + s.between,
+        split=np.maximum(acting, beyond) + s.between,
         late=4.0 * s.whole + 2.0 * s.q + 2.0 * s.kv + (2.0 + c.gated) * s.ffn,
     )
 

@@ -33,7 +33,8 @@ def unseen_bytes(c: Columns) -> Floats:
 
 def _shares(c: Columns) -> NDArray[np.float64]:
     """Of the first, of the fullest other and of the last rank, as the engine cuts layers: how many,
-    how many of them are computed again, and whether its top one is. [3, 3, runs]"""
+    how many of them are computed again, and whether its top one is, the one below it, and its
+    lowest one. [3, 5, runs]"""
     head = np.round(c.vocab * c.hidden / (c.layer_weights + c.width * c.seq), 6)
     every = np.where(c.full_ckpt > 0, np.round(1.0 / np.maximum(c.full_ckpt, 1e-9)), 0.0)
     values, number = [], np.zeros((), dtype=np.intp)
@@ -44,23 +45,23 @@ def _shares(c: Columns) -> NDArray[np.float64]:
     numbers, back = np.unique(number, return_inverse=True)
     places = np.unravel_index(numbers, [len(one) for one in values])
     asked = zip(*(v[at].tolist() for v, at in zip(values, places, strict=True)), strict=True)
-    counts = np.array([_on_ranks(*one) for one in asked], dtype=np.float64).reshape(-1, 3, 3)
+    counts = np.array([_on_ranks(*one) for one in asked], dtype=np.float64).reshape(-1, 3, 5)
     return np.moveaxis(counts[back.reshape(number.shape)], (-2, -1), (0, 1))
 
 
 def _on_ranks(
     layers: float, pp: float, vpp: float, head: float, every: float
-) -> list[tuple[int, int, int]]:
+) -> list[tuple[int, ...]]:
     """With virtual stages a rank's layers are not neighbours: each N-th may be all or none."""
     stages, loops = int(pp), int(vpp)
     cut = split_layers(int(layers), stages * loops, EMBEDDING_COST, head)
-    shares = []
+    shares: list[tuple[int, ...]] = []
     for rank in range(stages):
         own = [i for loop in range(loops) for i in cut[loop * stages + rank]]
-        again = [i for i in own if every and i % int(every) == 0]
-        shares.append((len(own), len(again), int(bool(own) and own[-1] in again)))
+        again = [bool(every) and i % int(every) == 0 for i in own] or [False]
+        shares.append((len(own), sum(again), again[-1], again[-2:][0], again[0]))
     # Layers that are not computed again hold many times what the others keep.
-    middle = max(shares[1:-1], key=lambda one: (one[0] - one[1], one[0]), default=(0, 0, 0))
+    middle = max(shares[1:-1], key=lambda one: (one[0] - one[1], one[0]), default=(0, 0, 0, 0, 0))
     return [shares[0], middle, shares[-1]]
 
 
@@ -75,6 +76,8 @@ class Stage:
     late: Floats  # of those in flight, how many wait for their weight gradients only
     again: Floats  # of its layers, how many are computed again
     top_again: Floats  # 1: the one whose backward comes first is
+    next_again: Floats  # 1: ... and the one after that
+    low_again: Floats  # 1: ... and the last one
 
 
 def stages(c: Columns, micros: Floats) -> list[Stage]:
@@ -90,8 +93,8 @@ def stages(c: Columns, micros: Floats) -> list[Stage]:
         (alone, one, flight.last, flight.late),
     )
     return [
-        Stage(layers, *place, again, top_again)
-        for (layers, again, top_again), place in zip(_shares(c), places, strict=True)
+        Stage(layers, *place, *again)
+        for (layers, *again), place in zip(_shares(c), places, strict=True)
     ]
 
 
