@@ -3,6 +3,8 @@ of sampled questions."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,17 +12,30 @@ from hypothesis import strategies as st
 
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.interval import choices
-from fourfold.cost.memory.peak import SURE, fit_chance, memory, memory_bounds
+from fourfold.cost.memory.peak import (
+    FRAGMENTS,
+    OWN_FRAGMENTS,
+    REFUSED,
+    SURE,
+    fit_chance,
+    lean_coefficients,
+    memory,
+    memory_bounds,
+)
 from fourfold.cost.step.estimate import estimate
 from fourfold.events import Bar, ignore
 from fourfold.search.candidates import candidates
+from fourfold.search.explain import explain
 from fourfold.search.fastest import CELLS, cells_of, fastest
+from fourfold.search.listed import PLAYED_SURE, best_points, layout_numbers, sure_points
+from fourfold.search.peaks import WaysTable, peaks
 from fourfold.search.query import PlanQuery, entry_for, evidence_for, usual_cluster, usual_policy
-from fourfold.search.ranking import Ranking, _best, layout_numbers, rank_layouts
-from fourfold.search.space import WIDEST, Pool, space_of
+from fourfold.search.ranking import Ranking, rank_layouts
+from fourfold.search.space import Pool, may_fit, space_of, widest_half
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.expression import parse
+from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 
 SHIPPED = calibrations.shipped()
@@ -69,18 +84,22 @@ def few(pool: Pool, mask: np.ndarray) -> Pool:
 
 
 def whole(query: PlanQuery) -> Pool:
-    """Every legal point that may fit, each priced on its own."""
+    """Every legal point, each priced on its own."""
     grid = candidates(query)
     points: Pool = dict(grid.points(np.arange(len(grid.legal_micros))))
     c, limit, entry = query.columns(points), query.limit_bytes, query.entry
     points["peak_bytes"] = peak = memory(c, entry.coefficients).worst_bytes
     points["step_s"] = estimate(c, entry.coefficients).step_s
-    points["sure"] = fit_chance(c, entry) >= SURE
+    points["fits"] = peak < limit
+    points["chance"] = fit_chance(c, entry)
+    lean = lean_coefficients(entry)
+    half = np.where(c.own > 0, OWN_FRAGMENTS, FRAGMENTS)
+    wasteless = memory(c, lean).worst_bytes * entry.coefficients["room"] / lean["room"]
+    points["close"] = (peak >= limit) & (np.minimum(peak, wasteless) * np.exp(-half) < limit)
     points["unproven"] = np.zeros(len(c), dtype=bool)
     for name, made in choices(c).items():
         points["unproven"] |= made & bool(query.evidence and not query.evidence.get(name, 0))
-    low = memory_bounds(c, entry)[0]
-    return few(points, (peak < limit) | ((peak < WIDEST * limit) & (low < limit)))
+    return points
 
 
 def meeting(query: PlanQuery, points: Pool) -> Pool:
@@ -102,22 +121,35 @@ def same(found: Pool, wanted: Pool) -> None:
 def check(query: PlanQuery) -> None:
     """All that a ranking says against all points."""
     every, ranking = whole(query), rank_layouts(query)
-    pool = meeting(query, every)
-    assert ranking.fitting == len(every["pp"])
-    assert ranking.dropped == len(every["pp"]) - len(pool["pp"])
-    fits = pool["peak_bytes"] < query.limit_bytes
-    over = few(pool, ~fits & (query.explore | ~pool["unproven"]) & fits.any())
-    pool = few(pool, fits | ~fits.any())
-    same(ranking.near_miss, _best(over, 1, 1))
+    close = meeting(query, few(every, every["close"]))
+    fitting = few(every, every["fits"])
+    pool = meeting(query, fitting)
+    if not len(pool["pp"]):
+        fitting = few(every, every["chance"] >= REFUSED)
+        pool = meeting(query, fitting)
+    assert ranking.fitting == len(fitting["pp"])
+    assert ranking.dropped == len(fitting["pp"]) - len(pool["pp"])
     use_all = query.explore or bool(pool["unproven"].all())
     ranked = few(pool, use_all | ~pool["unproven"])
     if not use_all:
-        same(ranking.unproven_best, _best(few(pool, pool["unproven"]), 1, 1))
+        same(ranking.unproven_best, best_points(few(pool, pool["unproven"]), 1, 1))
     assert ranking.set_aside == len(pool["pp"]) - len(ranked["pp"])
     if query.safe:
-        ranked = few(ranked, ranked["sure"] | ~ranked["sure"].any())
+        sure = ranked["chance"] >= SURE
+        ranked = few(ranked, sure | ~sure.any())
     assert ranking.ways == len(ranked["pp"])
     check_fastest(ranking, ranked)
+    check_beside(ranking, ranked, few(close, use_all | ~close["unproven"]))
+
+
+def check_beside(ranking: Ranking, ranked: Pool, close: Pool) -> None:
+    """What is named beside the first choice: nothing faster of its kind is left out."""
+    first_s = ranked["step_s"].min() if len(ranked["pp"]) else 0.0
+    same(ranking.near_miss, best_points(few(close, close["step_s"] < first_s), 1, 1))
+    sure = few(ranked, ranked["chance"] >= SURE)
+    found = sure_points(ranking.cells, ranking.ranked, np.zeros_like(ranking.ranked), np.inf)
+    wanted = best_points(sure, PLAYED_SURE, 1)
+    same({name: found[name] for name in found if name != "unproven"}, wanted)
 
 
 def check_fastest(ranking: Ranking, ranked: Pool) -> None:
@@ -129,8 +161,8 @@ def check_fastest(ranking: Ranking, ranked: Pool) -> None:
     for keep, variants in ((300, 3), (7, 1), (20, 10)):
         index, step_s = fastest(ranking.cells, ranking.ranked, keep=keep, variants=variants)
         found = {"step_s": step_s, "peak_bytes": space.peak_bytes(index)}
-        some = _best(space.points(index) | found, keep, variants)
-        same(some, _best(ranked, keep, variants))
+        some = best_points(space.points(index) | found, keep, variants)
+        same(some, best_points(ranked, keep, variants))
 
 
 SAMPLED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -152,16 +184,60 @@ def test_nothing_is_dropped_on_more_machines(query: PlanQuery) -> None:
 @settings(SAMPLED, max_examples=12)
 @given(questions())
 def test_no_point_is_faster_than_its_bound(query: PlanQuery) -> None:
-    cells = cells_of(space_of(query, candidates(query), Bar(ignore, "")))
+    cells = cells_of(space_of(query, candidates(query), Bar(ignore, ""), every=True))
     mask = cells.space.legal
     cell = cells.holding(mask)
     index, place = cells.points(cell, mask)
     assert np.array_equal(np.sort(index), np.flatnonzero(mask))
-    bound = cells.least_s.reshape(-1)[cell][place]
+    bound = cells.bound_s(index, cell[place])
     points = cells.space.points(index)
     if len(index):
         step_s = estimate(query.columns(points), query.entry.coefficients).step_s
         assert (bound <= step_s).all()
+
+
+@settings(SAMPLED, max_examples=12)
+@given(questions(), st.sampled_from([1.0, 8.0, 60.0]))
+def test_halves_of_memory_add_up_to_the_whole(query: PlanQuery, gib: float) -> None:
+    """Of every legal point: bytes of the state and of all else, and the three verdicts on them."""
+    device = replace(query.cluster.device, memory_bytes=int(gib * 2**30))
+    query = replace(query, cluster=replace(query.cluster, device=device))
+    grid = candidates(query)
+    space = space_of(query, grid, Bar(ignore, ""), every=True)
+    found = peaks(
+        WaysTable(query, space.rows, space.ways, space.legal), query.entry.coefficients
+    ).of(np.arange(len(space.legal)))
+    index = np.flatnonzero(space.legal)
+    if not len(index):
+        return
+    wanted = space.peak_bytes(index)
+    assert np.allclose(found.reshape(-1)[index], wanted, rtol=1e-12)
+    assert np.isinf(found[~space.legal]).all()
+    chance = space.priced(index, lambda c: fit_chance(c, query.entry))
+    likely, roomy, close = (
+        mask.reshape(-1)[index] for mask in (space.likely, space.roomy, space.close)
+    )
+    assert np.array_equal(likely, wanted < query.limit_bytes)
+    assert not (chance >= SURE)[~roomy].any()
+    assert (chance[close] >= REFUSED - 1e-3).all()
+    assert not close[likely].any()
+    # No interval is wider than the widest, so that nothing is refused unasked.
+    low = space.priced(index, lambda c: memory_bounds(c, query.entry)[0])
+    assert (np.log(wanted / low) <= widest_half(query.entry) + 1e-9).all()
+    assert np.array_equal(may_fit(space).reshape(-1)[index], chance >= REFUSED)
+
+
+@settings(SAMPLED, max_examples=12)
+@given(questions())
+def test_what_does_not_fit_is_explained_in_its_smallest_variant(query: PlanQuery) -> None:
+    device = replace(query.cluster.device, memory_bytes=2**28)
+    query = replace(query, cluster=replace(query.cluster, device=device), where=(), fixed={})
+    layout = Layout(pp=1, shard=query.gpus)
+    said = explain(query, layout, tokens=None)
+    if said.smallest is None:
+        return
+    every = whole(replace(query, fixed=layout.sizes | {"replicate": 1}))
+    assert said.smallest.peak_bytes == every["peak_bytes"].min()
 
 
 def test_a_large_search_times_few_of_its_points(monkeypatch: pytest.MonkeyPatch) -> None:

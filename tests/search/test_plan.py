@@ -12,7 +12,9 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.cost.fit import calibration as calibrations
-from fourfold.cost.memory.peak import memory, memory_bounds
+from fourfold.cost.fit.calibration import FittedStack
+from fourfold.cost.memory.peak import REFUSED, SURE, memory, memory_bounds
+from fourfold.cost.predict import Predictions
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import RELEASES
 from fourfold.cost.step.estimate import estimate
@@ -20,7 +22,7 @@ from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.answer import training
 from fourfold.search.candidates import MICRO_BATCHES, candidates
-from fourfold.search.chances import chances
+from fourfold.search.chances import DRAWS, LOST_TRY, chances
 from fourfold.search.explain import explain
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import why_not
@@ -33,7 +35,7 @@ from fourfold.search.query import (
     usual_cluster,
     usual_policy,
 )
-from fourfold.search.ranking import LOOKED_AT, rank_layouts
+from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.rules.case import divisors
 from fourfold.search.sensitivity import LEAST_CHANCE, deciding, reversals
 from fourfold.spec import catalog, codec
@@ -139,7 +141,7 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
     assert np.allclose(
         memory(columns, one.entry.coefficients).worst_bytes, ranking.predicted.room.worst_bytes
     )
-    assert (np.diff(ranking.step_s) >= 0).all()
+    assert (np.diff(ranking.step_s[1:]) >= 0).all()
     assert np.allclose(sum(ranking.predicted.times.parts.values()), ranking.step_s)
     assert (ranking.predicted.room.worst_bytes < one.cluster.device.memory_bytes).all()
     assert (
@@ -149,26 +151,26 @@ def test_ranked_layouts_are_legal_fit_and_cost_what_the_cost_model_says() -> Non
 
 
 def test_what_is_over_the_memory_by_our_best_estimate_is_named_and_not_ranked() -> None:
-    crowded = rank_layouts(
-        replace(ask(gpus=16), fixed={"pp": 1, "tp": 1, "cp": 1, "recompute": "none"})
-    )
-    limit = crowded.query.limit_bytes
+    crowded = rank_layouts(ask(gpus=8))
+    limit, near = crowded.query.limit_bytes, crowded.near_miss
     assert (crowded.predicted.room.worst_bytes < limit).all()
-    assert crowded.near_miss["peak_bytes"][0] >= limit
+    assert near["peak_bytes"][0] >= limit
+    assert near["step_s"][0] < crowded.closed_s.min()
     # Where nothing else is left, it is ranked, with its chance.
-    micro = int(crowded.near_miss["micro_batch"][0])
-    zero = f"zero{int(crowded.near_miss['zero'][0])}"
-    copies = int(crowded.near_miss["replicate"][0])
-    fixed = crowded.query.fixed | {"micro_batch": micro, "sharding": zero, "replicate": copies}
+    fixed = {name: int(near[name][0]) for name in ("pp", "cp", "tp", "replicate", "micro_batch")}
+    fixed |= {"virtual_stages": int(near["virtual_stages"][0])}
+    fixed |= {"sharding": f"zero{int(near['zero'][0])}"}
+    fixed |= {"recompute": RECOMPUTE_KINDS[int(near["recompute"][0])]}
     alone = rank_layouts(replace(crowded.query, fixed=fixed))
-    assert (alone.predicted.room.worst_bytes >= limit).any()
+    assert (alone.predicted.room.worst_bytes >= limit).all()
+    assert (alone.chances.fits >= REFUSED).all()
 
 
 def test_one_layout_is_listed_in_its_variants() -> None:
     alone = rank_layouts(ask(gpus=1, model="mpt-125m"), least=4)
     assert len(alone) == 4
     assert {str(alone.layout(i)) for i in range(4)} == {"pp1 dp1 cp1 tp1"}
-    assert (np.diff(alone.step_s) >= 0).all()
+    assert (np.diff(alone.step_s[1:]) >= 0).all()
     assert len(rank_layouts(ask(gpus=1, model="mpt-125m"), least=1)) == 1
 
 
@@ -259,19 +261,80 @@ def test_the_layout_bloom_was_trained_on_is_among_the_first() -> None:
 
 def test_chances_are_those_of_draws_and_the_first_loses_least() -> None:
     ranking = rank_layouts(ask(gpus=16))
-    found = chances(ranking.predicted, ranking.query.entry)
-    assert found.near_best.sum() >= 1.0  # in every draw one is the fastest
-    assert np.all((found.near_best >= 0.0) & (found.near_best <= 1.0))
-    assert np.argmin(found.regret[:LOOKED_AT]) == 0
-    # Nothing open at all: the fastest is best for sure, and the others by as much as they say.
-    sure = replace(ranking.query.entry, noise=0.0, spread=(), values={})
-    alone = chances(ranking.predicted, sure)
-    fastest = int(np.argmin(ranking.step_s))
-    assert alone.near_best[fastest] > 0.5
-    slow = int(np.argmax(ranking.step_s))
-    assert alone.regret[slow] == pytest.approx(
-        ranking.step_s[slow] / ranking.step_s[fastest] - 1.0, abs=0.05
-    )
+    found = ranking.chances
+    assert np.all((found.near_best >= 0.0) & (found.near_best <= found.fits + 1 / DRAWS))
+    assert np.argmin(found.regret) == 0
+    assert chances(ranking.predicted, ranking.query.entry).near_best.sum() >= 1.0
+
+
+def _with_room(ranking: Ranking, rooms: list[float]) -> tuple[Predictions, FittedStack]:
+    """The first runs with nothing open of their seconds, on devices of these times their bytes."""
+    entry = replace(ranking.query.entry, noise=0.0, spread=(), values={})
+    predicted = ranking.predicted.take(np.arange(len(rooms)))
+    bytes_each = predicted.room.worst_bytes * np.array(rooms)
+    return replace(predicted, columns=replace(predicted.columns, capacity=bytes_each)), entry
+
+
+def test_a_run_that_may_not_fit_is_charged_a_try_and_the_surest_instead() -> None:
+    ranking = rank_layouts(ask(gpus=16))
+    step_s = ranking.step_s[:3]
+    predicted, entry = _with_room(ranking, [1e3, 1e3, 1e3])
+    free = chances(predicted, entry)
+    assert np.allclose(free.fits, 1.0)
+    assert free.regret == pytest.approx(step_s / step_s.min() - 1.0, abs=0.02)
+    # The first cannot fit: a try is lost, and the fastest of the others runs.
+    none = chances(*_with_room(ranking, [0.2, 1e3, 1e3]))
+    then_s = step_s[1:].min()
+    assert none.near_best[0] == 0.0
+    assert none.regret[0] == pytest.approx(LOST_TRY, abs=0.02)
+    assert none.regret[1:] == pytest.approx(step_s[1:] / then_s - 1.0, abs=0.02)
+    # As its chance falls, what it is expected to lose grows from the one to the other.
+    rooms = [0.9, 0.95, 1.0, 1.03, 1.06, 1.2, 5.0]
+    drawn = [chances(*_with_room(ranking, [room, 1e3, 1e3])) for room in rooms]
+    fits = [float(one.fits[0]) for one in drawn]
+    assert fits == sorted(fits)
+    assert fits[0] < 0.3
+    assert fits[-1] > 0.99
+    for one in drawn:
+        near = one.fits[0] * free.near_best[0]
+        assert one.near_best[0] == pytest.approx(near, abs=0.06)
+        lost = one.fits[0] * free.regret[0] + (1.0 - one.fits[0]) * none.regret[0]
+        assert one.regret[0] == pytest.approx(lost, abs=0.02)
+
+
+def test_where_one_layout_fits_smaller_ones_do() -> None:
+    """The engine that needs more than predicted needs more of all: the surest is best where the
+    others do not fit, and only there is it worth more than its seconds."""
+    ranking = rank_layouts(ask(gpus=16))
+    predicted, entry = _with_room(ranking, [1.03, 1.03, 1.2])
+    slow = predicted.times.step_s * np.array([1.0, 1.0, 1.5])
+    times = replace(predicted.times, step_s=slow)
+    found = chances(replace(predicted, times=times), entry)
+    assert found.fits[0] == pytest.approx(found.fits[1], abs=0.05)
+    # Half as fast, it is best exactly where neither of the others fits, which they do together.
+    assert found.near_best[2] == pytest.approx(1.0 - found.fits[:2].max(), abs=0.02)
+
+
+def test_the_first_choice_is_named_beside_faster_and_surer_ones(capsys) -> None:
+    words = [
+        "plan", "--model", "gpt-3-175b", "--cluster", "jean-zay", "--gpus", "384", "--seq-len",
+        "2048", "--global-batch", "2048",
+    ]  # fmt: skip
+    assert main([*words, "--format", "json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    first, faster, safer = said["ranked"][0], said["faster"], said["safer"]
+    assert min(row["regret_pct"] for row in said["ranked"]) == first["regret_pct"]
+    assert faster["step_s"] < first["step_s"]
+    assert faster["fit_chance"] < first["fit_chance"] < SURE <= safer["fit_chance"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert f"faster than #1 but {100 * faster['fit_chance']:.0f}% sure to fit" in text
+    assert "the fastest that is at least 90% sure to fit" in text
+    assert main([*words, "--safe", "--format", "json"]) == 0
+    safe = json.loads(capsys.readouterr().out)
+    assert safe["safer"] is None
+    assert min(row["fit_chance"] for row in safe["ranked"]) >= SURE
+    assert min(row["step_s"] for row in safe["ranked"]) == pytest.approx(safer["step_s"])
 
 
 def test_flips_and_deciding_runs_name_other_layouts() -> None:
@@ -282,7 +345,7 @@ def test_flips_and_deciding_runs_name_other_layouts() -> None:
     runs = deciding(ranking)
     assert runs[0] == 0
     assert 2 <= len(runs) <= 3
-    near = chances(ranking.predicted, ranking.query.entry).near_best
+    near = ranking.chances.near_best
     assert max(runs) <= np.flatnonzero(near >= LEAST_CHANCE).max()
     low, high = memory_bounds(ranking.predicted.columns, ranking.query.entry)
     assert (

@@ -16,6 +16,7 @@ from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import plan as shown
+from fourfold.show.explain import explain_page
 from fourfold.show.front import front_page, largest_page
 from fourfold.show.machines import stacks_table
 from fourfold.show.pictures import must_be_picture
@@ -88,7 +89,7 @@ def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:
         files.write_bytes(args.timeline, drawn, field="timeline")
         show(Event(f"timeline: {args.timeline}"))
     answer = explained.explanation
-    return Output.of(answer, lambda: shown.explain_page(answer), status=int(not answer.fits))
+    return Output.of(answer, lambda: explain_page(answer), status=int(not answer.fits))
 
 
 def _export(args: Any, request: PlanRequest, show: OnEvent) -> Output:

@@ -12,20 +12,18 @@ import numpy as np
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
-from fourfold.cost.fit.interval import choices, why_wide
-from fourfold.cost.fit.spread import axes
-from fourfold.cost.memory.peak import fit_chance, memory_bounds
+from fourfold.cost.fit.interval import why_wide
+from fourfold.cost.memory.peak import memory_bounds
 from fourfold.cost.run import mean_power_w
 from fourfold.cost.step.estimate import estimate
-from fourfold.search.chances import Chances, chances
+from fourfold.search.beside import evidence, faster, near_miss, outside, safer, unproven_best
 from fourfold.search.legal import why_not
-from fourfold.search.plan_answer import Alternative, CalibrationFacts, Choice, PlanAnswer, PlanRow
+from fourfold.search.plan_answer import CalibrationFacts, Choice, PlanAnswer, PlanRow
 from fourfold.search.query import PlanQuery
-from fourfold.search.ranking import Pool, Ranking
+from fourfold.search.ranking import Ranking
 from fourfold.search.sensitivity import deciding, reversals
-from fourfold.spec.layout import MODEL_AXES, Layout
+from fourfold.spec.layout import Layout
 from fourfold.spec.model import remarks
-from fourfold.spec.run import chosen_layout, chosen_policy
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
 EXPOSED = {
@@ -38,9 +36,6 @@ EXPOSED = {
     "host": ("host",),
     "other": ("optimizer", "fixed", "jitter"),
 }
-# Calibration files keep three digits of measured values.
-ROUNDED = 1e-3
-_SIZES = (*MODEL_AXES, "gpus", "seq", "hidden", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,6 @@ def answer(
     """Everything `plan` says; `tried` are numbers of GPUs and the seconds of their best."""
     query, train = ranking.query, training(ranking, tokens=tokens, top=top)
     count = min(top, len(ranking))
-    near = chances(ranking.predicted, query.entry)
     return PlanAnswer(
         **_asked(query),
         candidates=ranking.grid.looked_at,
@@ -108,11 +102,13 @@ def answer(
         axes={name: list(values) for name, values in ranking.grid.values.items()},
         refused={str(reason): count for reason, count in ranking.grid.refused.items()},
         flop_rule=query.convention,
-        ranked=tuple(_row(ranking, near, train, i) for i in range(count)),
+        ranked=tuple(_row(ranking, train, i) for i in range(count)),
         flips=reversals(ranking)[:3],
         deciding=tuple(Choice(**_short(ranking, i)) for i in deciding(ranking)),
-        unproven_best=_unproven(ranking),
-        near_miss=_near_miss(ranking),
+        faster=faster(ranking),
+        safer=safer(ranking),
+        unproven_best=unproven_best(ranking),
+        near_miss=near_miss(ranking),
         training={"ramp_stages": train.stages, "steps": train.steps, "lost_share": query.lost},
         reason="" if count else _nothing(ranking),
         tried_gpus=tuple({"gpus": gpus, "step_s": s} for gpus, s in (tried or {}).items()),
@@ -152,12 +148,12 @@ def _memory(ranking: Ranking, c: Columns, i: int) -> dict[str, Any]:
         "peak_bytes": float(room.worst_bytes[i]),
         "peak_bytes_low": float(low[0]),
         "peak_bytes_high": float(high[0]),
-        "fit_chance": float(fit_chance(c, entry)[0]),
+        "fit_chance": float(ranking.chances.fits[i]),
         "memory_bytes": {name: float(part[i]) for name, part in room.parts.items()},
     }
 
 
-def _row(ranking: Ranking, near: Chances, train: Training, i: int) -> PlanRow:
+def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
     query, predicted = ranking.query, ranking.predicted
     c = predicted.columns.take(slice(i, i + 1))
     step_s = float(ranking.step_s[i])
@@ -178,8 +174,8 @@ def _row(ranking: Ranking, near: Chances, train: Training, i: int) -> PlanRow:
         closed_form_s=float(ranking.closed_s[i]),
         parts_s=parts,
         exposed_s={name: sum(parts[part] for part in some) for name, some in EXPOSED.items()},
-        near_best=float(near.near_best[i]),
-        regret_pct=100.0 * float(near.regret[i]),
+        near_best=float(ranking.chances.near_best[i]),
+        regret_pct=100.0 * float(ranking.chances.regret[i]),
         wide=why_wide(c, query.entry, predicted.take(np.array([i])).times),
         **_memory(ranking, c, i),
         tokens_s_gpu=tokens_s,
@@ -213,55 +209,6 @@ def _short(ranking: Ranking, i: int) -> dict[str, Any]:
         "policy": ranking.policy(i),
         "micro_batch": int(ranking.points["micro_batch"][i]),
     }
-
-
-def evidence(query: PlanQuery, c: Columns) -> dict[str, int]:
-    """Measured rows behind each choice that one run makes."""
-    made = (name for name, mask in choices(c).items() if mask[0])
-    return {name: query.evidence.get(name, 0) for name in made} if query.evidence else {}
-
-
-def outside(query: PlanQuery, c: Columns) -> list[str]:
-    """Sizes beyond what was measured: 'tp 4 (measured 8 to 8)'."""
-    texts = []
-    for name, value in axes(c).items():
-        known = query.entry.values.get(name, ())
-        low, high = (known[0], known[-1]) if known else (-np.inf, np.inf)
-        if name in _SIZES and not low - ROUNDED <= value[0] <= high + ROUNDED:
-            sizes = [f"{2.0**end:.0f}" for end in (float(value[0]), low, high)]
-            texts.append(f"{name} {sizes[0]} (measured {sizes[1]} to {sizes[2]})")
-    return texts
-
-
-def _unproven(ranking: Ranking) -> Alternative | None:
-    """The fastest of what was set aside for want of evidence."""
-    points, query = ranking.unproven_best, ranking.query
-    if not points or not len(points["pp"]):
-        return None
-    rows = evidence(query, query.columns(points))
-    without = tuple(name for name, count in rows.items() if not count)
-    return _alternative(query, points, without_rows=without)
-
-
-def _near_miss(ranking: Ranking) -> Alternative | None:
-    """The fastest that may fit although our best estimate says no, if nothing ranked is faster."""
-    points, query = ranking.near_miss, ranking.query
-    if not points or not len(points["pp"]) or points["step_s"][0] >= ranking.closed_s.min():
-        return None
-    return _alternative(query, points, peak_bytes=float(points["peak_bytes"][0]))
-
-
-def _alternative(query: PlanQuery, points: Pool, **more: Any) -> Alternative:
-    policy = chosen_policy(query.policy, points, 0)
-    return Alternative(
-        layout=chosen_layout(points, 0),
-        sharding=policy.sharding,
-        recompute=policy.recompute,
-        virtual_stages=policy.virtual_stages,
-        micro_batch=int(points["micro_batch"][0]),
-        step_s=float(points["step_s"][0]),
-        **more,
-    )
 
 
 def _nothing(ranking: Ranking) -> str:

@@ -17,6 +17,7 @@ from fourfold.spec.run import running_schedule
 from fourfold.spec.words import CP_KINDS, RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES, SHARDINGS
 
 Ints = NDArray[np.int64]
+Places = NDArray[np.intp]
 # Sequences in a micro batch: fine where a step matters, coarse above.
 MICRO_BATCHES = (
     1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128,
@@ -53,33 +54,23 @@ class Candidates:
         columns["recompute"] = np.tile(self.kinds, len(row))
         return columns
 
-    def smallest(self) -> dict[str, Ints]:
-        """Each layout at the point that needs least memory: one sequence, most recompute."""
-        count = len(self.legal_micros)
-        least = int(self.kinds[0]) if len(self.kinds) == 1 else RECOMPUTE_KINDS.index("full")
-        first = self.micros[np.argmax(self.legal_micros, axis=1)]
-        return self.layouts | {"micro_batch": first, "recompute": np.full(count, least)}
-
 
 def candidates(query: PlanQuery) -> Candidates:
     """The whole grid of a question: legal points, and what was refused."""
     case = case_of(query.model, Layout(shard=query.gpus), query.batch, query.policy, query.target)
     grid = _grid(query)
     micros, kinds = _micro_batches(query), _recompute_kinds(query)
-    share = -(-query.batch.global_batch // (grid["replicate"] * grid["shard"]))
-    # A micro batch above a rank's share would run as the share itself: the same point again.
-    tried = (micros[None, :] <= share[:, None]) | (micros[None, :] == micros.min())
     layout_rules = set(REASONS) - _MICRO_RULES - {"recompute"}
     reason = _first_reason(case.with_columns(grid), layout_rules)
-    weight = tried.sum(axis=1) * len(kinds)
-    refused = {name: int(weight[reason == i].sum()) for i, name in enumerate(REASONS)}
+    weight = _tried(query, grid["replicate"] * grid["shard"], micros).sum(axis=1) * len(kinds)
+    counts = np.bincount(reason + 1, weights=weight, minlength=len(REASONS) + 1)[1:]
     legal = reason < 0
-    layouts, tried = {name: column[legal] for name, column in grid.items()}, tried[legal]
-    micro_reason = _micro_reasons(case, layouts, micros)
+    layouts = {name: column[legal] for name, column in grid.items()}
+    legal_micros, micro_counts = _legal_micros(query, case, layouts, micros)
+    refused = dict(
+        zip(REASONS, (counts + micro_counts * len(kinds)).astype(int).tolist(), strict=True)
+    )
     kind_ok = _first_reason(case.with_columns({"pp": kinds, "recompute": kinds}), {"recompute"}) < 0
-    for i, name in enumerate(REASONS):
-        refused[name] += int((tried & (micro_reason == i)).sum()) * len(kinds)
-    legal_micros = tried & (micro_reason < 0)
     refused["recompute"] += int(legal_micros.sum()) * int((~kind_ok).sum())
     some = legal_micros.any(axis=1) & kind_ok.any()
     return Candidates(
@@ -104,16 +95,35 @@ def _first_reason(case: RuleCase, asked: set[str]) -> Ints:
     return reason
 
 
-def _micro_reasons(case: RuleCase, layouts: dict[str, Ints], micros: Ints) -> Ints:
-    """First broken micro-batch rule, [layouts, micros]; asked once per dp, pp and schedule."""
+def _tried(query: PlanQuery, dp: Ints, micros: Ints) -> NDArray[np.bool_]:
+    """[layouts, micros]: a micro batch above a rank's share would run as the share itself, the same
+    point again."""
+    sizes, back = np.unique(dp, return_inverse=True)
+    share = -(-query.batch.global_batch // sizes)
+    tried = (micros[None, :] <= share[:, None]) | (micros[None, :] == micros.min())
+    return tried[back.reshape(-1)]
+
+
+def _legal_micros(
+    query: PlanQuery, case: RuleCase, layouts: dict[str, Ints], micros: Ints
+) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """([layouts, micros] legal ones, how many each rule refuses); asked once per dp, pp and
+    schedule."""
     fields = ("replicate", "shard", "pp", "schedule")
     dp = layouts["replicate"] * layouts["shard"]
     key = (dp * 4096 + layouts["pp"]) * len(SCHEDULES) + layouts["schedule"]
-    _, first, back = np.unique(key, return_index=True, return_inverse=True)
+    _, first, back, times = np.unique(
+        key, return_index=True, return_inverse=True, return_counts=True
+    )
     rows = {name: np.repeat(layouts[name][first], len(micros)) for name in fields}
     rows["micro_batch"] = np.tile(micros, len(first))
-    reason = _first_reason(case.with_columns(rows), _MICRO_RULES)
-    return reason.reshape(len(first), len(micros))[back.reshape(-1)]
+    reason = _first_reason(case.with_columns(rows), _MICRO_RULES).reshape(-1, len(micros))
+    tried = _tried(query, dp[first], micros)
+    weight = np.where(tried, times[:, None], 0)
+    counts = np.bincount(
+        reason.reshape(-1) + 1, weights=weight.reshape(-1), minlength=len(REASONS) + 1
+    )[1:].astype(np.float64)
+    return (tried & (reason < 0))[back.reshape(-1)], counts
 
 
 def _grid(query: PlanQuery) -> dict[str, Ints]:
@@ -148,6 +158,15 @@ def repeats(counts: NDArray[np.int_]) -> tuple[NDArray[np.intp], NDArray[np.intp
     """(which row, the how manyeth time) of rows that are repeated as often as `counts` says."""
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def row_numbers(rows: dict[str, Ints], names: tuple[str, ...]) -> Ints:
+    """One number for each combination of these fields."""
+    number = np.zeros(len(rows["pp"]), dtype=np.int64)
+    for name in names:
+        different, back = np.unique(rows[name], return_inverse=True)
+        number = number * len(different) + back
+    return number
 
 
 def _decided(
@@ -225,9 +244,14 @@ def _values(grid: dict[str, Ints], micros: Ints, kinds: Ints) -> dict[str, tuple
             "dp copies": grid["replicate"], "virtual stages": grid["virtual_stages"],
             "micro batch": micros}  # fmt: skip
     values: dict[str, tuple[int | str, ...]] = {
-        name: tuple(np.unique(column).tolist()) for name, column in axes.items()
+        name: tuple(_different(column)) for name, column in axes.items()
     }
-    values["cp kind"] = tuple(CP_KINDS[i] for i in np.unique(grid["cp_kind"]))
-    values["sharding"] = tuple(SHARDINGS[i] for i in np.unique(grid["zero"]))
+    values["cp kind"] = tuple(CP_KINDS[i] for i in _different(grid["cp_kind"]))
+    values["sharding"] = tuple(SHARDINGS[i] for i in _different(grid["zero"]))
     values["recompute"] = tuple(RECOMPUTE_KINDS[i] for i in kinds)
     return values
+
+
+def _different(column: Ints) -> list[int]:
+    """Sorted; by counting, since a million entries have few values and none is large."""
+    return np.flatnonzero(np.bincount(column)).tolist()

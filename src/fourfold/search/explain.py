@@ -186,7 +186,7 @@ def _fitting(query: PlanQuery, layout: Layout) -> tuple[str, ...]:
 def _smallest(ranking: Ranking) -> Smallest:
     """Bytes by kind of the variant that needs least."""
     query = ranking.query
-    points = ranking.grid.smallest()
+    points = ranking.grid.points(np.arange(len(ranking.grid.legal_micros)))
     room = memory(query.columns(points), query.entry.coefficients)
     i = int(np.argmin(room.worst_bytes))
     return Smallest(

@@ -1,13 +1,15 @@
 """The fastest points of a table, by branch and bound: no point is timed whose lower bound is above
 the seconds of those that would push it out.
 
-A cell holds the points of a table that differ in their sharding only: another ZeRO stage, another
-number of copies. Its lower bound is the closed form's own seconds with gradients, gathered weights
-and updates costing nothing.
+A cell holds the points of a table that differ only in their copies of the sharded state. Seconds in
+the pipeline know nothing of sharding: they are computed once for all ZeRO stages, with gathered
+weights costing nothing. Of gradients and updates a point pays at least what is left when a backward
+pass of any length hides them; a cell pays what the cheapest of its points does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +19,22 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.step.estimate import (
     ends_s,
     estimate,
+    first_stage_params,
     fixed_s,
+    gradient_s,
     handover_s,
+    optimizer_s,
     stage_times,
     waiting_s,
 )
 from fourfold.cost.step.layer import layer_times
 from fourfold.cost.step.pipeline import pipeline_s
-from fourfold.search.candidates import Ints, repeats
+from fourfold.search.candidates import Ints, Places, repeats, row_numbers
+from fourfold.search.cores import CHUNK
 from fourfold.search.query import PlanQuery
-from fourfold.search.space import CHUNK, Bools, Places, Space, row_numbers
+from fourfold.search.space import Bools, Space
 from fourfold.spec.layout import MODEL_AXES
+from fourfold.spec.words import SHARDINGS
 
 SLACK = 1e-9  # rounding between the bound and the closed form
 CELLS = 2048  # timed before bounds are compared again
@@ -36,8 +43,8 @@ LAYOUT = (*MODEL_AXES, "cp_kind")  # what makes two rows the same layout; dp fol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """Rows of a table in groups that differ in their sharding only, with [groups, ways] seconds
-    that no point of a cell undercuts."""
+    """Rows of a table in groups that differ in their copies only, with [groups, ways] seconds that
+    no point of a cell undercuts."""
 
     space: Space
     order: Places  # rows of the table, group by group
@@ -45,12 +52,15 @@ class Cells:
     counts: Places
     layouts: Places  # a number from 0 for the layout of each group
     least_s: Floats
+    more_s: Floats  # of each row: how much more than its group it pays at least
 
     def holding(self, mask: Bools) -> Places:
         """Cells with points of the mask, by their place in `least_s` read row by row."""
         if not len(self.starts):
             return np.zeros(0, dtype=np.intp)
-        return np.flatnonzero(np.logical_or.reduceat(mask[self.order], self.starts, axis=0))
+        # Eight ways at a time.
+        some = np.bitwise_or.reduceat(np.packbits(mask, axis=1)[self.order], self.starts, axis=0)
+        return np.flatnonzero(np.unpackbits(some, axis=1, count=mask.shape[1]))
 
     def layout(self, cells: Places) -> Places:
         return self.layouts[cells // self.least_s.shape[1]]
@@ -63,23 +73,51 @@ class Cells:
         inside = mask.reshape(-1)[index]
         return index[inside], place[inside]
 
+    def bound_s(self, index: Places, cells: Places) -> Floats:
+        """Seconds that points undercut no more than rounding, given the cell of each."""
+        return self.least_s.reshape(-1)[cells] + self.more_s[index // self.least_s.shape[1]]
+
 
 def cells_of(space: Space) -> Cells:
-    number = row_numbers(space.rows, (*LAYOUT, "virtual_stages", "schedule"))
+    alike = row_numbers(space.rows, (*LAYOUT, "virtual_stages", "schedule"))
+    _, pipes, pipe = np.unique(alike, return_index=True, return_inverse=True)
+    number = pipe.reshape(-1) * len(SHARDINGS) + space.rows["zero"]
     order = np.argsort(number, kind="stable")
     _, starts, counts = np.unique(number[order], return_index=True, return_counts=True)
-    groups = {name: column[order[starts]] for name, column in space.rows.items()}
+    groups = {name: column[pipes] for name, column in space.rows.items()}
     groups["shard"] = groups["replicate"] * groups["shard"]
     groups |= dict.fromkeys(("replicate", "zero"), np.ones_like(groups["shard"]))
     _, layouts = np.unique(row_numbers(groups, LAYOUT), return_inverse=True)
+    of_group = pipe.reshape(-1)[order[starts]]
+    once = once_s(space.query, space.rows) * (1.0 - SLACK)
+    least_once = np.minimum.reduceat(once[order], starts) if len(starts) else once
+    more_s = np.empty_like(once)
+    more_s[order] = once[order] - np.repeat(least_once, counts)
+    pipe_s = least_s(space.query, groups, space.ways) * (1.0 - SLACK)
     return Cells(
         space=space,
         order=order,
         starts=starts,
         counts=counts,
-        layouts=layouts.reshape(-1),
-        least_s=least_s(space.query, groups, space.ways) * (1.0 - SLACK),
+        layouts=layouts.reshape(-1)[of_group],
+        least_s=pipe_s[of_group] + least_once[:, None],
+        more_s=more_s,
     )
+
+
+def once_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
+    """Seconds that every way to run a row pays for gradients and updates, with the waiting that
+    they add to a step."""
+    coef, found = query.entry.coefficients, []
+    # A single micro batch may be updated from as it is, without sums.
+    for micro in (1, query.batch.global_batch):
+        one = {"micro_batch": np.array([micro]), "recompute": np.zeros(1, np.int64)}
+        c = query.columns(rows | one, is_open=True)
+        params, weights = first_stage_params(c)
+        grads = gradient_s(c, coef, params=params, window=np.array([np.inf]))
+        found.append(grads + optimizer_s(c, params=params, weights=weights))
+    work = np.minimum(*found)
+    return work + waiting_s(c, coef, work=work, slots=np.zeros(1))[1]
 
 
 # Of a layer, of the head and of the embedding.
@@ -125,7 +163,8 @@ def _pieces(query: PlanQuery, groups: dict[str, Ints], sizes: Ints, kinds: Ints)
 
 
 def least_s(query: PlanQuery, groups: dict[str, Ints], ways: dict[str, Ints]) -> Floats:
-    """[groups, ways] seconds that no sharding of these rows undercuts."""
+    """[groups, ways] seconds that no sharding of these rows undercuts, what happens once a step
+    left out."""
     found = np.zeros((len(groups["shard"]), len(ways["recompute"])))
     if not found.size:
         return found
@@ -152,7 +191,7 @@ def least_s(query: PlanQuery, groups: dict[str, Ints], ways: dict[str, Ints]) ->
 
 
 def _least_s(c: Columns, coef: Any, *, whole: Seconds, rest: Floats, last: Seconds) -> Floats:
-    """The closed form (cost/step/estimate.py) without what sharding decides."""
+    """The closed form (cost/step/estimate.py) of what happens in the pipeline."""
     stages = stage_times(c, *whole, handover_s(c, coef, c.tokens))
     count = np.floor(c.share / c.micro)
     other = stage_times(c, *last, handover_s(c, coef, rest * c.seq / c.cp))
@@ -162,32 +201,53 @@ def _least_s(c: Columns, coef: Any, *, whole: Seconds, rest: Floats, last: Secon
     return pipe + waits + jitter + fixed_s(c, coef)
 
 
-def fastest(cells: Cells, mask: Bools, *, keep: int | None, variants: int) -> tuple[Places, Floats]:
+def fastest(
+    cells: Cells,
+    mask: Bools,
+    *,
+    keep: int | None,
+    variants: int,
+    holds: Callable[[Places], Bools] | None = None,
+    most_s: float = np.inf,
+) -> tuple[Places, Floats]:
     """(points, seconds): all points of the mask that can be among its fastest `keep`, of each
-    layout at most `variants`, which copies of a shard do not tell apart; and some others."""
+    layout at most `variants`, which copies of a shard do not tell apart; and some others. `holds`:
+    asked of points that can be, which of them count; slower ones than `most_s` do not."""
     cell = cells.holding(mask)
+    cell = cell[cells.least_s.reshape(-1)[cell] <= most_s]
     bound, layout = cells.least_s.reshape(-1)[cell], cells.layout(cell)
     best_s = np.full((int(cells.layouts.max(initial=0)) + 1, variants), np.inf)
+    limit_s = np.full(len(best_s), most_s)
     points, seconds = [np.zeros(0, dtype=np.intp)], [np.zeros(0)]
-    # The most promising cell of every layout first, then the most promising of all.
-    now = np.zeros(len(cell), dtype=bool)
-    now[_first_of_each(layout, bound)] = True
+    now = _first_cells(layout, bound, keep)
     while len(cell):
         index, place = cells.points(cell[now], mask)
+        few = cells.bound_s(index, cell[now][place]) <= limit_s[layout[now][place]]
+        index, place = index[few], place[few]
         step_s = timed(cells.space, index)
-        zero = cells.space.rows["zero"][index // mask.shape[1]]
-        best_s = _merged(best_s, layout[now][place], place * 4 + zero, step_s)
+        if holds is not None:
+            few = step_s <= limit_s[layout[now][place]]
+            few[few] = holds(index[few])
+            index, place, step_s = index[few], place[few], step_s[few]
+        best_s = _merged(best_s, layout[now][place], place, step_s)
         points.append(index)
         seconds.append(step_s)
-        limit_s = np.minimum(best_s[:, -1], _smallest(best_s, keep))
+        limit_s = np.minimum(best_s[:, -1], min(most_s, _smallest(best_s, keep)))
         later = np.flatnonzero(~now & (bound <= limit_s[layout]))
         cell, bound, layout = cell[later], bound[later], layout[later]
         now = np.ones(len(cell), dtype=bool)
         if len(cell) > CELLS:
             now = bound <= np.partition(bound, CELLS - 1)[CELLS - 1]
-    index = np.concatenate(points)
-    order = np.argsort(index)
+    order = np.argsort(index := np.concatenate(points))
     return index[order], np.concatenate(seconds)[order]
+
+
+def _first_cells(layout: Places, bound: Floats, keep: int | None) -> Bools:
+    """The most promising cell of each of the most promising layouts; then come those of all."""
+    first = _first_of_each(layout, bound)
+    now = np.zeros(len(layout), dtype=bool)
+    now[first[np.argsort(bound[first], kind="stable")[:keep]]] = True
+    return now
 
 
 def _first_of_each(layout: Places, bound: Floats) -> Places:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from fourfold.cost.predict import predictions
+from fourfold.search.chances import chances
 from fourfold.search.fastest import fastest
 from fourfold.search.ranking import Ranking
 
@@ -31,4 +32,7 @@ def memory_front(ranking: Ranking, most: int) -> Ranking:
     points = space.points(np.array(front, dtype=np.intp))
     points["peak_bytes"] = peak_bytes[front]
     predicted = predictions(ranking.query.columns(points), ranking.query.entry)
-    return replace(ranking, points=points, predicted=predicted)
+    found = chances(predicted, ranking.query.entry)
+    return replace(
+        ranking, points=points, predicted=predicted, chances=found, fastest={}, safest={}
+    )

@@ -36,10 +36,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow(Choice):
-    """One ranked layout. `exposed_s` are seconds by part that nothing hides; `near_best` is the
-    chance of being within 2% of the fastest of those ranked, `regret_pct` how much slower than that
-    it is expected to be; `fit_chance`: of its memory; `wide`: why its interval is wide, '' where it
-    is not."""
+    """One ranked layout. `exposed_s` are seconds by part that nothing hides; `fit_chance` is of its
+    memory, `near_best` the chance that it fits and is within 2% of the fastest that fits,
+    `regret_pct` what choosing it is expected to lose against that one, a lost try counted where it
+    does not fit; `wide`: why its interval is wide, '' where it is not."""
 
     rank: int
     step_s: float
@@ -91,14 +91,17 @@ class PlanRow(Choice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A layout that is not ranked: over the memory by the best estimate, or never measured."""
+    """A layout beside the first choice: faster or surer to fit, over the memory by the best
+    estimate, or never measured."""
 
     layout: Layout
+    cp_kind: str
     sharding: str
     recompute: str
     virtual_stages: int
     micro_batch: int
     step_s: float
+    fit_chance: float | None = None
     peak_bytes: float | None = None
     without_rows: tuple[str, ...] | None = None
 
@@ -129,7 +132,9 @@ class CalibrationFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """The ranking, best first, and what makes it believable; base units."""
+    """The ranking, the first choice first, and what makes it believable; base units. `faster`: the
+    fastest where the first is not it; `safer`: the fastest of those that are 90% sure to fit, where
+    the first is not; both may be other ways to run a listed layout."""
 
     model: str
     params: int
@@ -157,6 +162,8 @@ class PlanAnswer:
     ranked: tuple[PlanRow, ...]
     flips: tuple[Reversal, ...]
     deciding: tuple[Choice, ...]
+    faster: Alternative | None
+    safer: Alternative | None
     unproven_best: Alternative | None
     near_miss: Alternative | None
     training: dict[str, Any]

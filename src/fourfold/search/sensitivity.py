@@ -12,10 +12,11 @@ from fourfold.cost.fit.coefficients import Coefficient
 from fourfold.cost.fit.spread import NOISE, TWO_SIDED_80
 from fourfold.cost.memory.peak import moved_coefficients, moves
 from fourfold.cost.step.estimate import estimate
-from fourfold.search.chances import REPEATS, chances
+from fourfold.search.chances import REPEATS
 from fourfold.search.plan_answer import Reversal
-from fourfold.search.ranking import LOOKED_AT, Ranking
+from fourfold.search.ranking import Ranking
 
+LOOKED_AT = 24  # of the first layouts: which may be best
 ONE_SIDED_80 = 0.8416  # 80% of a normal distribution lies below 0.84 sd
 # A candidate with a smaller chance of being within 2% of the best is not worth measuring.
 LEAST_CHANCE = 0.05
@@ -34,8 +35,8 @@ def _moved_s(c: Columns, entry: FittedStack, ends: list[tuple[Coefficient, float
 
 
 def reversals(ranking: Ranking) -> tuple[Reversal, ...]:
-    """Coefficients that, moved within what is not known of them, make another layout fastest; the
-    largest gain first, one of each coefficient."""
+    """Coefficients that, moved within what is not known of them, make a layout fastest that is
+    slower than the first without; the largest gain first, one of each coefficient."""
     count = min(LOOKED_AT, len(ranking))
     if count < 2:
         return ()
@@ -48,7 +49,9 @@ def reversals(ranking: Ranking) -> tuple[Reversal, ...]:
     for (coefficient, other), row in zip(ends, step, strict=True):
         winner = int(np.argmin(row))
         gain = float(row[0] / row[winner])
-        if winner and gain > 1.0 + REPEATS and ranking.layout(winner) != ranking.layout(0):
+        if ranking.step_s[winner] <= ranking.step_s[0]:
+            continue  # the first is it, or stands before it for other reasons
+        if gain > 1.0 + REPEATS and ranking.layout(winner) != ranking.layout(0):
             reversal = Reversal(
                 knob=coefficient.name,
                 about=coefficient.about,
@@ -74,7 +77,7 @@ def deciding(ranking: Ranking, runs: int = 3) -> list[int]:
     if not len(ranking):
         return []
     entry = ranking.query.entry
-    near = chances(ranking.predicted, entry).near_best[:LOOKED_AT]
+    near = ranking.chances.near_best[:LOOKED_AT]
     tied = 1 + int(np.max(np.flatnonzero(near >= LEAST_CHANCE), initial=0))
     if tied < 2:
         return []

@@ -4,60 +4,55 @@ What depends on rows alone, or on ways alone, is computed once for all of its po
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.memory.peak import (
     FRAGMENTS,
     OWN_FRAGMENTS,
+    REFUSED,
     SURE,
     fit_chance,
+    lean_coefficients,
     memory,
-    memory_bounds,
+    moves,
 )
 from fourfold.cost.stacks import stack_defaults
 from fourfold.events import Bar
-from fourfold.search.candidates import Candidates, Ints
+from fourfold.search.candidates import Candidates, Ints, Places, row_numbers
+from fourfold.search.cores import CHUNK, Tell, on_cores, unheard
+from fourfold.search.peaks import WaysTable, blocks, peaks
 from fourfold.search.query import PlanQuery
 from fourfold.spec.expression import Expression, in_gib
 from fourfold.spec.layout import MODEL_AXES
 
 Bools = NDArray[np.bool_]
-Places = NDArray[np.intp]
 # Columns by CHOSEN and by what was computed about them.
 Pool = dict[str, NDArray[Any]]
-Tell = Callable[[float], None]  # hears what share of some work is done
-T = TypeVar("T")
-R = TypeVar("R")
-MOST_THREADS = 8  # more wait for each other more than they help
-CHUNK = 16384  # points at a time: what they need stays in a core's cache
-WIDEST = 1.5  # times the limit: what is predicted further above it is not ranked
-LEAST_HALF = min(FRAGMENTS, OWN_FRAGMENTS)  # ... and each at least this far below it (log)
-
-
-def unheard(share: float) -> None:
-    """Short work tells nobody."""
+ROUNDING = 1e-9
+ABOUT = 1.01  # the normal distribution is known to three digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """`legal`, `likely` and `near` are [rows, ways]: may run; and fits by our best estimate, or is
-    above the limit but not surely."""
+    """[rows, ways]: `legal` points may run, `likely` ones fit by our best estimate; no others than
+    `roomy` ones are 90% sure to; `close` ones are above the limit, but an engine that wastes
+    nothing, or whose fragments are as few as they get, would fit: their chance is 10% or more."""
 
     query: PlanQuery
     rows: dict[str, Ints]
     ways: dict[str, Ints]
     legal: Bools
     likely: Bools
-    near: Bools
+    roomy: Bools
+    close: Bools
 
     def points(self, index: Places) -> Pool:
         """Columns by CHOSEN of points, given by their places in the table read row by row."""
@@ -82,45 +77,30 @@ class Space:
         return self.priced(index, lambda c: memory(c, coefficients).worst_bytes)
 
 
-def on_cores(work: Callable[[T], R], pieces: Iterable[T], tell: Tell) -> list[R]:
-    """work(piece) of each, in their order; NumPy lets threads run side by side."""
-    todo = list(pieces)
-    done: list[R] = []
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
-        for one in pool.map(work, todo) if len(todo) > 1 else map(work, todo):
-            done.append(one)
-            tell(len(done) / len(todo))
-    return done
-
-
-def space_of(query: PlanQuery, grid: Candidates, bar: Bar) -> Space:
+def space_of(query: PlanQuery, grid: Candidates, bar: Bar, *, every: bool = False) -> Space:
+    """Rows with points that fit or are close to it, or every row."""
     kinds = len(grid.kinds)
     ways = {
         "micro_batch": np.repeat(grid.micros, kinds),
         "recompute": np.tile(grid.kinds, len(grid.micros)),
     }
-    legal = np.repeat(grid.legal_micros, kinds, axis=1)
     first, back = _alike_in_memory(query, grid.layouts)
     few = {name: column[first] for name, column in grid.layouts.items()}
     # Which micro batches are legal does not depend on how context parallelism attends.
-    likely, near = _fitting(query, few, ways, legal[first], bar)
+    legal = np.repeat(grid.legal_micros[first], kinds, axis=1)
+    likely, roomy, close = _fitting(WaysTable(query, few, ways, legal), bar)
+    some = np.logical_or.reduce(likely | close, axis=1) | every
+    used = np.flatnonzero(some[back])
+    back = back[used]
     return Space(
         query=query,
-        rows=grid.layouts,
+        rows={name: column[used] for name, column in grid.layouts.items()},
         ways=ways,
-        legal=legal,
-        likely=likely[back] & legal,
-        near=near[back] & legal,
+        legal=legal[back],
+        likely=likely[back],
+        roomy=roomy[back],
+        close=close[back],
     )
-
-
-def row_numbers(rows: dict[str, Ints], names: tuple[str, ...]) -> Ints:
-    """One number for each combination of these fields."""
-    number = np.zeros(len(rows["pp"]), dtype=np.int64)
-    for name in names:
-        different, back = np.unique(rows[name], return_inverse=True)
-        number = number * len(different) + back
-    return number
 
 
 def _alike_in_memory(query: PlanQuery, rows: dict[str, Ints]) -> tuple[Places, Places]:
@@ -132,53 +112,74 @@ def _alike_in_memory(query: PlanQuery, rows: dict[str, Ints]) -> tuple[Places, P
     return first, back.reshape(-1)
 
 
-def _blocks(
-    asked: Bools,
-) -> Iterator[tuple[Places, Places]]:
-    """(rows, ways) that hold all asked points: rows with as many ways come together."""
-    order = np.argsort(asked.sum(axis=1), kind="stable")
-    at = 0
-    while at < len(order):
-        width = max(1, int(asked[order[at]].sum()))
-        rows = order[at : at + max(1, CHUNK // width)]
-        at += len(rows)
-        yield rows, np.flatnonzero(asked[rows].any(axis=0))
+def _fitting(table: WaysTable, bar: Bar) -> tuple[Bools, Bools, Bools]:
+    """(fits by our best estimate, may surely fit, may fit though it is above the limit)."""
+    query, asked = table.query, table.asked
+    entry, limit, lean = query.entry, query.limit_bytes, lean_coefficients(query.entry)
+    counted = stack_defaults(query.stack).counted
+    usual = peaks(table, entry.coefficients)
+    # Counted tensors are the same whatever an engine wastes.
+    least = usual if counted else peaks(table, lean)
+    half = OWN_FRAGMENTS if counted else FRAGMENTS
+    # Fragments at their best, and of a lean engine more of the device (memory/peak.fit_chance).
+    reach = limit * np.exp(half)
+    lean_reach = reach * lean["room"] / entry.coefficients["room"]
+    likely, roomy, close, tied = (np.zeros_like(asked) for _ in range(4))
+    near = np.flatnonzero(usual.may_be_below(reach) | least.may_be_below(lean_reach))
+
+    def check(some: Places) -> None:
+        rows = near[some]
+        peak = usual.of(rows)
+        fits = peak < limit
+        likely[rows], roomy[rows] = fits, peak < limit * np.exp(-half) * (1.0 + ROUNDING)
+        wasteless = peak if counted else least.of(rows)
+        close[rows] = ~fits & ((peak < reach) | (wasteless < lean_reach))
+        tied[rows] = np.abs(peak - limit) < ROUNDING * limit
+
+    on_cores(check, blocks(asked[near]), bar.part(0.1, 0.8))
+    index = np.flatnonzero(tied)
+    if len(index):
+        row, way = np.divmod(index, asked.shape[1])
+        points = {name: column[row] for name, column in table.rows.items()}
+        points |= {name: column[way] for name, column in table.ways.items()}
+        peak = memory(query.columns(points), entry.coefficients).worst_bytes
+        likely[row, way], close[row, way] = peak < limit, peak >= limit
+    return likely, roomy, close
 
 
-def _fitting(
-    query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints], asked: Bools, bar: Bar
-) -> tuple[Bools, Bools]:
-    """(fits by our best estimate, is above the limit but not surely) of the asked points."""
-    limit = query.limit_bytes
-    likely, near, over = np.zeros_like(asked), np.zeros_like(asked), np.zeros_like(asked)
-    surely = limit * np.exp(LEAST_HALF * (1.0 - 1e-9))  # below this, low ends are below the limit
+def widest_half(entry: FittedStack) -> float:
+    """Half an interval (log) that no run's exceeds: no coefficient moves a sum of bytes by more
+    than its own factor."""
+    ends = [(entry.coefficients[one.name], end) for one, end in moves(entry, "memory")]
+    factors = [end / value for value, end in ends if value > 0]
+    return float(np.sqrt((np.log(factors) ** 2).sum() / 2.0 + FRAGMENTS**2))
 
-    def check(block: tuple[Places, Places]) -> None:
-        row, way = block
-        cross = np.ix_(row, way)
-        points = {name: column[row][:, None] for name, column in rows.items()}
-        points |= {name: column[way][None, :] for name, column in ways.items()}
-        peak = memory(query.columns(points, is_open=True), query.entry.coefficients).worst_bytes
-        likely[cross] = peak < limit
-        near[cross] = (peak >= limit) & (peak < surely)
-        over[cross] = (peak >= surely) & (peak < WIDEST * limit)
 
-    on_cores(check, _blocks(asked), bar.part(0.1, 0.4))
-    index = np.flatnonzero(over & asked)
-    space = Space(query=query, rows=rows, ways=ways, legal=asked, likely=likely, near=near)
-    low = space.priced(index, lambda c: memory_bounds(c, query.entry)[0], bar.part(0.4, 0.8))
-    near.reshape(-1)[index[low < limit]] = True
-    return likely & asked, near & asked
+def may_fit(space: Space) -> Bools:
+    """All points that fit by a chance of 10% or more. None is asked about that is further above the
+    limit than any interval reaches, even if the engine wastes nothing."""
+    query, index = space.query, np.flatnonzero(space.legal)
+    lean = lean_coefficients(query.entry)
+    reach = query.limit_bytes * np.exp(widest_half(query.entry)) * ABOUT
+    wasteless = space.priced(index, lambda c: memory(c, lean).worst_bytes)
+    near = (space.peak_bytes(index) < reach) | (
+        wasteless * query.entry.coefficients["room"] / lean["room"] < reach
+    )
+    return _with_chance(space, index[near], REFUSED)
 
 
 def sure(space: Space, mask: Bools) -> Bools:
     """Of these points, those that fit by a chance of 90% or more; all, where none does."""
-    query = space.query
-    index = np.flatnonzero(mask)
-    chance = space.priced(index, lambda c: fit_chance(c, query.entry))
-    kept = np.zeros_like(mask)
-    kept.reshape(-1)[index[chance >= SURE]] = True
+    kept = _with_chance(space, np.flatnonzero(mask & space.roomy), SURE)
     return kept if kept.any() else mask
+
+
+def _with_chance(space: Space, index: Places, least: float) -> Bools:
+    """Which of these points fit by a chance of `least` or more."""
+    chance = space.priced(index, lambda c: fit_chance(c, space.query.entry))
+    kept = np.zeros_like(space.legal)
+    kept.reshape(-1)[index[chance >= least]] = True
+    return kept
 
 
 def unproven(space: Space) -> Bools:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fourfold.errors import sentence
 from fourfold.show.table import Column, Grid, Part, table
 
 if TYPE_CHECKING:
-    from fourfold.search.explain import Explanation
     from fourfold.search.plan_answer import Alternative, PlanAnswer, PlanRow
 
 GIB = 2**30
@@ -41,14 +39,14 @@ def _sentence(plan: PlanAnswer, row: PlanRow) -> str:
     fits = f"{100 * row.fit_chance:.0f}% chance to fit"
     return (
         f"Run {plan.model} on {plan.gpus} x {plan.gpu} as {row}, micro batch {row.micro_batch}, "
-        f"{row.policy.sharding}, recompute {row.policy.recompute}: {_seconds(row)}, "
+        f"{row.policy.sharding}, recompute {row.policy.recompute}: {interval_s(row)}, "
         f"{row.tflops_gpu:.0f} TFLOP/s and {row.mfu_pct:.1f}% MFU per GPU, "
         f"{row.peak_bytes / GIB:.0f} of {plan.memory_bytes / GIB:.0f} GiB ({fits}). "
         f"{_surety(plan)}."
     )
 
 
-def _seconds(row: PlanRow) -> str:
+def interval_s(row: PlanRow) -> str:
     low, high = short_s(row.step_s_low), short_s(row.step_s_high)
     return f"{short_s(row.step_s)} s per step (80%: {low} to {high})"
 
@@ -72,7 +70,7 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
     yield _source(plan)
     if plan.best is not None and plan.best.outside:
         yield f"#1 is outside the measured range: {'; '.join(plan.best.outside)}"
-    yield from _approximated(plan.remarks)
+    yield from approximated(plan.remarks)
     if plan.near_miss is not None:
         size = (plan.near_miss.peak_bytes or 0.0) / GIB
         room = f"about {size:.1f} of {plan.memory_bytes / GIB:.0f} GiB"
@@ -90,8 +88,12 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
 
 
 def _named(one: Alternative) -> str:
+    kinds = [one.cp_kind] * (one.layout.cp > 1) + [f"v{one.virtual_stages}"] * (
+        one.virtual_stages > 1
+    )
     policy = f"{one.sharding} recompute {one.recompute}"
-    return f"{one.layout} micro batch {one.micro_batch} {policy}, {short_s(one.step_s)} s"
+    layout = " ".join([str(one.layout), *kinds])
+    return f"{layout} micro batch {one.micro_batch} {policy}, {short_s(one.step_s)} s"
 
 
 def _ties(plan: PlanAnswer) -> Iterable[str]:
@@ -101,15 +103,29 @@ def _ties(plan: PlanAnswer) -> Iterable[str]:
         yield f"#1 is within 2% of the fastest {chance}; expected loss {first.regret_pct:.1f}%"
     if first.wide:
         yield f"its interval is wide: {first.wide}"
-    if not first.surely_fits:
-        safe = next((row for row in plan.ranked if row.surely_fits), None)
-        if safe is not None:
-            choice = f"#{safe.rank} ({safe}, {short_s(safe.step_s)} s)"
-            yield f"#1 may run out of memory; the fastest safe choice is {choice}"
-        else:  # below which the upper end of the memory interval would fit
-            row = plan.ranked[0]
-            sure = 0.98 * plan.memory_bytes * row.peak_bytes / row.peak_bytes_high / GIB
-            yield f"none of these is certain to fit; try --safe, or --where 'mem_gib < {sure:.0f}'"
+    yield from _beside(plan, first)
+
+
+def _beside(plan: PlanAnswer, first: PlanRow) -> Iterable[str]:
+    """What speaks against the first choice: a faster layout, or one that is surer to fit."""
+    said = []
+    if plan.faster is not None:
+        faster = 100 * (first.step_s / plan.faster.step_s - 1)
+        said.append(f"{faster:.1f}% faster than #1 but {_sure(plan.faster)}: {_named(plan.faster)}")
+    if plan.safer is not None:
+        slower = 100 * (plan.safer.step_s / first.step_s - 1)
+        said.append(
+            f"the fastest that is at least 90% sure to fit ({slower:.1f}% slower than #1): "
+            f"{_named(plan.safer)}"
+        )
+    elif not first.surely_fits:
+        said.append("no layout is 90% sure to fit")
+    if said:
+        yield "; ".join(said)
+
+
+def _sure(one: Alternative) -> str:
+    return f"{100 * (one.fit_chance or 0.0):.0f}% sure to fit"
 
 
 def _source(plan: PlanAnswer) -> str:
@@ -126,7 +142,7 @@ def _source(plan: PlanAnswer) -> str:
 def _details(plan: PlanAnswer) -> Iterable[str]:
     if plan.best is not None:
         whose = " (runs of other stacks and clusters)" if plan.calibration.note else ""
-        yield f"evidence for #1{whose}: {_evidence(plan.best)}"
+        yield f"evidence for #1{whose}: {evidence(plan.best)}"
         if not plan.flips and len(plan.ranked) > 1:
             yield "sensitivity: no single uncertain coefficient changes the winner"
     for flip in plan.flips:
@@ -157,7 +173,7 @@ def _details(plan: PlanAnswer) -> Iterable[str]:
     )
 
 
-def _evidence(row: PlanRow) -> str:
+def evidence(row: PlanRow) -> str:
     runs = [f"{name}: {n} measured run{'s' * (n != 1)}" for name, n in row.evidence.items()]
     runs += [f"{text}: none" for text in row.outside]
     return "; ".join(runs) or "unknown to this calibration"
@@ -230,66 +246,8 @@ def _room(column: Column, rows: Sequence[PlanRow]) -> int:
     return 2 + max(len(heading), *(len(cell(row)) for row in rows))
 
 
-def explain_page(answer: Explanation) -> list[Part]:
-    if not answer.legal:
-        near = "; ".join(answer.nearest) or "none with these GPUs and this batch"
-        return [
-            f"{answer.layout} is illegal:",
-            *(
-                f"  [{why['reason']}] "
-                f"{sentence(why['rule'], field=why['field'], value=why['value'])}; {why['hint']}"
-                for why in answer.refusals
-            ),
-            f"nearest legal: {near}",
-        ]
-    small = answer.smallest
-    if small is not None:
-        kinds = ", ".join(f"{n} {b / GIB:.1f}" for n, b in small.memory_bytes.items())
-        return [
-            f"{answer.layout} is legal but does not fit: at micro batch {small.micro_batch}, "
-            f"{small.sharding}, recompute {small.recompute} its fullest rank needs "
-            f"{small.peak_bytes / GIB:.1f} GiB of {small.limit_bytes / GIB:.1f}",
-            f"GiB by kind: {kinds}",
-            *_approximated(answer.remarks),
-            f"nearest that fit: {'; '.join(answer.nearest) or 'none'}",
-        ]
-    assert answer.row is not None
-    return _explained(answer, answer.row, answer.best or answer.row)
-
-
-def _approximated(remarks: Sequence[str]) -> list[str]:
+def approximated(remarks: Sequence[str]) -> list[str]:
     return [f"approximated: {'; '.join(remarks)}"] if remarks else []
-
-
-def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
-    parts = [
-        [name, short_s(row.parts_s[name]), short_s(best.parts_s[name]),
-         f"{row.parts_s[name] - best.parts_s[name]:+.2f}"]
-        for name in row.parts_s
-        if max(row.parts_s[name], best.parts_s[name]) > 0.0005 * row.step_s
-    ]  # fmt: skip
-    memory = [[name, f"{size / GIB:.2f}"] for name, size in row.memory_bytes.items()]
-    unproven = " (including unmeasured features)" if answer.with_unproven else ""
-    slower = 100 * (row.step_s / best.step_s - 1)
-    return [
-        f"{row}, micro batch {row.micro_batch}, {row.policy.sharding}, recompute "
-        f"{row.policy.recompute}: the best of {answer.ways:,} variants",
-        f"{_seconds(row)}, place {answer.rank:,} of {answer.of:,} layouts{unproven}; "
-        f"{row.tflops_gpu:.0f} TFLOP/s/GPU; {slower:+.1f}% against the best, {best} micro batch "
-        f"{best.micro_batch} (a tie under {answer.tie_width_pct:.1f}%)",
-        *_approximated(answer.remarks),
-        "",
-        Grid(["part", "s", "best s", "difference"], parts),
-        "",
-        f"fullest rank {row.peak_bytes / GIB:.1f} GiB (80%: {row.peak_bytes_low / GIB:.0f} "
-        f"to {row.peak_bytes_high / GIB:.0f} of {answer.memory_bytes / GIB:.0f}):",
-        Grid(["kind", "GiB"], memory),
-        "",
-        "its best variants:",
-        layouts_table(answer.variants or ()),
-        "",
-        f"evidence: {_evidence(row)}",
-    ]
 
 
 def short_s(seconds: float) -> str:

@@ -72,6 +72,11 @@ def joined_values(many: list[Values]) -> dict[str, tuple[float, ...]]:
 
 def distances(c: Columns, values: Values) -> dict[str, Floats]:
     """Doublings from each run to the nearest measured value of each axis; 0 where none is kept."""
+    return {name: np.abs(away) for name, away in offsets(c, values).items()}
+
+
+def offsets(c: Columns, values: Values) -> dict[str, Floats]:
+    """The same, below zero where the run lies below that value."""
     found = {}
     for name, value in axes(c).items():
         known = np.array(values.get(name, ()))
@@ -79,9 +84,9 @@ def distances(c: Columns, values: Values) -> dict[str, Floats]:
             continue
         place = np.searchsorted(known, value)
         below, above = known[np.maximum(place - 1, 0)], known[np.minimum(place, known.size - 1)]
-        nearest = np.minimum(np.abs(value - below), np.abs(value - above))
+        away = np.where(np.abs(value - below) < np.abs(value - above), value - below, value - above)
         # Files keep three digits.
-        found[name] = np.where(nearest < 1e-3, 0.0, np.minimum(nearest, FURTHEST))
+        found[name] = np.where(np.abs(away) < 1e-3, 0.0, np.clip(away, -FURTHEST, FURTHEST))
     return found
 
 

@@ -86,9 +86,19 @@ def _score_bytes(c: Columns) -> Floats:
 
 def state_bytes(c: Columns, coef: Coefficients, *, params: Floats) -> Floats:
     """Weights, gradients and optimizer of `params` parameters, divided as ZeRO says."""
+    return params * weight_bytes(c) * coef["state"]
+
+
+def weight_bytes(c: Columns) -> Floats:
+    """Of one parameter: itself, its gradient and its optimizer's state, divided as ZeRO says."""
     parted = [np.where(c.zero >= stage, c.shard, 1.0) for stage in (1, 2, 3)]
-    each = c.opt_bytes / parted[0] + c.acc_bytes / parted[1] + 2.0 / parted[2]
-    return params * each * coef["state"]
+    return c.opt_bytes / parted[0] + c.acc_bytes / parted[1] + 2.0 / parted[2]
+
+
+def gathered_bytes(c: Columns) -> Floats:
+    """Whole weights that ZeRO-3 holds for a moment."""
+    per_layer, embed = c.rank_layer_weights, c.vocab * c.hidden / c.tp
+    return np.where(c.zero >= 3, c.gather_bytes * (2.0 * per_layer + embed), 0.0)
 
 
 def limit_bytes(c: Columns, coef: Coefficients) -> Floats:
@@ -165,9 +175,9 @@ def _loss_bytes(c: Columns, coef: Coefficients) -> Floats:
     return c.tokens * c.vocab * each / c.loss_chunks + head
 
 
-def _stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Floats, Floats, Floats]]:
+def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Floats, Floats, Floats]]:
     """(parameters, bytes of activations, bytes at the loss) of the first stage, of the second or
-    the fullest one between, and of the last."""
+    the fullest one between, and of the last; how the state is sharded does not enter."""
     per_layer, embed = c.rank_layer_weights, c.vocab * c.hidden / c.tp
     split, flight = stage_layers(c), in_flight(c, c.micros)
     kept = kept_bytes(c, coef)
@@ -191,11 +201,9 @@ def _stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Floats, Floats, F
 
 
 def _fitted(c: Columns, coef: Coefficients) -> Memory:
-    per_layer, embed = c.rank_layer_weights, c.vocab * c.hidden / c.tp
-    unsharded = np.where(c.zero >= 3, c.gather_bytes * (2.0 * per_layer + embed), 0.0)
-    base = coef["base_gib"] * GIB
+    unsharded, base = gathered_bytes(c), coef["base_gib"] * GIB
     states, held, losses = [], [], []
-    for params, activations, loss in _stage_loads(c, coef):
+    for params, activations, loss in stage_loads(c, coef):
         states.append(state_bytes(c, coef, params=params))
         held.append(activations)
         losses.append(loss)

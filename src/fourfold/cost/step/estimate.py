@@ -153,6 +153,13 @@ def gradient_s(c: Columns, coef: Coefficients, *, params: Floats, window: Floats
     return np.where((size > 1) & (c.zero < 3), paid, 0.0)
 
 
+def first_stage_params(c: Columns) -> tuple[Floats, Floats]:
+    """(its layers and the embedding: tied or not, the head's weights are as large; all weights)."""
+    embed = c.vocab * c.hidden / c.tp
+    params = c.layers / c.pp * c.rank_layer_weights + embed
+    return params, params + np.where((c.tied < 1) & (c.pp == 1), embed, 0.0)
+
+
 def _whole_step(
     c: Columns,
     coef: Coefficients,
@@ -163,11 +170,8 @@ def _whole_step(
     parts: dict[str, Floats],
 ) -> Times:
     """Adds what happens once per step to the pipeline's seconds and their parts."""
-    per_stage = c.layers / c.pp
-    # first stage: its layers and the embedding; tied or not, the head's weights are as large
-    params = per_stage * c.rank_layer_weights + c.vocab * c.hidden / c.tp
-    dp = gradient_s(c, coef, params=params, window=per_stage * layer.total)
-    weights = params + np.where((c.tied < 1) & (c.pp == 1), c.vocab * c.hidden / c.tp, 0.0)
+    params, weights = first_stage_params(c)
+    dp = gradient_s(c, coef, params=params, window=c.layers / c.pp * layer.total)
     optimizer = optimizer_s(c, params=params, weights=weights)
     waits, jitter = waiting_s(c, coef, work=pipe + dp + optimizer, slots=slots)
     fixed = fixed_s(c, coef)

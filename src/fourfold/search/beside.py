@@ -1,0 +1,90 @@
+"""Layouts that an answer names beside its first choice: faster ones, the fastest that surely fits,
+what may not fit, what was never measured; and what was measured of a run's choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fourfold.cost.columns import Columns
+from fourfold.cost.fit.interval import choices
+from fourfold.cost.fit.spread import axes
+from fourfold.cost.memory.peak import SURE, fit_chance
+from fourfold.search.plan_answer import Alternative
+from fourfold.search.query import PlanQuery
+from fourfold.search.ranking import Pool, Ranking
+from fourfold.spec.layout import MODEL_AXES
+from fourfold.spec.run import chosen_layout, chosen_policy
+
+# Calibration files keep three digits of measured values.
+ROUNDED = 1e-3
+_SIZES = (*MODEL_AXES, "gpus", "seq", "hidden", "tokens")
+
+
+def evidence(query: PlanQuery, c: Columns) -> dict[str, int]:
+    """Measured rows behind each choice that one run makes."""
+    made = (name for name, mask in choices(c).items() if mask[0])
+    return {name: query.evidence.get(name, 0) for name in made} if query.evidence else {}
+
+
+def outside(query: PlanQuery, c: Columns) -> list[str]:
+    """Sizes beyond what was measured: 'tp 4 (measured 8 to 8)'."""
+    texts = []
+    for name, value in axes(c).items():
+        known = query.entry.values.get(name, ())
+        low, high = (known[0], known[-1]) if known else (-np.inf, np.inf)
+        if name in _SIZES and not low - ROUNDED <= value[0] <= high + ROUNDED:
+            sizes = [f"{2.0**end:.0f}" for end in (float(value[0]), low, high)]
+            texts.append(f"{name} {sizes[0]} (measured {sizes[1]} to {sizes[2]})")
+    return texts
+
+
+def unproven_best(ranking: Ranking) -> Alternative | None:
+    """The fastest of what was set aside for want of evidence."""
+    points, query = ranking.unproven_best, ranking.query
+    if not points or not len(points["pp"]):
+        return None
+    rows = evidence(query, query.columns(points))
+    without = tuple(name for name, count in rows.items() if not count)
+    return _alternative(query, points, without_rows=without)
+
+
+def near_miss(ranking: Ranking) -> Alternative | None:
+    """The fastest that may fit although our best estimate says no, if nothing ranked is faster."""
+    points, query = ranking.near_miss, ranking.query
+    if not points or not len(points["pp"]):
+        return None
+    chance = float(fit_chance(query.columns(points), query.entry)[0])
+    peak_bytes = float(points["peak_bytes"][0])
+    return _alternative(query, points, fit_chance=chance, peak_bytes=peak_bytes)
+
+
+def faster(ranking: Ranking) -> Alternative | None:
+    """The fastest of what is ranked, where that is not the first."""
+    points = ranking.fastest
+    if not points or not len(points["pp"]) or points["step_s"][0] >= ranking.step_s[0]:
+        return None
+    return _alternative(ranking.query, points, fit_chance=float(points["fit_chance"][0]))
+
+
+def safer(ranking: Ranking) -> Alternative | None:
+    """The fastest that is 90% sure to fit, where the first is not."""
+    points = ranking.safest
+    if not points or not len(points["pp"]) or ranking.chances.fits[0] >= SURE:
+        return None
+    return _alternative(ranking.query, points, fit_chance=float(points["fit_chance"][0]))
+
+
+def _alternative(query: PlanQuery, points: Pool, **more: Any) -> Alternative:
+    policy = chosen_policy(query.policy, points, 0)
+    return Alternative(
+        layout=chosen_layout(points, 0),
+        cp_kind=policy.cp_kind,
+        sharding=policy.sharding,
+        recompute=policy.recompute,
+        virtual_stages=policy.virtual_stages,
+        micro_batch=int(points["micro_batch"][0]),
+        step_s=float(points["step_s"][0]),
+        **more,
+    )

@@ -1,0 +1,177 @@
+"""The points that are listed: the best by closed form are played event by event, beside the fastest
+of those that are sure to fit; each layout is shown in one way to run it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.memory.peak import SURE, fit_chance
+from fourfold.cost.predict import Predictions, playable, predictions
+from fourfold.search.chances import Chances, chances
+from fourfold.search.fastest import Cells, fastest
+from fourfold.search.space import Bools, Places, Pool
+from fourfold.spec.layout import MODEL_AXES, SIZES
+from fourfold.spec.run import CHOSEN
+
+# The best by closed form, whose pipelines are then played event by event; of one layout a few, so
+# that a playing can still change which of them is best.
+PLAYED, PLAYED_VARIANTS = 300, 3
+PLAYED_EVENTS = 150_000  # of all of them together: about a second of work
+PLAYED_SURE = 24  # layouts that are 90% sure to fit, played beside those
+LOOKED_THROUGH = 4096  # points at a time while the best are picked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """Points in full, the first choice first; `fastest` and `safest` of all that were played, one
+    row or none; `least_s`: the fewest seconds by closed form."""
+
+    points: Pool
+    predicted: Predictions
+    chances: Chances
+    fastest: Pool
+    safest: Pool
+    least_s: float
+
+
+def listed(cells: Cells, ranked: Bools, new: Bools, least: int) -> Listed:
+    """One way to run each layout, or more where there are fewer layouts than `least`."""
+    query, points = cells.space.query, {}
+    for variants in (PLAYED_VARIANTS, max(PLAYED_VARIANTS, least)):
+        points = best_points(pool_of(cells, ranked, new, PLAYED, variants), PLAYED, variants)
+        if _size(points) >= PLAYED_VARIANTS * least:
+            break
+    count = max(least, playable(query.columns(points), PLAYED_EVENTS))
+    points = _with_sure(cells, ranked, new, only(points, slice(count)))
+    predicted = predictions(query.columns(points), query.entry)
+    _, numbers = np.unique(layout_numbers(points), return_inverse=True)
+    found = chances(predicted, query.entry, numbers.reshape(-1))
+    points |= {"step_s": predicted.step_s, "fit_chance": found.fits}
+    by_loss = np.lexsort((points["peak_bytes"], predicted.step_s, found.regret))
+    by_loss = by_loss[_first_few(_layout_keys(only(points, by_loss)), least)]
+    by_time = np.lexsort((points["peak_bytes"], predicted.step_s))
+    others = by_time[np.isin(by_time, by_loss[1:])]
+    order = np.concatenate([by_loss[:1], others])
+    sure = by_time[found.fits[by_time] >= SURE]
+    return Listed(
+        points=only(points, order),
+        predicted=predicted.take(order),
+        chances=found.take(order),
+        fastest=only(points, by_time[:1]),
+        safest=only(points, sure[:1]),
+        least_s=float(predicted.closed_s.min(initial=np.inf)),
+    )
+
+
+def _with_sure(cells: Cells, ranked: Bools, new: Bools, points: Pool) -> Pool:
+    """With the fastest sure way to run each of the layouts that are fastest so. Those that are
+    known already say how fast a further one must be."""
+    query = cells.space.query
+    if query.safe or not _size(points):
+        return points
+    chance = fit_chance(query.columns(points), query.entry)
+    known = np.sort(_fewest(only(points, chance >= SURE)))
+    most_s = float(known[PLAYED_SURE - 1]) if len(known) >= PLAYED_SURE else np.inf
+    some = sure_points(cells, ranked, new, most_s)
+    both = {name: np.concatenate([points[name], some[name]]) for name in points}
+    chosen = np.stack([both[name] for name in CHOSEN], axis=1)
+    return only(both, np.sort(np.unique(chosen, axis=0, return_index=True)[1]))
+
+
+def sure_points(cells: Cells, ranked: Bools, new: Bools, most_s: float) -> Pool:
+    """The fastest layouts that are 90% sure to fit, each in its fastest sure way; `most_s`: of
+    which at least as many are known."""
+    space = cells.space
+
+    def is_sure(index: Places) -> Bools:
+        return space.priced(index, lambda c: fit_chance(c, space.query.entry)) >= SURE
+
+    index, step_s = fastest(
+        cells, ranked & space.roomy, keep=PLAYED_SURE, variants=1, holds=is_sure, most_s=most_s
+    )
+    return best_points(_priced(cells, index, step_s, new), PLAYED_SURE, 1)
+
+
+def _fewest(points: Pool) -> NDArray[np.float64]:
+    """Closed-form seconds of the fastest way to run each layout."""
+    numbers, back = np.unique(layout_numbers(points), return_inverse=True)
+    fewest = np.full(len(numbers), np.inf)
+    np.minimum.at(fewest, back.reshape(-1), points["step_s"])
+    return fewest
+
+
+def _size(pool: Pool) -> int:
+    return len(pool["pp"])
+
+
+def only(pool: Pool, mask: NDArray[Any] | slice) -> Pool:
+    return {name: column[mask] for name, column in pool.items()}
+
+
+def pool_of(
+    cells: Cells, mask: Bools, new: Bools, keep: int, variants: int, most_s: float = np.inf
+) -> Pool:
+    """All that can be among the fastest, with its seconds and bytes."""
+    index, step_s = fastest(cells, mask, keep=keep, variants=variants, most_s=most_s)
+    return _priced(cells, index, step_s, new)
+
+
+def _priced(cells: Cells, index: Places, step_s: NDArray[np.float64], new: Bools) -> Pool:
+    found = {"step_s": step_s, "peak_bytes": cells.space.peak_bytes(index)}
+    return cells.space.points(index) | found | {"unproven": new[np.divmod(index, new.shape[1])]}
+
+
+def layout_numbers(points: Pool) -> NDArray[np.int64]:
+    """One number for what `_layout_keys` tells apart; dp follows from the other axes."""
+    sizes = (points[name].astype(np.int64) for name in ("cp_kind", *MODEL_AXES[::-1]))
+    number = np.zeros(_size(points), dtype=np.int64)
+    for size in sizes:
+        number = (number << 20) + size
+    return number
+
+
+def _layout_keys(points: Pool) -> list[tuple[int, ...]]:
+    """What makes two points the same layout: the sizes of the axes and the kind of cp."""
+    dp = points["replicate"] * points["shard"]
+    columns = (points["pp"], dp, points["cp"], points["tp"], points["cp_kind"])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def best_points(pool: Pool, keep: int, variants: int) -> Pool:
+    """The fastest points, at most `variants` of each layout. Splits of dp into copies that change
+    nothing else are one point: the faster, then the smaller, then the plainer stands for all."""
+    order = np.lexsort((pool["replicate"], pool["peak_bytes"], pool["step_s"]))
+    rest = [name for name in CHOSEN if name not in SIZES]
+    chosen: list[int] = []
+    seen: set[tuple[int, ...]] = set()
+    used: dict[tuple[int, ...], int] = {}
+    for block in range(0, len(order), LOOKED_THROUGH):
+        part = order[block : block + LOOKED_THROUGH]
+        keys = _layout_keys(only(pool, part))
+        others = zip(*(pool[name][part].tolist() for name in rest), strict=True)
+        for i, layout, other in zip(part.tolist(), keys, others, strict=True):
+            if used.get(layout, 0) < variants and (*layout, *other) not in seen:
+                seen.add((*layout, *other))
+                used[layout] = used.get(layout, 0) + 1
+                chosen.append(i)
+                if len(chosen) == keep:
+                    return only(pool, np.array(chosen, dtype=np.intp))
+    return only(pool, np.array(chosen, dtype=np.intp))
+
+
+def _first_few(keys: list[tuple[int, ...]], least: int) -> NDArray[np.bool_]:
+    """True for the first of each key, or for the first few, as many as give `least` in all."""
+    used: Counter[tuple[int, ...]] = Counter()
+    place = np.zeros(len(keys), dtype=np.int64)
+    for i, key in enumerate(keys):
+        used[key] += 1
+        place[i] = used[key]
+    few = 1
+    while (place <= few).sum() < min(least, len(keys)):
+        few += 1
+    return place <= few

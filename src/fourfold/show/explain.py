@@ -1,0 +1,71 @@
+"""One layout explained as a page: why it is illegal or too large, or what it takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fourfold.errors import sentence
+from fourfold.show.plan import GIB, approximated, evidence, interval_s, layouts_table, short_s
+from fourfold.show.table import Grid, Part
+
+if TYPE_CHECKING:
+    from fourfold.search.explain import Explanation
+    from fourfold.search.plan_answer import PlanRow
+
+
+def explain_page(answer: Explanation) -> list[Part]:
+    if not answer.legal:
+        near = "; ".join(answer.nearest) or "none with these GPUs and this batch"
+        return [
+            f"{answer.layout} is illegal:",
+            *(
+                f"  [{why['reason']}] "
+                f"{sentence(why['rule'], field=why['field'], value=why['value'])}; {why['hint']}"
+                for why in answer.refusals
+            ),
+            f"nearest legal: {near}",
+        ]
+    small = answer.smallest
+    if small is not None:
+        kinds = ", ".join(f"{n} {b / GIB:.1f}" for n, b in small.memory_bytes.items())
+        return [
+            f"{answer.layout} is legal but does not fit: at micro batch {small.micro_batch}, "
+            f"{small.sharding}, recompute {small.recompute} its fullest rank needs "
+            f"{small.peak_bytes / GIB:.1f} GiB of {small.limit_bytes / GIB:.1f}",
+            f"GiB by kind: {kinds}",
+            *approximated(answer.remarks),
+            f"nearest that fit: {'; '.join(answer.nearest) or 'none'}",
+        ]
+    assert answer.row is not None
+    return _explained(answer, answer.row, answer.best or answer.row)
+
+
+def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
+    parts = [
+        [name, short_s(row.parts_s[name]), short_s(best.parts_s[name]),
+         f"{row.parts_s[name] - best.parts_s[name]:+.2f}"]
+        for name in row.parts_s
+        if max(row.parts_s[name], best.parts_s[name]) > 0.0005 * row.step_s
+    ]  # fmt: skip
+    memory = [[name, f"{size / GIB:.2f}"] for name, size in row.memory_bytes.items()]
+    unproven = " (including unmeasured features)" if answer.with_unproven else ""
+    slower = 100 * (row.step_s / best.step_s - 1)
+    return [
+        f"{row}, micro batch {row.micro_batch}, {row.policy.sharding}, recompute "
+        f"{row.policy.recompute}: the best of {answer.ways:,} variants",
+        f"{interval_s(row)}, place {answer.rank:,} of {answer.of:,} layouts{unproven}; "
+        f"{row.tflops_gpu:.0f} TFLOP/s/GPU; {slower:+.1f}% against the first choice, {best} "
+        f"micro batch {best.micro_batch} (a tie under {answer.tie_width_pct:.1f}%)",
+        *approximated(answer.remarks),
+        "",
+        Grid(["part", "s", "best s", "difference"], parts),
+        "",
+        f"fullest rank {row.peak_bytes / GIB:.1f} GiB (80%: {row.peak_bytes_low / GIB:.0f} "
+        f"to {row.peak_bytes_high / GIB:.0f} of {answer.memory_bytes / GIB:.0f}):",
+        Grid(["kind", "GiB"], memory),
+        "",
+        "its best variants:",
+        layouts_table(answer.variants or ()),
+        "",
+        f"evidence: {evidence(row)}",
+    ]
