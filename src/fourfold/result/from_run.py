@@ -106,6 +106,7 @@ def _measured(plain: dict[str, Any]) -> dict[str, Any]:
     return {
         "repeat": plain.get("repeat", 0),
         **{name: environment.get(name, "") for name in ("device", "torch", "host")},
+        "stack": environment.get("engine", ""),  # '': ours
         "outcome": plain["outcome"],
         "nodes": max(1, len(hosts)),
         "started_at": plain.get("started_at", ""),

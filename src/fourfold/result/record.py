@@ -18,6 +18,8 @@ Style = Literal["mpt", "topology", "scaling", "reference", "other"]
 # A published row may have neither a figure nor a word for how it ended.
 RowOutcome = Outcome | Literal["absent"]
 
+# What our own runs are called beside those of other engines.
+OWN_STACK = "fourfold"
 # The columns of the reference schema of measured rows, with the field each is read into ('': none).
 REFERENCE_COLUMNS = {
     "row_id": "run_id", "source": "", "stack": "stack", "cluster": "", "hardware": "hardware",
@@ -35,9 +37,9 @@ REFERENCE_COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """`model`: its name in the catalogue; `model_json`: the whole shape as sorted JSON of a stored
-    run, where equal texts are equal models. Seconds are of the steps after warm-up, bytes of the
-    fullest rank.
+    """`stack`: the engine ('': ours, of a stored run). `model`: its name in the catalogue;
+    `model_json`: the whole shape as sorted JSON of a stored run, where equal texts are equal
+    models. Seconds are of the steps after warm-up, bytes of the fullest rank.
 
     Of a table: `line` is the row's line in the file, `column` the heading for styles with one
     result a cell, `label` the name or size in the row itself; `variant` is what no column says of
@@ -49,6 +51,7 @@ class Record:
     device: str = ""
     torch: str = ""
     host: str = ""
+    stack: str = ""
     outcome: RowOutcome = "ok"
     model: str = ""
     model_json: str = ""
@@ -113,7 +116,6 @@ class Record:
     tied: bool | None = None
     hardware: str | None = None
     gpus_per_node: int | None = None
-    stack: str = ""
     grad_accum: int | None = None
     batch_tokens: int | None = None
     samples_s: int | None = None

@@ -27,6 +27,7 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
     listed = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if name in counts)
     found = [stored.summary for stored in answer.runs]
     optional: tuple[Column, ...] = (
+        ("engine", lambda one: one.stack),
         ("tag", lambda one: one.tag),
         ("why", lambda one: one.failure[:60]),
     )

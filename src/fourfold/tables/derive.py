@@ -11,7 +11,7 @@ from typing import Any
 from fourfold.cost.count import flops
 from fourfold.cost.count.params import model_params, stage_layers
 from fourfold.errors import UserError
-from fourfold.result.record import Record
+from fourfold.result.record import OWN_STACK, Record
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import device_id
@@ -128,7 +128,7 @@ def published(record: Record, number: int) -> Record:
         **{name: getattr(model, name) for name in SHAPE_FIELDS},
         hardware=hardware_of(record.device),
         gpus_per_node=(record.gpus or 1) // (record.nodes or 1),
-        stack="fourfold",
+        stack=record.stack or OWN_STACK,
         grad_accum=_batch(record).micro_count(record.dp or 1) if record.micro_batch else None,
         batch_tokens=record.tokens,
         tokens_s=record.tokens / record.step_s if record.step_s else None,

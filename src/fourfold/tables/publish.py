@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fourfold.cost.count.flops import DEFAULT
-from fourfold.result.record import CONFIG, Record, grouped
+from fourfold.result.record import CONFIG, OWN_STACK, Record, grouped
 from fourfold.result.report import published_word
 from fourfold.spec.layout import AXES
 from fourfold.tables.cells import figure
@@ -126,7 +126,8 @@ _COMPARABLE = ("label", "seq_len", "global_batch", "hardware")
 
 def _axes(record: Record) -> str:
     sizes = f"dp{record.dp} tp{record.tp} cp{record.cp or 1} pp{record.pp}"
-    return f"{sizes} micro batch {record.micro_batch} on {record.gpus} GPUs"
+    engine = f" by {record.stack}" if record.torch and record.stack != OWN_STACK else ""
+    return f"{sizes} micro batch {record.micro_batch} on {record.gpus} GPUs{engine}"
 
 
 def _speed(record: Record) -> str:
@@ -198,7 +199,7 @@ _WRITERS: dict[str, Callable[[list[Record]], Table | None]] = {
 
 # Keys of a record as other tools read it, in base units; a field has the same name but for these.
 _PLAIN = (
-    "row_id", "label", "hardware", "gpus", "nodes", *AXES, "virtual_stages", "sharding",
+    "row_id", "stack", "label", "hardware", "gpus", "nodes", *AXES, "virtual_stages", "sharding",
     "precision", "recompute", "seq_len", "micro_batch", "global_batch", "step_s", "tokens_s_gpu",
     "tflops_gpu", "mfu_pct", "hfu_pct", "mem_gb", "params", "status", "note", "measured_at",
     "predicted_s",

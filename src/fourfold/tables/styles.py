@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fourfold.cost.count.params import model_params
-from fourfold.result.record import REFERENCE_COLUMNS, Record, Style
+from fourfold.result.record import OWN_STACK, REFERENCE_COLUMNS, Record, Style
 from fourfold.result.report import published_word
 from fourfold.tables import cells
 from fourfold.tables.document import Table
@@ -126,7 +126,14 @@ def _seconds(record: Record) -> str:
     return "" if word in ("oom", "absent") else word
 
 
+def _engines_differ(records: Sequence[Record]) -> bool:
+    """Or a stored run is another's than ours."""
+    stacks = {record.stack for record in records}
+    return len(stacks) > 1 or any(r.torch and r.stack != OWN_STACK for r in records)
+
+
 TOPOLOGY = (
+    Column("Engine", "stack", lambda r: r.stack, _engines_differ),
     Column("Nodes", "nodes", lambda r: str(r.nodes or ""), _on_nodes),
     Column("GPUs", "gpus", lambda r: str(r.gpus), lambda records: not _on_nodes(records)),
     Column("Size", "label", _size),

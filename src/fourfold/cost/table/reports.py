@@ -16,11 +16,12 @@ from fourfold.cost.table.rows import Rows
 from fourfold.errors import UserError
 from fourfold.result.files.run_file import NAME, RUN_FILE, read_run, read_run_folder
 from fourfold.result.files.stored import read_stored
+from fourfold.result.record import OWN_STACK
 from fourfold.result.report import RunReport
 from fourfold.spec import check, codec
 from fourfold.spec.cluster import Cluster
 
-STACK = "fourfold"
+STACK = OWN_STACK
 
 
 def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -> list[RunReport]:
@@ -45,8 +46,13 @@ def read_reports(folder: str, warn: Callable[[str], None] = lambda text: None) -
 def report_rows(
     folder: str, cluster: Cluster, warn: Callable[[str], None] = lambda text: None
 ) -> Rows:
-    """Rows of the reports that ran or ran out of memory."""
+    """Rows of our engine's reports that ran or ran out of memory; another engine's speed is its
+    own, and its log makes rows of it."""
     reports = [r for r in read_reports(folder, warn) if r.outcome in ("ok", "oom")]
+    others = [r for r in reports if dict(r.environment).get("engine")]
+    if others:
+        warn(f"{len(others)} runs of other engines are left to 'fourfold collect {folder}'")
+    reports = [r for r in reports if not dict(r.environment).get("engine")]
     if not reports:
         hint = "measure one with 'fourfold bench' first"
         raise UserError("contains no run", field="--runs", value=folder, hint=hint)

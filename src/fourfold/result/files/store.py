@@ -35,7 +35,7 @@ _SAY_EVERY_S = 2.0
 _MOST_REPEATS = 1_000_000
 # What a rank leaves behind that says why a run failed; the rest is of no use after the run.
 _EXPLAINS_FAILURE = (
-    "rank-*.log", "host*.log", "slurm*", "stack-*", "flight-*", "failure-*.json", LOG_FILES,
+    "rank-*.log", "host*.log", "slurm*", "stack-*", "flight-*", "failure-*.json",
 )  # fmt: skip
 
 
@@ -209,9 +209,9 @@ class Store:
 
 
 def _tidy(place: Path, *, everything: bool) -> None:
-    """Leave the run's own file, and what explains a failure."""
-    patterns = () if everything else _EXPLAINS_FAILURE
-    stay = {path for pattern in (*patterns, run_file.RUN_FILE) for path in place.glob(pattern)}
+    """Leave the run's own file, what it was measured from, and what explains a failure."""
+    patterns = (LOG_FILES, run_file.RUN_FILE, *(() if everything else _EXPLAINS_FAILURE))
+    stay = {path for pattern in patterns for path in place.glob(pattern)}
     for path in set(place.iterdir()) - stay:
         if run_file.is_folder(path):
             shutil.rmtree(path, ignore_errors=True)

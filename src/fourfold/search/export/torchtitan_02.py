@@ -54,7 +54,10 @@ def package(setup: Setup) -> Package:
         entry="-m torchtitan.train",
         env=setup.env,
         engine_args=tuple(words),
-        files={"fourfold_model.py": (_qwen3 if titan.is_qwen3(setup.model) else _llama)(setup)},
+        files={
+            "fourfold_model.py": (_qwen3 if titan.is_qwen3(setup.model) else _llama)(setup),
+            "fourfold_random.py": _RANDOM,
+        },
         python_path=True,
         own=f"{titan.OWN} (as arguments of run.sh)",
     )
@@ -79,8 +82,49 @@ MODEL = {arguments}(
     rope_theta={model.positions.theta!r},
     max_seq_len={max(setup.batch.seq_len, model.positions.length or 0)},
 {more})
-register_train_spec("fourfold", replace(get_train_spec(), model_args={{"model": MODEL}}))
+SPEC = replace(get_train_spec(), model_args={{"model": MODEL}})
+register_train_spec("fourfold", SPEC)
 """
+
+
+# For benchmarks: its packages come without a dataset and a tokenizer.
+_RANDOM = f'''{MARK} torchtitan, for {RELEASE}
+"""Random tokens instead of a dataset and its tokenizer, to time steps:
+--experimental.custom_import fourfold_random --model.name fourfold_random"""
+from dataclasses import replace
+
+import torch
+from fourfold_model import MODEL, SPEC
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.protocols.train_spec import register_train_spec
+
+
+class RandomTokens(BaseDataLoader):
+    def __init__(self, dp_rank, job_config, **_):
+        training = job_config.training
+        self.shape = (training.local_batch_size, training.seq_len + 1)
+        self.dice = torch.Generator().manual_seed(1 + dp_rank)
+
+    def __iter__(self):
+        while True:
+            tokens = torch.randint(MODEL.vocab_size, self.shape, generator=self.dice)
+            yield {{"input": tokens[:, :-1].contiguous()}}, tokens[:, 1:].contiguous()
+
+    def state_dict(self):
+        return {{}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+register_train_spec(
+    "fourfold_random",
+    replace(
+        SPEC, build_tokenizer_fn=None, build_dataloader_fn=RandomTokens,
+        build_validator_fn=None, state_dict_adapter=None,
+    ),
+)
+'''
 
 
 def _qwen3(setup: Setup) -> str:
