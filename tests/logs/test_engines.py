@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 import fourfold
+from fourfold.cost.table.reports import report_rows
 from fourfold.errors import UserError
 from fourfold.result.machine import process_born
+from fourfold.spec import catalog
 from fourfold.verbs.engines import engine_names, engine_template, filled
 
 TESTS = Path(__file__).parent.parent
@@ -170,6 +172,23 @@ def test_the_planners_choices_by_an_engine(tmp_path: Path) -> None:
     assert answer.counts["ok"] == 3
     report = fourfold.report(fourfold.ReportRequest(runs=str(tmp_path / "runs")))
     assert report.scores[0].runs == 3
+
+
+def test_the_same_run_by_two_engines_is_two_rows_and_none_of_ours(tmp_path: Path) -> None:
+    for how in ("ok", "child"):
+        done = bench(tmp_path, how)
+        assert (Path(done["folder"]) / "engine.log").is_file(), "where its numbers are from"
+    runs = str(tmp_path / "runs")
+    report = fourfold.report(fourfold.ReportRequest(runs=runs))
+    ((_, table),) = report.tables()
+    column = table.headings.index("Engine")
+    assert sorted(row.cells[column] for row in table.data) == ["fake-child", "fake-ok"]
+    said: list[str] = []
+    with pytest.raises(UserError, match="contains no run"):
+        report_rows(runs, catalog.cluster("mosaic-a100"), said.append)
+    assert said == [f"2 runs of other engines are left to 'fourfold collect {runs}'"]
+    request = fourfold.CollectRequest(logs=(runs,), out=str(tmp_path / "rows.csv"))
+    assert [row["step_s"] for row in fourfold.collect(request).rows_read] == ["0.25", "0.25"]
 
 
 # --- templates
