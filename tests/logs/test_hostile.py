@@ -23,7 +23,7 @@ from fourfold.logs import lines, nested
 from fourfold.logs.log import LogReader, read_log
 from fourfold.logs.row import complete, row_of
 from fourfold.logs.series import MOST_LINES, Series
-from tests.logs import written
+from tests.logs import test_shapes, written
 from tests.logs.test_readers import BLOOM, GOLDEN, one, rows, table
 
 TEXTS = {
@@ -34,6 +34,10 @@ TEXTS = {
     "llm-foundry": written.composer([0, 0, 10600, 10643, 10650]),
     "reference": (GOLDEN / "bloom.csv").read_text(),
     "metrics": "_step,_timestamp,throughput(tps)\n1,100,10\n2,101,20\n3,103,21\n4,102,20\n",
+    "nemo": test_shapes.HYDRA + "\n".join(test_shapes.bar(n, f"{n}.0", 2.5) for n in range(5)),
+    "bridge": test_shapes.BRIDGE + test_shapes.YAML + written.iteration(2, 2.0, 64, {}),
+    "nccl-tests": test_shapes.table([(2**20, 1e2), (2**28, 2e4), (2**30, 8e4)], 1.0, old=False),
+    "chart": '"Step","a - iteration-time","b - iteration-time"\n1,9,8\n2,2.5,\n3,2.5,3.5\n',
     "json": '{"_step": 1, "iteration-time": 9.5}\n{"_step": 2, "iteration-time": 2.5}\n' * 2,
 }
 _NASTY = (
@@ -386,3 +390,13 @@ def test_no_run_is_said_and_nothing_written(tmp_path: Path) -> None:
     assert not answer.ok
     assert not (tmp_path / "o.csv").exists()
     assert rows(tmp_path, "") == []
+
+
+def test_a_value_of_dots_takes_no_longer_than_its_length() -> None:
+    """Each line of a hostile list may be one: twice the dots, twice the work, not four times."""
+    for text in ("." * 4000, "..updated" * 400, "]" * 4000):
+        assert nested.argument(f"  name ... {text}") is not None
+    assert nested.argument("  a ...... 8..........updated") == ("a", "8")
+    assert nested.argument("  a ...... {'stage': 1}default") == ("a", "{'stage': 1}")
+    assert nested.argument("  a ...... default") == ("a", "default")
+    assert nested.argument("  a ...... not.updated") == ("a", "not.updated")

@@ -18,7 +18,7 @@ _TOKEN = re.compile(
 )
 _ARGUMENT = re.compile(r"(?:^|[\s:\]])([A-Za-z_]\w{0,120}) \.+ ?(.*)$")
 # GPT-NeoX writes behind a value whether it was given: '8..........updated'.
-_ORIGIN = re.compile(r"(?:\.{2,}|(?<=[\])}'\"]))(?:updated|default)$")
+_ORIGINS = ("updated", "default")
 _YAML = re.compile(r"( *)((?:- )*)([\w./-]{1,120}|'[^']{1,120}'|\"[^\"]{1,120}\"):(?: (.*))?$")
 _YAML_ITEM = re.compile(r"( *)- (.*)$")
 
@@ -101,7 +101,14 @@ def bracketed(text: str) -> Flat:
 def argument(text: str) -> tuple[str, str] | None:
     """Name and value of a line of Megatron's list: '  micro_batch_size ....... 1'."""
     found = _ARGUMENT.search(text[:_MOST_CHARS])
-    return (found.group(1), _ORIGIN.sub("", found.group(2).strip())) if found else None
+    return (found.group(1), _value(found.group(2).strip())) if found else None
+
+
+def _value(text: str) -> str:
+    """Without its origin, which stands behind dots or right behind a bracket."""
+    rest = text[: -len(_ORIGINS[0])] if text.endswith(_ORIGINS) else ""
+    bare = rest.rstrip(".")
+    return bare if len(rest) - len(bare) > 1 or rest.endswith(("]", ")", "}")) else text
 
 
 class Yaml:
