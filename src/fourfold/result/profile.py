@@ -8,84 +8,23 @@ import dataclasses
 from dataclasses import dataclass
 
 from fourfold.errors import UserError
+from fourfold.result.points import (
+    AttentionPoint,
+    CollectivePoint,
+    CopyPoint,
+    GemmPoint,
+    HostPoint,
+    SharedPoint,
+)
 from fourfold.spec import check, codec
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device, Link, Peaks
 
 _MOST = 1e24  # above every rate, size and time that a machine has
-_MAY_BE_ZERO = {"power_w", "measured_s"}
+_MAY_BE_ZERO = {"power_w", "measured_s", "wrapped_s", "called_s"}
 # What the power limit costs is in the measured sustained rate; a device made from a profile must
 # not be slowed for it a second time, so its limit is one that never binds.
 _UNBOUND_POWER_W = 1e4
 _AGAIN = "run 'fourfold calibrate' again"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmPoint:
-    """One matrix product [m, k] x [k, n]."""
-
-    dtype: str
-    m: int
-    n: int
-    k: int
-    seconds: float
-
-    @property
-    def flops_per_s(self) -> float:
-        return 2.0 * self.m * self.n * self.k / self.seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionPoint:
-    """Causal attention of `heads` heads over `seq_len` tokens, forward and backward apart."""
-
-    kernel: str
-    dtype: str
-    batch: int
-    heads: int
-    head_size: int
-    seq_len: int
-    forward_s: float
-    backward_s: float
-
-    @property
-    def flops_per_s(self) -> float:
-        """Both ways, counting the causal half: 2 + 5 products of s x s/2 x head size."""
-        pairs = self.batch * self.heads * self.seq_len**2 / 2
-        return 2.0 * 7.0 * pairs * self.head_size / (self.forward_s + self.backward_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyPoint:
-    """`moved_bytes` were read and as many written."""
-
-    moved_bytes: int
-    seconds: float
-
-    @property
-    def bytes_per_s(self) -> float:
-        return 2.0 * self.moved_bytes / self.seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectivePoint:
-    """`payload_bytes`: the whole tensor (gathered output, scattered input); p2p: the message.
-    `hosts`: several have one rank each of the group, while their other ranks do the same."""
-
-    op: str
-    ranks: int
-    payload_bytes: int
-    seconds: float
-    hosts: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPoint:
-    """What one rank gets while `ranks` of them work on this host at once."""
-
-    ranks: int
-    dtype: str
-    flops_per_s: float
-    bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +51,7 @@ class HardwareProfile:
     sustained_over_s: float
     sustained_dtype: str = "fp32"
     shared: tuple[SharedPoint, ...] = ()
+    hosts: tuple[HostPoint, ...] = ()
     collectives: tuple[CollectivePoint, ...] = ()
 
     def peak(self, dtype: str) -> float | None:
@@ -134,8 +74,9 @@ def read_profile(text: str) -> HardwareProfile:
     check.that(known, "device", profile.device, "must be cpu or cuda")
     check.name(device_name=profile.device_name, host=profile.host, torch=profile.torch,
                made_at=profile.made_at)  # fmt: skip
-    groups = (profile.gemms, profile.attentions, profile.copies, profile.shared,
-              profile.collectives)  # fmt: skip
+    products = tuple(x for point in profile.hosts for x in (*point.products, point.attention))
+    groups = (profile.gemms, profile.attentions, profile.copies, profile.shared, profile.hosts,
+              products, profile.collectives)  # fmt: skip
     for point in (profile, *(point for group in groups for point in group)):
         for field in dataclasses.fields(point):
             value = getattr(point, field.name)
@@ -148,11 +89,17 @@ def read_profile(text: str) -> HardwareProfile:
     return profile
 
 
+def peak_of(profile: HardwareProfile, dtype: str, ranks: int) -> float | None:
+    """Of one of `ranks` ranks that share the host."""
+    peak = profile.peak(dtype)
+    return None if peak is None else peak * _share(profile, ranks)
+
+
 def device_of(profile: HardwareProfile, ranks: int = 1) -> Device:
     """One rank's device when `ranks` of them share the host; every peak is a measured one."""
-    share = _share(profile, ranks)
-    peaks = {name: peak * share for name in PEAK_NAMES if (peak := profile.peak(name)) is not None}
-    shared = _shared(profile, ranks)
+    known = ((name, peak_of(profile, name, ranks)) for name in PEAK_NAMES)
+    peaks = {name: peak for name, peak in known if peak is not None}
+    shared, share = _shared(profile, ranks), _share(profile, ranks)
     bandwidth = shared.bytes_per_s if shared else profile.memory_bytes_per_s * share
     on_cpu = profile.device == "cpu"
     return Device(

@@ -32,6 +32,7 @@ from fourfold.verbs.where import launcher_of, shared_folder
 
 _QUICK_S, _WHOLE_S = 11.0, 130.0
 CPU_RANKS = 4
+_INNER = ("products", "attention")  # of a point, points of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,16 @@ class Calibrated(Answer):
 
     def rows(self) -> list[dict[str, Any]]:
         """One for each measured point, by kind."""
-        kinds = ("gemms", "attentions", "copies", "collectives", "shared")
+        kinds = ("gemms", "attentions", "copies", "collectives", "shared", "hosts")
         plain = codec.encode(self.profile)
-        return [{"kind": kind, **point} for kind in kinds for point in plain.get(kind, ())]
+        rows: list[dict[str, Any]] = []
+        for kind in kinds:
+            for point in plain.get(kind, ()):
+                own = {name: value for name, value in point.items() if name not in _INNER}
+                inner = [*point.get("products", ()), *filter(None, [point.get("attention")])]
+                rows.append({"kind": kind, **own})
+                rows += [{"kind": "host kernels", "ranks": point["ranks"], **one} for one in inner]
+        return rows
 
     def profile_json(self) -> str:
         return codec.to_json(self.profile)

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from fourfold import files
-from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, LEAN, defaults
+from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, HOST, LEAN, defaults
 from fourfold.cost.fit.spread import TWO_SIDED_80, Spread, directions, joined_values, part_changes
 from fourfold.cost.stacks import family_of, year_of
 from fourfold.cost.step.estimate import PARTS
 from fourfold.errors import UserError, shorten
+from fourfold.result.host_profile import host_coefficients
 from fourfold.result.profile import HardwareProfile, coefficients_of
 from fourfold.spec import check, codec
 from fourfold.spec.catalog import generation_of
@@ -85,10 +86,10 @@ class FittedStack:
         entry = codec.decode_fields(cls, data, path)
         check.name(stack=entry.stack, cluster=entry.cluster, generation=entry.generation)
         for name, value in entry.coefficients.items():
-            if name not in BY_NAME:
+            if name not in BY_NAME and name not in HOST:
                 raise UserError("is not a coefficient", field="knobs", value=name)
-            usual = BY_NAME[name].default
-            _within(usual / WIDEST_FACTOR, usual * WIDEST_FACTOR, **{name: value})
+            usual = BY_NAME[name].default if name in BY_NAME else 0.0
+            _within(usual / WIDEST_FACTOR, (usual or 1.0) * WIDEST_FACTOR, **{name: value})
         _within(0.0, 10.0, noise=entry.noise)
         _within(0.0, 1.0, **entry.informed)
         _within(0, 1e12, **entry.counts)
@@ -268,8 +269,8 @@ def _of_package(name: str) -> Calibration:
     return from_json(file.read_text(encoding="utf-8"), name)
 
 
-# Kernels alone were measured, no training step: twice the spread of a stack nobody measured. The
-# tile and wave formulas are a GPU's: on CPUs steps took 0.5 to 2.6 times the prediction.
+# Kernels alone were measured, no training step: twice the spread of a stack nobody measured. On
+# CPUs steps took 0.5 to 2.6 times the prediction while those were priced by a GPU's formulas.
 HALF_WIDTH = {"cuda": 0.4, "cpu": 0.9}
 # Copies run by the operating system, not by a device driver: no context, no communicator buffers.
 _CPU_BASE_GIB = 0.1
@@ -289,7 +290,7 @@ def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
         stack="fourfold",
         cluster=cluster.name,
         generation=generation_of(cluster.device),
-        coefficients=coef,
+        coefficients=coef | host_coefficients(profile, cluster.host_gpus),
         informed=dict.fromkeys(coef, 0.0),
         noise=half / TWO_SIDED_80,
     )

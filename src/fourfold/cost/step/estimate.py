@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.step import host
 from fourfold.cost.step.kernels import update_bytes
 from fourfold.cost.step.layer import LayerTimes, head_s, layer_times
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s, stage_layers
@@ -65,6 +66,8 @@ def ends_s(c: Columns, coef: Coefficients, micro: Floats) -> tuple[Floats, Float
     tokens = micro * c.seq / c.cp
     head = head_s(c, coef, tokens=tokens)
     embed = embedding_s(c, tokens) + embedding_comm_s(c, coef, tokens)
+    if host.is_host(coef):
+        embed = host.embedding_s(c, coef, tokens)
     return head, embed, handover_s(c, coef, tokens)
 
 
@@ -94,6 +97,8 @@ def embedding_comm_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
 
 def handover_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
     """Of one micro batch between stages, both ways."""
+    if host.is_host(coef):
+        return host.handover_s(c, coef, tokens)
     moved = 2.0 * tokens * c.hidden / c.split
     both = 2.0 * moved / p2p_rate(c, coef, c.gpus / c.pp) + coef["micro_s"]
     return np.where(c.pp > 1, c.vpp * both, 0.0)
@@ -173,6 +178,9 @@ def _whole_step(
     params, weights = first_stage_params(c)
     dp = gradient_s(c, coef, params=params, window=c.layers / c.pp * layer.total)
     optimizer = optimizer_s(c, params=params, weights=weights)
+    if host.is_host(coef):
+        dp = host.gradient_s(c, coef, weights)
+        optimizer = host.optimizer_s(c, coef, weights)
     waits, jitter = waiting_s(c, coef, work=pipe + dp + optimizer, slots=slots)
     fixed = fixed_s(c, coef)
     step = pipe + dp + optimizer + waits + jitter + fixed

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.step import host
 from fourfold.cost.step.kernels import (
     EXACT,
     adding_bytes,
@@ -79,6 +80,8 @@ def layer_gemm_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> tuple[Flo
 
 def head_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> Floats:
     """Logits and loss, both ways; always in 16 bits. In chunks logits are computed twice."""
+    if host.is_host(coef):
+        return host.head_s(c, coef, tokens=tokens)
     wide = np.ceil(c.vocab / c.tp)
     forward, backward = linear_s(c, coef, tokens=tokens, wide=wide, deep=c.hidden, low=False)
     again = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), forward, 0.0)
@@ -89,6 +92,8 @@ def head_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> Floats:
 
 def layer_times(c: Columns, coef: Coefficients, *, micro: Floats) -> LayerTimes:
     """Everything one layer does for one micro batch."""
+    if host.is_host(coef):
+        return LayerTimes(**host.layer_parts(c, coef, micro=micro))
     tokens = micro * c.seq / c.cp
     gemm_f, gemm_b = layer_gemm_s(c, coef, tokens=tokens)
     attn_f, attn_b = attention_s(c, coef, micro=micro)

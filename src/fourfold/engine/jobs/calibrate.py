@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from fourfold.engine.microbench import device as probe
 from fourfold.engine.microbench.device import collectives_of, shared_rates
+from fourfold.engine.microbench.host import host_point
 from fourfold.engine.parallel.groups import Group, cpu_group
 from fourfold.engine.process.health import Heartbeat
 from fourfold.engine.process.task import Task, machine_facts
 from fourfold.result import profile
 
 # Shares of the given seconds; collectives and shared work take what is left.
-_GEMM, _ATTENTION, _COPY, _LAUNCH, _SUSTAINED, _RANKS = 0.34, 0.22, 0.06, 0.04, 0.12, 0.22
+_GEMM, _ATTENTION, _COPY, _LAUNCH, _SUSTAINED, _RANKS = 0.26, 0.16, 0.06, 0.04, 0.12, 0.36
 _SQUARES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _SKINNY = ((16, 4096, 4096), (128, 4096, 4096), (4096, 128, 4096), (4096, 4096, 128))
 # One side off by little from an aligned neighbour that is measured too.
@@ -68,12 +69,12 @@ def perform(task: Task) -> None:
         plan = _plan(device, task.job.option("quick") == "true")
         alone = _alone(plan, seconds, task.heartbeat)
     dist.barrier(group=sleepers)
-    shared, collectives = _together(task, device, seconds * _RANKS, sleepers)
+    shared, hosts, collectives = _together(task, device, seconds * _RANKS, sleepers)
     collectives += _between(task, device, seconds * _RANKS, sleepers)
     if task.rank == 0:
         facts = machine_facts(device, task.place.cores) | alone
         measured_s = time.perf_counter() - began
-        points = {"shared": shared, "collectives": collectives}
+        points = {"shared": shared, "hosts": hosts, "collectives": collectives}
         task.answer(profile.HardwareProfile(measured_s=measured_s, **points, **facts))
     dist.barrier(group=sleepers)
     task.leave()
@@ -81,10 +82,15 @@ def perform(task: Task) -> None:
 
 def _together(
     task: Task, device: torch.device, seconds: float, sleepers: dist.ProcessGroup
-) -> tuple[tuple[profile.SharedPoint, ...], tuple[profile.CollectivePoint, ...]]:
+) -> tuple[
+    tuple[profile.SharedPoint, ...],
+    tuple[profile.HostPoint, ...],
+    tuple[profile.CollectivePoint, ...],
+]:
     """1, 2, 4, ... ranks at work at once; the others sleep until all are done."""
     sizes = [n for n in (1, 2, 4, 8, 16) if n <= task.place.local_world]
     shared: list[profile.SharedPoint] = []
+    hosts: list[profile.HostPoint] = []
     collectives: list[profile.CollectivePoint] = []
     for n in sizes:
         ranks = tuple(range(n))
@@ -95,12 +101,14 @@ def _together(
             torch.set_num_threads(max(1, task.place.cores // n))
             task.heartbeat.enter(f"{n} ranks at once")
             slice_s = seconds / len(sizes)
-            shared.append(shared_rates(device, group, slice_s * 0.3))
+            shared.append(shared_rates(device, group, slice_s * 0.2))
+            if device.type == "cpu":
+                hosts.append(host_point(group, slice_s * 0.4))
             if n > 1:
-                collectives += collectives_of(device, group, slice_s * 0.7)
+                collectives += collectives_of(device, group, slice_s * 0.4)
             task.heartbeat.step_done()
         dist.barrier(group=sleepers)
-    return tuple(shared), tuple(collectives)
+    return tuple(shared), tuple(hosts), tuple(collectives)
 
 
 def _between(

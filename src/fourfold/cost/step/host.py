@@ -1,0 +1,196 @@
+"""Our engine where its device is a host's own cores: operators run one after another, each paid in
+full, and nothing hides behind anything. Coefficients that begin with `cpu_` say so; only a profile
+of a CPU has them (result/host_profile.py), of as many ranks at work at once.
+
+Bytes are those that operators read and write, as counted of the engine (engine/microbench/host.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.step.kernels import attention_s
+
+# Of a logit, in values read and written: logarithm of softmax, both ways, and the loss's gradient;
+# cut by vocabulary, and by the lean loss, in separate operators.
+_LOSS, _CUT_LOSS, _LEAN_LOSS = 6.0, 13.0, 22.0
+
+
+def is_host(coef: Coefficients) -> bool:
+    return "cpu_layer_s" in coef
+
+
+def product_s(c: Columns, coef: Coefficients, m: Floats, n: Floats, k: Floats) -> Floats:
+    """Multiplying, and laying operands side by side."""
+    operands = c.act_bytes * (m * k + n * k + m * n)
+    return 2.0 * m * n * k / (c.peak * coef["cpu_product"]) + operands * coef["cpu_operand_s"]
+
+
+def linear_s(
+    c: Columns, coef: Coefficients, *, tokens: Floats, wide: Floats, deep: Floats
+) -> tuple[Floats, Floats]:
+    """(forward, backward) of a linear layer deep -> wide."""
+    backward = product_s(c, coef, tokens, deep, wide) + product_s(c, coef, wide, deep, tokens)
+    return product_s(c, coef, tokens, wide, deep), backward
+
+
+def layer_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward) of one layer between its products. RMSNorm is six operators on a CPU and
+    goes with a gated MLP; LayerNorm is one."""
+    gated, rope = c.gated > 0, np.where(c.rope > 0, 1.0, 0.0)
+    hidden, q, kv = c.hidden / c.split, c.width / c.tp, c.kv_width / c.tp
+    ffn = c.ffn / c.tp
+    turned = 10.0 * rope * (q + kv)
+    parted = 2.0 * c.fused_qkv * (q + 2.0 * kv)
+    forward = np.where(gated, 20.0, 10.0) * hidden + turned + np.where(gated, 5.0, 2.0) * ffn
+    backward = np.where(gated, 54.0, 16.0) * hidden + turned + parted
+    backward = backward + np.where(gated, 13.0, 3.0) * ffn
+    each = tokens * c.act_bytes
+    return each * forward, each * backward
+
+
+def head_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> Floats:
+    """Logits and loss, both ways."""
+    wide = np.ceil(c.vocab / c.tp)
+    forward, backward = linear_s(c, coef, tokens=tokens, wide=wide, deep=c.hidden)
+    again = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), forward, 0.0)
+    passes = np.where(c.lean_loss > 0, _LEAN_LOSS, np.where(c.tp > 1, _CUT_LOSS, _LOSS))
+    moved = passes * tokens * wide * np.maximum(c.act_bytes, 4.0)
+    own = np.where((c.tied > 0) & (c.pp < 2), 0.0, wide * c.hidden)
+    ends = np.where(own > 0, _fsdp_end_s(c, coef, own), 0.0)
+    elements = (moved + _added_bytes(c, own)) * coef["cpu_element_s"]
+    return forward + again + backward + elements + ends
+
+
+def embedding_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
+    """Rows read and written; a gradient as large as the table, most of it zeros, and its sum."""
+    table = np.ceil(c.vocab / c.tp) * c.hidden
+    moved = c.act_bytes * (6.0 * tokens * c.hidden + table) + _added_bytes(c, table)
+    # At both ends tensor parallelism exchanges as much as in one block of a layer, both ways.
+    return moved * coef["cpu_element_s"] + _tp_s(c, coef, tokens) + _fsdp_end_s(c, coef, table)
+
+
+def _added_bytes(c: Columns, params: Floats) -> Floats:
+    """Gradients of more micro batches are added up; those of the first are the sum. From zero2 on a
+    rank adds up its shard."""
+    share = np.where(c.zero < 2, 1.0, 1.0 / c.shards)
+    later = (c.micros - 1.0) / np.maximum(c.micros, 1.0)
+    return params * (c.act_bytes + 2.0 * c.acc_bytes) * share * later
+
+
+def collective_s(
+    coef: Coefficients, kind: str, data: Floats, size: Floats, ways: float = 1.0
+) -> Floats:
+    """Of `data` bytes over `size` ranks: start, hop by hop, and bytes that a rank sends."""
+    moved = ways * data * (size - 1.0) / size
+    took = (size - 1.0) * coef[f"cpu_{kind}_s"] + moved * coef[f"cpu_{kind}_byte_s"]
+    return np.where(size > 1, took, 0.0)
+
+
+def _tp_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
+    """What tensor parallelism exchanges in a layer's forward; its backward does the same."""
+    data = c.act_bytes * tokens * c.hidden
+    parts = collective_s(coef, "gather", data, c.tp) + collective_s(coef, "scatter", data, c.tp)
+    whole = collective_s(coef, "reduce", data, c.tp, ways=2.0)
+    calls = np.where(c.sp > 0, 4.0, 2.0) * coef["cpu_call_s"]
+    return np.where(c.tp > 1, 2.0 * np.where(c.sp > 0, parts, whole) + calls, 0.0)
+
+
+def _cp_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
+    """Keys and values once around, or gathered; backwards with their gradients."""
+    keys = 2.0 * c.act_bytes * tokens * c.kv_width / c.tp
+    hop = coef["cpu_send_s"] + coef["cpu_call_s"] + keys * coef["cpu_send_byte_s"]
+    return np.where(c.cp > 1, (c.cp - 1.0) * hop, 0.0)
+
+
+def handover_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
+    """Of one micro batch between stages, both ways."""
+    moved = c.act_bytes * tokens * c.hidden / c.split
+    both = 2.0 * (coef["cpu_send_s"] + moved * coef["cpu_send_byte_s"])
+    return np.where(c.pp > 1, c.vpp * both, 0.0)
+
+
+def gather_weights_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
+    """FSDP gathers weights into one buffer and copies them out; its own shard goes in."""
+    data = params * c.act_bytes
+    copies = 2.0 * data * (1.0 + 1.0 / c.shards)
+    return collective_s(coef, "gather", data, c.shards) + copies * coef["cpu_element_s"]
+
+
+def scatter_gradients_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
+    """FSDP copies gradients side by side and sums them over shards, then over copies of a shard."""
+    data = params * c.acc_bytes
+    copies = params * (c.act_bytes + c.acc_bytes) + np.where(c.zero < 1, 5.0 * data, 0.0)
+    others = c.dp * c.cp / c.shards
+    summed = collective_s(coef, "scatter", data, c.shards)
+    summed = summed + collective_s(coef, "reduce", data / c.shards, others, ways=2.0)
+    return summed + copies * coef["cpu_element_s"]
+
+
+def _sharded(c: Columns) -> NDArray[np.bool_]:
+    return (c.dp * c.cp > 1) | (c.zero >= 3)
+
+
+def fsdp_layer_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
+    """Of one layer and micro batch: what FSDP does with each of them."""
+    gathers = np.where(c.zero >= 3, 2.0 * gather_weights_s(c, coef, params), 0.0)
+    scatters = np.where(c.zero >= 2, scatter_gradients_s(c, coef, params), 0.0)
+    return np.where(_sharded(c), gathers + scatters + coef["cpu_wrap_s"], 0.0)
+
+
+def _fsdp_end_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
+    """Of an end of the model and one micro batch: it is gathered once for both passes."""
+    gathers = np.where(c.zero >= 3, gather_weights_s(c, coef, params), 0.0)
+    scatters = np.where(c.zero >= 2, scatter_gradients_s(c, coef, params), 0.0)
+    return np.where(_sharded(c), gathers + scatters, 0.0)
+
+
+def gradient_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
+    """What FSDP does once in a step, layer by layer and for both ends."""
+    pieces = c.layers / c.pp + 1.0
+    once = gather_weights_s(c, coef, params / pieces)
+    once = np.where(c.zero < 3, once, 0.0)
+    summed = scatter_gradients_s(c, coef, params / pieces)
+    total = pieces * (once + np.where(c.zero < 2, summed, 0.0))
+    return np.where(_sharded(c), total, 0.0)
+
+
+def optimizer_s(c: Columns, coef: Coefficients, weights: Floats) -> Floats:
+    return weights / c.shards * coef["cpu_update_s"]
+
+
+def layer_parts(c: Columns, coef: Coefficients, *, micro: Floats) -> dict[str, Floats]:
+    """Seconds of one layer and one micro batch, by the names of LayerTimes."""
+    tokens = micro * c.seq / c.cp
+    shapes = (
+        (c.qkv_width / c.tp, c.hidden),
+        (c.hidden, c.width / c.tp),
+        ((1.0 + c.gated) * c.ffn / c.tp, c.hidden),
+        (c.hidden, c.ffn / c.tp),
+    )
+    pairs = [linear_s(c, coef, tokens=tokens, wide=n, deep=k) for n, k in shapes]
+    gemm_f, gemm_b = (sum(way, np.zeros(())) for way in zip(*pairs, strict=True))
+    attn_f, attn_b = attention_s(c, coef, micro=micro)
+    params = c.rank_layer_weights
+    elem_f, elem_b = (each * coef["cpu_element_s"] for each in layer_bytes(c, tokens))
+    added = _added_bytes(c, params) * coef["cpu_element_s"]
+    tp, cp = _tp_s(c, coef, tokens), _cp_s(c, coef, tokens)
+    launch = coef["cpu_layer_s"] * (1.0 + c.full_ckpt / 3.0)
+    # A recomputed layer repeats its forward but for the last product.
+    again = gemm_f - pairs[-1][0] + attn_f + elem_f + tp + cp
+    recompute = c.full_ckpt * again + (1.0 - c.full_ckpt) * c.attn_ckpt * attn_f
+    fsdp = fsdp_layer_s(c, coef, params)
+    parts = {
+        "gemm": gemm_f + gemm_b,
+        "attention": attn_f + attn_b,
+        "elementwise": elem_f + elem_b + added,
+        "recompute": recompute,
+        "tp_comm": 2.0 * tp,
+        "cp_comm": 3.0 * cp,
+        "fsdp_comm": fsdp,
+        "host": launch + np.zeros_like(tp),
+    }
+    total = sum(parts.values(), np.zeros(()))
+    return parts | {"total": total, "launch_ratio": launch / total}

@@ -1,0 +1,93 @@
+"""Single measurements of a machine, as raw seconds of a known work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmPoint:
+    """One matrix product [m, k] x [k, n]."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+    @property
+    def flops_per_s(self) -> float:
+        return 2.0 * self.m * self.n * self.k / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPoint:
+    """Causal attention of `heads` heads over `seq_len` tokens, forward and backward apart."""
+
+    kernel: str
+    dtype: str
+    batch: int
+    heads: int
+    head_size: int
+    seq_len: int
+    forward_s: float
+    backward_s: float
+
+    @property
+    def flops_per_s(self) -> float:
+        """Both ways, counting the causal half: 2 + 5 products of s x s/2 x head size."""
+        pairs = self.batch * self.heads * self.seq_len**2 / 2
+        return 2.0 * 7.0 * pairs * self.head_size / (self.forward_s + self.backward_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPoint:
+    """`moved_bytes` were read and as many written."""
+
+    moved_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return 2.0 * self.moved_bytes / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePoint:
+    """`payload_bytes`: the whole tensor (gathered output, scattered input); p2p: the message.
+    `hosts`: several have one rank each of the group, while their other ranks do the same."""
+
+    op: str
+    ranks: int
+    payload_bytes: int
+    seconds: float
+    hosts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPoint:
+    """What one rank gets while `ranks` of them work on this host at once."""
+
+    ranks: int
+    dtype: str
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPoint:
+    """What a rank of our engine gets on a CPU while `ranks` of them do the same: `products` as
+    linear layers compute them, attention, what else is in a layer (`element_bytes` read and
+    written), an update of `update_params` weights, a layer too small to compute, both ways, alone
+    and `wrapped` by FSDP, and a small gathering as tensor parallelism `called` it (0: one rank)."""
+
+    ranks: int
+    products: tuple[GemmPoint, ...]
+    attention: AttentionPoint
+    element_bytes: int
+    element_s: float
+    update_params: int
+    update_s: float
+    layer_s: float
+    wrapped_s: float
+    called_s: float

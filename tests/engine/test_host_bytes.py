@@ -1,0 +1,79 @@
+"""What our engine's operators move on a CPU besides products: formulas against the engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fourfold.cost.run import columns_of
+from fourfold.cost.step import host
+from fourfold.engine import compat
+from fourfold.engine.microbench.host import Moved
+from fourfold.engine.observe.phases import mark_phases
+from fourfold.engine.parallel.groups import fake_world
+from fourfold.engine.process.task import CPU
+from fourfold.engine.training.trainer import Trainer
+from fourfold.search.predict import rough_cpu
+from fourfold.spec import catalog
+from fourfold.spec.batch import Batch
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+
+WITHIN = 0.03
+
+
+def run(layers: int, layout: Layout, **policy: Any) -> RunSpec:
+    model = replace(catalog.model("llama-mini"), layers=layers)
+    return RunSpec(
+        model=model,
+        gpus=layout.world,
+        layout=layout,
+        batch=Batch(seq_len=128, micro_batch=1, global_batch=layout.dp),
+        policy=Policy(precision="fp32", **policy),
+        device="cpu",
+    )
+
+
+def moved(spec: RunSpec) -> Counter[str]:
+    """Bytes by phase of one step of rank 0, on fake tensors."""
+    compat.quiet()
+    phases: list[tuple[str, int]] = []
+    with fake_world(spec.layout, 0) as world:
+        trainer = Trainer(spec, world, device=CPU, materialize=False)
+        with compat.fake_mode(), Moved() as counted:
+            trainer.materialize(initial=False)
+            for parameter in trainer.optimizer.params:
+                parameter.grad = torch.zeros_like(parameter)
+            trainer.optimizer.step()
+            mark_phases(trainer, lambda phase: phases.append((phase, counted.bytes)))
+            trainer.step(1)
+            phases.append(("end", counted.bytes))
+    found: Counter[str] = Counter()
+    for (phase, before), (_, after) in pairwise(phases):
+        found[phase] += after - before
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        (Layout(), {}),
+        (Layout(), {"fused_projections": False}),
+        (Layout(tp=2), {}),
+        (Layout(tp=2), {"sequence_parallel": False}),
+    ],
+    ids=["alone", "projections apart", "tp2", "tp2 whole sequence"],
+)
+def test_a_layer_moves_what_is_counted(layout: Layout, policy: dict[str, Any]) -> None:
+    two, three = (moved(run(layers, layout, **policy)) for layers in (2, 3))
+    c = columns_of([run(2, layout, **policy)], cluster=rough_cpu(layout.world, 2), stack="fourfold")
+    forward, backward = host.layer_bytes(c, c.tokens)
+    assert np.isclose(forward[0], three["forward"] - two["forward"], rtol=WITHIN)
+    assert np.isclose(backward[0], three["backward"] - two["backward"], rtol=WITHIN)
