@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fourfold.spec.run import RunSpec
     from fourfold.verbs.advise import advise
     from fourfold.verbs.bench import bench, submit_bench
-    from fourfold.verbs.calibrate import calibrate, demo
+    from fourfold.verbs.calibrate import calibrate, demo, submit_calibrate
     from fourfold.verbs.clusters import new_cluster
     from fourfold.verbs.collect import CollectRequest, collect
     from fourfold.verbs.dryrun import dryrun
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.tokens import make_tokens, show_tokens
     from fourfold.verbs.trace import trace
     from fourfold.verbs.train import show_training, submit_train, train
-    from fourfold.verbs.verify import print_verify, verify
+    from fourfold.verbs.verify import submit_verify, verify
     from fourfold.verbs.weights import export_weights
 
 __version__ = "0.1.0"
@@ -73,7 +73,7 @@ _MODULES = {
     "spec.run": "RunSpec",
     "verbs.advise": "advise",
     "verbs.bench": "bench submit_bench",
-    "verbs.calibrate": "calibrate demo",
+    "verbs.calibrate": "calibrate demo submit_calibrate",
     "verbs.clusters": "new_cluster",
     "verbs.collect": "CollectRequest collect",
     "verbs.dryrun": "dryrun",
@@ -95,7 +95,7 @@ _MODULES = {
     "verbs.tokens": "make_tokens show_tokens",
     "verbs.trace": "trace",
     "verbs.train": "show_training submit_train train",
-    "verbs.verify": "print_verify verify",
+    "verbs.verify": "submit_verify verify",
     "verbs.weights": "export_weights",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -43,7 +43,7 @@ def submitted(answer: Any) -> Output:
         ("Slurm job", lambda job: job["slurm_job"]),
         ("folder", lambda job: job["folder"]),
     )
-    follow = "The same command without --detach follows and keeps them."
+    follow = "The same command without --detach follows them and has the answer."
     return Output.of(answer, lambda: [jobs, "", follow])
 
 

@@ -247,3 +247,20 @@ def test_a_run_that_two_commands_follow_is_kept_once(
     assert [one.folder for one in kept] == [mine.folder]
     assert [one.name for one in Store(tmp_path).runs()] == [mine.name]
     assert slurm.cancelled == []
+
+
+def test_what_an_engine_has_no_settings_for_is_stored_once_as_illegal(tmp_path: Path) -> None:
+    slurm = Nobody()
+    work = lambda spec, place: Work(Job(job="run", specs=(spec,)))  # noqa: E731
+    for resumed in (False, True):
+        campaign = Campaign(
+            Store(tmp_path),
+            runner=Fake(),
+            engine="mine",
+            unsupported=lambda spec: "it has no such setting",
+            queue=Queue(tmp_path, cast(Slurm, slurm), work),
+        )
+        with campaign.queued([spec()]):
+            (done,) = campaign.run(spec())
+        assert (done.outcome, done.resumed) == ("illegal", resumed)
+    assert slurm.folders == []

@@ -196,6 +196,16 @@ def test_what_an_engine_cannot_do_is_refused(engine: str, policy: dict, field: s
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+def test_a_sharding_that_nanotron_lacks_is_refused_on_one_data_rank_too(sharding: str) -> None:
+    """It is legal there, since nothing is divided, but no config says it."""
+    one = replace(setup("pp2 tp8", sharding=sharding), model=LLAMA2, stack="nanotron-2025")
+    with pytest.raises(UserError, match=r"is not supported by nanotron.*use zero0 or zero1"):
+        export.write("nanotron", one)
+    plain = export.write_folder("nanotron", replace(one, policy=Policy(sharding="zero1")))
+    assert "zero_stage: 1" in plain["config.yaml"]
+
+
 @pytest.mark.parametrize(
     ("engine", "model", "field"),
     [

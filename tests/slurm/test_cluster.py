@@ -165,6 +165,16 @@ def test_verify_over_two_nodes_equals_one_process(user: User) -> None:
     assert broken["passed"] == 0
 
 
+def test_a_detached_verification_is_followed_later(user: User) -> None:
+    words = ["verify", "--layout", "dp2 tp2", "--family", "llama", "--sample", "1"]
+    (job,) = user.ask(*words, "--detach")["jobs"]
+    assert user.ask(*words, "--detach")["jobs"] == [job], "it is submitted once"
+    answer = user.ask(*words)
+    assert (answer["passed"], answer["total"]) == (1, 1)
+    assert not Path(job["folder"]).exists()
+    assert user.cluster.jobs() == []
+
+
 def test_a_training_survives_a_requeue_and_ends_with_75(user: User) -> None:
     """Slurm starts it over from what it saved, and its warning makes it save and end."""
     words = ["train", *SMALL, "--steps", FOREVER, "--out", "trained", "--lr", "1e-3"]
@@ -199,6 +209,20 @@ def test_links_are_measured_by_level(user: User) -> None:
     cluster = catalog.cluster(str(user.folder / "mine.toml"))
     assert [(link.name, link.ranks) for link in cluster.links] == [("host", 2), ("network", 4)]
     assert (cluster.gpus, cluster.host_gpus) == (4, 2)
+
+
+def test_a_calibration_is_submitted_by_hand_and_collected(user: User) -> None:
+    words = ["calibrate", "--quick", "--device", "cpu"]
+    text = user.call(*words, "--print-launch", "--out", "profile.json")
+    (path,) = user.folder.glob("fourfold-calibrate-*/slurm.sh")
+    assert path.read_text().strip() == text.strip()
+    assert not (user.folder / "profile.json").exists()
+    job = user.cluster.run(["sbatch", "--parsable", str(path)])
+    assert user.ask(*words, "--detach")["jobs"][0]["slurm_job"] == job, "it is known"
+    profile = user.ask(*words, "--out", "profile.json")
+    assert profile["collectives"]
+    assert (user.folder / "profile.json").exists()
+    assert not path.parent.exists()
 
 
 SWEEP = """\

@@ -100,6 +100,7 @@ def test_failures_are_outcomes_and_nothing_is_left(
     assert run["outcome"] == outcome
     (stored,) = user.runs()
     assert said in stored["failure"]["message"]
+    assert stored["failure"]["rank"] == (-1 if outcome == "hung" else 3)
     if outcome != "hung":  # nobody knows which of two silent nodes is to blame
         second = user.cluster.names[1]
         assert f"exited with code 1 on {second} (ranks 2-3)" in stored["failure"]["message"]
@@ -147,6 +148,18 @@ def test_a_script_is_submitted_by_hand_and_its_run_collected(user: User) -> None
     assert user.ask(*words(user))["outcome"] == "ok"
     (run,) = user.runs()
     assert run["environment"]["slurm.job"] == job
+
+
+def test_what_a_first_submission_by_hand_left_is_not_of_the_second(user: User) -> None:
+    user.call(*words(user), "--print-launch")
+    (path,) = (user.folder / "runs" / ".jobs").glob("*/slurm.sh")
+    for node in (0, 1):
+        told = {"rank": node, "host": "x", "step": "0", "code": 1, "at": 1.0}
+        (path.parent / f"news-{node}.jsonl").write_text(json.dumps(told) + "\n")
+    (path.parent / "slurm-exit").write_text("0 1\n")
+    job = user.cluster.run(["sbatch", "--parsable", str(path)])
+    user.cluster.wait_for(lambda: job not in user.cluster.jobs(), "the job to end")
+    assert user.ask(*words(user))["outcome"] == "ok"
 
 
 def test_a_detached_run_is_followed_later(user: User) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob, script
+from fourfold.launch.node_script import node_script
 from fourfold.launch.outcomes import JobScene, fallen
 from fourfold.launch.slurm import Slurm, Submitted, submitted
 from fourfold.launch.slurm_ranks import SlurmRanks, State
-from fourfold.result.job import Job
+from fourfold.result.job import PORT_VARIABLE, Job
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site, read_site, site_start
@@ -80,8 +83,7 @@ def test_only_a_training_is_warned_and_requeued() -> None:
     measured = asked(text_of(Site()))
     assert "--no-requeue" in measured
     assert not [line for line in measured if line.startswith("--signal")]
-    settings = TrainSettings(steps=3)
-    training = Job(job="train", specs=(spec_of(16),), train=settings)
+    training = Job(job="train", specs=(spec_of(16),), train=TrainSettings(steps=3))
     text = text_of(Site(warn_s=300), training)
     assert asked(text) >= {"--requeue", "--signal=USR1@300"}
     assert parses(text)
@@ -120,6 +122,29 @@ def test_no_folder_and_no_variable_escapes_its_quotes(folder: str, value: str) -
         ["bash", "-c", f"{line}; printf '%s' \"$NCCL_ALGO\""], capture_output=True, text=True
     )
     assert shown.stdout == value
+
+
+@settings(max_examples=25, deadline=None)
+@given(name=TEXT.filter(str.isprintable), words=st.lists(TEXT, max_size=3), value=TEXT)
+def test_a_node_runs_the_very_words_of_a_template(
+    tmp_path_factory: pytest.TempPathFactory, name: str, words: list[str], value: str
+) -> None:
+    """And tells of its start and its end; the last word of the command is a variable's value."""
+    folder = tmp_path_factory.mktemp("node") / f"job {name}".replace("/", "_")
+    folder.mkdir()
+    print_all = 'printf "%s\\0" "$@" "$OWN"; exit 3'
+    command = ["bash", "-c", print_all, "bash", *words]
+    text = node_script(command, {"OWN": value}, folder=folder, cwd=folder)
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4", "SLURMD_NODENAME": "n1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", PORT_VARIABLE: str(folder / "port")}
+    (folder / "engine.sh").write_text(text)
+    done = subprocess.run(["bash", folder / "engine.sh"], env=os.environ | slurm | meeting)
+    assert done.returncode == 3
+    said = (folder / "engine-0.log").read_bytes().decode()
+    assert said.split("\0")[:-1] == [*words, value]
+    began, ended = map(json.loads, (folder / "news-0.jsonl").read_text().splitlines())
+    assert (began["host"], began["step"], ended["code"]) == ("n1", "4", 3)
+    assert (folder / "port").read_text() == "9\n"
 
 
 @pytest.mark.parametrize(
@@ -171,6 +196,25 @@ def test_a_site_that_was_started_is_a_site(tmp_path: Path) -> None:
     assert site == Site(name="mine", gpus_per_node=4, cluster=str(tmp_path / 'the "cluster".toml'))
     every = path.read_text().replace("\n# ", "\n").replace("\nEvery", "\n# Every")
     assert codec.from_toml(Site, every).queue == "allocation", "what is commented out is right too"
+
+
+def test_a_script_that_nobody_has_submitted_is_no_job(tmp_path: Path, monkeypatch) -> None:
+    """Also where there is no Slurm at all: its folder may be used on this host instead."""
+    (tmp_path / "slurm.sh").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert submitted(tmp_path) is None
+
+
+def test_the_runs_of_an_array_are_known_by_any_of_its_logs(tmp_path: Path) -> None:
+    logs = tmp_path / "queue-1"
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in (logs, *folders):
+        folder.mkdir()
+    batch = BatchJob(job_of(), (0,), tuple(folders), logs, True)
+    Slurm(Site()).write_script(batch)
+    (logs / "slurm-12_1.log").touch()
+    known = [submitted(folder) for folder in folders]
+    assert [one.id for one in known if one] == ["12_0", "12_1"]
 
 
 def test_a_job_submitted_by_hand_is_known_by_its_newest_log(tmp_path: Path) -> None:

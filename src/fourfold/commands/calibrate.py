@@ -15,7 +15,7 @@ import fourfold
 from fourfold import files, options
 from fourfold.events import OnEvent
 from fourfold.options import option
-from fourfold.output import Output
+from fourfold.output import Output, submitted
 from fourfold.show.machines import profile_page
 from fourfold.verbs.run_requests import CalibrateRequest
 
@@ -46,7 +46,10 @@ def run(args: Any, show: OnEvent) -> Output:
     wanted = {flag: path for flag in _MARKS if (path := getattr(args, flag))}
     for flag, path in wanted.items():  # before minutes are spent on measuring
         files.require_mine(path, mark=_MARKS[flag], force=bool(args.force))
-    answer = fourfold.calibrate(options.load(CalibrateRequest, args), on_event=show)
+    request = options.load(CalibrateRequest, args)
+    if request.detach or request.print_launch:
+        return submitted(fourfold.submit_calibrate(request))
+    answer = fourfold.calibrate(request, on_event=show)
     texts = {
         "out": answer.profile_json,
         "cluster_out": answer.cluster_toml,

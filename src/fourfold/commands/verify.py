@@ -41,8 +41,8 @@ def run(args: Any, show: OnEvent) -> Output:
             raise UserError("must be policy.FIELD=VALUE", field="--set", value=f"{path}={text}")
         policy[name] = codec.toml_value(text)
     request = options.load(VerifyRequest, args, policy=policy)
-    if request.print_launch:
-        return submitted(fourfold.print_verify(request))
+    if request.detach or request.print_launch:
+        return submitted(fourfold.submit_verify(request))
     answer = fourfold.verify(request, on_event=show)
     status = 0 if answer.passed == answer.total else 1
     return Output.of(answer, lambda: verified_page(answer), status=status)

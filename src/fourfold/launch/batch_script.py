@@ -18,6 +18,9 @@ from fourfold.spec.site import Site
 EXIT_FILE = "slurm-exit"
 
 
+_LEFT = "news-*,beat-*,facts-*,failure-*,answer-*"
+
+
 @dataclass(frozen=True, slots=True)
 class BatchJob:
     """Jobs with equally many ranks and the same variables. `logs`: where Slurm's own words go."""
@@ -56,6 +59,8 @@ def script(batch: BatchJob, site: Site) -> str:
             "status=0 count=0",
             "run() { # one task on every node, which starts the ranks there",
             f'    [ -e "$1/{JOB_FILE}" ] || return',
+            "    # What an earlier submission left is not of this one.",
+            f'    [ -n "$SLURM_RESTART_COUNT" ] || rm -f "$1"/{{{EXIT_FILE},{_LEFT}}}',
             "    # The first node takes the next that is free, and tells the others in this file.",
             "    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + count++) % 12000))",
             f'    export {PORT_VARIABLE}="$1/slurm-port-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',

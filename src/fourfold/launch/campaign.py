@@ -237,4 +237,6 @@ class Campaign:
         missing = {"device": machine.device, "torch": machine.torch, "host": socket.gethostname()}
         if self.queue is not None:
             missing |= {"host": "", "site": self.queue.slurm.site.name}
+        if self._engine:
+            missing["engine"] = self._engine
         return replace(report, environment=tuple(sorted({**missing, **known}.items())))

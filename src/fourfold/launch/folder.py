@@ -113,12 +113,12 @@ _MAKING_S = 3600.0
 
 
 @contextlib.contextmanager
-def scratch(shared: Path | None = None) -> Iterator[Path]:
-    """Only ours to read, and gone afterwards. `shared`: in this folder, which other hosts see."""
+def scratch() -> Iterator[Path]:
+    """Only ours to read, and gone afterwards."""
     import tempfile  # 15 ms with what it imports
 
     try:
-        root = shared or Path(tempfile.gettempdir())
+        root = Path(tempfile.gettempdir())
         _clear(root)
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     except OSError as error:

@@ -262,14 +262,21 @@ def answers(
     kind: type[T],
     parts: Sequence[int | None],
     progress: Progress | None,
-    *,
-    on: Launcher | None = None,
-    shared: Path | None = None,
 ) -> list[T]:
-    """What the first task of a job answers, in parts or whole (None); its files are gone then.
-    `on`, `shared`: elsewhere, in a folder that is seen there."""
-    with scratch(shared) as folder:
-        report = run_job(job, folder, progress=progress, on=on)
-        must_be_ok(report)
-        texts = (files.read_text(answer_file(folder, 0, part)) for part in parts)
-        return [codec.from_json(kind, text) for text in texts]
+    """What the first task of a job answers, in parts or whole (None); its files are gone then."""
+    with scratch() as folder:
+        return answers_in(folder, job, kind, parts, progress)
+
+
+def answers_in(
+    folder: Path,
+    job: Job,
+    kind: type[T],
+    parts: Sequence[int | None],
+    progress: Progress | None,
+    on: Launcher | None = None,
+) -> list[T]:
+    report = run_job(job, folder, progress=progress, on=on)
+    must_be_ok(report)
+    texts = (files.read_text(answer_file(folder, 0, part)) for part in parts)
+    return [codec.from_json(kind, text) for text in texts]

@@ -184,10 +184,11 @@ class Queue:
         scripts = []
         try:
             while self._waiting:
-                written = self._written(self._batch(self._waiting[0]))
+                batch = self._batch(self._waiting[0])
+                written = self._written(batch)
                 if written is None:
                     rule, hint = "is followed by another command", "wait for it, or stop it"
-                    raise UserError(rule, field="run", value=self.root.name, hint=hint)
+                    raise UserError(rule, field="run", value=str(batch[0][0]), hint=hint)
                 scripts.append(self.slurm.write_script(written).read_text(encoding="utf-8"))
         finally:
             self._release()

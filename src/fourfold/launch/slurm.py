@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterable
@@ -195,6 +196,8 @@ def _member(folder: Path) -> Member | None:
 
 def _waiting_with_logs_in(logs: Path) -> list[int]:
     """Numbers of the user's queued jobs that will write there: a job that waits has no log yet."""
+    if shutil.which("squeue") is None:  # nothing of this host can be queued there
+        return []
     answer = ask(["squeue", "--me", "-h", "-O", "ArrayJobID:.32,StdOut:.4096"])
     rows = (line.split(maxsplit=1) for line in answer.stdout.splitlines())
     return [int(row[0]) for row in rows if len(row) == 2 and Path(row[1]).parent == logs]

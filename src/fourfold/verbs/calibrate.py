@@ -10,7 +10,7 @@ from fourfold.cost.fit.calibration import calibration_of, to_json
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
-from fourfold.launch.local import answers, run_job
+from fourfold.launch.local import answers_in, run_job
 from fourfold.launch.permit import gpu_count
 from fourfold.result.files.store import Store
 from fourfold.result.job import Job, Limits
@@ -25,10 +25,9 @@ from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.site import read_site
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import CalibrateRequest
-from fourfold.verbs.where import launcher_of, shared_folder
+from fourfold.verbs.where import Submission, launcher_of, left_to, site_of, work_folder
 
 _QUICK_S, _WHOLE_S = 11.0, 130.0
 CPU_RANKS = 4
@@ -73,11 +72,27 @@ def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ig
     """The profile of this host, or of nodes of a site and the links between them; the torch
     processes are gone when it returns."""
     request = request or CalibrateRequest()
+    job, site = _job(request), site_of(request)
+    with work_folder(job, site) as folder:
+        (profile,) = answers_in(
+            folder, job, HardwareProfile, (None,), progress(on_event), launcher_of(site)
+        )
+    of_hosts = job.ranks if site else max(point.ranks for point in profile.shared)
+    return Calibrated(profile, request.ranks or of_hosts)
+
+
+def submit_calibrate(request: CalibrateRequest) -> Submission:
+    """Leave it to the site's scheduler; `calibrate` with the same request follows it and has the
+    profile. With `print_launch` nothing is submitted."""
+    return left_to(site_of(request), _job(request), only_print=request.print_launch)
+
+
+def _job(request: CalibrateRequest) -> Job:
     ranks, device, quick = request.ranks, request.device, request.quick
     if ranks is not None and not 1 <= ranks <= 1024:
         raise UserError("must be from 1 to 1024", field="ranks", value=ranks)
     check.whole(1, 4096, nodes=request.nodes)
-    site = read_site(request.on)
+    site = site_of(request)
     gpus = 0
     if device != "cpu":
         gpus = gpu_count() if site is None else site.gpus_per_node * (site.ask_gpus != "no")
@@ -85,16 +100,12 @@ def calibrate(request: CalibrateRequest | None = None, *, on_event: OnEvent = ig
     options = {"quick": "true" if quick else "false", "device": "cuda" if gpus else "cpu"}
     options["seconds"] = str(_QUICK_S if quick else _WHOLE_S)
     measured = request.nodes * site.gpus_per_node if site else gpus or CPU_RANKS
-    job = Job(
+    return Job(
         job="calibrate",
         ranks=measured,
         options=tuple(sorted(options.items())),
         limits=Limits(start_s=300.0, step_s=120.0),
     )
-    where: dict[str, Any] = {"on": launcher_of(site), "shared": shared_folder(site)}
-    (profile,) = answers(job, HardwareProfile, (None,), progress(on_event), **where)
-    of_hosts = measured if site else max(point.ranks for point in profile.shared)
-    return Calibrated(profile, ranks or of_hosts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from fourfold.launch.command import Ended
@@ -16,13 +17,20 @@ from fourfold.spec.run import RunSpec
 _OUTCOMES: dict[str, Outcome] = {"oom": "oom", "hang": "hung", "fail": "crashed"}
 
 
+# How torchrun names the rank that failed first on its host.
+_ROOT_CAUSE = "Root Cause (first observed failure)"
+_RANK = re.compile(r"\s*rank\s*: (\d+) \(local_rank: \d+\)")
+
+
 class _OneLog:
-    """One file of it: on a site, each node writes its own."""
+    """One file of it: on a site, each node writes its own. `failed`: the rank that its launcher
+    blames, -1 where it names none."""
 
     def __init__(self, reader: str, on_step: Callable[[StepLine], None]) -> None:
         self._reader = LogReader(reader, on_step=on_step)
         self._reader.begin()  # what goes wrong before its first words counts too
         self._rest, self._number = b"", 0
+        self.failed, self._blames = -1, False
 
     def take(self, content: bytes) -> None:
         *whole, self._rest = (self._rest + content).split(b"\n")
@@ -32,7 +40,11 @@ class _OneLog:
 
     def _line(self, raw: bytes) -> None:
         self._number += 1
-        self._reader.take(clean(raw.decode("utf-8", "replace"), self._number))
+        text = raw.decode("utf-8", "replace")
+        self._blames = self._blames or _ROOT_CAUSE in text
+        if self._blames and self.failed < 0 and (named := _RANK.match(text)):
+            self.failed = int(named[1])
+        self._reader.take(clean(text, self._number))
 
     def finish(self) -> list[LogRun]:
         if self._rest:  # its last line was cut off
@@ -93,9 +105,14 @@ class EngineLog:
             memory=(peak,) if memory else (),
             start_s=ended.start_s,
             failure=None if outcome == "ok" else Failure(
-                rank=-1, stage=0, phase=self._name, message=message
+                rank=self._failed(ended), stage=0, phase=self._name, message=message
             ),
         )  # fmt: skip
+
+    def _failed(self, ended: Ended) -> int:
+        """The rank that was blamed in the log of the node that failed first."""
+        own = self._logs.get(ended.log.name)
+        return own.failed if own is not None and ended.by_scheduler is None else -1
 
     def _report(self, line: StepLine) -> StepReport:
         try:

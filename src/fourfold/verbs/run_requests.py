@@ -190,6 +190,7 @@ class VerifyRequest(Launch):
     device: Literal["cpu", "cuda"] = flag("device to run on (default cpu)", default="cpu")
     share_gpu: bool = flag("put several ranks on one GPU, with gloo between them", default=False)
     fault: Fault | None = flag("plant a bug, which must be detected", names=("--break",))
+    detach: bool = flag(DETACH, rare=True, default=False)
     precision: str = flag(f"one of {', '.join(BUNDLES)} (default fp32)", "X", default="fp32")
     global_batch: Size | None = flag("sequences per step", "N")
     micro_batch: Size | None = flag("sequences per micro batch; any number", "N")
@@ -222,6 +223,8 @@ class CalibrateRequest:
     ranks: int | None = flag("ranks of the cluster file (default: all measured)", "N")
     on: str = flag("where to measure: local (default), slurm, or a site", "SITE", default=LOCAL)
     nodes: int = flag("nodes to measure with --on (default 2)", "N", default=2)
+    print_launch: bool = flag(PRINT, rare=True, default=False)
+    detach: bool = flag(DETACH, rare=True, default=False)
 
 
 _SIZES, _LAYER = "sizes (each overrides the model's)", "only for kind layer"

@@ -10,7 +10,6 @@ from typing import Any
 
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
-from fourfold.launch.folder import scratch
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit, require_gpus
 from fourfold.result.job import Job, Limits
@@ -26,7 +25,7 @@ from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words
 from fourfold.verbs.run_requests import VerifyRequest
 from fourfold.verbs.verify_cases import TINY, USUAL, Wish, describe
-from fourfold.verbs.where import Submission, launcher_of, printed, shared_folder, site_of
+from fourfold.verbs.where import Submission, launcher_of, left_to, site_of, work_folder
 
 _MAX_WORLD = 1024  # ranks are processes of this machine, which has its own bound
 
@@ -136,12 +135,12 @@ def _checked_sizes(request: VerifyRequest, world: int, permit: Permit) -> None:
     permit.require_room(world)
 
 
-def print_verify(request: VerifyRequest) -> Submission:
-    """The batch script of the same verification; nothing is started."""
+def submit_verify(request: VerifyRequest) -> Submission:
+    """Leave it to the site's scheduler; `verify` with the same request follows it and has the
+    answer. With `print_launch` nothing is submitted."""
     site = site_of(request)
-    if site is None:
-        raise UserError("needs a site", field="print_launch", hint="--on slurm or --on SITE")
-    return printed(_job(_cases(request)[0], request), site)
+    found, _, _ = _cases(request)
+    return left_to(site, _job(found, request), only_print=request.print_launch)
 
 
 def _job(found: list[RunSpec], request: VerifyRequest) -> Job:
@@ -156,10 +155,10 @@ def _job(found: list[RunSpec], request: VerifyRequest) -> Job:
 def _carry_out(
     found: list[RunSpec], request: VerifyRequest, on_event: OnEvent
 ) -> list[dict[str, Any]]:
-    site = site_of(request)
-    with scratch(shared_folder(site)) as folder:
+    site, job = site_of(request), _job(found, request)
+    with work_folder(job, site) as folder:
         report = run_job(
-            _job(found, request),
+            job,
             folder,
             progress=lambda line: on_event(Event(f"verify: {line}")),
             permit=permit_of(request),

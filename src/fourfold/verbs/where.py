@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob
-from fourfold.launch.folder import job_folder
+from fourfold.launch.claim import claim
+from fourfold.launch.folder import job_folder, scratch
 from fourfold.launch.local import require_torch
 from fourfold.launch.queue import Queue, described_job
 from fourfold.launch.slurm import Slurm
@@ -20,7 +23,7 @@ from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site, read_site
 from fourfold.verbs import Answer
-from fourfold.verbs.run_requests import Launch, MeasureRequest
+from fourfold.verbs.run_requests import CalibrateRequest, Launch, MeasureRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Submission(Answer):
         return [dict(job) for job in self.jobs]
 
 
-def site_of(request: Launch) -> Site | None:
+def site_of(request: Launch | CalibrateRequest) -> Site | None:
     """None: this host."""
     site = read_site(request.on)
     asked = {"print-launch": request.print_launch, "detach": getattr(request, "detach", False)}
@@ -44,9 +47,42 @@ def site_of(request: Launch) -> Site | None:
     return site
 
 
-def shared_folder(site: Site | None) -> Path | None:
-    """Where a job that keeps nothing works; None: on this host alone."""
-    return Path(site.shared or ".").absolute() if site else None
+@contextlib.contextmanager
+def work_folder(job: Job, site: Site | None) -> Iterator[Path]:
+    """Where a job works whose command keeps nothing; gone afterwards. On a site its name follows
+    from the job: the same command finds it again."""
+    if site is None:
+        with scratch() as folder:
+            yield folder
+        return
+    folder = _folder_of(job, site)
+    with _claimed(folder):
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_of(job: Job, site: Site) -> Path:
+    whole = f"{site.name}\n{codec.to_json(job)}"
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    return Path(site.shared or ".").absolute() / f"fourfold-{job.job}-{digest}"
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = claim(folder)
+    except OSError as error:
+        raise files.refused(error, folder, field="shared", verb="written") from None
+    if own is None:
+        rule, hint = "is followed by another command", "wait for that one, which has the answer"
+        raise UserError(rule, field="job", value=str(folder), hint=hint)
+    try:
+        yield
+    finally:
+        own.release()
 
 
 def submission(queue: Queue, specs: Sequence[RunSpec], request: MeasureRequest) -> Submission:
@@ -69,10 +105,16 @@ def submission_of(job: Job, folder: Path, on: Slurm, *, only_print: bool) -> Sub
     return Submission((described_job(folder),))
 
 
-def printed(job: Job, site: Site) -> Submission:
-    """The script of a job whose command keeps nothing, in a new folder that stays."""
-    folder = Path(site.shared or ".").absolute() / f"fourfold-{job.job}-{secrets.token_hex(4)}"
-    return submission_of(job, folder, Slurm(site), only_print=True)
+def left_to(site: Site | None, job: Job, *, only_print: bool) -> Submission:
+    """A job whose command keeps nothing, left to the site's scheduler, or its script; the same
+    command follows it and has the answer."""
+    if site is None:
+        raise UserError("needs a site", field="detach", hint="--on slurm or --on SITE")
+    folder, on = _folder_of(job, site), Slurm(site)
+    with _claimed(folder):
+        if not only_print and on.knows(job, folder):
+            return Submission((described_job(folder),))
+        return submission_of(job, folder, on, only_print=only_print)
 
 
 def launcher_of(site: Site | None) -> Slurm | None:

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -52,7 +53,16 @@ def main() -> int:
         os.environ["SECONDS_EACH"],
         os.environ["HOW"],
     ]
-    return fake.main()
+    try:
+        code = fake.main()
+    except RuntimeError:
+        traceback.print_exc()
+        code = 1
+    if code:  # as torchrun does
+        rank = node * int(asked["nproc-per-node"]) + 1
+        print("Root Cause (first observed failure):\n[0]:")
+        print(f"  rank      : {rank} (local_rank: 1)\n  exitcode  : {code} (pid: 7)", flush=True)
+    return code
 
 
 if __name__ == "__main__":

@@ -102,6 +102,8 @@ def check(model: ModelShape) -> None:
 
 
 def package(setup: Setup) -> Package:
+    if setup.policy.zero > 1:  # legal where one data rank has nothing to divide, but not written
+        raise no_setting("nanotron", "policy.sharding", setup.policy.sharding, "zero0 or zero1")
     return Package(
         engine="nanotron",
         release=RELEASE,
@@ -137,7 +139,7 @@ def _config(setup: Setup) -> str:
         "seq_len": batch.seq_len,
         "micro_batch": batch.micro_batch,
         "micro_batches": batch.global_batch // (layout.dp * batch.micro_batch),
-        "zero": min(policy.zero, 1),  # above 1 only where one rank has nothing to divide
+        "zero": policy.zero,
         "accumulate_in_fp32": policy.precision != "fp32",
         "dtype": _DTYPES[policy.precision],
         "positions": max(batch.seq_len, model.positions.length or 0),
