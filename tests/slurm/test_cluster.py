@@ -246,19 +246,21 @@ def test_a_sweep_loses_nothing_to_a_cancelled_job_and_a_stopped_node(user: User)
     """Six configurations; workers wait at a gate, so that what happens to a job happens in it."""
     cluster, gate = user.cluster, user.folder / "gate"
     gate.touch()
-    waiting = 'while [ -e "$0" ]; do sleep 0.1; done; exec "$@"'
+    arrive = 'touch "$0-$SLURM_JOB_ID-$SLURM_PROCID"'
+    waiting = f'{arrive}; while [ -e "$0" ]; do sleep 0.1; done; exec "$@"'
     user.write_site(wrapper=["sh", "-c", waiting, str(gate)])
     (user.folder / "sweep.toml").write_text(SWEEP)
     process = user.begin("sweep", "sweep.toml", "--format", "json")
 
-    def running() -> list[str]:
-        return cluster.run(["squeue", "-h", "-s", "-o", "%i"]).split()
+    def runs(job: str) -> bool:
+        """On both nodes, not only as a step that Slurm is about to launch."""
+        return all(gate.with_name(f"gate-{job}-{node}").exists() for node in (0, 1))
 
     cluster.wait_for(lambda: len(cluster.jobs()) == 6, "six queued jobs")
     first, second, *_ = sorted(cluster.jobs(), key=int)
-    cluster.wait_for(lambda: f"{first}.0" in running(), "the first job")
+    cluster.wait_for(lambda: runs(first), "the first job")
     cluster.run(["scancel", first])
-    cluster.wait_for(lambda: f"{second}.0" in running(), "the second job")
+    cluster.wait_for(lambda: runs(second), "the second job")
     cluster.kill_node(cluster.names[1])
     cluster.wait_for(lambda: second not in cluster.jobs(), "Slurm to give up the node")
     gate.unlink()
