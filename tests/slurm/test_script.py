@@ -281,6 +281,16 @@ def test_what_the_scheduler_did_explains_exits_by_a_signal(
     assert words in failure.message
 
 
+def test_a_cancelled_engine_is_cancelled_though_its_nodes_tell_of_their_end(tmp_path: Path) -> None:
+    job = Job(job="engine", specs=(spec_of(2),))
+    ranks = ranks_of(tmp_path, "RUNNING", "CANCELLED", job=job)
+    tell(tmp_path, *({"rank": node, "code": 0, "at": 1.0, "host": "n1"} for node in (0, 1)))
+    ranks.poll()
+    ranks.poll()
+    assert ranks.scene.by_scheduler is not None
+    assert ranks.scene.by_scheduler[0] == "cancelled"
+
+
 def test_no_answer_is_no_verdict(tmp_path: Path) -> None:
     ranks = ranks_of(tmp_path, "", "", "PENDING", "COMPLETED")
     assert not ranks.poll()

@@ -68,7 +68,7 @@ class SlurmRanks:
         self.slurm, self.job_id, self.is_step, self.each = slurm, job_id, step, each
         self.scene = JobScene(folder=folder, ranks=ranks)
         self.queued = f"Slurm job {job_id} was submitted"
-        self._patient = job.patient
+        self._patient, self._is_engine = job.patient, job.job == "engine"
         self._read: dict[Path, int] = {}
         self._beats_at: dict[int, tuple[float, float]] = {}  # rank -> its last sign, and when seen
         self._asked_at, self._ended, self._start, self._step = -1e9, False, 0, ""
@@ -138,7 +138,10 @@ class SlurmRanks:
             self.queued = ""
         if state.name == "OUT_OF_MEMORY":
             self.scene.kernel_kills += 1
-        if state.name in _BY_SCHEDULER and len(self.scene.exits) < self.scene.ranks:
+        # Ranks of ours that have all ended did so by themselves. The shell of another engine's node
+        # tells of an end by a signal too, whatever status it has then.
+        told = len(self.scene.exits) == self.scene.ranks and not self._is_engine
+        if state.name in _BY_SCHEDULER and not told:
             outcome, words = _BY_SCHEDULER[state.name]
             on = f" on {state.detail}" if state.detail else ""
             if state.name == "NODE_FAIL" and (down := self.slurm.down(state.detail)):
