@@ -10,6 +10,7 @@ import numpy as np
 from fourfold.cost.fit.accuracy import Result, study
 from fourfold.cost.fit.calibration import Calibration, load, to_json
 from fourfold.cost.fit.fit import sample
+from fourfold.cost.fit.fold_scores import FoldScore
 from fourfold.cost.fit.suggest import suggest
 from fourfold.cost.fit.validate import calibrate
 from fourfold.cost.table.reference import read_table
@@ -98,10 +99,17 @@ def suggest_runs(request: FitRequest, *, on_event: OnEvent = ignore) -> Suggeste
 
 @dataclass(frozen=True, slots=True)
 class Scores(Answer):
+    """`folds`: each kind of fold, and each source in it."""
+
     results: tuple[Result, ...]
+    folds: tuple[FoldScore, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        return {"scores": self.rows()}
+        folds = [
+            {name: None if value != value else value for name, value in asdict(one).items()}
+            for one in self.folds
+        ]
+        return {"scores": self.rows()} | ({"folds": folds} if folds else {})
 
     def rows(self) -> list[dict[str, Any]]:
         return [
@@ -120,4 +128,5 @@ def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
              "folds": request.folds}  # fmt: skip
     how = [name for name, is_asked in asked.items() if is_asked]
     known = read_calibration(request.calibration)
-    return Scores(tuple(study(tables, known, asked=how, tell=notes(on_event))))
+    found = study(tables, known, asked=how, tell=notes(on_event))
+    return Scores(found.results, found.folds)

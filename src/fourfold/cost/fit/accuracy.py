@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.fit.calibration import Calibration, FittedStack
+from fourfold.cost.fit.fold_scores import FoldScore, fold_scores
 from fourfold.cost.fit.folds import KINDS
 from fourfold.cost.fit.validate import (
     few_shot,
@@ -26,6 +27,7 @@ from fourfold.cost.fit.validate import (
     others_of,
     strangers,
 )
+from fourfold.cost.fit.widths import LeftOut, Widths, left_out_rows
 from fourfold.cost.memory.peak import REFUSED, SURE
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import NoteWords
@@ -179,22 +181,34 @@ class Result:
     within: NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Scores of tables; of all kinds of folds where they were asked for."""
+
+    results: tuple[Result, ...]
+    folds: tuple[FoldScore, ...] = ()
+
+
 def study(
     tables: list[Rows],
     calibration: Calibration,
     *,
     asked: list[str],
     tell: Callable[[str], None],
-) -> list[Result]:
+) -> Study:
     """Score every table with the calibration as it is, and in the ways asked for."""
     results = [_as_is(rows, calibration) for rows in tables]
+    strange: tuple[FoldScore, ...] = ()
     if not asked:
-        return results
+        return Study(tuple(results))
     tell("fitting all tables together")
     entries = fit_tables(tables)
     for how in asked:
         if how == "folds":
-            results += _folds(tables, entries, tell)
+            found, widths = left_out_by_kind(tables, entries, tell)
+            results += found
+            tell("checking intervals, with each source left out of their widths")
+            strange = fold_scores(widths)
             continue
         for rows in tables:
             tell(f"{how}: {rows.table.name}")
@@ -210,14 +224,14 @@ def study(
             results.append(
                 Result(how, score(rows, answers, within=within), free, rows, answers, within)
             )
-    return results
+    return Study(tuple(results), strange)
 
 
-def _folds(
+def left_out_by_kind(
     tables: list[Rows], entries: tuple[FittedStack, ...], tell: Callable[[str], None]
-) -> list[Result]:
-    """Every kind of fold, scored by the column `source`."""
-    results = []
+) -> tuple[list[Result], Widths]:
+    """Every kind of fold: its scores by the column `source`, and what its intervals are made of."""
+    results, rows_left_out = [], list[LeftOut]()
     for kind in KINDS:
         tell(f"leaving out by {kind}")
         answers: list[list[RowPredictions]] = [[] for _ in tables]
@@ -227,11 +241,12 @@ def _folds(
                 if gone.any():
                     answers[at].append(predict(only(rows, gone), calibration))
                     masks[at].append(gone)
+                    rows_left_out += left_out_rows(kind, rows, gone, calibration)
         for rows, parts, scored in zip(tables, answers, masks, strict=True):
             if parts:
                 merged = joined_parts(parts, scored, rows)
                 results += _by_source(kind, rows, merged, np.logical_or.reduce(scored))
-    return results
+    return results, Widths(rows_left_out)
 
 
 def _by_source(
