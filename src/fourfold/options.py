@@ -267,6 +267,6 @@ def _values(command: str, one: Option, known: Mapping[str, tuple[str, ...]]) -> 
         "sharding": words.SHARDINGS,
         "cp_kind": words.CP_KINDS,
         "schedule": words.SCHEDULES,
-        "recompute": (*words.RECOMPUTE, "every-2"),
+        "recompute": (*words.RECOMPUTE, "every-2", "block-4"),
         **known,
     }.get(key, ())

@@ -85,6 +85,14 @@ def test_an_open_field_takes_the_best_that_fits() -> None:
     assert changed("mpt", **tall).columns.full_ckpt[0] == 1.0
 
 
+def test_blocks_of_recomputed_layers_are_counted_by_chunk() -> None:
+    cells = {"pp": "2", "tp": "1", "cp": "1", "dp": "4", "n_gpus": "8", "gbs": "16", "vpp": "2"}
+    rows = changed("par4d", **cells, act_ckpt="block-3")
+    assert rows.columns.full_ckpt[0] == 3 * 4 / rows.columns.layers[0]
+    assert changed("par4d", **cells, act_ckpt="block-99").columns.full_ckpt[0] == 1.0
+    assert not changed("par4d", **cells, act_ckpt="block-").usable[0]
+
+
 def test_an_open_layout_takes_the_fastest_that_fits() -> None:
     open_cells = dict.fromkeys(("tp", "pp", "cp", "dp", "sharding", "mbs", "act_ckpt", "vpp"), "")
     big = {"stack": "nobody-2024", "cluster": "", "hardware": "h100-80gb", "n_layers": "126",

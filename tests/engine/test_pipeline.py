@@ -22,7 +22,7 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2))
-RECOMPUTE = ("none", "full", "every-2", "selective")
+RECOMPUTE = ("none", "full", "every-2", "selective", "block-1")
 FP64 = Policy(precision="fp64", sequence_parallel=False)
 
 

@@ -82,7 +82,9 @@ STACKS = {"megatron": "megatron-bridge-2026", "nanotron": "nanotron-2025"}
 def _drawn(engine: str, model: ModelShape, dice: random.Random) -> Setup:
     """Any layout and policy of the kinds the engine has at all."""
     rules = RELEASES[engine]
-    kinds = tuple({"every": "every-2"}.get(kind, kind) for kind in rules.recompute)
+    kinds = tuple(
+        {"every": "every-2", "block": "block-1"}.get(kind, kind) for kind in rules.recompute
+    )
     layout = Layout(
         pp=dice.choice((1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)),
         replicate=dice.choice((1, 1, 1, 2)) if rules.hybrid else 1,

@@ -12,7 +12,7 @@ from fourfold.spec import catalog
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
-from fourfold.spec.words import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
+from fourfold.spec.words import CP_KINDS, NUMBERED_RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES
 
 SIZES = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16, 96, 128])
 ROW = st.fixed_dictionaries(
@@ -45,7 +45,7 @@ def as_run(row: dict[str, int], batch: tuple[int, Ramp | None]) -> tuple[Layout,
         cp_kind=CP_KINDS[row["cp_kind"]],
         schedule=SCHEDULES[row["schedule"]],
         virtual_stages=row["virtual_stages"],
-        recompute="every-2" if recompute == "every" else recompute,
+        recompute=f"{recompute}-2" if recompute in NUMBERED_RECOMPUTE else recompute,
         sequence_parallel=bool(row["sequence_parallel"]),
     )
     size, ramp = batch

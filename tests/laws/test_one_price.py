@@ -68,7 +68,7 @@ def _policy(rng: random.Random) -> Policy:
         cp_kind=rng.choice(CP_KINDS),
         schedule=schedule,
         virtual_stages=rng.choice((1, 2, 3)) if schedule in ("interleaved", "zero-bubble") else 1,
-        recompute=rng.choice(("none", "selective", "full", "every-2", "every-3")),
+        recompute=rng.choice(("none", "selective", "full", "every-2", "every-3", "block-1")),
         attention=rng.choice(("auto", "fused", "unfused", "fused-softmax")),
         compile=rng.random() < 0.3,
         async_tp=rng.random() < 0.3,

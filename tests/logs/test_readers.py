@@ -94,6 +94,15 @@ def test_milliseconds_of_megatron_lm_and_its_own_arguments(tmp_path: Path) -> No
     assert (found["engine"], found["status"]) == ("megatron-lm", "ok")
 
 
+def test_megatron_recomputes_the_first_layers_of_each_chunk(tmp_path: Path) -> None:
+    row = table(GOLDEN / "par4d.csv")[0] | {"act_ckpt": "block-3"}
+    found = one(tmp_path, written.megatron(row, deepspeed=False), hardware=row["hardware"])
+    assert (found["act_ckpt"], found["status"]) == ("block-3", "ok")
+    whole = row | {"act_ckpt": f"block-{row['n_layers']}"}
+    found = one(tmp_path, written.megatron(whole, deepspeed=False), hardware=row["hardware"])
+    assert found["act_ckpt"] == "full"
+
+
 def _lines(numbers: list[tuple[int, float]], **changes: str) -> str:
     row = {"seq_len": "2048", **changes}
     return "".join(f"{written.iteration(step, s, 64, row, unit='ms')}\n" for step, s in numbers)

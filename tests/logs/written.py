@@ -70,7 +70,8 @@ def iteration(step: int, step_s: float, batch: int, row: Row, *, unit: str = "s"
 
 
 def _arguments(row: Row, deepspeed: bool) -> list[tuple[str, object]]:
-    full = row["act_ckpt"] == "full"
+    full, (method, _, blocks) = row["act_ckpt"] == "full", row["act_ckpt"].partition("-")
+    granularity = {"none": "None", "block": "full"}.get(method, row["act_ckpt"])
     args: dict[str, object] = {
         "adam_beta1": 0.9,
         "bf16": row["precision"] == "bf16",
@@ -103,8 +104,9 @@ def _arguments(row: Row, deepspeed: bool) -> list[tuple[str, object]]:
             "context_parallel_size": row["cp"],
             "group_query_attention": row["n_kv_heads"] != row["n_heads"],
             "num_query_groups": row["n_kv_heads"],
-            "recompute_granularity": "None" if row["act_ckpt"] == "none" else row["act_ckpt"],
-            "recompute_method": "uniform" if full else "None",
+            "recompute_granularity": granularity,
+            "recompute_method": "uniform" if full else method if blocks else "None",
+            "recompute_num_layers": blocks or "None",
             "sequence_parallel": row["sequence_parallel"] == "1",
             "swiglu": row["family"] == "llama",
             "transformer_impl": "transformer_engine",

@@ -55,6 +55,13 @@ def flags_of(one: Setup) -> dict[str, list[str]]:
     return found
 
 
+def test_blocks_of_recomputed_layers_are_megatrons() -> None:
+    flags = flags_of(setup(recompute="block-3"))
+    assert flags["--recompute-granularity"] == ["full"]
+    assert flags["--recompute-method"] == ["block"]
+    assert flags["--recompute-num-layers"] == ["3"]
+
+
 def test_every_exported_name_is_megatrons_own() -> None:
     """Over 300 sampled layouts: names, whether a value follows, and closed choices."""
     for one in sampled("megatron", 300):
@@ -181,6 +188,7 @@ def test_a_shell_runs_the_files_as_they_are(engine: str, hosts: int, tmp_path) -
         ("torchtitan", {"sharding": "zero3", "precision": "fp4"}, "policy.precision"),
         ("torchtitan", {"sharding": "zero3", "recompute": "every-2"}, "policy.recompute"),
         ("torchtitan-0.2", {"sharding": "zero3", "recompute": "selective"}, "policy.recompute"),
+        ("torchtitan-0.2", {"sharding": "zero3", "recompute": "block-2"}, "policy.recompute"),
         ("torchtitan-0.2", {"sharding": "zero3", "sequence_parallel": False},
          "policy.sequence_parallel"),
         ("nanotron", {"sharding": "zero3"}, "policy.sharding"),

@@ -204,17 +204,18 @@ def test_a_named_schedule_decides_the_virtual_stages() -> None:
     assert {gpipe.policy(i).schedule for i in range(len(gpipe))} == {"gpipe"}
 
 
-def test_every_nth_recompute_is_priced_between_none_and_full() -> None:
-    policy = {"policy": replace(Policy(), recompute="every-2")}
+@pytest.mark.parametrize("part", ["every-2", "block-8"])
+def test_recompute_of_some_layers_is_priced_between_none_and_full(part: str) -> None:
+    policy = {"policy": replace(Policy(), recompute=part)}
     steps = [
         rank_layouts(
             ask(fixed={"recompute": how, "tp": 2, "pp": 1, "cp": 1, "micro_batch": 1}, **more)
         )
-        for how, more in (("none", {}), ("every-2", policy), ("full", {}))
+        for how, more in (("none", {}), (part, policy), ("full", {}))
     ]
     times = [float(ranking.step_s[0]) for ranking in steps]
     assert times[0] < times[1] < times[2]
-    assert steps[1].policy(0).recompute == "every-2"
+    assert steps[1].policy(0).recompute == part
 
 
 def test_what_no_row_backs_is_set_aside_unless_explored() -> None:

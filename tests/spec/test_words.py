@@ -111,11 +111,24 @@ def test_hybrid_layout_text() -> None:
         ("schedule", "GPipe", "gpipe"), ("schedule", "zero_bubble", "zero-bubble"),
         ("cp_kind", "Ring", "ring"), ("cp_kind", "all_gather", "allgather"),
         ("cp_kind", "a2a", "ulysses"), ("recompute", "Full", "full"),
-        ("recompute", "every_2", "every-2"),
+        ("recompute", "every_2", "every-2"), ("recompute", "Block_3", "block-3"),
     ],
 )  # fmt: skip
 def test_words_of_a_policy(field: str, typed: str, meant: str) -> None:
     assert getattr(codec.decode(Policy, {field: typed}), field) == meant
+
+
+@pytest.mark.parametrize(
+    "recompute", ["none", "selective", "full", "every-3", "block-2", "block-9"]
+)
+def test_recomputed_layers_are_their_share(recompute: str) -> None:
+    """Of 24 layers in 4 equal chunks: on two ranks with two each, and on four with one each."""
+    chunks = [range(at, at + 6) for at in range(0, 24, 6)]
+    for stages, virtual in ((2, 2), (4, 1)):
+        policy = Policy(recompute=recompute, virtual_stages=virtual)
+        again = sum(len(policy.recomputed_layers(chunk)) for chunk in chunks)
+        assert again / 24 == policy.recompute_share(24, stages)
+    assert Policy(recompute="block-2").recomputed_layers(range(6, 12)) == (6, 7)
 
 
 @pytest.mark.parametrize("field", sorted(words.POLICY))

@@ -51,6 +51,7 @@ class Columns:
     zero: Annotated[Floats, 1]
     sp: Annotated[Floats, 1]
     full_ckpt: Annotated[Floats, 0]  # share of layers recomputed whole, 0..1
+    block_ckpt: Annotated[Floats, 0]  # ... where those are the first ones of each chunk: how many
     attn_ckpt: Annotated[Floats, 0]  # 1 when only the attention core is recomputed
     norm_ckpt: Annotated[Floats, 0]  # 1: outputs of norms and of the activation are recomputed
     mlp_ckpt: Annotated[Floats, 0]  # 1: the first product of the MLP is, too

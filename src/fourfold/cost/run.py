@@ -202,8 +202,11 @@ def run_facts(
     `global_batch` where that differs too. `release`: of cost/stacks.RELEASES, where that will run
     it, not the measured engine."""
     run = {**chosen(spec.layout, spec.batch, spec.policy), **(points or {})}
-    every = spec.policy.recompute_share if spec.policy.recompute.startswith("every-") else 0.0
-    shares = np.array([{"full": 1.0, "every": every}.get(kind, 0.0) for kind in RECOMPUTE_KINDS])
+    number = spec.policy.recompute_number
+    whole = {"full": 1.0, "every": 1.0 / max(1, number)}
+    shares = np.array([whole.get(kind, 0.0) for kind in RECOMPUTE_KINDS])
+    block = number * np.equal(run["recompute"], RECOMPUTE_KINDS.index("block"))
+    in_blocks = np.minimum(1.0, block * run["pp"] * run["virtual_stages"] / spec.model.layers)
     return {
         **model_facts(spec.model),
         **machine_facts(cluster, spec.policy),
@@ -222,7 +225,8 @@ def run_facts(
         "zero": run["zero"],
         "cp_kind": run["cp_kind"],
         "schedule": _RUNNING[np.greater(run["virtual_stages"], 1) * 1, run["schedule"]],
-        "full_ckpt": shares[run["recompute"]],
+        "full_ckpt": np.maximum(shares[run["recompute"]], in_blocks),
+        "block_ckpt": block,
         "attn_ckpt": np.equal(run["recompute"], RECOMPUTE_KINDS.index("selective")),
         "norm_ckpt": np.isin(run["recompute"], _NORM_KINDS),
         "mlp_ckpt": np.equal(run["recompute"], _NORM_KINDS[1]),

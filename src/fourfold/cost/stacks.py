@@ -61,7 +61,7 @@ ENGINES: dict[str, EngineRules] = {
             name="fourfold",
             # What src/fourfold/engine runs today, nothing it is only meant to run.
             compiles_zero_bubble=False,
-            recompute=("none", "selective", "full", "every"),
+            recompute=("none", "selective", "full", "every", "block"),
             precisions=tuple(name for name in PRECISIONS if name != "fp4"),
             fp8_multiple=16,
             splits_fp8=False,
@@ -69,7 +69,7 @@ ENGINES: dict[str, EngineRules] = {
         ),
         EngineRules(
             name="megatron",
-            recompute=("none", "selective", "norm+mlp", "full"),
+            recompute=("none", "selective", "norm+mlp", "full", "block"),
             schedules=("1f1b", "interleaved"),
             precisions=("fp32", "bf16-mixed", "fp16", "fp8", "fp4"),
             # Its FSDP replaces the distributed optimizer and has no pipeline.

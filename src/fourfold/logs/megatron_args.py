@@ -127,7 +127,7 @@ def _precision(args: Flat) -> str:
 
 
 def _recompute(args: Flat) -> str:
-    """'' where a part of the layers is recomputed, which the schema has no word for."""
+    """'' where parts of a layer are recomputed that the schema has no word for."""
     kind = args.get("recompute_granularity", args.get("activations_checkpoint_granularity"))
     old = yes(args.get("checkpoint_activations")) or yes(
         args.get("deepspeed_activation_checkpointing")
@@ -143,7 +143,10 @@ def _recompute(args: Flat) -> str:
             whole(args.get("num_layers")),
             whole(args.get("pipeline_model_parallel_size")),
         )
-        return "full" if layers and total and stages and layers * stages >= total else ""
+        # Of each model chunk; without virtual stages a chunk is a stage.
+        loops = whole(args.get("virtual_pipeline_model_parallel_size")) or 1
+        is_all = layers and total and stages and layers * stages * loops >= total
+        return "full" if is_all else f"block-{layers}" if layers else ""
     return kind if kind in RECOMPUTE else ""
 
 

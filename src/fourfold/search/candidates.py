@@ -233,7 +233,7 @@ def _recompute_kinds(query: PlanQuery) -> Ints:
     if asked is None:
         names = tuple(kind for kind in RECOMPUTE if kind in query.target.rules.recompute)
     else:
-        names = ("every" if asked.startswith("every") else asked,)
+        names = (asked.partition("-")[0],)
     return np.array([RECOMPUTE_KINDS.index(name) for name in names], dtype=np.int64)
 
 

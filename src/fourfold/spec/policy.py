@@ -9,6 +9,7 @@ replicas (zero0, or `dp2x4`) are summed in the dtype gradients accumulate in.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
@@ -20,7 +21,10 @@ from fourfold.units import size_from
 
 Loss = Literal["auto", "torch", "lean"]
 
-_RECOMPUTE = re.compile(rf"{'|'.join(map(re.escape, words.RECOMPUTE))}|every-[1-9][0-9]{{0,4}}\Z")
+_RECOMPUTE = re.compile(
+    rf"{'|'.join(map(re.escape, words.RECOMPUTE))}"
+    rf"|(?:{'|'.join(words.NUMBERED_RECOMPUTE)})-[1-9][0-9]{{0,4}}\Z"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,8 @@ class Dtypes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """`recompute`: none, full, selective (attention core), every-N (each N-th layer in full).
+    """`recompute`: none, full, selective (attention core), every-N (each N-th layer in full),
+    block-N (the first N layers of each model chunk).
 
     `loss`: torch's cross-entropy, which widens all logits; or a lean one, whose gradient takes the
     logits' place in memory; auto: the lean one in compiled runs.
@@ -64,7 +69,10 @@ class Policy:
         "model chunks per pipeline rank", "N", rare=True, default=1
     )
     recompute: str = flag(
-        "activation recompute: none, full, selective or every-N", "X", rare=True, default="none"
+        "activation recompute: none, full, selective, every-N or block-N",
+        "X",
+        rare=True,
+        default="none",
     )
     attention: words.Attention = "auto"
     optimizer: Literal["adamw", "adamw-plain"] = "adamw"
@@ -84,7 +92,7 @@ class Policy:
         check.whole(1, 1024, virtual_stages=self.virtual_stages, loss_chunks=self.loss_chunks)
         check.whole(0, 64, prefetch=self.prefetch)
         known = _RECOMPUTE.fullmatch(self.recompute) is not None
-        hint = f"use {', '.join(words.RECOMPUTE)}, every-2, every-3, ..."
+        hint = f"use {', '.join(words.RECOMPUTE)}, every-2, block-4, ..."
         check.that(known, "recompute", self.recompute, "is not a recompute mode", hint)
         require_form(self.env)
 
@@ -96,11 +104,34 @@ class Policy:
         return Dtypes(*(own or usual for own, usual in pairs))
 
     @property
-    def recompute_share(self) -> float:
-        """Share of layers whose whole forward runs twice."""
-        if self.recompute.startswith("every-"):
-            return 1.0 / int(self.recompute[len("every-") :])
-        return 1.0 if self.recompute == "full" else 0.0
+    def recompute_kind(self) -> str:
+        """Of words.RECOMPUTE_KINDS: without its number."""
+        return self.recompute.partition("-")[0]
+
+    @property
+    def recompute_number(self) -> int:
+        """N of every-N and block-N; 0: none of them."""
+        return int(self.recompute.partition("-")[2] or 0)
+
+    def recompute_share(self, layers: int, stages: int) -> float:
+        """Share of a model's layers whose whole forward runs twice, on `stages` pipeline ranks."""
+        match self.recompute_kind:
+            case "every":
+                return 1.0 / self.recompute_number
+            case "block":
+                return min(1.0, self.recompute_number * stages * self.virtual_stages / layers)
+            case kind:
+                return 1.0 if kind == "full" else 0.0
+
+    def recomputed_layers(self, chunk: Sequence[int]) -> tuple[int, ...]:
+        """Of the layers of one model chunk, by their place in the model, those computed again."""
+        match self.recompute_kind:
+            case "every":
+                return tuple(layer for layer in chunk if layer % self.recompute_number == 0)
+            case "block":
+                return tuple(chunk[: self.recompute_number])
+            case kind:
+                return tuple(chunk) if kind == "full" else ()
 
     @property
     def is_loss_lean(self) -> bool:

@@ -14,7 +14,14 @@ from fourfold.spec.cluster import Size
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
-from fourfold.spec.words import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES, SHARDINGS, Schedule
+from fourfold.spec.words import (
+    CP_KINDS,
+    NUMBERED_RECOMPUTE,
+    RECOMPUTE_KINDS,
+    SCHEDULES,
+    SHARDINGS,
+    Schedule,
+)
 from fourfold.units import count_from, seconds_from
 
 Seconds = Annotated[float, seconds_from]
@@ -189,13 +196,12 @@ CHOSEN = (*SIZES, "cp_kind", "virtual_stages", "schedule", "zero", "recompute",
 
 def chosen(layout: Layout, batch: Batch, policy: Policy) -> dict[str, int]:
     """The fields of CHOSEN as whole numbers; a micro batch of 0 ('auto') is taken as 1."""
-    kind = "every" if policy.recompute.startswith("every-") else policy.recompute
     return {name: getattr(layout, name) for name in SIZES} | {
         "cp_kind": CP_KINDS.index(policy.cp_kind),
         "virtual_stages": policy.virtual_stages,
         "schedule": SCHEDULES.index(policy.schedule),
         "zero": policy.zero,
-        "recompute": RECOMPUTE_KINDS.index(kind),
+        "recompute": RECOMPUTE_KINDS.index(policy.recompute_kind),
         "micro_batch": max(1, batch.micro_batch),
     }
 
@@ -215,7 +221,7 @@ def chosen_policy(policy: Policy, points: Mapping[str, Any], i: int) -> Policy:
         cp_kind=CP_KINDS[int(points["cp_kind"][i])],
         schedule=SCHEDULES[int(points["schedule"][i])],
         virtual_stages=int(points["virtual_stages"][i]),
-        recompute=policy.recompute if kind == "every" else kind,
+        recompute=policy.recompute if kind in NUMBERED_RECOMPUTE else kind,
     )
 
 

@@ -45,9 +45,11 @@ Attention = Literal["auto", "flash", "cudnn", "efficient", "fused", "fused-softm
 PRICED_ATTENTION = ("flash", "fused-softmax", "unfused", "flash1", "flash3")
 KEEPS_SCORES = ("fused-softmax", "unfused")
 # Selective: the attention core. norm+act: outputs of norms and of the MLP's activation; norm+mlp:
-# the MLP's first product too. Beside these: every-N, each N-th layer in full.
+# the MLP's first product too. Beside these, whole layers: each N-th (every-N), or the first N of
+# each model chunk of a stage (block-N, Megatron's method of that name).
 RECOMPUTE = ("none", "selective", "norm+act", "norm+mlp", "full")
-RECOMPUTE_KINDS = (*RECOMPUTE, "every")
+NUMBERED_RECOMPUTE = ("every", "block")
+RECOMPUTE_KINDS = (*RECOMPUTE, *NUMBERED_RECOMPUTE)
 
 # What others call them. Keys are lower case with '-' for '_' and blanks.
 SHARDING = {

@@ -51,7 +51,7 @@ class FlopsQuery:
             layer_weights=layer_matmul_params(model),
             tp=layout.tp,
             pp=layout.pp,
-            recompute_share=policy.recompute_share,
+            recompute_share=policy.recompute_share(model.layers, layout.pp),
             is_selective=policy.recompute == "selective",
             again_weights=(1 + model.gated) * model.hidden * model.ffn
             if policy.recompute == "norm+mlp"
@@ -112,8 +112,8 @@ def _attention(q: FlopsQuery) -> Number:
 
 
 def _again(q: FlopsQuery, layers_forward: Number, attention_forward: Number) -> Number:
-    """FLOPs run twice: whole layers under full or every-n, the attention core if selective, the
-    MLP's first product under norm+mlp."""
+    """FLOPs run twice: whole layers under full, every-n or block-n, the attention core if
+    selective, the MLP's first product under norm+mlp."""
     parts = q.is_selective * attention_forward + 2.0 * q.layers * q.again_weights
     return parts + q.recompute_share * layers_forward
 

@@ -37,8 +37,9 @@ def _shares(c: Columns) -> NDArray[np.float64]:
     lowest one. [3, 5, runs]"""
     head = np.round(c.vocab * c.hidden / (c.layer_weights + c.width * c.seq), 6)
     every = np.where(c.full_ckpt > 0, np.round(1.0 / np.maximum(c.full_ckpt, 1e-9)), 0.0)
+    every = np.where(c.block_ckpt > 0, 0.0, every)
     values, number = [], np.zeros((), dtype=np.intp)
-    for fact in (c.layers, c.pp, c.vpp, head, every):
+    for fact in (c.layers, c.pp, c.vpp, head, every, c.block_ckpt):
         different, back = np.unique(fact, return_inverse=True)
         values.append(different)
         number = number * len(different) + back.reshape(fact.shape)
@@ -50,15 +51,17 @@ def _shares(c: Columns) -> NDArray[np.float64]:
 
 
 def _on_ranks(
-    layers: float, pp: float, vpp: float, head: float, every: float
+    layers: float, pp: float, vpp: float, head: float, every: float, block: float
 ) -> list[tuple[int, ...]]:
     """With virtual stages a rank's layers are not neighbours: each N-th may be all or none."""
     stages, loops = int(pp), int(vpp)
     cut = split_layers(int(layers), stages * loops, EMBEDDING_COST, head)
     shares: list[tuple[int, ...]] = []
     for rank in range(stages):
-        own = [i for loop in range(loops) for i in cut[loop * stages + rank]]
-        again = [bool(every) and i % int(every) == 0 for i in own] or [False]
+        chunks = [cut[loop * stages + rank] for loop in range(loops)]
+        own = [i for chunk in chunks for i in chunk]
+        first = {i for chunk in chunks for i in chunk[: int(block)]}
+        again = [(bool(every) and i % int(every) == 0) or i in first for i in own] or [False]
         shares.append((len(own), sum(again), again[-1], again[-2:][0], again[0]))
     # Layers that are not computed again hold many times what the others keep.
     middle = max(shares[1:-1], key=lambda one: (one[0] - one[1], one[0]), default=(0, 0, 0, 0, 0))

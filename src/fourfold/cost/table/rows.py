@@ -225,9 +225,13 @@ def _recompute(draft: Draft, stack: Distinct[StackDefaults]) -> None:
     draft.assume(unsaid, "act_ckpt taken as the stack's usual")
     usual = stack.array(lambda s: RECOMPUTED.get(s.recompute, -1.0))
     share = np.where(unsaid, usual, cells.array(recomputed))
+    blocks = cells.array(recomputed_block)
+    chunks = draft.facts["pp"] * draft.facts["vpp"]
+    share = np.where(blocks > 0, np.minimum(1.0, blocks * chunks / draft.facts["layers"]), share)
+    draft.facts["block_ckpt"] = blocks
     selective = share == SELECTIVE
     whole = stack.array(lambda s: s.whole_layers)
-    draft.refuse(np.isnan(share), "act_ckpt is not one of none, selective, full, every-N")
+    draft.refuse(np.isnan(share), "act_ckpt is not one of none, selective, full, every-N, block-N")
     draft.facts["full_ckpt"] = np.where(selective, whole, np.nan_to_num(share))
     mlp = selective & stack.mask(lambda s: s.selective_mlp)
     draft.facts["attn_ckpt"] = (selective & (whole == 0) & ~mlp).astype(np.float64)
@@ -240,6 +244,12 @@ def recomputed(kind: str) -> float:
     if every != kind and every.isdigit() and int(every) > 0:
         return 1.0 / int(every)
     return RECOMPUTED.get(kind, float("nan"))
+
+
+def recomputed_block(kind: str) -> float:
+    """Layers recomputed whole at the beginning of each model chunk; 0: not by blocks."""
+    number = kind.removeprefix("block-")
+    return float(number) if number != kind and number.isdecimal() and len(number) < 6 else 0.0
 
 
 def _hardware(draft: Draft, words: Distinct[NoteWords]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 from fourfold.cost.count.params import Param, embedding_tensors, layer_tensors, tp_shape
@@ -86,7 +87,7 @@ def stage_kernels(
     spec: RunSpec, world: World, layers: Sequence[int], *, micro: int, head: bool
 ) -> list[Kernel]:
     """All kernels of one micro batch of `micro` sequences through these layers (and the head)."""
-    again = _recomputed(spec, layers)
+    again = sum(len(spec.policy.recomputed_layers(chunk)) for chunk in _chunks(layers))
     kernels: list[Kernel] = []
     tokens = micro * spec.batch.seq_len // spec.layout.cp
     linears = list(_linears(spec, world))
@@ -103,12 +104,10 @@ def stage_kernels(
     return kernels
 
 
-def _recomputed(spec: RunSpec, layers: Sequence[int]) -> int:
-    kind = spec.policy.recompute
-    if not spec.policy.recompute_share:
-        return 0
-    every = 1 if kind == "full" else int(kind.removeprefix("every-"))
-    return sum(index % every == 0 for index in layers)
+def _chunks(layers: Sequence[int]) -> Iterator[list[int]]:
+    """The model chunks of a rank: only layers of one are neighbours."""
+    for _, chunk in groupby(enumerate(layers), lambda place: place[1] - place[0]):
+        yield [layer for _, layer in chunk]
 
 
 def _product(

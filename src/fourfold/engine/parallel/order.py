@@ -94,7 +94,7 @@ def _kernels(decoder: Decoder, spec: RunSpec, world: World) -> None:
 
 
 def _recompute(decoder: Decoder, spec: RunSpec, world: World) -> None:
-    apply_recompute(decoder, spec.policy.recompute)
+    apply_recompute(decoder, spec.policy)
 
 
 def _compile(decoder: Decoder, spec: RunSpec, world: World) -> None:

@@ -16,17 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.engine import compat
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import Layer
+from fourfold.spec.policy import Policy
 
 
-def apply_recompute(decoder: Decoder, kind: str) -> None:
-    """`full` every layer, `every-N` each N-th by global index, `selective` the attention core."""
-    if kind == "none":
-        return
-    for index, layer in decoder.blocks.items():
-        if kind == "selective":
+def apply_recompute(decoder: Decoder, policy: Policy) -> None:
+    """`selective` the attention core; else whole layers of this model chunk."""
+    if policy.recompute == "selective":
+        for layer in decoder.blocks.values():
             _wrap(layer.attention.core)
-        elif kind == "full" or index % int(kind.removeprefix("every-")) == 0:
-            _wrap(layer)
+    for index in policy.recomputed_layers(tuple(decoder.blocks)):
+        _wrap(decoder.blocks[index])
 
 
 def _wrap(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ from fourfold.cost.count.params import end_layers
 from fourfold.search.export.setup import Package, Setup, check_model, no_setting
 from fourfold.spec.batch import Batch
 from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
 
 Flags = dict[str, str | int | float | None]
 RELEASE = "Megatron-LM with megatron-core 0.16"
@@ -83,7 +84,7 @@ def _check_biases(model: ModelShape) -> None:
 
 def package(setup: Setup) -> Package:
     flags = _model(setup.model, setup.batch) | _axes(setup) | _stages(setup) | _batch(setup.batch)
-    flags |= _precision(setup) | _data_parallel(setup) | _RECOMPUTE[setup.policy.recompute]
+    flags |= _precision(setup) | _data_parallel(setup) | _recompute(setup.policy)
     flags["--attention-backend"] = _ATTENTION[setup.policy.attention]
     flags["--transformer-impl"] = "transformer_engine"
     words = [
@@ -227,6 +228,16 @@ def _data_parallel(setup: Setup) -> Flags:
         if policy.zero >= 1 and policy.overlap_param_gather:
             flags["--overlap-param-gather"] = None
     return flags
+
+
+def _recompute(policy: Policy) -> Flags:
+    if policy.recompute_kind != "block":
+        return _RECOMPUTE[policy.recompute]
+    return {
+        "--recompute-granularity": "full",
+        "--recompute-method": "block",
+        "--recompute-num-layers": policy.recompute_number,
+    }
 
 
 def _environment(setup: Setup) -> dict[str, str]:
