@@ -132,5 +132,5 @@ def _halves(table: WaysTable, coef: Coefficients) -> _Halves:
     c, group = table.query.columns(rows | one, is_open=True), group.reshape(-1)
     each = (weight_bytes(c) * coef["state"])[:, None] * params[group]
     other = gathered_bytes(c) + coef["base_gib"] * GIB
-    least = np.stack([held.min(axis=1) for held in beside], axis=1)
+    least = np.stack([held.min(axis=1, initial=np.inf) for held in beside], axis=1)
     return _Halves(group, each + other[:, None], beside, least)
