@@ -19,6 +19,7 @@ from fourfold.engine.model.layers import Linear, plain_gelu_of, plain_swiglu
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.parallel.wrap import apply_compile, apply_recompute
 from fourfold.spec.catalog import shape
+from fourfold.spec.policy import Policy
 
 
 def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,7 +106,7 @@ def test_a_recomputed_layer_keeps_nothing_inside_when_compiled(family, kind):
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     apply_fast_activations(decoder, torch.bfloat16)
-    apply_recompute(decoder, kind)
+    apply_recompute(decoder, Policy(recompute=kind))
     apply_compile(decoder, enabled=True, backend="aot_eager_decomp_partition")
     x = torch.randn(1, 16, 32).to(torch.bfloat16).requires_grad_()
     tables = make_tables(model, torch.arange(16), range(4))

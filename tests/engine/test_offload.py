@@ -85,7 +85,7 @@ def test_gradients_are_the_same_and_no_weight_goes(way, monkeypatch):
     decoder = built()
     want = grads(decoder)
     if way == "recompute":
-        apply_recompute(decoder, "full")
+        apply_recompute(decoder, Policy(recompute="full"))
     apply_compile(decoder, enabled=way == "compiled", backend="aot_eager")
     wrap.apply_offload(decoder, "activations", "cpu")
     for have, wanted in zip(grads(decoder), want, strict=True):
