@@ -21,7 +21,7 @@ from fourfold.cost.fit.interval import bounds, why_wide
 from fourfold.cost.fit.validate import strangers
 from fourfold.cost.memory.peak import limit_bytes, memory
 from fourfold.cost.step.estimate import PARTS, estimate
-from fourfold.cost.step.traffic import crosses, far_hops
+from fourfold.cost.step.traffic import crosses, exchange_s, far_hops, half_collective_s
 from fourfold.cost.table.reference import NoteWords, RowTable, read_table
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.search.query import usual_cluster
@@ -129,6 +129,19 @@ def test_most_hops_of_a_ring_stay_in_its_host() -> None:
     assert far_hops(c, np.array([256.0]), np.ones(1))[0] == 31.0
     assert far_hops(c, np.array([8.0]), np.ones(1))[0] == 0.0
     assert far_hops(c, np.array([32.0]), np.array([8.0]))[0] == 31.0
+
+
+def test_all_to_all_between_hosts_has_one_gpus_share_of_the_network() -> None:
+    """In a ring one rank of a host sends to the next host; in an all-to-all each of them does."""
+    coef = defaults() | {"latency_s": 0.0, "net_latency_s": 0.0}
+    sent, one = np.array([8e9]), np.ones(1)
+    inside, wide = run(gpus=64, tp=1, cp=8, dp=8), run(gpus=64, tp=1, cp=64, dp=1)
+    within = exchange_s(inside, coef, sent, size=inside.cp, stride=one)
+    assert within[0] == sent[0] / (coef["nvlink"] * 450e9)
+    across = exchange_s(wide, coef, sent, size=wide.cp, stride=one)
+    assert np.isclose(across[0], sent[0] * 56 / 63 / (coef["net"] * 400e9 / 8))
+    gathered = half_collective_s(wide, coef, sent * 64 / 63, size=wide.cp, stride=one)
+    assert across[0] > 6 * gathered[0]
 
 
 def test_recompute_by_module_trades_memory_for_time() -> None:

@@ -83,6 +83,22 @@ def half_collective_s(
     return np.where(size > 1, move + (size - 1.0) * hop_s(c, coef, size, stride), 0.0)
 
 
+def exchange_s(
+    c: Columns, coef: Coefficients, sent: Floats, *, size: Floats, stride: Floats
+) -> Floats:
+    """Seconds of an all-to-all in which a rank sends `sent` bytes, as many to each other member.
+
+    Unlike in a ring, all ranks of a host send to other hosts at once: each has its share of the
+    host's network. Links of both levels work at the same time.
+    """
+    split = straddles(c, size, stride, c.domain)
+    beside = np.where(split, 1.0, ranks_within(size, stride, c.domain))
+    near = (beside - 1.0) / np.maximum(1.0, size - 1.0)
+    inside = np.minimum(coef["nvlink"], 0.98) * c.link * wired_share(c, size, stride)
+    outside = node_rate(c, coef, size, beside) / c.node
+    return np.maximum(sent * near / inside, sent * (1.0 - near) / outside)
+
+
 def far_hops(c: Columns, size: Floats, stride: Floats) -> Floats:
     """Hops of a ring over the group that leave an NVLink domain: one for each domain but one."""
     inside = np.where(
@@ -123,7 +139,7 @@ def context_s(
     gather = ways * (c.cp - 1.0) * (keys / rate + hop)
     shares = (c.cp - 1.0) / c.cp
     exchanged = (keys + 4.0 * tokens * c.width / c.tp) * shares  # k, v and q, output
-    ulysses = exchanged / rate + 4.0 * coef["call_s"]
+    ulysses = exchange_s(c, coef, exchanged, size=c.cp, stride=c.tp) + 4.0 * coef["call_s"]
     paid = np.where(c.cp_kind == _ALLGATHER, gather, ring)
     paid = np.where(c.cp_kind == _ULYSSES, ulysses, paid)
     return np.where(c.cp > 1, paid, 0.0)
