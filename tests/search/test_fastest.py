@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fourfold.cost.fit import calibration as calibrations
+from fourfold.cost.fit.calibration import calibration_of
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.memory.peak import (
     FRAGMENTS,
@@ -24,6 +25,7 @@ from fourfold.cost.memory.peak import (
 )
 from fourfold.cost.step.estimate import estimate
 from fourfold.events import Bar, ignore
+from fourfold.result.profile import cluster_of
 from fourfold.search.candidates import candidates
 from fourfold.search.explain import explain
 from fourfold.search.fastest import CELLS, cells_of, fastest
@@ -37,6 +39,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
+from tests.result.test_host_profile import host_point, profile
 
 SHIPPED = calibrations.shipped()
 FIXED = ({}, {"pp": 2}, {"cp": 2}, {"recompute": "full"}, {"micro_batch": 3}, {"sharding": "zero3"},
@@ -184,6 +187,36 @@ def test_nothing_is_dropped_on_more_machines(query: PlanQuery) -> None:
 @settings(SAMPLED, max_examples=12)
 @given(questions())
 def test_no_point_is_faster_than_its_bound(query: PlanQuery) -> None:
+    check_bounds(query)
+
+
+@pytest.mark.parametrize("model", ["llama-mini", "llama-3.2-1b"])
+@pytest.mark.parametrize("update_s", [1e-4, 1e-2])
+def test_no_point_on_cores_is_faster_than_its_bound(model: str, update_s: float) -> None:
+    """A CPU's steps have formulas of their own."""
+    points = tuple(host_point(n, update_s=update_s) for n in (1, 2, 4))
+    known = replace(profile(), hosts=points)
+    cluster = cluster_of(known, 8)
+    made = calibration_of(known, cluster)
+    entry, why = entry_for(made, "fourfold", cluster)
+    query = PlanQuery(
+        model=catalog.model(model),
+        cluster=cluster,
+        gpus=8,
+        batch=Batch(seq_len=128, global_batch=16),
+        policy=usual_policy("fourfold", Policy(precision="fp32"), set()),
+        stack="fourfold",
+        entry=entry,
+        calibration="made",
+        no_rows=why,
+        evidence={},
+        fixed={},
+    )
+    assert "cpu_layer_s" in entry.coefficients
+    check_bounds(query)
+
+
+def check_bounds(query: PlanQuery) -> None:
     cells = cells_of(space_of(query, candidates(query), Bar(ignore, ""), every=True))
     mask = cells.space.legal
     cell = cells.holding(mask)

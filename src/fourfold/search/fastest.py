@@ -17,13 +17,11 @@ import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.step.estimate import (
+    end_of_step_s,
     ends_s,
     estimate,
-    first_stage_params,
     fixed_s,
-    gradient_s,
     handover_s,
-    optimizer_s,
     stage_times,
     waiting_s,
 )
@@ -113,9 +111,7 @@ def once_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
     for micro in (1, query.batch.global_batch):
         one = {"micro_batch": np.array([micro]), "recompute": np.zeros(1, np.int64)}
         c = query.columns(rows | one, is_open=True)
-        params, weights = first_stage_params(c)
-        grads = gradient_s(c, coef, params=params, window=np.array([np.inf]))
-        found.append(grads + optimizer_s(c, params=params, weights=weights))
+        found.append(sum(end_of_step_s(c, coef, window=np.array([np.inf])), np.zeros(())))
     work = np.minimum(*found)
     return work + waiting_s(c, coef, work=work, slots=np.zeros(1))[1]
 

@@ -165,6 +165,15 @@ def first_stage_params(c: Columns) -> tuple[Floats, Floats]:
     return params, params + np.where((c.tied < 1) & (c.pp == 1), embed, 0.0)
 
 
+def end_of_step_s(c: Columns, coef: Coefficients, *, window: Floats) -> tuple[Floats, Floats]:
+    """(gradients' traffic, update); `window`: seconds of a backward pass that hide traffic."""
+    params, weights = first_stage_params(c)
+    if host.is_host(coef):
+        return host.gradient_s(c, coef, weights), host.optimizer_s(c, coef, weights)
+    dp = gradient_s(c, coef, params=params, window=window)
+    return dp, optimizer_s(c, params=params, weights=weights)
+
+
 def _whole_step(
     c: Columns,
     coef: Coefficients,
@@ -175,12 +184,7 @@ def _whole_step(
     parts: dict[str, Floats],
 ) -> Times:
     """Adds what happens once per step to the pipeline's seconds and their parts."""
-    params, weights = first_stage_params(c)
-    dp = gradient_s(c, coef, params=params, window=c.layers / c.pp * layer.total)
-    optimizer = optimizer_s(c, params=params, weights=weights)
-    if host.is_host(coef):
-        dp = host.gradient_s(c, coef, weights)
-        optimizer = host.optimizer_s(c, coef, weights)
+    dp, optimizer = end_of_step_s(c, coef, window=c.layers / c.pp * layer.total)
     waits, jitter = waiting_s(c, coef, work=pipe + dp + optimizer, slots=slots)
     fixed = fixed_s(c, coef)
     step = pipe + dp + optimizer + waits + jitter + fixed
