@@ -6,7 +6,7 @@ from fourfold.search.rules.case import Rule, RuleCase, Truth, Whole, Words, any_
 from fourfold.spec.cluster import PEAK_NAMES
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import not_run
-from fourfold.spec.words import CP_KINDS, RECOMPUTE_KINDS, SCHEDULES
+from fourfold.spec.words import CP_KINDS, NUMBERED_RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES
 
 
 def _world_words(c: RuleCase) -> Words:
@@ -72,6 +72,14 @@ def _sharding_words(c: RuleCase) -> Words:
     return choice(c, "policy.sharding", f"zero{c.zero}", allowed)
 
 
+def _recompute_words(c: RuleCase) -> Words:
+    """Kinds with a number as they are written."""
+    named = {kind: f"{kind}-N" for kind in NUMBERED_RECOMPUTE}
+    asked = RECOMPUTE_KINDS[c.recompute]
+    allowed = tuple(named.get(kind, kind) for kind in c.stack.recompute)
+    return choice(c, "policy.recompute", named.get(asked, asked), allowed)
+
+
 def _zero_pipeline(c: RuleCase) -> Truth:
     both = (c.pp > 1) & (c.dp * c.cp > 1)
     refused = outside(c.zero, range(4), c.stack.pipeline_zeros)
@@ -123,7 +131,7 @@ RULES = (
     Rule(
         "recompute",
         lambda c: outside(c.recompute, RECOMPUTE_KINDS, c.stack.recompute),
-        lambda c: choice(c, "policy.recompute", RECOMPUTE_KINDS[c.recompute], c.stack.recompute),
+        _recompute_words,
     ),
     Rule(
         "sharding", lambda c: (c.dp > 1) & outside(c.zero, range(4), c.stack.zeros), _sharding_words
