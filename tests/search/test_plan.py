@@ -313,7 +313,22 @@ def test_where_one_layout_fits_smaller_ones_do() -> None:
     found = chances(replace(predicted, times=times), entry)
     assert found.fits[0] == pytest.approx(found.fits[1], abs=0.05)
     # Half as fast, it is best exactly where neither of the others fits, which they do together.
-    assert found.near_best[2] == pytest.approx(1.0 - found.fits[:2].max(), abs=0.02)
+    assert found.near_best[2] == pytest.approx(found.fits[2] - found.fits[:2].max(), abs=0.02)
+
+
+def test_a_layout_is_near_the_best_only_where_it_fits() -> None:
+    """On 4 x 40 GB nothing is sure to fit; the surest is not the best where it does not fit."""
+    cluster = usual_cluster(catalog.device("a100-40gb"), 4)
+    ranking = rank_layouts(ask(gpus=4, cluster=cluster, batch=Batch(seq_len=4096, global_batch=32)))
+    assert ranking.chances.fits.max() < 0.9
+    assert np.all(ranking.chances.near_best <= ranking.chances.fits + 0.01)
+
+
+@pytest.mark.parametrize("gpus", [16, 64])
+def test_a_longer_list_has_the_same_first_choice(gpus: int) -> None:
+    one = ask(gpus=gpus, batch=Batch(seq_len=8192, global_batch=128))
+    lists = [rank_layouts(one, least=least) for least in (1, 10, 40)]
+    assert len({str((ranking.layout(0), ranking.policy(0))) for ranking in lists}) == 1
 
 
 def test_the_first_choice_is_named_beside_faster_and_surer_ones(capsys) -> None:

@@ -31,6 +31,8 @@ NEAR = 1.02  # within 2% of the best is as good
 REPEATS = 0.01
 # What a try that runs out of memory costs: as much as a run that is 5% slower.
 LOST_TRY = 0.05
+# What is run in the end, where the layout that is 90% sure does not fit either.
+NEARLY_CERTAIN = 0.99
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +59,24 @@ def chances(
     step = _drawn_s(rng, predicted, entry, layouts)
     chance = fit_chance(predicted.columns, entry)
     mean_s = step.mean(axis=0)
-    # Something is run: the surest of all stands for it where nothing fits.
-    surest = np.lexsort((mean_s, -chance.round(3)))[0]
     fits = (rng.permutation(DRAWS)[:, None] + 0.5) / DRAWS < chance
-    fits[:, surest] = True
-    sure = chance >= SURE
-    then = int(np.argmin(np.where(sure, mean_s, np.inf))) if sure.any() else int(surest)
     best = np.where(fits, step, np.inf).min(axis=1, keepdims=True)
-    lost = LOST_TRY * best
-    again = np.where(fits[:, [then]], step[:, [then]], lost + step[:, [surest]])
-    paid = np.where(fits, step, lost + again)
     near = (fits & (step <= NEAR * best)).mean(axis=0)
-    return Chances(chance, near, (paid / best).mean(axis=0) - 1.0)
+    then, last = (_fastest_with(chance, mean_s, at_least) for at_least in (SURE, NEARLY_CERTAIN))
+    # Where nothing fits no choice is better than another.
+    some = fits.any(axis=1)
+    step, fits, best = step[some], fits[some], best[some]
+    lost = LOST_TRY * best
+    again = np.where(fits[:, [then]], step[:, [then]], lost + step[:, [last]])
+    paid = np.where(fits, step, lost + again)
+    regret = (paid / best).mean(axis=0) - 1.0 if some.any() else np.zeros(len(predicted))
+    return Chances(chance, near, regret)
+
+
+def _fastest_with(chance: Floats, mean_s: Floats, at_least: float) -> int:
+    """Of those that fit so surely, or as surely as any."""
+    sure = chance >= min(at_least, float(chance.max()))
+    return int(np.argmin(np.where(sure, mean_s, np.inf)))
 
 
 def _drawn_s(

@@ -19,10 +19,13 @@ from fourfold.spec.layout import MODEL_AXES, SIZES
 from fourfold.spec.run import CHOSEN
 
 # The best by closed form, whose pipelines are then played event by event; of one layout a few, so
-# that a playing can still change which of them is best.
+# that a playing can still change which of them is best, and more where there are few layouts.
 PLAYED, PLAYED_VARIANTS = 300, 3
+FEW, FEW_VARIANTS = 60, 12
 PLAYED_EVENTS = 150_000  # of all of them together: about a second of work
-PLAYED_SURE = 24  # layouts that are 90% sure to fit, played beside those
+# Layouts that are sure to fit, played beside those: the fastest way to run a layout often fills the
+# device, and one that loses little time is far surer.
+PLAYED_SURE, LIKELY = 24, 0.75
 LOOKED_THROUGH = 4096  # points at a time while the best are picked
 
 
@@ -42,12 +45,14 @@ class Listed:
 def listed(cells: Cells, ranked: Bools, new: Bools, least: int) -> Listed:
     """One way to run each layout, or more where there are fewer layouts than `least`."""
     query, points = cells.space.query, {}
-    for variants in (PLAYED_VARIANTS, max(PLAYED_VARIANTS, least)):
+    for variants in (PLAYED_VARIANTS, max(FEW_VARIANTS, least)):
         points = best_points(pool_of(cells, ranked, new, PLAYED, variants), PLAYED, variants)
-        if _size(points) >= PLAYED_VARIANTS * least:
+        if _size(points) >= max(FEW, least):
             break
     count = max(least, playable(query.columns(points), PLAYED_EVENTS))
-    points = _with_sure(cells, ranked, new, only(points, slice(count)))
+    points = only(points, slice(count))
+    for chance in (LIKELY, SURE):
+        points = _with_sure(cells, ranked, new, points, chance)
     predicted = predictions(query.columns(points), query.entry)
     _, numbers = np.unique(layout_numbers(points), return_inverse=True)
     found = chances(predicted, query.entry, numbers.reshape(-1))
@@ -68,32 +73,33 @@ def listed(cells: Cells, ranked: Bools, new: Bools, least: int) -> Listed:
     )
 
 
-def _with_sure(cells: Cells, ranked: Bools, new: Bools, points: Pool) -> Pool:
-    """With the fastest sure way to run each of the layouts that are fastest so. Those that are
-    known already say how fast a further one must be."""
+def _with_sure(cells: Cells, ranked: Bools, new: Bools, points: Pool, at_least: float) -> Pool:
+    """With the fastest way to run each layout that fits so surely, of the layouts that are fastest
+    so. Those that are known already say how fast a further one must be."""
     query = cells.space.query
     if query.safe or not _size(points):
         return points
     chance = fit_chance(query.columns(points), query.entry)
-    known = np.sort(_fewest(only(points, chance >= SURE)))
+    known = np.sort(_fewest(only(points, chance >= at_least)))
     most_s = float(known[PLAYED_SURE - 1]) if len(known) >= PLAYED_SURE else np.inf
-    some = sure_points(cells, ranked, new, most_s)
+    some = sure_points(cells, ranked, new, most_s, at_least)
     both = {name: np.concatenate([points[name], some[name]]) for name in points}
     chosen = np.stack([both[name] for name in CHOSEN], axis=1)
     return only(both, np.sort(np.unique(chosen, axis=0, return_index=True)[1]))
 
 
-def sure_points(cells: Cells, ranked: Bools, new: Bools, most_s: float) -> Pool:
-    """The fastest layouts that are 90% sure to fit, each in its fastest sure way; `most_s`: of
-    which at least as many are known."""
+def sure_points(
+    cells: Cells, ranked: Bools, new: Bools, most_s: float, at_least: float = SURE
+) -> Pool:
+    """The fastest layouts that fit so surely, each in its fastest such way; `most_s`: of which at
+    least as many are known."""
     space = cells.space
 
     def is_sure(index: Places) -> Bools:
-        return space.priced(index, lambda c: fit_chance(c, space.query.entry)) >= SURE
+        return space.priced(index, lambda c: fit_chance(c, space.query.entry)) >= at_least
 
-    index, step_s = fastest(
-        cells, ranked & space.roomy, keep=PLAYED_SURE, variants=1, holds=is_sure, most_s=most_s
-    )
+    mask = ranked & space.roomy if at_least >= SURE else ranked
+    index, step_s = fastest(cells, mask, keep=PLAYED_SURE, variants=1, holds=is_sure, most_s=most_s)
     return best_points(_priced(cells, index, step_s, new), PLAYED_SURE, 1)
 
 
