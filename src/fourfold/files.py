@@ -133,6 +133,23 @@ def require_mine(path: str | Path, *, mark: str, force: bool, field: str = "out"
     raise UserError(what, field=field, value=str(path), hint=hint)
 
 
+def require_place(path: str | Path, *, field: str = "out") -> None:
+    """Refuse now what could not be written later: the folder, or the one it will be made in."""
+    target = os.path.realpath(path)
+    is_folder = os.path.isdir(target)
+    if os.path.exists(target) and not is_folder and not os.path.isfile(target):
+        return  # a pipe is written to where it is
+    folder = os.path.dirname(target)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    number = errno.EISDIR * is_folder or errno.ENOTDIR * (not os.path.isdir(folder))
+    if not number and not os.access(folder, os.W_OK | os.X_OK):
+        number = errno.EACCES
+    if number:
+        error = OSError(number, os.strerror(number))
+        raise refused(error, path, field=field, verb="written")
+
+
 def write_text(path: str | Path, text: str, *, field: str = "out", own: bool = False) -> None:
     """Write all of `text` or nothing, as UTF-8; odd bytes of a file name are escaped."""
     write_bytes(path, text.encode("utf-8", errors="backslashreplace"), field=field, own=own)

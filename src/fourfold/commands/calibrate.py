@@ -46,6 +46,7 @@ def run(args: Any, show: OnEvent) -> Output:
     wanted = {flag: path for flag in _MARKS if (path := getattr(args, flag))}
     for flag, path in wanted.items():  # before minutes are spent on measuring
         files.require_mine(path, mark=_MARKS[flag], force=bool(args.force))
+        files.require_place(path)
     request = options.load(CalibrateRequest, args)
     if request.detach or request.print_launch:
         return submitted(fourfold.submit_calibrate(request))

@@ -16,9 +16,9 @@ from fourfold.spec.site import Site
 # What the script leaves in a job's folder when its ranks are gone: how often Slurm had started it
 # over, and the exit status of srun.
 EXIT_FILE = "slurm-exit"
-
-
-_LEFT = "news-*,beat-*,facts-*,failure-*,answer-*"
+# Beside that: the user stopped the job, so how the script ended is no result.
+STOPPED_FILE = "slurm-stopped"
+_LEFT = f"{EXIT_FILE},{STOPPED_FILE},news-*,beat-*,facts-*,failure-*,answer-*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def script(batch: BatchJob, site: Site) -> str:
             "run() { # one task on every node, which starts the ranks there",
             f'    [ -e "$1/{JOB_FILE}" ] || return',
             "    # What an earlier submission left is not of this one.",
-            f'    [ -n "$SLURM_RESTART_COUNT" ] || rm -f "$1"/{{{EXIT_FILE},{_LEFT}}}',
+            f'    [ -n "$SLURM_RESTART_COUNT" ] || rm -f "$1"/{{{_LEFT}}}',
             "    # The first node takes the next that is free, and tells the others in this file.",
             "    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + count++) % 12000))",
             f'    export {PORT_VARIABLE}="$1/slurm-port-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',

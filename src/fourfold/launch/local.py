@@ -55,7 +55,8 @@ def must_be_ok(report: JobReport) -> None:
 
 class Started(Protocol):
     """The ranks of one start, wherever they are; `queued` says what they still wait for.
-    `hear_out`: after a bad exit; True where they are started over. `end`: whatever runs."""
+    `hear_out`: after a bad exit; True where they are started over. `end`: whatever runs.
+    `stop`: the same where this command is stopped."""
 
     scene: JobScene
     queued: str
@@ -71,6 +72,8 @@ class Started(Protocol):
     def hear_out(self) -> bool: ...
 
     def end(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class Launcher(Protocol):
@@ -169,8 +172,10 @@ def _run_batch(
     folder = ranks.scene.folder
     try:
         outcome, failure = _watch(job, ranks, progress)
-    finally:
-        ranks.end()
+    except BaseException:
+        ranks.stop()
+        raise
+    ranks.end()
     ends: dict[int, End] = {}
     for task in batch:
         done = all(facts_file(folder, task, rank).exists() for rank in range(ranks.scene.ranks))

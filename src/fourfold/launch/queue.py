@@ -18,7 +18,7 @@ from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob, same_batch
 from fourfold.launch.claim import Claim, claim, number_of
 from fourfold.launch.folder import job_folder
-from fourfold.launch.slurm import Slurm, Submitted, logs_of, submitted
+from fourfold.launch.slurm import Slurm, Submitted, has_run, logs_of, script_of, submitted
 from fourfold.launch.stop import stop_signals
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.spec import codec
@@ -62,6 +62,7 @@ class Queue:
         self._taken: Counter[str] = Counter()
         self._waiting: list[tuple[Path, Work]] = []  # not submitted yet
         self._followed: dict[Path, Claim] = {}
+        self._mine: set[Path] = set()  # submitted by this command
 
     def take(self, spec: RunSpec, say: Callable[[str], None] = lambda text: None) -> Taken:
         """The folder of the next run of the spec; it is submitted when this returns. Waits while
@@ -130,7 +131,7 @@ class Queue:
     @contextlib.contextmanager
     def queued(self, specs: Sequence[RunSpec]) -> Iterator[None]:
         """Have many runs queued at once while each is followed in turn; an interruption cancels
-        all of them."""
+        those that this command has submitted."""
         with stop_signals(None):
             try:
                 self.submit(specs)
@@ -176,12 +177,16 @@ class Queue:
         return same[: site.most_queued]
 
     def prepare(self, specs: Sequence[RunSpec]) -> list[str]:
-        """The batch scripts that would be submitted, beside the job files that they name."""
-        counted = self._taken.copy()
+        """The batch scripts that would be submitted, beside the job files that they name; of a run
+        that is submitted, the script that was."""
+        counted, scripts = self._taken.copy(), []
         for spec in specs:
             place = self._place(spec, counted)
-            self._waiting.append((place, self.make(spec, place)))
-        scripts = []
+            work = self.make(spec, place)
+            if self.slurm.knows(work.job, place):
+                scripts.append(script_of(place))
+            else:
+                self._waiting.append((place, work))
         try:
             while self._waiting:
                 batch = self._batch(self._waiting[0])
@@ -192,12 +197,13 @@ class Queue:
                 scripts.append(self.slurm.write_script(written).read_text(encoding="utf-8"))
         finally:
             self._release()
-        return scripts
+        return list(dict.fromkeys(scripts))  # runs may share one
 
     def _submit(self, batch: list[tuple[Path, Work]]) -> None:
         written = self._written(batch)
         if written is not None:
             self.slurm.submit(written)
+            self._mine.update(written.folders)
 
     def _written(self, batch: list[tuple[Path, Work]]) -> BatchJob | None:
         """Job files first: a script skips a folder without one. Runs that another command follows
@@ -226,12 +232,14 @@ class Queue:
         return BatchJob(batch[0][1].job, (0,), folders, logs, array)
 
     def cancel(self) -> None:
-        """Everything that is followed here and not kept; returns when nothing of it runs."""
-        known = [one for place in self._followed if (one := submitted(place)) is not None]
-        ids = sorted({one.id for one in known})
+        """What this command has submitted and what has not run to its end; returns when nothing of
+        it runs. Finished runs and jobs of earlier commands are there for the next one."""
+        known = {place: submitted(place) for place in self._followed if not has_run(place)}
+        mine = {place: one for place, one in known.items() if one is None or place in self._mine}
+        ids = sorted({one.id for one in mine.values() if one is not None})
         self.slurm.cancel(*ids)
         self.slurm.wait_until_gone(ids)
-        for place in self._followed:
+        for place in mine:
             shutil.rmtree(place, ignore_errors=True)
         self._release()
         self._waiting = []

@@ -117,6 +117,9 @@ class Ranks:
         wait_for(lambda: self.poll() or self.all_ended, _LAST_WORDS_S)
         return False
 
+    def stop(self) -> None:
+        self.end()
+
     def end(self) -> None:
         """Whatever state they are in, stopped ones too; returns when they are gone."""
         try:

@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fourfold import files
 from fourfold.errors import MachineError, UserError
-from fourfold.launch.batch_script import EXIT_FILE, BatchJob, script
+from fourfold.launch.batch_script import EXIT_FILE, STOPPED_FILE, BatchJob, script
 from fourfold.launch.slurm_ranks import GONE_S, LIVING, WAITING, SlurmRanks, State
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.spec import codec
@@ -56,9 +56,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Slurm:
-    """Starts jobs by a site's rules."""
+    """Starts jobs by a site's rules. `mine`: those that were submitted here, by number; others are
+    followed only."""
 
     site: Site
+    mine: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def start(self, job: Job, tasks: list[int], folder: Path) -> SlurmRanks:
         """Submit it, unless it is (by `submit`, or by an earlier command)."""
@@ -68,7 +70,16 @@ class Slurm:
         count, each = job.processes(tasks[0]), 1
         if job.job == "engine":
             count, each = self.site.nodes(count), self.site.per_node(count)
-        ranks = SlurmRanks(self, known.id, job, folder, ranks=count, step=known.step, each=each)
+        ranks = SlurmRanks(
+            self,
+            known.id,
+            job,
+            folder,
+            ranks=count,
+            step=known.step,
+            each=each,
+            mine=known.id in self.mine,
+        )
         if known.log:
             ranks.scene.worker_log = Path(known.log)
         return ranks
@@ -78,8 +89,8 @@ class Slurm:
         known = submitted(folder)
         if known is None or _stored_job(folder) != codec.to_json(job):
             return False
-        has_run = (folder / EXIT_FILE).exists() and not job.patient  # a training goes on
-        return has_run or self.is_living(known.id)
+        over = has_run(folder) and not job.patient  # a training goes on
+        return over or self.is_living(known.id)
 
     def is_living(self, job_id: str) -> bool:
         """A scheduler that does not answer has not forgotten it."""
@@ -102,6 +113,7 @@ class Slurm:
             job_id = f"{number}_{place}" if batch.array else number
             log = str(batch.logs / f"slurm-{job_id}.log")
             known.append(Submitted(id=job_id, tasks=batch.tasks, step=step, log=log))
+            self.mine.add(job_id)
             files.write_text(folder / SUBMITTED_FILE, codec.to_json(known[-1]))
         return known
 
@@ -180,6 +192,21 @@ def submitted(folder: Path) -> Submitted | None:
     newest = f"{max(numbers)}_{of.place}" if of and of.array else str(max(numbers))
     step = of is not None and not of.array
     return Submitted(id=newest, step=step, log=str(logs / f"slurm-{newest}.log"))
+
+
+def is_submitted(folder: Path) -> bool:
+    """And was not stopped by the user."""
+    return not (folder / STOPPED_FILE).exists() and submitted(folder) is not None
+
+
+def has_run(folder: Path) -> bool:
+    """Whether the job of this folder came to an end that counts."""
+    return (folder / EXIT_FILE).exists() and not (folder / STOPPED_FILE).exists()
+
+
+def script_of(folder: Path) -> str:
+    """The script by which the job of this folder was submitted."""
+    return files.read_text((logs_of(folder) or folder) / SCRIPT_FILE, field="script")
 
 
 def logs_of(folder: Path) -> Path | None:

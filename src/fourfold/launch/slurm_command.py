@@ -22,8 +22,10 @@ def follow_command(slurm: Slurm, job: Job, folder: Path, watch: Watch) -> Ended:
     ranks = slurm.start(job, [0], folder)
     try:
         code, limit, steps, start_s = watched(_Nodes(ranks), folder, watch)
-    finally:
-        ranks.end()
+    except BaseException:
+        ranks.stop()
+        raise
+    ranks.end()
     node, own_code = _first_failed(ranks)
     return Ended(
         code=own_code if code and node >= 0 else code,

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fourfold.launch.batch_script import EXIT_FILE
+from fourfold.launch.batch_script import EXIT_FILE, STOPPED_FILE
 from fourfold.launch.outcomes import STALE_S, JobScene
 from fourfold.result.job import Job, beat_file, read_beat
 from fourfold.result.report import Outcome
@@ -52,7 +52,8 @@ class Scheduler(Protocol):
 
 class SlurmRanks:
     """One submitted job. `step`: it is one of several in an allocation, and ends before that.
-    `each`: ranks behind every process that tells of itself: another engine's, of a node."""
+    `each`: ranks behind every process that tells of itself: another engine's, of a node. `mine`:
+    this command submitted it."""
 
     def __init__(
         self,
@@ -64,8 +65,10 @@ class SlurmRanks:
         ranks: int,
         step: bool,
         each: int = 1,
+        mine: bool = True,
     ) -> None:
         self.slurm, self.job_id, self.is_step, self.each = slurm, job_id, step, each
+        self.mine = mine
         self.scene = JobScene(folder=folder, ranks=ranks)
         self.queued = f"Slurm job {job_id} was submitted"
         self._patient, self._is_engine = job.patient, job.job == "engine"
@@ -212,6 +215,22 @@ class SlurmRanks:
                 self.slurm.cancel(self._step_id())
                 cancelled = True
             time.sleep(_LOOK_S)
+
+    def stop(self) -> None:
+        """The user, or an error, stops the command: a job that an earlier one submitted goes on.
+        A training has been asked to save before that, and ends."""
+        if self._patient:
+            self.end()
+        elif self.mine:
+            has_run = self._script_ended()
+            mark = self.scene.folder / STOPPED_FILE
+            try:
+                if not has_run:  # before it is cancelled, of which its script may still tell
+                    mark.touch()
+                self.end()
+            except BaseException:
+                mark.unlink(missing_ok=True)
+                raise
 
     def _step_id(self) -> str:
         return f"{self.job_id}.{self._step}" if self.is_step and self._step else self.job_id

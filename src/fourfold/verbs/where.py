@@ -15,9 +15,9 @@ from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob
 from fourfold.launch.claim import claim
 from fourfold.launch.folder import job_folder, scratch
-from fourfold.launch.local import require_torch
+from fourfold.launch.local import JobError, require_torch
 from fourfold.launch.queue import Queue, described_job
-from fourfold.launch.slurm import Slurm
+from fourfold.launch.slurm import Slurm, is_submitted, script_of
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
@@ -49,8 +49,8 @@ def site_of(request: Launch | CalibrateRequest) -> Site | None:
 
 @contextlib.contextmanager
 def work_folder(job: Job, site: Site | None) -> Iterator[Path]:
-    """Where a job works whose command keeps nothing; gone afterwards. On a site its name follows
-    from the job: the same command finds it again."""
+    """Where a job works whose command keeps nothing; gone when its end is told. On a site its name
+    follows from the job: the same command finds it again, also after an error of its own."""
     if site is None:
         with scratch() as folder:
             yield folder
@@ -59,8 +59,14 @@ def work_folder(job: Job, site: Site | None) -> Iterator[Path]:
     with _claimed(folder):
         try:
             yield folder
-        finally:
+        except JobError:  # the job's own end
             shutil.rmtree(folder, ignore_errors=True)
+            raise
+        except BaseException:
+            if not is_submitted(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder_of(job: Job, site: Site) -> Path:
@@ -112,7 +118,9 @@ def left_to(site: Site | None, job: Job, *, only_print: bool) -> Submission:
         raise UserError("needs a site", field="detach", hint="--on slurm or --on SITE")
     folder, on = _folder_of(job, site), Slurm(site)
     with _claimed(folder):
-        if not only_print and on.knows(job, folder):
+        if on.knows(job, folder):
+            if only_print:
+                return Submission(scripts=(script_of(folder),))
             return Submission((described_job(folder),))
         return submission_of(job, folder, on, only_print=only_print)
 

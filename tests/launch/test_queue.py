@@ -1,0 +1,177 @@
+"""Queued runs and what a stopped, failed or second command does to them, by stand-ins for Slurm's
+commands that keep the state of every job in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.errors import MachineError
+from fourfold.launch.batch_script import EXIT_FILE
+from fourfold.launch.local import JobError
+from fourfold.launch.queue import Queue, Work
+from fourfold.launch.slurm import Slurm, submitted
+from fourfold.result.job import Job
+from fourfold.spec import codec
+from fourfold.spec.run import RunSpec
+from fourfold.spec.site import Site
+from fourfold.verbs.where import left_to, work_folder
+
+COMMANDS = {
+    "sbatch": 'number=$(($(ls {jobs} | wc -l) + 101)); echo PENDING >{jobs}/$number; echo $number',
+    "scontrol": 'job=${{4%%_*}}; [ -e {jobs}/$job ] || {{ echo "Invalid job id" >&2; exit 1; }}\n'
+    'echo "JobId=$job JobState=$(cat {jobs}/$job) Reason=None"',
+    "scancel": 'for job in "$@"; do echo CANCELLED >{jobs}/${{job%%[_.]*}}; done',
+    "squeue": "true",
+    "sacct": "exit 1",
+}  # fmt: skip
+
+
+class StandIn:
+    """What the stand-ins have been told."""
+
+    def __init__(self, jobs: Path) -> None:
+        self.jobs = jobs
+
+    def states(self) -> dict[str, str]:
+        return {path.name: path.read_text().strip() for path in sorted(self.jobs.iterdir())}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    folder, jobs = tmp_path / "bin", tmp_path / "slurm-jobs"
+    folder.mkdir()
+    jobs.mkdir()
+    for name, text in COMMANDS.items():
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{text.format(jobs=jobs)}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return StandIn(jobs)
+
+
+def spec(micro_batch: int = 1) -> RunSpec:
+    batch = {"seq_len": 64, "micro_batch": micro_batch, "global_batch": 4}
+    table = {"model": "llama-tiny", "gpus": 1, "device": "cpu", "batch": batch}
+    return codec.load(RunSpec, table)
+
+
+def work(spec: RunSpec, place: Path) -> Work:
+    return Work(Job(job="run", specs=(spec,)))
+
+
+def queue_in(root: Path, **site: object) -> Queue:
+    return Queue(root / "runs", Slurm(codec.load(Site, {"name": "here", **site})), work)
+
+
+def finish(place: Path, slurm: StandIn) -> None:
+    known = submitted(place)
+    assert known is not None
+    (place / EXIT_FILE).write_text("0 0\n")
+    (slurm.jobs / known.id).write_text("COMPLETED\n")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_stopped_command_cancels_what_it_submitted_and_loses_no_result(
+    tmp_path: Path, slurm: StandIn
+) -> None:
+    (earlier,) = queue_in(tmp_path).detach([spec(1)])
+    queue = queue_in(tmp_path)
+    with contextlib.suppress(KeyboardInterrupt), queue.queued([spec(1), spec(2), spec(4)]):
+        finished, running = (queue.take(spec(size)).place for size in (2, 4))
+        finish(finished, slurm)
+        raise KeyboardInterrupt
+    assert slurm.states() == {"101": "PENDING", "102": "COMPLETED", "103": "CANCELLED"}
+    assert earlier.is_dir()
+    assert not running.exists()
+    again = queue_in(tmp_path)
+    assert [again.take(spec(size)).place for size in (1, 2)] == [earlier, finished]
+    assert len(slurm.states()) == 3, "both are found again"
+    again.cancel()
+    assert finished.is_dir()
+
+
+def test_a_job_that_was_only_followed_goes_on(tmp_path: Path, slurm: StandIn) -> None:
+    (place,) = queue_in(tmp_path).detach([spec()])
+    job = work(spec(), place).job
+    Slurm(Site()).start(job, [0], place).stop()
+    assert slurm.states() == {"101": "PENDING"}
+    assert Slurm(Site()).knows(job, place)
+
+
+def test_how_a_job_ended_that_the_user_stopped_is_no_result(tmp_path: Path, slurm: StandIn) -> None:
+    queue = queue_in(tmp_path)
+    place, job = queue.take(spec()).place, Job(job="run", specs=(spec(),))
+    queue.slurm.start(job, [0], place).stop()
+    (place / EXIT_FILE).write_text("0 143\n")  # srun's, when it was cancelled
+    assert slurm.states() == {"101": "CANCELLED"}
+    assert not queue.slurm.knows(job, place)
+    queue.cancel()
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("way", ["each", "array", "allocation"])
+def test_the_script_of_a_submitted_run_is_printed_and_nothing_is_written(
+    tmp_path: Path, slurm: StandIn, way: str
+) -> None:
+    specs = [spec(1), spec(2)]
+    places = queue_in(tmp_path, queue=way).detach(specs)
+    (places[0] / "facts-0-0.json").write_text("measured")
+    before = [content(place) for place in places]
+    scripts = queue_in(tmp_path, queue=way).prepare(specs)
+    assert len(scripts) == (2 if way == "each" else 1)
+    assert all(str(place) in "".join(scripts) for place in places)
+    assert [content(place) for place in places] == before
+
+
+CALIBRATE = Job(job="calibrate", ranks=2, options=(("device", "cpu"),))
+
+
+def test_the_answer_of_a_detached_job_survives_a_printed_launch(
+    tmp_path: Path, slurm: StandIn
+) -> None:
+    site = Site(shared=str(tmp_path))
+    (job,) = left_to(site, CALIBRATE, only_print=False).jobs
+    folder = Path(job["folder"])
+    (folder / "answer-0.json").write_text("measured")
+    before = content(folder)
+    (script,) = left_to(site, CALIBRATE, only_print=True).scripts
+    assert script == (folder / "slurm.sh").read_text()
+    assert content(folder) == before
+
+
+def test_an_error_of_the_command_loses_no_answer(tmp_path: Path, slurm: StandIn) -> None:
+    site = Site(shared=str(tmp_path))
+    (job,) = left_to(site, CALIBRATE, only_print=False).jobs
+    folder = Path(job["folder"])
+    (folder / "answer-0.json").write_text("measured")
+    for error in (MachineError("scontrol is not installed"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), work_folder(CALIBRATE, site):
+            raise error
+        assert (folder / "answer-0.json").read_text() == "measured"
+    with pytest.raises(JobError), work_folder(CALIBRATE, site):
+        raise JobError("calibrate crashed")
+    assert not folder.exists(), "its end is told"
+    with pytest.raises(MachineError), work_folder(CALIBRATE, site) as folder:
+        raise MachineError("the disk is full")
+    assert not folder.exists(), "nothing was submitted there"
+
+
+@pytest.mark.parametrize("flag", ["--out", "--cluster-out", "--calibration-out"])
+def test_a_calibration_is_not_submitted_where_its_file_cannot_be_written(
+    tmp_path: Path, slurm: StandIn, flag: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for path in ("file/deeper/mine", "."):
+        assert main(["calibrate", "--on", "slurm", "--detach", flag, path, "--force"]) == 2
+        assert "cannot be written" in capsys.readouterr().err
+    assert slurm.states() == {}
