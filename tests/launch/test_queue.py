@@ -5,20 +5,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fourfold.cli import main
-from fourfold.errors import MachineError
+from fourfold.errors import MachineError, UserError
 from fourfold.launch.batch_script import EXIT_FILE
 from fourfold.launch.local import JobError
-from fourfold.launch.queue import Queue, Work
+from fourfold.launch.permit import Permit
+from fourfold.launch.queue import Make, Queue, Work
 from fourfold.launch.slurm import Slurm, submitted
 from fourfold.result.job import Job
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site
+from fourfold.verbs.engine_runs import TemplateRuns
+from fourfold.verbs.engines import EngineTemplate
+from fourfold.verbs.machine import Predictor
 from fourfold.verbs.where import left_to, work_folder
 
 COMMANDS = {
@@ -175,3 +181,66 @@ def test_a_calibration_is_not_submitted_where_its_file_cannot_be_written(
         assert main(["calibrate", "--on", "slurm", "--detach", flag, path, "--force"]) == 2
         assert "cannot be written" in capsys.readouterr().err
     assert slurm.states() == {}
+
+
+def by_engine(name: str) -> Make:
+    def work(spec: RunSpec, place: Path) -> Work:
+        return Work(Job(job="engine", specs=(spec,), options=(("engine", name),)))
+
+    return work
+
+
+def test_the_same_spec_by_two_engines_or_on_two_sites_works_in_two_folders(
+    tmp_path: Path, slurm: StandIn
+) -> None:
+    root, here, there = tmp_path / "runs", Site(name="here"), Site(name="there")
+    asked = [(here, "a"), (here, "b"), (there, "a")]
+    made = [Queue(root, Slurm(site), by_engine(name)).detach([spec()]) for site, name in asked]
+    places = [place for (place,) in made]
+    assert len(set(places)) == 3
+    assert slurm.states() == {"101": "PENDING", "102": "PENDING", "103": "PENDING"}
+    for place, (site, name) in zip(places, asked, strict=True):
+        assert Queue(root, Slurm(site), by_engine(name)).take(spec()).place == place
+    assert len(slurm.states()) == 3
+
+
+def test_the_folder_of_a_living_job_is_never_emptied(tmp_path: Path, slurm: StandIn) -> None:
+    (place,) = queue_in(tmp_path).detach([spec()])
+    (place / "job.json").write_text("{}")  # so it is not recognised
+    before = content(place)
+    for act in ("detach", "prepare", "take"):
+        queue = queue_in(tmp_path)
+        asked = spec() if act == "take" else [spec()]
+        with pytest.raises(UserError, match=f"job 101 works in {place}; wait for it, or scancel"):
+            getattr(queue, act)(asked)
+        queue.cancel()
+        assert content(place) == before
+    (slurm.jobs / "101").write_text("FAILED\n")
+    assert queue_in(tmp_path).detach([spec()]) == [place]
+
+
+def test_an_engines_job_is_the_same_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = EngineTemplate(name="mine", command=("bash", "{settings}/run.sh"))
+    runs = TemplateRuns(template, Predictor(), Permit(), Site())
+    jobs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        jobs.append(runs.work(spec(), tmp_path).job)
+    assert jobs[0] == jobs[1]
+    other = replace(runs, template=replace(template, env=(("A", "1"),)))
+    assert other.work(spec(), tmp_path).job != jobs[0]
+
+
+def test_runs_that_are_submitted_are_taken_before_others(tmp_path: Path, slurm: StandIn) -> None:
+    """The follower of three was killed when it had stored the first."""
+    places = queue_in(tmp_path).detach([spec()] * 3)
+    shutil.rmtree(places[0])
+    queue = queue_in(tmp_path)
+    with queue.queued([spec()] * 2):
+        assert [queue.take(spec()).place for _ in range(2)] == places[1:]
+        assert len(slurm.states()) == 3
+        assert queue.take(spec()).place == places[0]
+        assert len(slurm.states()) == 4

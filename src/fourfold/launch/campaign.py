@@ -143,14 +143,17 @@ class Campaign:
         if summary.outcome in self.again:
             return False
         if self.queue is not None:
-            site = self.queue.slurm.site
-            known = dict(stored.report().environment)
-            here = (known.get("site"), known.get("engine", "")) == (site.name, self._engine)
             # Torch on a site's own interpreter is known when a run has been there.
-            any_torch = bool(site.python) and not self._engine
-            return here and (any_torch or summary.torch == machine.torch)
+            any_torch = bool(self.queue.slurm.site.python) and not self._engine
+            return self._is_ours(stored) and (any_torch or summary.torch == machine.torch)
         same_machine = summary.host == socket.gethostname() or summary.device == machine.device
         return same_machine and summary.torch == machine.torch
+
+    def _is_ours(self, stored: Stored) -> bool:
+        """Whether a run of a site is by this engine, on this site."""
+        site = self.queue.slurm.site.name if self.queue else None
+        known = dict(stored.report().environment)
+        return (known.get("site"), known.get("engine", "")) == (site, self._engine)
 
     def run(self, spec: RunSpec, repeats: int = 1) -> list[Done]:
         """Until the store holds `repeats` finished runs of the spec."""
@@ -198,7 +201,7 @@ class Campaign:
         """What became of the folder with this number, which another command took."""
         while number:
             for stored in self.store.named(f"{spec.run_id}_"):
-                if number_of(stored.folder) == number:
+                if number_of(stored.folder) == number and self._is_ours(stored):
                     return stored
             if number not in map(number_of, self.store.work()):
                 break

@@ -1,10 +1,12 @@
 """Runs of a store under Slurm: submitted many at a time, followed one by one. A run works in
-`.jobs/RUN-N` of the store until it is kept, so the same command finds it again after a logout. Of
-several commands that find it one follows it, and the others wait for what it stores."""
+`.jobs/RUN-WORK-N` of the store until it is kept, named by its spec and by what is done for it on
+which site, so the same command finds it again after a logout. Of several commands that find it one
+follows it, and the others wait for what it stores."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import secrets
 import shutil
 import time
@@ -18,7 +20,7 @@ from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob, same_batch
 from fourfold.launch.claim import Claim, claim, number_of
 from fourfold.launch.folder import job_folder
-from fourfold.launch.slurm import Slurm, Submitted, has_run, logs_of, script_of, submitted
+from fourfold.launch.slurm import Slurm, has_run, logs_of, script_of, submitted
 from fourfold.launch.stop import stop_signals
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.spec import codec
@@ -26,6 +28,7 @@ from fourfold.spec.run import RunSpec
 
 JOBS = ".jobs"
 _LOOK_S, _SAY_EVERY_S = 0.2, 2.0
+_ANY_PLACE = Path("/place")  # for what is the same wherever a run works
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class Queue:
 
     def __init__(self, root: Path, slurm: Slurm, make: Make) -> None:
         self.root, self.slurm, self.make = root / JOBS, slurm, make
-        self._taken: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()  # by name, as are their places in order
+        self._places: dict[str, list[Path]] = {}
         self._waiting: list[tuple[Path, Work]] = []  # not submitted yet
         self._followed: dict[Path, Claim] = {}
         self._mine: set[Path] = set()  # submitted by this command
@@ -94,7 +98,7 @@ class Queue:
 
     def give_back(self, spec: RunSpec) -> None:
         """Nothing came of the run that was taken last: the next one takes its place."""
-        self._taken[spec.run_id] -= 1
+        self._taken[self._name(spec)] -= 1
 
     def _finds(self, place: Path, job: Job) -> bool:
         """Whether an earlier command has submitted it; it is followed here from now on, unless by
@@ -117,9 +121,32 @@ class Queue:
         return own is None
 
     def _place(self, spec: RunSpec, counted: Counter[str]) -> Path:
-        name = f"{spec.run_id}-{counted[spec.run_id]}"
-        counted[spec.run_id] += 1
-        return self.root / name
+        """Those that are submitted come first, whatever their numbers; then free ones."""
+        name = self._name(spec)
+        if name not in self._places:
+            self._places[name] = self._known(name, spec)
+        places, number = self._places[name], 0
+        while len(places) <= counted[name]:
+            place = self.root / f"{name}-{number}"
+            number += 1
+            if place not in places:
+                places.append(place)
+        counted[name] += 1
+        return places[counted[name] - 1]
+
+    def _name(self, spec: RunSpec) -> str:
+        """Another engine, template or site works elsewhere for the same spec."""
+        whole = f"{self.slurm.site.name}\n{codec.to_json(self.make(spec, _ANY_PLACE).job)}"
+        return f"{spec.run_id}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+
+    def _known(self, name: str, spec: RunSpec) -> list[Path]:
+        numbers = []
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            own, _, number = path.name.rpartition("-")
+            if own == name and number.isdecimal():
+                numbers.append((int(number), path))
+        places = [path for _, path in sorted(numbers)]
+        return [one for one in places if self.slurm.knows(self.make(spec, one).job, one)]
 
     def done(self, place: Path) -> None:
         """It is kept, or given up: the next may be submitted."""
@@ -218,6 +245,7 @@ class Queue:
         if not batch:
             return None
         for place, work in batch:
+            self._require_idle(place)
             with job_folder(place):
                 for name, text in work.files.items():
                     (place / name).parent.mkdir(exist_ok=True)
@@ -230,6 +258,13 @@ class Queue:
         array = self.slurm.site.queue == "array" and len(batch) > 1
         folders = tuple(place for place, _ in batch)
         return BatchJob(batch[0][1].job, (0,), folders, logs, array)
+
+    def _require_idle(self, place: Path) -> None:
+        """A folder is never emptied while a job works there."""
+        known = submitted(place)
+        if known is not None and self.slurm.is_living(known.id):
+            rule, hint = f"works in {place}", f"wait for it, or scancel {known.id}"
+            raise UserError(f"Slurm job {known.id} {rule}", hint=hint)
 
     def cancel(self) -> None:
         """What this command has submitted and what has not run to its end; returns when nothing of
@@ -260,8 +295,3 @@ class Queue:
                 shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             self.root.rmdir()  # only when it is empty
-
-
-def described_job(place: Path) -> dict[str, str]:
-    one = submitted(place) or Submitted(id="")
-    return {"slurm_job": one.id, "folder": str(place)}

@@ -194,6 +194,11 @@ def submitted(folder: Path) -> Submitted | None:
     return Submitted(id=newest, step=step, log=str(logs / f"slurm-{newest}.log"))
 
 
+def described_job(place: Path) -> dict[str, str]:
+    one = submitted(place) or Submitted(id="")
+    return {"slurm_job": one.id, "folder": str(place)}
+
+
 def is_submitted(folder: Path) -> bool:
     """And was not stopped by the user."""
     return not (folder / STOPPED_FILE).exists() and submitted(folder) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -75,14 +75,14 @@ class TemplateRuns:
 
     def work(self, spec: RunSpec, place: Path) -> Work:
         """What a site gets for it: settings, the script of a node, and a job that is another one
-        when either changes."""
+        when its words, variables or settings change, and the same wherever it is asked for."""
         ready = self.filled(spec, place)
         script = node_script(ready.command, ready.env, folder=place, cwd=Path.cwd())
-        settings = codec.json_of(ready.settings)
+        words = codec.json_of(asdict(ready))
         options = (
             ("command", shlex.join(ready.command)),
             ("engine", self.template.name),
-            ("script_crc32", f"{zlib.crc32((script + settings).encode()):08x}"),
+            ("work_crc32", f"{zlib.crc32(words.encode()):08x}"),
         )
         named = {f"{SETTINGS}/{name}": text for name, text in ready.settings.items()}
         job = Job(job="engine", specs=(spec,), options=options)

@@ -16,8 +16,8 @@ from fourfold.launch.batch_script import BatchJob
 from fourfold.launch.claim import claim
 from fourfold.launch.folder import job_folder, scratch
 from fourfold.launch.local import JobError, require_torch
-from fourfold.launch.queue import Queue, described_job
-from fourfold.launch.slurm import Slurm, is_submitted, script_of
+from fourfold.launch.queue import Queue
+from fourfold.launch.slurm import Slurm, described_job, is_submitted, script_of
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
