@@ -44,7 +44,8 @@ def submitted(answer: Any) -> Output:
         ("folder", lambda job: job["folder"]),
     )
     follow = "The same command without --detach follows them and has the answer."
-    return Output.of(answer, lambda: [jobs, "", follow])
+    waiting = [f"{answer.waiting} when these have run."] if answer.waiting else []
+    return Output.of(answer, lambda: [jobs, "", *waiting, follow])
 
 
 def text_of(output: Output, style: str, columns: int = 0) -> str:

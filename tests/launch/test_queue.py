@@ -18,6 +18,8 @@ from fourfold.launch.local import JobError
 from fourfold.launch.permit import Permit
 from fourfold.launch.queue import Make, Queue, Work
 from fourfold.launch.slurm import Slurm, submitted
+from fourfold.output import submitted as shown
+from fourfold.output import text_of
 from fourfold.result.job import Job
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
@@ -25,7 +27,8 @@ from fourfold.spec.site import Site
 from fourfold.verbs.engine_runs import TemplateRuns
 from fourfold.verbs.engines import EngineTemplate
 from fourfold.verbs.machine import Predictor
-from fourfold.verbs.where import left_to, work_folder
+from fourfold.verbs.run_requests import BenchRequest
+from fourfold.verbs.where import left_to, submission, work_folder
 
 COMMANDS = {
     "sbatch": 'number=$(($(ls {jobs} | wc -l) + 101)); echo PENDING >{jobs}/$number; echo $number',
@@ -244,3 +247,22 @@ def test_runs_that_are_submitted_are_taken_before_others(tmp_path: Path, slurm: 
         assert len(slurm.states()) == 3
         assert queue.take(spec()).place == places[0]
         assert len(slurm.states()) == 4
+
+
+@pytest.mark.parametrize(("way", "why"), [("each", ""), ("array", ", one array at a time")])
+def test_a_detached_command_says_how_many_runs_wait(
+    tmp_path: Path, slurm: StandIn, way: str, why: str
+) -> None:
+    """And submits them when it is called again after the first have run."""
+    specs, request = [spec(size) for size in (1, 2, 4)], BenchRequest(engine="mine")
+    site = {"queue": way, "most_queued": 2}
+    first = submission(queue_in(tmp_path, **site), specs, request)
+    assert len(first.jobs) == 2
+    said = f"1 more waits: most_queued = 2{why}; the same command submits them"
+    assert first.waiting == said
+    assert said in text_of(shown(first), "text")
+    assert submission(queue_in(tmp_path, **site), specs, request) == first
+    for job in first.jobs:
+        (Path(job["folder"]) / EXIT_FILE).write_text("0 0\n")
+    second = submission(queue_in(tmp_path, **site), specs, request)
+    assert (len(second.jobs), second.waiting) == (3, "")

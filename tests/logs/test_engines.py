@@ -225,6 +225,14 @@ def test_places_are_filled_and_strange_ones_refused() -> None:
         ('command = ["a"]\nexport = "deepspeed"', "unknown engine"),
         ('command = ["a"]\nreader = "axolotl"', "unknown reader"),
         ('command = ["a"]\nshell = true', "unknown field"),
+        ('command = ["", "a"]', "must begin with a program"),
+        ('command = ["a", "b\\u0000c"]', "no NUL in a word"),
+        ('command = ["a"]\n[env]\n"A B" = "1"', "is not a variable name"),
+        ('command = ["a"]\n[env]\nA = "1\\n2"', "must be printable text"),
+        ('command = ["a"]\n[env]\nMASTER_PORT = "1"', "MASTER_PORT.*is set by fourfold"),
+        ('command = ["a"]\n[env]\nMASTER_ADDR = "n1"', "is set by fourfold"),
+        ('command = ["a"]\n[env]\nNODE_RANK = "0"', "is set by fourfold"),
+        ('command = ["a"]\n[env]\nFOURFOLD_JOB = "x"', "is set by fourfold"),
     ],
 )
 def test_a_wrong_template_is_named(tmp_path: Path, text: str, words: str) -> None:

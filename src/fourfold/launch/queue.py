@@ -64,7 +64,7 @@ class Queue:
         self.root, self.slurm, self.make = root / JOBS, slurm, make
         self._taken: Counter[str] = Counter()  # by name, as are their places in order
         self._places: dict[str, list[Path]] = {}
-        self._waiting: list[tuple[Path, Work]] = []  # not submitted yet
+        self.waiting: list[tuple[Path, Work]] = []  # not submitted yet
         self._followed: dict[Path, Claim] = {}
         self._mine: set[Path] = set()  # submitted by this command
 
@@ -72,7 +72,7 @@ class Queue:
         """The folder of the next run of the spec; it is submitted when this returns. Waits while
         another command follows it."""
         place = self._place(spec, self._taken)
-        mine = next((one for one in self._waiting if one[0] == place), None)
+        mine = next((one for one in self.waiting if one[0] == place), None)
         if mine is not None:
             self._submit(self._batch(mine))
         elif place not in self._followed:
@@ -176,7 +176,7 @@ class Queue:
         counted = self._taken.copy()
         places = [(place := self._place(spec, counted), self.make(spec, place)) for spec in specs]
         found = [place for place, work in places if self._finds(place, work.job)]
-        self._waiting += [one for one in places if one[0] not in found]
+        self.waiting += [one for one in places if one[0] not in found]
         self._fill()
         return [place for place, _ in places if place in found or place in self._followed]
 
@@ -188,10 +188,9 @@ class Queue:
 
     def _fill(self) -> None:
         site = self.slurm.site
-        while self._waiting and len(self._followed) < site.most_queued:
-            if site.queue != "each" and self._followed:
-                return  # one array, one allocation after the other
-            self._submit(self._batch(self._waiting[0]))
+        most = site.most_queued if site.queue == "each" else 1  # array or allocation at a time
+        while self.waiting and sum(not has_run(place) for place in self._followed) < most:
+            self._submit(self._batch(self.waiting[0]))
 
     def _batch(self, first: tuple[Path, Work]) -> list[tuple[Path, Work]]:
         """Those that are submitted with `first`: with the same ranks and variables, in order."""
@@ -199,7 +198,7 @@ class Queue:
         if site.queue == "each":
             return [first]
         alike = same_batch(first[1].job)
-        same = [one for one in self._waiting if same_batch(one[1].job) == alike]
+        same = [one for one in self.waiting if same_batch(one[1].job) == alike]
         same.sort(key=lambda one: one is not first)
         return same[: site.most_queued]
 
@@ -213,10 +212,10 @@ class Queue:
             if self.slurm.knows(work.job, place):
                 scripts.append(script_of(place))
             else:
-                self._waiting.append((place, work))
+                self.waiting.append((place, work))
         try:
-            while self._waiting:
-                batch = self._batch(self._waiting[0])
+            while self.waiting:
+                batch = self._batch(self.waiting[0])
                 written = self._written(batch)
                 if written is None:
                     rule, hint = "is followed by another command", "wait for it, or stop it"
@@ -236,7 +235,7 @@ class Queue:
         """Job files first: a script skips a folder without one. Runs that another command follows
         are left out; None where nothing remains."""
         places = [place for place, _ in batch]
-        self._waiting = [one for one in self._waiting if one[0] not in places]
+        self.waiting = [one for one in self.waiting if one[0] not in places]
         batch = [
             (place, work)
             for place, work in batch
@@ -277,7 +276,7 @@ class Queue:
         for place in mine:
             shutil.rmtree(place, ignore_errors=True)
         self._release()
-        self._waiting = []
+        self.waiting = []
 
     def _release(self) -> None:
         for own in self._followed.values():

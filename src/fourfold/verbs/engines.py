@@ -18,11 +18,13 @@ from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site
-from fourfold.spec.variables import Env
+from fourfold.spec.variables import Env, require_form
 
 _DATA = Path(catalog.DATA) / "engines"
 SETTINGS = "settings"
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
+# By these the nodes of a run meet, and its processes are found again.
+_RESERVED = re.compile(r"MASTER_ADDR|MASTER_PORT|NODE_RANK|FOURFOLD_\w*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,14 @@ class EngineTemplate:
             raise UserError("must be a short lower-case name", field="name", value=self.name)
         if not self.command:
             raise UserError("is required", field="command", hint='write ["bash", "run.sh"]')
+        if not self.command[0].strip() or any("\0" in word for word in self.command):
+            rule = "must begin with a program, and have no NUL in a word"
+            raise UserError(rule, field="command", value=list(self.command))
+        require_form(self.env)
+        for name, value in self.env:
+            if _RESERVED.fullmatch(name):
+                rule = "is set by fourfold for every node"
+                raise UserError(rule, field=f"env.{name}", value=value, hint="remove it")
         if self.export:
             exports.stack_of(self.export)
         if self.reader and self.reader not in READERS:

@@ -28,10 +28,12 @@ from fourfold.verbs.run_requests import CalibrateRequest, Launch, MeasureRequest
 
 @dataclass(frozen=True, slots=True)
 class Submission(Answer):
-    """Jobs that were left to a scheduler, or batch scripts that nobody has submitted yet."""
+    """Jobs that were left to a scheduler, or batch scripts that nobody has submitted yet; `waiting`
+    tells of runs that the site does not want queued yet."""
 
     jobs: tuple[dict[str, str], ...] = ()
     scripts: tuple[str, ...] = ()
+    waiting: str = ""
 
     def rows(self) -> list[dict[str, Any]]:
         return [dict(job) for job in self.jobs]
@@ -96,7 +98,17 @@ def submission(queue: Queue, specs: Sequence[RunSpec], request: MeasureRequest) 
         return Submission(scripts=tuple(queue.prepare(specs)))
     if not request.engine:
         require_torch()
-    return Submission(tuple(described_job(place) for place in queue.detach(specs)))
+    jobs = tuple(described_job(place) for place in queue.detach(specs))
+    return Submission(jobs, waiting=_waiting(len(queue.waiting), queue.slurm.site))
+
+
+def _waiting(count: int, site: Site) -> str:
+    if not count:
+        return ""
+    why = f"most_queued = {site.most_queued}"
+    if site.queue != "each":
+        why += f", one {site.queue} at a time"
+    return f"{count} more wait{'s' * (count == 1)}: {why}; the same command submits them"
 
 
 def submission_of(job: Job, folder: Path, on: Slurm, *, only_print: bool) -> Submission:
