@@ -1,6 +1,6 @@
 """How far predictions of our engine on this host's cores are from what it measures.
 
-python scripts/cpu_table.py RUNS [--quick] [ROW ...]
+python scripts/cpu_table.py [--quick] RUNS [ROW ...]
 
 Measures the machine (`fourfold calibrate`), runs the rows with `fourfold bench` and measures the
 machine again, since a neighbour changes both. Prints a table of seconds predicted by either profile
