@@ -13,7 +13,7 @@ from fourfold.result.job import Job, JobReport
 from fourfold.spec import catalog, codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site, read_site
-from tests.slurm.user import FOREVER, SMALL, User, taken_port
+from tests.slurm.user import FOREVER, SMALL, User, command_lines, taken_port
 
 pytestmark = pytest.mark.slow
 RUN = ["bench", *SMALL, "--warmup", "1"]
@@ -35,16 +35,7 @@ def hosts_of(run: dict[str, Any]) -> list[str]:
 
 def workers_of(folder: Path) -> list[str]:
     """Command lines of processes that work for a job below this folder."""
-    lines = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            if "fourfold.engine.worker" in line and str(folder) in line:
-                lines.append(line)
-    return lines
+    return command_lines("fourfold.engine.worker", str(folder))
 
 
 def test_a_bench_over_two_nodes(user: User) -> None:

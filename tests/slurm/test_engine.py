@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.user import User, taken_port
+from tests.slurm.user import User, command_lines, taken_port
 
 pytestmark = pytest.mark.slow
 SAMPLES = Path(__file__).parent.parent / "samples" / "engine"
@@ -61,16 +61,7 @@ def at_work(user: User) -> bool:
 
 
 def left_running() -> list[str]:
-    lines = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            if "fake_torchrun.py" in line:
-                lines.append(line)
-    return lines
+    return command_lines("fake_torchrun.py")
 
 
 def test_a_run_over_two_nodes_is_measured_from_its_log(user: User) -> None:

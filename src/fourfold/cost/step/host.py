@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.step.kernels import attention_s
+from fourfold.cost.step.kernels import attention_s, linear_shapes
 
 # Of a logit, in values read and written: logarithm of softmax, both ways, and the loss's gradient;
 # cut by vocabulary, and by the lean loss, in separate operators.
@@ -164,12 +164,7 @@ def optimizer_s(c: Columns, coef: Coefficients, weights: Floats) -> Floats:
 def layer_parts(c: Columns, coef: Coefficients, *, micro: Floats) -> dict[str, Floats]:
     """Seconds of one layer and one micro batch, by the names of LayerTimes."""
     tokens = micro * c.seq / c.cp
-    shapes = (
-        (c.qkv_width / c.tp, c.hidden),
-        (c.hidden, c.width / c.tp),
-        ((1.0 + c.gated) * c.ffn / c.tp, c.hidden),
-        (c.hidden, c.ffn / c.tp),
-    )
+    shapes = linear_shapes(c)
     pairs = [linear_s(c, coef, tokens=tokens, wide=n, deep=k) for n, k in shapes]
     gemm_f, gemm_b = (sum(way, np.zeros(())) for way in zip(*pairs, strict=True))
     attn_f, attn_b = attention_s(c, coef, micro=micro)

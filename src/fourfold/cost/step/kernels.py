@@ -72,6 +72,16 @@ def gemm_s(
     return np.maximum(busy, 2.0 * (m * k + n * k + m * n) / hbm)
 
 
+def linear_shapes(c: Columns) -> tuple[tuple[Floats, Floats], ...]:
+    """(outputs, inputs) of a rank's four linear layers: qkv, attention out, mlp in, mlp out."""
+    return (
+        (c.qkv_width / c.tp, c.hidden),
+        (c.hidden, c.width / c.tp),
+        ((1.0 + c.gated) * c.ffn / c.tp, c.hidden),
+        (c.hidden, c.ffn / c.tp),
+    )
+
+
 def attention_s(c: Columns, coef: Coefficients, *, micro: Floats) -> tuple[Floats, Floats]:
     """(forward, backward) of one layer on one rank, mean over layers with and without a window.
 

@@ -15,6 +15,7 @@ from fourfold.cost.step.kernels import (
     elementwise_s,
     gemm_s,
     lean_bytes,
+    linear_shapes,
 )
 from fourfold.cost.step.traffic import (
     context_s,
@@ -67,12 +68,7 @@ def linear_s(
 
 def layer_gemm_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> tuple[Floats, Floats]:
     """(forward, backward) of the four linear layers: qkv, attention out, mlp in, mlp out."""
-    shapes = (
-        (c.qkv_width / c.tp, c.hidden),
-        (c.hidden, c.width / c.tp),
-        ((1.0 + c.gated) * c.ffn / c.tp, c.hidden),
-        (c.hidden, c.ffn / c.tp),
-    )
+    shapes = linear_shapes(c)
     pairs = [linear_s(c, coef, tokens=tokens, wide=n, deep=k) for n, k in shapes]
     none = np.zeros(())
     return sum((f for f, _ in pairs), start=none), sum((b for _, b in pairs), start=none)
