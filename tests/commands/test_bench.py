@@ -140,3 +140,35 @@ def test_a_gpu_that_is_not_there_is_missed_before_a_rank_starts(
     said = capsys.readouterr().err
     assert "device cuda needs 2 GPUs, one per rank, but this machine has 1" in said
     assert not list(tmp_path.glob("**/*.json"))
+
+
+def test_engines_run_the_same_run_into_one_table(
+    tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = Path(__file__).parents[1] / "samples" / "engine" / "fake.py"
+    template = tmp_path / "mine.toml"
+    command = ["python3", str(fake), "{settings}", "{iterations}", "0.25", "plain"]
+    template.write_text(f'export = "megatron"\nreader = "megatron"\ncommand = {command!r}\n')
+    runs = str(tmp_path / "runs")
+    words = [*RUN, *CPU, "--micro-batch", "2", "--runs", runs, "--engine", f"{template}, fourfold"]
+    assert main([*words, "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["engine"] for run in data] == ["mine", "fourfold"]
+    assert [run["step_s"] for run in data] == [0.25, 0.5]
+    assert data[0]["run_id"] == data[1]["run_id"], "the same run"
+    assert main(words) == 0
+    table = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
+    assert "of fourfold" in table[0]
+    assert [line.split()[0] for line in table[2:]] == ["mine", "fourfold"]
+    assert "2.000" in table[2]
+    assert "1.000" in table[3]
+
+
+@pytest.mark.parametrize("engines", ["fourfold,megatron,fourfold", "fourfold,", "fourfold,neox"])
+def test_a_list_of_engines_is_refused_before_anything_runs(
+    engines: str, tmp_path: Path, speed: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RUN, *CPU, "--micro-batch", "2", "--runs", str(tmp_path), "--engine", engines]
+    assert main(words) == 2
+    assert "engine" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

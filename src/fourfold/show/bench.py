@@ -6,12 +6,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from fourfold.result.report import Failure
-from fourfold.show.table import Part, quantities, table
+from fourfold.show.table import Grid, Part, or_dash, quantities, table
 from fourfold.units import show_bytes, show_seconds
 
 
 def runs_page(runs: Sequence[dict[str, Any]], convention: str) -> list[Part]:
-    return [part for run in runs for part in (*page(run, convention), "")]
+    pages = [part for run in runs for part in (*page(run, convention), "")]
+    several = len({run["engine"] for run in runs}) > 1
+    return [*pages, _side_by_side(runs, convention)] if several else pages
+
+
+def _side_by_side(runs: Sequence[dict[str, Any]], convention: str) -> Grid:
+    """Engines that ran the same run; speeds beside the last one's."""
+    last = runs[-1].get("tokens_s_gpu")
+
+    def of_last(run: dict[str, Any]) -> str:
+        return f"{run['tokens_s_gpu'] / last:.3f}" if last and "step_s" in run else "-"
+
+    def rate(run: dict[str, Any]) -> float | None:
+        return run["conventions"][convention]["tflops_gpu"] if "step_s" in run else None
+
+    return table(
+        runs,
+        ("engine", lambda run: run["engine"]),
+        ("outcome", lambda run: run["outcome"]),
+        ("step time", lambda run: or_dash(run.get("step_s"), show_seconds)),
+        ("tokens/s/GPU", lambda run: or_dash(run.get("tokens_s_gpu"), ",.0f")),
+        (f"of {runs[-1]['engine']}", of_last),
+        ("TFLOP/s/GPU", lambda run: or_dash(rate(run), ".1f")),
+        ("memory", lambda run: or_dash(run["peak_bytes"] or None, show_bytes)),
+        ("predicted", lambda run: or_dash(run.get("predicted", {}).get("step_s"), show_seconds)),
+    )
 
 
 def page(plain: dict[str, Any], convention: str) -> list[Part]:

@@ -11,16 +11,17 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.campaign import Campaign
 from fourfold.launch.permit import Permit, gpu_count, require_gpus
 from fourfold.search.legal import why_not
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site
 from fourfold.spec.tokens import TokenInfo, read_info, require_fit
 from fourfold.spec.variables import parse_assignments
 from fourfold.verbs import Answer
 from fourfold.verbs.engine_runs import campaign_of, engine_predictor
+from fourfold.verbs.engines import engine_template
 from fourfold.verbs.facts import run_facts
 from fourfold.verbs.machine import Predictor
-from fourfold.verbs.run_requests import BenchRequest, Start
+from fourfold.verbs.run_requests import OURS, BenchRequest, Start
 from fourfold.verbs.runs import TRIAL_TAG
 from fourfold.verbs.where import Submission, site_of, submission
 
@@ -77,8 +78,19 @@ def bench(
     *,
     on_event: OnEvent = ignore,
 ) -> Benched:
-    """Run and store it; an illegal run is stored too, with its reasons."""
+    """Run and store it, once by each engine that is asked for; an illegal run is stored too, with
+    its reasons."""
     request = request or BenchRequest()
+    engines = asked_engines(request)
+    if len(engines) > 1:  # one run for all: what is automatic is as our engine would have it
+        run = described(run, is_ours=OURS in engines, site=site_of(request))
+    alone = [replace(request, engine=name) for name in engines]
+    return Benched(tuple(done for one in alone for done in _by_one_engine(run, one, on_event)))
+
+
+def _by_one_engine(
+    run: RunSpec | Mapping[str, Any], request: BenchRequest, on_event: OnEvent
+) -> list[dict[str, Any]]:
     campaign, known, spec = _prepared(run, request, on_event)
     spec, trials = choose_micro_batch(spec, campaign, known, on_event)
     refused = refusals(spec, known)
@@ -88,12 +100,24 @@ def bench(
     else:
         with campaign.queued([spec] * request.repeat):
             stored = [campaign.run_new(spec) for _ in range(request.repeat)]
-    return Benched(
-        tuple(
-            run_facts(one.report()) | {"folder": str(one.folder), "micro_batch_trials": trials}
-            for one in stored
-        )
-    )
+    return [
+        run_facts(one.report()) | {"folder": str(one.folder), "micro_batch_trials": trials}
+        for one in stored
+    ]
+
+
+def asked_engines(request: BenchRequest) -> list[str] | list[str | None]:
+    """Names of a list such as 'torchtitan-0.2,fourfold', each known before any of them runs."""
+    if "," not in (request.engine or ""):
+        return [request.engine]
+    names = [name.strip() for name in str(request.engine).split(",")]
+    once = len(set(names)) == len(names) and "" not in names
+    check.that(once, "engine", request.engine, "must name each engine once")
+    check.that(not request.stack, "stack", request.stack, "needs a single --engine")
+    others = [name for name in names if name != OURS]
+    for name in others:
+        engine_template(name)
+    return names
 
 
 def submit_bench(
@@ -101,6 +125,9 @@ def submit_bench(
 ) -> Submission:
     """Leave the runs to the site's scheduler; `bench` with the same run follows them. With
     `print_launch` nothing is submitted."""
+    if len(asked_engines(request)) > 1:
+        rule = "must be a single one for a run that nobody follows"
+        raise UserError(rule, field="engine", value=request.engine)
     campaign, known, spec = _prepared(run, request, on_event)
     if campaign.queue is None:
         raise UserError("needs a site", field="detach", hint="--on slurm or --on SITE")

@@ -10,6 +10,7 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.result.from_run import record_of
 from fourfold.result.quality import flags, straggler, throttles
+from fourfold.result.record import Record
 from fourfold.result.report import RunReport
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
@@ -17,6 +18,7 @@ from fourfold.spec.cluster import device_id
 from fourfold.spec.policy import running
 from fourfold.spec.run import RunSpec
 from fourfold.verbs.flops import utilisation
+from fourfold.verbs.run_requests import OURS
 
 # A longer list is told by counting equal neighbours: "8 x 32, 5".
 _LISTED = 8
@@ -29,8 +31,7 @@ def run_facts(report: RunReport) -> dict[str, Any]:
         "outcome": report.outcome,
         "model": spec.model.name,
         **_settings(spec),
-        "device": summary.device,
-        "torch": summary.torch,
+        **_where(summary),
         "start_s": report.start_s,
         "peak_bytes": summary.peak_bytes,
         "reserved_bytes": max((rank.reserved_bytes for rank in report.memory), default=0),
@@ -62,6 +63,14 @@ def run_facts(report: RunReport) -> dict[str, Any]:
     if report.failure is not None:
         plain["failure"] = codec.encode(report.failure)
     return plain | _surroundings(report) | _machine(report)
+
+
+def _where(summary: Record) -> dict[str, str]:
+    return {
+        "engine": summary.stack or OURS,
+        "device": summary.device,
+        "torch": summary.torch,
+    }
 
 
 def _settings(spec: RunSpec) -> dict[str, Any]:

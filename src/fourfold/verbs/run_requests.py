@@ -32,6 +32,8 @@ class Start:
     oversubscribe: bool = flag("allow more ranks than this host can hold", rare=True, default=False)
 
 
+# Our own engine, where engines are named.
+OURS = "fourfold"
 ON = ("where to run: local (default), slurm, or a site file or name", "SITE")
 PRINT = "print the site's batch script, ready for sbatch, and start nothing"
 DETACH = "leave it to the site's scheduler; the same command without it follows the job"
@@ -51,7 +53,9 @@ class MeasureRequest(Launch):
 
     runs: str = flag(*STORE, default="runs")
     engine: str | None = flag(
-        "run by another engine: megatron, torchtitan-0.2, nanotron, or a template file", "NAME"
+        "run by another engine: megatron, torchtitan-0.2, nanotron, or a template file; in bench "
+        "also a list such as torchtitan-0.2,fourfold",
+        "NAME",
     )
     stack: str | None = flag("stack to predict that engine by (default its own)", "NAME", rare=True)
     detach: bool = flag(DETACH, rare=True, default=False)
@@ -64,6 +68,8 @@ class MeasureRequest(Launch):
 
     def __post_init__(self) -> None:
         at_least_one(repeat=self.repeat)
+        if self.engine == OURS:
+            object.__setattr__(self, "engine", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
