@@ -437,6 +437,91 @@ def test_composers_batches_on_one_line_and_its_own_list(tmp_path: Path) -> None:
     )
 
 
+def titan_03(*said: str, rate: int = 5890) -> str:
+    """As 0.3 prints without its configuration: neither the job's name nor the model's sizes."""
+    head = "[rank0]:[titan] 2026-02-24 19:46:17,508 - root - INFO - "
+    lines = [
+        "torchtitan version: 0.3.0 (0.0.0 means __version__ is not defined correctly).",
+        "Building device mesh with parallelism: pp=1, dp_replicate=2, dp_shard=4, cp=1, tp=2, ep=1",
+        "Building llama3 8B",
+        "CUDA capacity: NVIDIA H100 80GB HBM3 with 79.11GiB memory",
+        "Model llama3 8B size: 8,030,261,248 total parameters",
+        *said,
+        "Applied HSDP to the model",
+        "Trainer is initialized with local batch size 2, global batch size 32, gradient "
+        "accumulation steps 2, sequence length 8192, total steps 1000 (warmup 200)",
+    ]
+    lines += [
+        f"step: {n:2}  loss:  7.62585  grad_norm: 26.6250  memory: 66.91GiB(84.51%)  "
+        f"tps: {tps:,}  tflops: 314.71  mfu: N/A"
+        for n, tps in ((1, 812), (10, rate), (20, rate + 10), (30, rate - 10))
+    ]
+    return "".join(f"{head}{line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("said", "recompute", "precision"),
+    [
+        (("Applied SelectiveAC activation checkpointing to the model",), "selective", ""),
+        (("Applied FullAC activation checkpointing to the model",), "full", ""),
+        (("Applied MyAC activation checkpointing to the model",), "", ""),
+        (("Selected 0.5 budget option",), "", ""),
+        (("Float8 training active with recipe rowwise",), "none", "fp8"),
+        ((), "none", ""),
+    ],
+)
+def test_torchtitan_03_names_its_policy_and_counts_its_parameters(
+    tmp_path: Path, said: tuple[str, ...], recompute: str, precision: str
+) -> None:
+    found = one(tmp_path, titan_03(*said))
+    known = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "tied", "dp", "tp")
+    assert [found[n] for n in known] == ["32", "4096", "32", "8", "14336", "128256", "0", "8", "2"]
+    assert (found["act_ckpt"], found["precision"]) == (recompute, precision)
+    assert float(found["step_s"]) == pytest.approx(32 * 8192 / 5890 / 16)
+    lacks = {"precision": precision, "act_ckpt": recompute}
+    assert found.missing == tuple(name for name, value in lacks.items() if not value)
+
+
+def test_a_model_of_another_size_is_not_taken_for_its_namesake(tmp_path: Path) -> None:
+    found = one(tmp_path, titan_03().replace("8,030,261,248", "8,030,261,249"))
+    assert (found["model"], found["n_layers"]) == ("llama3-8b", "")
+
+
+def test_two_starts_of_torchtitan_03_are_two_runs(tmp_path: Path) -> None:
+    found = rows(tmp_path, titan_03() + titan_03(rate=6890))
+    assert [float(row["tokens_s_gpu"]) for row in found] == [5890, 6890]
+
+
+# --- forks of Megatron
+
+
+def test_argonnes_lines_have_other_names_and_marks(tmp_path: Path) -> None:
+    """Their fork of Megatron-DeepSpeed: megatron/training_log.py, commit b8413d9."""
+    text = "".join(
+        f"[2024-07-10 18:24:2{n}.123][INFO][training_log:661] -  iteration={n:8d}/  317892 | "
+        f"consumed_samples={n * 256:12d} | consumed_tokens={n * 256 * 4096:12d} | "
+        f"elapsed_time_per_iteration_ms={ms:.1f} | learning_rate=0.00024 | "
+        "global_batch_size=  256 | lm loss=5.905366 | loss_scale=8192.0 | grad_norm=1.234 | "
+        f"actual_seqlen= 4096 | number_of_skipped_iterations={int(n == 4):3d} | "
+        "number_of_nan_iterations=  0 | samples_per_second=17.912 | "
+        "tokens_per_gpu_per_second_tgs=4593.1 | [LM]TFLOPs=32.10 | [DS]TFLOPs=41.73 |\n"
+        for n, ms in ((1, 52000.0), (2, 14287.5), (3, 14541.4), (4, 900.0), (5, 14300.1))
+    )
+    found = one(tmp_path, text)
+    assert (found["engine"], float(found["step_s"])) == ("megatron-deepspeed", 14.3001)
+    assert [found[n] for n in ("gbs", "seq_len", "steps", "tflops_gpu")] == [
+        "256", "4096", "3", "32.1",
+    ]  # fmt: skip
+    assert "1 skipped" in found["step_rule"]
+
+
+def test_bert_is_no_model_that_is_predicted(tmp_path: Path) -> None:
+    text = written.megatron(BLOOM[0]).replace("| loss scale", "| sop loss: 8.1E-01 | loss scale")
+    assert "sop loss" in text
+    found = one(tmp_path, text, hardware="a100-80gb")
+    assert (found["status"], found.missing) == ("incomplete", ("dense-model",))
+
+
 # --- nccl-tests
 
 
@@ -484,7 +569,74 @@ def test_an_old_table_whose_sizes_count_otherwise_is_taken_by_its_bandwidth() ->
     assert nccl_tests.fit(found, crosses=True).bytes_per_s == pytest.approx(2**29 / 0.08, rel=0.01)
 
 
+NEW = "#       size count type redop root time algbw busbw #wrong time algbw busbw #wrong\n"
+OLD = "#       size count type redop time algbw busbw error time algbw busbw error\n"
+
+
+def ranks_of(count: int, hosts: int) -> str:
+    return "".join(
+        f"#  Rank {r:2d} Group  0 Pid   41 on n{r * hosts // count} device {r % 8} [0x10] H100\n"
+        for r in range(count)
+    )
+
+
+def measured(kind: str, factor: float, in_place: str, *, us_per_mib: float = 100.0) -> str:
+    lines = []
+    for size in (2**20, 2**24, 2**28, 2**30):
+        us = us_per_mib * size / 2**20
+        rate = size / us / 1e3
+        words = f"{us:.1f} {rate:.2f} {rate * factor:.2f}"
+        lines.append(f" {size} {size // 4} float {kind} {words} 0 {words} {in_place}\n")
+    return "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("titles", "kind", "factor", "in_place", "op"),
+    [
+        (NEW, "sum -1", 1.5, "0", "all_reduce"),
+        (NEW, "none -1", 0.75, "0", "all_gather"),
+        (NEW, "none -1", 0.75, "N/A", "alltoall"),
+        (NEW, "sum -1", 1.0, "N/A", "sendrecv"),
+        (OLD, "", 0.75, "1e+00", "alltoall"),
+        (OLD, "", 0.75, "0e+00", "all_gather"),
+    ],
+)
+def test_a_test_without_a_name_is_known_by_its_table(
+    titles: str, kind: str, factor: float, in_place: str, op: str
+) -> None:
+    """Old releases leave the column of an operation empty: numbers behind it stay in theirs."""
+    found = nccl_tests.parse_log(ranks_of(4, 2) + titles + measured(kind, factor, in_place))
+    assert (found.op, len(found.points)) == (op, 4)
+    assert found.points[-1].algbw == pytest.approx(2**20 / 100e-6, rel=1e-3)
+
+
+def test_a_line_whose_numbers_contradict_each_other_is_left_out() -> None:
+    """Two ranks that printed into one line, or a line that lost a word."""
+    whole = measured("sum -1", 1.5, "0")
+    broken = whole.replace(" 262144 float", " 262144 8 float", 1)
+    found = nccl_tests.parse_log(ranks_of(4, 2) + NEW + broken, "all_reduce_perf.log")
+    assert [point.size_bytes for point in found.points] == [2**24, 2**28, 2**30]
+
+
 # --- exports of several runs
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "step_s", "unread"),
+    [
+        ("a.csv", 'Step;"iteration-time"\n1;"9,5"\n2;"2,5"\n3;"2,75"\n4;"2,625"\n', 2.625, 0),
+        ("a.csv", 'Step,"iteration-time"\n1,"9.5"\n2,"2.5"\n3,"2,7"\n4,"2.5"\n', 2.5, 1),
+        ("a.json", '[{"_step": 1, "step-time": 9}, {"_step": 2, "step-time": 2.5}]', 2.5, 0),
+    ],
+)  # fmt: skip
+def test_decimal_commas_and_lists_of_objects(
+    tmp_path: Path, name: str, text: str, step_s: float, unread: int
+) -> None:
+    (tmp_path / name).write_text(text)
+    request = fourfold.CollectRequest(logs=(str(tmp_path / name),), out=str(tmp_path / "rows.csv"))
+    answer = fourfold.collect(request)
+    (row,) = answer.rows_read
+    assert (float(row["step_s"]), answer.files[0].book.unread) == (step_s, unread)
 
 
 def test_every_run_of_an_export_is_a_row(tmp_path: Path) -> None:

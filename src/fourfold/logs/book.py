@@ -32,6 +32,7 @@ _ENDS = (
         r"|\bAborted \(core dumped\)|NCCL error|Fatal Python error|srun: error: .*exit"
         r"|\b[A-Z]\w+Error: |CUDA error: ")),
 )  # fmt: skip
+ENDS = tuple(name for name, _ in _ENDS)
 # Evaluations and checkpoints: the line after them has their time in it.
 _PAUSE = re.compile(
     r"validation loss at|[Ee]valuat(?:ing|ion) (?:iter|step|loss)|validate step:|\[Eval batch="
@@ -57,6 +58,7 @@ class LogRun:
     end: str = ""
     end_words: str = ""
     mem_gib: float | None = None
+    unread: int = 0  # lines of steps that could not be read
 
     @property
     def is_fresh(self) -> bool:
@@ -119,6 +121,8 @@ class Book:
     def unreadable(self, line: Line) -> None:
         if self.runs:
             self.runs[-1].steps.tear()
+            self.runs[-1].unread += 1
+            self.runs[-1].end, self.runs[-1].end_words = "", ""  # it went on
         self.skip(line.number, line.text)
 
     def skip(self, number: int, text: str) -> None:
@@ -141,9 +145,8 @@ class Book:
 
     def _end(self, text: str) -> None:
         run = self.runs[-1]
-        ranks = [name for name, _ in _ENDS]
         for rank, (name, pattern) in enumerate(_ENDS):
-            if run.end and rank >= ranks.index(run.end):
+            if run.end and rank >= ENDS.index(run.end):
                 return
             if pattern.search(text):
                 run.end, run.end_words = name, text.strip()[:_SHOWN_CHARS]

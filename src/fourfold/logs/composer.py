@@ -30,6 +30,7 @@ _PRECISION = {"amp_bf16": "bf16", "amp_fp16": "fp16", "fp32": "fp32", "amp_fp8":
 
 class Composer:
     name = "llm-foundry"
+    steps = r"\[batch=[0-9]+"
 
     def __init__(self, book: Book) -> None:
         self.book = book

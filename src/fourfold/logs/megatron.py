@@ -19,8 +19,10 @@ from fourfold.logs.series import StepLine
 _ITERATION = re.compile(r"\biteration:?\s+([0-9]{1,12})\s*/\s*[0-9]{1,12}\s*\|")
 _FIELD = re.compile(r"([A-Za-z][\w /()%.-]{1,60}):\s*([^|\s]{1,40})\s*(?=\||$)")
 _ELAPSED = re.compile(
-    r"elapsed time per iteration \((ms|s)\):\s*([0-9.eE+-]{1,24})(?:/[0-9.eE+-]{1,24})?\s*\|"
+    r"elapsed time per iteration \(?(ms|s)\)?:\s*([0-9.eE+-]{1,24})(?:/[0-9.eE+-]{1,24})?\s*\|"
 )
+# Argonne's fork of Megatron-DeepSpeed writes 'global_batch_size=  768 |' for 'global batch size:'.
+_EQUALS = re.compile(r"([A-Za-z_]{2,60})=")
 _STARTS = re.compile(r"-{5,} arguments -{5,}")
 _ENDS = re.compile(r"-{5,} end of arguments -{5,}")
 _VOCAB = re.compile(r"padded vocab \(size: [0-9]{1,12}\) with [0-9]{1,12} dummy tokens "
@@ -36,6 +38,7 @@ _NEMO_CONFIG, _PART = "Experiment configuration", re.compile(r"[a-z][a-z_]{1,40}
 
 class Megatron:
     name = "megatron-lm"
+    steps = "elapsed.time.per.iteration|train_step_timing in s"
 
     def __init__(self, book: Book) -> None:
         self.book = book
@@ -90,6 +93,9 @@ class Megatron:
     # --- steps
 
     def _iterations(self, line: Line) -> bool:
+        if "iteration=" in line.text:
+            plain = _EQUALS.sub(lambda found: found[1].replace("_", " ") + ": ", line.text)
+            line = line._replace(text=plain)
         if (found := nemo.line_of(line.text)) is not None:
             return self._nemo(line, *found)
         starts = [found.start() for found in _ITERATION.finditer(line.text)]
@@ -108,8 +114,11 @@ class Megatron:
         if place is None or elapsed is None or seconds is None or not 0 < seconds < 1e9:
             self.book.unreadable(line)
             return
-        fields = {name.strip().lower(): value for name, value in _FIELD.findall(text)}
+        # Of two fields of a name the first: Argonne's fork prints TFLOPs by two formulas.
+        fields = {name.strip().lower(): value for name, value in reversed(_FIELD.findall(text))}
         tflops = fields.get("tflops") or fields.get("throughput per gpu (tflop/s/gpu)")
+        if "sop loss" in fields:
+            self.book.fact(unmodelled="the losses of BERT")
         batch = fields.get("global batch size") or fields.get("gloabl batch size")
         step = StepLine(
             step=int(place.group(1)),

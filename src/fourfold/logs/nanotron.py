@@ -25,6 +25,7 @@ _STARTS = ("Config(", "LlamaConfig(", "Starcoder2Config(", "Qwen2Config(")
 
 class Nanotron:
     name = "nanotron"
+    steps = "iteration: [0-9]+ / [0-9]+ "
 
     def __init__(self, book: Book) -> None:
         self.book = book

@@ -154,6 +154,8 @@ class Yaml:
 
 
 # --- values, read by those who know what they should be
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]{1,3}(?:\.[0-9]{3})+|[0-9]+),[0-9]+")
+_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 
 
 def whole(text: str | None) -> int | None:
@@ -163,14 +165,23 @@ def whole(text: str | None) -> int | None:
 
 
 def number(text: str | None) -> float | None:
-    """Finite, '4,096' too."""
+    """Finite, '4,096' too; '2,5' is none, as nobody knows whether it is 2.5."""
     if text is None or len(text) > 40:
         return None
+    text = text.strip()
+    if "," in text and not _THOUSANDS.fullmatch(text):
+        return None
     try:
-        value = float(text.strip().replace(",", ""))
+        value = float(text.replace(",", ""))
     except ValueError:
         return None
     return value if value - value == 0 else None
+
+
+def decimal(text: str) -> str:
+    """'1.234,5' with a point: 1234.5; all else as it is."""
+    is_number = _DECIMAL.fullmatch(text.strip())
+    return text.replace(".", "").replace(",", ".") if is_number else text
 
 
 def yes(text: str | None) -> bool:

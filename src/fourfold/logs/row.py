@@ -107,8 +107,12 @@ def row_of(run: LogRun, engine: str) -> Row:
         outcome=run.end if run.end == "oom" or not has_steps else "ok",
     )
     if run.steps.first is None and not run.end:
-        row.notes.append("the log has neither a step nor an error")
-    row.fill(outcome="fail" if run.steps.first is None else "ok")
+        said = f"none of {run.unread} lines of steps could be read" if run.unread else (
+            "the log has neither a step nor an error"
+        )  # fmt: skip
+        row.notes.append(said)
+    # It went on: how fast is what is missing.
+    row.fill(outcome="fail" if run.steps.first is None and not run.unread else "ok")
     if run.end:
         row.notes.append(f"the log ends with: {run.end_words}")
     return row

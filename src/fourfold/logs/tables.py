@@ -16,12 +16,13 @@ from fourfold.cost.table.reference import NEEDED as SCHEMA_NEEDED
 from fourfold.logs.book import MOST_RUNS, Book
 from fourfold.logs.lines import MOST_CHARS, Line, open_text, read_lines
 from fourfold.logs.mapping import ColumnMap, mapped_row, plain_heading, require_headings
-from fourfold.logs.nested import number, whole
+from fourfold.logs.nested import decimal, number, whole
 from fourfold.logs.row import COLUMNS, EXTRA, Row, text_of
 from fourfold.logs.series import StepLine
 
 MOST_ROWS = 1_000_000
 _DELIMITERS = ",;\t"
+_LISTS = ("[[", "[{")
 # Headings in lower case without blanks, dashes and underscores.
 _STEP = ("step", "iteration", "globalstep", "trainerglobalstep", "iter", "batch", "timebatch")
 _WALL = ("walltime", "timestamp", "time", "date")
@@ -32,7 +33,7 @@ _SECONDS = {
     "elapsedtimeperiterations": 1.0, "iterationtimes": 1.0, "secperiter": 1.0,
     "timeiterationtime": 1.0, "iterationtimeiterationtime": 1.0, "runtimeiterationtime": 1.0,
 }  # fmt: skip
-_TIMES = ("seconds", "rate")
+_TIMES, _EMPTY = ("seconds", "rate"), ("", "none", "nan", "null")
 _RATES = ("throughputtps", "throughputdevicetokenspersec", "tokenspersecpergpu")
 _MEMORY = {
     "memorymaxreservedgib": 1.0, "memorypeakreservedmem": 1e9 / 2**30,
@@ -61,7 +62,7 @@ def is_table(path: str | Path) -> bool:
     if suffix not in (".txt", ".json", ".log", ""):
         return False
     first = next((line.text for line in islice(read_lines(path), 20) if line.text.strip()), "")
-    return first.startswith("[[") or _is_object(first) or _is_schema(_split(first))
+    return first.startswith(_LISTS) or _is_object(first) or _is_schema(_split(first))
 
 
 def _is_object(text: str) -> bool:
@@ -91,8 +92,8 @@ def read_table(path: str | Path, mapping: ColumnMap | None) -> TableRead:
     first = next((line for line in lines if line.text.strip()), None)
     if first is None:
         return TableRead("empty")
-    if first.text.startswith("[["):
-        return _metrics(path, _triples(first), "metrics")
+    if first.text.startswith(_LISTS):
+        return _metrics(path, _items(first), "metrics")
     if _is_object(first.text):
         return _metrics(path, _objects(chain([first], lines)), "JSON lines")
     headings = _split(first.text)
@@ -130,6 +131,8 @@ def _dicts(path: str | Path, first: Line, read: TableRead) -> Iterator[tuple[int
             if len(cells) != len(headings):
                 read.book.skip(number, delimiter.join(cells))
                 continue
+            if delimiter == ";":  # where a comma is the decimal point
+                cells = [decimal(cell) for cell in cells]
             yield number, dict(zip(headings, cells, strict=True))
 
 
@@ -186,15 +189,16 @@ def _objects(lines: Iterator[Line]) -> Iterator[tuple[int, dict[str, Any] | None
 _TRIPLE = ("walltime", "step", "value")
 
 
-def _triples(line: Line) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """TensorBoard's JSON: [[wall time, step, value], ...]."""
+def _items(line: Line) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """TensorBoard's JSON: [[wall time, step, value], ...]; or a list of objects."""
     try:
         found = json.loads(line.text)
     except (ValueError, RecursionError):
         found = [None]
     for number_, one in enumerate(found, start=1):
-        is_triple = isinstance(one, list) and len(one) == 3
-        yield number_, dict(zip(_TRIPLE, one, strict=True)) if is_triple else None
+        if isinstance(one, list) and len(one) == 3:
+            one = dict(zip(_TRIPLE, one, strict=True))
+        yield number_, one if isinstance(one, dict) else None
 
 
 def _charts(path: str | Path, first: Line, headings: list[str]) -> TableRead:
@@ -260,7 +264,11 @@ def _metric(
         elif (wall is None and plain in _WALL) or name == "_timestamp":
             wall = value
         kind = tag if plain == "value" and tag else _kind(str(name))
-        if kind is None or value is None or value <= 0:
+        if kind is None:
+            continue
+        if value is None and kind[0] in _TIMES and str(cell).lower() not in _EMPTY:
+            return None
+        if value is None or value <= 0:
             continue
         if kind[0] == "loss":
             loss = str(cell)

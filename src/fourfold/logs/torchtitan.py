@@ -1,8 +1,8 @@
 """torchtitan: `step: 10  loss: ...  memory: 5.61GiB(5.90%)  tps: 7,162  tflops: ...  mfu: 41.1%`.
 
 `tps` is tokens per second of one device, averaged since the line before (the first step has a line
-of its own). The configuration is printed only when asked for; the mesh, the model's sizes, the
-batch and what was applied to the model are always printed.
+of its own). The configuration is printed only when asked for; the mesh, the model's sizes (since
+0.3: its number of parameters), the batch and what was applied to the model always are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import re
 
 from fourfold.logs.book import Book
 from fourfold.logs.lines import Line
-from fourfold.logs.nested import Flat, Nested, number, whole, yes
+from fourfold.logs.nested import Flat, Nested, number, whole
 from fourfold.logs.series import StepLine
+from fourfold.logs.titan_model import configured_sizes, printed_sizes, sizes_by_count
 from fourfold.spec import catalog
 from fourfold.spec.cluster import device_id
 from fourfold.spec.words import RECOMPUTE
@@ -39,17 +40,24 @@ _CHECKPOINTED = re.compile(r"Applied (\w{1,20}) activation checkpointing")
 _PIPELINE = re.compile(r"with (\d{1,9}) microbatches and (\d{1,9}) stages")
 _CONFIG = re.compile(r"Running with (?:configs?|args): (?=[{\w])")
 _MODEL = re.compile(r"Building (\S{1,60}) ?(\S{0,60}?) ?with (?=\{|\w{1,60}\()")
+_SIZE = re.compile(r"Model (\S{1,60}) (\S{1,60}) size: ([0-9,]{1,24}) total parameters")
+# Classes of 0.3.
+_POLICIES = {"FullAC": "full", "SelectiveAC": "selective"}
 _APPLIED = (
     ("Applied FSDP", {"sharding": "zero3"}),
     ("Applied HSDP", {"sharding": "zero3"}),
     ("Applied DDP", {"sharding": "zero0"}),
-    ("Float8 training active", {"precision": "fp8"}),
-    ("MXFP8 training active", {"precision": "fp8"}),
+    # Outweighs the type of what is not quantised, which 0.3 prints later.
+    ("Float8 training active", {"_products": "fp8"}),
+    ("MXFP8 training active", {"_products": "fp8"}),
+    ("Linear layers to MXFP8Linear", {"_products": "fp8"}),
+    ("Linear layers to NVFP4Linear", {"_products": "fp4"}),
 )
 
 
 class Torchtitan:
     name = "torchtitan"
+    steps = "step: *[0-9]+ .*[tw]ps:"
 
     def __init__(self, book: Book) -> None:
         self.book = book
@@ -68,7 +76,7 @@ class Torchtitan:
         if self._nested is not None and line.label == self._label:
             self._feed(line.text)
             return True
-        if "Starting job:" in text and " - " in text:
+        if " - " in text and ("Starting job:" in text or "torchtitan version:" in text):
             self.book.begin()
             return True
         for pattern, is_model in ((_CONFIG, False), (_MODEL, True)):
@@ -110,9 +118,15 @@ class Torchtitan:
         elif "local batch size" in text and (found := _TRAINER.search(text)):
             local, batch, length = found.groups()
             self.book.fact(_local=local, gbs=batch, seq_len=length)
-        elif "Applied" in text or "training active" in text:
+        elif "total parameters" in text and (found := _SIZE.search(text)):
+            name = f"{found.group(1)}-{found.group(2)}".lower()
+            self.book.fact(model=name, _parameters=found.group(3))
+        elif " budget option" in text:
+            self.book.fact(_recompute="budget")
+        elif "Applied" in text or "training active" in text or "Linear layers to" in text:
             if found := _CHECKPOINTED.search(text):
-                self.book.fact(_recompute=found.group(1))
+                word = found.group(1)
+                self.book.fact(_recompute=_POLICIES.get(word, word))
             for words, facts in _APPLIED:
                 if words in text:
                     self.book.fact(**facts)
@@ -142,7 +156,7 @@ class Torchtitan:
         self._nested.feed(text)
         if self._nested.is_done:
             flat, self._nested = self._nested.flat, None
-            self.book.fact(**(model_facts(flat) if self._is_model else config_facts(flat)))
+            self.book.fact(**(printed_sizes(flat) if self._is_model else config_facts(flat)))
             if not self._is_model:
                 self.book.run.interval = whole(flat.get("metrics.log_freq")) or 0
 
@@ -167,30 +181,6 @@ def gpu_of(name: str, gib: float) -> str:
     return found or ""
 
 
-def model_facts(flat: Flat) -> Flat:
-    hidden, heads = whole(flat.get("dim")), flat.get("n_heads", "")
-    ffn = whole(flat.get("hidden_dim"))
-    if ffn is None and hidden and "multiple_of" in flat:
-        wide = int(2 * 4 * hidden / 3)
-        wide = int((number(flat.get("ffn_dim_multiplier")) or 1.0) * wide)
-        step = max(1, whole(flat.get("multiple_of")) or 1)
-        ffn = step * -(-wide // step)
-    given = {
-        "n_layers": flat.get("n_layers"),
-        "d_model": flat.get("dim"),
-        "n_heads": heads,
-        "n_kv_heads": flat["n_kv_heads"] if whole(flat.get("n_kv_heads")) else heads,
-        "d_ff": str(ffn or ""),
-        "vocab": flat.get("vocab_size"),
-        "_max_len": flat.get("max_seq_len"),
-    }
-    known = {name: str(whole(value) or "") for name, value in given.items()}
-    experts = [v for k, v in flat.items() if k.endswith("num_experts") and (whole(v) or 0) > 1]
-    if experts and "llama3" not in flat.get("name", ""):
-        known["unmodelled"] = f"{experts[0]} experts"
-    return known | {"family": "llama", "tied": str(int(yes(flat.get("enable_weight_tying"))))}
-
-
 def config_facts(flat: Flat) -> Flat:
     axes = {
         "_pp": "pipeline_parallel_degree",
@@ -203,23 +193,29 @@ def config_facts(flat: Flat) -> Flat:
     converters = " ".join(v for k, v in flat.items() if k.startswith("model.converters"))
     dtype = flat.get("training.mixed_precision_param", "")
     known = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
-    return facts | {
-        "seq_len": flat.get("training.seq_len", ""),
-        "gbs": str(max(0, whole(flat.get("training.global_batch_size")) or 0) or ""),
-        "_local": flat.get("training.local_batch_size", flat.get("training.batch_size", "")),
-        "_micro_size": flat.get("parallelism.pipeline_parallel_microbatch_size", ""),
-        "_recompute": flat.get("activation_checkpoint.mode", ""),
-        "_every": flat.get("activation_checkpoint.selective_ac_option", ""),
-        "_reshard": flat.get("parallelism.fsdp_reshard_after_forward", ""),
-        "precision": "fp8"
-        if "float8" in converters or "mx" in converters
-        else known.get(dtype, ""),
-    }
+    return (
+        facts
+        | configured_sizes(flat)
+        | {
+            "seq_len": flat.get("training.seq_len", ""),
+            "gbs": str(max(0, whole(flat.get("training.global_batch_size")) or 0) or ""),
+            "_local": flat.get("training.local_batch_size", flat.get("training.batch_size", "")),
+            "_micro_size": flat.get("parallelism.pipeline_parallel_microbatch_size", ""),
+            "_recompute": flat.get("activation_checkpoint.mode", ""),
+            "_every": flat.get("activation_checkpoint.selective_ac_option", ""),
+            "_reshard": flat.get("parallelism.fsdp_reshard_after_forward", ""),
+            "precision": "fp8"
+            if "float8" in converters or "mx" in converters
+            else known.get(dtype, ""),
+        }
+    )
 
 
 def facts_of(facts: Flat) -> Flat:
     """What the prints say together, in columns of the reference schema."""
     facts = dict(facts)
+    if not facts.get("n_layers"):
+        facts |= sizes_by_count(facts.get("model", ""), facts.get("_parameters", ""))
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     size = {axis: whole(facts.get(f"_{axis}")) for axis in axes}
     if facts.get("_mesh"):  # the configuration may say -1, for what is left
@@ -249,6 +245,7 @@ def facts_of(facts: Flat) -> Flat:
     facts["seq_len"] = facts.get("seq_len") or facts.get("_max_len", "")
     facts["act_ckpt"] = _recompute(facts)
     facts["attention"] = "flash"
+    facts["precision"] = facts.get("_products") or facts.get("precision", "")
     facts["sequence_parallel"] = str(int((size["tp"] or 1) > 1))
     return {name: value for name, value in facts.items() if not name.startswith("_") and value}
 

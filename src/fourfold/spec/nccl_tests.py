@@ -28,8 +28,14 @@ _OPS = {
     "sendrecv": (lambda n: 1.0, lambda n: 1),
 }
 _NAME = re.compile(rf"\b({'|'.join(_OPS)})_perf")
-# Without a name in the log or on the file: told apart by whether they reduce, and by their factor.
-_BY_FACTOR = {True: ("all_reduce", "reduce_scatter"), False: ("all_gather", "sendrecv")}
+# Without a name in the log or on the file: told apart by whether they reduce, whether results in
+# place are checked, and by their factor. Releases differ in what send-receive says of a reduction.
+_BY_FACTOR = {
+    (True, True): ("all_reduce", "reduce_scatter"),
+    (False, True): ("all_gather", "sendrecv"),
+    (True, False): ("alltoall", "sendrecv"),
+    (False, False): ("alltoall", "sendrecv"),
+}
 # A run that failed prints sizes up to the failure: its largest are no plateau.
 _FAILED = re.compile(
     r"Test (NCCL|CUDA) failure|Out of bounds values\s*:\s*[0-9]+\s+FAILED|unhandled \w+ error"
@@ -86,7 +92,7 @@ def parse_log(text: str, name: str = "") -> NcclLog:
     ranks = [match.groups() for line in lines if (match := _RANK.match(line.strip()))]
     per_host = Counter(host for _, host, _ in ranks)
     _must_be_one_run(ranks, per_host)
-    points, reduces = _points(lines)
+    points, reduces, in_place = _points(lines, len(ranks))
     failure = _FAILED.search(text)
     if failure:
         raise UserError(f"says '{failure.group()}'", hint="pass the log of a run without errors")
@@ -94,7 +100,7 @@ def parse_log(text: str, name: str = "") -> NcclLog:
         rule = f"ends at {points[-1].size_bytes} bytes, too small to saturate a link"
         raise UserError(rule, hint="run it with sizes of 1 MiB and more (-e 1G)")
     op, device_name = _named("\n".join(lines), name), ranks[0][2].strip()
-    op = op or _by_factor(points, len(ranks), reduces)
+    op = op or _by_factor(points, len(ranks), reduces, in_place)
     return NcclLog(
         op=op, hosts=len(per_host), ranks=len(ranks), device_name=device_name, points=points
     )
@@ -114,38 +120,62 @@ def _must_be_one_run(ranks: list[tuple[str, ...]], per_host: Counter[str]) -> No
         raise UserError("has only one rank, so nothing was sent", hint="run it on 2 GPUs or more")
 
 
-def _points(lines: list[str]) -> tuple[tuple[NcclPoint, ...], bool]:
-    """By size; and whether the test reduces. A log pasted as text may have lost its '#'."""
-    columns: dict[str, int] = {}
-    points, reduces = [], False
+def _points(lines: list[str], ranks: int) -> tuple[tuple[NcclPoint, ...], bool, bool]:
+    """By size; whether the test reduces; whether its results in place are right, as those of
+    all-to-all and send-receive are not. A log pasted as text may have lost its '#'."""
+    titles: list[str] = []
+    points, reduces, in_place = [], False, True
     for line in lines:
         words = line.split()
-        titles = words[1:] if words[:1] == ["#"] else words
-        if titles[:1] == ["size"]:
-            # The first time, algbw and busbw are out of place; in-place columns follow them.
-            names = ("time", "algbw", "busbw", "redop")
-            columns = {word: titles.index(word) for word in names if word in titles}
-        elif {"time", "algbw", "busbw"} <= columns.keys() and words and words[0].isdecimal():
-            point = _point(words, columns)
-            if point is not None:
+        names = words[1:] if words[:1] == ["#"] else words
+        if names[:1] == ["size"]:
+            titles = names
+        elif {"time", "algbw", "busbw"} <= set(titles) and words and words[0].isdecimal():
+            point = _point(words, titles)
+            if point is not None and _is_consistent(point, ranks):
                 points.append(point)
-                reduces = "redop" in columns and words[columns["redop"]] != "none"
+                kind = words[titles.index("redop")] if "redop" in titles else "none"
+                reduces = kind.isalpha() and kind != "none"
+                in_place = _is_right(words[-1])
     if not points:
         hint = "pass the whole output, with sizes of 1 MiB and more"
         raise UserError("has no line with a size, a time and a bandwidth above 0", hint=hint)
-    return tuple(sorted(points, key=lambda point: point.size_bytes)), reduces
+    return tuple(sorted(points, key=lambda point: point.size_bytes)), reduces, in_place
 
 
-def _point(words: list[str], columns: dict[str, int]) -> NcclPoint | None:
-    """None where the tool printed a size of 0, N/A or a bandwidth that rounded to 0."""
+def _is_right(error: str) -> bool:
+    """'N/A' where results in place are not checked; older releases check them and find errors."""
+    try:
+        return float(error) < 0.1
+    except ValueError:
+        return False
+
+
+def _point(words: list[str], titles: list[str]) -> NcclPoint | None:
+    """None where the tool printed a size of 0, N/A or a bandwidth that rounded to 0. The first
+    time, algbw and busbw are out of place; in-place columns follow them."""
+    # Of a test without a reduction, old releases leave that column empty.
+    blank = len(titles) - len(words)
+    blank = blank if 0 < blank < titles.index("time") - 1 else 0
     try:
         size = int(words[0][:20])
-        time_us, algbw, busbw = (float(words[columns[key]]) for key in ("time", "algbw", "busbw"))
+        time_us, algbw, busbw = (
+            float(words[titles.index(key) - blank]) for key in ("time", "algbw", "busbw")
+        )
     except (ValueError, IndexError):
         return None
     if not (size > 0 and 0 < time_us < 1e12 and 0 <= algbw < 1e9 and 0 <= busbw < 1e9):
         return None
     return NcclPoint(size_bytes=size, seconds=time_us * 1e-6, algbw=algbw * 1e9, busbw=busbw * 1e9)
+
+
+def _is_consistent(point: NcclPoint, ranks: int) -> bool:
+    """Bandwidth is the size by the time; old releases count the part of a rank only. Else a column
+    was taken for another."""
+    if point.algbw < 0.1e9:  # printed in two digits after the point
+        return True
+    share = point.algbw * point.seconds / point.size_bytes
+    return 0.9 / ranks < share < 1.1
 
 
 def _named(text: str, name: str) -> str:
@@ -156,10 +186,10 @@ def _named(text: str, name: str) -> str:
     return next((op for op in _OPS if op in name.lower().replace("-", "_")), "")
 
 
-def _by_factor(points: tuple[NcclPoint, ...], ranks: int, reduces: bool) -> str:
+def _by_factor(points: tuple[NcclPoint, ...], ranks: int, reduces: bool, in_place: bool) -> str:
     widest = max(points, key=lambda point: point.busbw)
     if widest.algbw > 0:
-        for op in _BY_FACTOR[reduces]:
+        for op in _BY_FACTOR[reduces, in_place]:
             if abs(widest.busbw / widest.algbw / _OPS[op][0](ranks) - 1) < 0.02:
                 return op
     raise UserError("does not say which test it was", hint="call the file all_reduce_perf.log")

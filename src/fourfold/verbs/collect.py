@@ -4,6 +4,7 @@ report and lint read."""
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,10 @@ from fourfold.flag import flag
 from fourfold.logs.book import Book
 from fourfold.logs.log import read_log
 from fourfold.logs.mapping import ColumnMap, proposal, read_mapping
+from fourfold.logs.nodes import read_nodes
 from fourfold.logs.row import COLUMNS, EXTRA, Row, complete, require_column, row_of, text_of
 from fourfold.logs.tables import is_table, read_table
+from fourfold.result.job import LOG_FILES
 from fourfold.spec import catalog, check, codec, nccl_tests
 from fourfold.verbs import Answer
 
@@ -26,6 +29,7 @@ COLLECTED = "collected.csv"
 # In the headings of every file that this verb writes.
 _MARK = ",".join(EXTRA)
 _LOGS = (".log", ".txt", ".out", ".err", ".csv", ".tsv", ".jsonl", ".ndjson", ".json", "")
+_OF_NODE = re.compile(r"engine-[0-9]+\.log")
 _NCCL_BYTES, _SNIFF_CHARS = 2**24, 2**16
 
 
@@ -107,9 +111,9 @@ def collect(request: CollectRequest, *, on_event: OnEvent = ignore) -> Collected
     out = request.out or str(Path(request.runs) / COLLECTED)
     before = _existing(out, force=request.force)
     done = []
-    for log in _expanded(request.logs):
-        one = _read(log, request.reader, mapping)
-        one.is_named = log in request.logs
+    for logs in _by_run(_expanded(request.logs)):
+        one, log = _read(logs, request.reader, mapping), logs[0]
+        one.is_named = not set(logs).isdisjoint(request.logs)
         extra = [fields for pattern, fields in by_file if fnmatch.fnmatch(Path(log).name, pattern)]
         own = {k: v for fields in extra for k, v in fields.items()} | given
         one.rows = [complete(row, own) for row in one.rows]
@@ -126,12 +130,14 @@ def collect(request: CollectRequest, *, on_event: OnEvent = ignore) -> Collected
     return Collected(files=tuple(done), rows_read=tuple(rows), out=out, total=len(kept) + len(rows))
 
 
-def _read(log: str, reader: str | None, mapping: ColumnMap | None) -> FileRead:
-    if not reader and (found := _nccl(log)) is not None:
+def _read(logs: Sequence[str], reader: str | None, mapping: ColumnMap | None) -> FileRead:
+    """`logs`: of several, each is of another node."""
+    log, is_one = logs[0], len(logs) == 1
+    if is_one and not reader and (found := _nccl(log)) is not None:
         return found
-    if not reader and (mapping is not None or is_table(log)):
+    if is_one and not reader and (mapping is not None or is_table(log)):
         return _read_table(log, mapping)
-    book = read_log(log, reader or "")
+    book = read_log(log, reader or "") if is_one else read_nodes(logs, reader or "")
     rows = [row_of(run, run.engine or book.engine) for run in book.runs]
     one = FileRead(log, book.engine if rows else "unknown", rows, book)
     if book.dropped_runs:
@@ -242,6 +248,15 @@ def _expanded(logs: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _by_run(logs: Sequence[str]) -> list[list[str]]:
+    """Logs of the nodes of one run, which are in its folder of a store, together."""
+    runs: dict[Path, list[str]] = {}
+    for log in logs:
+        path = Path(log)
+        runs.setdefault(path.parent if _OF_NODE.fullmatch(path.name) else path, []).append(log)
+    return [sorted(one, key=lambda log: (len(log), log)) for one in runs.values()]
+
+
 def _existing(out: str, *, force: bool) -> list[Row]:
     """Rows of the file that will be written; refused if it is another's."""
     files.require_mine(out, mark=_MARK, force=force)
@@ -261,6 +276,8 @@ def _name(rows: list[Row], taken: set[str]) -> None:
         seen[row["log"]] = seen.get(row["log"], 0) + 1
         number = f"-{seen[row['log']]}" if per_log[row["log"]] > 1 else ""
         names = [row["row_id"]] if row["row_id"] else []
+        if fnmatch.fnmatch(log.name, LOG_FILES):  # of a run in a store, whose folder has its name
+            names.append(f"{log.parent.name}{number}")
         names += [f"{log.stem}{number}", f"{log.parent.name}-{log.stem}{number}"]
         names += [f"{log.stem}{number}.{n}" for n in range(2, 2 + len(rows) + len(taken))]
         row.cells["row_id"] = next(name for name in names if name not in taken)
@@ -275,7 +292,8 @@ def _summary(one: FileRead) -> str:
             f"{one.log}: a table to be mapped; save what is printed, fill it in, pass it as --map"
         )
     if not one.rows:
-        return f"{one.log}: no run found" + (f" ({'; '.join(one.notes)})" if one.notes else "")
+        why = [*one.notes, *([f"{one.book.unread} unreadable lines"] if one.book.unread else [])]
+        return f"{one.log}: no run found" + (f" ({'; '.join(why)})" if why else "")
     parts = [f"{len(one.rows)} run{'s' * (len(one.rows) > 1)} ({one.kind})"]
     counts = {"unreadable": one.book.unread, "cut": one.book.cut}
     parts += [f"{count} {what} lines" for what, count in counts.items() if count]
