@@ -13,11 +13,11 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.errors import MachineError, UserError
-from fourfold.launch.batch_script import EXIT_FILE
+from fourfold.launch.batch_script import EXIT_FILE, BatchJob
 from fourfold.launch.local import JobError
 from fourfold.launch.permit import Permit
 from fourfold.launch.queue import Make, Queue, Work
-from fourfold.launch.slurm import Slurm, submitted
+from fourfold.launch.slurm import Slurm, script_of, submitted
 from fourfold.output import submitted as shown
 from fourfold.output import text_of
 from fourfold.result.job import Job
@@ -266,3 +266,43 @@ def test_a_detached_command_says_how_many_runs_wait(
         (Path(job["folder"]) / EXIT_FILE).write_text("0 0\n")
     second = submission(queue_in(tmp_path, **site), specs, request)
     assert (len(second.jobs), second.waiting) == (3, "")
+
+
+def test_a_script_that_is_being_written_is_not_cleared_away(
+    tmp_path: Path, slurm: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another command, which ends before the runs of the script name it."""
+    write = Slurm.write_script
+
+    def meanwhile(self: Slurm, batch: BatchJob) -> Path:
+        with queue_in(tmp_path, queue="array").queued([]):
+            pass
+        assert batch.logs.is_dir()
+        return write(self, batch)
+
+    monkeypatch.setattr(Slurm, "write_script", meanwhile)
+    places = queue_in(tmp_path, queue="array").detach([spec(1), spec(2)])
+    assert [script_of(place).count("#SBATCH --array=0-1") for place in places] == [1, 1]
+    with queue_in(tmp_path, queue="array").queued([]):
+        pass
+    assert script_of(places[0]), "its runs name it"
+    for place in places:
+        shutil.rmtree(place)
+    with queue_in(tmp_path, queue="array").queued([]):
+        pass
+    assert not (tmp_path / "runs" / ".jobs").exists(), "none does any more"
+
+
+def test_the_script_of_a_submitted_training_is_printed(
+    tmp_path: Path, slurm: StandIn, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--model", "llama-tiny", "--gpus", "2", "--seq-len", "32", "--steps", "2"]
+    words += ["--global-batch", "4", "--out", "trained", "--on", "slurm", "--set", "device=cpu"]
+    assert main([*words, "--detach"]) == 0
+    script = (tmp_path / "trained" / "job" / "slurm.sh").read_text()
+    capsys.readouterr()
+    assert main([*words, "--print-launch"]) == 0
+    assert capsys.readouterr().out.strip() == script.strip()
+    assert slurm.states() == {"101": "PENDING"}

@@ -18,6 +18,7 @@ from fourfold.launch.node_script import node_script
 from fourfold.launch.outcomes import JobScene, fallen
 from fourfold.launch.slurm import Slurm, Submitted, submitted
 from fourfold.launch.slurm_ranks import SlurmRanks, State
+from fourfold.logs.log import step_words
 from fourfold.result.job import PORT_VARIABLE, Job
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
@@ -55,25 +56,29 @@ def test_what_a_site_asks_for_stands_in_the_script() -> None:
         account="abc", partition="gpu_p5", qos="qos-dev", reservation="r1", time="02:00:00",
         constraint="a100", gpus_per_node=8, cpus_per_rank=8, prelude=("module load pytorch",),
         wrapper=("apptainer", "exec", "--nv", "my image.sif"), extra=("--hint=nomultithread",),
-        srun=("--cpu-bind=none",), exclude="node7",
+        srun=("--container-image=my.sqsh",), exclude="node7", mem="0", gpu_type="a100",
     )  # fmt: skip
     text = text_of(site)
     assert asked(text) >= {
         "--account=abc", "--partition=gpu_p5", "--qos=qos-dev", "--reservation=r1",
-        "--time=02:00:00", "--constraint=a100", "--nodes=2", "--gpus-per-node=8", "--exclusive",
+        "--time=02:00:00", "--constraint=a100", "--nodes=2", "--gpus-per-node=a100:8",
+        "--mem=0", "--exclusive",
         "--cpus-per-task=64", "--exclude=node7", "--hint=nomultithread", "--no-requeue",
     }  # fmt: skip
     lines = text.splitlines()
     starts = next(i for i, line in enumerate(lines) if "srun " in line)
     assert lines.index("module load pytorch") < starts
     assert "--cpus-per-task=64" in lines[starts], "srun does not take it from sbatch"
-    assert "--cpu-bind=none" in lines[starts]
+    assert "--container-image=my.sqsh" in lines[starts]
+    assert "--cpu-bind" not in lines[starts]
+    assert "--cpu-bind=none" in text_of(Site()), "else all ranks of a node may share one core"
     assert "apptainer exec --nv 'my image.sif'" in text
     assert parses(text)
 
 
 def test_gpus_are_asked_for_as_the_site_says() -> None:
     assert "--gres=gpu:8" in asked(text_of(Site(ask_gpus="gres")))
+    assert "--gres=gpu:h100:8" in asked(text_of(Site(ask_gpus="gres", gpu_type="h100")))
     assert "gpu" not in " ".join(asked(text_of(Site(ask_gpus="no"))))
     assert "--gpus-per-node=8" not in asked(text_of(Site(), job_of(device="cpu")))
     assert "--gpus-per-node=2" in asked(text_of(Site(), job_of(2)))
@@ -122,6 +127,54 @@ def test_no_folder_and_no_variable_escapes_its_quotes(folder: str, value: str) -
         ["bash", "-c", f"{line}; printf '%s' \"$NCCL_ALGO\""], capture_output=True, text=True
     )
     assert shown.stdout == value
+
+
+def submitted_to(folder: Path, text: str, srun: str) -> subprocess.CompletedProcess[str]:
+    """The script as Slurm would run it, with this in the place of srun."""
+    for name, words in (("srun", srun), ("scontrol", "echo n1")):
+        (folder / name).write_text(f"#!/bin/bash\n{words}\n")
+        (folder / name).chmod(0o755)
+    own = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "JOB": str(folder)}
+    env = os.environ | own | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True)
+
+
+def test_what_a_module_puts_on_the_path_of_python_stays_there(tmp_path: Path) -> None:
+    (tmp_path / "job.json").touch()
+    site = Site(prelude=("export PYTHONPATH=/of/a/module",))
+    text = text_of(site, job_of(8), str(tmp_path))
+    done = submitted_to(tmp_path, text, 'echo "$PYTHONPATH"')
+    assert done.returncode == 0
+    first, *rest = done.stdout.strip().split(":")
+    assert (Path(first) / "fourfold").is_dir()
+    assert rest == ["/of/a/module"]
+
+
+STEP = " iteration 1/ 3 | elapsed time per iteration (ms): 5.0 |"
+
+
+@pytest.mark.parametrize(
+    ("srun", "hung", "code"),
+    [
+        (f'echo "{STEP}" >$JOB/engine-0.log; exec sleep 1000', "step limit of 0.5 s", 143),
+        ("exec sleep 1000", "start limit of 2 s", 143),
+        (f'for i in 1 2 3 4; do echo "{STEP}" >>$JOB/engine-0.log; sleep 0.2; done', "", 0),
+        (f'echo "{STEP}" >$JOB/engine-0.log; exit 3', "", 3),
+    ],
+)
+def test_the_script_of_an_engine_ends_a_run_that_prints_no_more_steps(
+    tmp_path: Path, srun: str, hung: str, code: int
+) -> None:
+    (tmp_path / "job.json").touch()
+    spec = spec_of(8, start_limit_s=2.0, step_limit_s=0.5 if hung else 60.0)
+    job = Job(job="engine", specs=(spec,), options=(("steps", step_words("megatron")),))
+    text = text_of(Site(), job, str(tmp_path))
+    assert parses(text)
+    done = submitted_to(tmp_path, text, srun)
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "slurm-exit").read_text() == f"0 {code}\n"
+    said = tmp_path / "slurm-hung"
+    assert (said.read_text().strip() if said.exists() else "") == hung
 
 
 @settings(max_examples=25, deadline=None)

@@ -18,7 +18,11 @@ from fourfold.spec.site import Site
 EXIT_FILE = "slurm-exit"
 # Beside that: the user stopped the job, so how the script ended is no result.
 STOPPED_FILE = "slurm-stopped"
-_LEFT = f"{EXIT_FILE},{STOPPED_FILE},news-*,beat-*,facts-*,failure-*,answer-*"
+# Of another engine: the limit after which the script ended a run that printed no step.
+HUNG_FILE = "slurm-hung"
+_LEFT = (
+    f"{EXIT_FILE},{STOPPED_FILE},{HUNG_FILE},news-*,beat-*,facts-*,failure-*,answer-*,engine-*.log"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +41,26 @@ class BatchJob:
 
 
 def script(batch: BatchJob, site: Site) -> str:
-    nodes, per_node = site.nodes(batch.ranks), site.per_node(batch.ranks)
+    nodes = site.nodes(batch.ranks)
     if site.hosts and nodes > len(site.hosts):
         rule = f"must have at least the {nodes} that {batch.ranks} ranks need"
         raise UserError(rule, field="hosts", value=len(site.hosts), source=site.name)
-    srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", _at_a_bad_exit(batch)]
-    if site.cpus_per_rank:  # srun does not take it from sbatch
-        srun.append(f"--cpus-per-task={per_node * site.cpus_per_rank}")
     folders = "\n    ".join(shlex.quote(str(folder)) for folder in batch.folders)
     which = 'run "${jobs[$SLURM_ARRAY_TASK_ID]}"'
     return "\n".join(
         [
             "#!/bin/bash",
+            "# Written by fourfold. Submit it by sbatch, edited or not; the same fourfold command",
+            "# without --print-launch follows the job, or collects what it has left.",
             *(f"#SBATCH {line}" for line in _asked(batch, site)),
             *site.prelude,
-            *(f"export {name}={shlex.quote(value)}" for name, value in _variables(batch, site)),
+            *(f"export {name}={value}" for name, value in _variables(batch, site)),
             *_first_host(site, nodes),
             f"jobs=(\n    {folders}\n)",
-            # A handler, not "ignore", which srun would inherit: the ranks save, then this goes on.
-            *(["trap : TERM USR1"] if batch.job.patient else []),
+            # Not "ignore", which srun would inherit.
+            *(["trap : TERM USR1 # ranks save and end; this waits"] if batch.job.patient else []),
             "status=0 count=0",
+            *_watch(batch, nodes),
             "run() { # one task on every node, which starts the ranks there",
             f'    [ -e "$1/{JOB_FILE}" ] || return',
             "    # What an earlier submission left is not of this one.",
@@ -64,7 +68,8 @@ def script(batch: BatchJob, site: Site) -> str:
             "    # The first node takes the next that is free, and tells the others in this file.",
             "    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + count++) % 12000))",
             f'    export {PORT_VARIABLE}="$1/slurm-port-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
-            f"    {shlex.join([*srun, *site.srun])} \\\n        {_task(batch, site)}",
+            f"    {shlex.join(_srun(batch, site))} \\",
+            f"        {_task(batch, site)}{_waited(batch)}",
             "    code=$?",
             f'    echo "${{SLURM_RESTART_COUNT:-0}} $code" >"$1/{EXIT_FILE}"',
             "    [ $code = 0 ] || status=$code",
@@ -76,6 +81,15 @@ def script(batch: BatchJob, site: Site) -> str:
     )
 
 
+def _srun(batch: BatchJob, site: Site) -> list[str]:
+    """One task a node. --export: what the script exports reaches it, also where the job has begun
+    without the caller's variables."""
+    nodes, cpus = site.nodes(batch.ranks), site.per_node(batch.ranks) * site.cpus_per_rank
+    words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--export=ALL", _at_a_bad_exit(batch)]
+    # It does not take the first from sbatch; without, one core must not be all that ranks get.
+    return [*words, f"--cpus-per-task={cpus}" if cpus else "--cpu-bind=none", *site.srun]
+
+
 def _task(batch: BatchJob, site: Site) -> str:
     """What runs on every node for the job in folder $1."""
     if batch.job.job == "engine":
@@ -85,6 +99,37 @@ def _task(batch: BatchJob, site: Site) -> str:
     tasks = ",".join(map(str, batch.tasks))
     per_node = site.per_node(batch.ranks)
     return f'{shlex.join(words)} "$1/{JOB_FILE}" --tasks {tasks} --per-node {per_node}'
+
+
+def _waited(batch: BatchJob) -> str:
+    """After srun: nothing where it is waited for anyway."""
+    if batch.job.job != "engine":
+        return ""
+    return ' &\n    srun=$!\n    watch "$1" $srun &\n    wait $srun'
+
+
+def _watch(batch: BatchJob, nodes: int) -> list[str]:
+    """Another engine's run that nobody follows is ended as by a follower: when no node has printed
+    what a step looks like for too long."""
+    if batch.job.job != "engine":
+        return []
+    limits = batch.job.task_limits(batch.tasks[0])
+    steps = shlex.quote(batch.job.option("steps"))
+    return [
+        "watch() { # ends srun, process $2, when no node has printed a step for too long",
+        f'    tail -q -n +1 -F --pid=$2 "$1"/engine-{{0..{nodes - 1}}}.log 2>/dev/null |',
+        f"        LC_ALL=C grep -a --line-buffered -E {steps} | {{",
+        f"            name=start limit={limits.start_s:g}",
+        "            while read -r -t $limit; got=$?; [ $got = 0 ]; do",
+        f"                name=step limit={limits.step_s:g}",
+        "            done",
+        "            [ $got -le 128 ] || { # not the end of tail",
+        f'                echo "$name limit of $limit s" >"$1/{HUNG_FILE}"',
+        "                kill $2",
+        "            }",
+        "        }",
+        "}",
+    ]
 
 
 def _at_a_bad_exit(batch: BatchJob) -> str:
@@ -117,7 +162,8 @@ def _asked(batch: BatchJob, site: Site) -> list[str]:
     )
     if needs_gpus and site.ask_gpus != "no":
         by_word = {"gpus-per-node": "--gpus-per-node=", "gres": "--gres=gpu:"}
-        lines.append(f"{by_word[site.ask_gpus]}{per_node}")
+        kind = f"{site.gpu_type}:" if site.gpu_type else ""
+        lines.append(f"{by_word[site.ask_gpus]}{kind}{per_node}")
     lines += site.asked()
     if site.exclusive:  # another job on the node would be measured too
         lines.append("--exclusive")
@@ -136,6 +182,7 @@ def _asked(batch: BatchJob, site: Site) -> list[str]:
 
 
 def _variables(batch: BatchJob, site: Site) -> list[tuple[str, str]]:
+    """Names and values, as words of the shell."""
     own = batch.job.task_env(batch.tasks[0])
     fixed = {"PYTHONUNBUFFERED": "1"}
     if site.interface:
@@ -146,11 +193,15 @@ def _variables(batch: BatchJob, site: Site) -> list[tuple[str, str]]:
     paths = os.pathsep.join(filter(None, [source, own.get("PYTHONPATH", "")]))
     # torch keeps its last collectives, to be dumped when a limit passes.
     fixed |= {"TORCH_FR_BUFFER_SIZE": "2000"}
-    return sorted((fixed | own | {"PYTHONPATH": paths}).items())
+    words = {name: shlex.quote(value) for name, value in (fixed | own).items()}
+    # Before what the prelude's modules have put there.
+    words["PYTHONPATH"] = f"{shlex.quote(paths)}${{PYTHONPATH:+:$PYTHONPATH}}"
+    return sorted(words.items())
 
 
 def same_batch(job: Job) -> tuple[object, ...]:
     """What jobs must have in common to share a script."""
     devices = tuple(spec.device for spec in job.specs)
-    env = () if job.job == "engine" else tuple(sorted(job.task_env(0).items()))
-    return job.processes(0), env, devices
+    if job.job == "engine":  # its own variables are in its own script, its limits in this one
+        return job.processes(0), job.task_limits(0), job.option("steps"), devices
+    return job.processes(0), tuple(sorted(job.task_env(0).items())), devices

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import secrets
 import shutil
 import time
 from collections import Counter
@@ -20,7 +19,8 @@ from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob, same_batch
 from fourfold.launch.claim import Claim, claim, number_of
 from fourfold.launch.folder import job_folder
-from fourfold.launch.slurm import Slurm, has_run, logs_of, script_of, submitted
+from fourfold.launch.script_folders import ScriptFolders
+from fourfold.launch.slurm import Slurm, has_run, script_of, submitted
 from fourfold.launch.stop import stop_signals
 from fourfold.result.job import JOB_FILE, Job
 from fourfold.spec import codec
@@ -67,6 +67,7 @@ class Queue:
         self.waiting: list[tuple[Path, Work]] = []  # not submitted yet
         self._followed: dict[Path, Claim] = {}
         self._mine: set[Path] = set()  # submitted by this command
+        self._scripts = ScriptFolders(self.root)
 
     def take(self, spec: RunSpec, say: Callable[[str], None] = lambda text: None) -> Taken:
         """The folder of the next run of the spec; it is submitted when this returns. Waits while
@@ -168,7 +169,7 @@ class Queue:
                 raise
             finally:
                 self._release()
-                self._clear_logs()
+                self._clear_up()
 
     def submit(self, specs: Sequence[RunSpec]) -> list[Path]:
         """As many of them as the site wants queued; those that an earlier command has submitted
@@ -221,6 +222,7 @@ class Queue:
                     rule, hint = "is followed by another command", "wait for it, or stop it"
                     raise UserError(rule, field="run", value=str(batch[0][0]), hint=hint)
                 scripts.append(self.slurm.write_script(written).read_text(encoding="utf-8"))
+                self._scripts.release()
         finally:
             self._release()
         return list(dict.fromkeys(scripts))  # runs may share one
@@ -230,6 +232,7 @@ class Queue:
         if written is not None:
             self.slurm.submit(written)
             self._mine.update(written.folders)
+            self._scripts.release()
 
     def _written(self, batch: list[tuple[Path, Work]]) -> BatchJob | None:
         """Job files first: a script skips a folder without one. Runs that another command follows
@@ -252,8 +255,7 @@ class Queue:
                 files.write_text(place / JOB_FILE, codec.to_json(work.job))
         logs = batch[0][0]
         if len(batch) > 1:  # a run's own folder moves when it is kept
-            logs = self.root / f"queue-{secrets.token_hex(4)}"
-            logs.mkdir()
+            logs = self._scripts.new()
         array = self.slurm.site.queue == "array" and len(batch) > 1
         folders = tuple(place for place, _ in batch)
         return BatchJob(batch[0][1].job, (0,), folders, logs, array)
@@ -282,15 +284,9 @@ class Queue:
         for own in self._followed.values():
             own.release()
         self._followed = {}
+        self._scripts.release()
 
-    def _clear_logs(self) -> None:
-        """Of arrays and allocations that no waiting run belongs to."""
-        if not self.root.is_dir():
-            return
-        runs = [path for path in self.root.iterdir() if not path.name.startswith("queue-")]
-        used = {logs for path in runs if (logs := logs_of(path)) is not None}
-        for folder in self.root.glob("queue-*"):
-            if folder not in used:
-                shutil.rmtree(folder, ignore_errors=True)
+    def _clear_up(self) -> None:
+        self._scripts.clear()
         with contextlib.suppress(OSError):
             self.root.rmdir()  # only when it is empty

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
+from fourfold.launch.batch_script import HUNG_FILE
 from fourfold.launch.command import Ended, Watch, watched
 from fourfold.launch.slurm import Slurm
 from fourfold.launch.slurm_ranks import SlurmRanks
@@ -26,6 +28,11 @@ def follow_command(slurm: Slurm, job: Job, folder: Path, watch: Watch) -> Ended:
         ranks.stop()
         raise
     ranks.end()
+    if code is not None and (passed := _limit_of_script(folder)):
+        # As where it is followed: silence after enough steps is no hang.
+        code, limit = None, "" if steps >= watch.enough else passed
+    if code:
+        ranks.name_lost()
     node, own_code = _first_failed(ranks)
     return Ended(
         code=own_code if code and node >= 0 else code,
@@ -39,6 +46,13 @@ def follow_command(slurm: Slurm, job: Job, folder: Path, watch: Watch) -> Ended:
         by_scheduler=ranks.scene.by_scheduler if code is not None else None,
         environment=ranks.environment,
     )
+
+
+def _limit_of_script(folder: Path) -> str:
+    """By which the script has ended the run; '' where it has not."""
+    with contextlib.suppress(OSError):
+        return (folder / HUNG_FILE).read_text(encoding="utf-8").strip()
+    return ""
 
 
 class _Nodes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fourfold.launch.batch_script import EXIT_FILE, STOPPED_FILE
-from fourfold.launch.outcomes import STALE_S, JobScene
+from fourfold.launch.outcomes import STALE_S, JobScene, tail
 from fourfold.result.job import Job, beat_file, read_beat
 from fourfold.result.report import Outcome
 from fourfold.spec.site import Site
@@ -28,6 +29,13 @@ _BY_SCHEDULER: dict[str, tuple[Outcome, str]] = {
     "TIMEOUT": ("cancelled", "reached its time limit"),
     "REVOKED": ("cancelled", "was revoked"),
 }
+# srun's own words; a task that cannot be executed there is another matter.
+_UNREACHED = re.compile(
+    r"^srun: error: Task launch for \S+ failed on node (\S+): "
+    r"(?:Communication|Unable to contact|Socket timed out|Message|Connection|No route|Transport)"
+    r"|^srun: error: Node failure on (\S+)",
+    re.MULTILINE,
+)
 _LOOK_S = 0.1
 GONE_S = 90.0  # a cancelled job has KillWait (30 s unless the site says otherwise) to end
 _LAST_WORDS_S = 15.0  # files of other hosts are seen late
@@ -183,11 +191,29 @@ class SlurmRanks:
             if self._patient and self.queued:
                 return True
             time.sleep(_LOOK_S)
-        lost = self._lost_hosts()
-        if lost and self.scene.by_scheduler is None and not self.scene.kernel_kills:
-            words = f"{', '.join(lost)} was lost: its ranks left no word of their end"
-            self.scene.by_scheduler = ("cancelled", f"Slurm job {self.job_id}: {words}")
+        self.name_lost()
         return False
+
+    def name_lost(self) -> None:
+        """Nodes that are gone, where Slurm has not said so."""
+        if self.scene.by_scheduler is not None or self.scene.kernel_kills:
+            return
+        why = "srun could not start its ranks"
+        lost = self._unreached()
+        if not lost and not self._is_engine:  # of another engine's nodes there are no signs of life
+            why, lost = "its ranks left no word of their end", self._lost_hosts()
+        if lost:
+            words = f"{', '.join(lost)} was lost: {why}"
+            self.scene.by_scheduler = ("cancelled", f"Slurm job {self.job_id}: {words}")
+
+    def _unreached(self) -> list[str]:
+        """Nodes that srun itself could not reach, as it says in the job's log."""
+        log = self.scene.worker_log
+        return (
+            sorted({found[1] or found[2] for found in _UNREACHED.finditer(tail(log))})
+            if log
+            else []
+        )
 
     def _is_settled(self, ended: bool, waited_s: float) -> bool:
         if len(self.scene.exits) == self.scene.ranks or self.scene.by_scheduler:

@@ -22,6 +22,12 @@ READERS: dict[str, Any] = {
 }
 
 
+def step_words(reader: str = "") -> str:
+    """What grep -E finds in every line, or block, that tells of a step; without a name, in those
+    of any engine."""
+    return "|".join(READERS[name].steps for name in ([reader] if reader else READERS))
+
+
 class LogReader:
     """Takes lines; all readers look at them until one has read a step, then only that one."""
 

@@ -15,7 +15,7 @@ from fourfold.spec.toml import toml_text
 Queue = Literal["each", "array", "allocation"]
 LOCAL = "local"
 # One word of an #SBATCH line; what a site needs beyond that goes into `extra` or `prelude`.
-_WORDS = ("account", "partition", "qos", "reservation", "constraint", "time", "exclude")
+_WORDS = ("account", "partition", "qos", "reservation", "constraint", "time", "mem", "exclude")
 _WORD = re.compile(r"[^\s#\"'`$\\]*\Z")
 _ONE_LINE = re.compile(r"[^\r\n\0]*\Z")
 
@@ -35,9 +35,11 @@ class Site:
     reservation: str = ""
     constraint: str = ""
     time: str = ""
+    mem: str = ""
     exclude: str = ""
     gpus_per_node: int = 8
     ask_gpus: Literal["gpus-per-node", "gres", "no"] = "gpus-per-node"
+    gpu_type: str = ""
     cpus_per_rank: int = 0
     exclusive: bool = True
     hosts: tuple[str, ...] = ()
@@ -58,7 +60,7 @@ class Site:
         check.whole(1, 4096, gpus_per_node=self.gpus_per_node, most_queued=self.most_queued)
         check.whole(0, 2**20, cpus_per_rank=self.cpus_per_rank, warn_s=self.warn_s)
         check.positive(poll_s=self.poll_s)
-        words = {name: (getattr(self, name),) for name in (*_WORDS, "interface")}
+        words = {name: (getattr(self, name),) for name in (*_WORDS, "gpu_type", "interface")}
         for name, values in {**words, "hosts": self.hosts}.items():
             for value in values:
                 if not _WORD.match(value):
@@ -85,13 +87,22 @@ _START = """\
 # account = ""
 # partition = ""
 # qos = ""
+# reservation = ""
+# constraint = ""
 # time = "01:00:00"
+# mem = "0"              # all memory of a node, where the default is a share of it
 gpus_per_node = {gpus_per_node}
+# ask_gpus = "gres"      # --gres=gpu:N instead of --gpus-per-node=N; "no": whole nodes have them
+# gpu_type = "h100"      # --gpus-per-node=h100:N, where a partition has several
 # cpus_per_rank = 8
-# prelude = ["module load pytorch"]
-# wrapper = ["apptainer", "exec", "--nv", "image.sif"]
-# extra = ["--hint=nomultithread"]
-# queue = "allocation"
+# exclusive = false      # a neighbour's job is then measured too
+# prelude = ["module purge", "module load pytorch"]
+# python = "/path/of/python"  # on the nodes or in the container, with torch and fourfold
+# wrapper = ["apptainer", "exec", "--nv", "--bind", "/scratch", "image.sif"]
+# srun = ["--container-image=image.sqsh", "--container-mounts=/scratch:/scratch"]  # pyxis
+# interface = "ib0"
+# extra = ["--hint=nomultithread", "--mail-type=END"]
+# queue = "allocation"   # a sweep's runs follow each other in one job
 {cluster}"""
 
 

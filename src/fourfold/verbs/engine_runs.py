@@ -20,6 +20,7 @@ from fourfold.launch.permit import Permit
 from fourfold.launch.queue import Queue, Work
 from fourfold.launch.slurm import Slurm
 from fourfold.launch.slurm_command import follow_command
+from fourfold.logs.log import step_words
 from fourfold.result.files.store import Store
 from fourfold.result.files.stored import seal
 from fourfold.result.job import ENGINE_FILE, REPORT_FILE, Job, JobReport
@@ -82,6 +83,7 @@ class TemplateRuns:
         options = (
             ("command", shlex.join(ready.command)),
             ("engine", self.template.name),
+            ("steps", step_words(self.template.reader)),
             ("work_crc32", f"{zlib.crc32(words.encode()):08x}"),
         )
         named = {f"{SETTINGS}/{name}": text for name, text in ready.settings.items()}

@@ -14,7 +14,7 @@ from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import exclusive
 from fourfold.launch.local import run_job
 from fourfold.launch.permit import Permit
-from fourfold.launch.slurm import Slurm, living
+from fourfold.launch.slurm import Slurm, living, script_of
 from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.files import curve
 from fourfold.result.files.curve import Point
@@ -95,6 +95,8 @@ def submit_train(
                 return Submission()
             permit_of(request).require(job.specs)
             return submission_of(job, folder.job, on, only_print=request.print_launch)
+        if request.print_launch:
+            return Submission(scripts=(script_of(folder.job),))
     return Submission((described_job(folder.job),))
 
 
