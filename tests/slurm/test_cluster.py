@@ -129,6 +129,14 @@ def test_a_lost_node_ends_the_run_and_is_named(user: User) -> None:
     assert lost in run["failure"]["message"]
 
 
+def test_a_node_that_is_lost_before_its_ranks_start_is_named(user: User) -> None:
+    with user.node_lost_before_srun() as lost:
+        user.ask(*BENCH, "--steps", "2", status=1)
+    (run,) = user.runs()
+    assert run["outcome"] == "cancelled"
+    assert lost in run["failure"]["message"]
+
+
 def test_a_worker_that_cannot_start_says_why(user: User) -> None:
     user.write_site(python="/nowhere/python")
     run = user.ask(*BENCH, "--steps", "2", status=1)

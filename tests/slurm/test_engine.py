@@ -160,6 +160,17 @@ def test_a_detached_run_is_followed_later(user: User) -> None:
     assert run["environment"]["slurm.job"] == job["slurm_job"]
 
 
+def test_a_detached_run_that_hangs_is_ended_by_its_script(user: User) -> None:
+    (job,) = user.ask(*words(user, "hang"), "--detach")["jobs"]
+    gone = lambda: job["slurm_job"] not in user.cluster.jobs()  # noqa: E731
+    user.cluster.wait_for(gone, "the script to end its run")
+    assert left_running() == []
+    assert user.ask(*words(user, "hang"), status=1)["outcome"] == "hung"
+    (run,) = user.runs()
+    assert "step limit of 4 s" in run["failure"]["message"]
+    assert run["environment"]["slurm.job"] == job["slurm_job"]
+
+
 @pytest.mark.parametrize("queue", ["each", "array", "allocation"])
 def test_the_planners_choices_by_an_engine_on_a_site(user: User, queue: str) -> None:
     user.write_site(queue=queue)
@@ -269,3 +280,11 @@ def test_a_script_of_many_runs_is_submitted_by_hand(user: User, queue: str, held
 def test_a_port_that_is_taken_is_passed_over(user: User) -> None:
     with taken_port(user):
         assert user.ask(*words(user))["outcome"] == "ok"
+
+
+def test_a_node_that_is_lost_before_the_engine_starts_there_is_named(user: User) -> None:
+    with user.node_lost_before_srun() as lost:
+        user.ask(*words(user), status=1)
+    (run,) = user.runs()
+    assert run["outcome"] == "cancelled"
+    assert lost in run["failure"]["message"]

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,28 @@ class User:
         """Some rank of a job has done a step."""
         beats = (self.folder / "runs" / ".jobs").glob("*/beat-*.json")
         return any(_steps(path) for path in beats)
+
+    @contextlib.contextmanager
+    def node_lost_before_srun(self) -> Iterator[str]:
+        """The second node dies when a job has it and before srun starts anything there; it is back
+        afterwards."""
+        gate, lost = self.folder / "gate", self.cluster.names[1]
+        waits = f"touch {gate}-reached; until [ -e {gate} ]; do sleep 0.1; done"
+        self.write_site(prelude=[waits])
+
+        def lose() -> None:
+            self.cluster.wait_for(Path(f"{gate}-reached").exists, "the job's script")
+            self.cluster.kill_node(lost)
+            gate.touch()
+
+        thread = threading.Thread(target=lose)
+        thread.start()
+        try:
+            yield lost
+        finally:
+            thread.join()
+            self.cluster.start_node(lost)
+            self.cluster.wait_for(lambda: self.cluster.ready() == 2, "the node to be back")
 
     def interrupt(self, process: subprocess.Popen[str]) -> None:
         process.send_signal(signal.SIGINT)
