@@ -66,6 +66,14 @@ def test_a_source_has_no_say_in_its_own_width() -> None:
     assert nested[60:].mean() < 0.2 < together[60:].mean()
 
 
+def test_nothing_is_nested_where_no_other_source_could_set_weights() -> None:
+    whole, alone = fold_scores(Widths([left_out("alone", 0.01)] * MANY_ROWS))
+    for one in (whole, alone):
+        nested = (one.nested_pct, one.nested_least_pct, one.nested_most_pct)
+        assert np.isnan(nested).all()
+        assert one.inside_pct == 100.0
+
+
 def test_kinds_weigh_sources_alike() -> None:
     many = [left_out("many", 0.01 * (-1) ** i) for i in range(MANY_ROWS)]
     few = [left_out("few", 0.2)]
@@ -98,4 +106,6 @@ def test_score_folds_tells_kinds_and_sources(
     assert main(["score", str(small), "--folds"]) == 0
     page = capsys.readouterr().out
     assert "left out  sources  rows" in page
+    nested = [line.split()[6] for line in page.split("\n\n")[1].splitlines() if "layout" in line]
+    assert nested == ["-"]  # one source: nothing else sets its widths
     assert max(map(len, page.split("\n\n")[1].splitlines())) <= 100

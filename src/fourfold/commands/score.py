@@ -6,8 +6,9 @@ refits with each fold of layouts held out, --leave-out predicts each table from 
 --folds leaves out each layout, source (the column of that name), GPU type, value of tp, cp, pp,
 sequence, range of dp, nodes and model size, and the largest worlds: a table of all kinds of folds,
 sources alike, and one of all sources (each source in each kind: --format json). Nested: in the
-interval when what sets its width knows nothing of the source. Interval score: width of the 80%
-interval and ten times what lies outside, of logarithms, in percent.
+interval when what sets its width knows nothing of the source ('-' where there is no other source).
+Interval score: width of the 80% interval and ten times what lies outside, of logarithms, in
+percent.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _kinds_table(folds: Sequence[FoldScore]) -> Grid:
         ("median %", lambda one: f"{one.median_pct:.1f}"),
         ("p90 %", lambda one: f"{one.p90_pct:.1f}"),
         ("inside %", lambda one: f"{one.inside_pct:.0f}"),
-        ("nested %", lambda one: f"{one.nested_pct:.0f}"),
+        ("nested %", lambda one: or_dash(one.nested_pct, ".0f")),
         (f"of {MANY_ROWS}+ rows", _range),
         ("width %", lambda one: f"{one.width_pct:.0f}"),
         ("score", lambda one: f"{one.interval_score:.0f}"),

@@ -1,7 +1,7 @@
 """How good predictions are where a stranger asks: each kind of fold, sources alike; each source.
 
-Percent throughout. `nested`: in intervals whose weights the row's source had no say in; `inside`:
-in those of the shipped weights.
+Percent throughout. `nested`: in intervals whose weights the row's source had no say in, NaN where
+there is no other source; `inside`: in those of the shipped weights.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _mean(kind: str, parts: list[FoldScore]) -> FoldScore:
     """Sources alike, however many rows they have."""
     names = ("median_pct", "p90_pct", "inside_pct", "nested_pct", "width_pct", "interval_score")
     means = {name: float(np.mean([getattr(part, name) for part in parts])) for name in names}
-    many = [part.nested_pct for part in parts if part.rows >= MANY_ROWS]
+    many = [part.nested_least_pct for part in parts if np.isfinite(part.nested_least_pct)]
     return FoldScore(
         left_out=kind,
         source="",

@@ -153,11 +153,10 @@ class Widths:
             low, high = (low, middle) if covers else (middle, high)
         return high
 
-    def nested(self) -> Bools:
-        """Rows inside their interval when their source had no say in its weights. All are inside
-        or outside by the weights of all rows where there is one source only."""
-        everyone = self.learned()
-        inside = self.scores(everyone)[0]
+    def nested(self) -> Floats:
+        """1 for rows inside their interval when their source had no say in its weights, 0 for those
+        outside; NaN where there is one source only, which nothing else could set weights for."""
+        inside, everyone = np.full(len(self.error), np.nan), self.learned()
         for source in sorted(set(self.source.tolist())):
             others = Widths([row for row in self.rows if row.source != source])
             if others.rows:
