@@ -27,8 +27,9 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.events import Bar, ignore
 from fourfold.result.profile import cluster_of
 from fourfold.search.candidates import candidates
+from fourfold.search.cells import cells_of
 from fourfold.search.explain import explain
-from fourfold.search.fastest import CELLS, cells_of, fastest
+from fourfold.search.fastest import CELLS, fastest
 from fourfold.search.listed import PLAYED_SURE, best_points, layout_numbers, sure_points
 from fourfold.search.peaks import WaysTable, peaks
 from fourfold.search.query import PlanQuery, entry_for, evidence_for, usual_cluster, usual_policy
@@ -224,9 +225,13 @@ def check_bounds(query: PlanQuery) -> None:
     assert np.array_equal(np.sort(index), np.flatnonzero(mask))
     bound = cells.bound_s(index, cell[place])
     points = cells.space.points(index)
+    is_host = "cpu_layer_s" in query.entry.coefficients
     if len(index):
         step_s = estimate(query.columns(points), query.entry.coefficients).step_s
         assert (bound <= step_s).all()
+        some = cells.gathering(cell[place])
+        assert (cells.gathered_s(index[some]) <= step_s[some]).all()
+        assert some.any() or not ((points["zero"] == 3) & (points["shard"] > 1)).any() or is_host
 
 
 @settings(SAMPLED, max_examples=12)
@@ -274,7 +279,7 @@ def test_what_does_not_fit_is_explained_in_its_smallest_variant(query: PlanQuery
 
 
 def test_a_large_search_times_few_of_its_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is worth having: of a million points fewer than one in twenty is timed."""
+    """The bound is worth having: of a million points fewer than one in a hundred is timed."""
     import fourfold.search.fastest as module
 
     timed = 0
@@ -295,4 +300,4 @@ def test_a_large_search_times_few_of_its_points(monkeypatch: pytest.MonkeyPatch)
     )  # fmt: skip
     ranking = rank_layouts(query)
     assert ranking.ways > 100 * CELLS
-    assert timed < 0.05 * ranking.ways
+    assert timed < 0.01 * ranking.ways

@@ -202,11 +202,6 @@ def run_facts(
     `global_batch` where that differs too. `release`: of cost/stacks.RELEASES, where that will run
     it, not the measured engine."""
     run = {**chosen(spec.layout, spec.batch, spec.policy), **(points or {})}
-    number = spec.policy.recompute_number
-    whole = {"full": 1.0, "every": 1.0 / max(1, number)}
-    shares = np.array([whole.get(kind, 0.0) for kind in RECOMPUTE_KINDS])
-    block = number * np.equal(run["recompute"], RECOMPUTE_KINDS.index("block"))
-    in_blocks = np.minimum(1.0, block * run["pp"] * run["virtual_stages"] / spec.model.layers)
     return {
         **model_facts(spec.model),
         **machine_facts(cluster, spec.policy),
@@ -225,11 +220,24 @@ def run_facts(
         "zero": run["zero"],
         "cp_kind": run["cp_kind"],
         "schedule": _RUNNING[np.greater(run["virtual_stages"], 1) * 1, run["schedule"]],
-        "full_ckpt": np.maximum(shares[run["recompute"]], in_blocks),
+        **_recompute_facts(spec, run),
+    }
+
+
+def _recompute_facts(spec: RunSpec, run: Mapping[str, Any]) -> dict[str, Any]:
+    kind, number = run["recompute"], spec.policy.recompute_number
+    whole = {"full": 1.0, "every": 1.0 / max(1, number)}
+    share = np.array([whole.get(name, 0.0) for name in RECOMPUTE_KINDS])[kind]
+    block = number * np.equal(kind, RECOMPUTE_KINDS.index("block"))
+    if np.any(block):  # else the share is a way's own, whatever the row of an open mesh
+        chunks = run["pp"] * run["virtual_stages"]
+        share = np.maximum(share, np.minimum(1.0, block * chunks / spec.model.layers))
+    return {
+        "full_ckpt": share,
         "block_ckpt": block,
-        "attn_ckpt": np.equal(run["recompute"], RECOMPUTE_KINDS.index("selective")),
-        "norm_ckpt": np.isin(run["recompute"], _NORM_KINDS),
-        "mlp_ckpt": np.equal(run["recompute"], _NORM_KINDS[1]),
+        "attn_ckpt": np.equal(kind, RECOMPUTE_KINDS.index("selective")),
+        "norm_ckpt": np.isin(kind, _NORM_KINDS),
+        "mlp_ckpt": np.equal(kind, _NORM_KINDS[1]),
     }
 
 

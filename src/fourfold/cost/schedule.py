@@ -7,6 +7,8 @@ the order of events, so each event is one array operation over all of them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +57,7 @@ def rank_actions(
     return _with_late_weights(actions, delay=rank) if schedule == "zero-bubble" else actions
 
 
+@lru_cache(maxsize=1)
 def _visits(stages: int, virtual_stages: int, micros: int) -> list[tuple[int, int]]:
     """(virtual stage, micro) in order of forwards: rounds of `stages` micros through each chunk."""
     order = []
@@ -101,30 +104,27 @@ def global_order(
         )
         for rank in range(stages)
     ]
-    last = stages * virtual_stages - 1
-    done: set[tuple[str, int, int]] = set()
+    ends = {"F": 0, "B": stages * virtual_stages - 1, "I": stages * virtual_stages - 1}
+    handed: set[tuple[str, int, int]] = set()
     places = [0] * stages
     order: list[tuple[int, Action]] = []
     total = sum(map(len, lists))
     while len(order) < total:
         before = len(order)
         for rank, actions in enumerate(lists):
-            while places[rank] < len(actions) and _ready(actions[places[rank]], done, last):
-                action = actions[places[rank]]
-                done.add(("B" if action.kind == "I" else action.kind, action.chunk, action.micro))
+            place = places[rank]
+            for action in islice(actions, place, None):
+                kind, chunk, micro = action
+                # A rank's own forward comes before its backward in its list.
+                if kind != "W":
+                    if chunk != ends[kind] and action not in handed:
+                        break
+                    handed.add((kind, chunk + (1 if kind == "F" else -1), micro))
                 order.append((rank, action))
-                places[rank] += 1
+                place += 1
+            places[rank] = place
         assert len(order) > before, f"{schedule} p={stages} v={virtual_stages} m={micros} waits"
     return order
-
-
-def _ready(action: Action, done: set[tuple[str, int, int]], last: int) -> bool:
-    kind, chunk, micro = action
-    if kind == "F":
-        return chunk == 0 or ("F", chunk - 1, micro) in done
-    if kind == "W":
-        return True
-    return ("F", chunk, micro) in done and (chunk == last or ("B", chunk + 1, micro) in done)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,16 +140,11 @@ class ChunkTimes:
     reduce: Floats  # [stages, candidates] gradient reduction of a rank
     overlap_reduce: bool = False
 
-    def seconds(self, action: Action, micros: int) -> Floats:
-        if action.kind == "F":
-            spent = self.forward[action.chunk]
-        elif action.kind == "W":
-            spent = self.weights[action.chunk]
-        elif action.kind == "I":
-            spent = self.backward[action.chunk] - self.weights[action.chunk]
-        else:
-            spent = self.backward[action.chunk]
-        return spent * self.last if action.micro == micros - 1 else spent
+    def seconds(self, size: Floats | float) -> dict[str, list[Floats]]:
+        """By kind of action and chunk, of a micro batch of `size`, against a whole one."""
+        inputs = self.backward - self.weights
+        kinds = {"F": self.forward, "B": self.backward, "I": inputs, "W": self.weights}
+        return {kind: list(seconds * size) for kind, seconds in kinds.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,33 +178,33 @@ def simulate(
     """Every event of a step. All micro batches are played: see `step_s` for long steps."""
     chunks = stages * virtual_stages
     assert times.forward.shape[0] == chunks
-    zero = np.zeros(times.forward.shape[1])
-    free = [zero] * stages
-    busy = [zero] * stages
+    spent, small = times.seconds(1.0), times.seconds(times.last)
+    free = [np.zeros(times.forward.shape[1])] * stages
+    ended = [free[0]] * chunks
     has_hops = bool(np.any(times.hop))
-    wire = {(rank, way): zero for rank in range(stages) for way in (1, -1)}
+    wire = {(rank, way): free[0] for rank in range(stages) for way in (1, -1)}
+    # What nobody hands over is there from the start.
     arrived: dict[tuple[str, int, int], Floats] = {}
-    ended = [zero] * chunks
     events: list[ActionTime] = []
     order = global_order(schedule, stages=stages, virtual_stages=virtual_stages, micros=micros)
     for rank, action in order:
-        way = 1 if action.kind == "F" else -1
-        needed = arrived.pop((action.kind, action.chunk, action.micro), None)
-        start = free[rank] if needed is None else np.maximum(free[rank], needed)
-        spent = times.seconds(action, micros)
-        end = free[rank] = start + spent
-        busy[rank] = busy[rank] + spent
-        ended[action.chunk] = end
-        target = action.chunk + way
-        if action.kind != "W" and 0 <= target < chunks:
+        kind, chunk, micro = action
+        start = free[rank]
+        if (needed := arrived.pop(action, None)) is not None:
+            start = np.maximum(start, needed)
+        end = free[rank] = start + (small if micro == micros - 1 else spent)[kind][chunk]
+        ended[chunk] = end
+        way = 1 if kind == "F" else -1
+        if kind != "W" and 0 <= chunk + way < chunks:
             sent = end
             if has_hops:  # without, what a rank sends is never behind what it sent before
                 sent = wire[rank, way] = np.maximum(end, wire[rank, way]) + times.hop
-            arrived[action.kind, target, action.micro] = sent
+            arrived[kind, chunk + way, micro] = sent
         if keep_events:
             events.append(ActionTime(rank, action, float(start[0]), float(end[0])))
     finish = _reduced(times, free, ended, stages)
-    return Simulated(np.max(finish, axis=0), np.array(busy), tuple(events))
+    ranks = (times.forward + times.backward).reshape(virtual_stages, stages, -1).sum(axis=0)
+    return Simulated(np.max(finish, axis=0), ranks * (micros - 1.0 + times.last), tuple(events))
 
 
 def _reduced(times: ChunkTimes, free: list[Floats], ended: list[Floats], stages: int) -> Floats:

@@ -17,7 +17,7 @@ from fourfold.errors import UserError
 from fourfold.launch.claim import number_of
 from fourfold.launch.folder import end_processes_of
 from fourfold.launch.local import Launcher, run_job
-from fourfold.launch.permit import Permit, gpu_count
+from fourfold.launch.permit import Permit, kind_of
 from fourfold.launch.queue import Queue
 from fourfold.result.files.store import PREDICTED_FILE, Store, Stored
 from fourfold.result.files.stored import seal
@@ -65,13 +65,6 @@ def launch_run(
 ) -> RunReport:
     job = Job(job="run", specs=(spec,), options=options)
     return run_job(job, folder, progress=say, permit=permit, on=on).runs[0]
-
-
-def kind_of(spec: RunSpec) -> str:
-    """Where a run will be: `auto` takes GPUs where there are enough."""
-    if spec.device != "auto":
-        return spec.device
-    return "cuda" if gpu_count() >= spec.gpus else "cpu"
 
 
 class Campaign:

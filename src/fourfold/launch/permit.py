@@ -31,6 +31,13 @@ def gpu_count() -> int:
     return listed_gpus()
 
 
+def kind_of(spec: RunSpec) -> str:
+    """Where a run will be: `auto` takes GPUs where there are enough."""
+    if spec.device != "auto":
+        return spec.device
+    return "cuda" if gpu_count() >= spec.gpus else "cpu"
+
+
 def require_gpus(
     device: str, ranks: int, *, hint: str = "device = cpu", shared: bool = False
 ) -> None:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from fourfold.cost.memory.peak import SURE, fit_chance
 from fourfold.cost.predict import Predictions, playable, predictions
+from fourfold.search.cells import Cells
 from fourfold.search.chances import Chances, chances
-from fourfold.search.fastest import Cells, fastest
+from fourfold.search.fastest import fastest
 from fourfold.search.space import Bools, Places, Pool
 from fourfold.spec.layout import MODEL_AXES, SIZES
 from fourfold.spec.run import CHOSEN

@@ -14,8 +14,9 @@ from fourfold.cost.columns import Floats
 from fourfold.cost.predict import Predictions
 from fourfold.events import Bar
 from fourfold.search.candidates import Candidates, candidates
+from fourfold.search.cells import Cells, cells_of
 from fourfold.search.chances import Chances
-from fourfold.search.fastest import Cells, cells_of, fastest, timed
+from fourfold.search.fastest import fastest, timed
 from fourfold.search.listed import best_points, layout_numbers, listed, only, pool_of
 from fourfold.search.query import PlanQuery
 from fourfold.search.space import Bools, Pool, Space, holding, may_fit, space_of, sure, unproven
@@ -108,7 +109,7 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
     space, fits, pool = _fitting(query, grid, bar)
     fitting, left = int(fits.sum()), int(pool.sum())
     bar(0.85)
-    cells = cells_of(space)
+    cells = cells_of(space, pool | space.close)
     new = np.broadcast_to(unproven(space), pool.shape)
     proven = pool & ~new
     use_all = query.explore or not proven.any()

@@ -71,6 +71,8 @@ def _join(path: str, key: object) -> str:
 
 
 def decode_value(hint: Any, value: object, path: str) -> Any:
+    if hint in (float, int, str, bool):  # most of a calibration's thousands of values
+        return _decode_scalar(hint, value, path)
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is typing.Annotated:

@@ -12,8 +12,7 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.calibration import Calibration, calibration_of
 from fourfold.cost.memory.peak import USABLE
 from fourfold.errors import UserError
-from fourfold.launch.campaign import kind_of
-from fourfold.launch.permit import core_count, gpu_count
+from fourfold.launch.permit import core_count, gpu_count, kind_of
 from fourfold.result.machine import gpu_name, host_memory_bytes
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.profile import read_profile as profile_of

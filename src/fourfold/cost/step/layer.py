@@ -140,10 +140,19 @@ def _modules_s(
 
 def fsdp_s(c: Columns, coef: Coefficients, *, params: Floats, busy: Floats) -> Floats:
     """Layer seconds under ZeRO-3: two weight gathers and a gradient scatter beside the compute."""
+    paid = beside_s(c, coef, busy=busy, move=gathers_s(c, coef, params=params))
+    return np.where((c.zero >= 3) & (c.shard > 1), paid, busy)
+
+
+def gathers_s(c: Columns, coef: Coefficients, *, params: Floats) -> Floats:
+    """Seconds of a layer's gathers and scatter alone; none where nobody shares the weights."""
     size = c.shard
     rate = group_rate(c, coef, size, c.tp)
     move = params * (2.0 * c.gather_bytes + c.grad_bytes) * (size - 1.0) / size / rate
-    move = move + 0.75 * ring_s(c, coef, size, c.tp)
+    return move + 0.75 * ring_s(c, coef, size, c.tp)
+
+
+def beside_s(c: Columns, coef: Coefficients, *, busy: Floats, move: Floats) -> Floats:
+    """What both take; grows with either."""
     together = (busy**4 + move**4) ** 0.25 + 0.2 * coef["dp_exposed"] * move
-    paid = np.where(c.prefetch > 0, together, busy + move)
-    return np.where((c.zero >= 3) & (size > 1), paid, busy)
+    return np.where(c.prefetch > 0, together, busy + move)
