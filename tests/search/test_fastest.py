@@ -33,7 +33,7 @@ from fourfold.search.fastest import CELLS, fastest
 from fourfold.search.listed import PLAYED_SURE, best_points, layout_numbers, sure_points
 from fourfold.search.peaks import WaysTable, peaks
 from fourfold.search.query import PlanQuery, entry_for, evidence_for, usual_cluster, usual_policy
-from fourfold.search.ranking import Ranking, rank_layouts
+from fourfold.search.ranking import ASIDE, Ranking, rank_layouts
 from fourfold.search.space import Pool, may_fit, space_of, widest_half
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
@@ -136,7 +136,7 @@ def check(query: PlanQuery) -> None:
     use_all = query.explore or bool(pool["unproven"].all())
     ranked = few(pool, use_all | ~pool["unproven"])
     if not use_all:
-        same(ranking.unproven_best, best_points(few(pool, pool["unproven"]), 1, 1))
+        same(ranking.unproven_best, best_points(few(pool, pool["unproven"]), ASIDE, 1))
     assert ranking.set_aside == len(pool["pp"]) - len(ranked["pp"])
     if query.safe:
         sure = ranked["chance"] >= SURE
@@ -149,7 +149,7 @@ def check(query: PlanQuery) -> None:
 def check_beside(ranking: Ranking, ranked: Pool, close: Pool) -> None:
     """What is named beside the first choice: nothing faster of its kind is left out."""
     first_s = ranked["step_s"].min() if len(ranked["pp"]) else 0.0
-    same(ranking.near_miss, best_points(few(close, close["step_s"] < first_s), 1, 1))
+    same(ranking.near_miss, best_points(few(close, close["step_s"] < first_s), ASIDE, 1))
     sure = few(ranked, ranked["chance"] >= SURE)
     found = sure_points(ranking.cells, ranking.ranked, np.zeros_like(ranking.ranked), np.inf)
     wanted = best_points(sure, PLAYED_SURE, 1)

@@ -113,10 +113,12 @@ def test_shares_are_read_as_people_write_them() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--front", "memory"], "less and less memory"),
-        (["--front", "gpus", "--tokens", "1B"], "fewer and fewer GPUs"),
-        (["--largest", "model", "--safe", "--micro-batch", "1"], "The largest model that fits has"),
-        (["--tokens", "1B", "--lost", "10%"], "10% of the days"),
+        (["--front", "memory"], "the fastest layouts for less and less memory"),
+        (["--front", "gpus", "--tokens", "1B"], "the first choice on fewer and fewer GPUs"),
+        (["--largest", "model", "--safe", "--micro-batch", "1"], "; it fits with a chance of 9"),
+        (["--tokens", "1B", "--lost", "10%"], "GPU-hours, of which 10% are lost time"),
+        (["--tokens", "1B", "--price", "2"], "30,518 steps take "),
+        (["--tokens", "1B", "--price", "2"], " GPU-hours, cost "),
     ],
 )
 def test_each_question_has_a_page(words, says, capsys) -> None:

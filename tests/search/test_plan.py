@@ -303,6 +303,17 @@ def test_a_run_that_may_not_fit_is_charged_a_try_and_the_surest_instead() -> Non
         assert one.regret[0] == pytest.approx(lost, abs=0.02)
 
 
+def test_what_a_profile_leaves_open_of_all_layouts_changes_no_order() -> None:
+    ranking = rank_layouts(ask(gpus=16))
+    known = replace(ranking.query.entry, rows_time=0, spread=(), values={})
+    sure, unsure = (chances(ranking.predicted, replace(known, noise=n)) for n in (0.3, 0.7))
+    assert np.array_equal(sure.regret, unsure.regret)
+    assert np.array_equal(sure.near_best, unsure.near_best)
+    # What rows left unexplained is of each layout.
+    measured = chances(ranking.predicted, replace(known, rows_time=50, noise=0.7))
+    assert measured.regret.min() > 2 * sure.regret.min()
+
+
 def test_where_one_layout_fits_smaller_ones_do() -> None:
     """The engine that needs more than predicted needs more of all: the surest is best where the
     others do not fit, and only there is it worth more than its seconds."""
@@ -465,7 +476,8 @@ def test_command_text_begins_with_the_answer(capsys) -> None:
     table, _, remarks = rest.partition("\n\n")
     assert max(map(len, table.splitlines())) <= 100
     assert 1 <= len(remarks.splitlines()) <= 5
-    assert f"within 2% of the fastest with a chance of {100 * first['near_best']:.0f}%" in remarks
+    chance = f"{100 * first['near_best']:.0f}%"
+    assert f"within 2% of the fastest that fits with a chance of {chance}" in remarks
 
 
 @pytest.mark.parametrize(

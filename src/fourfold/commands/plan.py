@@ -1,7 +1,8 @@
 """Find the fastest layout for a model on these GPUs, and whether it fits.
 
-Every legal layout is checked for memory and timed; layouts within the model's error are reported
-as ties. Axes, sizes and policies given by flags are fixed, the search chooses the others.
+Every legal layout is checked for memory and timed; each has the chance of fitting and of being
+within 2% of the best. Axes, sizes and policies given by flags are fixed, the search chooses the
+others.
 """
 
 from __future__ import annotations

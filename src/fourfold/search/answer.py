@@ -24,6 +24,7 @@ from fourfold.search.ranking import Ranking
 from fourfold.search.sensitivity import deciding, reversals
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import remarks
+from fourfold.spec.run import chosen_layout, chosen_policy
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
 EXPOSED = {
@@ -220,9 +221,24 @@ def _nothing(ranking: Ranking) -> str:
         why = _rule_in_words(query, counts[0][1]) if counts else ""
         return f"no legal layout among {grid.looked_at:,}; rejected by: {rules}{why}"
     if not ranking.fitting:
-        gib = query.cluster.device.memory_bytes / 2**30
-        return f"nothing fits: every legal layout needs more than {gib:.0f} GiB on its fullest rank"
-    return f"--where excludes all {ranking.fitting} layouts that fit"
+        least, gib = _least(ranking), query.cluster.device.memory_bytes / 2**30
+        rule = f"{least} of {gib:.0f} GiB on its fullest rank"
+        return f"nothing fits: {rule}; use more GPUs, a smaller model or a shorter sequence"
+    return f"--where excludes all {ranking.fitting:,} ways to run it that fit"
+
+
+def _least(ranking: Ranking) -> str:
+    """What needs least memory, where nothing fits: the table then has every legal point."""
+    space, policy = ranking.cells.space, ranking.query.policy
+    index = np.flatnonzero(space.legal)
+    peak_bytes = space.peak_bytes(index)
+    best = int(np.argmin(peak_bytes))
+    points = space.points(index[best : best + 1])
+    policy = chosen_policy(policy, points, 0)
+    micro_batch = int(points["micro_batch"][0])
+    one = Choice(layout=chosen_layout(points, 0), policy=policy, micro_batch=micro_batch)
+    named = f"{one}, micro batch {micro_batch}, {policy.sharding}, recompute {policy.recompute}"
+    return f"what needs least ({named}) needs about {peak_bytes[best] / 2**30:.0f}"
 
 
 def _rule_in_words(query: PlanQuery, reason: str) -> str:

@@ -11,6 +11,7 @@ from fourfold.cost.columns import Columns
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.fit.spread import axes
 from fourfold.cost.memory.peak import SURE, fit_chance
+from fourfold.cost.predict import playable, predictions
 from fourfold.search.plan_answer import Alternative
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Pool, Ranking
@@ -19,6 +20,7 @@ from fourfold.spec.run import chosen_layout, chosen_policy
 
 # Calibration files keep three digits of measured values.
 ROUNDED = 1e-3
+FEW_EVENTS = 10_000  # played of what is only named: some hundredths of a second
 _SIZES = (*MODEL_AXES, "gpus", "seq", "hidden", "tokens")
 
 
@@ -40,10 +42,22 @@ def outside(query: PlanQuery, c: Columns) -> list[str]:
     return texts
 
 
+def _played(query: PlanQuery, points: Pool) -> Pool:
+    """The fastest of a few points once their pipelines are played, as those that are ranked are."""
+    if not points or not len(points["pp"]):
+        return {}
+    count = max(1, playable(query.columns(points), FEW_EVENTS))
+    few = {name: column[:count] for name, column in points.items()}
+    few["step_s"] = predictions(query.columns(few), query.entry).step_s
+    best = int(np.argmin(few["step_s"]))
+    return {name: column[best : best + 1] for name, column in few.items()}
+
+
 def unproven_best(ranking: Ranking) -> Alternative | None:
     """The fastest of what was set aside for want of evidence."""
-    points, query = ranking.unproven_best, ranking.query
-    if not points or not len(points["pp"]):
+    query = ranking.query
+    points = _played(query, ranking.unproven_best)
+    if not points:
         return None
     rows = evidence(query, query.columns(points))
     without = tuple(name for name, count in rows.items() if not count)
@@ -52,8 +66,9 @@ def unproven_best(ranking: Ranking) -> Alternative | None:
 
 def near_miss(ranking: Ranking) -> Alternative | None:
     """The fastest that may fit although our best estimate says no, if nothing ranked is faster."""
-    points, query = ranking.near_miss, ranking.query
-    if not points or not len(points["pp"]):
+    query = ranking.query
+    points = _played(query, ranking.near_miss)
+    if not points or points["step_s"][0] >= ranking.step_s.min(initial=np.inf):
         return None
     chance = float(fit_chance(query.columns(points), query.entry)[0])
     peak_bytes = float(points["peak_bytes"][0])

@@ -24,6 +24,9 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec, chosen_layout, chosen_policy
 
+# Of what is named beside a ranking, by closed form: played event by event, another may lead.
+ASIDE = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
@@ -37,8 +40,8 @@ class Ranking:
     fitting: int
     dropped: int  # by --where
     set_aside: int  # without evidence, and no --explore
-    unproven_best: Pool  # the fastest of those, one row or none
-    near_miss: Pool  # a faster one that is over the limit by our best estimate; one row or none
+    unproven_best: Pool  # the fastest of those, at most ASIDE rows
+    near_miss: Pool  # faster ones that are over the limit by our best estimate; at most ASIDE rows
     fastest: Pool  # of all that were played, one row or none
     safest: Pool  # the fastest of those that are 90% sure to fit, one row or none
     cells: Cells
@@ -115,7 +118,7 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
     use_all = query.explore or not proven.any()
     ranked = pool if use_all else proven
     set_aside = int(pool.sum()) - int(ranked.sum())
-    aside = {} if use_all else best_points(pool_of(cells, pool & new, new, 1, 1), 1, 1)
+    aside = {} if use_all else _few(pool_of(cells, pool & new, new, ASIDE, 1))
     ranked = sure(space, ranked) if query.safe else ranked
     bar(0.95)
     shown = listed(cells, ranked, new, least)
@@ -159,7 +162,12 @@ def _fitting(query: PlanQuery, grid: Candidates, bar: Bar) -> tuple[Space, Bools
 
 
 def _near_miss(cells: Cells, rivals: Bools, new: Bools, least_s: float) -> Pool:
-    """The fastest that may fit although our best estimate says no, if nothing ranked is as fast."""
+    """The fastest that may fit although our best estimate says no, where nothing ranked is as
+    fast."""
     rivals = _where(cells.space, rivals) if np.isfinite(least_s) else np.zeros_like(rivals)
-    found = best_points(pool_of(cells, rivals, new, 1, 1, most_s=least_s), 1, 1)
+    found = _few(pool_of(cells, rivals, new, ASIDE, 1, most_s=least_s))
     return only(found, found["step_s"] < least_s)
+
+
+def _few(pool: Pool) -> Pool:
+    return best_points(pool, ASIDE, 1)

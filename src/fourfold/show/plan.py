@@ -16,7 +16,7 @@ REMARKS, COLUMNS = 5, 100
 
 def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
     if plan.best is None:
-        return [f"nothing to rank: {plan.reason}", "", _about(plan), *_details(plan)]
+        return [f"nothing to rank: {plan.reason}", "", _about(plan), *_searched(plan)]
     layouts = layouts_table(plan.ranked, details=details)
     shown: list[Part] = [_sentence(plan, plan.best), "", layouts, ""]
     remarks = list(_remarks(plan))
@@ -63,28 +63,38 @@ def _surety(plan: PlanAnswer) -> str:
 
 
 def _remarks(plan: PlanAnswer) -> Iterable[str]:
-    lost = plan.training["lost_share"]
-    if lost and plan.best is not None and plan.best.training_s:
-        yield f"{100 * lost:.3g}% of the days, GPU-hours and cost are lost time"
+    if plan.best is not None and plan.best.training_s:
+        yield _training(plan, plan.best)
     yield from _ties(plan)
-    yield _source(plan)
+    yield source(plan)
     if plan.best is not None and plan.best.outside:
         yield f"#1 is outside the measured range: {'; '.join(plan.best.outside)}"
     yield from approximated(plan.remarks)
     if plan.near_miss is not None:
         size = (plan.near_miss.peak_bytes or 0.0) / GIB
-        room = f"about {size:.1f} of {plan.memory_bytes / GIB:.0f} GiB"
+        room = f"about {size:.1f} of {plan.memory_bytes / GIB:.0f} GiB, {_sure(plan.near_miss)}"
         yield f"faster, but probably too large: {_named(plan.near_miss)}, {room}"
     if plan.unproven_best is not None:
         yield (
-            f"not ranked: {plan.set_aside:,} layouts with features that have no measured runs; the "
-            f"fastest is {_named(plan.unproven_best)} (never measured: "
+            f"not ranked: {plan.set_aside:,} ways to run it whose features have no measured runs; "
+            f"the fastest is {_named(plan.unproven_best)} (never measured: "
             f"{', '.join(plan.unproven_best.without_rows or ())}); --explore ranks them"
         )
     others = [one for one in plan.tried_gpus if one["gpus"] != plan.gpus]
     if others:
         named = ", ".join(f"{one['gpus']}: {short_s(one['step_s'])} s" for one in others[:6])
         yield f"best step time with fewer GPUs: {named}{', ...' if len(others) > 6 else ''}"
+
+
+def _training(plan: PlanAnswer, row: PlanRow) -> str:
+    """What the whole training takes; its columns do not always have room."""
+    low, high = _days_range(row)
+    days = f"{_days(row):.1f} days (80%: {low} to {high})"
+    cost = f", cost {row.cost:,.0f}" if row.cost is not None else ""
+    lost = plan.training["lost_share"]
+    share = f", of which {100 * lost:.3g}% are lost time" if lost else ""
+    took = f"{days}, {row.gpu_hours:,.0f} GPU-hours{cost}{share}"
+    return f"{plan.training['steps']:,} steps take {took}"
 
 
 def _named(one: Alternative) -> str:
@@ -100,7 +110,8 @@ def _ties(plan: PlanAnswer) -> Iterable[str]:
     first = plan.ranked[0]
     if len(plan.ranked) > 1:
         chance = f"with a chance of {100 * first.near_best:.0f}%"
-        yield f"#1 is within 2% of the fastest {chance}; expected loss {first.regret_pct:.1f}%"
+        loss = f"expected loss against it {first.regret_pct:.1f}%"
+        yield f"#1 is within 2% of the fastest that fits {chance}; {loss}"
     if first.wide:
         yield f"its interval is wide: {first.wide}"
     yield from _beside(plan, first)
@@ -111,7 +122,10 @@ def _beside(plan: PlanAnswer, first: PlanRow) -> Iterable[str]:
     said = []
     if plan.faster is not None:
         faster = 100 * (first.step_s / plan.faster.step_s - 1)
-        said.append(f"{faster:.1f}% faster than #1 but {_sure(plan.faster)}: {_named(plan.faster)}")
+        # A layout that fits as surely lost to the first by what else is not known of it.
+        is_surer = (plan.faster.fit_chance or 0.0) >= first.fit_chance
+        why = "but less well known" if is_surer else f"but {_sure(plan.faster)}"
+        said.append(f"{faster:.1f}% faster than #1 {why}: {_named(plan.faster)}")
     if plan.safer is not None:
         slower = 100 * (plan.safer.step_s / first.step_s - 1)
         said.append(
@@ -128,7 +142,8 @@ def _sure(one: Alternative) -> str:
     return f"{100 * (one.fit_chance or 0.0):.0f}% sure to fit"
 
 
-def _source(plan: PlanAnswer) -> str:
+def source(plan: PlanAnswer) -> str:
+    """Whose seconds they are, and how FLOPs are counted."""
     known = plan.calibration
     stack = "a typical engine" if plan.stack == "generic" else plan.stack
     rule = f"TFLOP/s and MFU by {plan.flop_rule}"
@@ -154,6 +169,18 @@ def _details(plan: PlanAnswer) -> Iterable[str]:
     if plan.deciding:
         named = "; ".join(f"{one} micro batch {one.micro_batch}" for one in plan.deciding)
         yield f"runs that would decide: {named}"
+    yield from _searched(plan)
+    yield (
+        f"ranked {plan.ranked_in_all:,}; the pipelines of the best {plan.played} were simulated "
+        "event by event"
+    )
+    yield (
+        "80% intervals contain 8 of 10 measured runs; seconds by part are exposed seconds; pp s is "
+        "the pipeline bubble and its sends"
+    )
+
+
+def _searched(plan: PlanAnswer) -> Iterable[str]:
     axes = "; ".join(f"{name} {_values(values)}" for name, values in plan.axes.items())
     refused = ", ".join(f"{name} {count:,}" for name, count in plan.refused.items())
     yield f"searched {plan.candidates:,} points: {axes}"
@@ -161,16 +188,8 @@ def _details(plan: PlanAnswer) -> Iterable[str]:
         f"rejected: {refused or 'none'}; legal: {plan.legal:,}, of which "
         f"{plan.legal - plan.fitting:,} do not fit"
     )
-    yield (
-        f"ranked {plan.ranked_in_all:,}; the pipelines of the best {plan.played} were simulated "
-        "event by event"
-    )
     if plan.dropped_by_where:
         yield f"excluded by --where: {plan.dropped_by_where:,}"
-    yield (
-        "80% intervals contain 8 of 10 measured runs; seconds by part are exposed seconds; pp s is "
-        "the pipeline bubble and its sends"
-    )
 
 
 def evidence(row: PlanRow) -> str:
@@ -206,7 +225,7 @@ def _optional(rows: Sequence[PlanRow]) -> Iterable[Column]:
         yield "GPU-hours", lambda row: f"{row.gpu_hours:,.0f}"
         if any(row.cost is not None for row in rows):
             yield "cost", lambda row: f"{row.cost or 0.0:,.0f}"
-        yield "days 80%", _days_range
+        yield "days 80%", lambda row: "-".join(_days_range(row))
         yield "J/token", lambda row: f"{row.joule_per_token:.3g}"
     yield "s 80%", lambda row: f"{short_s(row.step_s_low)}-{short_s(row.step_s_high)}"
     yield "GiB 80%", lambda row: f"{row.peak_bytes_low / GIB:.0f}-{row.peak_bytes_high / GIB:.0f}"
@@ -218,9 +237,9 @@ def _days(row: PlanRow) -> float:
     return (row.training_s or 0.0) / 86400
 
 
-def _days_range(row: PlanRow) -> str:
+def _days_range(row: PlanRow) -> tuple[str, str]:
     low, high = (_days(row) * s / row.step_s for s in (row.step_s_low, row.step_s_high))
-    return f"{low:.1f}-{high:.1f}"
+    return f"{low:.1f}", f"{high:.1f}"
 
 
 def layouts_table(rows: Sequence[PlanRow], *, details: bool = False) -> Grid:

@@ -152,6 +152,9 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuer
 
 def _machines(request: PlanRequest, on_event: OnEvent) -> tuple[Cluster, str]:
     """The cluster, and what to say of its size; how a name was read is an event."""
+    gpus = request.gpus
+    if gpus is not None and not 1 <= gpus <= 2**20:
+        raise UserError("must be from 1 to 1048576", field="gpus", value=gpus)
     cluster = planned_cluster(
         cluster=request.cluster,
         gpu=request.gpu,
@@ -168,10 +171,7 @@ def _machines(request: PlanRequest, on_event: OnEvent) -> tuple[Cluster, str]:
 
 
 def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
-    gpus = request.gpus
-    if gpus is not None and not 1 <= gpus <= 2**20:
-        raise UserError("must be from 1 to 1048576", field="gpus", value=gpus)
-    most = gpus or cluster.gpus
+    most = request.gpus or cluster.gpus
     counts = [most]
     if request.max_nodes is not None:
         most = min(most, min(request.max_nodes, cluster.hosts) * cluster.host_gpus)
