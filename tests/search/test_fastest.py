@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from fourfold.cost.fit import calibration as calibrations
@@ -179,10 +179,17 @@ def test_nothing_that_can_be_listed_is_dropped(query: PlanQuery) -> None:
 
 
 @pytest.mark.slow
-@settings(SAMPLED, max_examples=200)
-@given(questions(most_gpus=64))
-def test_nothing_is_dropped_on_more_machines(query: PlanQuery) -> None:
-    check(query)
+@pytest.mark.parametrize("part", range(10))
+def test_nothing_is_dropped_on_more_machines(part: int) -> None:
+    """200 questions in parts: each has minutes."""
+
+    @seed(part)
+    @settings(SAMPLED, max_examples=20)
+    @given(questions(most_gpus=64))
+    def check_some(query: PlanQuery) -> None:
+        check(query)
+
+    check_some()
 
 
 @settings(SAMPLED, max_examples=12)
