@@ -3,19 +3,13 @@ our own engine, into one store and one table; its real log passes through `colle
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 import fourfold
-from fourfold.verbs.engines import engine_template
+from tests.engines.titan_template import NAME, template
 
-sys.path.insert(0, str(Path(__file__).parent))
-from sampled import environment
-
-NAME = "torchtitan-0.2"
 RUN = {
     "model": "llama-tiny",
     "gpus": 2,
@@ -24,26 +18,6 @@ RUN = {
     "batch": {"seq_len": 128, "global_batch": 8, "micro_batch": 2},
     "policy": {"precision": "fp32", "sharding": "zero3"},
 }
-
-
-def template(folder: Path) -> str:
-    """The shipped one, with a torchrun of the engine's environment that starts it on the CPU."""
-    shipped = engine_template(NAME)
-    runner, entry = folder / "torchrun", Path(__file__).with_name("titan_cpu.py")
-    runner.write_text(
-        "#!/bin/bash\nargs=()\n"
-        f'for word in "$@"; do [ "$word" = torchtitan.train ] && word={shlex.quote(str(entry))}; '
-        '[ "$word" = -m ] || args+=("$word"); done\n'
-        f'exec {shlex.quote(str(environment(NAME)))} -m torch.distributed.run "${{args[@]}}"\n'
-    )
-    runner.chmod(0o755)
-    path = folder / f"{NAME}.toml"
-    path.write_text(
-        f'export = "{shipped.export}"\nreader = "{shipped.reader}"\n'
-        f"command = {list(shipped.command)!r}\n[env]\nTORCHRUN = {str(runner)!r}\n"
-        'OMP_NUM_THREADS = "1"\n'
-    )
-    return str(path)
 
 
 @pytest.fixture(scope="module")

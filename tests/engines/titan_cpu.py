@@ -57,6 +57,8 @@ FSDPModule.set_gradient_divide_factor = _sum
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if os.environ.get("FAIL_RANK") == os.environ["RANK"]:
+        raise RuntimeError("this rank was asked to fail")
     from torchtitan.train import Trainer, main
 
     main(Trainer)

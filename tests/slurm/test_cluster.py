@@ -174,6 +174,35 @@ def test_a_detached_verification_is_followed_later(user: User) -> None:
     assert user.cluster.jobs() == []
 
 
+def test_a_verification_is_submitted_by_hand(user: User) -> None:
+    words = ["verify", "--layout", "dp2 tp2", "--family", "llama", "--sample", "1"]
+    text = user.call(*words, "--print-launch")
+    (path,) = user.folder.glob("fourfold-verify-*/slurm.sh")
+    assert path.read_text().strip() == text.strip()
+    job = user.cluster.run(["sbatch", "--parsable", str(path)])
+    user.cluster.wait_for(lambda: job not in user.cluster.jobs(), "the job to end")
+    answer = user.ask(*words)
+    assert (answer["passed"], answer["total"]) == (1, 1)
+    assert not path.parent.exists()
+
+
+def test_a_training_is_submitted_by_hand(user: User) -> None:
+    """From another folder; the command that comes later finds it done, and trains nothing."""
+    words = ["train", *SMALL, "--steps", "3", "--out", "trained", "--lr", "1e-3"]
+    text = user.call(*words, "--print-launch")
+    path = user.folder / "trained" / "job" / "slurm.sh"
+    assert path.read_text().strip() == text.strip()
+    job = user.cluster.run(["sbatch", "--parsable", "--chdir=/", str(path)])
+    user.cluster.wait_for(lambda: job not in user.cluster.jobs(), "the job to end")
+    curve = user.folder / "trained" / "metrics.jsonl"
+    before = curve.read_text()
+    assert len(before.splitlines()) == 3
+    assert user.ask(*words)["steps"] == 3
+    assert curve.read_text() == before
+    known = user.cluster.run(["squeue", "-h", "-t", "all", "-o", "%A"]).split()
+    assert max(known, key=int) == job, "no other job was submitted"
+
+
 def test_a_training_survives_a_requeue_and_ends_with_75(user: User) -> None:
     """Slurm starts it over from what it saved, and its warning makes it save and end."""
     words = ["train", *SMALL, "--steps", FOREVER, "--out", "trained", "--lr", "1e-3"]

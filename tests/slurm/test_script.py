@@ -157,7 +157,7 @@ STEP = " iteration 1/ 3 | elapsed time per iteration (ms): 5.0 |"
     ("srun", "hung", "code"),
     [
         (f'echo "{STEP}" >$JOB/engine-0.log; exec sleep 1000', "step limit of 0.5 s", 143),
-        ("exec sleep 1000", "start limit of 2 s", 143),
+        ("exec sleep 1000", "start limit of 0.5 s", 143),
         (f'for i in 1 2 3 4; do echo "{STEP}" >>$JOB/engine-0.log; sleep 0.2; done', "", 0),
         (f'echo "{STEP}" >$JOB/engine-0.log; exit 3', "", 3),
     ],
@@ -166,7 +166,8 @@ def test_the_script_of_an_engine_ends_a_run_that_prints_no_more_steps(
     tmp_path: Path, srun: str, hung: str, code: int
 ) -> None:
     (tmp_path / "job.json").touch()
-    spec = spec_of(8, start_limit_s=2.0, step_limit_s=0.5 if hung else 60.0)
+    limits = {f"{kind}_limit_s": 0.5 if kind in hung else 600.0 for kind in ("start", "step")}
+    spec = spec_of(8, **limits)
     job = Job(job="engine", specs=(spec,), options=(("steps", step_words("megatron")),))
     text = text_of(Site(), job, str(tmp_path))
     assert parses(text)

@@ -21,7 +21,7 @@ tell() {{
 }}
 log=$here/engine-$NODE_RANK.log
 exec >"$log" 2>&1
-trap 'code=$?; sync "$log"; tell "\\"code\\": $code, \\"at\\": $(date +%s.%N)"' EXIT
+trap 'code=${{asked:-$?}}; sync "$log"; tell "\\"code\\": $code, \\"at\\": $(date +%s.%N)"' EXIT
 tell "\\"pid\\": $$"
 cd {cwd} || exit
 if [ "$NODE_RANK" = 0 ]; then # the next port at which nobody listens
@@ -34,6 +34,7 @@ else
     until [ -s "${port_file}" ]; do sleep 0.1; done
     MASTER_PORT=$(cat "${port_file}")
 fi
+trap asked=143 TERM # the engine is asked too: its processes must not outlive this one
 """
 
 

@@ -1,0 +1,64 @@
+"""What torchtitan 0.3 itself prints of its configuration is read with every size of the model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fourfold.logs.log import read_log
+from fourfold.search import export
+from fourfold.search.export.setup import Setup
+from fourfold.spec import catalog
+from fourfold.spec.batch import Batch
+from fourfold.spec.layout import Layout
+from fourfold.spec.policy import Policy
+from tests.engines.sampled import environment
+
+
+def printed(model: str, folder: Path) -> str:
+    setup = Setup(
+        model=catalog.model(model),
+        layout=Layout(shard=4, tp=2),
+        batch=Batch(seq_len=4096, micro_batch=2, global_batch=16),
+        policy=Policy(recompute="full", sharding="zero2"),
+        host_gpus=8,
+        stack=export.stack_of("torchtitan"),
+        device="h100-80gb",
+    )
+    for name, text in export.write_folder("torchtitan", setup).items():
+        (folder / name).write_text(text)
+    words = (folder / "engine.args").read_text().split()
+    script = Path(__file__).with_name("titan_config.py")
+    done = subprocess.run(
+        [environment("torchtitan"), script, *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-405b"])
+def test_its_own_print_says_the_whole_model(model: str, tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    steps = "".join(
+        f"step: {n:2}  loss:  7.62585  grad_norm: 26.6250  memory: 6.91GiB(8.51%)  tps: {tps:,}  "
+        "tflops: 314.71  mfu: 31.00%\n"
+        for n, tps in ((1, 100), (10, 5890), (20, 5890), (30, 5890))
+    )
+    log.write_text(printed(model, tmp_path) + steps)
+    (run,) = read_log(log).runs
+    known = catalog.model(model)
+    said = {
+        "n_layers": known.layers, "d_model": known.hidden, "n_heads": known.heads,
+        "n_kv_heads": known.kv_heads, "d_ff": known.ffn, "vocab": known.vocab,
+        "tied": int(known.tied), "seq_len": 4096, "gbs": 16, "pp": 1, "dp": 4, "tp": 2, "cp": 1,
+        "mbs": 2, "precision": "bf16",
+    }  # fmt: skip
+    assert {name: run.facts.get(name) for name in said} == {n: str(v) for n, v in said.items()}
+    assert "unmodelled" not in run.facts
