@@ -63,6 +63,7 @@ ROWS = (
     row("dp2 zero3", 512, 256, Layout(shard=2), sharding="zero3"),
     row("tp2", 512, 256, Layout(tp=2)),
     row("tp2, whole sequence", 1024, 128, Layout(tp=2), sequence_parallel=False),
+    row("cp2", 512, 512, Layout(cp=2)),
     row("pp2", 512, 256, Layout(pp=2), micros=8),
     row("pp2, full recompute", 512, 256, Layout(pp=2), micros=8, recompute="full"),
     row("dp2 tp2", 512, 256, Layout(shard=2, tp=2)),

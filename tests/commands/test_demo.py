@@ -9,8 +9,8 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.cost.fit import calibration
-from fourfold.cost.fit.calibration import calibration_of
 from fourfold.cost.fit.coefficients import BY_NAME
+from fourfold.cost.fit.machine import calibration_of
 from fourfold.events import ignore
 from fourfold.result.profile import (
     AttentionPoint,

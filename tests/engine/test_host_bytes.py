@@ -23,16 +23,21 @@ from fourfold.search.predict import rough_cpu
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.words import CP_KINDS
 
 WITHIN = 0.03
 
 
-def run(layers: int, layout: Layout, **policy: Any) -> RunSpec:
-    model = replace(catalog.model("llama-mini"), layers=layers)
+LLAMA = catalog.model("llama-mini")
+MPT = replace(catalog.model("mpt-tiny"), hidden=256, heads=8, kv_heads=8, ffn=1024, vocab=4096)
+
+
+def run(layers: int, layout: Layout, model: ModelShape = LLAMA, **policy: Any) -> RunSpec:
     return RunSpec(
-        model=model,
+        model=replace(model, layers=layers),
         gpus=layout.world,
         layout=layout,
         batch=Batch(seq_len=128, micro_batch=1, global_batch=layout.dp),
@@ -61,6 +66,18 @@ def moved(spec: RunSpec) -> Counter[str]:
     return found
 
 
+def of_a_layer(layout: Layout, **policy: Any) -> tuple[int, int]:
+    """(forward, backward)"""
+    two, three = (moved(run(layers, layout, **policy)) for layers in (2, 3))
+    return three["forward"] - two["forward"], three["backward"] - two["backward"]
+
+
+def counted(layout: Layout, **policy: Any) -> tuple[float, float]:
+    c = columns_of([run(2, layout, **policy)], cluster=rough_cpu(layout.world, 2), stack="fourfold")
+    forward, backward = host.layer_bytes(c, c.tokens)
+    return forward[0], backward[0]
+
+
 @pytest.mark.parametrize(
     ("layout", "policy"),
     [
@@ -68,12 +85,20 @@ def moved(spec: RunSpec) -> Counter[str]:
         (Layout(), {"fused_projections": False}),
         (Layout(tp=2), {}),
         (Layout(tp=2), {"sequence_parallel": False}),
+        (Layout(), {"model": MPT}),
+        (Layout(tp=2), {"model": MPT}),
     ],
-    ids=["alone", "projections apart", "tp2", "tp2 whole sequence"],
+    ids=["alone", "projections apart", "tp2", "tp2 whole sequence", "biases", "biases tp2"],
 )
 def test_a_layer_moves_what_is_counted(layout: Layout, policy: dict[str, Any]) -> None:
-    two, three = (moved(run(layers, layout, **policy)) for layers in (2, 3))
-    c = columns_of([run(2, layout, **policy)], cluster=rough_cpu(layout.world, 2), stack="fourfold")
-    forward, backward = host.layer_bytes(c, c.tokens)
-    assert np.isclose(forward[0], three["forward"] - two["forward"], rtol=WITHIN)
-    assert np.isclose(backward[0], three["backward"] - two["backward"], rtol=WITHIN)
+    assert np.allclose(counted(layout, **policy), of_a_layer(layout, **policy), rtol=WITHIN)
+
+
+@pytest.mark.parametrize("kind", CP_KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_parallelism_moves_what_is_counted(kind: str, ranks: int) -> None:
+    """Beside what FSDP does with weights, as it does for as many ranks of data parallelism."""
+    alone, wrapped = of_a_layer(Layout()), of_a_layer(Layout(shard=ranks))
+    weights = np.subtract(wrapped, alone)
+    found = np.subtract(of_a_layer(Layout(cp=ranks), cp_kind=kind), weights)
+    assert np.allclose(counted(Layout(cp=ranks), cp_kind=kind), found, rtol=WITHIN)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import exp, hypot, log
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.cost.count import params
 from fourfold.cost.fit import calibration as calibrations
-from fourfold.cost.fit.calibration import calibration_of
 from fourfold.cost.fit.coefficients import HOST
+from fourfold.cost.fit.machine import calibration_of
 from fourfold.result.host_profile import host_coefficients, product_costs
 from fourfold.result.profile import (
     AttentionPoint,
@@ -27,6 +29,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.words import CP_KINDS
 from tests.result.test_profile import make
 
 SHAPES = ((256, 512, 512), (128, 1408, 512), (1408, 512, 128), (512, 1024, 1024))
@@ -55,8 +58,11 @@ def host_point(ranks: int, **fields: object) -> HostPoint:
         "update_params": 10**6,
         "update_s": 4e-3 * ranks,
         "layer_s": 1e-3 * ranks,
-        "wrapped_s": 0.0 if ranks == 1 else 9e-3,
+        "wrapped_s": 0.0 if ranks == 1 else 20e-3,
         "called_s": 0.0 if ranks == 1 else 4e-3,
+        "held_s": 0.0 if ranks == 1 else 6e-3,
+        "fresh_bytes": 10**7,
+        "fresh_s": 5e-3,
     }  # fmt: skip
     return HostPoint(**(plain | fields))
 
@@ -105,12 +111,15 @@ def test_products_that_only_multiply_have_no_cost_of_bytes() -> None:
 
 def test_coefficients_are_those_of_as_many_ranks() -> None:
     alone, four = (host_coefficients(profile(), ranks) for ranks in (1, 4))
-    assert set(alone) == set(four) == {*HOST, "flash"}
+    assert set(alone) == set(four) == {*HOST, "flash", "cp_attention"}
     assert four["cpu_layer_s"] == pytest.approx(4 * alone["cpu_layer_s"])
     assert four["cpu_gather_s"] == pytest.approx(5e-4)
     assert four["cpu_reduce_byte_s"] == pytest.approx(1e-9)
-    # Nine milliseconds less the layer itself, two gatherings and a scattering of three hops each.
-    assert four["cpu_wrap_s"] == pytest.approx(9e-3 - 4e-3 - 9 * 5e-4, rel=1e-4)
+    assert four["cpu_hook_s"] == pytest.approx(6e-3 - 4e-3)
+    # Twenty milliseconds less those of a layer that sends nothing, and less two gatherings and a
+    # scattering of three hops each; a third for each of them.
+    assert four["cpu_wrap_s"] == pytest.approx((20e-3 - 6e-3 - 9 * 5e-4) / 3, rel=1e-4)
+    assert four["cpu_fresh_s"] == pytest.approx(5e-10)
     assert four["cpu_call_s"] == pytest.approx(4e-3 - 3 * 5e-4, rel=1e-4)
 
 
@@ -144,3 +153,50 @@ def test_nothing_hides_behind_anything() -> None:
         Layout(shard=2), sharding="zero3"
     )
     assert seconds(Layout(tp=2)) > seconds(Layout(tp=2), sequence_parallel=False)
+
+
+def seconds_of(known: HardwareProfile, run: RunSpec) -> float:
+    return predict([run], profile=known)[0].step_s
+
+
+def with_points(known: HardwareProfile, **fields: object) -> HardwareProfile:
+    return replace(known, hosts=tuple(replace(p, **fields) for p in known.hosts))  # type: ignore[arg-type]
+
+
+def test_new_memory_is_paid_for_what_is_gathered_and_scattered() -> None:
+    """Of every weight: under zero3 a buffer of each gathering and scattering of a micro batch. The
+    last layer and the ends are gathered once for both passes."""
+    known, run = profile(), spec(Layout(shard=2), sharding="zero3")
+    model = run.model
+    layer = params.layer_params(model)
+    ends = 2 * model.vocab * model.hidden
+    values = (3 * model.layers - 1) * layer + 2 * ends
+    more_s = seconds_of(known, run) - seconds_of(with_points(known, fresh_s=0.0), run)
+    assert more_s == pytest.approx(4 * 4 * values * 5e-10, rel=0.01)
+
+
+def test_a_layer_that_sends_nothing_pays_its_hooks_only() -> None:
+    """Under zero1 a step gathers and scatters once, however many micro batches it has."""
+    known, run = profile(), spec(Layout(shard=2))
+    dearer = with_points(known, wrapped_s=26e-3)  # two milliseconds for each that is sent
+    pieces = run.model.layers + 1
+    more_s = seconds_of(dearer, run) - seconds_of(known, run)
+    assert more_s == pytest.approx(2 * pieces * 2e-3, rel=0.01)
+
+
+def test_intervals_are_as_wide_as_readings_differed() -> None:
+    def width(unsteady: float) -> float:
+        known = with_points(profile(), unsteady=unsteady)
+        said = predict([spec(Layout(tp=2))], profile=known)[0]
+        assert said.step_s_low < said.step_s < said.step_s_high
+        return said.step_s_high / said.step_s
+
+    assert width(0.0) == pytest.approx(exp(0.2), rel=1e-3)
+    assert width(0.5) == pytest.approx(exp(hypot(0.2, log(1.5))), rel=1e-3)
+
+
+def test_context_parallelism_pays_each_of_its_kinds() -> None:
+    known = profile()
+    whole = seconds_of(known, spec(Layout(shard=2)))
+    for kind in CP_KINDS:
+        assert seconds_of(known, spec(Layout(cp=2), cp_kind=kind)) > whole

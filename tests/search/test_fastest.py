@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from fourfold.cost.fit import calibration as calibrations
-from fourfold.cost.fit.calibration import calibration_of
 from fourfold.cost.fit.interval import choices
+from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.memory.peak import (
     FRAGMENTS,
     OWN_FRAGMENTS,

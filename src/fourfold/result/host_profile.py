@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fourfold.result.points import AttentionPoint, CollectivePoint, GemmPoint
+from fourfold.result.points import AttentionPoint, CollectivePoint, GemmPoint, HostPoint
 from fourfold.result.profile import HardwareProfile, peak_of
 
 # As collectives are called in a step, by what they are called in formulas.
@@ -17,7 +17,7 @@ def host_coefficients(profile: HardwareProfile, ranks: int) -> dict[str, float]:
     """None where the profile is of a GPU or older than these measurements."""
     if not profile.hosts:
         return {}
-    near = min(profile.hosts, key=lambda point: (abs(point.ranks - ranks), point.ranks))
+    near = point_of(profile, ranks)
     slower = max(1.0, ranks / near.ranks)  # more ranks than measured: the cores are full already
     flop_s, operand_s = product_costs(near.products)
     peak = peak_of(profile, "fp32", ranks)
@@ -30,17 +30,26 @@ def host_coefficients(profile: HardwareProfile, ranks: int) -> dict[str, float]:
         "cpu_element_s": slower * near.element_s / near.element_bytes,
         "cpu_update_s": slower * near.update_s / near.update_params,
         "cpu_layer_s": slower * near.layer_s,
+        "cpu_fresh_s": slower * near.fresh_s / near.fresh_bytes,
+        "cp_attention": 1.0,  # a CPU's kernel loses nothing where a ring cuts rows
     }
     for name, op in _CALLED.items():
         start_s, byte_s = _line(profile.collectives, op, ranks, profile.launch_s)
         coef |= {f"cpu_{name}_s": start_s, f"cpu_{name}_byte_s": byte_s}
     hops = near.ranks - 1
     gather_s, scatter_s = hops * coef["cpu_gather_s"], hops * coef["cpu_scatter_s"]
+    held_s = near.held_s or near.layer_s  # 0: an older profile
+    coef["cpu_hook_s"] = slower * max(profile.launch_s, held_s - near.layer_s)
     # A wrapped layer gathers before either pass and scatters once.
-    wrapped = near.wrapped_s - near.layer_s - 2.0 * gather_s - scatter_s
-    coef["cpu_wrap_s"] = slower * max(profile.launch_s, wrapped)
+    sent = near.wrapped_s - held_s - 2.0 * gather_s - scatter_s
+    coef["cpu_wrap_s"] = slower * max(profile.launch_s, sent / 3.0)
     coef["cpu_call_s"] = slower * max(profile.launch_s, near.called_s - gather_s)
     return coef
+
+
+def point_of(profile: HardwareProfile, ranks: int) -> HostPoint:
+    """The measured number of ranks nearest to the asked one; a CPU's profile has some."""
+    return min(profile.hosts, key=lambda point: (abs(point.ranks - ranks), point.ranks))
 
 
 def _flash_shape(point: AttentionPoint) -> float:

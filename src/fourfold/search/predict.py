@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit import coefficients
-from fourfold.cost.fit.calibration import Calibration, calibration_of
+from fourfold.cost.fit.calibration import Calibration
+from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of

@@ -10,6 +10,9 @@ from fourfold.show.table import Grid, Part, or_dash, table
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device
 from fourfold.units import show_bytes, show_seconds
 
+# A quiet machine has half of this.
+_UNSTEADY = 0.2
+
 
 def clusters_page(clusters: Sequence[Cluster], devices: Sequence[Device]) -> list[Part]:
     listed = table(
@@ -104,7 +107,17 @@ def profile_page(profile: HardwareProfile) -> list[Part]:
         f"host {profile.host}, torch {profile.torch}; measured in {profile.measured_s:.0f} s"
     )
     rows = _compute_rows(profile) + _link_rows(profile)
-    return [Grid(["quantity", "value", "measured as"], rows), "", about]
+    return [Grid(["quantity", "value", "measured as"], rows), "", about, *_neighbours(profile)]
+
+
+def _neighbours(profile: HardwareProfile) -> list[Part]:
+    differed = max((point.unsteady for point in profile.hosts), default=0.0)
+    if differed <= _UNSTEADY:
+        return []
+    return [
+        f"Readings of the same work differed by {100 * differed:.0f}%: something else ran here, "
+        "and predictions from this profile are as uncertain. Calibrate again on a quiet machine."
+    ]
 
 
 def _compute_rows(profile: HardwareProfile) -> list[list[str]]:

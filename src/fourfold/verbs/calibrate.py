@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from fourfold.cost.fit.calibration import calibration_of, to_json
+from fourfold.cost.fit.calibration import to_json
+from fourfold.cost.fit.machine import calibration_of
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import scratch

@@ -9,7 +9,8 @@ from typing import TypedDict, Unpack
 
 from fourfold import files
 from fourfold.cost.fit import calibration as calibrations
-from fourfold.cost.fit.calibration import Calibration, calibration_of
+from fourfold.cost.fit.calibration import Calibration
+from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.memory.peak import USABLE
 from fourfold.errors import UserError
 from fourfold.launch.permit import core_count, gpu_count, kind_of

@@ -1,8 +1,7 @@
 """What measured rows taught: one entry of coefficients per (stack, cluster), with its evidence.
 
 A file holds the entries, their residuals and their cross-validated errors; it holds no measured
-value and no row. Errors are percent. A hardware profile makes one too: measured rates where the
-machine was measured, defaults elsewhere, and an interval as wide as that deserves.
+value and no row. Errors are percent. A hardware profile makes one too (fit/machine.py).
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ import numpy as np
 
 from fourfold import files
 from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, HOST, LEAN, defaults
-from fourfold.cost.fit.spread import TWO_SIDED_80, Spread, directions, joined_values, part_changes
+from fourfold.cost.fit.spread import Spread, directions, joined_values, part_changes
 from fourfold.cost.stacks import family_of, year_of
 from fourfold.cost.step.estimate import PARTS
 from fourfold.errors import UserError, shorten
-from fourfold.result.host_profile import host_coefficients
-from fourfold.result.profile import HardwareProfile, coefficients_of
 from fourfold.spec import check, codec
-from fourfold.spec.catalog import generation_of
-from fourfold.spec.cluster import Cluster
 
 MARK = '"type": "Calibration"'  # in every file that to_json wrote
 FEW_ROWS = 10.0  # with so many rows a key counts half
@@ -267,33 +262,3 @@ def own_entry(stack: str, device: str) -> FittedStack | None:
 def _of_package(name: str) -> Calibration:
     file = resources.files("fourfold").joinpath("data", "calibrations", name)
     return from_json(file.read_text(encoding="utf-8"), name)
-
-
-# Kernels alone were measured, no training step: twice the spread of a stack nobody measured. On
-# CPUs steps took 0.5 to 2.6 times the prediction while those were priced by a GPU's formulas.
-HALF_WIDTH = {"cuda": 0.4, "cpu": 0.9}
-# Copies run by the operating system, not by a device driver: no context, no communicator buffers.
-_CPU_BASE_GIB = 0.1
-_CPU_FIXED_S = 1e-3
-
-
-def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
-    """Coefficients of our own engine on the profiled machine, clipped to what the model allows."""
-    coef = defaults()
-    if profile.device == "cpu":
-        coef |= {"base_gib": _CPU_BASE_GIB, "fixed_s": _CPU_FIXED_S, "micro_s": profile.launch_s}
-    coef |= coefficients_of(profile)
-    for name, value in coef.items():
-        coef[name] = min(max(value, BY_NAME[name].low), BY_NAME[name].high)
-    half = HALF_WIDTH[profile.device]
-    entry = FittedStack(
-        stack="fourfold",
-        cluster=cluster.name,
-        generation=generation_of(cluster.device),
-        coefficients=coef | host_coefficients(profile, cluster.host_gpus),
-        informed=dict.fromkeys(coef, 0.0),
-        noise=half / TWO_SIDED_80,
-    )
-    return Calibration(
-        name=f"profile of {profile.host}", sources=("fourfold calibrate",), entries=(entry,)
-    )

@@ -12,10 +12,16 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.step.kernels import attention_s, linear_shapes
+from fourfold.spec.words import CP_KINDS
 
 # Of a logit, in values read and written: logarithm of softmax, both ways, and the loss's gradient;
 # cut by vocabulary, and by the lean loss, in separate operators.
 _LOSS, _CUT_LOSS, _LEAN_LOSS = 6.0, 13.0, 22.0
+_WRITTEN = 0.45  # of them
+# What C's memory allocator keeps at most of one tensor; larger ones go back to the system and come
+# from it page by page.
+_KEPT_BYTES = 2.0**25
+_RING, _ALLGATHER = CP_KINDS.index("ring"), CP_KINDS.index("allgather")
 
 
 def is_host(coef: Coefficients) -> bool:
@@ -25,7 +31,13 @@ def is_host(coef: Coefficients) -> bool:
 def product_s(c: Columns, coef: Coefficients, m: Floats, n: Floats, k: Floats) -> Floats:
     """Multiplying, and laying operands side by side."""
     operands = c.act_bytes * (m * k + n * k + m * n)
-    return 2.0 * m * n * k / (c.peak * coef["cpu_product"]) + operands * coef["cpu_operand_s"]
+    took = 2.0 * m * n * k / (c.peak * coef["cpu_product"]) + operands * coef["cpu_operand_s"]
+    return took + _fresh_s(coef, c.act_bytes * m * n)
+
+
+def _fresh_s(coef: Coefficients, size: Floats) -> Floats:
+    """Of a new tensor of `size` bytes, whoever writes it."""
+    return np.where(size > _KEPT_BYTES, size * coef["cpu_fresh_s"], 0.0)
 
 
 def linear_s(
@@ -47,8 +59,23 @@ def layer_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
     forward = np.where(gated, 20.0, 10.0) * hidden + turned + np.where(gated, 5.0, 2.0) * ffn
     backward = np.where(gated, 54.0, 16.0) * hidden + turned + parted
     backward = backward + np.where(gated, 13.0, 3.0) * ffn
+    # Added to sums over ranks apart from the product; their gradients are sums over tokens.
+    apart = np.where(c.tp > 1, 4.0 * hidden, 0.0)
+    forward, backward = forward + c.bias * apart, backward + c.bias * (ffn + hidden)
+    cp_forward, cp_backward = _cp_values(c, q, kv)
     each = tokens * c.act_bytes
-    return each * forward, each * backward
+    return each * (forward + cp_forward), each * (backward + cp_backward)
+
+
+def _cp_values(c: Columns, q: Floats, kv: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward) that context parallelism reads and writes for a token: keys and values
+    laid side by side, blocks of attention joined, their gradients added up."""
+    ring, gathered = c.cp_kind == _RING, c.cp_kind == _ALLGATHER
+    forward = np.where(gathered, 14.4 * q + 4.0 * (1.0 + c.cp) * kv, 10.0 * q + 12.0 * kv)
+    forward = np.where(ring, (6.8 + 3.8 * c.cp) * q + 4.0 * kv, forward)
+    backward = np.where(gathered, 6.5 * q + (7.0 + 30.0 * c.cp) * kv, 10.0 * q + 24.0 * kv)
+    backward = np.where(ring, (3.5 + 1.55 * c.cp) * q + (12.0 + 6.0 * c.cp) * kv, backward)
+    return np.where(c.cp > 1, forward, 0.0), np.where(c.cp > 1, backward, 0.0)
 
 
 def head_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> Floats:
@@ -57,11 +84,13 @@ def head_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> Floats:
     forward, backward = linear_s(c, coef, tokens=tokens, wide=wide, deep=c.hidden)
     again = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), forward, 0.0)
     passes = np.where(c.lean_loss > 0, _LEAN_LOSS, np.where(c.tp > 1, _CUT_LOSS, _LOSS))
-    moved = passes * tokens * wide * np.maximum(c.act_bytes, 4.0)
+    logits = tokens * wide * np.maximum(c.act_bytes, 4.0)
+    moved = passes * logits
+    new = _WRITTEN * passes * c.loss_chunks * _fresh_s(coef, logits / c.loss_chunks)
     own = np.where((c.tied > 0) & (c.pp < 2), 0.0, wide * c.hidden)
     ends = np.where(own > 0, _fsdp_end_s(c, coef, own), 0.0)
     elements = (moved + _added_bytes(c, own)) * coef["cpu_element_s"]
-    return forward + again + backward + elements + ends
+    return forward + again + backward + elements + new + ends
 
 
 def embedding_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
@@ -69,7 +98,9 @@ def embedding_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
     table = np.ceil(c.vocab / c.tp) * c.hidden
     moved = c.act_bytes * (6.0 * tokens * c.hidden + table) + _added_bytes(c, table)
     # At both ends tensor parallelism exchanges as much as in one block of a layer, both ways.
-    return moved * coef["cpu_element_s"] + _tp_s(c, coef, tokens) + _fsdp_end_s(c, coef, table)
+    new = _fresh_s(coef, c.act_bytes * table)
+    ends = _tp_s(c, coef, tokens) + _fsdp_end_s(c, coef, table)
+    return moved * coef["cpu_element_s"] + new + ends
 
 
 def _added_bytes(c: Columns, params: Floats) -> Floats:
@@ -98,11 +129,22 @@ def _tp_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
     return np.where(c.tp > 1, 2.0 * np.where(c.sp > 0, parts, whole) + calls, 0.0)
 
 
-def _cp_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
-    """Keys and values once around, or gathered; backwards with their gradients."""
+def _cp_s(c: Columns, coef: Coefficients, tokens: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward). A ring hands keys and values on, and backwards their gradients besides,
+    once more to be home; they may be gathered and scattered; or heads and tokens change places."""
     keys = 2.0 * c.act_bytes * tokens * c.kv_width / c.tp
+    queries = 2.0 * c.act_bytes * tokens * c.width / c.tp
     hop = coef["cpu_send_s"] + coef["cpu_call_s"] + keys * coef["cpu_send_byte_s"]
-    return np.where(c.cp > 1, (c.cp - 1.0) * hop, 0.0)
+    called = coef["cpu_call_s"]
+    gather = called + collective_s(coef, "gather", keys * c.cp, c.cp)
+    scatter = called + collective_s(coef, "scatter", keys * c.cp, c.cp)
+    moved = (queries + keys) / c.cp * coef["cpu_send_byte_s"]
+    change = 3.0 * called + (c.cp - 1.0) * (3.0 * coef["cpu_send_s"] + moved)
+    gathered = c.cp_kind == _ALLGATHER
+    ring = c.cp_kind == _RING
+    forward = np.where(ring, (c.cp - 1.0) * hop, np.where(gathered, gather, change))
+    backward = np.where(ring, (2.0 * c.cp - 1.0) * hop, np.where(gathered, scatter, change))
+    return np.where(c.cp > 1, forward, 0.0), np.where(c.cp > 1, backward, 0.0)
 
 
 def handover_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
@@ -113,20 +155,23 @@ def handover_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
 
 
 def gather_weights_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
-    """FSDP gathers weights into one buffer and copies them out; its own shard goes in."""
+    """FSDP gathers weights into a new buffer and copies them out; its own shard goes in."""
     data = params * c.act_bytes
     copies = 2.0 * data * (1.0 + 1.0 / c.shards)
-    return collective_s(coef, "gather", data, c.shards) + copies * coef["cpu_element_s"]
+    moved = copies * coef["cpu_element_s"] + data * coef["cpu_fresh_s"]
+    return coef["cpu_wrap_s"] + collective_s(coef, "gather", data, c.shards) + moved
 
 
 def scatter_gradients_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
-    """FSDP copies gradients side by side and sums them over shards, then over copies of a shard."""
+    """FSDP copies gradients into a new buffer and sums them over shards, then over copies of a
+    shard."""
     data = params * c.acc_bytes
     copies = params * (c.act_bytes + c.acc_bytes) + np.where(c.zero < 1, 5.0 * data, 0.0)
     others = c.dp * c.cp / c.shards
     summed = collective_s(coef, "scatter", data, c.shards)
     summed = summed + collective_s(coef, "reduce", data / c.shards, others, ways=2.0)
-    return summed + copies * coef["cpu_element_s"]
+    moved = copies * coef["cpu_element_s"] + data * coef["cpu_fresh_s"]
+    return coef["cpu_wrap_s"] + summed + moved
 
 
 def _sharded(c: Columns) -> NDArray[np.bool_]:
@@ -134,31 +179,46 @@ def _sharded(c: Columns) -> NDArray[np.bool_]:
 
 
 def fsdp_layer_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
-    """Of one layer and micro batch: what FSDP does with each of them."""
-    gathers = np.where(c.zero >= 3, 2.0 * gather_weights_s(c, coef, params), 0.0)
-    scatters = np.where(c.zero >= 2, scatter_gradients_s(c, coef, params), 0.0)
-    return np.where(_sharded(c), gathers + scatters + coef["cpu_wrap_s"], 0.0)
+    """Of one layer and micro batch: what FSDP does with each of them. A stage's last layer stays
+    for its backward pass."""
+    times = 2.0 - np.minimum(1.0, c.pp / c.layers)
+    return _fsdp_s(c, coef, params, times)
 
 
 def _fsdp_end_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
     """Of an end of the model and one micro batch: it is gathered once for both passes."""
-    gathers = np.where(c.zero >= 3, gather_weights_s(c, coef, params), 0.0)
+    return _fsdp_s(c, coef, params, np.ones(()))
+
+
+def _fsdp_s(c: Columns, coef: Coefficients, params: Floats, times: Floats) -> Floats:
+    gathers = np.where(c.zero >= 3, times * gather_weights_s(c, coef, params), 0.0)
     scatters = np.where(c.zero >= 2, scatter_gradients_s(c, coef, params), 0.0)
-    return np.where(_sharded(c), gathers + scatters, 0.0)
+    return np.where(_sharded(c), gathers + scatters + coef["cpu_hook_s"], 0.0)
 
 
 def gradient_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
     """What FSDP does once in a step, layer by layer and for both ends."""
-    pieces = c.layers / c.pp + 1.0
-    once = gather_weights_s(c, coef, params / pieces)
-    once = np.where(c.zero < 3, once, 0.0)
-    summed = scatter_gradients_s(c, coef, params / pieces)
-    total = pieces * (once + np.where(c.zero < 2, summed, 0.0))
-    return np.where(_sharded(c), total, 0.0)
+    layers = c.layers / c.pp
+    each = c.rank_layer_weights
+    ends = np.maximum(0.0, params - layers * each)
+
+    def once(size: Floats) -> Floats:
+        gathered = np.where(c.zero < 3, gather_weights_s(c, coef, size), 0.0)
+        return gathered + np.where(c.zero < 2, scatter_gradients_s(c, coef, size), 0.0)
+
+    return np.where(_sharded(c), layers * once(each) + once(ends), 0.0)
 
 
 def optimizer_s(c: Columns, coef: Coefficients, weights: Floats) -> Floats:
     return weights / c.shards * coef["cpu_update_s"]
+
+
+def core_s(c: Columns, coef: Coefficients, *, micro: Floats) -> tuple[Floats, Floats]:
+    """(forward, backward) of attention. A ring's blocks but the first have no mask, so that they
+    make up for the shorter rows of the first."""
+    forward, backward = attention_s(c, coef, micro=micro)
+    cut = np.where(c.cp_kind == _RING, (c.seq + 512.0) / (c.seq + 512.0 * c.cp), 1.0)
+    return forward * cut, backward * cut
 
 
 def layer_parts(c: Columns, coef: Coefficients, *, micro: Floats) -> dict[str, Floats]:
@@ -167,14 +227,14 @@ def layer_parts(c: Columns, coef: Coefficients, *, micro: Floats) -> dict[str, F
     shapes = linear_shapes(c)
     pairs = [linear_s(c, coef, tokens=tokens, wide=n, deep=k) for n, k in shapes]
     gemm_f, gemm_b = (sum(way, np.zeros(())) for way in zip(*pairs, strict=True))
-    attn_f, attn_b = attention_s(c, coef, micro=micro)
+    attn_f, attn_b = core_s(c, coef, micro=micro)
     params = c.rank_layer_weights
     elem_f, elem_b = (each * coef["cpu_element_s"] for each in layer_bytes(c, tokens))
     added = _added_bytes(c, params) * coef["cpu_element_s"]
-    tp, cp = _tp_s(c, coef, tokens), _cp_s(c, coef, tokens)
+    tp, (cp_f, cp_b) = _tp_s(c, coef, tokens), _cp_s(c, coef, tokens)
     launch = coef["cpu_layer_s"] * (1.0 + c.full_ckpt / 3.0)
     # A recomputed layer repeats its forward but for the last product.
-    again = gemm_f - pairs[-1][0] + attn_f + elem_f + tp + cp
+    again = gemm_f - pairs[-1][0] + attn_f + elem_f + tp + cp_f
     recompute = c.full_ckpt * again + (1.0 - c.full_ckpt) * c.attn_ckpt * attn_f
     fsdp = fsdp_layer_s(c, coef, params)
     parts = {
@@ -183,7 +243,7 @@ def layer_parts(c: Columns, coef: Coefficients, *, micro: Floats) -> dict[str, F
         "elementwise": elem_f + elem_b + added,
         "recompute": recompute,
         "tp_comm": 2.0 * tp,
-        "cp_comm": 3.0 * cp,
+        "cp_comm": cp_f + cp_b,
         "fsdp_comm": fsdp,
         "host": launch + np.zeros_like(tp),
     }

@@ -103,9 +103,9 @@ def _together(
             slice_s = seconds / len(sizes)
             shared.append(shared_rates(device, group, slice_s * 0.2))
             if device.type == "cpu":
-                hosts.append(host_point(group, slice_s * 0.4))
+                hosts.append(host_point(group, slice_s * 0.4, task.place.cores))
             if n > 1:
-                collectives += collectives_of(device, group, slice_s * 0.4)
+                collectives += collectives_of(device, group, slice_s * 0.4, task.place.cores)
             task.heartbeat.step_done()
         dist.barrier(group=sleepers)
     return tuple(shared), tuple(hosts), tuple(collectives)
@@ -131,7 +131,7 @@ def _between(
         dist.barrier(group=sleepers)
         task.heartbeat.enter(f"{n} hosts")
         if mine is not None:
-            points += collectives_of(device, mine, seconds / len(counts), n)
+            points += collectives_of(device, mine, seconds / len(counts), task.place.cores, n)
         task.heartbeat.step_done()
         dist.barrier(group=sleepers)
     return tuple(points)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from fourfold.engine import compat
+from fourfold.engine.microbench.rounds import in_rounds
 from fourfold.engine.model.layers import KERNELS
 from fourfold.engine.observe.clock import lower_quartile, reading, seconds_of, synchronize
 from fourfold.engine.parallel.groups import Group, World
@@ -159,17 +160,22 @@ def rates(
 
 
 def collectives_of(
-    device: torch.device, group: Group, seconds: float, hosts: int = 1
+    device: torch.device, group: Group, seconds: float, cores: int, hosts: int = 1
 ) -> list[profile.CollectivePoint]:
     sizes = (2**10, 2**16, 2**20, 2**24) if device.type == "cpu" else (2**10, 2**20, 2**24, 2**28)
-    budget_s = seconds / len(sizes) / len(_OPS)
-    points = []
-    for op, size in itertools.product(_OPS, sizes):
-        work = _collective(op, size, device, group)
-        took = _seconds_together(work, device, group, budget_s, most_calls=2000)
-        facts = {"op": op, "ranks": group.size, "payload_bytes": size, "hosts": hosts}
-        points.append(profile.CollectivePoint(seconds=took, **facts))
-    return points
+    wanted = list(itertools.product(_OPS, sizes))
+    works = (_collective(op, size, device, group) for op, size in wanted)
+    if device.type == "cpu":
+        took = in_rounds(list(works), group, seconds, cores).seconds
+    else:
+        budget_s = seconds / len(wanted)
+        took = [_seconds_together(work, device, group, budget_s, 2000) for work in works]
+    return [
+        profile.CollectivePoint(
+            op=op, ranks=group.size, payload_bytes=size, seconds=each, hosts=hosts
+        )
+        for (op, size), each in zip(wanted, took, strict=True)
+    ]
 
 
 def axis_rates(

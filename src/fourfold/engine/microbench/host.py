@@ -3,95 +3,121 @@ linear layers compute them, what lies between products, an update, a layer that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fourfold.engine import compat
+from fourfold.engine.microbench.rounds import Rounds, Work, in_rounds
 from fourfold.engine.model.layers import Layer
 from fourfold.engine.model.positions import make_tables
-from fourfold.engine.observe.clock import lower_quartile, reading
 from fourfold.engine.observe.operators import moved_bytes
 from fourfold.engine.parallel.groups import Group, all_gather
-from fourfold.engine.process.task import CPU
 from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
 from fourfold.result import profile
 from fourfold.spec import catalog
 
-Work = Callable[[], object]
 # A linear layer of few and of many weights, tokens first: what grows with weights shows apart from
 # what grows with multiplications.
 _LINEARS = ((256, 512, 512), (128, 1408, 512), (512, 1024, 1024), (256, 4096, 512))
 _TOKENS, _UPDATED = 256, 2**22
+# More than caches hold: a step comes to a layer's weights when all others have been used since.
+_WEIGHTS = 2**24
+# More than C's memory allocator keeps for itself: given back to the system when it is freed.
+_FRESH_BYTES = 48 * 2**20
 _LLAMA = catalog.model("llama-tiny")
 _SHAPE = replace(_LLAMA, hidden=512, ffn=1408, heads=8, kv_heads=4)
 _SMALL = replace(_LLAMA, hidden=16, ffn=32, heads=2, kv_heads=1)
-# Longer than a turn that the system gives to one of more ranks than cores: in a turn a rank is
-# as fast as if it were alone.
-_READING_S = 0.03
-_READINGS = 3
 
 
-def host_point(group: Group, seconds: float) -> profile.HostPoint:
-    products = [
-        _product(makes, *linear) for linear in _LINEARS for makes in ("output", "input", "weight")
-    ]
-    between, moved = _between_products()
-    share_s = seconds / (len(products) + 9)
-
-    def timed(work: Work, parts: int = 1) -> float:
-        return together_s(work, group, parts * share_s)
-
-    return profile.HostPoint(
-        ranks=group.size,
-        products=tuple(
-            profile.GemmPoint(dtype="fp32", m=m, n=n, k=k, seconds=timed(work))
-            for (m, n, k), work in products
-        ),
-        attention=_attention(timed),
-        element_bytes=moved,
-        element_s=timed(between, 2),
-        update_params=_UPDATED,
-        update_s=timed(_update(), 2),
-        layer_s=timed(_passes(_small_layer())),
-        wrapped_s=timed(_passes(_wrapped(group))) if group.size > 1 else 0.0,
-        called_s=timed(_gather(group)) if group.size > 1 else 0.0,
-    )
+def host_point(group: Group, seconds: float, cores: int) -> profile.HostPoint:
+    works = HostWorks(group)
+    return works.point(in_rounds(list(works.works.values()), group, seconds, cores))
 
 
-def together_s(work: Work, group: Group, budget_s: float) -> float:
-    """Seconds of a call while all ranks of the group do the same, preemption included: readings
-    span more than a turn, and everybody makes as many calls."""
-    work()
-    once_s = reading(work, CPU, 2)
-    wanted = max(1.0, max(budget_s / _READINGS, _READING_S) / max(once_s, 1e-7))
-    calls = torch.tensor([min(wanted, 1e5)])
-    dist.broadcast(calls, group.ranks[0], group=group.handle)
-    readings = []
-    for _ in range(_READINGS):
-        dist.barrier(group=group.handle)
-        readings.append(reading(work, CPU, int(calls.item())))
-    return lower_quartile(readings)
+class HostWorks:
+    """What is timed, by name, and what the timings make."""
+
+    def __init__(self, group: Group) -> None:
+        self.ranks = group.size
+        weights = torch.ones(_WEIGHTS)
+        self.products = [
+            _product(makes, weights, *linear)
+            for linear in _LINEARS
+            for makes in ("output", "input", "weight")
+        ]
+        between, self.moved = _between_products()
+        self.sizes, (forward, backward) = _attention()
+        self.works: dict[str, Work] = {
+            **{f"product {at}": work for at, (_, work) in enumerate(self.products)},
+            "forward": forward,
+            "backward": backward,
+            "between": between,
+            "update": _update(),
+            "kept": _filled(torch.empty(_FRESH_BYTES // 4)),
+            "fresh": _filled(None),
+            "layer": _passes(_small_layer()),
+        }
+        if group.size > 1:
+            self.works |= {
+                "held": _passes(_wrapped(group, every_time=False)),
+                "wrapped": _passes(_wrapped(group, every_time=True)),
+                "called": _gather(group),
+            }
+
+    def point(self, rounds: Rounds) -> profile.HostPoint:
+        took = dict(zip(self.works, rounds.seconds, strict=True))
+        return profile.HostPoint(
+            ranks=self.ranks,
+            products=tuple(
+                profile.GemmPoint(dtype="fp32", m=m, n=n, k=k, seconds=took[f"product {at}"])
+                for at, ((m, n, k), _) in enumerate(self.products)
+            ),
+            attention=profile.AttentionPoint(
+                kernel="flash",
+                dtype="fp32",
+                forward_s=took["forward"],
+                backward_s=took["backward"],
+                **self.sizes,
+            ),
+            element_bytes=self.moved,
+            element_s=took["between"],
+            update_params=_UPDATED,
+            update_s=took["update"],
+            layer_s=took["layer"],
+            wrapped_s=took.get("wrapped", 0.0),
+            held_s=took.get("held", 0.0),
+            called_s=took.get("called", 0.0),
+            fresh_bytes=_FRESH_BYTES,
+            fresh_s=max(0.0, took["fresh"] - took["kept"]),
+            unsteady=rounds.unsteady,
+        )
 
 
-def _product(makes: str, tokens: int, outs: int, ins: int) -> tuple[tuple[int, int, int], Work]:
-    """((m, n, k), work) in the memory layouts of a linear layer: weights [outs, ins]."""
-    x, grad, weight = torch.randn(tokens, ins), torch.randn(tokens, outs), torch.randn(outs, ins)
+def _product(
+    makes: str, weights: Tensor, tokens: int, outs: int, ins: int
+) -> tuple[tuple[int, int, int], Work]:
+    """((m, n, k), work) in the memory layouts of a linear layer: weights [outs, ins], another piece
+    of `weights` in every call."""
+    x, grad = torch.randn(tokens, ins), torch.randn(tokens, outs)
+    each = outs * ins
+    whole = weights[: weights.numel() // each * each].view(-1, outs, ins)
+    pieces = itertools.cycle(whole.unbind())
     if makes == "output":
-        return (tokens, outs, ins), lambda: x @ weight.t()
+        return (tokens, outs, ins), lambda: x @ next(pieces).t()
     if makes == "input":
-        return (tokens, ins, outs), lambda: grad @ weight
-    return (outs, ins, tokens), lambda: grad.t() @ x
+        return (tokens, ins, outs), lambda: grad @ next(pieces)
+    return (outs, ins, tokens), lambda: torch.mm(grad.t(), x, out=next(pieces))
 
 
-def _attention(timed: Callable[[Work], float]) -> profile.AttentionPoint:
+def _attention() -> tuple[dict[str, int], tuple[Work, Work]]:
+    """(sizes, both ways)"""
     sizes = {"batch": 1, "heads": _SHAPE.heads, "seq_len": _TOKENS, "head_size": _SHAPE.head_size}
     q, k, v = (torch.randn(*sizes.values(), requires_grad=True) for _ in range(3))
 
@@ -100,13 +126,11 @@ def _attention(timed: Callable[[Work], float]) -> profile.AttentionPoint:
 
     out = forward()
     grad = torch.randn_like(out)
-    return profile.AttentionPoint(
-        kernel="flash",
-        dtype="fp32",
-        forward_s=timed(forward),
-        backward_s=timed(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)),
-        **sizes,
-    )
+
+    def backward() -> object:
+        return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+    return sizes, (forward, backward)
 
 
 class _Free(torch.autograd.Function):
@@ -196,6 +220,13 @@ def _update() -> Work:
     return work
 
 
+def _filled(kept: Tensor | None) -> Work:
+    """Writes to memory that is at hand, or that the system must give first."""
+    if kept is not None:
+        return lambda: kept.fill_(1.0)
+    return lambda: torch.empty(_FRESH_BYTES // 4).fill_(1.0)
+
+
 def _small_layer() -> Layer:
     layer = Layer(_SMALL, fused=True)
     for parameter in layer.parameters():
@@ -203,10 +234,14 @@ def _small_layer() -> Layer:
     return layer
 
 
-def _wrapped(group: Group) -> Layer:
-    """As zero3 has it: weights are gathered for either pass, gradients scattered."""
+def _wrapped(group: Group, *, every_time: bool) -> Layer:
+    """As zero3 has it: weights are gathered for either pass, gradients scattered `every_time`. Else
+    as zero1 has it between the first and the last micro batch: nothing is sent."""
     layer = _small_layer()
-    fully_shard(layer, mesh=DeviceMesh.from_group(group.handle, "cpu"), reshard_after_forward=True)
+    mesh = DeviceMesh.from_group(group.handle, "cpu")
+    wrapped = fully_shard(layer, mesh=mesh, reshard_after_forward=every_time)
+    wrapped.set_requires_gradient_sync(every_time)
+    wrapped.set_reshard_after_backward(every_time)
     return layer
 
 
