@@ -25,7 +25,13 @@ from fourfold.spec import catalog
 
 # A linear layer of few and of many weights, tokens first: what grows with weights shows apart from
 # what grows with multiplications.
-_LINEARS = ((256, 512, 512), (128, 1408, 512), (512, 1024, 1024), (256, 4096, 512))
+_LINEARS = (
+    (256, 512, 512),
+    (128, 1408, 512),
+    (64, 2048, 1024),
+    (512, 1024, 1024),
+    (256, 4096, 512),
+)
 _TOKENS, _UPDATED = 256, 2**22
 # More than caches hold: a step comes to a layer's weights when all others have been used since.
 _WEIGHTS = 2**24
