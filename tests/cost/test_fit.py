@@ -108,10 +108,11 @@ def test_an_unknown_key_gets_a_blend_and_a_wider_interval() -> None:
     own = [e for e in known.entries if e.rows_time >= 40]
     c = table("mpt").columns
     widths = {}
-    for one in (entry, *own):
+    # Of stacks that ran these rows: to the others they are far from anything measured.
+    for one in (entry, *(e for e in own if e.stack == "llm-foundry-2023")):
         low, high = bounds(c, one, estimate(c, one.coefficients))
-        widths[one.key] = float(np.median(high / low))
-    assert widths.pop(entry.key) > 1.1 * np.median(list(widths.values()))
+        widths[one.key] = float(np.median(np.log(high / low)))
+    assert widths.pop(entry.key) > 2.0 * max(widths.values())
     assert min(e.coefficients["gemm"] for e in own) < entry.coefficients["gemm"]
 
 

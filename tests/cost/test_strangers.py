@@ -15,12 +15,18 @@ from fourfold.cost.columns import Columns, columns
 from fourfold.cost.fit import spread
 from fourfold.cost.fit.calibration import shipped
 from fourfold.cost.fit.coefficients import defaults
-from fourfold.cost.fit.fit import fit_entries, sample
+from fourfold.cost.fit.fit import _growth, fit_entries, sample
 from fourfold.cost.fit.folds import KINDS, labels
 from fourfold.cost.fit.interval import bounds, why_wide
 from fourfold.cost.fit.validate import strangers
 from fourfold.cost.memory.peak import limit_bytes, memory
-from fourfold.cost.step.estimate import PARTS, estimate
+from fourfold.cost.step.estimate import (
+    PARTS,
+    SENT_ALONE,
+    estimate,
+    handover_s,
+    last_rounds,
+)
 from fourfold.cost.step.traffic import crosses, exchange_s, far_hops, half_collective_s
 from fourfold.cost.table.reference import NoteWords, RowTable, read_table
 from fourfold.cost.table.rows import Rows, parse
@@ -181,6 +187,50 @@ def test_an_interval_grows_with_what_is_open_and_far() -> None:
     assert width(rows_time=1) < width()  # the same spread weighs less where a key has rows
     assert "nothing of this stack was measured" in why_wide(c, entry, times)
     assert why_wide(c, replace(entry, spread=(), values={}, noise=0.02), times) == ""
+
+
+def test_noise_grows_with_the_gpus_as_far_as_rows_show_it() -> None:
+    rng = np.random.default_rng(3)
+    gpus = np.repeat(np.arange(3.0, 10.0), 40)
+    even = rng.normal(0.0, 0.05, gpus.size)
+    wilder = even * np.exp(0.3 * (gpus - 6.0))
+    assert 0.15 < _growth(wilder, gpus) < 0.3  # shrunk by its doubt
+    assert _growth(even, gpus) < 0.05
+    assert _growth(even * np.exp(-0.3 * (gpus - 6.0)), gpus) == 0.0
+    assert _growth(wilder[::40], gpus[::40]) == 0.0  # seven rows: too few
+    few, many = _growth(wilder[::8], gpus[::8]), _growth(wilder, gpus)
+    assert few < many  # less sure
+
+
+def test_growing_noise_widens_intervals_of_large_worlds() -> None:
+    entry, _ = shipped().entry("nanotron-2025", "hf-h100", "h")
+    assert entry.growth > 0.1  # its errors are 2% on 16 GPUs and 20% on 512
+    c = run(2, gpus=[64, 512], dp=[1, 8], pp=8, vpp=1)
+    times = estimate(c, entry.coefficients)
+    entry = replace(entry, spread=(), values={"gpus": (6.0, 9.0)})
+    for growth in (0.0, entry.growth):
+        low, high = bounds(c, replace(entry, growth=growth), times)
+        widths = np.log(high / low)
+        assert widths[1] / widths[0] == pytest.approx(np.exp(3.0 * growth))
+
+
+def test_interleaved_stages_send_beside_their_compute() -> None:
+    coef = defaults() | {"micro_s": 0.0}
+    sent = [float(handover_s(run(vpp=vpp), coef, np.array([8192.0]))[0]) for vpp in (1, 4, 8)]
+    assert sent[1] == pytest.approx(4 * SENT_ALONE * sent[0])
+    assert sent[2] == pytest.approx(8 * SENT_ALONE * sent[0])
+
+
+def test_gradients_of_early_chunks_travel_while_later_ones_are_made() -> None:
+    # Of 16 stages a rank makes gradients of 8 chunks, a round of 16 micro batches in each.
+    assert last_rounds(run(vpp=[1, 2, 8], n=3)).tolist() == [1.0, 1.0 + 15 / 2, 1.0 + 15 * 7 / 8]
+    paid = [
+        float(
+            estimate(run(vpp=vpp, zero=1, overlap_dp=1, net=50e9), defaults()).parts["dp_comm"][0]
+        )
+        for vpp in (1, 8)
+    ]
+    assert paid[1] < paid[0]
 
 
 def test_a_slow_host_behind_a_busy_device_shows_above_only() -> None:

@@ -91,7 +91,7 @@ def joined(
     fsdp = _one(fsdp_s(c, coef, params=c.rank_layer_weights, busy=np.array([busy]))) - busy
     tokens = c.tokens
     ends = _one(step.embedding_comm_s(c, coef, tokens)) if stage.first else 0.0
-    window = np.array([stage.layers * busy])
+    window = stage.layers * busy * step.last_rounds(c)
     reduced = _one(step.gradient_s(c, coef, params=_params(c, stage), window=window))
     slots = _slots(c)
     parts = {

@@ -98,8 +98,9 @@ def _drawn_s(
         moved = np.exp(rng.standard_normal((DRAWS, len(moves))) @ moves)
         # A bubble may be counted below zero; a step may not.
         shared = np.maximum(moved @ parts / predicted.step_s, 0.05)
-    apart = entry.noise if entry.rows_time else min(entry.noise, APART)
-    own = max(REPEATS, spread.NOISE * apart)
+    noise = spread.noise_of(predicted.columns, entry.noise, entry.growth, entry.values)
+    apart = noise if entry.rows_time else np.minimum(noise, APART)
+    own = np.maximum(REPEATS, spread.NOISE * apart)
     count = len(predicted) if layouts is None else int(layouts.max()) + 1
     alone = rng.standard_normal((DRAWS, count))
     alone = alone if layouts is None else alone[:, layouts]

@@ -37,10 +37,10 @@ class FittedStack:
     """Coefficients of one stack on one cluster.
 
     `informed` says for each coefficient how much the rows narrowed its prior (0 nothing, 1 all);
-    `noise` is the spread of log(measured / predicted) that no coefficient explains; `spread` the
-    covariance that the rows leave to the parts of a step; `values` what was measured of each axis
-    (all three: fit/spread.py); `residuals_pct` are sorted; `counts` are the rows behind each of
-    `choices`.
+    `noise` is the spread of log(measured / predicted) that no coefficient explains, `growth` its
+    rise (log) with each doubling of the GPUs; `spread` the covariance that the rows leave to the
+    parts of a step; `values` what was measured of each axis (all four: fit/spread.py);
+    `residuals_pct` are sorted; `counts` are the rows behind each of `choices`.
     """
 
     stack: str
@@ -53,6 +53,7 @@ class FittedStack:
     rows_time: int = 0
     rows_memory: int = 0
     noise: float = GENERIC_NOISE
+    growth: float = 0.0
     spread: Spread = ()
     values: dict[str, tuple[float, ...]] = field(default_factory=dict)
     errors_pct: dict[str, float] = field(default_factory=dict)
@@ -86,6 +87,7 @@ class FittedStack:
             usual = BY_NAME[name].default if name in BY_NAME else 0.0
             _within(usual / WIDEST_FACTOR, (usual or 1.0) * WIDEST_FACTOR, **{name: value})
         _within(0.0, 10.0, noise=entry.noise)
+        _within(0.0, 1.0, growth=entry.growth)
         _within(0.0, 1.0, **entry.informed)
         _within(0, 1e12, **entry.counts)
         _within(0, 1e12, rows_time=entry.rows_time, rows_memory=entry.rows_memory)

@@ -18,7 +18,7 @@ from fourfold.cost.columns import Columns, Floats, joined
 from fourfold.cost.fit.calibration import FittedStack, blend
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
 from fourfold.cost.fit.solver import Prior, minimise
-from fourfold.cost.fit.spread import measured_values, pushed
+from fourfold.cost.fit.spread import from_middle, measured_values, pushed
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
 from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.step.estimate import estimate
@@ -32,6 +32,9 @@ TIGHT = 0.7  # keys spread less around their kin than a coefficient does around 
 STEP_SCALE = 0.04  # an ordinary log residual of time
 MEMORY_SCALE = 0.05
 KIN, USUAL_NOISE = 12.0, 0.05
+# Growth of noise with the GPUs: its spread between keys; rows and doublings (sd) that can show it;
+# an error too small to tell from none.
+USUAL_GROWTH, FEWEST_TO_GROW, LEAST_REACH, TINY = 0.1, 8, 0.3, 0.003
 LABEL_SCALE = 0.05  # how sharp the edge between fits and does not is, as a share of capacity
 
 
@@ -114,12 +117,16 @@ def fit_one(rows: Sample, prior: FittedStack) -> FittedStack:
     if len(timed):
         misfit = time_misfit(timed)
         entry = _fit_part(entry, TIME, misfit, scale=STEP_SCALE, most=MOST_TIME)
-        left = misfit({**entry.coefficients})
+        left, values = misfit({**entry.coefficients}), measured_values(timed.columns)
+        gpus = np.log2(timed.columns.gpus)
+        growth = _growth(left, gpus)
+        steady = left / np.exp(growth * from_middle(gpus, values))
         entry = replace(
             entry,
             rows_time=len(timed),
-            noise=_noise(left, free=len(entry.free_time)),
-            values=measured_values(timed.columns),
+            noise=_noise(steady, free=len(entry.free_time)),
+            growth=growth,
+            values=values,
         )
     sized = rows.take(np.flatnonzero(np.isfinite(rows.mem_gb) | np.isfinite(rows.fits)))
     if len(sized):
@@ -130,6 +137,18 @@ def fit_one(rows: Sample, prior: FittedStack) -> FittedStack:
             # no lesson for another.
             entry = replace(entry, informed={**entry.informed, **dict.fromkeys(MEMORY, 0.0)})
     return entry
+
+
+def _growth(left: Floats, gpus: Floats) -> float:
+    """How what a fit leaves grows (log) with each doubling of the GPUs (log2): the slope of its
+    logarithm, as far as rows are sure of it, and never below 0."""
+    count, reach = left.size, float(gpus.std())
+    if count < FEWEST_TO_GROW or reach < LEAST_REACH:
+        return 0.0
+    size = np.log(np.abs(left) + TINY)
+    slope = float(np.mean((gpus - gpus.mean()) * size)) / reach**2
+    doubt = float(size.var()) / count / reach**2
+    return max(0.0, slope * USUAL_GROWTH**2 / (USUAL_GROWTH**2 + doubt))
 
 
 def _noise(left: Floats, free: int) -> float:

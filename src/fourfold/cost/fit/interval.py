@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
-from fourfold.cost.fit.spread import distances, half_widths
+from fourfold.cost.fit.spread import distances, half_widths, noise_of
 from fourfold.cost.step.estimate import Times
 from fourfold.cost.step.traffic import crosses
 from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES
@@ -81,7 +81,7 @@ def bounds(c: Columns, entry: FittedStack, times: Times) -> tuple[Floats, Floats
         c,
         times,
         spread=entry.spread,
-        noise=entry.noise,
+        noise=noise_of(c, entry.noise, entry.growth, entry.values),
         values=entry.values,
         is_known=entry.rows_time > 0,
     )

@@ -4,7 +4,8 @@
    measured, how far measured ones lie from what the others say of them. Both are pushed through the
    model by a few dozen vectors of coefficients into moves of a step's parts (Spread), so that a run
    that waits for its network is as uncertain as networks are.
-2. What no coefficient explains of a key's own rows (`noise`).
+2. What no coefficient explains of a key's own rows (`noise`), growing with the number of GPUs where
+   theirs does (`growth`).
 3. What the form of the model may get wrong away from anything measured: it grows with the distance
    from the nearest measured value of each axis, in doublings.
 
@@ -32,10 +33,10 @@ TWO_SIDED_80 = 1.2816  # 80% of a normal distribution lies within 1.28 sd
 FURTHEST = 4.0  # doublings: further is as unknown
 # Half widths (log) at 80%: weights of what is learned, of what is unknown, and of noise; then of a
 # doubling away from measured values of an axis.
-KNOWN, UNKNOWN, NOISE = 1.17, 2.72, 1.39
+KNOWN, UNKNOWN, NOISE = 1.46, 2.67, 1.30
 PER_DOUBLING = {
-    "hidden": 0.02, "seq": 0.07, "gpus": 0.02, "tp": 0.05, "cp": 0.14, "pp": 0.02, "vpp": 0.02,
-    "tokens": 0.07, "micros": 0.04, "low_precision": 0.02,
+    "hidden": 0.02, "seq": 0.08, "gpus": 0.02, "tp": 0.07, "cp": 0.14, "pp": 0.02, "vpp": 0.02,
+    "tokens": 0.08, "micros": 0.03, "low_precision": 0.04,
 }  # fmt: skip
 
 
@@ -105,6 +106,18 @@ def from_coefficients(c: Columns, spread: Spread, times: Times) -> Floats:
     return total
 
 
+def noise_of(c: Columns, noise: float, growth: float, values: Values) -> Floats:
+    """Of each run: `noise` in the middle of the measured numbers of GPUs."""
+    return noise * np.exp(growth * from_middle(np.log2(c.gpus), values))
+
+
+def from_middle(gpus: Floats, values: Values) -> Floats:
+    """Doublings from the middle of the measured numbers of GPUs (log2)."""
+    known = values.get("gpus", ())
+    middle = sum(known) / len(known) if known else 0.0
+    return np.clip(gpus - middle, -FURTHEST, FURTHEST) if known else np.zeros_like(gpus)
+
+
 def from_distance(c: Columns, values: Values) -> Floats:
     """Variance (at 80%) of the log of a step away from what was measured."""
     total = np.zeros(len(c))
@@ -127,7 +140,7 @@ def from_host(spread: Spread, weight: float, times: Times) -> Floats:
 
 
 def half_widths(
-    c: Columns, times: Times, *, spread: Spread, noise: float, values: Values, is_known: bool
+    c: Columns, times: Times, *, spread: Spread, noise: Floats, values: Values, is_known: bool
 ) -> tuple[Floats, Floats]:
     """What the 80% interval of the log of a step reaches below and above it."""
     weight = KNOWN if is_known else UNKNOWN

@@ -56,6 +56,7 @@ def left_out_rows(kind: str, rows: Rows, gone: Bools, known: Calibration) -> lis
         times = estimate(c, entry.coefficients)
         open_var = spread.from_coefficients(c, entry.spread, times)
         far = spread.distances(c, entry.values)
+        noise = spread.noise_of(c, entry.noise, entry.growth, entry.values)
         layers = sum(times.parts[name] for name in spread.LAYER_PARTS) / times.step_s
         host_sd = float(np.linalg.norm([move[place] for move in entry.spread]))
         found += [
@@ -65,7 +66,7 @@ def left_out_rows(kind: str, rows: Rows, gone: Bools, known: Calibration) -> lis
                 error=float(np.log(rows.step_s[i] / times.step_s[j])),
                 known=entry.rows_time > 0,
                 open_var=float(open_var[j]),
-                noise=entry.noise,
+                noise=float(noise[j]),
                 far=tuple(float(far[a][j]) if a in far else 0.0 for a in spread.PER_DOUBLING),
                 launch_ratio=float(times.launch_ratio[j]),
                 layers=float(layers[j]),
