@@ -122,9 +122,10 @@ def _beside(plan: PlanAnswer, first: PlanRow) -> Iterable[str]:
     said = []
     if plan.faster is not None:
         faster = 100 * (first.step_s / plan.faster.step_s - 1)
-        # A layout that fits as surely lost to the first by what else is not known of it.
-        is_surer = (plan.faster.fit_chance or 0.0) >= first.fit_chance
-        why = "but less well known" if is_surer else f"but {_sure(plan.faster)}"
+        # One that fits as surely lost to the first by what else is not known of the two.
+        chances = (plan.faster.fit_chance or 0.0, first.fit_chance)
+        is_as_sure = round(100 * chances[0]) >= round(100 * chances[1])
+        why = "but expected to lose more" if is_as_sure else f"but {_sure(plan.faster)}"
         said.append(f"{faster:.1f}% faster than #1 {why}: {_named(plan.faster)}")
     if plan.safer is not None:
         slower = 100 * (plan.safer.step_s / first.step_s - 1)
