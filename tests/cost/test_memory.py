@@ -31,6 +31,7 @@ from fourfold.cost.stacks import family_of
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import read_table
+from fourfold.cost.table.reports import read_reports
 from fourfold.cost.table.rows import parse
 from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog
@@ -41,6 +42,7 @@ from fourfold.spec.run import RunSpec
 
 SHIPPED = calibrations.shipped()
 GOLDEN = Path(__file__).parent.parent / "golden"
+H200 = Path(__file__).parents[2] / "results" / "h200"
 
 
 def seen(stack: str, gpu: str = "h100-80gb", micro: int = 1, **policy) -> Columns:
@@ -216,3 +218,20 @@ def test_score_and_predict_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {fits for fits, _ in rows} == {"0", "1"}
     assert all((fits == "1") == (chance >= 0.5) for fits, chance in rows if chance != 0.5)
     assert any(REFUSED < chance < SURE for _, chance in rows)
+
+
+def test_torchtitan_is_counted_as_it_ran() -> None:
+    """torchtitan 0.2.2 on one H200, without FSDP, layers and loss compiled."""
+    reports = read_reports(str(H200 / "torchtitan"))
+    assert len(reports) == 3
+    entry, _ = entry_for(SHIPPED, "torchtitan", catalog.cluster(str(H200 / "one-h200.toml")))
+    for report in reports:
+        cluster = catalog.cluster(str(H200 / "one-h200.toml"))
+        c = columns_of([report.spec], cluster=cluster, stack="torchtitan")
+        said = memory(c, entry.coefficients).worst_bytes[0]
+        held = max(rank.peak_bytes for rank in report.memory)
+        assert said == pytest.approx(held, rel=0.06), report.spec.model.name
+        assert fit_chance(c, entry)[0] > SURE
+        eager = replace(report.spec, policy=replace(report.spec.policy, compile=False))
+        plain = columns_of([eager], cluster=cluster, stack="torchtitan")
+        assert memory(plain, entry.coefficients).worst_bytes[0] > said

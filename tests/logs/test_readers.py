@@ -228,6 +228,28 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert (found["mem_gb"], found["steps"]) == ("54.3", "29")
 
 
+H200 = Path(__file__).parents[2] / "results" / "h200" / "torchtitan"
+TITAN_RUNS = {  # layers, recompute, micro batch, GiB, seconds
+    "716fa291": ("16", "none", "2", 50.73, 0.3092),
+    "6e3beb08": ("28", "none", "1", 75.31, 0.3979),
+    "4f937880": ("32", "full", "1", 121.75, 0.9799),
+}
+
+
+@pytest.mark.parametrize("run", TITAN_RUNS)
+def test_torchtitan_as_it_ran_on_a_gpu(run: str, tmp_path: Path) -> None:
+    (log,) = H200.glob(f"{run}*/engine.log")
+    found = one(tmp_path, log.read_text())
+    layers, recompute, micro, gib, seconds = TITAN_RUNS[run]
+    names = ("n_layers", "act_ckpt", "mbs", "hardware", "precision", "note", "status")
+    assert [found[name] for name in names] == [
+        layers, recompute, micro, "h200", "bf16", "torch.compile", "ok",
+    ]  # fmt: skip
+    assert float(found["mem_gb"]) == gib
+    assert float(found["step_s"]) == pytest.approx(seconds, rel=0.01)
+    assert not found["unread_lines"]
+
+
 def test_torchtitan_without_its_configuration_lacks_only_the_precision(tmp_path: Path) -> None:
     found = one(tmp_path, written.titan([2000, 6600, 6650, 6640], config=False))
     assert found.missing == ("precision",)

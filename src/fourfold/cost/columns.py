@@ -68,7 +68,8 @@ class Columns:
     acc_bytes: Annotated[Floats, 4]  # bytes of one gradient element held in memory
     opt_bytes: Annotated[Floats, 12]  # optimizer's of a parameter (fp32 master, two moments)
     own: Annotated[Floats, 0]  # 1: tensors are counted one by one (own_engine.py)
-    reserved: Annotated[Floats, 1]  # bytes reserved and printed against tensors'
+    reserved: Annotated[Floats, 1]  # bytes reserved and printed against tensors', with FSDP
+    autocast: Annotated[Floats, 0]  # 1: without FSDP, weights are cast for each use
     selective_share: Annotated[Floats, 1]  # of what a layer keeps under "selective"
     act_bytes: Annotated[Floats, 2]  # bytes of one element of activations
     saved_bytes: Annotated[Floats, 2]  # ... of what a product keeps as its input
@@ -89,6 +90,8 @@ class Columns:
     loss_chunks: Annotated[Floats, 1]  # parts of the tokens whose logits exist at a time
     lean_loss: Annotated[Floats, 0]  # 1: logits' gradient takes their place
     own_kernels: Annotated[Floats, 0]  # 1: our engine, compiled: passes are counted
+    compiled: Annotated[Floats, 0]  # 1: layers are, by torch.compile
+    compiled_loss: Annotated[Floats, 0]  # 1: and the loss: no logits in fp32
     # 1: the engine gives the last stage fewer layers to pay for the head; 2: each stage ends with
     # the layer that exceeds its share of layers and head
     balanced: Annotated[Floats, 0]

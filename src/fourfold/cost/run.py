@@ -139,6 +139,7 @@ def stack_facts(usual: StackDefaults) -> dict[str, float]:
     return {
         "own": float(usual.counted),
         "reserved": usual.reserved,
+        "autocast": float(usual.autocast),
         "selective_share": usual.selective_share,
         "balanced": float(usual.balanced),
         "even_stages": float(usual.even_stages),
@@ -163,6 +164,8 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "loss_chunks": policy.loss_chunks,
         "lean_loss": float(policy.is_loss_lean and is_ours),
         "own_kernels": float(policy.compile and is_ours),
+        "compiled": float(usual.compiled or policy.compile),
+        "compiled_loss": float(usual.compiles_loss and policy.compile),
     }
 
 

@@ -161,14 +161,17 @@ class StackDefaults:
     split_loss: bool = True
     eager: bool = False
     compiled: bool = False
+    compiles_loss: bool = False  # where it compiles at all
     # In fp8: bytes of an input that a product keeps for its backward (Transformer Engine keeps the
     # cast, torchao the original), and of a weight that ZeRO-3 gathers.
     fp8_saved_bytes: float = 1.0
     fp8_gather_bytes: float = 2.0
     # Its tensors are those of torch's FSDP2, counted one by one (own_engine.py); the memory it
-    # prints is what the allocator reserved, so much more than they take (result/one_rank.py).
+    # prints is what the allocator reserved, with FSDP so much more than they take
+    # (result/one_rank.py). `autocast`: without FSDP, weights are cast for each use.
     counted: bool = False
     reserved: float = 1.0
+    autocast: bool = False
     selective_share: float = 1.0  # of what a layer keeps, under "selective" by operators
     whole_layers: float = 0.0  # share of layers that "selective" recomputes whole; 0 = core only
     selective_mlp: bool = False  # "selective" recomputes the MLP, not the attention core
@@ -183,6 +186,19 @@ _NVIDIA = StackDefaults(
     overlap_dp=True,
     overlap_tp=True,
     even_stages=True,
+)
+# its published fp8 runs gather weights in fp8
+_TITAN = StackDefaults(
+    rules="torchtitan",
+    sharding="zero3",
+    overlap_dp=True,
+    fp8_saved_bytes=2.0,
+    fp8_gather_bytes=1.0,
+    counted=True,
+    reserved=sum(RESERVED_RATIO) / 2,
+    autocast=True,
+    # by operators: every second product, attention and the input, 7 of 22 widths
+    selective_share=1.0 / 3.0,
 )
 # by the stack's name without its year; the longest matching prefix counts
 STACKS: dict[str, StackDefaults] = {
@@ -215,13 +231,8 @@ STACKS: dict[str, StackDefaults] = {
     "fms-fsdp-2024-compile": StackDefaults(
         grad_bytes=2.0, sharding="zero3", sequence_parallel=False, whole_layers=0.5, compiled=True
     ),
-    # its published fp8 runs gather weights in fp8
-    "torchtitan": StackDefaults(rules="torchtitan", 
-        sharding="zero3", overlap_dp=True, fp8_saved_bytes=2.0, fp8_gather_bytes=1.0,
-        counted=True, reserved=sum(RESERVED_RATIO) / 2,
-        # by operators: every second product, attention and the input, 7 of 22 widths
-        selective_share=1.0 / 3.0,
-    ),
+    "torchtitan": replace(_TITAN, compiles_loss=True),
+    "torchtitan-2024": _TITAN,
     "fourfold": StackDefaults(rules="fourfold", fp8_saved_bytes=2.0, counted=True),
     "olmo-core": StackDefaults(
         sharding="zero3", sequence_parallel=False, overlap_dp=True, compiled=True,

@@ -204,11 +204,16 @@ def config_facts(flat: Flat) -> Flat:
             "_recompute": flat.get("activation_checkpoint.mode", ""),
             "_every": flat.get("activation_checkpoint.selective_ac_option", ""),
             "_reshard": flat.get("parallelism.fsdp_reshard_after_forward", ""),
+            "_compile": flat.get("compile.enable", flat.get("training.compile", "")).lower(),
             "precision": "fp8"
             if "float8" in converters or "mx" in converters
             else known.get(dtype, ""),
         }
     )
+
+
+# In the reference schema a note says it.
+_COMPILED = {"true": "torch.compile", "false": "eager"}
 
 
 def facts_of(facts: Flat) -> Flat:
@@ -221,15 +226,17 @@ def facts_of(facts: Flat) -> Flat:
     if facts.get("_mesh"):  # the configuration may say -1, for what is left
         size = {axis: whole(facts.get(f"_mesh_{axis}")) or 1 for axis in axes}
     copies, shard = size["dp_replicate"], size["dp_shard"]
+    notes = [_COMPILED.get(facts.get("_compile", ""), "")]
     for axis in ("pp", "cp", "tp"):
         facts[axis] = str(size[axis] or "")
     if copies and shard and shard > 0:
         facts["dp"] = str(copies * shard)
         facts.setdefault("sharding", "zero3" if shard > 1 else "zero0")
         if copies > 1 and shard > 1:
-            facts["note"] = f"zero3 over {shard * (size['cp'] or 1)} ranks"
+            notes.append(f"zero3 over {shard * (size['cp'] or 1)} ranks")
         if facts["sharding"] == "zero3" and facts.get("_reshard") == "never":
             facts["sharding"] = "zero2"
+    facts["note"] = "; ".join(filter(None, notes))
     local, batch = whole(facts.get("_local")), whole(facts.get("gbs"))
     dp = whole(facts.get("dp"))
     if not batch and local and dp:

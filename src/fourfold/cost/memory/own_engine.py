@@ -165,9 +165,12 @@ def _alone(
 
     Whole weights stay beside those that are updated. Gradients of the first micro batch stay as the
     backward pass made them; the second makes them as wide as sums are, the update as the weights.
+    Under autocast weights' copies go as their gradients come, which are as wide as the weights.
     """
     a, g, p, later = c.act_bytes, c.acc_bytes, c.param_bytes, now.later
-    copies = np.where(p != a, w.all * a, 0.0)
+    copied = np.where(p != a, a, 0.0)
+    lent = np.where(c.autocast > 0, copied, 0.0)
+    a = np.where(c.autocast > 0, p, a)
     second = later & (micros < 3)
     before = np.where(second, a, g) if later else np.zeros_like(a)
     # What a gradient adds when it comes, and what of it stays.
@@ -175,21 +178,23 @@ def _alone(
     stays = np.where(second, g - a, 0.0) if later else a
     # Compiled, the update reads gradients of a single micro batch as they are.
     single = np.where(c.own_kernels > 0, a, p)
-    update = np.where(micros < 2, single, p if later else before + stays) - before
+    update = np.where(micros < 2, single, p if later else before + stays) - before - lent
     s, kept = sizes(c), now.base + now.own
     in_loss = kept + stage.last * s.whole + loss
     in_lowest = now.base + s.between + now.lowest
     through = np.maximum(stage.layers - 1.0, 0.0) * w.layer
+    stays_less = stays - lent
     moments = (
         in_loss,
         _split(c, stage, w, now, micros),
         kept + w.head * coming,
-        kept + now.top + w.head * stays,
-        in_lowest + (w.head + through) * stays,
-        now.base + w.root * coming + (w.all - w.root) * stays,
+        kept + now.top + w.head * stays_less,
+        in_lowest + (w.head + through) * stays_less,
+        now.base + w.root * (coming - lent) + (w.all - w.root) * stays_less,
         w.all * update,
     )
-    return in_loss, (copies, w.all * before, np.maximum.reduce(np.broadcast_arrays(*moments)))
+    fullest = np.maximum.reduce(np.broadcast_arrays(*moments))
+    return in_loss, (w.all * copied, w.all * before, fullest)
 
 
 def _in_loss(c: Columns, stage: Stage, w: Weights, now: _Now) -> tuple[Floats, Floats]:

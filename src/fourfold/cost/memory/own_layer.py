@@ -105,13 +105,13 @@ def layer(c: Columns) -> LayerBytes:
 def _cheap(c: Columns) -> NDArray[np.bool_]:
     """Compiled, casts to fp8 are fused with what makes their inputs: outputs of norms and of the
     activation are not kept but made again."""
-    return (c.own_kernels > 0) & (c.precision == _FP8) & (c.tp == 1)
+    return (c.compiled > 0) & (c.precision == _FP8) & (c.tp == 1)
 
 
 def _mlp_widths(c: Columns) -> Floats:
     """Widths of ffn that the MLP keeps: what its first product makes, the activation's output, and
     with a gate, uncompiled, the gate's own activation."""
-    plain = 2.0 + np.where(c.own_kernels > 0, 1.0, 2.0) * c.gated
+    plain = 2.0 + np.where(c.compiled > 0, 1.0, 2.0) * c.gated
     return np.where(_cheap(c), 1.0 + c.gated, plain)
 
 
@@ -139,7 +139,7 @@ def _fp8_casts(c: Columns, at_last: Floats, at_first: Floats) -> list[Floats]:
     first = (1.0 + c.gated) * c.ffn / c.tp * np.maximum(tokens, c.hidden)
     weights = c.hidden * c.ffn / c.tp * c.act_bytes
     moments = (at_last + 9.0 * last, weights + at_first + 9.0 * first)
-    plain = (c.precision == _FP8) & (c.own_kernels < 1)
+    plain = (c.precision == _FP8) & (c.compiled < 1)
     return [np.where(plain, moment, -np.inf) for moment in moments]
 
 
@@ -158,4 +158,5 @@ def loss_bytes(c: Columns, s: Sizes, embed: Floats) -> Floats:
     plain = np.where(c.loss_chunks > 1, parts + s.whole, all_logits)
     # The lean one: the gradient takes the logits' place; in parts it makes the weights' at once.
     lean = s.logits * c.act_bytes + np.where(c.loss_chunks > 1, head + s.whole, 0.0)
+    plain = np.where(c.compiled_loss > 0, 2.0 * s.logits * c.act_bytes, plain)
     return np.where(c.lean_loss > 0, lean, plain)

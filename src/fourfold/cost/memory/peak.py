@@ -138,17 +138,19 @@ def _own_stages(c: Columns, coef: Coefficients) -> tuple[list[Floats], list[dict
     peaks = [stage_peak(c, stage, micros) for stage in stages(c, micros)]
     # Nothing of a GPU's is there on a CPU, whose calibrations have no base.
     base = np.where(np.asarray(coef["base_gib"]) > 0, unseen_bytes(c), 0.0)
+    # Blocks that FSDP's own streams use are cached apart; without it there are none.
+    cached = np.where(c.dp * c.cp > 1, c.reserved, 1.0)
     kinds = [
         {
-            "state": peak.state * c.reserved,
-            "activations": peak.activations * c.reserved,
-            "logits": peak.loss * c.reserved,
-            "gathered_weights": peak.weights * c.reserved,
+            "state": peak.state * cached,
+            "activations": peak.activations * cached,
+            "logits": peak.loss * cached,
+            "gathered_weights": peak.weights * cached,
             "base": base + np.zeros_like(peak.total),
         }
         for peak in peaks
     ]
-    return [peak.total * c.reserved + base for peak in peaks], kinds
+    return [peak.total * cached + base for peak in peaks], kinds
 
 
 def stage_kinds(c: Columns, coef: Coefficients) -> list[dict[str, Floats]]:

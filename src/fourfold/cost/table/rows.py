@@ -173,10 +173,11 @@ def _kernels(
         facts[name] = stack.array(lambda s, name=name: stack_facts(s)[name])
     stated = words.array(lambda w: -1.0 if w.compiled is None else w.compiled)
     compiled = np.where(stated < 0, stack.array(lambda s: s.compiled), stated)
+    with_loss = compiled * stack.array(lambda s: s.compiles_loss)
+    facts |= {"compiled": compiled, "compiled_loss": with_loss}
     facts["fused_host"] = np.maximum(compiled, words.array(lambda w: 2.0 * w.graphs))
-    facts["split_inputs"] = words.array(lambda w: w.split_inputs)
-    facts["block_scale"] = words.array(lambda w: w.block_scale)
-    facts["row_scale"] = words.array(lambda w: w.row_scale)
+    for name in ("split_inputs", "block_scale", "row_scale"):
+        facts[name] = words.array(lambda w, name=name: getattr(w, name))
     overlaps = words.mask(lambda w: not w.no_overlap)
     facts["overlap_dp"] = stack.array(lambda s: s.overlap_dp) * overlaps
     stated = words.array(lambda w: -1.0 if w.async_tp is None else w.async_tp)
