@@ -63,6 +63,8 @@ def name_of(spec: RunSpec) -> str:
     words = [f"{spec.model.name} {batch.seq_len} x {batch.micro_batch}"]
     if spec.model.name.startswith("llama-3.1-8b"):
         words.append("fp8" if formats.compute_dtype == "fp8" else formats.precision)
+    if formats.recompute != "none":
+        words.append(formats.recompute)
     return " ".join(words)
 
 
