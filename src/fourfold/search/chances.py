@@ -29,9 +29,9 @@ DRAWS = 512
 NEAR = 1.02  # within 2% of the best is as good
 # Repeats of one run differ by about 1% (bloom, mpt and par4d tables).
 REPEATS = 0.01
-# Of layouts where nothing but kernels was measured: our engine's steps on a CPU lay 24% below to 5%
-# above what its profile said (docs/accuracy.md). What a profile leaves open beyond is the same for
-# all of them, and changes no order.
+# Of layouts where nothing but kernels was measured: our engine's steps on a CPU lay 21% below to
+# 14% above what its profile said (docs/accuracy.md). What a profile leaves open beyond is the same
+# for all of them, and changes no order.
 APART = 0.08
 # What a try that runs out of memory costs: as much as a run that is 5% slower.
 LOST_TRY = 0.05
