@@ -209,11 +209,8 @@ class SlurmRanks:
     def _unreached(self) -> list[str]:
         """Nodes that srun itself could not reach, as it says in the job's log."""
         log = self.scene.worker_log
-        return (
-            sorted({found[1] or found[2] for found in _UNREACHED.finditer(tail(log))})
-            if log
-            else []
-        )
+        printed = tail(log) if log else ""
+        return sorted({found[1] or found[2] for found in _UNREACHED.finditer(printed)})
 
     def _is_settled(self, ended: bool, waited_s: float) -> bool:
         if len(self.scene.exits) == self.scene.ranks or self.scene.by_scheduler:

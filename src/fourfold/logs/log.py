@@ -73,8 +73,11 @@ def _weight(book: Book) -> tuple[int, int, int]:
     return int(_has_step(book)), facts, book.unread
 
 
-def read_log(path: str | Path, engine: str = "") -> Book:
+def read_log(path: str | Path, engine: str = "", *, begun: bool = False) -> Book:
+    """`begun`: it is known to be of a run, of which it may say nothing but how that ended."""
     reader = LogReader(engine)
+    if begun:
+        reader.begin()
     for line in read_lines(path):
         reader.take(line)
     return reader.finish()

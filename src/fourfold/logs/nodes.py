@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from fourfold.logs.book import ENDS, MOST_SHOWN, Book, LogRun
-from fourfold.logs.lines import read_lines
-from fourfold.logs.log import LogReader
+from fourfold.logs.log import read_log
 
 
 def read_nodes(paths: Sequence[str | Path], engine: str = "") -> Book:
     """The steps of the log that has most of them, of equals the slowest; from the others what it
     does not say, the highest memory, and the worst end."""
-    books = [_read(path, engine) for path in paths]
+    books = [read_log(path, engine, begun=True) for path in paths]
     runs = [book.runs[-1] for book in books if book.runs]
     main = max(books, key=lambda book: _weight(book.runs[-1]) if book.runs else (0, 0.0))
     named = max(books, key=lambda book: len(book.runs[-1].facts) if book.runs else 0)
@@ -28,15 +27,6 @@ def read_nodes(paths: Sequence[str | Path], engine: str = "") -> Book:
         shown=[line for book in books for line in book.shown][:MOST_SHOWN],
         cut=sum(book.cut for book in books),
     )
-
-
-def _read(path: str | Path, engine: str) -> Book:
-    """A node that prints nothing else may still say how the run ended."""
-    reader = LogReader(engine)
-    reader.begin()
-    for line in read_lines(path):
-        reader.take(line)
-    return reader.finish()
 
 
 def _weight(run: LogRun) -> tuple[int, float]:

@@ -25,8 +25,8 @@ from fourfold.spec.run import RunSpec
 from fourfold.verbs.facts import post_mortem
 from fourfold.verbs.machine import local_guess, named_cluster
 from fourfold.verbs.report import Report
+from fourfold.verbs.run_requests import OURS
 
-STACK = "fourfold"
 # A page of thousands of runs stays small enough to be mailed.
 _MOST_EVENTS = 100_000
 # More boxes than this cannot be read in a chart of a page.
@@ -112,11 +112,11 @@ def draw_runs(
     drawn = [_UNKNOWN] * len(specs)
     for (gpus, device), places in groups.items():
         machine = named_cluster(device, gpus) or local_guess(gpus)
-        entry, _ = entry_for(calibrations.shipped(), STACK, machine)
+        entry, _ = entry_for(calibrations.shipped(), OURS, machine)
         known = [place for place in places if _has_peak(specs[place], machine)]
         if not known:
             continue
-        c = columns_of([specs[place] for place in known], cluster=machine, stack=STACK)
+        c = columns_of([specs[place] for place in known], cluster=machine, stack=OURS)
         kinds, said = stage_kinds(c, entry.coefficients), predictions(c, entry)
         for i, place in enumerate(known):
             spec, why = specs[place], allowed[place]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,7 +106,7 @@ def _by_one_engine(
     ]
 
 
-def asked_engines(request: BenchRequest) -> list[str] | list[str | None]:
+def asked_engines(request: BenchRequest) -> Sequence[str | None]:
     """Names of a list such as 'torchtitan-0.2,fourfold', each known before any of them runs."""
     if "," not in (request.engine or ""):
         return [request.engine]
@@ -114,9 +114,9 @@ def asked_engines(request: BenchRequest) -> list[str] | list[str | None]:
     once = len(set(names)) == len(names) and "" not in names
     check.that(once, "engine", request.engine, "must name each engine once")
     check.that(not request.stack, "stack", request.stack, "needs a single --engine")
-    others = [name for name in names if name != OURS]
-    for name in others:
-        engine_template(name)
+    for name in names:
+        if name != OURS:
+            engine_template(name)
     return names
 
 
