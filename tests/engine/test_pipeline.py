@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fourfold.cli import main
+from fourfold.engine.parallel.products import DeferredWeightGrads
 from fourfold.launch.local import run_job
 from fourfold.result.job import Job, Limits, answer_file
 from fourfold.spec.batch import Batch
@@ -152,3 +155,19 @@ def test_three_axes_and_copies_of_shards(schedule, tmp_path):
     specs.append(replace(specs[0], policy=replace(specs[0].policy, sequence_parallel=True)))
     specs.append(spec("pp2 dp2x2", (9, 2), sharding="zero2", **named(schedule)))
     must_equal_one_process(specs, tmp_path)
+
+
+def test_weights_that_wait_hold_no_input_of_their_stage() -> None:
+    """Only what the product multiplies: not the graph before it, which holds the input and its
+    gradient."""
+    deferred, weight = DeferredWeightGrads(), torch.nn.Parameter(torch.randn(5, 4))
+    given = torch.randn(3, 4, requires_grad=True)
+    expected = torch.ones(5, 3) @ (2.0 * given.detach())
+    there = weakref.ref(given)
+    deferred.product(0)(2.0 * given, weight, None).sum().backward()
+    deferred.keep(0)
+    del given
+    assert there() is None
+    deferred.multiply(0, 0)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, expected)

@@ -90,7 +90,8 @@ class _DeferredProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (grad,) = grads
         (x,) = ctx.saved_tensors
-        ctx.deferred.add(ctx.layer, _Deferred(ctx.weight, ctx.bias, x, grad))
+        # Detached: else the graph of this pass stays, and with it the stage's input and gradient.
+        ctx.deferred.add(ctx.layer, _Deferred(ctx.weight, ctx.bias, x.detach(), grad))
         d_x = grad @ ctx.weight if ctx.needs_input_grad[0] else None
         return d_x, None, None, None, None
 
