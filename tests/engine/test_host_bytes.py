@@ -87,8 +87,17 @@ def counted(layout: Layout, **policy: Any) -> tuple[float, float]:
         (Layout(tp=2), {"sequence_parallel": False}),
         (Layout(), {"model": MPT}),
         (Layout(tp=2), {"model": MPT}),
+        (Layout(tp=2), {"model": MPT, "sequence_parallel": False}),
     ],
-    ids=["alone", "projections apart", "tp2", "tp2 whole sequence", "biases", "biases tp2"],
+    ids=[
+        "alone",
+        "projections apart",
+        "tp2",
+        "tp2 whole sequence",
+        "biases",
+        "biases tp2",
+        "biases tp2 whole sequence",
+    ],
 )
 def test_a_layer_moves_what_is_counted(layout: Layout, policy: dict[str, Any]) -> None:
     assert np.allclose(counted(layout, **policy), of_a_layer(layout, **policy), rtol=WITHIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +20,15 @@ from fourfold.cost.count.params import (
     tensors,
     tp_shape,
 )
+from fourfold.cost.run import columns_of
+from fourfold.cost.step import pipeline
+from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog
+from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
 
 models = st.sampled_from(sorted(catalog.model_names())).map(catalog.model)
 small = st.sampled_from([name for name in catalog.model_names() if "tiny" in name]).map(
@@ -56,6 +62,30 @@ def test_stages_hold_every_layer_once_and_are_balanced(
     for giver in range(stages):
         if cost[giver] + extra[giver] == worst and cost[giver] > 1:
             assert all(cost[taker] + 1 + extra[taker] >= worst for taker in range(stages))
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, st.integers(2, 16), st.integers(1, 3), st.sampled_from((512, 4096, 131072)))
+def test_times_of_our_engine_are_of_its_own_cut(
+    model: ModelShape, pp: int, virtual: int, seq_len: int
+) -> None:
+    assume(pp * virtual <= model.layers)
+    schedule = "interleaved" if virtual > 1 else "1f1b"
+    spec = RunSpec(
+        model=model,
+        gpus=pp,
+        layout=Layout(pp=pp),
+        batch=Batch(seq_len=seq_len, micro_batch=1, global_batch=pp),
+        policy=Policy(schedule=schedule, virtual_stages=virtual),
+    )
+    cluster = usual_cluster(catalog.device("h100-80gb"), pp)
+    c = columns_of([spec], cluster=cluster, stack="fourfold")
+    chunks = [len(part) for part in stage_layers(model, pp * virtual, seq_len)]
+    assert pipeline.chunk_layers(c, pp * virtual)[:, 0].tolist() == chunks
+    ranks = np.reshape(chunks, (virtual, pp)).sum(axis=0).tolist()
+    counted = pipeline.stage_layers(c)
+    assert (counted.first[0], counted.last[0]) == (ranks[0], ranks[-1])
+    assert counted.middle[0] == max(ranks[1:-1], default=0)
 
 
 @settings(max_examples=60, deadline=None)

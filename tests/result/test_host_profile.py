@@ -13,6 +13,8 @@ from fourfold.cost.count import params
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.coefficients import HOST
 from fourfold.cost.fit.machine import calibration_of
+from fourfold.cost.run import columns_of
+from fourfold.cost.step.estimate import estimate
 from fourfold.result.host_profile import host_coefficients, product_costs
 from fourfold.result.profile import (
     AttentionPoint,
@@ -200,3 +202,20 @@ def test_context_parallelism_pays_each_of_its_kinds() -> None:
     whole = seconds_of(known, spec(Layout(shard=2)))
     for kind in CP_KINDS:
         assert seconds_of(known, spec(Layout(cp=2), cp_kind=kind)) > whole
+
+
+def test_ranks_that_wait_leave_their_cores_to_others() -> None:
+    """At the same rates of four ranks at work: with a core each they wait for each other, on one
+    core somebody always works, and on two they wait at most half as long as with four."""
+
+    def waiting_s(cores: int) -> float:
+        known = replace(profile(), cores=cores)
+        machine = cluster_of(known, 4)
+        c = columns_of([spec(Layout(pp=4))], cluster=machine, stack="fourfold")
+        coefficients = calibration_of(known, machine).entries[0].coefficients
+        return float(estimate(c, coefficients).parts["bubble"][0])
+
+    assert waiting_s(4) > 0.01
+    assert waiting_s(4) == waiting_s(8)
+    assert waiting_s(1) == pytest.approx(0.0, abs=1e-9)
+    assert waiting_s(2) <= waiting_s(4) / 2

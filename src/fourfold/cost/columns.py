@@ -93,7 +93,7 @@ class Columns:
     compiled: Annotated[Floats, 0]  # 1: layers are, by torch.compile
     compiled_loss: Annotated[Floats, 0]  # 1: and the loss: no logits in fp32
     # 1: the engine gives the last stage fewer layers to pay for the head; 2: each stage ends with
-    # the layer that exceeds its share of layers and head
+    # the layer that exceeds its share of layers and head; 3: our engine, which cuts by cost
     balanced: Annotated[Floats, 0]
     even_stages: Annotated[Floats, 0]  # 1: equal stages, fewer layers at the ends only
     # hardware

@@ -11,6 +11,7 @@ import numpy as np
 
 from fourfold.cost.columns import OPTIMIZERS, Columns, columns
 from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
+from fourfold.cost.step.pipeline import BY_COST
 from fourfold.spec.cluster import Cluster, Device
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import ModelShape
@@ -141,7 +142,7 @@ def stack_facts(usual: StackDefaults) -> dict[str, float]:
         "reserved": usual.reserved,
         "autocast": float(usual.autocast),
         "selective_share": usual.selective_share,
-        "balanced": float(usual.balanced),
+        "balanced": BY_COST if usual.cuts_by_cost else float(usual.balanced),
         "even_stages": float(usual.even_stages),
         "split_loss": float(usual.split_loss),
         "eager": float(usual.eager),

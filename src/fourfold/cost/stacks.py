@@ -157,6 +157,7 @@ class StackDefaults:
     overlap_dp: bool = False
     overlap_tp: bool = False
     balanced: bool = False
+    cuts_by_cost: bool = False  # stages as our engine cuts them (count/params.py)
     even_stages: bool = False  # equal stages, only the first and the last may hold fewer layers
     split_loss: bool = True
     eager: bool = False
@@ -233,7 +234,9 @@ STACKS: dict[str, StackDefaults] = {
     ),
     "torchtitan": replace(_TITAN, compiles_loss=True),
     "torchtitan-2024": _TITAN,
-    "fourfold": StackDefaults(rules="fourfold", fp8_saved_bytes=2.0, counted=True),
+    "fourfold": StackDefaults(
+        rules="fourfold", fp8_saved_bytes=2.0, counted=True, cuts_by_cost=True,
+    ),
     "olmo-core": StackDefaults(
         sharding="zero3", sequence_parallel=False, overlap_dp=True, compiled=True,
         selective_mlp=True,

@@ -31,6 +31,7 @@ def host_coefficients(profile: HardwareProfile, ranks: int) -> dict[str, float]:
         "cpu_update_s": slower * near.update_s / near.update_params,
         "cpu_layer_s": slower * near.layer_s,
         "cpu_fresh_s": slower * near.fresh_s / near.fresh_bytes,
+        "cpu_share": min(1.0, profile.cores / ranks),
         "cp_attention": 1.0,  # a CPU's kernel loses nothing where a ring cuts rows
     }
     for name, op in _CALLED.items():

@@ -18,11 +18,12 @@ from fourfold.cost.step.estimate import (
     ends_s,
     fixed_s,
     handover_s,
+    pipe_s,
     stage_times,
     waiting_s,
 )
 from fourfold.cost.step.layer import beside_s, gathers_s, layer_times
-from fourfold.cost.step.pipeline import StageTimes, pipeline_s
+from fourfold.cost.step.pipeline import StageTimes
 from fourfold.search.candidates import Ints, Places, row_numbers
 from fourfold.search.cores import on_cores
 from fourfold.search.peaks import blocks
@@ -109,9 +110,9 @@ class Pipes:
         if rest.any():
             other = stages(np.where(rest > 0, rest, self.sizes[0]))
             slots = count + np.where(rest > 0, other.slowest(c) / whole.slowest(c), 0.0)
-        pipe_s = pipeline_s(c, whole, slots)
-        waits, jitter = waiting_s(c, coef, work=pipe_s, slots=count)
-        return pipe_s + waits + jitter + fixed_s(c, coef)
+        took = pipe_s(c, coef, whole, slots)
+        waits, jitter = waiting_s(c, coef, work=took, slots=count)
+        return took + waits + jitter + fixed_s(c, coef)
 
 
 def pipes_of(query: PlanQuery, rows: dict[str, Ints], ways: dict[str, Ints]) -> Pipes:

@@ -73,7 +73,7 @@ MEMORY: tuple[str, ...] = tuple(k.name for k in COEFFICIENTS if k.part == "memor
 # Those of our engine on a CPU, which only a profile of one has (cost/step/host.py): nothing to fit.
 HOST: tuple[str, ...] = (
     "cpu_product", "cpu_operand_s", "cpu_element_s", "cpu_update_s", "cpu_layer_s", "cpu_hook_s",
-    "cpu_wrap_s", "cpu_call_s", "cpu_fresh_s",
+    "cpu_wrap_s", "cpu_call_s", "cpu_fresh_s", "cpu_share",
     *(f"cpu_{kind}{unit}" for kind in ("gather", "scatter", "reduce", "send")
       for unit in ("_s", "_byte_s")),
 )  # fmt: skip

@@ -6,11 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.count.params import EMBEDDING_COST, split_layers
-from fourfold.cost.step.pipeline import in_flight
+from fourfold.cost.step.pipeline import head_layers, in_flight, of_different, own_chunks
 from fourfold.result.one_rank import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -31,23 +29,14 @@ def unseen_bytes(c: Columns) -> Floats:
     return CONTEXT_BYTES + WORKSPACE_BYTES + np.where(count > 0, wires, 0.0)
 
 
-def _shares(c: Columns) -> NDArray[np.float64]:
+def _shares(c: Columns) -> Floats:
     """Of the first, of the fullest other and of the last rank, as the engine cuts layers: how many,
     how many of them are computed again, and whether its top one is, the one below it, and its
     lowest one. [3, 5, runs]"""
-    head = np.round(c.vocab * c.hidden / (c.layer_weights + c.width * c.seq), 6)
     every = np.where(c.full_ckpt > 0, np.round(1.0 / np.maximum(c.full_ckpt, 1e-9)), 0.0)
     every = np.where(c.block_ckpt > 0, 0.0, every)
-    values, number = [], np.zeros((), dtype=np.intp)
-    for fact in (c.layers, c.pp, c.vpp, head, every, c.block_ckpt):
-        different, back = np.unique(fact, return_inverse=True)
-        values.append(different)
-        number = number * len(different) + back.reshape(fact.shape)
-    numbers, back = np.unique(number, return_inverse=True)
-    places = np.unravel_index(numbers, [len(one) for one in values])
-    asked = zip(*(v[at].tolist() for v, at in zip(values, places, strict=True)), strict=True)
-    counts = np.array([_on_ranks(*one) for one in asked], dtype=np.float64).reshape(-1, 3, 5)
-    return np.moveaxis(counts[back.reshape(number.shape)], (-2, -1), (0, 1))
+    facts = (c.layers, c.pp, c.vpp, head_layers(c), every, c.block_ckpt)
+    return of_different(facts, _on_ranks, (3, 5))
 
 
 def _on_ranks(
@@ -55,7 +44,7 @@ def _on_ranks(
 ) -> list[tuple[int, ...]]:
     """With virtual stages a rank's layers are not neighbours: each N-th may be all or none."""
     stages, loops = int(pp), int(vpp)
-    cut = split_layers(int(layers), stages * loops, EMBEDDING_COST, head)
+    cut = own_chunks(layers, pp * vpp, head)
     shares: list[tuple[int, ...]] = []
     for rank in range(stages):
         chunks = [cut[loop * stages + rank] for loop in range(loops)]

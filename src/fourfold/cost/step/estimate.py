@@ -61,7 +61,16 @@ def estimate(c: Columns, coef: Coefficients) -> Times:
         slots = whole + np.where(rest > 1e-9, other.slowest(c) / stages.slowest(c), 0.0)
     parts = {name: slots * (c.layers / c.pp) * getattr(layer, name) for name in LAYER_PARTS}
     parts |= {"head": slots * (head + embed) / c.pp, "pp_comm": slots * handover}
-    return _whole_step(c, coef, layer, pipe=pipeline_s(c, stages, slots), slots=slots, parts=parts)
+    pipe = pipe_s(c, coef, stages, slots)
+    return _whole_step(c, coef, layer, pipe=pipe, slots=slots, parts=parts)
+
+
+def pipe_s(c: Columns, coef: Coefficients, stages: StageTimes, slots: Floats) -> Floats:
+    """Of all micro batches through all stages."""
+    usual = pipeline_s(c, stages, slots)
+    if host.is_host(coef):
+        return host.crowded_s(c, coef, usual=usual, work=slots * stages.total / c.pp)
+    return usual
 
 
 def ends_s(c: Columns, coef: Coefficients, micro: Floats) -> tuple[Floats, Floats, Floats]:

@@ -57,11 +57,12 @@ def layer_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
     turned = 10.0 * rope * (q + kv)
     parted = 2.0 * c.fused_qkv * (q + 2.0 * kv)
     forward = np.where(gated, 20.0, 10.0) * hidden + turned + np.where(gated, 5.0, 2.0) * ffn
-    backward = np.where(gated, 54.0, 16.0) * hidden + turned + parted
+    backward = np.where(gated, 54.0, 12.0) * hidden + turned + parted
     backward = backward + np.where(gated, 13.0, 3.0) * ffn
     # Added to sums over ranks apart from the product; their gradients are sums over tokens.
     apart = np.where(c.tp > 1, 4.0 * hidden, 0.0)
-    forward, backward = forward + c.bias * apart, backward + c.bias * (ffn + hidden)
+    summed = q + 2.0 * kv + ffn + 2.0 * hidden
+    forward, backward = forward + c.bias * apart, backward + c.bias * summed
     cp_forward, cp_backward = _cp_values(c, q, kv)
     each = tokens * c.act_bytes
     return each * (forward + cp_forward), each * (backward + cp_backward)
@@ -152,6 +153,14 @@ def handover_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
     moved = c.act_bytes * tokens * c.hidden / c.split
     both = 2.0 * (coef["cpu_send_s"] + moved * coef["cpu_send_byte_s"])
     return np.where(c.pp > 1, c.vpp * both, 0.0)
+
+
+def crowded_s(c: Columns, coef: Coefficients, *, usual: Floats, work: Floats) -> Floats:
+    """Of a pipeline. Rates are of ranks that are all at work. Where they are more than cores, one
+    that waits leaves its turn to the others: together they take as long as their `work` does, or as
+    a pipeline whose ranks have a core each."""
+    alone = np.maximum(work, coef["cpu_share"] * usual)
+    return np.where(c.pp > 1, alone, usual)
 
 
 def gather_weights_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:

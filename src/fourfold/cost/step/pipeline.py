@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.count.params import end_layers, passing_unit
+from fourfold.cost.count.params import EMBEDDING_COST, end_layers, passing_unit, split_layers
 from fourfold.spec.words import SCHEDULES
 
 _ZERO_BUBBLE, _GPIPE = SCHEDULES.index("zero-bubble"), SCHEDULES.index("gpipe")
+# Values of Columns.balanced.
+_PASSING, BY_COST = 2.0, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +37,68 @@ def passing_edges(layers: Floats, head: Floats, stages: Floats, stage: Floats) -
 def stage_layers(c: Columns) -> StageLayers:
     """Equal stages with the remainder in the first ones; fewer in the last one by what the head
     costs, counted in layers (balanced engines); or fewer at both ends (even stages); or as many as
-    pass a stage's share (balanced 2)."""
+    pass a stage's share (balanced 2); or as our engine cuts (balanced 3)."""
     even = np.ceil(c.layers / c.pp)
     short = _last_with_head(c, c.pp)
     rest = np.where(c.pp > 1, (c.layers - short) / np.maximum(1.0, c.pp - 1.0), c.layers)
     uneven = (c.balanced > 0) & (c.pp > 1)
     middle = np.where(uneven, np.ceil(rest), even)
     last = np.where(uneven, short, np.where(c.pp > 1, np.floor(c.layers / c.pp), even))
-    passes = (c.balanced > 1) & (c.pp > 1)
+    passes = (c.balanced == _PASSING) & (c.pp > 1)
     edge = partial(passing_edges, c.layers, c.vocab / passing_unit(c.hidden, c.ffn), c.pp)
     first = np.where(passes, edge(np.ones(1)), middle)
     middle = np.where(passes, even, middle)
     last = np.where(passes, c.layers - edge(c.pp - 1.0), last)
     left, right = end_layers(c.layers, c.pp)
     ends = (c.even_stages > 0) & (c.pp > 1) & (right >= 0)
-    return StageLayers(np.where(ends, left, first), middle, np.where(ends, right, last))
+    cut = StageLayers(np.where(ends, left, first), middle, np.where(ends, right, last))
+    ours = (c.balanced == BY_COST) & (c.pp > 1)
+    if not np.any(ours):
+        return cut
+    own = of_different((c.layers, c.pp, c.vpp, head_layers(c)), _of_ranks, (3,))
+    pairs = zip(own, (cut.first, cut.middle, cut.last), strict=True)
+    return StageLayers(*(np.where(ours, by_cost, other) for by_cost, other in pairs))
+
+
+def head_layers(c: Columns) -> Floats:
+    """What our engine takes the head for, in layers, when it cuts a model into stages."""
+    return np.round(c.vocab * c.hidden / (c.layer_weights + c.width * c.reach), 6)
+
+
+def of_different(
+    facts: Sequence[Floats], answer: Callable[..., Any], shape: tuple[int, ...]
+) -> Floats:
+    """`answer`, numbers of this shape, of each combination of facts, asked once for each that
+    occurs. [*shape, runs]"""
+    values: list[Floats] = []
+    number = np.zeros((), dtype=np.intp)
+    for fact in facts:
+        different, back = np.unique(fact, return_inverse=True)
+        values.append(different)
+        number = number * len(different) + back.reshape(np.shape(fact))
+    numbers, back = np.unique(number, return_inverse=True)
+    places = np.unravel_index(numbers, [len(one) for one in values])
+    asked = zip(*(v[at].tolist() for v, at in zip(values, places, strict=True)), strict=True)
+    answers = np.array([answer(*one) for one in asked], dtype=np.float64).reshape(-1, *shape)
+    axes = range(len(shape))
+    return np.moveaxis(answers[back.reshape(number.shape)], [i - len(shape) for i in axes], axes)
+
+
+def own_chunks(layers: float, chunks: float, head: float) -> tuple[range, ...]:
+    """Layers of each chunk as our engine cuts them."""
+    return split_layers(int(layers), int(chunks), EMBEDDING_COST, head)
+
+
+def _of_chunks(layers: float, chunks: float, head: float) -> list[int]:
+    return [len(chunk) for chunk in own_chunks(layers, chunks, head)]
+
+
+def _of_ranks(layers: float, pp: float, vpp: float, head: float) -> tuple[int, int, int]:
+    """Layers of the first rank, of the fullest between and of the last."""
+    stages = int(pp)
+    counts = _of_chunks(layers, pp * vpp, head)
+    ranks = [sum(counts[rank::stages]) for rank in range(stages)]
+    return ranks[0], max(ranks[1:-1], default=0), ranks[-1]
 
 
 def chunk_layers(c: Columns, chunks: int) -> Floats:
@@ -61,7 +111,11 @@ def chunk_layers(c: Columns, chunks: int) -> Floats:
     counts = np.where(c.balanced > 0, lean, counts)
     head, edge = c.vocab / passing_unit(c.hidden, c.ffn), np.arange(chunks + 1.0)[:, None]
     passing = np.diff(passing_edges(c.layers, head, np.array(float(chunks)), edge), axis=0)
-    counts = np.where(c.balanced > 1, passing, counts)
+    counts = np.where(c.balanced == _PASSING, passing, counts)
+    if np.any(c.balanced == BY_COST):
+        facts = (c.layers, np.array(float(chunks)), head_layers(c))
+        own = of_different(facts, _of_chunks, (chunks,))
+        counts = np.where(c.balanced == BY_COST, own, counts)
     even = np.ceil(fair) + np.zeros((chunks, 1))
     even[0], even[-1] = end_layers(c.layers, float(chunks))
     return np.where((c.even_stages > 0) & (even.min(axis=0) >= 0), even, counts)
