@@ -141,7 +141,7 @@ def test_no_explained_layout_is_ahead_of_the_best() -> None:
         (plain, "pp2 dp4 tp2"),
         (replace(plain, where=(parse("tp == 8"),)), "pp2 dp4 tp2"),
     ):
-        said = explain(one, Layout.parse(text), tokens=None)
+        said = explain(one, Layout.parse(text))
         assert said.fits, text
         assert said.row.step_s >= said.best.step_s * (1 - 1e-9)
         assert 1 <= said.rank <= said.of
@@ -152,7 +152,7 @@ def test_an_explained_place_is_the_tables() -> None:
     table = rank_layouts(one)
     for i in range(min(8, len(table))):
         layout = table.layout(i)
-        said = explain(one, layout, tokens=None)
+        said = explain(one, layout)
         keys = [str(table.layout(j)) for j in range(i + 1)]
         if keys.count(str(layout)) == 1:
             assert said.rank == i + 1, str(layout)

@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_explained_in_its_smallest_variant(query: PlanQuery
     device = replace(query.cluster.device, memory_bytes=2**28)
     query = replace(query, cluster=replace(query.cluster, device=device), where=(), fixed={})
     layout = Layout(pp=1, shard=query.gpus)
-    said = explain(query, layout, tokens=None)
+    said = explain(query, layout)
     if said.smallest is None:
         return
     every = whole(replace(query, fixed=layout.sizes | {"replicate": 1}))

@@ -50,9 +50,9 @@ class Training:
     stages: int
 
 
-def training(ranking: Ranking, *, tokens: float | None, top: int) -> Training:
+def training(ranking: Ranking, *, top: int) -> Training:
     """Time of the best `top` candidates; a ramp longer than the tokens is cut where they end."""
-    batch = ranking.query.batch
+    batch, tokens = ranking.query.batch, ranking.query.tokens
     count = min(top, len(ranking))
     left = None if tokens is None else tokens / batch.seq_len
     ramp_s = np.zeros(count)
@@ -85,11 +85,9 @@ def _at_size(ranking: Ranking, size: int, count: int) -> Floats:
     return estimate(columns, ranking.query.entry.coefficients).step_s
 
 
-def answer(
-    ranking: Ranking, *, tokens: float | None, top: int, tried: Mapping[int, float] | None = None
-) -> PlanAnswer:
+def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = None) -> PlanAnswer:
     """Everything `plan` says; `tried` are numbers of GPUs and the seconds of their best."""
-    query, train = ranking.query, training(ranking, tokens=tokens, top=top)
+    query, train = ranking.query, training(ranking, top=top)
     count = min(top, len(ranking))
     return PlanAnswer(
         **_asked(query),

@@ -82,8 +82,8 @@ _ONLY_FITTING = ("row", "variants", "ways", "calibration", "stack", "rank", "of"
                  "best", "tie_width_pct")  # fmt: skip
 
 
-def explain(query: PlanQuery, layout: Layout, *, tokens: float | None) -> Explanation:
-    return explain_ranking(query, layout, ways_to_run(query, layout), tokens=tokens)
+def explain(query: PlanQuery, layout: Layout) -> Explanation:
+    return explain_ranking(query, layout, ways_to_run(query, layout))
 
 
 def ways_to_run(query: PlanQuery, layout: Layout) -> Ranking | None:
@@ -93,9 +93,7 @@ def ways_to_run(query: PlanQuery, layout: Layout) -> Ranking | None:
     return rank_layouts(one, least=VARIANTS) if layout.world == query.gpus else None
 
 
-def explain_ranking(
-    query: PlanQuery, layout: Layout, ranking: Ranking | None, *, tokens: float | None
-) -> Explanation:
+def explain_ranking(query: PlanQuery, layout: Layout, ranking: Ranking | None) -> Explanation:
     legal = ranking is not None and ranking.grid.legal > 0
     known: dict[str, Any] = {
         "layout": layout,
@@ -110,8 +108,8 @@ def explain_ranking(
     if not known["fits"]:
         return Explanation(**known, nearest=_fitting(query, layout), smallest=_smallest(ranking))
     everything = _rivals(query, layout, ranking)
-    own = answer(ranking, tokens=tokens, top=VARIANTS)
-    best = answer(everything, tokens=tokens, top=1)
+    own = answer(ranking, top=VARIANTS)
+    best = answer(everything, top=1)
     return Explanation(
         **known,
         nearest=(),

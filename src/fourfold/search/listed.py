@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fourfold.cost.memory.peak import SURE, fit_chance
 from fourfold.cost.predict import Predictions, playable, predictions
 from fourfold.search.cells import Cells
-from fourfold.search.chances import Chances, chances
+from fourfold.search.chances import Chances, chances, lost_try
 from fourfold.search.fastest import fastest
 from fourfold.search.space import Bools, Places, Pool
 from fourfold.spec.layout import MODEL_AXES, SIZES
@@ -56,9 +56,10 @@ def listed(cells: Cells, ranked: Bools, new: Bools, least: int) -> Listed:
         points = _with_sure(cells, ranked, new, points, chance)
     predicted = predictions(query.columns(points), query.entry)
     _, numbers = np.unique(layout_numbers(points), return_inverse=True)
-    found = chances(predicted, query.entry, numbers.reshape(-1))
+    lost = lost_try(query, float(predicted.step_s.min(initial=np.inf)))
+    found = chances(predicted, query.entry, numbers.reshape(-1), lost=lost)
     points |= {"step_s": predicted.step_s, "fit_chance": found.fits}
-    by_loss = np.lexsort((points["peak_bytes"], predicted.step_s, found.regret))
+    by_loss = found.order(predicted.step_s, points["peak_bytes"])
     by_loss = by_loss[_first_few(_layout_keys(only(points, by_loss)), least)]
     by_time = np.lexsort((points["peak_bytes"], predicted.step_s))
     others = by_time[np.isin(by_time, by_loss[1:])]

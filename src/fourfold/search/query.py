@@ -49,6 +49,7 @@ class PlanQuery:
     where: tuple[Expression, ...] = ()
     explore: bool = False
     safe: bool = False  # rank what surely fits, where anything does
+    tokens: float | None = None  # of the whole training, where that is known
     lost: float = 0.0  # of a training's time, 0..1
     convention: str = DEFAULT  # by which TFLOP/s and MFU are counted
     # hears how far a search is

@@ -91,9 +91,10 @@ def compare(query: PlanQuery, models: list[ModelShape], *, tokens: float) -> lis
     rows = []
     # Copies of shards and virtual stages move all shapes alike: left out to be quick.
     fixed = {"replicate": 1, "virtual_stages": 1} | query.fixed
+    query = replace(query, fixed=fixed, tokens=tokens)
     for place, model in enumerate(models):
         query.on_event(Event(f"{model.name} ({place + 1} of {len(models)})", "progress"))
-        rows.append(_row(rank_layouts(replace(query, model=model, fixed=fixed)), tokens))
+        rows.append(_row(rank_layouts(replace(query, model=model)), tokens))
     return sorted(rows, key=lambda row: (row["days"] is None, row["days"] or 0.0))
 
 

@@ -56,7 +56,7 @@ def front(request: PlanRequest, against: Against, *, on_event: OnEvent = ignore)
     if against == "memory":
         query, counts = resolved(request, on_event)
         ranking = memory_front(rank_layouts(replace(query, gpus=counts[0])), request.top)
-        found = answer(ranking, tokens=request.tokens, top=request.top)
+        found = answer(ranking, top=request.top)
         points = tuple(FrontPoint(gpus=found.gpus, row=row) for row in found.ranked)
         return Front(against=against, asked=found, points=points)
     asked = found = plan(replace(request, top=1), on_event=on_event)
@@ -158,7 +158,7 @@ def _fits(request: PlanRequest) -> bool:
     ranking = rank_layouts(replace(query, gpus=counts[0]), least=1)
     if not len(ranking):
         return False
-    best = answer(ranking, tokens=None, top=1).ranked[0]
+    best = answer(ranking, top=1).ranked[0]
     return best.surely_fits if request.safe else _is_likely(best)
 
 

@@ -47,7 +47,7 @@ def plan(request: PlanRequest, *, on_event: OnEvent = ignore) -> PlanAnswer:
     """The best layouts, fastest first, with intervals, memory and what the order rests on."""
     query, counts = resolved(request, on_event)
     ranking, tried = best_of(query, counts, least=request.top)
-    return answer(ranking, tokens=request.tokens, top=request.top, tried=tried)
+    return answer(ranking, top=request.top, tried=tried)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def explain(
     chosen = Layout.parse(layout) if isinstance(layout, str) else layout
     query = _sized(request, chosen, on_event)
     ranking = ways_to_run(query, chosen)
-    explanation = explain_ranking(query, chosen, ranking, tokens=request.tokens)
+    explanation = explain_ranking(query, chosen, ranking)
     drawn = timeline(ranking) if draw and ranking is not None and explanation.fits else None
     return Explained(explanation=explanation, timeline=drawn)
 
@@ -143,6 +143,7 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuer
         where=tuple(parse(text) for text in request.where),
         explore=request.explore,
         safe=request.safe,
+        tokens=request.tokens,
         lost=request.lost,
         convention=conventions.convention(request.convention).id,
         on_event=on_event,
