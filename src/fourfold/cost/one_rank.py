@@ -10,6 +10,7 @@ import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.memory.own_engine import stage_peak
+from fourfold.cost.memory.own_layer import layer
 from fourfold.cost.memory.own_stage import stages
 from fourfold.cost.step import estimate as step
 from fourfold.cost.step.kernels import attention_s, ends_bytes, layer_bytes, update_bytes
@@ -137,7 +138,7 @@ def _peak_bytes(c: Columns, stage: MeasuredStage) -> float:
     between = usual.flight + 1.0 - stage.stage  # of the stages between, each has one less
     flight = usual.flight if stage.first or stage.last else np.maximum(last.flight, between)
     own = replace(usual, layers=usual.layers * 0.0 + stage.layers, flight=flight)
-    return _one(stage_peak(c, own, micros).total)
+    return _one(stage_peak(c, layer(c), own, micros).total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Peak bytes of a whole table of points. What a stage holds beside its state knows nothing of
 sharding, and the state nothing of micro batches and recompute: each is computed for what it depends
-on, and a point adds the two up. Engines whose tensors are counted one by one have no such halves.
+on, and a point adds the two up. Of engines whose tensors are counted one by one two such halves
+bound a point from below, and only what that leaves is counted.
 """
 
 from __future__ import annotations
@@ -13,12 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.memory.peak import GIB, gathered_bytes, memory, stage_loads, weight_bytes
+from fourfold.cost.memory.own_held import least_beside, least_state
+from fourfold.cost.memory.own_layer import layer
+from fourfold.cost.memory.own_stage import own_around, stages
+from fourfold.cost.memory.peak import (
+    GIB,
+    gathered_bytes,
+    memory,
+    stage_loads,
+    weight_bytes,
+)
 from fourfold.cost.stacks import stack_defaults
 from fourfold.search.candidates import Ints, Places, row_numbers
 from fourfold.search.cores import CHUNK, on_cores
 from fourfold.search.query import PlanQuery
 from fourfold.spec.layout import MODEL_AXES
+
+SLACK = 1e-9  # rounding between a bound and the count
 
 
 class PeakBytes(Protocol):
@@ -28,8 +40,8 @@ class PeakBytes(Protocol):
         """Rows with points below a limit, and perhaps others."""
         ...
 
-    def of(self, rows: Places) -> Floats:
-        """[rows, ways], infinite where nobody asked."""
+    def of(self, rows: Places, most_bytes: float) -> Floats:
+        """[rows, ways], infinite where nobody asked, and perhaps where it is above `most_bytes`."""
         ...
 
 
@@ -43,15 +55,32 @@ class WaysTable:
     asked: NDArray[np.bool_]
 
     def columns(self, row: Places, way: Places) -> Columns:
-        points = {name: column[row][:, None] for name, column in self.rows.items()}
-        points |= {name: column[way][None, :] for name, column in self.ways.items()}
-        return self.query.columns(points, is_open=True)
+        """Of these rows in each of these ways."""
+        return self.query.columns(self.points(row[:, None], way[None, :]), is_open=True)
+
+    def points(self, row: Places, way: Places) -> dict[str, Ints]:
+        points = {name: column[row] for name, column in self.rows.items()}
+        return points | {name: column[way] for name, column in self.ways.items()}
 
 
 def peaks(table: WaysTable, coef: Coefficients) -> PeakBytes:
     if stack_defaults(table.query.stack).counted:
-        return _Counted(table, coef)
+        return _counted(table, coef)
     return _halves(table, coef)
+
+
+def _groups(rows: dict[str, Ints], *more: str) -> tuple[Places, Places]:
+    """(a row of each group, the group of each row): of rows that differ in how the state is
+    sharded."""
+    known = rows | {"dp": rows["replicate"] * rows["shard"]}
+    number = row_numbers(known, (*MODEL_AXES, "dp", "virtual_stages", "schedule", *more))
+    _, first, group = np.unique(number, return_index=True, return_inverse=True)
+    return first, group.reshape(-1)
+
+
+def _least(state: Floats, beside: Floats) -> Floats:
+    """Of each row, the fullest of its stages."""
+    return (state + beside).max(axis=1)
 
 
 def blocks(asked: NDArray[np.bool_], size: int = CHUNK) -> Iterator[Places]:
@@ -67,20 +96,55 @@ def blocks(asked: NDArray[np.bool_], size: int = CHUNK) -> Iterator[Places]:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """One by one."""
+    """Tensors one by one, of points whose lower bound is not above what is asked about. `state` and
+    `beside` of each stage in a first backward pass and in a later one: [rows, 6] and [groups, ways]
+    bytes whose sum no point undercuts."""
 
     table: WaysTable
     coef: Coefficients
+    group: Places
+    state: Floats
+    beside: tuple[Floats, ...]
+    least: Floats
 
     def may_be_below(self, limit_bytes: float) -> NDArray[np.bool_]:
-        return np.ones(len(self.table.asked), dtype=bool)
+        return _least(self.state, self.least[self.group]) < limit_bytes
 
-    def of(self, rows: Places) -> Floats:
-        asked = self.table.asked[rows]
-        ways = np.flatnonzero(asked.any(axis=0))
-        found = np.full(asked.shape, np.inf)
-        found[:, ways] = memory(self.table.columns(rows, ways), self.coef).worst_bytes
-        return np.where(asked, found, np.inf)
+    def of(self, rows: Places, most_bytes: float) -> Floats:
+        bound = np.full((len(rows), self.beside[0].shape[1]), -np.inf)
+        for i, beside in enumerate(self.beside):
+            np.maximum(bound, beside[self.group[rows]] + self.state[rows, i, None], out=bound)
+        place, way = np.nonzero(self.table.asked[rows] & (bound < most_bytes))
+        found = np.full(bound.shape, np.inf)
+        query, points = self.table.query, self.table.points(rows[place], way)
+        found[place, way] = memory(query.columns(points, is_open=True), self.coef).worst_bytes
+        return found
+
+
+def _counted(table: WaysTable, coef: Coefficients) -> _Counted:
+    rows, ways, asked = table.rows, table.ways, table.asked
+    first, group = _groups(rows, "cp_kind")
+    shape = (len(first), len(ways["recompute"]))
+    beside = tuple(np.full(shape, np.inf) for _ in range(6))
+
+    def fill(some: Places) -> None:
+        row = first[some]
+        way = np.flatnonzero(asked[row].any(axis=0))
+        cross, may_run = np.ix_(some, way), asked[np.ix_(row, way)]
+        c = table.columns(row, way)
+        one, micros, cached = layer(c), c.micros, own_around(c, coef)[1]
+        both = [least_beside(c, one, stage, micros) for stage in stages(c, micros)]
+        for i, held in enumerate(held for stage in both for held in stage):
+            beside[i][cross] = np.where(may_run, held * cached, np.inf)
+
+    on_cores(fill, blocks(asked[first]))
+    one = {"micro_batch": ways["micro_batch"][:1], "recompute": ways["recompute"][:1]}
+    c = table.query.columns(rows | one, is_open=True)
+    base, cached = own_around(c, coef)
+    both = [least_state(c, stage, c.micros) for stage in stages(c, c.micros)]
+    state = np.stack([held * cached + base for stage in both for held in stage], axis=1)
+    least = np.stack([held.min(axis=1, initial=np.inf) for held in beside], axis=1)
+    return _Counted(table, coef, group, state * (1.0 - SLACK), beside, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +158,9 @@ class _Halves:
     least: Floats
 
     def may_be_below(self, limit_bytes: float) -> NDArray[np.bool_]:
-        return (self.state + self.least[self.group]).max(axis=1) < limit_bytes
+        return _least(self.state, self.least[self.group]) < limit_bytes
 
-    def of(self, rows: Places) -> Floats:
+    def of(self, rows: Places, most_bytes: float) -> Floats:
         groups, found = self.group[rows], None
         for i, beside in enumerate(self.beside):
             stage = beside[groups]
@@ -108,9 +172,7 @@ class _Halves:
 
 def _halves(table: WaysTable, coef: Coefficients) -> _Halves:
     rows, ways, asked = table.rows, table.ways, table.asked
-    known = rows | {"dp": rows["replicate"] * rows["shard"]}
-    number = row_numbers(known, (*MODEL_AXES, "dp", "virtual_stages", "schedule"))
-    _, first, group = np.unique(number, return_index=True, return_inverse=True)
+    first, group = _groups(rows)
     shape = (len(first), len(ways["recompute"]))
     beside = (np.full(shape, np.inf), np.full(shape, np.inf), np.full(shape, np.inf))
     params = np.zeros((len(first), 3))
@@ -129,7 +191,7 @@ def _halves(table: WaysTable, coef: Coefficients) -> _Halves:
 
     on_cores(fill, blocks(asked[first]))
     one = {"micro_batch": ways["micro_batch"][:1], "recompute": ways["recompute"][:1]}
-    c, group = table.query.columns(rows | one, is_open=True), group.reshape(-1)
+    c = table.query.columns(rows | one, is_open=True)
     each = (weight_bytes(c) * coef["state"])[:, None] * params[group]
     other = gathered_bytes(c) + coef["base_gib"] * GIB
     least = np.stack([held.min(axis=1, initial=np.inf) for held in beside], axis=1)

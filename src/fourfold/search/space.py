@@ -124,15 +124,16 @@ def _fitting(table: WaysTable, bar: Bar) -> tuple[Bools, Bools, Bools]:
     # Fragments at their best, and of a lean engine more of the device (memory/peak.fit_chance).
     reach = limit * np.exp(half)
     lean_reach = reach * lean["room"] / entry.coefficients["room"]
+    most = max(reach, lean_reach) * (1.0 + ROUNDING)
     likely, roomy, close, tied = (np.zeros_like(asked) for _ in range(4))
     near = np.flatnonzero(usual.may_be_below(reach) | least.may_be_below(lean_reach))
 
     def check(some: Places) -> None:
         rows = near[some]
-        peak = usual.of(rows)
+        peak = usual.of(rows, most)
         fits = peak < limit
         likely[rows], roomy[rows] = fits, peak < limit * np.exp(-half) * (1.0 + ROUNDING)
-        wasteless = peak if counted else least.of(rows)
+        wasteless = peak if counted else least.of(rows, most)
         close[rows] = ~fits & ((peak < reach) | (wasteless < lean_reach))
         tied[rows] = np.abs(peak - limit) < ROUNDING * limit
 
@@ -140,9 +141,7 @@ def _fitting(table: WaysTable, bar: Bar) -> tuple[Bools, Bools, Bools]:
     index = np.flatnonzero(tied)
     if len(index):
         row, way = np.divmod(index, asked.shape[1])
-        points = {name: column[row] for name, column in table.rows.items()}
-        points |= {name: column[way] for name, column in table.ways.items()}
-        peak = memory(query.columns(points), entry.coefficients).worst_bytes
+        peak = memory(query.columns(table.points(row, way)), entry.coefficients).worst_bytes
         likely[row, way], close[row, way] = peak < limit, peak >= limit
     return likely, roomy, close
 

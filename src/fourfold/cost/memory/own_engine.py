@@ -13,11 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.memory.own_layer import LayerBytes, layer, logits_bytes, loss_bytes, sizes
+from fourfold.cost.memory.own_held import (
+    GPIPE,
+    Held,
+    backward_bytes,
+    held,
+    in_later,
+    in_single_round,
+    is_split,
+    sums_bytes,
+)
+from fourfold.cost.memory.own_layer import LayerBytes, logits_bytes, loss_bytes
 from fourfold.cost.memory.own_stage import Stage, Weights, stage_weights
-from fourfold.spec.words import SCHEDULES
-
-_GPIPE, _ZERO_BUBBLE = SCHEDULES.index("gpipe"), SCHEDULES.index("zero-bubble")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +38,11 @@ class Peak:
     loss: Floats
 
 
-def stage_peak(c: Columns, stage: Stage, micros: Floats) -> Peak:
-    """The fullest moment of a stage: of its first backward, without gradients of earlier micro
-    batches, and of a later one."""
-    early = _peak(c, stage, np.maximum(stage.flight, 1.0), micros, later=False)
-    again = np.clip(micros - 1.0, 1.0, np.maximum(stage.flight, 1.0))
-    late = _peak(c, stage, again, micros, later=True)
+def stage_peak(c: Columns, one: LayerBytes, stage: Stage, micros: Floats) -> Peak:
+    """The fullest moment of a stage of such layers: of its first backward, without gradients of
+    earlier micro batches, and of a later one."""
+    early = _peak(c, one, stage, np.maximum(stage.flight, 1.0), micros, later=False)
+    late = _peak(c, one, stage, in_later(stage, micros), micros, later=True)
     use = (micros > 1) & (late.total > early.total)
     both = ((getattr(late, f.name), getattr(early, f.name)) for f in fields(Peak))
     return Peak(*(np.where(use, *pair) for pair in both))
@@ -46,6 +52,7 @@ def stage_peak(c: Columns, stage: Stage, micros: Floats) -> Peak:
 class _Now:
     """A backward pass, the first (`later` False) or one with gradients of earlier micro batches."""
 
+    layer: LayerBytes
     later: bool
     reduces: NDArray[np.bool_]  # gradients are reduced with this pass
     gathers: NDArray[np.bool_]  # the forward before it gathered weights
@@ -62,59 +69,60 @@ class _Now:
     sending: Floats  # bytes a weight while its gradient is reduced
 
 
-def _now(c: Columns, stage: Stage, w: Weights, flight: Floats, micros: Floats, later: bool) -> _Now:
-    s, one, a, g = sizes(c), layer(c), c.act_bytes, c.acc_bytes
-    each = stage.again * s.between + (stage.layers - stage.again) * one.kept
-    own = each + s.between
-    late_loss = stage.last * (s.whole + s.logits * c.loss_chunks * a)
+def _now(
+    c: Columns, keeps: Held, stage: Stage, w: Weights, flight: Floats, micros: Floats, later: bool
+) -> _Now:
+    one, a, g, gpipe = keeps.layer, c.act_bytes, c.acc_bytes, c.schedule == GPIPE
+    s = one.sizes
     tied = (c.tied > 0) & (stage.first > 0) & (stage.last > 0)
-    late, gpipe = np.minimum(stage.late, flight - 1.0), c.schedule == _GPIPE
-    # GPipe has the loss of every micro batch before the first goes back; others one at a time.
-    losses = np.where(gpipe, flight - 1.0, late)
-    lost = np.where(gpipe & (c.loss_chunks > 1), stage.last * s.whole, late_loss)
-    base = (flight - 1.0 - late) * own + late * stage.layers * one.late + losses * lost
     # The buffer of the last reduction stays until the next one, in each virtual stage.
     frees = (c.zero >= 3) & ((stage.layers > c.vpp) | ~gpipe)
     parts = np.where(micros > c.pp, c.vpp - 1.0, 0.0)
     sent_last = (np.where(w.root > 0, w.root, w.layer) + parts * w.layer) * g
     return _Now(
+        layer=one,
         later=later,
         reduces=(c.zero >= 2) | (micros < 2),
         # Below zero3, and of GPipe's last layer, the first micro batch gathers for all.
         gathers=(w.shards > 1) & (frees | ((flight <= 1) & (not later))),
-        base=base + np.where((c.pp > 1) & (micros * c.vpp > 1) & ~gpipe, 2.0 * s.between, 0.0),
-        own=own,
-        one=each / np.maximum(stage.layers, 1.0),
+        base=keeps.base,
+        own=keeps.own,
+        one=keeps.one,
         first=np.where(stage.top_again > 0, s.between, one.kept),
-        top=_backward(c, one, stage.top_again),
-        second=_backward(c, one, stage.next_again),
-        lowest=_backward(c, one, stage.low_again)
+        top=keeps.top,
+        second=backward_bytes(c, one, stage.next_again),
+        lowest=backward_bytes(c, one, stage.low_again)
         + np.where(stage.low_again > 0, s.between, one.kept),
         # In the sums' own format a gradient is added to them at once, but for a tied weight's,
         # which waits for its other use; a split pass makes it later.
-        head=np.where(((g == a) & later & (c.zero < 2) & ~tied) | _is_split(c), 0.0, w.head * a),
+        head=np.where(((g == a) & later & (c.zero < 2) & ~tied) | is_split(c), 0.0, w.head * a),
         kept=np.where((c.zero >= 2) & later, sent_last + w.all * w.reduced, 0.0),
-        late_loss=late_loss,
+        late_loss=keeps.late_loss,
         # Gradients are copied into the buffer that is sent, then let go; what comes back is new.
         sending=np.maximum(a, np.maximum(w.back, w.divided)) + g,
     )
 
 
-def _peak(c: Columns, stage: Stage, flight: Floats, micros: Floats, *, later: bool) -> Peak:
+def _peak(
+    c: Columns, one: LayerBytes, stage: Stage, flight: Floats, micros: Floats, *, later: bool
+) -> Peak:
     """`later`: gradients of an earlier micro batch are there."""
     w = stage_weights(c, stage, micros)
-    now = _now(c, stage, w, flight, micros, later)
-    summed = np.where(c.zero < 2, w.all * c.acc_bytes, w.all / w.shards * c.param_bytes)
+    now = _now(c, held(c, one, stage, flight, micros), stage, w, flight, micros, later)
+    summed = sums_bytes(c, w)
     grads = summed if later else np.zeros_like(summed)
     in_loss, loss = _in_loss(c, stage, w, now)
     moments = _moments(c, stage, w, now, micros, in_loss, grads)
     fullest = np.maximum.reduce(np.broadcast_arrays(*moments))
-    loss_alone, alone = _alone(c, stage, w, now, micros, loss)
-    weights, grads, fullest = (
-        np.where(c.is_alone, own, other)
-        for own, other in zip(alone, (w.unsharded, grads, fullest), strict=True)
-    )
-    empty, in_it = stage.layers < 1, fullest <= np.where(c.is_alone, loss_alone, in_loss)
+    weights = w.unsharded
+    if np.any(c.is_alone):
+        loss_alone, alone = _alone(c, stage, w, now, micros, loss)
+        weights, grads, fullest = (
+            np.where(c.is_alone, own, other)
+            for own, other in zip(alone, (weights, grads, fullest), strict=True)
+        )
+        in_loss = np.where(c.is_alone, loss_alone, in_loss)
+    empty, in_it = stage.layers < 1, fullest <= in_loss
     return Peak(
         total=np.where(empty, 0.0, w.state + grads + weights + fullest),
         state=np.where(empty, 0.0, w.state + grads),
@@ -131,8 +139,7 @@ def _moments(
     computing = now.top + w.ahead + now.kept
     in_top = now.base + now.own + computing + now.head
     in_next = in_top - now.first + now.second - now.top
-    # In a single round the top virtual stage goes back before others have any gradients.
-    single = (micros <= c.pp) & (c.vpp > 1)
+    single = in_single_round(c, micros)
     apart = stage.layers * (1.0 - 1.0 / c.vpp) * w.layer
     below = apart + np.where(stage.last > 0, 0.0, w.root)
     missing = np.where(single, grads * below / np.maximum(w.all, 1.0), 0.0)
@@ -144,13 +151,13 @@ def _moments(
         now.base + w.root * c.act_bytes,
         _gathering(c, w, now),
     ]
-    reduces = now.reduces & ~_is_split(c)
+    reduces = now.reduces & ~is_split(c)
     moments += [np.where(reduces, one, 0.0) for one in _reductions(c, stage, w, now, micros)]
     if now.later:
-        rest = np.maximum(stage.layers / c.vpp - 1.0, 0.0) * layer(c).late
+        rest = np.maximum(stage.layers / c.vpp - 1.0, 0.0) * now.layer.late
         top, split, root = _final(c, stage, w, late=rest)
         moments += [top + now.own - now.first + now.head - missing, split, root]
-        moments.append(np.where((c.zero < 2) & ~_is_split(c), _final_lowest(c, stage, w, now), 0.0))
+        moments.append(np.where((c.zero < 2) & ~is_split(c), _final_lowest(c, stage, w, now), 0.0))
         lowest = (now.base + now.own) / c.vpp - _let_go(c, w, apart + w.head)
         looped = (lowest + computing, lowest - now.first + top)
         moments += [np.where(single, moment, 0.0) for moment in looped]
@@ -179,7 +186,7 @@ def _alone(
     # Compiled, the update reads gradients of a single micro batch as they are.
     single = np.where(c.own_kernels > 0, a, p)
     update = np.where(micros < 2, single, p if later else before + stays) - before - lent
-    s, kept = sizes(c), now.base + now.own
+    s, kept = now.layer.sizes, now.base + now.own
     in_loss = kept + stage.last * s.whole + loss
     in_lowest = now.base + s.between + now.lowest
     through = np.maximum(stage.layers - 1.0, 0.0) * w.layer
@@ -200,7 +207,7 @@ def _alone(
 def _in_loss(c: Columns, stage: Stage, w: Weights, now: _Now) -> tuple[Floats, Floats]:
     """(all at the loss, the loss itself); the last gathered weights are there twice in a forward
     that gathers. A later pass of GPipe has its loss behind it."""
-    s = sizes(c)
+    s = now.layer.sizes
     flat = np.where(now.gathers, w.layer * c.act_bytes, 0.0)
     loss = stage.last * loss_bytes(c, s, w.head)
     # In parts the loss is largest in its backward, when the gathered copy is gone.
@@ -208,7 +215,7 @@ def _in_loss(c: Columns, stage: Stage, w: Weights, now: _Now) -> tuple[Floats, F
     forward = stage.last * logits_bytes(c, s) + flat
     most = np.where(in_parts, np.maximum(loss, forward), loss + flat)
     total = now.base + now.own + stage.last * s.whole + most + now.kept
-    return np.where((c.schedule == _GPIPE) & now.later, 0.0, total), loss
+    return np.where((c.schedule == GPIPE) & now.later, 0.0, total), loss
 
 
 def _gathering(c: Columns, w: Weights, now: _Now) -> Floats:
@@ -220,14 +227,10 @@ def _gathering(c: Columns, w: Weights, now: _Now) -> Floats:
     return np.where((c.zero >= 3) & now.gathers, total, 0.0)
 
 
-def _is_split(c: Columns) -> NDArray[np.bool_]:
-    return (c.schedule == _ZERO_BUBBLE) & (c.pp > 1)
-
-
 def _reductions(c: Columns, stage: Stage, w: Weights, now: _Now, micros: Floats) -> list[Floats]:
     """Sending the top layer's gradients; the layer below it, that buffer still there; the last
     layer, gradients of all others made; the ends' own gradients."""
-    s, a, g, n = sizes(c), c.act_bytes, c.acc_bytes, stage.layers
+    s, a, g, n = now.layer.sizes, c.act_bytes, c.acc_bytes, stage.layers
     third, only = c.zero >= 3, micros < 2
     beyond = now.base + now.own - now.first + now.head
     # With the step's last backward, weights are let go layer by layer whatever is sharded.
@@ -252,7 +255,9 @@ def _reductions(c: Columns, stage: Stage, w: Weights, now: _Now, micros: Floats)
 def _split(c: Columns, stage: Stage, w: Weights, now: _Now, micros: Floats) -> Floats:
     """A split backward keeps inputs and gradients of all products until their weights' turn, and
     the embedding's gradient, which is no product. Weights' gradients need no weights."""
-    late, n, a = layer(c).late, stage.layers, c.act_bytes
+    if not np.any(is_split(c)):
+        return np.zeros(())
+    late, n, a = now.layer.late, stage.layers, c.act_bytes
     rest, embedding = np.maximum(n / c.vpp - 1.0, 0.0), (w.root - w.head) * a
     gone = np.where(c.zero >= 3, c.vpp * w.layer * a, np.where(micros < 2, w.layer * a, 0.0))
     made = late + w.layer * a - np.where(c.zero >= 3, gone, 0.0)
@@ -262,7 +267,7 @@ def _split(c: Columns, stage: Stage, w: Weights, now: _Now, micros: Floats) -> F
     adding = np.where(c.loss_chunks > 1, 3.0, 1.0) * w.head * a
     in_head = n / c.vpp * late + now.late_loss + adding
     split = now.base + np.maximum(in_layers, in_head)
-    return np.where(_is_split(c), split, 0.0)
+    return np.where(is_split(c), split, 0.0)
 
 
 def _let_go(c: Columns, w: Weights, params: Floats) -> Floats:
@@ -277,7 +282,7 @@ def _final_lowest(c: Columns, stage: Stage, w: Weights, now: _Now) -> Floats:
     n = stage.layers / c.vpp
     through = np.maximum(n - 1.0, 0.0) * w.layer
     buffer = np.where(n > 1, w.layer * c.acc_bytes, 0.0)
-    lowest = sizes(c).between + now.lowest + now.head
+    lowest = now.layer.sizes.between + now.lowest + now.head
     return lowest + buffer - _let_go(c, w, through)
 
 
@@ -287,13 +292,6 @@ def _final(c: Columns, stage: Stage, w: Weights, *, late: Floats) -> list[Floats
     # The sums themselves are counted as gradients.
     sending = np.maximum(c.acc_bytes, np.maximum(w.back, w.divided))
     top = w.layer * (sending - c.act_bytes)
-    split = np.where(_is_split(c), late + w.layer * sending, 0.0)
+    split = np.where(is_split(c), late + w.layer * sending, 0.0)
     root = w.root * (sending - c.act_bytes) - _let_go(c, w, stage.layers * w.layer)
     return [np.where(c.zero < 2, moment, 0.0) for moment in (top, split, root)]
-
-
-def _backward(c: Columns, one: LayerBytes, again: Floats) -> Floats:
-    """The most that a layer's backward holds beside what the layer kept."""
-    made_again = np.where(again > 0, one.kept - sizes(c).between, 0.0)
-    working = np.where(again > 0, one.again, one.backward)
-    return made_again + np.where(_is_split(c), one.split, working)

@@ -55,6 +55,7 @@ class LayerBytes:
     beside that, when it was kept and when it is computed `again`; the same of a `split` backward,
     and what of it waits for gradients of weights."""
 
+    sizes: Sizes
     kept: Floats
     backward: Floats
     again: Floats
@@ -94,6 +95,7 @@ def layer(c: Columns) -> LayerBytes:
     beyond = s.whole + whole - c.gated * s.ffn + attending
     # Gathering the gradient comes before a layer is computed again.
     return LayerBytes(
+        sizes=s,
         kept=kept,
         backward=np.maximum(inside, np.where(gathers, twice, 0.0)) + s.between,
         again=np.maximum(inside, np.where(gathers, twice - many, 0.0)) + s.between,

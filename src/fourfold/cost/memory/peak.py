@@ -19,7 +19,8 @@ from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import COEFFICIENTS, LEAN, Coefficient
 from fourfold.cost.fit.spread import TWO_SIDED_80
 from fourfold.cost.memory.own_engine import stage_peak
-from fourfold.cost.memory.own_stage import stages, unseen_bytes
+from fourfold.cost.memory.own_layer import layer
+from fourfold.cost.memory.own_stage import own_around, stages
 from fourfold.cost.step.pipeline import in_flight, stage_layers
 from fourfold.spec.words import PRICED_ATTENTION
 
@@ -134,12 +135,8 @@ def _own(c: Columns, coef: Coefficients) -> Memory:
 
 def _own_stages(c: Columns, coef: Coefficients) -> tuple[list[Floats], list[dict[str, Floats]]]:
     """(bytes, bytes by kind) of the first, the fullest middle and the last stage."""
-    micros = c.micros
-    peaks = [stage_peak(c, stage, micros) for stage in stages(c, micros)]
-    # Nothing of a GPU's is there on a CPU, whose calibrations have no base.
-    base = np.where(np.asarray(coef["base_gib"]) > 0, unseen_bytes(c), 0.0)
-    # Blocks that FSDP's own streams use are cached apart; without it there are none.
-    cached = np.where(c.dp * c.cp > 1, c.reserved, 1.0)
+    one, micros, (base, cached) = layer(c), c.micros, own_around(c, coef)
+    peaks = [stage_peak(c, one, stage, micros) for stage in stages(c, micros)]
     kinds = [
         {
             "state": peak.state * cached,

@@ -1,0 +1,97 @@
+"""What micro batches keep on a rank of our own engine, which knows nothing of how its state is
+sharded; and, from that and the state, bytes that no way to run undercuts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.memory.own_layer import LayerBytes, loss_bytes
+from fourfold.cost.memory.own_stage import Stage, Weights, stage_weights
+from fourfold.spec.words import SCHEDULES
+
+GPIPE, _ZERO_BUBBLE = SCHEDULES.index("gpipe"), SCHEDULES.index("zero-bubble")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """In a backward pass."""
+
+    layer: LayerBytes
+    base: Floats  # what other micro batches keep, and messages between stages
+    own: Floats  # what this one keeps when its forward is over
+    one: Floats  # ... in the mean layer
+    top: Floats  # most that the top layer's backward holds, and what computing it again adds
+    late_loss: Floats
+
+
+def held(c: Columns, one: LayerBytes, stage: Stage, flight: Floats, micros: Floats) -> Held:
+    s = one.sizes
+    each = stage.again * s.between + (stage.layers - stage.again) * one.kept
+    own = each + s.between
+    late_loss = stage.last * (s.whole + s.logits * c.loss_chunks * c.act_bytes)
+    late, gpipe = np.minimum(stage.late, flight - 1.0), c.schedule == GPIPE
+    # GPipe has the loss of every micro batch before the first goes back; others one at a time.
+    losses = np.where(gpipe, flight - 1.0, late)
+    lost = np.where(gpipe & (c.loss_chunks > 1), stage.last * s.whole, late_loss)
+    base = (flight - 1.0 - late) * own + late * stage.layers * one.late + losses * lost
+    return Held(
+        layer=one,
+        base=base + np.where((c.pp > 1) & (micros * c.vpp > 1) & ~gpipe, 2.0 * s.between, 0.0),
+        own=own,
+        one=each / np.maximum(stage.layers, 1.0),
+        top=backward_bytes(c, one, stage.top_again),
+        late_loss=late_loss,
+    )
+
+
+def backward_bytes(c: Columns, one: LayerBytes, again: Floats) -> Floats:
+    """The most that a layer's backward holds beside what the layer kept."""
+    made_again = np.where(again > 0, one.kept - one.sizes.between, 0.0)
+    working = np.where(again > 0, one.again, one.backward)
+    return made_again + np.where(is_split(c), one.split, working)
+
+
+def is_split(c: Columns) -> NDArray[np.bool_]:
+    return (c.schedule == _ZERO_BUBBLE) & (c.pp > 1)
+
+
+def in_later(stage: Stage, micros: Floats) -> Floats:
+    """Micro batches in flight in a later backward than the first."""
+    return np.clip(micros - 1.0, 1.0, np.maximum(stage.flight, 1.0))
+
+
+def in_single_round(c: Columns, micros: Floats) -> NDArray[np.bool_]:
+    """The top virtual stage goes back before others have any gradients."""
+    return (micros <= c.pp) & (c.vpp > 1)
+
+
+def sums_bytes(c: Columns, w: Weights) -> Floats:
+    """Gradients of earlier micro batches."""
+    return np.where(c.zero < 2, w.all * c.acc_bytes, w.all / w.shards * c.param_bytes)
+
+
+def least_beside(c: Columns, one: LayerBytes, stage: Stage, micros: Floats) -> list[Floats]:
+    """Of what is there beside the state, at least: in the top layer's backward or in the loss of
+    the first pass, and in the top layer's of a later one, where all gradients are there."""
+    s, w = one.sizes, stage_weights(c, stage, micros)
+    early = held(c, one, stage, np.maximum(stage.flight, 1.0), micros)
+    late = held(c, one, stage, in_later(stage, micros), micros)
+    loss = stage.last * (s.whole + loss_bytes(c, s, w.head))
+    some, is_later = stage.layers >= 1, (micros > 1) & ~in_single_round(c, micros)
+    return [
+        np.where(some, early.base + early.own + np.maximum(early.top, loss), -np.inf),
+        np.where(some & is_later, late.base + late.own + late.top, -np.inf),
+    ]
+
+
+def least_state(c: Columns, stage: Stage, micros: Floats) -> list[Floats]:
+    """State and weights beside those: without gradients, and with them."""
+    w = stage_weights(c, stage, micros)
+    copied = np.where(c.param_bytes != c.act_bytes, w.all * c.act_bytes, 0.0)
+    # Alone, what the head's copies give back is no more than copies and gradients.
+    late = np.where(c.is_alone, 0.0, sums_bytes(c, w) + w.unsharded)
+    return [w.state + np.where(c.is_alone, copied, w.unsharded), w.state + late]
