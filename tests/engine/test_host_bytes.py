@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from fourfold.cost.fit.coefficients import HOST, defaults
 from fourfold.cost.run import columns_of
 from fourfold.cost.step import host
+from fourfold.cost.step.estimate import estimate
 from fourfold.engine import compat
 from fourfold.engine.microbench.host import Moved
+from fourfold.engine.observe.operators import collective, is_collective
 from fourfold.engine.observe.phases import mark_phases
 from fourfold.engine.parallel.groups import fake_world
 from fourfold.engine.process.task import CPU
@@ -35,12 +38,14 @@ LLAMA = catalog.model("llama-mini")
 MPT = replace(catalog.model("mpt-tiny"), hidden=256, heads=8, kv_heads=8, ffn=1024, vocab=4096)
 
 
-def run(layers: int, layout: Layout, model: ModelShape = LLAMA, **policy: Any) -> RunSpec:
+def run(
+    layers: int, layout: Layout, model: ModelShape = LLAMA, micros: int = 1, **policy: Any
+) -> RunSpec:
     return RunSpec(
         model=replace(model, layers=layers),
         gpus=layout.world,
         layout=layout,
-        batch=Batch(seq_len=128, micro_batch=1, global_batch=layout.dp),
+        batch=Batch(seq_len=128, micro_batch=1, global_batch=micros * layout.dp),
         policy=Policy(precision="fp32", **policy),
         device="cpu",
     )
@@ -111,3 +116,48 @@ def test_context_parallelism_moves_what_is_counted(kind: str, ranks: int) -> Non
     weights = np.subtract(wrapped, alone)
     found = np.subtract(of_a_layer(Layout(cp=ranks), cp_kind=kind), weights)
     assert np.allclose(counted(Layout(cp=ranks), cp_kind=kind), found, rtol=WITHIN)
+
+
+class Sent(Moved):
+    """Counts collectives and their bytes besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.payload: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if out is not NotImplemented and is_collective(func):
+            sent = collective(func, args, kwargs or {}, out)
+            if sent is not None:
+                self.calls[sent[1]] += 1
+                self.payload[sent[1]] += sent[2]
+        return out
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_fsdp_sends_what_is_counted(sharding: str, tied: bool) -> None:
+    """In as many pieces: embedding and head are one."""
+    spec = run(3, Layout(shard=2), replace(LLAMA, tied=tied), micros=3, sharding=sharding)
+    compat.quiet()
+    with fake_world(spec.layout, 0) as world:
+        trainer = Trainer(spec, world, device=CPU, materialize=False)
+        with compat.fake_mode(), Sent() as sent:
+            trainer.materialize(initial=False)
+            trainer.step(1)
+    c = columns_of([spec], cluster=rough_cpu(2, 2), stack="fourfold")
+    free = defaults() | dict.fromkeys((*HOST, "fixed_s", "micro_s"), 0.0)
+    free |= {"cpu_product": 1e30, "flash": 1e30}
+
+    def counted(name: str) -> float:
+        return float(estimate(c, free | {name: 1.0}).step_s[0])
+
+    assert counted("cpu_gather_s") == pytest.approx(sent.calls["all-gather"], abs=1e-6)
+    assert counted("cpu_scatter_s") == pytest.approx(sent.calls["reduce-scatter"], abs=1e-6)
+    # Of two ranks each sends half of what is gathered; weights of norms are not counted.
+    for name, op in (("gather", "all-gather"), ("scatter", "reduce-scatter")):
+        assert 2.0 * counted(f"cpu_{name}_byte_s") == pytest.approx(sent.payload[op], rel=WITHIN)

@@ -18,9 +18,12 @@ from fourfold.spec.words import CP_KINDS
 # cut by vocabulary, and by the lean loss, in separate operators.
 _LOSS, _CUT_LOSS, _LEAN_LOSS = 6.0, 13.0, 22.0
 _WRITTEN = 0.45  # of them
-# What C's memory allocator keeps at most of one tensor; larger ones go back to the system and come
+# What C's memory allocator keeps of one tensor is less; others go back to the system and come
 # from it page by page.
 _KEPT_BYTES = 2.0**25
+# Of FSDP's smaller buffers, the share that goes back all the same: pages counted in steps of zero1
+# and zero3.
+_GIVEN_BACK = 0.45
 _RING, _ALLGATHER = CP_KINDS.index("ring"), CP_KINDS.index("allgather")
 
 
@@ -37,7 +40,7 @@ def product_s(c: Columns, coef: Coefficients, m: Floats, n: Floats, k: Floats) -
 
 def _fresh_s(coef: Coefficients, size: Floats) -> Floats:
     """Of a new tensor of `size` bytes, whoever writes it."""
-    return np.where(size > _KEPT_BYTES, size * coef["cpu_fresh_s"], 0.0)
+    return np.where(size >= _KEPT_BYTES, size * coef["cpu_fresh_s"], 0.0)
 
 
 def linear_s(
@@ -89,7 +92,8 @@ def head_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> Floats:
     moved = passes * logits
     new = _WRITTEN * passes * c.loss_chunks * _fresh_s(coef, logits / c.loss_chunks)
     own = np.where((c.tied > 0) & (c.pp < 2), 0.0, wide * c.hidden)
-    ends = np.where(own > 0, _fsdp_end_s(c, coef, own), 0.0)
+    # Without a pipeline FSDP holds it together with the embedding.
+    ends = np.where(c.pp > 1, _fsdp_end_s(c, coef, own), 0.0)
     elements = (moved + _added_bytes(c, own)) * coef["cpu_element_s"]
     return forward + again + backward + elements + new + ends
 
@@ -100,7 +104,8 @@ def embedding_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
     moved = c.act_bytes * (6.0 * tokens * c.hidden + table) + _added_bytes(c, table)
     # At both ends tensor parallelism exchanges as much as in one block of a layer, both ways.
     new = _fresh_s(coef, c.act_bytes * table)
-    ends = _tp_s(c, coef, tokens) + _fsdp_end_s(c, coef, table)
+    root = table * np.where((c.tied > 0) | (c.pp > 1), 1.0, 2.0)
+    ends = _tp_s(c, coef, tokens) + _fsdp_end_s(c, coef, root)
     return moved * coef["cpu_element_s"] + new + ends
 
 
@@ -115,10 +120,12 @@ def _added_bytes(c: Columns, params: Floats) -> Floats:
 def collective_s(
     coef: Coefficients, kind: str, data: Floats, size: Floats, ways: float = 1.0
 ) -> Floats:
-    """Of `data` bytes over `size` ranks: start, hop by hop, and bytes that a rank sends."""
+    """Of `data` bytes over `size` ranks: start, hop by hop, and bytes that a rank sends. Gathering
+    and scattering go through a buffer of torch's own."""
     moved = ways * data * (size - 1.0) / size
     took = (size - 1.0) * coef[f"cpu_{kind}_s"] + moved * coef[f"cpu_{kind}_byte_s"]
-    return np.where(size > 1, took, 0.0)
+    between = _fresh_s(coef, data) if kind in ("gather", "scatter") else 0.0
+    return np.where(size > 1, took + between, 0.0)
 
 
 def _tp_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
@@ -163,11 +170,16 @@ def crowded_s(c: Columns, coef: Coefficients, *, usual: Floats, work: Floats) ->
     return np.where(c.pp > 1, alone, usual)
 
 
+def _buffer_s(coef: Coefficients, size: Floats) -> Floats:
+    """Of the memory of one of FSDP's buffers."""
+    return size * np.where(size >= _KEPT_BYTES, 1.0, _GIVEN_BACK) * coef["cpu_fresh_s"]
+
+
 def gather_weights_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
     """FSDP gathers weights into a new buffer and copies them out; its own shard goes in."""
     data = params * c.act_bytes
     copies = 2.0 * data * (1.0 + 1.0 / c.shards)
-    moved = copies * coef["cpu_element_s"] + data * coef["cpu_fresh_s"]
+    moved = copies * coef["cpu_element_s"] + _buffer_s(coef, data)
     return coef["cpu_wrap_s"] + collective_s(coef, "gather", data, c.shards) + moved
 
 
@@ -179,7 +191,7 @@ def scatter_gradients_s(c: Columns, coef: Coefficients, params: Floats) -> Float
     others = c.dp * c.cp / c.shards
     summed = collective_s(coef, "scatter", data, c.shards)
     summed = summed + collective_s(coef, "reduce", data / c.shards, others, ways=2.0)
-    moved = copies * coef["cpu_element_s"] + data * coef["cpu_fresh_s"]
+    moved = copies * coef["cpu_element_s"] + _buffer_s(coef, data)
     return coef["cpu_wrap_s"] + summed + moved
 
 
@@ -219,7 +231,9 @@ def gradient_s(c: Columns, coef: Coefficients, params: Floats) -> Floats:
 
 
 def optimizer_s(c: Columns, coef: Coefficients, weights: Floats) -> Floats:
-    return weights / c.shards * coef["cpu_update_s"]
+    """The norm of the gradients, which reads them, and the update."""
+    each = c.param_bytes * coef["cpu_element_s"] + coef["cpu_update_s"]
+    return weights / c.shards * each
 
 
 def core_s(c: Columns, coef: Coefficients, *, micro: Floats) -> tuple[Floats, Floats]:
