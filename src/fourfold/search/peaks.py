@@ -1,7 +1,7 @@
 """Peak bytes of a whole table of points. What a stage holds beside its state knows nothing of
 sharding, and the state nothing of micro batches and recompute: each is computed for what it depends
 on, and a point adds the two up. Of engines whose tensors are counted one by one two such halves
-bound a point from below, and only what that leaves is counted.
+bound a point from below and from above, and only what that leaves open is counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.memory.own_held import least_beside, least_state
+from fourfold.cost.memory.own_held import least_beside, least_state, most_beside, most_state
 from fourfold.cost.memory.own_layer import layer
 from fourfold.cost.memory.own_stage import own_around, stages
 from fourfold.cost.memory.peak import (
@@ -40,8 +40,9 @@ class PeakBytes(Protocol):
         """Rows with points below a limit, and perhaps others."""
         ...
 
-    def of(self, rows: Places, most_bytes: float) -> Floats:
-        """[rows, ways], infinite where nobody asked, and perhaps where it is above `most_bytes`."""
+    def of(self, rows: Places, least_bytes: float, most_bytes: float) -> Floats:
+        """[rows, ways], infinite where nobody asked, and perhaps where it is above `most_bytes`; of
+        what is below `least_bytes` perhaps another number below it."""
         ...
 
 
@@ -78,11 +79,6 @@ def _groups(rows: dict[str, Ints], *more: str) -> tuple[Places, Places]:
     return first, group.reshape(-1)
 
 
-def _least(state: Floats, beside: Floats) -> Floats:
-    """Of each row, the fullest of its stages."""
-    return (state + beside).max(axis=1)
-
-
 def blocks(asked: NDArray[np.bool_], size: int = CHUNK) -> Iterator[Places]:
     """Rows in pieces of about as many asked points: rows with as many come together."""
     widths = asked.sum(axis=1)
@@ -96,26 +92,23 @@ def blocks(asked: NDArray[np.bool_], size: int = CHUNK) -> Iterator[Places]:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Tensors one by one, of points whose lower bound is not above what is asked about. `state` and
-    `beside` of each stage in a first backward pass and in a later one: [rows, 6] and [groups, ways]
-    bytes whose sum no point undercuts."""
+    """Tensors one by one, of points that bounds do not settle: `least` in a first backward pass and
+    in a later one, and `most`, of each stage."""
 
     table: WaysTable
     coef: Coefficients
-    group: Places
-    state: Floats
-    beside: tuple[Floats, ...]
-    least: Floats
+    least: _Halves
+    most: _Halves
 
     def may_be_below(self, limit_bytes: float) -> NDArray[np.bool_]:
-        return _least(self.state, self.least[self.group]) < limit_bytes
+        return self.least.may_be_below(limit_bytes)
 
-    def of(self, rows: Places, most_bytes: float) -> Floats:
-        bound = np.full((len(rows), self.beside[0].shape[1]), -np.inf)
-        for i, beside in enumerate(self.beside):
-            np.maximum(bound, beside[self.group[rows]] + self.state[rows, i, None], out=bound)
-        place, way = np.nonzero(self.table.asked[rows] & (bound < most_bytes))
-        found = np.full(bound.shape, np.inf)
+    def of(self, rows: Places, least_bytes: float, most_bytes: float) -> Floats:
+        asked, found = self.table.asked[rows], self.most.of(rows, least_bytes, most_bytes)
+        settled = asked & (found < least_bytes)
+        todo = asked & ~settled & (self.least.of(rows, least_bytes, most_bytes) < most_bytes)
+        place, way = np.nonzero(todo)
+        found[~settled] = np.inf
         query, points = self.table.query, self.table.points(rows[place], way)
         found[place, way] = memory(query.columns(points, is_open=True), self.coef).worst_bytes
         return found
@@ -125,7 +118,7 @@ def _counted(table: WaysTable, coef: Coefficients) -> _Counted:
     rows, ways, asked = table.rows, table.ways, table.asked
     first, group = _groups(rows, "cp_kind")
     shape = (len(first), len(ways["recompute"]))
-    beside = tuple(np.full(shape, np.inf) for _ in range(6))
+    least, most = (tuple(np.full(shape, np.inf) for _ in range(count)) for count in (6, 3))
 
     def fill(some: Places) -> None:
         row = first[some]
@@ -133,34 +126,45 @@ def _counted(table: WaysTable, coef: Coefficients) -> _Counted:
         cross, may_run = np.ix_(some, way), asked[np.ix_(row, way)]
         c = table.columns(row, way)
         one, micros, cached = layer(c), c.micros, own_around(c, coef)[1]
-        both = [least_beside(c, one, stage, micros) for stage in stages(c, micros)]
-        for i, held in enumerate(held for stage in both for held in stage):
-            beside[i][cross] = np.where(may_run, held * cached, np.inf)
+        for i, stage in enumerate(stages(c, micros)):
+            most[i][cross] = np.where(may_run, most_beside(c, one, stage, micros) * cached, np.inf)
+            for k, held in enumerate(least_beside(c, one, stage, micros)):
+                least[2 * i + k][cross] = np.where(may_run, held * cached, np.inf)
 
     on_cores(fill, blocks(asked[first]))
     one = {"micro_batch": ways["micro_batch"][:1], "recompute": ways["recompute"][:1]}
     c = table.query.columns(rows | one, is_open=True)
     base, cached = own_around(c, coef)
-    both = [least_state(c, stage, c.micros) for stage in stages(c, c.micros)]
-    state = np.stack([held * cached + base for stage in both for held in stage], axis=1)
-    least = np.stack([held.min(axis=1, initial=np.inf) for held in beside], axis=1)
-    return _Counted(table, coef, group, state * (1.0 - SLACK), beside, least)
+    both = stages(c, c.micros)
+    below = [held for stage in both for held in least_state(c, stage, c.micros)]
+    above = [most_state(c, stage, c.micros) for stage in both]
+    low, high = (np.stack([one * cached + base for one in some], axis=1) for some in (below, above))
+    return _Counted(
+        table,
+        coef,
+        _Halves(group, low * (1.0 - SLACK), least, _fewest(least)),
+        _Halves(group, high * (1.0 + SLACK), most, _fewest(most)),
+    )
+
+
+def _fewest(beside: tuple[Floats, ...]) -> Floats:
+    return np.stack([held.min(axis=1, initial=np.inf) for held in beside], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Halves:
-    """Of the first, the fullest middle and the last stage: [rows, 3] bytes of the state,
-    [groups, ways] of all else, and the least of that; `group` of each row."""
+    """Of each stage: [rows, stages] bytes of the state, [groups, ways] of all else, and the least
+    of that; `group` of each row."""
 
     group: Places
     state: Floats
-    beside: tuple[Floats, Floats, Floats]
+    beside: tuple[Floats, ...]
     least: Floats
 
     def may_be_below(self, limit_bytes: float) -> NDArray[np.bool_]:
-        return _least(self.state, self.least[self.group]) < limit_bytes
+        return (self.state + self.least[self.group]).max(axis=1) < limit_bytes
 
-    def of(self, rows: Places, most_bytes: float) -> Floats:
+    def of(self, rows: Places, least_bytes: float, most_bytes: float) -> Floats:
         groups, found = self.group[rows], None
         for i, beside in enumerate(self.beside):
             stage = beside[groups]
@@ -194,5 +198,4 @@ def _halves(table: WaysTable, coef: Coefficients) -> _Halves:
     c = table.query.columns(rows | one, is_open=True)
     each = (weight_bytes(c) * coef["state"])[:, None] * params[group]
     other = gathered_bytes(c) + coef["base_gib"] * GIB
-    least = np.stack([held.min(axis=1, initial=np.inf) for held in beside], axis=1)
-    return _Halves(group, each + other[:, None], beside, least)
+    return _Halves(group, each + other[:, None], beside, _fewest(beside))

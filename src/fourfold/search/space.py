@@ -124,16 +124,16 @@ def _fitting(table: WaysTable, bar: Bar) -> tuple[Bools, Bools, Bools]:
     # Fragments at their best, and of a lean engine more of the device (memory/peak.fit_chance).
     reach = limit * np.exp(half)
     lean_reach = reach * lean["room"] / entry.coefficients["room"]
-    most = max(reach, lean_reach) * (1.0 + ROUNDING)
+    least_sure, most = limit * np.exp(-half), max(reach, lean_reach) * (1.0 + ROUNDING)
     likely, roomy, close, tied = (np.zeros_like(asked) for _ in range(4))
     near = np.flatnonzero(usual.may_be_below(reach) | least.may_be_below(lean_reach))
 
     def check(some: Places) -> None:
         rows = near[some]
-        peak = usual.of(rows, most)
+        peak = usual.of(rows, least_sure, most)
         fits = peak < limit
-        likely[rows], roomy[rows] = fits, peak < limit * np.exp(-half) * (1.0 + ROUNDING)
-        wasteless = peak if counted else least.of(rows, most)
+        likely[rows], roomy[rows] = fits, peak < least_sure * (1.0 + ROUNDING)
+        wasteless = peak if counted else least.of(rows, 0.0, most)
         close[rows] = ~fits & ((peak < reach) | (wasteless < lean_reach))
         tied[rows] = np.abs(peak - limit) < ROUNDING * limit
 

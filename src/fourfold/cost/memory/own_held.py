@@ -1,5 +1,6 @@
 """What micro batches keep on a rank of our own engine, which knows nothing of how its state is
-sharded; and, from that and the state, bytes that no way to run undercuts."""
+sharded; and, from that and the state, bytes that no way to run undercuts, and bytes that none
+exceeds."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.memory.own_layer import LayerBytes, loss_bytes
+from fourfold.cost.memory.own_layer import LayerBytes, logits_bytes, loss_bytes
 from fourfold.cost.memory.own_stage import Stage, Weights, stage_weights
 from fourfold.spec.words import SCHEDULES
 
@@ -95,3 +96,30 @@ def least_state(c: Columns, stage: Stage, micros: Floats) -> list[Floats]:
     # Alone, what the head's copies give back is no more than copies and gradients.
     late = np.where(c.is_alone, 0.0, sums_bytes(c, w) + w.unsharded)
     return [w.state + np.where(c.is_alone, copied, w.unsharded), w.state + late]
+
+
+def most_beside(c: Columns, one: LayerBytes, stage: Stage, micros: Floats) -> Floats:
+    """Of what is there beside the state, at most: all that is kept, and the largest of what layers
+    and the loss hold for a moment. Infinite for split backwards, which hold more."""
+    s, w = one.sizes, stage_weights(c, stage, micros)
+    early = held(c, one, stage, np.maximum(stage.flight, 1.0), micros)
+    loss = np.maximum(loss_bytes(c, s, w.head), logits_bytes(c, s))
+    layers = [backward_bytes(c, one, again) for again in (stage.next_again, stage.low_again)]
+    moment = np.maximum(np.maximum(early.top, 2.0 * s.between), np.maximum(*layers))
+    moment = np.maximum(moment, stage.last * (s.whole + loss))
+    most = np.where(is_split(c), np.inf, early.base + early.own + moment)
+    return np.where(stage.layers >= 1, most, 0.0)
+
+
+def most_state(c: Columns, stage: Stage, micros: Floats) -> Floats:
+    """State, weights, gradients and every buffer that their exchange may need, as if all were there
+    at once. Infinite where nobody else sees other tokens, which is counted otherwise."""
+    w, a, g = stage_weights(c, stage, micros), c.act_bytes, c.acc_bytes
+    copied = np.where(c.dp * c.cp > w.shards, g / w.shards, 0.0)
+    sending = np.maximum(a, np.maximum(w.back, w.divided)) + g
+    last = (np.maximum(w.root, w.layer) + (c.vpp - 1.0) * w.layer) * g
+    kept = np.where(c.zero >= 2, last + w.all * copied, 0.0)
+    reduced = w.all * (copied + c.param_bytes / w.shards)
+    one = w.ahead + w.head * a + w.layer * (2.0 * a + g) + (w.layer + w.root) * sending
+    total = w.state + sums_bytes(c, w) + w.unsharded + one + kept + reduced
+    return np.where(c.is_alone, np.inf, total)
