@@ -20,7 +20,7 @@ from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.answer import training
 from fourfold.search.candidates import MICRO_BATCHES, candidates
-from fourfold.search.chances import DRAWN
+from fourfold.search.chances import ALIKE
 from fourfold.search.explain import explain
 from fourfold.search.export.setup import Setup
 from fourfold.search.legal import why_not
@@ -280,7 +280,7 @@ def test_the_first_choice_is_named_beside_faster_and_surer_ones(capsys) -> None:
     assert fast["ranked"][0]["step_s"] == pytest.approx(said["faster"]["step_s"])
     first, faster, safer = said["ranked"][0], said["faster"], said["safer"]
     least = min(row["regret_pct"] for row in said["ranked"])
-    assert first["regret_pct"] <= least + 100 * DRAWN
+    assert first["regret_pct"] <= least + 100 * ALIKE
     assert faster["step_s"] < first["step_s"]
     assert faster["fit_chance"] < first["fit_chance"] < SURE <= safer["fit_chance"]
     assert main(words) == 0

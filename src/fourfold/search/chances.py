@@ -27,16 +27,18 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit import spread
 from fourfold.cost.fit.calibration import FittedStack
-from fourfold.cost.memory.peak import fit_chance
+from fourfold.cost.memory.peak import SURE, fit_chance
 from fourfold.cost.predict import Predictions
 from fourfold.cost.step.estimate import PARTS
 from fourfold.search.query import PlanQuery
 
 DRAWS = 512
-DRAWN = 0.001  # of a loss, what draws leave open: of closer ones the surest to fit is chosen
 NEAR = 1.02  # within 2% of the best is as good
 # Repeats of one run differ by about 1% (bloom, mpt and par4d tables).
 REPEATS = 0.01
+# Of losses closer than half of that, which nobody would see, the surer to fit is chosen: a run that
+# fills its device has less room for what is not counted. Draws leave a fifth of it open at most.
+ALIKE = REPEATS / 2
 # Of layouts where nothing but kernels was measured: our engine's steps on a CPU lay 21% below to
 # 14% above what its profile said (docs/accuracy.md). What a profile leaves open beyond is the same
 # for all of them, and changes no order.
@@ -60,13 +62,21 @@ class Chances:
     def take(self, index: NDArray[np.intp]) -> Chances:
         return Chances(self.fits[index], self.near_best[index], self.regret[index])
 
-    def order(self, *ties: Floats) -> NDArray[np.intp]:
-        """What loses least first; before it the surest to fit of those that draws do not tell apart
-        from it."""
-        order = np.lexsort((*ties[::-1], self.regret))
-        alike = order[self.regret[order] <= self.regret.min(initial=np.inf) + DRAWN]
-        first = alike[np.argmax(self.fits[alike])] if len(alike) else -1
-        return np.concatenate([order[order == first], order[order != first]])
+    def order(self, layouts: NDArray[np.int64], *ties: Floats) -> NDArray[np.intp]:
+        """The first choice, then one way to run each layout, then the others, each by what it
+        loses. Chosen is what loses least, or of what loses about as little the surest to fit, up to
+        90%. `layouts`: a number from 0 for each."""
+        by_loss, surest = (*ties[::-1], self.regret), -np.minimum(self.fits, SURE)
+        fewest = np.full(int(layouts.max(initial=-1)) + 1, np.inf)
+        np.minimum.at(fewest, layouts, self.regret)
+        more = self.regret > fewest[layouts] + ALIKE
+        in_layout = np.lexsort((*by_loss, surest, more, layouts))
+        other = np.ones(len(layouts), dtype=bool)
+        other[in_layout[np.unique(layouts[in_layout], return_index=True)[1]]] = False
+        far = self.regret > self.regret.min(initial=np.inf) + ALIKE
+        first = np.lexsort((*by_loss, surest, far))[:1]
+        order = np.lexsort((*by_loss, other))
+        return np.concatenate([first, order[~np.isin(order, first)]])
 
 
 def lost_try(query: PlanQuery, step_s: float) -> float:

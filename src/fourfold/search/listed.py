@@ -59,7 +59,7 @@ def listed(cells: Cells, ranked: Bools, new: Bools, least: int) -> Listed:
     lost = lost_try(query, float(predicted.step_s.min(initial=np.inf)))
     found = chances(predicted, query.entry, numbers.reshape(-1), lost=lost)
     points |= {"step_s": predicted.step_s, "fit_chance": found.fits}
-    by_loss = found.order(predicted.step_s, points["peak_bytes"])
+    by_loss = found.order(numbers.reshape(-1), predicted.step_s, points["peak_bytes"])
     by_loss = by_loss[_first_few(_layout_keys(only(points, by_loss)), least)]
     by_time = np.lexsort((points["peak_bytes"], predicted.step_s))
     others = by_time[np.isin(by_time, by_loss[1:])]
