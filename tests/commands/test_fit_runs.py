@@ -77,3 +77,40 @@ def test_failed_runs_teach_no_speed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["fit", "--runs", str(tmp_path / "runs"), *WORDS, "--out", out]) == 2
     assert "contains no run" in capsys.readouterr().err
     assert not Path(out).exists()
+
+
+def test_what_was_measured_apart_is_not_fitted(tmp_path: Path) -> None:
+    _store(tmp_path / "runs", [_report(m, s) for m, s in ((1, 0.66), (2, 0.62), (4, 0.6))])
+    words = ["fit", "--runs", str(tmp_path / "runs"), *WORDS, "--force", "--out"]
+    entries = []
+    for more in ([], ["--fix", "gemm=0.5", "--fix", "flash=0.74"]):
+        assert main([*words, str(tmp_path / "one.json"), *more]) == 0
+        entries.append(_entry(tmp_path / "one.json"))
+    free, fixed = entries
+    assert "gemm" in free["free_time"]
+    assert not {"gemm", "flash"} & set(fixed["free_time"])
+    assert (fixed["knobs"]["gemm"], fixed["knobs"]["flash"]) == (0.5, 0.74)
+    assert fixed["informed"]["gemm"] == 1.0
+    # What is left open makes up for it.
+    assert fixed["knobs"]["elem"] < free["knobs"]["elem"]
+
+
+@pytest.mark.parametrize(
+    ("word", "rule"),
+    [
+        ("flash", "must be a number from 0.08 to 0.95"),
+        ("flash=fast", "must be a number from 0.08 to 0.95"),
+        ("flash=nan", "must be a number from 0.08 to 0.95"),
+        ("flash=1.5", "must be a number from 0.08 to 0.95"),
+        ("flush=0.5", "does not name a coefficient; known: gemm,"),
+    ],
+)
+def test_a_coefficient_to_keep_is_checked(
+    word: str, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _store(tmp_path / "runs", [_report(1, 0.66)])
+    out = tmp_path / "one.json"
+    words = ["fit", "--runs", str(tmp_path / "runs"), *WORDS, "--fix", word, "--out", str(out)]
+    assert main(words) == 2
+    assert f"--fix {word} {rule}" in capsys.readouterr().err
+    assert not out.exists()

@@ -9,6 +9,7 @@ import numpy as np
 
 from fourfold.cost.fit.accuracy import Result, study
 from fourfold.cost.fit.calibration import Calibration, load, to_json
+from fourfold.cost.fit.coefficients import BY_NAME
 from fourfold.cost.fit.fit import sample
 from fourfold.cost.fit.fold_scores import FoldScore
 from fourfold.cost.fit.suggest import suggest
@@ -76,7 +77,25 @@ def fit(request: FitRequest, *, on_event: OnEvent = ignore) -> Fitted:
         raise UserError(rule, field="rows", hint="fill in step_s, mem_gb or status")
     prior = load(request.prior) if request.prior else None
     name = request.name or "+".join(table.table.name for table in tables)
-    return Fitted(calibrate(tables, name=name, prior=prior, tell=notes(on_event)))
+    known = dict(map(_fixed, request.fix))
+    return Fitted(calibrate(tables, name=name, prior=prior, tell=notes(on_event), fixed=known))
+
+
+def _fixed(text: str) -> tuple[str, float]:
+    """'flash=0.73' as a coefficient within the bounds that a fit has too."""
+    name, _, number = text.partition("=")
+    known = BY_NAME.get(name)
+    if known is None:
+        hint = f"known: {', '.join(BY_NAME)}"
+        raise UserError("does not name a coefficient", field="fix", value=text, hint=hint)
+    try:
+        value = float(number)
+    except ValueError:
+        value = float("nan")
+    if not known.low <= value <= known.high:
+        rule = f"must be a number from {known.low:g} to {known.high:g}"
+        raise UserError(rule, field="fix", value=text, hint=f"{name}: {known.about}")
+    return name, value
 
 
 def suggest_runs(request: FitRequest, *, on_event: OnEvent = ignore) -> Suggested:

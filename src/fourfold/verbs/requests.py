@@ -231,6 +231,13 @@ class FitRequest:
     runs: str | None = flag("also use the runs of this store", "DIR")
     cluster: str | Cluster | None = flag("cluster of those runs", "NAME")
     prior: str | None = flag("calibration to start from", "FILE")
+    fix: tuple[str, ...] = flag(
+        "a coefficient that was measured apart and is not fitted",
+        "NAME=VALUE",
+        default=(),
+        repeated=True,
+        rare=True,
+    )
     suggest: int | None = flag("suggest the K most informative runs", "K")
     name: str | None = flag("name of the calibration", "TEXT")
 

@@ -7,7 +7,7 @@ Derivatives are one broadcast question to the model. NumPy only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ KIN, USUAL_NOISE = 12.0, 0.05
 # Growth of noise with the GPUs: its spread between keys; rows and doublings (sd) that can show it;
 # an error too small to tell from none.
 USUAL_GROWTH, FEWEST_TO_GROW, LEAST_REACH, TINY = 0.1, 8, 0.3, 0.003
+NOTHING: Mapping[str, float] = {}
 LABEL_SCALE = 0.05  # how sharp the edge between fits and does not is, as a share of capacity
 
 
@@ -92,9 +93,14 @@ Misfit = Callable[[dict[str, Floats | float]], Floats]
 
 
 def fit_entries(
-    rows: Sample, others: tuple[FittedStack, ...] = (), *, rounds: int = 2
+    rows: Sample,
+    others: tuple[FittedStack, ...] = (),
+    *,
+    rounds: int = 2,
+    fixed: Mapping[str, float] = NOTHING,
 ) -> tuple[FittedStack, ...]:
-    """An entry for every key in the rows; `others` are fitted already and stay as they are."""
+    """An entry for every key in the rows; `others` are fitted already and stay as they are, `fixed`
+    coefficients are known otherwise."""
     pool = {entry.key: entry for entry in others}
     made: dict[str, FittedStack] = {}
     for _ in range(rounds):
@@ -106,17 +112,17 @@ def fit_entries(
                 tuple(current.values()), stack=key[0], cluster=key[1],
                 generation=generation_of(str(rows.hardware[index][0])),
             )  # fmt: skip
-            made[made_key] = fit_one(rows.take(index), prior)
+            made[made_key] = fit_one(rows.take(index), prior, fixed)
     return tuple(made.values())
 
 
-def fit_one(rows: Sample, prior: FittedStack) -> FittedStack:
-    """The entry of one key under a prior."""
+def fit_one(rows: Sample, prior: FittedStack, fixed: Mapping[str, float] = NOTHING) -> FittedStack:
+    """The entry of one key under a prior; what is fixed is as known as can be."""
     timed = rows.take(np.flatnonzero(np.isfinite(rows.step_s)))
-    entry = prior
+    entry = replace(prior, coefficients={**prior.coefficients, **fixed})
     if len(timed):
         misfit = time_misfit(timed)
-        entry = _fit_part(entry, TIME, misfit, scale=STEP_SCALE, most=MOST_TIME)
+        entry = _fit_part(entry, TIME, misfit, fixed, scale=STEP_SCALE, most=MOST_TIME)
         left, values = misfit({**entry.coefficients}), measured_values(timed.columns)
         gpus = np.log2(timed.columns.gpus)
         growth = _growth(left, gpus)
@@ -130,7 +136,8 @@ def fit_one(rows: Sample, prior: FittedStack) -> FittedStack:
         )
     sized = rows.take(np.flatnonzero(np.isfinite(rows.mem_gb) | np.isfinite(rows.fits)))
     if len(sized):
-        entry = _fit_part(entry, MEMORY, memory_misfit(sized), scale=1.0, most=MOST_MEMORY)
+        misfit = memory_misfit(sized)
+        entry = _fit_part(entry, MEMORY, misfit, fixed, scale=1.0, most=MOST_MEMORY)
         entry = replace(entry, rows_memory=len(sized))
         if not np.any(np.isfinite(sized.mem_gb)) and not np.any(sized.fits == 0):
             # Runs that fitted, and nothing else, only bound memory from above: good for this key,
@@ -160,14 +167,21 @@ def _noise(left: Floats, free: int) -> float:
 
 
 def _fit_part(
-    entry: FittedStack, names: tuple[str, ...], misfit: Misfit, *, scale: float, most: int
+    entry: FittedStack,
+    part: tuple[str, ...],
+    misfit: Misfit,
+    fixed: Mapping[str, float],
+    *,
+    scale: float,
+    most: int,
 ) -> FittedStack:
     """Fit all coefficients of a part, keep free the `most` that the rows move furthest, fit again.
 
     Distance counts in prior spreads: a coefficient that ends at its prior costs nothing when
     it is fixed there.
     """
-    names_of_part, names = names, _exercised(entry.coefficients, names, misfit)
+    open_names = tuple(name for name in part if name not in fixed)
+    names = _exercised(entry.coefficients, open_names, misfit)
     coef, share, covariance = _solve(entry.coefficients, names, misfit, scale)
     moved = {
         name: abs(np.log(coef[name] / entry.coefficients[name])) / BY_NAME[name].spread
@@ -178,11 +192,12 @@ def _fit_part(
     free = tuple(name for name in names if name in free)
     if len(free) < len(names) and free:
         coef, share, _ = _solve(entry.coefficients, free, misfit, scale)
-    field = "free_time" if names_of_part == TIME else "free_memory"
-    informed = {**entry.informed, **dict.fromkeys(names_of_part, 0.0), **share}
+    field = "free_time" if part == TIME else "free_memory"
+    informed = {**entry.informed, **dict.fromkeys(part, 0.0), **share}
+    informed |= dict.fromkeys(set(part) & set(fixed), 1.0)
     changed: dict[str, Any] = {field: free}
-    if names_of_part == TIME:
-        changed["spread"] = pushed(coef, *_all_of(names_of_part, names, covariance))
+    if part == TIME:
+        changed["spread"] = pushed(coef, *_all_of(open_names, names, covariance))
     return replace(entry, coefficients=coef, informed=informed, **changed)
 
 

@@ -7,7 +7,7 @@ wrong it is on layouts it never saw.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.fit.calibration import Calibration, FittedStack, between
-from fourfold.cost.fit.fit import fit_entries, sample
+from fourfold.cost.fit.fit import NOTHING, fit_entries, sample
 from fourfold.cost.fit.folds import AXES, FOLDS, folds, labels
 from fourfold.cost.fit.interval import counts
 from fourfold.cost.fit.suggest import suggest
@@ -46,10 +46,13 @@ def others_of(entries: tuple[FittedStack, ...], rows: Rows) -> tuple[FittedStack
     return tuple(entry for entry in entries if (entry.stack, entry.cluster) not in mine)
 
 
-def held_out(rows: Rows, others: tuple[FittedStack, ...]) -> RowPredictions:
+def held_out(
+    rows: Rows, others: tuple[FittedStack, ...], fixed: Mapping[str, float] = NOTHING
+) -> RowPredictions:
     """Every row predicted by a fit on the other folds by layout (and on the other tables)."""
     fold = folds(rows.table)
-    made = [fit_entries(sample([only(rows, fold != f)]), others) for f in range(FOLDS)]
+    rest = [sample([only(rows, fold != f)]) for f in range(FOLDS)]
+    made = [fit_entries(one, others, fixed=fixed) for one in rest]
     answers = [predict(only(rows, fold == f), _plain((*others, *made[f]))) for f in range(FOLDS)]
     return joined_parts(answers, [fold == f for f in range(FOLDS)], rows)
 
@@ -126,16 +129,23 @@ KEPT_RESIDUALS = 200
 
 
 def calibrate(
-    tables: list[Rows], *, name: str, prior: Calibration | None, tell: Callable[[str], None]
+    tables: list[Rows],
+    *,
+    name: str,
+    prior: Calibration | None,
+    tell: Callable[[str], None],
+    fixed: Mapping[str, float] = NOTHING,
 ) -> Calibration:
     """Fit all keys of the tables; entries of the prior stay where the tables say nothing new."""
     rows = sample(tables)
     fresh = {f"{stack}|{cluster}" for stack, cluster in rows.all_keys()}
     kept = tuple(e for e in (prior.entries if prior else ()) if e.key not in fresh)
     tell(f"fitting {len(rows)} rows of {len(fresh)} stacks and clusters")
-    entries = fit_entries(rows, kept)
+    entries = fit_entries(rows, kept, fixed=fixed)
     for table in tables:
-        entries = _with_evidence(table, entries, kept, tell)
+        tell(f"cross-validating {table.table.name}")
+        step = held_out(table, others_of((*kept, *entries), table), fixed).step_s
+        entries = _with_evidence(table, entries, step)
     return Calibration(
         name=name,
         sources=tuple(table.table.name for table in tables) + (prior.sources if prior else ()),
@@ -145,15 +155,10 @@ def calibrate(
 
 
 def _with_evidence(
-    table: Rows,
-    entries: tuple[FittedStack, ...],
-    kept: tuple[FittedStack, ...],
-    tell: Callable[[str], None],
+    table: Rows, entries: tuple[FittedStack, ...], step: Floats
 ) -> tuple[FittedStack, ...]:
-    tell(f"cross-validating {table.table.name}")
+    """Entries of the table's keys with their errors; `step`: every row predicted held out."""
     mine = {(s, c) for s, c in zip(table.stack.tolist(), table.cluster.tolist(), strict=True)}
-    others = others_of((*kept, *entries), table)
-    step = held_out(table, others).step_s
     out = []
     for entry in entries:
         if (entry.stack, entry.cluster) not in mine:
