@@ -84,7 +84,7 @@ def test_torchtitans_published_70b_run() -> None:
     """829 tokens/s/GPU (19.76 s) and 71.9 GiB on 256 H100 with 96 GB, by rows of other engines."""
     others = tuple(e for e in SHIPPED.entries if family_of(e.stack) != "torchtitan")
     assert len(others) < len(SHIPPED.entries)
-    policy = {"precision": "fp8", "recompute": "full", "sharding": "zero3"}
+    policy = {"precision": "fp8", "recompute": "full", "sharding": "zero3", "compile": True}
     c = seen("torchtitan-2024", "h100-96gb", micro=16, **policy)
     machine = usual_cluster(catalog.device("h100-96gb"), 256)
     entry, _ = entry_for(replace(SHIPPED, entries=others), "torchtitan-2024", machine)

@@ -267,8 +267,8 @@ def test_a_longer_list_has_the_same_first_choice(gpus: int) -> None:
 
 def test_the_first_choice_is_named_beside_faster_and_surer_ones(capsys) -> None:
     words = [
-        "plan", "--model", "gpt-3-175b", "--cluster", "jean-zay", "--gpus", "384", "--seq-len",
-        "2048", "--global-batch", "2048",
+        "plan", "--model", "llama-3.1-70b", "--gpu", "a100-80gb", "--gpus", "256", "--seq-len",
+        "8192", "--global-batch", "512",
     ]  # fmt: skip
     assert main([*words, "--format", "json"]) == 0
     fast = json.loads(capsys.readouterr().out)
@@ -291,7 +291,9 @@ def test_the_first_choice_is_named_beside_faster_and_surer_ones(capsys) -> None:
     safe = json.loads(capsys.readouterr().out)
     assert safe["safer"] is None
     assert min(row["fit_chance"] for row in safe["ranked"]) >= SURE
-    assert min(row["step_s"] for row in safe["ranked"]) == pytest.approx(safer["step_s"])
+    # Of what is named beside, eight pipelines are played; of what is ranked, hundreds.
+    best = min(row["step_s"] for row in safe["ranked"])
+    assert best == pytest.approx(safer["step_s"], rel=0.01)
 
 
 def test_flips_and_deciding_runs_name_other_layouts() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from fourfold.cost.columns import OPTIMIZERS, Columns, columns
 from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
 from fourfold.cost.step.pipeline import BY_COST
+from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster, Device
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import ModelShape
@@ -145,14 +146,34 @@ def stack_facts(usual: StackDefaults) -> dict[str, float]:
         "balanced": BY_COST if usual.cuts_by_cost else float(usual.balanced),
         "even_stages": float(usual.even_stages),
         "split_loss": float(usual.split_loss),
-        "eager": float(usual.eager),
     }
 
 
-def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
+def is_eager(usual: StackDefaults, *, compiled: bool) -> bool:
+    """Whether activation, rope and residual are calls of their own: torch's engines leave fusing
+    them to the compiler, others have kernels."""
+    return usual.eager or (usual.counted and not compiled)
+
+
+def has_newer_flash(device: Device | str) -> bool:
+    """Whether the GPU has attention kernels that leave FlashAttention 2 behind."""
+    return generation_of(device) in ("h", "b")
+
+
+def priced_attention(policy: Policy, stack: str, device: Device) -> str:
+    """The word of PRICED_ATTENTION for the kernel that runs. To our engine "flash" is torch's own
+    kernel of that name, FlashAttention 2; to others whichever they use."""
+    if policy.attention in KEEPS_SCORES:
+        return policy.attention
+    named = policy.attention == "flash" and stack == "fourfold"
+    is_old = named or (policy.attention != "cudnn" and stack_defaults(stack).flash2)
+    return "flash2" if is_old and has_newer_flash(device) else "flash"
+
+
+def policy_facts(policy: Policy, stack: str, device: Device) -> dict[str, float]:
     """Kernels and overlap of a policy under a stack: what no search varies."""
     usual, is_ours = stack_defaults(stack), stack == "fourfold"
-    kind = policy.attention if policy.attention in KEEPS_SCORES else "flash"
+    kind = priced_attention(policy, stack, device)
     return stack_facts(usual) | {
         "sp": float(policy.sequence_parallel),
         "attention": PRICED_ATTENTION.index(kind),
@@ -165,6 +186,7 @@ def policy_facts(policy: Policy, stack: str) -> dict[str, float]:
         "loss_chunks": policy.loss_chunks,
         "lean_loss": float(policy.is_loss_lean and is_ours),
         "own_kernels": float(policy.compile and is_ours),
+        "eager": float(is_eager(usual, compiled=policy.compile)),
         "compiled": float(usual.compiled or policy.compile),
         "compiled_loss": float(usual.compiles_loss and policy.compile),
     }
@@ -209,7 +231,7 @@ def run_facts(
     return {
         **model_facts(spec.model),
         **machine_facts(cluster, spec.policy),
-        **policy_facts(spec.policy, stack),
+        **policy_facts(spec.policy, stack, cluster.device),
         **format_facts(spec.policy, stack),
         # Where a release cuts stages otherwise than the measured engine.
         **({"balanced": 2.0} if release and RELEASES[release].stage_rule == "passing" else {}),

@@ -178,6 +178,7 @@ class StackDefaults:
     selective_mlp: bool = False  # "selective" recomputes the MLP, not the attention core
     shard_group: int = 0  # ZeRO-3 group on large jobs; 0 = all data-parallel ranks
     reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
+    flash2: bool = False  # attention by FlashAttention 2 on every GPU, not by the GPU's fastest
 
 
 _NVIDIA = StackDefaults(
@@ -204,7 +205,9 @@ _TITAN = StackDefaults(
 # by the stack's name without its year; the longest matching prefix counts
 STACKS: dict[str, StackDefaults] = {
     "generic": StackDefaults(even_stages=True),
-    "llm-foundry": StackDefaults(rules="llm-foundry", sharding="zero3", sequence_parallel=False),
+    "llm-foundry": StackDefaults(
+        rules="llm-foundry", sharding="zero3", sequence_parallel=False, flash2=True
+    ),
     # fp16 gradients are all-reduced: as much traffic as scattering fp32
     "megatron-deepspeed": StackDefaults(
         rules="megatron", recompute="full", sequence_parallel=False,
@@ -218,6 +221,7 @@ STACKS: dict[str, StackDefaults] = {
     "nemo": _NVIDIA,
     "nanotron": StackDefaults(
         rules="nanotron", balanced=True, overlap_tp=True, eager=True, reports_rank0=True,
+        flash2=True,
     ),
     # bf16 gradients held, and logits gathered over tp before the loss
     "aleph": StackDefaults(grad_bytes=2.0, acc_bytes=2.0, split_loss=False, eager=True),
@@ -232,14 +236,16 @@ STACKS: dict[str, StackDefaults] = {
     "fms-fsdp-2024-compile": StackDefaults(
         grad_bytes=2.0, sharding="zero3", sequence_parallel=False, whole_layers=0.5, compiled=True
     ),
+    # of late 2025 (0.2) and after; before, torch's flash kernel came first, now cuDNN's does
     "torchtitan": replace(_TITAN, compiles_loss=True),
-    "torchtitan-2024": _TITAN,
+    "torchtitan-2025": replace(_TITAN, compiles_loss=True, flash2=True),
+    "torchtitan-2024": replace(_TITAN, flash2=True),
     "fourfold": StackDefaults(
         rules="fourfold", fp8_saved_bytes=2.0, counted=True, cuts_by_cost=True,
     ),
     "olmo-core": StackDefaults(
         sharding="zero3", sequence_parallel=False, overlap_dp=True, compiled=True,
-        selective_mlp=True,
+        selective_mlp=True, flash2=True,
     ),
     "mlperf-nvidia": StackDefaults(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True),
 }  # fmt: skip

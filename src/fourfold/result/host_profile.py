@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fourfold.result.points import AttentionPoint, CollectivePoint, GemmPoint, HostPoint
+from fourfold.result.points import (
+    CPU_FLASH,
+    AttentionPoint,
+    CollectivePoint,
+    GemmPoint,
+    HostPoint,
+)
 from fourfold.result.profile import HardwareProfile, peak_of
 
 # As collectives are called in a step, by what they are called in formulas.
@@ -55,7 +61,7 @@ def point_of(profile: HardwareProfile, ranks: int) -> HostPoint:
 
 def _flash_shape(point: AttentionPoint) -> float:
     """What cost/step/kernels.py leaves of the rate for short rows and small heads."""
-    rows = point.seq_len / (point.seq_len + 512.0)
+    rows = point.seq_len / (point.seq_len + CPU_FLASH.forward_keys)
     return rows * min(1.0, 1.25 * point.head_size / (point.head_size + 32.0)) ** 0.5
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fourfold.errors import UserError
 from fourfold.result.points import (
+    GPU_FLASH,
     AttentionPoint,
     CollectivePoint,
     CopyPoint,
@@ -179,7 +180,8 @@ def coefficients_of(profile: HardwareProfile) -> dict[str, float]:
         best = max(long, key=lambda point: point.seq_len * point.flops_per_s)
         own_peak = profile.peak(best.dtype)
         assert own_peak is not None, "read_profile refuses attention without products"
-        coef["flash"] = best.flops_per_s / own_peak * (best.seq_len + 512.0) / best.seq_len
+        shape = GPU_FLASH.share(best, profile.units)
+        coef["flash"] = best.flops_per_s / own_peak / shape
     points = _all_reduces(profile, 0)
     if points:
         coef |= {"nvlink": 0.98, "latency_s": link_of(profile, points[0].ranks)[1]}

@@ -21,6 +21,7 @@ from fourfold.spec.words import PRICED_ATTENTION
 SHARE_OF_GAIN = 2.0 / 3.0
 # Losses below this are within what the model knows.
 WORTH_SAYING = 1.02
+FILLING = 64.0  # sequences for one, of which any head count fills a GPU
 # A head size that costs the attention core this much more per FLOP is called slow.
 SLOW_ATTENTION = 1.10
 WINDOW = 0.04
@@ -177,6 +178,15 @@ def gemm_losses(shape: LayerShape, kernels: Kernels) -> list[dict[str, Any]]:
     return losses
 
 
+def _core_loss(c: Columns, kernels: Kernels) -> Floats:
+    """Seconds of the attention core against the fastest, on a full GPU: few sequences of flash
+    kernels fill it better with many small heads, which is no merit of a head size."""
+    micro = c.micro * (FILLING if kernels.attention == "flash" else 1.0)
+    forward, backward = attention_s(c, kernels.coefficients, micro=micro)
+    both = forward + backward
+    return both / both.min()
+
+
 def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     """Head counts that divide hidden and tp; the attention core is judged beside the layer."""
     even = [n for n in divisors(shape.hidden) if n % shape.tp == 0]
@@ -185,8 +195,7 @@ def heads_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     shapes = [replace(shape, heads=n, kv_heads=max(1, n // ratio)) for n in counts]
     rates = layer_rates(shapes, kernels)
     c = kernels.columns(shapes)
-    forward, backward = attention_s(c, kernels.coefficients, micro=c.micro)
-    core = (forward + backward) / (forward + backward).min()
+    core = _core_loss(c, kernels)
     own = counts.index(shape.heads)
     notes = []
     size = shape.head_size

@@ -13,9 +13,9 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.interval import why_wide
+from fourfold.cost.fit.nearby import times
 from fourfold.cost.memory.peak import memory_bounds
 from fourfold.cost.run import mean_power_w
-from fourfold.cost.step.estimate import estimate
 from fourfold.search.beside import evidence, faster, near_miss, outside, safer, unproven_best
 from fourfold.search.legal import why_not
 from fourfold.search.plan_answer import CalibrationFacts, Choice, PlanAnswer, PlanRow
@@ -82,7 +82,8 @@ def _at_size(ranking: Ranking, size: int, count: int) -> Floats:
         "global_batch": size,
     }
     columns = ranking.query.columns(points)
-    return estimate(columns, ranking.query.entry.coefficients).step_s
+    entry = ranking.query.entry
+    return times(columns, entry.coefficients, entry.nearby).step_s
 
 
 def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = None) -> PlanAnswer:

@@ -9,9 +9,9 @@ import numpy as np
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import Coefficient
+from fourfold.cost.fit.nearby import times
 from fourfold.cost.fit.spread import NOISE, TWO_SIDED_80
 from fourfold.cost.memory.peak import moved_coefficients, moves
-from fourfold.cost.step.estimate import estimate
 from fourfold.search.chances import REPEATS
 from fourfold.search.plan_answer import Reversal
 from fourfold.search.ranking import Ranking
@@ -30,7 +30,7 @@ def tie_width(entry: FittedStack) -> float:
 
 def _moved_s(c: Columns, entry: FittedStack, ends: list[tuple[Coefficient, float]]) -> Floats:
     """[moves, candidates] step seconds with one coefficient moved at a time."""
-    step = estimate(c, moved_coefficients(entry, ends)).step_s
+    step = times(c, moved_coefficients(entry, ends), entry.nearby).step_s
     return np.broadcast_to(step, (len(ends), len(c)))
 
 

@@ -40,9 +40,9 @@ SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 # "fused": any of torch's kernels that keep no scores; "fused-softmax": Megatron's of 2022, which
 # keeps them and is only planned for.
 Attention = Literal["auto", "flash", "cudnn", "efficient", "fused", "fused-softmax", "unfused"]
-# Kernels that the cost model tells apart; all that keep no scores are priced as flash, the
-# generations of FlashAttention apart where a table names one.
-PRICED_ATTENTION = ("flash", "fused-softmax", "unfused", "flash1", "flash3")
+# Kernels that the cost model tells apart. "flash" is one made for the GPU it runs on: of those that
+# keep no scores FlashAttention 2 on Ampere, 3 or cuDNN's on Hopper and later, where 2 is "flash2".
+PRICED_ATTENTION = ("flash", "fused-softmax", "unfused", "flash1", "flash2")
 KEEPS_SCORES = ("fused-softmax", "unfused")
 # Selective: the attention core. norm+act: outputs of norms and of the MLP's activation; norm+mlp:
 # the MLP's first product too. Beside these, whole layers: each N-th (every-N), or the first N of

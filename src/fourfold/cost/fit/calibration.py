@@ -18,6 +18,7 @@ import numpy as np
 
 from fourfold import files
 from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, HOST, LEAN, defaults
+from fourfold.cost.fit.nearby import NOTHING, Nearby
 from fourfold.cost.fit.spread import Spread, directions, joined_values, part_changes
 from fourfold.cost.stacks import family_of, year_of
 from fourfold.cost.step.estimate import PARTS
@@ -39,7 +40,8 @@ class FittedStack:
     `informed` says for each coefficient how much the rows narrowed its prior (0 nothing, 1 all);
     `noise` is the spread of log(measured / predicted) that no coefficient explains, `growth` its
     rise (log) with each doubling of the GPUs; `spread` the covariance that the rows leave to the
-    parts of a step; `values` what was measured of each axis (all four: fit/spread.py);
+    parts of a step; `values` what was measured of each axis (all four: fit/spread.py); `nearby`
+    what the formulas miss near measured runs (fit/nearby.py);
     `residuals_pct` are sorted; `counts` are the rows behind each of `choices`.
     """
 
@@ -56,6 +58,7 @@ class FittedStack:
     growth: float = 0.0
     spread: Spread = ()
     values: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    nearby: Nearby = NOTHING
     errors_pct: dict[str, float] = field(default_factory=dict)
     residuals_pct: tuple[float, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)

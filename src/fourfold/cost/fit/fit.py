@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Columns, Floats, joined
 from fourfold.cost.fit.calibration import FittedStack, blend
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
+from fourfold.cost.fit.nearby import learned
 from fourfold.cost.fit.solver import Prior, minimise
 from fourfold.cost.fit.spread import from_middle, measured_values, pushed
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
@@ -123,7 +124,8 @@ def fit_one(rows: Sample, prior: FittedStack, fixed: Mapping[str, float] = NOTHI
     if len(timed):
         misfit = time_misfit(timed)
         entry = _fit_part(entry, TIME, misfit, fixed, scale=STEP_SCALE, most=MOST_TIME)
-        left, values = misfit({**entry.coefficients}), measured_values(timed.columns)
+        nearby, left = learned(timed.columns, -misfit({**entry.coefficients}))
+        values = measured_values(timed.columns)
         gpus = np.log2(timed.columns.gpus)
         growth = _growth(left, gpus)
         steady = left / np.exp(growth * from_middle(gpus, values))
@@ -133,6 +135,7 @@ def fit_one(rows: Sample, prior: FittedStack, fixed: Mapping[str, float] = NOTHI
             noise=_noise(steady, free=len(entry.free_time)),
             growth=growth,
             values=values,
+            nearby=nearby,
         )
     sized = rows.take(np.flatnonzero(np.isfinite(rows.mem_gb) | np.isfinite(rows.fits)))
     if len(sized):

@@ -19,8 +19,8 @@ from fourfold.cost.fit.calibration import Calibration, FittedStack, between
 from fourfold.cost.fit.fit import NOTHING, fit_entries, sample
 from fourfold.cost.fit.folds import AXES, FOLDS, folds, labels
 from fourfold.cost.fit.interval import counts
+from fourfold.cost.fit.nearby import times
 from fourfold.cost.fit.suggest import suggest
-from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
@@ -174,14 +174,15 @@ def _errors(entry: FittedStack, table: Rows, step: Floats, own: np.ndarray) -> F
     """With in-sample and cross-validated errors; residuals sorted, so that no row shows."""
     if not own.any():
         return entry
-    fitted = estimate(table.columns.take(np.flatnonzero(own)), entry.coefficients).step_s
+    c = table.columns.take(np.flatnonzero(own))
+    fitted = times(c, entry.coefficients, entry.nearby).step_s
     inside = 100.0 * (fitted / table.step_s[own] - 1.0)
     across = 100.0 * (step[own] / table.step_s[own] - 1.0)
     picks = np.linspace(0, 1, min(len(inside), KEPT_RESIDUALS))
     return replace(
         entry,
         residuals_pct=tuple(float(v) for v in np.quantile(inside, picks).round(3)),
-        counts=counts(table.columns.take(np.flatnonzero(own))),
+        counts=counts(c),
         errors_pct={
             "median": float(np.median(np.abs(inside))),
             "p90": float(np.percentile(np.abs(inside), 90)),

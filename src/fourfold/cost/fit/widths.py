@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.fit import spread
+from fourfold.cost.fit import nearby, spread
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.traffic import floor
 from fourfold.cost.table.predict import entries_of
 from fourfold.cost.table.rows import Rows
+from fourfold.spec.layout import MODEL_AXES
 
 Bools = NDArray[np.bool_]
 # Axes whose weights are learned as one.
@@ -26,8 +26,11 @@ NAMES = ("KNOWN", "UNKNOWN", "NOISE", *("/".join(group) for group in GROUPS))
 AIM = 0.84
 MANY_ROWS = 30  # from which a source's own share in the interval says something
 _START = np.array([1.2, 2.7, 1.3, 0.02, 0.06, 0.02, 0.03, 0.05, 0.02, 0.1, 0.02])
-_LEAST = np.array([0.05] * 3 + [0.01] * len(GROUPS))
+_LEAST = np.array([0.05] * 3 + [0.02] * len(GROUPS))
 _MOST, _ROUNDS, _HALVINGS = 4.0, 20, 12
+# Share of rows at a new value of tp, cp or pp that the weight of that axis is set to hold, and how
+# far for it: one scale for all held 74% of them at a new tp and 89% at a new cp.
+AXIS_AIM, _AXIS_MOST = 0.83, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def left_out_rows(kind: str, rows: Rows, gone: Bools, known: Calibration) -> lis
     place = spread.PARTS.index("host")
     for index, entry, _ in entries_of(replace(rows, usable=timed), known):
         c = rows.columns.take(index)
-        times = estimate(c, entry.coefficients)
+        times = nearby.times(c, entry.coefficients, entry.nearby)
         open_var = spread.from_coefficients(c, entry.spread, times)
         far = spread.distances(c, entry.values)
         noise = spread.noise_of(c, entry.noise, entry.growth, entry.values)
@@ -130,7 +133,7 @@ class Widths:
 
     def learned(self, start: Floats = _START) -> Floats:
         """Weights with the smallest mean interval score, one coordinate at a time, all of them
-        scaled until AIM of the rows lie inside."""
+        scaled until AIM of the rows lie inside; those of a layout's axes by their own folds."""
         share, weights = self.row_weights(), start.copy()
         best, step = float((share * self.scores(weights)[2]).sum()), np.full(len(weights), 0.5)
         for _ in range(_ROUNDS):
@@ -144,7 +147,24 @@ class Widths:
                         break
                 else:
                     step[i] *= 0.6
-        return weights * self._scale(weights, share)
+        weights = weights * self._scale(weights, share)
+        for axis in MODEL_AXES:
+            here = self.kind == axis
+            if here.any():
+                weights = self._held(weights, axis, np.where(here, share / share[here].sum(), 0.0))
+        return weights
+
+    def _held(self, weights: Floats, axis: str, share: Floats) -> Floats:
+        """With the weight of one axis as small as holds AXIS_AIM of the rows that leave it out."""
+        place = 3 + next(i for i, group in enumerate(GROUPS) if axis in group)
+        low, high = weights[place] / _AXIS_MOST, weights[place] * _AXIS_MOST
+        found = weights.copy()
+        for _ in range(_HALVINGS):
+            found[place] = max(_LEAST[place], float(np.sqrt(low * high)))
+            covers = float((share * self.scores(found)[0]).sum()) >= AXIS_AIM
+            low, high = (low, found[place]) if covers else (found[place], high)
+        found[place] = max(_LEAST[place], high)
+        return found
 
     def _scale(self, weights: Floats, share: Floats) -> float:
         low, high = 0.7, 2.0

@@ -123,8 +123,9 @@ def optimizer_s(c: Columns, *, params: Floats, weights: Floats) -> Floats:
 
 
 def fixed_s(c: Columns, coef: Coefficients) -> Floats:
-    """Nothing of a compiled step waits for its host once, whatever else happens between steps."""
-    return coef["fixed_s"] * np.where(c.own_kernels > 0, _OWN_FIXED, 1.0)
+    """Nothing of a compiled step of torch's engines waits for its host once, whatever else happens
+    between steps."""
+    return coef["fixed_s"] * np.where((c.own > 0) & (c.compiled > 0), _OWN_FIXED, 1.0)
 
 
 def waiting_s(

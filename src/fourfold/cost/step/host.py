@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.step.kernels import attention_s, linear_shapes
+from fourfold.result.points import CPU_FLASH
 from fourfold.spec.words import CP_KINDS
 
 # Of a logit, in values read and written: logarithm of softmax, both ways, and the loss's gradient;
@@ -239,8 +240,9 @@ def optimizer_s(c: Columns, coef: Coefficients, weights: Floats) -> Floats:
 def core_s(c: Columns, coef: Coefficients, *, micro: Floats) -> tuple[Floats, Floats]:
     """(forward, backward) of attention. A ring's blocks but the first have no mask, so that they
     make up for the shorter rows of the first."""
-    forward, backward = attention_s(c, coef, micro=micro)
-    cut = np.where(c.cp_kind == _RING, (c.seq + 512.0) / (c.seq + 512.0 * c.cp), 1.0)
+    forward, backward = attention_s(c, coef, micro=micro, shape=CPU_FLASH)
+    short = CPU_FLASH.forward_keys
+    cut = np.where(c.cp_kind == _RING, (c.seq + short) / (c.seq + short * c.cp), 1.0)
     return forward * cut, backward * cut
 
 

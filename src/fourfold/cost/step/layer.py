@@ -101,9 +101,9 @@ def layer_times(c: Columns, coef: Coefficients, *, micro: Floats) -> LayerTimes:
     cp_f = context_s(c, coef, tokens=tokens, attention=attn_f, backward=False)
     cp_b = context_s(c, coef, tokens=tokens, attention=attn_b, backward=True)
     forward = gemm_f + attn_f + elem_f + tp_f + cp_f
-    # Our engine stops where a backward pass has all it needs: before the last product.
+    # Torch stops where a backward pass has all it needs: before the last product.
     last, _ = linear_s(c, coef, tokens=tokens, wide=c.hidden, deep=c.ffn / c.tp)
-    again = forward - np.where(c.own_kernels > 0, last, 0.0)
+    again = forward - np.where(c.own > 0, last, 0.0)
     parts = c.attn_ckpt * attn_f + _modules_s(c, coef, elem_f=elem_f, tp_f=tp_f, tokens=tokens)
     recompute = c.full_ckpt * again + (1.0 - c.full_ckpt) * parts
     params = c.rank_layer_weights

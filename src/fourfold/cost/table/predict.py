@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
+from fourfold.cost.fit import nearby
 from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.interval import bounds
 from fourfold.cost.fit.spread import distances
 from fourfold.cost.memory.peak import GIB, REFUSED, fit_chance, memory
 from fourfold.cost.stacks import is_known, stack_defaults
-from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.reference import RowTable, each
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
@@ -100,7 +100,7 @@ def entries_of(
 
 def _answer(rows: Rows, part: NDArray[np.intp], entry: FittedStack, out: dict[str, Floats]) -> None:
     c = rows.columns.take(part)
-    times = estimate(c, entry.coefficients)
+    times = nearby.times(c, entry.coefficients, entry.nearby)
     low, high = bounds(c, entry, times)
     room = memory(c, entry.coefficients)
     rank0 = stack_defaults(entry.stack).reports_rank0

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats, columns
-from fourfold.cost.run import device_facts, fabric_facts, stack_facts
+from fourfold.cost.run import device_facts, fabric_facts
 from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults
 from fourfold.cost.table.check import check_layout, check_values
+from fourfold.cost.table.kernels import attention, choice, kernels
 from fourfold.cost.table.open_fields import (
     blank,
     fill_layouts,
@@ -34,7 +35,7 @@ from fourfold.cost.table.reference import (
 from fourfold.errors import UserError
 from fourfold.spec import catalog
 from fourfold.spec.layout import MODEL_AXES
-from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION, SCHEDULES, SHARDINGS
+from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES, SHARDINGS
 
 Bools = NDArray[np.bool_]
 UNGATED = ("mpt", "gpt", "falcon", "nemotron")
@@ -135,7 +136,7 @@ def _policy(
     draft: Draft, words: Distinct[NoteWords], stack: Distinct[StackDefaults], no_layout: Bools
 ) -> None:
     table, facts = draft.table, draft.facts
-    facts["precision"] = _choice(draft, "precision", DTYPES, "bf16")
+    facts["precision"] = choice(draft, "precision", DTYPES, "bf16")
     half = facts["precision"] == DTYPES.index("fp16")
     pure = words.mask(lambda w: w.pure)
     facts["grad_bytes"] = np.where(pure, 2.0, stack.array(lambda s: s.grad_bytes))
@@ -151,51 +152,16 @@ def _policy(
     facts["gather_bytes"] = np.where(low, gather, facts["act_bytes"])
     _zero(draft, words, stack, no_layout)
     _recompute(draft, stack)
-    kinds = _choice(draft, "attention", PRICED_ATTENTION, "flash")
-    old = words.mask(lambda w: w.flash1) & (kinds == PRICED_ATTENTION.index("flash"))
-    facts["attention"] = np.where(old, float(PRICED_ATTENTION.index("flash1")), kinds)
+    facts["attention"] = attention(draft, words, stack)
     gathers = words.mask(lambda w: w.gathers_kv)
     facts["cp_kind"] = np.where(gathers, CP_KINDS.index("allgather"), CP_KINDS.index("ring"))
     usual_sp = stack.array(lambda s: s.sequence_parallel)
     draft.fill("sp", "sequence_parallel", usual_sp, "taken as the stack's usual")
     facts["fused_norm"] = words.array(lambda w: not w.plain_norm)
-    _kernels(facts, words, stack)
+    kernels(facts, words, stack)
     looped, plain = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
     facts["schedule"] = np.where(facts["vpp"] > 1, float(looped), float(plain))
     draft.assume(blank(table, "precision"), "precision bf16 assumed")
-
-
-def _kernels(
-    facts: dict[str, Floats], words: Distinct[NoteWords], stack: Distinct[StackDefaults]
-) -> None:
-    """Overlap, launches and scales: what a note says, else what the stack does."""
-    for name in stack_facts(StackDefaults()):
-        facts[name] = stack.array(lambda s, name=name: stack_facts(s)[name])
-    stated = words.array(lambda w: -1.0 if w.compiled is None else w.compiled)
-    compiled = np.where(stated < 0, stack.array(lambda s: s.compiled), stated)
-    with_loss = compiled * stack.array(lambda s: s.compiles_loss)
-    facts |= {"compiled": compiled, "compiled_loss": with_loss}
-    facts["fused_host"] = np.maximum(compiled, words.array(lambda w: 2.0 * w.graphs))
-    for name in ("split_inputs", "block_scale", "row_scale"):
-        facts[name] = words.array(lambda w, name=name: getattr(w, name))
-    overlaps = words.mask(lambda w: not w.no_overlap)
-    facts["overlap_dp"] = stack.array(lambda s: s.overlap_dp) * overlaps
-    stated = words.array(lambda w: -1.0 if w.async_tp is None else w.async_tp)
-    usual_tp = stack.array(lambda s: s.overlap_tp) * overlaps
-    facts["overlap_tp"] = np.where(stated < 0, usual_tp, stated)
-
-
-def _choice(draft: Draft, column: str, words: tuple[str, ...], blank: str) -> Floats:
-    index = {word: float(i) for i, word in enumerate(words)}
-    index[""] = index[blank]
-    if column == "precision":
-        index |= {"bf16-mixed": index["bf16"], "bf16-pure": index["bf16"]}
-    if column == "attention":
-        # The published tables say "fused" of Megatron's fused softmax.
-        index["fused"] = index["fused-softmax"]
-    values = np.array([index.get(cell, -1.0) for cell in draft.table.column(column)])
-    draft.refuse(values < 0, f"{column} is not one of {', '.join(words)}")
-    return np.maximum(values, 0.0)
 
 
 def _zero(

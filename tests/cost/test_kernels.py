@@ -1,0 +1,191 @@
+"""Do kernels of a layer take what they were measured to take?"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fourfold.cost.columns import Columns
+from fourfold.cost.fit.calibration import own_entry
+from fourfold.cost.fit.coefficients import defaults
+from fourfold.cost.run import priced_attention
+from fourfold.cost.step.estimate import estimate
+from fourfold.cost.step.kernels import OLDER_KERNEL, attention_s
+from fourfold.cost.table.reference import SCHEMA, RowTable
+from fourfold.cost.table.reports import report_rows
+from fourfold.cost.table.rows import parse
+from fourfold.result.points import BLOCK_ROWS, GPU_FLASH, AttentionPoint
+from fourfold.spec import catalog
+from fourfold.spec.policy import Policy
+from fourfold.spec.words import PRICED_ATTENTION
+from fourfold.verbs.machine import known_cluster
+from tests.cost.test_formulas import runs
+
+H200 = Path(__file__).parents[2] / "results" / "h200"
+
+
+def flop_rate(c: Columns) -> np.ndarray:
+    """Causal FLOP/s of both passes."""
+    forward, backward = attention_s(c, defaults(), micro=c.micro)
+    pairs = c.micro * c.seq / c.cp * c.seq * c.heads / c.tp / 2.0
+    return 14.0 * pairs * (c.width / c.heads) / (forward + backward)
+
+
+def measured() -> list[AttentionPoint]:
+    """The cuDNN kernels of results/h200, as seconds of causal FLOPs in each pass."""
+    points = []
+    with (H200 / "kernels.csv").open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            batch, heads, tokens, head = (
+                int(row[name]) for name in ("batch", "heads", "seq_len", "head_size")
+            )
+            flop = 2.0 * batch * heads * tokens**2 * head
+            points.append(
+                AttentionPoint(
+                    kernel=row["kernel"], dtype="bf16", batch=batch, heads=heads,
+                    head_size=head, seq_len=tokens,
+                    forward_s=flop / float(row["forward_tflops"]) / 1e12,
+                    backward_s=2.5 * flop / float(row["backward_tflops"]) / 1e12,
+                )
+            )  # fmt: skip
+    return points
+
+
+@pytest.mark.parametrize(("kernel", "rate"), [("cudnn", 695e12), ("flash", 395e12)])
+def test_flash_kernels_follow_rows_and_blocks(kernel: str, rate: float) -> None:
+    """Up to 16,384 tokens, where the power limit does not show: from 256 blocks on 132
+    multiprocessors, and from rows of 512."""
+    errors = {
+        (p.seq_len, p.batch * p.heads): p.flops_per_s / rate / GPU_FLASH.share(p, 132) - 1.0
+        for p in measured()
+        if p.kernel == kernel and p.head_size == 128 and 512 <= p.seq_len <= 16384
+        and p.batch * p.heads * p.seq_len >= 256 * 128
+    }  # fmt: skip
+    wrong = {shape for shape, error in errors.items() if abs(error) > 0.11}
+    assert wrong <= {(16384, 2)}  # backwards faster than any other shape
+    assert np.median(np.abs(list(errors.values()))) < 0.05
+    plain = [p.flops_per_s for p in measured() if p.kernel == kernel and p.head_size == 128]
+    assert max(plain) / min(plain) > 1.9  # what the shape explains
+
+
+def test_an_older_kernel_is_as_much_slower_as_measured() -> None:
+    rates = {(p.kernel, p.seq_len): p.flops_per_s for p in measured()
+             if p.batch * p.heads * p.seq_len == 2**19 and p.head_size == 128}  # fmt: skip
+    ratios = [rates["flash", n] / rates["cudnn", n] for n in (2048, 4096, 8192, 16384)]
+    assert np.mean(ratios) == pytest.approx(OLDER_KERNEL, abs=0.03)
+
+
+def test_the_last_blocks_of_a_kernel_are_waited_for() -> None:
+    c = runs(2, seq=8192, micro=[1, 4])
+    blocks = np.array([1.0, 4.0]) * 32 * 8192 / BLOCK_ROWS
+    one, many = flop_rate(c)
+    waits = 1.0 + GPU_FLASH.last_blocks * 132 / blocks
+    assert many / one == pytest.approx(waits[0] / waits[1])
+
+
+def test_steps_of_a_ring_fill_each_others_ends() -> None:
+    c = runs(2, cp=[1, 8], seq=65536)
+    rates = flop_rate(c) * np.array([1.0, defaults()["cp_attention"]])
+    assert 0.9 < rates[1] / rates[0] < 1.0
+
+
+@pytest.mark.parametrize("axis", [{"tp": [1, 8]}, {"cp": [1, 8], "cp_kind": 1}])
+def test_ranks_of_few_rows_or_heads_fill_a_gpu_less(axis: dict[str, object]) -> None:
+    pieces = np.array([1.0, np.sqrt(defaults()["cp_attention"]) if "cp" in axis else 1.0])
+    whole, part = flop_rate(runs(2, dp=[8, 1], **axis)) * pieces
+    assert 1.3 < whole / part < 1.7
+
+
+def made(**cells: str) -> Columns:
+    """A row of torchtitan's 8B on 8 GPUs, as a table states it."""
+    base = {
+        "stack": "torchtitan-2024", "hardware": "h100-80gb", "family": "llama", "n_layers": "32",
+        "d_model": "4096", "n_heads": "32", "n_kv_heads": "8", "d_ff": "14336", "vocab": "128256",
+        "seq_len": "8192", "n_gpus": "8", "gbs": "16", "mbs": "2", "sharding": "zero3",
+        "precision": "bf16", "act_ckpt": "full", "attention": "flash", "note": "torch.compile",
+    }  # fmt: skip
+    texts = {name: [{**base, **cells}.get(name, "")] for name in SCHEMA}
+    return parse(RowTable("made", texts, 1)).columns
+
+
+@pytest.mark.parametrize(
+    ("stack", "gpu", "attention", "kernel"),
+    [
+        ("torchtitan-2024", "h100-80gb", "flash", "flash2"),
+        ("torchtitan-2024", "a100-80gb", "flash", "flash"),  # made for it
+        ("torchtitan-2024", "h100-80gb", "flash3", "flash"),
+        ("torchtitan", "h200", "flash", "flash"),  # cuDNN's since 0.2
+        ("nemo-2025", "h100-80gb", "flash", "flash"),
+        ("nemo-2025", "h100-80gb", "flash2", "flash2"),
+        ("nanotron-2025", "h100-80gb", "flash", "flash2"),
+        ("megatron-deepspeed-2022", "a100-80gb", "fused", "fused-softmax"),
+    ],
+)
+def test_an_engine_keeps_its_attention_kernel_on_a_newer_gpu(
+    stack: str, gpu: str, attention: str, kernel: str
+) -> None:
+    c = made(stack=stack, hardware=gpu, attention=attention)
+    assert PRICED_ATTENTION[int(c.attention[0])] == kernel
+
+
+def test_an_older_kernel_is_slower_by_one_number() -> None:
+    c = runs(2, attention=[PRICED_ATTENTION.index("flash"), PRICED_ATTENTION.index("flash2")])
+    new, old = flop_rate(c)
+    assert old / new == pytest.approx(OLDER_KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("attention", "stack", "gpu", "kernel"),
+    [
+        ("auto", "fourfold", "h200", "flash"),
+        ("flash", "fourfold", "h200", "flash2"),
+        ("flash", "fourfold", "a100-80gb", "flash"),
+        ("auto", "nanotron", "h100-80gb", "flash2"),
+        ("cudnn", "nanotron", "h100-80gb", "flash"),
+        ("unfused", "fourfold", "h200", "unfused"),
+    ],
+)
+def test_a_policy_names_the_kernel_that_runs(
+    attention: str, stack: str, gpu: str, kernel: str
+) -> None:
+    policy = Policy(attention=attention)
+    assert priced_attention(policy, stack, catalog.device(gpu)) == kernel
+
+
+def test_torch_recomputes_all_of_a_layer_but_its_last_product() -> None:
+    again = [
+        estimate(made(stack=stack), defaults()).parts["recompute"][0]
+        for stack in ("torchtitan", "megatron-lm-2024")
+    ]
+    assert 0.75 < again[0] / again[1] < 0.9
+
+
+def test_a_compiled_step_of_torchs_engines_waits_for_nothing() -> None:
+    fixed = [
+        estimate(made(note=note), defaults()).parts["fixed"][0]
+        for note in ("torch.compile", "eager")
+    ]
+    assert fixed[0] == pytest.approx(0.1 * fixed[1])
+
+
+def test_what_a_compiler_did_not_fuse_is_read_and_written_again() -> None:
+    compiled, eager = made(), made(note="eager")
+    passes = [estimate(c, defaults()).parts["elementwise"][0] for c in (compiled, eager)]
+    assert (compiled.eager[0], eager.eager[0]) == (0, 1)
+    assert 1.3 < passes[1] / passes[0] <= 1.5
+
+
+def test_our_engine_on_one_h200_is_predicted_at_every_length() -> None:
+    """Runs that nothing was fitted on, of 2,048 to 131,072 tokens."""
+    cluster = known_cluster(str(H200 / "one-h200.toml"))
+    rows = report_rows(str(H200 / "table"), cluster, lambda _: None)
+    entry = own_entry("fourfold", "h200")
+    assert entry is not None
+    error = estimate(rows.columns, entry.coefficients).step_s / rows.step_s - 1.0
+    assert np.median(np.abs(error)) < 0.02
+    assert np.max(np.abs(error)) < 0.08
+    assert np.max(np.abs(error[rows.columns.seq >= 8192])) < 0.04
+    assert set(rows.columns.seq) == {2048, 8192, 32768, 131072}
