@@ -72,8 +72,10 @@ def from_markdown(text: str) -> str:
 def csv_cell(text: str) -> str:
     """A cell that a spreadsheet shows and does not run: what could be a formula begins with an
     apostrophe, the spreadsheets' own mark of text. Numbers and rows of dashes stay."""
+    if not text or (text[0].isalnum() and text.isprintable()):  # most of a million cells
+        return text
     text = visible(text)
-    if text[:1].isalnum() or not re.match(_FORMULA, text):
+    if text[0].isalnum() or not re.match(_FORMULA, text):
         return text
     return text if is_number(text) or set(text.strip()) == {"-"} else f"'{text}"
 
