@@ -24,6 +24,7 @@ class Held:
     layer: LayerBytes
     base: Floats  # what other micro batches keep, and messages between stages
     own: Floats  # what this one keeps when its forward is over
+    left: Floats  # ... and the loss is behind it: what the head read is gone
     one: Floats  # ... in the mean layer
     top: Floats  # most that the top layer's backward holds, and what computing it again adds
     late_loss: Floats
@@ -43,6 +44,7 @@ def held(c: Columns, one: LayerBytes, stage: Stage, flight: Floats, micros: Floa
         layer=one,
         base=base + np.where((c.pp > 1) & (micros * c.vpp > 1) & ~gpipe, 2.0 * s.between, 0.0),
         own=own,
+        left=own - stage.last * s.between,
         one=each / np.maximum(stage.layers, 1.0),
         top=backward_bytes(c, one, stage.top_again),
         late_loss=late_loss,
@@ -60,9 +62,32 @@ def is_split(c: Columns) -> NDArray[np.bool_]:
     return (c.schedule == _ZERO_BUBBLE) & (c.pp > 1)
 
 
-def in_later(stage: Stage, micros: Floats) -> Floats:
-    """Micro batches in flight in a later backward than the first."""
-    return np.clip(micros - 1.0, 1.0, np.maximum(stage.flight, 1.0))
+def in_later(c: Columns, stage: Stage, micros: Floats) -> Floats:
+    """Micro batches in flight in the first backward that finds gradients of every layer."""
+    plain = np.clip(micros - 1.0, 1.0, np.maximum(stage.flight, 1.0))
+    looped = _in_visits(c, stage, micros, (c.vpp - 1.0) * c.pp + 1.0)
+    return np.where((c.vpp > 1) & (micros > c.pp), looped, plain)
+
+
+def in_rounds(c: Columns, stage: Stage, micros: Floats) -> tuple[Floats, Floats]:
+    """(micro batches in flight, share of layers without gradients) while virtual stages go back for
+    the first time, one after the other, each with a round of micro batches: in the last of these
+    rounds that begins while there are forwards left."""
+    spare = np.maximum(c.vpp * (micros - stage.flight) - 1.0, 0.0)
+    rounds = np.minimum(np.floor(spare / c.pp), c.vpp - 1.0)
+    return _in_visits(c, stage, micros, rounds * c.pp + 1.0), 1.0 - (rounds + 1.0) / c.vpp
+
+
+def _in_visits(c: Columns, stage: Stage, micros: Floats, gone: Floats) -> Floats:
+    """Micro batches in flight when `gone` virtual stages have gone back and the next one does. Of a
+    last round that is cut short, the missing visits are left out (cost/schedule.py)."""
+    ahead = np.where(stage.last > 0, 0.0, 2.0 * (c.pp - 1.0) - np.where(stage.first > 0, 0.0, 2.0))
+    visits = (c.vpp - 1.0) * c.pp + 1.0 + ahead + gone
+    rounds = np.floor(micros / c.pp)
+    whole, rest = rounds * c.pp * c.vpp, micros - rounds * c.pp
+    beyond = np.clip(visits - whole, 0.0, c.pp * c.vpp)
+    cut = np.floor(beyond / c.pp) * rest + np.minimum(np.mod(beyond, c.pp), rest)
+    return np.maximum(np.minimum(visits, whole) + cut - gone, c.vpp) / c.vpp
 
 
 def in_single_round(c: Columns, micros: Floats) -> NDArray[np.bool_]:
@@ -80,12 +105,12 @@ def least_beside(c: Columns, one: LayerBytes, stage: Stage, micros: Floats) -> l
     the first pass, and in the top layer's of a later one, where all gradients are there."""
     s, w = one.sizes, stage_weights(c, stage, micros)
     early = held(c, one, stage, np.maximum(stage.flight, 1.0), micros)
-    late = held(c, one, stage, in_later(stage, micros), micros)
+    late = held(c, one, stage, in_later(c, stage, micros), micros)
     loss = stage.last * (s.whole + loss_bytes(c, s, w.head))
     some, is_later = stage.layers >= 1, (micros > 1) & ~in_single_round(c, micros)
     return [
-        np.where(some, early.base + early.own + np.maximum(early.top, loss), -np.inf),
-        np.where(some & is_later, late.base + late.own + late.top, -np.inf),
+        np.where(some, early.base + np.maximum(early.left + early.top, early.own + loss), -np.inf),
+        np.where(some & is_later, late.base + late.left + late.top, -np.inf),
     ]
 
 
@@ -94,7 +119,7 @@ def least_state(c: Columns, stage: Stage, micros: Floats) -> list[Floats]:
     w = stage_weights(c, stage, micros)
     copied = np.where(c.param_bytes != c.act_bytes, w.all * c.act_bytes, 0.0)
     # Alone, what the head's copies give back is no more than copies and gradients.
-    late = np.where(c.is_alone, 0.0, sums_bytes(c, w) + w.unsharded)
+    late = np.where(c.is_alone, 0.0, sums_bytes(c, w) + w.later)
     return [w.state + np.where(c.is_alone, copied, w.unsharded), w.state + late]
 
 

@@ -65,7 +65,7 @@ class LayerBytes:
 
 def layer(c: Columns) -> LayerBytes:
     s = sizes(c)
-    many, wide = _mlp_widths(c) * s.ffn, (1.0 + c.gated) * s.ffn
+    many = _mlp_widths(c) * s.ffn
     kept = 2.0 * s.between + np.where(_cheap(c), 0.0, 2.0 * s.whole) + _attended(c, s) + many
     kept = kept * np.where(c.attn_ckpt > 0, c.selective_share, 1.0)
     down = c.hidden * c.ffn / c.tp * c.act_bytes
@@ -85,9 +85,7 @@ def layer(c: Columns) -> LayerBytes:
     core = mlp + attending - gone
     end = c.rank_layer_weights * c.act_bytes - kept + 2.0 * s.whole
     inside = np.maximum.reduce(
-        np.broadcast_arrays(
-            last, product, entry, core, end, *_fp8_casts(c, whole + s.ffn, wide - many)
-        )
+        np.broadcast_arrays(last, product, entry, core, end, *_fp8_casts(c, s, whole, many))
     )
     # Split, no weight has a gradient yet, and inputs and gradients of products stay: beside the
     # activation's backward its output and what came in, in attention all of the MLP.
@@ -133,16 +131,28 @@ def _attended(c: Columns, s: Sizes) -> Floats:
     return kind + s.q + lse + s.bias * c.act_bytes + np.where(c.attn_ckpt > 0, 0.0, scores)
 
 
-def _fp8_casts(c: Columns, at_last: Floats, at_first: Floats) -> list[Floats]:
-    """Uncompiled, a product in fp8 casts its operands by way of two copies in fp32, the larger one
-    counts: of the MLP's last matrix and of its first, beside what is there then."""
-    tokens = c.tokens
-    last = np.maximum(tokens * c.hidden, c.ffn / c.tp * np.maximum(tokens, c.hidden))
-    first = (1.0 + c.gated) * c.ffn / c.tp * np.maximum(tokens, c.hidden)
-    weights = c.hidden * c.ffn / c.tp * c.act_bytes
-    moments = (at_last + 9.0 * last, weights + at_first + 9.0 * first)
+def _fp8_casts(c: Columns, s: Sizes, whole: Floats, many: Floats) -> list[Floats]:
+    """Uncompiled, a product in fp8 casts its operands by way of two copies in fp32: of the MLP's
+    last matrix and of its first, beside what is there then. Gate and up are one matrix or two, of
+    which up goes back first, while the gate waits for its activation's gradient."""
+    width = c.ffn / c.tp
+    weights = c.hidden * width * c.act_bytes
+    one, both = (_cast_bytes(c, n * width, c.hidden) for n in (1.0, 1.0 + c.gated))
+    fused = weights + (1.0 + c.gated) * s.ffn - many + both
+    up = weights + 3.0 * s.ffn - many + one
+    gate = 2.0 * weights + s.ffn - many + s.whole + one
+    first = np.where((c.fused_qkv > 0) | (c.gated < 1), fused, np.maximum(up, gate))
     plain = (c.precision == _FP8) & (c.compiled < 1)
+    moments = (whole + _cast_bytes(c, c.hidden, width), first)
     return [np.where(plain, moment, -np.inf) for moment in moments]
+
+
+def _cast_bytes(c: Columns, rows: Floats, columns: Floats) -> Floats:
+    """The most that the backward of a product in fp8 by such a matrix adds: its gradient is cast,
+    the matrix, then, the input's gradient made, its own gradient again and the input."""
+    grad, matrix, given = c.tokens * rows, rows * columns, c.tokens * columns
+    then = grad + matrix + given * c.act_bytes
+    return np.maximum(grad + 9.0 * matrix, then + np.maximum(9.0 * grad, grad + 9.0 * given))
 
 
 def logits_bytes(c: Columns, s: Sizes) -> Floats:

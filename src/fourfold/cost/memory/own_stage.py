@@ -109,10 +109,12 @@ class Weights:
     shards: Floats
     state: Floats
     unsharded: Floats  # weights as they compute, whole: all of them, or those at hand
+    later: Floats  # ... the same when every layer has gone back before
     ahead: Floats  # ... and gathered for the coming layers
     back: Floats  # bytes of a reduced gradient, each of its formats
     divided: Floats  # ... and of what it is divided from, where nothing is divided over ranks
     copies: Floats  # bytes of it that copies of a shard keep until the step ends
+    added: Floats  # ... when there is a gradient to which it is added
     reduced: Floats  # bytes of it that they keep from one micro batch to the next
 
 
@@ -129,6 +131,10 @@ def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
     depth = np.minimum(np.maximum(c.prefetch, 1.0), np.maximum(np.ceil(n / c.vpp) - 1.0, 0.0))
     ahead = np.where(z > 1, depth * one * a, 0.0)
     third, copied = c.zero >= 3, c.dp * c.cp > z
+    # The top layer of each chunk stays whole from its forward to its backward, and from the lowest
+    # one's backward FSDP gathers it again. The last stage goes back through a chunk of one layer
+    # right after its forward.
+    chunks = np.where((stage.last > 0) & (micros > c.pp) & (n <= c.vpp), 1.0, c.vpp)
     return Weights(
         layer=one,
         root=root,
@@ -137,10 +143,12 @@ def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
         shards=z,
         state=whole / z * (p + c.moment_bytes),
         unsharded=np.where(third, (root + c.vpp * one) * a, whole * a),
+        later=np.where(third, (root + chunks * one) * a, whole * a),
         ahead=np.where(third, ahead, 0.0),
         back=(g + np.where(p != g, p, 0.0)) / z,
         divided=np.where(z > 1, 0.0, 2.0 * g),
         copies=np.where(copied & (p != g), g / z, 0.0),
+        added=np.where(copied, g / z, 0.0),
         # In the weights' format the first of them is the gradient itself.
         reduced=np.where(copied & ((p != g) | (micros > 2)), g / z, 0.0),
     )
