@@ -43,20 +43,21 @@ def test_heavy_modules_stay_out(words: list[str]) -> None:
 
 
 def _cpu_s(*words: str) -> float:
-    """CPU seconds of one start, best of nine: on a loaded machine the clock says nothing."""
-    seconds = []
-    for _ in range(9):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, *words], env=_environment(), capture_output=True, check=True
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(seconds)
+    """CPU seconds of one start: on a loaded machine the clock says nothing."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], env=_environment(), capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_start_up_is_within_twelve_bare_interpreters() -> None:
-    bare = _cpu_s("-c", "pass")
-    for words in (["--help"], ["flops", "--model", "mpt-7b", "--seq-len", "2048"], ["models"]):
-        ratio = _cpu_s("-m", "fourfold", *words) / bare
-        assert ratio < RATIO, f"{words}: {ratio:.1f} bare interpreters"
+@pytest.mark.parametrize("words", [COMMANDS[0], COMMANDS[2], COMMANDS[3]], ids=" ".join)
+def test_start_up_is_within_twelve_bare_interpreters(words: list[str]) -> None:
+    """Both in turns, the least of each: neighbours on the machine make CPU seconds twice as long,
+    but not of every start. A bad stretch is waited out; what starts slowly does so every time."""
+    bare = own = float("inf")
+    for start in range(60):
+        bare = min(bare, _cpu_s("-c", "pass"))
+        own = min(own, _cpu_s("-m", "fourfold", *words))
+        if start >= 4 and own < RATIO * bare:
+            return
+    pytest.fail(f"{own / bare:.1f} bare interpreters, least of 60 starts")

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.errors import UserError
+from fourfold.launch import identity
 from fourfold.launch.folder import end_processes_of, job_folder
 from fourfold.launch.identity import TOKEN_FILE, VARIABLE, Mark, new_mark
 from fourfold.result import machine
@@ -66,6 +67,26 @@ def test_a_leftover_is_ended_through_any_name(tmp_path: Path, dead: int, monkeyp
     moved = (tmp_path / "real").rename(tmp_path / "moved")
     assert end_processes_of(moved / "job") == 1
     assert one.wait(20) == -9
+
+
+def test_one_that_is_just_being_started_is_ended(tmp_path: Path, dead: int, monkeypatch) -> None:
+    """While a program is being loaded, its process has no environment to be known by; on a busy
+    machine that is what a look at it usually finds."""
+    for _ in range(2 * (os.cpu_count() or 1)):
+        STARTED.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+    for _ in range(30):
+        one = sleeper(left(tmp_path, dead))
+        monkeypatch.setattr(identity, "_pids", lambda pid=one.pid: [pid])  # the first to be seen
+        assert end_processes_of(tmp_path) == 1
+        assert one.wait(20) == -9
+
+
+def test_one_without_an_environment_is_left_alone(tmp_path: Path, dead: int) -> None:
+    left(tmp_path, dead)
+    one = subprocess.Popen([sys.executable, "-c", SLEEP], env={})
+    STARTED.append(one)
+    assert end_processes_of(tmp_path) == 0
+    assert one.poll() is None
 
 
 def test_a_stopped_leftover_is_ended(tmp_path: Path, dead: int) -> None:

@@ -22,6 +22,7 @@ TOKEN_FILE = "token"
 VARIABLE = "FOURFOLD_JOB"
 _MARK = re.compile(r"([0-9a-f]{32}):([0-9]+):([0-9]+):([^:\s]+):([^:\s]*)")
 _END_S = 10.0
+_START_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def _descriptor(pid: int) -> int:
 def _marks(pid: int) -> Iterator[Mark]:
     """Of the environment it was started with; where that can't be read, of its command line."""
     if os.path.isdir("/proc/self"):
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        words = _environment(pid).split(b"\0")
         prefix = f"{VARIABLE}=".encode()
     else:
         command = ["ps", "-o", "command=", "-p", str(pid)]
@@ -130,6 +131,22 @@ def _marks(pid: int) -> Iterator[Mark]:
             mark = Mark.parse(word[len(prefix) :].decode(errors="replace"))
             if mark is not None:
                 yield mark
+
+
+def _environment(pid: int) -> bytes:
+    """A process that is just being started shows none for a moment, longer on a loaded machine."""
+    until = time.monotonic() + _START_S
+    while not (found := Path(f"/proc/{pid}/environ").read_bytes()):
+        if not _is_starting(pid) or time.monotonic() > until:
+            break
+        time.sleep(0.005)
+    return found
+
+
+def _is_starting(pid: int) -> bool:
+    """Whether it has a program but no words yet; a thread of the kernel never has either."""
+    os.readlink(f"/proc/{pid}/exe")  # OSError where there is none
+    return not Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _pids() -> list[int]:
