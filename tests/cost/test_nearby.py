@@ -11,7 +11,7 @@ from fourfold.cost.columns import Columns, columns
 from fourfold.cost.fit import nearby
 from fourfold.cost.fit.calibration import Calibration, from_json, shipped, to_json
 from fourfold.cost.fit.coefficients import defaults
-from fourfold.cost.fit.nearby import NOTHING, Nearby, learned, missed
+from fourfold.cost.fit.nearby import NOT_LEARNED, Nearby, learned, missed
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.spec.words import DTYPES, PRICED_ATTENTION
@@ -82,7 +82,9 @@ def test_parts_add_up_to_the_step() -> None:
 def test_few_layouts_teach_nothing() -> None:
     c = runs(3)
     left = np.array([0.1, 0.2, 0.3])
-    assert learned(c, left) == (NOTHING, left) or learned(c, left)[0] is NOTHING
+    surface, rest = learned(c, left)
+    assert surface is NOT_LEARNED
+    assert rest is left
 
 
 def test_a_file_keeps_it() -> None:

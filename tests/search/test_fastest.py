@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.fit.machine import calibration_of
-from fourfold.cost.fit.nearby import NOTHING, times
+from fourfold.cost.fit.nearby import NOT_LEARNED, times
 from fourfold.cost.memory.peak import (
     FRAGMENTS,
     OWN_FRAGMENTS,
@@ -49,7 +49,7 @@ FIXED = ({}, {"pp": 2}, {"cp": 2}, {"recompute": "full"}, {"micro_batch": 3}, {"
 WHERE = ((), ("tp <= 4",), ("mem_gib < 60",), ("step_s < 5 and micro_batch == 1",), ("pp > 64",))
 
 # None, and those of measured stacks: bounds hold with either.
-SURFACES = (NOTHING, *(entry.nearby for entry in SHIPPED.entries if entry.nearby.points))[:5]
+SURFACES = (NOT_LEARNED, *(entry.nearby for entry in SHIPPED.entries if entry.nearby.points))[:5]
 
 
 @st.composite
@@ -298,6 +298,16 @@ def test_what_does_not_fit_is_explained_in_its_smallest_variant(query: PlanQuery
     assert said.smallest.peak_bytes == every["peak_bytes"].min()
 
 
+def on_h100(model: str, *, gpus: int, global_batch: int, stack: str) -> PlanQuery:
+    cluster = usual_cluster(catalog.device("h100-80gb"), gpus)
+    entry, why = entry_for(SHIPPED, stack, cluster)
+    return PlanQuery(
+        model=catalog.model(model), cluster=cluster, gpus=gpus,
+        batch=Batch(seq_len=8192, global_batch=global_batch), policy=Policy(), stack=stack,
+        entry=entry, calibration="shipped", no_rows=why, evidence={}, fixed={},
+    )  # fmt: skip
+
+
 def test_bounds_of_memory_leave_few_points_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of our own engine, whose tensors are counted one by one."""
     import fourfold.search.peaks as module
@@ -311,13 +321,7 @@ def test_bounds_of_memory_leave_few_points_to_count(monkeypatch: pytest.MonkeyPa
         return found
 
     monkeypatch.setattr(module, "memory", counting)
-    cluster = usual_cluster(catalog.device("h100-80gb"), 64)
-    entry, why = entry_for(SHIPPED, "fourfold", cluster)
-    query = PlanQuery(
-        model=catalog.model("llama-3.1-8b"), cluster=cluster, gpus=64,
-        batch=Batch(seq_len=8192, global_batch=256), policy=Policy(), stack="fourfold",
-        entry=entry, calibration="shipped", no_rows=why, evidence={}, fixed={},
-    )  # fmt: skip
+    query = on_h100("llama-3.1-8b", gpus=64, global_batch=256, stack="fourfold")
     space = space_of(query, candidates(query), Bar(ignore, ""), every=True)
     assert 0.1 < space.likely.sum() / space.legal.sum() < 0.9
     assert 0 < counted < 0.2 * space.legal.sum()
@@ -336,13 +340,7 @@ def test_a_large_search_times_few_of_its_points(monkeypatch: pytest.MonkeyPatch)
         return found
 
     monkeypatch.setattr(module, "times", counted)
-    cluster = usual_cluster(catalog.device("h100-80gb"), 1024)
-    entry, why = entry_for(SHIPPED, "generic", cluster)
-    query = PlanQuery(
-        model=catalog.model("llama-3.1-70b"), cluster=cluster, gpus=1024,
-        batch=Batch(seq_len=8192, global_batch=1024), policy=Policy(), stack="generic",
-        entry=entry, calibration="shipped", no_rows=why, evidence={}, fixed={},
-    )  # fmt: skip
+    query = on_h100("llama-3.1-70b", gpus=1024, global_batch=1024, stack="generic")
     ranking = rank_layouts(query)
     assert ranking.ways > 100 * CELLS
     assert timed < 0.01 * ranking.ways

@@ -18,7 +18,7 @@ import numpy as np
 
 from fourfold import files
 from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, HOST, LEAN, defaults
-from fourfold.cost.fit.nearby import NOTHING, Nearby
+from fourfold.cost.fit.nearby import NOT_LEARNED, Nearby
 from fourfold.cost.fit.spread import Spread, directions, joined_values, part_changes
 from fourfold.cost.stacks import family_of, year_of
 from fourfold.cost.step.estimate import PARTS
@@ -58,7 +58,7 @@ class FittedStack:
     growth: float = 0.0
     spread: Spread = ()
     values: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    nearby: Nearby = NOTHING
+    nearby: Nearby = NOT_LEARNED
     errors_pct: dict[str, float] = field(default_factory=dict)
     residuals_pct: tuple[float, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Columns, Floats, joined
 from fourfold.cost.fit.calibration import FittedStack, blend
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
-from fourfold.cost.fit.nearby import learned
+from fourfold.cost.fit.nearby import learned, spread_of
 from fourfold.cost.fit.solver import Prior, minimise
 from fourfold.cost.fit.spread import from_middle, measured_values, pushed
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
@@ -32,7 +32,6 @@ MOST_MEMORY = 6
 TIGHT = 0.7  # keys spread less around their kin than a coefficient does around its default
 STEP_SCALE = 0.04  # an ordinary log residual of time
 MEMORY_SCALE = 0.05
-KIN, USUAL_NOISE = 12.0, 0.05
 # Growth of noise with the GPUs: its spread between keys; rows and doublings (sd) that can show it;
 # an error too small to tell from none.
 USUAL_GROWTH, FEWEST_TO_GROW, LEAST_REACH, TINY = 0.1, 8, 0.3, 0.003
@@ -132,7 +131,7 @@ def fit_one(rows: Sample, prior: FittedStack, fixed: Mapping[str, float] = NOTHI
         entry = replace(
             entry,
             rows_time=len(timed),
-            noise=_noise(steady, free=len(entry.free_time)),
+            noise=spread_of(steady, free=len(entry.free_time)),
             growth=growth,
             values=values,
             nearby=nearby,
@@ -159,14 +158,6 @@ def _growth(left: Floats, gpus: Floats) -> float:
     slope = float(np.mean((gpus - gpus.mean()) * size)) / reach**2
     doubt = float(size.var()) / count / reach**2
     return max(0.0, slope * USUAL_GROWTH**2 / (USUAL_GROWTH**2 + doubt))
-
-
-def _noise(left: Floats, free: int) -> float:
-    """Robust spread of what a fit leaves, with a usual one as so many rows more."""
-    count = left.size
-    used = count / max(count - free, count / 2.0)
-    own = (1.4826 * float(np.median(np.abs(left)))) ** 2 * used
-    return float(np.sqrt((count * own + KIN * USUAL_NOISE**2) / (count + KIN)))
 
 
 def _fit_part(

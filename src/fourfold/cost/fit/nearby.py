@@ -25,6 +25,7 @@ TWO_CHOICES = 3.0  # runs of another precision, GPU, attention or network state 
 SURFACE, OWN = 1.0, 0.6  # sd of what neighbours share, and do not, against what a fit leaves
 MOST_POINTS, ROWS_PER_POINT = 128, 2
 FEWEST_LAYOUTS = 4
+USUAL_ROWS, USUAL_NOISE = 12.0, 0.05
 FREEDOM = 4.0  # of Student's t: a run that was disturbed moves the surface little
 _FOLDS, _ROUNDS = 5, 4
 _BLOCK = 128
@@ -67,7 +68,7 @@ class Nearby:
         return float(np.exp(self.low))
 
 
-NOTHING = Nearby()
+NOT_LEARNED = Nearby()
 
 
 def coordinates(c: Columns) -> dict[str, Floats]:
@@ -136,11 +137,11 @@ def _at(rows: Floats, points: Floats, weights: Floats) -> Floats:
 def learned(c: Columns, left: Floats) -> tuple[Nearby, Floats]:
     """(surface, what it leaves of rows whose layout it was not shown) of the rows of a key: `left`
     is the log of measured over predicted."""
-    layout = _numbers(c)
+    every = coordinates(c)
+    layout = _numbers(c.gpus, every)
     count = int(layout.max()) + 1
     if count < FEWEST_LAYOUTS:
-        return NOTHING, left
-    every = coordinates(c)
+        return NOT_LEARNED, left
     names = tuple(name for name, place in every.items() if np.ptp(place) > 0.01)
     places = np.stack([every[name] for name in names], axis=1)
     fold = (np.random.default_rng(0).permutation(count) % _FOLDS)[layout]
@@ -152,7 +153,7 @@ def learned(c: Columns, left: Floats) -> tuple[Nearby, Floats]:
             from_others[out] = _alike(places[out], points) @ weights
     share = _share(from_others, left)
     if share <= 0.0:
-        return NOTHING, left
+        return NOT_LEARNED, left
     points, weights = _surface(places, left)
     points, weights = points.round(2), (share * weights).round(5)
     fitted = _alike(places, points) @ weights
@@ -167,10 +168,9 @@ def learned(c: Columns, left: Floats) -> tuple[Nearby, Floats]:
     return nearby, left - share * from_others
 
 
-def _numbers(c: Columns) -> NDArray[np.intp]:
+def _numbers(gpus: Floats, every: dict[str, Floats]) -> NDArray[np.intp]:
     """A number for the layout of each row."""
-    every = coordinates(c)
-    rows = np.stack([np.log2(c.gpus), *(every[name] for name in _LAYOUT)], axis=1).round(2)
+    rows = np.stack([np.log2(gpus), *(every[name] for name in _LAYOUT)], axis=1).round(2)
     return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
 
 
@@ -185,15 +185,18 @@ def _squares(places: Floats, points: Floats) -> Floats:
     return np.maximum(own[:, None] + other[None, :] - 2.0 * places @ points.T, 0.0)
 
 
-def _usual(left: Floats) -> float:
-    """Size of what a fit leaves; twelve rows of 5% stand for what few rows cannot tell."""
-    own = (1.4826 * float(np.median(np.abs(left)))) ** 2
-    return float(np.sqrt((left.size * own + 12 * 0.05**2) / (left.size + 12)))
+def spread_of(left: Floats, free: int = 0) -> float:
+    """Robust size of what a fit of so many free coefficients leaves, with a usual one as so many
+    rows more: few rows cannot tell."""
+    count = left.size
+    used = count / max(count - free, count / 2.0)
+    own = (1.4826 * float(np.median(np.abs(left)))) ** 2 * used
+    return float(np.sqrt((count * own + USUAL_ROWS * USUAL_NOISE**2) / (count + USUAL_ROWS)))
 
 
 def _surface(places: Floats, left: Floats) -> tuple[Floats, Floats]:
     """(points, weights): the most probable surface, disturbed rows at less weight."""
-    size = _usual(left)
+    size = spread_of(left)
     points = _centres(places, max(2, min(MOST_POINTS, len(left) // ROWS_PER_POINT)))
     near, prior = _alike(places, points), _alike(points, points) / (SURFACE * size) ** 2
     prior = prior + 1e-9 * np.eye(len(points))
