@@ -102,6 +102,7 @@ class Columns:
     clock: Floats  # sustained clock share under the power limit, 0..1
     hbm: Floats
     sms: Floats
+    older_flash: Annotated[Floats, 0]  # 1: known to have no attention beyond FlashAttention 2
     link: Floats  # one-way bytes/s of a GPU inside its NVLink domain
     domain: Floats  # ranks in the NVLink domain
     node: Floats  # ranks that share the node's network

@@ -100,6 +100,7 @@ def device_facts(device: Device, precision: str) -> dict[str, float]:
         "clock": clock_share(device),
         "hbm": device.memory_bytes_per_s,
         "sms": float(device.sms),
+        "older_flash": float(generation_of(device) in ("a", "mi")),
         "capacity": float(device.memory_bytes),
     }
 

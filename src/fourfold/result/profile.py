@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fourfold.errors import UserError
 from fourfold.result.points import (
-    GPU_FLASH,
+    NEWER_FLASH,
     AttentionPoint,
     CollectivePoint,
     CopyPoint,
@@ -180,7 +180,7 @@ def coefficients_of(profile: HardwareProfile) -> dict[str, float]:
         best = max(long, key=lambda point: point.seq_len * point.flops_per_s)
         own_peak = profile.peak(best.dtype)
         assert own_peak is not None, "read_profile refuses attention without products"
-        shape = GPU_FLASH.share(best, profile.units)
+        shape = NEWER_FLASH.share(best, profile.units)
         coef["flash"] = best.flops_per_s / own_peak / shape
     points = _all_reduces(profile, 0)
     if points:

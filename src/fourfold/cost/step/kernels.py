@@ -3,12 +3,13 @@ over memory (Korthikanti et al., arXiv 2205.05198, table 2); bytes of our own co
 
 from __future__ import annotations
 
+from dataclasses import fields as fields_of
 from functools import reduce
 
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.result.points import BLOCK_ROWS, GPU_FLASH, FlashShape
+from fourfold.result.points import BLOCK_ROWS, FLASH2, NEWER_FLASH, FlashShape
 from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION
 
 # (rows, columns, relative speed) of the tiles libraries choose from; speeds as measured by NVIDIA
@@ -24,9 +25,9 @@ TILES = (
 _FUSED, _UNFUSED, _FLASH1, _FLASH2 = (
     PRICED_ATTENTION.index(kind) for kind in ("fused-softmax", "unfused", "flash1", "flash2")
 )
-# FlashAttention 2 on Hopper, against kernels that use its asynchronous products and copies: on an
-# H200 0.52 forwards and 0.59 backwards at 8,192 tokens.
-OLDER_KERNEL = 0.57
+# FlashAttention 2 on Hopper, against kernels that use its asynchronous products and copies, where
+# neither loses to the shape of its work; on an H200 at 8,192 tokens 0.52 forwards, 0.59 backwards.
+OLDER_KERNEL = 0.51
 _RING, _ALLGATHER = CP_KINDS.index("ring"), CP_KINDS.index("allgather")
 _FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
 # Plain framework calls read and write what a fused kernel keeps in registers (SwiGLU: 3 kernels of
@@ -87,16 +88,18 @@ def linear_shapes(c: Columns) -> tuple[tuple[Floats, Floats], ...]:
 
 
 def attention_s(
-    c: Columns, coef: Coefficients, *, micro: Floats, shape: FlashShape = GPU_FLASH
+    c: Columns, coef: Coefficients, *, micro: Floats, shape: FlashShape | None = None
 ) -> tuple[Floats, Floats]:
     """(forward, backward) of one layer on one rank, mean over layers with and without a window.
 
-    Context parallelism leaves each rank s/c queries and s keys, however they travel.
+    Context parallelism leaves each rank s/c queries and s keys, however they travel. Kernels lose
+    what their kind does to the shape of their work, unless another `shape` is given.
     """
     head = c.width / c.heads
     queries = micro * (c.seq / c.cp) * c.heads / c.tp
     pairs, blocks = queries * c.reach, queries / BLOCK_ROWS
-    flash_f, flash_b = _flash(c, coef, pairs=pairs, head=head, blocks=blocks, shape=shape)
+    losses = shape or _flash_shape(c)
+    flash_f, flash_b = _flash(c, coef, pairs=pairs, head=head, blocks=blocks, shape=losses)
     square_f, square_b = _square(c, coef, pairs=pairs, head=head, micro=micro)
     is_flash = (c.attention != _FUSED) & (c.attention != _UNFUSED)
     # A ring computes in pieces. Gathered keys leave whole rows, cut unevenly by the mask; Ulysses
@@ -107,6 +110,16 @@ def attention_s(
     forward = np.where(is_flash, flash_f, square_f) * uneven
     backward = np.where(is_flash, flash_b, square_b) * uneven
     return forward, backward
+
+
+def _flash_shape(c: Columns) -> FlashShape:
+    is_newer = (c.older_flash == 0) & (c.attention != _FLASH2)
+    if is_newer.all():
+        return NEWER_FLASH
+    fields = (field.name for field in fields_of(FlashShape))
+    return FlashShape(
+        **{n: np.where(is_newer, getattr(NEWER_FLASH, n), getattr(FLASH2, n)) for n in fields}
+    )
 
 
 def _flash(
