@@ -116,6 +116,8 @@ def _flash_shape(c: Columns) -> FlashShape:
     is_newer = (c.older_flash == 0) & (c.attention != _FLASH2)
     if is_newer.all():
         return NEWER_FLASH
+    if not is_newer.any():
+        return FLASH2
     fields = (field.name for field in fields_of(FlashShape))
     return FlashShape(
         **{n: np.where(is_newer, getattr(NEWER_FLASH, n), getattr(FLASH2, n)) for n in fields}
