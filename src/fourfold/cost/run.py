@@ -100,7 +100,7 @@ def device_facts(device: Device, precision: str) -> dict[str, float]:
         "clock": clock_share(device),
         "hbm": device.memory_bytes_per_s,
         "sms": float(device.sms),
-        "older_flash": float(generation_of(device) in ("a", "mi")),
+        "older_flash": float(has_older_flash(device)),
         "capacity": float(device.memory_bytes),
     }
 
@@ -159,6 +159,11 @@ def is_eager(usual: StackDefaults, *, compiled: bool) -> bool:
 def has_newer_flash(device: Device | str) -> bool:
     """Whether the GPU has attention kernels that leave FlashAttention 2 behind."""
     return generation_of(device) in ("h", "b")
+
+
+def has_older_flash(device: Device) -> bool:
+    """Whether it is known to have none: a measured device of no known generation is not."""
+    return generation_of(device) in ("a", "mi")
 
 
 def priced_attention(policy: Policy, stack: str, device: Device) -> str:

@@ -42,7 +42,7 @@ def held(c: Columns, one: LayerBytes, stage: Stage, flight: Floats, micros: Floa
     base = (flight - 1.0 - late) * own + late * stage.layers * one.late + losses * lost
     return Held(
         layer=one,
-        base=base + np.where(gpipe, 0.0, _messages(c, stage, micros) * s.between),
+        base=base + _messages(c, stage, micros) * s.between,
         own=own,
         left=own - stage.last * s.between,
         one=each / np.maximum(stage.layers, 1.0),
@@ -54,10 +54,10 @@ def held(c: Columns, one: LayerBytes, stage: Stage, flight: Floats, micros: Floa
 def _messages(c: Columns, stage: Stage, micros: Floats) -> Floats:
     """Between stages, beside the gradient that a pass begins with: the one sent before, and the
     next input, while there is one. The first stage neither sends gradients nor receives inputs,
-    unless virtual stages follow."""
+    unless virtual stages follow. GPipe's backwards begin when all is sent."""
     two = (c.vpp > 1) | (micros > stage.flight + 1.0)
     some = (c.pp > 1) & (micros * c.vpp > 1) & ((c.vpp > 1) | (stage.first <= 0))
-    return np.where(some, np.where(two, 2.0, 1.0), 0.0)
+    return np.where(some & (c.schedule != GPIPE), np.where(two, 2.0, 1.0), 0.0)
 
 
 def backward_bytes(c: Columns, one: LayerBytes, again: Floats) -> Floats:
