@@ -202,9 +202,12 @@ def format_facts(policy: Policy, stack: str) -> dict[str, float]:
     """Bytes of an element of everything, by the policy's formats."""
     usual, dtypes = stack_defaults(stack), policy.dtypes
     precision, around = dtypes.compute, DTYPE_BYTES[AROUND.get(dtypes.compute, dtypes.compute)]
-    # Named engines reduce in what they are known to; only a stated format overrides that.
-    is_stated = policy.reduce_dtype or stack == "fourfold"
-    wire = DTYPE_BYTES[dtypes.reduce] if is_stated else usual.grad_bytes
+    # Named engines sum and reduce in what they are known to; only a stated format overrides that.
+    wire, held = usual.gradient_bytes(precision)
+    if policy.reduce_dtype or stack == "fourfold":
+        wire = DTYPE_BYTES[dtypes.reduce]
+    if policy.grad_dtype or stack == "fourfold":
+        held = DTYPE_BYTES[dtypes.grad]
     master = 4.0 if dtypes.param == "fp32" and precision != "fp32" else 0.0
     count, update_traffic = OPTIMIZERS[policy.optimizer]
     moments = count * DTYPE_BYTES[dtypes.optimizer]
@@ -212,7 +215,7 @@ def format_facts(policy: Policy, stack: str) -> dict[str, float]:
         "precision": DTYPES.index(precision),
         "block_scale": float(precision == "fp4"),
         "grad_bytes": min(wire, 2.0) if policy.precision == "bf16-pure" else wire,
-        "acc_bytes": DTYPE_BYTES[dtypes.grad],
+        "acc_bytes": min(held, 2.0) if policy.precision == "bf16-pure" else held,
         "opt_bytes": master + moments,
         "act_bytes": around,
         "saved_bytes": usual.fp8_saved_bytes if precision == "fp8" else around,

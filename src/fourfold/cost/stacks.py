@@ -10,7 +10,7 @@ from fourfold.errors import UserError
 from fourfold.result.one_rank import RESERVED_RATIO
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import FAMILIES
-from fourfold.spec.words import CP_KINDS, PRECISIONS, RECOMPUTE_KINDS, SCHEDULES
+from fourfold.spec.words import CP_KINDS, DTYPE_BYTES, PRECISIONS, RECOMPUTE_KINDS, SCHEDULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +179,13 @@ class StackDefaults:
     shard_group: int = 0  # ZeRO-3 group on large jobs; 0 = all data-parallel ranks
     reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
     flash2: bool = False  # attention by FlashAttention 2 on every GPU, not by the GPU's fastest
+
+    def gradient_bytes(self, compute: str) -> tuple[float, float]:
+        """(on the wire, held) of a gradient, where products are computed in this format: fp16 is
+        summed as it is, and what is wider than 16 bits stays so."""
+        if DTYPE_BYTES[compute] > 2.0:
+            return DTYPE_BYTES[compute], DTYPE_BYTES[compute]
+        return self.grad_bytes, 2.0 if compute == "fp16" else self.acc_bytes
 
 
 _NVIDIA = StackDefaults(

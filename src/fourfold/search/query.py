@@ -119,10 +119,19 @@ def default_stack(cluster: Cluster, calibration: Calibration) -> str:
     return max(known, key=lambda entry: (entry.rows_time, entry.stack)).stack
 
 
-def usual_policy(stack: str, policy: Policy, decided: set[str]) -> Policy:
-    """The engine's habits where the user decided nothing."""
+def usual_policy(stack: str, policy: Policy, decided: set[str], *, recipe: bool) -> Policy:
+    """The engine's habits where the user decided nothing. `recipe`: also what only its measured
+    recipes do, sums of gradients in bf16; else those are a choice, and fp32 is stated."""
     usual = stack_defaults(stack)
     changes: dict[str, Any] = {}
+    stated = policy.grad_dtype or policy.reduce_dtype
+    if stated is None and not recipe and usual.gradient_bytes(policy.dtypes.compute)[1] < 4.0:
+        stated = "fp32" if policy.dtypes.grad == "fp32" else None
+    if stated is not None and usual.rules == "megatron":  # has one buffer for both
+        changes |= {
+            "grad_dtype": policy.grad_dtype or stated,
+            "reduce_dtype": policy.reduce_dtype or stated,
+        }
     if "sequence_parallel" not in decided and stack != "fourfold":
         changes["sequence_parallel"] = usual.sequence_parallel
     if "attention" not in decided and stack.startswith("megatron-deepspeed"):

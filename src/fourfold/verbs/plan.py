@@ -10,7 +10,7 @@ from typing import Any, Unpack
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.schedule import Timeline
-from fourfold.cost.stacks import release_of, stack_rules
+from fourfold.cost.stacks import release_of, stack_rules, year_of
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
@@ -125,7 +125,8 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuer
     entry, why = queries.entry_for(known, stack, cluster)
     model = catalog.model(request.model) if isinstance(request.model, str) else request.model
     batch = Batch(seq_len=request.seq_len, global_batch=request.global_batch, ramp=request.ramp)
-    policy = queries.usual_policy(stack, policy, set(request.policy))
+    recipe = year_of(request.stack or "") is not None
+    policy = queries.usual_policy(stack, policy, set(request.policy), recipe=recipe)
     query = PlanQuery(
         model=model,
         cluster=cluster,

@@ -21,7 +21,7 @@ Bools = NDArray[np.bool_]
 def choices(c: Columns) -> dict[str, Bools]:
     """For each choice which runs make it."""
     shared = c.dp * c.cp > 1
-    kept = (c.full_ckpt == 0) & (c.attn_ckpt == 0)
+    kept = (c.full_ckpt == 0) & (c.attn_ckpt == 0) & (c.norm_ckpt == 0)
     found = {
         "tensor parallel": c.tp > 1,
         "tensor parallel across nodes": crosses(c, c.tp, np.ones_like(c.tp)),
@@ -33,6 +33,8 @@ def choices(c: Columns) -> dict[str, Bools]:
         "hybrid sharding": (c.zero > 0) & (c.shard < c.dp * c.cp),
         "recompute none": kept,
         "recompute selective": c.attn_ckpt > 0,
+        "recompute of norms and activations": (c.norm_ckpt > 0) & (c.mlp_ckpt == 0),
+        "recompute of norms and MLPs": c.mlp_ckpt > 0,
         "recompute full": c.full_ckpt == 1,
         "recompute of some layers": (c.full_ckpt > 0) & (c.full_ckpt < 1),
         "more than one sequence a micro batch": c.micro > 1,

@@ -137,10 +137,11 @@ def _policy(
 ) -> None:
     table, facts = draft.table, draft.facts
     facts["precision"] = choice(draft, "precision", DTYPES, "bf16")
-    half = facts["precision"] == DTYPES.index("fp16")
-    pure = words.mask(lambda w: w.pure)
-    facts["grad_bytes"] = np.where(pure, 2.0, stack.array(lambda s: s.grad_bytes))
-    facts["acc_bytes"] = np.where(half, 2.0, stack.array(lambda s: s.acc_bytes))
+    place = facts["precision"].astype(np.intp), np.arange(table.length)
+    for i, name in enumerate(("grad_bytes", "acc_bytes")):
+        each = [stack.array(lambda s, d=d, i=i: s.gradient_bytes(d)[i]) for d in DTYPES]
+        facts[name] = np.stack(each)[place]
+    facts["grad_bytes"] = np.where(words.mask(lambda w: w.pure), 2.0, facts["grad_bytes"])
     facts["opt_bytes"] = np.where(words.mask(lambda w: w.one_moment), 8.0, 12.0)
     low = np.isin(facts["precision"], [DTYPES.index("fp8"), DTYPES.index("fp4")])
     facts["act_bytes"] = np.where(facts["precision"] == DTYPES.index("fp32"), 4.0, 2.0)

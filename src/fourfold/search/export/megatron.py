@@ -47,6 +47,7 @@ _MODELS: dict[str, tuple[object, ...]] = {
 CHOICES: dict[str, tuple[object, ...]] = {
     "policy.compile": (False,),
     "policy.attention": tuple(_ATTENTION),
+    "policy.grad_dtype": (None, "bf16", "fp32"),
     "policy.reduce_dtype": (None, "bf16", "fp32"),
     "batch.ramp": (),
 }
@@ -197,14 +198,19 @@ def _batch(batch: Batch) -> Flags:
 def _precision(setup: Setup) -> Flags:
     policy = setup.policy
     flags = dict(_PRECISIONS[policy.precision])
+    stated = {"grad_dtype": policy.grad_dtype, "reduce_dtype": policy.reduce_dtype}
     if "--bf16" in flags:
-        stated = {"bf16": 2.0, "fp32": 4.0}.get(policy.reduce_dtype or "")
-        if (stated or setup.defaults.grad_bytes) == 2.0:
+        formats = set(stated.values()) - {None}
+        if len(formats) > 1:
+            rule = f"the same as reduce_dtype ({policy.reduce_dtype}): it has one buffer for both"
+            raise no_setting("megatron", "policy.grad_dtype", policy.grad_dtype, rule)
+        if "bf16" in formats or (not formats and setup.defaults.acc_bytes == 2.0):
             flags["--grad-reduce-in-bf16"] = None
         else:
             flags["--accumulate-allreduce-grads-in-fp32"] = None
-    elif policy.reduce_dtype is not None:
-        raise no_setting("megatron", "policy.reduce_dtype", policy.reduce_dtype, "bf16-mixed")
+    for name, value in stated.items():
+        if value is not None and "--bf16" not in flags:
+            raise no_setting("megatron", f"policy.{name}", value, "precision bf16-mixed")
     return flags
 
 

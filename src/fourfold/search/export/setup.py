@@ -137,15 +137,13 @@ def check_setup(engine: str, setup: Setup, choices: Choices) -> None:
     if setup.layout.order != AXES:
         raise no_setting(engine, "layout.order", " ".join(setup.layout.order), " ".join(AXES))
     plain = Policy()
-    _check_choices(
-        engine, "policy.", setup.policy, {name: (getattr(plain, name),) for name in OWN_OF_POLICY}
-    )
+    own = {f"policy.{name}": (getattr(plain, name),) for name in OWN_OF_POLICY}
     target = Target(stack=setup.stack, release=engine, runs=False)
     for broken in why_not(setup.model, setup.layout, setup.batch, setup.policy, target):
         raise broken.error
     if setup.batch.ramp and "batch.ramp" not in choices:
         raise no_setting(engine, "batch.ramp", setup.batch.ramp.start, "a fixed global batch")
-    _check_choices(engine, "", setup, choices)
+    _check_choices(engine, "", setup, {**own, **choices})
 
 
 def _comments(package: Package, setup: Setup) -> list[str]:
