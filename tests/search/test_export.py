@@ -187,7 +187,7 @@ def test_a_shell_runs_the_files_as_they_are(engine: str, hosts: int, tmp_path) -
         ("torchtitan", {"sharding": "zero1"}, "policy.sharding"),
         ("torchtitan", {"sharding": "zero3", "precision": "fp4"}, "policy.precision"),
         ("torchtitan", {"sharding": "zero3", "recompute": "every-2"}, "policy.recompute"),
-        ("torchtitan-0.2", {"sharding": "zero3", "recompute": "selective"}, "policy.recompute"),
+        ("torchtitan-0.2", {"sharding": "zero3", "recompute": "norm+mlp"}, "policy.recompute"),
         ("torchtitan-0.2", {"sharding": "zero3", "recompute": "block-2"}, "policy.recompute"),
         ("torchtitan-0.2", {"sharding": "zero3", "sequence_parallel": False},
          "policy.sequence_parallel"),
@@ -291,3 +291,23 @@ def test_our_own_run_file_is_a_run_file() -> None:
     assert spec.model == catalog.model("llama-3.1-70b")
     assert spec.layout == setup().layout
     assert spec.batch == setup().batch
+
+
+def test_torchtitans_selective_recompute_is_written_as_its_own() -> None:
+    one = setup(sharding="zero3", recompute="selective", compile=True)
+    config = export.write("torchtitan", one)
+    assert "activation_checkpoint=SelectiveAC.Config()," in config
+    assert "enable=True," in config
+    words = export.write("torchtitan-0.2", one)
+    assert "--activation_checkpoint.mode\nselective\n" in words
+    assert "--activation_checkpoint.selective_ac_option\nop\n" in words
+
+
+@pytest.mark.parametrize(("held", "narrow"), [("fp32", False), ("bf16", True), (None, True)])
+def test_megatron_sums_gradients_as_stated_or_as_the_recipe(held: str | None, narrow: bool) -> None:
+    words = export.write("megatron", setup(grad_dtype=held, reduce_dtype=held)).splitlines()
+    assert ("--grad-reduce-in-bf16" in words) == narrow
+    assert ("--accumulate-allreduce-grads-in-fp32" in words) != narrow
+    assert "--cross-entropy-loss-fusion" in words
+    with pytest.raises(UserError, match="one buffer for both"):
+        export.write("megatron", setup(grad_dtype="bf16", reduce_dtype="fp32"))

@@ -20,7 +20,7 @@ from fourfold.spec import catalog
 from fourfold.spec.batch import Ramp
 from fourfold.units import share_from
 from fourfold.verbs.front import _fits, _longer, _wider
-from fourfold.verbs.plan import resolved
+from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 
 SMALL = PlanRequest(

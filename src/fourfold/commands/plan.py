@@ -1,8 +1,8 @@
 """Find the fastest layout for a model on these GPUs, and whether it fits.
 
-Every legal layout is checked for memory and timed; each has the chance of fitting and of being
-within 2% of the best. Axes, sizes and policies given by flags are fixed, the search chooses the
-others.
+Every legal layout is checked for memory and timed; the first is the fastest that is 90% sure to fit
+and that an engine with exported settings can run. Axes, sizes and policies given by flags are
+fixed, the search chooses the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ examples:
   fourfold plan --model bloom-176b --cluster jean-zay --max-nodes 48 --seq-len 2048 \\
       --global-batch 2048 --ramp 192,16,9765625 --where "dp % 4 == 0" --top 5
   fourfold plan ... --explain "pp12 dp4 tp8" --timeline schedule.html
-  fourfold plan ... --export megatron --safe --out settings && bash settings/run.sh --mock-data
+  fourfold plan ... --export megatron --out settings && bash settings/run.sh --mock-data
 """
 OPTIONS = (
     *options.run_options(),

@@ -22,11 +22,12 @@ EXAMPLES = """\
 example:
   fourfold predict rows.csv --out predicted.csv
   fourfold predict rows.csv --out predicted.csv --calibration mine.json
+  fourfold predict rows.csv --out predicted.csv --cluster my64.toml
 """
 OPTIONS = (
     option("rows", "runs to predict, in the reference schema", "ROWS.csv"),
     option("--out", "file for the predictions", "OUT.csv", required=True),
-    *options.of(PlanRequest, "calibration", rare=False),
+    *options.of(PlanRequest, "cluster", "calibration", rare=False),
     options.FORCE,
 )
 # The head of every file that this command writes.
@@ -35,7 +36,8 @@ _MARK = "row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,me
 
 def run(args: Any, show: OnEvent) -> Output:
     files.require_mine(args.out, mark=_MARK, force=bool(args.force))
-    answer = fourfold.predict_table(args.rows, calibration=args.calibration, on_event=show)
+    machine = {"cluster": args.cluster, "calibration": args.calibration}
+    answer = fourfold.predict_table(args.rows, **machine, on_event=show)
     files.write_text(args.out, answer.csv())
     left = answer.predicted - answer.fit - answer.may_fit
     show(

@@ -56,7 +56,8 @@ class EngineRules:
 ENGINES: dict[str, EngineRules] = {
     engine.name: engine
     for engine in (
-        EngineRules(name="generic"),
+        # No engine below recomputes norms and activations but keeps the MLP.
+        EngineRules(name="generic", recompute=tuple(k for k in RECOMPUTE_KINDS if k != "norm+act")),
         EngineRules(
             name="fourfold",
             # What src/fourfold/engine runs today, nothing it is only meant to run.
@@ -83,8 +84,8 @@ ENGINES: dict[str, EngineRules] = {
         EngineRules(
             name="torchtitan",
             cp_kinds=("allgather",),
-            # Its "selective" chooses operations or every N-th layer, not the attention core.
-            recompute=("none", "full", "every"),
+            # Its "selective" chooses operations, not the attention core (`selective_share`).
+            recompute=("none", "selective", "full", "every"),
             zeros=(0, 2, 3),
             pipeline_zeros=(0, 2, 3),
             precisions=("fp32", "bf16-mixed", "fp8"),
@@ -129,7 +130,7 @@ ENGINES: dict[str, EngineRules] = {
 # What a release lacks of that, by the engine that settings are written for (search/export).
 RELEASES: dict[str, EngineRules] = {
     "megatron": ENGINES["megatron"],
-    "torchtitan": replace(ENGINES["torchtitan"], recompute=("none", "full")),
+    "torchtitan": replace(ENGINES["torchtitan"], recompute=("none", "selective", "full")),
     "torchtitan-0.2": replace(
         ENGINES["torchtitan"], name="torchtitan-0.2", whole_families=("qwen",), gathers_tp=False
     ),

@@ -17,7 +17,7 @@ from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.spec.sweep import leaves
 from fourfold.spec.toml import toml_text
-from fourfold.verbs.plan import named_axes
+from fourfold.verbs.question import named_axes
 from fourfold.verbs.requests import PlanRequest, ReportRequest
 
 _RUN_FLAGS = ("steps", "warmup", "data", "tag", "note")

@@ -76,6 +76,7 @@ def plan_data(answer: PlanAnswer, request: PlanRequest) -> dict[str, Any]:
         "rows": [plain(row) | {"name": str(row)} for row in answer.ranked],
         "memory_bytes": answer.memory_bytes,
         "flips": plain(answer.flips),
+        "engines": plain(answer.engines),
     }
 
 

@@ -14,14 +14,20 @@ from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.interval import why_wide
 from fourfold.cost.fit.nearby import times
-from fourfold.cost.memory.peak import memory_bounds
+from fourfold.cost.memory.peak import fit_chance, memory_bounds
+from fourfold.cost.predict import predictions
 from fourfold.cost.run import mean_power_w
-from fourfold.search.beside import evidence, faster, near_miss, outside, safer, unproven_best
+from fourfold.cost.step.traffic import crosses
+from fourfold.search.beside import alternative, evidence, faster, near_miss, outside, unproven_best
+from fourfold.search.choice import sure_line
 from fourfold.search.legal import why_not
-from fourfold.search.plan_answer import CalibrationFacts, Choice, PlanAnswer, PlanRow
+from fourfold.search.listed import only
+from fourfold.search.plan_answer import Alternative, CalibrationFacts, Choice, PlanAnswer, PlanRow
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking
+from fourfold.search.runs_in import runs_in
 from fourfold.search.sensitivity import deciding, reversals
+from fourfold.search.way_out import ways_out
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import remarks
 from fourfold.spec.run import chosen_layout, chosen_policy
@@ -106,7 +112,9 @@ def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = No
         flips=reversals(ranking)[:3],
         deciding=tuple(Choice(**_short(ranking, i)) for i in deciding(ranking)),
         faster=faster(ranking),
-        safer=safer(ranking),
+        bf16_gradients=_bf16_gradients(ranking),
+        risk=query.risk,
+        like=query.like,
         unproven_best=unproven_best(ranking),
         near_miss=near_miss(ranking),
         training={"ramp_stages": train.stages, "steps": train.steps, "lost_share": query.lost},
@@ -148,7 +156,7 @@ def _memory(ranking: Ranking, c: Columns, i: int) -> dict[str, Any]:
         "peak_bytes": float(room.worst_bytes[i]),
         "peak_bytes_low": float(low[0]),
         "peak_bytes_high": float(high[0]),
-        "fit_chance": float(ranking.chances.fits[i]),
+        "fit_chance": float(ranking.fits[i]),
         "memory_bytes": {name: float(part[i]) for name, part in room.parts.items()},
     }
 
@@ -174,8 +182,8 @@ def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
         closed_form_s=float(ranking.closed_s[i]),
         parts_s=parts,
         exposed_s={name: sum(parts[part] for part in some) for name, some in EXPOSED.items()},
-        near_best=float(ranking.chances.near_best[i]),
-        regret_pct=100.0 * float(ranking.chances.regret[i]),
+        note=_note(ranking, i),
+        runs_in=runs_in(ranking.spec(i), query.cluster.host_gpus),
         wide=why_wide(c, query.entry, predicted.take(np.array([i])).times),
         **_memory(ranking, c, i),
         tokens_s_gpu=tokens_s,
@@ -191,6 +199,32 @@ def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
         evidence=evidence(query, c),
         outside=tuple(outside(query, c)),
     )
+
+
+def _note(ranking: Ranking, i: int) -> str:
+    """Why a row stands lower than its seconds say; and tensor parallelism that leaves a host."""
+    said = []
+    less = 100.0 * float(1.0 - ranking.step_s[i] / ranking.step_s[0])
+    if less > 0.0:
+        is_sure = ranking.fits[i] >= sure_line(ranking.fits, ranking.query.risk)
+        said.append(f"{less:.1f}% less time, {'no engine runs it' if is_sure else 'may not fit'}")
+    c = ranking.predicted.columns.take(slice(i, i + 1))
+    if crosses(c, c.tp, np.ones_like(c.tp))[0]:
+        said.append("tp across hosts")
+    return "; ".join(said)
+
+
+def _bf16_gradients(ranking: Ranking) -> Alternative | None:
+    """The first choice with sums of gradients in bf16, where that is the engine's other setting."""
+    if not len(ranking) or ranking.query.policy.grad_dtype != "fp32":
+        return None
+    query, first = ranking.query, only(ranking.points, slice(0, 1))
+    narrow = replace(query, policy=replace(query.policy, grad_dtype="bf16", reduce_dtype="bf16"))
+    found = predictions(narrow.columns(first), query.entry)
+    first["step_s"] = found.step_s
+    chance = float(fit_chance(found.columns, query.entry)[0])
+    size = float(found.room.worst_bytes[0])
+    return alternative(narrow, first, fit_chance=chance, peak_bytes=size)
 
 
 def _power_w(
@@ -215,6 +249,10 @@ def _nothing(ranking: Ranking) -> str:
     """Why there is no answer."""
     query, grid = ranking.query, ranking.grid
     if not grid.legal:
+        asked = f"{query.gpus:,} GPUs and {query.batch.global_batch:,} sequences a step"
+        ways = ways_out(query)
+        if ways:
+            return f"no layout divides {asked}; use {' or '.join(ways)}"
         counts = sorted(((count, name) for name, count in grid.refused.items()), reverse=True)
         rules = ", ".join(f"{name} {count:,}" for count, name in counts[:4]) or "the flags given"
         why = _rule_in_words(query, counts[0][1]) if counts else ""

@@ -10,7 +10,7 @@ import numpy as np
 from fourfold.cost.columns import Columns
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.fit.spread import axes
-from fourfold.cost.memory.peak import SURE, fit_chance
+from fourfold.cost.memory.peak import fit_chance
 from fourfold.cost.predict import playable, predictions
 from fourfold.search.plan_answer import Alternative
 from fourfold.search.query import PlanQuery
@@ -61,7 +61,7 @@ def unproven_best(ranking: Ranking) -> Alternative | None:
         return None
     rows = evidence(query, query.columns(points))
     without = tuple(name for name, count in rows.items() if not count)
-    return _alternative(query, points, without_rows=without)
+    return alternative(query, points, without_rows=without)
 
 
 def near_miss(ranking: Ranking) -> Alternative | None:
@@ -72,7 +72,7 @@ def near_miss(ranking: Ranking) -> Alternative | None:
         return None
     chance = float(fit_chance(query.columns(points), query.entry)[0])
     peak_bytes = float(points["peak_bytes"][0])
-    return _alternative(query, points, fit_chance=chance, peak_bytes=peak_bytes)
+    return alternative(query, points, fit_chance=chance, peak_bytes=peak_bytes)
 
 
 def faster(ranking: Ranking) -> Alternative | None:
@@ -80,18 +80,10 @@ def faster(ranking: Ranking) -> Alternative | None:
     points = ranking.fastest
     if not points or not len(points["pp"]) or points["step_s"][0] >= ranking.step_s[0]:
         return None
-    return _alternative(ranking.query, points, fit_chance=float(points["fit_chance"][0]))
+    return alternative(ranking.query, points, fit_chance=float(points["fit_chance"][0]))
 
 
-def safer(ranking: Ranking) -> Alternative | None:
-    """The fastest that is 90% sure to fit, where the first is not."""
-    points = ranking.safest
-    if not points or not len(points["pp"]) or ranking.chances.fits[0] >= SURE:
-        return None
-    return _alternative(ranking.query, points, fit_chance=float(points["fit_chance"][0]))
-
-
-def _alternative(query: PlanQuery, points: Pool, **more: Any) -> Alternative:
+def alternative(query: PlanQuery, points: Pool, **more: Any) -> Alternative:
     policy = chosen_policy(query.policy, points, 0)
     return Alternative(
         layout=chosen_layout(points, 0),

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from fourfold.cost.memory.peak import fit_chance
 from fourfold.cost.predict import predictions
-from fourfold.search.chances import chances, lost_try
 from fourfold.search.fastest import fastest
 from fourfold.search.ranking import Ranking
 
@@ -32,8 +32,5 @@ def memory_front(ranking: Ranking, most: int) -> Ranking:
     points = space.points(np.array(front, dtype=np.intp))
     points["peak_bytes"] = peak_bytes[front]
     predicted = predictions(ranking.query.columns(points), ranking.query.entry)
-    lost = lost_try(ranking.query, float(predicted.step_s.min(initial=np.inf)))
-    found = chances(predicted, ranking.query.entry, lost=lost)
-    return replace(
-        ranking, points=points, predicted=predicted, chances=found, fastest={}, safest={}
-    )
+    fits = fit_chance(predicted.columns, ranking.query.entry)
+    return replace(ranking, points=points, predicted=predicted, fits=fits, fastest={})

@@ -1,19 +1,19 @@
 """The points that are listed: the best by closed form are played event by event, beside the fastest
-of those that are sure to fit; each layout is shown in one way to run it."""
+of those that are sure to fit; choice.py orders them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.cost.columns import Floats
 from fourfold.cost.memory.peak import SURE, fit_chance
 from fourfold.cost.predict import Predictions, playable, predictions
 from fourfold.search.cells import Cells
-from fourfold.search.chances import Chances, chances, lost_try
+from fourfold.search.choice import order
 from fourfold.search.fastest import fastest
 from fourfold.search.space import Bools, Places, Pool
 from fourfold.spec.layout import MODEL_AXES, SIZES
@@ -24,22 +24,20 @@ from fourfold.spec.run import CHOSEN
 PLAYED, PLAYED_VARIANTS = 300, 3
 FEW, FEW_VARIANTS = 60, 12
 PLAYED_EVENTS = 150_000  # of all of them together: about a second of work
-# Layouts that are sure to fit, played beside those: the fastest way to run a layout often fills the
-# device, and one that loses little time is far surer.
-PLAYED_SURE, LIKELY = 24, 0.75
+# Layouts that are sure to fit, played beside those.
+PLAYED_SURE = 24
 LOOKED_THROUGH = 4096  # points at a time while the best are picked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """Points in full, the first choice first; `fastest` and `safest` of all that were played, one
-    row or none; `least_s`: the fewest seconds by closed form."""
+    """Points in full, the first choice first; `fits`: their chances; `fastest` of all that were
+    played, one row or none; `least_s`: the fewest seconds by closed form."""
 
     points: Pool
     predicted: Predictions
-    chances: Chances
+    fits: Floats
     fastest: Pool
-    safest: Pool
     least_s: float
 
 
@@ -52,25 +50,25 @@ def listed(cells: Cells, ranked: Bools, new: Bools, least: int) -> Listed:
             break
     count = max(least, playable(query.columns(points), PLAYED_EVENTS))
     points = only(points, slice(count))
-    for chance in (LIKELY, SURE):
-        points = _with_sure(cells, ranked, new, points, chance)
+    points = _with_sure(cells, ranked, new, points, 1.0 - query.risk)
     predicted = predictions(query.columns(points), query.entry)
+    fits = fit_chance(predicted.columns, query.entry)
+    points |= {"step_s": predicted.step_s, "fit_chance": fits}
     _, numbers = np.unique(layout_numbers(points), return_inverse=True)
-    lost = lost_try(query, float(predicted.step_s.min(initial=np.inf)))
-    found = chances(predicted, query.entry, numbers.reshape(-1), lost=lost)
-    points |= {"step_s": predicted.step_s, "fit_chance": found.fits}
-    by_loss = found.order(numbers.reshape(-1), predicted.step_s, points["peak_bytes"])
-    by_loss = by_loss[_first_few(_layout_keys(only(points, by_loss)), least)]
     by_time = np.lexsort((points["peak_bytes"], predicted.step_s))
-    others = by_time[np.isin(by_time, by_loss[1:])]
-    order = np.concatenate([by_loss[:1], others])
-    sure = by_time[found.fits[by_time] >= SURE]
+    places = order(
+        predicted.step_s[by_time],
+        fits[by_time],
+        numbers.reshape(-1)[by_time],
+        risk=query.risk,
+        least=least,
+    )
+    shown = by_time[places]
     return Listed(
-        points=only(points, order),
-        predicted=predicted.take(order),
-        chances=found.take(order),
+        points=only(points, shown),
+        predicted=predicted.take(shown),
+        fits=fits[shown],
         fastest=only(points, by_time[:1]),
-        safest=only(points, sure[:1]),
         least_s=float(predicted.closed_s.min(initial=np.inf)),
     )
 
@@ -170,16 +168,3 @@ def best_points(pool: Pool, keep: int, variants: int) -> Pool:
                 if len(chosen) == keep:
                     return only(pool, np.array(chosen, dtype=np.intp))
     return only(pool, np.array(chosen, dtype=np.intp))
-
-
-def _first_few(keys: list[tuple[int, ...]], least: int) -> NDArray[np.bool_]:
-    """True for the first of each key, or for the first few, as many as give `least` in all."""
-    used: Counter[tuple[int, ...]] = Counter()
-    place = np.zeros(len(keys), dtype=np.int64)
-    for i, key in enumerate(keys):
-        used[key] += 1
-        place[i] = used[key]
-    few = 1
-    while (place <= few).sum() < min(least, len(keys)):
-        few += 1
-    return place <= few

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from fourfold.cost.memory.peak import SURE
+from fourfold.search.choice import RISK
 from fourfold.spec import codec
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -37,9 +38,9 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow(Choice):
     """One ranked layout. `exposed_s` are seconds by part that nothing hides; `fit_chance` is of its
-    memory, `near_best` the chance that it fits and is within 2% of the fastest that fits,
-    `regret_pct` what choosing it is expected to lose against that one, a lost try counted where it
-    does not fit; `wide`: why its interval is wide, '' where it is not."""
+    memory; `note`: why it stands lower than its seconds say, and what is unusual about it;
+    `runs_in`: engines that we write settings for and that can run it; `wide`: why its interval is
+    wide, '' where it is not."""
 
     rank: int
     step_s: float
@@ -52,8 +53,8 @@ class PlanRow(Choice):
     peak_bytes_low: float
     peak_bytes_high: float
     fit_chance: float
-    near_best: float
-    regret_pct: float
+    note: str
+    runs_in: tuple[str, ...]
     wide: str
     memory_bytes: dict[str, float]
     tokens_s_gpu: float
@@ -75,8 +76,8 @@ class PlanRow(Choice):
 
     def flat(self) -> dict[str, Any]:
         numbers = ("step_s", "step_s_low", "step_s_high", "peak_bytes", "peak_bytes_low",
-                   "peak_bytes_high", "fit_chance", "near_best", "regret_pct", "tokens_s_gpu",
-                   "tflops_gpu", "mfu_pct", "power_w", "joule_per_token")  # fmt: skip
+                   "peak_bytes_high", "fit_chance", "tokens_s_gpu", "tflops_gpu", "mfu_pct",
+                   "power_w", "joule_per_token")  # fmt: skip
         return {
             "micro_batch": self.micro_batch,
             **self.layout.sizes,
@@ -131,10 +132,21 @@ class CalibrationFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBest:
+    """What one engine would do: its first choice, or the `reason` why there is none."""
+
+    engine: str  # as --stack and --export have it
+    stack: str = ""  # whose measured runs its seconds come from
+    row: PlanRow | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """The ranking, the first choice first, and what makes it believable; base units. `faster`: the
-    fastest where the first is not it; `safer`: the fastest of those that are 90% sure to fit, where
-    the first is not; both may be other ways to run a listed layout."""
+    """The ranking, the first choice first, and what makes it believable; base units. `risk`: of not
+    fitting, that the first choice may have; `faster`: the fastest where the first is not it, maybe
+    another way to run a listed layout; `bf16_gradients`: the first choice with sums of gradients in
+    bf16; `engines`: the best of each engine, the fastest first, where none was asked for."""
 
     model: str
     params: int
@@ -163,11 +175,14 @@ class PlanAnswer:
     flips: tuple[Reversal, ...]
     deciding: tuple[Choice, ...]
     faster: Alternative | None
-    safer: Alternative | None
     unproven_best: Alternative | None
     near_miss: Alternative | None
     training: dict[str, Any]
     reason: str
+    risk: float = RISK
+    like: str = ""  # the measured cluster that it is priced as
+    bf16_gradients: Alternative | None = None
+    engines: tuple[EngineBest, ...] = ()
     tried_gpus: tuple[dict[str, Any], ...] = ()
 
     @property

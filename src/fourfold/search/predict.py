@@ -13,10 +13,11 @@ from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
+from fourfold.cost.stacks import release_of, year_of
 from fourfold.result.profile import HardwareProfile, cluster_of
 from fourfold.result.report import Prediction
 from fourfold.result.timing import LEAD, WINDOW
-from fourfold.search.query import entry_for
+from fourfold.search.query import entry_for, match_stack, summed
 from fourfold.spec.cluster import Cluster, Device, Link, Peaks
 from fourfold.spec.run import RunSpec
 
@@ -54,8 +55,12 @@ def predict(
         named = cluster(specs[places[0]]) if callable(cluster) else cluster
         machine = named or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
         known = calibration or (calibration_of(profile, machine) if profile else None)
-        entry, _ = entry_for(known or calibrations.shipped(), stack, machine)
-        c = columns_of([specs[at] for at in places], cluster=machine, stack=stack, release=release)
+        known = known or calibrations.shipped()
+        engine = match_stack(stack, machine, known)
+        entry, _ = entry_for(known, engine, machine)
+        asked = [_as_planned(specs[at], stack, engine) for at in places]
+        writes = release or release_of(stack)
+        c = columns_of(asked, cluster=machine, stack=engine, release=writes)
         many = predictions(c, entry)
         for i, at in enumerate(places):
             one = many.one(i)
@@ -64,6 +69,12 @@ def predict(
                 one = replace(one, step_s_low=low_s, step_s_high=high_s)
             answers[at] = one
     return [answers[at] for at in range(len(specs))]
+
+
+def _as_planned(spec: RunSpec, stack: str, engine: str) -> RunSpec:
+    """The run with sums of gradients as 'plan' has them for this name of an engine."""
+    recipe = year_of(stack) is not None
+    return replace(spec, policy=summed(engine, spec.policy, recipe=recipe))
 
 
 def state_bytes(spec: RunSpec) -> float:

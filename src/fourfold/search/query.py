@@ -3,6 +3,7 @@ which engine and calibration a name stands for."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,9 @@ from fourfold.cost.run import varied_columns
 from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, year_of
 from fourfold.errors import UserError, nearest
 from fourfold.events import OnEvent, ignore
+from fourfold.search.choice import RISK
 from fourfold.search.legal import Target
+from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster, Device, Link
@@ -25,7 +28,11 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.words import SHARDINGS
 
+ALIKE = 1.1  # rates of links within 10%
+# Of an engine's measured runs: what fewer have is no habit of it (Megatron's FSDP: 2 of 381).
+FEW_OF_ENGINE = 0.01
 _YEAR = re.compile(r"-20[0-9][0-9][a-z]?\Z")
 
 
@@ -49,6 +56,8 @@ class PlanQuery:
     where: tuple[Expression, ...] = ()
     explore: bool = False
     safe: bool = False  # rank what surely fits, where anything does
+    risk: float = RISK  # of not fitting, that the first choice may have
+    like: str = ""  # the measured cluster that it is priced as
     tokens: float | None = None  # of the whole training, where that is known
     lost: float = 0.0  # of a training's time, 0..1
     convention: str = DEFAULT  # by which TFLOP/s and MFU are counted
@@ -119,30 +128,41 @@ def default_stack(cluster: Cluster, calibration: Calibration) -> str:
     return max(known, key=lambda entry: (entry.rows_time, entry.stack)).stack
 
 
-def usual_policy(stack: str, policy: Policy, decided: set[str], *, recipe: bool) -> Policy:
-    """The engine's habits where the user decided nothing. `recipe`: also what only its measured
-    recipes do, sums of gradients in bf16; else those are a choice, and fp32 is stated."""
+def summed(stack: str, policy: Policy, *, recipe: bool) -> Policy:
+    """With the format that Megatron sums and sends gradients in, for which it has one buffer: fp32
+    unless stated, or unless a measured `recipe` is asked for, which may do that in bf16."""
+    usual = stack_defaults(stack)
+    stated = policy.grad_dtype or policy.reduce_dtype
+    if usual.rules != "megatron" or (stated is None and recipe):
+        return policy
+    if stated is None and usual.gradient_bytes(policy.dtypes.compute)[1] < 4.0:
+        stated = "fp32" if policy.dtypes.grad == "fp32" else None
+    wire, held = policy.reduce_dtype or stated, policy.grad_dtype or stated
+    return replace(policy, reduce_dtype=wire, grad_dtype=held)
+
+
+def usual_policy(
+    stack: str, policy: Policy, decided: set[str], *, recipe: bool, release: bool = False
+) -> Policy:
+    """The engine's habits where the user decided nothing; `release`: of today's engine, priced by
+    what was measured of this stack."""
     usual = stack_defaults(stack)
     changes: dict[str, Any] = {}
-    stated = policy.grad_dtype or policy.reduce_dtype
-    if stated is None and not recipe and usual.gradient_bytes(policy.dtypes.compute)[1] < 4.0:
-        stated = "fp32" if policy.dtypes.grad == "fp32" else None
-    if stated is not None and usual.rules == "megatron":  # has one buffer for both
-        changes |= {
-            "grad_dtype": policy.grad_dtype or stated,
-            "reduce_dtype": policy.reduce_dtype or stated,
-        }
     if "sequence_parallel" not in decided and stack != "fourfold":
         changes["sequence_parallel"] = usual.sequence_parallel
-    if "attention" not in decided and stack.startswith("megatron-deepspeed"):
+    if "compile" not in decided and usual.rules == "torchtitan":
+        # As its published runs do; it does not compile a backward in two halves.
+        changes["compile"] = policy.schedule != "zero-bubble"
+    if "attention" not in decided and stack.startswith("megatron-deepspeed") and not release:
         # Its 2022 runs, all that is measured, had Megatron's fused softmax and no flash attention.
         changes["attention"] = "fused-softmax"
-    return replace(policy, **changes)
+    return summed(stack, replace(policy, **changes), recipe=recipe)
 
 
 def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[FittedStack, str]:
-    """(coefficients, why they are not this machine's own: '' when they are)."""
-    entry, why = calibration.entry(stack, cluster.name, generation_of(cluster.device))
+    """(coefficients, why they are not this machine's own: '' when they are, or a twin's)."""
+    like = twin(calibration, stack, cluster) or cluster.name
+    entry, why = calibration.entry(stack, like, generation_of(cluster.device))
     own = own_entry(stack, cluster.device.id) if why else None
     if own is not None and cluster.gpus == 1:
         entry, why = own, ""
@@ -158,14 +178,52 @@ def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[F
     return entry, why
 
 
+def twin(calibration: Calibration, stack: str, cluster: Cluster) -> str:
+    """The cluster of the catalogue with the same GPUs and links on which most runs of this stack
+    were measured; '' where there is none, or runs of this very cluster are known."""
+    measured = {e.cluster: e.rows_time for e in calibration.entries if e.stack == stack}
+    alike = () if cluster.name in measured else _alike(cluster)
+    known = [name for name in alike if measured.get(name)]
+    return max(known, key=lambda name: measured[name], default="")
+
+
+@functools.cache
+def _alike(cluster: Cluster) -> tuple[str, ...]:
+    """Clusters of the catalogue that one outside of it is priced as."""
+    names = catalog.cluster_names()
+    if cluster.name in names or cluster.like == "none":
+        return ()
+    if cluster.like:
+        return (cluster.like,)
+    return tuple(name for name in names if _same_machines(cluster, catalog.cluster(name)))
+
+
+def _same_machines(one: Cluster, other: Cluster) -> bool:
+    """The same GPU, and links of about the same rates as far as the first reaches."""
+    if one.device.id != other.device.id:
+        return False
+    if len(one.links) > 1 and one.host_gpus != other.host_gpus:
+        return False
+    ends = (0,) if len(one.links) == 1 else (0, -1)
+    rates = [one.links[at].bytes_per_s / other.links[at].bytes_per_s for at in ends]
+    return all(1 / ALIKE <= rate <= ALIKE for rate in rates)
+
+
 def evidence_for(calibration: Calibration, entry: FittedStack) -> dict[str, int]:
-    """Rows by choice: of the entry, or of all entries where it is a blend of them."""
-    if entry.counts or entry.rows_time:
-        return entry.counts
-    total: dict[str, int] = {}
-    for known in calibration.entries:
-        for name, count in known.counts.items():
-            total[name] = total.get(name, 0) + count
+    """Rows by choice: of the entry, or of all entries where it is a blend of them; a kind of
+    sharding must be one that the engine itself is run with."""
+    total = dict(entry.counts)
+    if not (entry.counts or entry.rows_time):
+        for known in calibration.entries:
+            for name, count in known.counts.items():
+                total[name] = total.get(name, 0) + count
+    rules = stack_rules(entry.stack).name
+    kin = [e for e in calibration.entries if stack_rules(e.stack).name == rules]
+    runs = sum(e.rows_time for e in kin)
+    for name in SHARDINGS:
+        count = sum(e.counts.get(name, 0) for e in kin)
+        if runs and rules != "generic" and count < FEW_OF_ENGINE * runs:
+            total[name] = 0
     return total
 
 
@@ -185,7 +243,10 @@ def match_stack(stack: str, cluster: Cluster | None, calibration: Calibration) -
     generation = generation_of(cluster.device) if cluster else ""
 
     def says(entry: FittedStack) -> tuple[bool, bool, int, int]:
-        local = cluster is not None and entry.cluster == cluster.name
+        local = cluster is not None and entry.cluster in (
+            cluster.name,
+            twin(calibration, entry.stack, cluster),
+        )
         alike = entry.generation == generation
         return local, alike, 0 if local else year_of(entry.stack) or 0, entry.rows_time
 

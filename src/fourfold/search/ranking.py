@@ -1,7 +1,6 @@
 """Ranks layouts: memory of every legal point, closed-form seconds of every point that can be among
-the best, event simulation of the best few hundred. Each layout is listed in the way to run it that
-is expected to lose least, a lost try counted where it may not fit; the first is the least of all,
-the others follow by seconds per step.
+the best, event simulation of the best few hundred. The first is the fastest that is sure to fit and
+that an engine with settings to write can run.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from fourfold.cost.predict import Predictions
 from fourfold.events import Bar
 from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.cells import Cells, cells_of
-from fourfold.search.chances import Chances
+from fourfold.search.choice import sure_line
 from fourfold.search.fastest import fastest, timed
 from fourfold.search.listed import best_points, layout_numbers, listed, only, pool_of
 from fourfold.search.query import PlanQuery
+from fourfold.search.runs_in import runs_in
 from fourfold.search.space import Bools, Pool, Space, holding, may_fit, space_of, sure, unproven
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
@@ -26,6 +26,7 @@ from fourfold.spec.run import RunSpec, chosen_layout, chosen_policy
 
 # Of what is named beside a ranking, by closed form: played event by event, another may lead.
 ASIDE = 8
+LOOKED_AT = 40  # for one that an engine can run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +37,13 @@ class Ranking:
     grid: Candidates
     points: Pool
     predicted: Predictions
-    chances: Chances
+    fits: Floats  # chances
     fitting: int
     dropped: int  # by --where
     set_aside: int  # without evidence, and no --explore
     unproven_best: Pool  # the fastest of those, at most ASIDE rows
     near_miss: Pool  # faster ones that are over the limit by our best estimate; at most ASIDE rows
     fastest: Pool  # of all that were played, one row or none
-    safest: Pool  # the fastest of those that are 90% sure to fit, one row or none
     cells: Cells
     ranked: Bools  # of the table's points
 
@@ -122,21 +122,42 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
     ranked = sure(space, ranked) if query.safe else ranked
     bar(0.95)
     shown = listed(cells, ranked, new, least)
-    return Ranking(
+    if set_aside and not (query.safe or (shown.fits >= 1.0 - query.risk).any()):
+        # What was never measured is still better than what may not fit.
+        use_all, ranked, set_aside, aside = True, pool, 0, {}
+        shown = listed(cells, ranked, new, least)
+    found = Ranking(
         query=query,
         grid=grid,
         points=shown.points,
         predicted=shown.predicted,
-        chances=shown.chances,
+        fits=shown.fits,
         fitting=fitting,
         dropped=fitting - left,
         set_aside=set_aside,
         unproven_best=aside,
         near_miss=_near_miss(cells, space.close & ~ranked & (use_all | ~new), new, shown.least_s),
         fastest=shown.fastest,
-        safest=shown.safest,
         cells=cells,
         ranked=ranked,
+    )
+    return _runnable_first(found)
+
+
+def _runnable_first(ranking: Ranking) -> Ranking:
+    """The first that is sure to fit and that an engine runs comes first; as it was, where none of
+    those looked at does."""
+    line, hosts = sure_line(ranking.fits, ranking.query.risk), ranking.query.cluster.host_gpus
+    sure = np.flatnonzero(ranking.fits >= line)[:LOOKED_AT]
+    first = next((int(i) for i in sure if runs_in(ranking.spec(int(i)), hosts)), 0)
+    if first == 0:
+        return ranking
+    index = np.concatenate([[first], np.delete(np.arange(len(ranking)), first)]).astype(np.intp)
+    return replace(
+        ranking,
+        points=only(ranking.points, index),
+        predicted=ranking.predicted.take(index),
+        fits=ranking.fits[index],
     )
 
 

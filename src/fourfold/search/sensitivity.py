@@ -12,14 +12,13 @@ from fourfold.cost.fit.coefficients import Coefficient
 from fourfold.cost.fit.nearby import times
 from fourfold.cost.fit.spread import NOISE, TWO_SIDED_80
 from fourfold.cost.memory.peak import moved_coefficients, moves
-from fourfold.search.chances import REPEATS
 from fourfold.search.plan_answer import Reversal
 from fourfold.search.ranking import Ranking
 
 LOOKED_AT = 24  # of the first layouts: which may be best
 ONE_SIDED_80 = 0.8416  # 80% of a normal distribution lies below 0.84 sd
-# A candidate with a smaller chance of being within 2% of the best is not worth measuring.
-LEAST_CHANCE = 0.05
+# Repeats of one run differ by about 1% (bloom, mpt and par4d tables).
+REPEATS = 0.01
 
 
 def tie_width(entry: FittedStack) -> float:
@@ -77,8 +76,8 @@ def deciding(ranking: Ranking, runs: int = 3) -> list[int]:
     if not len(ranking):
         return []
     entry = ranking.query.entry
-    near = ranking.chances.near_best[:LOOKED_AT]
-    tied = 1 + int(np.max(np.flatnonzero(near >= LEAST_CHANCE), initial=0))
+    apart = np.abs(np.log(ranking.step_s[:LOOKED_AT] / ranking.step_s[0]))
+    tied = 1 + int(np.max(np.flatnonzero(apart <= 2.0 * tie_width(entry)), initial=0))
     if tied < 2:
         return []
     step = _moved_s(ranking.predicted.columns.take(slice(0, tied)), entry, moves(entry, "time"))

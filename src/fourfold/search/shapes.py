@@ -106,7 +106,9 @@ def _row(ranking: Ranking, tokens: float) -> dict[str, Any]:
     row |= {"params": model_params(model, query.batch.seq_len)}
     row |= dict.fromkeys(("days", "gpu_hours", "layout", "step_s"))
     if not len(ranking):
-        return row
+        refused = ranking.grid.refused
+        rule = max(refused, key=lambda name: refused[name], default="")
+        return row | {"reason": "does not fit" if ranking.grid.legal else f"illegal: {rule}"}
     step_s = float(ranking.step_s[0])
     total_s = step_s * tokens / query.batch.tokens
     return row | {

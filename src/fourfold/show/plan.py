@@ -18,7 +18,7 @@ def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
     if plan.best is None:
         return [f"nothing to rank: {plan.reason}", "", _about(plan), *_searched(plan)]
     layouts = layouts_table(plan.ranked, details=details)
-    shown: list[Part] = [_sentence(plan, plan.best), "", layouts, ""]
+    shown: list[Part] = [_sentence(plan, plan.best), "", layouts, "", *_engines(plan)]
     remarks = list(_remarks(plan))
     if not details:
         more = ["more: --details"] if len(remarks) > REMARKS else []
@@ -35,14 +35,38 @@ def _about(plan: PlanAnswer) -> str:
     )
 
 
+def _engines(plan: PlanAnswer) -> Iterable[Part]:
+    """The best of each engine side by side, where none was asked for."""
+    best = [(one, one.row) for one in plan.engines if one.row is not None]
+    if not best:
+        return
+    yield "The best of each engine (--stack NAME lists more, --export NAME writes its settings):"
+    days = any(row.training_s for _, row in best)
+    heads = ["engine", "layout", "micro", "sharding", "recompute", "s/step", "s 80%", "fits"]
+    rows = [
+        [one.engine, str(row), str(row.micro_batch), row.policy.sharding, row.policy.recompute,
+         short_s(row.step_s), f"{short_s(row.step_s_low)}-{short_s(row.step_s_high)}",
+         f"{100 * row.fit_chance:.0f}%", *([f"{_days(row):.1f}"] if days else [])]
+        for one, row in best
+    ]  # fmt: skip
+    yield Grid([*heads, *(["days"] if days else [])], rows)
+    for one in plan.engines:
+        if one.row is None:
+            yield f"{one.engine}: {one.reason}"
+    yield ""
+
+
 def _sentence(plan: PlanAnswer, row: PlanRow) -> str:
     fits = f"{100 * row.fit_chance:.0f}% chance to fit"
+    runs = f"Runs in {', '.join(row.runs_in)}" if row.runs_in else "No engine we export to runs it"
+    asked = 1.0 - plan.risk
+    less = f"No layout is {100 * asked:.0f}% sure to fit: this is the fastest of the surest. "
     return (
         f"Run {plan.model} on {plan.gpus} x {plan.gpu} as {row}, micro batch {row.micro_batch}, "
         f"{row.policy.sharding}, recompute {row.policy.recompute}: {interval_s(row)}, "
         f"{row.tflops_gpu:.0f} TFLOP/s and {row.mfu_pct:.1f}% MFU per GPU, "
         f"{row.peak_bytes / GIB:.0f} of {plan.memory_bytes / GIB:.0f} GiB ({fits}). "
-        f"{_surety(plan)}."
+        f"{less if row.fit_chance < asked else ''}{runs}. {_surety(plan)}."
     )
 
 
@@ -54,8 +78,9 @@ def interval_s(row: PlanRow) -> str:
 def _surety(plan: PlanAnswer) -> str:
     known = plan.calibration
     if known.note:
-        engine = "any engine" if plan.stack == "generic" else plan.stack
-        return f"No runs of {engine} were measured on {plan.cluster}"
+        return "Seconds are estimated from runs of other engines and machines"
+    if plan.like:
+        return f"Priced as {plan.like}, which has the same GPUs and links ({known.rows} runs)"
     if known.error_median_pct is None:
         return f"Based on {known.rows} measured runs, too few to estimate the error"
     error = f"{known.error_median_pct:.1f}% ({known.rows} measured runs)"
@@ -65,7 +90,8 @@ def _surety(plan: PlanAnswer) -> str:
 def _remarks(plan: PlanAnswer) -> Iterable[str]:
     if plan.best is not None and plan.best.training_s:
         yield _training(plan, plan.best)
-    yield from _ties(plan)
+    if plan.best is not None:
+        yield from _beside(plan, plan.best)
     yield source(plan)
     if plan.best is not None and plan.best.outside:
         yield f"#1 is outside the measured range: {'; '.join(plan.best.outside)}"
@@ -106,37 +132,21 @@ def _named(one: Alternative) -> str:
     return f"{layout} micro batch {one.micro_batch} {policy}, {short_s(one.step_s)} s"
 
 
-def _ties(plan: PlanAnswer) -> Iterable[str]:
-    first = plan.ranked[0]
-    if len(plan.ranked) > 1:
-        chance = f"with a chance of {100 * first.near_best:.0f}%"
-        loss = f"expected loss against it {first.regret_pct:.1f}%"
-        yield f"#1 is within 2% of the fastest that fits {chance}; {loss}"
-    if first.wide:
-        yield f"its interval is wide: {first.wide}"
-    yield from _beside(plan, first)
-
-
 def _beside(plan: PlanAnswer, first: PlanRow) -> Iterable[str]:
-    """What speaks against the first choice: a faster layout, or one that is surer to fit."""
-    said = []
-    if plan.faster is not None:
-        faster = 100 * (first.step_s / plan.faster.step_s - 1)
-        # One that fits as surely lost to the first by what else is not known of the two.
-        chances = (plan.faster.fit_chance or 0.0, first.fit_chance)
-        is_as_sure = round(100 * chances[0]) >= round(100 * chances[1])
-        why = "but expected to lose more" if is_as_sure else f"but {_sure(plan.faster)}"
-        said.append(f"{faster:.1f}% faster than #1 {why}: {_named(plan.faster)}")
-    if plan.safer is not None:
-        slower = 100 * (plan.safer.step_s / first.step_s - 1)
-        said.append(
-            f"the fastest that is at least 90% sure to fit ({slower:.1f}% slower than #1): "
-            f"{_named(plan.safer)}"
+    """A faster way that is riskier, what bf16 sums would save, and what is unusual about #1."""
+    if plan.faster is not None and plan.faster.step_s < first.step_s:
+        less = 100 * (1 - plan.faster.step_s / first.step_s)
+        yield f"{less:.1f}% less time than #1 but {_sure(plan.faster)}: {_named(plan.faster)}"
+    narrow = plan.bf16_gradients
+    if narrow is not None:
+        saved_s = 100 * (1 - narrow.step_s / first.step_s)
+        saved_gib = (first.peak_bytes - (narrow.peak_bytes or 0.0)) / GIB
+        yield (
+            "gradients are summed in fp32; --set policy.grad_dtype=bf16 saves "
+            f"{saved_s:.1f}% of the time and {saved_gib:.1f} GiB"
         )
-    elif not first.surely_fits:
-        said.append("no layout is 90% sure to fit")
-    if said:
-        yield "; ".join(said)
+    if first.note:
+        yield f"#1: {first.note}"
 
 
 def _sure(one: Alternative) -> str:
@@ -157,6 +167,8 @@ def source(plan: PlanAnswer) -> str:
 
 def _details(plan: PlanAnswer) -> Iterable[str]:
     if plan.best is not None:
+        if plan.best.wide:
+            yield f"the interval of #1 is wide: {plan.best.wide}"
         whose = " (runs of other stacks and clusters)" if plan.calibration.note else ""
         yield f"evidence for #1{whose}: {evidence(plan.best)}"
         if not plan.flips and len(plan.ranked) > 1:
@@ -214,13 +226,15 @@ _ALWAYS: tuple[Column, ...] = (
     ("s/step", lambda row: short_s(row.step_s)),
     ("GiB", lambda row: f"{row.peak_bytes / GIB:.1f}"),
     ("fits", lambda row: f"{100 * row.fit_chance:.0f}%"),
-    ("near best", lambda row: f"{100 * row.near_best:.0f}%"),
-    ("TFLOP/s", lambda row: f"{row.tflops_gpu:.0f}"),
 )
 
 
 def _optional(rows: Sequence[PlanRow]) -> Iterable[Column]:
     """Columns that are shown while there is room, most wanted first."""
+    if len(rows) > 1:
+        first = rows[0]
+        yield "vs #1", lambda row: _against(row, first)
+    yield "TFLOP/s", lambda row: f"{row.tflops_gpu:.0f}"
     if any(row.training_s for row in rows):
         yield "days", lambda row: f"{_days(row):.1f}"
         yield "GPU-hours", lambda row: f"{row.gpu_hours:,.0f}"
@@ -232,6 +246,14 @@ def _optional(rows: Sequence[PlanRow]) -> Iterable[Column]:
     yield "GiB 80%", lambda row: f"{row.peak_bytes_low / GIB:.0f}-{row.peak_bytes_high / GIB:.0f}"
     if any(row.ramp_s for row in rows):
         yield "ramp h", lambda row: f"{(row.ramp_s or 0.0) / 3600:.1f}"
+
+
+def _against(row: PlanRow, first: PlanRow) -> str:
+    """Seconds against the first; a row that is faster stands lower because it is riskier."""
+    if row.rank == first.rank:
+        return "-"
+    more = f"{100 * (row.step_s / first.step_s - 1):+.1f}%"
+    return f"{more} risky" if row.step_s < first.step_s and row.note else more
 
 
 def _days(row: PlanRow) -> float:

@@ -190,7 +190,7 @@ def _shapes(rows: list[dict[str, Any]]) -> Grid:
         rows,
         *sizes,
         ("params B", lambda row: f"{row['params'] / 1e9:.1f}"),
-        ("layout", lambda row: "does not fit" if row["days"] is None else row["layout"]),
+        ("layout", lambda row: row["reason"] if row["days"] is None else row["layout"]),
         ("micro", lambda row: or_dash(row["days"] and row["micro_batch"], "")),
         ("s/step", lambda row: or_dash(row["days"] and row["step_s"], ".1f")),
         ("days", lambda row: or_dash(row["days"], ".1f")),

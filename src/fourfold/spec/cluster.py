@@ -125,7 +125,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`host_gpus` is the box; the NVLink domain is a link level and may span boxes."""
+    """`host_gpus` is the box; the NVLink domain is a link level and may span boxes. `like`: the
+    measured cluster that it is priced as; '': one with the same GPUs and links, 'none': no other.
+    """
 
     name: str
     device: Device
@@ -134,6 +136,7 @@ class Cluster:
     links: tuple[Link, ...]
     price_per_gpu_hour: float | None = None
     source: str = ""
+    like: str = ""
 
     def __post_init__(self) -> None:
         check.name(name=self.name)

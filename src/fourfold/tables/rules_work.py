@@ -70,6 +70,7 @@ def _judge(record: Record, work: float, usual: float | None, seq_len: int) -> It
         if record.convention in CONVENTIONS:
             yield _convention(record, record.convention, _names(record, shape, work, seq_len))
             return
+        usual = None  # all rows agree, and none with the shape: that is what to expect
     elif usual is None and (shape is None or possible(record, shape, work, seq_len)):
         return
     names = _names(record, shape, work, seq_len) if shape and usual is not None else []

@@ -16,7 +16,7 @@ from fourfold.spec.cluster import Device
 from fourfold.spec.words import BUNDLES
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import known_cluster, read_calibration
-from fourfold.verbs.plan import resolved
+from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import AdviseRequest, PlanRequest
 
 
@@ -148,7 +148,7 @@ def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
     check.that(0 < tokens < 1e18, "tokens", tokens, "must be above 0")
     # The model is only the family to vary.
     family = PlanRequest(
-        model=request.model or "gpt-3-175b",
+        model=request.model or "llama-3.1-8b",
         seq_len=request.seq_len or 2048,
         global_batch=request.global_batch or 2048,
         policy={"precision": request.precision},

@@ -15,7 +15,7 @@ from fourfold.search.export.setup import Setup
 from fourfold.search.ranking import Ranking
 from fourfold.search.shapes import best_of
 from fourfold.spec import check
-from fourfold.verbs.plan import resolved
+from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 
 

@@ -18,7 +18,8 @@ from fourfold.search.shapes import shapes_near
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
 from fourfold.verbs import Answer
-from fourfold.verbs.plan import plan, resolved
+from fourfold.verbs.plan import plan
+from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 
 Against = Literal["memory", "gpus"]

@@ -39,7 +39,14 @@ def read_profile(name: str) -> HardwareProfile:
 
 def known_cluster(cluster: str | Cluster, gpus: int = 0) -> Cluster:
     """By name, with as many machines as `gpus` need; one that is described is as large as that."""
-    return catalog.cluster(cluster, gpus) if isinstance(cluster, str) else cluster
+    if not isinstance(cluster, str):
+        return cluster
+    measured = {entry.cluster for entry in calibrations.shipped().entries}
+    if cluster.lower() in measured - {*catalog.cluster_names()}:
+        rule = "has measured runs, but its machines are not described"
+        hint = "use --gpu ID with --gpus N, or describe it with 'fourfold clusters new'"
+        raise UserError(rule, field="cluster", value=cluster, hint=hint)
+    return catalog.cluster(cluster, gpus)
 
 
 def beyond_source(name: str | Cluster | None, cluster: Cluster) -> str:

@@ -3,51 +3,65 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
-from fourfold.cost.count import flops as conventions
-from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.schedule import Timeline
-from fourfold.cost.stacks import release_of, stack_rules, year_of
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
-from fourfold.search import export as exports
-from fourfold.search import query as queries
 from fourfold.search.answer import answer
 from fourfold.search.explain import Explanation, explain_ranking, timeline, ways_to_run
-from fourfold.search.export.setup import Setup
-from fourfold.search.plan_answer import PlanAnswer
-from fourfold.search.query import PlanQuery, listed, match_stack
+from fourfold.search.plan_answer import EngineBest, PlanAnswer
+from fourfold.search.query import PlanQuery, listed
 from fourfold.search.shapes import best_of
-from fourfold.spec import catalog, codec, words
-from fourfold.spec.batch import Batch
-from fourfold.spec.cluster import Cluster
-from fourfold.spec.expression import parse
-from fourfold.spec.layout import AXES, MODEL_AXES, Layout
-from fourfold.spec.model import ModelShape
-from fourfold.spec.policy import Policy
-from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
+from fourfold.spec.layout import Layout
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import (
     Machine,
-    beyond_source,
     known_cluster,
     planned_calibration,
     planned_cluster,
 )
+from fourfold.verbs.question import EXPORTED, resolved
 from fourfold.verbs.requests import PlanRequest
-
-# Policy fields the search varies unless the request decides them.
-SEARCHED = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
 
 
 def plan(request: PlanRequest, *, on_event: OnEvent = ignore) -> PlanAnswer:
-    """The best layouts, fastest first, with intervals, memory and what the order rests on."""
+    """The best layouts, the first choice first, with intervals, memory and what the order rests on;
+    where no engine is asked for, also the best of each."""
     query, counts = resolved(request, on_event)
     ranking, tried = best_of(query, counts, least=request.top)
-    return answer(ranking, top=request.top, tried=tried)
+    found = answer(ranking, top=request.top, tried=tried)
+    if request.stack or request.export:
+        return found
+    return replace(found, engines=_engines(request, found, on_event))
+
+
+def _engines(request: PlanRequest, first: PlanAnswer, on_event: OnEvent) -> tuple[EngineBest, ...]:
+    """The best of each engine, the fastest of those that are sure to fit first."""
+    found = []
+    for engine in EXPORTED:
+        on_event(Event(f"best layout of {engine}", "progress"))
+        try:
+            query, counts = resolved(replace(request, stack=engine))
+            if query.stack == first.stack and query.release:
+                found.append(EngineBest(engine=engine, stack=first.stack, row=first.best))
+                continue
+            ranking, _ = best_of(query, counts, least=1)
+            one = answer(ranking, top=1)
+            found.append(
+                EngineBest(engine=engine, stack=one.stack, row=one.best, reason=one.reason)
+            )
+        except UserError as error:
+            found.append(EngineBest(engine=engine, reason=str(error)))
+
+    def place(one: EngineBest) -> tuple[bool, bool, float]:
+        row = one.row
+        if row is None:
+            return True, True, 0.0
+        return False, row.fit_chance < 1.0 - request.risk, row.step_s
+
+    return tuple(sorted(found, key=place))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,158 +126,3 @@ def stacks(*, gpu: str | None = None, **machine: Unpack[Machine]) -> Stacks:
         cluster = planned_cluster(cluster=named, gpu=gpu, profile=profile, gpus=1)
     known = planned_calibration(machine.get("calibration"), profile, cluster)
     return Stacks(list(listed(known, cluster)))
-
-
-def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuery, list[int]]:
-    """(the question at the largest number of GPUs, all numbers of GPUs to try)."""
-    fixed = _fixed(request)
-    cluster, remark = _machines(request, on_event)
-    counts = _divided(request.layout, _gpu_counts(request, cluster))
-    known = planned_calibration(request.calibration, request.profile, cluster)
-    stack = _stack(request, cluster, known, on_event)
-    policy = codec.decode(Policy, dict(request.policy), "policy")
-    entry, why = queries.entry_for(known, stack, cluster)
-    model = catalog.model(request.model) if isinstance(request.model, str) else request.model
-    batch = Batch(seq_len=request.seq_len, global_batch=request.global_batch, ramp=request.ramp)
-    recipe = year_of(request.stack or "") is not None
-    policy = queries.usual_policy(stack, policy, set(request.policy), recipe=recipe)
-    query = PlanQuery(
-        model=model,
-        cluster=cluster,
-        gpus=counts[0],
-        batch=batch,
-        policy=policy,
-        stack=stack,
-        release=_release(request, stack, model, batch, policy),
-        entry=entry,
-        calibration=known.name,
-        no_rows=why,
-        evidence=queries.evidence_for(known, entry),
-        remarks=(remark,) if remark else (),
-        fixed=fixed,
-        where=tuple(parse(text) for text in request.where),
-        explore=request.explore,
-        safe=request.safe,
-        tokens=request.tokens,
-        lost=request.lost,
-        convention=conventions.convention(request.convention).id,
-        on_event=on_event,
-    )
-    return query, counts
-
-
-def _machines(request: PlanRequest, on_event: OnEvent) -> tuple[Cluster, str]:
-    """The cluster, and what to say of its size; how a name was read is an event."""
-    gpus = request.gpus
-    if gpus is not None and not 1 <= gpus <= 2**20:
-        raise UserError("must be from 1 to 1048576", field="gpus", value=gpus)
-    cluster = planned_cluster(
-        cluster=request.cluster,
-        gpu=request.gpu,
-        profile=request.profile,
-        gpus=request.gpus or (0 if request.cluster else 8 * (request.max_nodes or 0)),
-        price=request.price,
-    )
-    if request.gpu and cluster.device.id.startswith(f"{request.gpu.lower()}-"):
-        on_event(Event(f"read as: gpu {request.gpu} = {cluster.device.id}"))
-    remark = beyond_source(request.cluster, cluster)
-    if remark:
-        on_event(Event(remark))
-    return cluster, remark
-
-
-def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
-    most = request.gpus or cluster.gpus
-    counts = [most]
-    if request.max_nodes is not None:
-        most = min(most, min(request.max_nodes, cluster.hosts) * cluster.host_gpus)
-        counts = [n * cluster.host_gpus for n in range(most // cluster.host_gpus, 0, -1)] or [most]
-    if most > cluster.gpus:
-        rule = f"exceeds the {cluster.gpus} GPUs of {cluster.name}"
-        hint = "use fewer, or describe a larger cluster with 'fourfold clusters new'"
-        raise UserError(rule, field="gpus", value=most, hint=hint)
-    return counts
-
-
-def _divided(layout: str | Mapping[str, Any], counts: list[int]) -> list[int]:
-    """The numbers of GPUs that the axes given can make up; none is a mistake in the request."""
-    asked, named = named_axes(layout)
-    if not named & {"dp", "shard", "replicate"}:
-        used = asked.pp * asked.cp * asked.tp
-        possible = [n for n in counts if n % used == 0]
-        if not possible:
-            fill_dp(asked, counts[0])  # raises the reason
-        return possible
-    whole = named >= {*MODEL_AXES}
-    possible = [n for n in counts if n == asked.world or (not whole and n % asked.world == 0)]
-    if not possible and whole:
-        raise wrong_size(asked, counts[0])
-    if not possible:
-        rule = f"is not divisible by pp x dp x cp x tp = {asked.world}"
-        hint = f"use {gpu_counts_near(counts[0], asked.world)} GPUs, or omit dp"
-        raise UserError(rule, field="gpus", value=counts[0], hint=hint)
-    return possible
-
-
-def named_axes(layout: str | Mapping[str, Any]) -> tuple[Layout, set[str]]:
-    """The layout, and the axes that it names; the others are left open."""
-    if isinstance(layout, Mapping):
-        return Layout.from_plain(dict(layout), "layout"), set(layout)
-    named = {axis for axis in AXES if axis in layout.lower()}
-    return (Layout.parse(layout) if layout.strip() else Layout()), named
-
-
-def _fixed(request: PlanRequest) -> dict[str, Any]:
-    """What is decided: axes, micro batch and searched policy fields."""
-    layout, named = named_axes(request.layout)
-    fixed: dict[str, Any] = {ax: layout.size(ax) for ax in MODEL_AXES if ax in named}
-    if {"dp", "shard", "replicate"} & named:
-        fixed |= {"dp": layout.dp, "replicate": layout.replicate}
-    if request.micro_batch:
-        fixed["micro_batch"] = request.micro_batch
-    policy = codec.decode(Policy, dict(request.policy), "policy")
-    if words.is_hybrid(request.policy.get("sharding")) and layout.replicate == 1:
-        fixed["replicate"] = "several"
-    return fixed | {name: getattr(policy, name) for name in SEARCHED if name in request.policy}
-
-
-def _release(
-    request: PlanRequest, stack: str, model: ModelShape, batch: Batch, policy: Policy
-) -> str:
-    """Whose release will run it: of --export, or of a --stack without a year; refuses a model or a
-    policy that it has no settings for, whatever the layout."""
-    engine = request.export or release_of(request.stack or "")
-    if engine:
-        one = replace(batch, micro_batch=1)
-        plain = replace(policy, schedule="1f1b", virtual_stages=1)  # one rank has no pipeline
-        setup = Setup(
-            model=model, layout=Layout(), batch=one, policy=plain, host_gpus=1, stack=stack
-        )
-        exports.write(engine, setup)
-    return release_of(engine)
-
-
-def _stack(request: PlanRequest, cluster: Cluster, known: Calibration, on_event: OnEvent) -> str:
-    """Whose engine; what a short name stands for is an event."""
-    asked = _implied_stack(request)
-    if not asked:
-        return queries.default_stack(cluster, known)
-    stack = match_stack(asked, cluster, known)
-    if stack != asked.strip().lower():
-        rows = {e.cluster: e.rows_time for e in known.entries if e.stack == stack}
-        where = ", ".join(f"{name} ({count} runs)" for name, count in rows.items())
-        on_event(Event(f"read as: stack {asked} = {stack}, measured on {where}"))
-    return stack
-
-
-def _implied_stack(request: PlanRequest) -> str:
-    """--export X asks for the numbers of X; a --stack with other rules contradicts it."""
-    asked = request.stack or ""
-    if not request.export:
-        return asked
-    implied = exports.stack_of(request.export)
-    if asked and stack_rules(asked).name != stack_rules(implied).name:
-        rule = f"contradicts --export {request.export}: its rules and step times differ"
-        hint = f"omit --stack, or use --stack {implied}"
-        raise UserError(rule, field="stack", value=asked, hint=hint)
-    return asked or implied

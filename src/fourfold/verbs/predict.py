@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack, overload
 
+from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.memory.peak import REFUSED, SURE, USABLE
-from fourfold.cost.table.predict import FIELDS, RowPredictions
+from fourfold.cost.table.predict import FIELDS, Finder, RowPredictions
 from fourfold.cost.table.predict import predict as predict_rows
 from fourfold.cost.table.reference import read_table
 from fourfold.cost.table.rows import parse
@@ -18,9 +19,12 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.permit import core_count
 from fourfold.result.report import Prediction
 from fourfold.search.predict import predict as predict_specs
+from fourfold.search.query import entry_for, usual_cluster
+from fourfold.spec import catalog
+from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
 from fourfold.verbs import Answer
-from fourfold.verbs.machine import GUESS, Machine, predictor, read_calibration
+from fourfold.verbs.machine import GUESS, Machine, known_cluster, predictor, read_calibration
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +113,26 @@ class PredictedTable:
 
 
 def predict_table(
-    path: str, *, calibration: str | None = None, on_event: OnEvent = ignore
+    path: str,
+    *,
+    cluster: str | Cluster | None = None,
+    calibration: str | None = None,
+    on_event: OnEvent = ignore,
 ) -> PredictedTable:
-    """Every row of a table in the reference schema."""
+    """Every row of a table in the reference schema; `cluster`: as if it ran there."""
     known = read_calibration(calibration)
+    place = known_cluster(cluster) if cluster else None
     gc.disable()  # a large table is millions of texts and no cycles: walking them costs seconds
     try:
         table = read_table(path)
         if table.length > 50_000:
             on_event(Event(f"predicting {table.length} rows"))
-        rows = parse(table)
-        answers = predict_rows(rows, known)
+        if place is not None:
+            size = [str(place.host_gpus)] * table.length
+            table.texts.update(cluster=[place.name] * table.length, gpus_per_node=size)
+            table.texts["hardware"] = [place.device.id] * table.length
+        rows = parse(table, {place.name.lower(): place} if place else {})
+        answers = predict_rows(rows, known, _finder(known, place))
     finally:
         gc.enable()
     chance = answers.fit_chance[rows.usable]
@@ -131,3 +144,19 @@ def predict_table(
         fit=int((chance > SURE).sum()),
         may_fit=int(((chance >= REFUSED) & (chance <= SURE)).sum()),
     )
+
+
+def _finder(known: Calibration, place: Cluster | None) -> Finder:
+    """Coefficients as the planner finds them; a cluster that nobody described has usual links."""
+
+    def find(stack: str, cluster: str, hardware: str, gpus: int) -> tuple[FittedStack, str]:
+        name = cluster.strip().lower()
+        if place is not None:
+            machine = place
+        elif name in catalog.cluster_names():
+            machine = catalog.cluster(name, gpus)
+        else:
+            machine = replace(usual_cluster(catalog.device(hardware), gpus), name=name or "unnamed")
+        return entry_for(known, stack, machine)
+
+    return find

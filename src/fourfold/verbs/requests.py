@@ -10,6 +10,7 @@ from fourfold.cost.count.flops import DEFAULT
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
+from fourfold.search.choice import MOST_RISK, RISK
 from fourfold.spec import codec
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster
@@ -114,6 +115,11 @@ class PlanRequest:
     )
     explore: bool = flag("also rank layouts with never-measured features", rare=True, default=False)
     safe: bool = flag("rank only layouts that certainly fit, if any do", rare=True, default=False)
+    risk: Share = flag(
+        "risk of not fitting that the first choice may have, up to 50% (default 10%)",
+        "SHARE",
+        default=RISK,
+    )
     export: str | None = flag(
         "write settings for megatron, torchtitan, torchtitan-0.2, nanotron or torchrun (our "
         "own engine); implies --stack",
@@ -126,6 +132,8 @@ class PlanRequest:
         at_least_one(top=self.top)
         if self.max_nodes is not None:
             at_least_one(max_nodes=self.max_nodes)
+        if not 0 <= self.risk <= MOST_RISK:
+            raise UserError("must be from 0 to 0.5", field="risk", value=self.risk)
         if not 0 <= self.lost < 1:
             raise UserError("must be below 1", field="lost", value=self.lost)
         if self.tokens is not None and not 0 < self.tokens < 1e18:

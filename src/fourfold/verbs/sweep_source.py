@@ -30,7 +30,7 @@ from fourfold.spec.tokens import read_info
 from fourfold.verbs.bench import permit_of, predicted_micro_batch, refusals, tokens_of
 from fourfold.verbs.engine_runs import engine_predictor
 from fourfold.verbs.machine import Predictor
-from fourfold.verbs.plan import resolved
+from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest, decided
 from fourfold.verbs.run_requests import MptSweep, PlanSweep, SweepRequest
 from fourfold.verbs.where import site_of

@@ -5,7 +5,7 @@ Rows are grouped by calibration and answered a few thousand at a time, to stay i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
-from fourfold.cost.fit import nearby
 from fourfold.cost.fit.calibration import Calibration, FittedStack
-from fourfold.cost.fit.interval import bounds
 from fourfold.cost.fit.spread import distances
-from fourfold.cost.memory.peak import GIB, REFUSED, fit_chance, memory
+from fourfold.cost.memory.peak import GIB, REFUSED, fit_chance
+from fourfold.cost.predict import predictions
 from fourfold.cost.stacks import is_known, stack_defaults
-from fourfold.cost.table.reference import RowTable, each
+from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
 
@@ -48,7 +47,11 @@ class RowPredictions:
     reasons: list[str]
 
 
-def predict(rows: Rows, calibration: Calibration) -> RowPredictions:
+# (stack, cluster, hardware, GPUs) -> coefficients, and why they are not this machine's own
+Finder = Callable[[str, str, str, int], tuple[FittedStack, str]]
+
+
+def predict(rows: Rows, calibration: Calibration, find: Finder | None = None) -> RowPredictions:
     n = rows.table.length
     out = {
         name: np.full(n, np.nan)
@@ -56,7 +59,7 @@ def predict(rows: Rows, calibration: Calibration) -> RowPredictions:
     }
     unstated = _unstated(rows.table)
     reasons = list(rows.reasons)
-    for index, entry, why in entries_of(rows, calibration):
+    for index, entry, why in entries_of(rows, calibration, find):
         for start in range(0, len(index), CHUNK):
             part = index[start : start + CHUNK]
             _answer(rows, part, entry, out)
@@ -84,27 +87,31 @@ def _unstated(table: RowTable) -> NDArray[np.bool_]:
 
 
 def entries_of(
-    rows: Rows, calibration: Calibration
+    rows: Rows, calibration: Calibration, find: Finder | None = None
 ) -> Iterator[tuple[NDArray[np.intp], FittedStack, str]]:
-    """(rows, entry, reason) per stack, cluster and GPU generation."""
-    generation = each(rows.hardware.tolist(), generation_of)
-    labels = list(zip(rows.stack.tolist(), rows.cluster.tolist(), generation, strict=True))
-    places: dict[tuple[str, str, str], list[int]] = {}
+    """(rows, entry, reason) per stack and machine; `find` knows machines that a table does not."""
+
+    def by_name(stack: str, cluster: str, hardware: str, gpus: int) -> tuple[FittedStack, str]:
+        return calibration.entry(stack, cluster, generation_of(hardware))
+
+    sizes = rows.columns.gpus.astype(np.int64).tolist() if find else [0] * rows.table.length
+    labels = zip(
+        rows.stack.tolist(), rows.cluster.tolist(), rows.hardware.tolist(), sizes, strict=True
+    )
+    places: dict[tuple[str, str, str, int], list[int]] = {}
     for i, label in enumerate(labels):
         if rows.usable[i]:
             places.setdefault(label, []).append(i)
-    for (stack, cluster, gen), index in places.items():
-        entry, why = calibration.entry(stack, cluster, gen)
+    for label, index in places.items():
+        entry, why = (find or by_name)(*label)
         yield np.array(index), entry, why
 
 
 def _answer(rows: Rows, part: NDArray[np.intp], entry: FittedStack, out: dict[str, Floats]) -> None:
     c = rows.columns.take(part)
-    times = nearby.times(c, entry.coefficients, entry.nearby)
-    low, high = bounds(c, entry, times)
-    room = memory(c, entry.coefficients)
-    rank0 = stack_defaults(entry.stack).reports_rank0
-    out["step"][part], out["low"][part], out["high"][part] = times.step_s, low, high
+    found = predictions(c, entry)
+    room, rank0 = found.room, stack_defaults(entry.stack).reports_rank0
+    out["step"][part], out["low"][part], out["high"][part] = found.step_s, found.low_s, found.high_s
     out["mem"][part] = (room.first_bytes if rank0 else room.worst_bytes) / GIB
     out["worst"][part] = room.worst_bytes / GIB
     out["chance"][part] = fit_chance(c, entry)

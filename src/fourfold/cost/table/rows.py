@@ -6,6 +6,7 @@ Blank policy fields take the stack's usual value, and `reasons` says that too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,7 @@ from fourfold.cost.table.reference import (
 )
 from fourfold.errors import UserError
 from fourfold.spec import catalog
+from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.words import CP_KINDS, DTYPES, SCHEDULES, SHARDINGS
 
@@ -59,7 +61,8 @@ class Rows:
     status: NDArray[np.str_]
 
 
-def parse(table: RowTable) -> Rows:
+def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Rows:
+    """`clusters`: machines by name beside those of the catalogue."""
     draft = Draft(table)
     lacks = np.array([cell == INCOMPLETE for cell in table.column("status")], dtype=bool)
     draft.refuse(lacks, "the run is incomplete; 'fourfold collect' names its missing fields")
@@ -69,7 +72,7 @@ def parse(table: RowTable) -> Rows:
     _layout(draft, no_layout)
     stack = Distinct(table.column("stack"), stack_defaults)
     _policy(draft, words, stack, no_layout)
-    _hardware(draft, words)
+    _hardware(draft, words, clusters or {})
     check_values(draft)
     fill_layouts(draft, no_layout)
     check_layout(draft)
@@ -220,16 +223,16 @@ def recomputed_block(kind: str) -> float:
     return float(number) if number != kind and number.isdecimal() and len(number) < 6 else 0.0
 
 
-def _hardware(draft: Draft, words: Distinct[NoteWords]) -> None:
+def _hardware(draft: Draft, words: Distinct[NoteWords], clusters: Mapping[str, Cluster]) -> None:
     """Device and cluster facts, looked up once per different combination."""
     table, facts = draft.table, draft.facts
     node = numbers(table.column("gpus_per_node"))
     names = list(zip(table.column("hardware"), table.column("cluster"), table.column("precision"),
                      node.tolist(), strict=True))  # fmt: skip
-    machines = Distinct(names, lambda key: _machine(*key))
+    machines = Distinct(names, lambda key: _machine(*key, clusters=clusters))
     draft.refuse(machines.mask(lambda m: m is None), "hardware is not a known GPU")
     # Only its names of facts are used: a table without one known GPU still has all columns.
-    usual = _machine("h100-80gb", "", "", 8.0)
+    usual = _machine("h100-80gb", "", "", 8.0, clusters={})
     assert usual is not None, "this GPU is in the catalogue"
     for fact in usual:
         facts[fact] = machines.array(lambda m, fact=fact: 1.0 if m is None else m[fact])
@@ -254,13 +257,22 @@ def _hardware(draft: Draft, words: Distinct[NoteWords]) -> None:
     facts["slow"] = (words.mask(lambda w: w.slow_network) & ~fast).astype(np.float64)
 
 
-def _machine(hardware: str, cluster: str, precision: str, node: float) -> dict[str, float] | None:
+def _machine(
+    hardware: str,
+    cluster: str,
+    precision: str,
+    node: float,
+    *,
+    clusters: Mapping[str, Cluster],
+) -> dict[str, float] | None:
     try:
         device = catalog.device(hardware.strip().lower())
     except UserError:
         return None
-    known = cluster.strip().lower() in catalog.cluster_names()
-    place = catalog.cluster(cluster.strip().lower()) if known else None
+    name = cluster.strip().lower()
+    place = clusters.get(name)
+    if place is None and name in catalog.cluster_names():
+        place = catalog.cluster(name)
     if node != node or node < 1:
         node = float(place.host_gpus) if place is not None else 8.0
     facts = device_facts(device, precision or "bf16") | fabric_facts(device, place, node)

@@ -28,7 +28,7 @@ F.stepChart = (plan) => {
   return {
     traces: [...F.stacked(rows, F.PARTS, F.partColors, (row) => row.exposed_s, F.seconds), F.interval(rows, (row) => row.step_s, (row) => row.step_s_low, (row) => row.step_s_high, "step, with its 80% interval", hover)],
     layout: { barmode: "stack", shapes, xaxis: { title: { text: "seconds per step" }, rangemode: "tozero" }, yaxis: ranks(rows), showlegend: true },
-    note: rows.length > 1 ? `#1 is within 2% of the fastest (the grey band) with a chance of ${F.number(Math.round(100 * rows[0].near_best))}%.` : "",
+    note: rows.length > 1 ? "The grey band is within 2% of the fastest; a faster one below #1 may not fit." : "",
     label: `Seconds per step of ${rows.length} layouts, with parts and intervals`,
     headings: ["layout", "seconds per step", "80% low", "80% high", ...Object.values(F.PARTS)], rows: rows.map((row) => [F.planName(row), row.step_s, row.step_s_low, row.step_s_high, ...Object.keys(F.PARTS).map((key) => row.exposed_s[key] ?? 0)]),
   };

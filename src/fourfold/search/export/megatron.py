@@ -88,6 +88,10 @@ def package(setup: Setup) -> Package:
     flags |= _precision(setup) | _data_parallel(setup) | _recompute(setup.policy)
     flags["--attention-backend"] = _ATTENTION[setup.policy.attention]
     flags["--transformer-impl"] = "transformer_engine"
+    # As the recipes behind its seconds: one kernel for the loss, garbage collected on all ranks in
+    # the same step.
+    flags |= {"--cross-entropy-loss-fusion": None, "--cross-entropy-fusion-impl": "te"}
+    flags |= {"--manual-gc": None, "--manual-gc-interval": 100}
     words = [
         str(word)
         for name, value in flags.items()

@@ -45,7 +45,11 @@ _QWEN = {
     "adapter": "Qwen3StateDictAdapter",
     "rope": "CosSinRoPE",
 }
-_RECOMPUTE = {"none": "None", "full": "FullAC.Config()"}
+_RECOMPUTE = {
+    "none": "None",
+    "selective": "SelectiveAC.Config()",  # by operators, its default
+    "full": "FullAC.Config()",
+}
 _FP8_IMPORT = "from torchtitan.components.quantization import Float8LinearConverter\n"
 _CONFIG = Template("""$mark torchtitan, for $release
 from functools import partial
@@ -54,7 +58,7 @@ import torch.nn as nn
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
 ${fp8_import}from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common import Embedding, Linear, RMSNorm, ${rope}

@@ -38,8 +38,8 @@ def package(setup: Setup) -> Package:
     options |= {f"training.{name}": value for name, value in titan.training(setup).items()}
     kind, _, every = policy.recompute.partition("-")
     options["activation_checkpoint.mode"] = "selective" if every else kind
-    if every:  # its "selective" with a number recomputes each N-th layer whole
-        options["activation_checkpoint.selective_ac_option"] = every
+    if every or kind == "selective":  # with a number it recomputes each N-th layer whole
+        options["activation_checkpoint.selective_ac_option"] = every or "op"
     if policy.precision == "fp8":
         options |= {"model.converters": _FP8, f"{_FP8}.filter_fqns": "output"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
