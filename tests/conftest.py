@@ -7,11 +7,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from fourfold.launch import ranks
+from tests import warm
 
 settings.register_profile(
     "fourfold", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -80,3 +85,19 @@ def pytest_sessionstart() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("COLUMNS", None)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # many ranks on few cores
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_workers() -> Iterator[None]:
+    """Workers are forked from a process that has imported torch, which starts with the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "subprocess", warm.SUBPROCESS)
+        yield
+    warm.end()
+
+
+@pytest.fixture(autouse=True)
+def _cold_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("cold_start"):
+        monkeypatch.setattr(ranks, "subprocess", subprocess)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ from typing import Any
 import pytest
 
 from fourfold.engine.checkpoint.background import ShardInfo, assign_writers
+from tests import warm
 
 HERE = Path(__file__).parent
 
 
 def ranks(which: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(HERE / "checkpoint_ranks.py"), which],
         env=environment, capture_output=True, text=True, check=False, timeout=590,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import model
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import Fault, RunSpec
+from tests import warm
 
 SOURCE = Path(__file__).parents[2] / "src"
 FOREVER = 1_000_000
@@ -66,17 +67,17 @@ def hear_ctrl_c() -> None:
 class Launched:
     """A launcher in its own process, with ranks that have made steps."""
 
-    def __init__(self, folder: Path, run: RunSpec) -> None:
+    def __init__(self, folder: Path, run: RunSpec, popen: type[subprocess.Popen] = warm.Popen):
         folder.mkdir()
         self.folder, self.run = folder / "job", run
         (folder / "run.toml").write_text(codec.to_toml(run))
         command = [sys.executable, "-m", "fourfold.launch", "--job", "ping"]
-        self.process = subprocess.Popen(
+        self.process = popen(
             [*command, str(folder / "run.toml"), str(self.folder)],
             env={**os.environ, "PYTHONPATH": str(SOURCE)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=hear_ctrl_c,
+            preexec_fn=hear_ctrl_c if popen is subprocess.Popen else None,
         )
         wait_for(lambda: all(beat and beat.steps > 2 for beat in self.beats()))
         self.ranks = [beat.pid for beat in self.beats() if beat]
@@ -94,6 +95,7 @@ class Launched:
         return not any(alive(pid) for pid in (self.worker, *self.ranks))
 
 
+@pytest.mark.cold_start
 def test_every_rank_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder with a torch.py too: what lies where a command is called is not imported."""
     here = tmp_path / "repository"
@@ -145,7 +147,7 @@ def test_a_failed_run_does_not_cost_the_others(tmp_path: Path) -> None:
 
 
 def test_kill_of_a_rank(tmp_path: Path) -> None:
-    launched = Launched(tmp_path / "x", spec(4, steps=FOREVER))
+    launched = Launched(tmp_path / "x", spec(4, steps=FOREVER), subprocess.Popen)
     os.kill(launched.ranks[2], signal.SIGKILL)
     assert launched.process.wait(120) == 1
     failure = launched.report().failure

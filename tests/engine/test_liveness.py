@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from fourfold.result.job import Beat, beat_file, read_beat
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 WORDS = (
@@ -34,7 +35,7 @@ def children(pid: int) -> list[int]:
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     out = tmp_path / "out"
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "fourfold", "train", "--out", str(out), *RUN],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

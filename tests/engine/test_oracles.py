@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 HERE = Path(__file__).parent
 
@@ -20,7 +21,7 @@ HERE = Path(__file__).parent
 )
 def test_loss_and_gradients_equal_those_of_torchs_own(which):
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(HERE / "oracle_ranks.py"), which],
         env=environment, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip

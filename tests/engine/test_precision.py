@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from fourfold.engine.training.gradients import LossScaler, ScalerSettings
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy, running
+from tests import warm
 
 HERE = Path(__file__).parent
 
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 def looked(*checks: str) -> list[dict]:
     """What each of four ranks saw, by check."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(HERE / "precision_ranks.py"), *checks],
         env=environment, capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip

@@ -17,6 +17,7 @@ import pytest
 
 from fourfold.result.files.run_file import WORK
 from fourfold.result.files.store import Store
+from tests import warm
 
 # By its whole path: the sweep runs in a folder of its own.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
@@ -39,7 +40,7 @@ seed = {seeds}
 def _start(folder: Path) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "fourfold", "sweep", "sweep.toml", "--runs", "runs"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([*words, "--format", "json"], cwd=folder, env=ENVIRONMENT, **quiet)
+    return warm.Popen([*words, "--format", "json"], cwd=folder, env=ENVIRONMENT, **quiet)
 
 
 def _workers(folder: Path) -> list[int]:
@@ -83,7 +84,7 @@ def _torture(folder: Path, *, gpus: int, kills: int, longest_s: float) -> None:
         after = _stored(folder)
         assert before.items() <= after.items(), f"lost or run again, moments {moments}"
         before = after
-    last = subprocess.run(
+    last = warm.run(
         [sys.executable, "-m", "fourfold", "sweep", "sweep.toml", "--runs", "runs",
          "--format", "json"],
         cwd=folder, capture_output=True, text=True, check=False,

@@ -23,6 +23,7 @@ from fourfold.result.checkpoint import folder as checkpoints
 from fourfold.result.files import curve
 from fourfold.result.job import beat_file, read_beat
 from fourfold.spec.train import TrainSettings
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +53,7 @@ def _nothing_outlives_a_test() -> Iterator[None]:
 
 def start(out: Path, *words: str, limit: Callable[[], None] | None = None) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "fourfold", "train", "--out", str(out), *words],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=limit,
@@ -129,7 +130,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     data.write_bytes(content)
     export = [sys.executable, "-m", "fourfold", "weights", "export", str(out), str(tmp_path / "hf")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(export, env=environment, capture_output=True, text=True, check=False)
+    done = warm.run(export, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "has changed since it was written" in done.stderr
     assert "Traceback" not in done.stderr

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from fourfold.spec import catalog, codec
+from tests import warm
 
 SOURCE = Path(__file__).parents[2] / "src"
 
 
 def verify(*words: str, rc: int = 0) -> dict:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "fourfold", "verify", *words, "--format", "json"],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip

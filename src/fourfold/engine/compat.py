@@ -186,6 +186,10 @@ def flight_record() -> str:
     return ""
 
 
+def import_dynamo() -> None:
+    import torch._dynamo  # noqa: F401
+
+
 def allow_graphs(count: int) -> None:
     """torch gives up compiling a function at its limit of graphs, which is made to fit."""
     config = torch._dynamo.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import getopt
 import importlib
 import json
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fourfold.engine.process.node import Node, appended, interface_to
@@ -205,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
 
     chosen = options.get("--tasks")
     tasks = [int(word) for word in chosen.split(",")] if chosen else list(range(job.tasks))
-    performer = importlib.import_module(f"fourfold.engine.jobs.{job.job.replace('-', '_')}")
+    performer = _performer(job.job)
 
     world = job.processes(tasks[0])
     here = node.ranks(world) if node else range(world)
@@ -221,6 +223,17 @@ def main(argv: list[str] | None = None) -> int:
         return become(int(os.environ["RANK"]))
     host.fork(here, become)
     return host.wait()
+
+
+def _performer(job: str) -> ModuleType:
+    """The job's module, with what its ranks need imported before they are forked."""
+    from fourfold.engine import compat
+
+    performer = importlib.import_module(f"fourfold.engine.jobs.{job.replace('-', '_')}")
+    if "torch.distributed.fsdp" in sys.modules:  # a job that makes steps
+        compat.import_dynamo()  # a second; else every rank does it at its optimizer's first step
+    gc.freeze()  # what is imported is not garbage: no rank's collector has to look at it again
+    return performer
 
 
 def _arguments(argv: list[str]) -> tuple[Path, dict[str, str]]:
