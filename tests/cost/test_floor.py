@@ -60,7 +60,7 @@ def test_parts_sum_to_the_step_and_limits_are_bytes_at_the_measured_speed():
     assert update.engine_s == pytest.approx(0.012)
     tokens, d, f, v = 16384, 2048, 8192, 128256
     layer = 2 * tokens * (16 * d + 4 * (d + 512) + 3 * f + 5 * f)
-    ends = 2 * tokens * (5 * d + 5 * d + 3 * v)
+    ends = 2 * tokens * (6 * d + 8 * d + 3 * v)
     least = 2 * (16 * layer + ends) / 4.2e12
     assert rows["norms, element-wise, loss"].limit_s == pytest.approx(least)
     assert rows["waiting for the host, rest"].engine_s == pytest.approx(

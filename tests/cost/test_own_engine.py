@@ -11,9 +11,10 @@ import pytest
 
 from fourfold.cost.fit.calibration import own_entry, shipped
 from fourfold.cost.memory.peak import memory
+from fourfold.cost.ops.ends import update
+from fourfold.cost.ops.layer import decoder_layer, weights
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.step.kernels import adding_bytes, layer_bytes, update_bytes
 from fourfold.cost.table.reports import read_reports
 from fourfold.errors import UserError
 from fourfold.search.predict import predict
@@ -65,26 +66,31 @@ def test_one_gpu_takes_what_was_measured_and_many_take_its_kernels():
     assert own_entry("fourfold", "a100-80gb") is None
 
 
+def moved(ops, phase: str, *kinds: str) -> float:
+    return sum(float(op.bytes[0]) for op in ops if op.phase == phase and op.kind in kinds)
+
+
 def test_bytes_are_those_of_tensors_read_and_written_once():
     c = columns(run())
-    tokens, d, f = np.array([8192.0]), 4096, 14336
-    forward, backward = layer_bytes(c, tokens)
+    d, f, layer = 4096, 14336, decoder_layer(c, c.micro)
     # Norms and adds 8 widths, queries and keys in and out, gate and up in, their product out.
-    assert forward[0] == 2 * 8192 * (8 * d + 2 * (d + 1024) + 2 * f + f)
-    assert backward[0] == 2 * 8192 * (8 * d + 2 * (d + 1024) + 2 * 2 * f + f)
+    there, back = (moved(layer, phase, "norm", "elementwise") for phase in ("forward", "inputs"))
+    assert there == 2 * 8192 * (8 * d + 2 * (d + 1024) + 2 * f + f)
+    assert back == 2 * 8192 * (8 * d + 2 * (d + 1024) + 2 * 2 * f + f)
     params = np.array([1e9])
     # fp32 weights and two moments both ways, bf16 gradients twice, bf16 copies once.
-    assert update_bytes(c, params)[0] == 1e9 * (24 + 4 + 2)
-    assert adding_bytes(c, params)[0] == 0
+    assert moved(update(c, params, params), "update", "copy") == 1e9 * (24 + 4 + 2)
+    assert moved(weights(c, params), "weights", "copy") == 0
     two = columns(run(batch=2))
-    assert update_bytes(two, params)[0] == 1e9 * (24 + 8 + 2)
-    assert adding_bytes(two, params)[0] == 1e9 * (2 + 8) / 2
+    assert moved(update(two, params, params), "update", "copy") == 1e9 * (24 + 8 + 2)
+    assert moved(weights(two, params), "weights", "copy") == 1e9 * (2 + 8) / 2
 
 
 def test_a_biased_model_reads_its_gradients_once_more():
-    plain = layer_bytes(columns(run("mpt-1b")), np.array([1.0]))[1][0]
+    c = columns(run("mpt-1b"))
     without = columns(replace(run("mpt-1b"), model=replace(run("mpt-1b").model, bias=False)))
-    assert plain - layer_bytes(without, np.array([1.0]))[1][0] == 2 * (3 + 2 + 4) * 2048
+    plain, less = (moved(decoder_layer(x, x.micro), "inputs", "elementwise") for x in (c, without))
+    assert plain - less == 2 * 8192 * (3 + 2 + 4) * 2048
 
 
 def test_compiled_layers_keep_less_and_fp8_ones_least():

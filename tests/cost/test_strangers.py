@@ -20,11 +20,11 @@ from fourfold.cost.fit.folds import KINDS, labels
 from fourfold.cost.fit.interval import bounds, why_wide
 from fourfold.cost.fit.validate import strangers
 from fourfold.cost.memory.peak import limit_bytes, memory
+from fourfold.cost.ops.ends import SENT_ALONE
 from fourfold.cost.step.estimate import (
     PARTS,
-    SENT_ALONE,
+    ends_s,
     estimate,
-    handover_s,
     last_rounds,
 )
 from fourfold.cost.step.traffic import crosses, exchange_s, far_hops, half_collective_s
@@ -216,7 +216,8 @@ def test_growing_noise_widens_intervals_of_large_worlds() -> None:
 
 def test_interleaved_stages_send_beside_their_compute() -> None:
     coef = defaults() | {"micro_s": 0.0}
-    sent = [float(handover_s(run(vpp=vpp), coef, np.array([8192.0]))[0]) for vpp in (1, 4, 8)]
+    runs = [run(vpp=vpp) for vpp in (1, 4, 8)]
+    sent = [float(ends_s(c, coef, np.ones(1))[2][0]) for c in runs]
     assert sent[1] == pytest.approx(4 * SENT_ALONE * sent[0])
     assert sent[2] == pytest.approx(8 * SENT_ALONE * sent[0])
 

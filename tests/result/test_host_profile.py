@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.cost.count import params
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.coefficients import HOST
 from fourfold.cost.fit.machine import calibration_of
@@ -62,9 +61,6 @@ def host_point(ranks: int, **fields: object) -> HostPoint:
         "layer_s": 1e-3 * ranks,
         "wrapped_s": 0.0 if ranks == 1 else 20e-3,
         "called_s": 0.0 if ranks == 1 else 4e-3,
-        "held_s": 0.0 if ranks == 1 else 6e-3,
-        "fresh_bytes": 10**7,
-        "fresh_s": 5e-3,
     }  # fmt: skip
     return HostPoint(**(plain | fields))
 
@@ -116,12 +112,10 @@ def test_coefficients_are_those_of_as_many_ranks() -> None:
     assert set(alone) == set(four) == {*HOST, "flash", "cp_attention"}
     assert four["cpu_layer_s"] == pytest.approx(4 * alone["cpu_layer_s"])
     assert four["cpu_gather_s"] == pytest.approx(5e-4)
-    assert four["cpu_reduce_byte_s"] == pytest.approx(1e-9)
-    assert four["cpu_hook_s"] == pytest.approx(6e-3 - 4e-3)
-    # Twenty milliseconds less those of a layer that sends nothing, and less two gatherings and a
-    # scattering of three hops each; a third for each of them.
-    assert four["cpu_wrap_s"] == pytest.approx((20e-3 - 6e-3 - 9 * 5e-4) / 3, rel=1e-4)
-    assert four["cpu_fresh_s"] == pytest.approx(5e-10)
+    assert four["cpu_gather_byte_s"] == pytest.approx(1e-9)
+    # Twenty milliseconds less those of the layer alone, and less two gatherings and a scattering of
+    # three hops each; a third for each of them.
+    assert four["cpu_wrap_s"] == pytest.approx((20e-3 - 4e-3 - 9 * 5e-4) / 3, rel=1e-4)
     assert four["cpu_call_s"] == pytest.approx(4e-3 - 3 * 5e-4, rel=1e-4)
 
 
@@ -165,34 +159,7 @@ def with_points(known: HardwareProfile, **fields: object) -> HardwareProfile:
     return replace(known, hosts=tuple(replace(p, **fields) for p in known.hosts))  # type: ignore[arg-type]
 
 
-def test_new_memory_is_paid_for_what_is_gathered_and_scattered() -> None:
-    """Of every weight: under zero3 a buffer of each gathering and scattering of a micro batch, some
-    of which the allocator keeps. The last layer and the ends are gathered once for both passes."""
-    known, run = profile(), spec(Layout(shard=2), sharding="zero3")
-    model = run.model
-    layer = params.layer_params(model)
-    ends = 2 * model.vocab * model.hidden
-    values = (3 * model.layers - 1) * layer + 2 * ends
-    more_s = seconds_of(known, run) - seconds_of(with_points(known, fresh_s=0.0), run)
-    assert more_s == pytest.approx(4 * 4 * 0.45 * values * 5e-10, rel=0.01)
-
-
-def test_large_buffers_are_new_each_time_and_so_are_those_of_collectives() -> None:
-    """Both ends together, 4 bytes each: below and from 32 MiB on."""
-    known = profile()
-
-    def pages_s(vocab: int) -> float:
-        run = spec(Layout(shard=2))
-        run = replace(run, model=replace(run.model, vocab=vocab))
-        return seconds_of(known, run) - seconds_of(with_points(known, fresh_s=0.0), run)
-
-    hidden = catalog.model("llama-mini").hidden
-    limit = 2**25 // (4 * 2 * hidden)
-    small, large = pages_s(limit - 1), pages_s(limit)
-    assert large - small == pytest.approx(2 * (2 - 0.45) * 2**25 * 5e-10, rel=0.01)
-
-
-def test_a_layer_that_sends_nothing_pays_its_hooks_only() -> None:
+def test_a_step_of_zero1_is_wrapped_twice() -> None:
     """Under zero1 a step gathers and scatters once, however many micro batches it has."""
     known, run = profile(), spec(Layout(shard=2))
     dearer = with_points(known, wrapped_s=26e-3)  # two milliseconds for each that is sent

@@ -12,11 +12,13 @@ from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.memory.own_engine import stage_peak
 from fourfold.cost.memory.own_layer import layer
 from fourfold.cost.memory.own_stage import stages
-from fourfold.cost.step import estimate as step
-from fourfold.cost.step.kernels import attention_s, ends_bytes, layer_bytes, update_bytes
-from fourfold.cost.step.layer import fsdp_s, head_s, layer_times
+from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
+from fourfold.cost.ops.layer import decoder_layer
+from fourfold.cost.ops.op import Op
+from fourfold.cost.step.cpu_rates import rates_of
+from fourfold.cost.step.estimate import fixed_s, last_rounds, waiting_s
+from fourfold.cost.step.layer import ops_s
 from fourfold.cost.step.pipeline import fill_share
-from fourfold.cost.step.traffic import context_s, floor, host_layer_s
 from fourfold.result.one_rank import OneRankResult
 
 
@@ -56,21 +58,23 @@ class JoinedStep:
 
 def predicted(c: Columns, coef: Coefficients, stage: MeasuredStage) -> StageCompute:
     """What the planner thinks this stage computes, without any traffic. `c` holds one run."""
-    layer = layer_times(c, coef, micro=c.micro)
-    tokens = c.tokens
-    forward_tp, forward_cp = _recomputed_traffic(c, coef, layer.tp_comm)
-    repeated = layer.recompute - c.full_ckpt * (forward_tp + forward_cp)
-    busy = layer.gemm + layer.attention + layer.elementwise + repeated
-    layer_s = _one(floor(busy, host_layer_s(c, coef)))
-    slots, params = _slots(c), _params(c, stage)
+    rates, params, slots = rates_of(c, coef), _params(c, stage), _slots(c)
+    *layer, launches = decoder_layer(c, c.micro)
+    busy = ops_s(_within(layer), rates)
+    layer_s = _one(rates.together(busy, np.zeros(1), rates.seconds(launches))[1])
     parts = {
         "layers": slots * stage.layers * layer_s,
-        "head": slots * _one(head_s(c, coef, tokens=tokens)) if stage.last else 0.0,
-        "embedding": slots * _one(step.embedding_s(c, tokens)) if stage.first else 0.0,
-        "optimizer": _one(step.optimizer_s(c, params=params, weights=params)),
-        "fixed": _one(step.fixed_s(c, coef)),
+        "head": slots * stage.last * _one(ops_s(_within(head(c, c.micro)), rates)),
+        "embedding": slots * stage.first * _one(ops_s(_within(embedding(c, c.micro)), rates)),
+        "optimizer": _one(ops_s(update(c, params, params), rates)),
+        "fixed": _one(fixed_s(c, coef)),
     }
     return StageCompute(layer_s=layer_s, parts=parts, peak_bytes=_peak_bytes(c, stage))
+
+
+def _within(ops: list[Op], *axes: str) -> list[Op]:
+    """Operations of these axes, or those that send nothing."""
+    return [op for op in ops if op.axis in (axes or ("",))]
 
 
 def joined(
@@ -84,28 +88,24 @@ def joined(
 ) -> JoinedStep:
     """The step from measured seconds: of the whole step, of one layer and of one micro batch. Other
     stages are taken to be as slow."""
-    layer = layer_times(c, coef, micro=c.micro)
-    forward_tp, forward_cp = _recomputed_traffic(c, coef, layer.tp_comm)
-    tp = _one(layer.tp_comm + c.full_ckpt * forward_tp)
-    cp = _one(layer.cp_comm + c.full_ckpt * forward_cp)
+    rates, ops, slots = rates_of(c, coef), decoder_layer(c, c.micro), _slots(c)
+    tp, cp, move = (ops_s(_within(ops, axis), rates) for axis in ("tp", "cp", "shard"))
     busy = layer_s + tp + cp
-    fsdp = _one(fsdp_s(c, coef, params=c.rank_layer_weights, busy=np.array([busy]))) - busy
-    tokens = c.tokens
-    ends = _one(step.embedding_comm_s(c, coef, tokens)) if stage.first else 0.0
-    window = stage.layers * busy * step.last_rounds(c)
-    reduced = _one(step.gradient_s(c, coef, params=_params(c, stage), window=window))
-    slots = _slots(c)
+    fsdp = _one(rates.together(busy, move, np.full(1, 1e-9))[0] - busy)
+    ends = ops_s(_within(embedding(c, c.micro), "tp"), rates)
+    window = stage.layers * busy * last_rounds(c)
+    reduced = _one(rates.reduced(*reduction(c, _params(c, stage)), window))
     parts = {
         "compute, measured": compute_s,
-        "tp": slots * (stage.layers * tp + ends),
-        "cp": slots * stage.layers * cp,
+        "tp": slots * (stage.layers * _one(tp) + stage.first * _one(ends)),
+        "cp": slots * stage.layers * _one(cp),
         "dp": slots * stage.layers * fsdp + reduced,
-        "pp": slots * _one(step.handover_s(c, coef, tokens)),
+        "pp": slots * _one(ops_s(handover(c, c.micro), rates)),
     }
     slot_s = micro_s + (sum(parts.values()) - compute_s) / slots
     parts["bubble"] = (_one(c.pp) - 1.0) * slot_s * _one(fill_share(c))
     work, slot_count = np.array([sum(parts.values())]), np.array([slots])
-    waiting = step.waiting_s(c, coef, work=work, slots=slot_count)
+    waiting = waiting_s(c, coef, work=work, slots=slot_count)
     return JoinedStep(parts=parts | {"jitter": sum(map(_one, waiting))})
 
 
@@ -121,13 +121,6 @@ def _slots(c: Columns) -> float:
 def _params(c: Columns, stage: MeasuredStage) -> Floats:
     """Of one tensor rank: its layers, and a table at each end of the model."""
     return (stage.layers * c.layer_weights + (stage.first + stage.last) * c.vocab * c.hidden) / c.tp
-
-
-def _recomputed_traffic(c: Columns, coef: Coefficients, tp_comm: Any) -> tuple[Any, Any]:
-    """Forward parts of the layer's traffic, which a recomputed layer sends again."""
-    forward_tp = tp_comm * 4.0 / np.where(c.sp > 0, 9.0, 8.0)
-    attention, _ = attention_s(c, coef, micro=c.micro)
-    return forward_tp, context_s(c, coef, tokens=c.tokens, attention=attention, backward=False)
 
 
 def _peak_bytes(c: Columns, stage: MeasuredStage) -> float:
@@ -200,7 +193,11 @@ def least_bytes(c: Columns) -> tuple[float, float, float, float]:
     """What can't be avoided besides products and attention, of the one run in `c`: bytes of a
     micro batch in a layer, in the first and the last end; of the update, an element of this rank's
     own weights."""
-    forward, backward = layer_bytes(c, c.tokens)
-    first = ends_bytes(c, c.tokens, first=True, last=False)
-    last = ends_bytes(c, c.tokens, first=False, last=True)
-    return _one(forward + backward), _one(first), _one(last), _one(update_bytes(c, c.shards))
+    c = replace(c, own_kernels=np.ones_like(c.own_kernels))
+
+    def moved(ops: list[Op]) -> float:
+        return _one(sum(op.bytes for op in ops if op.kind in ("norm", "elementwise", "copy")))
+
+    layer = [op for op in decoder_layer(c, c.micro) if op.kind != "copy"]
+    ends = moved(embedding(c, c.micro)), moved(head(c, c.micro))
+    return moved(layer), *ends, moved(update(c, c.shards, c.shards))

@@ -1,4 +1,4 @@
-"""What a profile of a CPU says of our engine there, as coefficients of cost/step/host.py: rates of
+"""What a profile of a CPU says of our engine there, as coefficients of cost/step/cpu_rates.py: of
 one rank while as many as the host has do the same."""
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from fourfold.result.points import (
 from fourfold.result.profile import HardwareProfile, peak_of
 
 # As collectives are called in a step, by what they are called in formulas.
-_CALLED = {"gather": "all-gather", "scatter": "reduce-scatter", "reduce": "all-reduce",
-           "send": "p2p"}  # fmt: skip
+_CALLED = {"gather": "all-gather", "send": "p2p"}
 
 
 def host_coefficients(profile: HardwareProfile, ranks: int) -> dict[str, float]:
@@ -36,7 +35,6 @@ def host_coefficients(profile: HardwareProfile, ranks: int) -> dict[str, float]:
         "cpu_element_s": slower * near.element_s / near.element_bytes,
         "cpu_update_s": slower * near.update_s / near.update_params,
         "cpu_layer_s": slower * near.layer_s,
-        "cpu_fresh_s": slower * near.fresh_s / near.fresh_bytes,
         "cpu_share": min(1.0, profile.cores / ranks),
         "cp_attention": 1.0,  # a CPU's kernel loses nothing where a ring cuts rows
     }
@@ -44,11 +42,9 @@ def host_coefficients(profile: HardwareProfile, ranks: int) -> dict[str, float]:
         start_s, byte_s = _line(profile.collectives, op, ranks, profile.launch_s)
         coef |= {f"cpu_{name}_s": start_s, f"cpu_{name}_byte_s": byte_s}
     hops = near.ranks - 1
-    gather_s, scatter_s = hops * coef["cpu_gather_s"], hops * coef["cpu_scatter_s"]
-    held_s = near.held_s or near.layer_s  # 0: an older profile
-    coef["cpu_hook_s"] = slower * max(profile.launch_s, held_s - near.layer_s)
+    gather_s = hops * coef["cpu_gather_s"]
     # A wrapped layer gathers before either pass and scatters once.
-    sent = near.wrapped_s - held_s - 2.0 * gather_s - scatter_s
+    sent = near.wrapped_s - near.layer_s - 3.0 * gather_s
     coef["cpu_wrap_s"] = slower * max(profile.launch_s, sent / 3.0)
     coef["cpu_call_s"] = slower * max(profile.launch_s, near.called_s - gather_s)
     return coef

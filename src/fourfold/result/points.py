@@ -117,10 +117,9 @@ class HostPoint:
     """What a rank of our engine gets on a CPU while `ranks` of them do the same: `products` as
     linear layers compute them, attention, what else is in a layer (`element_bytes` read and
     written), an update of `update_params` weights, a layer too small to
-    compute, both ways: alone, `held` by FSDP that sends nothing and `wrapped` by one that sends
-    everything; a small gathering as tensor parallelism `called` it (0: one rank), and what it takes
-    more to write `fresh_bytes` that the system must give first. `unsteady`: by what share readings
-    of the same differed."""
+    compute, both ways, alone and `wrapped` by FSDP that sends everything; a small gathering as
+    tensor parallelism `called` it (0: one rank). `unsteady`: by what share readings of the same
+    differed."""
 
     ranks: int
     products: tuple[GemmPoint, ...]
@@ -132,7 +131,4 @@ class HostPoint:
     layer_s: float
     wrapped_s: float
     called_s: float
-    held_s: float = 0.0
-    fresh_bytes: int = 1
-    fresh_s: float = 0.0
     unsteady: float = 0.0

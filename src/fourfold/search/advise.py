@@ -11,8 +11,9 @@ import numpy as np
 
 from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.run import device_facts
+from fourfold.cost.step.estimate import ends_s
 from fourfold.cost.step.kernels import attention_s, misalignment, tile_waves
-from fourfold.cost.step.layer import head_s, layer_times
+from fourfold.cost.step.layer import layer_times
 from fourfold.search.rules.case import divisors
 from fourfold.spec.cluster import Device
 from fourfold.spec.words import PRICED_ATTENTION
@@ -239,7 +240,7 @@ def vocab_advice(shape: LayerShape, kernels: Kernels) -> dict[str, Any]:
     padded = -(-shape.vocab // step) * step
     sizes = sorted({shape.vocab, padded, -(-shape.vocab // (2 * step)) * 2 * step})
     c = kernels.columns([replace(shape, vocab=v) for v in sizes])
-    seconds = head_s(c, kernels.coefficients, tokens=c.micro * c.seq)
+    seconds, *_ = ends_s(c, kernels.coefficients, c.micro)
     # The useful work is that of the asked vocabulary whatever the padding.
     rates = 6.0 * c.micro * c.seq * shape.vocab * c.hidden / c.tp / seconds
     return _advice(shape.vocab, sizes, rates, _alignment("vocabulary", shape.vocab, shape.tp))

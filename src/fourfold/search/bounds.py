@@ -12,18 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.step import host
+from fourfold.cost.ops.ends import handover
+from fourfold.cost.ops.layer import weights
+from fourfold.cost.step.cpu_rates import is_cpu, rates_of
 from fourfold.cost.step.estimate import (
     end_of_step_s,
     ends_s,
     fixed_s,
-    handover_s,
     pipe_s,
     stage_times,
     waiting_s,
 )
-from fourfold.cost.step.layer import beside_s, gathers_s, layer_times
+from fourfold.cost.step.layer import layer_times, ops_s
 from fourfold.cost.step.pipeline import StageTimes
+from fourfold.cost.step.rates import beside_s
 from fourfold.search.candidates import Ints, Places, row_numbers
 from fourfold.search.cores import on_cores
 from fourfold.search.peaks import blocks
@@ -49,12 +51,13 @@ def once_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
 def gathering_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
     """Seconds of a layer's gathers and scatter under zero3, of each row; 0 of others, and on a CPU,
     where they are paid for otherwise."""
-    if host.is_host(query.entry.coefficients):
+    if is_cpu(query.entry.coefficients):
         return np.zeros(len(rows["zero"]))
     one = {"micro_batch": np.ones(1, np.int64), "recompute": np.zeros(1, np.int64)}
     c = query.columns(rows | one, is_open=True)
-    move = gathers_s(c, query.entry.coefficients, params=c.rank_layer_weights)
-    return np.where(c.zero >= 3, move, 0.0)
+    gathers = [op for op in weights(c, c.rank_layer_weights) if op.axis]
+    move = ops_s(gathers, rates_of(c, query.entry.coefficients))
+    return np.broadcast_to(move, rows["zero"].shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,8 @@ class Pipes:
                 beside = beside_s(c, coef, busy=self.busy_s.take(place), move=move)
                 layer = np.maximum(layer, beside)
             ends = self.head_s.take(place), self.embed_s.take(place)
-            return stage_times(c, layer, *ends, handover_s(c, coef, size * c.seq / c.cp))
+            sent = ops_s(handover(c, size.astype(np.float64)), rates_of(c, coef))
+            return stage_times(c, layer, *ends, sent)
 
         whole, micro = stages(points["micro_batch"]), points["micro_batch"]
         slots = count = np.floor(c.share / c.micro)

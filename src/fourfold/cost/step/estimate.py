@@ -9,27 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.step import host
-from fourfold.cost.step.kernels import update_bytes
-from fourfold.cost.step.layer import LayerTimes, head_s, layer_times
+from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
+from fourfold.cost.step.cpu_rates import rates_of
+from fourfold.cost.step.layer import LayerTimes, layer_times, ops_s
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s, stage_layers
-from fourfold.cost.step.traffic import (
-    crosses,
-    far_hops,
-    group_rate,
-    half_collective_s,
-    p2p_rate,
-)
 
 LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "fsdp_comm",
                "host")  # fmt: skip
 PARTS = (*LAYER_PARTS, "head", "pp_comm", "bubble", "dp_comm", "optimizer", "fixed", "jitter")
-BUCKET_BYTES = 100e6  # gradient reducers use 25 to 400 MB; this explains nanotron best
 _OWN_FIXED = 0.1  # of what other engines do once per step: logging, clipping, waiting for a number
-NEAR_HOP = 0.2  # a hop over NVLink against one over the network
-# Of what interleaved stages send: the rest travels beside the chunks between. Without it rows of
-# NeMo on H100 ask for 1.2 times the network they have.
-SENT_ALONE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +55,15 @@ def estimate(c: Columns, coef: Coefficients) -> Times:
 
 def pipe_s(c: Columns, coef: Coefficients, stages: StageTimes, slots: Floats) -> Floats:
     """Of all micro batches through all stages."""
-    usual = pipeline_s(c, stages, slots)
-    if host.is_host(coef):
-        return host.crowded_s(c, coef, usual=usual, work=slots * stages.total / c.pp)
-    return usual
+    work = slots * stages.total / c.pp
+    return rates_of(c, coef).pipeline(pipeline_s(c, stages, slots), work)
 
 
 def ends_s(c: Columns, coef: Coefficients, micro: Floats) -> tuple[Floats, Floats, Floats]:
     """Seconds of one micro batch in the head, in the embedding, and of handing it over."""
-    tokens = micro * c.seq / c.cp
-    head = head_s(c, coef, tokens=tokens)
-    embed = embedding_s(c, tokens) + embedding_comm_s(c, coef, tokens)
-    if host.is_host(coef):
-        embed = host.embedding_s(c, coef, tokens)
-    return head, embed, handover_s(c, coef, tokens)
+    rates = rates_of(c, coef)
+    seconds = [ops_s(ops(c, micro), rates) for ops in (head, embedding, handover)]
+    return seconds[0], seconds[1], seconds[2]
 
 
 def stage_times(
@@ -94,32 +77,6 @@ def stage_times(
         last=split.last * layer_s + head + handover,
         total=c.layers * layer_s + head + embed + c.pp * handover,
     )
-
-
-def embedding_s(c: Columns, tokens: Floats) -> Floats:
-    """Rows read, written and added to, both ways."""
-    return 12.0 * tokens * c.hidden / c.hbm
-
-
-def embedding_comm_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
-    """What tensor-parallel ranks exchange at the ends of the model."""
-    data = 2.0 * tokens * c.hidden
-    return 2.0 * half_collective_s(c, coef, data, size=c.tp, stride=np.ones_like(c.tp))
-
-
-def handover_s(c: Columns, coef: Coefficients, tokens: Floats) -> Floats:
-    """Of one micro batch between stages, both ways."""
-    if host.is_host(coef):
-        return host.handover_s(c, coef, tokens)
-    moved = 2.0 * tokens * c.hidden / c.split * np.where(c.vpp > 1, SENT_ALONE, 1.0)
-    both = 2.0 * moved / p2p_rate(c, coef, c.gpus / c.pp) + coef["micro_s"]
-    return np.where(c.pp > 1, c.vpp * both, 0.0)
-
-
-def optimizer_s(c: Columns, *, params: Floats, weights: Floats) -> Floats:
-    """Update of `params` parameters, or of all `weights` where our own kernels are counted."""
-    usual = c.update_traffic * params / c.shards
-    return np.where(c.own_kernels > 0, update_bytes(c, weights), usual) / c.hbm
 
 
 def fixed_s(c: Columns, coef: Coefficients) -> Floats:
@@ -138,39 +95,6 @@ def waiting_s(
     return waits, (work + waits) * coef["jitter"] * np.log2(nodes)
 
 
-def _ring_hops(c: Columns, size: Floats) -> Floats:
-    """Of a data-parallel group, in hops across the network."""
-    far = far_hops(c, size, c.tp)
-    return far + NEAR_HOP * (size - 1.0 - far)
-
-
-def gradient_s(c: Columns, coef: Coefficients, *, params: Floats, window: Floats) -> Floats:
-    """Exposed seconds of the gradient reduction (and ZeRO-1's weight gather) of a step.
-
-    `window`: seconds of backward under which an overlapping engine hides it.
-    """
-    size = c.dp * c.cp
-    rate = group_rate(c, coef, size, c.tp)
-    whole = (c.zero < 1) | (c.shard < size)  # every rank needs the whole sum: an all-reduce
-    reduce = params * c.grad_bytes * np.where(whole, 2.0, 1.0) * (size - 1.0) / size / rate
-    # An all-reduce goes up a tree, bucket by bucket, but around a ring when the fabric is in its
-    # slow state; ZeRO scatters and gathers layer by layer around rings.
-    ring = _ring_hops(c, size)
-    up = np.log2(np.maximum(size, 1.0)) * np.where(crosses(c, size, c.tp), 1.0, NEAR_HOP)
-    tree = np.where(c.slow > 0, 2.0 * ring, 2.0 * up)
-    per_stage = c.layers / c.pp
-    hops = np.where(whole, tree * params * c.grad_bytes / BUCKET_BYTES, ring * per_stage)
-    gather = 2.0 * params * (c.shard - 1.0) / c.shard / group_rate(c, coef, c.shard, c.tp)
-    turns = _ring_hops(c, c.shard) * per_stage
-    hop = coef["dp_hop_s"] * np.where(c.slow > 0, coef["slow_hop"], 1.0)
-    sharded = (c.zero >= 1) & (c.shard > 1)
-    move = reduce + hops * hop + np.where(sharded, gather + turns * hop, 0.0)
-    paid = coef["dp_exposed"] * move
-    hidden = np.maximum(0.1 * paid, paid - 0.6 * window)
-    paid = np.where((c.zero < 1) | (c.overlap_dp > 0), hidden, paid)
-    return np.where((size > 1) & (c.zero < 3), paid, 0.0)
-
-
 def last_rounds(c: Columns) -> Floats:
     """Passes of a stage from the end of its first chunk's gradients to that of its last one's: a
     round of micro batches goes through every chunk between."""
@@ -187,10 +111,9 @@ def first_stage_params(c: Columns) -> tuple[Floats, Floats]:
 def end_of_step_s(c: Columns, coef: Coefficients, *, window: Floats) -> tuple[Floats, Floats]:
     """(gradients' traffic, update); `window`: seconds of a backward pass that hide traffic."""
     params, weights = first_stage_params(c)
-    if host.is_host(coef):
-        return host.gradient_s(c, coef, weights), host.optimizer_s(c, coef, weights)
-    dp = gradient_s(c, coef, params=params, window=window)
-    return dp, optimizer_s(c, params=params, weights=weights)
+    rates = rates_of(c, coef)
+    reduced = rates.reduced(*reduction(c, params), window)
+    return reduced, ops_s(update(c, params, weights), rates)
 
 
 def _whole_step(

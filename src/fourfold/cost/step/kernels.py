@@ -1,5 +1,4 @@
-"""Seconds of a layer's kernels and one micro batch: matrix products, the attention core, passes
-over memory (Korthikanti et al., arXiv 2205.05198, table 2); bytes of our own compiled kernels."""
+"""Seconds of matrix products and of the attention core of one layer and one micro batch."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.result.points import BLOCK_ROWS, FLASH2, NEWER_FLASH, FlashShape
-from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION
+from fourfold.spec.words import CP_KINDS, PRICED_ATTENTION
 
 # (rows, columns, relative speed) of the tiles libraries choose from; speeds as measured by NVIDIA
 # ("Matrix Multiplication Background User's Guide") for large products, the smaller ones re-read
@@ -29,15 +28,6 @@ _FUSED, _UNFUSED, _FLASH1, _FLASH2 = (
 # neither loses to the shape of its work; on an H200 at 8,192 tokens 0.52 forwards, 0.59 backwards.
 OLDER_KERNEL = 0.51
 _RING, _ALLGATHER = CP_KINDS.index("ring"), CP_KINDS.index("allgather")
-_FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
-# Plain framework calls read and write what a fused kernel keeps in registers (SwiGLU: 3 kernels of
-# 2 to 3 passes against one of 3).
-EAGER = 1.5
-# `elem` is about 1.8 for engines whose passes are guessed; counted ones take about 1.2 of their
-# bytes at the memory's rate by its data sheet.
-EXACT = 0.67
-# Of a logit: 30 for its row's maximum and sum, 58 for its gradient (parallel/lean_loss.py).
-_EAGER_LEAN_BYTES = 88.0
 
 
 def misalignment(size: Floats) -> Floats:
@@ -75,16 +65,6 @@ def gemm_s(
     shape = (k / (k + 128.0)) * np.maximum(0.25, 1.0 - coef["align"] * skew)
     busy = tile_waves(m, n, sms=sms, wave=coef["wave"]) * k / (rate * shape)
     return np.maximum(busy, 2.0 * (m * k + n * k + m * n) / hbm)
-
-
-def linear_shapes(c: Columns) -> tuple[tuple[Floats, Floats], ...]:
-    """(outputs, inputs) of a rank's four linear layers: qkv, attention out, mlp in, mlp out."""
-    return (
-        (c.qkv_width / c.tp, c.hidden),
-        (c.hidden, c.width / c.tp),
-        ((1.0 + c.gated) * c.ffn / c.tp, c.hidden),
-        (c.hidden, c.ffn / c.tp),
-    )
 
 
 def attention_s(
@@ -166,95 +146,3 @@ def _square(
     fused = (c.attention == _FUSED) & (np.mod(per_rank, 4.0) == 0.0)
     scores = 2.0 * pairs * coef["softmax"] / c.hbm * np.where(fused, 1.0, 2.5)
     return product + 6.0 * scores, 2.0 * product + 9.0 * scores
-
-
-def elementwise_s(c: Columns, coef: Coefficients, *, tokens: Floats) -> tuple[Floats, Floats]:
-    """(forward, backward): norms, residual adds and dropout on hidden; rope or bias and the
-    activation on what the tensor-parallel GEMMs make. Without sequence parallelism every TP rank
-    repeats the first kind."""
-    norms = np.where(c.fused_norm > 0, 1.0, coef["norm"])
-    on_hidden = (4.0 * norms + 6.0 + 2.0 * (1.0 - c.gated)) * c.hidden / c.split
-    on_shards = (2.0 * c.qkv_width + (2.0 + c.gated) * c.ffn) / c.tp
-    passes = coef["elem"] * np.where(c.eager > 0, EAGER, 1.0)
-    forward = 2.0 * tokens * (on_hidden + on_shards) * passes / c.hbm
-    casts = cast_s(c, tokens=tokens)
-    own = [
-        EXACT * coef["elem"] * (least + cast) / c.hbm
-        for least, cast in zip(layer_bytes(c, tokens), cast_bytes(c, tokens), strict=True)
-    ]
-    ours = c.own_kernels > 0
-    return (
-        np.where(ours, own[0], forward + casts),
-        np.where(ours, own[1], 2.0 * (forward + casts)),
-    )
-
-
-def cast_s(c: Columns, *, tokens: Floats) -> Floats:
-    """Forward seconds of turning GEMM inputs into fp8 or fp4: read 2 bytes, write value and
-    transpose; scales per block need a second look at the data."""
-    low = (c.precision == _FP8) | (c.precision == _FP4)
-    values = tokens * (2.0 * c.hidden / c.split + (c.width + c.ffn) / c.tp)
-    return np.where(low, values * (4.0 + 2.0 * c.block_scale) / c.hbm, 0.0)
-
-
-def layer_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
-    """(forward, backward) that one layer of our own compiled engine must move for a micro batch
-    besides its products: every kernel reads its inputs and writes its outputs once. Casts to fp8
-    are left out."""
-    # A norm reads the residual and what is added to it, and writes both sums; backwards it reads
-    # the gradients of both and its input.
-    hidden = 8.0 * c.hidden / c.split
-    turned = np.where(c.rope > 0, 2.0 * (c.width + c.kv_width), 0.0) / c.tp
-    wide = (1.0 + c.gated) * c.ffn / c.tp
-    narrow = c.ffn / c.tp
-    # The gradient of a bias is a sum over what its product's output hands back.
-    biases = c.bias * (c.qkv_width / c.tp + 2.0 * c.hidden / c.split + wide)
-    each = tokens * c.act_bytes
-    backward = hidden + turned + 2.0 * wide + narrow + biases
-    return each * (hidden + turned + wide + narrow), each * backward
-
-
-def cast_bytes(c: Columns, tokens: Floats) -> tuple[Floats, Floats]:
-    """(forward, backward) of turning operands into fp8: each is read for its largest value, read
-    again and written; inputs and weights once more in the backward pass, transposed."""
-    ins = 2.0 * c.hidden + (c.width + c.ffn) / c.tp
-    outs = c.qkv_width / c.tp + 2.0 * c.hidden + (1.0 + c.gated) * c.ffn / c.tp
-    weights = c.rank_layer_weights
-    low = np.where(c.precision == _FP8, 1.0, 0.0)
-    forward = low * 5.0 * (tokens * ins + weights)
-    return forward, low * (tokens * (3.0 * ins + 6.0 * outs) + 3.0 * weights)
-
-
-def loss_bytes(c: Columns, tokens: Floats) -> Floats:
-    """Logits are read for their sums, and read and written as their own gradient."""
-    return 3.0 * tokens * np.ceil(c.vocab / c.tp) * c.act_bytes
-
-
-def lean_bytes(c: Columns, tokens: Floats) -> Floats:
-    """The same by our lean loss; uncompiled it goes through logits in a dozen operators, most of
-    them in fp32 on both sides."""
-    eager = tokens * np.ceil(c.vocab / c.tp) * _EAGER_LEAN_BYTES
-    return np.where(c.own_kernels > 0, loss_bytes(c, tokens), eager)
-
-
-def update_bytes(c: Columns, params: Floats) -> Floats:
-    """Weights and moments read and written, gradients read for their norm and for the update, the
-    copies that layers compute with written."""
-    sums = np.where(c.is_alone & (c.micros < 2), c.act_bytes, c.acc_bytes)
-    copies = np.where(c.is_alone & (c.param_bytes != c.act_bytes), c.act_bytes, 0.0)
-    each = 2.0 * (c.param_bytes + c.moment_bytes) + 2.0 * sums + copies
-    return params * each / c.shards
-
-
-def adding_bytes(c: Columns, params: Floats) -> Floats:
-    """Gradients added up, mean over micro batches; without FSDP the first one's are the sum."""
-    micros = c.micros
-    share = np.where(c.is_alone, (micros - 1.0) / np.maximum(micros, 1.0), 1.0)
-    return params * (c.act_bytes + 2.0 * c.acc_bytes) * share
-
-
-def ends_bytes(c: Columns, tokens: Floats, *, first: bool, last: bool) -> Floats:
-    """Of the ends of a model, both ways: rows of the embedding read, written and added to; the last
-    norm and the loss."""
-    each = tokens * c.act_bytes * c.hidden
-    return first * 5.0 * each + last * (5.0 * each + loss_bytes(c, tokens))

@@ -7,12 +7,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.ops.op import Op
 from fourfold.spec.words import CP_KINDS
 
 # All-reduces over 4 to 64 healthy nodes reach this share of the data sheet (nanotron table).
 SLOW_SHARE = 0.45
 SWITCHLESS = 4.0
 PAIR = 2.0
+BUCKET_BYTES = 100e6  # gradient reducers use 25 to 400 MB; this explains nanotron best
+NEAR_HOP = 0.2  # a hop over NVLink against one over the network
 
 
 def ranks_within(size: ArrayLike, stride: ArrayLike, box: ArrayLike) -> Floats:
@@ -127,22 +130,47 @@ RING_EXPOSED, RING_HIDES = 0.3, 0.7
 
 
 def context_s(
-    c: Columns, coef: Coefficients, *, tokens: Floats, attention: Floats, backward: bool
+    c: Columns, coef: Coefficients, data: Floats, halves: Floats, *, attention: Floats
 ) -> Floats:
-    """`attention`: seconds of the layer's attention, under which a ring hides its hops."""
+    """Of `data` bytes that a rank has for the others, sent as often as `halves`; `attention`:
+    seconds of the layer's attention, under which a ring hides its hops."""
     rate = group_rate(c, coef, c.cp, c.tp)
     hop = hop_s(c, coef, c.cp, c.tp)
-    keys = 4.0 * tokens * c.kv_width / c.tp  # k and v of this rank
-    ways = 2.0 if backward else 1.0  # backward sends keys and values, and their gradients
-    ring = (c.cp - 1.0) * (ways * keys / rate + 4.0 * hop)
+    ring = (c.cp - 1.0) * (halves * data / rate + 4.0 * hop)
     ring = RING_EXPOSED * ring + np.maximum(0.0, ring - RING_HIDES * attention)
-    gather = ways * (c.cp - 1.0) * (keys / rate + hop)
-    shares = (c.cp - 1.0) / c.cp
-    exchanged = (keys + 4.0 * tokens * c.width / c.tp) * shares  # k, v and q, output
-    ulysses = exchange_s(c, coef, exchanged, size=c.cp, stride=c.tp) + 4.0 * coef["call_s"]
+    gather = halves * (c.cp - 1.0) * (data / rate + hop)
+    sent = data * (c.cp - 1.0) / c.cp
+    ulysses = exchange_s(c, coef, sent, size=c.cp, stride=c.tp) + 4.0 * coef["call_s"]
     paid = np.where(c.cp_kind == _ALLGATHER, gather, ring)
     paid = np.where(c.cp_kind == _ULYSSES, ulysses, paid)
     return np.where(c.cp > 1, paid, 0.0)
+
+
+def _ring_hops(c: Columns, size: Floats) -> Floats:
+    """Of a data-parallel group, in hops across the network."""
+    far = far_hops(c, size, c.tp)
+    return far + NEAR_HOP * (size - 1.0 - far)
+
+
+def gradient_s(c: Columns, coef: Coefficients, reduce: Op, gather: Op, *, window: Floats) -> Floats:
+    """Exposed seconds of the gradient reduction (and ZeRO-1's weight gather) of a step; `window`:
+    seconds of backward under which an overlapping engine hides it."""
+    size, shards = c.dp * c.cp, c.shard
+    # An all-reduce goes up a tree, bucket by bucket, but around a ring when the fabric is in its
+    # slow state; ZeRO scatters and gathers layer by layer around rings.
+    ring, turns = _ring_hops(c, size), _ring_hops(c, shards)
+    up = np.log2(np.maximum(size, 1.0)) * np.where(crosses(c, size, c.tp), 1.0, NEAR_HOP)
+    tree = np.where(c.slow > 0, 2.0 * ring, 2.0 * up)
+    per_stage = c.layers / c.pp
+    hops = np.where(reduce.halves > 1, tree * reduce.bytes / BUCKET_BYTES, ring * per_stage)
+    hop = coef["dp_hop_s"] * np.where(c.slow > 0, coef["slow_hop"], 1.0)
+    moved = reduce.halves * reduce.bytes * (size - 1.0) / size / group_rate(c, coef, size, c.tp)
+    back = gather.bytes * (shards - 1.0) / shards / group_rate(c, coef, shards, c.tp)
+    move = moved + hops * hop + np.where(gather.times > 0, back + turns * per_stage * hop, 0.0)
+    paid = coef["dp_exposed"] * move
+    hidden = np.maximum(0.1 * paid, paid - 0.6 * window)
+    paid = np.where((c.zero < 1) | (c.overlap_dp > 0), hidden, paid)
+    return np.where(reduce.times > 0, paid, 0.0)
 
 
 def host_layer_s(c: Columns, coef: Coefficients) -> Floats:

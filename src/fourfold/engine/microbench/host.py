@@ -35,8 +35,6 @@ _LINEARS = (
 _TOKENS, _UPDATED = 256, 2**22
 # More than caches hold: a step comes to a layer's weights when all others have been used since.
 _WEIGHTS = 2**24
-# More than C's memory allocator keeps for itself: given back to the system when it is freed.
-_FRESH_BYTES = 48 * 2**20
 _LLAMA = catalog.model("llama-tiny")
 _SHAPE = replace(_LLAMA, hidden=512, ffn=1408, heads=8, kv_heads=4)
 _SMALL = replace(_LLAMA, hidden=16, ffn=32, heads=2, kv_heads=1)
@@ -66,14 +64,11 @@ class HostWorks:
             "backward": backward,
             "between": between,
             "update": _update(),
-            "kept": _filled(torch.empty(_FRESH_BYTES // 4)),
-            "fresh": _filled(None),
             "layer": _passes(_small_layer()),
         }
         if group.size > 1:
             self.works |= {
-                "held": _passes(_wrapped(group, every_time=False)),
-                "wrapped": _passes(_wrapped(group, every_time=True)),
+                "wrapped": _passes(_wrapped(group)),
                 "called": _gather(group),
             }
 
@@ -98,10 +93,7 @@ class HostWorks:
             update_s=took["update"],
             layer_s=took["layer"],
             wrapped_s=took.get("wrapped", 0.0),
-            held_s=took.get("held", 0.0),
             called_s=took.get("called", 0.0),
-            fresh_bytes=_FRESH_BYTES,
-            fresh_s=max(0.0, took["fresh"] - took["kept"]),
             unsteady=rounds.unsteady,
         )
 
@@ -226,13 +218,6 @@ def _update() -> Work:
     return work
 
 
-def _filled(kept: Tensor | None) -> Work:
-    """Writes to memory that is at hand, or that the system must give first."""
-    if kept is not None:
-        return lambda: kept.fill_(1.0)
-    return lambda: torch.empty(_FRESH_BYTES // 4).fill_(1.0)
-
-
 def _small_layer() -> Layer:
     layer = Layer(_SMALL, fused=True)
     for parameter in layer.parameters():
@@ -240,14 +225,11 @@ def _small_layer() -> Layer:
     return layer
 
 
-def _wrapped(group: Group, *, every_time: bool) -> Layer:
-    """As zero3 has it: weights are gathered for either pass, gradients scattered `every_time`. Else
-    as zero1 has it between the first and the last micro batch: nothing is sent."""
+def _wrapped(group: Group) -> Layer:
+    """As zero3 has it: weights are gathered for either pass, gradients scattered."""
     layer = _small_layer()
     mesh = DeviceMesh.from_group(group.handle, "cpu")
-    wrapped = fully_shard(layer, mesh=mesh, reshard_after_forward=every_time)
-    wrapped.set_requires_gradient_sync(every_time)
-    wrapped.set_reshard_after_backward(every_time)
+    fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     return layer
 
 

@@ -1,0 +1,86 @@
+"""Operations of the ends of a model (engine/model/decoder.py), between stages, and once a step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.ops.layer import linear, norm
+from fourfold.cost.ops.op import Op, Sizes
+
+# Of a logit: 30 for its row's maximum and sum, 58 for its gradient (parallel/lean_loss.py).
+_EAGER_LEAN_BYTES = 88.0
+# Of what interleaved stages send: the rest travels beside the chunks between. Without it rows of
+# NeMo on H100 ask for 1.2 times the network they have.
+SENT_ALONE = 0.2
+
+
+def embedding(c: Columns, micro: Floats) -> list[Op]:
+    """Rows read and written, and added to backwards; summed over tp, as gradients of the head."""
+    each = micro * c.seq / c.cp * c.hidden * c.act_bytes
+    rows = partial(Op, name="embedding", kind="copy")
+    summed = partial(Op, name="embedding, sum", kind="collective", axis="tp", bytes=each)
+    return [
+        rows(bytes=2.0 * each),
+        rows(phase="weights", bytes=4.0 * each),
+        summed(),
+        summed(phase="inputs"),
+    ]
+
+
+def head(c: Columns, micro: Floats) -> list[Op]:
+    """The last norm; logits and loss, always in 16 bits. In chunks logits are computed twice, but
+    by the lean loss. They are read for their sums, and read and written as their own gradient."""
+    s, wide = Sizes(c, micro), np.ceil(c.vocab / c.tp)
+    twice = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), 1.0, 0.0)
+    exact = np.where(c.own_kernels + c.lean_loss > 0, 1.0, 0.0)
+    counted = np.where(c.own_kernels > 0, 3.0 * c.act_bytes, _EAGER_LEAN_BYTES)
+    moved = s.tokens * wide * np.where(exact > 0, counted, 9.6)
+    return [
+        *norm(c, s, "final_norm"),
+        *linear("head", s.tokens, wide, c.hidden, twice, narrow=False),
+        Op(name="loss", kind="elementwise", phase="inputs", bytes=moved, counted=exact),
+    ]
+
+
+def handover(c: Columns, micro: Floats) -> list[Op]:
+    """Of a micro batch to the next stage, and of its gradient back, for each virtual stage."""
+    each = micro * c.seq / c.cp * c.hidden / c.split * c.act_bytes
+    moved = each * np.where(c.vpp > 1, SENT_ALONE, 1.0)
+    times = np.where(c.pp > 1, c.vpp, 0.0)
+    send = partial(Op, name="stage, send", kind="send", axis="pp", bytes=moved, times=times)
+    return [send(), send(phase="inputs")]
+
+
+def reduction(c: Columns, params: Floats) -> tuple[Op, Op]:
+    """Once a step below ZeRO-3: gradients summed over all ranks that see other tokens, or
+    scattered; weights that ZeRO-1 divides gathered."""
+    size = c.dp * c.cp
+    is_whole = (c.zero < 1) | (c.shard < size)  # every rank needs the whole sum: an all-reduce
+    reduced = np.where((size > 1) & (c.zero < 3), 1.0, 0.0)
+    gathered = reduced * np.where((c.zero >= 1) & (c.shard > 1), 1.0, 0.0)
+    once = partial(Op, kind="collective", axis="dp")
+    return (
+        once(
+            name="gradients, reduce",
+            phase="weights",
+            bytes=params * c.grad_bytes,
+            halves=np.where(is_whole, 2.0, 1.0),
+            times=reduced,
+        ),
+        once(name="weights, gather", phase="update", bytes=params * c.act_bytes, times=gathered),
+    )
+
+
+def update(c: Columns, params: Floats, counted_params: Floats) -> list[Op]:
+    """Counted: weights and moments are read and written, gradients read for their norm and for the
+    update, the copies that layers compute with written."""
+    sums = np.where(c.is_alone & (c.micros < 2), c.act_bytes, c.acc_bytes)
+    copies = np.where(c.is_alone & (c.param_bytes != c.act_bytes), c.act_bytes, 0.0)
+    each = 2.0 * (c.param_bytes + c.moment_bytes) + 2.0 * sums + copies
+    ours = c.own_kernels > 0
+    moved = np.where(ours, each * counted_params, c.update_traffic * params) / c.shards
+    mine = counted_params / c.shards
+    return [Op(name="optimizer", kind="copy", phase="update", bytes=moved, m=mine)]

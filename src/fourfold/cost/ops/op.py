@@ -1,0 +1,62 @@
+"""One operation of a rank, as columns over runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from fourfold.cost.columns import Columns, Floats
+
+Kind = Literal["product", "grouped product", "attention", "norm", "elementwise", "cast", "copy",
+               "collective", "send", "host"]  # fmt: skip
+# A product's backward pass is two: gradients of its inputs and of its weights.
+Phase = Literal["forward", "inputs", "weights", "update"]
+NONE: Any = np.float64(0.0)  # a number is a column of all runs
+_ONE: Any = np.float64(1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """`m, n, k`: of a product; of attention `m` is the sequences. `bytes`: read and written by a
+    kernel, or the whole buffer of a message. `axis`: of a message; `halves`: how many gathers or
+    scatters it is worth (an all-reduce: 2). `again`: the share of layers whose backward pass does
+    it once more. `counted`: 1 where bytes are those of our kernels, 0 where they are the usual ones
+    of an engine. `narrow`: in the precision that was asked for, else in 16 bits."""
+
+    name: str
+    kind: Kind
+    phase: Phase = "forward"
+    m: Floats = NONE
+    n: Floats = NONE
+    k: Floats = NONE
+    bytes: Floats = NONE
+    axis: str = ""
+    halves: Floats = _ONE
+    times: Floats = _ONE
+    again: Floats = NONE
+    counted: Floats = NONE
+    narrow: bool = True
+
+
+class Sizes:
+    """Of one micro batch in a layer of one rank: tokens, widths, and what a backward pass computes
+    again."""
+
+    def __init__(self, c: Columns, micro: Floats) -> None:
+        self.micro = micro
+        self.tokens = micro * c.seq / c.cp
+        self.message = self.tokens * c.hidden * c.act_bytes  # what a tensor group exchanges
+        self.between = c.hidden / c.split  # values of a token between blocks
+        self.qkv = c.qkv_width / c.tp
+        self.width = c.width / c.tp
+        self.wide = (1.0 + c.gated) * c.ffn / c.tp
+        self.ffn = c.ffn / c.tp
+        rest = 1.0 - c.full_ckpt
+        self.all_again = c.full_ckpt
+        # Torch stops where a backward pass has all it needs: before the last product.
+        self.last_again = c.full_ckpt * np.where(c.own > 0, 0.0, 1.0)
+        self.core_again = c.full_ckpt + rest * c.attn_ckpt
+        self.norm_again = c.full_ckpt + rest * c.norm_ckpt  # norms and the activation
+        self.up_again = c.full_ckpt + rest * c.mlp_ckpt

@@ -1,0 +1,132 @@
+"""Seconds of single operations (cost/ops) where nothing else runs, on a GPU and its links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.ops.op import Op, Phase
+from fourfold.cost.step.kernels import attention_s, gemm_s
+from fourfold.cost.step.traffic import (
+    context_s,
+    floor,
+    gradient_s,
+    group_rate,
+    half_collective_s,
+    host_layer_s,
+    p2p_rate,
+    ring_s,
+)
+from fourfold.result.points import FlashShape
+from fourfold.spec.words import DTYPES
+
+_FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
+# torchtitan's 70B runs on H100: the same run with scales per row takes a third longer.
+ROWWISE = 0.6
+# `elem` is about 1.8 for engines whose passes are guessed; counted ones take about 1.2 of their
+# bytes at the memory's rate by its data sheet.
+EXACT = 0.67
+
+
+@dataclass(slots=True)
+class Rates:
+    """Of these runs by these coefficients. What operations share is computed once."""
+
+    c: Columns
+    coef: Coefficients
+    flash_shape: FlashShape | None = None
+    _known: dict[object, Floats] = field(default_factory=dict)
+
+    def seconds(self, op: Op) -> Floats:
+        """A method for each kind of kernel, and for each axis of messages."""
+        kind = op.axis.partition(" ")[0] if op.kind == "collective" else op.kind
+        return getattr(self, kind.replace(" ", "_"))(op)
+
+    def product(self, op: Op) -> Floats:
+        c = self.c
+        if op.narrow not in self._known:
+            self._known[op.narrow] = self._product_rate(op.narrow)
+        rate = self._known[op.narrow]
+        return gemm_s(op.m, op.n, op.k, rate=rate, hbm=c.hbm, sms=c.sms, coef=self.coef)
+
+    def _product_rate(self, narrow: bool) -> Floats:
+        c, coef = self.c, self.coef
+        rate = c.peak * c.clock * coef["gemm"]
+        is_low = (c.precision == _FP8) | (c.precision == _FP4)
+        if not narrow or not is_low.any():
+            return rate
+        kernel = coef["fp8"] * np.where(c.row_scale > 0, ROWWISE, 1.0)
+        return np.where(is_low, c.peak_low * c.clock * coef["gemm"] * kernel, rate)
+
+    def attention(self, op: Op) -> Floats:
+        return self._core_s(op.phase, op.m)
+
+    def _core_s(self, phase: Phase, micro: Floats) -> Floats:
+        if phase not in self._known:
+            both = attention_s(self.c, self.coef, micro=micro, shape=self.flash_shape)
+            self._known["forward"], self._known["inputs"] = both
+        return self._known[phase]
+
+    def elementwise(self, op: Op) -> Floats:
+        return op.bytes * self.coef["elem"] * np.where(op.counted > 0, EXACT, 1.0) / self.c.hbm
+
+    def norm(self, op: Op) -> Floats:
+        fused = (self.c.fused_norm > 0) | (op.counted > 0)
+        return self.elementwise(op) * np.where(fused, 1.0, self.coef["norm"])
+
+    def cast(self, op: Op) -> Floats:
+        return op.bytes * np.where(op.counted > 0, EXACT * self.coef["elem"], 1.0) / self.c.hbm
+
+    def copy(self, op: Op) -> Floats:
+        return op.bytes / self.c.hbm
+
+    def tp(self, op: Op) -> Floats:
+        """Each gather or scatter of a tensor group; in pieces under products, a part is paid."""
+        if id(op.bytes) not in self._known:
+            self._known[id(op.bytes)] = self._half_s(op.bytes)
+        return op.halves * self._known[id(op.bytes)]
+
+    def _half_s(self, data: Floats) -> Floats:
+        c, coef = self.c, self.coef
+        half = half_collective_s(c, coef, data, size=c.tp, stride=np.ones_like(c.tp))
+        half = half + np.where(c.tp > 1, coef["call_s"], 0.0)
+        return half * np.where(c.overlap_tp > 0, coef["tp_hidden"], 1.0)
+
+    def cp(self, op: Op) -> Floats:
+        """A ring hides its hops under the layer's attention."""
+        attention = self._core_s(op.phase, op.m)
+        return context_s(self.c, self.coef, op.bytes, op.halves, attention=attention)
+
+    def shard(self, op: Op) -> Floats:
+        c, coef, size = self.c, self.coef, self.c.shard
+        move = op.bytes * (size - 1.0) / size / group_rate(c, coef, size, c.tp)
+        return op.times * (move + 0.25 * ring_s(c, coef, size, c.tp))
+
+    def send(self, op: Op) -> Floats:
+        rate = p2p_rate(self.c, self.coef, self.c.gpus / self.c.pp)
+        return op.times * (op.bytes / rate + self.coef["micro_s"] / 2.0)
+
+    def host(self, op: Op) -> Floats:
+        return host_layer_s(self.c, self.coef)
+
+    def together(self, busy: Floats, move: Floats, launch: Floats) -> tuple[Floats, Floats]:
+        """Of a layer: (with what ZeRO-3 moves beside it, with launches that it may wait for)."""
+        gathered = beside_s(self.c, self.coef, busy=busy, move=move) if np.any(move) else busy
+        return gathered, floor(gathered, launch)
+
+    def reduced(self, reduce: Op, gather: Op, window: Floats) -> Floats:
+        """Of a step's gradients, and of weights that ZeRO-1 divides; `window`: of a backward pass,
+        which hides them."""
+        return gradient_s(self.c, self.coef, reduce, gather, window=window)
+
+    def pipeline(self, usual: Floats, work: Floats) -> Floats:
+        """Of a pipeline that takes `usual`, in which a rank is at work for `work`."""
+        return usual
+
+
+def beside_s(c: Columns, coef: Coefficients, *, busy: Floats, move: Floats) -> Floats:
+    """What both take; grows with either."""
+    together = (busy**4 + move**4) ** 0.25 + 0.2 * coef["dp_exposed"] * move
+    return np.where(c.prefetch > 0, together, busy + move)
