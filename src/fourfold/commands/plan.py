@@ -40,6 +40,7 @@ OPTIONS = (
     option("--front", "the fastest layouts for less memory or GPUs", choices=("memory", "gpus")),
     option("--largest", "the largest of it that still fits", choices=("sequence", "model")),
     option("--explain", "explain one layout, or why it is illegal", "LAYOUT"),
+    option("--operations", "with --explain: what a rank does in a step, one by one", switch=True),
     option("--timeline", "with --explain: draw the pipeline, .html or .png", "FILE", rare=True),
     option("--out", "folder for --export; file for torchrun (default stdout)", "PATH", rare=True),
     option("--pick", "which ranked layout --export writes (default 1)", "N", read=int, rare=True),
@@ -66,8 +67,9 @@ def run(args: Any, show: OnEvent) -> Output:
         return Output.of(found, lambda: largest_page(found))
     if args.explain:
         return _explain(args, request, show)
-    if args.timeline:
-        raise UserError("needs --explain", field="--timeline", hint="add --explain 'pp4 dp2'")
+    for name in ("timeline", "operations"):
+        if getattr(args, name):
+            raise UserError("needs --explain", field=f"--{name}", hint="add --explain 'pp4 dp2'")
     if args.export:
         return _export(args, request, show)
     if args.html:
@@ -84,7 +86,8 @@ def run(args: Any, show: OnEvent) -> Output:
 def _explain(args: Any, request: PlanRequest, show: OnEvent) -> Output:
     if args.timeline:
         must_be_picture(args.timeline, "timeline", SUFFIXES)
-    explained = fourfold.explain(request, args.explain, draw=bool(args.timeline), on_event=show)
+    draw, listed = bool(args.timeline), bool(args.operations)
+    explained = fourfold.explain(request, args.explain, draw=draw, operations=listed, on_event=show)
     if explained.timeline is not None:
         drawn = picture(explained.timeline, args.timeline)
         files.write_bytes(args.timeline, drawn, field="timeline")

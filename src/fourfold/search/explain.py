@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fourfold.cost.listing import OpRow, operations
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import Predictions, chunk_times
 from fourfold.cost.schedule import Timeline, play
@@ -65,9 +66,11 @@ class Explanation:
     with_unproven: bool | None = None
     best: PlanRow | None = None
     tie_width_pct: float | None = None
+    operations: tuple[OpRow, ...] | None = None  # of `row`
 
     def plain(self) -> dict[str, Any]:
         hidden = ("smallest",) if self.row is not None else _ONLY_FITTING
+        hidden = hidden if self.operations is not None else (*hidden, "operations")
         hidden = hidden if self.legal else (*_ONLY_FITTING, "smallest")
         return {name: value for name, value in plain(self).items() if name not in hidden}
 
@@ -79,7 +82,7 @@ class Explanation:
 
 
 _ONLY_FITTING = ("row", "variants", "ways", "calibration", "stack", "rank", "of", "with_unproven",
-                 "best", "tie_width_pct")  # fmt: skip
+                 "best", "tie_width_pct", "operations")  # fmt: skip
 
 
 def explain(query: PlanQuery, layout: Layout) -> Explanation:
@@ -93,7 +96,10 @@ def ways_to_run(query: PlanQuery, layout: Layout) -> Ranking | None:
     return rank_layouts(one, least=VARIANTS) if layout.world == query.gpus else None
 
 
-def explain_ranking(query: PlanQuery, layout: Layout, ranking: Ranking | None) -> Explanation:
+def explain_ranking(
+    query: PlanQuery, layout: Layout, ranking: Ranking | None, *, listed: bool = False
+) -> Explanation:
+    """`listed`: with the operations of its best variant."""
     legal = ranking is not None and ranking.grid.legal > 0
     known: dict[str, Any] = {
         "layout": layout,
@@ -123,7 +129,13 @@ def explain_ranking(query: PlanQuery, layout: Layout, ranking: Ranking | None) -
         with_unproven=everything.query.explore and not query.explore,
         best=best.best,
         tie_width_pct=100.0 * (exp(tie_width(query.entry)) - 1.0),
+        operations=_operations(ranking, own.ranked[0]) if listed else None,
     )
+
+
+def _operations(ranking: Ranking, row: PlanRow) -> tuple[OpRow, ...]:
+    one = ranking.predicted.take(np.zeros(1, dtype=np.intp))
+    return operations(one.columns, ranking.query.entry.coefficients, row.parts_s)
 
 
 def _rivals(query: PlanQuery, layout: Layout, ranking: Ranking) -> Ranking:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fourfold.cost.listing import whole_units
 from fourfold.errors import sentence
 from fourfold.show.plan import GIB, approximated, evidence, interval_s, layouts_table, short_s
-from fourfold.show.table import Grid, Part
+from fourfold.show.table import Grid, Part, or_dash
 
 if TYPE_CHECKING:
+    from fourfold.cost.listing import OpRow
     from fourfold.search.explain import Explanation
     from fourfold.search.plan_answer import PlanRow
 
@@ -40,6 +43,24 @@ def explain_page(answer: Explanation) -> list[Part]:
     return _explained(answer, answer.row, answer.best or answer.row)
 
 
+def operations_table(rows: Sequence[OpRow]) -> Grid:
+    """Milliseconds in whole microseconds, which add up to the last row."""
+    units = whole_units([row.step_s for row in rows], 1e-6)
+    lines = [
+        [row.name, row.axis or row.kind, row.phase, f"{row.times:.10g}", _size(row),
+         f"{1e3 * row.alone_s:.3f}", f"{unit / 1e3:.3f}"]
+        for row, unit in zip(rows, units, strict=True)
+    ]  # fmt: skip
+    total = ["step", *[""] * 5, f"{sum(units) / 1e3:.3f}"]
+    heads = ["operation", "kind or axis", "pass", "times", "m x n x k, MB", "ms alone", "ms"]
+    return Grid(heads, [*lines, total])
+
+
+def _size(row: OpRow) -> str:
+    shape = " x ".join(f"{size:.10g}" for size in row.shape)
+    return shape or or_dash(row.bytes / 1e6 or None, ".1f")
+
+
 def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
     parts = [
         [name, short_s(row.parts_s[name]), short_s(best.parts_s[name]),
@@ -68,4 +89,5 @@ def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
         layouts_table(answer.variants or ()),
         "",
         f"evidence: {evidence(row)}",
+        *(["", operations_table(answer.operations)] if answer.operations else []),
     ]

@@ -73,14 +73,20 @@ class Explained:
 
 
 def explain(
-    request: PlanRequest, layout: str | Layout, *, draw: bool = False, on_event: OnEvent = ignore
+    request: PlanRequest,
+    layout: str | Layout,
+    *,
+    draw: bool = False,
+    operations: bool = False,
+    on_event: OnEvent = ignore,
 ) -> Explained:
     """All about one layout: why it is illegal and what is near it, or what it takes and where it
-    stands. Where the request does not say how many GPUs, the layout does. `draw`: its timeline."""
+    stands. Where the request does not say how many GPUs, the layout does. `draw`: its timeline;
+    `operations`: what a rank does in a step, one by one."""
     chosen = Layout.parse(layout) if isinstance(layout, str) else layout
     query = _sized(request, chosen, on_event)
     ranking = ways_to_run(query, chosen)
-    explanation = explain_ranking(query, chosen, ranking)
+    explanation = explain_ranking(query, chosen, ranking, listed=operations)
     drawn = timeline(ranking) if draw and ranking is not None and explanation.fits else None
     return Explained(explanation=explanation, timeline=drawn)
 

@@ -1,0 +1,123 @@
+"""A predicted step as rows, operation by operation, whose seconds add up to the step's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import floor
+from typing import Any
+
+import numpy as np
+
+from fourfold.cost.columns import Coefficients, Columns
+from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
+from fourfold.cost.ops.layer import decoder_layer
+from fourfold.cost.ops.op import Op
+from fourfold.cost.step.cpu_rates import rates_of
+from fourfold.cost.step.estimate import first_stage_params
+from fourfold.cost.step.layer import part_of
+
+# What no operation does, and what a step shows of it.
+WAITING = {
+    "bubble": "pipeline, waiting",
+    "fixed": "data, logging, clipping",
+    "jitter": "waiting for later ranks",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRow:
+    """One operation of a step. `phase`: forward, recompute, gradients of inputs or of weights,
+    update. `times` it is done on a rank, mean over stages, each time so many
+    FLOPs and bytes, moved by a kernel or sent; seconds of all times that the step shows, and that
+    it would take where nothing runs beside it."""
+
+    name: str
+    kind: str
+    phase: str
+    axis: str
+    part: str
+    shape: tuple[float, ...]
+    times: float
+    flops: float
+    bytes: float
+    alone_s: float
+    step_s: float
+
+
+def operations(c: Columns, coef: Coefficients, parts_s: dict[str, float]) -> tuple[OpRow, ...]:
+    """Of the one run in `c`, which takes `parts_s`: what overlaps, and what rows taught beyond the
+    formulas, is shared out among the operations of a part by what each takes alone."""
+    rows = _alone(c, coef)
+    alone = {part: sum(row.alone_s for row in rows if row.part == part) for part in parts_s}
+    shown = [row for row in rows if row.alone_s > 0.0 and parts_s[row.part] != 0.0]
+    found = [
+        replace(row, step_s=row.alone_s * parts_s[row.part] / alone[row.part]) for row in shown
+    ]
+    waiting = [
+        OpRow(name=name, kind="waiting", phase="", axis="", part=part, shape=(), times=1.0,
+              flops=0.0, bytes=0.0, alone_s=parts_s[part], step_s=parts_s[part])
+        for part, name in WAITING.items()
+    ]  # fmt: skip
+    return (*found, *waiting)
+
+
+def _alone(c: Columns, coef: Coefficients) -> list[OpRow]:
+    """Every operation, forwards, computed again and backwards."""
+    rates, micros = rates_of(c, coef), _one(c.share / c.micro)
+    stages, layers = _one(c.pp), _one(c.layers)
+    once = [*reduction(c, first_stage_params(c)[0]), *update(c, *first_stage_params(c))]
+    lists: list[tuple[str, list[Op], float]] = [
+        ("head", embedding(c, c.micro), micros / stages),
+        ("", decoder_layer(c, c.micro), micros * layers / stages),
+        ("head", head(c, c.micro), micros / stages),
+        ("pp_comm", handover(c, c.micro), micros),
+        ("", once, 1.0),
+    ]
+    rows = []
+    for part, ops, count in lists:
+        for op in ops:
+            own = part or {"dp": "dp_comm", "": "optimizer"}.get(op.axis if op in once else "-", "")
+            seconds = _one(_dp_s(c, op) if op.axis == "dp" else rates.seconds(op))
+            again = _one(op.again) if op.phase == "forward" else 0.0
+            rows.append(_row(op, own or part_of(op), op.phase, count, seconds))
+            if again:
+                rows.append(_row(op, part or "recompute", "recompute", count * again, seconds))
+    return rows
+
+
+def _dp_s(c: Columns, op: Op) -> Any:
+    """What a step's reductions are shared out by: their bytes at the network's rate."""
+    return op.times * op.halves * op.bytes / c.net
+
+
+def _row(op: Op, part: str, phase: str, count: float, seconds: float) -> OpRow:
+    shape = (_one(op.m), _one(op.n), _one(op.k)) if op.kind == "product" else ()
+    return OpRow(
+        name=op.name,
+        kind=op.kind,
+        phase=phase,
+        axis=op.axis,
+        part=part,
+        shape=shape,
+        times=count,
+        flops=2.0 * float(np.prod(shape)) if shape else 0.0,
+        bytes=_one(op.bytes * op.halves),
+        alone_s=count * seconds,
+        step_s=0.0,
+    )
+
+
+def _one(value: Any) -> float:
+    return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
+
+
+def whole_units(values: Sequence[float], unit: float) -> list[int]:
+    """In whole units that add up to the rounded sum: the largest remainders are rounded up."""
+    exact = [value / unit for value in values]
+    units = [floor(value) for value in exact]
+    missing = round(sum(exact)) - sum(units)
+    by_rest = sorted(range(len(exact)), key=lambda i: units[i] - exact[i])
+    for i in by_rest[:missing]:
+        units[i] += 1
+    return units
