@@ -20,12 +20,13 @@ from fourfold.cost.memory.peak import (
     REFUSED,
     SURE,
     fit_chance,
-    kept_bytes,
     lean_coefficients,
     limit_bytes,
     memory,
     memory_bounds,
 )
+from fourfold.cost.memory.walk import kept_bytes
+from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import family_of
 from fourfold.cost.step.estimate import estimate
@@ -117,6 +118,10 @@ def test_megatrons_tensors_are_those_that_are_counted(tmp_path: Path) -> None:
     assert peaks == pytest.approx(rows.mem_gb, rel=0.03)
 
 
+def kept(c):
+    return kept_bytes(c, decoder_layer(c, c.micro), defaults())
+
+
 def test_the_fullest_stage_may_be_between_the_ends() -> None:
     """126 layers on 16 stages: 7 and the embedding, 14 times 8, 7 and the head."""
     layout = Layout(pp=16, shard=128, tp=8)
@@ -132,14 +137,14 @@ def test_the_fullest_stage_may_be_between_the_ends() -> None:
     found = memory(c, defaults())
     assert found.worst_bytes > found.first_bytes > found.last_bytes
     assert found.parts["logits"] == 0.0
-    held = 16 * 8 * kept_bytes(c, defaults())
+    held = 16 * 8 * kept(c)
     assert found.parts["activations"] == pytest.approx(held)
 
 
 def test_plain_calls_keep_the_activated_gate() -> None:
     c = seen("generic")
     eager = replace(c, eager=np.ones(1))
-    more = kept_bytes(eager, defaults()) - kept_bytes(c, defaults())
+    more = kept(eager) - kept(c)
     assert more == pytest.approx(8192 * 2.0 * 28672 / 8 * defaults()["act"])
 
 

@@ -23,7 +23,7 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b", "llama-2-7b", "llama-3.1-405b", "llama-2-13b", "mpt-30b")
-WITHIN = 0.03
+WITHIN = 0.05
 
 
 def run(model: str, layers: int, layout: Layout, batch: Batch, **policy: Any) -> RunSpec:

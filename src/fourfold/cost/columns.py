@@ -67,7 +67,7 @@ class Columns:
     grad_bytes: Annotated[Floats, 4]  # bytes of one gradient element on the wire
     acc_bytes: Annotated[Floats, 4]  # bytes of one gradient element held in memory
     opt_bytes: Annotated[Floats, 12]  # optimizer's of a parameter (fp32 master, two moments)
-    own: Annotated[Floats, 0]  # 1: tensors are counted one by one (own_engine.py)
+    own: Annotated[Floats, 0]  # 1: tensors are counted one by one (memory/moments.py)
     reserved: Annotated[Floats, 1]  # bytes reserved and printed against tensors', with FSDP
     autocast: Annotated[Floats, 0]  # 1: without FSDP, weights are cast for each use
     selective_share: Annotated[Floats, 1]  # of what a layer keeps under "selective"

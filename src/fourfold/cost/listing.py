@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns
+from fourfold.cost.memory.walk import kept_bytes
 from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
@@ -28,9 +29,9 @@ WAITING = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRow:
     """One operation of a step. `phase`: forward, recompute, gradients of inputs or of weights,
-    update. `times` it is done on a rank, mean over stages, each time so many
-    FLOPs and bytes, moved by a kernel or sent; seconds of all times that the step shows, and that
-    it would take where nothing runs beside it."""
+    update. `times` it is done on a rank, mean over stages, each time so many FLOPs and bytes, moved
+    by a kernel or sent, of which it `keeps` some until its backward pass; seconds of all times that
+    the step shows, and that it would take where nothing runs beside it."""
 
     name: str
     kind: str
@@ -41,6 +42,7 @@ class OpRow:
     times: float
     flops: float
     bytes: float
+    keeps: float
     alone_s: float
     step_s: float
 
@@ -56,7 +58,7 @@ def operations(c: Columns, coef: Coefficients, parts_s: dict[str, float]) -> tup
     ]
     waiting = [
         OpRow(name=name, kind="waiting", phase="", axis="", part=part, shape=(), times=1.0,
-              flops=0.0, bytes=0.0, alone_s=parts_s[part], step_s=parts_s[part])
+              flops=0.0, bytes=0.0, keeps=0.0, alone_s=parts_s[part], step_s=parts_s[part])
         for part, name in WAITING.items()
     ]  # fmt: skip
     return (*found, *waiting)
@@ -80,9 +82,11 @@ def _alone(c: Columns, coef: Coefficients) -> list[OpRow]:
             own = part or {"dp": "dp_comm", "": "optimizer"}.get(op.axis if op in once else "-", "")
             seconds = _one(_dp_s(c, op) if op.axis == "dp" else rates.seconds(op))
             again = _one(op.again) if op.phase == "forward" else 0.0
-            rows.append(_row(op, own or part_of(op), op.phase, count, seconds))
+            row = _row(op, own or part_of(op), count, seconds)
+            rows.append(replace(row, keeps=_one(kept_bytes(c, [op], coef))))
             if again:
-                rows.append(_row(op, part or "recompute", "recompute", count * again, seconds))
+                more = {"phase": "recompute", "part": part or "recompute", "times": again * count}
+                rows.append(replace(row, **more, alone_s=again * row.alone_s))
     return rows
 
 
@@ -91,18 +95,19 @@ def _dp_s(c: Columns, op: Op) -> Any:
     return op.times * op.halves * op.bytes / c.net
 
 
-def _row(op: Op, part: str, phase: str, count: float, seconds: float) -> OpRow:
+def _row(op: Op, part: str, count: float, seconds: float) -> OpRow:
     shape = (_one(op.m), _one(op.n), _one(op.k)) if op.kind == "product" else ()
     return OpRow(
         name=op.name,
         kind=op.kind,
-        phase=phase,
+        phase=op.phase,
         axis=op.axis,
         part=part,
         shape=shape,
         times=count,
         flops=2.0 * float(np.prod(shape)) if shape else 0.0,
         bytes=_one(op.bytes * op.halves),
+        keeps=0.0,
         alone_s=count * seconds,
         step_s=0.0,
     )

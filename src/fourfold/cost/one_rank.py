@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.memory.own_engine import stage_peak
-from fourfold.cost.memory.own_layer import layer
-from fourfold.cost.memory.own_stage import stages
+from fourfold.cost.memory.moments import stage_peak
+from fourfold.cost.memory.stage import stages
+from fourfold.cost.memory.walk import layer_bytes
 from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
@@ -131,7 +131,7 @@ def _peak_bytes(c: Columns, stage: MeasuredStage) -> float:
     between = usual.flight + 1.0 - stage.stage  # of the stages between, each has one less
     flight = usual.flight if stage.first or stage.last else np.maximum(last.flight, between)
     own = replace(usual, layers=usual.layers * 0.0 + stage.layers, flight=flight)
-    return _one(stage_peak(c, layer(c), own, micros).total)
+    return _one(stage_peak(c, layer_bytes(c), own, micros).total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class StackDefaults:
     # cast, torchao the original), and of a weight that ZeRO-3 gathers.
     fp8_saved_bytes: float = 1.0
     fp8_gather_bytes: float = 2.0
-    # Its tensors are those of torch's FSDP2, counted one by one (own_engine.py); the memory it
+    # Its tensors are those of torch's FSDP2, counted one by one (memory/moments.py); the memory it
     # prints is what the allocator reserved, with FSDP so much more than they take
     # (result/one_rank.py). `autocast`: without FSDP, weights are cast for each use.
     counted: bool = False

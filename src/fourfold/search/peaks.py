@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.memory.own_held import least_beside, least_state, most_beside, most_state
-from fourfold.cost.memory.own_layer import layer
-from fourfold.cost.memory.own_stage import own_around, stages
+from fourfold.cost.memory.held import least_beside, least_state, most_beside, most_state
 from fourfold.cost.memory.peak import (
     GIB,
     gathered_bytes,
@@ -24,6 +22,8 @@ from fourfold.cost.memory.peak import (
     stage_loads,
     weight_bytes,
 )
+from fourfold.cost.memory.stage import around_bytes, stages
+from fourfold.cost.memory.walk import layer_bytes
 from fourfold.cost.stacks import stack_defaults
 from fourfold.search.candidates import Ints, Places, row_numbers
 from fourfold.search.cores import CHUNK, on_cores
@@ -125,7 +125,7 @@ def _counted(table: WaysTable, coef: Coefficients) -> _Counted:
         way = np.flatnonzero(asked[row].any(axis=0))
         cross, may_run = np.ix_(some, way), asked[np.ix_(row, way)]
         c = table.columns(row, way)
-        one, micros, cached = layer(c), c.micros, own_around(c, coef)[1]
+        one, micros, cached = layer_bytes(c), c.micros, around_bytes(c, coef)[1]
         for i, stage in enumerate(stages(c, micros)):
             most[i][cross] = np.where(may_run, most_beside(c, one, stage, micros) * cached, np.inf)
             for k, held in enumerate(least_beside(c, one, stage, micros)):
@@ -134,7 +134,7 @@ def _counted(table: WaysTable, coef: Coefficients) -> _Counted:
     on_cores(fill, blocks(asked[first]))
     one = {"micro_batch": ways["micro_batch"][:1], "recompute": ways["recompute"][:1]}
     c = table.query.columns(rows | one, is_open=True)
-    base, cached = own_around(c, coef)
+    base, cached = around_bytes(c, coef)
     both = stages(c, c.micros)
     below = [held for stage in both for held in least_state(c, stage, c.micros)]
     above = [most_state(c, stage, c.micros) for stage in both]

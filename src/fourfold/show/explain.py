@@ -48,11 +48,11 @@ def operations_table(rows: Sequence[OpRow]) -> Grid:
     units = whole_units([row.step_s for row in rows], 1e-6)
     lines = [
         [row.name, row.axis or row.kind, row.phase, f"{row.times:.10g}", _size(row),
-         f"{1e3 * row.alone_s:.3f}", f"{unit / 1e3:.3f}"]
+         or_dash(row.keeps / 1e6 or None, ".1f"), f"{unit / 1e3:.3f}"]
         for row, unit in zip(rows, units, strict=True)
     ]  # fmt: skip
     total = ["step", *[""] * 5, f"{sum(units) / 1e3:.3f}"]
-    heads = ["operation", "kind or axis", "pass", "times", "m x n x k, MB", "ms alone", "ms"]
+    heads = ["operation", "kind or axis", "pass", "times", "m x n x k, MB", "keeps MB", "ms"]
     return Grid(heads, [*lines, total])
 
 

@@ -18,14 +18,14 @@ from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import COEFFICIENTS, LEAN, Coefficient
 from fourfold.cost.fit.spread import TWO_SIDED_80
-from fourfold.cost.memory.own_engine import stage_peak
-from fourfold.cost.memory.own_layer import layer
-from fourfold.cost.memory.own_stage import own_around, stages
+from fourfold.cost.memory.moments import stage_peak
+from fourfold.cost.memory.stage import around_bytes, stages
+from fourfold.cost.memory.walk import kept_bytes, layer_bytes
+from fourfold.cost.ops.layer import decoder_layer, scores
+from fourfold.cost.ops.op import Sizes
 from fourfold.cost.step.pipeline import in_flight, stage_layers
-from fourfold.spec.words import PRICED_ATTENTION
 
 GIB = 2.0**30
-_FUSED, _UNFUSED = PRICED_ATTENTION.index("fused-softmax"), PRICED_ATTENTION.index("unfused")
 # The driver and the CUDA context leave about 98.8% of the nominal size (79.1 of 80 GiB).
 USABLE = 0.988
 # Half width (log) that no fit removes: 8 of 10 held-out runs of bloom are within 7.5%. Of our own
@@ -55,34 +55,6 @@ class Memory:
             for name in ("first_bytes", "last_bytes", "worst_bytes")
         )
         return Memory(first, last, worst, parts)
-
-
-def kept_bytes(c: Columns, coef: Coefficients) -> Floats:
-    """Activation bytes one layer keeps for the backward of one micro batch."""
-    # Inputs of norms in the activations' format, their outputs as products keep their inputs.
-    norms = np.where(c.fused_norm > 0, 2.0, 4.0) * c.act_bytes
-    norms = norms + np.where(c.norm_ckpt > 0, 0.0, 2.0 * c.saved_bytes)
-    on_hidden = norms * c.hidden * coef["kept_hidden"] / c.split
-    whole = 2.0 * c.saved_bytes * c.hidden * coef["gathered"]
-    gathered = np.where((c.sp > 0) & (c.tp > 1), whole, 0.0)
-    # Attention keeps its output; a product in fewer bits keeps that once more in them.
-    copied = np.where(c.saved_bytes < c.act_bytes, c.saved_bytes, 0.0) * c.width
-    wide = np.where(c.mlp_ckpt > 0, 0.0, (1.0 + c.gated) * c.ffn)
-    # Plain calls keep the activated gate besides what it was made of and what it becomes.
-    active = (c.saved_bytes + c.act_bytes * c.eager * c.gated) * c.ffn
-    active = np.where(c.norm_ckpt > 0, 0.0, active)
-    on_shards = (c.act_bytes * (c.qkv_width + c.width + wide) + active + copied) / c.tp
-    scores = np.where(c.attn_ckpt > 0, 0.0, _score_bytes(c))
-    return c.tokens * (on_hidden + gathered + on_shards + scores) * coef["act"]
-
-
-def _score_bytes(c: Columns) -> Floats:
-    """Of one token. 2 bytes each: scores (unfused), masked scores, softmax; gpt-like models keep
-    dropout masks."""
-    drop = np.where(c.gated > 0, 0.0, 2.0)
-    fused, unfused = 3.0 + drop, 7.0 + drop
-    each = np.where(c.attention == _FUSED, fused, 0.0)
-    return np.where(c.attention == _UNFUSED, unfused, each) * c.heads * c.seq / c.tp
 
 
 def state_bytes(c: Columns, coef: Coefficients, *, params: Floats) -> Floats:
@@ -135,7 +107,7 @@ def _own(c: Columns, coef: Coefficients) -> Memory:
 
 def _own_stages(c: Columns, coef: Coefficients) -> tuple[list[Floats], list[dict[str, Floats]]]:
     """(bytes, bytes by kind) of the first, the fullest middle and the last stage."""
-    one, micros, (base, cached) = layer(c), c.micros, own_around(c, coef)
+    one, micros, (base, cached) = layer_bytes(c), c.micros, around_bytes(c, coef)
     peaks = [stage_peak(c, one, stage, micros) for stage in stages(c, micros)]
     kinds = [
         {
@@ -160,7 +132,7 @@ def _working_bytes(c: Columns, kept: Floats) -> Floats:
     again = np.where(c.mlp_ckpt > 0, (1.0 + c.gated) * c.act_bytes, 0.0) + c.saved_bytes
     working = np.where(c.full_ckpt > 0, kept, 0.0)
     working = working + np.where(c.norm_ckpt > 0, c.tokens * again * c.ffn / c.tp, 0.0)
-    return working + np.where(c.attn_ckpt > 0, c.tokens * _score_bytes(c), 0.0)
+    return working + np.where(c.attn_ckpt > 0, scores(c, Sizes(c, c.micro)), 0.0)
 
 
 def _loss_bytes(c: Columns, coef: Coefficients) -> Floats:
@@ -179,7 +151,7 @@ def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Floats, Floats, Fl
     the fullest one between, and of the last; how the state is sharded does not enter."""
     per_layer, embed = c.rank_layer_weights, c.vocab * c.hidden / c.tp
     split, flight = stage_layers(c), in_flight(c, c.micros)
-    kept = kept_bytes(c, coef)
+    kept = kept_bytes(c, decoder_layer(c, c.micro), coef)
     layer_kept = c.full_ckpt * saved_input_bytes(c) + (1.0 - c.full_ckpt) * kept
     # What waits for its weight gradients was recomputed before and is held whole.
     waiting = flight.late * kept + (flight.last - flight.late) * layer_kept

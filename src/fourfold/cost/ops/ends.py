@@ -40,7 +40,7 @@ def head(c: Columns, micro: Floats) -> list[Op]:
     moved = s.tokens * wide * np.where(exact > 0, counted, 9.6)
     return [
         *norm(c, s, "final_norm"),
-        *linear("head", s.tokens, wide, c.hidden, twice, narrow=False),
+        *linear(c, s, "head", wide, c.hidden, twice, narrow=False),
         Op(name="loss", kind="elementwise", phase="inputs", bytes=moved, counted=exact),
     ]
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.ops.op import NONE, Kind, Op, Phase, Sizes
-from fourfold.spec.words import CP_KINDS, DTYPES
+from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION
 
 _FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
-_ULYSSES = CP_KINDS.index("ulysses")
+_ALLGATHER, _ULYSSES = CP_KINDS.index("allgather"), CP_KINDS.index("ulysses")
+_FUSED, _UNFUSED = (PRICED_ATTENTION.index(kind) for kind in ("fused-softmax", "unfused"))
 # Plain framework calls read and write what a fused kernel keeps in registers (SwiGLU: 3 kernels of
 # 2 to 3 passes against one of 3).
 EAGER = 1.5
@@ -23,21 +25,22 @@ EAGER = 1.5
 def decoder_layer(c: Columns, micro: Floats) -> list[Op]:
     """x + attention(norm(x)), then x + mlp(norm(x)); its casts, its weights, its launches."""
     s = Sizes(c, micro)
+    block = {"keeps": block_input(c, s), "habit": "kept_hidden"}
     return [
         *norm(c, s, "attention_norm", s.norm_again),
         *gathered(c, s, "attention.input_comm", s.all_again),
-        *linear("attention.qkv", s.tokens, s.qkv, c.hidden, s.all_again),
+        *linear(c, s, "attention.qkv", s.qkv, c.hidden, s.all_again, **block),
         *rotate(c, s),
         *context(c, s),
-        *core(s),
-        *linear("attention.out", s.tokens, c.hidden, s.width, s.all_again),
+        *core(c, s),
+        *linear(c, s, "attention.out", c.hidden, s.width, s.all_again, keeps=cast_input(c, s)),
         *summed(c, s, "attention.out, sum"),
         *residual(c, s, "attention.out, add"),
         *norm(c, s, "mlp_norm", s.norm_again),
         *gathered(c, s, "mlp.input_comm", s.up_again),
-        *linear("mlp.gate_up", s.tokens, s.wide, c.hidden, s.up_again),
+        *linear(c, s, "mlp.gate_up", s.wide, c.hidden, s.up_again, parts=1.0 + c.gated, **block),
         *activation(c, s),
-        *linear("mlp.down", s.tokens, c.hidden, s.ffn, s.last_again),
+        *linear(c, s, "mlp.down", c.hidden, s.ffn, s.last_again, keeps=activated(c, s)),
         *summed(c, s, "mlp.down, sum"),
         *residual(c, s, "mlp.down, add"),
         *casts(c, s),
@@ -50,24 +53,65 @@ LAYERS: dict[str, Callable[[Columns, Floats], list[Op]]] = {"decoder": decoder_l
 
 
 def linear(
+    c: Columns,
+    s: Sizes,
     name: str,
-    tokens: Floats,
     outs: Floats,
     ins: Floats,
     again: Floats = NONE,
     *,
+    keeps: Floats = NONE,
+    habit: str = "",
+    parts: Floats | float = 1.0,
     narrow: bool = True,
 ) -> Iterator[Op]:
-    yield Op(name=name, kind="product", m=tokens, n=outs, k=ins, again=again, narrow=narrow)
-    yield Op(name=name, kind="product", phase="inputs", m=tokens, n=ins, k=outs, narrow=narrow)
-    yield Op(name=name, kind="product", phase="weights", m=ins, n=outs, k=tokens, narrow=narrow)
+    """`parts`: matrices that engines may hold apart."""
+    apart = np.where(c.fused_qkv > 0, 1.0, parts)
+    product = partial(Op, name=name, kind="product", narrow=narrow)
+    yield product(
+        m=s.tokens, n=outs, k=ins, again=again,
+        keeps=keeps, habit=habit, gives=s.each * ins, holds=_casting(c, s, outs / apart, ins),
+    )  # fmt: skip
+    yield product(phase="inputs", m=s.tokens, n=ins, k=outs)
+    yield product(phase="weights", m=ins, n=outs, k=s.tokens)
+
+
+def block_input(c: Columns, s: Sizes) -> Floats:
+    """What a block's first product keeps: the norm's output, of which our engine has the gathered
+    one instead."""
+    kept = s.tokens * s.between * c.saved_bytes
+    return np.where(s.made_again | ((c.own > 0) & s.parted), 0.0, kept)
+
+
+def cast_input(c: Columns, s: Sizes) -> Floats:
+    """Attention keeps its output; a product in fewer bits keeps that once more in them."""
+    return np.where(c.saved_bytes < c.act_bytes, s.tokens * s.width * c.saved_bytes, 0.0)
+
+
+def activated(c: Columns, s: Sizes) -> Floats:
+    return np.where(s.made_again, 0.0, s.tokens * s.ffn * c.saved_bytes)
+
+
+def _casting(c: Columns, s: Sizes, outs: Floats, ins: Floats) -> Floats:
+    """Uncompiled, a product in fp8 casts its operands by way of two copies in fp32: its gradient,
+    the matrix, then, the input's gradient made, its own gradient again and the input."""
+    plain = (c.own > 0) & (c.precision == _FP8) & (c.compiled < 1)
+    if not plain.any():
+        return NONE
+    grad, matrix, given = s.tokens * outs, outs * ins, s.tokens * ins
+    then = grad + matrix + np.maximum(9.0 * grad, grad + 9.0 * given)
+    return np.where(plain, np.maximum(grad + 9.0 * matrix - given * c.act_bytes, then), 0.0)
 
 
 def norm(c: Columns, s: Sizes, name: str, again: Floats = NONE) -> Iterator[Op]:
     """Counted, with the residual: it reads that and what is added to it and writes both sums;
-    backwards it reads the gradients of both and its input."""
-    each = s.tokens * s.between * c.act_bytes
-    yield from _passes(c, name, "norm", 2.0 * each, (4.0 * each, 4.0 * each), again)
+    backwards it reads the gradients of both and its input. Unfused, it keeps its input twice."""
+    each = s.each * s.between
+    kept = each * np.where(c.fused_norm > 0, 1.0, 2.0)
+    moved = (4.0 * each, 4.0 * each)
+    yield from _passes(
+        c, name, "norm", 2.0 * each, moved, again, keeps=kept, habit="kept_hidden", holds=each
+    )
 
 
 def residual(c: Columns, s: Sizes, name: str) -> Iterator[Op]:
@@ -79,39 +123,86 @@ def residual(c: Columns, s: Sizes, name: str) -> Iterator[Op]:
 
 def rotate(c: Columns, s: Sizes) -> Iterator[Op]:
     """Positions of queries and keys, or biases. The gradient of a bias is a sum over what its
-    product's output hands back."""
-    each = s.tokens * c.act_bytes
+    product's output hands back. Gradients are turned in fp32."""
+    each, qkv = s.each, s.each * (s.width + 2.0 * s.kv)
     turned = each * np.where(c.rope > 0, 2.0 * (c.width + c.kv_width), 0.0) / c.tp
     biases = each * c.bias * (s.qkv + 2.0 * s.between + s.wide)
     usual = 2.0 * each * s.qkv
+    wide = np.where(c.rope > 0, (14.0 / c.act_bytes - 1.0) * each * s.width, 0.0)
     yield from _passes(
-        c, "attention.rotate", "elementwise", usual, (turned, turned + biases), s.all_again
-    )
+        c, "attention.rotate", "elementwise", usual, (turned, turned + biases), s.all_again,
+        gives=qkv, holds=wide - qkv,
+    )  # fmt: skip
 
 
 def activation(c: Columns, s: Sizes) -> Iterator[Op]:
-    each = s.tokens * c.act_bytes
+    """Plain calls keep the activated gate besides what it was made of."""
+    each = s.each
     usual = each * (2.0 + c.gated) * s.ffn
     counted = each * (s.wide + s.ffn), each * (2.0 * s.wide + s.ffn)
-    yield from _passes(c, "mlp.activation", "elementwise", usual, counted, s.norm_again)
+    gate = np.where(s.made_again, 0.0, each * c.eager * c.gated * s.ffn)
+    kept = np.where(c.mlp_ckpt > 0, 0.0, each * s.wide) + gate
+    yield from _passes(
+        c, "mlp.activation", "elementwise", usual, counted, s.norm_again, keeps=kept,
+        gives=each * s.wide,
+    )  # fmt: skip
 
 
 def _passes(
-    c: Columns, name: str, kind: Kind, usual: Floats, counted: tuple[Floats, Floats], again: Floats
+    c: Columns,
+    name: str,
+    kind: Kind,
+    usual: Floats,
+    counted: tuple[Floats, Floats],
+    again: Floats,
+    **memory: Any,
 ) -> Iterator[Op]:
     """Over memory: of our kernels (forward, backward) as counted; of others as usual and, backward,
     twice that."""
     usual = usual * np.where(c.eager > 0, EAGER, 1.0)
     ours, exact = c.own_kernels > 0, c.own_kernels
     there, back = np.where(ours, counted[0], usual), np.where(ours, counted[1], 2.0 * usual)
-    yield Op(name=name, kind=kind, bytes=there, again=again, counted=exact)
+    yield Op(name=name, kind=kind, bytes=there, again=again, counted=exact, **memory)
     yield Op(name=name, kind=kind, phase="inputs", bytes=back, counted=exact)
 
 
-def core(s: Sizes) -> Iterator[Op]:
-    """Scores, softmax and their product with values."""
-    yield Op(name="attention.core", kind="attention", m=s.micro, again=s.core_again)
+def core(c: Columns, s: Sizes) -> Iterator[Op]:
+    """Scores, softmax and their product with values; it keeps all of these but what is made again,
+    and the output."""
+    yield Op(
+        name="attention.core", kind="attention", m=s.micro, again=s.core_again,
+        keeps=_attended(c, s), gives=s.each * (s.width + 2.0 * s.kv),
+    )  # fmt: skip
     yield Op(name="attention.core", kind="attention", phase="inputs", m=s.micro)
+
+
+def _attended(c: Columns, s: Sizes) -> Floats:
+    """Projections and output; ours also turned queries and keys, since values are a view of the
+    fused projection, which lives as long as they do; keys of other ranks; row sums."""
+    usual = s.each * (s.qkv + s.width) + np.where(c.attn_ckpt > 0, 0.0, scores(c, s))
+    if not np.any(c.own > 0):
+        return usual
+    q, kv, shared = s.each * s.width, s.each * s.kv, c.cp > 1
+    projected = np.where((c.fused_qkv > 0) | (c.rope < 1), q + 2.0 * kv, kv)
+    local = projected + np.where(c.rope > 0, q + kv, 0.0)
+    others = np.where(shared & (c.cp_kind == _ALLGATHER), 2.0 * kv * (c.cp - 1.0), 0.0)
+    repeated = np.where(np.mod(c.kv_heads / c.tp, c.cp) == 0, 1.0, c.cp)
+    exchanged = 2.0 * q + 2.0 * kv * repeated
+    keys = np.where(shared & (c.cp_kind == _ULYSSES), exchanged, local + others)
+    sums = s.tokens * 4.0 * c.heads / c.tp
+    pairs = np.where(c.attention == _UNFUSED, s.micro * c.heads / c.tp * c.seq**2 / c.cp, 0.0)
+    made = np.where(c.attn_ckpt > 0, 0.0, sums + 2.0 * c.act_bytes * pairs)
+    bias = c.alibi * c.heads / c.tp * (c.seq / c.cp) ** 2 * c.act_bytes
+    return np.where(c.own > 0, keys + q + made + bias, usual)
+
+
+def scores(c: Columns, s: Sizes) -> Floats:
+    """2 bytes each: scores (unfused), masked scores, softmax; gpt-like models keep dropout masks,
+    too."""
+    drop = np.where(c.gated > 0, 0.0, 2.0)
+    each = np.where(c.attention == _FUSED, 3.0 + drop, 0.0)
+    each = np.where(c.attention == _UNFUSED, 7.0 + drop, each)
+    return s.tokens * each * c.heads * c.seq / c.tp
 
 
 def context(c: Columns, s: Sizes) -> Iterator[Op]:
@@ -127,22 +218,28 @@ def context(c: Columns, s: Sizes) -> Iterator[Op]:
 def gathered(c: Columns, s: Sizes, name: str, again: Floats) -> Iterator[Op]:
     """Sequence parallelism gathers a block's input, scatters its gradient, and gathers one of the
     two inputs once more for gradients of weights; without it gradients are summed."""
-    parted = np.where(c.sp > 0, 1.0, 0.0)
-    yield _tp(s, name, "forward", parted, again)
-    yield _tp(s, name, "inputs", 2.0 - parted)
-    yield _tp(s, name, "weights", 0.5 * parted)
+    often, between = np.where(c.sp > 0, 1.0, 0.0), s.each * s.between
+    kept = np.where(s.parted, s.tokens * c.hidden * c.saved_bytes, 0.0)
+    holds = np.where(s.parted, s.copied, -between)
+    yield _tp(s, name, "forward", often, again, keeps=kept, habit="gathered", gives=between,
+              holds=holds)  # fmt: skip
+    yield _tp(s, name, "inputs", 2.0 - often)
+    yield _tp(s, name, "weights", 0.5 * often)
 
 
 def summed(c: Columns, s: Sizes, name: str) -> Iterator[Op]:
     """Outputs are summed over tp, or scattered, and their gradients gathered."""
-    parted = np.where(c.sp > 0, 1.0, 0.0)
-    yield _tp(s, name, "forward", 2.0 - parted, s.all_again)
-    yield _tp(s, name, "inputs", parted)
+    often = np.where(c.sp > 0, 1.0, 0.0)
+    whole = np.where(s.parted, s.message, 0.0)
+    yield _tp(s, name, "forward", 2.0 - often, s.all_again, gives=whole, holds=s.copied)
+    yield _tp(s, name, "inputs", often)
 
 
-def _tp(s: Sizes, name: str, phase: Phase, halves: Floats, again: Floats = NONE) -> Op:
+def _tp(
+    s: Sizes, name: str, phase: Phase, halves: Floats, again: Floats = NONE, **memory: Any
+) -> Op:
     return Op(name=name, kind="collective", phase=phase, axis="tp", bytes=s.message, halves=halves,
-              again=again)  # fmt: skip
+              again=again, **memory)  # fmt: skip
 
 
 def casts(c: Columns, s: Sizes) -> Iterator[Op]:

@@ -8,11 +8,13 @@ from typing import Any, Literal
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
+from fourfold.spec.words import DTYPES
 
 Kind = Literal["product", "grouped product", "attention", "norm", "elementwise", "cast", "copy",
                "collective", "send", "host"]  # fmt: skip
 # A product's backward pass is two: gradients of its inputs and of its weights.
 Phase = Literal["forward", "inputs", "weights", "update"]
+_FP8 = DTYPES.index("fp8")
 NONE: Any = np.float64(0.0)  # a number is a column of all runs
 _ONE: Any = np.float64(1.0)
 
@@ -23,7 +25,12 @@ class Op:
     kernel, or the whole buffer of a message. `axis`: of a message; `halves`: how many gathers or
     scatters it is worth (an all-reduce: 2). `again`: the share of layers whose backward pass does
     it once more. `counted`: 1 where bytes are those of our kernels, 0 where they are the usual ones
-    of an engine. `narrow`: in the precision that was asked for, else in 16 bits."""
+    of an engine. `narrow`: in the precision that was asked for, else in 16 bits.
+
+    Bytes of memory stand with the forward pass: `keeps` until its backward pass is over (`habit`:
+    the coefficient of engines that keep more or less of it); there it `gives` a gradient of its
+    input, which the operation before reads, and `holds` so much more for a moment (less, where what
+    it gives is what it got)."""
 
     name: str
     kind: Kind
@@ -38,6 +45,10 @@ class Op:
     again: Floats = NONE
     counted: Floats = NONE
     narrow: bool = True
+    keeps: Floats = NONE
+    habit: str = ""
+    gives: Floats = NONE
+    holds: Floats = NONE
 
 
 class Sizes:
@@ -47,12 +58,17 @@ class Sizes:
     def __init__(self, c: Columns, micro: Floats) -> None:
         self.micro = micro
         self.tokens = micro * c.seq / c.cp
-        self.message = self.tokens * c.hidden * c.act_bytes  # what a tensor group exchanges
+        self.each = self.tokens * c.act_bytes  # bytes of a value of every token
+        self.message = self.each * c.hidden  # what a tensor group exchanges
         self.between = c.hidden / c.split  # values of a token between blocks
         self.qkv = c.qkv_width / c.tp
         self.width = c.width / c.tp
         self.wide = (1.0 + c.gated) * c.ffn / c.tp
         self.ffn = c.ffn / c.tp
+        self.kv = np.maximum(c.kv_width / c.tp, c.width / c.heads)
+        self.parted = (c.sp > 0) & (c.tp > 1)  # sequences, between blocks
+        # Gathering along the sequence needs a second copy of more than one.
+        self.copied = np.where(self.parted & (micro > 1), self.message, 0.0)
         rest = 1.0 - c.full_ckpt
         self.all_again = c.full_ckpt
         # Torch stops where a backward pass has all it needs: before the last product.
@@ -60,3 +76,7 @@ class Sizes:
         self.core_again = c.full_ckpt + rest * c.attn_ckpt
         self.norm_again = c.full_ckpt + rest * c.norm_ckpt  # norms and the activation
         self.up_again = c.full_ckpt + rest * c.mlp_ckpt
+        # Outputs of norms and of the activation are made again, not kept; a compiler does so where
+        # it fuses them with casts to fp8.
+        fuses = (c.own > 0) & (c.compiled > 0) & (c.precision == _FP8) & (c.tp == 1)
+        self.made_again = (c.norm_ckpt > 0) | fuses

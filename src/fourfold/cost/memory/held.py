@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.memory.own_layer import LayerBytes, logits_bytes, loss_bytes
-from fourfold.cost.memory.own_stage import Stage, Weights, stage_weights
+from fourfold.cost.memory.stage import Stage, Weights, stage_weights
+from fourfold.cost.memory.walk import LayerBytes, logits, logits_bytes, loss_bytes
 from fourfold.spec.words import SCHEDULES
 
 GPIPE, _ZERO_BUBBLE = SCHEDULES.index("gpipe"), SCHEDULES.index("zero-bubble")
@@ -31,10 +31,10 @@ class Held:
 
 
 def held(c: Columns, one: LayerBytes, stage: Stage, flight: Floats, micros: Floats) -> Held:
-    s = one.sizes
+    s = one
     each = stage.again * s.between + (stage.layers - stage.again) * one.kept
     own = each + s.between
-    late_loss = stage.last * (s.whole + s.logits * c.loss_chunks * c.act_bytes)
+    late_loss = stage.last * (s.whole + logits(c) * c.loss_chunks * c.act_bytes)
     late, gpipe = np.minimum(stage.late, flight - 1.0), c.schedule == GPIPE
     # GPipe has the loss of every micro batch before the first goes back; others one at a time.
     losses = np.where(gpipe, flight - 1.0, late)
@@ -62,9 +62,8 @@ def _messages(c: Columns, stage: Stage, micros: Floats) -> Floats:
 
 def backward_bytes(c: Columns, one: LayerBytes, again: Floats) -> Floats:
     """The most that a layer's backward holds beside what the layer kept."""
-    made_again = np.where(again > 0, one.kept - one.sizes.between, 0.0)
-    working = np.where(again > 0, one.again, one.backward)
-    return made_again + np.where(is_split(c), one.split, working)
+    made_again = np.where(again > 0, one.kept - one.between, 0.0)
+    return made_again + np.where(is_split(c), one.split, one.backward)
 
 
 def is_split(c: Columns) -> NDArray[np.bool_]:
@@ -76,15 +75,6 @@ def in_later(c: Columns, stage: Stage, micros: Floats) -> Floats:
     plain = np.clip(micros - 1.0, 1.0, np.maximum(stage.flight, 1.0))
     looped = _in_visits(c, stage, micros, (c.vpp - 1.0) * c.pp + 1.0)
     return np.where((c.vpp > 1) & (micros > c.pp), looped, plain)
-
-
-def in_rounds(c: Columns, stage: Stage, micros: Floats) -> tuple[Floats, Floats]:
-    """(micro batches in flight, share of layers without gradients) while virtual stages go back for
-    the first time, one after the other, each with a round of micro batches: in the last of these
-    rounds that begins while there are forwards left."""
-    spare = np.maximum(c.vpp * (micros - stage.flight) - 1.0, 0.0)
-    rounds = np.minimum(np.floor(spare / c.pp), c.vpp - 1.0)
-    return _in_visits(c, stage, micros, rounds * c.pp + 1.0), 1.0 - (rounds + 1.0) / c.vpp
 
 
 def _in_visits(c: Columns, stage: Stage, micros: Floats, gone: Floats) -> Floats:
@@ -112,10 +102,10 @@ def sums_bytes(c: Columns, w: Weights) -> Floats:
 def least_beside(c: Columns, one: LayerBytes, stage: Stage, micros: Floats) -> list[Floats]:
     """Of what is there beside the state, at least: in the top layer's backward or in the loss of
     the first pass, and in the top layer's of a later one, where all gradients are there."""
-    s, w = one.sizes, stage_weights(c, stage, micros)
+    s, w = one, stage_weights(c, stage, micros)
     early = held(c, one, stage, np.maximum(stage.flight, 1.0), micros)
     late = held(c, one, stage, in_later(c, stage, micros), micros)
-    loss = stage.last * (s.whole + loss_bytes(c, s, w.head))
+    loss = stage.last * (s.whole + loss_bytes(c, w.head))
     some, is_later = stage.layers >= 1, (micros > 1) & ~in_single_round(c, micros)
     return [
         np.where(some, early.base + np.maximum(early.left + early.top, early.own + loss), -np.inf),
@@ -135,9 +125,9 @@ def least_state(c: Columns, stage: Stage, micros: Floats) -> list[Floats]:
 def most_beside(c: Columns, one: LayerBytes, stage: Stage, micros: Floats) -> Floats:
     """Of what is there beside the state, at most: all that is kept, and the largest of what layers
     and the loss hold for a moment. Infinite for split backwards, which hold more."""
-    s, w = one.sizes, stage_weights(c, stage, micros)
+    s, w = one, stage_weights(c, stage, micros)
     early = held(c, one, stage, np.maximum(stage.flight, 1.0), micros)
-    loss = np.maximum(loss_bytes(c, s, w.head), logits_bytes(c, s))
+    loss = np.maximum(loss_bytes(c, w.head), logits_bytes(c))
     layers = [backward_bytes(c, one, again) for again in (stage.next_again, stage.low_again)]
     moment = np.maximum(np.maximum(early.top, 2.0 * s.between), np.maximum(*layers))
     moment = np.maximum(moment, stage.last * (s.whole + loss))

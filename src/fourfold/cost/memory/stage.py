@@ -29,7 +29,7 @@ def _unseen_bytes(c: Columns) -> Floats:
     return CONTEXT_BYTES + WORKSPACE_BYTES + np.where(count > 0, wires, 0.0)
 
 
-def own_around(c: Columns, coef: Coefficients) -> tuple[Floats, Floats]:
+def around_bytes(c: Columns, coef: Coefficients) -> tuple[Floats, Floats]:
     """(what no tensor shows, bytes reserved for each byte of a tensor)."""
     # Nothing of a GPU's is there on a CPU, whose calibrations have no base.
     base = np.where(np.asarray(coef["base_gib"]) > 0, _unseen_bytes(c), 0.0)
