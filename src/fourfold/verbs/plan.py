@@ -13,6 +13,7 @@ from fourfold.search.answer import answer
 from fourfold.search.explain import Explanation, explain_ranking, timeline, ways_to_run
 from fourfold.search.plan_answer import EngineBest, PlanAnswer
 from fourfold.search.query import PlanQuery, listed
+from fourfold.search.ranking import rank_layouts
 from fourfold.search.shapes import best_of
 from fourfold.spec.layout import Layout
 from fourfold.verbs import Answer
@@ -38,17 +39,16 @@ def plan(request: PlanRequest, *, on_event: OnEvent = ignore) -> PlanAnswer:
 
 
 def _engines(request: PlanRequest, first: PlanAnswer, on_event: OnEvent) -> tuple[EngineBest, ...]:
-    """The best of each engine, the fastest of those that are sure to fit first."""
+    """The best of each engine on as many GPUs, the fastest of those that are sure to fit first."""
     found = []
     for engine in EXPORTED:
         on_event(Event(f"best layout of {engine}", "progress"))
         try:
-            query, counts = resolved(replace(request, stack=engine))
+            query, _ = resolved(replace(request, stack=engine))
             if query.stack == first.stack and query.release:
                 found.append(EngineBest(engine=engine, stack=first.stack, row=first.best))
                 continue
-            ranking, _ = best_of(query, counts, least=1)
-            one = answer(ranking, top=1)
+            one = answer(rank_layouts(replace(query, gpus=first.gpus), least=1), top=1)
             found.append(
                 EngineBest(engine=engine, stack=one.stack, row=one.best, reason=one.reason)
             )

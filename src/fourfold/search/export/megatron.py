@@ -3,6 +3,8 @@ has all of them, with the commit); dp is what the world leaves."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fourfold.cost.count.params import end_layers
 from fourfold.search.export.setup import Package, Setup, check_model, no_setting
 from fourfold.spec.batch import Batch
@@ -104,7 +106,16 @@ def package(setup: Setup) -> Package:
         env=_environment(setup),
         engine_args=tuple(words),
         own="tokenizer, data, learning rate, number of steps, checkpoints (as arguments of run.sh)",
+        about=tuple(_about(setup, flags)),
     )
+
+
+def _about(setup: Setup, flags: Flags) -> Iterator[str]:
+    if "--bf16" in flags:
+        held = "bf16" if "--grad-reduce-in-bf16" in flags else "fp32"
+        yield f"gradients of all micro batches are summed, and reduced, in {held}"
+    if setup.policy.zero >= 2 and setup.layout.tp > 1:
+        yield "Megatron-LM advises against its FSDP with tensor parallelism (other queues)"
 
 
 def _model(model: ModelShape, batch: Batch) -> Flags:
