@@ -42,7 +42,7 @@ ENGINE_MODULES = {
     "fourfold.cost.schedule",
     "fourfold.cost.trace",
 }
-SHARED = {"errors", "flag", "units", "files", "escape", "events", "__init__"}
+SHARED = {"door", "errors", "flag", "units", "files", "escape", "events", "__init__"}
 # The exported names themselves: `fourfold.plan`.
 FACE = {"__version__"}
 # Imported where they are used, never while a module loads: they cost 0.1 to 6 s.

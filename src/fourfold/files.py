@@ -199,6 +199,39 @@ def pending(path: str | Path, *, field: str = "out", own: bool = False) -> Itera
             os.unlink(temporary)
 
 
+@contextlib.contextmanager
+def locked(path: str | Path, *, field: str = "out") -> Iterator[None]:
+    """Alone among all who lock `path`, for what reads a file and writes it again; others wait. The
+    lock is a hidden file beside it (network file systems lock no folders), and gone afterwards."""
+    import fcntl
+
+    target = os.path.realpath(path)
+    if os.path.exists(target) and not os.path.isfile(target):  # a pipe is written to, not read
+        yield
+        return
+    folder, name = os.path.split(target)
+    lock = os.path.join(folder, f".{name[:200]}.lock")
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        os.makedirs(folder, exist_ok=True)
+        while True:
+            handle = os.open(lock, flags, 0o666)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(lock).st_ino == os.fstat(handle).st_ino:
+                    break
+            os.close(handle)  # whoever had it has removed it: it is nobody's lock any more
+    except OSError as error:
+        raise refused(error, path, field=field, verb="written") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(lock)
+        os.close(handle)
+
+
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or a folder's names, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

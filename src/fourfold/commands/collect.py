@@ -1,10 +1,10 @@
 """Turn logs of other engines into measured rows for fit, score, predict and report.
 
-Reads Megatron-LM, Megatron-DeepSpeed, NeMo, torchtitan, nanotron and llm-foundry logs, exports of
-W&B and TensorBoard (CSV, JSON lines), nccl-tests output, the reference schema, and any CSV with
---map. The configuration comes from what the engine prints; a run that lacks a field is kept as
-'incomplete' and not fitted until --set, --fields or --cluster supplies it. Without --map, a CSV
-that is not understood makes a mapping file to fill in.
+Reads logs of Megatron-LM, Megatron-DeepSpeed, NeMo, torchtitan, nanotron, llm-foundry, DeepSpeed
+and the Hugging Face Trainer, exports of W&B and TensorBoard (CSV, JSON lines), nccl-tests output,
+the reference schema, and any CSV with --map. The configuration comes from what the engine prints; a
+run that lacks a field is kept as 'incomplete' and not fitted until --set, --fields or --cluster
+supplies it. Without --map, a CSV that is not understood makes a mapping file to fill in.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import fourfold
 from fourfold import options
 from fourfold.events import OnEvent
 from fourfold.logs.nested import number
-from fourfold.logs.row import Row
+from fourfold.logs.row import Row, shown_layout
 from fourfold.output import Output
 from fourfold.show.table import Grid, Part
-from fourfold.spec.layout import AXES
 from fourfold.verbs.collect import CollectRequest
 
 EXAMPLES = """\
@@ -50,9 +49,11 @@ def _page(answer: Any) -> list[Part]:
     if answer.rows_read:
         parts.append(Grid(_HEADINGS, [_cells(row) for row in answer.rows_read]))
         parts += ["", f"{len(answer.rows_read)} rows; {answer.out} has {answer.total}"]
-    about = [(row["row_id"], text) for row in answer.rows_read for text in _remarks(row)]
-    for text in dict.fromkeys(text for _, text in about):
-        parts.append(f"{_names([name for name, other in about if other == text])}: {text}")
+    about: dict[str, list[str]] = {}
+    for row in answer.rows_read:
+        for text in _remarks(row):
+            about.setdefault(text, []).append(row["row_id"])
+    parts += [f"{_names(names)}: {text}" for text, names in about.items()]
     for one in answer.files:
         parts += [f"{one.log}: {note}" for note in one.notes]
         if one.book.unread:
@@ -74,10 +75,9 @@ def _names(names: list[str]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    layout = " ".join(f"{axis}{row[axis]}" for axis in AXES if row[axis])
     step_s, memory = number(row["step_s"]), number(row["mem_gb"])
     return [
-        row["row_id"], row["n_gpus"], layout, row["mbs"], row["gbs"],
+        row["row_id"], row["n_gpus"], shown_layout(row), row["mbs"], row["gbs"],
         f"{step_s:.6g}" if step_s else "-", row["steps"], f"{memory:.1f}" if memory else "-",
         row["status"] or "-",
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from fourfold.logs.series import StepLine, StepSeries
 MOST_RUNS = 10_000
 MOST_SHOWN = 5
 _SHOWN_CHARS = 160
+_FACT_CHARS = 300
 
 # What a log says of a run's end, in the order in which one outweighs the other.
 _ENDS = (
@@ -92,7 +93,8 @@ class Book:
 
     def fact(self, **facts: Any) -> None:
         """Added to the run's; a later word overrides."""
-        self.run.facts |= {name: value for name, value in facts.items() if value not in (None, "")}
+        said = {name: value for name, value in facts.items() if value not in (None, "")}
+        self.run.facts |= {n: v[:_FACT_CHARS] if isinstance(v, str) else v for n, v in said.items()}
 
     def memory(self, gib: float) -> None:
         self.run.mem_gib = max(gib, self.run.mem_gib or 0.0)

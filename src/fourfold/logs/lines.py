@@ -38,12 +38,13 @@ _MARKS = (
 
 class Line(NamedTuple):
     """`text` without label, colours and line end; `label` as printed, '' where there is none.
-    `is_whole`: it ended with a line end and was not cut."""
+    `is_whole`: it ended with a line end and was not cut. `head`: labels and times before it."""
 
     number: int
     text: str
     label: str = ""
     is_whole: bool = True
+    head: str = ""
 
 
 def encoding_of(head: bytes) -> str:
@@ -102,5 +103,5 @@ def clean(text: str, number: int = 0, *, is_whole: bool = True) -> Line:
         text = text.replace("\0", "")
     if ("m" in text and "[" in text) or "\x1b" in text:
         text = _COLOUR.sub("", text)
-    label, text = unlabelled(text)
-    return Line(number, text, label, is_whole)
+    label, rest = unlabelled(text)
+    return Line(number, rest, label, is_whole, text[: len(text) - len(rest)])

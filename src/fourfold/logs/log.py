@@ -8,6 +8,7 @@ from typing import Any
 
 from fourfold.logs.book import Book
 from fourfold.logs.composer import Composer
+from fourfold.logs.deepspeed import DeepSpeed
 from fourfold.logs.lines import Line, read_lines
 from fourfold.logs.megatron import Megatron
 from fourfold.logs.nanotron import Nanotron
@@ -19,6 +20,7 @@ READERS: dict[str, Any] = {
     "torchtitan": Torchtitan,
     "nanotron": Nanotron,
     "llm-foundry": Composer,
+    "deepspeed": DeepSpeed,
 }
 
 
@@ -51,14 +53,14 @@ class LogReader:
             if not reader.take(line):
                 reader.book.look(line)
         if len(self._readers) > 1:
-            found = [reader for reader in self._readers if _has_step(reader.book)]
+            found = [one for one in self._readers if _has_step(one.book) and not _is_below(one)]
             self._readers = found[:1] or self._readers
 
     def finish(self) -> Book:
         """The book of the reader that found most."""
         for reader in self._readers:
             reader.finish()
-        book: Book = max((reader.book for reader in self._readers), key=_weight)
+        book: Book = max(self._readers, key=_weight).book
         book.runs = [run for run in book.runs if not run.is_fresh or run.facts]
         book.lines, book.cut = self.lines, self.cut
         return book
@@ -68,9 +70,16 @@ def _has_step(book: Book) -> bool:
     return bool(book.runs) and book.runs[-1].steps.first is not None
 
 
-def _weight(book: Book) -> tuple[int, int, int]:
+def _is_below(reader: Any) -> bool:
+    """Whether its lines may stand in the log of another engine, which it is a part of."""
+    return getattr(reader, "is_below", False)
+
+
+def _weight(reader: Any) -> tuple[bool, bool, int, int]:
+    book = reader.book
     facts = max((len(run.facts) for run in book.runs), default=0)
-    return int(_has_step(book)), facts, book.unread
+    has_step = _has_step(book)
+    return has_step, has_step and not _is_below(reader), facts, book.unread
 
 
 def read_log(path: str | Path, engine: str = "", *, begun: bool = False) -> Book:

@@ -11,6 +11,7 @@ A100 = "a100-80gb"
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -68,8 +69,11 @@ _ENDS = {
     "oom": "oom", "outofmemory": "oom", "fail": "fail", "failed": "fail", "crash": "fail",
     "error": "fail", "hang": "hang", "timeout": "hang",
 }  # fmt: skip
+# Innermost pairs alone: without an end, one bracket after the other would look for it.
+_BRACKETS = re.compile(r"[\[(][^\[\]()]*[\])]")
 
 
+@functools.lru_cache(maxsize=4096)
 def plain_heading(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
@@ -132,7 +136,7 @@ def propose(headings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     found: dict[str, str] = {}
     strange = []
     for heading in headings:
-        bare = plain_heading(re.sub(r"[\[(].*?[\])]", "", heading))
+        bare = plain_heading(_BRACKETS.sub("", heading))
         name = known.get(plain_heading(heading)) or known.get(bare)
         if name is None or name in found:
             strange.append(heading)

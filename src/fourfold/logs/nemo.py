@@ -29,7 +29,7 @@ _PRODUCT = re.compile(r"\$\{multiply:\s{0,4}([0-9]{1,12}),\s{0,4}([0-9]{1,12})\}
 # Megatron-Bridge lists what differs from Megatron's defaults, and all of its own settings.
 SUMMARY = "Configuration Summary (Non-Default Values vs Megatron Core)"
 _SECTION = re.compile(r"\[([a-z_]{2,40})\](?: Non-default values .*)?:$")
-_VALUE = re.compile(r"  ([A-Za-z]\w{0,120}): (.*?)(?:  \(Mcore default: .*\))?$")
+_VALUE, _MCORE = re.compile(r"  ([A-Za-z]\w{0,120}): (.*)$"), "  (Mcore default: "
 _DEFAULTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 # Of several fields of one name, that of the model outweighs the trainer's, and those the rest.
 _WEIGHTS = ("model", "train", "trainer", "")
@@ -97,7 +97,7 @@ class Summary:
             self._section = found.group(1)
         elif found := _VALUE.match(text):
             path = f"{self._section}.{found.group(1)}".lower()
-            self.flat[path] = found.group(2).strip("'\"")[:200]
+            self.flat[path] = found.group(2).partition(_MCORE)[0].strip("'\"")[:200]
         else:
             return False
         return len(self.flat) < MOST_ENTRIES

@@ -11,6 +11,7 @@ import re
 Flat = dict[str, str]
 # Far beyond any printed configuration: a log must not fill the memory.
 MOST_ENTRIES, _MOST_CHARS, _MOST_DEPTH, _MOST_LINE = 20_000, 4_000, 64, 200_000
+_MOST_KEY, _MOST_PATH = 120, 500
 _TOKEN = re.compile(
     r"\s+|(?P<string>[bBrRuUfF]{0,2}(?:\"(?:[^\"\\]|\\.){0,1000}\"?|'(?:[^'\\]|\\.){0,1000}'?))"
     r"|(?P<enum><[^<>\n]{0,200}>)|(?P<open>[\[({])|(?P<close>[\])}])|(?P<comma>,)|(?P<colon>[:=])"
@@ -35,6 +36,8 @@ class Nested:
         self._has_key = False
 
     def feed(self, text: str) -> None:
+        if self.is_done:
+            return
         for token in _TOKEN.finditer(text[:_MOST_LINE]):
             kind = token.lastgroup
             if kind == "open":
@@ -42,9 +45,7 @@ class Nested:
             elif kind == "close":
                 self._store()
                 self._close()
-                if not self._index:
-                    self.is_done = True
-                    return
+                self.is_done = self.is_done or not self._index
             elif not self._index:
                 continue  # what stands before the first bracket
             elif kind == "comma":
@@ -54,11 +55,11 @@ class Nested:
                 if self._has_key:
                     self._value += token.group()  # 'a: b: c', a time or an address
                 else:
-                    self._key, self._value, self._has_key = self._value, "", True
+                    self._key, self._value, self._has_key = self._value[:_MOST_KEY], "", True
             elif kind is not None:
                 self._value = (self._value + _plain(token.group(), kind))[:_MOST_CHARS]
-        if len(self.flat) > MOST_ENTRIES:
-            self.is_done = True
+            if self.is_done:
+                return
 
     def _open(self) -> None:
         # A name right before a bracket is a class; the field it is the value of names the path.
@@ -80,8 +81,14 @@ class Nested:
     def _store(self) -> None:
         key = self._key if self._has_key else str(self._index[-1]) if self._index else ""
         if self._has_key or self._value:
-            self.flat[".".join([*self._path, key]).lower()] = self._value
+            _keep(self.flat, ".".join([*self._path, key]).lower(), self._value)
+            self.is_done = len(self.flat) >= MOST_ENTRIES
         self._key, self._value, self._has_key = "", "", False
+
+
+def _keep(flat: Flat, path: str, value: str) -> None:
+    if len(path) <= _MOST_PATH and len(flat) < MOST_ENTRIES:
+        flat[path] = value
 
 
 def _plain(text: str, kind: str) -> str:
@@ -122,7 +129,7 @@ class Yaml:
     def feed(self, text: str) -> bool:
         """Whether the line can be part of the text."""
         text = text.rstrip()[:_MOST_CHARS]
-        if not text or text.lstrip().startswith("#") or len(self.flat) > MOST_ENTRIES:
+        if not text or text.lstrip().startswith("#") or len(self.flat) >= MOST_ENTRIES:
             return bool(self.flat) or not text
         found = _YAML.match(text)
         if found is None:
@@ -135,13 +142,15 @@ class Yaml:
         while self._levels and self._levels[-1][0] >= indent:
             self._levels.pop()
         name, value = found.group(3).strip("'\""), found.group(4)
+        if len(self._levels) >= _MOST_DEPTH:
+            return False  # no configuration: the path of each key would be as long as the text
         self._levels.append((indent, name))
         path = self._path()
         value = (value or "").strip()
-        if value.startswith(("{", "[")):
-            inner = bracketed(value)
-            self.flat |= {f"{path}.{key}": text for key, text in inner.items()}
-        self.flat[path] = value.strip("'\"")
+        if value.startswith(("{", "[")) and len(path) < _MOST_PATH:
+            for key, inner in bracketed(value).items():
+                _keep(self.flat, f"{path}.{key}", inner)
+        _keep(self.flat, path, value.strip("'\""))
         return True
 
     def _path(self) -> str:
@@ -150,7 +159,7 @@ class Yaml:
     def _item(self, text: str) -> None:
         path = self._path()
         before = self.flat.get(path, "")
-        self.flat[path] = f"{before},{text.strip()}".lstrip(",")[:_MOST_CHARS]
+        _keep(self.flat, path, f"{before},{text.strip()}".lstrip(",")[:_MOST_CHARS])
 
 
 # --- values, read by those who know what they should be

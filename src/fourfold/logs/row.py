@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fourfold.cost.table.reference import INCOMPLETE
+from fourfold.cost.table.reference import INCOMPLETE, NoteWords
 from fourfold.errors import UserError, nearest
 from fourfold.logs.book import LogRun
 from fourfold.logs.nested import number, whole
@@ -113,6 +113,8 @@ def row_of(run: LogRun, engine: str) -> Row:
         row.notes.append(said)
     # It went on: how fast is what is missing.
     row.fill(outcome="fail" if run.steps.first is None and not run.unread else "ok")
+    if measured.drift:
+        row.notes.append(f"{measured.drift}: the median is of neither end")
     if run.end:
         row.notes.append(f"the log ends with: {run.end_words}")
     return row
@@ -142,6 +144,7 @@ def complete(row: Row, given: Mapping[str, str]) -> Row:
 
 def _tidy(row: Row) -> None:
     """Our words for what others write; what is no number or no word of ours is noted and blank."""
+    _replicas(row)
     for name in (*_COUNTS, *_NUMBERS):
         text = row[name]
         if not text:
@@ -161,6 +164,27 @@ def _tidy(row: Row) -> None:
     row.cells["act_ckpt"] = {"false": "none", "true": "full", "off": "none"}.get(word, word)
     if row["hardware"]:
         _hardware(row)
+
+
+def _replicas(row: Row) -> None:
+    """'2x4': two copies of the states, each over four ranks (HSDP); in the schema, a note."""
+    copies, times, shards = row["dp"].partition("x")
+    sizes = whole(copies), whole(shards)
+    if times and all(size and size > 0 for size in sizes):
+        group = (sizes[1] or 1) * (whole(row["cp"]) or 1)
+        row.cells["dp"] = str((sizes[0] or 1) * (sizes[1] or 1))
+        if sizes[0] != 1 and f"over {group} ranks" not in row["note"]:
+            row.cells["note"] = "; ".join(filter(None, [row["note"], f"zero3 over {group} ranks"]))
+
+
+def shown_layout(row: Row) -> str:
+    """'dp2x4 cp1 tp2': replicas, where a note names the group that shards."""
+    dp, cp, group = whole(row["dp"]), whole(row["cp"]) or 1, NoteWords(row["note"]).shard_group
+    sizes = {axis: row[axis] for axis in AXES}
+    if dp and group and group < dp * cp and dp * cp % group == 0:
+        copies = dp * cp // group
+        sizes["dp"] = f"{copies}x{dp // copies}"
+    return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size)
 
 
 def _hardware(row: Row) -> None:

@@ -18,6 +18,7 @@ MOST_LINES = 2**15
 # Steps that interleaved ranks may be apart.
 _WINDOW = 8
 _DRIFT = 1.03
+_TREND = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class StepTimes:
     batch: int | None
     tflops: float | None
     mem_gib: float | None
+    drift: str = ""
 
 
 class Series:
@@ -79,6 +81,15 @@ class Series:
         while head < len(self.values) // 2 and median(self.values[head : head + 3]) > steady:
             head += 1
         return head
+
+    def trend(self, head: int) -> tuple[float, float] | None:
+        """Medians of the first and the last quarter from `head` on, where they are far apart."""
+        values = self.values[head:]
+        part = len(values) // 4
+        if part < 3:
+            return None
+        first, last = median(values[:part]), median(values[-part:])
+        return (first, last) if max(first / last, last / first) > _TREND else None
 
     def median(self, head: int = 0) -> float | None:
         """Weighted, of the values from `head` on; between two that share the middle, their mean."""
@@ -224,7 +235,18 @@ class StepSeries:
             batch=self._batch,
             tflops=tflops,
             mem_gib=self._mem_gib,
+            drift=self._drift(head, is_rate=is_rate),
         )
+
+    def _drift(self, head: int, *, is_rate: bool) -> str:
+        trend = self._times.trend(head)
+        if trend is None:
+            return ""
+        if is_rate:
+            return (
+                f"tokens/s/GPU drift from {1 / trend[0]:.4g} to {1 / trend[1]:.4g} within the log"
+            )
+        return f"steps drift from {trend[0]:.4g} to {trend[1]:.4g} s within the log"
 
 
 def _is_other_rank(one: StepLine, other: StepLine) -> bool:

@@ -16,6 +16,7 @@ import types
 import typing
 from typing import Any, Literal, TypeVar
 
+from fourfold import door
 from fourfold.errors import UserError, nearest, shorten
 from fourfold.spec.toml import toml_text
 
@@ -29,7 +30,10 @@ MAX_TOML_LETTERS = 4 * 2**20
 MAX_JSON_LETTERS = 64 * 2**20
 # Ours reach 8: a report's spec's model's rope scaling.
 MAX_DEPTH = 32
-_LONG_KEY = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH + 1}}}")
+# A part of a key is bare or quoted. None begins inside of another, so each is looked at few times.
+_KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
+_LONG_KEY = re.compile(rf"(?<![\w\"'\\-])(?:{_KEY_PART}){{{MAX_DEPTH + 1}}}")
+_HALVES = re.compile(r"\\u[dD][89a-fA-F]")  # escapes of JSON that may be half of a pair
 
 
 @functools.cache
@@ -222,7 +226,10 @@ def parse_json(text: str) -> object:
     if len(text) > MAX_JSON_LETTERS:
         raise UserError(f"is over {MAX_JSON_LETTERS >> 20} MiB", hint="is this the right file?")
     try:
-        return _shallow(json.loads(text, parse_constant=refuse, object_pairs_hook=table))
+        data = _shallow(json.loads(text, parse_constant=refuse, object_pairs_hook=table))
+        if _HALVES.search(text):
+            door.check_text(json.dumps(data, ensure_ascii=False))
+        return data
     except UserError:
         raise
     except (ValueError, RecursionError) as error:

@@ -54,7 +54,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """`length` is the rows of a learned table; None: as long as the run's sequence (MPT).
+    """`length` is the rows of a learned table; None: as long as the run's sequence (MPT). Of rotary
+    positions it is the longest sequence that the model is made for, which exports say.
 
     `partial` is the share of a head's channels that rotary positions turn.
     """

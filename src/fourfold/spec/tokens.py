@@ -141,6 +141,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _CHUNK_BYTES = 2**22  # a multiple of every token's size
+_DENSE_VOCAB = 2**22
 
 
 class Tally:
@@ -152,7 +153,10 @@ class Tally:
         import numpy as np
 
         self.kind, self.vocab = np.dtype(dtype).newbyteorder("<"), vocab
-        self.counts = np.zeros(vocab, np.int64)
+        # A file may claim a vocabulary that nobody has: only what occurs is counted then.
+        self._is_dense = vocab <= _DENSE_VOCAB
+        self.counts = np.zeros(vocab if self._is_dense else 0, np.int64)
+        self._seen = np.zeros(0, self.kind)
         self.tokens = self.beyond = 0
         self._hash = hashlib.sha256()
 
@@ -165,7 +169,15 @@ class Tally:
         self.tokens += len(tokens)
         inside = tokens[tokens < self.vocab]
         self.beyond += len(tokens) - len(inside)
-        self.counts += np.bincount(inside, minlength=self.vocab)
+        if self._is_dense:
+            self.counts += np.bincount(inside, minlength=self.vocab)
+            return
+        new, times = np.unique(inside, return_counts=True)
+        both = np.concatenate([self._seen, new])
+        self._seen, places = np.unique(both, return_inverse=True)
+        counts = np.zeros(len(self._seen), np.int64)
+        np.add.at(counts, places, np.concatenate([self.counts, times]))
+        self.counts = counts
 
     @property
     def sha256(self) -> str:

@@ -8,6 +8,7 @@ import math
 import re
 from typing import Literal
 
+from fourfold import door
 from fourfold.result.report import OUTCOMES, Outcome
 
 State = Literal["value", "empty", "dash", "unknown"] | Outcome
@@ -60,12 +61,18 @@ def _is_dash(text: str) -> bool:
     return not any(character.isascii() and character.isalnum() for character in text)
 
 
-def number(text: str) -> float | None:
+def printed(text: str) -> float | None:
     """'67GB' -> 67.0, '1,024' -> 1024.0; None where there is no number."""
     if state(text) != "value":
         return None
     match = _NUMBER.match(text.strip().strip("`*"))
     return float(match.group(1).replace(",", "").replace("_", "")) if match else None
+
+
+def number(text: str) -> float | None:
+    """What is printed, where it can be the number of anything."""
+    value = printed(text)
+    return value if value is not None and (value == 0 or door.is_possible(value)) else None
 
 
 def whole(text: str) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fourfold import door
 from fourfold.errors import UserError
 from fourfold.result.record import Record
 from fourfold.spec import catalog
@@ -93,7 +94,9 @@ def _block(data: object, path: str) -> Table | Text:
         rule = isinstance(row, dict) and set(row) == {"rule"}
         cells = decode_value(_TEXTS, row["rule"] if rule else row, f"{path}.rows[{number}]")
         rows.append(TableRow(cells, rule=rule))
-    return Table(decode_value(_TEXTS, data["headings"], f"{path}.headings"), tuple(rows))
+    headings = decode_value(_TEXTS, data["headings"], f"{path}.headings")
+    door.check_headings(headings, field=f"{path}.headings", path=f"({len(headings)} of them)")
+    return Table(headings, tuple(rows))
 
 
 _SETTING = re.compile(

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fourfold import escape, files
+from fourfold import door, escape, files
 from fourfold.errors import UserError
 from fourfold.show.table import aligned
 from fourfold.spec import codec
@@ -83,14 +83,12 @@ def _is_text(lines: list[str], at: int) -> bool:
     """'# GPUs,GPU' over rows of two cells is a heading line, '# made by hand' is text."""
     if not lines[at].startswith("#"):
         return False
-    cells = len(next(csv.reader([lines[at]])))
     below = lines[at + 1] if at + 1 < len(lines) else ""
-    return not (
-        cells > 1
-        and below
-        and not below.startswith("#")
-        and len(next(csv.reader([below]))) == cells
-    )
+    try:
+        cells, cells_below = (len(next(csv.reader([line]), [])) for line in (lines[at], below))
+    except csv.Error:  # a cell of 128 KiB and more
+        return True
+    return not (cells > 1 and not below.startswith("#") and cells_below == cells)
 
 
 def _text(lines: list[str], at: int) -> tuple[Text, int]:
@@ -112,6 +110,7 @@ def _table(lines: list[str], at: int) -> tuple[Table, int]:
         cells, used = _record(lines, at, separator)
         rows.append(TableRow(cells, rule=bool(rows) and _is_rule(cells), line=at + 1))
         at += used
+    door.check_headings(rows[0].cells, field="line", path=first + 1)
     return Table(rows[0].cells, tuple(rows[1:]), line=first + 1), at
 
 
@@ -191,6 +190,7 @@ def _starts_table(lines: list[str], at: int) -> bool:
 def _markdown_table(lines: list[str], at: int) -> tuple[Table, int]:
     first = at
     headings, marks = _cells_of(lines[at]), _cells_of(lines[at + 1])
+    door.check_headings(headings, field="line", path=first + 1)
     needs_pipe = lines[at].lstrip().startswith("|")
     at += 2
     rows: list[TableRow] = []

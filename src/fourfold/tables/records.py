@@ -19,6 +19,7 @@ _DEFAULT_GPUS_PER_NODE = 8
 _MPT_SHARDING = {word: ours for ours, word in styles.SHARDING.items()}
 _MPT_RECOMPUTE = {word.lower(): ours for ours, word in styles.CHECKPOINTING.items()}
 _SPEEDS = ("step_s", "tflops_gpu", "model_tflop", "tokens_s", "mfu_pct")
+_NEVER_ZERO = ("step_s", "tflops_gpu", "mem_gb")
 _HANGS = re.compile(r"\bh[au]ngs?\b", re.IGNORECASE)
 
 
@@ -67,7 +68,8 @@ def _value(name: str, text: str) -> Any:
     if kind == "int | None":
         return cells.whole(text)
     if kind == "float | None":
-        return cells.number(text)
+        value = cells.number(text)
+        return value if value or name not in _NEVER_ZERO else None
     if kind.startswith("bool"):
         return {"1": True, "true": True, "0": False, "false": False}.get(text.strip().lower())
     if name == "hardware":

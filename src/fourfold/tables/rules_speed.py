@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 
-from fourfold.result.record import Record, grouped
+from fourfold import door
+from fourfold.result.record import KINDS, Record, grouped
 from fourfold.spec import catalog
 from fourfold.spec.layout import AXES
 from fourfold.tables import cells
@@ -100,13 +101,23 @@ def _fastest_peak_tflops() -> float:
     return max(peak for peak in peaks if peak) / 1e12
 
 
+def possible_number(record: Record) -> Iterator[Problem]:
+    """What is not, is read as blank elsewhere."""
+    for name, text in record.cells.items():
+        value = cells.printed(text) if KINDS.get(name, "").startswith(("int", "float")) else None
+        # Counts may be none, and a throughput that is cut to a whole number as well.
+        may_be_zero = KINDS.get(name, "").startswith("int") or (
+            name == "tokens_s_gpu" and record.style == "mpt"
+        )
+        if value is None or door.is_possible(value) or (value == 0 and may_be_zero):
+            continue
+        yield f"{name} {value:g}", door.POSSIBLE, "check against the log"
+
+
 def utilisation(record: Record) -> Iterator[Problem]:
-    for name in ("step_s", "tflops_gpu", "tokens_s_gpu", "mfu_pct", "hfu_pct"):
+    for name in ("mfu_pct", "hfu_pct"):
         value = getattr(record, name)
-        zero_is_cut = name == "tokens_s_gpu" and record.style == "mpt"
-        if value is not None and (value < 0 or (value == 0 and not zero_is_cut)):
-            yield f"{name} {value:g}", "above 0", "check against the log"
-        if name.endswith("_pct") and value is not None and value > 100:
+        if value is not None and value > 100:
             yield f"{name} {value:g}", "at most 100", "check peak and speed"
     peak = peak_tflops(record)
     limit = _fastest_peak_tflops() if peak is None else peak
@@ -143,7 +154,8 @@ def memory_order(file: TablesFile) -> Iterator[Finding]:
 
 
 ROW_CHECKS = {
-    "throughput": throughput, "hfu-mfu": hfu_mfu, "utilisation": utilisation,
+    "throughput": throughput, "hfu-mfu": hfu_mfu, "possible-number": possible_number,
+    "utilisation": utilisation,
     "memory-device": memory_device,
 }  # fmt: skip
 CHECKS = (memory_order,)

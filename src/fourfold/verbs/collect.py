@@ -12,22 +12,19 @@ from typing import Any, Literal
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.escape import csv_text
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
 from fourfold.logs.book import Book
+from fourfold.logs.collected import check_out, keep
 from fourfold.logs.log import read_log
 from fourfold.logs.mapping import ColumnMap, proposal, read_mapping
 from fourfold.logs.nodes import read_nodes
 from fourfold.logs.row import COLUMNS, EXTRA, Row, complete, require_column, row_of, text_of
 from fourfold.logs.tables import is_table, read_table
-from fourfold.result.job import LOG_FILES
 from fourfold.spec import catalog, check, codec, nccl_tests
 from fourfold.verbs import Answer
 
 COLLECTED = "collected.csv"
-# In the headings of every file that this verb writes.
-_MARK = ",".join(EXTRA)
 _LOGS = (".log", ".txt", ".out", ".err", ".csv", ".tsv", ".jsonl", ".ndjson", ".json", "")
 _OF_NODE = re.compile(r"engine-[0-9]+\.log")
 _NCCL_BYTES, _SNIFF_CHARS = 2**24, 2**16
@@ -48,7 +45,7 @@ class CollectRequest:
     side: str | None = flag(
         "fields that logs do not say, for all or by file name", "FIELDS.toml", names=("--fields",)
     )
-    reader: Literal["megatron", "torchtitan", "nanotron", "llm-foundry"] | None = flag(
+    reader: Literal["megatron", "torchtitan", "nanotron", "llm-foundry", "deepspeed"] | None = flag(
         "read logs as this engine's (default: recognised)", rare=True
     )
     force: bool = flag("overwrite even if fourfold did not write it", rare=True, default=False)
@@ -109,7 +106,7 @@ def collect(request: CollectRequest, *, on_event: OnEvent = ignore) -> Collected
     mapping = _mapping(request.map)
     given, by_file = _given(request), _side(request.side)
     out = request.out or str(Path(request.runs) / COLLECTED)
-    before = _existing(out, force=request.force)
+    check_out(out, force=request.force)
     done = []
     for logs in _by_run(_expanded(request.logs)):
         one, log = _read(logs, request.reader, mapping), logs[0]
@@ -120,14 +117,8 @@ def collect(request: CollectRequest, *, on_event: OnEvent = ignore) -> Collected
         done.append(one)
         on_event(Event(_summary(one)))
     rows = [row for one in done for row in one.rows]
-    logs = {row["log"] for row in rows}
-    kept = [row for row in before if row["log"] not in logs]
-    _name(rows, {row["row_id"] for row in kept})
-    if rows:
-        names = (*COLUMNS, *EXTRA)
-        table = [names, *([row[name] for name in names] for row in (*kept, *rows))]
-        files.write_text(out, csv_text(table))
-    return Collected(files=tuple(done), rows_read=tuple(rows), out=out, total=len(kept) + len(rows))
+    total = keep(rows, out, force=request.force)
+    return Collected(files=tuple(done), rows_read=tuple(rows), out=out, total=total)
 
 
 def _read(logs: Sequence[str], reader: str | None, mapping: ColumnMap | None) -> FileRead:
@@ -255,33 +246,6 @@ def _by_run(logs: Sequence[str]) -> list[list[str]]:
         path = Path(log)
         runs.setdefault(path.parent if _OF_NODE.fullmatch(path.name) else path, []).append(log)
     return [sorted(one, key=lambda log: (len(log), log)) for one in runs.values()]
-
-
-def _existing(out: str, *, force: bool) -> list[Row]:
-    """Rows of the file that will be written; refused if it is another's."""
-    files.require_mine(out, mark=_MARK, force=force)
-    if force or not Path(out).is_file() or not Path(out).stat().st_size:
-        return []
-    return read_table(out, None).rows
-
-
-def _name(rows: list[Row], taken: set[str]) -> None:
-    """A row is called as its file, with a number where that has several runs."""
-    per_log: dict[str, int] = {}
-    for row in rows:
-        per_log[row["log"]] = per_log.get(row["log"], 0) + 1
-    seen: dict[str, int] = {}
-    for row in rows:
-        log = Path(row["log"])
-        seen[row["log"]] = seen.get(row["log"], 0) + 1
-        number = f"-{seen[row['log']]}" if per_log[row["log"]] > 1 else ""
-        names = [row["row_id"]] if row["row_id"] else []
-        if fnmatch.fnmatch(log.name, LOG_FILES):  # of a run in a store, whose folder has its name
-            names.append(f"{log.parent.name}{number}")
-        names += [f"{log.stem}{number}", f"{log.parent.name}-{log.stem}{number}"]
-        names += [f"{log.stem}{number}.{n}" for n in range(2, 2 + len(rows) + len(taken))]
-        row.cells["row_id"] = next(name for name in names if name not in taken)
-        taken.add(row["row_id"])
 
 
 def _summary(one: FileRead) -> str:

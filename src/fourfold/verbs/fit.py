@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fourfold import door
 from fourfold.cost.fit.accuracy import Result, study
 from fourfold.cost.fit.calibration import Calibration, load, to_json
 from fourfold.cost.fit.coefficients import BY_NAME
@@ -14,7 +15,7 @@ from fourfold.cost.fit.fit import sample
 from fourfold.cost.fit.fold_scores import FoldScore
 from fourfold.cost.fit.suggest import suggest
 from fourfold.cost.fit.validate import calibrate
-from fourfold.cost.table.reference import read_table
+from fourfold.cost.table.reference import impossible, read_table
 from fourfold.cost.table.reports import report_rows
 from fourfold.cost.table.rows import Rows, parse
 from fourfold.errors import UserError
@@ -28,6 +29,8 @@ from fourfold.verbs.requests import FitRequest, ScoreRequest
 
 _SUGGESTED = ("row_id", "stack", "cluster", "model", "seq_len", "n_gpus", *AXES, "mbs", "gbs",
               "sharding", "act_ckpt")  # fmt: skip
+# Fewer say less than what a fit starts from.
+_FEW_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Fitted(Answer):
 
 
 def _measured_rows(request: FitRequest, on_event: OnEvent) -> list[Rows]:
-    tables = [parse(read_table(path)) for path in request.rows]
+    tables = [_read(path, on_event) for path in request.rows]
     if request.runs:
         if not request.cluster:
             raise UserError("is required with --runs", field="cluster")
@@ -70,11 +73,27 @@ def _measured_rows(request: FitRequest, on_event: OnEvent) -> list[Rows]:
     return tables
 
 
+def _read(path: str, on_event: OnEvent) -> Rows:
+    """A table, with a word about measured values that are none."""
+    table = read_table(path)
+    if wrong := impossible(table):
+        some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        warnings(on_event)(f"{path}: not used, as not {door.POSSIBLE}: {some}")
+    return parse(table)
+
+
 def fit(request: FitRequest, *, on_event: OnEvent = ignore) -> Fitted:
     tables = _measured_rows(request, on_event)
-    if not len(sample(tables)):
+    count = len(sample(tables))
+    if not count:
         rule = "have no measured step time, memory or out-of-memory outcome"
         raise UserError(rule, field="rows", hint="fill in step_s, mem_gb or status")
+    if count < _FEW_ROWS:
+        warnings(on_event)(
+            f"{count} measured row{'s' * (count > 1)} cannot tell one coefficient from another: "
+            f"expect the errors of the default calibration, and measure {_FEW_ROWS} or more "
+            "('fourfold fit --suggest' names them)"
+        )
     prior = load(request.prior) if request.prior else None
     name = request.name or "+".join(table.table.name for table in tables)
     known = dict(map(_fixed, request.fix))
@@ -142,7 +161,7 @@ class Scores(Answer):
 
 
 def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
-    tables = [parse(read_table(path)) for path in request.rows]
+    tables = [_read(path, on_event) for path in request.rows]
     asked = {"cv": request.cv, "leave-out": request.leave_out, "few-shot": request.few_shot,
              "folds": request.folds}  # fmt: skip
     how = [name for name, is_asked in asked.items() if is_asked]

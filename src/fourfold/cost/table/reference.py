@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold import files
-from fourfold.errors import UserError
+from fourfold import door, files
+from fourfold.errors import UserError, shorten
 from fourfold.result.record import REFERENCE_COLUMNS
 from fourfold.spec import check
 
@@ -77,8 +77,6 @@ SCHEMA = tuple(REFERENCE_COLUMNS)
 T = TypeVar("T")
 BATCH = 4096
 PLAIN_BYTES = 2**20
-# Short lines are filled up to the header's width: a long one would cost its length for every line.
-MAX_COLUMNS = 1000
 MARK = "\x1f"  # the unit separator of ASCII; no table has it
 # Status of a collected run that lacks fields; it is kept, and used for nothing.
 INCOMPLETE = "incomplete"
@@ -121,13 +119,13 @@ def read_table(path: str | Path) -> RowTable:
 
 
 def _check_header(header: list[str], path: str) -> None:
-    if len(header) > MAX_COLUMNS:
-        hint = "keep only those of the reference schema"
-        raise UserError(f"has more than {MAX_COLUMNS} columns", field="rows", value=path, hint=hint)
+    door.check_headings(header, field="rows", path=path)
     missing = [name for name in NEEDED if name not in header]
     if missing:
         rule = f"lacks the columns {', '.join(missing)}"
-        hint = f"the reference schema is: {' '.join(SCHEMA)}"
+        hint = (
+            f"'fourfold collect {path}' makes such rows of logs and of tables with other headings"
+        )
         raise UserError(rule, field="rows", value=path, hint=hint)
 
 
@@ -197,9 +195,28 @@ class Distinct(Generic[T]):
 
 
 def numbers(cells: Sequence[str]) -> NDArray[np.float64]:
-    """Texts as numbers; blank and unreadable ones are NaN, infinite ones too."""
+    """Texts as numbers; NaN where one is blank, unreadable, or so far from 0 or so near to it that
+    it is nothing's number."""
     values = np.array(each(cells, _number), dtype=np.float64)
-    return np.where(np.isfinite(values), values, np.nan)
+    size = np.abs(values)
+    return np.where((values == 0) | ((size >= door.LEAST) & (size <= door.MOST)), values, np.nan)
+
+
+def measured(cells: Sequence[str]) -> NDArray[np.float64]:
+    """NaN where nobody can have measured that."""
+    values = numbers(cells)
+    return np.where(values > 0, values, np.nan)
+
+
+def impossible(table: RowTable) -> list[str]:
+    """Measured values that are none, as 'row: column value': used for nothing, worth a word."""
+    return [
+        f"{table.column('row_id')[i] or f'row {i + 1}'}: {name} {shorten(cells[i])}"
+        for name in MEASURED
+        for cells in [table.column(name)]
+        for i in np.flatnonzero(np.isnan(measured(cells)))
+        if (value := _number(cells[i])) == value
+    ]
 
 
 def _number(cell: str) -> float:
@@ -211,6 +228,7 @@ def _number(cell: str) -> float:
 
 # A count above this is a typing error, not a run.
 LARGEST = 1e9
+MEASURED = ("step_s", "tokens_s_gpu", "tflops_gpu", "mem_gb", "net_gbs", "net_node_gbs")
 
 
 @dataclass(slots=True)
@@ -237,7 +255,7 @@ class Draft:
         cells = self.table.column(column)
         values = numbers(cells)
         blank = np.array(each(cells, lambda cell: not cell.strip()), dtype=bool)
-        self.refuse(np.isnan(values) & ~blank, f"{column} is not a number")
+        self.refuse(np.isnan(values) & ~blank, f"{column} is not {door.POSSIBLE}")
         if what:
             self.assume(blank, f"{column} {what}")
         self.facts[name] = np.where(np.isnan(values), default, values)

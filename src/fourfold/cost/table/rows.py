@@ -31,6 +31,7 @@ from fourfold.cost.table.reference import (
     NoteWords,
     RowTable,
     each,
+    measured,
     numbers,
 )
 from fourfold.errors import UserError
@@ -96,8 +97,8 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
         stack=text["stack"],
         cluster=text["cluster"],
         hardware=np.array(each(table.column("hardware"), str.lower), dtype=str),
-        step_s=numbers(table.column("step_s")),
-        mem_gb=numbers(table.column("mem_gb")),
+        step_s=measured(table.column("step_s")),
+        mem_gb=measured(table.column("mem_gb")),
         status=np.array(table.column("status"), dtype=str),
     )
 
@@ -245,10 +246,10 @@ def _hardware(draft: Draft, words: Distinct[NoteWords], clusters: Mapping[str, C
     facts["net"] = np.where(strange & (stated > 0), stated, facts["net"])
     draft.assume(strange, "cluster unknown: usual fabric of this GPU")
     del facts["unknown_cluster"]
-    seen = np.nan_to_num(numbers(table.column("net_gbs"))) * 1e9
+    seen = np.nan_to_num(measured(table.column("net_gbs"))) * 1e9
     several = facts["gpus"] > facts["node"]
     facts["net_seen"] = np.where(several & (seen > 0), seen, 0.0)
-    inside = np.nan_to_num(numbers(table.column("net_node_gbs"))) * 1e9
+    inside = np.nan_to_num(measured(table.column("net_node_gbs"))) * 1e9
     facts["link"] = np.where(inside > 0, np.minimum(facts["link"], inside), facts["link"])
     # In the slow state the measured rate falls with the nodes; where it does not, the state was
     # fast whatever the note says (nanotron, 512 GPUs).

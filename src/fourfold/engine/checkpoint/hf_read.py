@@ -83,6 +83,12 @@ class HfWeights:
         for field in _FUNCTION:
             if field == "positions" and model.positions.kind == "learned":
                 ours[field], theirs[field] = model.positions.kind, self.shape.positions.kind
+            elif (
+                field == "positions"
+            ):  # rotary: its length is what it is made for, not what it does
+                ours[field], theirs[field] = (
+                    one[field] | {"length": None} for one in (ours, theirs)
+                )
             rule = f"has {field} = {theirs.get(field)}, the model {ours.get(field)}"
             hint = f"use its own model: --model {self.folder / CONFIG}"
             self._must(ours.get(field) == theirs.get(field), rule, hint)
@@ -179,6 +185,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 def _opened(path: Path) -> Any:
     package = safetensors()
+    if path.exists() and not path.is_file():  # a pipe would wait for a writer
+        raise UserError("is not a regular file", field="weights", value=str(path))
     try:
         return package.safe_open(path, framework="pt", device="cpu")
     except (OSError, package.SafetensorError) as error:

@@ -198,7 +198,7 @@ def _llama(model: ModelShape, seq_len: int) -> dict[str, Any]:
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
-        "max_position_embeddings": seq_len,
+        "max_position_embeddings": max(seq_len, model.positions.length or 0),
         "rope_theta": model.positions.theta,
         "rope_scaling": rope_scaling,
         "hidden_act": "silu",

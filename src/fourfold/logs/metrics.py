@@ -1,0 +1,191 @@
+"""Metrics by step, as W&B and TensorBoard export them (CSV or JSON lines), as runs of a book."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fourfold.logs.book import MOST_SHOWN, Book
+from fourfold.logs.lines import Line
+from fourfold.logs.mapping import plain_heading
+from fourfold.logs.nested import number, whole
+from fourfold.logs.row import COLUMNS, text_of
+from fourfold.logs.series import StepLine
+
+# Line and cells of each; None where a line is not an object.
+Items = Iterator[tuple[int, dict[str, Any] | None]]
+# Headings in lower case without blanks, dashes and underscores.
+_STEP = ("step", "iteration", "globalstep", "trainerglobalstep", "iter", "batch", "timebatch")
+_WALL = ("walltime", "timestamp", "time", "date")
+# What engines call the time of a step, and the speed, in their exports -> unit.
+_SECONDS = {
+    "iterationtime": 1.0, "trainsteptimingins": 1.0, "steptime": 1.0, "timemetricsendtoends": 1.0,
+    "elapsedtimeperiterationms": 1e-3, "iterationtimems": 1e-3, "steptimems": 1e-3,
+    "elapsedtimeperiterations": 1.0, "iterationtimes": 1.0, "secperiter": 1.0,
+    "timeiterationtime": 1.0, "iterationtimeiterationtime": 1.0, "runtimeiterationtime": 1.0,
+}  # fmt: skip
+_TIMES, _EMPTY = ("seconds", "rate"), ("", "none", "nan", "null")
+_RATES = ("throughputtps", "throughputdevicetokenspersec", "tokenspersecpergpu")
+_MEMORY = {
+    "memorymaxreservedgib": 1.0, "memorypeakreservedmem": 1e9 / 2**30,
+    "memreservedbytes": 2.0**-30, "cudamaxmemoryreserved": 2.0**-30,
+}  # fmt: skip
+_LOSS = ("lmloss", "loss", "lossmetricsglobalavgloss", "losstraintotal", "reducedtrainloss",
+         "trainloss")  # fmt: skip
+
+
+def step_column(headings: list[str]) -> str | None:
+    """Where a table of metrics has its steps; a table of runs has none, or layouts beside them."""
+    plain = {plain_heading(name): name for name in headings}
+    if {"tp", "tpsize", "nlayers", "micro", "mbs"} & plain.keys():
+        return None
+    step = next((plain[name] for name in _STEP if name in plain), None)
+    useful = [name for name in headings if _kind(name)] or "value" in plain
+    return step if step and useful else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(heading: str) -> tuple[str, float] | None:
+    """What a metric is: W&B puts 'NAME - ' before it, TensorBoard a path."""
+    plain = plain_heading(re.split(r" - ", heading)[-1])
+    for table, kind in ((_SECONDS, "seconds"), (_MEMORY, "memory")):
+        if plain in table:
+            return kind, table[plain]
+    if plain in _RATES:
+        return "rate", 1.0
+    return ("loss", 1.0) if plain in _LOSS else None
+
+
+def objects(lines: Iterator[Line]) -> Items:
+    for line in lines:
+        if not line.text.strip():
+            continue
+        try:
+            found = json.loads(line.text)
+        except (ValueError, RecursionError):
+            found = None
+        yield line.number, found if isinstance(found, dict) else None
+
+
+_TRIPLE = ("walltime", "step", "value")
+
+
+def listed(line: Line) -> Items:
+    """TensorBoard's JSON: [[wall time, step, value], ...]; or a list of objects."""
+    try:
+        found = json.loads(line.text)
+    except (ValueError, RecursionError):
+        found = [None]
+    for number_, one in enumerate(found, start=1):
+        if isinstance(one, list) and len(one) == 3:
+            one = dict(zip(_TRIPLE, one, strict=True))
+        yield number_, one if isinstance(one, dict) else None
+
+
+def charts(items: Items, headings: list[str], book: Book, stem: str) -> None:
+    """A CSV of metrics by step. W&B writes 'RUN - METRIC': every run that has a time is a row, and
+    all are read in one pass."""
+    by_run: dict[str, list[str]] = {}
+    for name in headings:
+        by_run.setdefault(name.rpartition(" - ")[0], []).append(name)
+    timed = {run: [n for n in names if _is_time(n)] for run, names in by_run.items()}
+    runs = [run for run, times in timed.items() if times]
+    if len(runs) < 2:
+        one_run(items, book, stem)
+        return
+    shared = by_run.get("", [])
+    each = {run: _Metrics(Book()) for run in runs}
+    for run, metrics in each.items():
+        metrics.book.fact(row_id=run)
+    for number_, item in items:
+        for run, metrics in each.items():
+            # Another run may have had this step, and this one not.
+            if item is not None and any(item[name] for name in timed[run]):
+                metrics.take(number_, {name: item[name] for name in (*shared, *by_run[run])})
+    for metrics in each.values():
+        book.runs += metrics.book.runs
+        book.unread += metrics.book.unread
+        book.shown = (book.shown + metrics.book.shown)[:MOST_SHOWN]
+
+
+def _is_time(heading: str) -> bool:
+    return (_kind(heading) or ("",))[0] in _TIMES
+
+
+def one_run(items: Items, book: Book, stem: str) -> None:
+    """`stem` of the file: TensorBoard's 'run-NAME-tag-iteration-time'."""
+    metrics = _Metrics(book, _kind(stem.partition("-tag-")[2] or stem))
+    for number_, item in items:
+        metrics.take(number_, item)
+
+
+@dataclass(slots=True)
+class _Metrics:
+    """Steps of one run into its book. Seconds from a metric that has them; else from the wall clock
+    between steps, where it does not go back. `tag`: what the column 'value' is."""
+
+    book: Book
+    tag: tuple[str, float] | None = None
+    before: tuple[int, float] | None = None
+
+    def take(self, number_: int, item: dict[str, Any] | None) -> None:
+        found = _metric(item, self.tag) if item is not None else None
+        if item is None or found is None:
+            if item is None or _config(item, self.book) is False:
+                self.book.skip(number_, str(item)[:160] if item else "not a JSON object")
+            return
+        (step, wall), before = found, self.before
+        untimed = step.seconds is None and step.tokens_s_gpu is None and wall is not None
+        if untimed and before is not None and step.step > before[0] and wall > before[1]:
+            step = replace(step, seconds=(wall - before[1]) / (step.step - before[0]))
+        self.before = (step.step, wall) if wall is not None else before
+        self.book.step(step)
+
+
+def _metric(
+    item: Mapping[str, Any], tag: tuple[str, float] | None
+) -> tuple[StepLine, float | None] | None:
+    step = wall = None
+    found: dict[str, float] = {}
+    loss = ""
+    for name, cell in item.items():
+        plain, value = plain_heading(str(name)), number(str(cell)) if cell is not None else None
+        if step is None and plain in _STEP:
+            step = whole(str(cell))
+        elif (wall is None and plain in _WALL) or name == "_timestamp":
+            wall = value
+        kind = tag if plain == "value" and tag else _kind(str(name))
+        if kind is None:
+            continue
+        if value is None and kind[0] in _TIMES and str(cell).lower() not in _EMPTY:
+            return None
+        if value is None or value <= 0:
+            continue
+        if kind[0] == "loss":
+            loss = str(cell)
+        else:
+            found.setdefault(kind[0], value * kind[1])
+    if step is None or step < 0:
+        return None
+    line = StepLine(
+        step=step,
+        seconds=found.get("seconds"),
+        tokens_s_gpu=None if "seconds" in found else found.get("rate"),
+        loss=loss,
+        mem_gib=found.get("memory"),
+    )
+    return line, wall
+
+
+def _config(item: Mapping[str, Any], book: Book) -> bool:
+    """A line of JSON without a step may be the configuration, in columns of the schema."""
+    facts = {
+        k: text_of(v) for k, v in item.items() if k in COLUMNS and not isinstance(v, dict | list)
+    }
+    if facts:
+        book.fact(**facts)
+    return bool(facts)

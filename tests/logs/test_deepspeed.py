@@ -1,0 +1,150 @@
+"""Logs of plain DeepSpeed and of the Hugging Face Trainer, in the words that both print (DeepSpeed
+issues 1825, 2629, 3742, 5222 and 5779, transformers 25027, LlamaFactory 4783, peft 1806)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fourfold
+from fourfold.logs.row import Row
+
+_STAMP = "[2024-03-04 12:09:53,744] [INFO] [config.py:1000:print]"
+SETTINGS = f"""\
+[2024-03-04 12:09:53,743] [INFO] [config.py:996:print] DeepSpeedEngine configuration:
+{_STAMP}   activation_checkpointing_config  {{
+    "partition_activations": false,
+    "number_checkpoints": null
+}}
+{_STAMP}   bfloat16_enabled ............. True
+{_STAMP}   fp16_enabled ................. False
+{_STAMP}   gradient_accumulation_steps .. 4
+{_STAMP}   steps_per_print .............. 10
+{_STAMP}   train_batch_size ............. 128
+{_STAMP}   train_micro_batch_size_per_gpu  4
+{_STAMP}   world_size ................... 8
+{_STAMP}   zero_allow_untested_optimizer  False
+{_STAMP}   zero_enabled ................. True
+{_STAMP}   zero_optimization_stage ...... 3
+[2024-03-04 12:09:53,744] [INFO] [config.py:986:print_user_config]   json = {{
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {{
+        "enabled": true
+    }},
+    "zero_optimization": {{
+        "stage": 3,
+        "stage3_max_live_parameters": 1.000000e+09
+    }}
+}}
+"""
+TRAINER = """\
+[INFO|configuration_utils.py:800] 2024-07-10 09:10:07,718 >> Model config LlamaConfig {
+  "architectures": [
+    "LlamaForCausalLM"
+  ],
+  "hidden_size": 4096,
+  "intermediate_size": 14336,
+  "model_type": "llama",
+  "num_attention_heads": 32,
+  "num_hidden_layers": 32,
+  "num_key_value_heads": 8,
+  "rope_scaling": null,
+  "tie_word_embeddings": false,
+  "vocab_size": 128256
+}
+
+[INFO|trainer.py:2134] 2024-07-10 09:10:09,515 >> ***** Running training *****
+[INFO|trainer.py:2135] 2024-07-10 09:10:09,515 >>   Num examples = 48,106
+[INFO|trainer.py:2137] 2024-07-10 09:10:09,515 >>   Instantaneous batch size per device = 2
+[INFO|trainer.py:2140] 2024-07-10 09:10:09,515 >>   Total train batch size (w. parallel, \
+distributed & accumulation) = 64
+[INFO|trainer.py:2141] 2024-07-10 09:10:09,515 >>   Gradient Accumulation steps = 4
+[INFO|trainer.py:2142] 2024-07-10 09:10:09,515 >>   Total optimization steps = 1,500
+"""
+
+
+def collected(tmp_path: Path, text: str, **fields: str) -> list[Row]:
+    (tmp_path / "run.log").write_text(text)
+    out = str(tmp_path / "out.csv")
+    request = fourfold.CollectRequest(logs=(str(tmp_path / "run.log"),), out=out, fields=fields)
+    return list(fourfold.collect(request).rows_read)
+
+
+def said(row: Row, *names: str) -> list[str]:
+    return [row[name] for name in names]
+
+
+def speed(step: int, rate: float) -> str:
+    return (
+        f"[2024-03-04 12:10:{step % 60:02d},000] [INFO] [timer.py:258:stop] "
+        f"epoch=0/micro_step={4 * step}/global_step={step}, RunningAvgSamplesPerSec=60.1, "
+        f"CurrSamplesPerSec={rate}, MemAllocated=17.94GB, MaxMemAllocated=54.06GB\n"
+    )
+
+
+def bar(step: int, rate: str, total: int = 1500, before: str = "") -> str:
+    return f"{before} {100 * step // total:2d}%|█▏        | {step}/{total} [00:52<45:12,  {rate}]\r"
+
+
+def test_deepspeed_by_the_speed_it_prints(tmp_path: Path) -> None:
+    text = SETTINGS + "".join(
+        speed(step, 64.0 if step > 10 else 32.0) for step in range(10, 90, 10)
+    )
+    (row,) = collected(tmp_path, text)
+    assert said(row, "stack", "sharding", "precision") == ["deepspeed", "zero3", "bf16"]
+    assert said(row, "n_gpus", "dp", "tp", "pp", "mbs", "gbs") == ["8", "8", "1", "1", "4", "128"]
+    assert said(row, "step_s", "mem_gb") == ["2", "54.06"]
+    assert "seq_len" in row.missing
+
+
+def test_old_releases_count_micro_batches_so_that_the_clock_says_more(tmp_path: Path) -> None:
+    lines = [
+        f"[2022-03-11 02:0{6 + n // 60}:{n % 60:02d},985] [INFO] [logging.py:69:log_dist] "
+        f"[Rank 0] step={n * 10}, skipped=2, lr=[5e-05], mom=[[0.9, 0.999]]\n"
+        f"[2022-03-11 02:0{6 + n // 60}:{n % 60:02d},985] [INFO] [timer.py:189:stop] "
+        f"0/{n * 40}, SamplesPerSec=83.486, MemAllocated=0.26GB, MaxMemAllocated=9.02GB\n"
+        for n in range(1, 90, 15)
+    ]
+    (row,) = collected(tmp_path, SETTINGS + "".join(lines))
+    assert said(row, "step_s", "mem_gb") == ["0.1", "9.02"]  # 150 steps in 15 s
+
+
+@pytest.mark.parametrize("has_block", [True, False])
+def test_the_trainer_by_its_bar(tmp_path: Path, has_block: bool) -> None:
+    loss = "{'loss': 2.8957, 'grad_norm': 0.888, 'learning_rate': 9.9e-05, 'epoch': 0.0}\n"
+    text = (TRAINER if has_block else "") + "".join(
+        [
+            bar(7, "3.59s/it", total=7, before="Loading checkpoint shards: 100%"),
+            bar(1, "9.99s/it"), bar(2, "5.10s/it"), loss, bar(2, "5.10s/it"),
+            *(bar(step, "4.50s/it") for step in range(3, 20)),
+            bar(3, "1.20s/it", total=40),  # an evaluation
+            "{'train_runtime': 6800.1, 'train_samples_per_second': 14.1, 'epoch': 1.0}\n",
+        ]
+    )  # fmt: skip
+    (row,) = collected(tmp_path, text)
+    assert said(row, "stack", "step_s") == ["hf-trainer", "4.5"]
+    if has_block:
+        assert said(row, "n_gpus", "dp", "mbs", "gbs") == ["8", "8", "2", "64"]
+        assert said(row, "n_layers", "d_model", "n_kv_heads", "vocab", "tied") == [
+            "32", "4096", "8", "128256", "0",
+        ]  # fmt: skip
+
+
+def test_the_trainer_without_a_bar_by_its_runtime(tmp_path: Path) -> None:
+    end = "{'train_runtime': 6750.0, 'train_samples_per_second': 14.2, 'epoch': 1.0}\n"
+    (row,) = collected(tmp_path, TRAINER + end)
+    assert row["step_s"] == "4.5"
+
+
+def test_an_engine_on_top_of_deepspeed_keeps_its_log(tmp_path: Path) -> None:
+    steps = "".join(
+        speed(step, 8.0)
+        + f" samples/sec: 7.799 | iteration       {step}/   10000 | elapsed time per iteration "
+        "(ms): 4103.1 | learning rate: 2.111E-06 | lm_loss: 1.118665E+01 | number of skipped "
+        "iterations:   0 | number of nan iterations:   0 |\n"
+        for step in range(1, 9)
+    )
+    (row,) = collected(tmp_path, SETTINGS + steps)
+    assert said(row, "step_s", "sharding") == ["4.1031", "zero3"]
+    assert row["stack"].startswith("megatron")
