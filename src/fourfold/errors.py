@@ -87,6 +87,13 @@ def shorten(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def install(package: str) -> str:
+    """How to add a package where this process would find it: './fourfold' has its own folder."""
+    import sys
+
+    return f"run '{sys.executable} -m pip install {package}'"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """'did you mean ...' for a misspelt name, else the list of names."""
     import difflib  # 10 ms, only paid on an error

@@ -115,6 +115,38 @@ def test_pieces_are_the_text(texts, size):
     assert all(len(piece) <= 2 * size for piece in found)
 
 
+def test_rows_of_jsonl_are_documents(capsys, name, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "ab", "id": 1}\n\n{"text": "\\u00e9"}')
+    ran(capsys, "make", "--out", name, str(path))
+    assert tokens(name) == [97, 98, 256, 0xC3, 0xA9, 256]
+    assert read_info(name).documents == 2
+    path.write_text('{"content": "c"}\n')
+    ran(capsys, "make", "--out", name, "--force", "--text-field", "content", str(path))
+    assert tokens(name) == [99, 256]
+    assert "fields: content" in ran(capsys, "make", "--out", f"{name}2", str(path), code=2)
+    for line, rule in (("{", "line 1"), ('{"text": "\\ud800"}', "half of a character")):
+        path.write_text(line)
+        assert rule in ran(capsys, "make", "--out", f"{name}2", str(path), code=2)
+
+
+def test_rows_of_parquet_are_documents(capsys, name, tmp_path, monkeypatch):
+    path = tmp_path / "rows.parquet"
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pyarrow", None)
+        path.touch()
+        assert "pip install pyarrow" in ran(capsys, "make", "--out", name, str(path), code=2)
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"text": ["ab", "c"], "id": [1, 2]}), path)
+    ran(capsys, "make", "--out", name, str(path))
+    assert tokens(name) == [97, 98, 256, 99, 256]
+    said = ran(capsys, "make", "--out", f"{name}2", "--text-field", "id", str(path), code=2)
+    assert "row 1 in" in said and "has no text 'id'" in said
+    path.write_bytes(b"no parquet")
+    assert "cannot be read" in ran(capsys, "make", "--out", f"{name}2", str(path), code=2)
+
+
 def test_a_tokenizer_needs_its_package(capsys, name, text, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     said = ran(capsys, "make", "--out", name, "--tokenizer", "t.json", text, code=2)

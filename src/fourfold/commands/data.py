@@ -1,8 +1,9 @@
 """Make and inspect token files, the --data of 'bench', 'sweep' and 'train'.
 
 'data make' writes NAME.bin (little-endian uint16 or uint32 tokens) and NAME.json, its description.
-Every FILE is one document, followed by an end token; '-' is stdin. Without --tokenizer a token is a
-byte and 256 ends a document. 'data show' reads the whole file and verifies its checksum; it exits
+Every FILE is one document, followed by an end token; of .jsonl and .parquet files every row is, by
+its field 'text' (--text-field). '-' is stdin. Without --tokenizer a token is a byte and 256 ends a
+document. 'data show' reads the whole file and verifies its checksum; it exits
 with 1 if that differs.
 """
 
@@ -24,6 +25,7 @@ EXAMPLES = """\
 examples:
   fourfold data make --out corpus README.md docs/*.md
   fourfold data make --out corpus --tokenizer llama/tokenizer.json books/*.txt
+  fourfold data make --out web --tokenizer tokenizer.json shard-*.jsonl shard-*.parquet
   zcat dump.gz | fourfold data make --out dump -
   fourfold data show corpus
   fourfold bench --model llama-tiny --gpus 2 --seq-len 128 --global-batch 16 --data corpus

@@ -201,9 +201,11 @@ class TokenWriter:
 
     def __init__(self, stream: BinaryIO, *, vocab: int, end: int) -> None:
         self.dtype: TokenDtype = "uint16" if vocab <= 2**16 else "uint32"
-        self.end, self.documents = end, 0
+        self.end, self.documents, self.count = end, 0, 0
         self.tally = Tally(self.dtype, vocab)
         self._stream, self._began_at = stream, 0
+        self._held: list[bytes] = []  # of short documents: counting costs the vocabulary each time
+        self._held_bytes = 0
 
     def add(self, tokens: np.ndarray[Any, Any]) -> None:
         """More tokens of the present document, as whole numbers of any type."""
@@ -213,6 +215,14 @@ class TokenWriter:
         rule = f"must be from 0 to vocab - 1 = {self.tally.vocab - 1}"
         check.that(low >= 0 and high < self.tally.vocab, "token", low if low < 0 else high, rule)
         plain = tokens.astype(self.tally.kind).tobytes()
+        self.count += len(tokens)
+        self._held.append(plain)
+        self._held_bytes += len(plain)
+        if self._held_bytes >= _CHUNK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        plain, self._held, self._held_bytes = b"".join(self._held), [], 0
         self._stream.write(plain)
         self.tally.add(plain)
 
@@ -220,12 +230,12 @@ class TokenWriter:
         """A document of nothing is none."""
         import numpy as np
 
-        if self.tally.tokens == self._began_at:
+        if self.count == self._began_at:
             return
         self.documents += 1
         if self.end >= 0:
             self.add(np.array([self.end]))
-        self._began_at = self.tally.tokens
+        self._began_at = self.count
 
 
 @contextlib.contextmanager
@@ -236,6 +246,7 @@ def write_tokens(name: str, *, vocab: int, end: int, tokenizer: str) -> Iterator
     with files.pending(path) as stream:
         writer = TokenWriter(stream, vocab=vocab, end=end)
         yield writer
+        writer.flush()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(side)
     tally = writer.tally

@@ -269,7 +269,11 @@ class TokensRequest:
     """Texts, and the token file to make of them; `vocab` of a model must suffice."""
 
     files: tuple[str, ...] = flag(
-        "text files; - is stdin", "FILE", names=("files",), nargs="+", default=MISSING
+        "text, .jsonl or .parquet; - is text from stdin",
+        "FILE",
+        names=("files",),
+        nargs="+",
+        default=MISSING,
     )
     out: str = flag(
         "name of the token file: NAME.bin and NAME.json", "NAME", required=True, default=MISSING
@@ -277,6 +281,7 @@ class TokensRequest:
     tokenizer: str = flag(
         "bytes (default), or a Hugging Face tokenizer.json", "FILE", default="bytes"
     )
+    text_field: str = flag("field of .jsonl and .parquet that is the text", "NAME", default="text")
     vocab: int | None = flag("vocabulary of the model, to check against", "N")
     end_token: str | None = flag("token after each document, or 'none'", "TEXT")
     force: bool = flag("overwrite an existing NAME", default=False)

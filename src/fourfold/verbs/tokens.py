@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fourfold import files
-from fourfold.errors import UserError
+from fourfold.errors import UserError, install
 from fourfold.events import OnEvent, ignore, progress
 from fourfold.spec import check, codec
 from fourfold.spec.tokens import (
@@ -29,6 +29,7 @@ from fourfold.spec.tokens import (
 )
 from fourfold.units import show_bytes
 from fourfold.verbs import Answer
+from fourfold.verbs.documents import documents
 from fourfold.verbs.requests import TokensRequest
 
 _QUIET_S = 2.0
@@ -98,10 +99,11 @@ def make_tokens(request: TokensRequest, *, on_event: OnEvent = ignore) -> Tokens
     meter = Meter("read", 0 if "-" in paths else total, on_event)
     with write_tokens(out, vocab=encoder.vocab, end=encoder.end, tokenizer=encoder.name) as writer:
         for name in paths:
-            for tokens in encoder.tokens(_metered(name, meter), name):
-                writer.add(tokens)
-            writer.end_document()
-        check.that(writer.tally.tokens, "files", " ".join(paths), "contain no text")
+            for document in documents(name, request.text_field, meter.add):
+                for tokens in encoder.tokens(document, name):
+                    writer.add(tokens)
+                writer.end_document()
+        check.that(writer.count, "files", " ".join(paths), "contain no text")
     if encoder.text:
         files.write_text(tokenizer_file, encoder.text)
     else:
@@ -161,12 +163,6 @@ def _size(name: str) -> int:
     return found.st_size
 
 
-def _metered(name: str, meter: Meter) -> Iterator[bytes]:
-    for content in chunks(name):
-        yield content
-        meter.add(len(content))
-
-
 def _encoder(request: TokensRequest) -> Encoder:
     vocab = request.vocab
     if request.tokenizer != "bytes":
@@ -196,7 +192,7 @@ def _from_file(path: str, end_token: str | None) -> Encoder:
         import tokenizers
     except ModuleNotFoundError:
         rule = "needs the package 'tokenizers', which is not installed"
-        hint = "pip install tokenizers, or use --tokenizer bytes"
+        hint = f"{install('tokenizers')}, or use --tokenizer bytes"
         raise UserError(rule, field="--tokenizer", value=path, hint=hint) from None
     text = files.read_text(path, field="tokenizer")
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import files
-from fourfold.errors import UserError
+from fourfold.errors import UserError, install
 from fourfold.events import Event, OnEvent
 from fourfold.launch.folder import end_processes_of
 from fourfold.launch.permit import Permit, require_gpus
@@ -112,7 +112,7 @@ def must_have_packages(settings: TrainSettings) -> None:
     for wanted, package in ((settings.tensorboard, "tensorboard"), (settings.wandb, "wandb")):
         if wanted and importlib.util.find_spec(package) is None:
             rule = f"needs the package {package}, which is not installed"
-            raise UserError(rule, field=package, hint=f"pip install {package}, or omit --{package}")
+            raise UserError(rule, field=package, hint=f"{install(package)}, or omit --{package}")
 
 
 def end_killed(folder: TrainingFolder, on_event: OnEvent) -> None:

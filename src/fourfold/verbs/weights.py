@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import files
-from fourfold.errors import UserError
+from fourfold.errors import UserError, install
 from fourfold.events import Event, OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
 from fourfold.launch.local import JobError, must_be_ok, run_job
@@ -66,7 +66,7 @@ def must_have_safetensors(what: str) -> None:
     """Before torch is started, which never needs to be for this."""
     if importlib.util.find_spec("safetensors") is None:
         rule = f"'{what}' needs the package 'safetensors', which is not installed"
-        raise UserError(rule, hint="pip install safetensors")
+        raise UserError(rule, hint=install("safetensors"))
 
 
 def _checkpoint(path: Path, on_event: OnEvent) -> Checkpoint:

@@ -15,7 +15,7 @@ from fourfold import files
 from fourfold.cost.count import params
 from fourfold.engine.parallel.shards import Rect, Shard
 from fourfold.engine.training.trainer import Trainer
-from fourfold.errors import UserError
+from fourfold.errors import UserError, install
 from fourfold.spec import check, codec
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.spec.hf.tensors import MODULES, Spot, is_buffer, spot_of
@@ -153,7 +153,7 @@ def safetensors() -> Any:
         import safetensors.torch
     except ModuleNotFoundError:
         rule = "Hugging Face weights need the package 'safetensors', which is not installed"
-        raise UserError(rule, hint="pip install safetensors") from None
+        raise UserError(rule, hint=install("safetensors")) from None
     return safetensors
 
 
