@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.events import OnEvent, progress, warnings
+from fourfold.launch.alone import said_if_not_alone
 from fourfold.launch.campaign import Campaign, Say, launch_run
 from fourfold.launch.command import Ended, Watch, run_command
 from fourfold.launch.node_script import node_script
@@ -159,13 +160,16 @@ def campaign_of(
         "predictor": known,
     }
     if template is None:
-        ours = partial(launch_run, options=options, permit=permit, on=on)
+        ours: Callable[..., RunReport] = partial(launch_run, options=options, permit=permit, on=on)
+        ours = ours if on else said_if_not_alone(ours, warnings(on_event))
         queue = Queue(store.root, on, partial(_our_work, options)) if on else None
         return Campaign(store, runner=ours, queue=queue, **common)
     runs = TemplateRuns(template, known, permit, site)
     return Campaign(
         store,
-        runner=partial(runs.on_site, on) if on else runs.here,
+        runner=partial(runs.on_site, on)
+        if on
+        else said_if_not_alone(runs.here, warnings(on_event)),
         engine=template.name,
         unsupported=runs.unsupported,
         queue=Queue(store.root, on, runs.work) if on else None,
