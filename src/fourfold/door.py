@@ -16,12 +16,12 @@ LEAST, MOST = 1e-9, 1e15
 POSSIBLE = f"a number from {LEAST:g} to {MOST:g}"
 
 
-def check_headings(headings: Sequence[str], *, field: str, path: object) -> None:
+def check_headings(headings: Sequence[str], *, field: str, path: str | None = None) -> None:
     if len(headings) > MAX_COLUMNS:
         raise UserError(
             f"has more than {MAX_COLUMNS} columns",
             field=field,
-            value=str(path),
+            value=path,
             hint="keep those that describe runs",
         )
     longest = max(headings, key=len, default="")
@@ -29,7 +29,7 @@ def check_headings(headings: Sequence[str], *, field: str, path: object) -> None
         raise UserError(
             f"has a heading of more than {MAX_HEADING_LETTERS} letters ({shorten(longest)})",
             field=field,
-            value=str(path),
+            value=path,
             hint="is this a table with a heading line?",
         )
 

@@ -175,6 +175,22 @@ def test_a_shell_runs_the_files_as_they_are(engine: str, hosts: int, tmp_path) -
     assert read.stdout.strip() == (folder / "engine.args").read_text().strip()
 
 
+@pytest.mark.parametrize("engine", OTHERS)
+def test_bash_runs_nothing_that_stands_in_a_name(engine: str, tmp_path) -> None:
+    hostile = 'it\'s "$(touch pwned)" `touch pwned`; touch pwned'
+    lines = f"{hostile}\ntouch pwned\nEOF\ntouch pwned\n"  # of a path
+    one = replace(setup(sharding="zero0"), layout=Layout.parse("dp8"), model_name=lines)
+    one = replace(one, model=replace(LLAMA2, name=hostile), stack=export.stack_of(engine))
+    one = replace(one, policy=replace(one.policy, env=(("NCCL_DEBUG", hostile),)))
+    files = export.write_folder(engine, one) | {"all.sh": export.write(engine, one)}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    for script in ("run.sh", "all.sh"):
+        env = {"PATH": os.environ["PATH"], "TORCHRUN": "env"}
+        subprocess.run(["bash", script], cwd=tmp_path, env=env, capture_output=True)
+        assert not (tmp_path / "pwned").exists()
+
+
 @pytest.mark.parametrize(
     ("engine", "policy", "field"),
     [

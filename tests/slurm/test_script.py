@@ -26,6 +26,7 @@ from fourfold.spec.site import Site, read_site, site_start
 from fourfold.spec.train import TrainSettings
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), max_size=30)
+HOSTILE = 'it\'s "$(touch pwned)" `touch pwned`; touch pwned'
 
 
 def spec_of(gpus: int, **table: object) -> RunSpec:
@@ -117,7 +118,24 @@ def test_several_runs_share_an_array_or_an_allocation() -> None:
         assert parses(text)
 
 
-@given(folder=TEXT.filter(bool), value=TEXT.filter(str.isprintable))
+def test_bash_runs_nothing_that_stands_in_a_name(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / HOSTILE.replace("/", "")
+    folder.mkdir()
+    (folder / "job.json").touch()
+    done = submitted_to(tmp_path, text_of(Site(), job_of(8), str(folder)), 'printf "%s\\n" "$@"')
+    assert done.returncode == 0
+    assert f"{folder}/job.json" in done.stdout.splitlines()
+    node = node_script(["echo", HOSTILE], {"A": HOSTILE}, folder=folder, cwd=tmp_path)
+    env = os.environ | {"SLURM_PROCID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    subprocess.run(["bash", "-c", node], env=env | {PORT_VARIABLE: str(tmp_path / "port")})
+    assert HOSTILE in (folder / "engine-0.log").read_text()
+    assert not (tmp_path / "pwned").exists()
+    with pytest.raises(UserError, match="not one line"):
+        text_of(Site(), None, "/r/a\ntouch pwned")
+
+
+@given(folder=TEXT.filter(bool).filter(str.isprintable), value=TEXT.filter(str.isprintable))
 def test_no_folder_and_no_variable_escapes_its_quotes(folder: str, value: str) -> None:
     job = job_of(policy={"env": {"NCCL_ALGO": value}})
     text = text_of(Site(), job, f"/r/{folder}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import fourfold
 from fourfold.errors import UserError
 from fourfold.result.job import ENGINE_FILE, JOB_FILE, PORT_VARIABLE, Job
+from fourfold.spec import check
 from fourfold.spec.site import Site
 
 # What the script leaves in a job's folder when its ranks are gone: how often Slurm had started it
@@ -40,11 +41,18 @@ class BatchJob:
         return self.job.processes(self.tasks[0])
 
 
-def script(batch: BatchJob, site: Site) -> str:
-    nodes = site.nodes(batch.ranks)
+def _check(batch: BatchJob, site: Site, nodes: int) -> None:
     if site.hosts and nodes > len(site.hosts):
         rule = f"must have at least the {nodes} that {batch.ranks} ranks need"
         raise UserError(rule, field="hosts", value=len(site.hosts), source=site.name)
+    for folder in (*batch.folders, batch.logs):  # an #SBATCH line ends there, whatever the quotes
+        hint = "choose a folder without line ends"
+        check.that(str(folder).isprintable(), "folder", str(folder), "is not one line", hint)
+
+
+def script(batch: BatchJob, site: Site) -> str:
+    nodes = site.nodes(batch.ranks)
+    _check(batch, site, nodes)
     folders = "\n    ".join(shlex.quote(str(folder)) for folder in batch.folders)
     which = 'run "${jobs[$SLURM_ARRAY_TASK_ID]}"'
     return "\n".join(

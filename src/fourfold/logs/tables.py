@@ -80,7 +80,7 @@ def read_table(path: str | Path, mapping: ColumnMap | None) -> TableRead:
     if _is_object(first.text):
         return _metrics(path, metrics.objects(chain([first], lines)), "JSON lines")
     headings = _split(first.text)
-    door.check_headings(headings, field="LOG", path=path)
+    door.check_headings(headings, field="LOG", path=str(path))
     if mapping is None and _is_schema(headings):
         return _rows(path, first, None)
     if mapping is not None:

@@ -95,7 +95,7 @@ def _block(data: object, path: str) -> Table | Text:
         cells = decode_value(_TEXTS, row["rule"] if rule else row, f"{path}.rows[{number}]")
         rows.append(TableRow(cells, rule=rule))
     headings = decode_value(_TEXTS, data["headings"], f"{path}.headings")
-    door.check_headings(headings, field=f"{path}.headings", path=f"({len(headings)} of them)")
+    door.check_headings(headings, field=f"{path}.headings")
     return Table(headings, tuple(rows))
 
 

@@ -110,7 +110,7 @@ def _table(lines: list[str], at: int) -> tuple[Table, int]:
         cells, used = _record(lines, at, separator)
         rows.append(TableRow(cells, rule=bool(rows) and _is_rule(cells), line=at + 1))
         at += used
-    door.check_headings(rows[0].cells, field="line", path=first + 1)
+    door.check_headings(rows[0].cells, field=f"line {first + 1}")
     return Table(rows[0].cells, tuple(rows[1:]), line=first + 1), at
 
 
@@ -190,7 +190,7 @@ def _starts_table(lines: list[str], at: int) -> bool:
 def _markdown_table(lines: list[str], at: int) -> tuple[Table, int]:
     first = at
     headings, marks = _cells_of(lines[at]), _cells_of(lines[at + 1])
-    door.check_headings(headings, field="line", path=first + 1)
+    door.check_headings(headings, field=f"line {first + 1}")
     needs_pipe = lines[at].lstrip().startswith("|")
     at += 2
     rows: list[TableRow] = []
