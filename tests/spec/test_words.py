@@ -233,7 +233,7 @@ def test_bare_name_of_a_gpu_is_its_usual_size(
         (["--gpu", "h100-80g", "--gpus", "8"], "did you mean h100-80gb?"),
         (
             ["--gpu", "h200", "--gpus", "16", "--tp", "3"],
-            "--gpus 16 is not divisible by pp x cp x tp = 3",
+            "--tp 3 must divide heads=32; use tp 1, 2, 4, 8",
         ),
         (
             ["--gpu", "h200", "--gpus", "12", "--tp", "8"],

@@ -266,12 +266,12 @@ def _machine(
     *,
     clusters: Mapping[str, Cluster],
 ) -> dict[str, float] | None:
-    try:
-        device = catalog.device(hardware.strip().lower())
-    except UserError:
-        return None
     name = cluster.strip().lower()
     place = clusters.get(name)
+    try:
+        device = place.device if place else catalog.device(hardware.strip().lower())
+    except UserError:
+        return None
     if place is None and name in catalog.cluster_names():
         place = catalog.cluster(name)
     if node != node or node < 1:
