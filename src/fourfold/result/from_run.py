@@ -4,6 +4,7 @@ runs are listed in seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -14,6 +15,8 @@ from fourfold.result.report import OUTCOMES, RunReport
 from fourfold.result.timing import timing
 from fourfold.spec import codec
 from fourfold.spec.layout import AXES
+from fourfold.spec.policy import Policy
+from fourfold.spec.words import BUNDLES, precision_name
 
 # 'fourfold.engine.process.health.MemoryLimitError: ...' says no more than its last word.
 _MODULE = re.compile(r"^(\w+\.)+(?=\w+: )")
@@ -85,18 +88,38 @@ def _spec(spec: dict[str, Any]) -> dict[str, Any]:
         "replicate": replicate,
         "order": layout.get("order", " ".join(AXES)),
         **{name: batch[name] for name in ("seq_len", "micro_batch", "global_batch")},
-        **{name: policy[name] for name in ("precision", "sharding", "recompute")},
-        "virtual_stages": policy.get("virtual_stages", 1),
-        "offload": policy.get("offload", "none"),
-        "cp_kind": policy.get("cp_kind", "ring"),
-        "schedule": policy.get("schedule", "1f1b"),
-        "sequence_parallel": bool(policy.get("sequence_parallel", True)),
-        "compiled": bool(policy.get("compile", False)),
-        "attention": str(policy.get("attention", "")),
-        "env": tuple(sorted(policy.get("env", {}).items())),
+        **_policy(policy, spec.get("data", "")),
         "tag": spec.get("tag", ""),
         "note": spec.get("note", ""),
     }
+
+
+# Fields of a policy and what they are unless said: a field added later is told apart by itself.
+_USUAL = {each.name: each.default for each in dataclasses.fields(Policy)}
+# A record's `loss` is the measured one.
+_SHOWN = {name: name for name in _USUAL if name in KINDS and name != "loss"}
+_SHOWN |= {"compile": "compiled"}
+
+
+def _policy(policy: dict[str, Any], data: str) -> dict[str, Any]:
+    """Every field of a policy: as a field of its own, or among the settings."""
+    told = _USUAL | policy
+    compute = told["compute_dtype"] or BUNDLES[told["precision"]][1]
+    precision = precision_name(told["precision"], compute)
+    rest = {name: told[name] for name in sorted(_USUAL.keys() - _SHOWN.keys())} | {"data": data}
+    if precision != told["precision"]:
+        del rest["compute_dtype"]  # the name says it
+    usual = _USUAL | {"data": ""}
+    return {
+        **{shown: told[name] for name, shown in _SHOWN.items()},
+        "precision": precision,
+        "env": tuple(sorted(dict(told["env"]).items())),
+        "settings": " ".join(f"{n}={_text(v)}" for n, v in rest.items() if v != usual[n]),
+    }
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _measured(plain: dict[str, Any]) -> dict[str, Any]:

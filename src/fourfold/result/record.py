@@ -39,7 +39,8 @@ REFERENCE_COLUMNS = {
 class Record:
     """`stack`: the engine ('': ours, of a stored run). `model`: its name in the catalogue;
     `model_json`: the whole shape as sorted JSON of a stored run, where equal texts are equal
-    models. Seconds are of the steps after warm-up, bytes of the fullest rank.
+    models. `settings`: what else of its policy is not as usual ('loss_chunks=4 optimizer=...').
+    Seconds are of the steps after warm-up, bytes of the fullest rank.
 
     Of a table: `line` is the row's line in the file, `column` the heading for styles with one
     result a cell, `label` the name or size in the row itself; `variant` is what no column says of
@@ -79,6 +80,7 @@ class Record:
     sequence_parallel: bool = True
     compiled: bool = False
     attention: str = ""
+    settings: str = ""
     env: tuple[tuple[str, str], ...] = ()
     tag: str = ""
     note: str = ""
@@ -142,6 +144,24 @@ class Record:
     @property
     def layout(self) -> str:
         return " ".join(f"{axis}{self._written(axis)}" for axis in self.order.split())
+
+    @property
+    def unlisted(self) -> str:
+        """Settings that make another configuration, though few tables have a column for them. What
+        has no effect on these axes is left out."""
+        kinds = ((self.cp, self.cp_kind, "ring"), (self.pp, self.schedule, "1f1b"))
+        words = [
+            *(kind for size, kind, usual in kinds if size != 1 and kind != usual),
+            "compiled" if self.compiled else "",
+            "" if self.attention in ("", "auto") else f"attention={self.attention}",
+            "" if self.offload in ("", "none") else f"offload={self.offload}",
+            "" if self.sequence_parallel or self.tp == 1 else "no sequence parallel",
+            f"copies {self.replicate}" if self.replicate > 1 else "",
+            "" if self.gpus == 1 or self.order == " ".join(AXES) else f"order {self.order}",
+            self.settings,
+            *(f"{name}={value}" for name, value in self.env),
+        ]
+        return " ".join(filter(None, words))
 
     def _written(self, axis: str) -> str:
         size = getattr(self, axis) or 1

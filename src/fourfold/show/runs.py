@@ -28,6 +28,8 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
     found = [stored.summary for stored in answer.runs]
     optional: tuple[Column, ...] = (
         ("engine", lambda one: one.stack),
+        ("recompute", lambda one: "" if one.recompute == "none" else one.recompute),
+        ("settings", lambda one: one.unlisted),
         ("tag", lambda one: one.tag),
         ("why", lambda one: one.failure[:60]),
     )

@@ -104,6 +104,11 @@ class Policy:
         return Dtypes(*(own or usual for own, usual in pairs))
 
     @property
+    def precision_name(self) -> str:
+        """The bundle that its dtypes are, or nearly: bf16-pure with products in fp8 is fp8-pure."""
+        return words.precision_name(self.precision, self.dtypes.compute)
+
+    @property
     def recompute_kind(self) -> str:
         """Of words.RECOMPUTE_KINDS: without its number."""
         return self.recompute.partition("-")[0]

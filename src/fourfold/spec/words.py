@@ -31,6 +31,18 @@ BUNDLES: dict[str, tuple[Dtype, Dtype, Dtype, Dtype, Dtype]] = {
     "fp8": ("fp32", "fp8", "fp32", "fp32", "fp32"),
     "fp4": ("fp32", "fp4", "fp32", "fp32", "fp32"),
 }
+
+
+def precision_name(bundle: str, compute: str) -> str:
+    """What a run computes in, then what is kept: bf16-pure with products in fp8 is fp8-pure."""
+    usual = BUNDLES[bundle]
+    if compute == usual[1]:
+        return bundle
+    same = (usual[0], compute, *usual[2:])
+    kept = "pure" if set(usual) == {usual[1]} else bundle
+    return next((name for name, dtypes in BUNDLES.items() if dtypes == same), f"{compute}-{kept}")
+
+
 Sharding = Literal["zero0", "zero1", "zero2", "zero3"]
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 CpKind = Literal["ring", "allgather", "ulysses"]

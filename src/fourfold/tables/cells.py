@@ -26,6 +26,7 @@ _PRECISION = {
     "bf16-mixed": ("amp_bf16", "DEFAULT"),
     "bf16-pure": ("bf16", "PURE"),
     "fp8": ("amp_fp8", "DEFAULT"),
+    "fp8-pure": ("fp8", "PURE"),
 }
 _WORDS: dict[str, State] = {
     **{outcome: outcome for outcome in OUTCOMES if outcome != "ok"},

@@ -133,22 +133,9 @@ def published(record: Record, number: int) -> Record:
         batch_tokens=record.tokens,
         tokens_s=record.tokens / record.step_s if record.step_s else None,
         mem_gb=None if record.peak_bytes is None else record.peak_bytes / 2**30,
-        variant=_variant(record),
+        variant=record.unlisted,
         note="; ".join(filter(None, _notes(record, model))),
     )
-
-
-def _variant(record: Record) -> str:
-    """Settings that make another configuration, though the published columns do not show them."""
-    settings = [f"{name}={value}" for name, value in record.env]
-    settings += [record.attention, "compiled" if record.compiled else ""]
-    settings.append(f"copies {record.replicate}" if record.replicate > 1 else "")
-    settings.append(record.cp_kind if record.cp != 1 else "")
-    settings.append(record.schedule if record.pp != 1 else "")
-    sequence_parallel = record.sequence_parallel or record.tp == 1
-    settings.append("" if sequence_parallel else "no sequence parallel")
-    settings.append(record.order if record.gpus != 1 else "")
-    return " ".join(filter(None, settings))
 
 
 def _batch(record: Record) -> Batch:
@@ -167,10 +154,7 @@ def _notes(record: Record, model: ModelShape) -> list[str]:
     if 1 < pp <= model.layers and model.layers % pp and record.virtual_stages == 1:
         stages = stage_layers(model, pp, record.seq_len or 1)
         words.append("stages " + "+".join(str(len(stage)) for stage in stages))
-    words.append(f"cp {record.cp_kind}" if record.cp != 1 else "")
-    words.append(record.schedule if record.schedule != "1f1b" else "")
-    words.append("compiled" if record.compiled else "")
-    words += [f"{name}={value}" for name, value in record.env]
+    words.append(record.unlisted)
     words.append(f"{record.retries} allocator retries" if record.retries else "")
     if record.outcome != "ok":
         words.append(f"{record.outcome}: {record.failure}".rstrip(": "))

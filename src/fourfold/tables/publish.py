@@ -14,7 +14,7 @@ from fourfold.tables.cells import figure
 from fourfold.tables.derive import derive
 from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.shape import shape_of
-from fourfold.tables.styles import MPT, TOPOLOGY, Column
+from fourfold.tables.styles import MPT, SETTINGS, TOPOLOGY, Column
 
 # The published MPT tables have a convention of their own, which their columns keep.
 STYLE_CONVENTION = {"mpt": "mpt", "topology": DEFAULT, "scaling": DEFAULT}
@@ -141,7 +141,7 @@ def _figure_of(record: Record, style: str) -> str:
 
 def _mpt(group: list[Record]) -> Table | None:
     order = sorted(group, key=lambda r: (-(r.params or 0), -(r.seq_len or 0), -(r.gpus or 0)))
-    return _listed(order, MPT)
+    return _listed(order, (*MPT, SETTINGS))
 
 
 def _topology(group: list[Record]) -> Table | None:

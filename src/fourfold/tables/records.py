@@ -97,10 +97,9 @@ def _mpt_layout(sharding: str) -> dict[str, Any]:
     """'FULL_SHARD' alone is data parallel; our own tables add other axes: 'FULL_SHARD pp2 tp2'."""
     kind, _, axes = sharding.partition(" ")
     values: dict[str, Any] = {"sharding": _MPT_SHARDING.get(kind, kind.lower())}
-    for axis in MODEL_AXES:
-        size = re.search(rf"\b{axis}([0-9]+)\b", axes)
-        values[axis] = int(size.group(1)) if size else 1
-    return values
+    sizes = {name: int(size) for name, size in re.findall(r"\b([a-z]+)([0-9]+)\b", axes)}
+    values |= {axis: sizes.get(axis, 1) for axis in MODEL_AXES}
+    return values | ({"virtual_stages": sizes["vp"]} if "vp" in sizes else {})
 
 
 def _outcome(texts: dict[str, str]) -> RowOutcome:

@@ -59,7 +59,7 @@ def _model_tflop(record: Record) -> str:
 def _strategy(record: Record) -> str:
     """The published word for data parallelism; other axes stand behind it."""
     word = SHARDING.get(record.sharding, record.sharding)
-    axes = [("pp", record.pp), ("cp", record.cp), ("tp", record.tp)]
+    axes = [("pp", record.pp), ("vp", record.virtual_stages), ("cp", record.cp), ("tp", record.tp)]
     return " ".join([word, *(f"{name}{size}" for name, size in axes if size and size > 1)])
 
 
@@ -97,6 +97,10 @@ MPT = (
            lambda r: r.text("offload") or str(r.offload not in ("", "none"))),
     _plain("NumParams", "params"),
 )  # fmt: skip
+# Beside the published columns, where runs differ in what these do not say.
+SETTINGS = Column(
+    "Settings", "variant", lambda r: r.variant, lambda rows: len({r.variant for r in rows}) > 1
+)
 
 
 def _size(record: Record) -> str:
@@ -171,7 +175,7 @@ _OTHER_NAMES = {
 }  # fmt: skip
 # Heading in lower case -> field, by style.
 _FIELDS: dict[str, dict[str, str]] = {
-    "mpt": {column.heading.lower(): column.field for column in MPT},
+    "mpt": {column.heading.lower(): column.field for column in (*MPT, SETTINGS)},
     "topology": {column.heading.lower(): column.field for column in TOPOLOGY} | _OTHER_NAMES,
     "reference": {name: field or name for name, field in REFERENCE_COLUMNS.items()},
 }

@@ -81,7 +81,7 @@ def _settings(spec: RunSpec) -> dict[str, Any]:
         "global_batch": spec.batch.global_batch,
         "micro_sizes": [list(sizes) for sizes in spec.batch.micro_plan(spec.layout.dp)],
         "micro_words": micro_words(spec.batch, spec.layout.dp),
-        "precision": spec.policy.precision,
+        "precision": spec.policy.precision_name,
         "data": spec.data or "synthetic",
         "formats": dataclasses.asdict(running(spec.policy, spec.layout)),
         "optimizer": spec.policy.optimizer,
@@ -119,7 +119,7 @@ def _surroundings(report: RunReport) -> dict[str, Any]:
 def _utilisation(report: RunReport, speed: float, device: str) -> dict[str, Any]:
     known = device_id(device, catalog.device_names())
     try:
-        peak = catalog.device(known).peak(report.spec.policy.precision) if known else None
+        peak = catalog.device(known).peak(report.spec.policy.precision_name) if known else None
     except UserError:
         peak = None  # a format this device has no unit for has no utilisation
     counted = codec.encode(utilisation(report.spec, None, speed, peak))
