@@ -95,7 +95,7 @@ def _spec(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 # Fields of a policy and what they are unless said: a field added later is told apart by itself.
-_USUAL = {each.name: each.default for each in dataclasses.fields(Policy)}
+_USUAL: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(Policy)}
 # A record's `loss` is the measured one.
 _SHOWN = {name: name for name in _USUAL if name in KINDS and name != "loss"}
 _SHOWN |= {"compile": "compiled"}
