@@ -7,6 +7,9 @@ import subprocess
 import time
 from pathlib import Path
 
+from fourfold.cli import main
+from fourfold.launch.local import require_torch
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -98,9 +101,18 @@ def test_a_killed_first_use_holds_nobody_up(tmp_path: Path) -> None:
     assert calls.read_text().split() == ["begin", "end", "begin", "end", "run"]
 
 
-def test_torch_comes_with_the_first_command_that_needs_it(tmp_path: Path) -> None:
+def test_torch_comes_when_a_command_has_something_to_run(tmp_path: Path, monkeypatch) -> None:
     here = _checkout(tmp_path / "here")
-    assert _calls(here, "trace", "ring", "--tokens", "64") == ["install", "run"]
-    assert _calls(here, "verify", "--help") == ["run"]
-    assert _calls(here, "trace", "ring", "--tokens", "64", "--run") == ["install", "run"]
-    assert _calls(here, "verify") == ["run"]
+    assert _calls(here, "verify") == ["install", "run"]  # of the core
+    assert _calls(here, "fetch-torch") == ["install"]
+    asked = tmp_path / "asked"
+    script = tmp_path / "fetch"
+    script.write_text(f'#!/bin/sh\necho "$*" >>{asked}\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("FOURFOLD_FETCH", str(script))
+    illegal = ["--model", "llama-tiny", "--gpus", "3", "--tp", "3", "--seq-len", "128"]
+    assert main(["bench", *illegal, "--runs", str(tmp_path / "runs")]) == 1
+    assert not asked.exists()
+    require_torch.cache_clear()
+    require_torch()
+    assert asked.read_text() == "fetch-torch\n"

@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
+import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
 import pytest
@@ -16,9 +22,19 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("plotly")
 
+import numpy as np
+
 from fourfold.errors import UserError
+from fourfold.page import planner
 from fourfold.page.guard import Served
-from fourfold.page.planner import Planner, SupersededError, first_look
+from fourfold.page.planner import (
+    MOST_WAYS,
+    SMALL,
+    BusyError,
+    Planner,
+    SupersededError,
+    first_look,
+)
 from fourfold.page.serve import app, plan_request
 from fourfold.result.files import curve
 from fourfold.result.files.store import Store
@@ -32,6 +48,7 @@ from .test_report_page import violations
 
 ASKED = {"model": "llama-3.1-8b", "gpu": "h100-80gb", "gpus": "16", "seq_len": "8192",
          "global_batch": "128", "stack": "megatron"}  # fmt: skip
+FILES = 192  # that the server may have open
 LARGE = PlanRequest(
     model="llama-3.1-70b", gpu="h100-80gb", gpus=512, seq_len=8192, global_batch=1024
 )
@@ -77,6 +94,8 @@ def ask(served, path: str, query: dict | None = None, *, method: str = "GET", **
         {"origin": "null"},
         {"origin": "https://127.0.0.1:8300"},
         {"origin": "http://127.0.0.1:9999"},
+        {"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors", "sec_fetch_dest": "image"},
+        {"sec_fetch_site": "same-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "iframe"},
     ],
 )
 def test_a_request_from_elsewhere_is_refused(headers: dict[str, str]) -> None:
@@ -88,6 +107,9 @@ def test_own_pages_may_ask_and_nothing_is_written() -> None:
     served = app(Served())
     for host in ("127.0.0.1:8300", "localhost:8300", "[::1]:8300"):
         assert ask(served, "/", host=host, origin=f"http://{host}")[0] == 200
+    link = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+    link |= {"sec_fetch_dest": "document"}
+    assert (ask(served, "/", **link)[0], ask(served, "/plan", **link)[0]) == (200, 403)
     assert {ask(served, "/plan", method=m)[0] for m in ("POST", "PUT", "DELETE")} == {403}
     status, headers, _ = ask(served, "/")
     assert (status, headers["x-frame-options"]) == (200, "DENY")
@@ -123,6 +145,8 @@ def test_an_address_that_others_reach_needs_a_token() -> None:
         ({"gpus": "-4"}, "must be a number"),
         ({"gpus": "99999999999999999999"}, "must be a number"),
         ({"gpus": "2000000"}, "1048576"),
+        ({"top": "2147483647"}, "from 1 to 10000"),
+        ({"micro_batch": "2147483647"}, "from 0 to 65536"),
         ({"seq_len": ""}, "is required"),
         ({"where": "__import__('os')"}, "where"),
         ({"layout": "tp3 pp"}, "layout"),
@@ -181,36 +205,99 @@ def test_the_first_look_keeps_what_is_asked_for() -> None:
     assert (other.layout, other.policy["cp_kind"]) == ({"tp": 2, "cp": 1}, "ring")
 
 
-def test_a_superseded_query_is_ended_and_others_go_on() -> None:
-    """The same view asks again; another client asks beside it; a third one leaves."""
+async def here() -> bool:
+    return False
+
+
+async def left() -> bool:
+    return True
+
+
+def test_a_superseded_query_is_ended_and_others_go_on(monkeypatch) -> None:
+    """The same view asks again; another client asks beside it; a third one leaves. Large ones take
+    all places but the one that small questions have."""
+    monkeypatch.setattr(planner, "PROCESSES", 3)
     small = plan_request(ASKED)
 
-    async def here() -> bool:
-        return False
-
-    async def left() -> bool:
-        return True
-
     async def both() -> list:
-        planner = Planner()
-        first = asyncio.create_task(planner.plan("one", LARGE, here))
-        while "one" not in planner._running:
+        plans = Planner()
+        first = asyncio.create_task(plans.plan("one", LARGE, here, ways=SMALL + 1))
+        while not (plans.running and plans.running[0].process):
             await asyncio.sleep(0.01)
-        old = planner._running["one"]
-        leaving = asyncio.create_task(planner.plan("three", LARGE, left))
+        old = plans.running[0].process
+        large = [plans.plan(view, LARGE, left, ways=SMALL + 1) for view in ("two", "three")]
+        leaving = [asyncio.create_task(one) for one in large]
+        await asyncio.sleep(0)
+        assert [len(plans.running), len(plans.waiting)] == [2, 1]
         found = await asyncio.gather(
-            first, planner.plan("one", small, here), planner.plan("two", small, here), leaving,
+            first, plans.plan("one", small, here), plans.plan("four", small, here), *leaving,
             return_exceptions=True,
         )  # fmt: skip
-        return [*found, old.exitcode, dict(planner._running)]
+        return [*found, old.exitcode, [*plans.running, *plans.waiting]]
 
-    first, again, other, leaving, code, running = awaited(both())
-    assert isinstance(first, SupersededError)
-    assert isinstance(leaving, SupersededError)
+    first, again, other, *leaving, code, left_over = awaited(both())
+    assert [type(one) for one in (first, *leaving)] == [SupersededError] * 3
     assert code == -9  # its process was ended, not awaited
     assert again["rows"]
     assert again["rows"] == other["rows"]
-    assert running == {}
+    assert left_over == []
+
+
+def test_small_questions_come_first_and_each_client_has_its_share(monkeypatch) -> None:
+    monkeypatch.setattr(planner, "MOST_OF_CLIENT", 3)
+    begun: list[str] = []
+
+    async def answer(self, ticket, gone) -> None:
+        begun.append(ticket.view)
+        await asyncio.sleep(0.02)
+
+    monkeypatch.setattr(Planner, "_answer", answer)
+    monkeypatch.setattr(planner, "PROCESSES", 2)
+
+    async def ask_all() -> None:
+        plans = Planner()
+        ways = {"first": 1, "large": MOST_WAYS, "late": MOST_WAYS, "many-1": 1, "many-2": 1}
+        ways |= {"other": 1}
+        asked = [
+            asyncio.create_task(
+                plans.plan(view, LARGE, here, client=view.partition("-")[0], ways=count)
+            )
+            for view, count in ways.items()
+        ]
+        await asyncio.sleep(0)
+        greedy = [plans._admit(view, "greedy", LARGE, 1) for view in "abc"]
+        with pytest.raises(BusyError, match="waiting"):
+            plans._admit("d", "greedy", LARGE, 1)
+        for ticket in greedy:
+            plans.waiting.remove(ticket)
+        await asyncio.gather(*asked)
+
+    awaited(ask_all())
+    assert begun == ["first", "large", "many-1", "other", "many-2", "late"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"gpus": "720720"}, {"max_nodes": "90000", "gpus": ""}],
+)
+def test_a_question_that_costs_too_much_is_refused(change: dict[str, str]) -> None:
+    status, _, text = ask(app(Served()), "/plan", {**ASKED, **change, "full": "1", "view": "x"})
+    assert status == 422
+    assert "fix some axes" in text
+    assert "fourfold plan --model llama-3.1-8b" in text
+
+
+def test_a_process_that_takes_too_much_is_ended(monkeypatch) -> None:
+    spent = SimpleNamespace(ended=False, request=plan_request(ASKED))
+    assert "CPU seconds" in str(planner._ended(-signal.SIGXCPU, spent))
+    assert "log says why" in str(planner._ended(1, spent))
+    sent: list = []
+    for_child = {"setrlimit": lambda *args: None, "RLIMIT_CPU": 0, "RLIMIT_DATA": 0}
+    monkeypatch.setattr(planner, "resource", SimpleNamespace(**for_child))
+    monkeypatch.setattr("fourfold.plan", lambda request: np.zeros(2**57))
+    planner._work(SimpleNamespace(send=sent.append), plan_request(ASKED), False)
+    assert not sent[0][0]
+    assert "4 GiB" in sent[0][1]
 
 
 @pytest.mark.slow
@@ -237,8 +324,9 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     folder.metrics.write_text(curve.lines([_point(step) for step in range(1, 6)]))
     words = ["serve", "--port", "0", "--runs", str(tmp_path / "runs"), "--train", str(folder.root)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "fourfold", *words], stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "fourfold", *words], stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)),
+    )  # fmt: skip
     try:
         assert process.stderr is not None
         address = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
@@ -314,6 +402,28 @@ def test_a_store_grows_and_a_loss_falls_in_a_browser(server, view) -> None:
         stream.write(curve.lines([_point(step) for step in range(6, 11)]))
     curves.page.wait_for_selector("#about:has-text('step 10, loss 10')")
     assert curves.marks("loss")["lines"] == 1
+
+
+def test_half_open_connections_silence_nobody(server) -> None:
+    """More than it may have open files: those that ask nothing give way to one that asks."""
+    address, _ = server
+    port = int(address.rsplit(":")[-1].strip("/"))
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * FILES)]
+    for one in idle:
+        one.sendall(b"GET / HTTP/1.1\r\nHost: ")
+    with urllib.request.urlopen(f"{address}runs/state") as answer:
+        assert json.load(answer)["count"] >= 4
+    for one in idle:
+        one.close()
+
+
+def test_a_stored_text_with_half_a_character_is_served(tmp_path) -> None:
+    spec = replace(specs(1)[0], note="half \udce4 a character")
+    Store(tmp_path / "runs").keep(report(spec, 0))
+    served = app(Served(runs=str(tmp_path / "runs")))
+    for path in ("/runs", "/runs/data", "/runs/state"):
+        assert ask(served, path)[0] == 200
+    assert "\\\\udce4" in ask(served, "/runs/data")[2]
 
 
 def test_a_wrong_port_or_host_is_said(capsys) -> None:

@@ -36,6 +36,7 @@ def run(args: Any, show: OnEvent) -> Output:
         import uvicorn
     except ImportError as error:
         raise UserError(f"needs {error.name}", hint="pip install 'fourfold[serve]'") from None
+    from fourfold.page.connections import BACKLOG, protocol
     from fourfold.page.document import plotly_script
     from fourfold.page.guard import Served, listening
     from fourfold.page.serve import app
@@ -58,6 +59,14 @@ def run(args: Any, show: OnEvent) -> Output:
         import webbrowser
 
         webbrowser.open(address)
-    config = uvicorn.Config(app(settings), log_level="warning", access_log=False)
+    config = uvicorn.Config(
+        app(settings),
+        http=protocol(),
+        ws="none",
+        loop="asyncio",
+        backlog=BACKLOG,
+        log_level="error",
+        access_log=False,
+    )
     uvicorn.Server(config).run(sockets=[socket])
     return Output(raw="")

@@ -3,8 +3,11 @@ torchrun: docs/decisions.md.)"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
+import os
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -152,8 +155,14 @@ def _placed(report: JobReport, places: Mapping[int, tuple[tuple[str, str], ...]]
     return replace(report, runs=tuple(runs))
 
 
+@functools.cache
 def require_torch() -> None:
-    """Found without importing it: that takes seconds, and this process never needs it."""
+    """Found without importing it: that takes seconds, and this process never needs it. The
+    ./fourfold script, where it started this process, fetches it once; not before, since a mistake
+    in a command is told sooner than gigabytes are there."""
+    fetch = os.environ.get("FOURFOLD_FETCH")
+    if fetch and subprocess.run([fetch, "fetch-torch"], stdout=2).returncode == 0:
+        importlib.invalidate_caches()
     if importlib.util.find_spec("torch") is None:
         hint = "pip install torch (the ./fourfold script installs it)"
         raise UserError("this command needs torch, which is not installed", hint=hint)

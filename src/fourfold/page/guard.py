@@ -13,6 +13,8 @@ from fourfold.errors import UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TOKEN = re.compile("[A-Za-z0-9_-]{8,200}")
+# What a link on a page elsewhere may lead to: pages, which ask nothing of a planner by themselves.
+_PAGES = ("/", "/runs", "/train")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,8 @@ class Guard:
         origin = request.headers.get("origin")
         if origin is not None and origin != f"http://{host}":
             return f"a page of {origin!r} may not ask this server"
+        if not _own_page_asks(request):
+            return "a page of another site may not ask this server"
         if request.method not in ("GET", "HEAD"):
             return "this server only answers GET"
         if self.settings.token:
@@ -115,3 +119,13 @@ class Guard:
             if not hmac.compare_digest(given.encode(), self.settings.token.encode()):
                 return "the token is missing or wrong: open the address that the server printed"
         return ""
+
+
+def _own_page_asks(request: Any) -> bool:
+    """By what browsers say of a request; other programs say nothing."""
+    site, mode, target = (
+        request.headers.get(f"sec-fetch-{name}") for name in ("site", "mode", "dest")
+    )
+    if site in (None, "none", "same-origin"):
+        return True
+    return (mode, target) == ("navigate", "document") and request.url.path in _PAGES

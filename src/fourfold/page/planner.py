@@ -1,77 +1,192 @@
-"""Plans in processes of their own, so that a query that nobody waits for any more can be ended."""
+"""Plans in a few processes of their own, small questions first, so that a query that nobody waits
+for any more can be ended and a costly one keeps nobody else waiting."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
+import os
+import resource
+import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import fourfold
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.errors import UserError
-from fourfold.page.command import layout_table
+from fourfold.page.command import layout_table, plan_command
 from fourfold.page.plan import plan_data
+from fourfold.search.shapes import WORTH_TRYING
+from fourfold.spec.layout import AXES, SIZES
+from fourfold.verbs.plan import resolved
 from fourfold.verbs.requests import PlanRequest
 
+# Plans that run at once; one place is kept for small questions.
+PROCESSES = min(8, max(2, os.cpu_count() or 1))
+MOST_WAITING, MOST_OF_CLIENT = 256, 64
+# Layouts by policies that are tried: a small question takes about a CPU second, the largest that
+# is taken some twenty and a gigabyte.
+SMALL, MOST_WAYS = 100_000, 10_000_000
+_LEAST_WAYS = 50_000  # what each number of GPUs costs, however few its layouts
+_WAYS_A_SECOND = 500_000.0
+_MOST_CPU_S, _MOST_BYTES = 120, 4 * 2**30
 # How often a waiting query asks whether its client is still there.
-_ASK_EVERY_S = 0.1
-# Left open, these multiply the layouts by fifty; a first look does without them.
+_ASK_EVERY_S = 0.2
+# Left open, these multiply the layouts by about so much; a first look does without them.
 _FIRST_LOOK = {"virtual_stages": 1, "cp_kind": "ring"}
+_BY_FIELD = {"virtual_stages": 8, "cp_kind": 3}
 
 
 class SupersededError(Exception):
     """A newer query of the same view took this one's place, or its client left."""
 
 
+class BusyError(UserError):
+    """Too many questions wait already, in all or of one client."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Ticket:
+    """A question's place: `turn` is set when it may run, or was ended before."""
+
+    view: str
+    client: str
+    request: PlanRequest
+    ways: int
+    due_s: float  # the earliest is next
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+    process: Any = None
+
+    def end(self) -> None:
+        self.ended = True
+        self.turn.set()
+        if self.process is not None:
+            self.process.kill()
+
+
 class Planner:
-    """One running plan a view: the next query of a view ends the one before."""
+    """One question a view: the next query of a view ends the one before."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         # Imported once: a plan's process is a copy that begins at once.
         self._context.set_forkserver_preload([__name__])
-        self._running: dict[str, Any] = {}
+        self.waiting: list[Ticket] = []
+        self.running: list[Ticket] = []
 
     async def plan(
-        self, view: str, request: PlanRequest, gone: Callable[[], Awaitable[bool]]
+        self,
+        view: str,
+        request: PlanRequest,
+        gone: Callable[[], Awaitable[bool]],
+        *,
+        client: str = "",
+        ways: int = 1,
     ) -> dict[str, Any]:
         """The data of a plan's view; `gone`: whether the client has left."""
-        self.end(view)
+        ticket = self._admit(view, client, request, ways)
+        try:
+            while not await _within(ticket.turn.wait(), _ASK_EVERY_S):
+                if await gone():
+                    raise SupersededError
+            if ticket.ended:
+                raise SupersededError
+            return await self._answer(ticket, gone)
+        finally:
+            for places in (self.waiting, self.running):
+                if ticket in places:
+                    places.remove(ticket)
+            self._next()
+
+    def _admit(self, view: str, client: str, request: PlanRequest, ways: int) -> Ticket:
+        """A place in the queue: behind what is as costly and came before, and behind others'
+        questions where the client has some already."""
+        held = [*self.waiting, *self.running]
+        for other in held:
+            if other.view == view:
+                other.end()
+        of_client = Counter(one.client for one in held)[client]
+        if len(self.waiting) >= MOST_WAITING or of_client >= MOST_OF_CLIENT:
+            raise BusyError("too many questions are waiting here", hint="ask again in a while")
+        cost_s = (1.0 + ways / _WAYS_A_SECOND) * (1 + of_client)
+        due_s = asyncio.get_running_loop().time() + cost_s
+        ticket = Ticket(view=view, client=client, request=request, ways=ways, due_s=due_s)
+        self.waiting.append(ticket)
+        self._next()
+        return ticket
+
+    def _next(self) -> None:
+        """Whose turn it is: small questions find a place whatever the large ones take."""
+        while len(self.running) < PROCESSES:
+            large = sum(one.ways > SMALL for one in self.running)
+            full = large >= PROCESSES - 1
+            able = [one for one in self.waiting if not (full and one.ways > SMALL)]
+            if not able:
+                return
+            first = min(able, key=lambda one: one.due_s)
+            self.waiting.remove(first)
+            self.running.append(first)
+            first.turn.set()
+
+    async def _answer(self, ticket: Ticket, gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
         ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_work, args=(theirs, request), daemon=True)
+        given = (theirs, ticket.request, ticket.ways > SMALL)
+        ticket.process = process = self._context.Process(target=_work, args=given, daemon=True)
         process.start()
         theirs.close()
-        self._running[view] = process
-        answer = asyncio.get_running_loop().run_in_executor(None, ours.recv)
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(ours.fileno(), readable.set)
         try:
-            while not (await asyncio.wait({answer}, timeout=_ASK_EVERY_S))[0]:
+            while not await _within(readable.wait(), _ASK_EVERY_S):
                 if await gone():
-                    process.kill()
-            good, said = await answer
+                    ticket.end()
+            good, said = ours.recv()
         except (EOFError, OSError):
-            if process.exitcode is not None and process.exitcode > 0:
-                raise UserError("planning failed", hint="the server's log says why") from None
-            raise SupersededError from None
+            process.join()
+            raise _ended(process.exitcode, ticket) from None
         finally:
-            if self._running.get(view) is process:
-                del self._running[view]
+            loop.remove_reader(ours.fileno())
             process.join()
             ours.close()
         if not good:
             raise UserError(said)
         return said
 
-    def end(self, view: str) -> None:
-        process = self._running.pop(view, None)
-        if process is not None:
-            process.kill()
-
     def close(self) -> None:
-        for view in list(self._running):
-            self.end(view)
+        for ticket in [*self.waiting, *self.running]:
+            ticket.end()
+
+
+async def _within(event: Awaitable[Any], seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(event, seconds)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _ended(code: int | None, ticket: Ticket) -> Exception:
+    """Why a process ended without an answer."""
+    if ticket.ended:
+        return SupersededError()
+    if code == -signal.SIGXCPU:
+        return too_much(ticket.request, f"{_MOST_CPU_S} CPU seconds")
+    return UserError("planning failed", hint="the server's log says why")
+
+
+def too_much(request: PlanRequest, of: str) -> UserError:
+    hint = (
+        "fix some axes (such as tp8 pp4), or name fewer hosts; without a limit: "
+        f"{plan_command(request)}"
+    )
+    return UserError(
+        f"the question takes more than {of}, which is what this server gives", hint=hint
+    )
 
 
 def first_look(request: PlanRequest) -> PlanRequest:
@@ -82,13 +197,49 @@ def first_look(request: PlanRequest) -> PlanRequest:
     return replace(request, policy={**_FIRST_LOOK, **request.policy}, layout=layout)
 
 
-def _work(answer: Connection, request: PlanRequest) -> None:
-    """In the plan's own process."""
+def count_ways(request: PlanRequest) -> int:
+    """About how many layouts and policies the search will try; a question that is larger than this
+    server answers is refused."""
+    query, counts = resolved(request)
+    fixed = query.fixed
+    axes = [size for axis in AXES if isinstance(size := fixed.get(axis), int)]
+    free = len(SIZES) - len(axes) - ("dp" in fixed)  # dp is two of the sizes
+    policies = math.prod(times for name, times in _BY_FIELD.items() if name not in fixed)
+    ways = 0
+    for gpus in counts:
+        if gpus < WORTH_TRYING * counts[0] or ways > MOST_WAYS:
+            break
+        ways += max(_LEAST_WAYS, policies * _products(gpus // math.prod(axes), free))
+    if ways > MOST_WAYS:
+        raise too_much(request, f"{MOST_WAYS:,} layouts and policies")
+    return ways
+
+
+def _products(number: int, factors: int) -> int:
+    """In how many ways a number is a product of so many factors, in their order."""
+    ways, prime = 1, 2
+    while number > 1 and factors > 1:
+        power = 0
+        while number % prime == 0:
+            number, power = number // prime, power + 1
+        ways *= math.comb(power + factors - 1, factors - 1)
+        prime = prime + 1 if prime * prime <= number else max(number, prime + 1)
+    return ways
+
+
+def _work(answer: Connection, request: PlanRequest, large: bool) -> None:
+    """In the plan's own process, which ends where it takes too much."""
+    resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+    if large:
+        os.nice(10)
     try:
         found = fourfold.plan(request)
         answer.send((True, plan_data(found, request)))
     except UserError as error:
         answer.send((False, str(error)))
+    except MemoryError:
+        answer.send((False, str(too_much(request, f"{_MOST_BYTES / 2**30:.0f} GiB"))))
 
 
 calibrations.shipped()  # read once, for every copy of this process

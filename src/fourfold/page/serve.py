@@ -11,10 +11,11 @@ from typing import Any
 
 import fourfold
 from fourfold.errors import UserError
+from fourfold.escape import json_text, visible
 from fourfold.page import document
 from fourfold.page.guard import Guard, Served
 from fourfold.page.plan import PLAN_SCRIPTS
-from fourfold.page.planner import Planner, SupersededError, first_look
+from fourfold.page.planner import BusyError, Planner, SupersededError, count_ways, first_look
 from fourfold.page.report import REPORT_SCRIPTS, report_data
 from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.hf.shapes import shape_from_config
@@ -87,12 +88,16 @@ class Views:
         try:
             wanted = await run_in_threadpool(plan_request, asked)
             now = wanted if full else first_look(wanted)
-            data = await self.planner.plan(view, now, request.is_disconnected)
+            ways, client = await run_in_threadpool(count_ways, now), request.client.host
+            data = await self.planner.plan(
+                view, now, request.is_disconnected, client=client, ways=ways
+            )
         except SupersededError:
             return Response(status_code=204)
         except UserError as error:
             is_page = request.headers.get("hx-request") == "true"
-            return HTMLResponse(message(error), status_code=200 if is_page else 422)
+            status = 429 if isinstance(error, BusyError) else 422
+            return HTMLResponse(message(error), status_code=200 if is_page else status)
         return HTMLResponse(plan_fragment(data, wanted, full=full))
 
     def answer(self, make: Callable[[Served], Any], response: Callable[[Any], Any]) -> Any:
@@ -106,8 +111,12 @@ class Views:
 
 def app(settings: Served) -> Any:
     from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse, JSONResponse
+    from starlette.responses import HTMLResponse, Response
     from starlette.routing import Route
+
+    def as_json(found: Any) -> Any:
+        """With halves of characters written out, which no JSON carries over a network."""
+        return Response(json_text(found, indent=None), media_type="application/json")
 
     views = Views(settings)
     pages = {"/": home_page} | ({"/runs": runs_page} if settings.runs else {})
@@ -116,7 +125,7 @@ def app(settings: Served) -> Any:
     data |= {"/train/data": train_data} if settings.train else {}
     routes = [Route("/plan", views.plan)]
     routes += [Route(path, views.answer(make, HTMLResponse)) for path, make in pages.items()]
-    routes += [Route(path, views.answer(make, JSONResponse)) for path, make in data.items()]
+    routes += [Route(path, views.answer(make, as_json)) for path, make in data.items()]
 
     async def refused(request: Any, error: Exception) -> Any:
         return HTMLResponse(message(error), status_code=422)
@@ -125,7 +134,7 @@ def app(settings: Served) -> Any:
 
 
 def message(error: Exception) -> str:
-    return f'<p class="warn" role="alert" id="problem">{escape(str(error))}</p>'
+    return f'<p class="warn" role="alert" id="problem">{escape(visible(str(error)))}</p>'
 
 
 def plan_fragment(data: dict[str, Any], wanted: PlanRequest, *, full: bool) -> str:

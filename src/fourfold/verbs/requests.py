@@ -11,7 +11,7 @@ from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.search.choice import MOST_RISK, RISK
-from fourfold.spec import codec
+from fourfold.spec import check, codec
 from fourfold.spec.batch import Batch, Ramp
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
@@ -129,9 +129,11 @@ class PlanRequest:
     convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
     def __post_init__(self) -> None:
-        at_least_one(top=self.top)
-        if self.max_nodes is not None:
-            at_least_one(max_nodes=self.max_nodes)
+        bounds = {"top": (1, 10_000), "max_nodes": (1, 2**17), "micro_batch": (0, 2**16)}
+        for name, (least, most) in bounds.items():
+            value = getattr(self, name)
+            if value is not None:
+                check.whole(least, most, **{name.replace("_", "-"): value})
         if not 0 <= self.risk <= MOST_RISK:
             raise UserError("must be from 0 to 0.5", field="risk", value=self.risk)
         if not 0 <= self.lost < 1:
