@@ -319,3 +319,17 @@ def test_the_switches_of_blooms_own_file_are_no_dropout():
     switches = {"bias_dropout_fusion": True, "masked_softmax_fusion": True, "skip_bias_add": True}
     assert shape_from_config(config | switches) == shape_from_config(config)
     assert shape_from_config(config | switches | {"hidden_dropout": 0.1}).variants == ("dropout",)
+
+
+def test_a_name_of_the_hub_is_a_downloaded_model_a_preset_or_advice(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert catalog.model("meta-llama/Llama-3.1-8B") == catalog.model("llama-3.1-8b")
+    with pytest.raises(UserError, match=r"hf download .* config.json.* preset 'llama-3.1-8b'"):
+        catalog.model("meta-llama/Llama-3.1-8B-Instruct")
+    with pytest.raises(UserError, match="No such file"):
+        catalog.model("meta-llama/config.json")
+    folder = tmp_path / "models--meta-llama--Llama-3.1-8B-Instruct" / "snapshots" / "0e9e39f"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    found = catalog.model("meta-llama/Llama-3.1-8B-Instruct")
+    assert found == shape_from_config(LLAMA, "Llama-3.1-8B-Instruct")

@@ -72,6 +72,15 @@ def test_a_published_file_is_counted_as_transformers_counts_it(name: str) -> Non
     assert model_params(shape_from_config(config), 2048) == count(built(config))
 
 
+def test_the_decoder_of_a_model_that_also_sees_is_counted() -> None:
+    """As downloaded: what the file leaves out is transformers' default."""
+    config = json.loads((SAMPLES.parent / "gemma-3-12b.json").read_text())
+    theirs = transformers.Gemma3TextConfig(**config["text_config"])
+    shape = shape_from_config(config, "gemma-3-12b")
+    assert model_params(shape, 2048) == count(theirs) == 11_766_034_176
+    assert shape.name == "gemma-3-12b-text"
+
+
 def test_every_type_has_a_file() -> None:
     assert {config["model_type"] for config in samples().values()} == set(TYPES)
 

@@ -5,9 +5,11 @@ path to a file stands in for a name everywhere.
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fourfold import files
@@ -20,6 +22,7 @@ from fourfold.spec.model import FAMILIES, ModelShape
 DATA = os.path.join(os.path.dirname(os.path.dirname(__file__)), "data")
 T = TypeVar("T")
 _PATHLIKE = re.compile(r"[/\\]|\.(json|toml)\Z")
+_HUB_ID = re.compile(r"(?!.*\.(json|toml)\Z)\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 @functools.cache
@@ -67,6 +70,8 @@ def model(name: str) -> ModelShape:
     """A preset by name, or the shape in a config.json or TOML file."""
     if not isinstance(name, str) or not name:
         raise UserError("must be a name or a path", field="model", value=name)
+    if _HUB_ID.fullmatch(name) and not os.path.exists(name):
+        return _hub_model(name)
     if _PATHLIKE.search(name):
         return _model_file(name)
     key = name.lower()
@@ -79,6 +84,27 @@ def model(name: str) -> ModelShape:
     listed = "'fourfold models' lists them; the path of a config.json works too"
     hint = f"{nearest(key, model_names())} ({listed})"
     raise UserError("unknown model", field="model", value=name, hint=hint)
+
+
+def _hub_model(name: str) -> ModelShape:
+    """Of a name on a Hugging Face hub, which is never asked: what was downloaded here before, or
+    the preset of the same name."""
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    folder = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    pattern = os.path.join(glob.escape(folder), f"models--{name.replace('/', '--')}", "snapshots")
+    found = glob.glob(os.path.join(pattern, "*", "config.json"))
+    last = name.rpartition("/")[2]
+    if found:
+        return replace(_model_file(max(found, key=os.path.getmtime)), name=last)
+    if last.lower() in model_names():
+        return model(last)
+    import difflib  # 10 ms, only paid on an error
+
+    close = difflib.get_close_matches(last.lower(), model_names(), n=1, cutoff=0.7)
+    hint = f"'hf download {name} config.json' fetches it" + (
+        f"; or did you mean the preset '{close[0]}'?" if close else "; then the same name works"
+    )
+    raise UserError("is no file and no downloaded model here", field="model", value=name, hint=hint)
 
 
 def _model_file(path: str) -> ModelShape:

@@ -22,6 +22,10 @@ _EXPERTS = re.compile(r".*expert.*|(.*_)?moe(_.*)?")
 _EXPERT_TYPES = re.compile(
     r".*moe.*|mixtral|dbrx|deepseek_v[234].*|gpt_oss|llama4.*|jamba|grok.*|arctic|olmoe|nllb_moe"
 )
+# What files of several kinds of input leave to transformers' own defaults.
+_LEFT_OUT: dict[str, dict[str, int]] = {
+    "gemma3_text": {"vocab_size": 262208, "num_attention_heads": 8},
+}
 # Pattern of the whole key -> reason, hint; at the top and one table deep.
 _REFUSED = {
     r"(vision|audio|image|text|speech|video|thinker|llm)_(config|tower)|mm_.*":
@@ -131,6 +135,8 @@ def shape_from_config(data: object, name: str = "custom") -> ModelShape:
     if not isinstance(data, dict):
         rule = "is not the JSON object of a config.json"
         raise UserError(rule, value=data, hint="check the file")
+    if isinstance(data.get("text_config"), dict):
+        data, name = _language_model(data), f"{name}-text"
     kind = data.get("model_type")
     _refuse_experts(data, kind)
     config = Config(data, used={"model_type"})
@@ -149,6 +155,13 @@ def shape_from_config(data: object, name: str = "custom") -> ModelShape:
     except UserError as error:
         theirs = config.keys.get(error.field.removeprefix("positions.scaling."), error.field)
         raise UserError(error.rule, field=theirs, value=error.value, hint=error.hint) from None
+
+
+def _language_model(data: dict[str, Any]) -> dict[str, Any]:
+    """Of a model that also sees or hears: the table of its decoder, which is what is modelled."""
+    inner = data["text_config"]
+    ties = {name: data[name] for name in ("tie_word_embeddings",) if name in data}
+    return ties | _LEFT_OUT.get(str(inner.get("model_type")), {}) | inner
 
 
 def config_of(model: ModelShape, *, seq_len: int, dtype: str) -> dict[str, Any]:
