@@ -42,6 +42,32 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else visible(re.sub(_BREAKS, " ", text))
 
 
+def shell_line(words: Iterable[str]) -> str:
+    """A command for a shell, as its words are: one line of printable text, since a terminal may run
+    what is pasted into it at a control character, whatever quotes are around."""
+    return " ".join(map(_shell_word, words))
+
+
+def _shell_word(word: str) -> str:
+    import shlex
+
+    if word.isprintable():
+        return shlex.quote(word)
+    written = (
+        f"\\{one}" if one in "\\'" else one if one.isprintable() else _byte_escapes(one)
+        for one in word
+    )
+    return f"$'{''.join(written)}'"
+
+
+def _byte_escapes(one: str) -> str:
+    try:
+        data = one.encode("utf-8", "surrogateescape")  # of a file name that is no UTF-8
+    except UnicodeEncodeError:
+        data = one.encode("utf-8", "surrogatepass")
+    return "".join(f"\\x{byte:02x}" for byte in data)
+
+
 def _written_out(match: re.Match[str]) -> str:
     code = ord(match.group())
     if code < 0x100:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -23,12 +24,20 @@ from .sample import HOSTILE
 
 
 def read(line: str):
-    words = shlex.split(line)
+    assert line.isprintable()
+    if "$'" in line:  # as a shell reads it, which the library does not
+        shown = ["bash", "-c", f"printf '%s\\0' {line}"]
+        words = subprocess.run(shown, capture_output=True, check=True).stdout.decode().split("\0")
+        words.pop()
+    else:
+        words = shlex.split(line)
     assert words[0] == "fourfold"
     return command_parser(words[1]).parse_args(words[2:])
 
 
-TEXTS = st.sampled_from(["", *HOSTILE, "a b", "--tp", "$(rm -rf x)", "'", "x\ny"])
+# What a terminal may take for the end of a paste, a key, another order of letters; a line's end.
+STEERING = ("\x1b[201~\x03'x'", "\u202egpj.exe \\", "x\ny", "\x9b2J\x7f", "\ue000\U000e0041")
+TEXTS = st.sampled_from(["", *HOSTILE, "a b", "--tp", "$(rm -rf x)", "'", *STEERING])
 RUNS = st.builds(
     RunSpec,
     model=st.sampled_from(["llama-tiny", "mpt-tiny", "llama-3.1-8b"]).map(catalog.model),
@@ -71,6 +80,10 @@ def test_a_model_without_a_preset_has_its_file() -> None:
     assert line.endswith("\nfourfold bench --spec run.toml")
     text = line.split("<<'END'\n")[1].split("\nEND\n")[0]
     assert codec.load(RunSpec, codec.parse_toml(text)) == spec
+    steering = bench_command(replace(spec, note="".join(STEERING)))
+    assert steering.replace("\n", "").isprintable()
+    text = steering.split("<<'END'\n")[1].split("\nEND\n")[0]
+    assert codec.load(RunSpec, codec.parse_toml(text)).note == "".join(STEERING)
 
 
 @pytest.mark.parametrize(

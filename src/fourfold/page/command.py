@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fourfold import options
 from fourfold.errors import UserError
+from fourfold.escape import shell_line
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Ramp
 from fourfold.spec.cluster import Cluster
@@ -38,7 +38,7 @@ def bench_command(spec: RunSpec) -> str:
         return f"cat > run.toml <<'END'\n{text}END\nfourfold bench --spec run.toml"
     words = ["fourfold", "bench", "--model", spec.model.name, *_flags(plain)]
     words += [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
-    return shlex.join(words)
+    return shell_line(words)
 
 
 def _is_preset(model: ModelShape) -> bool:
@@ -70,11 +70,11 @@ def plan_command(request: PlanRequest, *, model: str = "") -> str:
         "policy": dict(request.policy),
     }
     words = ["--model", name, *_flags(dict(_given(run))), *_request_flags(request)]
-    return shlex.join(["fourfold", "plan", *words])
+    return shell_line(["fourfold", "plan", *words])
 
 
 def report_command(request: ReportRequest) -> str:
-    return shlex.join(["fourfold", "report", *request.sources, *_request_flags(request)])
+    return shell_line(["fourfold", "report", *request.sources, *_request_flags(request)])
 
 
 def _given(plain: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

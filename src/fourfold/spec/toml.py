@@ -42,8 +42,15 @@ def _key(key: str) -> str:
 
 
 def _text(text: str) -> str:
-    # JSON's escapes are TOML's too, but TOML also forbids a bare DEL.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
+    """JSON's escapes are TOML's too; what steers a terminal or hides is written out as well."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return quoted if quoted.isprintable() else "".join(map(_letter, quoted))
+
+
+def _letter(one: str) -> str:
+    if one.isprintable():
+        return one
+    return f"\\u{ord(one):04X}" if ord(one) < 0x10000 else f"\\U{ord(one):08X}"
 
 
 def _value(item: Any) -> str:

@@ -84,8 +84,9 @@ F.theme = {
 
 F.say = (text) => { F.$("status").textContent = text; };
 
-/** A text to copy, with its button. */
-F.copyable = (title, text) => {
+/** A text to copy, with its button; what would steer a terminal it is pasted into is written out. */
+F.copyable = (title, given) => {
+  const text = given.replace(/[^\P{C}\n]/gu, (one) => `\\u${one.codePointAt(0).toString(16).padStart(4, "0")}`);
   const button = F.h("button", { type: "button" }, "Copy");
   const shown = F.h("pre", { tabindex: "0", "aria-label": title, role: "region" }, text);
   button.setAttribute("aria-label", `Copy: ${title}`);
