@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import csv
 import importlib
+import inspect
 import io
 import json
 import os
@@ -20,6 +22,8 @@ import fourfold
 from fourfold.cli import main
 from fourfold.commands import COMMANDS, load
 from fourfold.cost.fit.calibration import shipped
+from fourfold.errors import UserError
+from fourfold.escape import html_table
 from fourfold.output import Output, text_of
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.one_rank import RankCount
@@ -147,6 +151,50 @@ def test_the_verbs_print_nothing_and_need_neither_argparse_nor_torch(tmp_path: P
         [sys.executable, "-c", CALLS], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_page_has_every_function_with_an_example() -> None:
+    page = (ROOT / "docs" / "library.md").read_text().split("## Every function")[1]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert listed == {name for name in dir(fourfold) if name.islower() and name[0] != "_"}
+    for names, _, example in rows:
+        tree = ast.parse(example.strip("`"), mode="eval")
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        named = {node.func.attr: node for node in calls if isinstance(node.func, ast.Attribute)}
+        assert {*named} & {*re.findall(r"`(\w+)`", names)}
+        for name in {*named} - {"rows"}:
+            verb = getattr(fourfold, name)
+            given = {one.arg: None for one in named[name].keywords}
+            inspect.signature(verb).bind_partial(*named[name].args, **given)
+
+
+def test_sizes_may_have_units_and_mistakes_are_said() -> None:
+    asked = {"model": "llama-3.1-8b", "gpu": "h100-80gb", "gpus": 16}
+    sizes = {"seq_len": "8k", "global_batch": "4M", "tokens": "300B", "lost": "10%"}
+    request = fourfold.PlanRequest(**asked, **sizes)
+    numbers = (request.seq_len, request.global_batch, request.tokens, request.lost)
+    assert numbers == (8192, 512, 300 * 10**9, 0.1)
+    whole = fourfold.PlanRequest(
+        **asked, seq_len=8192, global_batch=64, layout=fourfold.Layout(tp=2, shard=8)
+    )
+    assert whole.layout == "pp1 dp8 cp1 tp2"
+    bad = {"seq_len": "8q", "gpus": 1.5, "layout": 3, "policy": "fp8", "top": "all"}
+    bad |= {"price": "much"}
+    for name, value in bad.items():
+        with pytest.raises(UserError, match=name):
+            fourfold.PlanRequest(**asked | {"seq_len": 1, "global_batch": 1, name: value})
+    with pytest.raises(UserError, match="decides every axis"):
+        fourfold.PlanRequest(**asked, seq_len=1, global_batch=1, layout=fourfold.Layout(tp=2))
+
+
+def test_an_answer_is_a_table_in_a_notebook_and_no_name_leaks() -> None:
+    shown = fourfold.models()._repr_html_()
+    assert "<td>llama-3.1-8b</td>" in shown
+    assert "more rows" in shown
+    assert "&lt;b&gt;\\x1b</td>" in html_table([{"note": "<b>\x1b", "empty": None}])
+    assert "empty" not in html_table([{"note": "<b>", "empty": None}])
+    assert not {"Any", "TYPE_CHECKING", "annotations", "spec"} & {*dir(fourfold)}
 
 
 def test_the_page_runs_and_prints_only_what_it_shows() -> None:

@@ -111,5 +111,9 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+__all__ = [*_HOMES, "__version__"]
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    """Not what this file itself needs."""
+    return sorted({*_HOMES, *(name for name in globals() if name.startswith("__"))})

@@ -122,6 +122,25 @@ def csv_text(rows: Iterable[Sequence[str]]) -> str:
     return buffer.getvalue()
 
 
+def html_table(rows: Sequence[dict[str, Any]], most: int = 50) -> str:
+    """Rows as a notebook shows them: numbers with four digits, columns that say something."""
+    from html import escape
+
+    def cell(value: Any) -> str:
+        return escape(one_line(f"{value:.4g}" if isinstance(value, float) else str(value)))
+
+    empty = (None, "", [], {}, ())
+    named = dict.fromkeys(name for row in rows for name in row)
+    names = [name for name in named if any(row.get(name) not in empty for row in rows)]
+    head = "".join(f"<th>{cell(name)}</th>" for name in names)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{cell(row.get(name, ''))}</td>" for name in names) + "</tr>"
+        for row in rows[:most]
+    )
+    more = f"<p>{len(rows) - most:,} more rows</p>" if len(rows) > most else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
 def json_text(data: Any, *, indent: int | None = 2) -> str:
     """JSON that every reader takes: ASCII, whole characters, finite numbers only."""
     import json

@@ -12,7 +12,8 @@ from .reading import Axis, name_at
 from .test_report_page import violations
 
 ASKED = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16", "--seq-len",
-         "8192", "--global-batch", "128", "--stack", "megatron"]  # fmt: skip
+         "8192", "--global-batch", "128", "--stack", "megatron", "--tokens", "1T", "--price",
+         "2.5"]  # fmt: skip
 GIB = 2**30
 
 
@@ -31,7 +32,7 @@ def answer() -> dict:
     return fourfold.plan(
         PlanRequest(
             model="llama-3.1-8b", gpu="h100-80gb", gpus=16, seq_len=8192, global_batch=128,
-            stack="megatron",
+            stack="megatron", tokens=10**12, price=2.5,
         )
     )  # fmt: skip
 
@@ -105,3 +106,23 @@ def test_timelines_have_every_action() -> None:
     assert [name for name, _ in drawing["stages"]] == [
         "stage 0", "fullest of stages 1 to 2", "stage 3",
     ]  # fmt: skip
+
+
+def test_the_page_says_what_is_planned_and_compares(view, page_file, answer) -> None:
+    shown, best = view(page_file), answer.best
+    facts = shown.text("#facts")
+    assert "8.03 billion parameters: 32 layers, hidden 4,096" in facts
+    assert "16 GPUs, 2 hosts of 8 x NVIDIA H100" in facts
+    assert "1,000 billion tokens" in facts
+    assert f"{best.cost:,.0f} (80%: " in facts
+    assert "in the currency of the price, 2.5 per GPU-hour" in facts
+    words = shown.text("#words")
+    assert all(word in words for word in str(best.layout).split())
+    engines = [
+        cell.inner_text() for cell in shown.page.locator("#engine-grid td:nth-child(1)").all()
+    ]
+    assert {"megatron", "torchtitan", "nanotron", "torchrun"} <= set(engines)
+    sizes = shown.page.evaluate("F.data.sizes.map((one) => [one.gpus, one.step_s])")
+    assert [16, best.step_s] in sizes
+    assert min(gpus for gpus, _ in sizes) < 16
+    assert shown.marks("sizes")["lines"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -338,3 +339,31 @@ def longest_task_s(page, act) -> float:
     tasks = [e["tdur"] / 1e6 for e in events if e["tid"] in main and e.get("tdur")]
     assert tasks, names
     return max(tasks)
+
+
+def test_collected_rows_have_memory_predictions_and_failures(view, tmp_path: Path) -> None:
+    """What differs has a column, what has nothing to compare no card."""
+    table = tmp_path / "rows.csv"
+    with open(Path(__file__).parent.parent / "golden" / "bloom.csv") as stream:
+        rows = list(csv.DictReader(stream))[:8]
+    why = "the log ends with: CUDA out of memory"
+    rows[1] |= {"step_s": "", "tokens_s_gpu": "", "tflops_gpu": "", "mem_gb": "", "note": why}
+    rows[1] |= {"status": "incomplete", "outcome": "oom"}
+    rows[2]["precision"] = "fp32"
+    with open(table, "w") as stream:
+        writer = csv.DictWriter(stream, [*rows[0], "outcome"])
+        writer.writeheader()
+        writer.writerows(rows)
+    page = tmp_path / "rows.html"
+    assert cli.main(["report", str(table), "--html", str(page)]) == 0
+    shown = view(page)
+    data = shown.page.evaluate("F.rows.map((row) => [row.predicted_s, row.peak_gib, row.mem_gb])")
+    assert sum(predicted is not None for predicted, _, _ in data) >= 6
+    assert all(peak == memory for _, peak, memory in data)
+    assert len(shown.marks("memory")["bars"]) > 8
+    assert shown.marks("predicted")["points"]
+    assert why in shown.text("#outcomes .note")
+    headings = [cell.inner_text() for cell in shown.page.locator("#grid th").all()]
+    assert any("Precision" in heading for heading in headings)
+    assert shown.page.locator("#spread").is_hidden()
+    assert rows[0]["row_id"] in shown.text("#grid")

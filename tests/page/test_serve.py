@@ -26,6 +26,7 @@ import numpy as np
 
 from fourfold.errors import UserError
 from fourfold.page import planner
+from fourfold.page.command import plan_command
 from fourfold.page.guard import Served
 from fourfold.page.planner import (
     MOST_WAYS,
@@ -35,10 +36,11 @@ from fourfold.page.planner import (
     SupersededError,
     first_look,
 )
-from fourfold.page.serve import app, plan_request
+from fourfold.page.serve import Views, app, plan_request
 from fourfold.result.files import curve
 from fourfold.result.files.store import Store
 from fourfold.result.files.training_folder import TrainingFolder
+from fourfold.spec import catalog, codec
 from fourfold.spec.train import TrainSettings
 from fourfold.verbs.requests import PlanRequest
 
@@ -192,6 +194,35 @@ def test_a_pasted_config_is_planned() -> None:
     found = plan_request({**ASKED, "model": "", "config": config})
     assert not isinstance(found.model, str)
     assert (found.model.layers, found.model.name) == (16, "config.json")
+
+
+def test_an_own_cluster_tokens_price_and_days_are_asked_for() -> None:
+    own = catalog.cluster("jean-zay")
+    given = plan_request({**ASKED, "gpu": "", "cluster_file": codec.to_toml(own)})
+    assert (given.cluster, given.gpu) == (own, None)
+    assert "cluster.toml <<'END'" in plan_command(given)
+    money = {"network": "1600Gbit/s", "tokens": "300B", "price": "2.5"}
+    asked = plan_request({**ASKED, **money})
+    assert (asked.cluster.gpus, asked.cluster.host_gpus) == (16, 8)
+    assert asked.cluster.links[-1].bytes_per_s == 1600e9 / 8 / 8
+    assert (asked.tokens, asked.price) == (300 * 10**9, 2.5)
+    for change, said in (
+        ({"cluster_file": "gpus = 1"}, "missing"),
+        ({"cluster_file": 'device = "/etc/passwd"'}, "unknown GPU"),
+        ({"cluster_file": "["}, "TOML"),
+        ({"network": "fast"}, "rate"),
+        ({"gpu": "", "network": "100Gbit/s"}, "needs a GPU"),
+        ({"tokens": "many"}, "number"),
+        ({"price": "-1"}, "price"),
+    ):
+        with pytest.raises(UserError, match=said):
+            plan_request({**ASKED, **change})
+    row = {"training_s": 40 * 86400.0, "step_s": 1.0, "step_s_high": 1.2}
+    data = {"rows": [row], "gpus": 16, "host_gpus": 8}
+    assert "about 24 GPUs" in Views.deadline({"days": "30"}, data)["deadline"]
+    assert "48 are not" in Views.deadline({"days": "45"}, data)["deadline"]
+    with pytest.raises(UserError, match="tokens"):
+        Views.deadline({"days": "30"}, data | {"rows": [row | {"training_s": None}]})
 
 
 def test_the_first_look_keeps_what_is_asked_for() -> None:

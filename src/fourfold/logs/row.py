@@ -117,6 +117,7 @@ def row_of(run: LogRun, engine: str) -> Row:
         row.notes.append(f"{measured.drift}: the median is of neither end")
     if run.end:
         row.notes.append(f"the log ends with: {run.end_words}")
+        row.fill(note=row.notes[-1])
     return row
 
 

@@ -20,6 +20,8 @@ from fourfold.spec.toml import toml_text
 from fourfold.verbs.question import named_axes
 from fourfold.verbs.requests import PlanRequest, ReportRequest
 
+# Of a cluster that is described, not named.
+CLUSTER_FILE = "cluster.toml"
 _RUN_FLAGS = ("steps", "warmup", "data", "tag", "note")
 
 
@@ -60,7 +62,8 @@ def _flags(plain: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plan_command(request: PlanRequest, *, model: str = "") -> str:
-    """`model`: the name or path that was asked for, where the request has the model itself."""
+    """`model`: the name or path that was asked for, where the request has the model itself. A
+    cluster without a name needs a file, which is made."""
     name = request.model if isinstance(request.model, str) else model or request.model.name
     sizes = ("seq_len", "micro_batch", "global_batch")
     run = {
@@ -70,7 +73,10 @@ def plan_command(request: PlanRequest, *, model: str = "") -> str:
         "policy": dict(request.policy),
     }
     words = ["--model", name, *_flags(dict(_given(run))), *_request_flags(request)]
-    return shell_line(["fourfold", "plan", *words])
+    file = ""
+    if isinstance(request.cluster, Cluster):
+        file = f"cat > {CLUSTER_FILE} <<'END'\n{codec.to_toml(request.cluster)}END\n"
+    return file + shell_line(["fourfold", "plan", *words])
 
 
 def report_command(request: ReportRequest) -> str:
@@ -116,4 +122,4 @@ def _words(flag: str, text: str) -> tuple[str, ...]:
 def _text(value: Any) -> str:
     if isinstance(value, Ramp):
         return ",".join(map(str, dataclasses.astuple(value)))
-    return value.name if isinstance(value, Cluster) else str(value)
+    return CLUSTER_FILE if isinstance(value, Cluster) else str(value)

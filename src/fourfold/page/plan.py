@@ -13,17 +13,19 @@ import fourfold
 from fourfold.events import OnEvent
 from fourfold.page import document
 from fourfold.page.command import plan_command
+from fourfold.page.plan_words import facts, words_of
 from fourfold.page.run_details import MOST_EVENTS, timeline_data
 from fourfold.search.plan_answer import plain
 from fourfold.show import plan as shown
 from fourfold.show.table import Grid, Part
 from fourfold.verbs.export import Exported, NotExported, export_all
+from fourfold.verbs.front import FrontPoint, front
 from fourfold.verbs.plan import best_timeline
 from fourfold.verbs.requests import PlanRequest
 
 if TYPE_CHECKING:
     from fourfold.cost.schedule import Timeline
-    from fourfold.search.plan_answer import PlanAnswer
+    from fourfold.search.plan_answer import PlanAnswer, PlanRow
 
 PLAN_SCRIPTS = ("timeline.js", "plan_charts.js", "plan.js")
 
@@ -34,13 +36,18 @@ def plan_page(
     *,
     exports: Sequence[Exported | NotExported] = (),
     timeline: Timeline | None = None,
+    sizes: Sequence[FrontPoint] = (),
 ) -> str:
-    """`exports`: of every engine (verbs.export.export_all); `timeline`: of the best layout."""
+    """`exports`: of every engine (verbs.export.export_all); `timeline`: of the best layout;
+    `sizes`: the best on fewer GPUs (verbs.front.front)."""
     if timeline and len(timeline.events) > MOST_EVENTS:
         timeline = None
     data = plan_data(answer, request) | {
         "exports": [_exported(one) for one in exports],
         "timeline": timeline_data(timeline) if timeline else None,
+        "sizes": [{"gpus": one.gpus} | _compared(one.row) for one in sizes],
+        "facts": facts(answer, request),
+        "words": words_of(answer.best) if answer.best else [],
     }
     return document.document(
         title=data["title"], body=document.asset("plan.html"), data=data, scripts=PLAN_SCRIPTS
@@ -56,7 +63,8 @@ def write_plan(
     answer = fourfold.plan(request, on_event=on_event)
     exports = export_all(request, name=name, on_event=on_event)
     timeline = best_timeline(request, answer)
-    text = plan_page(answer, request, exports=exports, timeline=timeline)
+    sizes = front(request, "gpus", on_event=on_event).points if answer.best else ()
+    text = plan_page(answer, request, exports=exports, timeline=timeline, sizes=sizes)
     document.write_page(path, text, on_event=on_event, browser=browser)
     return answer
 
@@ -75,6 +83,8 @@ def plan_data(answer: PlanAnswer, request: PlanRequest) -> dict[str, Any]:
         "cells": [list(row) for row in table.rows] if table else [],
         "rows": [plain(row) | {"name": str(row)} for row in answer.ranked],
         "memory_bytes": answer.memory_bytes,
+        "gpus": answer.gpus,
+        "host_gpus": answer.host_gpus,
         "flips": plain(answer.flips),
         "engines": plain(answer.engines),
     }
@@ -91,5 +101,14 @@ def _parts(parts: Iterable[Part]) -> tuple[str, Grid | None, list[str]]:
 
 def _exported(one: Exported | NotExported) -> dict[str, Any]:
     if isinstance(one, NotExported):
-        return {"engine": one.engine, "script": "", "said": [one.reason]}
-    return {"engine": one.engine, "script": one.script, "said": list(one.notes)}
+        return {"engine": one.engine, "script": "", "said": [one.reason], "choice": None}
+    said = {"engine": one.engine, "script": one.script, "said": list(one.notes)}
+    return said | {"choice": _compared(one.choice)}
+
+
+def _compared(row: PlanRow) -> dict[str, Any]:
+    """What engines and numbers of GPUs are compared by."""
+    names = ("micro_batch", "step_s", "step_s_low", "step_s_high", "peak_bytes", "fit_chance",
+             "tflops_gpu", "mfu_pct", "gpu_hours", "training_s", "cost")  # fmt: skip
+    policy = {"sharding": row.policy.sharding, "recompute": row.policy.recompute}
+    return {"name": str(row)} | policy | {name: getattr(row, name) for name in names}

@@ -22,7 +22,7 @@ from fourfold.page.command import layout_table, plan_command
 from fourfold.page.plan import plan_data
 from fourfold.search.shapes import WORTH_TRYING
 from fourfold.spec.layout import AXES, SIZES
-from fourfold.verbs.plan import resolved
+from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 
 # Plans that run at once; one place is kept for small questions.

@@ -30,6 +30,12 @@ FIELDS = (
     "peak_bytes", "mem_gb", "predicted_s", "predicted_low_s", "predicted_high_s",
     "predicted_bytes", "predicted_limit_bytes", "loss", "failure", "layout",
 )  # fmt: skip
+# Also shown where rows differ in it and the style has no column of it.
+_TELLING = (
+    ("Model", "label"), ("GPU", "hardware"), ("Engine", "stack"), ("Sequence", "seq_len"),
+    ("Precision", "precision"), ("Sharding", "sharding"), ("Recompute", "recompute"),
+    ("Attention", "attention"), ("Offload", "offload"),
+)  # fmt: skip
 # Columns of the table by style; of a scaling table, what its rows, columns and cells say.
 _SCALING = ("gpus", *MODEL_AXES, "micro_batch", "tflops_gpu", "note")
 
@@ -90,11 +96,24 @@ def _value(record: Record, column: Column) -> Any:
 
 
 def style_columns(style: str, records: Sequence[Record]) -> list[Column]:
+    """The style's own, after those without which rows that differ would look alike."""
     if style == "mpt":
-        return list(MPT)
-    if style == "topology":
-        return [column for column in TOPOLOGY if column.needed(records)]
-    first: dict[str, Column] = {}
-    for column in (*TOPOLOGY, *MPT):  # both styles have a column of most fields
-        first.setdefault(column.field, column)
-    return [column for field, column in first.items() if field in _SCALING]
+        own = list(MPT)
+    elif style == "topology":
+        own = [column for column in TOPOLOGY if column.needed(records)]
+    else:
+        first: dict[str, Column] = {}
+        for column in (*TOPOLOGY, *MPT):  # both styles have a column of most fields
+            first.setdefault(column.field, column)
+        own = [column for field, column in first.items() if field in _SCALING]
+    shown = {column.field for column in own if column.heading != "Size"}
+    return [*(_telling(*one) for one in _TELLING if _differ(records, one[1]) - shown), *own]
+
+
+def _differ(records: Sequence[Record], field: str) -> set[str]:
+    """The field, where the records have several values of it."""
+    return {field} if len({getattr(record, field) for record in records}) > 1 else set()
+
+
+def _telling(heading: str, field: str) -> Column:
+    return Column(heading, field, lambda record: str(getattr(record, field) or ""))

@@ -5,6 +5,7 @@ It reads; nothing that a browser sends is written anywhere, or names a file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
@@ -19,7 +20,8 @@ from fourfold.page.planner import BusyError, Planner, SupersededError, count_way
 from fourfold.page.report import REPORT_SCRIPTS, report_data
 from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.hf.shapes import shape_from_config
-from fourfold.verbs.requests import PlanRequest, ReportRequest, RunsRequest
+from fourfold.units import count_from
+from fourfold.verbs.requests import ClusterRequest, PlanRequest, ReportRequest, RunsRequest
 
 # Fields of the form; what is empty is left to the planner.
 _NUMBERS = ("gpus", "seq_len", "global_batch", "micro_batch", "max_nodes", "top")
@@ -27,7 +29,7 @@ _TEXTS = ("cluster", "gpu", "stack", "layout")
 _POLICY = ("precision", "sharding", "recompute")
 # Short names of engines; 'fourfold plan --stack list' has all.
 STACKS = ("megatron", "torchtitan", "nanotron", "fourfold")
-_MOST_CONFIG_BYTES = 100_000
+_MOST_TEXT = 40_000  # letters of a config.json or a cluster file; a request has room for both
 
 
 def plan_request(asked: Mapping[str, str]) -> PlanRequest:
@@ -39,6 +41,11 @@ def plan_request(asked: Mapping[str, str]) -> PlanRequest:
         raise UserError("unknown cluster", field="cluster", value=given["cluster"])
     if given.get("gpu") and given["gpu"] not in catalog.device_names():
         raise UserError("unknown GPU", field="gpu", value=given["gpu"])
+    given |= _machines(asked, given)
+    if asked.get("tokens", "").strip():
+        given["tokens"] = count_from(asked["tokens"])
+    if asked.get("price", "").strip():
+        given["price"] = _amount(asked, "price")
     given["policy"] = {name: asked[name] for name in _POLICY if asked.get(name)}
     if asked.get("where", "").strip():
         given["where"] = (asked["where"],)
@@ -49,11 +56,34 @@ def plan_request(asked: Mapping[str, str]) -> PlanRequest:
     return PlanRequest(**given)
 
 
+def _machines(asked: Mapping[str, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A cluster of the user's own: its file as a text, or a GPU of the catalogue on a network."""
+    text, network = asked.get("cluster_file", "").strip(), asked.get("network", "").strip()
+    if text:
+        check.that(len(text) <= _MOST_TEXT, "cluster file", text, "is too long")
+        data = codec.parse_json(text) if text.startswith("{") else codec.parse_toml(text)
+        device = data.get("device") if isinstance(data, dict) else None
+        if isinstance(device, str) and device not in catalog.device_names():
+            raise UserError("unknown GPU", field="device", value=device)
+        return {"cluster": catalog.cluster_from(data), "gpu": None}
+    if not network:
+        return {}
+    if not given.get("gpu"):
+        raise UserError("needs a GPU", field="network", hint="a cluster of the list has its own")
+    device = catalog.device(given["gpu"])
+    gpus = given.get("gpus", device.domain * given.get("max_nodes", 1))
+    host_gpus = min(device.domain, 8, gpus)
+    described = ClusterRequest(
+        name=f"{device.id} at {network}", gpu=device.id, network=network,
+        hosts=-(-gpus // host_gpus), host_gpus=host_gpus,
+    )  # fmt: skip
+    return {"cluster": fourfold.new_cluster(described).cluster, "gpu": None}
+
+
 def _model(asked: Mapping[str, str]) -> Any:
     config = asked.get("config", "").strip()
     if config:
-        if len(config) > _MOST_CONFIG_BYTES:
-            raise UserError("is too long", field="config.json")
+        check.that(len(config) <= _MOST_TEXT, "config.json", config, "is too long")
         return shape_from_config(codec.parse_json(config), "config.json")
     name = asked.get("model", "").strip().lower()
     if name not in catalog.model_names():
@@ -69,6 +99,15 @@ def _number(asked: Mapping[str, str], name: str) -> int:
     except ValueError:
         value = 0
     check.that(1 <= value < 2**31, name.replace("_", " "), asked[name], "must be a number from 1")
+    return value
+
+
+def _amount(asked: Mapping[str, str], name: str) -> float:
+    try:
+        value = float(asked[name])
+    except ValueError:
+        value = 0.0
+    check.that(0 < value < 1e9, name, asked[name], "must be a number above 0")
     return value
 
 
@@ -98,7 +137,27 @@ class Views:
             is_page = request.headers.get("hx-request") == "true"
             status = 429 if isinstance(error, BusyError) else 422
             return HTMLResponse(message(error), status_code=200 if is_page else status)
-        return HTMLResponse(plan_fragment(data, wanted, full=full))
+        return HTMLResponse(plan_fragment(data | self.deadline(asked, data), wanted, full=full))
+
+    @staticmethod
+    def deadline(asked: Mapping[str, str], data: Mapping[str, Any]) -> dict[str, Any]:
+        """What the first layout means for the days there are, in words."""
+        if not asked.get("days", "").strip() or not data["rows"]:
+            return {}
+        days, best = _amount(asked, "days"), data["rows"][0]
+        if best["training_s"] is None:
+            raise UserError("needs the tokens of the training", field="days")
+        takes, late = best["training_s"] / 86400.0, best["training_s"] / 86400.0 > days
+        slow = takes * best["step_s_high"] / best["step_s"]
+        need = math.ceil(data["gpus"] * takes / days / data["host_gpus"]) * data["host_gpus"]
+        said = (
+            f"{takes:.3g} days are more than the {days:g} there are: at this speed per GPU it "
+            f"takes about {need:,} GPUs"
+            if late
+            else f"{takes:.3g} days are within the {days:g} there are"
+            + ("" if slow <= days else f"; at the slow end of the 80% interval {slow:.3g} are not")
+        )
+        return {"deadline": said}
 
     def answer(self, make: Callable[[Served], Any], response: Callable[[Any], Any]) -> Any:
         from starlette.concurrency import run_in_threadpool

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from fourfold.cost.memory.peak import SURE
+from fourfold.escape import html_table
 from fourfold.search.choice import RISK
 from fourfold.spec import codec
 from fourfold.spec.layout import Layout
@@ -197,6 +198,16 @@ class PlanAnswer:
         names = ("model", "cluster", "gpu", "stack", "gpus", "seq_len", "global_batch")
         shared = {name: getattr(self, name) for name in names}
         return [{"rank": row.rank, **shared, **row.flat()} for row in self.ranked]
+
+    def _repr_html_(self) -> str:
+        named = [
+            {"layout": str(row), "micro_batch": row.micro_batch, "sharding": row.policy.sharding}
+            | {"recompute": row.policy.recompute, "step_s": row.step_s}
+            | {"peak_gib": row.peak_bytes / 2**30, "fit_chance": row.fit_chance}
+            | {"tflops_gpu": row.tflops_gpu, "mfu_pct": row.mfu_pct, "cost": row.cost}
+            for row in self.ranked
+        ]
+        return html_table(named) if named else html_table([{"reason": self.reason}])
 
 
 def plain(value: Any) -> Any:

@@ -57,6 +57,8 @@ def _row(row: TableRow, fields: tuple[str, ...], stated: Record) -> Record:
         value = _value(name, text)
         if value is not None:
             values[name] = value
+    if values["outcome"] not in ("ok", "absent"):
+        values["failure"] = texts.get("note", "")
     values |= _tidied(stated.style, texts)
     own = "mpt" if stated.style == "mpt" else ""
     values.setdefault("convention", stated.convention or own)
@@ -105,7 +107,7 @@ def _mpt_layout(sharding: str) -> dict[str, Any]:
 def _outcome(texts: dict[str, str]) -> RowOutcome:
     """A row's own status column, else what stands in place of its numbers."""
     if "status" in texts:
-        return _ended(texts["status"]) or "ok"
+        return _ended(texts["status"]) or _ended(texts.get("outcome", "")) or "ok"
     speeds = [texts[name] for name in _SPEEDS if name in texts]
     endings = [_ended(text) for text in [*speeds, texts.get("mem_gb", "")]]
     if any(endings):

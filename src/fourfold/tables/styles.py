@@ -177,7 +177,9 @@ _OTHER_NAMES = {
 _FIELDS: dict[str, dict[str, str]] = {
     "mpt": {column.heading.lower(): column.field for column in (*MPT, SETTINGS)},
     "topology": {column.heading.lower(): column.field for column in TOPOLOGY} | _OTHER_NAMES,
-    "reference": {name: field or name for name, field in REFERENCE_COLUMNS.items()},
+    # `outcome`: of what was collected, where the status only says that something is missing.
+    "reference": {name: field or name for name, field in REFERENCE_COLUMNS.items()}
+    | {"outcome": "outcome"},
 }
 _SCALING_FIRST = re.compile(r"\(\s*tp\s*,\s*cp\s*,\s*pp\s*,\s*(micro[ -]?batch|mbs)\s*\)\Z")
 _GPU_COLUMN = re.compile(r"([0-9]+)\s*(?:x\s*)?gpus?\Z", re.IGNORECASE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fourfold.escape import html_table
 from fourfold.spec import codec
 
 
@@ -18,3 +19,6 @@ class Answer:
 
     def rows(self) -> list[dict[str, Any]]:
         return [self.plain()]
+
+    def _repr_html_(self) -> str:
+        return html_table(self.rows())

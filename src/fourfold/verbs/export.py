@@ -11,7 +11,9 @@ from fourfold.cost.memory.peak import SURE, fit_chance, memory_bounds
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
+from fourfold.search.answer import answer
 from fourfold.search.export.setup import Setup
+from fourfold.search.plan_answer import PlanRow
 from fourfold.search.ranking import Ranking
 from fourfold.search.shapes import best_of
 from fourfold.spec import check
@@ -22,12 +24,13 @@ from fourfold.verbs.requests import PlanRequest
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """Settings of one engine. `files` are names and texts for a folder ({}: the engine takes one
-    file), `script` the same as one text."""
+    file), `script` the same as one text; `choice` is the layout that it runs."""
 
     engine: str
     files: dict[str, str]
     script: str
     notes: tuple[str, ...]
+    choice: PlanRow
 
     def write(self, out: Path, *, force: bool) -> str:
         """Into the folder `out`, or into that file; replaces nothing unasked. Returns what a folder
@@ -63,6 +66,7 @@ def export(
         files={} if whole else exports.write_folder(request.export, setup),
         script=exports.write(request.export, setup),
         notes=setup.notes,
+        choice=answer(ranking, top=pick).ranked[pick - 1],
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fourfold.cost.count.flops import convention
+from fourfold.cost.memory.peak import GIB
 from fourfold.errors import UserError, nearest
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.result.files.store import Stored
@@ -24,6 +26,7 @@ from fourfold.tables.records import Finding, records
 from fourfold.tables.styles import style_of, unread
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import predictor
+from fourfold.verbs.predict import predict_table
 from fourfold.verbs.requests import ReportRequest
 from fourfold.verbs.runs import TRIAL_TAG, chosen_runs
 
@@ -81,6 +84,8 @@ def report(request: ReportRequest, *, on_event: OnEvent = ignore) -> Report:
         )
     document = publish(found, request.style, rule)
     judged = _scores(request, [item for item in stored if item is not None])
+    rows = [one for one, item in zip(found, stored, strict=True) if item is None]
+    judged += scores(stored_predictions([one for one in rows if one.outcome in ("ok", "oom")]))
     for score in judged:
         document = with_line(document, str(score))
     return Report(
@@ -127,7 +132,8 @@ def _records(request: ReportRequest, on_event: OnEvent) -> tuple[list[Record], l
             found += [published(item.summary, at) for at, item in enumerate(stored)]
         elif request.sources:
             document = read_file(source)
-            found += [r for r in records(document) if r.outcome != "absent"]
+            rows = [_with_bytes(r) for r in records(document) if r.outcome != "absent"]
+            found += _predicted(source, rows)
             seen += [None] * (len(found) - len(seen))
             for table in (block for block in document.blocks if isinstance(block, Table)):
                 headings = ", ".join(f"'{heading}'" for heading in unread(table))
@@ -137,6 +143,37 @@ def _records(request: ReportRequest, on_event: OnEvent) -> tuple[list[Record], l
             hint = "measure something with 'fourfold bench' first"
             raise UserError("is not a run store", field="runs", value=source, hint=hint)
     return found, seen
+
+
+def _with_bytes(row: Record) -> Record:
+    """A GB of published memory has 2^30 bytes, as allocators count."""
+    if row.mem_gb is None or row.peak_bytes is not None:
+        return row
+    return dataclasses.replace(row, peak_bytes=round(row.mem_gb * GIB))
+
+
+def _predicted(source: str, rows: list[Record]) -> list[Record]:
+    """Rows of the reference schema with what the shipped calibration says of each, where it says
+    something."""
+    if not rows or any(row.style != "reference" for row in rows):
+        return rows
+    table = predict_table(source)
+    answers, places = table.answers, {name: at for at, name in enumerate(table.row_ids)}
+    found = []
+    for row in rows:
+        at = places.get(row.run_id, -1)
+        if at < 0 or not math.isfinite(answers.step_s[at]):
+            found.append(row)
+            continue
+        said = {
+            "predicted_s": float(answers.step_s[at]),
+            "predicted_low_s": float(answers.low_s[at]),
+            "predicted_high_s": float(answers.high_s[at]),
+            "predicted_bytes": float(answers.mem_gb[at]) * GIB,
+            "predicted_by": f"predicted today, by the calibration {table.calibration}",
+        }
+        found.append(dataclasses.replace(row, **said))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import DTYPES
 from fourfold.units import count_from, share_from, size_from
+from fourfold.verbs.fields import LAYOUT_RULE, read_plan
 
 Count = Annotated[int, count_from]
 Size = Annotated[int, size_from]
@@ -38,8 +39,7 @@ def decided(table: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError("is required", field=name, hint=hint)
     batch = codec.decode(Batch, {**plain, "micro_batch": None}, "batch")
     model, layout = table["model"], table.get("layout", "")
-    if not isinstance(layout, str | Mapping):
-        raise UserError("must be a table or a text such as 'tp8 pp2'", field="layout", value=layout)
+    check.that(isinstance(layout, str | Mapping), "layout", layout, LAYOUT_RULE)
     fields = (
         (RunSpec, "gpus", table.get("gpus")),
         (Batch, "micro_batch", plain.get("micro_batch")),
@@ -66,27 +66,22 @@ def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-def at_least_one(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise UserError("must be 1 or more", field=name.replace("_", "-"), value=value)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """A run with parts left open, the machines, and what to list.
 
-    `layout` names the axes that are decided ('tp8 pp2', or a table), `policy` the fields; the
-    search chooses the others. `micro_batch` None: searched too.
+    `layout` names the axes that are decided ('tp8 pp2', or a table; a `Layout` decides all), and
+    `policy` the fields; the search chooses the others. `micro_batch` None: searched too. Sizes may
+    be texts with units: '8k'; a `global_batch` of '4M' counts tokens.
     """
 
     model: str | ModelShape
-    seq_len: int
+    seq_len: Size
     global_batch: int
-    gpus: int | None = None
+    gpus: Size | None = None
     layout: str | Mapping[str, Any] = ""
     policy: Mapping[str, Any] = field(default_factory=dict)
-    micro_batch: int | None = None
+    micro_batch: Size | None = None
     cluster: str | Cluster | None = flag("a known cluster ('fourfold clusters') or a file", "NAME")
     gpu: str | None = flag("instead of a cluster: GPUs of this kind in typical hosts", "ID")
     profile: str | None = flag("instead of both: profile from 'calibrate --out'", "FILE", rare=True)
@@ -129,11 +124,12 @@ class PlanRequest:
     convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
 
     def __post_init__(self) -> None:
+        read_plan(self)
         bounds = {"top": (1, 10_000), "max_nodes": (1, 2**17), "micro_batch": (0, 2**16)}
         for name, (least, most) in bounds.items():
             value = getattr(self, name)
             if value is not None:
-                check.whole(least, most, **{name.replace("_", "-"): value})
+                check.whole(least, most, **{name: value})
         if not 0 <= self.risk <= MOST_RISK:
             raise UserError("must be from 0 to 0.5", field="risk", value=self.risk)
         if not 0 <= self.lost < 1:

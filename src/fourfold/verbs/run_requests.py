@@ -16,7 +16,8 @@ from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES
 from fourfold.spec.site import LOCAL
 from fourfold.spec.words import BUNDLES, DTYPES, CpKind, Dtype
-from fourfold.verbs.requests import CONVENTION, STORE, Size, at_least_one
+from fourfold.verbs.fields import at_least_one
+from fourfold.verbs.requests import CONVENTION, STORE, Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,3 +120,12 @@ F.names = (values, most = 24) => ({ tickvals: values.map(F.label), ticktext: val
 
 /** Hover text of one mark: lines of ours, values as they are written. */
 F.hover = (...lines) => lines.filter((line) => line !== "").map(F.label).join("<br>");
+
+/** 1, 2, 5, 10 ... between two ends of a logarithmic axis; only the tens where these are many. */
+F.roundTicks = (low, high) => {
+  const steps = high / low > 300 ? [1] : [1, 2, 5];
+  const values = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) values.push(...steps.map((step) => Number((step * 10 ** power).toPrecision(1))));
+  const inside = values.filter((value) => value >= low && value <= high);
+  return { tickvals: inside, ticktext: inside.map((value) => String(value)) };
+};

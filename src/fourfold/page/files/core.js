@@ -37,6 +37,7 @@ F.number = (value, digits = 3) => {
   return String(Number(value.toPrecision(size >= 100 ? Math.max(4, digits) : digits)));
 };
 
+F.known = (value) => value !== null && value !== undefined && value !== "";
 F.gib = (bytes) => (bytes === null || bytes === undefined ? null : bytes / 2 ** 30);
 F.size = (bytes) => {
   if (bytes === null || bytes === undefined) return "";

@@ -13,8 +13,18 @@ const planCard = (id, wide) => {
 const tall = plan.rows.length > 6 ? "high" : "";
 new F.Chart(planCard("steps"), "Seconds per step", () => F.stepChart(plan), { size: tall });
 new F.Chart(planCard("memory"), "Memory against the limit", () => F.planMemory(plan), { size: tall });
+if (plan.sizes.length > 1) new F.Chart(planCard("sizes", plan.rows.length > 0), "Seconds against GPUs", () => F.planSizes(plan), {});
+if (!plan.timeline && plan.rows.length) new F.Chart(planCard("one-step", true), "One step of #1", () => F.oneStep(plan.rows[0]), { size: "low" });
 if (plan.timeline) new F.Chart(planCard("timeline", true), "Pipeline of #1", () => F.timeline(plan.timeline, ""), {});
 F.planGrid(new F.Grid(F.$("grid"), { caption: "Ranked layouts", perPage: 50 }), plan);
+const terms = (pairs) => F.h("dl", { class: "terms" }, ...pairs.flatMap(([name, text]) => [F.h("dt", {}, name), F.h("dd", {}, text)]));
+F.fill(F.$("facts"), terms(plan.facts));
+F.fill(F.$("words"), terms(plan.words));
+F.engineGrid(new F.Grid(F.$("engine-grid"), { caption: "The best layout of each engine", perPage: 20 }), plan);
+F.$("engines").hidden = !plan.exports.some((one) => one.choice);
+F.$("order").hidden = plan.rows.length < 2;
+F.$("words").closest("section").hidden = !plan.words.length;
+for (const id of ["ranking", "charts"]) F.$(id).hidden = !plan.rows.length;
 F.fill(F.$("flips"), F.planFlips(plan));
 F.fill(F.$("remarks"), F.h("ul", { class: "remarks" }, ...plan.remarks.map((text) => F.h("li", {}, text))));
 F.fill(F.$("command"), F.copyable("The command that gives this answer", plan.command));

@@ -55,7 +55,8 @@ F.planTiles = (plan) => {
     tile("Layout", best.name, `micro batch ${best.micro_batch}, ${best.policy.sharding}, recompute ${best.policy.recompute}`), tile("Step", F.seconds(best.step_s), `80%: ${F.seconds(best.step_s_low)} to ${F.seconds(best.step_s_high)}`),
     tile("Per GPU", `${F.number(best.tflops_gpu)} TFLOP/s`, `${F.number(best.mfu_pct)}% MFU, ${F.number(best.tokens_s_gpu, 4)} tokens/s`), tile("Memory", F.size(best.peak_bytes), `of ${F.size(plan.memory_bytes)}; ${F.number(Math.round(100 * best.fit_chance))}% chance to fit`),
   ];
-  if (best.training_s) found.push(tile("Training", `${F.number(best.training_s / 86400)} days`, `${F.number(Math.round(best.gpu_hours))} GPU-hours${best.cost === null ? "" : `, cost ${F.number(Math.round(best.cost))}`}`));
+  if (best.training_s) found.push(tile("Training", `${F.number(best.training_s / 86400)} days`, `80%: ${F.number(best.training_s / 86400 * best.step_s_low / best.step_s)} to ${F.number(best.training_s / 86400 * best.step_s_high / best.step_s)}; ${F.number(Math.round(best.gpu_hours))} GPU-hours`));
+  if (best.cost !== null) found.push(tile("Cost, in the price's currency", F.number(Math.round(best.cost)), `80%: ${F.number(Math.round(best.cost * best.step_s_low / best.step_s))} to ${F.number(Math.round(best.cost * best.step_s_high / best.step_s))}`));
   return found;
 };
 
@@ -67,4 +68,43 @@ F.planGrid = (grid, plan) => {
 F.planFlips = (plan) => {
   if (!plan.flips.length) return F.h("p", { class: "note" }, plan.rows.length > 1 ? "No single uncertain coefficient changes the winner." : "There is one layout.");
   return F.h("ul", { class: "remarks" }, ...plan.flips.map((flip) => F.h("li", {}, `With ${flip.about} (${flip.knob}) at ${F.number(flip.other)} instead of ${F.number(flip.value)}, #${flip.winner} (${flip.layout}) leads by ${F.number(100 * (flip.gain - 1), 2)}%.`)));
+};
+
+/** The best of each engine side by side; why not, where it cannot. */
+F.engineGrid = (grid, plan) => {
+  const has = (field) => plan.exports.some((one) => one.choice && F.known(one.choice[field]));
+  const columns = [
+    ["Engine", (one) => one.engine], ["Layout", (one, row) => row.name], ["Micro", (one, row) => row.micro_batch], ["Sharding", (one, row) => row.sharding], ["Recompute", (one, row) => row.recompute],
+    ["s/step", (one, row) => F.number(row.step_s)], ["80%", (one, row) => `${F.number(row.step_s_low)} to ${F.number(row.step_s_high)}`], ["GiB", (one, row) => F.number(F.gib(row.peak_bytes))], ["Fits", (one, row) => `${Math.round(100 * row.fit_chance)}%`], ["TFLOP/s", (one, row) => F.number(row.tflops_gpu)],
+    ...(has("training_s") ? [["Days", (one, row) => F.number(row.training_s / 86400)]] : []), ...(has("cost") ? [["Cost", (one, row) => F.number(Math.round(row.cost))]] : []),
+  ];
+  const able = plan.exports.filter((one) => one.choice).sort((a, b) => a.choice.step_s - b.choice.step_s);
+  const cells = (one) => columns.map(([, value]) => String(value(one, one.choice)));
+  const value = (text) => (text !== "" && !Number.isNaN(Number(text.replace(/,/g, ""))) ? Number(text.replace(/,/g, "")) : text);
+  grid.show(columns.map(([heading]) => ({ heading })), able.map((one) => ({ cells: cells(one), values: cells(one).map(value) })));
+};
+
+F.planSizes = (plan) => {
+  const points = [...plan.sizes].sort((a, b) => a.gpus - b.gpus), counts = points.map((one) => one.gpus);
+  const days = points.some((one) => one.training_s), most = points.at(-1);
+  const text = (one) => F.hover(`${F.number(one.gpus)} GPUs: ${F.seconds(one.step_s)} per step, 80%: ${F.seconds(one.step_s_low)} to ${F.seconds(one.step_s_high)}`, `${one.name}, micro batch ${one.micro_batch}`, one.training_s ? `${F.number(one.training_s / 86400)} days, ${F.number(Math.round(one.gpu_hours))} GPU-hours` : "");
+  return {
+    traces: [
+      { type: "scatter", mode: "lines", name: "as fast per GPU as the most", x: counts, y: counts.map((n) => most.step_s * most.gpus / n), line: { color: F.theme.css("--muted"), dash: "dash", width: 1 }, hoverinfo: "skip" },
+      { type: "scatter", mode: "lines+markers", name: "best layout, with its 80% interval", x: counts, y: points.map((one) => one.step_s), error_y: { type: "data", symmetric: false, array: points.map((one) => one.step_s_high - one.step_s), arrayminus: points.map((one) => one.step_s - one.step_s_low) }, line: { color: F.colors[0], width: 2 }, marker: { size: 8 }, hoverinfo: "text", hovertext: points.map(text) },
+    ],
+    layout: { xaxis: { type: "log", title: { text: "GPUs" }, tickvals: counts, ticktext: counts.map((n) => F.number(n)) }, yaxis: { type: "log", title: { text: "seconds per step" }, ...F.roundTicks(0.8 * Math.min(...points.map((one) => one.step_s_low)), 1.25 * Math.max(...points.map((one) => one.step_s_high))) }, showlegend: true },
+    note: days ? `${points.map((one) => `${F.number(one.gpus)}: ${F.number(one.training_s / 86400)} days`).join("; ")}.` : "", label: `Seconds per step on ${counts.map((n) => F.number(n)).join(", ")} GPUs`,
+    headings: ["GPUs", "layout", "seconds per step", "80% low", "80% high", "days", "GPU-hours", "cost"], rows: points.map((one) => [one.gpus, one.name, one.step_s, one.step_s_low, one.step_s_high, one.training_s === null ? null : one.training_s / 86400, one.gpu_hours, one.cost]),
+  };
+};
+
+/** Without stages there is no pipeline to draw: what a step's seconds go to, one after the other. */
+F.oneStep = (row) => {
+  const parts = Object.keys(F.PARTS).filter((key) => row.exposed_s[key] > 0.001 * row.step_s);
+  return {
+    traces: parts.map((key) => ({ type: "bar", orientation: "h", name: F.PARTS[key], y: ["#1"], x: [row.exposed_s[key]], marker: { color: F.partColors[key] }, hoverinfo: "text", hovertext: [F.hover(`${F.PARTS[key]}: ${F.seconds(row.exposed_s[key])}, ${F.number(100 * row.exposed_s[key] / row.step_s)}% of the step`)] })),
+    layout: { barmode: "stack", xaxis: { title: { text: "seconds" }, rangemode: "tozero" }, yaxis: { type: "category" }, showlegend: true }, note: `${F.seconds(row.step_s)}: ${parts.map((key) => `${F.PARTS[key]} ${F.number(100 * row.exposed_s[key] / row.step_s, 2)}%`).join(", ")}.`,
+    label: "Parts of a step of the first layout", headings: ["part", "seconds"], rows: parts.map((key) => [F.PARTS[key], row.exposed_s[key]]),
+  };
 };

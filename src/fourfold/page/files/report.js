@@ -31,7 +31,8 @@ F.counted = () => {
   F.$("count").textContent = all ? `All ${F.plural(F.rows.length, "run")}.` : `${F.number(F.filtered.length)} of ${F.plural(F.rows.length, "run")}.`;
 };
 
-F.idOf = (row) => (row.run_id ? `${row.run_id.slice(0, 8)}${row.repeat ? `#${row.repeat}` : ""}` : `row ${row.i + 1}`);
+// A hash is cut, a name is not.
+F.idOf = (row) => (row.run_id ? `${row.detail ? row.run_id.slice(0, 8) : row.run_id}${row.repeat ? `#${row.repeat}` : ""}` : `row ${row.i + 1}`);
 
 F.showRows = () => {
   const lines = F.filtered.map((row) => ({ id: row.i, cells: [F.idOf(row), ...F.data.cells[row.i]], values: [F.idOf(row), ...F.data.values[row.i]] }));
@@ -100,17 +101,18 @@ F.buildCharts = () => {
   const heat = { x: first.heat[0], y: first.heat[1], z: metric }, scaling = { y: metric }, spread = { unit: "%" };
   const withChosen = (list, ...keys) => [...list, ...keys.filter((key) => !list.some(([field]) => field === key)).map((key) => [key, F.nameOf(F.AXES, key)])];
   const make = (id, title, draw, options) => new F.Chart(F.card(id, options), title, draw, options);
-  const throughput = make("throughput", "Throughput", () => F.throughput(scatter), { onclick });
+  const several = (...fields) => F.rows.filter((row) => fields.every((field) => F.known(row[field]))).length > 1;
+  const throughput = make("throughput", "Throughput", () => F.throughput(scatter), { onclick, worth: () => several(metric) });
   F.steer(throughput, scatter, [["y", "Figure", metrics], ["x", "Against", withChosen(axes, scatter.x)], ["color", "Colour", withChosen(axes, scatter.color)]]);
-  const map = make("heat", "Heat map", () => F.heat(heat), { onclick });
+  const map = make("heat", "Heat map", () => F.heat(heat), { onclick, worth: () => several(metric) && F.varying(F.AXES, F.rows).some(([field]) => field === heat.x || field === heat.y) });
   F.steer(map, heat, [["z", "Figure", metrics], ["x", "Across", withChosen(axes, heat.x, heat.y)], ["y", "Down", withChosen(axes, heat.x, heat.y)]]);
-  const curves = make("scaling", "Scaling over GPUs", () => F.scaling(scaling), { onclick, size: "high" });
+  const curves = make("scaling", "Scaling over GPUs", () => F.scaling(scaling), { onclick, size: "high", worth: () => !F.scaling(scaling).empty });
   F.steer(curves, scaling, [["y", "Figure", metrics]]);
   const others = [
-    make("predicted", "Predicted against measured", F.predicted, { onclick }),
-    make("outcomes", "Outcomes", F.outcomes, { size: "low", wide: true }),
-    make("memory", "Memory against the limit", F.memory, { onclick, place: "page-charts" }),
-    make("spread", "Step-time spread", () => F.spread(spread), { onclick, place: "page-charts" }),
+    make("predicted", "Predicted against measured", F.predicted, { onclick, worth: () => !F.predicted().empty }),
+    make("outcomes", "Outcomes", F.outcomes, { size: "low", wide: true, worth: () => F.rows.some((row) => row.outcome !== "ok") }),
+    make("memory", "Memory against the limit", F.memory, { onclick, place: "page-charts", worth: () => F.rows.some((row) => F.known(row.peak_gib)) }),
+    make("spread", "Step-time spread", () => F.spread(spread), { onclick, place: "page-charts", worth: () => F.rows.some(F.hasSteps) }),
   ];
   F.steer(others[3], spread, [["unit", "Unit", [["%", "% of the run's median"], ["s", "seconds"]]]]);
   F.allCharts = [throughput, map, curves, ...others];
@@ -121,6 +123,17 @@ F.buildCharts = () => {
     return new F.Chart(card, title, draw, options);
   };
   F.runCharts = [inRun("run-memory", "Memory by kind and stage", F.stageMemory), inRun("run-steps", "Steps", F.runSteps), inRun("run-timeline", "Timeline of the pipeline", F.runTimeline, { wide: true })];
+};
+
+/** A card that would be empty, or show one value, is left out, and so is the link to it. */
+F.leaveOut = () => {
+  for (const chart of F.allCharts) chart.card.hidden = !chart.options.worth();
+  for (const place of ["charts", "page-charts"]) { // the last of an odd number takes the row
+    const halves = F.allCharts.filter((chart) => !chart.card.hidden && !chart.options.wide && chart.card.parentElement.id === place);
+    halves.forEach((chart, i) => chart.card.classList.toggle("wide", halves.length % 2 === 1 && i === halves.length - 1));
+  }
+  const cards = F.allCharts.filter((chart) => !chart.card.hidden).map((chart) => [chart.card.id, chart.title]);
+  F.fill(F.$("nav"), ...[...cards, ["runs", "Runs"]].map(([id, name]) => F.h("a", { href: `#${id}` }, name)));
 };
 
 F.tables = () => F.data.tables.map((table) => {
@@ -137,6 +150,8 @@ F.update = (data) => {
   F.rows = F.read();
   if (F.chosen) F.chosen = F.rows.find((row) => row.run_id === F.chosen.run_id && row.repeat === F.chosen.repeat) || null;
   F.$("title").textContent = data.title;
+  F.filtered = F.rows;
+  F.leaveOut();
   F.tiles();
   if (!F.$("filters").contains(document.activeElement)) F.filterBar();
   F.apply();
@@ -160,7 +175,7 @@ F.start = () => {
   F.showRows();
   F.counted();
   F.fill(F.$("tables"), ...F.tables());
-  F.fill(F.$("nav"), ...[...F.allCharts.map((chart) => [chart.card.id, chart.title]), ["runs", "Runs"]].map(([id, name]) => F.h("a", { href: `#${id}` }, name)));
+  F.leaveOut();
   F.theme.start();
   const named = /^#run=(.+)$/.exec(location.hash);
   const linked = named && F.rows.find((row) => `${row.run_id}.${row.repeat}` === decodeURIComponent(named[1]));

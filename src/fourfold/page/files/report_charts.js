@@ -15,7 +15,6 @@ const PLACES = ["gpus", "nodes", "tp", "pp", "dp", "cp", "virtual_stages", "micr
 const MOST_GROUPS = 9, MOST_LINES = 8, MOST_NAMES = 40;
 
 F.nameOf = (list, key) => (list.find(([field]) => field === key) || [key, key])[1];
-F.known = (value) => value !== null && value !== undefined && value !== "";
 F.distinct = (rows, field) => [...new Set(rows.map((row) => row[field]).filter(F.known))];
 F.ordered = (values) => values.sort((a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true })));
 
@@ -146,18 +145,9 @@ F.scaling = (state) => {
   };
 };
 
-/** 1, 2, 5, 10 ... between two ends of a logarithmic axis; only the tens where these are many. */
-F.roundTicks = (low, high) => {
-  const steps = high / low > 300 ? [1] : [1, 2, 5];
-  const values = [];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) values.push(...steps.map((step) => Number((step * 10 ** power).toPrecision(1))));
-  const inside = values.filter((value) => value >= low && value <= high);
-  return { tickvals: inside, ticktext: inside.map((value) => String(value)) };
-};
-
 F.predicted = () => {
   const rows = F.filtered.filter((row) => F.known(row.predicted_s) && F.known(row.step_s));
-  if (!rows.length) return { empty: "No run here was predicted before it ran and measured." };
+  if (!rows.length) return { empty: "No run here was predicted and measured." };
   const all = rows.flatMap((row) => [row.predicted_s, row.step_s]);
   const ends = [0.8 * all.reduce((a, b) => Math.min(a, b)), 1.25 * all.reduce((a, b) => Math.max(a, b))];
   const score = F.data.scores.find((one) => one.error_pct !== null);
@@ -202,9 +192,11 @@ F.outcomes = () => {
   };
 };
 
+F.hasSteps = (row) => Boolean(row.detail && row.step_s && row.detail.steps.some((_, i) => !row.detail.warm[i]));
+
 /** Raw step times of the runs on this page of the table. */
 F.spread = (state) => {
-  const rows = F.onPage().filter((row) => row.detail && row.step_s && row.detail.steps.some((_, i) => !row.detail.warm[i]));
+  const rows = F.onPage().filter(F.hasSteps);
   if (!rows.length) return { empty: "None of the runs on this page of the table has stored steps." };
   const relative = state.unit === "%";
   const shown = (row, s) => (relative ? 100 * (s / row.step_s - 1) : s);
@@ -220,6 +212,7 @@ F.spread = (state) => {
 
 /** Short names that tell these rows apart. */
 F.labelsOf = (rows) => {
+  if (rows.every((row) => row.run_id && !row.detail)) return rows.map((row) => F.label(F.short(row.run_id, 34)));
   const parts = rows.map((row) => [row.label, row.layout, `mb${row.micro_batch ?? "?"}`, row.gpus ? `${row.gpus} GPUs` : "", row.precision, row.sharding, row.recompute, row.hardware, row.seq_len ? `${row.seq_len}` : ""]);
   const differ = parts[0].map((_, i) => new Set(parts.map((one) => one[i])).size > 1);
   const names = parts.map((one) => F.short(one.filter((part, i) => part && (differ[i] || i === 1)).join(" "), 34));

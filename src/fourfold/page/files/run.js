@@ -10,6 +10,7 @@ F.choose = (i, scroll = true) => {
   F.$("run-about").textContent = F.runWords(row);
   F.fill(F.$("run-texts"), ...F.runTexts(row));
   F.grid.page();
+  for (const chart of F.runCharts) chart.card.hidden = Boolean(chart.draw().empty);
   F.redraw(F.runCharts);
   history.replaceState(null, "", `#run=${encodeURIComponent(`${row.run_id}.${row.repeat}`)}`);
   if (scroll) {
@@ -32,8 +33,9 @@ F.runWords = (row) => {
 
 F.runTexts = (row) => {
   const one = row.detail;
-  if (!one) return [F.h("p", { class: "note" }, "This row is from a table of results: there is no stored run behind it.")];
   const shown = [];
+  if (!one && row.failure) shown.push(F.h("h3", {}, "Why it ended"), F.h("pre", { tabindex: "0", role: "region", "aria-label": "Failure" }, row.failure));
+  if (!one) return [...shown, F.h("p", { class: "note" }, "This row is from a table of results: there is no stored run behind it.")];
   if (one.failure) shown.push(F.h("h3", {}, "Why it ended"), F.h("pre", { tabindex: "0", role: "region", "aria-label": "Failure" }, one.failure));
   if (one.fixes.length) shown.push(F.h("h3", {}, "What would fit"), F.h("ul", { class: "remarks" }, ...one.fixes.filter((fix) => fix.fits).map((fix) => F.h("li", {}, `${fix.change}: ${F.size(fix.peak_bytes)}, ${F.number(fix.slower_pct)}% slower`))));
   if (one.flags.length) shown.push(F.h("h3", {}, "Doubts about this measurement"), F.h("ul", { class: "remarks" }, ...one.flags.map((flag) => F.h("li", {}, flag))));

@@ -23,6 +23,15 @@ for (const field of form.elements) {
   else field.value = value ?? "";
 }
 if (["layout", "micro_batch", "recompute", "where", "safe", "explore", "config"].some((name) => asked.get(name))) F.$("rest").open = true;
+if (["network", "tokens", "price", "days", "cluster_file"].some((name) => asked.get(name))) F.$("money").open = true;
+F.$("cluster-upload").addEventListener("change", async (event) => {
+  const [file] = event.target.files;
+  if (!file) return;
+  F.$("cluster_file").value = (await file.text()).slice(0, 100000);
+  F.$("gpu").value = F.$("cluster").value = "";
+  htmx.trigger(form, "submit");
+});
+F.$("cluster_file").addEventListener("input", () => { if (F.$("cluster_file").value.trim()) F.$("gpu").value = F.$("cluster").value = ""; });
 // A cluster says which GPU it has.
 F.$("cluster").addEventListener("input", () => { if (F.$("cluster").value) F.$("gpu").value = ""; });
 F.$("gpu").addEventListener("input", () => { if (F.$("gpu").value) F.$("cluster").value = ""; });
@@ -46,6 +55,8 @@ F.grid = new F.Grid(F.$("grid"), { caption: "Ranked layouts", perPage: 50 });
 F.showPlan = (plan) => {
   F.plan = plan;
   F.$("answer").textContent = plan.sentence;
+  F.$("deadline").textContent = plan.deadline || "";
+  for (const id of ["charts", "ranking", "order"]) F.$(id).hidden = !plan.rows.length; // there is nothing to show
   F.fill(F.$("tiles"), ...F.planTiles(plan));
   F.planGrid(F.grid, plan);
   F.fill(F.$("flips"), F.planFlips(plan));
