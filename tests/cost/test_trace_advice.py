@@ -44,18 +44,19 @@ def test_inside_a_host_a_ring_pays_for_its_pieces() -> None:
 
 
 def test_few_kv_heads_and_a_slow_network_favour_gathering() -> None:
-    """405B has 16 queries per KV head: gathering KV moves less than trading all queries."""
-    slow = advise(ask("llama-3.1-405b", 131072, 16), catalog.cluster("jean-zay"))
+    """405B has 16 queries per KV head: gathering KV moves less than trading all queries, up to where
+    attention, which runs in pieces, outweighs messages."""
+    slow = advise(ask("llama-3.1-405b", 32768, 16), catalog.cluster("jean-zay"))
     assert slow.best == "allgather"
     pair = next(p for p in slow.pairs if {p.first, p.second} == {"ulysses", "allgather"})
     assert pair.first == "ulysses"
-    assert len(pair.crossover_tokens) == 1
+    assert len(pair.crossover_tokens) == 2
 
 
 def test_a_crossover_is_where_the_two_cost_the_same() -> None:
     question, cluster = ask("llama-3.1-405b", 131072, 16), catalog.cluster("jean-zay")
     pair = next(p for p in advise(question, cluster).pairs if p.crossover_tokens)
-    (length,) = pair.crossover_tokens
+    length = pair.crossover_tokens[0]
     around = np.array([length / 1.001, length * 1.001])
     first, second = (
         advice._parts(kind, question, cluster, around).total_s for kind in (pair.first, pair.second)
@@ -66,14 +67,11 @@ def test_a_crossover_is_where_the_two_cost_the_same() -> None:
 
 @pytest.mark.parametrize("kind", CP_KINDS)
 def test_bytes_are_those_of_the_trace(kind: str) -> None:
-    """Forward bytes of the trace, and as much back; a ring's gradients travel back in fp32."""
+    """Forward bytes of the trace; back as much, and gradients of keys but where all is traded."""
     question = ask()
     forward = sum(row.comm_bytes for row in walk(PROGRAMS[kind](question), H100))
     chosen = next(c for c in advise(question, H100).choices if c.kind == kind)
-    if kind == "ring":
-        assert chosen.sent_bytes == 2 * forward + 2 * forward * 8 / 7
-    else:
-        assert chosen.sent_bytes == 2 * forward
+    assert chosen.sent_bytes == (2 if kind == "ulysses" else 3) * forward
 
 
 @pytest.mark.parametrize("kind", CP_KINDS)

@@ -83,7 +83,7 @@ def _alone(c: Columns, coef: Coefficients) -> list[OpRow]:
             seconds = _one(_dp_s(c, op) if op.axis == "dp" else rates.seconds(op))
             again = _one(op.again) if op.phase == "forward" else 0.0
             row = _row(op, own or part_of(op), count, seconds)
-            rows.append(replace(row, keeps=_one(kept_bytes(c, [op], coef))))
+            rows.append(row if part else replace(row, keeps=_one(kept_bytes(c, [op], coef))))
             if again:
                 more = {"phase": "recompute", "part": part or "recompute", "times": again * count}
                 rows.append(replace(row, **more, alone_s=again * row.alone_s))

@@ -171,8 +171,7 @@ def show_flops(count: float) -> str:
 
 def _advice(advice: KindAdvice, program: Program, cluster: Cluster) -> list[Part]:
     """The choice, what it rests on, and the lengths at which it would change."""
-    heads = ["kind", "ms", "attention ms", "waits ms", "hidden ms", "copies, launches ms", "sent",
-             "peak"]  # fmt: skip
+    heads = ["kind", "ms", "attention ms", "waits ms", "sent", "peak"]
     levels = ", ".join(
         f"{link.name} {link.bytes_per_s / 1e9:g} GB/s a rank within {link.ranks:,}"
         for link in cluster.links
@@ -191,10 +190,8 @@ def _advice(advice: KindAdvice, program: Program, cluster: Cluster) -> list[Part
 
 def _choice_row(choice: KindTimes) -> list[str]:
     if choice.refused:
-        return [choice.kind, *["-"] * 7]
-    seconds = (
-        choice.total_s, choice.attention_s, choice.exposed_s, choice.hidden_s, choice.around_s
-    )  # fmt: skip
+        return [choice.kind, *["-"] * 5]
+    seconds = (choice.total_s, choice.attention_s, choice.exposed_s)
     return [
         choice.kind,
         *(f"{1e3 * value:.3f}" for value in seconds),
