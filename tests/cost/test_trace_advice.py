@@ -44,8 +44,8 @@ def test_inside_a_host_a_ring_pays_for_its_pieces() -> None:
 
 
 def test_few_kv_heads_and_a_slow_network_favour_gathering() -> None:
-    """405B has 16 queries per KV head: gathering KV moves less than trading all queries, up to where
-    attention, which runs in pieces, outweighs messages."""
+    """405B has 16 queries per KV head: gathering KV moves less than trading all queries, up to
+    where attention, which runs in pieces, outweighs messages."""
     slow = advise(ask("llama-3.1-405b", 32768, 16), catalog.cluster("jean-zay"))
     assert slow.best == "allgather"
     pair = next(p for p in slow.pairs if {p.first, p.second} == {"ulysses", "allgather"})

@@ -96,7 +96,7 @@ def _dp_s(c: Columns, op: Op) -> Any:
 
 
 def _row(op: Op, part: str, count: float, seconds: float) -> OpRow:
-    shape = (_one(op.m), _one(op.n), _one(op.k)) if op.kind == "product" else ()
+    shape = (_one(op.m), _one(op.n), _one(op.k)) if op.kind.endswith("product") else ()
     return OpRow(
         name=op.name,
         kind=op.kind,

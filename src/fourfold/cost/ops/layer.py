@@ -1,10 +1,10 @@
 """Operations of a layer and one micro batch, from top to bottom as engine/model/layers.py has them,
-with its names; backward passes go the opposite way. A kind of layer is a list here and a name in
-LAYERS. Bytes after Korthikanti et al. (arXiv 2205.05198, table 2), or counted of our kernels."""
+with its names; backward passes go the opposite way. Another kind of block is another list. Bytes
+after Korthikanti et al. (arXiv 2205.05198, table 2), or counted of our kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,36 +20,47 @@ _FUSED, _UNFUSED = (PRICED_ATTENTION.index(kind) for kind in ("fused-softmax", "
 # Plain framework calls read and write what a fused kernel keeps in registers (SwiGLU: 3 kernels of
 # 2 to 3 passes against one of 3).
 EAGER = 1.5
+# Products that keep what a norm made, of which engines keep more or less.
+_BLOCK_INPUTS = ("attention.qkv", "mlp.gate_up")
 
 
 def decoder_layer(c: Columns, micro: Floats) -> list[Op]:
     """x + attention(norm(x)), then x + mlp(norm(x)); its casts, its weights, its launches."""
     s = Sizes(c, micro)
-    block = {"keeps": block_input(c, s), "habit": "kept_hidden"}
     return [
-        *norm(c, s, "attention_norm", s.norm_again),
-        *gathered(c, s, "attention.input_comm", s.all_again),
-        *linear(c, s, "attention.qkv", s.qkv, c.hidden, s.all_again, **block),
-        *rotate(c, s),
-        *context(c, s),
-        *core(c, s),
-        *linear(c, s, "attention.out", c.hidden, s.width, s.all_again, keeps=cast_input(c, s)),
-        *summed(c, s, "attention.out, sum"),
-        *residual(c, s, "attention.out, add"),
-        *norm(c, s, "mlp_norm", s.norm_again),
-        *gathered(c, s, "mlp.input_comm", s.up_again),
-        *linear(c, s, "mlp.gate_up", s.wide, c.hidden, s.up_again, parts=1.0 + c.gated, **block),
-        *activation(c, s),
-        *linear(c, s, "mlp.down", c.hidden, s.ffn, s.last_again, keeps=activated(c, s)),
-        *summed(c, s, "mlp.down, sum"),
-        *residual(c, s, "mlp.down, add"),
+        *attention(c, s),
+        *mlp(c, s),
         *casts(c, s),
         *weights(c, c.rank_layer_weights),
         Op(name="launches", kind="host"),
     ]
 
 
-LAYERS: dict[str, Callable[[Columns, Floats], list[Op]]] = {"decoder": decoder_layer}
+def attention(c: Columns, s: Sizes) -> list[Op]:
+    return [
+        *norm(c, s, "attention_norm", s.norm_again),
+        *gathered(c, s, "attention.input_comm", s.all_again),
+        *linear(c, s, "attention.qkv", s.qkv, c.hidden, s.all_again, keeps=block_input(c, s)),
+        *rotate(c, s),
+        *context(c, s),
+        *core(c, s),
+        *linear(c, s, "attention.out", c.hidden, s.width, s.all_again, keeps=cast_input(c, s)),
+        *summed(c, s, "attention.out, sum"),
+        *residual(c, s, "attention.out, add"),
+    ]
+
+
+def mlp(c: Columns, s: Sizes) -> list[Op]:
+    up = {"keeps": block_input(c, s), "parts": 1.0 + c.gated}
+    return [
+        *norm(c, s, "mlp_norm", s.norm_again),
+        *gathered(c, s, "mlp.input_comm", s.up_again),
+        *linear(c, s, "mlp.gate_up", s.wide, c.hidden, s.up_again, **up),
+        *activation(c, s),
+        *linear(c, s, "mlp.down", c.hidden, s.ffn, s.last_again, keeps=activated(c, s)),
+        *summed(c, s, "mlp.down, sum"),
+        *residual(c, s, "mlp.down, add"),
+    ]
 
 
 def linear(
@@ -61,7 +72,6 @@ def linear(
     again: Floats = NONE,
     *,
     keeps: Floats = NONE,
-    habit: str = "",
     parts: Floats | float = 1.0,
     narrow: bool = True,
 ) -> Iterator[Op]:
@@ -70,7 +80,8 @@ def linear(
     product = partial(Op, name=name, kind="product", narrow=narrow)
     yield product(
         m=s.tokens, n=outs, k=ins, again=again,
-        keeps=keeps, habit=habit, gives=s.each * ins, holds=_casting(c, s, outs / apart, ins),
+        keeps=keeps, habit="kept_hidden" if name in _BLOCK_INPUTS else "", gives=s.each * ins,
+        holds=_casting(c, s, outs / apart, ins),
     )  # fmt: skip
     yield product(phase="inputs", m=s.tokens, n=ins, k=outs)
     yield product(phase="weights", m=ins, n=outs, k=s.tokens)
