@@ -72,7 +72,7 @@ def moved(ops, phase: str, *kinds: str) -> float:
 
 def test_bytes_are_those_of_tensors_read_and_written_once():
     c = columns(run())
-    d, f, layer = 4096, 14336, decoder_layer(c, c.micro)
+    d, f, layer = 4096, 14336, list(decoder_layer(c, c.micro))
     # Norms and adds 8 widths, queries and keys in and out, gate and up in, their product out.
     there, back = (moved(layer, phase, "norm", "elementwise") for phase in ("forward", "inputs"))
     assert there == 2 * 8192 * (8 * d + 2 * (d + 1024) + 2 * f + f)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import floor
 from typing import Any
@@ -69,7 +69,7 @@ def _alone(c: Columns, coef: Coefficients) -> list[OpRow]:
     rates, micros = rates_of(c, coef), _one(c.share / c.micro)
     stages, layers = _one(c.pp), _one(c.layers)
     once = [*reduction(c, first_stage_params(c)[0]), *update(c, *first_stage_params(c))]
-    lists: list[tuple[str, list[Op], float]] = [
+    lists: list[tuple[str, Iterable[Op], float]] = [
         ("head", embedding(c, c.micro), micros / stages),
         ("", decoder_layer(c, c.micro), micros * layers / stages),
         ("head", head(c, c.micro), micros / stages),

@@ -88,7 +88,7 @@ def joined(
 ) -> JoinedStep:
     """The step from measured seconds: of the whole step, of one layer and of one micro batch. Other
     stages are taken to be as slow."""
-    rates, ops, slots = rates_of(c, coef), decoder_layer(c, c.micro), _slots(c)
+    rates, ops, slots = rates_of(c, coef), list(decoder_layer(c, c.micro)), _slots(c)
     tp, cp, move = (ops_s(_within(ops, axis), rates) for axis in ("tp", "cp", "shard"))
     busy = layer_s + tp + cp
     fsdp = _one(rates.together(busy, move, np.full(1, 1e-9))[0] - busy)

@@ -3,6 +3,7 @@ over its operations (cost/ops), in bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,7 @@ class LayerBytes:
     late: Floats
 
 
-def kept_bytes(c: Columns, ops: list[Op], coef: Coefficients) -> Floats:
+def kept_bytes(c: Columns, ops: Iterable[Op], coef: Coefficients) -> Floats:
     """Of one layer and micro batch: tensors as they are counted, or by an engine's habits."""
     if np.all(c.own > 0):
         return _counted(c, ops)
@@ -34,7 +35,7 @@ def kept_bytes(c: Columns, ops: list[Op], coef: Coefficients) -> Floats:
     return sum((op.keeps * habits[op.habit] for op in ops), np.zeros(())) * coef["act"]
 
 
-def _counted(c: Columns, ops: list[Op]) -> Floats:
+def _counted(c: Columns, ops: Iterable[Op]) -> Floats:
     share = np.where(c.attn_ckpt > 0, c.selective_share, 1.0)
     return sum((op.keeps for op in ops), np.zeros(())) * share
 

@@ -4,7 +4,7 @@ after Korthikanti et al. (arXiv 2205.05198, table 2), or counted of our kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,50 +17,42 @@ from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION
 _FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
 _ALLGATHER, _ULYSSES = CP_KINDS.index("allgather"), CP_KINDS.index("ulysses")
 _FUSED, _UNFUSED = (PRICED_ATTENTION.index(kind) for kind in ("fused-softmax", "unfused"))
-# Plain framework calls read and write what a fused kernel keeps in registers (SwiGLU: 3 kernels of
-# 2 to 3 passes against one of 3).
-EAGER = 1.5
 # Products that keep what a norm made, of which engines keep more or less.
 _BLOCK_INPUTS = ("attention.qkv", "mlp.gate_up")
 
 
-def decoder_layer(c: Columns, micro: Floats) -> list[Op]:
+def decoder_layer(c: Columns, micro: Floats) -> Iterator[Op]:
     """x + attention(norm(x)), then x + mlp(norm(x)); its casts, its weights, its launches."""
     s = Sizes(c, micro)
-    return [
-        *attention(c, s),
-        *mlp(c, s),
-        *casts(c, s),
-        *weights(c, c.rank_layer_weights),
-        Op(name="launches", kind="host"),
-    ]
+    yield from attention(c, s)
+    yield from mlp(c, s)
+    yield from casts(c, s)
+    yield from weights(c, c.rank_layer_weights)
+    yield Op(name="launches", kind="host")
 
 
-def attention(c: Columns, s: Sizes) -> list[Op]:
-    return [
-        *norm(c, s, "attention_norm", s.norm_again),
-        *gathered(c, s, "attention.input_comm", s.all_again),
-        *linear(c, s, "attention.qkv", s.qkv, c.hidden, s.all_again, keeps=block_input(c, s)),
-        *rotate(c, s),
-        *context(c, s),
-        *core(c, s),
-        *linear(c, s, "attention.out", c.hidden, s.width, s.all_again, keeps=cast_input(c, s)),
-        *summed(c, s, "attention.out, sum"),
-        *residual(c, s, "attention.out, add"),
-    ]
+def attention(c: Columns, s: Sizes) -> Iterator[Op]:
+    yield from norm(c, s, "attention_norm", s.norm_again)
+    yield from gathered(c, s, "attention.input_comm", s.all_again)
+    yield from linear(c, s, "attention.qkv", s.qkv, c.hidden, s.all_again, keeps=block_input(c, s))
+    yield from rotate(c, s)
+    yield from context(c, s)
+    yield from core(c, s)
+    kept = cast_input(c, s)
+    yield from linear(c, s, "attention.out", c.hidden, s.width, s.all_again, keeps=kept)
+    yield from summed(c, s, "attention.out, sum")
+    yield from residual(c, s, "attention.out, add")
 
 
-def mlp(c: Columns, s: Sizes) -> list[Op]:
+def mlp(c: Columns, s: Sizes) -> Iterator[Op]:
     up = {"keeps": block_input(c, s), "parts": 1.0 + c.gated}
-    return [
-        *norm(c, s, "mlp_norm", s.norm_again),
-        *gathered(c, s, "mlp.input_comm", s.up_again),
-        *linear(c, s, "mlp.gate_up", s.wide, c.hidden, s.up_again, **up),
-        *activation(c, s),
-        *linear(c, s, "mlp.down", c.hidden, s.ffn, s.last_again, keeps=activated(c, s)),
-        *summed(c, s, "mlp.down, sum"),
-        *residual(c, s, "mlp.down, add"),
-    ]
+    yield from norm(c, s, "mlp_norm", s.norm_again)
+    yield from gathered(c, s, "mlp.input_comm", s.up_again)
+    yield from linear(c, s, "mlp.gate_up", s.wide, c.hidden, s.up_again, **up)
+    yield from activation(c, s)
+    yield from linear(c, s, "mlp.down", c.hidden, s.ffn, s.last_again, keeps=activated(c, s))
+    yield from summed(c, s, "mlp.down, sum")
+    yield from residual(c, s, "mlp.down, add")
 
 
 def linear(
@@ -119,62 +111,68 @@ def norm(c: Columns, s: Sizes, name: str, again: Floats = NONE) -> Iterator[Op]:
     backwards it reads the gradients of both and its input. Unfused, it keeps its input twice."""
     each = s.each * s.between
     kept = each * np.where(c.fused_norm > 0, 1.0, 2.0)
-    moved = (4.0 * each, 4.0 * each)
     yield from _passes(
-        c, name, "norm", 2.0 * each, moved, again, keeps=kept, habit="kept_hidden", holds=each
-    )
+        c, s, name, 2.0 * each, lambda: (4.0 * each, 4.0 * each), kind="norm", again=again,
+        keeps=kept, habit="kept_hidden", holds=each,
+    )  # fmt: skip
 
 
 def residual(c: Columns, s: Sizes, name: str) -> Iterator[Op]:
     """Adds, and dropout of models without a gate; without sequence parallelism every tensor rank
     repeats them, as it does norms. Counted with the next norm."""
-    usual = (3.0 + (1.0 - c.gated)) * s.tokens * s.between * c.act_bytes
-    yield from _passes(c, name, "elementwise", usual, (NONE, NONE), s.all_again)
+    usual = (3.0 + (1.0 - c.gated)) * s.each * s.between
+    yield from _passes(c, s, name, usual, lambda: (NONE, NONE), again=s.all_again)
 
 
 def rotate(c: Columns, s: Sizes) -> Iterator[Op]:
     """Positions of queries and keys, or biases. The gradient of a bias is a sum over what its
     product's output hands back. Gradients are turned in fp32."""
-    each, qkv = s.each, s.each * (s.width + 2.0 * s.kv)
-    turned = each * np.where(c.rope > 0, 2.0 * (c.width + c.kv_width), 0.0) / c.tp
-    biases = each * c.bias * (s.qkv + 2.0 * s.between + s.wide)
-    usual = 2.0 * each * s.qkv
-    wide = np.where(c.rope > 0, (14.0 / c.act_bytes - 1.0) * each * s.width, 0.0)
+
+    def counted() -> tuple[Floats, Floats]:
+        turned = s.each * np.where(c.rope > 0, 2.0 * (c.width + c.kv_width), 0.0) / c.tp
+        return turned, turned + s.each * c.bias * (s.qkv + 2.0 * s.between + s.wide)
+
+    qkv = s.each * (s.width + 2.0 * s.kv)
+    wide = np.where(c.rope > 0, (14.0 / c.act_bytes - 1.0) * s.each * s.width, 0.0)
     yield from _passes(
-        c, "attention.rotate", "elementwise", usual, (turned, turned + biases), s.all_again,
+        c, s, "attention.rotate", 2.0 * s.each * s.qkv, counted, again=s.all_again,
         gives=qkv, holds=wide - qkv,
     )  # fmt: skip
 
 
 def activation(c: Columns, s: Sizes) -> Iterator[Op]:
     """Plain calls keep the activated gate besides what it was made of."""
-    each = s.each
-    usual = each * (2.0 + c.gated) * s.ffn
-    counted = each * (s.wide + s.ffn), each * (2.0 * s.wide + s.ffn)
+    each, wide = s.each, s.each * s.wide
     gate = np.where(s.made_again, 0.0, each * c.eager * c.gated * s.ffn)
-    kept = np.where(c.mlp_ckpt > 0, 0.0, each * s.wide) + gate
     yield from _passes(
-        c, "mlp.activation", "elementwise", usual, counted, s.norm_again, keeps=kept,
-        gives=each * s.wide,
+        c, s, "mlp.activation", each * (2.0 + c.gated) * s.ffn,
+        lambda: (wide + each * s.ffn, 2.0 * wide + each * s.ffn), again=s.norm_again,
+        keeps=np.where(c.mlp_ckpt > 0, 0.0, wide) + gate, gives=wide,
     )  # fmt: skip
 
 
 def _passes(
     c: Columns,
+    s: Sizes,
     name: str,
-    kind: Kind,
     usual: Floats,
-    counted: tuple[Floats, Floats],
-    again: Floats,
-    **memory: Any,
+    counted: Callable[[], tuple[Floats, Floats]],
+    *,
+    kind: Kind = "elementwise",
+    **fields: Any,
 ) -> Iterator[Op]:
     """Over memory: of our kernels (forward, backward) as counted; of others as usual and, backward,
     twice that."""
-    usual = usual * np.where(c.eager > 0, EAGER, 1.0)
-    ours, exact = c.own_kernels > 0, c.own_kernels
-    there, back = np.where(ours, counted[0], usual), np.where(ours, counted[1], 2.0 * usual)
-    yield Op(name=name, kind=kind, bytes=there, again=again, counted=exact, **memory)
-    yield Op(name=name, kind=kind, phase="inputs", bytes=back, counted=exact)
+    there = usual * s.passes
+    back = 2.0 * there
+    if s.is_counted:
+        ours, bytes_moved = c.own_kernels > 0, counted()
+        there, back = (
+            np.where(ours, own, other)
+            for own, other in zip(bytes_moved, (there, back), strict=True)
+        )
+    yield Op(name=name, kind=kind, bytes=there, counted=c.own_kernels, **fields)
+    yield Op(name=name, kind=kind, phase="inputs", bytes=back, counted=c.own_kernels)
 
 
 def core(c: Columns, s: Sizes) -> Iterator[Op]:

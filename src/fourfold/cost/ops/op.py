@@ -15,6 +15,9 @@ Kind = Literal["product", "grouped product", "attention", "norm", "elementwise",
 # A product's backward pass is two: gradients of its inputs and of its weights.
 Phase = Literal["forward", "inputs", "weights", "update"]
 _FP8 = DTYPES.index("fp8")
+# Plain framework calls read and write what a fused kernel keeps in registers (SwiGLU: 3 kernels of
+# 2 to 3 passes against one of 3).
+EAGER = 1.5
 NONE: Any = np.float64(0.0)  # a number is a column of all runs
 _ONE: Any = np.float64(1.0)
 
@@ -69,6 +72,8 @@ class Sizes:
         self.parted = (c.sp > 0) & (c.tp > 1)  # sequences, between blocks
         # Gathering along the sequence needs a second copy of more than one.
         self.copied = np.where(self.parted & (micro > 1), self.message, 0.0)
+        self.is_counted = bool(np.any(c.own_kernels > 0))  # of any run: passes of our own kernels
+        self.passes = np.where(c.eager > 0, EAGER, 1.0)
         rest = 1.0 - c.full_ckpt
         self.all_again = c.full_ckpt
         # Torch stops where a backward pass has all it needs: before the last product.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +42,7 @@ def part_of(op: Op) -> str:
     return PART_OF[op.axis if op.kind == "collective" else op.kind]
 
 
-def sums(ops: list[Op], rates: Rates) -> dict[str, Floats]:
+def sums(ops: Iterable[Op], rates: Rates) -> dict[str, Floats]:
     """Seconds by part, and of what is computed again, if nothing ran beside anything else."""
     found = dict.fromkeys((*PART_OF.values(), "recompute"), _ZERO)
     for op in ops:
@@ -52,7 +53,7 @@ def sums(ops: list[Op], rates: Rates) -> dict[str, Floats]:
     return found
 
 
-def ops_s(ops: list[Op], rates: Rates) -> Floats:
+def ops_s(ops: Iterable[Op], rates: Rates) -> Floats:
     """Seconds of operations that wait for each other, with what is computed again."""
     return sum(((1.0 + op.again) * rates.seconds(op) for op in ops), _ZERO)
 

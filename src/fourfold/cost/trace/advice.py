@@ -171,7 +171,7 @@ def _parts(kind: str, ask: Ask, cluster: Cluster, lengths: Floats) -> Parts:
         cp_kind=words.CP_KINDS.index(kind), act_bytes=DTYPE_BYTES[ask.dtype],
         **facts,
     )  # fmt: skip
-    rates, ops = Rates(c, coefficients.defaults()), decoder_layer(c, c.micro)
+    rates, ops = Rates(c, coefficients.defaults()), list(decoder_layer(c, c.micro))
     seconds = {
         part: sum((rates.seconds(op) for op in ops if part_of(op) == part), np.zeros(len(c)))
         for part in ("attention", "cp_comm")
