@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from fourfold.engine.checkpoint import checkpoint, tensor_file
 from fourfold.engine.checkpoint.checkpoint import CheckpointError, read_into
@@ -33,7 +31,6 @@ from fourfold.spec.catalog import model
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
-SAMPLE = Path(__file__).parents[1] / "samples" / "training-format-1"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -154,45 +151,3 @@ def test_a_failed_save_leaves_no_folder_and_says_why(tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError, match=r"No space left on device; the last good one is st"):
         checkpoint.save([whole("model.a", 2)], tmp_path, state(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
-
-
-def old_checkpoint(tmp_path: Path, python: str) -> Path:
-    import shutil
-
-    folder = tmp_path / "step-00000004"
-    shutil.copytree(SAMPLE / "checkpoints" / folder.name, folder)
-    if python == "3.11.2":
-        for path in (SAMPLE / "python-3.11.2").iterdir():
-            shutil.copy(path, folder / path.name)
-    return folder
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("python", ["3.11.7", "3.11.2"])
-def test_old_checkpoints_read_as_torch_reads_them(tmp_path: Path, python: str) -> None:
-    """torch's own reader unpickles live classes: here it is the judge, of files of our own."""
-    found = checkpoints.read(old_checkpoint(tmp_path, python))
-    where = checkpoints.read_index(found)
-    assert found.state.format == 1
-    right: dict[str, Tensor] = {
-        name: torch.zeros(one.shape, dtype=tensor_file.DTYPES[one.dtype])
-        for name, one in where.tensors.items()
-    }
-    dcp.load(right, checkpoint_id=str(found.folder), no_dist=True)
-    for name, tensor in right.items():
-        assert tensor.abs().sum() > 0 or name.startswith("exp_avg")
-        item = StateShard(name, tuple(tensor.shape), (0,) * tensor.ndim, torch.zeros_like(tensor))
-        read_into([item], found)
-        assert torch.equal(item.tensor, tensor)
-
-
-def test_a_changed_old_archive_is_seen(tmp_path: Path) -> None:
-    found = checkpoints.read(old_checkpoint(tmp_path, "3.11.7"))
-    path = found.folder / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[720] ^= 4  # a value of the first tensor
-    path.write_bytes(content)
-    assert "has changed since it was written" in checkpoints.damage(found)
-    item = StateShard("model.embedding.weight", (48, 16), (0, 0), torch.zeros(48, 16))
-    with pytest.raises(NotWholeError, match="has changed"):
-        read_into([item], found)

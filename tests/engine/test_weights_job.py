@@ -4,7 +4,6 @@ what that training exports is the same, bit for bit."""
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -125,22 +124,6 @@ def test_torch_reads_the_export_in_its_own_format(tmp_path, capsys):
     assert torch.equal(found[f"exp_avg.{name}"], right[f"exp_avg.{name}"])
     assert run("weights", "export", trained, out, "--force") == 2
     assert "contains files that are not of an export" in capsys.readouterr().err
-
-
-def test_a_training_of_the_old_format_goes_on(tmp_path, capsys):
-    """Written by an earlier version on Debian's Python; exported and continued by this one."""
-    sample = Path(__file__).parents[1] / "samples" / "training-format-1"
-    trained = tmp_path / "trained"
-    shutil.copytree(sample, trained)
-    for path in (trained / "python-3.11.2").iterdir():
-        path.rename(trained / "checkpoints" / "step-00000004" / path.name)
-    assert run("weights", "export", trained, tmp_path / "out", "--format", "dcp") == 0
-    assert run("train", "--out", trained, "--steps", "6", "--gpus", "1") == 0
-    assert "continuing after step 4" in capsys.readouterr().err
-    lines = (trained / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    newest = trained / "checkpoints" / "step-00000006"
-    assert (newest / "tensors-00000.safetensors").exists()
 
 
 def test_what_cannot_be_is_refused_before_torch_is_started(tmp_path, capsys):

@@ -88,12 +88,9 @@ def load_sound(trainer: Trainer, root: Path, name: str, tick: Tick | None = None
     try:
         for step in reversed(before[: before.index(name) + 1]):
             checkpoint = checkpoints.read(root / step)
-            bad[step] = _changed(checkpoint, group, tick)
             try:
-                if not bad[step]:
-                    load(trainer, checkpoint, tick)
-                    del bad[step]
-                    break
+                load(trainer, checkpoint, tick)
+                break
             except NotWholeError as error:  # of all ranks alike
                 bad[step] = error.rule
         else:
@@ -105,17 +102,6 @@ def load_sound(trainer: Trainer, root: Path, name: str, tick: Tick | None = None
     for step, reason in bad.items() if first else ():
         checkpoints.move_apart(root / step, reason)
     return checkpoint
-
-
-def _changed(checkpoint: Checkpoint, group: dist.ProcessGroup, tick: Tick | None) -> str:
-    """Of format 1, whose chunks are not summed: every rank reads a share of the files; the first
-    complaint, the same on all. Later formats are checked while they are read. Collective."""
-    if checkpoint.state.format > 1:
-        return ""
-    share = dist.get_rank(), dist.get_world_size()
-    complaints: list = [""] * dist.get_world_size()
-    dist.all_gather_object(complaints, checkpoints.damage(checkpoint, share, tick), group=group)
-    return next(filter(None, complaints), "")
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fourfold.errors import UserError
-from fourfold.result.checkpoint import old_index
 from fourfold.result.checkpoint.index import BLOCK_BYTES, Chunk, FileEntry, Index, StoredTensor
 from fourfold.result.files import stored
 
@@ -202,9 +201,6 @@ def read_all(
 def _read_one(stream: BinaryIO, read: Read, block_bytes: int) -> None:
     """By groups of rows of about a block, so that little more than that is in memory."""
     chunk = read.chunk
-    if chunk.archive:
-        chunk = old_index.locate(stream, chunk, read.dtype)
-        block_bytes = chunk.size
     part = read.item.tensor
     for dim, (first, last) in enumerate(read.target):
         part = part.narrow(dim, first, last - first)

@@ -29,9 +29,6 @@ def perform(task: Task) -> None:
     compat.quiet()
     saved = checkpoints.read(Path(task.job.option("checkpoint")))
     tick = lambda: task.heartbeat.enter("load")  # noqa: E731
-    damage = checkpoints.damage(saved, tick=tick) if saved.state.format == 1 else ""
-    rule, hint = f"is damaged: {damage}", "name an earlier one, or copy this one again"
-    check.that(not damage, "checkpoint", str(saved.folder), rule, hint)
     index = checkpoints.read_index(saved)
     asked = task.job.option("dtype")
     out, dtype = Path(task.job.option("out")), DTYPES[asked] if asked else None

@@ -10,15 +10,14 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fourfold import files
 from fourfold.errors import UserError
-from fourfold.result.checkpoint import index, inert, old_index
+from fourfold.result.checkpoint import index
 from fourfold.result.checkpoint.index import INDEX_FILE, Index
-from fourfold.result.checkpoint.old_index import METADATA_FILE
 from fourfold.result.checkpoint.state import STATE_FILE, CheckpointState, disagreement
 from fourfold.result.files import stored
 from fourfold.result.files.stored import NotWholeError, UnreadableError
@@ -56,7 +55,7 @@ def read(folder: Path) -> Checkpoint:
     """A checkpoint by its folder, with a reason when it is none or not whole."""
     try:
         stored.must_be(folder, "a folder")
-        state = _state(stored.read_bytes(folder / STATE_FILE, _MAX_STATE_BYTES), folder)
+        state = _state(stored.read_bytes(folder / STATE_FILE, _MAX_STATE_BYTES))
         checkpoint = Checkpoint(folder, state)
         named = _NAME.fullmatch(folder.name)
         contradiction = disagreement(state, int(named[1]) if named else state.step)
@@ -85,10 +84,8 @@ def of_checkpoint(error: UserError, folder: Path) -> UserError:
     return type(error)(rule, field="checkpoint", value=str(folder), hint=hint)
 
 
-def _state(content: bytes, folder: Path) -> CheckpointState:
-    """Format 1 has no checksum of its own; where one belongs it must be right."""
-    has_seal = stored.is_sealed(content) or bool(stored.kind_of(folder / INDEX_FILE))
-    text = stored.unseal(content, STATE_FILE) if has_seal else content.decode(errors="replace")
+def _state(content: bytes) -> CheckpointState:
+    text = stored.unseal(content, STATE_FILE)
     try:
         plain = codec.parse_json(text)
     except UserError:
@@ -96,14 +93,11 @@ def _state(content: bytes, folder: Path) -> CheckpointState:
     if not isinstance(plain, dict) or "crc32" in plain:
         raise stored.changed(STATE_FILE)
     try:
-        state = codec.load(CheckpointState, plain)
+        return codec.load(CheckpointState, plain)
     except UserError as error:
         hint = "update fourfold, or move it away to resume from the one before"
         rule = f"its {STATE_FILE} cannot be parsed ({error})"
         raise UnreadableError(rule, hint=hint) from None
-    if has_seal != (state.format > 1):
-        raise stored.changed(STATE_FILE)
-    return state
 
 
 def real_sizes(checkpoint: Checkpoint) -> dict[str, int]:
@@ -115,19 +109,15 @@ def real_sizes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def read_index(checkpoint: Checkpoint) -> Index:
-    """Where its tensors are, of either format, once that is seen to be sound."""
-    old = checkpoint.state.format == 1
-    name, limit = INDEX_FILE, index.MAX_INDEX_BYTES
-    if old:
-        name, limit = METADATA_FILE, inert.MAX_PICKLE_BYTES
+    """Where its tensors are, once that is seen to be sound."""
     try:
         sizes, sums = real_sizes(checkpoint), dict(checkpoint.state.sums)
-        if name not in sizes:
-            raise NotWholeError(f"it has no {name}")
-        content = stored.read_bytes(checkpoint.folder / name, limit)
-        if name in sums and sums[name] != f"{zlib.crc32(content):08x}":
-            raise stored.changed(name)
-        made = old_index.loads(content, sizes) if old else index.loads(content, sizes)
+        if INDEX_FILE not in sizes:
+            raise NotWholeError(f"it has no {INDEX_FILE}")
+        content = stored.read_bytes(checkpoint.folder / INDEX_FILE, index.MAX_INDEX_BYTES)
+        if sums[INDEX_FILE] != f"{zlib.crc32(content):08x}":
+            raise stored.changed(INDEX_FILE)
+        made = index.loads(content, sizes)
         for file, entry in made.files.items():
             if sums.get(file) != f"{entry.crc32:08x}":
                 raise index.refused(f"the checksum of {file} is another in {STATE_FILE}")
@@ -136,31 +126,13 @@ def read_index(checkpoint: Checkpoint) -> Index:
         raise of_checkpoint(error, checkpoint.folder) from None
 
 
-def file_sum(path: Path, tick: Callable[[], None] | None = None) -> str:
-    """The crc32 of a file, as eight digits; `tick` is called on the way."""
+def file_sum(path: Path) -> str:
+    """The crc32 of a file, as eight digits."""
     value = 0
     with stored.opened(path) as (stream, size):
         while size > 0 and (part := stream.read(min(size, _READ_BYTES))):
             value, size = zlib.crc32(part, value), size - len(part)
-            if tick is not None:
-                tick()
     return f"{value:08x}"
-
-
-def damage(
-    checkpoint: Checkpoint, share: tuple[int, int] = (0, 1), tick: Callable[[], None] | None = None
-) -> str:
-    """What is wrong with the contents of its files, '' for nothing. `share` is (number, count):
-    several readers take a part of the files each. The oldest have no sums to compare."""
-    for name, known in checkpoint.state.sums[share[0] :: share[1]]:
-        try:
-            read_sum = file_sum(checkpoint.folder / name, tick)
-        except NotWholeError as error:
-            return f"its file {name} {error.rule}"
-        if read_sum != known:
-            sums = f"crc32 {read_sum}, not {known}"
-            return f"its file {name} has changed since it was written ({sums})"
-    return ""
 
 
 def move_apart(folder: Path, reason: str) -> Path:

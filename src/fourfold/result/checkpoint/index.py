@@ -23,7 +23,7 @@ BLOCK_BYTES = 2**22
 MAX_INDEX_BYTES = 2**29
 # safetensors' names of formats -> bytes of a value.
 VALUE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-# One name in the folder itself; '.metadata' is torch's.
+# One name in the folder itself.
 _FILE_NAME = re.compile(r"\.?[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\Z")
 _SUM = re.compile(r"[0-9a-f]{8}\Z")
 MAX_NAME = 512
@@ -33,7 +33,7 @@ _MAX_DIMS, _MAX_SIZE = 4, 2**48
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Bytes `start` to `start + size` of `file` hold the part at `offsets` with `sizes`; `sums`:
-    crc32 of each block. `archive`: those bytes are an archive of torch's, which has its own sum."""
+    crc32 of each block."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -41,7 +41,6 @@ class Chunk:
     start: int
     size: int
     sums: tuple[int, ...] = ()
-    archive: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from fourfold.spec import check
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
 
-# 1: torch.distributed.checkpoint's files; 2: safetensors' layout, an index and a sealed state.
+# safetensors' layout, an index and a sealed state; 1 was never released.
 FORMAT = 2
 STATE_FILE = "state.json"
 _SIZE, _SUM = re.compile(r"[0-9]{1,18}\Z"), re.compile(r"[0-9a-f]{8}\Z")
@@ -40,10 +40,9 @@ class CheckpointState:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        rule = f"was written by a newer fourfold (this one reads up to {FORMAT})"
-        check.that(self.format <= FORMAT, "format", self.format, rule, "update fourfold")
+        rule = f"was written by another fourfold (this one reads format {FORMAT})"
+        check.that(self.format == FORMAT, "format", self.format, rule, "update fourfold")
         check.whole(0, _MOST_STEPS, step=self.step, updates=self.updates, skipped=self.skipped)
-        check.whole(1, FORMAT, format=self.format)
         for name, text in self.scalars:
             good = 0 <= _number(text) <= _LARGEST_SCALAR
             check.that(good, name, text, "must be a number from 0 to 2^62")
@@ -51,11 +50,6 @@ class CheckpointState:
             for name, text in texts:
                 if form.fullmatch(text) is None:
                     raise UserError("is malformed", field=f"{field}.{name}")
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether steps without an update are possible: only fp16 has a loss scale."""
-        return any(name == "loss_scale" for name, _ in self.scalars)
 
 
 def _number(text: str) -> float:
@@ -71,13 +65,11 @@ def disagreement(state: CheckpointState, named: int) -> str:
     step, seen = state.step, state.spec.batch.sequences_before(state.step)
     if step != named:
         return f"step {step} in {STATE_FILE}, {named} in the folder's name"
-    if state.format > 1 and state.updates + state.skipped != step:
+    if state.updates + state.skipped != step:
         return f"{state.updates} updates and {state.skipped} skipped make not {step} steps"
-    if state.updates > step:
-        return f"{state.updates} updates in {step} steps"
     if state.sequences != seen:
         return f"{state.sequences} sequences, where {step} steps have {seen}"
     listed = {name for name, _ in state.files}
-    if state.format > 1 and listed != {name for name, _ in state.sums}:
+    if listed != {name for name, _ in state.sums}:
         return "not every file has a size and a checksum"
     return ""

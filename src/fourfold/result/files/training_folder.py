@@ -179,8 +179,6 @@ def contradiction(state: CheckpointState, curve_read: Curve) -> str:
     points = [point for point in curve_read.points if point.step <= state.step]
     skipped = sum(point.grad_norm is None for point in points)
     unknown, lacks = state.step - len(points), state.step - state.updates
-    if state.format == 1 and lacks > skipped + (unknown if state.may_skip else 0):
-        return f"{state.updates} updates, where {skipped} of {state.step} steps were skipped"
     if not curve_read.points:
         return ""
     if not curve_read.ends_bad and curve_read.points[-1].step < state.step:
