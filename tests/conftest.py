@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,13 +19,16 @@ from hypothesis import HealthCheck, settings
 
 from fourfold.launch import ranks
 from tests import warm
+from tests.sampling import PROFILE, examples
 
 settings.register_profile(
-    "fourfold", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "fourfold",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=examples(200),
 )
-settings.register_profile("quick", parent=settings.get_profile("fourfold"), max_examples=20)
-PROFILE = os.environ.get("FOURFOLD_TEST_PROFILE", "fourfold")
-settings.load_profile(PROFILE)
+settings.load_profile("fourfold")
 
 HERE = Path(__file__).parent
 # By path below tests/, so that a new file of these folders is found without being marked.
@@ -51,6 +56,9 @@ NEEDS_TORCH = (
     "commands/test_sweep*.py", "commands/test_demo.py", "commands/test_verify.py",
 )  # fmt: skip
 
+# A minute and more of each file.
+LONG_FILES = ("engine/*", "laws/test_inputs.py", "search/test_fastest.py", "page/*", "test_docs.py")
+
 if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = list(NEEDS_TORCH)
 
@@ -71,12 +79,31 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return skipped or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, help="skip what was not begun by then, in any order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Workers take whole files; those that start with ranks must not be the last of one of them.
+    items.sort(key=lambda item: not _is_one_of(item.path, LONG_FILES))
+    if config.getoption("--minutes"):
+        # Another order each time, and the same in every worker; what takes longer is for --all.
+        random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID", "")).shuffle(items)
+        items[:] = [item for item in items if item.get_closest_marker("timeout") is None]
     for item in items:
         if _is_quick(item.path) and item.get_closest_marker("slow") is None:
             item.add_marker("quick")
         if _is_one_of(item.path, PORTABLE):
             item.add_marker("portable")
+
+
+_BEGAN_S = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes and time.monotonic() - _BEGAN_S > 60 * minutes:
+        pytest.skip(f"not reached in {minutes:g} minutes")
 
 
 def pytest_sessionstart() -> None:

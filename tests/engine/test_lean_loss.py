@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fourfold.engine.model.decoder import IGNORE
 from fourfold.engine.parallel.lean_loss import LeanLoss
+from tests.sampling import examples
 
 LEAN = LeanLoss(0, None, compiled=False)
 
@@ -35,7 +36,7 @@ def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.detach().double() - wanted).norm() / wanted.norm().clamp(min=1.0))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     rows=st.integers(1, 40),
     vocab=st.integers(2, 70),

@@ -15,7 +15,7 @@ from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 
 
-def spec(layout: str, *, batch: int = 12, micro: int = 1, **policy: object) -> RunSpec:
+def spec(layout: str, *, batch: int = 6, micro: int = 1, **policy: object) -> RunSpec:
     table = {
         "model": policy.pop("model", "llama-tiny"),
         "layout": layout,
@@ -108,7 +108,7 @@ def continued(
 
 
 def test_what_is_not_run_is_continued(tmp_path: Path) -> None:
-    for found in continued(spec("pp2 dp2 tp2", batch=20), 5, 4, tmp_path):
+    for found in continued(spec("pp2 dp2 tp2", batch=12), 5, 4, tmp_path):
         once = ("data", "reduce", "optimizer", "once")
         micro_s = sum(phase.seconds for phase in found.phases if phase.name not in once)
         step_s = sum(phase.seconds for phase in found.phases if phase.name in once)

@@ -25,9 +25,9 @@ from fourfold.spec.run import RunSpec
 from fourfold.spec.words import BUNDLES
 
 # Weights outweigh activations here, as they do where sharding matters.
-HEAVY = shape("llama", layers=3, hidden=256, ffn=512, heads=4, kv_heads=2, vocab=512)
+HEAVY = shape("llama", layers=2, hidden=256, ffn=512, heads=4, kv_heads=2, vocab=512)
 # Activations outweigh weights here.
-LONG = shape("llama", layers=4, hidden=32, ffn=64, heads=4, kv_heads=2, vocab=64)
+LONG = shape("llama", layers=2, hidden=32, ffn=64, heads=4, kv_heads=2, vocab=64)
 FP32 = Policy(precision="fp32")
 
 
@@ -53,7 +53,7 @@ def peaks(layout: str, micros: int, **fields: str) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["dp4", pytest.param("pp2 dp4", marks=pytest.mark.slow)])
 def test_each_level_of_sharding_needs_less_memory(layout):
-    zero0, zero1, zero2, zero3 = peaks(layout, micros=4)
+    zero0, zero1, zero2, zero3 = peaks(layout, micros=2)
     assert zero0 > zero1 > zero2 > zero3
 
 
@@ -63,7 +63,7 @@ def test_with_one_micro_batch_gradients_are_reduced_at_once_either_way():
 
 
 def test_sharding_changes_what_is_sent_how_often():
-    batch = Batch(seq_len=16, micro_batch=1, global_batch=16)
+    batch = Batch(seq_len=16, micro_batch=1, global_batch=8)
     calls = {
         zero: {
             line.op: line.calls
@@ -72,7 +72,7 @@ def test_sharding_changes_what_is_sent_how_often():
         }
         for zero in ("zero0", "zero1", "zero2", "zero3")
     }
-    groups, micros = HEAVY.layers + 1, 4  # every layer, and what is left
+    groups, micros = HEAVY.layers + 1, 2  # every layer, and what is left
     assert "reduce-scatter" not in calls["zero0"]
     assert calls["zero1"]["reduce-scatter"] == groups
     assert calls["zero2"]["reduce-scatter"] == calls["zero3"]["reduce-scatter"] == groups * micros
@@ -115,18 +115,18 @@ def test_sequence_parallelism_gathers_and_scatters_where_tensor_parallelism_sums
     assert set(off) == {"all-reduce"}
 
 
-def held(schedule: str, micros: int, layout: str = "pp4") -> int:
+def held(schedule: str, micros: int, layout: str = "pp2") -> int:
     batch = Batch(seq_len=256, micro_batch=1, global_batch=micros)
     return count(LONG, layout, batch, replace(FP32, schedule=schedule)).activation_bytes
 
 
 def test_gpipe_holds_every_micro_batch_and_1f1b_no_more_than_stages():
-    one_more = held("gpipe", 6) - held("gpipe", 5)
-    assert held("gpipe", 7) - held("gpipe", 6) == one_more > 0
+    one_more = held("gpipe", 4) - held("gpipe", 3)
+    assert held("gpipe", 5) - held("gpipe", 4) == one_more > 0
     # Two more micro batches add their tokens and targets, no activations.
-    assert held("1f1b", 8) - held("1f1b", 6) < 0.02 * one_more
-    gap = held("gpipe", 8) - held("1f1b", 8)
-    assert gap == pytest.approx(4 * one_more, rel=0.05)
+    assert held("1f1b", 5) - held("1f1b", 3) < 0.02 * one_more
+    gap = held("gpipe", 5) - held("1f1b", 5)
+    assert gap == pytest.approx(3 * one_more, rel=0.05)
 
 
 @pytest.mark.parametrize(("kind", "share"), [("full", 1.0), ("every-2", 0.5)])

@@ -28,6 +28,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info
+from tests.sampling import examples
 from tests.spec.token_files import write_array
 
 SEQ_LEN = 8
@@ -46,7 +47,7 @@ def source(name: str, **fields: int) -> TokenFile:
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_an_order_is_a_permutation(size: int, stream: int) -> None:
     found = shuffled(torch.arange(size), size, stream)
     assert torch.equal(found.sort().values, torch.arange(size))

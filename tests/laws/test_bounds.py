@@ -74,7 +74,7 @@ def test_copied_cells_are_found_among_equal_ones() -> None:
     [(equal_csv, "csv"), (equal_rows, "md"), (near_rows, "md"), (swapped_rows, "md")],
 )
 def test_lint_is_linear(make: Callable[[int], str], form: str) -> None:
-    assert grows(lambda count: lint(parse(make(count), form)), 500) < GROWTH
+    assert grows(lambda count: lint(parse(make(count), form)), 200) < GROWTH
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from tests.sampling import examples
 
 models = st.sampled_from(sorted(catalog.model_names())).map(catalog.model)
 small = st.sampled_from([name for name in catalog.model_names() if "tiny" in name]).map(
@@ -64,7 +65,7 @@ def test_stages_hold_every_layer_once_and_are_balanced(
             assert all(cost[taker] + 1 + extra[taker] >= worst for taker in range(stages))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(models, st.integers(2, 16), st.integers(1, 3), st.sampled_from((512, 4096, 131072)))
 def test_times_of_our_engine_are_of_its_own_cut(
     model: ModelShape, pp: int, virtual: int, seq_len: int
@@ -88,7 +89,7 @@ def test_times_of_our_engine_are_of_its_own_cut(
     assert counted.middle[0] == max(ranks[1:-1], default=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(models, st.integers(1, 4096))
 def test_the_listed_tensors_are_the_count(model: ModelShape, seq_len: int) -> None:
     listed = list(tensors(model, seq_len))
@@ -96,7 +97,7 @@ def test_the_listed_tensors_are_the_count(model: ModelShape, seq_len: int) -> No
     assert len({tensor.name for tensor in listed}) == len(listed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     small,
     st.sampled_from((1, 2, 4)),
@@ -124,7 +125,7 @@ def test_owned_shards_add_up(model: ModelShape, tp: int, pp: int, shard: int, cp
         assert owned == model_params(model, 64)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(models, st.integers(1, 16))
 def test_stages_hold_every_tensor_and_tied_ones_twice(model: ModelShape, pp: int) -> None:
     assume(pp <= model.layers)
@@ -136,7 +137,7 @@ def test_stages_hold_every_tensor_and_tied_ones_twice(model: ModelShape, pp: int
     assert head_cost(model, 128) > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(models, st.integers(1, 10**6), st.sampled_from(("none", "selective", "every-4", "full")))
 def test_conventions_are_ordered(model: ModelShape, seq_len: int, recompute: str) -> None:
     ask = FlopsQuery.of(

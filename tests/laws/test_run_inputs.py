@@ -14,6 +14,7 @@ from fourfold import options
 from fourfold.cli import command_parser
 from fourfold.errors import UserError
 from fourfold.spec.run import RunSpec
+from tests.sampling import examples
 
 SPEC = """\
 model = "llama-tiny"
@@ -72,7 +73,7 @@ def test_a_number_too_long_to_print_is_refused() -> None:
         options.run_spec({"model": "llama-tiny", "batch": {"seq_len": 64, "ramp": 16**4000}})
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(st.lists(assignments, min_size=1, max_size=4))
 @example(["--set=layout=dp2 tp2", "--set=gpus=4"])
 @example(["--set="])
@@ -80,7 +81,7 @@ def test_any_assignment(words):
     described(["--model", "llama-tiny", "--seq-len", "64", *words])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(st.integers(0, len(SPEC)), st.integers(0, 40), st.sampled_from(VALUES) | st.text(max_size=6))
 def test_any_spec_file(start, length, insert):
     content = (SPEC[:start] + insert + SPEC[start + length :]).encode(errors="surrogatepass")

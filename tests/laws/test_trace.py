@@ -22,6 +22,7 @@ from fourfold.spec import catalog
 from fourfold.spec.cluster import stretched
 from fourfold.spec.layout import Layout
 from fourfold.verbs.trace import Traced
+from tests.sampling import examples
 
 PROGRAMS = {"ulysses": ulysses, "allgather": allgather, "ring": ring, "mlp": mlp, "mlp2d": mlp2d}
 
@@ -60,14 +61,14 @@ def expected_ratio(dims: str, old: dict[str, int], new: dict[str, int]) -> Fract
     return prod((symbols.ratio(d, new) / symbols.ratio(d, old) for d in names), start=Fraction(1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(CASES)
 def test_halving_tokens_changes_every_tensor_as_its_symbols_say(case: tuple[str, Ask]) -> None:
     kind, ask = case
     _compare(trace(kind, ask), trace(kind, replace(ask, tokens=ask.tokens // 2)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(CASES)
 def test_doubling_ranks_changes_every_tensor_as_its_symbols_say(case: tuple[str, Ask]) -> None:
     kind, ask = case
@@ -93,7 +94,7 @@ def _compare(
     assert compared >= 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(CASES)
 def test_flops_of_all_ranks_do_not_depend_on_their_number(case: tuple[str, Ask]) -> None:
     kind, ask = case
@@ -104,7 +105,7 @@ def test_flops_of_all_ranks_do_not_depend_on_their_number(case: tuple[str, Ask])
     assert sum(row.comm_bytes for row in alone) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(asks("mlp2d"))
 def test_shards_add_up_to_the_whole(ask: Ask) -> None:
     shards = {t.name: t for row in trace("mlp2d", ask)[1] for t in row.tensors}
@@ -117,7 +118,7 @@ def test_shards_add_up_to_the_whole(ask: Ask) -> None:
         assert shards[name].elements * parts == whole[name].elements, name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(asks("ulysses"), st.sampled_from(["ulysses", "allgather", "ring"]))
 def test_sequence_shards_add_up_to_the_whole(ask: Ask, kind: str) -> None:
     shards = {(row.name, t.name): t for row in trace(kind, ask)[1] for t in row.tensors}
@@ -128,7 +129,7 @@ def test_sequence_shards_add_up_to_the_whole(ask: Ask, kind: str) -> None:
                 assert shards[row.name, tensor.name].elements * ask.ranks == tensor.elements
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(CASES)
 def test_memory_is_what_is_held(case: tuple[str, Ask]) -> None:
     """Replayed with nothing but the printed rows and the rule of names."""
@@ -147,7 +148,7 @@ def test_memory_is_what_is_held(case: tuple[str, Ask]) -> None:
     assert peaks == sorted(peaks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(CASES)
 def test_text_json_and_csv_agree(case: tuple[str, Ask]) -> None:
     program, rows = trace(*case)
@@ -177,7 +178,7 @@ def test_text_json_and_csv_agree(case: tuple[str, Ask]) -> None:
     assert place == len(lines)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 1000), st.integers(1, 1000), st.integers(1, 9))
 def test_a_size_is_its_product(one: int, other: int, factor: int) -> None:
     sizes = {"tokens": one * other, "ranks": other}

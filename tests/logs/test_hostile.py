@@ -25,6 +25,7 @@ from fourfold.logs.row import complete, row_of
 from fourfold.logs.series import MOST_LINES, Series
 from tests.logs import test_shapes, written
 from tests.logs.test_readers import BLOOM, GOLDEN, one, rows, table
+from tests.sampling import examples
 
 TEXTS = {
     "megatron": written.megatron(BLOOM[0]),
@@ -110,7 +111,7 @@ def test_a_thousand_mutilated_logs(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=3000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_bytes_are_lines(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.mktemp("any") / "a.log"
     path.write_bytes(content)
@@ -300,7 +301,7 @@ def _flat(tree: dict[str, Any], before: str = "") -> dict[str, str]:
 
 
 @given(_TREES, st.integers(20, 100))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_printed_configurations_are_read_back(tree: dict[str, Any], width: int) -> None:
     expected = _flat(tree)
     for text in (repr(tree), pprint.pformat(tree, width=width)):
@@ -331,7 +332,7 @@ def _walk(tree: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 9)), min_size=1, max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_the_weighted_median_is_that_of_single_iterations(pairs: list[tuple[int, int]]) -> None:
     import statistics
 
@@ -354,7 +355,7 @@ def test_a_long_series_is_thinned_and_keeps_its_median() -> None:
     st.lists(st.floats(0.01, 9000.0), min_size=2, max_size=20),
     st.sampled_from(["s", "ms"]), st.integers(1, 4096),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_iteration_lines_are_read_exactly(seconds: list[float], unit: str, batch: int) -> None:
     reader = LogReader()
     printed = []

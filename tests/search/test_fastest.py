@@ -42,6 +42,7 @@ from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 from tests.result.test_host_profile import host_point, profile
+from tests.sampling import examples
 
 SHIPPED = calibrations.shipped()
 FIXED = ({}, {"pp": 2}, {"cp": 2}, {"recompute": "full"}, {"micro_batch": 3}, {"sharding": "zero3"},
@@ -177,7 +178,7 @@ def check_fastest(ranking: Ranking, ranked: Pool) -> None:
 SAMPLED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
-@settings(SAMPLED, max_examples=12)
+@settings(SAMPLED, max_examples=examples(12))
 @given(questions())
 def test_nothing_that_can_be_listed_is_dropped(query: PlanQuery) -> None:
     check(query)
@@ -189,7 +190,7 @@ def test_nothing_is_dropped_on_more_machines(part: int) -> None:
     """200 questions in parts: each has minutes."""
 
     @seed(part)
-    @settings(SAMPLED, max_examples=20)
+    @settings(SAMPLED, max_examples=examples(20))
     @given(questions(most_gpus=64))
     def check_some(query: PlanQuery) -> None:
         check(query)
@@ -197,7 +198,7 @@ def test_nothing_is_dropped_on_more_machines(part: int) -> None:
     check_some()
 
 
-@settings(SAMPLED, max_examples=12)
+@settings(SAMPLED, max_examples=examples(12))
 @given(questions())
 def test_no_point_is_faster_than_its_bound(query: PlanQuery) -> None:
     check_bounds(query)
@@ -247,7 +248,7 @@ def check_bounds(query: PlanQuery) -> None:
         assert some.any() or not ((points["zero"] == 3) & (points["shard"] > 1)).any() or is_host
 
 
-@settings(SAMPLED, max_examples=12)
+@settings(SAMPLED, max_examples=examples(12))
 @given(questions(), st.sampled_from([1.0, 8.0, 60.0]))
 def test_halves_of_memory_add_up_to_the_whole(query: PlanQuery, gib: float) -> None:
     """Of every legal point: bytes of the state and of all else, and the three verdicts on them."""
@@ -285,7 +286,7 @@ def test_halves_of_memory_add_up_to_the_whole(query: PlanQuery, gib: float) -> N
     assert np.array_equal(may_fit(space).reshape(-1)[index], chance >= REFUSED)
 
 
-@settings(SAMPLED, max_examples=12)
+@settings(SAMPLED, max_examples=examples(12))
 @given(questions())
 def test_what_does_not_fit_is_explained_in_its_smallest_variant(query: PlanQuery) -> None:
     device = replace(query.cluster.device, memory_bytes=2**28)

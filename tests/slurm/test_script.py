@@ -24,6 +24,7 @@ from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.site import Site, read_site, site_start
 from fourfold.spec.train import TrainSettings
+from tests.sampling import examples
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), max_size=30)
 HOSTILE = 'it\'s "$(touch pwned)" `touch pwned`; touch pwned'
@@ -196,7 +197,7 @@ def test_the_script_of_an_engine_ends_a_run_that_prints_no_more_steps(
     assert (said.read_text().strip() if said.exists() else "") == hung
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(name=TEXT.filter(str.isprintable), words=st.lists(TEXT, max_size=3), value=TEXT)
 def test_a_node_runs_the_very_words_of_a_template(
     tmp_path_factory: pytest.TempPathFactory, name: str, words: list[str], value: str

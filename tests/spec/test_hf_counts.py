@@ -16,6 +16,7 @@ from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
 from fourfold.spec.hf.parts import HEADS, HIDDEN, LAYERS
 from fourfold.spec.hf.shapes import TYPES, shape_from_config
+from tests.sampling import examples
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -132,20 +133,20 @@ def _same(config: dict[str, Any]) -> None:
     assert again.positions == ours.positions, config
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(changed())
 def test_changed_sizes_are_counted_as_transformers_counts_them(config: dict[str, Any]) -> None:
     _same(config)
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=examples(1500))
 @given(changed())
 def test_many_changed_sizes(config: dict[str, Any]) -> None:
     _same(config)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(changed(), st.sampled_from([
     "num_memory_layers", "ffn_bottleneck_dim", "use_qk_scale_norm", "extra_head_size",
     "adapter_rank", "num_shared_blocks", "embedding_proj_dim", "final_norm_bias",
@@ -157,7 +158,7 @@ def test_an_unknown_field_of_the_shape_is_refused_by_name(config, field) -> None
     shape_from_config(config | {field: None})
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(changed(), st.sampled_from([
     ("unsloth_version", "2025.1"), ("is_llama_config", True), ("sep_token_id", 3),
     ("num_labels", 2), ("torchscript", True), ("use_flash_attn", True), ("init_std", 0.1),

@@ -21,6 +21,7 @@ from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import Fault, RunSpec
 from fourfold.spec.words import BUNDLES, Dtype
+from tests.sampling import examples
 
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 models = st.sampled_from(sorted(catalog.model_names())).map(catalog.model)
@@ -80,7 +81,7 @@ reports = st.builds(
 
 @pytest.mark.parametrize("values", [models, layouts, batches, policies, runs(), reports], ids=str)
 def test_json_and_toml_both_ways(values: st.SearchStrategy[Any]) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60))
     @given(values)
     def check(value: Any) -> None:
         for write, read in ((codec.to_json, codec.from_json), (codec.to_toml, codec.from_toml)):

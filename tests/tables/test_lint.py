@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.forms import read_file
 from fourfold.tables.lint import RULES, Finding, lint
+from tests.sampling import examples
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SAMPLES = read_file(GOLDEN / "raw_samples.md")
@@ -271,7 +272,7 @@ def test_work_of_a_lone_row(at: int, factor: float) -> None:
 
 
 @given(INDEX, FACTOR, st.sampled_from([BLOOM, PAR4D, MPT_ROWS]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_work_of_reference_rows(at: int, factor: float, table: Table) -> None:
     row = at % len(table.data)
     assume(cell(table, row, "tflops_gpu"))
@@ -435,7 +436,7 @@ def test_copied_topology_cells(at: int, to: int) -> None:
 
 
 @given(INDEX, INDEX)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_copied_reference_cells(at: int, to: int) -> None:
     """All measured cells of a row written under another layout on as many GPUs."""
     measured = [r for r in range(len(PAR4D.data)) if cell(PAR4D, r, "step_s")]
