@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import sys
@@ -252,6 +253,8 @@ def rank_main(rank: int, folder: str, checks: list[str]) -> None:
 
 
 def main() -> None:
+    if "fp8" in sys.argv and importlib.util.find_spec("torchao"):
+        importlib.import_module("torchao.float8")  # seconds: once, not in every rank
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [

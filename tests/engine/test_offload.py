@@ -20,7 +20,7 @@ from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
 
 MODEL = shape("llama", layers=6, hidden=128, ffn=256, heads=4, kv_heads=2, vocab=64)
-BATCH = Batch(seq_len=4096, micro_batch=2, global_batch=4)
+BATCH = Batch(seq_len=4096, micro_batch=2, global_batch=2)
 
 
 def counted(layout: str = "dp1", **policy):

@@ -1,4 +1,4 @@
-"""Do the commands still answer what they answered? Every number of 40 recorded answers, compared.
+"""Do the commands still answer what they answered? Every number of a recorded answer of each.
 
 A difference is a bug unless README.md here names its cause. To record again:
 python tests/recorded/test_recorded.py [NAME ...]
