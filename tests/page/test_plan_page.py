@@ -12,8 +12,8 @@ from .reading import Axis, name_at
 from .test_report_page import violations
 
 ASKED = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "16", "--seq-len",
-         "8192", "--global-batch", "128", "--stack", "megatron", "--tokens", "1T", "--price",
-         "2.5"]  # fmt: skip
+         "8192", "--global-batch", "128", "--stack", "megatron", "--tokens",
+         "1000000000000", "--price", "2.5"]  # fmt: skip
 GIB = 2**30
 
 

@@ -152,7 +152,7 @@ def test_an_address_that_others_reach_needs_a_token() -> None:
         ({"seq_len": ""}, "is required"),
         ({"where": "__import__('os')"}, "where"),
         ({"layout": "tp3 pp"}, "layout"),
-        ({"layout": "tp7"}, "divisible"),
+        ({"layout": "tp7"}, "must divide heads"),
         ({"config": "{"}, "JSON"),
         ({"config": '{"model_type": "martian"}'}, "martian"),
         ({"stack": "no-such-engine"}, "no-such-engine"),

@@ -81,10 +81,8 @@ def _training(
     days = best.training_s / 86400.0
     took = f"{days:.3g} days (80%: {days * quick:.3g} to {days * slow:.3g})"
     lost = f", {100 * request.lost:.3g}% of them lost to restarts" if request.lost else ""
-    yield (
-        "Training",
-        f"{request.tokens:.4g} tokens, {answer.training['steps']:,} steps: {took}{lost}",
-    )
+    tokens = f"{(request.tokens or 0) / 1e9:,.4g} billion tokens"
+    yield "Training", f"{tokens}, {answer.training['steps']:,} steps: {took}{lost}"
     hours = best.gpu_hours
     span = f"80%: {hours * quick:,.0f} to {hours * slow:,.0f}"
     yield "GPU-hours", f"{hours:,.0f} ({span})"
