@@ -36,7 +36,7 @@ QUICK = (
     "test_*.py", "spec/*", "cost/*", "result/*", "show/test_micro.py", "show/test_table.py",
     "tables/test_document.py", "tables/test_publish*.py", "search/test_legal.py",
     "search/test_export*.py", "laws/test_counts.py", "laws/test_ramp.py",
-    "laws/test_legal_columns.py", "laws/test_pipeline_events.py",
+    "laws/test_legal_columns.py", "laws/test_pipeline_events.py", "conformance/test_cell.py",
 )  # fmt: skip
 # Of those, the ones that take seconds each: fits, whole pages of docs, start-up in fresh processes.
 NOT_QUICK = (
@@ -54,6 +54,7 @@ PORTABLE = (
 NEEDS_TORCH = (
     "engine/*", "launch/*", "commands/test_bench*.py", "commands/test_train.py",
     "commands/test_sweep*.py", "commands/test_demo.py", "commands/test_verify.py",
+    "conformance/test_lab.py", "conformance/test_compare.py",
 )  # fmt: skip
 
 # A minute and more of each file.

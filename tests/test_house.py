@@ -67,6 +67,13 @@ HONEST = {
         ("axes", f"logs/{engine}.py"): "columns that this engine's prints decide"
         for engine in ("composer", "megatron_args", "nanotron", "torchtitan")
     },
+    ("axes", "conformance/cell.py"): "words of a layout that any engine may have",
+    ("axes", "conformance/matrix.py"): "columns of the matrix",
+    ("shardings", "conformance/cell.py"): "words of a layout that any engine may have",
+    **{
+        ("shardings", f"conformance/ranks/adapters/{engine}.py"): "what the engine has of them"
+        for engine in ("own", "titan2", "titan3", "zero")
+    },
     ("axes", "logs/mapping.py"): "headings that people use for each column",
     ("axes", "logs/row.py"): "columns without which a row is incomplete",
     ("reference columns", "logs/row.py"): "columns without which a row is incomplete",

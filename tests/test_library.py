@@ -129,6 +129,10 @@ refused(f.fit, f.FitRequest())
 refused(f.dryrun, SPEC, rank=9)
 refused(f.one_rank, RUN, f.OneRankRequest(as_rank="9"))
 refused(f.verify, f.VerifyRequest())
+refused(f.conform, f.VerifyRequest(engine="fourfold", layout="dp0"))
+refused(f.install_engines, f.EnginesRequest())
+refused(f.matrix, f.EnginesRequest(names=("nothing==1",)))
+assert f.engines(f.EnginesRequest(engines="none")).releases == []
 refused(f.submit_verify, f.VerifyRequest())
 refused(f.submit_bench, RUN, f.BenchRequest(runs="runs"))
 refused(f.submit_sweep, f.MptSweep(models=("llama-tiny",)), f.SweepRequest(runs="runs"))
@@ -293,7 +297,11 @@ def _words(tmp_path: Path) -> dict[str, list[str]]:
     (tmp_path / "run.toml").write_text(toml_text(ILLEGAL))
     (tmp_path / "text").write_text("a text, with a comma")
     stored = sorted(path.name[:6] for path in Path(RECORDED).iterdir() if path.is_dir())
+    release = tmp_path / "engines" / "deepspeed-1.0"
+    release.mkdir(parents=True)
+    (release / ".ready").write_text("deepspeed==1.0")
     return {
+        "engines": ["engines", "--engines", str(release.parent)],
         "bench": ["bench", "--spec", str(tmp_path / "run.toml"), "--runs", runs],
         "sweep": ["sweep", str(tmp_path / "sweep.toml"), "--runs", runs],
         "sweep --dry-run": ["sweep", str(tmp_path / "sweep.toml"), "--runs", runs, "--dry-run"],

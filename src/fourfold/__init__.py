@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from fourfold.verbs.calibrate import calibrate, demo, submit_calibrate
     from fourfold.verbs.clusters import new_cluster
     from fourfold.verbs.collect import CollectRequest, collect
+    from fourfold.verbs.conformance import (
+        EnginesRequest,
+        conform,
+        engines,
+        install_engines,
+        matrix,
+    )
     from fourfold.verbs.dryrun import dryrun
     from fourfold.verbs.export import export
     from fourfold.verbs.fit import fit, score, suggest_runs
@@ -85,6 +92,7 @@ _MODULES = {
     "verbs.plan": "explain plan stacks",
     "verbs.predict": "predict predict_table",
     "verbs.report": "lint lint_rules report",
+    "verbs.conformance": "EnginesRequest conform engines install_engines matrix",
     "verbs.requests": "AdviseRequest ClusterRequest FitRequest PlanRequest "
     "ReportRequest RunsRequest ScoreRequest TokensRequest WeightsRequest",
     "verbs.run_requests": "BenchRequest CalibrateRequest MptSweep OneRankRequest PlanSweep "

@@ -30,6 +30,7 @@ GROUPS = {
         "bench": "measure one run",
         "sweep": "measure many runs; every outcome is stored, a stopped sweep resumes",
         "verify": "check that layouts compute what one process computes",
+        "engines": "install other engines and make the matrix of 'verify --engine'",
         "calibrate": "measure this machine's kernels and links, for plan and predict",
         "collect": "turn logs and tables of other engines into measured rows",
         "fit": "fit the cost model to measured runs, or suggest which runs to measure",

@@ -36,6 +36,8 @@ class Start:
 # Our own engine, where engines are named.
 OURS = "fourfold"
 ON = ("where to run: local (default), slurm, or a site file or name", "SITE")
+ENGINES = ("folder of installed engines (default: the user's cache)", "DIR")
+_OTHER = "another engine"
 PRINT = "print the site's batch script, ready for sbatch, and start nothing"
 DETACH = "leave it to the site's scheduler; the same command without it follows the job"
 
@@ -171,9 +173,11 @@ class PlanSweep:
 
 
 # Planted on purpose: each must fail.
+# Those of the last line are planted below any engine, the others in our own.
 Fault = Literal[
     "loss-divisor", "tied-grad", "cp-positions", "norm-grad",
-    "layer-skip", "kv-head", "stale-weight", "norm-twice",
+    "layer-skip", "kv-head", "stale-weight", "norm-twice", 
+    "lost-sum", "norm-shard", "doubled-loss",
 ]  # fmt: skip
 
 
@@ -203,6 +207,16 @@ class VerifyRequest(Launch):
     micro_batch: Size | None = flag("sequences per micro batch; any number", "N")
     limit: float = flag("seconds allowed per layout (default 180)", "S", rare=True, default=180.0)
     policy: Mapping[str, Any] = field(default_factory=dict)
+    engine: str | None = flag(
+        "check another engine's release, such as torchtitan==0.3.0", "NAME==V", group=_OTHER
+    )
+    repro: str | None = flag(
+        "write the first fault as a script that needs no fourfold", "FILE", group=_OTHER
+    )
+    source: str | None = flag(
+        "import the engine from this folder (a checkout, an edited copy)", "DIR", group=_OTHER
+    )
+    engines: str | None = flag(*ENGINES, group=_OTHER, rare=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

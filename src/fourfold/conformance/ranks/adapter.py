@@ -1,0 +1,168 @@
+"""What an engine must be able to do to stand in the matrix, and the case that it is given."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.conformance.cell import Cell
+from fourfold.conformance.ranks.elements import Elements, Part, gradient, local
+from fourfold.conformance.ranks.plant import plant
+from fourfold.conformance.ranks.reference import STEPS, Tiny, batch
+
+Look = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a cell as a rank sees it. Rows of the batch belong to data-parallel ranks in
+    order, `micros` micro batches each."""
+
+    cell: Cell
+    tiny: Tiny
+    seed: int
+    rank: int
+    device: torch.device
+
+    @property
+    def micros(self) -> int:
+        return micro_batches(self.cell)
+
+    @property
+    def rows(self) -> int:
+        return self.tiny.batch // self.cell.dp
+
+    @property
+    def micro_rows(self) -> int:
+        return self.rows // self.micros
+
+    def targets(self, step: int) -> float:
+        return float(batch(self.tiny, step, self.seed)[2].sum())
+
+    def micro(self, step: int, dp_rank: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(tokens, targets, which count) of each micro batch of a data-parallel rank."""
+        first, n = dp_rank * self.rows, self.micro_rows
+        whole = [z.to(self.device) for z in batch(self.tiny, step, self.seed)]
+        starts = range(first, first + self.rows, n)
+        return [(x, y, m) for x, y, m in ([z[at : at + n] for z in whole] for at in starts)]
+
+    def ignored(self, step: int, dp_rank: int) -> list[tuple[Tensor, Tensor]]:
+        """The same with targets that do not count as -100."""
+        return [
+            (x, torch.where(m > 0, y, torch.full_like(y, -100)))
+            for x, y, m in self.micro(step, dp_rank)
+        ]
+
+
+def micro_batches(cell: Cell) -> int:
+    return 2 * cell.pp if cell.pp > 1 else 2 if cell.has("accumulate") else 1
+
+
+def tiny_of(cell: Cell, size: int, **shape: Any) -> Tiny:
+    """The model of a cell, in one of two sizes; degrees must divide what they cut."""
+    whole, stages = cell.dp * micro_batches(cell), cell.pp * cell.virtual
+    sizes: dict = {
+        "layers": stages * math.ceil((2 + 2 * size) / stages),
+        "hidden": 32 + 16 * size,
+        "ffn": 48 + 16 * size,
+        "vocab": 64 + 32 * size,
+        "heads": max(4, cell.tp),
+        "head_dim": (32 + 16 * size) // max(4, cell.tp),
+        "kv_heads": max(2, cell.tp),
+        "seq": max(16 + 16 * size, 2 * cell.cp * cell.tp),
+        "batch": whole * math.ceil(4 / whole),
+        "experts": 4 if cell.has("experts") else 0,
+        "sinks": cell.has("sinks"),
+        "tied": cell.has("tied"),
+        "uneven": cell.has("uneven"),
+    }
+    return Tiny(**sizes | shape)
+
+
+def known_fields(kind: Any, wanted: dict) -> dict:
+    """What this release's configuration has; a field of another release is left out."""
+    return {
+        name: value for name, value in wanted.items() if name in inspect.signature(kind).parameters
+    }
+
+
+class Adapter:
+    """One engine with a case. `standins`: kernels that this case could not take from the engine."""
+
+    # Words of the layout that only say how the engine wants to be called: tried where it differs.
+    conventions: tuple[str, ...] = ()
+    # What the host imports once, so that no rank has to.
+    modules: tuple[str, ...] = ()
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.cell, self.tiny = case, case.cell, case.tiny
+        self.elements = Elements(case.tiny, case.seed)
+        self.standins: set[str] = set()
+        self.pieces: list[Part] = []
+
+    def take(self, params: Iterable[Tensor]) -> None:
+        """Parameters of an engine that was given numbers as weights: each shard says where it is,
+        and gets its values."""
+        for p in params:
+            numbers = self.elements.numbers(local(p))
+            self.elements.fill(local(p.detach()), numbers)
+            self.pieces.append((numbers, p))
+
+    @classmethod
+    def prepare(cls, cell: Cell) -> None:
+        """Before torch.distributed starts, in every rank."""
+
+    @staticmethod
+    def legal(cell: Cell) -> str:
+        """Why the engine does not offer this cell; '' where it does."""
+        raise NotImplementedError
+
+    @staticmethod
+    def blocked(cell: Cell) -> str:
+        """Why the engine may be right or wrong here, and this adapter can't tell."""
+        return ""
+
+    @classmethod
+    def plant(cls, fault: str) -> None:
+        plant(fault)
+
+    @staticmethod
+    def shape(cell: Cell) -> dict:
+        """What the engine's model fixes."""
+        return {}
+
+    @staticmethod
+    def decays(name: str) -> bool:
+        return True
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def owned(self) -> list[Part]:
+        """(numbers of the elements, local parameter) of every shard of this rank."""
+        return [(numbers, local(p)) for numbers, p in self.pieces]
+
+    def step(self, step: int, look: Look) -> tuple[float, float]:
+        """One step of the engine: loss and norm. `look()` when gradients are done, not clipped."""
+        raise NotImplementedError
+
+    def train(self, look: Look) -> tuple[list[float], list[float]]:
+        steps = [self.step(step, look if step == 0 else lambda: None) for step in range(STEPS)]
+        return [loss for loss, _ in steps], [norm for _, norm in steps]
+
+    def gradients(self) -> list[Part]:
+        return [(numbers, gradient(p)) for numbers, p in self.pieces]
+
+    def sum_over_ranks(self, value: Tensor | float, counts: bool = True) -> float:
+        """Of what every rank that `counts` holds a part of."""
+        total = torch.as_tensor(value, dtype=torch.float64).detach().cpu().clone() * counts
+        total = total.to(self.case.device)
+        dist.all_reduce(total)
+        return float(total)

@@ -1,0 +1,140 @@
+"""fourfold's own engine, by the same interface as the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.conformance.cell import Cell
+from fourfold.conformance.ranks.adapter import Adapter, Case, Look
+from fourfold.conformance.ranks.elements import Part
+from fourfold.conformance.ranks.reference import BETAS, CLIP, DECAY, EPS, LR, batch
+from fourfold.engine import compat
+from fourfold.engine.parallel.groups import World
+from fourfold.engine.training.optimizer import OptimizerSettings
+from fourfold.engine.training.trainer import Trainer
+from fourfold.engine.verify.faults import FAULTS
+from fourfold.search.legal import Target, why_not
+from fourfold.spec.batch import Batch
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape, Positions
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+
+NAMES = {
+    "embedding": "embed", "final_norm": "norm", "head": "head", "attention_norm": "norm1",
+    "mlp_norm": "norm2", "out": "o",
+}  # fmt: skip
+
+
+def canonical(name: str) -> str:
+    *path, last, _ = name.split(".")
+    last = NAMES.get(last, last)
+    return f"{path[1]}.{last}" if path else last
+
+
+class Batches:
+    """The reference's batches as a source of the engine."""
+
+    waited_s = 0.0
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def batch(self, first: int, sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        case = self.case
+        x, y, m = batch(case.tiny, first // case.tiny.batch, case.seed)
+        rows, columns = sequences.cpu()[:, None].clamp(min=0), positions.cpu()
+        y = torch.where(m > 0, y, torch.full_like(y, -100))[rows, columns]
+        y[sequences.cpu() < 0] = -100
+        return x[rows, columns].to(case.device), y.to(case.device)
+
+    def ahead(self, first: int, sequences: Sequence[Tensor], positions: Tensor) -> None: ...
+
+
+def run_of(case: Case) -> RunSpec:
+    t, cell = case.tiny, case.cell
+    model = ModelShape(
+        family="llama", layers=t.layers, hidden=t.hidden, ffn=t.ffn, heads=t.heads,
+        kv_heads=t.kv_heads, vocab=t.vocab, positions=Positions(kind="rope", theta=t.theta),
+        norm="rmsnorm", activation="swiglu", bias=False, tied=t.tied, norm_eps=t.eps,
+        head_dim=t.head_dim,
+    )  # fmt: skip
+    sharding: Any = next((w for w in ("zero1", "zero2", "zero3") if cell.has(w)), "zero0")
+    policy = Policy(
+        precision="fp32", sharding="zero3" if cell.has("fsdp") else sharding,
+        sequence_parallel=cell.has("sp"), virtual_stages=cell.virtual,
+        schedule="interleaved" if cell.virtual > 1 else "1f1b",
+        recompute="full" if cell.has("recompute") else "none",
+    )  # fmt: skip
+    layout = Layout(
+        pp=cell.pp, replicate=cell.replicas if cell.shards > 1 else 1,
+        shard=cell.shards if cell.shards > 1 else cell.replicas, cp=cell.cp, tp=cell.tp,
+    )  # fmt: skip
+    sizes = Batch(seq_len=t.seq, micro_batch=case.micro_rows, global_batch=t.batch)
+    return RunSpec(
+        model=model, gpus=cell.world, layout=layout, batch=sizes, policy=policy, device="cpu",
+        steps=3, warmup=0,
+    )  # fmt: skip
+
+
+class Own(Adapter):
+    trainer_class: type[Trainer] = Trainer
+    modules = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
+
+    @staticmethod
+    def legal(cell: Cell) -> str:
+        other = {"experts", "allgather", "sinks", "overlap", "per-micro", "cp-tokens"}
+        refused = sorted(cell.options & other)
+        return f"{refused[0]} is no option here" if refused else ""
+
+    @classmethod
+    def plant(cls, fault: str) -> None:
+        """Its own faults replace the trainer; those of any engine are planted below it."""
+        if fault in FAULTS:
+            cls.trainer_class = FAULTS[fault]
+        else:
+            super().plant(fault)
+
+    @staticmethod
+    def decays(name: str) -> bool:
+        return "norm" not in name
+
+    def build(self) -> None:
+        compat.quiet()
+        spec = run_of(self.case)
+        refusals = why_not(spec.model, spec.layout, spec.batch, spec.policy, Target(gpus=spec.gpus))
+        if refusals:
+            raise ValueError(str(refusals[0]))
+        kw = {"lr": LR, "betas": BETAS, "eps": EPS, "max_norm": CLIP, "weight_decay": DECAY}
+        self.trainer = self.trainer_class(
+            spec, World.create(spec.layout, self.case.device.type), device=self.case.device,
+            settings=OptimizerSettings(**kw), source=Batches(self.case),
+        )  # fmt: skip
+        self.places: list[Tensor] = []
+        for shard in self.trainer.shards:
+            whole = self.elements.start[canonical(shard.name)]
+            rows, columns = slice(*shard.rect.rows), slice(*shard.rect.columns)
+            numbers = whole[rows] if whole.ndim == 1 else whole[rows, columns]
+            self.elements.fill(shard.values, numbers)
+            self.places.append(numbers)
+
+    def owned(self) -> list[Part]:
+        shards = zip(self.places, self.trainer.shards, strict=True)
+        return [(numbers, shard.values) for numbers, shard in shards]
+
+    def gradients(self) -> list[Part]:
+        shards = zip(self.places, self.trainer.shards, strict=True)
+        return [(n, shard.grad.clone()) for n, shard in shards if shard.grad is not None]
+
+    def step(self, step: int, look: Look) -> tuple[float, float]:
+        norm, loss = self.trainer.reduce(self.trainer.accumulate(step))
+        look()
+        self.trainer.update(norm)
+        return float(loss), float(norm)
+
+
+ENGINE = Own

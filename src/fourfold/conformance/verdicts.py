@@ -1,0 +1,159 @@
+"""From answers to a verdict with a name. No engine is accused before it is right with one rank, the
+difference holds over three seeds and two sizes, and no stand-in can be its cause."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from fourfold.conformance.cell import Cell
+from fourfold.conformance.lab import Lab, Told
+
+Word = Literal["equal", "stand-in", "fault", "refused", "blocked"]
+WORDS: dict[Word, str] = {
+    "equal": "equal to one process",
+    "stand-in": "equal, with a stand-in for a kernel that has no CPU form",
+    "fault": "differs from one process, and nothing else explains it",
+    "refused": "the engine does not offer it, or raises an error",
+    "blocked": "nothing could be said",
+}
+# What each stand-in is first cleared by: the smallest cell that uses it.
+_CLEARED_BY = {
+    "attention": lambda cell: _plain(cp=cell.cp),
+    "norm": lambda cell: replace(_plain(tp=cell.tp), options=frozenset({"sp"})),
+}
+
+
+def _plain(**degrees: Any) -> Cell:
+    return replace(Cell(), **degrees)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """`difference` is the largest of all gradients; `signature` names a fault."""
+
+    engine: str
+    version: str
+    cell: str
+    world: int
+    verdict: Word
+    why: str = ""
+    difference: float | None = None
+    norm: float | None = None
+    parameters: float | None = None
+    copies: float | None = None
+    standins: tuple[str, ...] = ()
+    convention: str = ""
+    signature: tuple[str, ...] = ()
+    hidden: bool = False
+    resembles: str = ""
+    seed: int = 0
+
+
+def examine(lab: Lab, cell: Cell, seed: int = 0) -> Verdict:
+    told = lab.ask(cell, seed=seed)
+    if told["end"] != "done":
+        word: Word = "refused" if told["end"] == "refused" else "blocked"
+        return _verdict(lab, cell, seed, word, {}, why=told.get("why", ""))
+    if told["equal"]:
+        return _right(lab, cell, seed, told)
+    for other in _conventions(lab, cell):
+        again = lab.ask(other, seed=seed)
+        if again.get("equal"):
+            called = next(iter(other.options - cell.options))
+            return _right(lab, cell, seed, again | {"convention": called})
+    doubt = _doubt(lab, cell, seed, told)
+    if doubt:
+        return _verdict(lab, cell, seed, "blocked", told, why=doubt)
+    blamed = _blamed(lab, cell, told)
+    if blamed:
+        why = f"differs, but {blamed} stands in for a kernel and may be the cause"
+        return _verdict(lab, cell, seed, "stand-in", told, why=why)
+    return _verdict(lab, cell, seed, "fault", told)
+
+
+def _right(lab: Lab, cell: Cell, seed: int, told: Told) -> Verdict:
+    return _verdict(lab, cell, seed, "stand-in" if told["standins"] else "equal", told)
+
+
+def _conventions(lab: Lab, cell: Cell) -> list[Cell]:
+    """The same cell, called as other releases want to be called."""
+    words = () if lab.fault else ("cp-tokens",)
+    others = [replace(cell, options=cell.options | {word}) for word in words]
+    return [other for other in others if other != cell and not other.illegal() and lab.legal(other)]
+
+
+def _doubt(lab: Lab, cell: Cell, seed: int, told: Told) -> str:
+    """Why a difference is not called a fault; '' where it is one."""
+    if not told["signature"]:
+        most = max(told["grad"], told["norm"], told["loss"], told["copies"])
+        return f"differs by {most:.1e}: more than rounding, less than a fault"
+    alone = lab.ask(cell.alone(), seed=seed, plant=False)
+    if cell.world > 1 and not alone.get("equal"):
+        words = alone.get("why") or "; ".join(alone.get("signature", ()))
+        return f"one rank differs from the reference too: {words}"
+    for other_seed, size in ((seed + 1, 0), (seed + 2, 0), (seed, 1)):
+        again = lab.ask(cell, seed=other_seed, size=size)
+        if again["end"] != "done" or again["equal"]:
+            end = "is equal" if again.get("equal") else again.get("why", "")
+            return f"not repeated: seed {other_seed}, size {size + 1} {end}"
+    return ""
+
+
+def _blamed(lab: Lab, cell: Cell, told: Told) -> str:
+    """A stand-in that may have caused it: one whose own smallest cell is not right, unless what
+    differs is a norm, or one factor of all weights, which no kernel can bring about."""
+    alone = lab.ask(cell.alone(), plant=False)
+    lines = told["signature"]
+    if all(line.startswith(("norm", "loss", "gradients of every weight")) for line in lines):
+        return ""
+    for standin in sorted({*told["standins"]} - {*alone.get("standins", ())}):
+        control = _CLEARED_BY[standin](cell) if standin in _CLEARED_BY else cell
+        if control == cell or not lab.ask(control, plant=False).get("equal"):
+            return standin
+    return ""
+
+
+@cache
+def known_reports() -> list[dict[str, str]]:
+    text = (resources.files("fourfold.conformance") / "known.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)["report"]
+
+
+def resembling(engine: str, cell: Cell, signature: tuple[str, ...]) -> str:
+    """Public reports of this engine with these words in the layout and in the signature."""
+    said, words = "; ".join(signature), f" {cell} "
+    return ", ".join(
+        report["name"]
+        for report in known_reports()
+        if report["engine"] == engine
+        and re.search(report["says"], said)
+        and all(re.search(rf" {word}\d* ", words) for word in report["layout"].split())
+    )
+
+
+def _verdict(lab: Lab, cell: Cell, seed: int, word: Word, told: Told, why: str = "") -> Verdict:
+    engine = lab.release.engine
+    signature = tuple(told.get("signature", ())) if word == "fault" or why else ()
+    return Verdict(
+        engine=engine,
+        version=lab.release.version,
+        cell=str(cell),
+        world=cell.world,
+        verdict=word,
+        why=why,
+        difference=told.get("grad"),
+        norm=told.get("norm"),
+        parameters=told.get("param"),
+        copies=told.get("copies"),
+        standins=tuple(told.get("standins", ())),
+        convention=told.get("convention", ""),
+        signature=signature,
+        hidden=word == "fault" and bool(told.get("hidden")),
+        resembles=resembling(engine, cell, signature) if word == "fault" else "",
+        seed=seed,
+    )

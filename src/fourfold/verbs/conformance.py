@@ -1,0 +1,161 @@
+"""Other engines against one process: verdicts of layouts, releases in folders, and the matrix."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fourfold import files
+from fourfold.conformance import repro
+from fourfold.conformance.cell import Cell, candidates
+from fourfold.conformance.install import OURS, Release, engines_folder, find, install, installed
+from fourfold.conformance.lab import Lab
+from fourfold.conformance.matrix import COLUMNS
+from fourfold.conformance.verdicts import Verdict, examine
+from fourfold.errors import UserError
+from fourfold.events import Event, OnEvent, ignore, notes
+from fourfold.flag import flag
+from fourfold.spec import check, codec
+from fourfold.verbs import Answer
+from fourfold.verbs.run_requests import ENGINES, VerifyRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesRequest:
+    """Releases that the matrix is of."""
+
+    names: tuple[str, ...] = flag("a release, such as torchtitan==0.3.0", "NAME", nargs="*",
+                                  names=("names",), default=())  # fmt: skip
+    engines: str | None = flag(*ENGINES)
+    seed: int = flag("seed of weights and tokens", default=0)
+    jobs: int = flag("releases that run at once (default 1)", "N", default=1)
+    limit: float = flag("seconds allowed per layout (default 180)", "S", rare=True, default=180.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conformance(Answer):
+    """`columns`: of the matrix, the column of each verdict; '' of a list of layouts."""
+
+    verdicts: tuple[Verdict, ...]
+    columns: tuple[str, ...] = ()
+    fault: str | None = None
+    device: str = "cpu"
+
+    @property
+    def right(self) -> bool:
+        return not any(one.verdict in ("fault", "blocked") for one in self.verdicts)
+
+    def rows(self) -> list[dict[str, Any]]:
+        names = self.columns or ("",) * len(self.verdicts)
+        pairs = zip(names, self.verdicts, strict=True)
+        return [({"column": name} if name else {}) | codec.encode(one) for name, one in pairs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines(Answer):
+    folder: str
+    releases: list[dict[str, str]] = field(default_factory=list)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [dict(one) for one in self.releases]
+
+
+def conform(request: VerifyRequest, *, on_event: OnEvent = ignore) -> Conformance:
+    """`verify --engine`: one layout, or a sample of those that the engine does not refuse."""
+    release = find(str(request.engine), engines_folder(request.engines), request.source or "")
+    if request.repro:
+        files.require_mine(request.repro, mark=repro.MARK, force=False, field="repro")
+    limits = {"device": request.device, "limit_s": request.limit, "fault": request.fault or ""}
+    with Lab(release, **limits) as lab:
+        verdicts = []
+        for cell in _cells(request, lab):
+            verdicts.append(examine(lab, cell, request.seed))
+            on_event(Event(f"{release.name} {cell}: {verdicts[-1].verdict}"))
+    faults = [one for one in verdicts if one.verdict == "fault"]
+    if request.repro and faults:
+        files.write_text(request.repro, repro.script(release, faults[0]), field="repro")
+        on_event(Event(f"repro: {request.repro} ({faults[0].cell})"))
+    elif request.repro:
+        on_event(Event("no fault was found, so no repro was written", "warning"))
+    return Conformance(verdicts=tuple(verdicts), fault=request.fault, device=request.device)
+
+
+def _cells(request: VerifyRequest, lab: Lab) -> Iterator[Cell]:
+    if request.layout is not None:
+        try:
+            cell = Cell.parse(request.layout)
+        except ValueError as error:
+            raise UserError(str(error), field="--layout", value=request.layout) from None
+        if request.world not in (None, cell.world):
+            rule = f"has {cell.world} ranks, not the {request.world} of --world"
+            raise UserError(rule, field="--layout", value=request.layout)
+        yield cell
+        return
+    if request.world is None:
+        raise UserError("is required", field="world", hint="or pass --layout")
+    check.whole(1, 64, world=request.world)
+    check.whole(1, 1000, sample=request.sample or 12)
+    every = list(candidates(request.world))
+    random.Random(request.seed).shuffle(every)
+    left = request.sample or 12
+    for cell in every:
+        if left and lab.legal(cell):
+            left -= 1
+            yield cell
+
+
+def matrix(request: EnginesRequest, *, on_event: OnEvent = ignore) -> Conformance:
+    """Every column for every release; without names, all that are installed and our own."""
+    folder = engines_folder(request.engines)
+    names = request.names or (*(f"{r.engine}=={r.version}" for r in installed(folder)), OURS)
+    releases = [find(name, folder) for name in names]
+    check.whole(1, 64, jobs=request.jobs)
+
+    def row(release: Release) -> list[Verdict]:
+        verdicts = []
+        with Lab(release, limit_s=request.limit) as lab:
+            for column, texts in COLUMNS.items():
+                verdicts.append(_column(lab, texts, request.seed))
+                on_event(Event(f"{release.name}, {column}: {verdicts[-1].verdict}", "progress"))
+        return verdicts
+
+    with ThreadPoolExecutor(request.jobs) as pool:
+        rows = list(pool.map(row, releases))
+    verdicts = tuple(one for verdicts in rows for one in verdicts)
+    return Conformance(verdicts=verdicts, columns=tuple(COLUMNS) * len(releases))
+
+
+def _column(lab: Lab, texts: tuple[str, ...], seed: int) -> Verdict:
+    """The first of a column's cells that the engine offers."""
+    cells = [Cell.parse(text) for text in texts]
+    offered = [cell for cell in cells if lab.legal(cell)]
+    return examine(lab, offered[0] if offered else cells[0], seed)
+
+
+def install_engines(request: EnginesRequest, *, on_event: OnEvent = ignore) -> Engines:
+    if not request.names:
+        raise UserError("is required", field="engine", hint="such as megatron-core==0.19.2")
+    folder = engines_folder(request.engines)
+    found = [install(name, folder, notes(on_event)) for name in request.names]
+    return _listed(folder, found)
+
+
+def engines(request: EnginesRequest) -> Engines:
+    folder = engines_folder(request.engines)
+    return _listed(folder, installed(folder))
+
+
+def _listed(folder: Path, releases: list[Release]) -> Engines:
+    rows = [
+        {
+            "engine": one.engine,
+            "version": one.version,
+            "folder": str(Path(one.python).parent.parent),
+        }
+        for one in releases
+    ]
+    return Engines(folder=str(folder), releases=rows)

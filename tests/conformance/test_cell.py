@@ -1,0 +1,43 @@
+"""Layouts of the lab as words: read, written, sampled."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fourfold.conformance.cell import Cell, candidates
+from fourfold.conformance.matrix import COLUMNS
+from fourfold.conformance.ranks.adapters import adapter_file
+from fourfold.conformance.verdicts import known_reports, resembling
+
+
+def test_words_are_read_back() -> None:
+    for cell in itertools.islice(candidates(4), 0, None, 7):
+        assert Cell.parse(str(cell)) == cell
+        assert cell.world == 4
+    assert str(Cell.parse("tp2, dp2x2 fsdp")) == "dp2x2 tp2 fsdp"
+    assert Cell.parse("dp4 zero1").shards == 4
+    assert Cell.parse("pp2 dp2 tp2 sp experts").alone() == Cell.parse("experts")
+
+
+@pytest.mark.parametrize("text", ["tp", "tp2 tp2", "pp2x2", "tp0", "zero9", "sp sp", "tp2.5"])
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"word|twice"):
+        Cell.parse(text)
+
+
+def test_every_cell_of_the_matrix_is_one() -> None:
+    for texts in COLUMNS.values():
+        assert all(not Cell.parse(text).illegal() for text in texts)
+    assert Cell.parse("ep2").illegal()
+    assert Cell.parse("dp2 experts ep4").illegal()
+
+
+def test_releases_find_their_adapter_and_faults_their_report() -> None:
+    files = [adapter_file("torchtitan", version) for version in ("0.2.2", "0.3.0", "1.0")]
+    assert files == ["titan2", "titan3", "titan3"]
+    said = ("gradients of every weight / DP (2)",)
+    assert resembling("torchtitan", Cell.parse("dp2"), said) == "pytorch/torchtitan#2323"
+    assert not resembling("megatron-core", Cell.parse("dp2"), said)
+    assert all({"name", "engine", "layout", "says"} == {*one} for one in known_reports())
