@@ -1,16 +1,18 @@
-"""What each training stack can run, and what it does when nobody says: facts of public engines, by
-their documentation and defaults in 2026 and the notes of the published tables."""
+"""What each training stack can run, and what it does when nobody says: data/stacks.toml."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fourfold.errors import UserError
-from fourfold.result.one_rank import RESERVED_RATIO
+from fourfold.spec import catalog, codec
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import FAMILIES
 from fourfold.spec.words import CP_KINDS, DTYPE_BYTES, PRECISIONS, RECOMPUTE_KINDS, SCHEDULES
+
+T = TypeVar("T", "EngineRules", "StackDefaults")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,97 +53,6 @@ class EngineRules:
     fp8_multiple: int = 1  # of which sides of a product in fp8 must be a multiple
     splits_fp8: bool = True  # zero-bubble's divided backward in fp8
     is_ours: bool = False  # src/fourfold/engine, whose gaps are rules too
-
-
-ENGINES: dict[str, EngineRules] = {
-    engine.name: engine
-    for engine in (
-        # No engine below recomputes norms and activations but keeps the MLP.
-        EngineRules(name="generic", recompute=tuple(k for k in RECOMPUTE_KINDS if k != "norm+act")),
-        EngineRules(
-            name="fourfold",
-            # What src/fourfold/engine runs today, nothing it is only meant to run.
-            compiles_zero_bubble=False,
-            recompute=("none", "selective", "full", "every", "block"),
-            precisions=tuple(name for name in PRECISIONS if name != "fp4"),
-            fp8_multiple=16,
-            splits_fp8=False,
-            is_ours=True,
-        ),
-        EngineRules(
-            name="megatron",
-            recompute=("none", "selective", "norm+mlp", "full", "block"),
-            schedules=("1f1b", "interleaved"),
-            precisions=("fp32", "bf16-mixed", "fp16", "fp8", "fp4"),
-            # Its FSDP replaces the distributed optimizer and has no pipeline.
-            pipeline_zeros=(0, 1),
-            batch_rule="whole",
-            whole_rounds=True,
-            stage_rule="even",
-            even_pieces=True,
-            ulysses_copies_kv=False,
-        ),
-        EngineRules(
-            name="torchtitan",
-            cp_kinds=("allgather",),
-            # Its "selective" chooses operations, not the attention core (`selective_share`).
-            recompute=("none", "selective", "full", "every"),
-            zeros=(0, 2, 3),
-            pipeline_zeros=(0, 2, 3),
-            precisions=("fp32", "bf16-mixed", "fp8"),
-            families=("llama", "qwen"),
-            batch_rule="whole",
-            copies_kv_heads=False,
-            fills_pipeline=True,
-            equal_rounds=True,
-            stage_rule="filled",
-            even_pieces=True,
-            plain_dp_alone=True,
-            ties_stages=False,
-            loops_zero_bubble=True,
-            compiles_zero_bubble=False,
-            fp8_multiple=16,
-            splits_fp8=False,
-        ),
-        EngineRules(
-            name="nanotron",
-            cp_kinds=("ring", "allgather"),
-            schedules=("1f1b", "gpipe"),
-            recompute=("none", "full"),
-            precisions=("fp32", "bf16-mixed", "fp16"),
-            zeros=(0, 1),
-            pipeline_zeros=(0, 1),
-            hybrid=False,
-            families=("llama", "qwen"),
-            batch_rule="whole",
-            copies_kv_heads=False,
-            fills_pipeline=True,
-        ),
-        EngineRules(
-            name="llm-foundry",
-            axes=(),
-            recompute=("none", "full"),
-            precisions=("fp32", "bf16-pure", "bf16-mixed", "fp16", "fp8"),
-            zeros=(0, 2, 3),
-            batch_rule="shares",  # its hf_causal_lm takes any model of transformers
-        ),
-    )
-}
-# What a release lacks of that, by the engine that settings are written for (search/export).
-RELEASES: dict[str, EngineRules] = {
-    "megatron": ENGINES["megatron"],
-    "torchtitan": replace(ENGINES["torchtitan"], recompute=("none", "selective", "full")),
-    "torchtitan-0.2": replace(
-        ENGINES["torchtitan"], name="torchtitan-0.2", whole_families=("qwen",), gathers_tp=False
-    ),
-    "nanotron": replace(
-        ENGINES["nanotron"],
-        axes=("tp", "pp"),
-        recompute=("none",),
-        families=("llama",),
-        stage_rule="passing",
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,74 +100,27 @@ class StackDefaults:
         return self.grad_bytes, 2.0 if compute == "fp16" else self.acc_bytes
 
 
-_NVIDIA = StackDefaults(
-    rules="megatron",
-    grad_bytes=2.0,
-    acc_bytes=2.0,
-    overlap_dp=True,
-    overlap_tp=True,
-    even_stages=True,
-)
-# its published fp8 runs gather weights in fp8
-_TITAN = StackDefaults(
-    rules="torchtitan",
-    sharding="zero3",
-    overlap_dp=True,
-    fp8_saved_bytes=2.0,
-    fp8_gather_bytes=1.0,
-    counted=True,
-    reserved=sum(RESERVED_RATIO) / 2,
-    autocast=True,
-    # by operators: every second product, attention and the input, 7 of 22 widths
-    selective_share=1.0 / 3.0,
-)
-# by the stack's name without its year; the longest matching prefix counts
-STACKS: dict[str, StackDefaults] = {
-    "generic": StackDefaults(even_stages=True),
-    "llm-foundry": StackDefaults(
-        rules="llm-foundry", sharding="zero3", sequence_parallel=False, flash2=True
-    ),
-    # fp16 gradients are all-reduced: as much traffic as scattering fp32
-    "megatron-deepspeed": StackDefaults(
-        rules="megatron", recompute="full", sequence_parallel=False,
-    ),
-    "megatron": StackDefaults(rules="megatron", even_stages=True),
-    "megatron-lm": StackDefaults(rules="megatron", even_stages=True),
-    # in bf16 it sums and reduces gradients in fp32; the recipes of the two below do not
-    "megatron-lm-2025": replace(_NVIDIA, grad_bytes=4.0, acc_bytes=4.0),
-    "megatron-kwai": StackDefaults(rules="megatron", even_stages=True),
-    "megatron-bridge": _NVIDIA,
-    "nemo": _NVIDIA,
-    "nanotron": StackDefaults(
-        rules="nanotron", balanced=True, overlap_tp=True, eager=True, reports_rank0=True,
-        flash2=True,
-    ),
-    # bf16 gradients held, and logits gathered over tp before the loss
-    "aleph": StackDefaults(grad_bytes=2.0, acc_bytes=2.0, split_loss=False, eager=True),
-    "maxtext": StackDefaults(
-        sharding="zero3", recompute="full", sequence_parallel=False, overlap_dp=True,
-        compiled=True, shard_group=128,
-    ),
-    "internevo": StackDefaults(grad_bytes=2.0, sequence_parallel=False, overlap_dp=True),
-    "fms-fsdp": StackDefaults(
-        grad_bytes=2.0, sharding="zero3", sequence_parallel=False, whole_layers=0.5
-    ),
-    "fms-fsdp-2024-compile": StackDefaults(
-        grad_bytes=2.0, sharding="zero3", sequence_parallel=False, whole_layers=0.5, compiled=True
-    ),
-    # of late 2025 (0.2) and after; before, torch's flash kernel came first, now cuDNN's does
-    "torchtitan": replace(_TITAN, compiles_loss=True),
-    "torchtitan-2025": replace(_TITAN, compiles_loss=True, flash2=True),
-    "torchtitan-2024": replace(_TITAN, flash2=True),
-    "fourfold": StackDefaults(
-        rules="fourfold", fp8_saved_bytes=2.0, counted=True, cuts_by_cost=True,
-    ),
-    "olmo-core": StackDefaults(
-        sharding="zero3", sequence_parallel=False, overlap_dp=True, compiled=True,
-        selective_mlp=True, flash2=True,
-    ),
-    "mlperf-nvidia": StackDefaults(grad_bytes=2.0, acc_bytes=2.0, overlap_dp=True, overlap_tp=True),
-}  # fmt: skip
+def _read(cls: type[T], tables: dict[str, Any], known: dict[str, T]) -> dict[str, T]:
+    """Entries by name. `like` takes over one that stands before, or one of `known`."""
+    found: dict[str, T] = {}
+    for name, table in tables.items():
+        fields = dict(table)
+        base = fields.pop("like", None)
+        taken = codec.encode((found | known)[base]) if base else {}
+        found[name] = codec.decode(cls, taken | fields, name)
+    return found
+
+
+def _named(tables: dict[str, Any]) -> dict[str, Any]:
+    return {name: {"name": name, **table} for name, table in tables.items()}
+
+
+_TABLES = catalog.data("stacks.toml")
+ENGINES: dict[str, EngineRules] = _read(EngineRules, _named(_TABLES["rules"]), {})
+# What a release lacks of that, by the engine that settings are written for (search/export).
+RELEASES: dict[str, EngineRules] = _read(EngineRules, _TABLES["releases"], ENGINES)
+# By the stack's name without its year; the longest matching prefix counts.
+STACKS: dict[str, StackDefaults] = _read(StackDefaults, _TABLES["stacks"], {})
 
 
 def _matches(stack: str, name: str) -> bool:

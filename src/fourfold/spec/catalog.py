@@ -30,6 +30,11 @@ def _data(name: str) -> dict[str, Any]:
     return codec.parse_toml(_text(name))
 
 
+def data(name: str) -> dict[str, Any]:
+    """A file of the package's data."""
+    return _data(name)
+
+
 def _text(name: str) -> str:
     with open(os.path.join(DATA, name), encoding="utf-8") as stream:
         return stream.read()
