@@ -4,6 +4,7 @@ transformers, where it is installed, are ours."""
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -275,6 +276,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     whole = (folder / hf.WHOLE).read_bytes()
     (folder / hf.WHOLE).write_bytes(whole[:-10])
     with pytest.raises(UserError, match="cannot be read"):
+        HfWeights(folder)
+    (folder / hf.WHOLE).unlink()
+    os.mkfifo(folder / hf.WHOLE)  # would wait for a writer
+    with pytest.raises(UserError, match="not a regular file"):
         HfWeights(folder)
     (folder / hf.WHOLE).unlink()
     with pytest.raises(UserError, match="has neither"):

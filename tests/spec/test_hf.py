@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.errors import UserError
-from fourfold.spec import catalog
-from fourfold.spec.hf.shapes import shape_from_config
+from fourfold.spec import catalog, codec
+from fourfold.spec.hf.shapes import config_of, shape_from_config
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import RopeScaling, not_run
 from fourfold.spec.policy import Policy
@@ -333,3 +333,13 @@ def test_a_name_of_the_hub_is_a_downloaded_model_a_preset_or_advice(tmp_path, mo
     (folder / "config.json").write_text(json.dumps(LLAMA))
     found = catalog.model("meta-llama/Llama-3.1-8B-Instruct")
     assert found == shape_from_config(LLAMA, "Llama-3.1-8B-Instruct")
+
+
+def test_the_longest_sequence_is_written_as_it_was_read_and_is_no_other_model() -> None:
+    shape = shape_from_config(LLAMA | {"max_position_embeddings": 512})
+    written = config_of(shape, seq_len=128, dtype="float32")
+    assert written["max_position_embeddings"] == 512
+    assert config_of(shape, seq_len=1024, dtype="float32")["max_position_embeddings"] == 1024
+    other = shape_from_config(LLAMA)
+    assert shape == other
+    assert codec.encode(shape, sparse=True) == codec.encode(other, sparse=True)  # as runs are named

@@ -354,8 +354,13 @@ def test_utilisation(at: int) -> None:
     assert "utilisation" in rules(put(BLOOM, row, {"tflops_gpu": "313.5"}), row=row)
     row = at % len(MPT.data)
     assert "utilisation" in rules(put(MPT, row, {"HFU": "104.3"}), row=row)
+
+
+@settings(deadline=None)
+@given(INDEX, st.sampled_from(["-3.5", "0", "1e300", "1e400", "1e-300"]))
+def test_possible_number(at: int, text: str) -> None:
     row = at % len(TOPOLOGY.data)
-    assert "utilisation" in rules(put(TOPOLOGY, row, {"Sec/it": "-3.5"}), row=row)
+    assert "possible-number" in rules(put(TOPOLOGY, row, {"Sec/it": text}), row=row)
 
 
 @settings(deadline=None)
@@ -468,6 +473,7 @@ PLANTED: dict[str, Callable[..., None]] = {
     "layers-stages": test_layers_stages, "size-label": test_size_label,
     "work-constant": test_work_of_topology_rows, "convention-mix": test_convention_mix,
     "throughput": test_throughput, "hfu-mfu": test_hfu, "utilisation": test_utilisation,
+    "possible-number": test_possible_number,
     "memory-device": test_memory_device, "memory-order": test_memory_order,
     "swapped-values": test_swapped_seconds_and_tflops, "duplicate-row": test_duplicate_row,
     "copied-cell": test_copied_scaling_cells,

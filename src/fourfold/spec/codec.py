@@ -146,14 +146,15 @@ def _decode_scalar(hint: Any, value: object, path: str) -> Any:
 
 
 def encode(value: Any, *, sparse: bool = False) -> Any:
-    """An instance -> plain data. `sparse` leaves out what equals its default (for hashes)."""
+    """An instance -> plain data. `sparse` leaves out what equals its default or is never compared
+    (for hashes)."""
     if hasattr(value, "to_plain"):
         return value.to_plain()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain: dict[str, Any] = {}
         for field in dataclasses.fields(value):
             item = getattr(value, field.name)
-            if item is None or (sparse and item == _default_of(field)):
+            if item is None or (sparse and (item == _default_of(field) or not field.compare)):
                 continue
             if type_hints(type(value))[field.name] == tuple[tuple[str, str], ...]:
                 plain[field.name] = dict(item)

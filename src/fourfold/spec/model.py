@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from fourfold.spec import check
@@ -54,8 +54,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positions:
-    """`length` is the rows of a learned table; None: as long as the run's sequence (MPT). Of rotary
-    positions it is the longest sequence that the model is made for, which exports say.
+    """`length` is the rows of a learned table; None: as long as the run's sequence (MPT).
+    `made_for`: the longest sequence of rotary positions, which exports say and nothing computes.
 
     `partial` is the share of a head's channels that rotary positions turn.
     """
@@ -65,9 +65,12 @@ class Positions:
     theta: float = 10000.0
     scaling: RopeScaling | None = None
     partial: float = 1.0
+    made_for: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check.positive(theta=self.theta, partial=self.partial)
+        if self.made_for is not None:
+            check.whole(made_for=self.made_for)
         check.that(self.partial <= 1, "partial", self.partial, "must be at most 1")
         if self.length is not None:
             check.whole(length=self.length)

@@ -83,12 +83,9 @@ class HfWeights:
         for field in _FUNCTION:
             if field == "positions" and model.positions.kind == "learned":
                 ours[field], theirs[field] = model.positions.kind, self.shape.positions.kind
-            elif (
-                field == "positions"
-            ):  # rotary: its length is what it is made for, not what it does
-                ours[field], theirs[field] = (
-                    one[field] | {"length": None} for one in (ours, theirs)
-                )
+            elif field == "positions":  # by what they compute
+                ours[field].pop("made_for", None)
+                theirs[field].pop("made_for", None)
             rule = f"has {field} = {theirs.get(field)}, the model {ours.get(field)}"
             hint = f"use its own model: --model {self.folder / CONFIG}"
             self._must(ours.get(field) == theirs.get(field), rule, hint)

@@ -142,7 +142,7 @@ def _config(setup: Setup) -> str:
         "zero": policy.zero,
         "accumulate_in_fp32": policy.precision != "fp32",
         "dtype": _DTYPES[policy.precision],
-        "positions": max(batch.seq_len, model.positions.length or 0),
+        "positions": max(batch.seq_len, model.positions.made_for or 0),
         **layout.sizes,
         **{name: getattr(model, name) for name in _SIZES},
     }

@@ -80,7 +80,7 @@ MODEL = {arguments}(
     vocab_size={model.vocab},
     norm_eps={model.norm_eps!r},
     rope_theta={model.positions.theta!r},
-    max_seq_len={max(setup.batch.seq_len, model.positions.length or 0)},
+    max_seq_len={max(setup.batch.seq_len, model.positions.made_for or 0)},
 {more})
 SPEC = replace(get_train_spec(), model_args={{"model": MODEL}})
 register_train_spec("fourfold", SPEC)

@@ -133,8 +133,8 @@ def rope(config: Config, *, share: float = 1.0, theta: float = 10000.0) -> Field
     theta = config.number("theta", *_THETA, default=theta)
     theta = newer.number("theta", *_THETA, default=theta)
     positions: Fields = {"kind": "rope", "theta": theta}
-    if isinstance(length := config.find(*POSITIONS)[1], int):
-        positions["length"] = length
+    if isinstance(length := config.find(*POSITIONS)[1], int) and length > 0:
+        positions["made_for"] = length
     if scalings and scalings[0]:
         positions["scaling"] = scalings[0]
     return positions | ({"partial": share} if share != 1 else {})

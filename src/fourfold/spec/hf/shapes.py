@@ -211,7 +211,7 @@ def _llama(model: ModelShape, seq_len: int) -> dict[str, Any]:
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
-        "max_position_embeddings": max(seq_len, model.positions.length or 0),
+        "max_position_embeddings": max(seq_len, model.positions.made_for or 0),
         "rope_theta": model.positions.theta,
         "rope_scaling": rope_scaling,
         "hidden_act": "silu",
