@@ -44,6 +44,7 @@ def plan_page(
         timeline = None
     data = plan_data(answer, request) | {
         "exports": [_exported(one) for one in exports],
+        "engines": _engines(answer) or [_beside(one) for one in exports],
         "timeline": timeline_data(timeline) if timeline else None,
         "sizes": [{"gpus": one.gpus} | _compared(one.row) for one in sizes],
         "facts": facts(answer, request),
@@ -86,7 +87,7 @@ def plan_data(answer: PlanAnswer, request: PlanRequest) -> dict[str, Any]:
         "gpus": answer.gpus,
         "host_gpus": answer.host_gpus,
         "flips": plain(answer.flips),
-        "engines": plain(answer.engines),
+        "engines": _engines(answer),
     }
 
 
@@ -101,9 +102,20 @@ def _parts(parts: Iterable[Part]) -> tuple[str, Grid | None, list[str]]:
 
 def _exported(one: Exported | NotExported) -> dict[str, Any]:
     if isinstance(one, NotExported):
-        return {"engine": one.engine, "script": "", "said": [one.reason], "choice": None}
-    said = {"engine": one.engine, "script": one.script, "said": list(one.notes)}
-    return said | {"choice": _compared(one.choice)}
+        return {"engine": one.engine, "script": "", "said": [one.reason]}
+    return {"engine": one.engine, "script": one.script, "said": list(one.notes)}
+
+
+def _engines(answer: PlanAnswer) -> list[dict[str, Any]]:
+    return [
+        {"engine": one.engine, "choice": _compared(one.row) if one.row else None}
+        for one in answer.engines
+    ]
+
+
+def _beside(one: Exported | NotExported) -> dict[str, Any]:
+    choice = None if isinstance(one, NotExported) else _compared(one.choice)
+    return {"engine": one.engine, "choice": choice}
 
 
 def _compared(row: PlanRow) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fourfold.page.command import layout_table, plan_command
 from fourfold.page.plan import plan_data
 from fourfold.search.shapes import WORTH_TRYING
 from fourfold.spec.layout import AXES, SIZES
-from fourfold.verbs.question import resolved
+from fourfold.verbs.question import EXPORTED, resolved
 from fourfold.verbs.requests import PlanRequest
 
 # Plans that run at once; one place is kept for small questions.
@@ -210,6 +210,8 @@ def count_ways(request: PlanRequest) -> int:
         if gpus < WORTH_TRYING * counts[0] or ways > MOST_WAYS:
             break
         ways += max(_LEAST_WAYS, policies * _products(gpus // math.prod(axes), free))
+    if not (request.stack or request.export):
+        ways *= 1 + len(EXPORTED)  # each engine is asked
     if ways > MOST_WAYS:
         raise too_much(request, f"{MOST_WAYS:,} layouts and policies")
     return ways

@@ -14,7 +14,7 @@ from fourfold.search.answer import answer
 from fourfold.search.front import memory_front
 from fourfold.search.plan_answer import PlanAnswer, PlanRow, plain
 from fourfold.search.ranking import rank_layouts
-from fourfold.search.shapes import shapes_near
+from fourfold.search.shapes import best_of, shapes_near
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
 from fourfold.verbs import Answer
@@ -60,7 +60,7 @@ def front(request: PlanRequest, against: Against, *, on_event: OnEvent = ignore)
         found = answer(ranking, top=request.top)
         points = tuple(FrontPoint(gpus=found.gpus, row=row) for row in found.ranked)
         return Front(against=against, asked=found, points=points)
-    asked = found = plan(replace(request, top=1), on_event=on_event)
+    asked = found = _best(request, on_event)
     gpus, listed = asked.gpus, list[FrontPoint]()
     while found.best is not None and _is_likely(found.best) and len(listed) < request.top:
         # A smaller machine that is as fast leaves nothing for the larger one.
@@ -71,8 +71,15 @@ def front(request: PlanRequest, against: Against, *, on_event: OnEvent = ignore)
             break
         gpus //= 2
         on_event(Event(f"{gpus} GPUs", "progress"))
-        found = plan(replace(request, top=1, gpus=gpus, max_nodes=None))
+        found = _best(replace(request, gpus=gpus, max_nodes=None))
     return Front(against=against, asked=asked, points=tuple(listed))
+
+
+def _best(request: PlanRequest, on_event: OnEvent = ignore) -> PlanAnswer:
+    """A plan's first choice, without a look at other engines."""
+    query, counts = resolved(request, on_event)
+    ranking, tried = best_of(query, counts, least=request.top)
+    return answer(ranking, top=1, tried=tried)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ const terms = (pairs) => F.h("dl", { class: "terms" }, ...pairs.flatMap(([name, 
 F.fill(F.$("facts"), terms(plan.facts));
 F.fill(F.$("words"), terms(plan.words));
 F.engineGrid(new F.Grid(F.$("engine-grid"), { caption: "The best layout of each engine", perPage: 20 }), plan);
-F.$("engines").hidden = !plan.exports.some((one) => one.choice);
+F.$("engines").hidden = !plan.engines.some((one) => one.choice);
 F.$("order").hidden = plan.rows.length < 2;
 F.$("words").closest("section").hidden = !plan.words.length;
 for (const id of ["ranking", "charts"]) F.$(id).hidden = !plan.rows.length;

@@ -72,13 +72,13 @@ F.planFlips = (plan) => {
 
 /** The best of each engine side by side; why not, where it cannot. */
 F.engineGrid = (grid, plan) => {
-  const has = (field) => plan.exports.some((one) => one.choice && F.known(one.choice[field]));
+  const has = (field) => plan.engines.some((one) => one.choice && F.known(one.choice[field]));
   const columns = [
     ["Engine", (one) => one.engine], ["Layout", (one, row) => row.name], ["Micro", (one, row) => row.micro_batch], ["Sharding", (one, row) => row.sharding], ["Recompute", (one, row) => row.recompute],
     ["s/step", (one, row) => F.number(row.step_s)], ["80%", (one, row) => `${F.number(row.step_s_low)} to ${F.number(row.step_s_high)}`], ["GiB", (one, row) => F.number(F.gib(row.peak_bytes))], ["Fits", (one, row) => `${Math.round(100 * row.fit_chance)}%`], ["TFLOP/s", (one, row) => F.number(row.tflops_gpu)],
     ...(has("training_s") ? [["Days", (one, row) => F.number(row.training_s / 86400)]] : []), ...(has("cost") ? [["Cost", (one, row) => F.number(Math.round(row.cost))]] : []),
   ];
-  const able = plan.exports.filter((one) => one.choice).sort((a, b) => a.choice.step_s - b.choice.step_s);
+  const able = plan.engines.filter((one) => one.choice).sort((a, b) => a.choice.step_s - b.choice.step_s);
   const cells = (one) => columns.map(([, value]) => String(value(one, one.choice)));
   const value = (text) => (text !== "" && !Number.isNaN(Number(text.replace(/,/g, ""))) ? Number(text.replace(/,/g, "")) : text);
   grid.show(columns.map(([heading]) => ({ heading })), able.map((one) => ({ cells: cells(one), values: cells(one).map(value) })));

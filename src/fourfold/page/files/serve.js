@@ -6,7 +6,7 @@ const same = (values) => values.map((value) => [value, value]);
 choices("model", same(F.data.models));
 choices("gpu", [["", "none"], ...same(F.data.gpus)]);
 choices("cluster", [["", "none"], ...same(F.data.clusters)]);
-choices("stack", [["", "measured there"], ...same(F.data.stacks)]);
+choices("stack", [["", "compare all"], ...same(F.data.stacks)]);
 choices("precision", [["", "usual"], ...same(F.data.precisions)]);
 choices("recompute", [["", "any"], ...same(F.data.recompute)]);
 F.$("view").value = crypto.getRandomValues(new Uint32Array(2)).join("-");
@@ -42,7 +42,7 @@ F.link = () => {
   return `${location.origin}/?${new URLSearchParams(values)}`;
 };
 
-F.plan = { rows: [], headings: [], cells: [], flips: [], memory_bytes: 0, sentence: "" };
+F.plan = { rows: [], headings: [], cells: [], flips: [], engines: [], memory_bytes: 0, sentence: "" };
 const cardOf = (id) => {
   const card = F.h("section", { class: "card", id });
   F.$("charts").append(card);
@@ -50,6 +50,7 @@ const cardOf = (id) => {
 };
 new F.Chart(cardOf("steps"), "Seconds per step", () => F.stepChart(F.plan), { size: "high" });
 new F.Chart(cardOf("memory"), "Memory against the limit", () => F.planMemory(F.plan), { size: "high" });
+F.engines = new F.Grid(F.$("engine-grid"), { caption: "The best layout of each engine", perPage: 20 });
 F.grid = new F.Grid(F.$("grid"), { caption: "Ranked layouts", perPage: 50 });
 
 F.showPlan = (plan) => {
@@ -58,6 +59,8 @@ F.showPlan = (plan) => {
   F.$("deadline").textContent = plan.deadline || "";
   for (const id of ["charts", "ranking", "order"]) F.$(id).hidden = !plan.rows.length; // there is nothing to show
   F.fill(F.$("tiles"), ...F.planTiles(plan));
+  F.$("engines").hidden = !plan.engines.some((one) => one.choice);
+  F.engineGrid(F.engines, plan);
   F.planGrid(F.grid, plan);
   F.fill(F.$("flips"), F.planFlips(plan));
   F.fill(F.$("again"), F.copyable("Command", plan.command), F.copyable("Link to this view", F.link()));
