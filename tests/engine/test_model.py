@@ -12,7 +12,8 @@ from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import alibi_slope, make_tables
 from fourfold.engine.parallel.shards import InitRule, ShardPlace, initialize, published, shards_of
 from fourfold.spec.catalog import model, model_names, shape
-from fourfold.spec.model import ModelShape, not_run
+from fourfold.spec.model import ModelShape
+from fourfold.spec.supported import not_run
 
 SEQ_LEN = 64
 

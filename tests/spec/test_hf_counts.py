@@ -55,7 +55,9 @@ def built(config: dict[str, Any]) -> Any:
 def count(theirs: Any) -> int:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
-    return sum(parameter.numel() for parameter in model.parameters())
+    # What is added to scores for the choice of experts is a buffer there, and learned all the same.
+    biases = (b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    return sum(parameter.numel() for parameter in (*model.parameters(), *biases))
 
 
 @functools.cache

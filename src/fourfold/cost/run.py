@@ -18,6 +18,7 @@ from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec, chosen, running_schedule
+from fourfold.spec.supported import require_priced
 from fourfold.spec.words import (
     AROUND,
     DTYPE_BYTES,
@@ -39,6 +40,7 @@ _NORM_KINDS = [RECOMPUTE_KINDS.index(kind) for kind in ("norm+act", "norm+mlp")]
 
 
 def model_facts(model: ModelShape) -> dict[str, float]:
+    require_priced(model)
     return {
         "layers": model.layers,
         "hidden": model.hidden,

@@ -29,8 +29,8 @@ from fourfold.search.runs_in import runs_in
 from fourfold.search.sensitivity import deciding, reversals
 from fourfold.search.way_out import ways_out
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import remarks
 from fourfold.spec.run import chosen_layout, chosen_policy
+from fourfold.spec.supported import remarks
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
 EXPOSED = {

@@ -22,8 +22,8 @@ from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.sensitivity import tie_width
 from fourfold.spec.layout import AXES, SIZES, Layout
-from fourfold.spec.model import remarks
 from fourfold.spec.run import chosen_policy
+from fourfold.spec.supported import remarks
 from fourfold.spec.words import SCHEDULES, SHARDINGS
 
 NEAREST = 4

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.show.table import Grid, Part, or_dash, table
 from fourfold.spec import codec
+from fourfold.spec.experts import Moe
 from fourfold.spec.model import ModelShape
 
 if TYPE_CHECKING:
@@ -21,23 +22,38 @@ _SHAPE = ("family", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 def models_page(answer: Models) -> list[Part]:
     rows = [
         [one.name, *(str(getattr(one.shape, name)) for name in _SHAPE),
-         "yes" if one.shape.tied else "no", f"{one.params:,}"]
+         _experts_cell(one.shape), f"{one.params:,}",
+         or_dash(one.active_params, ",")]
         for one in answer.models
     ]  # fmt: skip
-    headings = ["model", *(name.removesuffix("_heads") for name in _SHAPE), "tied", "params"]
+    headings = ["model", *(name.removesuffix("_heads") for name in _SHAPE), "experts",
+                "params", "active"]  # fmt: skip
     tokens = answer.models[0].seq_len
     note = f"learned positions of MPT follow the sequence: counted at {tokens} tokens"
-    return [Grid(headings, rows), "", note]
+    active = (
+        "active: parameters that a token meets, both embeddings counted; 'models NAME' has others"
+    )
+    return [Grid(headings, rows), "", note, active]
+
+
+def _experts_cell(shape: ModelShape) -> str:
+    """'8 of 256 + 1': chosen, all, and the width of shared ones in units of an expert's."""
+    if shape.moe is None:
+        return "-"
+    shared = shape.moe.shared_ffn / shape.moe.ffn
+    return f"{shape.top_k} of {shape.experts}" + (f" + {shared:g}" if shared else "")
 
 
 def model_page(answer: Model) -> list[Part]:
     if answer.stages is not None:
         return _stages_page(answer)
     shape = codec.encode(answer.shape)
+    tables = {name: shape.pop(name, {}) for name in ("moe", "latent")}
     positions = shape.pop("positions")
     usual = _usual()
     rows = [
         ["parameters", f"{answer.params:,}"],
+        *_active_rows(answer),
         ["of one layer", f"{answer.layer_params:,}"],
         *(
             [key, ", ".join(value) if isinstance(value, list) else str(value)]
@@ -45,12 +61,31 @@ def model_page(answer: Model) -> list[Part]:
             if key not in usual or value != usual[key]
         ),
     ]
+    usual = {field.name: field.default for field in fields(Moe)}
+    for name, table_ in tables.items():
+        rows += [[f"{name}.{k}", str(v)] for k, v in table_.items() if v != usual.get(k)]
     scaling = positions.pop("scaling", {})
     if positions["partial"] == 1:
         del positions["partial"]
     rows += [[f"positions.{key}", str(value)] for key, value in positions.items()]
     rows += [[f"positions.scaling.{key}", str(value)] for key, value in scaling.items()]
     return [Grid([answer.name, "value"], rows), "", *answer.remarks]
+
+
+def _active_rows(answer: Model) -> list[list[str]]:
+    """ "Active" is printed in three ways."""
+    if answer.active_params is None:
+        return []
+    shape = answer.shape
+    table = 0 if shape.tied else shape.vocab * shape.hidden
+    rows = [
+        ["active", f"{answer.active_params:,}"],
+        ["active but the input embedding", f"{answer.active_params - table:,}"],
+        ["active but both embeddings", f"{answer.active_params_no_embedding:,}"],
+    ]
+    if answer.mtp_params:
+        rows.append(["further tokens (mtp), not included", f"{answer.mtp_params:,}"])
+    return rows
 
 
 def _usual() -> dict[str, Any]:
@@ -92,8 +127,11 @@ def flops_page(answer: Flops) -> list[Part]:
         ("HFU %", lambda one: or_dash(one[1].hfu_pct, ".2f")),
         ("formula", lambda one: CONVENTIONS[one[0]].formula),
     )
+    active = ""
+    if answer.active_params != answer.params:
+        active = f" ({answer.active_params:,} of them active: the N of the formulas)"
     text = (
-        f"{answer.model}: {answer.params:,} parameters at {answer.seq_len} tokens; "
+        f"{answer.model}: {answer.params:,} parameters{active} at {answer.seq_len} tokens; "
         f"{answer.precision}, recompute {answer.recompute}; GPUs: {answer.gpus}"
     )
     if answer.window:

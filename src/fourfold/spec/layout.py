@@ -2,6 +2,10 @@
 
 dp = replicate x shard: `dp2x4` has two replicas of a state sharded over four ranks, `dp8` shards
 over eight. What is sharded (nothing, optimizer, gradients, weights) is the policy's `sharding`.
+
+`ep4` divides the ranks of one stage again, for experts only: in the order of placement every `etp`
+neighbours hold a slice each of the same experts, `ep` such groups hold all experts, and what is
+left (edp) holds them again. Copies (`dp2x4`) stay outside: each holds all experts.
 """
 
 from __future__ import annotations
@@ -20,11 +24,14 @@ from fourfold.units import size_from
 AXES = ("pp", "dp", "cp", "tp")
 # Those that cut the model or a sequence; dp is what they leave of the ranks.
 MODEL_AXES = ("tp", "cp", "pp")
+# Those that divide the ranks of a stage again, for experts.
+EXPERT_AXES = ("ep", "etp")
 # Of a layout: dp is replicate x shard.
 SIZES = ("pp", "replicate", "shard", "cp", "tp")
 # 'tp8', 'TP=8', 'dp2x4'; between words blanks, commas or an x ('TP8xPP2').
 _WORD = re.compile(
-    rf"\s*({'|'.join(AXES)}|ep)\s?[=:]?\s?([0-9]{{1,9}})(?:x([0-9]{{1,9}}))?(?:[\s,;*/]+|x(?=[a-z])|\Z)"
+    rf"\s*({'|'.join((*AXES, *EXPERT_AXES))})\s?[=:]?\s?([0-9]{{1,9}})(?:x([0-9]{{1,9}}))?"
+    r"(?:[\s,;*/]+|x(?=[a-z])|\Z)"
 )
 _MAX_RANKS = 2**24
 _SIZE = Annotated[int, size_from]
@@ -45,13 +52,13 @@ class Layout:
     )
     cp: int = flag("context-parallel size", "N", default=1)
     tp: int = flag("tensor-parallel size", "N", default=1)
-    ep: int = 1
+    ep: int = flag("expert-parallel size, within dp x cp x tp", "N", default=1)
+    etp: int = flag("tensor-parallel size of experts", "N", rare=True, default=1)
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
         check.whole(1, _MAX_RANKS, **{name: getattr(self, name) for name in SIZES})
-        rule = "needs expert parallelism, which is not supported yet"
-        check.that(self.ep == 1, "ep", self.ep, rule)
+        check.whole(1, _MAX_RANKS, ep=self.ep, etp=self.etp)
         rule, hint = f"must name {_SPELLED} once each", f"write order = '{' '.join(AXES)}'"
         given = " ".join(self.order)
         check.that(sorted(self.order) == sorted(AXES), "order", given, rule, hint)
@@ -76,14 +83,31 @@ class Layout:
     def coordinates(self, rank: int) -> dict[str, int]:
         return {axis: rank // self.stride(axis) % self.size(axis) for axis in AXES}
 
+    @property
+    def edp(self) -> int:
+        """Ranks of a stage's replica that hold the same slice of the same experts."""
+        return self.shard * self.cp * self.tp // (self.ep * self.etp)
+
+    def expert_place(self, rank: int) -> tuple[int, int, int]:
+        """(edp, ep, etp) of a rank among those of its stage and replica."""
+        place, at = self.coordinates(rank), 0
+        for axis in (axis for axis in self.order if axis != "pp"):
+            size = self.shard if axis == "dp" else self.size(axis)
+            at = at * size + place[axis] % size
+        return at // (self.ep * self.etp), at // self.etp % self.ep, at % self.etp
+
     def __str__(self) -> str:
         sizes = self._written()
-        return " ".join(f"{axis}{sizes[axis]}" for axis in self.order)
+        return " ".join(
+            f"{axis}{sizes[axis]}" for axis in (*self.order, *EXPERT_AXES) if axis in sizes
+        )
 
     def _written(self) -> dict[str, object]:
         """{'pp': 2, 'dp': '2x4', ...}: the size of each axis as layouts are written."""
         dp = f"{self.replicate}x{self.shard}" if self.replicate > 1 else self.shard
-        return {axis: dp if axis == "dp" else self.size(axis) for axis in AXES}
+        written = {axis: dp if axis == "dp" else self.size(axis) for axis in AXES}
+        experts = {axis: getattr(self, axis) for axis in EXPERT_AXES}
+        return written | {axis: size for axis, size in experts.items() if size > 1}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -110,7 +134,7 @@ class Layout:
             else:
                 sizes[axis] = int(match.group(2))
         check.that(bool(order), "layout", text, "is empty", "write 'dp8' or 'pp2 dp2 tp2'")
-        return cls(**sizes, order=_whole_order([axis for axis in order if axis != "ep"]))
+        return cls(**sizes, order=_whole_order([axis for axis in order if axis in AXES]))
 
     @classmethod
     def from_plain(cls, data: object, path: str = "") -> Layout:
@@ -131,7 +155,7 @@ class Layout:
 
     @classmethod
     def _from_table(cls, table: dict[str, object]) -> Layout:
-        known = (*AXES, *SIZES, "ep", "order")
+        known = (*AXES, *SIZES, *EXPERT_AXES, "order")
         for key in table:
             if key not in known:
                 raise UserError("unknown field", field=str(key), hint=nearest(str(key), known))
@@ -142,7 +166,7 @@ class Layout:
             sizes = {"replicate": parsed.replicate, "shard": parsed.shard}
         elif dp is not None:
             sizes = {"shard": decode_value(_SIZE, dp, "dp")}
-        for axis in (*SIZES, "ep"):
+        for axis in (*SIZES, *EXPERT_AXES):
             if axis in table:
                 sizes[axis] = decode_value(_SIZE, table[axis], axis)
         order = table.get("order")

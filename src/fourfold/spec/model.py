@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from fourfold.spec import check
+from fourfold.spec.experts import Latent, Moe
 
-Family = Literal["mpt", "gpt", "llama", "nemotron", "qwen", "olmo", "gemma", "falcon", "cohere"]
+Family = Literal[
+    "mpt", "gpt", "llama", "nemotron", "qwen", "olmo", "gemma", "falcon", "cohere",
+    "mixtral", "qwen-moe", "olmoe", "deepseek", "glm", "gpt-oss", "llama4", "granite-moe", "grok",
+]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
 Norm = Literal["layernorm", "layernorm-nobias", "layernorm-noweight", "rmsnorm"]
 Activation = Literal["gelu", "relu", "relu2", "silu", "swiglu", "geglu", "reglu"]
@@ -20,6 +24,8 @@ QkNorm = Literal["none", "head", "heads", "width"]
 Variant = Literal[
     "dropout", "soft-caps", "multipliers", "clipped-qkv", "unit-offset-norm", "no-rope-layers",
     "other-rope", "two-ropes", "interleaved-rope", "alibi-slopes", "residual-after-norm",
+    "clipped-swiglu", "scored-inputs", "unweighted-qk-norm", "router-noise",
+    "chunked-attention",
 ]  # fmt: skip
 VARIANTS: dict[Variant, str] = {
     "dropout": "dropout",
@@ -33,6 +39,11 @@ VARIANTS: dict[Variant, str] = {
     "interleaved-rope": "adjacent rotary pairs",
     "alibi-slopes": "ALiBi with other slopes",
     "residual-after-norm": "residuals taken after the norm",
+    "clipped-swiglu": "clipped and shifted SwiGLU",
+    "scored-inputs": "scores that multiply an expert's input",
+    "unweighted-qk-norm": "norms of queries and keys without weights",
+    "chunked-attention": "attention within chunks",
+    "router-noise": "noise on a router's inputs",
 }
 
 
@@ -85,7 +96,9 @@ class ModelShape:
     `bias` is that of every linear in a layer; the three after `top_k` (None: the same) are those of
     a part. `norms` stand before attention and MLP, after them, or both. In a parallel `block` both
     read the layer's input, through a norm each or through one. `window`: tokens a query looks
-    back, itself counted, in `local_layers` of the layers (None: in all).
+    back, itself counted, in `local_layers` of the layers (None: in all). `sinks`: a logit per head
+    that takes a share of attention. `ffn` is the width of dense layers, `moe` what the others have
+    in their place. `mtp`: layers that predict further tokens, counted apart and not run.
     """
 
     family: Family
@@ -116,15 +129,16 @@ class ModelShape:
     window: int | None = None
     local_layers: int | None = None
     variants: tuple[Variant, ...] = ()
+    moe: Moe | None = None
+    latent: Latent | None = None
+    sinks: bool | None = None
+    mtp: int | None = None
 
     def __post_init__(self) -> None:
         check.whole(1, 100_000, layers=self.layers, heads=self.heads, kv_heads=self.kv_heads)
         check.whole(1, 2**32, hidden=self.hidden, ffn=self.ffn, vocab=self.vocab)
         check.positive(norm_eps=self.norm_eps)
         check.name(name=self.name)
-        rule = "makes this a mixture of experts, which is not modelled yet"
-        hint, experts = "use a dense model (experts = 0, top_k = 0)", self.experts or self.top_k
-        check.that(not experts, "experts", experts, rule, hint)
         if self.head_dim is not None:
             check.whole(1, 2**20, head_dim=self.head_dim)
         else:
@@ -138,6 +152,45 @@ class ModelShape:
         before = self.block == "sequential" or self.norms == "before"
         check.that(before, "norms", self.norms, "must be 'before' in a parallel block")
         self._check_window()
+        self._check_experts()
+        self._check_latent()
+
+    def _check_experts(self) -> None:
+        moe = self.moe
+        if moe is None:
+            experts, hint = self.experts or self.top_k, "add a table moe, with ffn = ..."
+            check.that(not experts, "experts", experts, "needs the width of an expert", hint)
+            return
+        check.whole(1, 2**16, experts=self.experts)
+        rule = f"must be from 1 to experts={self.experts}"
+        check.that(1 <= self.top_k <= self.experts, "top_k", self.top_k, rule)
+        rule = f"must divide experts={self.experts}"
+        check.that(self.experts % moe.groups == 0, "moe.groups", moe.groups, rule)
+        few = moe.group_top_k * self.experts // moe.groups
+        rule = f"of {moe.groups} leaves {few} experts, but top_k={self.top_k}"
+        check.that(self.top_k <= few, "moe.group_top_k", moe.group_top_k, rule)
+        check.that(self.moe_layers > 0, "moe.every", moe.every, "leaves no layer with experts")
+        plain = self.block == "sequential"
+        check.that(plain, "block", self.block, "must be sequential with experts")
+
+    def _check_latent(self) -> None:
+        check.whole(0, 64, mtp=self.mtp or 0)
+        if self.latent is None:
+            return
+        plain = self.kv_heads == self.heads and self.qk_norm == "none"
+        rule, hint = "must be heads, without norms of queries and keys, in latent attention", ""
+        check.that(plain, "kv_heads", self.kv_heads, rule, hint)
+        check.that(self.positions.kind == "rope", "positions", self.positions.kind, "must be rope")
+
+    def has_experts(self, layer: int) -> bool:
+        moe = self.moe
+        return moe is not None and layer >= moe.dense_first and (layer + 1) % moe.every == 0
+
+    @property
+    def moe_layers(self) -> int:
+        """How many layers have experts."""
+        moe = self.moe
+        return self.layers // moe.every - moe.dense_first // moe.every if moe else 0
 
     def _check_window(self) -> None:
         if self.window is not None:
@@ -149,6 +202,8 @@ class ModelShape:
 
     @property
     def head_size(self) -> int:
+        if self.latent is not None:
+            return self.latent.nope + self.latent.rope
         return self.head_dim or self.hidden // self.heads
 
     @property
@@ -159,6 +214,16 @@ class ModelShape:
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_size
+
+    @property
+    def value_width(self) -> int:
+        """Columns of attention's output projection."""
+        return self.heads * (self.latent.v if self.latent else self.head_size)
+
+    @property
+    def core_width(self) -> float:
+        """Mean of the widths of scores and of their product with values."""
+        return (self.attention_width + self.value_width) / 2
 
     @property
     def gated(self) -> bool:
@@ -182,54 +247,3 @@ class ModelShape:
         sequence, or of a window w as many as make the same causal area, w (2 - w/s)."""
         seen = seq_len if self.window is None else min(self.window, seq_len)
         return seq_len - self.local_share * (seq_len - seen * (2.0 - seen / seq_len))
-
-
-# What engine/model computes; everything else of a shape is only counted and planned.
-_RUN_ACTIVATIONS = ("gelu", "relu2", "swiglu")
-_RUN_QK_NORMS = ("none", "head", "width")
-
-
-def windowed(model: ModelShape, seq_len: int) -> bool:
-    """Whether a window hides any token of such sequences."""
-    return model.window is not None and model.window < seq_len
-
-
-def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
-    """Words for what the engine does not run; empty: it runs the model on such sequences."""
-    # Nemotron turns half of a head; its presets have always been written without saying so.
-    is_partial = model.positions.partial != 1 or model.family == "nemotron"
-    facts = (
-        (model.activation not in _RUN_ACTIVATIONS, f"{model.activation} activations"),
-        (model.norm == "layernorm-noweight", "norms without weights"),
-        (model.qk_norm not in _RUN_QK_NORMS, "norms of queries and keys with weights per head"),
-        (model.qk_norm != "none" and model.norm != "rmsnorm", "LayerNorms of queries and keys"),
-        (model.norms == "around", "norms before and after attention and MLP"),
-        (model.block != "sequential", "parallel attention and MLP"),
-        (model.head_bias, "a bias in the output layer"),
-        (is_partial, "partial rotary positions"),
-        (windowed(model, seq_len), f"windows of {model.window} tokens in longer sequences"),
-    )
-    variants = (VARIANTS[variant] for variant in model.variants)
-    return (*(words for is_so, words in facts if is_so), *variants)
-
-
-def remarks(model: ModelShape, seq_len: int) -> tuple[str, ...]:
-    """Sentences for what a prediction of seconds and memory leaves out or takes for something else;
-    parameters are exact all the same."""
-    sentences = []
-    if windowed(model, seq_len):
-        layers = "all layers" if model.local_layers is None else f"{model.local_layers} layers"
-        sentences.append(
-            f"attention of {layers} is timed with a window of {model.window} tokens, but all keys "
-            "and values are sent"
-        )
-    if model.block != "sequential":
-        sentences.append("parallel attention and MLP are timed as sequential")
-    untimed = [VARIANTS[variant] for variant in model.variants]
-    if model.norms == "around":
-        untimed.insert(0, "norms after attention and MLP")
-    if model.qk_norm != "none":
-        untimed.insert(0, "norms of queries and keys")
-    if untimed:
-        sentences.append(f"not timed: {', '.join(untimed)}")
-    return tuple(sentences)

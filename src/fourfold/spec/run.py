@@ -11,7 +11,7 @@ from fourfold.flag import flag
 from fourfold.spec import check, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Size
-from fourfold.spec.layout import AXES, SIZES, Layout
+from fourfold.spec.layout import AXES, EXPERT_AXES, SIZES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.words import (
@@ -130,7 +130,7 @@ def short_names() -> dict[str, str]:
     """A field's own name -> its path in a run's table; a run's own fields come first."""
     names = {field.name: f"policy.{field.name}" for field in fields(Policy)}
     names |= {field.name: f"batch.{field.name}" for field in fields(Batch)}
-    names |= {axis: f"layout.{axis}" for axis in (*AXES, "order")}
+    names |= {axis: f"layout.{axis}" for axis in (*AXES, *EXPERT_AXES, "order")}
     return names | {field.name: field.name for field in fields(RunSpec)}
 
 

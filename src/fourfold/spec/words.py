@@ -89,7 +89,8 @@ POLICY = {
 }  # fmt: skip
 _SIZES = (
     "gpus", "policy.virtual_stages", "batch.seq_len", "batch.micro_batch", "batch.global_batch",
-    "layout.pp", "layout.cp", "layout.tp", "layout.replicate", "layout.shard",
+    "layout.pp", "layout.cp", "layout.tp", "layout.replicate", "layout.shard", "layout.ep",
+    "layout.etp",
 )  # fmt: skip
 _TOKENS = re.compile(r"(.*?)\s*(tok|toks|token|tokens)\Z", re.IGNORECASE)
 

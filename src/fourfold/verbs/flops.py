@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery, convention, utilisation_pct
-from fourfold.cost.count.params import model_params
+from fourfold.cost.count.params import active_params, model_params
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.spec import catalog, check, codec
 from fourfold.spec.batch import Batch
-from fourfold.spec.model import windowed
 from fourfold.spec.run import RunSpec
+from fourfold.spec.supported import windowed
 from fourfold.units import number_from
 from fourfold.verbs import Answer
 
@@ -62,6 +62,7 @@ class Flops(Answer):
 
     model: str
     params: int
+    active_params: int
     seq_len: int
     gpus: int
     precision: str
@@ -93,6 +94,7 @@ def flops(run: Mapping[str, Any], request: FlopsRequest | None = None) -> Flops:
     return Flops(
         model=model.name,
         params=model_params(model, batch.seq_len),
+        active_params=active_params(model, batch.seq_len).all,
         seq_len=batch.seq_len,
         gpus=spec.gpus,
         precision=policy.precision,

@@ -6,12 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.cost.count.params import layer_params, model_params, rank_params, stage_layers
+from fourfold.cost.count.params import (
+    active_params,
+    first_routed,
+    layer_params,
+    model_params,
+    mtp_params,
+    rank_params,
+    stage_layers,
+)
 from fourfold.errors import UserError
 from fourfold.spec import catalog, codec
 from fourfold.spec.cluster import Cluster, Device
-from fourfold.spec.model import ModelShape, not_run, remarks
+from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
+from fourfold.spec.supported import not_run, remarks
 from fourfold.verbs import Answer
 
 DEFAULT_SEQ_LEN = 2048
@@ -76,7 +85,9 @@ class StageShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model(Answer):
-    """A model's shape and size; `stages` of a layout."""
+    """A model's shape and size; `stages` of a layout. With experts: the parameters that a token
+    meets, and those of them besides input embedding and output layer; `layer_params` are those of
+    a layer with experts."""
 
     name: str
     params: int
@@ -84,6 +95,9 @@ class Model(Answer):
     seq_len: int
     shape: ModelShape
     remarks: tuple[str, ...]
+    active_params: int | None = None
+    active_params_no_embedding: int | None = None
+    mtp_params: int | None = None
     layout: str | None = None
     sharding: str | None = None
     stages: tuple[StageShare, ...] | None = None
@@ -93,6 +107,8 @@ class Model(Answer):
             head = {"name": self.name, "layout": self.layout, "sharding": self.sharding}
             return [head | codec.encode(stage) for stage in self.stages]
         head = {"name": self.name, "params": self.params, "layer_params": self.layer_params}
+        names = ("active_params", "active_params_no_embedding", "mtp_params")
+        head |= {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return [head | codec.encode(self.shape)]
 
 
@@ -125,14 +141,23 @@ def model(run: Mapping[str, Any], *, rank: int | None = None) -> Model:
 
 
 def _described(shape: ModelShape, seq_len: int) -> dict[str, Any]:
-    notes = [f"plan approximates: {words}" for words in remarks(shape, seq_len)]
+    priced = not (shape.moe or shape.latent)
+    about, said = ("plan approximates", "planned") if priced else ("plan", "counted")
+    notes = [f"{about}: {words}" for words in remarks(shape, seq_len)]
     lacking = not_run(shape, seq_len)
     if lacking:
-        notes.append(f"planned, not run here (at {seq_len} tokens): {', '.join(lacking)}")
+        notes.append(f"{said}, not run here (at {seq_len} tokens): {', '.join(lacking)}")
+    active = active_params(shape, seq_len)
+    experts = {
+        "active_params": active.all,
+        "active_params_no_embedding": active.without_both,
+        "mtp_params": mtp_params(shape) or None,
+    }
     return {
         "name": shape.name,
         "params": model_params(shape, seq_len),
-        "layer_params": layer_params(shape),
+        "layer_params": layer_params(shape, first_routed(shape)),
+        **(experts if shape.moe else {}),
         "seq_len": seq_len,
         "shape": shape,
         "remarks": tuple(notes),

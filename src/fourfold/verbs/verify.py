@@ -17,9 +17,10 @@ from fourfold.result.report import RunReport
 from fourfold.spec import check, codec
 from fourfold.spec.catalog import model
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape, not_run
+from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.supported import not_run
 from fourfold.verbs import Answer, verify_cases
 from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words

@@ -1,5 +1,7 @@
 """FLOPs of a token under each published convention, matrix products of both passes: L layers, d
-hidden, w attention width (= d in most models), s sequence, V vocabulary, N parameters."""
+hidden, w attention width (= d in most models), s sequence, V vocabulary, N parameters. Of experts
+those that a token meets count: shared ones, and top-k of the others; of latent attention (MLA) w is
+the mean of the widths of keys and values."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cost.count.params import layer_matmul_params, model_params
+from fourfold.cost.count.params import active_params, layer_matmul_params
 from fourfold.errors import UserError, nearest
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
@@ -43,11 +45,11 @@ class FlopsQuery:
         return cls(
             layers=model.layers,
             hidden=model.hidden,
-            width=model.attention_width,
+            width=model.core_width,
             vocab=model.vocab,
             seq_len=seq_len,
             reach=model.reach(seq_len),
-            params=model_params(model, seq_len),
+            params=active_params(model, seq_len).all,
             layer_weights=layer_matmul_params(model),
             tp=layout.tp,
             pp=layout.pp,

@@ -1,77 +1,18 @@
-"""Parameters of the whole model and of each rank of a layout: every one once, by the name and
-global shape that the engine also uses. A tied output layer is the embedding itself. And the layers
-of each pipeline stage: the contiguous cut whose slowest stage is fastest."""
+"""Parameters of the whole model and of each rank of a layout, every one once. And the layers of
+each pipeline stage: the contiguous cut whose slowest stage is fastest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
+from fourfold.cost.count.tensors import Param, embedding_tensors, head_tensors, layer_tensors
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
-
-# How tensor parallelism cuts a tensor: by rows (dim 0), by columns (dim 1), by whole KV heads
-# (dim 0, a head is kept on several ranks when there are fewer heads than ranks), or not at all:
-# `heads` is one weight for all heads, of which each rank has only some to learn from.
-Cut = Literal["rows", "columns", "kv", "whole", "heads"]
-
-
-@dataclass(frozen=True, slots=True)
-class Param:
-    """One parameter: `shape` is global, [out, in] for matrices."""
-
-    name: str
-    shape: tuple[int, ...]
-    cut: Cut = "whole"
-
-    @property
-    def count(self) -> int:
-        return prod(self.shape)
-
-
-def layer_tensors(model: ModelShape) -> Iterator[Param]:
-    """Parameters of one decoder layer; names are relative to the layer."""
-    hidden, ffn = model.hidden, model.ffn
-    width, kv_width = model.attention_width, model.kv_width
-    qkv, out, mlp = (model.biased(part) for part in ("qkv", "out", "mlp"))
-    yield from _norm(model, "attention_norm")
-    yield from _linear("attention.q", width, hidden, "rows", bias=qkv)
-    yield from _linear("attention.k", kv_width, hidden, "kv", bias=qkv)
-    yield from _linear("attention.v", kv_width, hidden, "kv", bias=qkv)
-    yield from _qk_norms(model)
-    yield from _linear("attention.out", hidden, width, "columns", bias=out)
-    if model.norms == "around":
-        yield from _norm(model, "attention_post_norm")
-    if model.block != "parallel-one-norm":
-        yield from _norm(model, "mlp_norm")
-    if model.gated:
-        yield from _linear("mlp.gate", ffn, hidden, "rows", bias=mlp)
-    yield from _linear("mlp.up", ffn, hidden, "rows", bias=mlp)
-    yield from _linear("mlp.down", hidden, ffn, "columns", bias=mlp)
-    if model.norms == "around":
-        yield from _norm(model, "mlp_post_norm")
-
-
-def embedding_tensors(model: ModelShape, seq_len: int) -> Iterator[Param]:
-    """What the first stage holds besides its layers."""
-    yield Param("embedding.weight", (model.vocab, model.hidden), "rows")
-    if model.positions.kind == "learned":
-        yield Param("positions.weight", (model.positions.length or seq_len, model.hidden))
-    if model.embedding_norm:
-        yield from _norm(model, "embedding_norm")
-
-
-def head_tensors(model: ModelShape) -> Iterator[Param]:
-    """What the last stage holds besides its layers; a tied head has no tensor of its own."""
-    yield from _norm(model, "final_norm")
-    if not model.tied:
-        yield Param("head.weight", (model.vocab, model.hidden), "rows")
-    if model.head_bias:
-        yield Param("head.bias", (model.vocab,), "rows")
 
 
 def tensors(model: ModelShape, seq_len: int) -> Iterator[Param]:
@@ -79,50 +20,70 @@ def tensors(model: ModelShape, seq_len: int) -> Iterator[Param]:
     return stage_tensors(model, seq_len, (range(model.layers),), 0)
 
 
-def _norm(model: ModelShape, name: str) -> Iterator[Param]:
-    if model.norm != "layernorm-noweight":
-        yield Param(f"{name}.weight", (model.hidden,))
-    if model.norm == "layernorm":
-        yield Param(f"{name}.bias", (model.hidden,))
-
-
-def _qk_norms(model: ModelShape) -> Iterator[Param]:
-    if model.qk_norm == "none":
-        return
-    sides: tuple[tuple[str, int, Cut], ...] = (
-        ("attention.q_norm", model.attention_width, "rows"),
-        ("attention.k_norm", model.kv_width, "kv"),
-    )
-    for name, width, cut in sides:
-        if model.qk_norm != "head":
-            yield Param(f"{name}.weight", (width,), cut)
-            continue
-        yield Param(f"{name}.weight", (model.head_size,), "heads")
-        if model.norm == "layernorm":
-            yield Param(f"{name}.bias", (model.head_size,), "heads")
-
-
-def _linear(name: str, outs: int, ins: int, cut: Cut, *, bias: bool) -> Iterator[Param]:
-    yield Param(f"{name}.weight", (outs, ins), cut)
-    if bias:
-        # The bias of a column-cut matrix is added once, after the sum over ranks: it stays whole.
-        yield Param(f"{name}.bias", (outs,), "whole" if cut == "columns" else cut)
-
-
 @lru_cache(256)
-def layer_params(model: ModelShape) -> int:
-    return sum(tensor.count for tensor in layer_tensors(model))
+def layer_params(model: ModelShape, layer: int = 0) -> int:
+    return sum(tensor.count for tensor in layer_tensors(model, layer))
 
 
-def layer_matmul_params(model: ModelShape) -> int:
-    """Weights of one layer that take part in a matrix product."""
-    return sum(tensor.count for tensor in layer_tensors(model) if len(tensor.shape) == 2)
+def layer_matmul_params(model: ModelShape) -> float:
+    """Weights of matrix products that a token meets in a layer, mean over layers, routers left out
+    as all published conventions do."""
+    dense = sum(t.count for t in layer_tensors(_without_experts(model)) if len(t.shape) == 2)
+    if model.moe is None:
+        return dense
+    wide = model.top_k * model.moe.ffn + model.moe.shared_ffn - model.ffn
+    more = (2 + model.gated) * model.hidden * wide + model.hidden * model.moe.shared_gate
+    return dense + more * model.moe_layers / model.layers
+
+
+def first_routed(model: ModelShape) -> int:
+    """The first layer with experts; of a dense model any layer will do."""
+    return next(filter(model.has_experts, range(model.layers)), 0)
+
+
+def _without_experts(model: ModelShape) -> ModelShape:
+    return model if model.moe is None else replace(model, moe=None, experts=0, top_k=0)
 
 
 def model_params(model: ModelShape, seq_len: int) -> int:
     """All parameters; `seq_len` matters only where learned positions follow the run (MPT)."""
-    ends = [*embedding_tensors(model, seq_len), *head_tensors(model)]
-    return model.layers * layer_params(model) + sum(tensor.count for tensor in ends)
+    ends = sum(t.count for t in (*embedding_tensors(model, seq_len), *head_tensors(model)))
+    routed = model.moe_layers
+    dense = (model.layers - routed) * layer_params(_without_experts(model))
+    return ends + dense + (routed * layer_params(model, first_routed(model)))
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveParams:
+    """Parameters that one token meets: all, those but the input embedding's, and those but both
+    embeddings'. All three are printed as "active"."""
+
+    all: int
+    without_embedding: int
+    without_both: int
+
+
+def active_params(model: ModelShape, seq_len: int) -> ActiveParams:
+    idle = model.moe_layers * (model.experts - model.top_k) * _expert_params(model)
+    every = model_params(model, seq_len) - idle
+    table = model.vocab * model.hidden
+    # A tied table is also the output layer, which a token meets.
+    one = every if model.tied else every - table
+    return ActiveParams(every, one, every - table * (2 - model.tied))
+
+
+def _expert_params(model: ModelShape) -> int:
+    if model.moe is None:
+        return 0
+    ffn, bias = model.moe.ffn, model.moe.expert_bias
+    return (2 + model.gated) * model.hidden * ffn + bias * ((1 + model.gated) * ffn + model.hidden)
+
+
+def mtp_params(model: ModelShape) -> int:
+    """Own weights of layers that predict further tokens: a layer, with experts if the model has
+    any, a matrix that joins embedding and hidden state, and three norms."""
+    each = layer_params(model, first_routed(model)) + 2 * model.hidden**2 + 3 * model.hidden
+    return (model.mtp or 0) * each
 
 
 def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
@@ -136,13 +97,22 @@ def chunk(size: int, parts: int, part: int) -> tuple[int, int]:
 
 
 def tp_shape(model: ModelShape, tensor: Param, tp: int, rank: int) -> tuple[int, ...]:
-    """The part of a tensor that tensor-parallel rank `rank` holds."""
+    """The part of a dense tensor that tensor-parallel rank `rank` holds."""
     if tensor.cut in ("whole", "heads") or tp == 1:
         return tensor.shape
     if tensor.cut == "kv" and model.kv_heads < tp:
         return (model.head_size, *tensor.shape[1:])
     dim = 1 if tensor.cut == "columns" else 0
     start, stop = chunk(tensor.shape[dim], tp, rank)
+    return (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
+
+
+def etp_shape(tensor: Param, etp: int, rank: int) -> tuple[int, ...]:
+    """The part of an expert's tensor that rank `rank` of those that share the expert holds."""
+    if etp == 1 or (len(tensor.shape) == 1 and tensor.cut == "whole"):
+        return tensor.shape
+    dim = 1 if tensor.cut == "expert-columns" else 0
+    start, stop = chunk(tensor.shape[dim], etp, rank)
     return (*tensor.shape[:dim], stop - start, *tensor.shape[dim + 1 :])
 
 
@@ -153,8 +123,8 @@ def stage_tensors(
     if stage == 0:
         yield from embedding_tensors(model, seq_len)
     for layer in stages[stage]:
-        for tensor in layer_tensors(model):
-            yield Param(f"layers.{layer}.{tensor.name}", tensor.shape, tensor.cut)
+        for tensor in layer_tensors(model, layer):
+            yield replace(tensor, name=f"layers.{layer}.{tensor.name}")
     if stage == len(stages) - 1:
         yield from head_tensors(model)
         if model.tied and stage > 0:
@@ -183,14 +153,22 @@ def rank_params(
     rank: int,
     zero: int,
 ) -> RankParams:
-    """Parameters of one rank; the optimizer is sharded over shard x cp (which share weights)."""
-    place = layout.coordinates(rank)
-    parts = layout.shard * layout.cp if zero >= 1 else 1
-    part = (place["dp"] % layout.shard) * layout.cp + place["cp"] if zero >= 1 else 0
+    """Parameters of one rank; the optimizer is sharded over shard x cp (which share weights), that
+    of experts over edp."""
+    place, (edp, ep, etp) = layout.coordinates(rank), layout.expert_place(rank)
+    dense = (layout.shard * layout.cp, place["dp"] % layout.shard * layout.cp + place["cp"])
+    first, last = chunk(model.experts, layout.ep, ep)
     held = owned = 0
     for tensor in stage_tensors(model, seq_len, stages, place["pp"]):
-        shape = tp_shape(model, tensor, layout.tp, place["tp"])
-        start, stop = chunk(shape[0], parts, part)
+        if tensor.expert is None:
+            shape = tp_shape(model, tensor, layout.tp, place["tp"])
+            parts, part = dense
+        elif first <= tensor.expert < last:
+            shape = etp_shape(tensor, layout.etp, etp)
+            parts, part = layout.edp, edp
+        else:
+            continue
+        start, stop = chunk(shape[0], parts, part) if zero >= 1 else (0, shape[0])
         held += prod(shape)
         tied_copy = place["pp"] > 0 and tensor.name == "embedding.weight"
         owned += 0 if tied_copy else (stop - start) * prod(shape[1:])

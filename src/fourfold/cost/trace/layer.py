@@ -15,9 +15,10 @@ from fourfold.result.trace import LayerStep, LayerTensor, LayerTrace
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import Layout
-from fourfold.spec.model import ModelShape, not_run
+from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.spec.supported import not_run
 from fourfold.spec.words import AROUND, CpKind, Dtype, Sharding
 
 SHARDS = "dpxcp"

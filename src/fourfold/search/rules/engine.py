@@ -5,7 +5,7 @@ from __future__ import annotations
 from fourfold.search.rules.case import Rule, RuleCase, Truth, Whole, Words, any_of, choice, outside
 from fourfold.spec.cluster import PEAK_NAMES
 from fourfold.spec.layout import MODEL_AXES
-from fourfold.spec.model import not_run
+from fourfold.spec.supported import not_run
 from fourfold.spec.words import CP_KINDS, NUMBERED_RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES
 
 

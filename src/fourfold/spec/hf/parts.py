@@ -104,6 +104,12 @@ def _listed(config: Config, layers: int) -> int | None:
     return kinds.count("sliding_attention")
 
 
+def qwen_windows(config: Config, layers: int) -> Fields:
+    """The first `max_window_layers` see all."""
+    first = decode_value(int, config.data.get("max_window_layers", 28), "max_window_layers")
+    return windows(config, layers, local=lambda layer: layer >= first, default=4096, switched=True)
+
+
 def local_except_every(config: Config, default: int) -> Callable[[int], bool]:
     """Every n-th layer sees all, the others a window; newer files list the layers instead."""
     step = config.whole("", "sliding_window_pattern", default=default)

@@ -13,19 +13,19 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.spec import codec
 from fourfold.spec.hf.config import Config
+from fourfold.spec.hf.experts import EXPERT_TYPES, UNKNOWN
 from fourfold.spec.hf.tensors import export_type
 from fourfold.spec.hf.types import TYPES
 from fourfold.spec.model import ModelShape, Variant
 
 _EXPERTS = re.compile(r".*expert.*|(.*_)?moe(_.*)?")
-# Types whose files may not say it in a key.
-_EXPERT_TYPES = re.compile(
-    r".*moe.*|mixtral|dbrx|deepseek_v[234].*|gpt_oss|llama4.*|jamba|grok.*|arctic|olmoe|nllb_moe"
-)
 # What files of several kinds of input leave to transformers' own defaults.
 _LEFT_OUT: dict[str, dict[str, int]] = {
     "gemma3_text": {"vocab_size": 262208, "num_attention_heads": 8},
 }
+# Of types with experts: what their readers look at themselves. How a release stores its weights
+# changes no shape, and formats are the policy's.
+_READ_WITH_EXPERTS = re.compile(r"(q|kv)_lora_rank|num_nextn_predict_layers|quantization_config")
 # Pattern of the whole key -> reason, hint; at the top and one table deep.
 _REFUSED = {
     r"(vision|audio|image|text|speech|video|thinker|llm)_(config|tower)|mm_.*":
@@ -87,23 +87,31 @@ def _keys(data: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _refuse_experts(data: dict[str, Any], kind: object) -> None:
-    """Before anything else is said of the model type: experts have one clear reason."""
-    named = [
-        (f"{path}{name}", value)
-        for path, name, value in _keys(data)
-        if value and _EXPERTS.fullmatch(name) and not _NOT_MEANT.fullmatch(name)
-    ]
-    if isinstance(kind, str) and _EXPERT_TYPES.fullmatch(kind):
-        named = [("model_type", kind)]
-    for field, value in named:
-        rule = "makes this a mixture of experts, which is not modelled yet"
-        raise UserError(rule, field=field, value=value, hint="use a dense model")
+    """Before anything else is said of the model type: experts where the type has none, and types
+    whose layers are not understood."""
+    if isinstance(kind, str) and kind in UNKNOWN:
+        field, asked = UNKNOWN[kind]
+        given = data.get(field)
+        rule, hint = f"asks for {asked}, which is not modelled", f"model_type {kind} is not read"
+        if given is None:
+            field, given, rule = "model_type", kind, f"has {asked}, which is not modelled"
+        raise UserError(rule, field=field, value=given, hint=hint)
+    has_experts = isinstance(kind, str) and kind in EXPERT_TYPES
+    for path, name, value in () if has_experts else _keys(data):
+        if value and _EXPERTS.fullmatch(name) and not _NOT_MEANT.fullmatch(name):
+            rule = "gives experts to a model type that is read without them"
+            hint = f"types with experts: {', '.join(sorted(EXPERT_TYPES))}"
+            raise UserError(rule, field=f"{path}{name}", value=value, hint=hint)
 
 
 def _refuse_unmodelled(data: dict[str, Any], config: Config) -> None:
     """Refuse what changes the count, note as a variant what changes only the function."""
+    kind = data.get("model_type")
+    has_experts = isinstance(kind, str) and kind in EXPERT_TYPES
     for path, name, value in _keys(data):
         if not value or _NOT_MEANT.fullmatch(name):
+            continue
+        if has_experts and _READ_WITH_EXPERTS.fullmatch(name):
             continue
         for pattern, (reason, hint) in _REFUSED.items():
             if re.fullmatch(pattern, name):
@@ -121,6 +129,8 @@ def _refuse_unknown(data: dict[str, Any], config: Config) -> None:
         if value in (None, False, 0, "", [], {}) or f"{path}{name}" in config.used:
             continue
         if path and path.removesuffix(".") not in config.used:
+            continue
+        if name == "quantization_config" and data["model_type"] in EXPERT_TYPES:
             continue
         if _NOT_MEANT.fullmatch(name) or _HARMLESS.fullmatch(name):
             continue

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from fourfold.errors import UserError
-from fourfold.spec.codec import decode_value
 from fourfold.spec.hf.config import Config
+from fourfold.spec.hf.experts import EXPERT_TYPES
 from fourfold.spec.hf.mpt import mpt
 from fourfold.spec.hf.parts import (
     POSITIONS,
@@ -19,6 +19,7 @@ from fourfold.spec.hf.parts import (
     local_except_every,
     no_more,
     no_windows,
+    qwen_windows,
     rope,
     rotary_dims,
     sizes,
@@ -32,12 +33,6 @@ def _some_windows(step: int) -> Callable[[Config, int], Fields]:
     return lambda config, layers: windows(
         config, layers, default=4096, local=local_except_every(config, step)
     )
-
-
-def _qwen_windows(config: Config, layers: int) -> Fields:
-    """The first `max_window_layers` see all."""
-    first = decode_value(int, config.data.get("max_window_layers", 28), "max_window_layers")
-    return windows(config, layers, local=lambda layer: layer >= first, default=4096, switched=True)
 
 
 def _smollm3_windows(config: Config, layers: int) -> Fields:
@@ -128,7 +123,7 @@ _MLP: Switch = ("mlp_bias", False)
 _LLAMA = ModelType(bias=(_ATTENTION, _ATTENTION, _MLP), windows=windows)
 _QWEN3 = ModelType(
     family="qwen", kv_heads=32, head_dim=128, bias=(_ATTENTION, _ATTENTION, False),
-    windows=_qwen_windows, fixed={"qk_norm": "head"},
+    windows=qwen_windows, fixed={"qk_norm": "head"},
 )  # fmt: skip
 # Norms multiply by 1 + weight, embeddings are scaled by the root of their width.
 _GEMMA = ModelType(
@@ -279,4 +274,5 @@ TYPES: dict[str, Callable[[Config], Fields]] = {
         act="gelu_pytorch_tanh", bias=(("use_bias", True),) * 3, positions=rope, windows=windows,
         required={"mlp_type": "default", "norm_type": "layer_norm"},
     ),
+    **EXPERT_TYPES,
 }  # fmt: skip
