@@ -85,7 +85,8 @@ def test_the_decoder_of_a_model_that_also_sees_is_counted() -> None:
 
 
 def test_every_type_has_a_file() -> None:
-    assert {config["model_type"] for config in samples().values()} == set(TYPES)
+    """But for Kimi-K2's, which reads as DeepSeek-V3's; transformers has no model of that name."""
+    assert {config["model_type"] for config in samples().values()} == set(TYPES) - {"kimi_k2"}
 
 
 def _key(config: dict[str, Any], names: tuple[str, ...]) -> str | None:

@@ -22,7 +22,7 @@ from fourfold.units import size_from
 Loss = Literal["auto", "torch", "lean"]
 
 _RECOMPUTE = re.compile(
-    rf"{'|'.join(map(re.escape, words.RECOMPUTE))}"
+    rf"{'|'.join(map(re.escape, (*words.RECOMPUTE, *words.MOE_RECOMPUTE)))}"
     rf"|(?:{'|'.join(words.NUMBERED_RECOMPUTE)})-[1-9][0-9]{{0,4}}\Z"
 )
 
@@ -41,7 +41,8 @@ class Dtypes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """`recompute`: none, full, selective (attention core), every-N (each N-th layer in full),
-    block-N (the first N layers of each model chunk).
+    block-N (the first N layers of each model chunk), moe and moe-act (of layers with experts all
+    that experts do, or their activation).
 
     `loss`: torch's cross-entropy, which widens all logits; or a lean one, whose gradient takes the
     logits' place in memory; auto: the lean one in compiled runs.
@@ -69,12 +70,21 @@ class Policy:
         "model chunks per pipeline rank", "N", rare=True, default=1
     )
     recompute: str = flag(
-        "activation recompute: none, full, selective, every-N or block-N",
+        "activation recompute: none, full, selective, every-N, block-N, moe or moe-act",
         "X",
         rare=True,
         default="none",
     )
     attention: words.Attention = "auto"
+    dispatcher: words.Dispatcher = flag(
+        "how tokens reach experts: local, alltoall or allgather", "X", rare=True, default="auto"
+    )
+    routing: words.Routing = flag(
+        "natural, or forced: experts in turn, all with as many tokens",
+        "X",
+        rare=True,
+        default="natural",
+    )
     optimizer: Literal["adamw", "adamw-plain"] = "adamw"
     compile: bool = False
     cuda_graph: bool = False
@@ -111,12 +121,14 @@ class Policy:
     @property
     def recompute_kind(self) -> str:
         """Of words.RECOMPUTE_KINDS: without its number."""
-        return self.recompute.partition("-")[0]
+        whole = self.recompute in words.MOE_RECOMPUTE
+        return self.recompute if whole else self.recompute.partition("-")[0]
 
     @property
     def recompute_number(self) -> int:
         """N of every-N and block-N; 0: none of them."""
-        return int(self.recompute.partition("-")[2] or 0)
+        is_numbered = self.recompute_kind in words.NUMBERED_RECOMPUTE
+        return int(self.recompute.partition("-")[2]) if is_numbered else 0
 
     def recompute_share(self, layers: int, stages: int) -> float:
         """Share of a model's layers whose whole forward runs twice, on `stages` pipeline ranks."""

@@ -58,10 +58,16 @@ PRICED_ATTENTION = ("flash", "fused-softmax", "unfused", "flash1", "flash2")
 KEEPS_SCORES = ("fused-softmax", "unfused")
 # Selective: the attention core. norm+act: outputs of norms and of the MLP's activation; norm+mlp:
 # the MLP's first product too. Beside these, whole layers: each N-th (every-N), or the first N of
-# each model chunk of a stage (block-N, Megatron's method of that name).
+# each model chunk of a stage (block-N, Megatron's method of that name). Of layers with experts
+# alone: routing, exchange and experts (moe), or the experts' activation (moe-act).
 RECOMPUTE = ("none", "selective", "norm+act", "norm+mlp", "full")
 NUMBERED_RECOMPUTE = ("every", "block")
-RECOMPUTE_KINDS = (*RECOMPUTE, *NUMBERED_RECOMPUTE)
+MOE_RECOMPUTE = ("moe", "moe-act")
+RECOMPUTE_KINDS = (*RECOMPUTE, *NUMBERED_RECOMPUTE, *MOE_RECOMPUTE)
+# How tokens reach experts of other ranks. auto: local where all experts are at hand, else alltoall.
+Dispatcher = Literal["auto", "local", "alltoall", "allgather"]
+# forced: every token goes to the next experts in turn, so that all have as many.
+Routing = Literal["natural", "forced"]
 
 # What others call them. Keys are lower case with '-' for '_' and blanks.
 SHARDING = {
