@@ -21,6 +21,7 @@ from fourfold.engine.model.positions import make_tables
 from fourfold.engine.parallel.shards import (
     InitRule,
     Rect,
+    Shard,
     ShardPlace,
     initialize,
     shards_of,
@@ -28,12 +29,29 @@ from fourfold.engine.parallel.shards import (
 )
 from fourfold.errors import UserError
 from fourfold.spec import catalog
+from fourfold.spec.experts import Latent, Moe
 from fourfold.spec.hf.shapes import config_of, shape_from_config
 from fourfold.spec.hf.tensors import approximation, export_type
 from fourfold.spec.model import ModelShape, Positions, RopeScaling
 
 SEQ_LEN = 32
+_EXPERTS = Moe(ffn=96, balance_weight=0.02)
+_MIXTRAL = replace(catalog.model("mixtral-tiny"), moe=_EXPERTS)
+_LATENT = Latent(kv_rank=16, nope=16, rope=8, v=24)
 TINY = {
+    "mixtral": _MIXTRAL,
+    "qwen3-moe": replace(
+        _MIXTRAL, qk_norm="head", head_dim=24, moe=replace(_EXPERTS, ffn=40, normalised=False)
+    ),
+    "olmoe": replace(_MIXTRAL, qk_norm="width", moe=replace(_EXPERTS, normalised=False)),
+    "deepseek-v2": replace(
+        _MIXTRAL, kv_heads=4, latent=_LATENT, norm_eps=1e-6,
+        moe=Moe(
+            ffn=40, shared_ffn=80, dense_first=1, normalised=False, scale=4.0, groups=4,
+            group_top_k=2, balance="sequence",
+        ),
+    ),
+    "deepseek-v3": catalog.model("deepseek-tiny"),
     "llama": catalog.model("llama-tiny"),
     "llama-tied": replace(catalog.model("llama-tiny"), tied=True),
     "llama-biased": replace(catalog.model("llama-tiny"), bias=True, kv_heads=1, head_dim=24),
@@ -84,6 +102,11 @@ def built(shape: ModelShape, seed: int = 3) -> tuple[Decoder, dict[str, Tensor]]
     return decoder, {shard.name: shard.values.clone() for shard in held}
 
 
+def stored(held: list[Shard]) -> list[Shard]:
+    """Without what routers know of the batch before, which no other format has."""
+    return [shard for shard in held if not shard.name.endswith("router.load")]
+
+
 def exported(shape: ModelShape, out: Path, **fields: object) -> dict[str, Tensor]:
     _, values = built(shape)
     what = Export(model=shape, seq_len=SEQ_LEN, **({"dtype": torch.float32} | fields))
@@ -102,7 +125,7 @@ def test_out_and_in_again_changes_nothing(name: str, tmp_path: Path) -> None:
     held = shards_of(decoder, shape, SEQ_LEN, ShardPlace())
     fill(held, weights, shape)
     assert {shard.name for shard in held} == set(values)
-    assert all(torch.equal(shard.values, values[shard.name]) for shard in held)
+    assert all(torch.equal(shard.values, values[shard.name]) for shard in stored(held))
     assert not list(tmp_path.glob(".*"))
 
 
@@ -164,7 +187,7 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     weights = HfWeights(tmp_path / "again")
     weights.require(shape, SEQ_LEN)
     fill(held, weights, shape)
-    assert all(torch.equal(shard.values, values[shard.name]) for shard in held)
+    assert all(torch.equal(shard.values, values[shard.name]) for shard in stored(held))
 
 
 @pytest.mark.parametrize("name", TINY)

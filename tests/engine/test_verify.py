@@ -45,8 +45,25 @@ def test_biases_and_norms_of_queries_under_tensor_parallelism_in_fp64():
     assert report["passed"] == 0  # one weight for all heads: a rank alone sees half of them
 
 
+@pytest.mark.parametrize(
+    ("family", "layout", "policy"),
+    [
+        ("mixtral", "dp2 ep2", "sharding=zero3"),
+        ("deepseek", "dp2 tp2 ep2 etp2", "sharding=zero1"),
+        ("deepseek", "pp2 cp2 ep2", "schedule=zero-bubble"),
+    ],
+)
+def test_experts_equal_one_process(family, layout, policy):
+    fixed = ("--set", f"policy.{policy}", "--set", "policy.cp_kind=ring")
+    if "pp" in layout:
+        fixed += ("--set", "policy.sharding=zero2")
+    report = verify("--layout", layout, "--family", family, "--precision", "fp64", *fixed)
+    assert report["passed"] == report["total"] == 1
+    assert set(report["limits"].values()) == {1e-9}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen", "olmo2", "mixtral", "deepseek"])
 def test_every_layout_of_four_ranks_of_a_family(family):
     report = verify("--world", "4", "--family", family)
     assert report["passed"] == report["total"] > 100

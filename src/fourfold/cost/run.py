@@ -81,8 +81,7 @@ def _joule_per_flop(device: Device) -> float:
 
 
 def mean_power_w(device: Device, flops_per_s: float) -> float:
-    """Of a GPU that computes so many 16-bit FLOP/s on average, never above its limit; host, network
-    and cooling are not counted."""
+    """Of a GPU with so many 16-bit FLOP/s on average, never above its limit; the GPU alone."""
     return min(device.power_w, IDLE_W + _joule_per_flop(device) * flops_per_s)
 
 

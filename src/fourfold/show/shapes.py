@@ -128,7 +128,7 @@ def flops_page(answer: Flops) -> list[Part]:
         ("formula", lambda one: CONVENTIONS[one[0]].formula),
     )
     active = ""
-    if answer.active_params != answer.params:
+    if answer.active_params is not None:
         active = f" ({answer.active_params:,} of them active: the N of the formulas)"
     text = (
         f"{answer.model}: {answer.params:,} parameters{active} at {answer.seq_len} tokens; "

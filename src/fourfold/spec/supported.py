@@ -41,12 +41,11 @@ def not_run(model: ModelShape, seq_len: int) -> tuple[str, ...]:
 
 def _experts_not_run(model: ModelShape, moe: Moe) -> tuple[tuple[bool, str], ...]:
     return (
-        (True, "experts"),
         (model.activation != "swiglu", f"experts with {model.activation}"),
         (moe.score == "sqrtsoftplus", "sqrtsoftplus scores"),
         (moe.router_bias or moe.expert_bias, "biases of router and experts"),
         (model.biased("mlp"), "biases of the MLPs beside experts"),
-        (moe.shared_gate, "gated shared experts"),
+        (moe.capacity > 0, "experts that drop tokens"),
     )
 
 
@@ -54,7 +53,7 @@ def require_priced(model: ModelShape) -> None:
     """Refuse what the cost model has no seconds and bytes for."""
     lacking = "experts" if model.moe else "latent attention" if model.latent else ""
     rule = f"has {lacking}, whose seconds and memory are not predicted yet"
-    hint = "models and flops count it"
+    hint = "models and flops count it; bench, train and verify run it"
     check.that(not lacking, "model", model.name, rule, hint)
 
 

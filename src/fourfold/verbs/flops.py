@@ -62,7 +62,7 @@ class Flops(Answer):
 
     model: str
     params: int
-    active_params: int
+    active_params: int | None
     seq_len: int
     gpus: int
     precision: str
@@ -94,7 +94,7 @@ def flops(run: Mapping[str, Any], request: FlopsRequest | None = None) -> Flops:
     return Flops(
         model=model.name,
         params=model_params(model, batch.seq_len),
-        active_params=active_params(model, batch.seq_len).all,
+        active_params=active_params(model, batch.seq_len).all if model.moe else None,
         seq_len=batch.seq_len,
         gpus=spec.gpus,
         precision=policy.precision,

@@ -13,7 +13,7 @@ from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
 from fourfold.spec.cluster import Cluster
-from fourfold.spec.layout import AXES
+from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.site import LOCAL
 from fourfold.spec.words import BUNDLES, DTYPES, CpKind, Dtype
 from fourfold.verbs.fields import at_least_one
@@ -191,13 +191,15 @@ class VerifyRequest(Launch):
     layout: str | None = flag("check only this layout, such as 'pp2 dp2 tp2'", "L")
     family: tuple[str, ...] = flag(
         "check only this model family (default: mpt, gpt, llama)",
-        choices=("mpt", "gpt", "llama", "qwen", "olmo2"),
+        choices=("mpt", "gpt", "llama", "qwen", "olmo2", "mixtral", "deepseek"),
         default=(),
     )
     models: tuple[str, ...] = flag(
         "check another (small) model: a preset or a file", "NAME", names=("--model",), default=()
     )
-    axis: str | None = flag("check only layouts with this axis above 1", choices=AXES)
+    axis: str | None = flag(
+        "check only layouts with this axis above 1", choices=(*AXES, *EXPERT_AXES)
+    )
     device: Literal["cpu", "cuda"] = flag("device to run on (default cpu)", default="cpu")
     share_gpu: bool = flag("put several ranks on one GPU, with gloo between them", default=False)
     fault: Fault | None = flag("plant a bug, which must be detected", names=("--break",))

@@ -24,13 +24,17 @@ from fourfold.verbs.run_requests import VerifyRequest
 # As different as families get: learned positions; ALiBi, a norm after the embedding, a vocabulary
 # that nothing divides; rotary positions, a gate, shared KV heads and a head of its own. The first
 # three are tried unless others are asked for: biases of queries and keys, norms of them by head, a
-# head size of its own; norms after blocks, norms of queries and keys over their whole width.
+# head size of its own; norms after blocks, norms of queries and keys over their whole width;
+# experts balanced by a loss over the batch; and experts in groups, with a bias, shared ones, a
+# dense first layer and latent attention.
 TINY = {
     "mpt": "mpt-tiny",
     "gpt": "bloom-tiny",
     "llama": "llama-tiny",
     "qwen": "qwen-tiny",
     "olmo2": "olmo2-tiny",
+    "mixtral": "mixtral-tiny",
+    "deepseek": "deepseek-tiny",
 }
 USUAL = ("mpt", "gpt", "llama")
 SEQ_LEN = 32
@@ -61,6 +65,15 @@ def layouts(world: int) -> Iterator[Layout]:
         yield Layout(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
 
 
+def expert_layouts(layout: Layout, shape: ModelShape) -> Iterator[Layout]:
+    """Every way to divide the ranks of a stage again, for experts."""
+    yield layout
+    ranks = layout.shard * layout.cp * layout.tp
+    for ep, etp in product(range(1, ranks + 1), (1, 2)) if shape.moe else ():
+        if ep * etp > 1 and ranks % (ep * etp) == 0 and shape.experts % ep == 0:
+            yield replace(layout, ep=ep, etp=etp)
+
+
 def _factors(number: int, slots: int) -> Iterator[tuple[int, ...]]:
     if slots == 1:
         yield (number,)
@@ -71,7 +84,7 @@ def _factors(number: int, slots: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
-def policies(layout: Layout, base: Policy) -> Iterator[Policy]:
+def policies(layout: Layout, base: Policy, *, has_experts: bool = False) -> Iterator[Policy]:
     """Every choice that a layout has: sharding, kind of context parallelism, schedule, sequence."""
     zeros = SHARDINGS if layout.dp * layout.cp > 1 else ("zero1",)
     if layout.replicate > 1:
@@ -79,6 +92,8 @@ def policies(layout: Layout, base: Policy) -> Iterator[Policy]:
     kinds = CP_KINDS if layout.cp > 1 else ("ring",)
     schedules = _SCHEDULES if layout.pp > 1 else {"1f1b": 1}
     sequence = (True, False) if layout.tp > 1 else (False,)
+    if has_experts and layout.tp > 1:
+        sequence = (True,)
     for zero, kind, schedule, cut in product(zeros, kinds, schedules, sequence):
         chosen: dict[str, Any] = {"sharding": zero, "cp_kind": kind, "schedule": schedule}
         chosen["virtual_stages"] = schedules[schedule]
@@ -91,10 +106,11 @@ def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
     runs: list[RunSpec] = []
     refused: Counter[str] = Counter()
     for shape in wish.models:
-        for layout in (wish.layout,) if wish.layout else layouts(wish.world):
-            if wish.request.axis and layout.size(wish.request.axis) == 1:
+        for layout in _layouts(shape, wish):
+            if wish.request.axis and getattr(layout, wish.request.axis) == 1:
                 continue
-            for policy in _wished(policies(layout, base), wish):
+            ways = policies(layout, base, has_experts=shape.moe is not None)
+            for policy in _wished(ways, wish):
                 policy = _varied(policy, layout, shape, wish)
                 batch = _batch(layout, wish)
                 target = Target(gpus=wish.world)
@@ -115,6 +131,14 @@ def cases(wish: Wish) -> tuple[list[RunSpec], Counter[str]]:
                 )
                 runs.append(run)
     return runs, refused
+
+
+def _layouts(shape: ModelShape, wish: Wish) -> Iterator[Layout]:
+    if wish.layout is not None:
+        yield wish.layout
+        return
+    for layout in layouts(wish.world):
+        yield from expert_layouts(layout, shape)
 
 
 def _wished(found: Iterator[Policy], wish: Wish) -> Iterator[Policy]:
@@ -142,6 +166,11 @@ def _varied(policy: Policy, layout: Layout, shape: ModelShape, wish: Wish) -> Po
         "offload": "none" if number // 48 % 3 else "activations",
         "loss": "lean" if number // 144 % 2 else "torch",
     }
+    if shape.moe is not None:
+        kinds = ("none", "full", "every-2", "selective", "moe", "moe-act")
+        choices["recompute"] = kinds[number % 6]
+    if layout.ep * layout.etp > 1:
+        choices["dispatcher"] = ("alltoall", "allgather")[number // 7 % 2]
     if policy.schedule == "zero-bubble" and 2 * layout.pp <= shape.layers:
         choices["virtual_stages"] = 1 + number // 24 % 2
     return replace(policy, **{k: v for k, v in choices.items() if k not in fixed})

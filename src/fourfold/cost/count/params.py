@@ -14,10 +14,16 @@ from fourfold.cost.count.tensors import Param, embedding_tensors, head_tensors, 
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 
+# What a router keeps between steps besides its parameters.
+LOAD = "load"
+
 
 def tensors(model: ModelShape, seq_len: int) -> Iterator[Param]:
-    """Every parameter of the model, once, under its global name."""
-    return stage_tensors(model, seq_len, (range(model.layers),), 0)
+    """Every parameter of the model, once, under its global name; and what else training keeps of
+    its layers: each expert's share of the last batch."""
+    yield from stage_tensors(model, seq_len, (range(model.layers),), 0)
+    for layer in filter(model.has_experts, range(model.layers)):
+        yield Param(f"layers.{layer}.mlp.router.{LOAD}", (model.experts,))
 
 
 @lru_cache(256)

@@ -94,7 +94,9 @@ def _made(
     ours = source([name for parts in tensors.values() for name, _ in parts])
     made = {}
     for theirs_name, parts in tensors.items():
-        converted = [ours.pop(name).to(dtype) for name, _ in parts]
+        # What is added for the choice of experts stays as wide as it is kept.
+        kept = theirs_name.endswith("e_score_correction_bias")
+        converted = [t if kept else t.to(dtype) for t in (ours.pop(name) for name, _ in parts)]
         joined = torch.cat(converted) if len(converted) > 1 else converted[0]
         made[theirs_name] = (joined.T if parts[0][1].transposed else joined).contiguous()
     return made

@@ -110,6 +110,8 @@ def theirs(
     """Every tensor of a Hugging Face model: its name and size, and which of ours lie in it."""
     parts: dict[str, list[tuple[params.Param, Spot]]] = {}
     for tensor in params.tensors(model, seq_len):
+        if tensor.name.endswith(f"router.{params.LOAD}"):
+            continue
         spot = spot_of(kind, model, tensor.name)
         parts.setdefault(spot.name, []).append((tensor, spot))
     for name, tensors in parts.items():
@@ -133,6 +135,9 @@ def fill(
     tick: Callable[[], None] = lambda: None,
 ) -> None:
     for shard in shards:
+        if shard.name.endswith(f"router.{params.LOAD}"):  # no batch came before
+            shard.values.fill_(1.0 / shard.shape[0])
+            continue
         (top, bottom), columns = shard.rect.rows, shard.rect.columns
         rows = max(1, _READ_BYTES // (4 * (columns[1] - columns[0])))
         for first in range(top, bottom, rows):

@@ -23,7 +23,8 @@ from fourfold.engine.observe.memory import PeakMemory, allocator_peak, retries
 from fourfold.engine.observe.phases import count_of, mark_phases
 from fourfold.engine.process.health import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task, environment, uuid_of
-from fourfold.engine.training.trainer import StepOutcome, Trainer
+from fourfold.engine.training.events import StepOutcome
+from fourfold.engine.training.trainer import Trainer
 from fourfold.result.job import RankFacts
 from fourfold.result.machine import Sampler
 from fourfold.result.report import DeviceSample, LinkRate, ProbeReport, RankSteps, StepReport

@@ -39,13 +39,14 @@ _STEPS = 3
 _SETTINGS = OptimizerSettings(lr=3e-3, eps=1e-5, max_norm=0.1)
 _MASKED = 0.2
 _VECTOR_STD = 0.1
+_ROUTER_STD = 0.2  # scores far enough apart that rounding seldom chooses another expert
 _world = functools.cache(World.create)  # groups are kept for the next layout with the same axes
 
 
 def recipe(spec: RunSpec) -> Recipe:
     vocab, seq_len = spec.model.vocab, spec.batch.seq_len
     source = Synthetic(vocab=vocab, seq_len=seq_len, seed=spec.seed, masked=_MASKED)
-    rule = InitRule(vector_std=_VECTOR_STD)
+    rule = InitRule(vector_std=_VECTOR_STD, router_std=_ROUTER_STD)
     return Recipe(source=source, settings=_SETTINGS, rule=rule, steps=_STEPS)
 
 

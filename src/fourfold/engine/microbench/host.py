@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fourfold.engine import compat
 from fourfold.engine.microbench.rounds import Rounds, Work, in_rounds
-from fourfold.engine.model.layers import Layer
+from fourfold.engine.model.layer import Layer
 from fourfold.engine.model.positions import make_tables
 from fourfold.engine.observe.operators import moved_bytes
 from fourfold.engine.parallel.groups import Group, all_gather
@@ -157,7 +157,7 @@ class _Ready(nn.Module):
 def _between_products() -> tuple[Work, int]:
     """(one of our layers both ways without its products and attention, bytes that it moves)."""
     shape, tokens = _SHAPE, _TOKENS
-    layer = Layer(shape, fused=True)
+    layer = Layer(shape, 0, fused=True)
     nn.init.ones_(layer.attention_norm.weight)
     nn.init.ones_(layer.mlp_norm.weight)
 
@@ -219,7 +219,7 @@ def _update() -> Work:
 
 
 def _small_layer() -> Layer:
-    layer = Layer(_SMALL, fused=True)
+    layer = Layer(_SMALL, 0, fused=True)
     for parameter in layer.parameters():
         nn.init.ones_(parameter)
     return layer

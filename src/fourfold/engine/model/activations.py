@@ -34,7 +34,8 @@ def apply_fast_activations(decoder: Decoder, dtype: torch.dtype) -> None:
     if dtype.itemsize > 2:
         return
     for layer in decoder.blocks.values():
-        layer.mlp.gelu_of, layer.mlp.swiglu = fast_gelu_of, fast_swiglu
+        if layer.dense_mlp is not None:
+            layer.dense_mlp.gelu_of, layer.dense_mlp.swiglu = fast_gelu_of, fast_swiglu
 
 
 def fast_gelu_of(up: Linear, x: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.engine.model.layers import Layer, Norm, Product
+from fourfold.engine.model.layer import Layer
+from fourfold.engine.model.layers import Norm, Product
 from fourfold.engine.model.positions import Tables
+from fourfold.engine.model.router import Router
 from fourfold.spec.model import ModelShape
 
 IGNORE = -100  # torch's mark of a target that does not count
@@ -107,7 +109,7 @@ class Decoder(nn.Module):
         rows = shape.positions.length or seq_len
         self.positions = LearnedPositions(rows, shape.hidden) if learned else None
         self.embedding_norm = Norm(shape) if self.is_first and shape.embedding_norm else None
-        self.layers = nn.ModuleDict({str(i): Layer(shape, fused=fused) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Layer(shape, i, fused=fused) for i in layers})
         self.final_norm = Norm(shape) if self.is_last else None
         self.head = Head(shape, loss_chunks) if self.is_last else None
 
@@ -115,6 +117,10 @@ class Decoder(nn.Module):
     def blocks(self) -> dict[int, Layer]:
         """The layers of this stage by global index."""
         return {int(i): layer for i, layer in self.layers.items() if isinstance(layer, Layer)}
+
+    @property
+    def routers(self) -> list[Router]:
+        return [module for module in self.modules() if isinstance(module, Router)]
 
     def forward(self, x: Tensor, tables: Tables, targets_BS: Tensor | None = None) -> Tensor:
         """Tokens (first stage) or activations in; activations, logits, or the loss sum out."""

@@ -1,4 +1,4 @@
-"""One decoder layer: norms, attention and MLP on one device.
+"""Parts of a decoder layer: norms, attention and MLP on one device.
 
 Shapes: B micro batch, S tokens, D hidden, H heads, K key/value heads, C head size, F MLP width.
 Parallelism replaces parts from outside: `input_comm` (what happens to a block's input), linears,
@@ -176,20 +176,21 @@ class Mlp(nn.Module):
     gate: Linear
     up: Linear
 
-    def __init__(self, shape: ModelShape, *, fused: bool) -> None:
+    def __init__(self, shape: ModelShape, *, fused: bool, ffn: int = 0) -> None:
         super().__init__()
+        ffn = ffn or shape.ffn
         self.gated, self.fused = shape.gated, fused and shape.gated
         self.squared = shape.activation == "relu2"
         names = ("gate", "up") if shape.gated else ("up",)
         self.input_comm: nn.Module = nn.Identity()
         bias = shape.biased("mlp")
         if self.fused:
-            parts = tuple((name, shape.ffn) for name in names)
+            parts = tuple((name, ffn) for name in names)
             self.gate_up = Linear(shape.hidden, parts, bias=bias)
         else:
             for name in names:
-                setattr(self, name, Linear(shape.hidden, ((name, shape.ffn),), bias=bias))
-        self.down = Linear(shape.ffn, (("down", shape.hidden),), bias=bias)
+                setattr(self, name, Linear(shape.hidden, ((name, ffn),), bias=bias))
+        self.down = Linear(ffn, (("down", shape.hidden),), bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_BSD = self.input_comm(x_BSD)
@@ -200,22 +201,3 @@ class Mlp(nn.Module):
         if self.fused:
             return self.down(self.swiglu(self.gate_up(x_BSD)))
         return self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
-
-
-class Layer(nn.Module):
-    """Residual block with norms before attention and MLP, or after them."""
-
-    def __init__(self, shape: ModelShape, *, fused: bool) -> None:
-        super().__init__()
-        self.norms_after = shape.norms == "after"
-        self.attention_norm = Norm(shape)
-        self.attention = Attention(shape, fused=fused)
-        self.mlp_norm = Norm(shape)
-        self.mlp = Mlp(shape, fused=fused)
-
-    def forward(self, x_BSD: Tensor, tables: Tables) -> Tensor:
-        if self.norms_after:
-            x_BSD = x_BSD + self.attention_norm(self.attention(x_BSD, tables))
-            return x_BSD + self.mlp_norm(self.mlp(x_BSD))
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), tables)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))

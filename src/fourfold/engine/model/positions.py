@@ -47,7 +47,7 @@ def frequencies(
     shape: ModelShape, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Rotary frequencies, one per pair of channels: theta^(-2i/D), stretched if scaled."""
-    size = shape.head_size
+    size = shape.latent.rope if shape.latent else shape.head_size
     pairs = torch.arange(0, size, 2, dtype=dtype, device=device)
     plain = 1.0 / (shape.positions.theta ** (pairs / size))
     scaling = shape.positions.scaling

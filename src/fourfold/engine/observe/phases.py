@@ -15,7 +15,8 @@ from fourfold.engine.compat_fsdp import fsdp_parameters
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.observe.ledger import STATE_KINDS, Ledger
 from fourfold.engine.parallel.groups import World
-from fourfold.engine.training.trainer import StepEvent, Trainer
+from fourfold.engine.training.events import StepEvent
+from fourfold.engine.training.trainer import Trainer
 from fourfold.result.one_rank import MemoryKind, RankCount, Traffic
 from fourfold.spec.model import ModelShape
 

@@ -26,6 +26,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fourfold.engine import compat_fsdp
 from fourfold.engine.compat import DTYPES, activation_dtype, kernels, put_parameter, version_of
 from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.experts import MoeMlp
+from fourfold.engine.parallel.expert_groups import expert_groups
 from fourfold.engine.parallel.groups import World
 from fourfold.spec.policy import Dtypes, running
 from fourfold.spec.run import RunSpec
@@ -37,9 +39,14 @@ def apply_data(decoder: Decoder, spec: RunSpec, world: World) -> None:
         return
     policy, mesh = spec.policy, world.data_mesh(spec.policy.zero)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": _formats(policy.dtypes)}
+    # State of routers is whole everywhere, and no gradient's.
+    options["ignored_params"] = {p for p in decoder.parameters() if not p.requires_grad}
     layers = list(decoder.blocks.values())
     for layer in layers:
         again = policy.zero == 3 and layer is not layers[-1]
+        if isinstance(layer.mlp, MoeMlp):
+            own = options | {"mesh": expert_groups(world).mesh(world, policy.zero)}
+            fully_shard(layer.mlp.experts, reshard_after_forward=again, **own)
         fully_shard(layer, reshard_after_forward=again, **options)
     fully_shard(decoder, reshard_after_forward=False, **options)
     dtypes = policy.dtypes
@@ -90,13 +97,16 @@ def backward_weights(decoder: Decoder, multiply: Callable[[int | None], None]) -
     multiply(None)
     for index, layer in reversed(decoder.blocks.items()):
         multiply(index)
+        if isinstance(layer.mlp, MoeMlp):
+            compat_fsdp.fsdp_after_backward(layer.mlp.experts)
         compat_fsdp.fsdp_after_backward(layer)
     compat_fsdp.fsdp_after_backward(decoder, is_root=True)
 
 
 def is_alone(spec: RunSpec) -> bool:
     """Under zero3 weights are whole only around their use even then: FSDP casts and frees them."""
-    return spec.layout.dp * spec.layout.cp == 1 and spec.policy.zero < 3
+    copies = spec.layout.edp if spec.model.moe else 1
+    return spec.layout.dp * spec.layout.cp == 1 and copies == 1 and spec.policy.zero < 3
 
 
 def make_alone(spec: RunSpec, chunks: Sequence[Decoder]) -> dict[Decoder, Alone]:
@@ -135,6 +145,8 @@ class Alone:
         self.weights: list[_Weight] = []
         for owner in chunk.modules():
             for name, master in owner.named_parameters(recurse=False):
+                if not master.requires_grad:
+                    continue
                 used = master
                 if master.dtype != computing:
                     used = nn.Parameter(torch.empty_like(master, dtype=computing))

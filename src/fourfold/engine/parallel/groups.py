@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.engine import compat
 from fourfold.engine.compat import functional
-from fourfold.engine.parallel.shards import ShardPlace
+from fourfold.engine.parallel.shards import ExpertShard, ShardPlace
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
 
@@ -69,7 +69,7 @@ class World:
         pp, dp, cp, tp = (place[axis] for axis in AXES)
         replica, shard = divmod(dp, layout.shard)
         grid = table.view(layout.pp, layout.replicate, layout.shard, layout.cp, layout.tp)
-        this_rank = _group("this_rank", torch.tensor([rank]))
+        this_rank = make_group("this_rank", torch.tensor([rank]))
         members = {
             "tp": grid[pp, replica, shard, cp, :],
             "cp": grid[pp, replica, shard, :, tp],
@@ -78,12 +78,14 @@ class World:
             "fsdp": grid[pp, replica, :, :, tp],
             "replicas": grid[pp, :, shard, cp, tp],
         }
-        groups = {axis: _group(axis, ranks, this_rank.handle) for axis, ranks in members.items()}
+        groups = {
+            axis: make_group(axis, ranks, this_rank.handle) for axis, ranks in members.items()
+        }
         at_end = layout.pp > 1 and pp in (0, layout.pp - 1)
         # torch names a group by its ranks and by how many groups the process has: all ranks must
         # make as many, so stages in the middle make one of their own in its place.
         both = grid[[0, -1], replica, shard, cp, tp] if at_end else torch.tensor([rank])
-        embedding = _group("embedding", both) if layout.pp > 1 else this_rank
+        embedding = make_group("embedding", both) if layout.pp > 1 else this_rank
         whole = tuple(range(layout.world))
         assert dist.group.WORLD is not None
         all_ranks = Group(axis="world", ranks=whole, rank=rank, handle=dist.group.WORLD)
@@ -112,7 +114,6 @@ class World:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """Every group of this rank, for ledgers and warm-up."""
         named = (self.tp, self.cp, self.pp, self.dp_cp, self.fsdp, self.replicas, self.embedding)
         return (*(group for group in named if group is not None), self.all_ranks)
 
@@ -128,13 +129,15 @@ class World:
         if sharing not in self._kv:
             first = self.tp.rank // sharing * sharing
             ranks = torch.tensor(self.tp.ranks[first : first + sharing])
-            self._kv[sharing] = _group("kv", ranks)
+            self._kv[sharing] = make_group("kv", ranks)
         return self._kv[sharing]
 
     def shard_place(self, zero: int) -> ShardPlace:
         """How tensor and data parallelism cut this rank's parameters."""
         shards, shard = (self.fsdp.size, self.fsdp.rank) if zero >= 1 else (1, 0)
-        return ShardPlace(tp=self.layout.tp, tp_rank=self.tp.rank, shards=shards, shard=shard)
+        edp, _, etp = self.layout.expert_place(self.rank)
+        experts = ExpertShard(self.layout.etp, etp, *((self.layout.edp, edp) if zero else (1, 0)))
+        return ShardPlace(self.layout.tp, self.tp.rank, shards, shard, experts)
 
     def data_mesh(self, zero: int) -> DeviceMesh:
         """What FSDP works on. Two dimensions are copies x shards; zero0 has shards of one rank."""
@@ -184,7 +187,7 @@ def _rank_table(layout: Layout) -> torch.Tensor:
     return placed.permute(axes).contiguous()
 
 
-def _group(axis: str, ranks: torch.Tensor, this_rank: dist.ProcessGroup | None = None) -> Group:
+def make_group(axis: str, ranks: torch.Tensor, this_rank: dist.ProcessGroup | None = None) -> Group:
     """torch orders the ranks of a group by number, so we do; groups of one share a handle."""
     members = tuple(sorted(ranks.flatten().tolist()))
     if len(members) == 1 and this_rank is not None:

@@ -1,7 +1,7 @@
 """Makes a model parallel: each axis is applied from outside, in this order.
 
 1. pipeline  cut: build only the layers and ends of this rank's stage (of each virtual stage)
-2. tensor    cut matrices, put collectives around blocks
+2. tensor    cut matrices, put collectives around blocks; keep some experts, send tokens to others
 3. context   replace the attention core; then restrict its kernels
 4. fp8       replace the products of the (already split) layers
 5. loss      overwrite the logits with their gradient
@@ -26,6 +26,7 @@ from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.layers import KERNELS, Core
 from fourfold.engine.parallel.context import apply_context
 from fourfold.engine.parallel.data import apply_data
+from fourfold.engine.parallel.experts import apply_experts
 from fourfold.engine.parallel.groups import World
 from fourfold.engine.parallel.lean_loss import apply_lean_loss
 from fourfold.engine.parallel.products import apply_float8
@@ -48,7 +49,18 @@ def cut_chunk(spec: RunSpec, stage: int) -> Decoder:
         decoder = Decoder(
             model, seq_len, layers, fused=policy.fused_projections, loss_chunks=policy.loss_chunks
         )
-    return decoder.to(DTYPES[policy.dtypes.param])
+    decoder.to(DTYPES[policy.dtypes.param])
+    keep_state_wide(decoder)
+    return decoder
+
+
+def keep_state_wide(decoder: Decoder) -> None:
+    """What routers keep between steps moves by too little for 16 bits."""
+    for router in decoder.routers:
+        for name, state in list(router.named_parameters(recurse=False)):
+            if not state.requires_grad:
+                wide = torch.promote_types(state.dtype, torch.float32)
+                setattr(router, name, torch.nn.Parameter(state.to(wide), requires_grad=False))
 
 
 def _tensor(decoder: Decoder, spec: RunSpec, world: World) -> None:
@@ -114,6 +126,7 @@ def _offload(decoder: Decoder, spec: RunSpec, world: World) -> None:
 
 ORDER: tuple[Step, ...] = (
     _tensor,
+    apply_experts,
     apply_context,
     _attention,
     _float8,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from fourfold.spec.model import ModelShape
 
 # Which tensor-parallel ranks hold the same values: none, all, those that share a KV head, or all of
 # a weight that each rank uses for its own heads only.
-SharedBy = Literal["none", "tp", "kv", "heads"]
+# Experts lie across tensor ranks: who holds the same is a matter of their own place.
+SharedBy = Literal["none", "tp", "kv", "heads", "experts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,19 @@ def tp_rect(model: ModelShape, tensor: params.Param, tp: int, rank: int) -> tupl
     return Rect(params.chunk(height, tp, rank), (0, width)), "none"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShard(NamedTuple):
+    """Where a rank stands among those that hold slices, and then shards, of the same experts."""
+
+    etp: int = 1
+    etp_rank: int = 0
+    shards: int = 1
+    shard: int = 0
+
+
+_ALL_EXPERTS = ExpertShard()
+
+
+@dataclass(frozen=True, slots=True)
 class ShardPlace:
     """Where a rank stands among those that cut a stage's tensors."""
 
@@ -83,6 +96,16 @@ class ShardPlace:
     tp_rank: int = 0
     shards: int = 1
     shard: int = 0
+    experts: ExpertShard = _ALL_EXPERTS
+
+
+def _rect(model: ModelShape, tensor: params.Param, place: ShardPlace) -> tuple[Rect, SharedBy]:
+    if tensor.expert is None:
+        return tp_rect(model, tensor, place.tp, place.tp_rank)
+    (height, width), experts = tensor.shape, place.experts
+    if tensor.cut == "expert-columns":
+        return Rect((0, height), params.chunk(width, experts.etp, experts.etp_rank)), "experts"
+    return Rect(params.chunk(height, experts.etp, experts.etp_rank), (0, width)), "experts"
 
 
 def published(module: nn.Module) -> Iterator[tuple[nn.Parameter, list[tuple[str, int]]]]:
@@ -102,10 +125,15 @@ def shards_of(module: nn.Module, model: ModelShape, seq_len: int, place: ShardPl
     known = {tensor.name: tensor for tensor in params.tensors(model, seq_len)}
     shards = []
     for param, names in published(module):
-        first, last = params.chunk(sum(rows for _, rows in names), place.shards, place.shard)
+        parts, part = place.shards, place.shard
+        if known[names[0][0]].expert is not None:
+            parts, part = place.experts.shards, place.experts.shard
+        if not param.requires_grad:  # a router's state, which FSDP leaves alone
+            parts, part = 1, 0
+        first, last = params.chunk(sum(rows for _, rows in names), parts, part)
         start = 0
         for name, rows in names:
-            rect, shared = tp_rect(model, known[name], place.tp, place.tp_rank)
+            rect, shared = _rect(model, known[name], place)
             assert rect.rows[1] - rect.rows[0] == rows, f"{name}: cut and module disagree"
             top, bottom = max(start, first), min(start + rows, last)
             if top < bottom:
@@ -127,11 +155,14 @@ class InitRule:
 
     std: float = 0.02
     vector_std: float = 0.0
+    router_std: float = 0.02
 
 
 def std_of(name: str, layers: int, rule: InitRule) -> float:
     """GPT-2's rule: what writes to the residual stream is scaled by 1 / sqrt(2 x layers)."""
-    if name.endswith(("attention.out.weight", "mlp.down.weight")):
+    if name.endswith("router.weight"):
+        return rule.router_std
+    if name.endswith(("attention.out.weight", ".down.weight")):
         return rule.std / (2.0 * layers) ** 0.5
     return rule.std
 
@@ -141,6 +172,8 @@ def initialize(shards: Iterable[Shard], *, seed: int, layers: int, rule: InitRul
     for shard in shards:
         if len(shard.shape) == 1:
             base = 1.0 if shard.name.endswith("norm.weight") else 0.0
+            if shard.name.endswith(f"router.{params.LOAD}"):
+                base = 1.0 / shard.shape[0]
             _spread(shard, seed, rule.vector_std, base)
         else:
             _spread(shard, seed, std_of(shard.name, layers, rule), 0.0)

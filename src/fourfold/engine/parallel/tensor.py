@@ -167,11 +167,14 @@ def apply_tensor(
         attention = layer.attention
         attention.heads = model.heads // group.size
         attention.kv_heads = max(1, model.kv_heads // group.size)
-        if model.qk_norm == "width":
+        if isinstance(attention, Attention) and model.qk_norm == "width":
             _cut_norms(attention, rects_by_name, model, group)
         attention.out = RowParallelLinear(attention.out, group, sequence=sequence)
-        layer.mlp.down = RowParallelLinear(layer.mlp.down, group, sequence=sequence)
-        attention.input_comm = layer.mlp.input_comm = InputComm(group, sequence=sequence)
+        attention.input_comm = InputComm(group, sequence=sequence)
+        mlp = layer.dense_mlp
+        if mlp is not None:
+            mlp.down = RowParallelLinear(mlp.down, group, sequence=sequence)
+            mlp.input_comm = attention.input_comm
     _cut_ends(decoder, rects_by_name, group, sequence=sequence)
 
 

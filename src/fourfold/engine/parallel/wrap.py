@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.engine import compat
 from fourfold.engine.model.decoder import Decoder
-from fourfold.engine.model.layers import Layer
+from fourfold.engine.model.experts import MoeMlp
+from fourfold.engine.model.layer import Layer
 from fourfold.spec.policy import Policy
 
 
@@ -24,18 +25,25 @@ def apply_recompute(decoder: Decoder, policy: Policy) -> None:
     if policy.recompute == "selective":
         for layer in decoder.blocks.values():
             _wrap(layer.attention.core)
+    for mlp in (layer.mlp for layer in decoder.blocks.values()):
+        if isinstance(mlp, MoeMlp) and policy.recompute == "moe":
+            _wrap(mlp)
+        if isinstance(mlp, MoeMlp) and policy.recompute == "moe-act":
+            mlp.experts.activate = _again(mlp.experts.activate)
     for index in policy.recomputed_layers(tuple(decoder.blocks)):
         _wrap(decoder.blocks[index])
 
 
 def _wrap(module: nn.Module) -> None:
-    forward = module.forward
+    module.forward = _again(module.forward)
 
+
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
     def again(*args: Any) -> Any:
         # No dropout anywhere, so no generator state to restore.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
-    module.forward = again
+    return again
 
 
 def apply_compile(
@@ -49,7 +57,9 @@ def apply_compile(
     compat.keep_rows_whole()
     compat.recompute_inside_functions()
     for layer in decoder.blocks.values():
-        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True, dynamic=False)
+        # Of a layer with experts attention alone: the number of an expert's rows is not static.
+        part = layer.attention if isinstance(layer.mlp, MoeMlp) else layer
+        part.forward = torch.compile(part.forward, backend=backend, fullgraph=True, dynamic=False)
 
 
 # Below this a transfer costs more than it frees. Real CPU ranks only prove: there everything goes.

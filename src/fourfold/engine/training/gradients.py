@@ -45,6 +45,7 @@ def shared_gradients(shards: Sequence[Shard], spec: RunSpec, world: World) -> li
     ends  a tied embedding on the first and the last stage: one saw tokens, the other logits
     """
     kv = world.kv_group(spec.model)
+    shards = [shard for shard in shards if shard.param.requires_grad]
     sums: list[tuple[Group | None, list[Shard]]] = []
     if spec.policy.sequence_parallel:
         sums.append((world.tp, [shard for shard in shards if shard.shared == "tp"]))
@@ -63,12 +64,15 @@ def shared_gradients(shards: Sequence[Shard], spec: RunSpec, world: World) -> li
 
 def counted_once(shards: Sequence[Shard], spec: RunSpec, world: World) -> list[Shard]:
     """Pieces this rank adds to the global norm, so that over all ranks every value counts once."""
-    copies = world.dp_cp if spec.policy.zero == 0 else world.replicas
-    if copies.rank > 0:
-        return []
+    whole = spec.policy.zero == 0
+    if (world.dp_cp if whole else world.replicas).rank > 0:
+        shards = [shard for shard in shards if shard.shared == "experts"]
+    replica = world.place["dp"] // world.layout.shard
+    holds_first = replica == 0 and (not whole or world.layout.expert_place(world.rank)[0] == 0)
     kv = world.kv_group(spec.model)
     tp_first = world.tp.rank == 0
-    first = {"none": True, "tp": tp_first, "heads": tp_first, "kv": kv is None or kv.rank == 0}
+    first = {"none": True, "tp": tp_first, "heads": tp_first, "kv": kv is None or kv.rank == 0,
+             "experts": holds_first}  # fmt: skip
     tied_copy = spec.model.tied and not world.is_first
     return [
         shard

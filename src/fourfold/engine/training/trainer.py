@@ -15,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,30 +33,13 @@ from fourfold.engine.parallel.pipeline import Passes, Pipeline, plan, stage_link
 from fourfold.engine.parallel.products import DeferredWeightGrads, apply_split
 from fourfold.engine.parallel.shards import InitRule, Shard, initialize, shards_of
 from fourfold.engine.training import gradients
+from fourfold.engine.training.balance import Balance
+from fourfold.engine.training.events import StepEvent, StepOutcome
 from fourfold.engine.training.gradients import LossScaler, ScalerSettings, SharedGradients
 from fourfold.engine.training.optimizer import Optimizer, OptimizerSettings
 from fourfold.engine.training.step_graph import Batches, StepGraph
 from fourfold.spec.batch import Batch
 from fourfold.spec.run import RunSpec
-
-
-@dataclass(frozen=True, slots=True)
-class StepEvent:
-    """A phase begins: `data` (the step itself), `backward` of one micro batch through `chunk`
-    (`kind` B, or I and W of a split one), `reduce`, `optimizer` (`norm` is known, weights have not
-    changed; a callback may raise); or the step is at its `end`."""
-
-    phase: Literal["data", "backward", "reduce", "optimizer", "end"]
-    chunk: Decoder | None = None
-    kind: str = ""
-    norm: Tensor | None = None
-
-
-class StepOutcome(NamedTuple):
-    """Tensors: nothing waits for the device until somebody reads them. Equal on all ranks."""
-
-    loss: Tensor
-    grad_norm: Tensor
 
 
 class Trainer:
@@ -96,7 +77,7 @@ class Trainer:
             self.materialize()
 
     def materialize(self, *, initial: bool = True) -> None:
-        """Give parameters storage and (`initial`) their values; make tables and the optimizer."""
+        """Give parameters storage and (`initial`) values; make tables and the optimizer."""
         spec, world = self.spec, self.world
         for chunk in self.chunks:
             chunk.to_empty(device=self.device)
@@ -110,8 +91,9 @@ class Trainer:
         self.alone = make_alone(spec, self.chunks)
         self.shared = self.make_shared()
         self.counted = self.make_counted()
+        self.balance = self.make_balance()
         self.optimizer = Optimizer(
-            list(self.parameters()),
+            [parameter for parameter in self.parameters() if parameter.requires_grad],
             self.settings,
             kind=spec.policy.optimizer,
             dtype=DTYPES[spec.policy.dtypes.optimizer],
@@ -140,11 +122,13 @@ class Trainer:
     def make_shared(self) -> list[SharedGradients]:
         return gradients.shared_gradients(self.shards, self.spec, self.world)
 
+    def make_balance(self) -> Balance:
+        return Balance(self.chunks, self.world)
+
     def make_counted(self) -> list[Shard]:
         return gradients.counted_once(self.shards, self.spec, self.world)
 
     def _divide(self) -> None:
-        """Micro batches of the present batch, and the order in which they run."""
         spec = self.spec
         self.sizes = micro_sizes(self.batch, spec.layout.dp, self.world.place["dp"])
         self.plan = plan(
@@ -178,6 +162,7 @@ class Trainer:
         """Clip by the global norm, change the weights, forget the gradients."""
         self._tell(StepEvent("optimizer", norm=norm))
         max_norm, scaler = self.settings.max_norm, self.scaler
+        self.balance.take_up(None if scaler is None else scaler.overflow(norm))
         if scaler is None:
             self.optimizer.step(factor=gradients.clip_factor(norm, max_norm))
         else:
@@ -193,6 +178,7 @@ class Trainer:
         """All micro batches forwards and backwards; this rank's part of the loss."""
         self._tell(StepEvent("data"))
         self._follow_ramp(index)
+        self.balance.begin(self.batch.tokens, None if self.scaler is None else self.scaler.scale)
         batches = self._batches(index) if self.world.is_first or self.world.is_last else []
         for alone in self.alone.values():
             alone.refresh()
@@ -276,7 +262,8 @@ class Trainer:
         squares = gradients.squares(self.counted, self.device)
         # Every tensor-parallel rank of the last stage has the same loss: one of them reports it.
         reports = self.world.is_last and self.world.tp.rank == 0
-        reported = loss if reports else torch.zeros_like(loss)
+        reported = self.balance.add_losses(loss if reports else torch.zeros_like(loss))
+        self.balance.sum_counts()
         numbers = torch.stack([squares, reported.to(squares.dtype)])
         if self.world.all_ranks.size > 1:
             dist.all_reduce(numbers)
@@ -285,7 +272,7 @@ class Trainer:
 
     @property
     def may_overflow(self) -> bool:
-        """Whether a gradient that is not finite only means that the loss was scaled by too much."""
+        """Whether a gradient that is not finite means only that the loss was scaled too much."""
         return self.scaler is not None and not self.scaler.collapsed()
 
     def scalars(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.data.source import Source
 from fourfold.engine.model.decoder import IGNORE, Decoder
 from fourfold.engine.model.positions import make_tables
+from fourfold.engine.parallel.order import keep_state_wide
 from fourfold.engine.parallel.products import apply_float8
 from fourfold.engine.parallel.shards import InitRule, Shard, ShardPlace, initialize, shards_of
 from fourfold.engine.training.gradients import ScalerSettings
@@ -53,7 +54,8 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
     decoder = _model(spec, activation_dtype(dtypes.compute), device) if mixed else masters
     if dtypes.compute == "fp8":
         apply_float8(decoder, device.type)
-    weights, settings = list[Tensor](masters.parameters()), recipe.settings
+    weights: list[Tensor] = [w for w in masters.parameters() if w.requires_grad]
+    settings = recipe.settings
     groups = param_groups(weights, settings)
     optimizer = KINDS[spec.policy.optimizer].reference(groups, settings)
     first = ScalerSettings().initial
@@ -62,16 +64,19 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
     for step in range(recipe.steps):
         if mixed:
             _copy(masters, decoder, grads=False)
+        _begin_routers(decoder, spec, step, scaler)
         loss = _loss(decoder, spec, recipe.source, step, device)
         scaler.scale(loss).backward()
-        losses.append(float(loss.detach()))
+        losses.append(float(loss.detach()) + _balance(decoder))
         if mixed:
             _copy(decoder, masters, grads=True)
         scaler.unscale_(optimizer)
         if step == 0:
-            grads = {shard.name: _grad(shard) for shard in shards}
+            learned = (shard for shard in shards if shard.param.requires_grad)
+            grads = {shard.name: _grad(shard) for shard in learned}
         limit = float("inf") if settings.max_norm is None else settings.max_norm
         norms.append(float(nn.utils.clip_grad_norm_(weights, limit)))
+        _end_routers(masters, decoder)
         scaler.step(optimizer)
         scaler.update()
         masters.zero_grad()
@@ -83,7 +88,29 @@ def train_alone(spec: RunSpec, recipe: Recipe, device: torch.device) -> Truth:
 def _model(spec: RunSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
     with torch.device("meta"):
         decoder = Decoder(spec.model, spec.batch.seq_len, fused=False)
-    return decoder.to(dtype).to_empty(device=device)
+    decoder.to(dtype).to_empty(device=device)
+    keep_state_wide(decoder)
+    for router in decoder.routers:
+        router.watch_margin = True
+    return decoder
+
+
+def _begin_routers(decoder: Decoder, spec: RunSpec, step: int, scaler: Any) -> None:
+    for router in decoder.routers:
+        router.tokens = spec.batch.at(step).tokens
+        router.loss_scale = torch.tensor(scaler.get_scale()) if scaler.is_enabled() else None
+        router.seen = router.losses = None
+
+
+def _balance(decoder: Decoder) -> float:
+    return sum(float(router.losses) for router in decoder.routers if router.losses is not None)
+
+
+def _end_routers(masters: Decoder, decoder: Decoder) -> None:
+    """Of the whole batch, which one process has seen."""
+    for master, router in zip(masters.routers, decoder.routers, strict=True):
+        assert router.seen is not None
+        master.take_up(router.seen)
 
 
 def _loss(
@@ -105,10 +132,10 @@ def _grad(shard: Shard) -> Tensor:
 @torch.no_grad()
 def _copy(source: nn.Module, target: nn.Module, *, grads: bool) -> None:
     for old, new in zip(source.parameters(), target.parameters(), strict=True):
-        if grads:
+        if grads and old.requires_grad:
             assert old.grad is not None
             new.grad = old.grad.to(new.dtype)
-        else:
+        elif not grads:
             new.copy_(old)
 
 
@@ -132,6 +159,8 @@ class RankFindings:
         """`scale`: what the loss was multiplied by before the backward pass."""
         gaps, wanted = (self.grads, truth.grads) if at_grads else (self.params, truth.params)
         for shard in shards:
+            if at_grads and not shard.param.requires_grad:
+                continue
             have = shard.grad if at_grads else shard.values
             want = _cut(wanted[shard.name], shard)
             gap = want.abs().max() if have is None else (have.cpu() / scale - want).abs().max()

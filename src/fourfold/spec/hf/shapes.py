@@ -13,6 +13,7 @@ from typing import Any
 from fourfold.errors import UserError
 from fourfold.spec import codec
 from fourfold.spec.hf.config import Config
+from fourfold.spec.hf.expert_tensors import expert_words
 from fourfold.spec.hf.experts import EXPERT_TYPES, UNKNOWN
 from fourfold.spec.hf.tensors import export_type
 from fourfold.spec.hf.types import TYPES
@@ -262,6 +263,12 @@ def _mpt(model: ModelShape, seq_len: int) -> dict[str, Any]:
     }
 
 
+def _routed(kind: str) -> Callable[[ModelShape, int], dict[str, Any]]:
+    plain = ("mlp_bias",) if kind != "mixtral" else ("mlp_bias", "attention_bias")
+    shared = _without(plain)
+    return lambda model, seq_len: shared(model, seq_len) | expert_words(kind, model)
+
+
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 _MAKERS: dict[str, tuple[str, Callable[[ModelShape, int], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", _llama),
@@ -272,6 +279,11 @@ _MAKERS: dict[str, tuple[str, Callable[[ModelShape, int], dict[str, Any]]]] = {
     "qwen2": ("Qwen2ForCausalLM", _without(("attention_bias", "mlp_bias"), **_NO_WINDOW)),
     "qwen3": ("Qwen3ForCausalLM", _without(("mlp_bias",), **_NO_WINDOW)),
     "olmo2": ("Olmo2ForCausalLM", _without(("mlp_bias",))),
+    "mixtral": ("MixtralForCausalLM", _routed("mixtral")),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _routed("qwen3_moe")),
+    "olmoe": ("OlmoeForCausalLM", _routed("olmoe")),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", _routed("deepseek_v2")),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _routed("deepseek_v3")),
     "gpt2": ("GPT2LMHeadModel", _gpt2),
     "mpt": ("MptForCausalLM", _mpt),
     "starcoder2": (

@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.errors import UserError
+from fourfold.spec.hf.expert_tensors import (
+    EXPERT_MODULES,
+    EXPERTS_COMPUTED,
+    Q_FROM_LATENT,
+    expert_facts,
+    same,
+)
 from fourfold.spec.model import VARIANTS, ModelShape
 
 _LLAMA = {
@@ -79,6 +86,7 @@ MODULES = {
     "starcoder2": _STARCODER2,
     "gpt2": _GPT2,
     "mpt": _MPT,
+    **{kind: (_LLAMA if "_v" in kind else _QWEN3) | own for kind, own in EXPERT_MODULES.items()},
 }
 # What the implementations of transformers compute, in the words of a ModelShape.
 _GATED: dict[str, object] = {
@@ -101,6 +109,7 @@ _COMPUTED: dict[str, dict[str, object]] = {
         "norm": "layernorm-nobias", "activation": "gelu", "positions": "alibi", "bias": False,
         "kv_heads = heads": True, "heads x head size = hidden": True, "ffn = 4 x hidden": True,
     },
+    **EXPERTS_COMPUTED,
     "starcoder2": {
         "norm": "layernorm", "activation": "gelu", "positions": "rope", "one bias for all": True,
     },
@@ -112,7 +121,8 @@ _GELU = {
 }
 # In older files beside the weights; made anew by every implementation.
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
-_OURS = re.compile(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
+_OURS = re.compile(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias|choice_bias)")
+_EXPERT = re.compile(r"(mlp\.experts)\.(\d+)(\..+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,14 @@ def spot_of(kind: str, model: ModelShape, ours: str) -> Spot:
     assert parts is not None, ours
     layer, module, leaf = parts.groups()
     table = MODULES[kind]
+    routed = _EXPERT.fullmatch(module)
+    if routed is not None:
+        module, which = f"{routed[1]}{routed[3]}", routed[2]
+        return Spot(f"{table[module].format(layer, which)}.{leaf}", 0, transposed=False)
+    if leaf == "choice_bias":
+        leaf = "e_score_correction_bias"
+    if module == "attention.q" and model.latent is not None and model.latent.q_rank:
+        return Spot(f"{Q_FROM_LATENT.format(layer)}.{leaf}", 0, transposed=False)
     widths = {
         "attention.q": model.attention_width,
         "attention.k": model.kv_width,
@@ -197,12 +215,14 @@ def _misfits(kind: str, model: ModelShape) -> list[str]:
         "kv_heads = heads": model.kv_heads == model.heads,
         "heads x head size = hidden": model.attention_width == model.hidden,
         "ffn = 4 x hidden": model.ffn == 4 * model.hidden,
+        **expert_facts(model),
     }
     if model.window is not None and model.local_layers is None:
         facts["window"] = "any"
     wanted = {
         "embedding_norm": False, "qk_norm": "none", "norms": "before", "block": "sequential",
         "window": "none", "variants": "none", "rotary share": 1.0, "head bias": False,
-        **_COMPUTED[kind],
+        "experts": "none", "latent": "none", **_COMPUTED[kind],
     }  # fmt: skip
-    return [f"{fact} is {want}" for fact, want in wanted.items() if facts[fact] != want]
+    wrong = (pair for pair in wanted.items() if not same(pair[0], facts.get(pair[0]), pair[1]))
+    return [f"{fact} is {want}" for fact, want in wrong]

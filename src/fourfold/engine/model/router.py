@@ -1,0 +1,145 @@
+"""A router: which experts a token goes to, with what scores, and what keeps experts balanced.
+
+Shapes: T tokens, E experts, K chosen of them. Parallelism replaces `sum_over_sequence`, since a
+rank may hold only part of its sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.spec.experts import Moe
+from fourfold.spec.model import ModelShape
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class NotedScores(torch.autograd.Function):
+    """Scores as they are. Backwards, which happens once however often the forward pass is repeated,
+    the router counts its tokens, and the losses of balance get their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, loss: Tensor, counts: Tensor, router: Router) -> Tensor:
+        ctx.router = router
+        ctx.save_for_backward(loss.detach(), counts)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        loss, counts = ctx.saved_tensors
+        ctx.router.note(loss, counts)
+        scale = ctx.router.loss_scale
+        return grads[0], torch.ones_like(loss) if scale is None else scale.to(loss), None, None
+
+
+class Router(nn.Module):
+    """Chooses experts, in fp32 whatever layers compute in. `choice_bias` and `load` (each expert's
+    share of the tokens of the batch before) are state: no gradient, changed once a step. `tokens`
+    are those of the global batch. `seen` and `losses` add up over a step."""
+
+    choice_bias: nn.Parameter | None
+    load: nn.Parameter
+    sum_over_sequence: Callable[[Tensor], Tensor] = staticmethod(_same)
+    loss_scale: Tensor | None = None
+    forced_from: int | None = None
+    seen: Tensor | None = None
+    losses: Tensor | None = None
+    margin: Tensor | None = None
+    watch_margin = False
+
+    def __init__(self, shape: ModelShape, moe: Moe) -> None:
+        super().__init__()
+        self.moe, self.experts, self.top_k = moe, shape.experts, shape.top_k
+        self.tokens, self.sequence_parts = 1, 1
+        self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
+        self.load = nn.Parameter(torch.empty(shape.experts), requires_grad=False)
+        biased = moe.choice_bias
+        self.choice_bias = nn.Parameter(torch.empty_like(self.load), False) if biased else None
+
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """([T, K] experts, [T, K] scores)."""
+        logits = F.linear(_wide(x_BSD), _wide(self.weight)).flatten(0, 1)
+        scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
+        chosen = self._chosen(scores)
+        taken = scores.gather(-1, chosen)
+        if self.moe.normalised:
+            taken = taken / (taken.sum(-1, keepdim=True) + 1e-20)
+        taken = taken * self.moe.scale
+        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        if torch.is_grad_enabled():
+            taken = NotedScores.apply(
+                taken, self._loss(x_BSD, logits, scores, chosen), counts, self
+            )
+        return chosen, taken
+
+    @torch.no_grad()
+    def _chosen(self, scores: Tensor) -> Tensor:
+        if self.forced_from is not None:
+            each = torch.arange(scores.shape[0] * self.top_k, device=scores.device)
+            return ((each + self.forced_from) % self.experts).view(-1, self.top_k)
+        moe = self.moe
+        rank = scores if self.choice_bias is None else scores + self.choice_bias.to(scores)
+        if moe.groups > 1:
+            grouped = rank.unflatten(-1, (moe.groups, -1))
+            best = grouped.topk(2 if moe.group_score == "best-two" else 1, -1).values.sum(-1)
+            groups = best.topk(moe.group_top_k, -1).indices
+            kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, groups, True)
+            if self.watch_margin:
+                self._note_margin(best, moe.group_top_k)
+            rank = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+        if self.watch_margin:
+            self._note_margin(rank, self.top_k)
+        return rank.topk(self.top_k, -1).indices
+
+    def _note_margin(self, ranked: Tensor, chosen: int) -> None:
+        """How much the last chosen was better than the first that was not."""
+        if chosen < ranked.shape[-1]:
+            best = ranked.topk(chosen + 1, -1).values
+            smallest = (best[:, -2] - best[:, -1]).min()
+            self.margin = smallest if self.margin is None else torch.minimum(self.margin, smallest)
+
+    def _loss(self, x_BSD: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """This rank's part of the losses over the global batch."""
+        moe, size, total = self.moe, x_BSD.shape[0], scores.new_zeros(())
+        if moe.z_weight:
+            total = total + moe.z_weight * logits.logsumexp(-1).square().sum() / self.tokens
+        if moe.balance == "none" or not moe.balance_weight:
+            return total
+        shares = scores if moe.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        if moe.balance == "batch":
+            balance = (self.load.to(shares) * shares.sum(0)).sum()
+        else:
+            length = x_BSD.shape[1] * self.sequence_parts
+            rows = chosen.view(size, -1)
+            counts = rows.new_zeros(size, self.experts).scatter_add_(1, rows, torch.ones_like(rows))
+            counts = self.sum_over_sequence(counts).to(shares) / (self.top_k * length)
+            balance = (counts * shares.unflatten(0, (size, -1)).sum(1)).sum()
+        return total + moe.balance_weight * self.experts * balance / self.tokens
+
+    @torch.no_grad()
+    def note(self, loss: Tensor, counts: Tensor) -> None:
+        self.losses = loss if self.losses is None else self.losses + loss
+        self.seen = counts if self.seen is None else self.seen + counts
+
+    @torch.no_grad()
+    def take_up(self, counts: Tensor, keep: Tensor | None = None) -> None:
+        """`counts` of the whole batch: the next batch is balanced by them. `keep` is 1 where the
+        step was thrown away."""
+        wide = counts.to(self.load.dtype)
+        load = wide / wide.sum().clamp(min=1)
+        moved = (load.mean() - load).sign() * self.moe.bias_rate
+        for state, new in ((self.load, load), (self.choice_bias, moved)):
+            if state is not None:
+                value = new.to(state) if state is self.load else state + new.to(state)
+                state.copy_(value if keep is None else torch.where(keep > 0, state, value))

@@ -1,0 +1,169 @@
+"""Expert parallelism: tokens travel to the ranks that hold their experts, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.cost.count.params import chunk
+from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.experts import (
+    Dispatch,
+    Experts,
+    Join,
+    MoeMlp,
+    Reorder,
+    Spread,
+    dispatch_local,
+    inverse,
+)
+from fourfold.engine.model.router import Router
+from fourfold.engine.parallel.expert_groups import ExpertGroups, expert_groups
+from fourfold.engine.parallel.groups import (
+    AllGather,
+    Group,
+    ReduceScatter,
+    World,
+    all_reduce,
+    start_exchange,
+    wait,
+)
+from fourfold.spec.run import RunSpec
+
+
+def apply_experts(decoder: Decoder, spec: RunSpec, world: World) -> None:
+    """Keep this rank's experts, say how tokens reach the others, and what a router cannot know of
+    the rest of its sequences."""
+    model, layout = spec.model, spec.layout
+    if model.moe is None:
+        return
+    groups = expert_groups(world)
+    _, ep, etp = groups.place
+    first, last = chunk(model.experts, layout.ep, ep)
+    left, right = chunk(model.moe.ffn, layout.etp, etp)
+    for module in decoder.modules():
+        if isinstance(module, MoeMlp):
+            module.experts.cut(range(first, last), right - left)
+            module.dispatch = dispatcher_of(spec, groups)
+        if isinstance(module, Router):
+            _place(module, spec, groups, world)
+
+
+def _place(router: Router, spec: RunSpec, groups: ExpertGroups, world: World) -> None:
+    router.sequence_parts = groups.sequence.size
+    if groups.sequence.size > 1:
+        router.sum_over_sequence = lambda counts: all_reduce(counts, groups.sequence)
+    if spec.policy.routing == "forced":
+        # Ranks begin at different experts: else all would send to the same ones first.
+        router.forced_from = world.rank * spec.model.experts // max(1, groups.stage.size)
+
+
+def dispatcher_of(spec: RunSpec, groups: ExpertGroups) -> Dispatch:
+    if groups.dispatch.size == 1:
+        return dispatch_local
+    if spec.policy.dispatcher == "allgather":
+        return AllGatherDispatch(groups.dispatch, spec.model.experts, spec.layout.etp)
+    return AllToAllDispatch(groups.dispatch, spec.model.experts, spec.layout.etp)
+
+
+class ExchangedRows(torch.autograd.Function):
+    """All-to-all of rows: `sent[r]` rows go to rank r."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, group: Group, sent: list[int], received: list[int]
+    ) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return wait(start_exchange(rows, group, sent, received))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        home = wait(start_exchange(grads[0], ctx.group, ctx.received, ctx.sent))
+        return home, None, None, None
+
+
+class AllToAllDispatch(nn.Module):
+    """Each row goes to the rank that holds its expert; to all of them that share it (etp), whose
+    partial outputs add up. One host wait: torch wants the numbers of rows as Python's."""
+
+    def __init__(self, group: Group, experts: int, etp: int) -> None:
+        super().__init__()
+        self.group, self.experts, self.etp = group, experts, etp
+
+    def forward(
+        self, x_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor, experts: Experts
+    ) -> Tensor:
+        flat = chosen_TK.flatten()
+        order = flat.argsort(stable=True)
+        places = inverse(order)
+        counts = torch.bincount(flat, minlength=self.experts)
+        sent, received, arriving = self._splits(counts)
+        rows = self._copied(Spread.apply(x_TD, order, places), sent)
+        scores = self._copied(Reorder.apply(scores_TK.flatten(), order, places), sent)
+        rows = ExchangedRows.apply(rows, self.group, sent, received)
+        scores = ExchangedRows.apply(scores, self.group, sent, received)
+        y = self._compute(rows, scores, arriving, experts)
+        y = self._summed(ExchangedRows.apply(y, self.group, received, sent), sent)
+        return Join.apply(y, order, places, chosen_TK.shape[1])
+
+    def _splits(self, counts_E: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Rows sent to and received from each rank, and received by rank and local expert."""
+        mine = counts_E.view(-1, 1, self.experts * self.etp // self.group.size)
+        mine = mine.expand(-1, self.etp, -1).flatten(0, 1)
+        one = [1] * self.group.size
+        theirs = wait(start_exchange(mine, self.group, one, one))
+        both = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+        return both[0], both[1], theirs
+
+    def _copied(self, rows: Tensor, sent: list[int]) -> Tensor:
+        """Rows of a destination once for each rank that shares its experts."""
+        if self.etp == 1:
+            return rows
+        blocks = rows.split(sent[:: self.etp])
+        return torch.cat([block for block in blocks for _ in range(self.etp)])
+
+    def _summed(self, rows: Tensor, sent: list[int]) -> Tensor:
+        if self.etp == 1:
+            return rows
+        blocks = rows.split(sent)
+        heads = range(0, len(blocks), self.etp)
+        return torch.cat([torch.stack(blocks[i : i + self.etp]).sum(0) for i in heads])
+
+    def _compute(self, rows: Tensor, scores: Tensor, arriving: Tensor, experts: Experts) -> Tensor:
+        """Rows come rank by rank, in each expert by expert; products want them expert by expert."""
+        here = torch.arange(arriving.shape[1], device=rows.device).repeat(arriving.shape[0])
+        expert = here.repeat_interleave(arriving.flatten(), output_size=rows.shape[0])
+        order = expert.argsort(stable=True)
+        back = inverse(order)
+        rows, scores = Reorder.apply(rows, order, back), Reorder.apply(scores, order, back)
+        return Reorder.apply(experts(rows, scores, arriving.sum(0)), back, order)
+
+
+class AllGatherDispatch(nn.Module):
+    """Every rank sees all tokens, computes those of its experts, and the results add up. Micro
+    batches may differ in size: shorter ones are filled up."""
+
+    def __init__(self, group: Group, experts: int, etp: int) -> None:
+        super().__init__()
+        self.group, self.etp = group, etp
+        self.each = experts * etp // group.size
+
+    def forward(
+        self, x_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor, experts: Experts
+    ) -> Tensor:
+        tokens, top_k = chosen_TK.shape
+        most = int(all_reduce(torch.tensor(tokens, device=x_TD.device), self.group, "max"))
+        fill = (0, 0, 0, most - tokens)
+        x = AllGather.apply(nn.functional.pad(x_TD, fill), self.group, 0)
+        scores = AllGather.apply(nn.functional.pad(scores_TK, fill), self.group, 0).flatten()
+        nobody = nn.functional.pad(chosen_TK, fill, value=-1)
+        local = AllGather.apply(nobody, self.group, 0).flatten()
+        local = local - self.group.rank // self.etp * self.each
+        local = torch.where((local < 0) | (local >= self.each), self.each, local)
+        counts = torch.bincount(local, minlength=self.each + 1)[: self.each]
+        order = local.argsort(stable=True)[: int(counts.sum())]
+        y = experts(x[order // top_k], scores[order], counts)
+        out = torch.zeros_like(x).index_add(0, order // top_k, y)
+        return ReduceScatter.apply(out, self.group, 0)[:tokens]

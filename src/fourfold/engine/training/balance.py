@@ -1,0 +1,49 @@
+"""What a step does for the balance of experts: adds up each router's losses and tokens, and moves
+its state once, after the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.parallel.expert_groups import expert_groups
+from fourfold.engine.parallel.groups import World
+
+
+class Balance:
+    """The routers of this rank. `counts`: tokens of the last batch by router and expert."""
+
+    def __init__(self, chunks: Sequence[Decoder], world: World) -> None:
+        self.routers = [router for chunk in chunks for router in chunk.routers]
+        self.group = expert_groups(world).stage if self.routers else None
+        self.counts: Tensor | None = None
+
+    def begin(self, tokens: int, loss_scale: Tensor | None) -> None:
+        for router in self.routers:
+            router.tokens, router.loss_scale = tokens, loss_scale
+            router.seen = router.losses = None
+
+    def add_losses(self, loss: Tensor) -> Tensor:
+        """The rank's own part of the loss, with that of its routers."""
+        losses = [router.losses for router in self.routers if router.losses is not None]
+        return loss if not losses else loss + torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def sum_counts(self) -> None:
+        """Over all ranks that hold these layers: once a step."""
+        if self.group is None:
+            return
+        none = torch.zeros_like(self.routers[0].load, dtype=torch.int64)
+        seen = [none if router.seen is None else router.seen for router in self.routers]
+        self.counts = torch.stack(seen)
+        if self.group.size > 1:
+            dist.all_reduce(self.counts, group=self.group.handle)
+
+    def take_up(self, overflow: Tensor | None) -> None:
+        if self.counts is not None:
+            for router, counts in zip(self.routers, self.counts, strict=True):
+                router.take_up(counts, overflow)
