@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.cost.fit.calibration import Calibration, FittedStack, between, to_json
-from fourfold.cost.fit.fit import fit_entries, sample
+from fourfold.cost.fit.calibration import Calibration, FittedStack, to_json
+from fourfold.cost.fit.fit import fit_entries
+from fourfold.cost.fit.sample import sample
 from fourfold.cost.fit.validate import only
 from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.table.predict import RowPredictions, predict
@@ -86,7 +87,7 @@ def without(entries: tuple[FittedStack, ...], tables: list[Rows], source: str) -
         if name == source
     }
     kept = tuple(entry for entry in entries if entry.key not in gone)
-    return Calibration(name=f"without {source}", sources=(), entries=kept, between=between(kept))
+    return Calibration(name=f"without {source}", sources=(), entries=kept)
 
 
 def answers(folder: Path) -> list[Famous]:

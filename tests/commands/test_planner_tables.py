@@ -49,11 +49,10 @@ def test_fit_then_predict_and_score_with_it(
         "megatron-deepspeed-2022",
         "megatron-deepspeed-2022b",
     }
-    assert all(len(e["free_time"]) <= 14 and len(e["free_memory"]) <= 6 for e in told["entries"])
+    assert all(len(e["free_time"]) <= 6 and len(e["free_memory"]) <= 3 for e in told["entries"])
     stored = json.loads(mine.read_text())
     entry = stored["entries"][0]
     assert entry["rows_time"] == 64
-    assert entry["residuals_pct"] == sorted(entry["residuals_pct"])
     assert entry["errors_pct"]["cv_median"] > 0
     args = ["score", str(GOLDEN / "bloom.csv"), "--calibration", str(mine), "--format", "json"]
     assert main(args) == 0

@@ -21,10 +21,11 @@ from fourfold.cost.fit.calibration import (
     to_json,
 )
 from fourfold.cost.fit.coefficients import BY_NAME, defaults
-from fourfold.cost.fit.fit import MOST_MEMORY, MOST_TIME, fit_entries, sample
+from fourfold.cost.fit.fit import MOST_MEMORY, MOST_TIME, fit_entries, fit_many
+from fourfold.cost.fit.folds import folds
 from fourfold.cost.fit.interval import bounds
+from fourfold.cost.fit.sample import sample
 from fourfold.cost.fit.suggest import suggest
-from fourfold.cost.fit.validate import folds
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.table.predict import predict
 from fourfold.cost.table.reference import SCHEMA, read_table
@@ -65,6 +66,23 @@ def test_a_fit_finds_the_knobs_that_made_the_rows() -> None:
         assert len(entry.free_memory) <= MOST_MEMORY
     again = fit_entries(sample([made]))
     assert again == (a100, h100)
+
+
+def test_many_samples_are_fitted_as_each_alone() -> None:
+    first, second = sample([table("mpt")]), sample([table("bloom")])
+    together = fit_many([(first, ()), (second, ())], rounds=1)
+    alone = [fit_entries(one, rounds=1) for one in (first, second)]
+    for mine, other in zip(together, alone, strict=True):
+        for one, same in zip(mine, other, strict=True):
+            assert one.free_time == same.free_time
+            assert one.coefficients == pytest.approx(same.coefficients, rel=1e-6)
+
+
+def test_a_key_frees_no_more_than_it_has_rows() -> None:
+    rows = table("par4d")
+    few = replace(rows, usable=rows.usable & (np.arange(rows.table.length) < 2))
+    for entry in fit_entries(sample([few])):
+        assert len(entry.free_time) <= entry.rows_time
 
 
 def test_a_knob_the_rows_do_not_exercise_stays_at_its_prior() -> None:
@@ -125,18 +143,16 @@ def test_the_interval_grows_outside_the_calibrated_range() -> None:
     rows = table("mpt")
     (entry, _) = fit_entries(sample([rows]))
     c = rows.columns.take(np.array([0, 0]))
-    # A sequence far from all measured ones, inside and outside of their range.
-    for seq in (c.seq[0] * 1000.0, c.seq[0] * 1.4):
-        far = replace(c, seq=np.array([c.seq[0], seq]))
-        times = estimate(far, entry.coefficients)
-        low, high = bounds(far, entry, times)
-        assert (high / low)[1] > 1.005 * (high / low)[0] > 1.0
+    far = replace(c, seq=np.array([c.seq[0], c.seq[0] * 1000.0]))
+    low, high = bounds(far, entry, estimate(far, entry.coefficients))
+    assert (high / low)[1] > 1.005 * (high / low)[0] > 1.0
 
 
 def test_shipped_calibrations_keep_to_their_limits() -> None:
     for entry in shipped().entries:
         assert len(entry.free_time) <= MOST_TIME, entry.key
         assert len(entry.free_memory) <= MOST_MEMORY, entry.key
+        assert len(entry.free_time) <= entry.rows_time, entry.key
         for name, value in entry.coefficients.items():
             assert BY_NAME[name].low * 0.999 <= value <= BY_NAME[name].high * 1.001, (
                 entry.key,

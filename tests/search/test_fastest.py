@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit.interval import choices
 from fourfold.cost.fit.machine import calibration_of
-from fourfold.cost.fit.nearby import NOT_LEARNED, times
 from fourfold.cost.memory.peak import (
     FRAGMENTS,
     OWN_FRAGMENTS,
@@ -25,6 +24,7 @@ from fourfold.cost.memory.peak import (
     memory,
     memory_bounds,
 )
+from fourfold.cost.step.estimate import estimate
 from fourfold.events import Bar, ignore
 from fourfold.result.profile import cluster_of
 from fourfold.search.candidates import candidates
@@ -50,7 +50,6 @@ FIXED = ({}, {"pp": 2}, {"cp": 2}, {"recompute": "full"}, {"micro_batch": 3}, {"
 WHERE = ((), ("tp <= 4",), ("mem_gib < 60",), ("step_s < 5 and micro_batch == 1",), ("pp > 64",))
 
 # None, and those of measured stacks: bounds hold with either.
-SURFACES = (NOT_LEARNED, *(entry.nearby for entry in SHIPPED.entries if entry.nearby.points))[:5]
 
 
 @st.composite
@@ -63,7 +62,6 @@ def questions(draw: st.DrawFn, most_gpus: int = 24) -> PlanQuery:
     schedule = draw(st.sampled_from(["1f1b", "1f1b", "zero-bubble", "gpipe"]))
     cluster = usual_cluster(catalog.device(device), gpus)
     entry, why = entry_for(SHIPPED, stack, cluster)
-    entry = replace(entry, nearby=draw(st.sampled_from(SURFACES)))
     policy = Policy(compute_dtype=compute, schedule=schedule, compile=draw(st.booleans()))
     fixed = dict(draw(st.sampled_from(FIXED)))
     if "schedule" not in fixed and schedule != "1f1b":
@@ -99,7 +97,7 @@ def whole(query: PlanQuery) -> Pool:
     points: Pool = dict(grid.points(np.arange(len(grid.legal_micros))))
     c, limit, entry = query.columns(points), query.limit_bytes, query.entry
     points["peak_bytes"] = peak = memory(c, entry.coefficients).worst_bytes
-    points["step_s"] = times(c, entry.coefficients, entry.nearby).step_s
+    points["step_s"] = estimate(c, entry.coefficients).step_s
     points["fits"] = peak < limit
     points["chance"] = fit_chance(c, entry)
     lean = lean_coefficients(entry)
@@ -241,7 +239,7 @@ def check_bounds(query: PlanQuery) -> None:
     is_host = "cpu_layer_s" in query.entry.coefficients
     if len(index):
         entry = query.entry
-        step_s = times(query.columns(points), entry.coefficients, entry.nearby).step_s
+        step_s = estimate(query.columns(points), entry.coefficients).step_s
         assert (bound <= step_s).all()
         some = cells.gathering(cell[place])
         assert (cells.gathered_s(index[some]) <= step_s[some]).all()
@@ -334,13 +332,13 @@ def test_a_large_search_times_few_of_its_points(monkeypatch: pytest.MonkeyPatch)
 
     timed = 0
 
-    def counted(c, coefficients, nearby):
+    def counted(c, coefficients):
         nonlocal timed
-        found = times(c, coefficients, nearby)
+        found = estimate(c, coefficients)
         timed += len(found.step_s)
         return found
 
-    monkeypatch.setattr(module, "times", counted)
+    monkeypatch.setattr(module, "estimate", counted)
     query = on_h100("llama-3.1-70b", gpus=1024, global_batch=1024, stack="generic")
     ranking = rank_layouts(query)
     assert ranking.ways > 100 * CELLS

@@ -59,7 +59,6 @@ def _entries(rows: list[dict[str, Any]]) -> Grid:
         ("cluster", lambda e: e["cluster"]),
         ("rows", lambda e: str(e["rows"])),
         ("free", lambda e: f"{len(e['free_time'])}+{len(e['free_memory'])}"),
-        ("median %", lambda e: or_dash(e.get("median_pct"), ".1f")),
         ("cv median %", lambda e: or_dash(e.get("cv_median_pct"), ".1f")),
         ("cv p90 %", lambda e: or_dash(e.get("cv_p90_pct"), ".1f")),
     )

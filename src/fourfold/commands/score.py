@@ -3,29 +3,28 @@
 Without a switch the calibration is used as it is (in-sample for rows it was fitted on). --cv
 refits with each fold of layouts held out, --leave-out predicts each table from the others alone,
 --few-shot fits the 10 runs per stack and cluster that 'fit --suggest' names. A source is one file.
---folds leaves out each layout, source (the column of that name), GPU type, value of tp, cp, pp,
-sequence, range of dp, nodes and model size, and the largest worlds: a table of all kinds of folds,
-sources alike, and one of all sources (each source in each kind: --format json). Nested: in the
-interval when what sets its width knows nothing of the source ('-' where there is no other source).
-Interval score: width of the 80% interval and ten times what lies outside, of logarithms, in
+--folds leaves out each layout, neighbourhoods (all runs that share all but one setting), each
+source (the column of that name), GPU type, engine and cluster at once (abroad), model, value of tp,
+cp, pp, sequence, range of dp, nodes and model size, and the largest worlds: a table of all kinds of
+folds, sources alike (pooled: all rows alike), and one of all sources (each source in each kind:
+--format json). Score: width of the 80% interval and ten times what lies outside, of logarithms, in
 percent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import fourfold
 from fourfold import files, options
-from fourfold.cost.fit.fold_scores import FoldScore
-from fourfold.cost.fit.folds import KINDS
-from fourfold.cost.fit.widths import MANY_ROWS
+from fourfold.cost.fit.accuracy import FoldScore, Score
+from fourfold.cost.fit.folds import KINDS, MANY_ROWS
 from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show.pictures import accuracy_picture
 from fourfold.show.table import Column, Grid, or_dash, table
+from fourfold.verbs.fit import Scores
 from fourfold.verbs.requests import ScoreRequest
 
 EXAMPLES = """\
@@ -74,25 +73,25 @@ def run(args: Any, show: OnEvent) -> Output:
         ),
         ("free", lambda one: one.free),
     )
-    folds = [part for grid in fold_tables(answer.folds) for part in ("", grid)]
+    folds = [part for grid in fold_tables(answer) for part in ("", grid)]
     return Output.of(answer, lambda: [scores, *folds])
 
 
-def fold_tables(folds: Sequence[FoldScore]) -> list[Grid]:
+def fold_tables(answer: Scores) -> list[Grid]:
     """Of all kinds of folds, and of all sources; none where no folds were asked for."""
-    return [_kinds_table(folds), _sources_table(folds)] if folds else []
+    return [_kinds_table(answer), _sources_table(answer)] if answer.folds else []
 
 
-def _kinds_table(folds: Sequence[FoldScore]) -> Grid:
+def _kinds_table(answer: Scores) -> Grid:
     return table(
-        [one for one in folds if not one.source],
+        answer.folds,
         ("left out", lambda one: one.left_out),
         ("sources", lambda one: str(one.sources)),
         ("rows", lambda one: str(one.rows)),
         ("median %", lambda one: f"{one.median_pct:.1f}"),
+        ("pooled %", lambda one: f"{one.pooled_pct:.1f}"),
         ("p90 %", lambda one: f"{one.p90_pct:.1f}"),
-        ("inside %", lambda one: f"{one.inside_pct:.0f}"),
-        ("nested %", lambda one: or_dash(one.nested_pct, ".0f")),
+        ("inside %", lambda one: f"{one.coverage_pct:.0f}"),
         (f"of {MANY_ROWS}+ rows", _range),
         ("width %", lambda one: f"{one.width_pct:.0f}"),
         ("score", lambda one: f"{one.interval_score:.0f}"),
@@ -100,27 +99,25 @@ def _kinds_table(folds: Sequence[FoldScore]) -> Grid:
 
 
 def _range(one: FoldScore) -> str:
-    """Nested shares of the sources with many rows."""
-    least, most = (or_dash(v, ".0f") for v in (one.nested_least_pct, one.nested_most_pct))
+    """Shares in the interval of the sources with many rows."""
+    least, most = (or_dash(v, ".0f") for v in (one.least_pct, one.most_pct))
     return f"{least} to {most}" if least != "-" else "-"
 
 
-def _sources_table(folds: Sequence[FoldScore]) -> Grid:
-    """Each source held out by layout, and left out: median, 90% and share in the interval."""
-    by_kind = {(one.left_out, one.source): one for one in folds}
-    sources = [one for one in folds if one.left_out == "layout" and one.source]
+def _sources_table(answer: Scores) -> Grid:
+    """Each source held out by layout, left out, and with its engine and cluster left out: median
+    and share in the interval."""
+    kinds = ("layout", "source", "abroad")
+    by_kind = {(one.how, one.score.source): one.score for one in answer.results}
+    sources = [one.score for one in answer.results if one.how == "layout"]
     columns: list[Column] = [
         ("source", lambda one: one.source),
         ("rows", lambda one: str(one.rows)),
     ]
-    for kind in ("layout", "source"):
-        for heading, name, digits in (
-            ("%", "median_pct", 1),
-            ("p90", "p90_pct", 0),
-            ("nested", "nested_pct", 0),
-        ):
+    for kind in kinds:
+        for heading, name, digits in (("%", "median_pct", 1), ("inside", "coverage_pct", 0)):
 
-            def cell(one: FoldScore, kind: str = kind, name: str = name, d: int = digits) -> str:
+            def cell(one: Score, kind: str = kind, name: str = name, d: int = digits) -> str:
                 same = by_kind.get((kind, one.source))
                 return or_dash(getattr(same, name, None), f".{d}f")
 

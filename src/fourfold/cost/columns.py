@@ -108,6 +108,7 @@ class Columns:
     node: Floats  # ranks that share the node's network
     net: Floats  # one-way bytes/s of a whole node by its data sheet
     net_seen: Annotated[Floats, 0]  # of an all-reduce over the whole job, measured; 0 unknown
+    net_open: Annotated[Floats, 0]  # 1: nobody stated the network; `net` is a usual one
     slow: Annotated[Floats, 0]  # 1: the network was in its slow state
     capacity: Floats  # bytes of device memory
 

@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.fit import nearby
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.interval import bounds
 from fourfold.cost.memory.peak import Memory, memory
 from fourfold.cost.schedule import SETTLED_ROUNDS, ChunkTimes, step_s
-from fourfold.cost.step.estimate import LAYER_PARTS, Times
+from fourfold.cost.step.estimate import LAYER_PARTS, Times, estimate
 from fourfold.cost.step.pipeline import StageTimes, chunk_layers, pipeline_s
 from fourfold.result.report import Prediction
 from fourfold.spec.words import SCHEDULES, Schedule
@@ -66,7 +65,7 @@ class Predictions:
 
 
 def predictions(c: Columns, entry: FittedStack) -> Predictions:
-    closed = nearby.times(c, entry.coefficients, entry.nearby)
+    closed = estimate(c, entry.coefficients)
     parts = closed.parts
     work = closed.step_s - parts["fixed"] - parts["jitter"]
     pipe = closed.step_s - sum((parts[name] for name in _NOT_IN_PIPELINE), np.zeros(len(c)))

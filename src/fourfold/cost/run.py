@@ -13,7 +13,7 @@ from fourfold.cost.columns import OPTIMIZERS, Columns, columns
 from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
 from fourfold.cost.step.pipeline import BY_COST
 from fourfold.spec.catalog import generation_of
-from fourfold.spec.cluster import Cluster, Device
+from fourfold.spec.cluster import TYPICAL, Cluster, Device
 from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
@@ -124,9 +124,9 @@ def fabric_facts(device: Device, cluster: Cluster | None, node: float) -> dict[s
 
 def machine_facts(cluster: Cluster, policy: Policy) -> dict[str, float]:
     """Device and links of a cluster; its peak in the format the policy's products compute in."""
-    return device_facts(cluster.device, policy.dtypes.compute) | fabric_facts(
-        cluster.device, cluster, float(cluster.host_gpus)
-    )
+    machine = device_facts(cluster.device, policy.dtypes.compute)
+    fabric = fabric_facts(cluster.device, cluster, float(cluster.host_gpus))
+    return {**machine, **fabric, "net_open": float(cluster.source == TYPICAL)}
 
 
 # The same by places: without and with virtual stages.

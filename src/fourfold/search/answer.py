@@ -13,10 +13,10 @@ from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.interval import why_wide
-from fourfold.cost.fit.nearby import times
 from fourfold.cost.memory.peak import fit_chance, memory_bounds
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import mean_power_w
+from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.traffic import crosses
 from fourfold.search.beside import alternative, evidence, faster, near_miss, outside, unproven_best
 from fourfold.search.choice import sure_line
@@ -89,7 +89,7 @@ def _at_size(ranking: Ranking, size: int, count: int) -> Floats:
     }
     columns = ranking.query.columns(points)
     entry = ranking.query.entry
-    return times(columns, entry.coefficients, entry.nearby).step_s
+    return estimate(columns, entry.coefficients).step_s
 
 
 def answer(ranking: Ranking, *, top: int, tried: Mapping[int, float] | None = None) -> PlanAnswer:

@@ -9,7 +9,7 @@ import numpy as np
 
 from fourfold.cost.columns import Columns
 from fourfold.cost.fit.interval import choices
-from fourfold.cost.fit.spread import axes
+from fourfold.cost.fit.ranges import axes
 from fourfold.cost.memory.peak import fit_chance
 from fourfold.cost.predict import playable, predictions
 from fourfold.search.plan_answer import Alternative
@@ -34,8 +34,7 @@ def outside(query: PlanQuery, c: Columns) -> list[str]:
     """Sizes beyond what was measured: 'tp 4 (measured 8 to 8)'."""
     texts = []
     for name, value in axes(c).items():
-        known = query.entry.values.get(name, ())
-        low, high = (known[0], known[-1]) if known else (-np.inf, np.inf)
+        low, high = query.entry.ranges.get(name, (-np.inf, np.inf))
         if name in _SIZES and not low - ROUNDED <= value[0] <= high + ROUNDED:
             sizes = [f"{2.0**end:.0f}" for end in (float(value[0]), low, high)]
             texts.append(f"{name} {sizes[0]} (measured {sizes[1]} to {sizes[2]})")

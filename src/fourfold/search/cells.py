@@ -60,12 +60,7 @@ class Cells:
         """Seconds that points do not undercut, with the weights that each gathers."""
         row, way = np.divmod(index, self.least_s.shape[1])
         least_s = self.pipes.bound_s(self.pipe[row], way, self.move_s[row])
-        return least_s * _least(self.space) + self.once_s[row]
-
-
-def _least(space: Space) -> float:
-    """Of what the formulas say: rounding, and how much faster runs near measured ones may be."""
-    return space.query.entry.nearby.least_factor * (1.0 - SLACK)
+        return least_s * (1.0 - SLACK) + self.once_s[row]
 
 
 def _some(mask: Bools, order: Places, starts: Places) -> Bools:
@@ -92,7 +87,7 @@ def cells_of(space: Space, asked: Bools | None = None) -> Cells:
     held = _some(space.legal if asked is None else asked, order, pipe_starts)
     columns = {name: column[first] for name, column in space.rows.items()}
     pipes = pipes_of(space.query, columns, space.ways)
-    once = once_s(space.query, space.rows) * _least(space)
+    once = once_s(space.query, space.rows) * (1.0 - SLACK)
     least_once = np.minimum.reduceat(once[order], starts) if len(starts) else once
     more_s = np.empty_like(once)
     more_s[order] = once[order] - np.repeat(least_once, counts)
@@ -102,7 +97,7 @@ def cells_of(space: Space, asked: Bools | None = None) -> Cells:
         starts=starts,
         counts=counts,
         layouts=layouts.reshape(-1)[order[starts]],
-        least_s=(pipes.least_s(held) * _least(space))[of_group] + least_once[:, None],
+        least_s=(pipes.least_s(held) * (1.0 - SLACK))[of_group] + least_once[:, None],
         more_s=more_s,
         once_s=once,
         move_s=gathering_s(space.query, space.rows),

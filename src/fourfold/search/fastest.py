@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.fit.nearby import times
+from fourfold.cost.step.estimate import estimate
 from fourfold.search.candidates import Places
 from fourfold.search.cells import Cells
 from fourfold.search.space import Bools, Space
@@ -113,7 +113,7 @@ def _first_of_each(layout: Places, bound: Floats) -> Places:
 def timed(space: Space, index: Places) -> Floats:
     """Closed-form seconds of points."""
     entry = space.query.entry
-    return space.priced(index, lambda c: times(c, entry.coefficients, entry.nearby).step_s)
+    return space.priced(index, lambda c: estimate(c, entry.coefficients).step_s)
 
 
 def _merged(best_s: Floats, layout: Places, variant: Places, step_s: Floats) -> Floats:

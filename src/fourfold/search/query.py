@@ -22,7 +22,7 @@ from fourfold.search.legal import Target
 from fourfold.spec import catalog
 from fourfold.spec.batch import Batch
 from fourfold.spec.catalog import generation_of
-from fourfold.spec.cluster import Cluster, Device, Link
+from fourfold.spec.cluster import TYPICAL, Cluster, Device, Link
 from fourfold.spec.expression import Expression
 from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
@@ -116,7 +116,7 @@ def usual_cluster(device: Device, gpus: int, host_gpus: int = 8) -> Cluster:
         gpus=gpus,
         host_gpus=min(host_gpus, gpus),
         links=tuple(links),
-        source="typical interconnect of this GPU, not measured",
+        source=TYPICAL,
     )
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import Coefficient
-from fourfold.cost.fit.nearby import times
-from fourfold.cost.fit.spread import NOISE, TWO_SIDED_80
+from fourfold.cost.fit.interval import TWO_SIDED_80, half_width
 from fourfold.cost.memory.peak import moved_coefficients, moves
+from fourfold.cost.step.estimate import estimate
 from fourfold.search.plan_answer import Reversal
 from fourfold.search.ranking import Ranking
 
@@ -19,17 +19,20 @@ LOOKED_AT = 24  # of the first layouts: which may be best
 ONE_SIDED_80 = 0.8416  # 80% of a normal distribution lies below 0.84 sd
 # Repeats of one run differ by about 1% (bloom, mpt and par4d tables).
 REPEATS = 0.01
+# What layouts of one stack that nobody measured err apart; the rest of its doubt moves all alike.
+APART = 0.08
 
 
 def tie_width(entry: FittedStack) -> float:
     """Log ratio of two predictions below which their order is right less than 4 times in 5."""
-    sd = max(REPEATS, NOISE * entry.noise)
+    sd = half_width(entry) / TWO_SIDED_80
+    sd = max(REPEATS, sd if entry.rows_time else min(sd, APART))
     return ONE_SIDED_80 * sqrt(2.0) * sd
 
 
 def _moved_s(c: Columns, entry: FittedStack, ends: list[tuple[Coefficient, float]]) -> Floats:
     """[moves, candidates] step seconds with one coefficient moved at a time."""
-    step = times(c, moved_coefficients(entry, ends), entry.nearby).step_s
+    step = estimate(c, moved_coefficients(entry, ends)).step_s
     return np.broadcast_to(step, (len(ends), len(c)))
 
 

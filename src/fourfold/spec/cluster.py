@@ -165,6 +165,10 @@ class Cluster:
         return next((link for link in self.links if link.ranks >= ranks), self.links[-1])
 
 
+# Source of a cluster whose links nobody stated.
+TYPICAL = "typical interconnect of this GPU, not measured"
+
+
 def stretched(cluster: Cluster, gpus: int) -> Cluster:
     """The same machines, as many as `gpus` need: whole hosts, racks and NVLink domains."""
     if gpus <= cluster.gpus:

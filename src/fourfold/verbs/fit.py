@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from fourfold import door
-from fourfold.cost.fit.accuracy import Result, study
+from fourfold.cost.fit.accuracy import FoldScore, Result, fold_scores, study
 from fourfold.cost.fit.calibration import Calibration, load, to_json
 from fourfold.cost.fit.coefficients import BY_NAME
-from fourfold.cost.fit.fit import sample
-from fourfold.cost.fit.fold_scores import FoldScore
+from fourfold.cost.fit.sample import sample
 from fourfold.cost.fit.suggest import suggest
 from fourfold.cost.fit.validate import calibrate
 from fourfold.cost.table.reference import impossible, read_table
@@ -137,7 +136,7 @@ def suggest_runs(request: FitRequest, *, on_event: OnEvent = ignore) -> Suggeste
 
 @dataclass(frozen=True, slots=True)
 class Scores(Answer):
-    """`folds`: each kind of fold, and each source in it."""
+    """`folds`: each kind of fold; `results` has each source in it."""
 
     results: tuple[Result, ...]
     folds: tuple[FoldScore, ...] = ()
@@ -167,4 +166,4 @@ def score(request: ScoreRequest, *, on_event: OnEvent = ignore) -> Scores:
     how = [name for name, is_asked in asked.items() if is_asked]
     known = read_calibration(request.calibration)
     found = study(tables, known, asked=how, tell=notes(on_event))
-    return Scores(found.results, found.folds)
+    return Scores(found, fold_scores(found))

@@ -84,8 +84,10 @@ def planned_cluster(
     profile: str | None,
     gpus: int,
     price: float | None = None,
+    network: float | None = None,
 ) -> Cluster:
-    """The machines to plan on; `gpus` 0: as many as the cluster has."""
+    """The machines to plan on; `gpus` 0: as many as the cluster has; `network`: bytes/s of a host,
+    whatever its cluster's name suggests."""
     if gpu and (cluster or profile):
         other = "cluster" if cluster else "profile"
         rule = f"cannot be combined with {other}, which implies the GPU"
@@ -105,10 +107,22 @@ def planned_cluster(
             hint="pass --cluster NAME, --gpu ID with --gpus N, or --profile FILE (from 'fourfold "
             "calibrate')",
         )
+    if network is not None:
+        found = on_network(found, network)
     if price is None:
         return found
     check.that(0 <= price < 1e9, "price", price, "must be 0 or more")
     return replace(found, price_per_gpu_hour=price)
+
+
+def on_network(cluster: Cluster, host_bytes_per_s: float) -> Cluster:
+    """The same machines on a network of this rate."""
+    check.positive(network=host_bytes_per_s)
+    if len(cluster.links) < 2:
+        hint = "omit it: a network is needed between hosts only"
+        raise UserError("does not apply to one host", field="network", hint=hint)
+    outer = replace(cluster.links[-1], bytes_per_s=host_bytes_per_s / cluster.host_gpus)
+    return replace(cluster, links=(*cluster.links[:-1], outer), source="network as stated")
 
 
 def planned_calibration(

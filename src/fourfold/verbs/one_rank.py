@@ -12,10 +12,10 @@ from fourfold import files
 from fourfold.cost import one_rank as model
 from fourfold.cost.fit import calibration
 from fourfold.cost.fit.interval import bounds
-from fourfold.cost.fit.nearby import times
 from fourfold.cost.memory.peak import USABLE, memory
 from fourfold.cost.one_rank import JoinedStep, MeasuredStage, Part, StageCompute
 from fourfold.cost.run import columns_of
+from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.events import OnEvent, ignore, progress
 from fourfold.launch.folder import scratch
@@ -65,7 +65,7 @@ class StagePlanner:
 
     def step_s(self) -> tuple[float, float, float]:
         """The planner's own step: (seconds, low, high)."""
-        found = times(self.columns, self.entry.coefficients, self.entry.nearby)
+        found = estimate(self.columns, self.entry.coefficients)
         low, high = bounds(self.columns, self.entry, found)
         return float(found.step_s[0]), float(low[0]), float(high[0])
 

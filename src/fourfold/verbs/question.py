@@ -118,6 +118,7 @@ def _machines(request: PlanRequest, on_event: OnEvent) -> tuple[Cluster, str]:
         profile=request.profile,
         gpus=request.gpus or (0 if request.cluster else 8 * (request.max_nodes or 0)),
         price=request.price,
+        network=request.network,
     )
     if request.gpu and cluster.device.id.startswith(f"{request.gpu.lower()}-"):
         on_event(Event(f"read as: gpu {request.gpu} = {cluster.device.id}"))

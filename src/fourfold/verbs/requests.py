@@ -17,12 +17,13 @@ from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
 from fourfold.spec.run import RunSpec
 from fourfold.spec.words import DTYPES
-from fourfold.units import count_from, share_from, size_from
+from fourfold.units import bytes_per_s_from, count_from, share_from, size_from
 from fourfold.verbs.fields import LAYOUT_RULE, read_plan
 
 Count = Annotated[int, count_from]
 Size = Annotated[int, size_from]
 Share = Annotated[float, share_from]
+Rate = Annotated[float, bytes_per_s_from]
 CONVENTION = (f"FLOP convention (default {DEFAULT}; 'fourfold flops' lists them)", "ID")
 CALIBRATION = ("calibration from 'fourfold fit' (default: the shipped one)", "FILE")
 WEIGHT_DTYPES = tuple(name for name in DTYPES if name not in ("fp8", "fp4"))
@@ -84,6 +85,7 @@ class PlanRequest:
     micro_batch: Size | None = None
     cluster: str | Cluster | None = flag("a known cluster ('fourfold clusters') or a file", "NAME")
     gpu: str | None = flag("instead of a cluster: GPUs of this kind in typical hosts", "ID")
+    network: Rate | None = flag("network of a host, such as 3200Gbit/s (default: typical)", "RATE")
     profile: str | None = flag("instead of both: profile from 'calibrate --out'", "FILE", rare=True)
     calibration: str | None = flag(*CALIBRATION, rare=True)
     max_nodes: int | None = flag("use at most N hosts, trying fewer too", "N", rare=True)

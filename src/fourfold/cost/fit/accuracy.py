@@ -11,23 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.fit.calibration import Calibration, FittedStack
-from fourfold.cost.fit.fold_scores import FoldScore, fold_scores
-from fourfold.cost.fit.folds import KINDS
-from fourfold.cost.fit.validate import (
-    few_shot,
-    fit_tables,
-    held_out,
-    joined_parts,
-    left_out,
-    only,
-    others_of,
-    strangers,
-)
-from fourfold.cost.fit.widths import LeftOut, Widths, left_out_rows
+from fourfold.cost.fit.calibration import Calibration
+from fourfold.cost.fit.fit import fit_entries
+from fourfold.cost.fit.folds import KINDS, MANY_ROWS, Bools
+from fourfold.cost.fit.sample import sample
+from fourfold.cost.fit.validate import few_shot, held_out, left_out_of, others_of
 from fourfold.cost.memory.peak import REFUSED, SURE
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.reference import NoteWords
@@ -51,6 +41,7 @@ class Score:
     p90_pct: float
     bias_pct: float
     coverage_pct: float
+    width_pct: float
     interval_score: float
     rank_correlation: float
     regret_pct: float
@@ -64,13 +55,19 @@ class Score:
     @classmethod
     def empty(cls, source: str) -> Score:
         nan = float("nan")
-        return cls(source, 0, nan, nan, nan, nan, nan, nan, nan, 0, nan, nan, nan, nan, nan)
+        return cls(source, 0, nan, nan, nan, nan, nan, nan, nan, nan, 0, nan, nan, nan, nan, nan)
 
 
-def score(rows: Rows, answers: RowPredictions, *, within: NDArray[np.bool_] | None = None) -> Score:
+def timed_rows(rows: Rows, answers: RowPredictions) -> Bools:
+    """Those whose seconds were measured and predicted."""
+    ran = rows.usable & (rows.status != "oom")
+    return ran & np.isfinite(rows.step_s) & np.isfinite(answers.step_s)
+
+
+def score(rows: Rows, answers: RowPredictions, *, within: Bools | None = None) -> Score:
     """Compare with what was measured; `within` limits it to some rows."""
     inside = rows.usable if within is None else rows.usable & within
-    timed = inside & (rows.status != "oom") & np.isfinite(rows.step_s) & np.isfinite(answers.step_s)
+    timed = inside & timed_rows(rows, answers)
     error = answers.step_s[timed] / rows.step_s[timed] - 1.0
     nan = float("nan")
     covered = (answers.low_s <= rows.step_s) & (rows.step_s <= answers.high_s)
@@ -84,7 +81,7 @@ def score(rows: Rows, answers: RowPredictions, *, within: NDArray[np.bool_] | No
         p90_pct=100 * float(np.percentile(np.abs(error), 90)) if error.size else nan,
         bias_pct=100 * float(np.median(error)) if error.size else nan,
         coverage_pct=100 * float(covered[timed].mean()) if error.size else nan,
-        interval_score=_interval_score(rows, answers, timed),
+        **_interval(rows, answers, timed),
         rank_correlation=ranking,
         regret_pct=regret,
         groups=groups,
@@ -93,14 +90,14 @@ def score(rows: Rows, answers: RowPredictions, *, within: NDArray[np.bool_] | No
     )
 
 
-def _fit(rows: Rows, answers: RowPredictions, inside: NDArray[np.bool_]) -> dict[str, float]:
+def _fit(rows: Rows, answers: RowPredictions, inside: Bools) -> dict[str, float]:
     """Verdicts against what happened. Of runs that ran, those whose chance to fit is under 10%; of
     runs out of memory, those over 90%; of all, those between. `fit_pct` is the mean of the shares
     judged right, at even chances, among runs that ran and those out of memory."""
     ran, oom = inside & (rows.status == "ok"), inside & (rows.status == "oom")
     yes, no = answers.fit_chance > SURE, answers.fit_chance < REFUSED
 
-    def share(these: NDArray[np.bool_], of: NDArray[np.bool_]) -> float:
+    def share(these: Bools, of: Bools) -> float:
         return 100.0 * float(these[of].mean()) if of.any() else float("nan")
 
     return {
@@ -111,15 +108,16 @@ def _fit(rows: Rows, answers: RowPredictions, inside: NDArray[np.bool_]) -> dict
     }
 
 
-def _interval_score(rows: Rows, answers: RowPredictions, timed: NDArray[np.bool_]) -> float:
-    """Width of the 80% interval of the log, and ten times what a run lies outside of it, in
-    percent: the smaller, the better (Gneiting and Raftery, 2007)."""
+def _interval(rows: Rows, answers: RowPredictions, timed: Bools) -> dict[str, float]:
+    """Width of the 80% interval of the log; and with ten times what a run lies outside of it the
+    score of intervals: the smaller, the better (Gneiting and Raftery, 2007)."""
     if not timed.any():
-        return float("nan")
+        return {"width_pct": float("nan"), "interval_score": float("nan")}
     low, high = np.log(answers.low_s[timed]), np.log(answers.high_s[timed])
     truth = np.log(rows.step_s[timed])
     missed = np.maximum(0.0, low - truth) + np.maximum(0.0, truth - high)
-    return 100.0 * float(np.mean(high - low + 10.0 * missed))
+    score = 100.0 * float(np.mean(high - low + 10.0 * missed))
+    return {"width_pct": 100.0 * float(np.mean(high - low)), "interval_score": score}
 
 
 def group_labels(rows: Rows) -> list[tuple[str, ...]]:
@@ -134,7 +132,7 @@ def _network(note: str) -> str:
     return note[place + 8 :].split(";")[0].strip() if place >= 0 else ""
 
 
-def _ranking(rows: Rows, step: Floats, timed: NDArray[np.bool_]) -> tuple[float, float, int]:
+def _ranking(rows: Rows, step: Floats, timed: Bools) -> tuple[float, float, int]:
     """(mean correlation, mean regret percent, groups); ties of the first choice are averaged."""
     labels = group_labels(rows)
     places: dict[tuple[str, ...], list[int]] = {}
@@ -171,109 +169,117 @@ def pair_agreement(guess: Floats, truth: Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One table scored in one way; `free` is the most free coefficients, time + memory."""
+    """One table, or one source of a kind of fold, scored in one way; `free` is the most free
+    coefficients of a key, time + memory."""
 
     how: str
     score: Score
     free: str
     rows: Rows
     answers: RowPredictions
-    within: NDArray[np.bool_]
+    within: Bools
 
 
-@dataclass(frozen=True, slots=True)
-class Study:
-    """Scores of tables; of all kinds of folds where they were asked for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldScore:
+    """One kind of fold, its sources alike, however many rows they have. `least_pct`, `most_pct`: in
+    the interval, of its sources with MANY_ROWS rows; NaN where none has."""
 
-    results: tuple[Result, ...]
-    folds: tuple[FoldScore, ...] = ()
+    left_out: str
+    sources: int
+    rows: int
+    median_pct: float
+    pooled_pct: float
+    p90_pct: float
+    coverage_pct: float
+    least_pct: float
+    most_pct: float
+    width_pct: float
+    interval_score: float
+
+
+def fold_scores(results: tuple[Result, ...]) -> tuple[FoldScore, ...]:
+    """Of every kind of fold among the results."""
+    found = []
+    for kind in KINDS:
+        mine = [one for one in results if one.how == kind and one.score.rows]
+        if not mine:
+            continue
+        names = ("median_pct", "p90_pct", "coverage_pct", "width_pct", "interval_score")
+        means = {n: float(np.mean([getattr(one.score, n) for one in mine])) for n in names}
+        many = [one.score.coverage_pct for one in mine if one.score.rows >= MANY_ROWS]
+        errors = [np.abs(o.answers.step_s / o.rows.step_s - 1.0)[_timed(o)] for o in mine]
+        found.append(
+            FoldScore(
+                left_out=kind,
+                sources=len(mine),
+                rows=sum(one.score.rows for one in mine),
+                pooled_pct=100.0 * float(np.median(np.concatenate(errors))),
+                least_pct=min(many, default=float("nan")),
+                most_pct=max(many, default=float("nan")),
+                **means,
+            )
+        )
+    return tuple(found)
+
+
+def _timed(one: Result) -> Bools:
+    return one.within & timed_rows(one.rows, one.answers)
 
 
 def study(
-    tables: list[Rows],
-    calibration: Calibration,
-    *,
-    asked: list[str],
-    tell: Callable[[str], None],
-) -> Study:
+    tables: list[Rows], calibration: Calibration, *, asked: list[str], tell: Callable[[str], None]
+) -> tuple[Result, ...]:
     """Score every table with the calibration as it is, and in the ways asked for."""
-    results = [_as_is(rows, calibration) for rows in tables]
-    strange: tuple[FoldScore, ...] = ()
+    every = [np.ones(rows.table.length, dtype=bool) for rows in tables]
+    results = [
+        _result("as fitted", rows, predict(rows, calibration), all_rows, calibration)
+        for rows, all_rows in zip(tables, every, strict=True)
+    ]
     if not asked:
-        return Study(tuple(results))
+        return tuple(results)
     tell("fitting all tables together")
-    entries = fit_tables(tables)
+    entries = fit_entries(sample(tables))
+    known = Calibration(name="all", sources=(), entries=entries)
     for how in asked:
         if how == "folds":
-            found, widths = left_out_by_kind(tables, entries, tell)
-            results += found
-            tell("checking intervals, with each source left out of their widths")
-            strange = fold_scores(widths)
+            results += _by_kind(tables, known, tell)
             continue
-        for rows in tables:
+        for rows, all_rows in zip(tables, every, strict=True):
             tell(f"{how}: {rows.table.name}")
-            others = others_of(entries, rows)
-            within = np.ones(rows.table.length, dtype=bool)
+            others, within = others_of(entries, rows), all_rows
             if how == "cv":
                 answers = held_out(rows, others)
             elif how == "leave-out":
-                answers = left_out(rows, others)
+                answers = predict(rows, replace(known, entries=others))
             else:
                 answers, within = few_shot(rows, others)
-            free = _free(rows, Calibration(name="", sources=(), entries=entries))
-            results.append(
-                Result(how, score(rows, answers, within=within), free, rows, answers, within)
-            )
-    return Study(tuple(results), strange)
+            results.append(_result(how, rows, answers, within, known))
+    return tuple(results)
 
 
-def left_out_by_kind(
-    tables: list[Rows], entries: tuple[FittedStack, ...], tell: Callable[[str], None]
-) -> tuple[list[Result], Widths]:
-    """Every kind of fold: its scores by the column `source`, and what its intervals are made of."""
-    results, rows_left_out = [], list[LeftOut]()
+def _by_kind(tables: list[Rows], known: Calibration, tell: Callable[[str], None]) -> list[Result]:
+    """Every kind of fold, by the column `source`."""
+    results = []
     for kind in KINDS:
         tell(f"leaving out by {kind}")
-        answers: list[list[RowPredictions]] = [[] for _ in tables]
-        masks: list[list[NDArray[np.bool_]]] = [[] for _ in tables]
-        for out, calibration in strangers(tables, entries, kind):
-            for at, (rows, gone) in enumerate(zip(tables, out, strict=True)):
-                if gone.any():
-                    answers[at].append(predict(only(rows, gone), calibration))
-                    masks[at].append(gone)
-                    rows_left_out += left_out_rows(kind, rows, gone, calibration)
-        for rows, parts, scored in zip(tables, answers, masks, strict=True):
-            if parts:
-                merged = joined_parts(parts, scored, rows)
-                results += _by_source(kind, rows, merged, np.logical_or.reduce(scored))
-    return results, Widths(rows_left_out)
+        found = left_out_of(tables, known.entries, kind)
+        for rows, (answers, scored) in zip(tables, found, strict=True):
+            sources = np.array(rows.table.column("source"), dtype=str)
+            for name in sorted(set(sources[scored].tolist())):
+                one = _result(kind, rows, answers, scored & (sources == name), known)
+                results.append(replace(one, score=replace(one.score, source=name)))
+    return results
 
 
-def _by_source(
-    kind: str, rows: Rows, answers: RowPredictions, scored: NDArray[np.bool_]
-) -> list[Result]:
-    sources = np.array(rows.table.column("source"), dtype=str)
-    found = []
-    for name in sorted(set(sources[scored].tolist())):
-        within = scored & (sources == name)
-        one = replace(score(rows, answers, within=within), source=name)
-        found.append(Result(kind, one, "-", rows, answers, within))
-    return found
-
-
-def _as_is(rows: Rows, calibration: Calibration) -> Result:
-    answers = predict(rows, calibration)
-    within = np.ones(rows.table.length, dtype=bool)
-    name = "as fitted"
-    return Result(name, score(rows, answers), _free(rows, calibration), rows, answers, within)
-
-
-def _free(rows: Rows, calibration: Calibration) -> str:
-    """Largest number of free coefficients of a key in this table: time+memory."""
+def _result(
+    how: str, rows: Rows, answers: RowPredictions, within: Bools, calibration: Calibration
+) -> Result:
     mine = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
     found = [e for e in calibration.entries if (e.stack, e.cluster) in mine]
-    if not found:
-        return "0+0"
-    time = max(len(e.free_time) for e in found)
-    memory = max(len(e.free_memory) for e in found)
-    return f"{time}+{memory}"
+    time, memory = (
+        max((len(getattr(e, part)) for e in found), default=0)
+        for part in ("free_time", "free_memory")
+    )
+    scored = score(rows, answers, within=within)
+    return Result(how, scored, f"{time}+{memory}", rows, answers, within)

@@ -1,87 +1,87 @@
 """What measured rows taught: one entry of coefficients per (stack, cluster), with its evidence.
 
-A file holds the entries, their residuals and their cross-validated errors; it holds no measured
-value and no row. Errors are percent. A hardware profile makes one too (fit/machine.py).
+A file holds what was fitted, what that leaves open and the range of the rows; it holds no measured
+value and no row. What was not fitted is what the other entries say of it. Errors are percent. A
+hardware profile makes one too (fit/machine.py).
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import tomllib
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
-from math import exp, log, sqrt
-from statistics import median
+from math import exp, sqrt
 from typing import Any
 
 import numpy as np
 
 from fourfold import files
-from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, HOST, LEAN, defaults
-from fourfold.cost.fit.nearby import NOT_LEARNED, Nearby
-from fourfold.cost.fit.spread import Spread, directions, joined_values, part_changes
+from fourfold.cost.columns import Floats
+from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, HOST, LEAN, MEMORY, TIME
+from fourfold.cost.fit.ranges import Ranges, joined_ranges
 from fourfold.cost.stacks import family_of, year_of
-from fourfold.cost.step.estimate import PARTS
 from fourfold.errors import UserError, shorten
 from fourfold.spec import check, codec
 
 MARK = '"type": "Calibration"'  # in every file that to_json wrote
-FEW_ROWS = 10.0  # with so many rows a key counts half
 SLOPE_RIDGE = 1.0  # weight x years^2 that speak for no trend
 # A coefficient further from its default is a slip, and overflows what uses it.
 WIDEST_FACTOR = 1e6
-GENERIC_NOISE = 0.15  # of a calibration without any rows
+# Half of an 80% interval (log) of a stack that nobody measured here: its engine was, on another
+# machine; or neither was. Measured on folds that leave out as much (docs/accuracy.md).
+ELSEWHERE, NOWHERE = 0.21, 0.24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedStack:
     """Coefficients of one stack on one cluster.
 
-    `informed` says for each coefficient how much the rows narrowed its prior (0 nothing, 1 all);
-    `noise` is the spread of log(measured / predicted) that no coefficient explains, `growth` its
-    rise (log) with each doubling of the GPUs; `spread` the covariance that the rows leave to the
-    parts of a step; `values` what was measured of each axis (all four: fit/spread.py); `nearby`
-    what the formulas miss near measured runs (fit/nearby.py);
-    `residuals_pct` are sorted; `counts` are the rows behind each of `choices`.
+    `informed` says of each coefficient that was fitted how much the rows narrowed its prior (0
+    nothing, 1 all); `noise` is the spread of log(measured / predicted) that no coefficient
+    explains, or, without rows, of what is unknown; `ranges` what was measured of each axis (log2);
+    `counts` the rows behind each choice (fit/interval.py).
     """
 
     stack: str
     cluster: str
     generation: str
     coefficients: dict[str, float]
-    informed: dict[str, float]
-    free_time: tuple[str, ...] = ()
-    free_memory: tuple[str, ...] = ()
+    informed: dict[str, float] = field(default_factory=dict)
     rows_time: int = 0
     rows_memory: int = 0
-    noise: float = GENERIC_NOISE
-    growth: float = 0.0
-    spread: Spread = ()
-    values: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    nearby: Nearby = NOT_LEARNED
+    noise: float = NOWHERE
+    ranges: Ranges = field(default_factory=dict)
     errors_pct: dict[str, float] = field(default_factory=dict)
-    residuals_pct: tuple[float, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
         return f"{self.stack}|{self.cluster}"
 
+    @property
+    def free_time(self) -> tuple[str, ...]:
+        return tuple(name for name in TIME if name in self.informed)
+
+    @property
+    def free_memory(self) -> tuple[str, ...]:
+        return tuple(name for name in MEMORY if name in self.informed)
+
     def to_plain(self) -> dict[str, Any]:
-        """As files have it: coefficients are `knobs` there."""
+        """As files have it: coefficients are `knobs` there, and what is empty is left out."""
         plain = _rounded(asdict(self))
-        names = {"coefficients": "knobs"}
-        return {names.get(name, name): value for name, value in plain.items()}
+        plain["knobs"] = plain.pop("coefficients")
+        return {name: value for name, value in plain.items() if value not in ({}, 0)}
 
     @classmethod
     def from_plain(cls, data: object, path: str = "") -> FittedStack:
-        """A coefficient that a file does not name takes its default."""
         if isinstance(data, dict):
             given = {name: value for name, value in data.items() if name != "knobs"}
-            knobs = data.get("knobs")
+            knobs = data.get("knobs", {})
             if not isinstance(knobs, dict):
                 raise UserError("must be a table", field=f"{path}.knobs", value=knobs)
-            data = given | {"coefficients": defaults() | knobs}
+            data = given | {"coefficients": knobs}
         entry = codec.decode_fields(cls, data, path)
         check.name(stack=entry.stack, cluster=entry.cluster, generation=entry.generation)
         for name, value in entry.coefficients.items():
@@ -89,33 +89,28 @@ class FittedStack:
                 raise UserError("is not a coefficient", field="knobs", value=name)
             usual = BY_NAME[name].default if name in BY_NAME else 0.0
             _within(usual / WIDEST_FACTOR, (usual or 1.0) * WIDEST_FACTOR, **{name: value})
+        if unknown := [name for name in entry.informed if name not in entry.coefficients]:
+            raise UserError("has no value in knobs", field="informed", value=unknown[0])
         _within(0.0, 10.0, noise=entry.noise)
-        _within(0.0, 1.0, growth=entry.growth)
         _within(0.0, 1.0, **entry.informed)
         _within(0, 1e12, **entry.counts)
         _within(0, 1e12, rows_time=entry.rows_time, rows_memory=entry.rows_memory)
         _within(-1e9, 1e9, **entry.errors_pct)
-        for number in (
-            *entry.residuals_pct,
-            *(value for known in (*entry.values.values(), *entry.spread) for value in known),
-        ):
-            _within(-1e9, 1e9, residual=number)
-        _whole_moves(entry.spread)
+        for low, high in entry.ranges.values():
+            _within(-1e9, 1e9, low=low, high=high)
         return entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Entries by key, and between them the spread of a stack or cluster nobody measured."""
+    """Entries by key."""
 
     name: str
     sources: tuple[str, ...]
     entries: tuple[FittedStack, ...]
-    between: Spread = ()
 
     def __post_init__(self) -> None:
         check.name(name=self.name)
-        _whole_moves(self.between)
 
     def entry(self, stack: str, cluster: str, generation: str) -> tuple[FittedStack, str]:
         """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
@@ -123,13 +118,13 @@ class Calibration:
             if known.stack == stack and known.cluster == cluster:
                 return known, ""
         blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
-        known = [entry for entry in self.entries if entry.rows_time]
+        family = family_of(stack)
+        elsewhere = [e for e in self.entries if e.rows_time and family_of(e.stack) == family != ""]
         wide = replace(
             blended,
             coefficients=_half_lean(blended.coefficients),
-            spread=self.between,
-            noise=median(entry.noise for entry in known) if known else GENERIC_NOISE,
-            values=joined_values([entry.values for entry in known]),
+            noise=ELSEWHERE if elsewhere else NOWHERE,
+            ranges=joined_ranges([entry.ranges for entry in self.entries]),
         )
         return wide, "no measured runs of this stack here, estimated from other stacks and clusters"
 
@@ -160,64 +155,80 @@ def blend(
     The physical default counts as one more, fully informed entry of the same year. Engines get
     better by the year, so each coefficient may have a small slope over the years.
     """
-    kin = [
-        (entry, similarity(entry, stack=stack, cluster=cluster, generation=generation))
-        for entry in entries
-        if (entry.stack, entry.cluster) != (stack, cluster)
-    ]
-    year = year_of(stack)
-    coef = {}
-    for coefficient in COEFFICIENTS:
-        weights, ages, logs = [1.0], [0.0], [log(coefficient.default)]
-        for entry, like in kin:
-            other = year_of(entry.stack)
-            weights.append(like * entry.informed.get(coefficient.name, 0.0))
-            ages.append(float(other - year) if year and other else 0.0)
-            logs.append(log(entry.coefficients[coefficient.name]))
-        coef[coefficient.name] = exp(_level(weights, ages, logs))
+    kin = [entry for entry in entries if (entry.stack, entry.cluster) != (stack, cluster)]
+    like = [similarity(e, stack=stack, cluster=cluster, generation=generation) for e in kin]
+    year, years = year_of(stack), [year_of(entry.stack) for entry in kin]
+    ages = np.array([0.0, *(float(other - year) if year and other else 0.0 for other in years)])
+    weights, logs = np.ones((2, len(kin) + 1, len(COEFFICIENTS)))
+    for i, coefficient in enumerate(COEFFICIENTS):
+        name, usual = coefficient.name, coefficient.default
+        weights[1:, i] = [w * e.informed.get(name, 0.0) for e, w in zip(kin, like, strict=True)]
+        logs[:, i] = np.log([usual, *(entry.coefficients.get(name, usual) for entry in kin)])
+    level = np.exp(_level(weights, ages[:, None], logs)).tolist()
+    coef = dict(zip((coefficient.name for coefficient in COEFFICIENTS), level, strict=True))
     return FittedStack(
         stack=stack,
         cluster=cluster,
         generation=generation,
-        coefficients=coef,
-        informed=dict.fromkeys(coef, 0.0),
+        coefficients=coef | states().get(cluster, {}),
     )
 
 
-def between(entries: tuple[FittedStack, ...]) -> Spread:
-    """How far keys lie from what the others say of them, as a covariance of a step's parts. A key
-    with few rows says little of where it lies."""
-    total, weights = np.zeros((len(PARTS), len(PARTS))), 0.0
-    for entry in entries:
-        guess = blend(
-            entries, stack=entry.stack, cluster=entry.cluster, generation=entry.generation
-        )
-        change = part_changes(guess.coefficients, entry.coefficients)
-        weight = entry.rows_time / (entry.rows_time + FEW_ROWS)
-        total, weights = total + weight * np.outer(change, change), weights + weight
-    return directions(total / weights) if weights else ()
+@functools.cache
+def states() -> dict[str, dict[str, float]]:
+    """What only one cluster shows, by its name."""
+    file = resources.files("fourfold").joinpath("data", "calibrations", "states.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
-def _level(weights: list[float], ages: list[float], logs: list[float]) -> float:
-    """Weighted mean of the logs at age 0, with a ridge-limited slope over age."""
-    total = sum(weights)
-    age = sum(w * a for w, a in zip(weights, ages, strict=True)) / total
-    mean = sum(w * y for w, y in zip(weights, logs, strict=True)) / total
-    rows = list(zip(weights, ages, logs, strict=True))
-    both = sum(w * (a - age) * (y - mean) for w, a, y in rows)
-    spread = sum(w * (a - age) ** 2 for w, a, _ in rows)
-    return mean - age * both / (spread + SLOPE_RIDGE)
+def _level(weights: Floats, ages: Floats, logs: Floats) -> Floats:
+    """Weighted means of the logs at age 0, with a ridge-limited slope over age; by column."""
+    total = weights.sum(axis=0)
+    age, mean = (weights * ages).sum(axis=0) / total, (weights * logs).sum(axis=0) / total
+    both = (weights * (ages - age) * (logs - mean)).sum(axis=0)
+    return mean - age * both / ((weights * (ages - age) ** 2).sum(axis=0) + SLOPE_RIDGE)
+
+
+def completed(entries: tuple[FittedStack, ...]) -> tuple[FittedStack, ...]:
+    """With what was not fitted as the other entries have it."""
+    return tuple(
+        replace(entry, coefficients=_of_others(entry, entries) | entry.coefficients)
+        for entry in entries
+    )
+
+
+def _of_others(entry: FittedStack, entries: tuple[FittedStack, ...]) -> dict[str, float]:
+    key = {"stack": entry.stack, "cluster": entry.cluster, "generation": entry.generation}
+    return blend(entries, **key).coefficients
+
+
+def settled(entries: tuple[FittedStack, ...]) -> tuple[FittedStack, ...]:
+    """As a file will have them: what was not fitted follows the other entries."""
+    fitted = (
+        replace(e, coefficients={name: e.coefficients[name] for name in e.informed})
+        for e in entries
+    )
+    return completed(tuple(fitted))
 
 
 def to_json(calibration: Calibration) -> str:
-    """The file's text."""
-    return json.dumps(codec.dump(calibration), indent=1) + "\n"
+    """The file's text; of coefficients what the other entries do not say."""
+    entries = []
+    for entry in calibration.entries:
+        usual = _of_others(entry, calibration.entries)
+        own = {
+            name: value
+            for name, value in entry.coefficients.items()
+            if name in entry.informed or abs(value - usual.get(name, 0.0)) > 1e-5 * abs(value)
+        }
+        entries.append(replace(entry, coefficients=own))
+    return json.dumps(codec.dump(replace(calibration, entries=tuple(entries))), indent=1) + "\n"
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits: more would only make files differ between machines."""
+    """Five digits: more would only make files differ between machines."""
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.5g}")
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
@@ -229,7 +240,8 @@ def from_json(text: str, where: str) -> Calibration:
         data = codec.parse_json(text)
         if not isinstance(data, dict) or data.get("type") != "Calibration":
             raise UserError("is not a calibration file")
-        return codec.load(Calibration, data)
+        found = codec.load(Calibration, data)
+        return replace(found, entries=completed(found.entries))
     except UserError as error:
         rule = f"cannot be used ({shorten(str(error), 200)})"
         hint = "create one with 'fourfold fit ROWS.csv --out FILE'"
@@ -240,12 +252,6 @@ def _within(least: float, most: float, /, **values: float) -> None:
     for name, value in values.items():
         if not least <= value <= most:
             raise UserError(f"must be from {least:g} to {most:g}", field=name, value=value)
-
-
-def _whole_moves(spread: Spread) -> None:
-    """A number for each part of a step in every direction."""
-    if any(len(move) != len(PARTS) for move in spread):
-        raise UserError(f"must have rows of {len(PARTS)} numbers", field="spread")
 
 
 def load(path: str) -> Calibration:

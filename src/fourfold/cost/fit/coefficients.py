@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Coefficient:
-    """One fitted number. `part` is time or memory."""
+    """One number of the model. `part`: time or memory, which fits move; or constant, which none
+    does: few rows anywhere tell of it (`--fix` sets it)."""
 
     name: str
     part: str
@@ -26,19 +27,19 @@ class Coefficient:
 _ROWS = (
     ("gemm", "time", 0.82, 0.1, 0.3, 1.1, "share of the sustained peak a large GEMM reaches"),
     ("align", "time", 0.12, 0.25, 0.02, 0.3, "speed lost per power of two a shard misses 64"),
-    ("wave", "time", 0.9, 0.05, 0.3, 1.0, "how much of a partly filled wave of tiles is paid"),
+    ("wave", "constant", 0.9, 0.05, 0.3, 1.0, "how much of a partly filled wave of tiles is paid"),
     ("flash", "time", 0.45, 0.4, 0.08, 0.95, "share of the peak flash attention reaches"),
-    ("small_head", "time", 0.5, 0.8, 0.05, 2.0, "how much flash loses on heads under 128"),
-    ("flash1", "time", 0.5, 0.2, 0.2, 1.0, "speed of flash attention 1 against 2"),
+    ("small_head", "constant", 0.5, 0.8, 0.05, 2.0, "how much flash loses on heads under 128"),
+    ("flash1", "constant", 0.5, 0.2, 0.2, 1.0, "speed of flash attention 1 against 2"),
     ("softmax", "time", 1.1, 0.25, 0.4, 4.0, "passes over the scores against the counted ones"),
-    ("head128", "time", 1.3, 0.5, 0.8, 6.0, "slowdown of batched products at head size 128"),
+    ("head128", "constant", 1.45, 0.5, 0.8, 6.0, "slowdown of batched products at head size 128"),
     ("elem", "time", 1.6, 0.35, 0.5, 6.0, "memory passes of element-wise work over the counted"),
-    ("norm", "time", 6.5, 0.4, 1.0, 20.0, "memory passes of an unfused norm"),
+    ("norm", "constant", 6.5, 0.4, 1.0, 20.0, "memory passes of an unfused norm"),
     ("fp8", "time", 0.75, 0.15, 0.3, 1.2, "fp8 and fp4 GEMM efficiency against 16 bits"),
     ("nvlink", "time", 0.7, 0.25, 0.1, 1.3, "share of the link rate inside the domain"),
     ("net", "time", 0.65, 0.3, 0.1, 1.3, "share of the node network a collective reaches"),
     ("call_s", "time", 3e-5, 0.7, 2e-6, 1e-3, "start of a tp collective, incl. its last rank"),
-    ("latency_s", "time", 6e-6, 0.4, 2e-6, 1e-4, "one hop of a collective"),
+    ("latency_s", "constant", 6e-6, 0.4, 2e-6, 1e-4, "one hop of a collective"),
     ("net_latency_s", "time", 4e-5, 0.5, 3e-6, 3e-4, "one hop of a collective across nodes"),
     ("cp_attention", "time", 1.3, 0.25, 0.8, 4.0, "attention in pieces under cp, against whole"),
     ("dp_exposed", "time", 0.7, 0.5, 0.05, 3.0, "gradient traffic paid once per step"),
@@ -49,10 +50,10 @@ _ROWS = (
     ("fixed_s", "time", 30e-3, 0.6, 1e-3, 0.5, "once per step: data, logging, clipping"),
     ("jitter", "time", 0.005, 0.4, 5e-4, 0.05, "growth of the step per doubling of nodes"),
     ("noise_s", "time", 8e-4, 1.0, 1e-6, 2e-2, "waiting per micro batch and doubling of nodes"),
-    ("slow_host", "time", 1.5, 0.3, 0.5, 4.0, "launch time in the slow network state"),
-    ("slow_tp_s", "time", 3e-3, 0.5, 1e-5, 2e-2, "launch time per extra tp rank in the slow state"),
-    ("slow_hop", "time", 4.0, 0.5, 1.0, 30.0, "dp_hop_s in the slow state, against normal"),
-    ("slow_far", "time", 1.2, 0.3, 0.5, 4.0, "the same across nodes, against inside"),
+    ("slow_host", "constant", 1.0, 0.3, 0.5, 4.0, "launch time in a slow network state"),
+    ("slow_tp_s", "constant", 1e-5, 0.5, 1e-6, 2e-2, "launch time per extra tp rank in it"),
+    ("slow_hop", "constant", 1.0, 0.5, 0.5, 30.0, "dp_hop_s in it, against normal"),
+    ("slow_far", "constant", 1.0, 0.3, 0.5, 4.0, "the same across nodes, against inside"),
     ("act", "memory", 1.15, 0.15, 0.5, 2.5, "activation bytes kept against the counted"),
     ("kept_hidden", "memory", 1.1, 0.4, 0.4, 4.0, "inputs of norms and linears, against counted"),
     ("state", "memory", 1.08, 0.08, 0.8, 1.6, "weights, gradients, optimizer and slack"),

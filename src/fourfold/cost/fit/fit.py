@@ -1,95 +1,39 @@
 """Coefficients that explain measured rows: fits each (stack, cluster) with the others as its prior.
 
-At most 14 free numbers for time and 6 for memory per key: those whose prior the rows narrow most;
-the others stay at the prior. Two rounds, so that each key is fitted under what the others taught.
-Derivatives are one broadcast question to the model. NumPy only.
+At most six free numbers for time and three for memory per key, and never more than it has rows:
+those that explain most, one after the other; the others stay at the prior. Rounds, so that each key
+is fitted under what the others taught. All keys are asked about at once. NumPy only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.cost.columns import Columns, Floats, joined
-from fourfold.cost.fit.calibration import FittedStack, blend
+from fourfold.cost.columns import Floats
+from fourfold.cost.fit.calibration import FittedStack, blend, states
 from fourfold.cost.fit.coefficients import BY_NAME, MEMORY, TIME
-from fourfold.cost.fit.nearby import learned, spread_of
-from fourfold.cost.fit.solver import Prior, minimise
-from fourfold.cost.fit.spread import from_middle, measured_values, pushed
+from fourfold.cost.fit.interval import counts
+from fourfold.cost.fit.ranges import ranges
+from fourfold.cost.fit.sample import Places, Sample, joined_samples
+from fourfold.cost.fit.solver import Minimum, Prior, minimise
 from fourfold.cost.memory.peak import GIB, limit_bytes, memory
 from fourfold.cost.stacks import stack_defaults
 from fourfold.cost.step.estimate import estimate
-from fourfold.cost.table.open_fields import open_layouts
-from fourfold.cost.table.rows import Rows
 from fourfold.spec.catalog import generation_of
 
-MOST_TIME = 14
-MOST_MEMORY = 6
-TIGHT = 0.7  # keys spread less around their kin than a coefficient does around its default
+MOST_TIME, MOST_MEMORY = 6, 3
+LEAST_GAIN = 0.2  # of the logarithm of a posterior, that a free coefficient brings
+TIGHT = 0.7  # stacks vary less around similar stacks than around the prior
 STEP_SCALE = 0.04  # an ordinary log residual of time
 MEMORY_SCALE = 0.05
-# Growth of noise with the GPUs: its spread between keys; rows and doublings (sd) that can show it;
-# an error too small to tell from none.
-USUAL_GROWTH, FEWEST_TO_GROW, LEAST_REACH, TINY = 0.1, 8, 0.3, 0.003
-NOTHING: Mapping[str, float] = {}
 LABEL_SCALE = 0.05  # how sharp the edge between fits and does not is, as a share of capacity
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Rows of several tables as one, usable ones only."""
-
-    columns: Columns
-    stack: NDArray[np.str_]
-    cluster: NDArray[np.str_]
-    hardware: NDArray[np.str_]
-    step_s: Floats
-    mem_gb: Floats
-    fits: Floats  # 1 ran, 0 out of memory, NaN unknown
-
-    def __len__(self) -> int:
-        return len(self.columns)
-
-    def take(self, index: NDArray[np.intp]) -> Sample:
-        return Sample(
-            self.columns.take(index), self.stack[index], self.cluster[index],
-            self.hardware[index], self.step_s[index], self.mem_gb[index], self.fits[index],
-        )  # fmt: skip
-
-    def all_keys(self) -> list[tuple[str, str]]:
-        return sorted(set(zip(self.stack.tolist(), self.cluster.tolist(), strict=True)))
-
-    def where(self, key: tuple[str, str]) -> NDArray[np.intp]:
-        return np.flatnonzero((self.stack == key[0]) & (self.cluster == key[1]))
-
-
-def sample(tables: Sequence[Rows]) -> Sample:
-    """Measured rows of parsed tables: those with seconds, memory or an out-of-memory, and a layout
-    of their own (nothing is learned from a guessed one)."""
-    parts = []
-    for rows in tables:
-        ok = (rows.status == "ok") | ((rows.status == "") & np.isfinite(rows.step_s))
-        oom = rows.status == "oom"
-        index = np.flatnonzero(rows.usable & (ok | oom) & ~open_layouts(rows.table))
-        fits = np.where(ok, 1.0, np.where(oom, 0.0, np.nan))
-        step = np.where(ok & (rows.step_s > 0), rows.step_s, np.nan)
-        mem = np.where(ok & (rows.mem_gb > 0), rows.mem_gb, np.nan)
-        parts.append(
-            Sample(rows.columns.take(index), rows.stack[index], rows.cluster[index],
-                   rows.hardware[index], step[index], mem[index], fits[index])
-        )  # fmt: skip
-    first = [part.columns for part in parts]
-    texts = [(p.stack, p.cluster, p.hardware, p.step_s, p.mem_gb, p.fits) for p in parts]
-    return Sample(
-        joined(first), *(np.concatenate(list(column)) for column in zip(*texts, strict=True))
-    )
-
-
-Misfit = Callable[[dict[str, Floats | float]], Floats]
+USUAL_ROWS, USUAL_NOISE = 12.0, 0.05  # what a fit leaves of other keys, as so many rows
+FEWEST_FOR_RANGE = 4
+NOTHING: Mapping[str, float] = {}
 
 
 def fit_entries(
@@ -101,176 +45,219 @@ def fit_entries(
 ) -> tuple[FittedStack, ...]:
     """An entry for every key in the rows; `others` are fitted already and stay as they are, `fixed`
     coefficients are known otherwise."""
-    pool = {entry.key: entry for entry in others}
-    made: dict[str, FittedStack] = {}
+    return fit_many([(rows, others)], rounds=rounds, fixed=fixed)[0]
+
+
+def fit_many(
+    jobs: Sequence[tuple[Sample, tuple[FittedStack, ...]]],
+    *,
+    rounds: int = 2,
+    fixed: Mapping[str, float] = NOTHING,
+) -> list[tuple[FittedStack, ...]]:
+    """The same for many samples at once, each with others of its own."""
+    keys = [(at, key) for at, (rows, _) in enumerate(jobs) for key in rows.all_keys()]
+    samples = [jobs[at][0].take(jobs[at][0].where(key)) for at, key in keys]
+    made: list[dict[str, FittedStack]] = [{} for _ in jobs]
     for _ in range(rounds):
-        current = {**pool, **made}
-        for key in rows.all_keys():
-            index = rows.where(key)
-            made_key = f"{key[0]}|{key[1]}"
+        priors = []
+        for (at, (stack, cluster)), rows in zip(keys, samples, strict=True):
+            known = {entry.key: entry for entry in jobs[at][1]} | made[at]
+            generation = generation_of(str(rows.hardware[0]))
             prior = blend(
-                tuple(current.values()), stack=key[0], cluster=key[1],
-                generation=generation_of(str(rows.hardware[index][0])),
-            )  # fmt: skip
-            made[made_key] = fit_one(rows.take(index), prior, fixed)
-    return tuple(made.values())
+                tuple(known.values()), stack=stack, cluster=cluster, generation=generation
+            )
+            priors.append(replace(prior, coefficients={**prior.coefficients, **fixed}))
+        entries = _fit_part(priors, samples, TIMED, fixed)
+        entries = _fit_part(entries, samples, SIZED, fixed)
+        for (at, _), entry in zip(keys, entries, strict=True):
+            made[at][entry.key] = entry
+    return [tuple(mine.values()) for mine in made]
 
 
-def fit_one(rows: Sample, prior: FittedStack, fixed: Mapping[str, float] = NOTHING) -> FittedStack:
-    """The entry of one key under a prior; what is fixed is as known as can be."""
-    timed = rows.take(np.flatnonzero(np.isfinite(rows.step_s)))
-    entry = replace(prior, coefficients={**prior.coefficients, **fixed})
-    if len(timed):
-        misfit = time_misfit(timed)
-        entry = _fit_part(entry, TIME, misfit, fixed, scale=STEP_SCALE, most=MOST_TIME)
-        nearby, left = learned(timed.columns, -misfit({**entry.coefficients}))
-        values = measured_values(timed.columns)
-        gpus = np.log2(timed.columns.gpus)
-        growth = _growth(left, gpus)
-        steady = left / np.exp(growth * from_middle(gpus, values))
-        entry = replace(
-            entry,
-            rows_time=len(timed),
-            noise=spread_of(steady, free=len(entry.free_time)),
-            growth=growth,
-            values=values,
-            nearby=nearby,
-        )
-    sized = rows.take(np.flatnonzero(np.isfinite(rows.mem_gb) | np.isfinite(rows.fits)))
-    if len(sized):
-        misfit = memory_misfit(sized)
-        entry = _fit_part(entry, MEMORY, misfit, fixed, scale=1.0, most=MOST_MEMORY)
-        entry = replace(entry, rows_memory=len(sized))
-        if not np.any(np.isfinite(sized.mem_gb)) and not np.any(sized.fits == 0):
-            # Runs that fitted, and nothing else, only bound memory from above: good for this key,
-            # no lesson for another.
-            entry = replace(entry, informed={**entry.informed, **dict.fromkeys(MEMORY, 0.0)})
-    return entry
+# Residuals of some rows (by place) under coefficients [moves, rows].
+Misfit = Callable[[Mapping[str, Floats], Places], Floats]
 
 
-def _growth(left: Floats, gpus: Floats) -> float:
-    """How what a fit leaves grows (log) with each doubling of the GPUs (log2): the slope of its
-    logarithm, as far as rows are sure of it, and never below 0."""
-    count, reach = left.size, float(gpus.std())
-    if count < FEWEST_TO_GROW or reach < LEAST_REACH:
-        return 0.0
-    size = np.log(np.abs(left) + TINY)
-    slope = float(np.mean((gpus - gpus.mean()) * size)) / reach**2
-    doubt = float(size.var()) / count / reach**2
-    return max(0.0, slope * USUAL_GROWTH**2 / (USUAL_GROWTH**2 + doubt))
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What one kind of measurement can teach."""
+
+    names: tuple[str, ...]
+    most: int
+    scale: float
+    residuals: int  # of a row
+    misfit: Callable[[Sample, Places], Misfit]
+    has: Callable[[Sample], NDArray[np.bool_]]
+    learned: Callable[[FittedStack, Sample, Floats], FittedStack]
 
 
 def _fit_part(
-    entry: FittedStack,
-    part: tuple[str, ...],
-    misfit: Misfit,
-    fixed: Mapping[str, float],
-    *,
-    scale: float,
-    most: int,
+    priors: list[FittedStack], samples: list[Sample], part: Lesson, fixed: Mapping[str, float]
+) -> list[FittedStack]:
+    """Fit all coefficients of a part, choose those that tell most, fit these again."""
+    measured = [rows.take(np.flatnonzero(part.has(rows))) for rows in samples]
+    places = [i for i, rows in enumerate(measured) if len(rows)]
+    if not places:
+        return priors
+    rows, asked = joined_samples([measured[i] for i in places]), [priors[i] for i in places]
+    lengths = [len(measured[i]) for i in places]
+    of_rows = np.repeat(np.arange(len(places)), lengths)
+    groups = np.repeat(of_rows, part.residuals)
+    names = tuple(name for name in part.names if name not in fixed)
+    start = {n: np.array([one.coefficients[n] for one in asked]) for n in asked[0].coefficients}
+    misfit = part.misfit(rows, of_rows)
+
+    def residuals(x: Floats, index: Places) -> Floats:
+        moved = {name: np.exp(x[:, :, i]) for i, name in enumerate(names)}
+        coef = {name: value[groups[index]] for name, value in start.items()} | moved
+        return misfit(coef, index)
+
+    prior = _prior(asked, names)
+    every = minimise(residuals, groups, prior, scale=part.scale, begin=prior.mean)
+    free = np.zeros(prior.mean.shape, dtype=bool)
+    for g, count in enumerate(lengths):
+        away = every.x[g] - prior.mean[g]
+        free[g, telling(away, every.hessian[g], most=min(part.most, count))] = True
+    begin, prior = np.where(free, every.x, prior.mean), replace(prior, free=free)
+    found = minimise(residuals, groups, prior, scale=part.scale, begin=begin)
+    left = residuals(found.x[groups][None], np.arange(len(groups)))[0]
+    entries = list(priors)
+    known = dict.fromkeys(set(part.names) & set(fixed), 1.0)
+    for g, i in enumerate(places):
+        entry = _fitted(priors[i], names, found, prior, g)
+        entry = replace(entry, informed=entry.informed | known)
+        entries[i] = part.learned(entry, measured[i], -left[groups == g])
+    return entries
+
+
+def _fitted(
+    entry: FittedStack, names: tuple[str, ...], found: Minimum, prior: Prior, group: int
 ) -> FittedStack:
-    """Fit all coefficients of a part, keep free the `most` that the rows move furthest, fit again.
-
-    Distance counts in prior spreads: a coefficient that ends at its prior costs nothing when
-    it is fixed there.
-    """
-    open_names = tuple(name for name in part if name not in fixed)
-    names = _exercised(entry.coefficients, open_names, misfit)
-    coef, share, covariance = _solve(entry.coefficients, names, misfit, scale)
-    moved = {
-        name: abs(np.log(coef[name] / entry.coefficients[name])) / BY_NAME[name].spread
-        for name in names
-    }
-    taught = [name for name in names if share[name] > 0.01]
-    free = tuple(sorted(taught, key=lambda name: -moved[name])[:most])
-    free = tuple(name for name in names if name in free)
-    if len(free) < len(names) and free:
-        coef, share, _ = _solve(entry.coefficients, free, misfit, scale)
-    field = "free_time" if part == TIME else "free_memory"
-    informed = {**entry.informed, **dict.fromkeys(part, 0.0), **share}
-    informed |= dict.fromkeys(set(part) & set(fixed), 1.0)
-    changed: dict[str, Any] = {field: free}
-    if part == TIME:
-        changed["spread"] = pushed(coef, *_all_of(open_names, names, covariance))
-    return replace(entry, coefficients=coef, informed=informed, **changed)
+    """With what was free of one group, and how much that narrowed its prior."""
+    doubt = np.diag(np.linalg.inv(found.hessian[group])) / prior.spread[group] ** 2
+    free = [i for i in range(len(names)) if prior.free[group, i]]
+    value = {names[i]: float(np.exp(found.x[group, i])) for i in free}
+    share = {names[i]: float(np.clip(1.0 - doubt[i], 0.0, 1.0)) for i in free}
+    return replace(entry, coefficients=entry.coefficients | value, informed=entry.informed | share)
 
 
-def _exercised(start: dict[str, float], names: tuple[str, ...], misfit: Misfit) -> tuple[str, ...]:
-    """Coefficients that change any residual: the others stay where they are, and cost no time."""
-    moved = {name: np.full((len(names) + 1, 1), start[name]) for name in names}
-    for i, name in enumerate(names):
-        moved[name][i] *= 1.01
-    rows = misfit({**start, **moved})
-    changes = np.abs(rows[:-1] - rows[-1]).max(axis=1) > 1e-9
-    return tuple(name for name, moves in zip(names, changes, strict=True) if moves)
-
-
-def _all_of(
-    part: tuple[str, ...], names: tuple[str, ...], covariance: Floats
-) -> tuple[tuple[str, ...], Floats]:
-    """Coefficients of a part and their covariance: what no row exercised is as open as before."""
-    full = np.diag([(BY_NAME[name].spread * TIGHT) ** 2 for name in part])
-    places = [part.index(name) for name in names]
-    full[np.ix_(places, places)] = covariance
-    return part, full
-
-
-def _solve(
-    start: dict[str, float], names: tuple[str, ...], misfit: Misfit, scale: float
-) -> tuple[dict[str, float], dict[str, float], Floats]:
-    """(coefficients, information share, covariance of their logs) with `names` free and the rest
-    as they start."""
+def _prior(entries: list[FittedStack], names: tuple[str, ...]) -> Prior:
+    """[keys, coefficients] around what the other keys say; what is known of a cluster is no
+    question of its fits."""
     asked = [BY_NAME[name] for name in names]
-    spread = np.array([coefficient.spread * TIGHT for coefficient in asked])
-    prior = Prior(
-        mean=np.log([start[name] for name in names]),
-        spread=spread,
-        low=np.log([coefficient.low for coefficient in asked]),
-        high=np.log([coefficient.high for coefficient in asked]),
+    mean = np.log([[entry.coefficients[name] for name in names] for entry in entries])
+    low, high = np.log([one.low for one in asked]), np.log([one.high for one in asked])
+    known = [[name in states().get(entry.cluster, {}) for name in names] for entry in entries]
+    return Prior(
+        mean=np.clip(mean, low, high),
+        spread=np.broadcast_to([TIGHT * one.spread for one in asked], mean.shape),
+        low=np.broadcast_to(low, mean.shape),
+        high=np.broadcast_to(high, mean.shape),
+        free=~np.array(known),
     )
 
-    def residuals(x: Floats) -> Floats:
-        moved = {name: np.exp(x[:, i])[:, None] for i, name in enumerate(names)}
-        return misfit({**start, **moved})
 
-    found = minimise(residuals, prior, scale=scale)
-    coef = {**start, **{n: float(v) for n, v in zip(names, np.exp(found.x), strict=True)}}
-    share = np.clip(1.0 - np.diag(found.covariance) / spread**2, 0.0, 1.0)
-    shares = {name: float(value) for name, value in zip(names, share, strict=True)}
-    return coef, shares, found.covariance
+def telling(away: Floats, hessian: Floats, *, most: int) -> list[int]:
+    """The few coefficients that explain most, chosen one after the other on the paraboloid around
+    the top of the posterior; `away` is the way to the top from where the others stay."""
+    chosen: list[int] = []
+
+    def lost(free: list[int]) -> float:
+        rest = [i for i in range(len(away)) if i not in free]
+        own, both = hessian[np.ix_(rest, rest)], hessian[np.ix_(rest, free)]
+        if free:
+            own = own - both @ np.linalg.solve(hessian[np.ix_(free, free)], both.T)
+        return 0.5 * float(away[rest] @ own @ away[rest])
+
+    now = lost([])
+    while len(chosen) < min(most, len(away)):
+        trials = {i: lost([*chosen, i]) for i in range(len(away)) if i not in chosen}
+        best = min(trials, key=lambda i: trials[i])
+        if now - trials[best] < LEAST_GAIN:
+            break
+        chosen.append(best)
+        now = trials[best]
+    return sorted(chosen)
 
 
-def time_misfit(rows: Sample) -> Misfit:
+def time_misfit(rows: Sample, _: Places) -> Misfit:
     """Log residuals of the step time."""
     measured = np.log(rows.step_s)
-    return lambda coef: np.log(estimate(rows.columns, coef).step_s) - measured
-
-
-def printed_bytes(rows: Sample, first: Floats, worst: Floats) -> Floats:
-    """What the stack prints as its memory: rank 0's or the fullest rank's."""
-    rank0 = np.array(
-        [stack_defaults(stack).reports_rank0 for stack in rows.stack.tolist()], dtype=bool
+    return lambda coef, index: (
+        np.log(estimate(rows.columns.take(index), coef).step_s) - measured[index]
     )
-    return np.where(rank0, first, worst)
 
 
-def memory_misfit(rows: Sample) -> Misfit:
-    """Log residuals of printed memory, and a hinge for runs that ran or did not fit."""
+def memory_misfit(rows: Sample, groups: Places) -> Misfit:
+    """Of printed memory and of whether it ran: a log residual and a hinge, as one number."""
     has_mem, has_label = np.isfinite(rows.mem_gb), np.isfinite(rows.fits)
     measured = np.log(np.where(has_mem, rows.mem_gb, 1.0) * GIB)
-    side = np.where(rows.fits > 0, 1.0, -1.0)
+    rank0 = np.array([stack_defaults(stack).reports_rank0 for stack in rows.stack.tolist()])
     # Each verdict counts half in total: tables have far more of one kind than of the other.
-    ran = max(1.0, float(np.sum(rows.fits == 1)))
-    oom = max(1.0, float(np.sum(rows.fits == 0)))
-    weight = np.sqrt(np.where(rows.fits > 0, (ran + oom) / (2 * ran), (ran + oom) / (2 * oom)))
+    ran, oom = (
+        np.maximum(1.0, np.bincount(groups, rows.fits == verdict)[groups]) for verdict in (1, 0)
+    )
+    weight = np.sqrt((ran + oom) / 2.0 / np.where(rows.fits > 0, ran, oom))
+    side = np.where(rows.fits > 0, 1.0, -1.0)
 
-    def misfit(coef: dict[str, Floats | float]) -> Floats:
-        got = memory(rows.columns, coef)
-        printed = printed_bytes(rows, got.first_bytes, got.worst_bytes)
-        size = np.where(has_mem, (np.log(printed) - measured) / MEMORY_SCALE, 0.0)
-        over = np.log(got.worst_bytes / limit_bytes(rows.columns, coef)) * side / LABEL_SCALE
-        hinge = np.where(has_label, weight * np.sqrt(2.0 * np.logaddexp(0.0, over)), 0.0)
+    def misfit(coef: Mapping[str, Floats], index: Places) -> Floats:
+        at = index[::2] // 2
+        c, one = rows.columns.take(at), {name: value[..., ::2] for name, value in coef.items()}
+        got = memory(c, one)
+        printed = np.where(rank0[at], got.first_bytes, got.worst_bytes)
+        size = np.where(has_mem[at], (np.log(printed) - measured[at]) / MEMORY_SCALE, 0.0)
+        over = np.log(got.worst_bytes / limit_bytes(c, one)) * side[at] / LABEL_SCALE
+        hinge = np.where(has_label[at], weight[at] * np.sqrt(2.0 * np.logaddexp(0.0, over)), 0.0)
         # A counted engine's memory has no coefficient that a fit moves, its limit has.
-        return np.concatenate(np.broadcast_arrays(size, hinge), axis=-1)
+        pairs = np.stack(np.broadcast_arrays(size, hinge), axis=-1)
+        return pairs.reshape(*pairs.shape[:-2], -1)
 
     return misfit
+
+
+def _timed(entry: FittedStack, rows: Sample, left: Floats) -> FittedStack:
+    return replace(
+        entry,
+        rows_time=len(rows),
+        noise=noise_of(left, free=len(entry.free_time)),
+        ranges=ranges(rows.columns) if len(rows) >= FEWEST_FOR_RANGE else {},
+        counts=counts(rows.columns),
+    )
+
+
+def noise_of(left: Floats, free: int) -> float:
+    """Robust size of what a fit of so many free coefficients leaves, with a usual one as so many
+    rows more: few rows cannot tell."""
+    count = left.size
+    used = count / max(count - free, count / 2.0)
+    own = (1.4826 * float(np.median(np.abs(left)))) ** 2 * used
+    return float(np.sqrt((count * own + USUAL_ROWS * USUAL_NOISE**2) / (count + USUAL_ROWS)))
+
+
+def _sized(entry: FittedStack, rows: Sample, _: Floats) -> FittedStack:
+    """Runs that fitted, and nothing else, only bound memory from above: good for this key, no
+    lesson for another."""
+    entry = replace(entry, rows_memory=len(rows))
+    if np.any(np.isfinite(rows.mem_gb)) or np.any(rows.fits == 0):
+        return entry
+    return replace(entry, informed=entry.informed | dict.fromkeys(entry.free_memory, 0.0))
+
+
+TIMED = Lesson(
+    names=TIME,
+    most=MOST_TIME,
+    scale=STEP_SCALE,
+    residuals=1,
+    misfit=time_misfit,
+    has=lambda rows: np.isfinite(rows.step_s),
+    learned=_timed,
+)
+SIZED = Lesson(
+    names=MEMORY,
+    most=MOST_MEMORY,
+    scale=1.0,
+    residuals=2,
+    misfit=memory_misfit,
+    has=lambda rows: np.isfinite(rows.mem_gb) | np.isfinite(rows.fits),
+    learned=_sized,
+)

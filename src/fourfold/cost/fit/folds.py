@@ -1,22 +1,29 @@
-"""Rows that an exam leaves out together: by layout, by source, by value of an axis.
+"""Rows that an exam leaves out together: by layout, neighbourhood, source, axis, engine, cluster.
 
 Folds by layout: sha256 of the values as the CSV has them, joined by '|', modulo 5, of the columns
 that were varied by hand in a table, so that no row is predicted by its twin. Still a held-out
-layout has near relatives in the fit; a stranger's question has none. So folds also leave out every
-row of a source, of a GPU type, of one value of an axis, or the largest worlds.
+layout has near relatives in the fit. Of a neighbourhood every run goes that shares all but one
+setting with the run that is scored. A stranger's question has no relatives at all: `abroad` leaves
+out every row of an engine and every row of a cluster at once.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.cost.columns import Floats
+from fourfold.cost.stacks import family_of
 from fourfold.cost.table.reference import RowTable
 from fourfold.cost.table.rows import Rows
 from fourfold.spec.layout import MODEL_AXES
 
+Bools = NDArray[np.bool_]
+# (rows of each table that are scored, rows of each that are left out)
+Fold = tuple[list[Bools], list[Bools]]
 FOLDS = 5
 BY_TABLE: dict[str, tuple[str, ...]] = {
     "mpt": ("model", "hardware"),
@@ -27,22 +34,86 @@ BY_TABLE: dict[str, tuple[str, ...]] = {
     "newer": ("source", "model", "hardware", "precision", "n_gpus"),
 }
 OTHER = ("model", "n_layers", "d_model", "n_heads", "hardware", "seq_len", *MODEL_AXES)
-# What each kind of fold leaves out. In the first two a whole key may go; in the others only rows
-# whose stack and cluster keep some rows are scored: the others are the first two again.
-WHOLE = ("source", "gpu")
-AXES = (*MODEL_AXES, "dp", "nodes", "size", "seq", "world")
-KINDS = ("layout", *WHOLE, *AXES)
+# In folds along an axis only rows whose stack and cluster keep some rows are scored: the others are
+# a source left out.
+AXES = (*MODEL_AXES, "dp", "nodes", "size", "seq", "model", "world")
+KINDS = ("layout", "near", "source", "gpu", "abroad", *AXES)
+# Neighbourhoods of a stack and cluster that are left out, one by one, where it has so many rows.
+NEIGHBOURHOODS, MANY_ROWS = 8, 30
 
 
 def folds(table: RowTable) -> NDArray[np.int64]:
     """Fold of every row by layout, 0..4."""
     names = BY_TABLE.get(table.name, OTHER)
     values = zip(*(table.column(name) for name in names), strict=True)
-    return np.array([_fold("|".join(row)) for row in values], dtype=np.int64)
+    return np.array([_hash("|".join(row)) % FOLDS for row in values], dtype=np.int64)
 
 
-def _fold(text: str) -> int:
-    return int(hashlib.sha256(text.encode()).hexdigest(), 16) % FOLDS
+def _hash(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16)
+
+
+def left_out(tables: Sequence[Rows], kind: str) -> Iterator[Fold]:
+    if kind == "near":
+        yield from _neighbourhoods(tables)
+    elif kind == "abroad":
+        yield from _abroad(tables)
+    else:
+        named = [labels(rows, kind) for rows in tables]
+        found = (label[rows.usable] for rows, label in zip(tables, named, strict=True))
+        for value in sorted({str(one) for label in found for one in label} - {""}):
+            out = [r.usable & (label == value) for r, label in zip(tables, named, strict=True)]
+            yield out, out
+
+
+def keys_of(rows: Rows) -> NDArray[np.str_]:
+    return np.char.add(np.char.add(rows.stack, "|"), rows.cluster)
+
+
+def _abroad(tables: Sequence[Rows]) -> Iterator[Fold]:
+    families = [np.array([family_of(s) for s in rows.stack.tolist()], str) for rows in tables]
+    pairs = {
+        pair
+        for rows, family in zip(tables, families, strict=True)
+        for pair in zip(family[rows.usable], rows.cluster[rows.usable], strict=True)
+    }
+    for engine, cluster in sorted(pairs):
+        both = [
+            (rows.usable & (family == engine), rows.usable & (rows.cluster == cluster))
+            for rows, family in zip(tables, families, strict=True)
+        ]
+        yield [a & b for a, b in both], [a | b for a, b in both]
+
+
+def _neighbourhoods(tables: Sequence[Rows]) -> Iterator[Fold]:
+    nothing = [np.zeros(rows.table.length, dtype=bool) for rows in tables]
+    for at, rows in enumerate(tables):
+        settings, keys = _settings(rows), keys_of(rows)
+        row_ids = rows.table.column("row_id")
+        for key in sorted(set(keys[rows.usable].tolist())):
+            mine = np.flatnonzero(rows.usable & (keys == key))
+            if len(mine) < MANY_ROWS:
+                continue
+            for i in sorted(mine.tolist(), key=lambda i: _hash(row_ids[i]))[:NEIGHBOURHOODS]:
+                unlike = (settings[mine] != settings[i]).sum(axis=1)
+                scored, gone = ([one.copy() for one in nothing] for _ in range(2))
+                scored[at][mine[unlike == 0]] = True
+                gone[at][mine[unlike <= 1]] = True
+                yield scored, gone
+
+
+def _settings(rows: Rows) -> Floats:
+    """[rows, settings]: what somebody who runs something else changes."""
+    c = rows.columns
+    shape = np.stack([c.layers, c.hidden, c.heads, c.ffn, c.vocab], axis=1)
+    model = np.unique(shape, axis=0, return_inverse=True)[1].reshape(-1).astype(np.float64)
+    split = np.where(c.shard < c.dp * c.cp, c.shard, 0.0)
+    recompute = c.full_ckpt + 10.0 * c.attn_ckpt + 100.0 * c.norm_ckpt
+    return np.stack(
+        [model, c.seq, c.gpus, c.tp, c.cp, c.pp, c.vpp, c.micro, c.batch, c.zero + 10.0 * split,
+         recompute, c.attention + 10.0 * c.fused_norm, c.precision, c.sp, c.peak],
+        axis=1,
+    )  # fmt: skip
 
 
 def labels(rows: Rows, kind: str) -> NDArray[np.str_]:
@@ -56,6 +127,9 @@ def labels(rows: Rows, kind: str) -> NDArray[np.str_]:
         return rows.hardware
     if kind == "world":
         return np.where(_is_largest(rows), "largest", "")
+    if kind == "model":
+        sizes = zip(c.layers, c.hidden, c.heads, c.seq, strict=True)
+        return np.array([" ".join(f"{size:.0f}" for size in one) for one in sizes], dtype=str)
     if kind in MODEL_AXES:
         return getattr(c, kind).astype(np.int64).astype(str)
     by_range = {
@@ -67,13 +141,12 @@ def labels(rows: Rows, kind: str) -> NDArray[np.str_]:
     return by_range[kind].astype(np.int64).astype(str)
 
 
-def _is_largest(rows: Rows) -> NDArray[np.bool_]:
+def _is_largest(rows: Rows) -> Bools:
     """Rows in the upper half (log) of the numbers of GPUs of their stack and cluster."""
-    largest = np.zeros(rows.table.length, dtype=bool)
-    for key in set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True)):
-        mine = rows.usable & (rows.stack == key[0]) & (rows.cluster == key[1])
-        if mine.any():
-            gpus = np.log2(rows.columns.gpus)
-            middle = (gpus[mine].min() + gpus[mine].max()) / 2.0
-            largest |= mine & (gpus > middle + 1e-9)
+    largest, keys = np.zeros(rows.table.length, dtype=bool), keys_of(rows)
+    gpus = np.log2(rows.columns.gpus)
+    for key in set(keys[rows.usable].tolist()):
+        mine = rows.usable & (keys == key)
+        middle = (gpus[mine].min() + gpus[mine].max()) / 2.0
+        largest |= mine & (gpus > middle + 1e-9)
     return largest

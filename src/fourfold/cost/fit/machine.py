@@ -7,7 +7,6 @@ from math import hypot, log1p
 
 from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.coefficients import BY_NAME, defaults
-from fourfold.cost.fit.spread import NOISE, TWO_SIDED_80
 from fourfold.result.host_profile import host_coefficients, point_of
 from fourfold.result.profile import HardwareProfile, coefficients_of
 from fourfold.spec.catalog import generation_of
@@ -16,7 +15,7 @@ from fourfold.spec.cluster import Cluster
 # Kernels alone were measured, no training step: twice the spread of a stack nobody measured. On
 # CPUs by a GPU's formulas, which is all an older profile has, steps took 0.5 to 2.6 times the
 # prediction.
-HALF_WIDTH = {"cuda": 0.4, "cpu": 0.9}
+HALF_WIDTH = {"cuda": 0.5, "cpu": 1.1}
 # By formulas of their own on a quiet machine (docs/accuracy.md), as printed. What readings of one
 # work differed by comes on top: runs will have such neighbours too.
 _HOST_HALF_WIDTH = 0.2
@@ -36,14 +35,13 @@ def calibration_of(profile: HardwareProfile, cluster: Cluster) -> Calibration:
     half = HALF_WIDTH[profile.device]
     if profile.hosts:
         unsteady = point_of(profile, cluster.host_gpus).unsteady
-        half = hypot(_HOST_HALF_WIDTH, log1p(unsteady)) / NOISE
+        half = hypot(_HOST_HALF_WIDTH, log1p(unsteady))
     entry = FittedStack(
         stack="fourfold",
         cluster=cluster.name,
         generation=generation_of(cluster.device),
         coefficients=coef | host_coefficients(profile, cluster.host_gpus),
-        informed=dict.fromkeys(coef, 0.0),
-        noise=half / TWO_SIDED_80,
+        noise=half,
     )
     return Calibration(
         name=f"profile of {profile.host}", sources=("fourfold calibrate",), entries=(entry,)

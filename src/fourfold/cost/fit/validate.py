@@ -1,4 +1,4 @@
-"""Accuracy on rows that a fit never saw: cross-validated, source left out, few rows.
+"""Predictions of rows that a fit never saw: cross-validated, left out, from few rows.
 
 Everything is refitted without the rows that are then predicted, intervals too. `calibrate` is what
 `fourfold fit` does: entries, then everything again with rows held out, so that the file says how
@@ -7,19 +7,17 @@ wrong it is on layouts it never saw.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
-from fourfold.cost.fit.calibration import Calibration, FittedStack, between
-from fourfold.cost.fit.fit import NOTHING, fit_entries, sample
-from fourfold.cost.fit.folds import AXES, FOLDS, folds, labels
-from fourfold.cost.fit.interval import counts
-from fourfold.cost.fit.nearby import times
+from fourfold.cost.fit.calibration import Calibration, FittedStack, settled
+from fourfold.cost.fit.fit import NOTHING, fit_entries, fit_many
+from fourfold.cost.fit.folds import AXES, FOLDS, Bools, folds, keys_of, left_out
+from fourfold.cost.fit.sample import sample
 from fourfold.cost.fit.suggest import suggest
 from fourfold.cost.table.predict import RowPredictions, predict
 from fourfold.cost.table.rows import Rows
@@ -27,23 +25,21 @@ from fourfold.spec.catalog import generation_of
 
 FEW = 10
 FEWEST = 4  # rows that a key must keep, for a fold along an axis to be about the axis
-Progress = Callable[[str], None]
 
 
-def fit_tables(tables: list[Rows]) -> tuple[FittedStack, ...]:
-    """Entries of all keys in these tables."""
-    return fit_entries(sample(tables))
-
-
-def only(rows: Rows, keep: NDArray[np.bool_]) -> Rows:
+def only(rows: Rows, keep: Bools) -> Rows:
     """The same table with all but some rows made unusable: they keep their places."""
     return replace(rows, usable=rows.usable & keep)
 
 
 def others_of(entries: tuple[FittedStack, ...], rows: Rows) -> tuple[FittedStack, ...]:
     """Entries of keys that do not occur in this table."""
-    mine = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
-    return tuple(entry for entry in entries if (entry.stack, entry.cluster) not in mine)
+    mine = set(keys_of(rows).tolist())
+    return tuple(entry for entry in entries if entry.key not in mine)
+
+
+def _plain(entries: tuple[FittedStack, ...]) -> Calibration:
+    return Calibration(name="held out", sources=(), entries=entries)
 
 
 def held_out(
@@ -51,19 +47,13 @@ def held_out(
 ) -> RowPredictions:
     """Every row predicted by a fit on the other folds by layout (and on the other tables)."""
     fold = folds(rows.table)
-    rest = [sample([only(rows, fold != f)]) for f in range(FOLDS)]
-    made = [fit_entries(one, others, fixed=fixed) for one in rest]
+    jobs = [(sample([only(rows, fold != f)]), others) for f in range(FOLDS)]
+    made = fit_many(jobs, fixed=fixed)
     answers = [predict(only(rows, fold == f), _plain((*others, *made[f]))) for f in range(FOLDS)]
     return joined_parts(answers, [fold == f for f in range(FOLDS)], rows)
 
 
-def _plain(entries: tuple[FittedStack, ...]) -> Calibration:
-    return Calibration(name="held out", sources=(), entries=entries, between=between(entries))
-
-
-def joined_parts(
-    parts: list[RowPredictions], masks: list[NDArray[np.bool_]], rows: Rows
-) -> RowPredictions:
+def joined_parts(parts: list[RowPredictions], masks: list[Bools], rows: Rows) -> RowPredictions:
     """Predictions of one table, each part answering the rows of its mask."""
     names = ("step_s", "low_s", "high_s", "tokens_s_gpu", "tflops_gpu", "mfu_pct", "mem_gb",
              "worst_gb", "fits", "fit_chance")  # fmt: skip
@@ -75,57 +65,50 @@ def joined_parts(
     return RowPredictions(**chosen, reasons=rows.reasons)
 
 
-def left_out(rows: Rows, others: tuple[FittedStack, ...]) -> RowPredictions:
-    """Every row predicted from the other tables alone."""
-    return predict(rows, _plain(others))
-
-
-def strangers(
+def left_out_of(
     tables: list[Rows], entries: tuple[FittedStack, ...], kind: str
-) -> Iterator[tuple[list[NDArray[np.bool_]], Calibration]]:
-    """(rows of each table that are left out and scored, a calibration without them) for every label
-    of a kind of fold. Keys without such rows stay as they were fitted to all."""
-    named = [labels(rows, kind) for rows in tables]
-    keys = [np.char.add(np.char.add(rows.stack, "|"), rows.cluster) for rows in tables]
-    found = (label[rows.usable] for rows, label in zip(tables, named, strict=True))
-    for value in sorted({str(one) for label in found for one in label} - {""}):
-        out = [r.usable & (label == value) for r, label in zip(tables, named, strict=True)]
-        touched = {str(key) for key, gone in zip(keys, out, strict=True) for key in key[gone]}
-        others = tuple(entry for entry in entries if entry.key not in touched)
+) -> list[tuple[RowPredictions, Bools]]:
+    """(predictions, rows that were predicted) of every table, each fold by a fit without its rows.
+    Keys without such rows stay as they were fitted to all."""
+    keys, jobs, scored = [keys_of(rows) for rows in tables], [], []
+    for wanted, gone in left_out(tables, kind):
+        touched = {str(key) for of, out in zip(keys, gone, strict=True) for key in of[out]}
         rest = [
-            only(rows, ~gone & np.isin(key, list(touched)))
-            for rows, gone, key in zip(tables, out, keys, strict=True)
+            only(rows, ~out & np.isin(of, list(touched)))
+            for rows, out, of in zip(tables, gone, keys, strict=True)
         ]
-        left = sample(rest)
-        made = fit_entries(left, others, rounds=1) if len(left) else ()
-        scored = {entry.key for entry in made if entry.rows_time >= FEWEST}
-        if kind in AXES:
-            out = [gone & np.isin(key, list(scored)) for gone, key in zip(out, keys, strict=True)]
-        yield out, _plain((*others, *made))
+        jobs.append((sample(rest), tuple(e for e in entries if e.key not in touched)))
+        scored.append(wanted)
+    parts: list[list[RowPredictions]] = [[] for _ in tables]
+    masks: list[list[Bools]] = [[] for _ in tables]
+    for wanted, (_, others), made in zip(scored, jobs, fit_many(jobs, rounds=1), strict=True):
+        known = _plain((*others, *made))
+        enough = [entry.key for entry in known.entries if entry.rows_time >= FEWEST]
+        for at, (rows, mask) in enumerate(zip(tables, wanted, strict=True)):
+            asked = mask & np.isin(keys[at], enough) if kind in AXES else mask
+            if asked.any():
+                parts[at].append(predict(only(rows, asked), known))
+                masks[at].append(asked)
+    nobody = [np.zeros(rows.table.length, dtype=bool) for rows in tables]
+    return [
+        (joined_parts(found, mask, rows), np.logical_or.reduce([*mask, none]))
+        for found, mask, rows, none in zip(parts, masks, tables, nobody, strict=True)
+    ]
 
 
 def few_shot(
     rows: Rows, others: tuple[FittedStack, ...], count: int = FEW
-) -> tuple[RowPredictions, NDArray[np.bool_]]:
+) -> tuple[RowPredictions, Bools]:
     """(predictions, rows not used) after a fit on `count` runs per key, picked without results."""
-    used = picked(rows, others, count)
-    entries = fit_entries(sample([only(rows, used)]), others)
-    return predict(rows, _plain((*others, *entries))), ~used
-
-
-def picked(rows: Rows, others: tuple[FittedStack, ...], count: int) -> NDArray[np.bool_]:
-    """The runs `suggest` names in every key of the table."""
     used = np.zeros(rows.table.length, dtype=bool)
-    generic = _plain(others)
-    pairs = set(zip(rows.stack.tolist(), rows.cluster.tolist(), strict=True))
-    for stack, cluster in sorted(pairs):
-        index = np.flatnonzero(rows.usable & (rows.stack == stack) & (rows.cluster == cluster))
+    generic, keys = _plain(others), keys_of(rows)
+    for key in sorted(set(keys[rows.usable].tolist())):
+        index = np.flatnonzero(rows.usable & (keys == key))
+        stack, _, cluster = key.partition("|")
         entry, _ = generic.entry(stack, cluster, generation_of(str(rows.hardware[index][0])))
         used[index[suggest(rows.columns.take(index), entry, count)]] = True
-    return used
-
-
-KEPT_RESIDUALS = 200
+    entries = fit_entries(sample([only(rows, used)]), others)
+    return predict(rows, _plain((*others, *entries))), ~used
 
 
 def calibrate(
@@ -141,53 +124,30 @@ def calibrate(
     fresh = {f"{stack}|{cluster}" for stack, cluster in rows.all_keys()}
     kept = tuple(e for e in (prior.entries if prior else ()) if e.key not in fresh)
     tell(f"fitting {len(rows)} rows of {len(fresh)} stacks and clusters")
-    entries = fit_entries(rows, kept, fixed=fixed)
+    entries = (*kept, *fit_entries(rows, kept, rounds=3, fixed=fixed))
+    if not kept:
+        entries = settled(entries)
     for table in tables:
         tell(f"cross-validating {table.table.name}")
-        step = held_out(table, others_of((*kept, *entries), table), fixed).step_s
-        entries = _with_evidence(table, entries, step)
+        step = held_out(table, others_of(entries, table), fixed).step_s
+        entries = tuple(_with_errors(entry, table, step) for entry in entries)
     return Calibration(
         name=name,
         sources=tuple(table.table.name for table in tables) + (prior.sources if prior else ()),
-        entries=(*kept, *entries),
-        between=between((*kept, *entries)),
+        entries=entries,
     )
 
 
-def _with_evidence(
-    table: Rows, entries: tuple[FittedStack, ...], step: Floats
-) -> tuple[FittedStack, ...]:
-    """Entries of the table's keys with their errors; `step`: every row predicted held out."""
-    mine = {(s, c) for s, c in zip(table.stack.tolist(), table.cluster.tolist(), strict=True)}
-    out = []
-    for entry in entries:
-        if (entry.stack, entry.cluster) not in mine:
-            out.append(entry)
-            continue
-        own = (table.stack == entry.stack) & (table.cluster == entry.cluster) & table.usable
-        own = own & np.isfinite(table.step_s) & np.isfinite(step)
-        out.append(_errors(entry, table, step, own))
-    return tuple(out)
-
-
-def _errors(entry: FittedStack, table: Rows, step: Floats, own: np.ndarray) -> FittedStack:
-    """With in-sample and cross-validated errors; residuals sorted, so that no row shows."""
+def _with_errors(entry: FittedStack, table: Rows, step: Floats) -> FittedStack:
+    """With its cross-validated errors in a table; `step`: every row predicted held out."""
+    own = (table.stack == entry.stack) & (table.cluster == entry.cluster) & table.usable
+    own = own & np.isfinite(table.step_s) & np.isfinite(step)
     if not own.any():
         return entry
-    c = table.columns.take(np.flatnonzero(own))
-    fitted = times(c, entry.coefficients, entry.nearby).step_s
-    inside = 100.0 * (fitted / table.step_s[own] - 1.0)
     across = 100.0 * (step[own] / table.step_s[own] - 1.0)
-    picks = np.linspace(0, 1, min(len(inside), KEPT_RESIDUALS))
-    return replace(
-        entry,
-        residuals_pct=tuple(float(v) for v in np.quantile(inside, picks).round(3)),
-        counts=counts(c),
-        errors_pct={
-            "median": float(np.median(np.abs(inside))),
-            "p90": float(np.percentile(np.abs(inside), 90)),
-            "cv_median": float(np.median(np.abs(across))),
-            "cv_p90": float(np.percentile(np.abs(across), 90)),
-            "cv_bias": float(np.median(across)),
-        },
-    )
+    errors = {
+        "cv_median": float(np.median(np.abs(across))),
+        "cv_p90": float(np.percentile(np.abs(across), 90)),
+        "cv_bias": float(np.median(across)),
+    }
+    return replace(entry, errors_pct=errors)

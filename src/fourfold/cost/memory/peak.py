@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.fit.calibration import FittedStack
 from fourfold.cost.fit.coefficients import COEFFICIENTS, LEAN, Coefficient
-from fourfold.cost.fit.spread import TWO_SIDED_80
+from fourfold.cost.fit.interval import TWO_SIDED_80
 from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import around_bytes, stages
 from fourfold.cost.memory.walk import kept_bytes, layer_bytes

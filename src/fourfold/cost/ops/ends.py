@@ -46,12 +46,20 @@ def head(c: Columns, micro: Floats) -> list[Op]:
 
 
 def handover(c: Columns, micro: Floats) -> list[Op]:
-    """Of a micro batch to the next stage, and of its gradient back, for each virtual stage."""
-    each = micro * c.seq / c.cp * c.hidden / c.split * c.act_bytes
-    moved = each * np.where(c.vpp > 1, SENT_ALONE, 1.0)
+    """Of a micro batch to the next stage, and of its gradient back, for each virtual stage. Without
+    sequence parallelism Megatron's and DeepSpeed's tensor ranks send a part of the outputs each and
+    gather it on arrival; gradients, and torch's outputs, go whole from every rank."""
+    whole = micro * c.seq / c.cp * c.hidden * c.act_bytes
+    alone = np.where(c.vpp > 1, SENT_ALONE, 1.0)
     times = np.where(c.pp > 1, c.vpp, 0.0)
-    send = partial(Op, name="stage, send", kind="send", axis="pp", bytes=moved, times=times)
-    return [send(), send(phase="inputs")]
+    parts = np.where(c.own > 0, c.split, c.tp)
+    gathers = np.where((c.own < 1) & (c.sp < 1), times, 0.0)
+    send = partial(Op, name="stage, send", kind="send", axis="pp", times=times)
+    return [
+        send(bytes=whole / parts * alone),
+        Op(name="stage, gather", kind="collective", axis="tp", bytes=whole, halves=gathers),
+        send(phase="inputs", bytes=whole / c.split * alone),
+    ]
 
 
 def reduction(c: Columns, params: Floats) -> tuple[Op, Op]:

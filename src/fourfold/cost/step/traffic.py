@@ -13,6 +13,8 @@ from fourfold.spec.words import CP_KINDS
 # All-reduces over 4 to 64 healthy nodes reach this share of the data sheet (nanotron table).
 SLOW_SHARE = 0.45
 SWITCHLESS = 4.0
+USUAL_NET = 0.65  # of the data sheet, by a collective: `net` where nobody measured
+HEALTHY = 1.0 / 3.0  # of the data sheet: a measured rate below holds between two nodes, too
 PAIR = 2.0
 BUCKET_BYTES = 100e6  # gradient reducers use 25 to 400 MB; this explains nanotron best
 NEAR_HOP = 0.2  # a hop over NVLink against one over the network
@@ -60,13 +62,15 @@ def group_rate(c: Columns, coef: Coefficients, size: Floats, stride: Floats) -> 
 def node_rate(c: Columns, coef: Coefficients, size: Floats, in_node: Floats) -> Floats:
     """Bytes/s of a node for a group that has `in_node` members in it.
 
-    A rate measured over the whole job is used where there is one, but not in the slow state: there
-    it falls as one over the nodes, which is what a slow hop does to a ring, not a slow link; the
-    hops are paid in `dp_hop_s`. Two nodes exchange at full rate in either state (nanotron table:
-    430 GB/s on 2 nodes, 180 on 4 to 64).
+    A rate measured over the whole job is believed: a collective reaches it where it reaches the
+    usual share of a data sheet. Two nodes exchange at full rate on a healthy fabric (nanotron
+    table: 430 GB/s on 2 nodes, 180 on 4 to 64), not on one far below its data sheet. In the slow
+    state the rate falls as one over the nodes, which is what a slow hop does to a ring, not a slow
+    link; the hops are paid in `dp_hop_s`.
     """
     spans = np.maximum(1.0, size / in_node)
-    seen = np.where(spans <= 2.0, np.maximum(c.net_seen, c.net), c.net_seen)
+    healthy = (spans <= 2.0) & (c.net_seen > HEALTHY * c.net)
+    seen = np.where(healthy, np.maximum(c.net_seen, c.net), c.net_seen) / USUAL_NET
     unseen = np.where(c.slow > 0, c.net * SLOW_SHARE, c.net)
     return np.where((c.net_seen > 0) & (c.slow <= 0), seen, unseen) * coef["net"]
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
 from fourfold.cost.fit.calibration import Calibration, FittedStack
-from fourfold.cost.fit.spread import distances
+from fourfold.cost.fit.interval import open_network
+from fourfold.cost.fit.ranges import offsets
 from fourfold.cost.memory.peak import GIB, REFUSED, fit_chance
 from fourfold.cost.predict import predictions
 from fourfold.cost.stacks import is_known, stack_defaults
@@ -62,10 +63,8 @@ def predict(rows: Rows, calibration: Calibration, find: Finder | None = None) ->
     for index, entry, why in entries_of(rows, calibration, find):
         for start in range(0, len(index), CHUNK):
             part = index[start : start + CHUNK]
-            _answer(rows, part, entry, out)
-        if why:
-            for i in index:
-                reasons[i] = f"{reasons[i]}; {why}" if reasons[i] else why
+            for i, text in zip(part, _answer(rows, part, entry, out), strict=True):
+                reasons[i] = "; ".join(word for word in (reasons[i], why, text) if word)
     _finish_reasons(rows, out, reasons)
     tokens = rows.columns.batch * rows.columns.seq / (rows.columns.gpus * out["step"])
     tflops, mfu = _rates(rows, tokens)
@@ -107,7 +106,10 @@ def entries_of(
         yield np.array(index), entry, why
 
 
-def _answer(rows: Rows, part: NDArray[np.intp], entry: FittedStack, out: dict[str, Floats]) -> None:
+def _answer(
+    rows: Rows, part: NDArray[np.intp], entry: FittedStack, out: dict[str, Floats]
+) -> list[str]:
+    """Fills in these rows; returns what to say of their networks."""
     c = rows.columns.take(part)
     found = predictions(c, entry)
     room, rank0 = found.room, stack_defaults(entry.stack).reports_rank0
@@ -115,7 +117,9 @@ def _answer(rows: Rows, part: NDArray[np.intp], entry: FittedStack, out: dict[st
     out["mem"][part] = (room.first_bytes if rank0 else room.worst_bytes) / GIB
     out["worst"][part] = room.worst_bytes / GIB
     out["chance"][part] = fit_chance(c, entry)
-    out["beyond"][part] = sum(distances(c, entry.values).values(), np.zeros(len(c)))
+    away = offsets(c, entry.ranges).values()
+    out["beyond"][part] = sum((np.abs(one) for one in away), np.zeros(len(c)))
+    return open_network(c, entry, found.times)
 
 
 def _finish_reasons(rows: Rows, out: dict[str, Floats], reasons: list[str]) -> None:

@@ -249,6 +249,7 @@ def _hardware(draft: Draft, words: Distinct[NoteWords], clusters: Mapping[str, C
     seen = np.nan_to_num(measured(table.column("net_gbs"))) * 1e9
     several = facts["gpus"] > facts["node"]
     facts["net_seen"] = np.where(several & (seen > 0), seen, 0.0)
+    facts["net_open"] = (strange & (stated == 0) & (seen == 0)).astype(np.float64)
     inside = np.nan_to_num(measured(table.column("net_node_gbs"))) * 1e9
     facts["link"] = np.where(inside > 0, np.minimum(facts["link"], inside), facts["link"])
     # In the slow state the measured rate falls with the nodes; where it does not, the state was

@@ -1,0 +1,108 @@
+"""Do folds leave out what they say, do intervals of left-out rows hold, and is all of it told?"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fourfold.cli import main
+from fourfold.cost.fit.calibration import ELSEWHERE, NOWHERE, shipped
+from fourfold.cost.fit.fit import fit_entries
+from fourfold.cost.fit.folds import KINDS, _settings, keys_of, left_out
+from fourfold.cost.fit.sample import sample
+from fourfold.cost.fit.validate import left_out_of
+from fourfold.cost.stacks import family_of
+from fourfold.cost.table.reference import read_table
+from fourfold.cost.table.rows import Rows, parse
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def table(name: str) -> Rows:
+    return parse(read_table(GOLDEN / f"{name}.csv"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_fold_leaves_out_what_it_scores(kind: str) -> None:
+    rows = table("par4d")
+    found = list(left_out([rows], kind))
+    assert found
+    for (scored,), (gone,) in found:
+        assert scored.any()
+        assert not np.any(scored & ~gone)
+        if kind in ("tp", "cp", "pp"):
+            (value,) = set(getattr(rows.columns, kind)[scored].tolist())
+            assert value not in getattr(rows.columns, kind)[rows.usable & ~gone]
+
+
+def test_a_neighbourhood_shares_all_but_one_setting() -> None:
+    rows = table("par4d")
+    settings, keys = _settings(rows), keys_of(rows)
+    for (scored,), (gone,) in left_out([rows], "near"):
+        centre = np.flatnonzero(scored)[0]
+        unlike = (settings != settings[centre]).sum(axis=1)
+        near = rows.usable & (keys == keys[centre]) & (unlike <= 1)
+        assert np.array_equal(near, gone)
+        assert gone.sum() > scored.sum()
+
+
+def test_abroad_neither_engine_nor_cluster_was_seen() -> None:
+    tables = [table("mpt"), table("par4d")]
+    entries = fit_entries(sample(tables), rounds=1)
+    for scored, gone in left_out(tables, "abroad"):
+        engines = {family_of(s) for r, at in zip(tables, scored, strict=True) for s in r.stack[at]}
+        clusters = {c for r, at in zip(tables, scored, strict=True) for c in r.cluster[at]}
+        for rows, out in zip(tables, gone, strict=True):
+            kept = rows.usable & ~out
+            assert not clusters & set(rows.cluster[kept])
+            assert not engines & {family_of(stack) for stack in rows.stack[kept]}
+    for rows, (answers, asked) in zip(tables, left_out_of(tables, entries, "abroad"), strict=True):
+        half = np.log(answers.high_s / answers.low_s)[asked] / 2.0
+        assert np.array_equal(asked, rows.usable)
+        timed = np.isfinite(half)
+        assert half[timed].min() >= NOWHERE - 1e-9
+
+
+def test_left_out_rows_teach_nothing() -> None:
+    """Predictions of a left-out value of pp stay the same whatever was measured there."""
+    rows = table("bloom")
+    entries = fit_entries(sample([rows]), rounds=1)
+    before, asked = left_out_of([rows], entries, "pp")[0]
+    value = rows.columns.pp[asked][0]
+    here = asked & (rows.columns.pp == value)
+    wrong = replace(rows, step_s=np.where(here, 7.0 * rows.step_s, rows.step_s))
+    after, _ = left_out_of([wrong], entries, "pp")[0]
+    assert np.allclose(after.step_s[here], before.step_s[here], rtol=1e-9)
+    assert not np.allclose(after.step_s[asked & ~here], before.step_s[asked & ~here], rtol=1e-9)
+
+
+def test_an_engine_measured_elsewhere_is_known_better_than_none() -> None:
+    known = shipped()
+    assert known.entry("megatron-lm-2024", "nowhere", "h")[0].noise == ELSEWHERE
+    assert known.entry("nobody-2024", "nowhere", "h")[0].noise == NOWHERE > ELSEWHERE
+
+
+def test_score_folds_tells_kinds_and_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (GOLDEN / "bloom.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))[::3]
+    small = tmp_path / "bloom.csv"
+    with small.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    assert main(["score", str(small), "--folds", "--format", "json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {"layout", "source", "gpu", "abroad", "pp"} <= {one["left_out"] for one in said["folds"]}
+    assert all(one["rows"] <= len(rows) for one in said["folds"])
+    assert {one["how"] for one in said["scores"]} > {"as fitted", "layout", "abroad"}
+    assert main(["score", str(small), "--folds"]) == 0
+    page = capsys.readouterr().out
+    assert "left out  sources  rows" in page
+    assert max(map(len, page.split("\n\n")[1].splitlines())) <= 100
