@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fourfold
-from fourfold.logs.row import Row
+from fourfold.logs.row import Row, shown_layout
 
 _STAMP = "[2024-03-04 12:09:53,744] [INFO] [config.py:1000:print]"
 SETTINGS = f"""\
@@ -135,6 +135,39 @@ def test_the_trainer_without_a_bar_by_its_runtime(tmp_path: Path) -> None:
     end = "{'train_runtime': 6750.0, 'train_samples_per_second': 14.2, 'epoch': 1.0}\n"
     (row,) = collected(tmp_path, TRAINER + end)
     assert row["step_s"] == "4.5"
+
+
+def test_the_loss_of_a_router_says_that_there_are_experts(tmp_path: Path) -> None:
+    steps = "".join(
+        f" iteration        {step}/   100 | elapsed time per iteration (ms): 900.0 | global batch "
+        "size:     8 | lm loss: 1.1E+01 | load_balancing_loss: 1.0E+00 |\n"
+        for step in range(1, 5)
+    )
+    (row,) = collected(tmp_path, steps, n_layers="8")
+    assert "dense-model" in row.missing
+
+
+def test_a_drift_within_a_log_is_said(tmp_path: Path) -> None:
+    steps = [
+        f" iteration {n:4d}/ 100 | elapsed time per iteration (ms): {86_000 + 200 * n} | loss: 1 |"
+        for n in range(1, 76)
+    ]
+    (row,) = collected(tmp_path, "\n".join([*steps, ""]))
+    assert (
+        "steps drift from 88.1 to 99.3 s within the log: the median is of neither end" in row.notes
+    )
+    (steady,) = collected(tmp_path, "\n".join([*steps[:12], ""]))
+    assert not steady.notes
+
+
+def test_replicas_are_kept(tmp_path: Path) -> None:
+    mesh = "- INFO - Building 3-D device mesh with ['dp_replicate', 'dp_shard', 'cp'], [2, 4, 2]\n"
+    step = "- INFO - step: {}  loss: 8.0  memory: 45.00GiB(56.00%)  tps: 5,000  tflops: 290.00\n"
+    text = mesh + "".join(step.format(n) for n in range(1, 5))
+    for fields in ({}, {"dp": "2x4"}):
+        (row,) = collected(tmp_path, text, **fields)
+        assert said(row, "dp", "note") == ["8", "zero3 over 8 ranks"]
+        assert shown_layout(row) == "pp1 dp2x4 cp2 tp1"
 
 
 def test_an_engine_on_top_of_deepspeed_keeps_its_log(tmp_path: Path) -> None:

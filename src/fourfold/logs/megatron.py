@@ -119,6 +119,8 @@ class Megatron:
         tflops = fields.get("tflops") or fields.get("throughput per gpu (tflop/s/gpu)")
         if "sop loss" in fields:
             self.book.fact(unmodelled="the losses of BERT")
+        elif "load_balancing_loss" in fields:  # of a router, whatever the log says of the model
+            self.book.run.facts.setdefault("unmodelled", "experts")
         batch = fields.get("global batch size") or fields.get("gloabl batch size")
         step = StepLine(
             step=int(place.group(1)),
