@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers import it in their first step: seconds, which ranks inherit
 import torch.distributed as dist
 
 from fourfold.conformance.cell import Cell
