@@ -126,8 +126,10 @@ class Optimizer:
             group["lr"] = lr
 
     def moments(self, param: nn.Parameter) -> dict[str, Tensor]:
-        """Both moments of a parameter's local shard by name; none before the first update."""
-        state = self.inner.state.get(self._leaf_of[param], {})
+        """Both moments of a parameter's local shard by name; none before the first update, nor of
+        what is not learned by gradients (a router's state)."""
+        leaf = self._leaf_of.get(param)
+        state = {} if leaf is None else self.inner.state.get(leaf, {})
         return {name: state[name] for name in self.kind.state if name in state}
 
     @property
