@@ -1,0 +1,240 @@
+"""Experts on one device, with as few passes over memory as there are products: rows are gathered in
+the order of experts, multiplied in groups, and added up per token. Counts stay on the device, so
+nothing waits for them.
+
+N tokens, D hidden, E experts, K experts of a token, R = N x K rows, F width of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fourfold.engine.compat import expert_kernels, grouped_mm
+
+_ROWS = 128  # rows whose places one program of a GPU computes
+_WIDTH = 2048  # columns that it moves
+
+
+class Order(NamedTuple):
+    """Row r (in the order of experts) is choice source[r] of N x K; choice c is row place[c]; the
+    rows of expert e end at ends[e]."""
+
+    source: Tensor
+    place: Tensor
+    ends: Tensor
+
+
+@torch.library.custom_op("fourfold::best_experts", mutates_args=())
+def best_experts(scores_NE: Tensor, count: int) -> Tensor:
+    """The `count` largest scores of each token, as int32; of equals the first."""
+    ranked = scores_NE.sort(dim=-1, descending=True, stable=True).indices
+    return ranked[:, :count].to(torch.int32)
+
+
+@best_experts.register_fake
+def _(scores_NE: Tensor, count: int) -> Tensor:
+    return scores_NE.new_empty((scores_NE.shape[0], count), dtype=torch.int32)
+
+
+@best_experts.register_kernel("cuda")
+def _(scores_NE: Tensor, count: int) -> Tensor:
+    tokens, experts = scores_NE.shape
+    ids = scores_NE.new_empty((tokens, count), dtype=torch.int32)
+    width = _power(experts)
+    block = max(1, 4096 // width)
+    grid = (-(-tokens // block),)
+    expert_kernels().best[grid](
+        scores_NE.contiguous(), ids, tokens, experts, K=count, E=width, TOKENS=block
+    )
+    return ids
+
+
+@torch.library.custom_op("fourfold::order_rows", mutates_args=())
+def order_rows(ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The fields of `Order`, all int32; rows of one expert stay in the order of tokens."""
+    flat = ids_NK.flatten()
+    source = flat.sort(stable=True).indices
+    place = torch.empty_like(source)
+    place[source] = torch.arange(source.numel(), device=source.device)
+    ends = torch.bincount(flat, minlength=experts).cumsum(0)
+    return source.to(torch.int32), place.to(torch.int32), ends.to(torch.int32)
+
+
+@order_rows.register_fake
+def _(ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = ids_NK.numel()
+    source, place = (ids_NK.new_empty(rows, dtype=torch.int32) for _ in range(2))
+    return source, place, ids_NK.new_empty(experts, dtype=torch.int32)
+
+
+@order_rows.register_kernel("cuda")
+def _(ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = ids_NK.numel(), _power(experts)
+    blocks = -(-rows // _ROWS)
+    counts = ids_NK.new_empty((width, blocks), dtype=torch.int32)
+    sizes = {"E": width, "ROWS": _ROWS}
+    kernels = expert_kernels()
+    kernels.count[(blocks,)](ids_NK, counts, rows, blocks, **sizes)
+    ends = counts.flatten().cumsum(0, dtype=torch.int32).view(width, blocks)
+    source, place = (ids_NK.new_empty(rows, dtype=torch.int32) for _ in range(2))
+    kernels.place[(blocks,)](ids_NK, ends, counts, place, source, rows, blocks, **sizes)
+    return source, place, ends[:experts, -1].contiguous()
+
+
+@torch.library.custom_op("fourfold::take_rows", mutates_args=())
+def take_rows(x_ND: Tensor, place_R: Tensor, choices: int) -> Tensor:
+    """Each row's token."""
+    rows = x_ND.new_empty((place_R.numel(), x_ND.shape[1]))
+    rows[place_R] = x_ND.repeat_interleave(choices, dim=0)
+    return rows
+
+
+@take_rows.register_fake
+def _(x_ND: Tensor, place_R: Tensor, choices: int) -> Tensor:
+    return x_ND.new_empty((place_R.numel(), x_ND.shape[1]))
+
+
+@take_rows.register_kernel("cuda")
+def _(x_ND: Tensor, place_R: Tensor, choices: int) -> Tensor:
+    tokens, width = x_ND.shape
+    rows = x_ND.new_empty((place_R.numel(), width))
+    grid = (tokens, -(-width // _WIDTH))
+    expert_kernels().take[grid](
+        x_ND.contiguous(), place_R, rows, width, K=choices, BLOCK=_WIDTH, num_warps=4
+    )
+    return rows
+
+
+@torch.library.custom_op("fourfold::put_rows", mutates_args=())
+def put_rows(rows_RD: Tensor, place_R: Tensor, choices: int) -> Tensor:
+    """The sum of each token's rows."""
+    wide = torch.promote_types(rows_RD.dtype, torch.float32)
+    picked = rows_RD[place_R.view(-1, choices)]
+    return picked.sum(dim=1, dtype=wide).to(rows_RD.dtype)
+
+
+@put_rows.register_fake
+def _(rows_RD: Tensor, place_R: Tensor, choices: int) -> Tensor:
+    return rows_RD.new_empty((place_R.numel() // choices, rows_RD.shape[1]))
+
+
+@put_rows.register_kernel("cuda")
+def _(rows_RD: Tensor, place_R: Tensor, choices: int) -> Tensor:
+    tokens, width = place_R.numel() // choices, rows_RD.shape[1]
+    out = rows_RD.new_empty((tokens, width))
+    grid = (tokens, -(-width // _WIDTH))
+    expert_kernels().put[grid](
+        rows_RD.contiguous(), place_R, out, width, K=choices, BLOCK=_WIDTH, num_warps=4
+    )
+    return out
+
+
+@torch.library.custom_op("fourfold::swiglu_rows", mutates_args=())
+def swiglu_rows(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
+    """silu(gate) x up x score of each row."""
+    wide = torch.promote_types(gate_up_RG.dtype, torch.float32)
+    gate, up = gate_up_RG.to(wide).chunk(2, dim=-1)
+    score = scores_NK.flatten()[source_R].to(wide)
+    return (F.silu(gate) * up * score[:, None]).to(gate_up_RG.dtype)
+
+
+@swiglu_rows.register_fake
+def _(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
+    return gate_up_RG.new_empty((gate_up_RG.shape[0], gate_up_RG.shape[1] // 2))
+
+
+@swiglu_rows.register_kernel("cuda")
+def _(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
+    rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
+    out = gate_up_RG.new_empty((rows, width))
+    block = min(_power(width), _WIDTH)
+    expert_kernels().swiglu[(rows, -(-width // block))](
+        gate_up_RG, scores_NK, source_R, out, width, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@torch.library.custom_op("fourfold::swiglu_rows_backward", mutates_args=())
+def swiglu_rows_backward(
+    gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor, grad_RF: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of gate_up, the activation once more, gradient of the scores)."""
+    wide = torch.promote_types(gate_up_RG.dtype, torch.float32)
+    gate, up = gate_up_RG.to(wide).chunk(2, dim=-1)
+    score = scores_NK.flatten()[source_R].to(wide)[:, None]
+    share, slope = gate.sigmoid(), grad_RF.to(wide)
+    silu = gate * share
+    grads = (slope * score * up * (share + silu * (1.0 - share)), slope * score * silu)
+    grad_scores = torch.empty_like(scores_NK)
+    grad_scores.view(-1)[source_R] = (slope * silu * up).sum(dim=-1).to(scores_NK.dtype)
+    dtype = gate_up_RG.dtype
+    return torch.cat(grads, dim=-1).to(dtype), (silu * up * score).to(dtype), grad_scores
+
+
+@swiglu_rows_backward.register_fake
+def _(
+    gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor, grad_RF: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(gate_up_RG), torch.empty_like(grad_RF), torch.empty_like(scores_NK)
+
+
+@swiglu_rows_backward.register_kernel("cuda")
+def _(
+    gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor, grad_RF: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = grad_RF.shape
+    grad, again = torch.empty_like(gate_up_RG), torch.empty_like(grad_RF)
+    grad_scores = torch.empty_like(scores_NK)
+    expert_kernels().swiglu_backward[(rows,)](
+        gate_up_RG, scores_NK, source_R, grad_RF.contiguous(), grad, again, grad_scores, width,
+        BLOCK=_power(width), num_warps=4,
+    )  # fmt: skip
+    return grad, again, grad_scores
+
+
+class _GroupedExperts(torch.autograd.Function):
+    """Keeps rows and what comes out of the first product; the activation is made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, *order: Tensor
+    ) -> Tensor:
+        source, place, ends = order
+        choices = scores.shape[1]
+        rows = take_rows(x, place, choices)
+        hidden = grouped_mm(rows, gate_up.transpose(-2, -1), ends)
+        acted = swiglu_rows(hidden, scores, source)
+        out = grouped_mm(acted, down.transpose(-2, -1), ends)
+        ctx.save_for_backward(rows, hidden, scores, gate_up, down, source, place, ends)
+        return put_rows(out, place, choices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, hidden, scores, gate_up, down, source, place, ends = ctx.saved_tensors
+        choices = scores.shape[1]
+        grad_out = take_rows(grads[0], place, choices)
+        grad_acted = grouped_mm(grad_out, down, ends)
+        grad_hidden, acted, grad_scores = swiglu_rows_backward(hidden, scores, source, grad_acted)
+        grad_down = grouped_mm(grad_out.transpose(-2, -1), acted, ends)
+        grad_rows = grouped_mm(grad_hidden, gate_up, ends)
+        grad_gate_up = grouped_mm(grad_hidden.transpose(-2, -1), rows, ends)
+        grad_x = put_rows(grad_rows, place, choices)
+        return grad_x, grad_scores, grad_gate_up, grad_down, None, None, None
+
+
+def grouped_experts(
+    x_ND: Tensor, scores_NK: Tensor, ids_NK: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor
+) -> Tensor:
+    """The sum of each token's experts, times their scores (before the second product: the sum of
+    the rows is then all that is left to do)."""
+    order = order_rows(ids_NK, gate_up_EGD.shape[0])
+    return _GroupedExperts.apply(x_ND, scores_NK, gate_up_EGD, down_EDF, *order)
+
+
+def _power(number: int) -> int:
+    """The next power of two, which is what a block of a GPU kernel must be."""
+    return 1 << (number - 1).bit_length()
