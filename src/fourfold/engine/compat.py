@@ -90,26 +90,6 @@ def kernels() -> Any:
     return triton_kernels
 
 
-def expert_kernels() -> Any:
-    from fourfold.engine.model import triton_experts
-
-    return triton_experts
-
-
-def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Products of groups: rows of `left` up to ends[e] with right[e], or, where both have two
-    dimensions, columns of `left` with rows of `right` up to ends[e]: one product a group. fp64,
-    which torch's kernel does not take, one by one."""
-    if left.dtype != torch.float64:
-        return torch._grouped_mm(left, right, offs=ends)
-    cuts = ends[:-1].cpu().long()
-    if right.ndim == 3:
-        parts = left.tensor_split(cuts)
-        return torch.cat([part @ each for part, each in zip(parts, right, strict=True)])
-    pairs = zip(left.tensor_split(cuts, dim=1), right.tensor_split(cuts), strict=True)
-    return torch.stack([one @ other for one, other in pairs])
-
-
 def scaled_mm(left: Tensor, right: Tensor, scale: Tensor) -> Tensor:
     """A product in fp8, bf16 out."""
     return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)

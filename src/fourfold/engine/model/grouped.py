@@ -7,25 +7,38 @@ N tokens, D hidden, E experts, K experts of a token, R = N x K rows, F width of 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.engine.compat import expert_kernels, grouped_mm
+from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.experts import Experts, MoeMlp, dispatch_local
 
 _ROWS = 128  # rows whose places one program of a GPU computes
 _WIDTH = 2048  # columns that it moves
 
 
-class Order(NamedTuple):
-    """Row r (in the order of experts) is choice source[r] of N x K; choice c is row place[c]; the
-    rows of expert e end at ends[e]."""
+def expert_kernels() -> Any:
+    """triton comes with torch for GPUs only, so they are imported late."""
+    from fourfold.engine.model import triton_experts
 
-    source: Tensor
-    place: Tensor
-    ends: Tensor
+    return triton_experts
+
+
+def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Products of groups: rows of `left` up to ends[e] with right[e], or, where both have two
+    dimensions, columns of `left` with rows of `right` up to ends[e]: one product a group. fp64,
+    which torch's kernel does not take, one by one."""
+    if left.dtype != torch.float64:
+        return F.grouped_mm(left, right, offs=ends)
+    cuts = ends[:-1].cpu().long()
+    if right.ndim == 3:
+        parts = left.tensor_split(cuts)
+        return torch.cat([part @ each for part, each in zip(parts, right, strict=True)])
+    pairs = zip(left.tensor_split(cuts, dim=1), right.tensor_split(cuts), strict=True)
+    return torch.stack([one @ other for one, other in pairs])
 
 
 @torch.library.custom_op("fourfold::best_experts", mutates_args=())
@@ -55,7 +68,8 @@ def _(scores_NE: Tensor, count: int) -> Tensor:
 
 @torch.library.custom_op("fourfold::order_rows", mutates_args=())
 def order_rows(ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `Order`, all int32; rows of one expert stay in the order of tokens."""
+    """(source, place, ends), all int32: row r, in the order of experts, is choice source[r] of
+    N x K; choice c is row place[c]; rows of expert e end at ends[e], in the order of tokens."""
     flat = ids_NK.flatten()
     source = flat.sort(stable=True).indices
     place = torch.empty_like(source)
@@ -233,6 +247,25 @@ def grouped_experts(
     the rows is then all that is left to do)."""
     order = order_rows(ids_NK, gate_up_EGD.shape[0])
     return _GroupedExperts.apply(x_ND, scores_NK, gate_up_EGD, down_EDF, *order)
+
+
+def dispatch_grouped(
+    x_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor, experts: Experts
+) -> Tensor:
+    """All experts are at hand, and so are these kernels."""
+    count = experts.down.experts
+    gate_up, down = (
+        each.weight.view(count, -1, each.weight.shape[1])
+        for each in (experts.gate_up, experts.down)
+    )
+    return grouped_experts(x_TD, scores_TK, chosen_TK.to(torch.int32), gate_up, down)
+
+
+def apply_grouped(decoder: Decoder, dtype: torch.dtype) -> None:
+    for layer in decoder.blocks.values():
+        mlp = layer.mlp
+        if dtype == torch.bfloat16 and isinstance(mlp, MoeMlp) and mlp.dispatch is dispatch_local:
+            mlp.dispatch = dispatch_grouped
 
 
 def _power(number: int) -> int:

@@ -21,6 +21,12 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def counted(ids: Tensor, kinds: int) -> Tensor:
+    """How often each of 0 to `kinds` - 1 is there; unlike torch's own it does not wait."""
+    ids = ids.long()
+    return ids.new_zeros(kinds).scatter_add_(0, ids, torch.ones_like(ids))
+
+
 def _same(x: Tensor) -> Tensor:
     return x
 
@@ -76,7 +82,7 @@ class Router(nn.Module):
         if self.moe.normalised:
             taken = taken / (taken.sum(-1, keepdim=True) + 1e-20)
         taken = taken * self.moe.scale
-        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        counts = counted(chosen.flatten(), self.experts)
         if torch.is_grad_enabled():
             taken = NotedScores.apply(
                 taken, self._loss(x_BSD, logits, scores, chosen), counts, self

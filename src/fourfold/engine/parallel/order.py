@@ -23,6 +23,7 @@ from fourfold.cost.count.params import stage_layers
 from fourfold.engine.compat import DTYPES, activation_dtype
 from fourfold.engine.model.activations import apply_fast_activations
 from fourfold.engine.model.decoder import Decoder
+from fourfold.engine.model.grouped import apply_grouped
 from fourfold.engine.model.layers import KERNELS, Core
 from fourfold.engine.parallel.context import apply_context
 from fourfold.engine.parallel.data import apply_data
@@ -102,7 +103,9 @@ def _float8(decoder: Decoder, spec: RunSpec, world: World) -> None:
 
 def _kernels(decoder: Decoder, spec: RunSpec, world: World) -> None:
     if spec.policy.compile and world.device_type == "cuda":
-        apply_fast_activations(decoder, activation_dtype(spec.policy.dtypes.compute))
+        dtype = activation_dtype(spec.policy.dtypes.compute)
+        apply_fast_activations(decoder, dtype)
+        apply_grouped(decoder, dtype)
 
 
 def _recompute(decoder: Decoder, spec: RunSpec, world: World) -> None:
