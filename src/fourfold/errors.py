@@ -84,7 +84,10 @@ def shorten(value: object, limit: int = 80) -> str:
     except (ValueError, RecursionError):  # whole numbers of 4300 digits and more, deep nesting
         text = f"({type(value).__name__} too large to print)"
     text = text if text and text.isprintable() else ascii(text)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    if len(text) <= limit:
+        return text
+    # The end of a path names the file.
+    return f"...{text[3 - limit :]}" if text.startswith("/") else f"{text[: limit - 3]}..."
 
 
 def install(package: str) -> str:

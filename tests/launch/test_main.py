@@ -37,7 +37,8 @@ def test_wrong_arguments_show_the_usage(
 def test_a_run_file_that_is_missing_is_a_users_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(tmp_path / "run.toml"), "--env", "A=1", str(tmp_path / "job")]) == 2
+    folder = tmp_path / ("long" * 20)
+    assert main([str(folder / "run.toml"), "--env", "A=1", str(tmp_path / "job")]) == 2
     text = capsys.readouterr().err
     assert text.startswith("error: ")
     assert "run.toml" in text

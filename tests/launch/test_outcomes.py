@@ -254,6 +254,7 @@ def test_jobs_round_trip() -> None:
 
 
 def test_missing_torch_says_what_to_install(tmp_path: Path, monkeypatch) -> None:
+    local.require_torch.cache_clear()  # a test before this one found it
     monkeypatch.setattr(local.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install torch"):
         local.run_job(Job(job="calibrate"), tmp_path)
