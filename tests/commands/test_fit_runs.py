@@ -87,8 +87,7 @@ def test_what_was_measured_apart_is_not_fitted(tmp_path: Path) -> None:
         assert main([*words, str(tmp_path / "one.json"), *more]) == 0
         entries.append(_entry(tmp_path / "one.json"))
     free, fixed = entries
-    assert "gemm" in free["free_time"]
-    assert not {"gemm", "flash"} & set(fixed["free_time"])
+    assert free["informed"]["gemm"] < 1.0
     assert (fixed["knobs"]["gemm"], fixed["knobs"]["flash"]) == (0.5, 0.74)
     assert fixed["informed"]["gemm"] == 1.0
     # What is left open makes up for it.

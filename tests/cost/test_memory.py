@@ -177,10 +177,9 @@ def test_a_chance_to_fit_is_sure_only_beyond_the_interval() -> None:
 
 def test_rows_narrow_what_a_lean_engine_may_need() -> None:
     entry, _ = entry_for(SHIPPED, "nanotron-2025", catalog.cluster("hf-h100"))
-    assert entry.informed["state"] > 0.9
+    assert entry.informed["act"] > 0.9
     taught, lean = lean_coefficients(entry), lean_coefficients(replace(entry, informed={}))
-    for name in ("state", "logits"):
-        assert lean[name] < taught[name] <= entry.coefficients[name]
+    assert lean["act"] < taught["act"] <= entry.coefficients["act"]
 
 
 @pytest.mark.parametrize("name", ["mpt", "bloom", "par4d"])
