@@ -71,9 +71,9 @@ def test_a_recomputed_layer_repeats_its_forward_pass():
 
 
 def test_names_are_those_of_the_engines_layers():
-    from fourfold.engine.model.layers import Layer
+    from fourfold.engine.model.layer import Layer
 
-    layer = Layer(catalog.model("llama-tiny"), fused=True)
+    layer = Layer(catalog.model("llama-tiny"), 0, fused=True)
     modules = {name for name, _ in layer.named_modules()}
     c, _ = columns(run(layout="dp32 tp2"))
     named = {op.name.partition(",")[0] for op in decoder_layer(c, c.micro) if op.kind == "product"}

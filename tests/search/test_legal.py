@@ -18,6 +18,8 @@ GPT3 = catalog.model("gpt-3-175b")  # 96 layers, 96 heads, learned positions 204
 NARROW = catalog.shape("llama", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, vocab=64)
 DEEP, DEEPER = catalog.model("llama-3.1-70b"), catalog.model("llama-3.1-405b")
 TIED = catalog.model("llama-3.2-1b")
+MIXTRAL = catalog.model("mixtral-8x7b")  # 8 experts, ffn 14336
+SHARING = catalog.model("deepseek-v2-lite")  # shared experts of 2816 together
 LOOPED = {"schedule": "interleaved"}
 TITAN = {**LOOPED, "virtual_stages": 2, "stack": "torchtitan", "sharding": "zero3"}
 BATCH = Batch(seq_len=2048, micro_batch=1, global_batch=64)
@@ -217,6 +219,54 @@ CASES = [
         "unbuilt",
         {"layout": "dp2", "optimizer_dtype": "fp8", "stack": "fourfold"},
         {"layout": "dp2", "optimizer_dtype": "fp8"},
+    ),
+    ("expert-dense", {"layout": "dp2 ep2"}, {"model": MIXTRAL, "layout": "dp2 ep2"}),
+    ("expert-dense", {"layout": "dp2 etp2"}, {"model": MIXTRAL, "layout": "dp2 etp2"}),
+    ("expert-dense", {"recompute": "moe"}, {"model": MIXTRAL, "recompute": "moe"}),
+    (
+        "experts",
+        {"model": MIXTRAL, "layout": "dp3 ep3"},
+        {"model": MIXTRAL, "layout": "dp4 ep4"},
+    ),
+    (
+        "expert-ranks",
+        {"model": MIXTRAL, "layout": "dp2 ep4"},
+        {"model": MIXTRAL, "layout": "dp2 tp2 ep4"},
+    ),
+    (
+        "expert-ranks",  # each copy holds all experts
+        {"model": MIXTRAL, "layout": "dp2x2 ep4"},
+        {"model": MIXTRAL, "layout": "dp2x2 ep2"},
+    ),
+    (
+        "expert-ranks",
+        {"model": MIXTRAL, "layout": "dp4 ep4 etp2"},
+        {"model": MIXTRAL, "layout": "dp4 ep2 etp2"},
+    ),
+    (
+        "expert-width",
+        {"model": MIXTRAL, "layout": "dp3 etp3"},
+        {"model": MIXTRAL, "layout": "dp7 etp7"},
+    ),
+    (
+        "shared-width",
+        {"model": replace(SHARING, moe=replace(SHARING.moe, shared_ffn=2815)), "layout": "tp2"},
+        {"model": SHARING, "layout": "tp2"},
+    ),
+    (
+        "moe-tp",
+        {"model": MIXTRAL, "layout": "tp2", "sequence_parallel": False},
+        {"model": MIXTRAL, "layout": "tp2"},
+    ),
+    (
+        "dispatcher",
+        {"model": MIXTRAL, "layout": "dp2 ep2", "dispatcher": "local"},
+        {"model": MIXTRAL, "layout": "dp2", "dispatcher": "local"},
+    ),
+    (
+        "dispatcher",  # counts of tokens come to the host
+        {"model": MIXTRAL, "layout": "dp2 ep2", "cuda_graph": True},
+        {"model": MIXTRAL, "layout": "dp2", "cuda_graph": True},
     ),
     ("dp-batch", {"layout": "dp65"}, {"layout": "dp63"}),
     (

@@ -152,7 +152,7 @@ def _named(home: Path, engine: str, folder: Path, site: Path) -> Release:
     """The folder is called by the version that came; its mark is written last."""
     found = [one for one in metadata.distributions(path=[str(site)]) if _same(one.name, engine)]
     if not found:
-        raise MachineError("installed, but pip left nothing of it", field="--engine", value=engine)
+        raise MachineError("was installed, but pip left nothing", field="--engine", value=engine)
     version = found[0].version
     target = folder / f"{engine}-{version}"
     if target != home:
