@@ -94,7 +94,7 @@ _GATED: dict[str, object] = {
 }  # fmt: skip
 _COMPUTED: dict[str, dict[str, object]] = {
     "llama": {**_GATED, "attention biases alike": True},
-    "mistral": {**_GATED, "bias": False, "attention biases alike": True, "window": "any"},
+    "mistral": {**_GATED, "bias": False, "attention biases alike": True, "window": "of all layers"},
     "qwen2": {**_GATED, "bias": False, "qkv bias": True, "output bias": False},
     "qwen3": {**_GATED, "bias": False, "attention biases alike": True, "qk_norm": "head"},
     "olmo2": {
@@ -218,7 +218,7 @@ def _misfits(kind: str, model: ModelShape) -> list[str]:
         **expert_facts(model),
     }
     if model.window is not None and model.local_layers is None:
-        facts["window"] = "any"
+        facts["window"] = "of all layers"
     wanted = {
         "embedding_norm": False, "qk_norm": "none", "norms": "before", "block": "sequential",
         "window": "none", "variants": "none", "rotary share": 1.0, "head bias": False,
