@@ -34,6 +34,7 @@ MAX_DEPTH = 32
 _KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+"""
 _LONG_KEY = re.compile(rf"(?<![\w\"'\\-])(?:{_KEY_PART}){{{MAX_DEPTH + 1}}}")
 _HALVES = re.compile(r"\\u[dD][89a-fA-F]")  # escapes of JSON that may be half of a pair
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @functools.cache
@@ -209,9 +210,10 @@ def to_toml(value: Any) -> str:
     return toml_text(dump(value))
 
 
-def parse_json(text: str) -> object:
+def parse_json(text: str, *, halves: bool = False) -> object:
     """JSON text -> plain data; NaN and Infinity are no JSON and refused, as is a name given twice
-    (readers differ in which of the two they take)."""
+    (readers differ in which of the two they take). `halves`: half of a character is not refused,
+    but becomes the letters of its escape."""
 
     def refuse(word: str) -> None:
         raise UserError(f"contains {word}, which is not JSON", hint="write a finite number")
@@ -229,7 +231,10 @@ def parse_json(text: str) -> object:
     try:
         data = _shallow(json.loads(text, parse_constant=refuse, object_pairs_hook=table))
         if _HALVES.search(text):
-            door.check_text(json.dumps(data, ensure_ascii=False))
+            whole = json.dumps(data, ensure_ascii=False)
+            if halves:
+                return json.loads(_HALF.sub(lambda half: rf"\\u{ord(half[0]):04x}", whole))
+            door.check_text(whole)
         return data
     except UserError:
         raise

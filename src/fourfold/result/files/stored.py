@@ -223,7 +223,8 @@ def read_stored(
     content = files.read_own(path, field=field, max_bytes=max_bytes)
     try:
         text = unseal(content, path.name) if is_sealed(content) else content.decode()
-        plain = codec.parse_json(text)
+        # A note typed in another encoding has halves of characters; its run is kept.
+        plain = codec.parse_json(text, halves=True)
         if not isinstance(plain, dict):
             raise UserError("is not a JSON object")
         if "crc32" in plain:  # it had one, in another place
