@@ -73,7 +73,9 @@ TABLES = (
 
 def test_names_are_callable_after_every_submodule_is_imported() -> None:
     for module in pkgutil.walk_packages(fourfold.__path__, "fourfold."):
-        if ".engine" not in module.name and not module.name.endswith("__main__"):
+        # Adapters of other engines import those, and change torch while they load.
+        elsewhere = ".engine" in module.name or ".conformance.ranks" in module.name
+        if not elsewhere and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     for name in (*VERBS, *TYPES):
         assert callable(getattr(fourfold, name)), name
@@ -229,8 +231,8 @@ def test_csv_is_one_table_with_one_header(words: list[str], capsys) -> None:
 
 
 def _counted() -> DryRun:
-    spec = codec.load(RunSpec, {"model": "gpt-181b", "layout": "pp12 tp8 dp4"})
-    plain = json.loads((ROOT / "tests/recorded/answers/dryrun-stages.json").read_text())
+    spec = codec.load(RunSpec, {"model": "llama-3.2-3b", "layout": "pp2 dp4 tp8"})
+    plain = json.loads((ROOT / "tests/recorded/answers/dryrun-3b.json").read_text())
     stages = plain["answer"]["stages"]
     return DryRun(spec, tuple(codec.decode(RankCount, stage) for stage in stages))
 

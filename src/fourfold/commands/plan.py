@@ -40,7 +40,12 @@ OPTIONS = (
     option("--front", "the fastest layouts for less memory or GPUs", choices=("memory", "gpus")),
     option("--largest", "the largest of it that still fits", choices=("sequence", "model")),
     option("--explain", "explain one layout, or why it is illegal", "LAYOUT"),
-    option("--operations", "with --explain: what a rank does in a step, one by one", switch=True),
+    option(
+        "--operations",
+        "with --explain: what a rank does in a step, one by one",
+        switch=True,
+        rare=True,
+    ),
     option("--timeline", "with --explain: draw the pipeline, .html or .png", "FILE", rare=True),
     option("--out", "folder for --export; file for torchrun (default stdout)", "PATH", rare=True),
     option("--pick", "which ranked layout --export writes (default 1)", "N", read=int, rare=True),

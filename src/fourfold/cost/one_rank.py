@@ -102,7 +102,8 @@ def joined(
         "dp": slots * stage.layers * fsdp + reduced,
         "pp": slots * _one(ops_s(handover(c, c.micro), rates)),
     }
-    slot_s = micro_s + (sum(parts.values()) - compute_s) / slots
+    # Gradients are reduced once, after the last micro batch: no stage waits for that to fill.
+    slot_s = micro_s + (sum(parts.values()) - compute_s - reduced) / slots
     parts["bubble"] = (_one(c.pp) - 1.0) * slot_s * _one(fill_share(c))
     work, slot_count = np.array([sum(parts.values())]), np.array([slots])
     waiting = waiting_s(c, coef, work=work, slots=slot_count)

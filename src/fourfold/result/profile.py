@@ -21,7 +21,7 @@ from fourfold.spec import check, codec
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device, Link, Peaks
 
 _MOST = 1e24  # above every rate, size and time that a machine has
-_MAY_BE_ZERO = {"power_w", "measured_s", "wrapped_s", "called_s", "held_s", "fresh_s", "unsteady"}
+_MAY_BE_ZERO = {"power_w", "measured_s", "wrapped_s", "called_s", "unsteady"}
 # What the power limit costs is in the measured sustained rate; a device made from a profile must
 # not be slowed for it a second time, so its limit is one that never binds.
 _UNBOUND_POWER_W = 1e4

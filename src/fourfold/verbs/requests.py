@@ -85,7 +85,7 @@ class PlanRequest:
     micro_batch: Size | None = None
     cluster: str | Cluster | None = flag("a known cluster ('fourfold clusters') or a file", "NAME")
     gpu: str | None = flag("instead of a cluster: GPUs of this kind in typical hosts", "ID")
-    network: Rate | None = flag("network of a host, such as 3200Gbit/s (default: typical)", "RATE")
+    network: Rate | None = flag("rate of a host's network (default: typical)", "RATE", rare=True)
     profile: str | None = flag("instead of both: profile from 'calibrate --out'", "FILE", rare=True)
     calibration: str | None = flag(*CALIBRATION, rare=True)
     max_nodes: int | None = flag("use at most N hosts, trying fewer too", "N", rare=True)
@@ -113,9 +113,7 @@ class PlanRequest:
     explore: bool = flag("also rank layouts with never-measured features", rare=True, default=False)
     safe: bool = flag("rank only layouts that certainly fit, if any do", rare=True, default=False)
     risk: Share = flag(
-        "risk of not fitting that the first choice may have, up to 50% (default 10%)",
-        "SHARE",
-        default=RISK,
+        "risk that the first choice does not fit (default 10%)", "SHARE", rare=True, default=RISK
     )
     export: str | None = flag(
         "write settings for megatron, torchtitan, torchtitan-0.2, nanotron or torchrun (our "
