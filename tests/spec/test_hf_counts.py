@@ -101,7 +101,8 @@ def changed(draw: st.DrawFn) -> dict[str, Any]:
     groups, per_group = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 4]))
     heads, head_size = groups * per_group, draw(st.sampled_from([8, 16, 40]))
     # With dense layers before them, a model of experts has at least one layer of these.
-    layers = draw(st.integers(1, 5)) + config.get("first_k_dense_replace", 0)
+    fewest = config.get("first_k_dense_replace", 0) + config.get("interleave_moe_layer_step", 1)
+    layers = draw(st.integers(fewest, fewest + 4))
     ours = {HEADS: heads, HIDDEN: heads * head_size, LAYERS: layers, _KV: groups}
     ours |= {_FFN: draw(st.integers(1, 200)), ("rotary_dim",): head_size // 2}
     for names, value in ours.items():
