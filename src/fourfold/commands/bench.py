@@ -83,7 +83,8 @@ def _one_rank(args: Any, show: OnEvent) -> Output:
         args.world = args.world or 1
     if args.on is not None:
         raise UserError("cannot be combined with --as-rank, which uses this device", field="--on")
-    request = options.load(OneRankRequest, args, cluster=args.cluster, profile=args.profile)
+    own = {"cluster": args.cluster, "profile": args.profile, "trace": args.trace}
+    request = options.load(OneRankRequest, args, **own)
     table = options.run_table(args, extra=_RUN, note=notes(show))
     answer = fourfold.one_rank(table, request, on_event=show)
     if args.out:

@@ -10,6 +10,7 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.launch.campaign import Campaign
 from fourfold.launch.permit import Permit, gpu_count, require_gpus
+from fourfold.result.traces import trace_path
 from fourfold.search.legal import why_not
 from fourfold.spec import check, codec
 from fourfold.spec.run import RunSpec
@@ -148,6 +149,10 @@ def _prepared(
     is_ours, known, permit = not request.engine, engine_predictor(request), permit_of(request)
     site = site_of(request)
     options = (("probe_s", f"{request.probe_s:g}"),) if request.probe_s > 0 else ()
+    if request.trace:
+        alone = is_ours and request.repeat == 1
+        check.that(alone, "trace", request.trace, "needs a single run by our own engine")
+        options += (("trace", str(trace_path(request.trace))),)
     campaign = campaign_of(request, known, permit, on_event, options)
     campaign.clear_up()
     spec = described(run, is_ours=is_ours, site=site)

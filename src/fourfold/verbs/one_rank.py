@@ -32,6 +32,7 @@ from fourfold.result.one_rank import (
 )
 from fourfold.result.profile import coefficients_of
 from fourfold.result.report import RunReport
+from fourfold.result.traces import trace_path
 from fourfold.search.fixes import remedies
 from fourfold.search.legal import require_legal
 from fourfold.search.predict import predict
@@ -188,6 +189,8 @@ def one_rank(
         least = [" ".join(map(str, model.least_bytes(planner.columns))) for planner in planners]
         options.append(("least", ",".join(least)))
         options.append(("hot_s", f"{_HOT_S if gpu_count() else _HOT_CPU_S:g}"))
+    if request.trace:
+        options.append(("trace", str(trace_path(request.trace))))
     job = Job(job="one-rank", specs=tuple(specs), options=tuple(options), limits=_LIMITS)
     with scratch() as folder:
         report = run_job(job, folder, progress=progress(on_event), permit=permit_of(request))

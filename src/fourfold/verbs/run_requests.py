@@ -84,6 +84,11 @@ class BenchRequest(MeasureRequest):
         rare=True,
         default=1.0,
     )
+    trace: str | None = flag(
+        "also write a profiler trace of three further steps, for 'fourfold diagnose'",
+        "FILE.json.gz",
+        rare=True,
+    )
 
 
 ONE_RANK = "one rank of a large run, on this device"
@@ -109,6 +114,7 @@ class OneRankRequest(Start):
     against: Literal["floor"] | None = _rank("on one GPU: compare a step with its floor", rare=True)
     cluster: str | Cluster | None = None
     profile: str | None = None
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batches is not None and self.micro_batches < 0:
@@ -235,6 +241,11 @@ class TrainRequest(Launch):
     )
     detach: bool = flag(DETACH, rare=True, default=False)
     convention: str = flag(*CONVENTION, rare=True, default=DEFAULT)
+    trace_steps: str | None = flag(
+        "write profiler traces of these steps to OUT/traces, for 'fourfold diagnose'",
+        "A:B",
+        rare=True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

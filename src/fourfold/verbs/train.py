@@ -20,6 +20,7 @@ from fourfold.result.files import curve
 from fourfold.result.files.curve import Point
 from fourfold.result.files.training_folder import TrainingFolder
 from fourfold.result.job import JOB_FILE, Job, JobReport, answer_file
+from fourfold.result.traces import trace_window
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info
@@ -148,6 +149,9 @@ def _job(
         return None
     folder.describe(spec, settings)
     options = {"out": str(folder.root), "load": start.folder.name if start else ""}
+    if request.trace_steps:
+        trace_window(request.trace_steps)
+        options["trace_steps"] = request.trace_steps
     return Job(job="train", specs=(spec,), options=tuple(options.items()), train=settings)
 
 

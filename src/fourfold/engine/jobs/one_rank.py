@@ -7,6 +7,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from fourfold.engine.microbench.kernels import Kernel, Product, is_again
 from fourfold.engine.observe.clock import synchronize
 from fourfold.engine.observe.memory import retries
 from fourfold.engine.observe.phases import PhaseTimeline, attach, axes_of, steady
+from fourfold.engine.observe.recording import record_steps
 from fourfold.engine.one_rank import fake_peers, totals
 from fourfold.engine.one_rank.fake_peers import TrafficLog
 from fourfold.engine.one_rank.profile import MicroBatchProfiler
 from fourfold.engine.process.task import Task, environment
 from fourfold.engine.training.trainer import Trainer
 from fourfold.result.one_rank import DevicePart, Floor, OneRankResult
+from fourfold.result.traces import numbered
 from fourfold.spec.run import RunSpec
 
 _KERNELS_ALONE_S = {"cuda": 2.0, "cpu": 0.5}
@@ -36,7 +39,8 @@ _LEAST_RUN = 4  # micro batches: the first and the last differ from the others
 def perform(task: Task) -> None:
     """Options, one number for each run: `ranks`; `micro_batches` to run, 0 all (else enough). For
     the floor `hot_s`, seconds to measure it, and `least`, bytes of each run that can't be avoided:
-    of a layer, the first and the last end, and an element of the weights."""
+    of a layer, the first and the last end, and an element of the weights. `trace`: a file for
+    further steps under the profiler."""
     spec = task.spec
     spec.batch.without_ramp()
     rank = int(task.job.option("ranks", "0").split(",")[task.index])
@@ -212,4 +216,12 @@ def _run(steps: Steps, traffic_log: TrafficLog) -> totals.StepReadings:
         counted_bytes=steps.peak_bytes,
         retries=retries(device),
     )
+    _trace(steps)
     return totals.StepReadings(ticks.step_s(), intervals, taken, traffic, profiler, memory)
+
+
+def _trace(steps: Steps) -> None:
+    task, name = steps.task, steps.task.job.option("trace")
+    if name:
+        path = Path(name) if task.index == 0 else numbered(Path(name), str(task.index + 1))
+        record_steps(steps.trainer, path, len(steps.results), stand_in=task.spec.gpus > 1)

@@ -7,6 +7,7 @@ import gc
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -21,6 +22,7 @@ from fourfold.engine.observe.clock import Ticks, WarmupTicks, by_count, synchron
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory, allocator_peak, retries
 from fourfold.engine.observe.phases import count_of, mark_phases
+from fourfold.engine.observe.recording import record_steps
 from fourfold.engine.process.health import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task, environment, uuid_of
 from fourfold.engine.training.events import StepOutcome
@@ -28,6 +30,7 @@ from fourfold.engine.training.trainer import Trainer
 from fourfold.result.job import RankFacts
 from fourfold.result.machine import Sampler
 from fourfold.result.report import DeviceSample, LinkRate, ProbeReport, RankSteps, StepReport
+from fourfold.result.traces import numbered
 
 # The optimizer's state exists from the second step on; from then on every step holds the same.
 _COUNTED_STEPS = 2
@@ -154,6 +157,7 @@ def _measured(steps: Steps) -> RankFacts:
     peak.note()
     probes = (before, _probe("after", task, device))
     _answer(steps)
+    _trace(steps)
     seconds = [*warm.step_s(), *window.ticks.step_s()]
     place: dict[str, int] = {"rank": task.rank, "stage": task.heartbeat.stage}
     return RankFacts(
@@ -187,6 +191,16 @@ def _answer(steps: Steps) -> None:
     if task.job.option("actions") == "true":
         actions = [list(action) for action in trainer.executed]
         task.answer({"stage": trainer.world.stage, "actions": actions}, part=task.rank)
+
+
+def _trace(steps: Steps) -> None:
+    """Option `trace`: a file for further steps under the profiler, of each rank its own."""
+    if not (name := steps.task.job.option("trace")):
+        return
+    steps.task.heartbeat.enter("trace")
+    path, place = Path(name), steps.task.place
+    path = path if place.world == 1 else numbered(path, f"rank{place.rank}")
+    record_steps(steps.trainer, path, len(steps.results))
 
 
 def _environment(task: Task, device: torch.device) -> tuple[tuple[str, str], ...]:

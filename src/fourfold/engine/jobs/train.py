@@ -23,6 +23,7 @@ from fourfold.engine.observe.clock import Ticks, synchronize
 from fourfold.engine.observe.ledger import Ledger
 from fourfold.engine.observe.memory import PeakMemory
 from fourfold.engine.observe.phases import mark_phases
+from fourfold.engine.observe.recording import WindowRecording
 from fourfold.engine.parallel.groups import cpu_group
 from fourfold.engine.process.health import NonFiniteError, check_finite, inject_fault
 from fourfold.engine.process.task import Task, environment
@@ -99,6 +100,7 @@ class TrainingLoop:
         on_host = trainer.device.type == "cpu"
         mark_phases(trainer, task.heartbeat.enter, self._check if on_host else None)
         self._log = _Log(task, first) if task.rank == 0 else None
+        self.recording = WindowRecording(task, trainer)
 
     def run(self) -> None:
         stopped = False
@@ -113,6 +115,7 @@ class TrainingLoop:
             if save:
                 self._save()
             self.saver.look(self._tick)
+        self.recording.end()
         self._tick()
         self.saver.wait(self._tick)
         self.stop.leave()
@@ -122,6 +125,10 @@ class TrainingLoop:
             self.task.answer({"step": self.done, "stopped": early})
 
     def _one(self) -> None:
+        with self.recording.of(self.done + 1, before_change=self._read):
+            self._step()
+
+    def _step(self) -> None:
         if not self.window:
             self.ticks = Ticks(self.trainer.device)
             self.ticks.tick()
@@ -140,6 +147,8 @@ class TrainingLoop:
 
     def _read(self) -> None:
         """Take the window off the device, keep it, and go on only if all of it is finite."""
+        if not self.window:
+            return
         synchronize(self.trainer.device)
         numbers = torch.stack([torch.stack([a.double(), b.double()]) for a, b in self.window])
         first, seconds = self.done - len(self.window), self.ticks.step_s()

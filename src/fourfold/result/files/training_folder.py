@@ -35,7 +35,7 @@ _FREE_SETTINGS = (
 # What --fresh replaces; the checkpoints are the last to come back, so that they prove all is back.
 _REPLACED = (curve.METRICS_FILE, "train.toml", "tensorboard", "wandb", "wandb-id", "checkpoints")
 _FILES = ("lock", "train.toml", curve.METRICS_FILE, "wandb-id")
-_FOLDERS = ("checkpoints", "job", "tensorboard", "wandb", ".before-fresh")
+_FOLDERS = ("checkpoints", "job", "tensorboard", "traces", "wandb", ".before-fresh")
 _MAX_DESCRIPTION_BYTES = 2**24
 
 
