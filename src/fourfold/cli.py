@@ -42,8 +42,13 @@ class Parser(argparse.ArgumentParser):
 
     def _hint(self, message: str) -> str:
         unknown = message.partition("unrecognized arguments: ")[2].split()
-        close = nearest(unknown[0], self.flags().values()) if unknown else ""
-        return close if close.startswith("did you mean") else f"see '{self.prog} --help'"
+        flags = (flag for flag in self.flags().values() if flag != "--help")
+        close = nearest(unknown[0], flags) if unknown else ""
+        if close.startswith("did you mean"):
+            return close
+        places = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
+        plain = f"write {places[0]} without a flag, or " if unknown and places else ""
+        return f"{plain}see '{self.prog} --help'"
 
     def flags(self) -> dict[str, str]:
         """The name of a value in the parsed arguments -> the long flag that sets it."""

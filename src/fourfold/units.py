@@ -143,3 +143,9 @@ def show_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f}{unit}"
     return f"{count:.0f}"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things: '1 rank', '2 ranks', '1,024 processes'."""
+    ending = "" if number == 1 else "es" if what.endswith(("s", "ch")) else "s"
+    return f"{number:,} {what}{ending}"

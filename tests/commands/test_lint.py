@@ -23,7 +23,7 @@ def test_findings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_clean_file_leaves_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", str(GOLDEN / "par4d.csv")]) == 0
-    assert "nothing found; 1 tables, 188 rows checked" in capsys.readouterr().out
+    assert "nothing found; 1 table, 188 rows checked" in capsys.readouterr().out
 
 
 def test_ignored_rules_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:

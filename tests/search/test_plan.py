@@ -610,7 +610,7 @@ def test_bad_requests_and_empty_answers(words, code, says, capsys, monkeypatch, 
     captured = capsys.readouterr()
     assert says in captured.err
     if code == 1:
-        assert "nothing to rank" in captured.out
+        assert "No layout to rank" in captured.out
 
 
 @pytest.mark.parametrize("gpus", [8, 4096, 50_000, 200_000])

@@ -158,7 +158,7 @@ def test_measured_again_shows_the_newest_and_keeps_both(style: str) -> None:
     document = publish([new, old, failed], style, "mpt")
     (table,) = document.tables
     assert len(table.data) == 1
-    assert "Measured again: dp2 tp2" in write(document, "md")
+    assert "Repeat: dp2 tp2" in write(document, "md")
     shown = write(document, "md")
     newest = publish([new], style, "mpt").tables[0].data[0].cells
     assert table.data[0].cells == newest

@@ -18,6 +18,7 @@ from fourfold.logs.nested import number
 from fourfold.logs.row import Row, shown_layout
 from fourfold.output import Output
 from fourfold.show.table import Grid, Part
+from fourfold.units import counted
 from fourfold.verbs.collect import CollectRequest
 
 EXAMPLES = """\
@@ -48,7 +49,7 @@ def _page(answer: Any) -> list[Part]:
     parts: list[Part] = []
     if answer.rows_read:
         parts.append(Grid(_HEADINGS, [_cells(row) for row in answer.rows_read]))
-        parts += ["", f"{len(answer.rows_read)} rows; {answer.out} has {answer.total}"]
+        parts += ["", f"{counted(len(answer.rows_read), 'row')}; {answer.out} has {answer.total}"]
     about: dict[str, list[str]] = {}
     for row in answer.rows_read:
         for text in _remarks(row):
@@ -57,7 +58,7 @@ def _page(answer: Any) -> list[Part]:
     for one in answer.files:
         parts += [f"{one.log}: {note}" for note in one.notes]
         if one.book.unread:
-            parts.append(f"{one.log}: {one.book.unread} lines could not be read:")
+            parts.append(f"{one.log}: {counted(one.book.unread, 'line')} could not be read:")
             parts += [f"  {number}: {text}" for number, text in one.book.shown]
         if one.link:
             parts.append(_link(one))
@@ -87,6 +88,7 @@ def _link(one: Any) -> str:
     link = one.link
     latency = "" if link["latency_s"] is None else f", {1e6 * link['latency_s']:.1f} us"
     return (
-        f"{one.log}: {link['op']} over {link['ranks']} ranks of {link['hosts']} hosts: "
+        f"{one.log}: {link['op']} over {counted(link['ranks'], 'rank')}"
+        f" of {counted(link['hosts'], 'host')}: "
         f"{link['bytes_per_s'] / 1e9:.1f} GB/s per rank{latency}; 'fourfold clusters new' takes it"
     )

@@ -18,7 +18,7 @@ from fourfold.output import Output
 from fourfold.result.one_rank import RESERVED_RATIO
 from fourfold.show.table import Grid, Part
 from fourfold.spec.layout import AXES
-from fourfold.units import show_bytes, show_count
+from fourfold.units import counted, show_bytes, show_count
 
 EXAMPLES = """\
 examples:
@@ -62,7 +62,7 @@ def _page(answer: Any) -> list[Part]:
     return [
         Grid(headings, rows),
         "",
-        f"{spec.model.name} on {spec.gpus} ranks, {spec.layout}; per rank and step; "
+        f"{spec.model.name} on {counted(spec.gpus, 'rank')}, {spec.layout}; per rank and step; "
         f"{', '.join(AXES)}: payload of collectives",
         f"fullest: stage {worst.stage}, rank {worst.rank}, in {worst.peak_phase}; its largest:",
         *(

@@ -16,6 +16,7 @@ from fourfold import files, options
 from fourfold.events import Event, OnEvent
 from fourfold.options import option
 from fourfold.output import Output
+from fourfold.units import counted
 from fourfold.verbs.requests import PlanRequest
 
 EXAMPLES = """\
@@ -42,7 +43,8 @@ def run(args: Any, show: OnEvent) -> Output:
     left = answer.predicted - answer.fit - answer.may_fit
     show(
         Event(
-            f"{answer.predicted} of {len(answer.row_ids)} rows predicted, {answer.fit} fit, "
+            f"{answer.predicted} of {counted(len(answer.row_ids), 'row')} predicted,"
+            f" {answer.fit} fit, "
             f"{answer.may_fit} may, {left} do not; calibration {answer.calibration}; "
             f"written to {args.out}"
         )

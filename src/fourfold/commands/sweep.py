@@ -25,7 +25,7 @@ a FILE.toml (axes are short names, paths such as policy.compile, or "env.NAME"):
   model = "llama-3.1-8b"
   gpus = 8
   steps = 20
-  where = ["mem_gb < 75"]
+  where = ["mem_gib < 75"]
   [batch]
   seq_len = "8k"
   global_batch = 64

@@ -21,6 +21,7 @@ from fourfold.show.runs import training_page
 from fourfold.spec import codec
 from fourfold.spec.layout import AXES
 from fourfold.spec.train import TrainSettings
+from fourfold.units import counted
 from fourfold.verbs.requests import PlanRequest
 from fourfold.verbs.run_requests import TrainRequest
 
@@ -66,7 +67,9 @@ def run(args: Any, show: OnEvent) -> Output:
         answer = fourfold.train(table, request, on_event=show)
     if args.plot:
         name = answer.facts["folder"].rpartition("/")[2]
-        drawn = loss_picture(answer.points, f"{name}: {len(answer.points):,} steps", args.plot)
+        drawn = loss_picture(
+            answer.points, f"{name}: {counted(len(answer.points), 'step')}", args.plot
+        )
         files.write_bytes(args.plot, drawn, field="plot")
     status = _STATUS.get(answer.facts["outcome"], 1)
     return Output.of(answer, lambda: training_page(answer), status=status)

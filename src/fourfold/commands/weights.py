@@ -19,7 +19,7 @@ from fourfold.events import OnEvent
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show.table import Part, quantities
-from fourfold.units import show_bytes
+from fourfold.units import counted, show_bytes
 from fourfold.verbs.requests import WeightsRequest
 
 EXAMPLES = """\
@@ -65,9 +65,13 @@ def _page(answer: Any) -> list[Part]:
     if answer.model_type == "dcp":
         kind = ["format", "torch.distributed.checkpoint", f"weights and moments of {answer.model}"]
     rows = [
-        ["folder", answer.out, f"{len(answer.files)} files, {show_bytes(answer.size_bytes)}"],
+        [
+            "folder",
+            answer.out,
+            f"{counted(len(answer.files), 'file')}, {show_bytes(answer.size_bytes)}",
+        ],
         kind,
         ["values", answer.dtype, ""],
-        ["checkpoint", answer.checkpoint, f"after {answer.step:,} steps"],
+        ["checkpoint", answer.checkpoint, f"after {counted(answer.step, 'step')}"],
     ]
     return [quantities(rows)]

@@ -13,6 +13,7 @@ from fourfold.errors import UserError
 from fourfold.result.job import ENGINE_FILE, JOB_FILE, PORT_VARIABLE, Job
 from fourfold.spec import check
 from fourfold.spec.site import Site
+from fourfold.units import counted
 
 # What the script leaves in a job's folder when its ranks are gone: how often Slurm had started it
 # over, and the exit status of srun.
@@ -43,7 +44,7 @@ class BatchJob:
 
 def _check(batch: BatchJob, site: Site, nodes: int) -> None:
     if site.hosts and nodes > len(site.hosts):
-        rule = f"must have at least the {nodes} that {batch.ranks} ranks need"
+        rule = f"must have at least the {nodes} that {counted(batch.ranks, 'rank')} need"
         raise UserError(rule, field="hosts", value=len(site.hosts), source=site.name)
     for folder in (*batch.folders, batch.logs):  # an #SBATCH line ends there, whatever the quotes
         hint = "choose a folder without line ends"

@@ -26,6 +26,7 @@ from fourfold.result.machine import MachineKey, this_machine, torch_version
 from fourfold.result.report import Failure, Prediction, Remedy, RunReport
 from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
+from fourfold.units import counted
 
 _LOOK_S = 0.1
 Say = Callable[[str], None]
@@ -97,7 +98,7 @@ class Campaign:
         for place in self.store.leftovers():
             ended = end_processes_of(place)
             if ended:
-                self.say(f"ended {ended} processes of a stopped sweep")
+                self.say(f"ended {counted(ended, 'process')} of a stopped sweep")
             stored = self.store.recover(place)
             if stored is not None:
                 self.say(f"kept {stored.name}, finished by a stopped sweep")

@@ -23,6 +23,7 @@ from fourfold.launch.outcomes import kernel_kills
 from fourfold.launch.stop import stop_signals
 from fourfold.result.job import LOG_FILE, LOG_FILES
 from fourfold.result.report import Outcome
+from fourfold.units import counted
 
 _POLL_S, _END_S, _SAY_EVERY_S = 0.2, 5.0, 2.0
 _CHUNK_BYTES = 2**20
@@ -152,7 +153,7 @@ def watched(running: Running, folder: Path, watch: Watch) -> tuple[int | None, s
             return None, f"{name} limit of {limit_s:g} s", steps, start_s
         if now - said_at > _SAY_EVERY_S:
             said_at = now
-            watch.say(running.queued or (f"{steps} steps done" if steps else "starting"))
+            watch.say(running.queued or (f"{counted(steps, 'step')} done" if steps else "starting"))
         time.sleep(_POLL_S)
 
 

@@ -12,7 +12,7 @@ from fourfold.result.machine import host_memory_bytes, listed_gpus
 from fourfold.spec import check
 from fourfold.spec.run import RunSpec
 from fourfold.spec.variables import Env, require_plain
-from fourfold.units import show_bytes
+from fourfold.units import counted, show_bytes
 
 
 def core_count() -> int:
@@ -45,9 +45,9 @@ def require_gpus(
     before ranks start, not by one that falls."""
     if device != "cuda" or (gpus := gpu_count()) >= (1 if shared else ranks):
         return
-    wanted = "a GPU" if shared else f"{ranks} GPUs, one per rank"
+    wanted = "a GPU" if shared else f"{counted(ranks, 'GPU')}, one per rank"
     rule = f"needs {wanted}, but this machine has {gpus}"
-    hint = f"use {gpus} ranks, or {hint}" if gpus else f"use {hint}"
+    hint = f"use {counted(gpus, 'rank')}, or {hint}" if gpus else f"use {hint}"
     raise UserError(rule, field="device", value=device, hint=hint)
 
 
@@ -79,7 +79,7 @@ class Permit:
         if self.oversubscribe or ranks <= 1:
             return
         most, why = most_ranks()
-        rule = f"is too many: this host has room for {most:,} ranks ({why})"
+        rule = f"is too many: this host has room for {counted(most, 'rank')} ({why})"
         check.that(ranks <= most, "gpus", ranks, rule, "use fewer, or pass --oversubscribe")
 
 
@@ -90,4 +90,4 @@ def most_ranks() -> tuple[int, str]:
     if by_memory < by_cores:
         room = f"{show_bytes(memory_bytes)} of memory, and a rank takes {show_bytes(RANK_BYTES)}"
         return by_memory, f"{room} before its model"
-    return by_cores, f"{cores} cores and {gpus} GPUs"
+    return by_cores, f"{counted(cores, 'core')} and {counted(gpus, 'GPU')}"

@@ -21,6 +21,7 @@ from fourfold.launch.outcomes import WORKER, JobScene, kernel_kills
 from fourfold.launch.permit import core_count
 from fourfold.result import machine
 from fourfold.result.job import JOB_FILE, SLOW_PHASES, Job, beat_file, log_file, read_beat
+from fourfold.units import counted
 
 # Of an outer torchrun or Slurm step: they describe other ranks than ours.
 _OUTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -248,7 +249,7 @@ class Silence:
         beats = scene.beats.values()
         busiest = max(beats, key=lambda beat: (beat.task, beat.marks), default=None)
         if busiest is None:
-            self._say(f"starting {scene.ranks} ranks")
+            self._say(f"starting {counted(scene.ranks, 'rank')}")
             return
         of = f"run {task + 1} of {self._job.tasks}, " if self._job.tasks > 1 else ""
-        self._say(f"{of}{busiest.steps} steps done, now {busiest.phase}")
+        self._say(f"{of}{counted(busiest.steps, 'step')} done, now {busiest.phase}")

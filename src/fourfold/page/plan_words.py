@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.model import ModelShape
 from fourfold.spec.words import SHARDINGS
+from fourfold.units import counted
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 
@@ -56,7 +57,7 @@ def _machines(cluster: Cluster, answer: PlanAnswer) -> str:
     each = f"{hosts} hosts of {cluster.host_gpus}" if hosts > 1 else "one host of"
     memory = f"{cluster.device.memory_bytes / 2**30:.0f} GiB each"
     of = "" if cluster.name == cluster.device.id else f" ({cluster.name})"
-    return f"{answer.gpus:,} GPUs, {each} x {cluster.device.name}, {memory}{of}"
+    return f"{counted(answer.gpus, 'GPU')}, {each} x {cluster.device.name}, {memory}{of}"
 
 
 def _network(cluster: Cluster, gpus: int) -> str:
@@ -82,7 +83,7 @@ def _training(
     took = f"{days:.3g} days (80%: {days * quick:.3g} to {days * slow:.3g})"
     lost = f", {100 * request.lost:.3g}% of them lost to restarts" if request.lost else ""
     tokens = f"{(request.tokens or 0) / 1e9:,.4g} billion tokens"
-    yield "Training", f"{tokens}, {answer.training['steps']:,} steps: {took}{lost}"
+    yield "Training", f"{tokens}, {counted(answer.training['steps'], 'step')}: {took}{lost}"
     hours = best.gpu_hours
     span = f"80%: {hours * quick:,.0f} to {hours * slow:,.0f}"
     yield "GPU-hours", f"{hours:,.0f} ({span})"

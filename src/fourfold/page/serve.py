@@ -20,7 +20,7 @@ from fourfold.page.planner import BusyError, Planner, SupersededError, count_way
 from fourfold.page.report import REPORT_SCRIPTS, report_data
 from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.hf.shapes import shape_from_config
-from fourfold.units import count_from
+from fourfold.units import count_from, counted
 from fourfold.verbs.requests import ClusterRequest, PlanRequest, ReportRequest, RunsRequest
 
 # Fields of the form; what is empty is left to the planner.
@@ -152,7 +152,7 @@ class Views:
         need = math.ceil(data["gpus"] * takes / days / data["host_gpus"]) * data["host_gpus"]
         said = (
             f"{takes:.3g} days are more than the {days:g} there are: at this speed per GPU it "
-            f"takes about {need:,} GPUs"
+            f"takes about {counted(need, 'GPU')}"
             if late
             else f"{takes:.3g} days are within the {days:g} there are"
             + ("" if slow <= days else f"; at the slow end of the 80% interval {slow:.3g} are not")
@@ -241,7 +241,7 @@ def runs_known(settings: Served) -> dict[str, Any]:
 
 def runs_data(settings: Served) -> dict[str, Any]:
     answer = fourfold.report(ReportRequest(runs=str(settings.runs)))
-    return report_data(answer, title=f"{len(answer.records):,} runs of {settings.runs}")
+    return report_data(answer, title=f"{counted(len(answer.records), 'run')} of {settings.runs}")
 
 
 def runs_page(settings: Served) -> str:

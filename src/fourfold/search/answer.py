@@ -31,6 +31,7 @@ from fourfold.search.way_out import ways_out
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import chosen_layout, chosen_policy
 from fourfold.spec.supported import remarks
+from fourfold.units import counted
 
 # Parts of a step as a reader thinks of them: work, and what is paid beside it.
 EXPOSED = {
@@ -249,7 +250,8 @@ def _nothing(ranking: Ranking) -> str:
     """Why there is no answer."""
     query, grid = ranking.query, ranking.grid
     if not grid.legal:
-        asked = f"{query.gpus:,} GPUs and {query.batch.global_batch:,} sequences a step"
+        sequences = counted(query.batch.global_batch, "sequence")
+        asked = f"{counted(query.gpus, 'GPU')} and {sequences} a step"
         ways = ways_out(query)
         if ways:
             return f"no layout divides {asked}; use {' or '.join(ways)}"
@@ -260,8 +262,8 @@ def _nothing(ranking: Ranking) -> str:
     if not ranking.fitting:
         least, gib = _least(ranking), query.cluster.device.memory_bytes / 2**30
         rule = f"{least} of {gib:.0f} GiB on its fullest rank"
-        return f"nothing fits: {rule}; use more GPUs, a smaller model or a shorter sequence"
-    return f"--where excludes all {ranking.fitting:,} ways to run it that fit"
+        return f"no layout fits: {rule}; use more GPUs, a smaller model or a shorter sequence"
+    return f"--where excludes all {ranking.fitting:,} configurations that fit"
 
 
 def _least(ranking: Ranking) -> str:

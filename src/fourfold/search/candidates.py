@@ -155,7 +155,7 @@ def _grid(query: PlanQuery) -> dict[str, Ints]:
 
 
 def repeats(counts: NDArray[np.int_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """(which row, the how manyeth time) of rows that are repeated as often as `counts` says."""
+    """(row index, repeat index) of rows that are repeated as often as `counts` says."""
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
 

@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-Tell = Callable[[float], None]  # hears what share of some work is done
+OnProgress = Callable[[float], None]  # hears what share of some work is done
 T = TypeVar("T")
 R = TypeVar("R")
 MOST_THREADS = 8  # more wait for each other more than they help
 CHUNK = 16384  # points at a time: what they need stays in a core's cache
 
 
-def unheard(share: float) -> None:
+def no_progress(share: float) -> None:
     """Short work tells nobody."""
 
 
-def on_cores(work: Callable[[T], R], pieces: Iterable[T], tell: Tell = unheard) -> list[R]:
+def on_cores(
+    work: Callable[[T], R], pieces: Iterable[T], tell: OnProgress = no_progress
+) -> list[R]:
     """work(piece) of each, in their order; NumPy lets threads run side by side."""
     todo = list(pieces)
     done: list[R] = []

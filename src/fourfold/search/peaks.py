@@ -41,8 +41,8 @@ class PeakBytes(Protocol):
         ...
 
     def of(self, rows: Places, least_bytes: float, most_bytes: float) -> Floats:
-        """[rows, ways], infinite where nobody asked, and perhaps where it is above `most_bytes`; of
-        what is below `least_bytes` perhaps another number below it."""
+        """[rows, ways]. Exact from `least_bytes` to `most_bytes`; below, any number below
+        `least_bytes`; above, the number or infinity; infinity for points not asked for."""
         ...
 
 

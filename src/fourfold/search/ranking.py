@@ -108,7 +108,7 @@ def rank_layouts(query: PlanQuery, *, least: int = 10) -> Ranking:
     """Everything legal and fitting; the best priced in full, one way to run each layout, or more
     where there are fewer layouts than `least`."""
     grid = candidates(query)
-    bar = Bar(query.on_event, f"searching {grid.legal:,} ways to run it")
+    bar = Bar(query.on_event, f"searching {grid.legal:,} configurations")
     space, fits, pool = _fitting(query, grid, bar)
     fitting, left = int(fits.sum()), int(pool.sum())
     bar(0.85)

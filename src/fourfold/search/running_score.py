@@ -10,6 +10,7 @@ from statistics import median
 
 from fourfold.result.record import Record
 from fourfold.result.report import Prediction
+from fourfold.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class RunningScore:
         if self.median_error_pct is not None:
             parts.append(
                 f"median error {self.median_error_pct:.1f}% (bias {self.bias_pct:+.1f}%) over "
-                f"{self.runs} runs, {self.inside_pct:.0f}% within its 80% interval"
+                f"{counted(self.runs, 'run')}, {self.inside_pct:.0f}% within its 80% interval"
             )
         if self.memory_error_pct is not None:
             parts.append(

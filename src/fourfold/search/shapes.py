@@ -13,6 +13,7 @@ from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.rules.case import divisors
 from fourfold.spec.model import ModelShape
+from fourfold.units import counted
 
 # A smaller machine must be this much better per GPU to win; below, it is not tried.
 WORTH_TRYING = 0.8
@@ -30,7 +31,9 @@ def best_of(query: PlanQuery, counts: list[int], *, least: int) -> tuple[Ranking
         if best is not None and len(best) and gpus < WORTH_TRYING * best.query.gpus:
             break
         if len(counts) > 1:
-            query.on_event(Event(f"{gpus} GPUs ({place + 1} of {len(counts)})", "progress"))
+            query.on_event(
+                Event(f"{counted(gpus, 'GPU')} ({place + 1} of {len(counts)})", "progress")
+            )
         ranking = rank_layouts(replace(query, gpus=gpus), least=least)
         if len(ranking):
             tried[gpus] = float(ranking.step_s[0])

@@ -27,7 +27,7 @@ from fourfold.cost.memory.peak import (
 from fourfold.cost.stacks import stack_defaults
 from fourfold.events import Bar
 from fourfold.search.candidates import Candidates, Ints, Places, row_numbers
-from fourfold.search.cores import CHUNK, Tell, on_cores, unheard
+from fourfold.search.cores import CHUNK, OnProgress, no_progress, on_cores
 from fourfold.search.peaks import WaysTable, blocks, peaks
 from fourfold.search.query import PlanQuery
 from fourfold.spec.expression import Expression, in_gib
@@ -61,7 +61,7 @@ class Space:
         return points | {name: column[way] for name, column in self.ways.items()}
 
     def priced(
-        self, index: Places, compute: Callable[[Columns], Floats], tell: Tell = unheard
+        self, index: Places, compute: Callable[[Columns], Floats], tell: OnProgress = no_progress
     ) -> Floats:
         """compute(columns) of each point."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fourfold.result.report import Failure
 from fourfold.show.table import Grid, Part, or_dash, quantities, table
-from fourfold.units import show_bytes, show_seconds
+from fourfold.units import counted, show_bytes, show_seconds
 
 
 def runs_page(runs: Sequence[dict[str, Any]], convention: str) -> list[Part]:
@@ -73,7 +73,7 @@ def _rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
 def _speed_rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
     spread = f"{show_seconds(plain['step_s_low'])} to {show_seconds(plain['step_s_high'])}"
     count = plain["conventions"][convention]
-    median = f"median of {plain['timed_steps']} steps; 95%: {spread}"
+    median = f"median of {counted(plain['timed_steps'], 'step')}; 95%: {spread}"
     lines = [
         ["step time", show_seconds(plain["step_s"]), median],
         ["samples/s", f"{plain['samples_s']:,.2f}", ""],
@@ -122,7 +122,7 @@ def _memory_rows(plain: dict[str, Any]) -> list[list[str]]:
 def _surrounding_rows(plain: dict[str, Any]) -> list[list[str]]:
     lines = []
     if "warmup_words" in plain:
-        lines.append(["warm-up", f"{plain['warmup_steps']} steps", plain["warmup_words"]])
+        lines.append(["warm-up", counted(plain["warmup_steps"], "step"), plain["warmup_words"]])
     if "compile_s" in plain:
         first = plain["raw_step_s"][0] if plain["raw_step_s"] else 0.0
         note = f"the compiler's own clock; first step {show_seconds(first)}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.show.plan import layouts_table, page, source
 from fourfold.show.table import Grid, Part
-from fourfold.units import show_count
+from fourfold.units import counted, show_count
 
 if TYPE_CHECKING:
     from fourfold.verbs.front import Front, Largest
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def front_page(front: Front) -> list[Part]:
     if not front.points:
-        return [f"nothing to rank: {front.asked.reason}"]
+        return [f"No layout to rank: {front.asked.reason}"]
     first, last = front.points[0], front.points[-1]
     what = {
         "memory": "the fastest layouts for less and less memory",
@@ -39,7 +39,7 @@ def front_page(front: Front) -> list[Part]:
 
 
 def largest_page(found: Largest) -> list[Part]:
-    shape = f"{found.model.layers} layers of {found.model.hidden}"
+    shape = f"{counted(found.model.layers, 'layer')} of {found.model.hidden}"
     best = found.plan.best
     # Sizes are tried until none more likely fits than not, or none surely does.
     sure = f"fits with a chance of {100 * best.fit_chance:.0f}%" if best is not None else "fits"

@@ -17,7 +17,7 @@ from fourfold.result.one_rank import (
 from fourfold.show.bench import oom_page
 from fourfold.show.table import Grid, Part, or_dash, table
 from fourfold.spec.run import RunSpec
-from fourfold.units import show_bytes
+from fourfold.units import counted, show_bytes
 
 if TYPE_CHECKING:
     from fourfold.cost.one_rank import JoinedStep, StageCompute
@@ -154,7 +154,8 @@ def _notes(basis: str, found: Sequence[OneRankResult]) -> list[str]:
         "step = measured compute + predicted traffic and bubble (other stages assumed as slow)",
     ]
     lines += [
-        f"rank {rank.rank}, {rank.layers} layers: {rank.ran} of {rank.micro_batches} micro batches "
+        f"rank {rank.rank}, {counted(rank.layers, 'layer')}: {rank.ran} of"
+        f" {counted(rank.micro_batches, 'micro batch')} "
         "run, the rest extrapolated"
         for rank in found
         if rank.ran < rank.micro_batches
@@ -166,7 +167,8 @@ def page(ranks: Sequence[OneRank], *, details: bool, against: bool) -> list[Part
     """One row per layout, then of each, where its time goes; or each against its floor."""
     spec = ranks[0].spec
     parts: list[Part] = [
-        f"{spec.model.name}, {spec.gpus} ranks, global batch {spec.batch.global_batch} x "
+        f"{spec.model.name}, {counted(spec.gpus, 'rank')},"
+        f" global batch {spec.batch.global_batch} x "
         f"{spec.batch.seq_len} tokens; one rank on this device, without its peers",
         "",
     ]

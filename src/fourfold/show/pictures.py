@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fourfold.errors import UserError
+from fourfold.units import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,7 +158,9 @@ def trace_picture(program: Program, rows: Sequence[StepRow], path: str) -> bytes
     axes.set_yticks(places, [f"{number} {row.name}" for number, row in enumerate(rows, 1)])
     axes.invert_yaxis()
     axes.set_xlabel("memory of one rank, GB")
-    axes.set_title(f"{program.kind}: {program.ranks:,} ranks, {program.sizes['tokens']:,} tokens")
+    axes.set_title(
+        f"{program.kind}: {counted(program.ranks, 'rank')}, {program.sizes['tokens']:,} tokens"
+    )
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.margins(y=0.02)
     axes.spines[["top", "right"]].set_visible(False)

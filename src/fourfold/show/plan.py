@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fourfold.show.table import Column, Grid, Part, table
+from fourfold.units import counted
 
 if TYPE_CHECKING:
     from fourfold.search.plan_answer import Alternative, PlanAnswer, PlanRow
@@ -16,7 +17,7 @@ REMARKS, COLUMNS = 5, 100
 
 def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
     if plan.best is None:
-        return [f"nothing to rank: {plan.reason}", "", _about(plan), *_searched(plan)]
+        return [f"No layout to rank: {plan.reason}", "", _about(plan), *_searched(plan)]
     layouts = layouts_table(plan.ranked, details=details)
     shown: list[Part] = [_sentence(plan, plan.best), "", layouts, "", *_engines(plan)]
     remarks = list(_remarks(plan))
@@ -80,10 +81,11 @@ def _surety(plan: PlanAnswer) -> str:
     if known.note:
         return "Seconds are estimated from runs of other engines and machines"
     if plan.like:
-        return f"Priced as {plan.like}, which has the same GPUs and links ({known.rows} runs)"
+        runs = counted(known.rows, "run")
+        return f"Priced as {plan.like}, which has the same GPUs and links ({runs})"
     if known.error_median_pct is None:
-        return f"Based on {known.rows} measured runs, too few to estimate the error"
-    error = f"{known.error_median_pct:.1f}% ({known.rows} measured runs)"
+        return f"Based on {counted(known.rows, 'measured run')}, too few to estimate the error"
+    error = f"{known.error_median_pct:.1f}% ({counted(known.rows, 'measured run')})"
     return f"Typical error on held-out layouts: {error}"
 
 
@@ -101,8 +103,9 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
         room = f"about {size:.1f} of {plan.memory_bytes / GIB:.0f} GiB, {_sure(plan.near_miss)}"
         yield f"faster, but probably too large: {_named(plan.near_miss)}, {room}"
     if plan.unproven_best is not None:
+        configurations = counted(plan.set_aside, "configuration")
         yield (
-            f"not ranked: {plan.set_aside:,} ways to run it whose features have no measured runs; "
+            f"not ranked: {configurations} with features that were never measured; "
             f"the fastest is {_named(plan.unproven_best)} (never measured: "
             f"{', '.join(plan.unproven_best.without_rows or ())}); --explore ranks them"
         )
@@ -120,7 +123,7 @@ def _training(plan: PlanAnswer, row: PlanRow) -> str:
     lost = plan.training["lost_share"]
     share = f", of which {100 * lost:.3g}% are lost time" if lost else ""
     took = f"{days}, {row.gpu_hours:,.0f} GPU-hours{cost}{share}"
-    return f"{plan.training['steps']:,} steps take {took}"
+    return f"{counted(plan.training['steps'], 'step')} take {took}"
 
 
 def _named(one: Alternative) -> str:
@@ -161,7 +164,7 @@ def source(plan: PlanAnswer) -> str:
     if known.note:
         return f"step times for {stack}: {known.note}; {rule}"
     p90 = f", 9 in 10 within {known.error_p90_pct:.1f}%" if known.error_p90_pct else ""
-    runs = f"(calibration '{known.name}', {known.rows} measured runs{p90})"
+    runs = f"(calibration '{known.name}', {counted(known.rows, 'measured run')}{p90})"
     return f"step times for {stack} on {plan.cluster} {runs}; {rule}"
 
 

@@ -10,7 +10,7 @@ from fourfold.result.report import OUTCOMES
 from fourfold.show.bench import oom_page
 from fourfold.show.table import Column, Grid, Part, or_dash, quantities, table
 from fourfold.spec.sweep import varied_text
-from fourfold.units import show_bytes, show_seconds
+from fourfold.units import counted, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from fourfold.verbs.calibrate import Demo, DemoRun
@@ -49,7 +49,11 @@ def runs_page(answer: StoredRuns, store: str) -> list[Part]:
         ("memory", lambda one: or_dash(one.peak_bytes, show_bytes)),
         *(column for column in optional if any(map(column[1], found))),
     )
-    return [runs, "", f"{len(answer.runs)} runs in {store}" + (f": {listed}" if listed else "")]
+    return [
+        runs,
+        "",
+        f"{counted(len(answer.runs), 'run')} in {store}" + (f": {listed}" if listed else ""),
+    ]
 
 
 def sweep_page(answer: Swept, store: str) -> list[Part]:
@@ -175,8 +179,9 @@ def demo_page(answer: Demo) -> list[Part]:
     return [
         runs,
         "",
-        f"{chosen.model}, {batch.global_batch} sequences of {batch.seq_len} tokens, "
-        f"{chosen.policy.precision}; {chosen.ranks} ranks on {answer.cluster.device.name}",
+        f"{chosen.model}, {counted(batch.global_batch, 'sequence')} of {batch.seq_len} tokens, "
+        f"{chosen.policy.precision}; {counted(chosen.ranks, 'rank')}"
+        f" on {answer.cluster.device.name}",
         "predicted from kernels and links measured a minute ago, before any step was run; "
         "'fourfold fit' learns from runs",
         *_judged(answer.runs),
@@ -260,7 +265,7 @@ def _verification(answer: Verified) -> str:
     limits = ", ".join(f"{what} {limit:g}" for what, limit in answer.limits.items())
     device = answer.device + (" (shared, over gloo)" if answer.share_gpu else "")
     return (
-        f"{answer.passed} of {answer.total} layouts equal one process ({by_family}); "
-        f"rejected: {refused or 'none'}\n{answer.world} ranks, {device}, "
+        f"{answer.passed} of {counted(answer.total, 'layout')} equal one process ({by_family}); "
+        f"rejected: {refused or 'none'}\n{counted(answer.world, 'rank')}, {device}, "
         f"{answer.precision}{fault}; limits: {limits}{micro}"
     )

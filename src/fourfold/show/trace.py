@@ -13,6 +13,7 @@ from fourfold.cost.trace.symbols import bracketed
 from fourfold.cost.trace.walk import StepRow, TensorRow
 from fourfold.show.table import Grid, Part, table
 from fourfold.spec.cluster import Cluster
+from fourfold.units import counted
 
 if TYPE_CHECKING:
     from fourfold.cost.trace.advice import Crossover, KindAdvice, KindTimes
@@ -77,13 +78,15 @@ def header(program: Program, cluster: Cluster) -> str:
     sizes = ", ".join(f"{name} {value:,}" for name, value in program.sizes.items())
     share = ", ".join(f"{value:,} {name}" for name, value in program.per_rank.items())
     lines = [
-        f"trace {program.kind}: {program.ranks:,} ranks, {program.dtype}; {sizes}",
+        f"trace {program.kind}: {counted(program.ranks, 'rank')}, {program.dtype}; {sizes}",
         f"a rank has {share}; rank {program.rank} is shown",
     ]
     for group in program.groups:
         if group.size > 1:
             link = cluster.level(group.span).name
-            lines.append(f"group {group.name}: {group.size:,} ranks over {link}: {_members(group)}")
+            lines.append(
+                f"group {group.name}: {counted(group.size, 'rank')} over {link}: {_members(group)}"
+            )
     lines += [f"note: {note}" for note in program.notes]
     lines.append(f"note: workspace of {show_bytes(WORKSPACE_BYTES)} held from the first product on")
     if program.kind != "layer":  # what autograd holds has no such rule
@@ -184,7 +187,8 @@ def _advice(advice: KindAdvice, program: Program, cluster: Cluster) -> list[Part
         *(_order(pair, advice) for pair in advice.pairs),
         "one layer's attention, forward and backward, flash kernels, on "
         f"{cluster.name} ({cluster.device.id}; {levels}); "
-        f"{program.sizes['tokens']:,} tokens over {program.ranks:,} ranks, equal work on each",
+        f"{program.sizes['tokens']:,} tokens over {counted(program.ranks, 'rank')},"
+        " equal work on each",
     ]
 
 

@@ -22,7 +22,7 @@ from fourfold.spec.words import (
     SHARDINGS,
     Schedule,
 )
-from fourfold.units import count_from, seconds_from
+from fourfold.units import count_from, counted, seconds_from
 
 Seconds = Annotated[float, seconds_from]
 Count = Annotated[int, count_from]
@@ -171,9 +171,9 @@ def gpu_counts_near(gpus: int, used: int) -> str:
 def wrong_size(layout: Layout, gpus: int) -> LayoutSizeError:
     """What to say of a layout that does not use all `gpus`."""
     used = layout.pp * layout.cp * layout.tp
-    rule = f"uses {layout.world} of {gpus} GPUs"
+    rule = f"uses {layout.world} of {counted(gpus, 'GPU')}"
     if layout.world > gpus:
-        rule = f"needs {layout.world} GPUs, but there are {gpus}"
+        rule = f"needs {counted(layout.world, 'GPU')}, but there are {gpus}"
     hint = f"use {gpu_counts_near(gpus, used)} GPUs"
     if gpus % used == 0:
         hint = f"omit dp and it becomes {gpus // used}"

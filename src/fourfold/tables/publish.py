@@ -15,6 +15,7 @@ from fourfold.tables.derive import derive
 from fourfold.tables.document import Document, Table, TableRow, Text
 from fourfold.tables.shape import shape_of
 from fourfold.tables.styles import MPT, SETTINGS, TOPOLOGY, Column
+from fourfold.units import counted
 
 # The published MPT tables have a convention of their own, which their columns keep.
 STYLE_CONVENTION = {"mpt": "mpt", "topology": DEFAULT, "scaling": DEFAULT}
@@ -115,9 +116,9 @@ def _below(
             old = older[record.config]
             was = ", ".join(_figure_of(repeat, style) for repeat in reversed(old[-4:]))
             was += f" and {len(old) - 4} more" if len(old) > 4 else ""
-            figures = f"{_figure_of(record, style)}, before {was}"
-            lines.append(f"Measured again: {_axes(record)}: {figures}")
-    return lines or [f"{len(newest)} configurations"]
+            figures = f"{_figure_of(record, style)} (earlier {was})"
+            lines.append(f"Repeat: {_axes(record)}: {figures}")
+    return lines or [counted(len(newest), "configuration")]
 
 
 # Seconds per iteration compare within these.
@@ -127,7 +128,8 @@ _COMPARABLE = ("label", "seq_len", "global_batch", "hardware")
 def _axes(record: Record) -> str:
     sizes = f"dp{record.dp} tp{record.tp} cp{record.cp or 1} pp{record.pp}"
     engine = f" by {record.stack}" if record.torch and record.stack != OWN_STACK else ""
-    return f"{sizes} micro batch {record.micro_batch} on {record.gpus} GPUs{engine}"
+    gpus = f" on {counted(record.gpus, 'GPU')}" if record.gpus else ""
+    return f"{sizes} micro batch {record.micro_batch}{gpus}{engine}"
 
 
 def _speed(record: Record) -> str:

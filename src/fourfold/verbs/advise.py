@@ -14,6 +14,7 @@ from fourfold.search.shapes import compare, shapes_near
 from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.cluster import Device
 from fourfold.spec.words import BUNDLES
+from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import known_cluster, read_calibration
 from fourfold.verbs.question import resolved
@@ -103,7 +104,7 @@ def _coefficients(request: AdviseRequest, device: Device) -> tuple[dict[str, flo
     cluster = known_cluster(request.cluster) if request.cluster else usual_cluster(device, 8)
     stack = match_stack(request.stack, cluster, known) if request.stack else "fourfold"
     entry, why = entry_for(known, stack, cluster)
-    rows = why or f"{entry.rows_time} measured rows"
+    rows = why or counted(entry.rows_time, "measured row")
     return entry.coefficients, f"efficiencies of {stack} on {cluster.name} ({rows})"
 
 
@@ -171,6 +172,6 @@ def _shapes(request: AdviseRequest, on_event: OnEvent) -> Advice:
         micro_batches="best",
         precision=query.policy.precision,
         attention=query.policy.attention,
-        calibration=query.no_rows or f"{query.entry.rows_time} measured rows",
+        calibration=query.no_rows or counted(query.entry.rows_time, "measured row"),
         shapes=compare(query, models, tokens=tokens),
     )

@@ -26,6 +26,7 @@ from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import CalibrateRequest
 from fourfold.verbs.where import Submission, launcher_of, left_to, site_of, work_folder
@@ -167,9 +168,19 @@ def demo(
     on_event(Event("1 of 3: measuring this machine (fourfold calibrate --quick) ..."))
     profile = calibrate(CalibrateRequest(quick=True), on_event=on_event).profile
     cluster = cluster_of(profile, chosen.ranks)
-    on_event(Event(f"2 of 3: planning {chosen.model} on {chosen.ranks} ranks (fourfold plan) ..."))
+    on_event(
+        Event(
+            f"2 of 3: planning {chosen.model} on {counted(chosen.ranks, 'rank')}"
+            " (fourfold plan) ..."
+        )
+    )
     planned = _plan(chosen, cluster, profile, layouts, on_event)
-    on_event(Event(f"3 of 3: running {len(planned)} layouts, {steps} timed steps each ..."))
+    on_event(
+        Event(
+            f"3 of 3: running {counted(len(planned), 'layout')},"
+            f" {counted(steps, 'timed step')} each ..."
+        )
+    )
     reports = _measure([spec for spec, _ in planned], steps, on_event)
     if store is not None:
         basis = f"profile of {profile.host}, {profile.made_at[:16]}"

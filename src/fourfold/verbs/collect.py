@@ -22,6 +22,7 @@ from fourfold.logs.nodes import read_nodes
 from fourfold.logs.row import COLUMNS, EXTRA, Row, complete, require_column, row_of, text_of
 from fourfold.logs.tables import is_table, read_table
 from fourfold.spec import catalog, check, codec, nccl_tests
+from fourfold.units import counted
 from fourfold.verbs import Answer
 
 COLLECTED = "collected.csv"
@@ -250,7 +251,7 @@ def _by_run(logs: Sequence[str]) -> list[list[str]]:
 
 def _summary(one: FileRead) -> str:
     if one.link is not None:
-        return f"{one.log}: {one.kind}, {one.link['op']} over {one.link['ranks']} ranks"
+        return f"{one.log}: {one.kind}, {one.link['op']} over {counted(one.link['ranks'], 'rank')}"
     if one.proposal:
         return (
             f"{one.log}: a table to be mapped; save what is printed, fill it in, pass it as --map"
@@ -260,5 +261,5 @@ def _summary(one: FileRead) -> str:
         return f"{one.log}: no run found" + (f" ({'; '.join(why)})" if why else "")
     parts = [f"{len(one.rows)} run{'s' * (len(one.rows) > 1)} ({one.kind})"]
     counts = {"unreadable": one.book.unread, "cut": one.book.cut}
-    parts += [f"{count} {what} lines" for what, count in counts.items() if count]
+    parts += [counted(count, f"{what} line") for what, count in counts.items() if count]
     return f"{one.log}: {', '.join(parts)}"

@@ -17,6 +17,7 @@ from fourfold.search.plan_answer import PlanRow
 from fourfold.search.ranking import Ranking
 from fourfold.search.shapes import best_of
 from fourfold.spec import check
+from fourfold.units import counted
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 
@@ -58,7 +59,12 @@ def export(
     ranking, _ = best_of(query, counts, least=max(request.top, pick))
     if not len(ranking):
         raise UserError("nothing fits to export", hint="plan without --export for the reasons")
-    check.that(pick <= len(ranking), "pick", pick, f"exceeds the {len(ranking)} layouts that fit")
+    check.that(
+        pick <= len(ranking),
+        "pick",
+        pick,
+        f"exceeds the {counted(len(ranking), 'layout')} that fit",
+    )
     setup = _setup(ranking, pick - 1, name)
     whole = request.export == "torchrun"
     return Exported(

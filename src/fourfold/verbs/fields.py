@@ -11,6 +11,7 @@ from fourfold.spec import check, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
+from fourfold.units import counted
 
 LAYOUT_RULE = "must be a table, a text such as 'tp8 pp2', or a Layout"
 
@@ -60,6 +61,6 @@ def at_least_one(**values: int) -> None:
 
 def require_world(layout: Layout, gpus: int | None) -> None:
     """A layout of a program has every axis, unlike a text that names some."""
-    rule = f"uses {layout.world} GPUs, not {gpus}"
+    rule = f"uses {counted(layout.world, 'GPU')}, not {gpus}"
     hint = "a Layout decides every axis; 'tp2' as a text decides one"
     check.that(gpus in (None, layout.world), "layout", str(layout), rule, hint)

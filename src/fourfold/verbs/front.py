@@ -17,6 +17,7 @@ from fourfold.search.ranking import rank_layouts
 from fourfold.search.shapes import best_of, shapes_near
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
+from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.plan import plan
 from fourfold.verbs.question import resolved
@@ -70,7 +71,7 @@ def front(request: PlanRequest, against: Against, *, on_event: OnEvent = ignore)
         if gpus % 2:
             break
         gpus //= 2
-        on_event(Event(f"{gpus} GPUs", "progress"))
+        on_event(Event(counted(gpus, "GPU"), "progress"))
         found = _best(replace(request, gpus=gpus, max_nodes=None))
     return Front(against=against, asked=asked, points=tuple(listed))
 

@@ -25,7 +25,7 @@ from fourfold.search.query import usual_cluster
 from fourfold.spec import catalog, check
 from fourfold.spec.cluster import Cluster, device_id
 from fourfold.spec.run import RunSpec
-from fourfold.units import show_bytes
+from fourfold.units import counted, show_bytes
 
 GUESS = "a rough guess from the cores"
 # Of a host's memory, shared by its ranks: the rest is the system's and Python's.
@@ -54,7 +54,8 @@ def beyond_source(name: str | Cluster | None, cluster: Cluster) -> str:
     known = catalog.cluster(name).gpus if isinstance(name, str) else cluster.gpus
     if cluster.gpus <= known:
         return ""
-    return f"{cluster.name} had {known:,} GPUs at its source; {cluster.gpus:,} are more of the same"
+    had = f"{cluster.name} had {counted(known, 'GPU')} at its source"
+    return f"{had}; {cluster.gpus:,} are more of the same"
 
 
 def read_calibration(path: str | None) -> Calibration:

@@ -23,6 +23,7 @@ from fourfold.search.query import entry_for, usual_cluster
 from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.run import RunSpec
+from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import GUESS, Machine, known_cluster, predictor, read_calibration
 
@@ -126,7 +127,7 @@ def predict_table(
     try:
         table = read_table(path)
         if table.length > 50_000:
-            on_event(Event(f"predicting {table.length} rows"))
+            on_event(Event(f"predicting {counted(table.length, 'row')}"))
         if place is not None:
             size = [str(place.host_gpus)] * table.length
             table.texts.update(cluster=[place.name] * table.length, gpus_per_node=size)

@@ -25,6 +25,7 @@ from fourfold.spec.layout import AXES, MODEL_AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
+from fourfold.units import counted
 from fourfold.verbs.machine import beyond_source, planned_calibration, planned_cluster
 from fourfold.verbs.requests import PlanRequest
 
@@ -135,7 +136,7 @@ def _gpu_counts(request: PlanRequest, cluster: Cluster) -> list[int]:
         most = min(most, min(request.max_nodes, cluster.hosts) * cluster.host_gpus)
         counts = [n * cluster.host_gpus for n in range(most // cluster.host_gpus, 0, -1)] or [most]
     if most > cluster.gpus:
-        rule = f"exceeds the {cluster.gpus} GPUs of {cluster.name}"
+        rule = f"exceeds the {counted(cluster.gpus, 'GPU')} of {cluster.name}"
         hint = "use fewer, or describe a larger cluster with 'fourfold clusters new'"
         raise UserError(rule, field="gpus", value=most, hint=hint)
     return counts
@@ -213,7 +214,7 @@ def _stack(request: PlanRequest, cluster: Cluster, known: Calibration, on_event:
     stack = match_stack(asked, cluster, known)
     if stack != asked.strip().lower():
         rows = {e.cluster: e.rows_time for e in known.entries if e.stack == stack}
-        where = ", ".join(f"{name} ({count} runs)" for name, count in rows.items())
+        where = ", ".join(f"{name} ({counted(count, 'run')})" for name, count in rows.items())
         on_event(Event(f"read as: stack {asked} = {stack}, measured on {where}"))
     return stack
 

@@ -24,6 +24,7 @@ from fourfold.tables.lint import lint as findings_of
 from fourfold.tables.publish import STYLE_CONVENTION, plain_records, publish
 from fourfold.tables.records import Finding, records
 from fourfold.tables.styles import style_of, unread
+from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import predictor
 from fourfold.verbs.predict import predict_table
@@ -221,4 +222,4 @@ def lint(paths: Sequence[str], *, ignored: Sequence[str] = ()) -> Findings:
             )
         tables, rows = tables + len(known), rows + sum(len(table.data) for table in known)
         found += [(path, item) for item in findings_of(document) if item.rule not in ignored]
-    return Findings(tuple(found), f"{tables} tables, {rows} rows checked")
+    return Findings(tuple(found), f"{counted(tables, 'table')}, {counted(rows, 'row')} checked")

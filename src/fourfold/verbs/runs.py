@@ -15,6 +15,7 @@ from fourfold.result.quality import Comparison, compare, differences, stored_spr
 from fourfold.result.record import RUN_FIELDS, Record
 from fourfold.spec import check, codec
 from fourfold.spec.expression import Expression, parse
+from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.facts import post_mortem, run_facts
 from fourfold.verbs.requests import RunFilter, RunsRequest
@@ -155,7 +156,7 @@ def repeats_of(text: str, known: list[Stored]) -> list[Stored]:
     if len({stored.summary.run_id for stored in found}) > 1:
         runs = len({stored.summary.run_id for stored in found})
         hint = "use more characters of the id"
-        raise UserError(f"matches {runs} runs", field="run", value=text, hint=hint)
+        raise UserError(f"matches {counted(runs, 'run')}", field="run", value=text, hint=hint)
     return found
 
 

@@ -29,6 +29,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
+from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import TraceRequest
 
@@ -277,7 +278,8 @@ def _cluster(name: str | None, ranks: int) -> Cluster:
     cluster = catalog.cluster(name, ranks)
     if ranks > cluster.gpus:
         raise UserError(
-            f"is too small for {ranks} ranks", field="cluster", value=f"{name} of {cluster.gpus}",
+            f"is too small for {counted(ranks, 'rank')}", field="cluster",
+            value=f"{name} of {cluster.gpus}",
             hint="use fewer ranks, or a larger cluster",
         )  # fmt: skip
     return cluster

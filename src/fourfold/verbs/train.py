@@ -25,7 +25,7 @@ from fourfold.spec import codec
 from fourfold.spec.run import RunSpec
 from fourfold.spec.tokens import read_info
 from fourfold.spec.train import TrainSettings
-from fourfold.units import show_seconds
+from fourfold.units import counted, show_seconds
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import permit_of, tokens_of
 from fourfold.verbs.run_requests import TrainRequest
@@ -107,7 +107,11 @@ def _asked(
     on_event: OnEvent,
 ) -> tuple[TrainingFolder, RunSpec, TrainSettings]:
     if not request.out:
-        raise UserError("is required", field="out", hint="training folder")
+        raise UserError(
+            "is required",
+            field="out",
+            hint="name the folder for the training run, such as --out trained",
+        )
     folder = TrainingFolder(request.out)
     folder.must_be_plain()
     if folder.aside.exists():  # a --fresh was killed
@@ -145,7 +149,7 @@ def _job(
     data = tokens_of(spec)
     start = prepared(request, folder, spec, settings, data.sha256 if data else "", on_event)
     if start is not None and start.step >= settings.steps:
-        on_event(Event(f"{start.step} steps are done, {settings.steps} are asked for"))
+        on_event(Event(f"all {counted(settings.steps, 'step')} are done"))
         return None
     folder.describe(spec, settings)
     options = {"out": str(folder.root), "load": start.folder.name if start else ""}

@@ -28,6 +28,7 @@ from fourfold.spec import codec
 from fourfold.spec.hf.tensors import MODULES, approximation
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
+from fourfold.units import counted
 from fourfold.verbs.run_requests import TrainRequest
 from fourfold.verbs.weights import must_have_safetensors
 
@@ -118,7 +119,7 @@ def must_have_packages(settings: TrainSettings) -> None:
 def end_killed(folder: TrainingFolder, on_event: OnEvent) -> None:
     ended = end_processes_of(folder.job)
     if ended:
-        on_event(Event(f"ended {ended} processes of a killed training"))
+        on_event(Event(f"ended {counted(ended, 'process')} of a killed training"))
 
 
 def prepared(
@@ -162,7 +163,8 @@ def _newest(folder: TrainingFolder, on_event: OnEvent) -> Checkpoint | None:
             raise error
     if torn and not whole:
         raise UserError(
-            f"has {len(torn)} checkpoints, none of them intact: {torn[-1][0]}: {torn[-1][1].rule}",
+            f"has {counted(len(torn), 'checkpoint')}, none of them intact:"
+            f" {torn[-1][0]}: {torn[-1][1].rule}",
             field="out",
             value=str(folder.root),
             hint="copy one again from its source; nothing was changed",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
-from fourfold.cost.step.pipeline import head_layers, in_flight, of_different, own_chunks
+from fourfold.cost.step.pipeline import head_layers, in_flight, map_unique, own_chunks
 from fourfold.result.one_rank import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -44,7 +44,7 @@ def _shares(c: Columns) -> Floats:
     every = np.where(c.full_ckpt > 0, np.round(1.0 / np.maximum(c.full_ckpt, 1e-9)), 0.0)
     every = np.where(c.block_ckpt > 0, 0.0, every)
     facts = (c.layers, c.pp, c.vpp, head_layers(c), every, c.block_ckpt)
-    return of_different(facts, _on_ranks, (3, 5))
+    return map_unique(facts, _on_ranks, (3, 5))
 
 
 def _on_ranks(

@@ -80,8 +80,7 @@ def stage_times(
 
 
 def fixed_s(c: Columns, coef: Coefficients) -> Floats:
-    """Nothing of a compiled step of torch's engines waits for its host once, whatever else happens
-    between steps."""
+    """Compiled torch engines have almost no overhead of the host once per step."""
     return coef["fixed_s"] * np.where((c.own > 0) & (c.compiled > 0), _OWN_FIXED, 1.0)
 
 

@@ -55,7 +55,7 @@ def stage_layers(c: Columns) -> StageLayers:
     ours = (c.balanced == BY_COST) & (c.pp > 1)
     if not np.any(ours):
         return cut
-    own = of_different((c.layers, c.pp, c.vpp, head_layers(c)), _of_ranks, (3,))
+    own = map_unique((c.layers, c.pp, c.vpp, head_layers(c)), _of_ranks, (3,))
     pairs = zip(own, (cut.first, cut.middle, cut.last), strict=True)
     return StageLayers(*(np.where(ours, by_cost, other) for by_cost, other in pairs))
 
@@ -65,7 +65,7 @@ def head_layers(c: Columns) -> Floats:
     return np.round(c.vocab * c.hidden / (c.layer_weights + c.width * c.reach), 6)
 
 
-def of_different(
+def map_unique(
     facts: Sequence[Floats], answer: Callable[..., Any], shape: tuple[int, ...]
 ) -> Floats:
     """`answer`, numbers of this shape, of each combination of facts, asked once for each that
@@ -114,7 +114,7 @@ def chunk_layers(c: Columns, chunks: int) -> Floats:
     counts = np.where(c.balanced == _PASSING, passing, counts)
     if np.any(c.balanced == BY_COST):
         facts = (c.layers, np.array(float(chunks)), head_layers(c))
-        own = of_different(facts, _of_chunks, (chunks,))
+        own = map_unique(facts, _of_chunks, (chunks,))
         counts = np.where(c.balanced == BY_COST, own, counts)
     even = np.ceil(fair) + np.zeros((chunks, 1))
     even[0], even[-1] = end_layers(c.layers, float(chunks))

@@ -10,6 +10,7 @@ from fourfold.errors import UserError
 from fourfold.spec import check
 from fourfold.spec.run import RunSpec
 from fourfold.spec.train import TrainSettings
+from fourfold.units import counted
 
 # safetensors' layout, an index and a sealed state; 1 was never released.
 FORMAT = 2
@@ -66,9 +67,10 @@ def disagreement(state: CheckpointState, named: int) -> str:
     if step != named:
         return f"step {step} in {STATE_FILE}, {named} in the folder's name"
     if state.updates + state.skipped != step:
-        return f"{state.updates} updates and {state.skipped} skipped make not {step} steps"
+        seen_steps = f"{counted(state.updates, 'update')} and {state.skipped} skipped"
+        return f"{seen_steps} make not {counted(step, 'step')}"
     if state.sequences != seen:
-        return f"{state.sequences} sequences, where {step} steps have {seen}"
+        return f"{counted(state.sequences, 'sequence')}, where {counted(step, 'step')} have {seen}"
     listed = {name for name, _ in state.files}
     if listed != {name for name, _ in state.sums}:
         return "not every file has a size and a checksum"

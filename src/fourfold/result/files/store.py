@@ -26,6 +26,7 @@ from fourfold.result.job import LOG_FILES, REPORT_FILE, JobReport
 from fourfold.result.record import Record
 from fourfold.result.report import Prediction, RunReport
 from fourfold.spec import codec
+from fourfold.units import counted
 
 # Written before a run starts: a prediction that outlives a killed sweep.
 PREDICTED_FILE = "predicted.json"
@@ -188,7 +189,7 @@ class Store:
         for number, name in enumerate(names):
             if progress and time.monotonic() - said_at > _SAY_EVERY_S:
                 said_at = time.monotonic()
-                progress(f"read {number} of {len(names)} runs")
+                progress(f"read {number} of {counted(len(names), 'run')}")
             try:
                 runs.append(Stored(name, self.root / name, self._summary(name, index)))
             except (OSError, UserError) as error:

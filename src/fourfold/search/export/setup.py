@@ -21,6 +21,7 @@ from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.toml import toml_text
+from fourfold.units import counted
 
 # Fields of a model that every writer looks at; another one must have its default to be exported.
 KNOWN_OF_MODEL = {
@@ -149,10 +150,11 @@ def check_setup(engine: str, setup: Setup, choices: Choices) -> None:
 def _comments(package: Package, setup: Setup) -> list[str]:
     """What the files are for, and what is to be known about this choice."""
     batch, policy = setup.batch, setup.policy
+    where = f"{counted(setup.hosts, 'host')} of {counted(setup.per_host, 'GPU')}"
     lines = [
         f"{MARK} {package.engine}, for {package.release}",
-        f"{setup.model_name or setup.model.name}, {setup.layout} on {setup.hosts} hosts of"
-        f" {setup.per_host} GPUs ({setup.device or 'any'}); sequences of {batch.seq_len}, global"
+        f"{setup.model_name or setup.model.name}, {setup.layout} on {where}"
+        f" ({setup.device or 'any'}); sequences of {batch.seq_len}, global"
         f" batch {batch.global_batch}, micro batch {batch.micro_batch}, {policy.precision},"
         f" {policy.sharding}, recompute {policy.recompute}",
         *setup.notes,
@@ -218,7 +220,7 @@ def run_file(setup: Setup) -> str:
     }
     launch = f"torchrun --nnodes {setup.hosts} --nproc-per-node {setup.per_host}"
     head = [
-        f"# {setup.layout} on {setup.hosts} hosts of {setup.per_host} GPUs",
+        f"# {setup.layout} on {counted(setup.hosts, 'host')} of {counted(setup.per_host, 'GPU')}",
         *(f"# {note}" for note in setup.notes),
         "# fourfold bench --spec THIS.toml",
         f"# on several hosts the same workers start under: {launch}",

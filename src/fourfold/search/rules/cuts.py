@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fourfold.cost.count.params import end_layers, passing_unit
 from fourfold.search.rules.case import ULYSSES, Rule, RuleCase, Truth, Whole, Words, divisors, few
+from fourfold.units import counted
 
 
 def sequence_pieces(c: RuleCase) -> Whole:
@@ -108,7 +109,8 @@ def _stages_words(c: RuleCase) -> Words:
 
 def _virtual_stages_words(c: RuleCase) -> Words:
     most = max(1, c.model.layers // c.pp)
-    rule = f"times pp gives {c.pp * c.virtual_stages} stages for {c.model.layers} layers"
+    stages = counted(c.pp * c.virtual_stages, "stage")
+    rule = f"times pp gives {stages} for {counted(c.model.layers, 'layer')}"
     return "policy.virtual_stages", c.virtual_stages, rule, f"use at most {most}"
 
 
@@ -134,7 +136,8 @@ def _stage_layers(c: RuleCase) -> Truth:
 
 def _stage_layers_words(c: RuleCase) -> Words:
     chunks, layers = c.pp * c.virtual_stages, c.model.layers
-    rule = f"is not possible: {c.stack.name} cannot split {layers} layers into {c.pp} stages"
+    cut = f"{counted(layers, 'layer')} into {counted(c.pp, 'stage')}"
+    rule = f"is not possible: {c.stack.name} cannot split {cut}"
     if c.virtual_stages > 1:
         rule += f" of {c.virtual_stages} virtual stages"
     asked = replace(c, virtual_stages=1)
