@@ -1,6 +1,6 @@
 """Famous public runs: what was run, what the planner says of it, and what it would choose.
 
-    python scripts/famous.py FOLDER > docs/famous.md
+    python scripts/famous.py FOLDER > results/famous.md
     python scripts/famous.py FOLDER --rows FILE.csv    the table, without figures that are bounds
 
 FOLDER holds the reference tables, famous.csv among them; they stay outside. Each run is predicted

@@ -32,7 +32,7 @@ examples:
   fourfold bench --model llama-3.2-1b-untied --gpus 1 --seq-len 4096 --micro-batch 0   (0: auto)
   fourfold bench --as-rank 0 --world 512 --layout "pp4 dp16 tp8" --layout "tp8 zero3" \\
       --model llama-3.1-70b --seq-len 4096 --global-batch 512
-  fourfold bench --spec run.toml --on slurm               (--on mysite: see docs/slurm.md)
+  fourfold bench --spec run.toml --on slurm               (--on mysite: see docs/running.md)
 """
 _RUN = ("steps", "warmup", "data", "tag", "note")
 _OWN = ("as_rank", "world", "layouts", "micro_batches", "against")

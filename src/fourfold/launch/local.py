@@ -1,5 +1,5 @@
 """Runs a job on this host: starts its ranks, watches them, ends them, writes the report. (Why not
-torchrun: docs/decisions.md.)"""
+torchrun: docs/tour.md.)"""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Site:
 
 _START = """\
 # How this cluster's Slurm wants jobs: --on FILE, or --on NAME for {folder}/NAME.toml.
-# Every line is optional; docs/slurm.md lists all.
+# Every line is optional; docs/running.md lists all.
 # account = ""
 # partition = ""
 # qos = ""
