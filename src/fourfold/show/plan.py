@@ -28,11 +28,11 @@ def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
 
 
 def _about(plan: PlanAnswer) -> str:
-    hosts = -(-plan.gpus // plan.host_gpus)
+    hosts = counted(-(-plan.gpus // plan.host_gpus), "host")
     return (
         f"{plan.model} ({plan.params / 1e9:.1f}B) on {plan.cluster}: {plan.gpus} x {plan.gpu} "
-        f"({hosts} host{'s' * (hosts > 1)}), {plan.global_batch} sequences of {plan.seq_len} "
-        f"tokens per step, {plan.precision}"
+        f"({hosts}), {plan.global_batch} sequences of {plan.seq_len} tokens per step, "
+        f"{plan.precision}"
     )
 
 
@@ -81,8 +81,8 @@ def _surety(plan: PlanAnswer) -> str:
     if known.note:
         return "Seconds are estimated from runs of other engines and machines"
     if plan.like:
-        runs = counted(known.rows, "run")
-        return f"Priced as {plan.like}, which has the same GPUs and links ({runs})"
+        same = "which has the same GPUs and links"
+        return f"Priced as {plan.like}, {same} ({counted(known.rows, 'run')})"
     if known.error_median_pct is None:
         return f"Based on {counted(known.rows, 'measured run')}, too few to estimate the error"
     error = f"{known.error_median_pct:.1f}% ({counted(known.rows, 'measured run')})"
@@ -103,10 +103,9 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
         room = f"about {size:.1f} of {plan.memory_bytes / GIB:.0f} GiB, {_sure(plan.near_miss)}"
         yield f"faster, but probably too large: {_named(plan.near_miss)}, {room}"
     if plan.unproven_best is not None:
-        configurations = counted(plan.set_aside, "configuration")
         yield (
-            f"not ranked: {configurations} with features that were never measured; "
-            f"the fastest is {_named(plan.unproven_best)} (never measured: "
+            f"not ranked: {counted(plan.set_aside, 'configuration')} with features that were never "
+            f"measured; the fastest is {_named(plan.unproven_best)} (never measured: "
             f"{', '.join(plan.unproven_best.without_rows or ())}); --explore ranks them"
         )
     others = [one for one in plan.tried_gpus if one["gpus"] != plan.gpus]
@@ -127,12 +126,10 @@ def _training(plan: PlanAnswer, row: PlanRow) -> str:
 
 
 def _named(one: Alternative) -> str:
-    kinds = [one.cp_kind] * (one.layout.cp > 1) + [f"v{one.virtual_stages}"] * (
-        one.virtual_stages > 1
-    )
-    policy = f"{one.sharding} recompute {one.recompute}"
-    layout = " ".join([str(one.layout), *kinds])
-    return f"{layout} micro batch {one.micro_batch} {policy}, {short_s(one.step_s)} s"
+    ways = [one.cp_kind] * (one.layout.cp > 1)
+    ways += [f"v{one.virtual_stages}"] * (one.virtual_stages > 1)
+    policy = f"micro batch {one.micro_batch} {one.sharding} recompute {one.recompute}"
+    return f"{' '.join([str(one.layout), *ways, policy])}, {short_s(one.step_s)} s"
 
 
 def _beside(plan: PlanAnswer, first: PlanRow) -> Iterable[str]:
@@ -209,7 +206,7 @@ def _searched(plan: PlanAnswer) -> Iterable[str]:
 
 
 def evidence(row: PlanRow) -> str:
-    runs = [f"{name}: {n} measured run{'s' * (n != 1)}" for name, n in row.evidence.items()]
+    runs = [f"{name}: {counted(n, 'measured run')}" for name, n in row.evidence.items()]
     runs += [f"{text}: none" for text in row.outside]
     return "; ".join(runs) or "unknown to this calibration"
 
