@@ -107,11 +107,7 @@ def _asked(
     on_event: OnEvent,
 ) -> tuple[TrainingFolder, RunSpec, TrainSettings]:
     if not request.out:
-        raise UserError(
-            "is required",
-            field="out",
-            hint="name the folder for the training run, such as --out trained",
-        )
+        raise UserError("is required", field="out", hint="name a folder for it, as --out trained")
     folder = TrainingFolder(request.out)
     folder.must_be_plain()
     if folder.aside.exists():  # a --fresh was killed
