@@ -56,6 +56,8 @@ def test_an_error_is_a_sentence(error: UserError, text: str) -> None:
          "--tokens '20Q' is not a number; write it as 20B or 20e9"),
         ([*PLAN, "--gpus", "8", "--gpu", "h200", "--format", "xml"],
          "--format xml is not one of"),
+        (["bench", "--device", "cuda"],
+         "unknown option --device cuda; see 'fourfold bench --help'"),
         ([*PLAN, "--gpuss", "8"], "unknown option --gpuss 8; did you mean '--gpus'?"),
     ],
 )  # fmt: skip

@@ -42,10 +42,11 @@ class Parser(argparse.ArgumentParser):
 
     def _hint(self, message: str) -> str:
         unknown = message.partition("unrecognized arguments: ")[2].split()
-        flags = (flag for flag in self.flags().values() if flag != "--help")
-        close = nearest(unknown[0], flags) if unknown else ""
+        # Without their dashes, which all have in common.
+        flags = (flag.lstrip("-") for flag in self.flags().values() if flag != "--help")
+        close = nearest(unknown[0].lstrip("-"), flags) if unknown else ""
         if close.startswith("did you mean"):
-            return close
+            return close.replace("'", "'--", 1)
         places = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
         plain = f"write {places[0]} without a flag, or " if unknown and places else ""
         return f"{plain}see '{self.prog} --help'"

@@ -267,7 +267,14 @@ def test_plan_lists_stacks(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["megatron"]["stands_for"] == "megatron-bridge-2026"
     assert "meta-h100" in rows["torchtitan"]["measured"]
     assert main(["plan", "--stack", "list", "--cluster", "jean-zay"]) == 0
-    assert "megatron-deepspeed-2022" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "megatron-deepspeed-2022" in out
+    # What --cluster takes is told from what it does not.
+    assert "jean-zay (" in out
+    assert "meta-h100* (" in out
+    assert out.endswith(
+        "* not described here: 'fourfold clusters new' makes a file for --cluster\n"
+    )
 
 
 def test_spec_files_take_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from fourfold.output import Output
 from fourfold.show import plan as shown
 from fourfold.show.explain import explain_page
 from fourfold.show.front import front_page, largest_page
-from fourfold.show.machines import stacks_table
+from fourfold.show.machines import stacks_page
 from fourfold.show.pictures import must_be_picture
 from fourfold.show.schedule_picture import SUFFIXES, picture
 from fourfold.verbs.requests import PlanRequest, decided
@@ -60,7 +60,7 @@ OPTIONS = (
 def run(args: Any, show: OnEvent) -> Output:
     if args.stack == "list":
         known = fourfold.stacks(**options.given(args, "cluster", "gpu", "profile", "calibration"))
-        return Output.of(known, lambda: [stacks_table(known.stacks)])
+        return Output.of(known, lambda: stacks_page(known.stacks))
     given = decided(options.run_table(args, note=notes(show)))
     given |= {"ramp": args.ramp} if args.ramp else {}
     request = options.load(PlanRequest, args, **given)

@@ -143,6 +143,20 @@ class EngineBest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredBest:
+    """The best measured run of the same model and sequence; 0 s where `source` has none."""
+
+    source: str
+    row: str = ""
+    name: str = ""
+    micro_batch: int = 0
+    sharding: str = ""
+    gpus: int = 0
+    step_s: float = 0.0
+    tokens_s_gpu: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
     """The ranking, the first choice first, and what makes it believable; base units. `risk`: of not
     fitting, that the first choice may have; `faster`: the fastest where the first is not it, maybe
@@ -184,6 +198,7 @@ class PlanAnswer:
     like: str = ""  # the measured cluster that it is priced as
     bf16_gradients: Alternative | None = None
     engines: tuple[EngineBest, ...] = ()
+    measured: MeasuredBest | None = None  # where the request names runs to compare with
     tried_gpus: tuple[dict[str, Any], ...] = ()
 
     @property

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fourfold.result.profile import HardwareProfile, hosts_of, link_of
 from fourfold.show.table import Grid, Part, or_dash, table
+from fourfold.spec import catalog
 from fourfold.spec.cluster import PEAK_NAMES, Cluster, Device
 from fourfold.units import show_bytes, show_seconds
 
 # A quiet machine has half of this.
 _UNSTEADY = 0.2
+_MOST_NAMED = 2  # clusters of an engine, so that the table stays within 100 characters
 
 
 def clusters_page(clusters: Sequence[Cluster], devices: Sequence[Device]) -> list[Part]:
@@ -85,8 +87,17 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:,.6g}"
 
 
-def stacks_table(stacks: Iterable[dict[str, Any]]) -> Grid:
-    return table(
+def stacks_page(stacks: Sequence[dict[str, Any]]) -> list[Part]:
+    """Names of clusters that --cluster does not take are marked."""
+    described = set(catalog.cluster_names())
+    marked = {name for one in stacks for name in one["measured"]} - described
+
+    def measured(one: dict[str, Any]) -> str:
+        runs = sorted(one["measured"].items(), key=lambda pair: -pair[1])
+        named = [f"{name}{'*' * (name in marked)} ({count})" for name, count in runs[:_MOST_NAMED]]
+        return ", ".join(named + [f"{len(runs) - _MOST_NAMED} more"] * (len(runs) > _MOST_NAMED))
+
+    grid = table(
         stacks,
         ("stack", lambda one: one["stack"]),
         (
@@ -94,11 +105,10 @@ def stacks_table(stacks: Iterable[dict[str, Any]]) -> Grid:
             lambda one: "itself" if one["stands_for"] == one["stack"] else one["stands_for"],
         ),
         ("limits of", lambda one: one["rules"]),
-        (
-            "measured on (runs)",
-            lambda one: ", ".join(f"{n} ({count})" for n, count in one["measured"].items()) or "-",
-        ),
+        ("measured on (runs)", lambda one: measured(one) or "-"),
     )
+    note = "* not described here: 'fourfold clusters new' makes a file for --cluster"
+    return [grid, "", note] if marked else [grid]
 
 
 def profile_page(profile: HardwareProfile) -> list[Part]:

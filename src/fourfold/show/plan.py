@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fourfold.show.plan_notes import compared, searched
 from fourfold.show.table import Column, Grid, Part, table
 from fourfold.units import counted
 
@@ -17,7 +18,7 @@ REMARKS, COLUMNS = 5, 100
 
 def page(plan: PlanAnswer, *, details: bool = False) -> list[Part]:
     if plan.best is None:
-        return [f"No layout to rank: {plan.reason}", "", _about(plan), *_searched(plan)]
+        return [f"No layout to rank: {plan.reason}", "", _about(plan), *searched(plan)]
     layouts = layouts_table(plan.ranked, details=details)
     shown: list[Part] = [_sentence(plan, plan.best), "", layouts, "", *_engines(plan)]
     remarks = list(_remarks(plan))
@@ -58,7 +59,6 @@ def _engines(plan: PlanAnswer) -> Iterable[Part]:
 
 
 def _sentence(plan: PlanAnswer, row: PlanRow) -> str:
-    fits = f"{100 * row.fit_chance:.0f}% chance to fit"
     runs = f"Runs in {', '.join(row.runs_in)}" if row.runs_in else "No engine we export to runs it"
     asked = 1.0 - plan.risk
     less = f"No layout is {100 * asked:.0f}% sure to fit: this is the fastest of the surest. "
@@ -66,7 +66,8 @@ def _sentence(plan: PlanAnswer, row: PlanRow) -> str:
         f"Run {plan.model} on {plan.gpus} x {plan.gpu} as {row}, micro batch {row.micro_batch}, "
         f"{row.policy.sharding}, recompute {row.policy.recompute}: {interval_s(row)}, "
         f"{row.tflops_gpu:.0f} TFLOP/s and {row.mfu_pct:.1f}% MFU per GPU, "
-        f"{row.peak_bytes / GIB:.0f} of {plan.memory_bytes / GIB:.0f} GiB ({fits}). "
+        f"{row.peak_bytes / GIB:.0f} of {plan.memory_bytes / GIB:.0f} GiB "
+        f"({100 * row.fit_chance:.0f}% chance to fit). "
         f"{less if row.fit_chance < asked else ''}{runs}. {_surety(plan)}."
     )
 
@@ -90,13 +91,14 @@ def _surety(plan: PlanAnswer) -> str:
 
 
 def _remarks(plan: PlanAnswer) -> Iterable[str]:
-    if plan.best is not None and plan.best.training_s:
-        yield _training(plan, plan.best)
-    if plan.best is not None:
-        yield from _beside(plan, plan.best)
+    first = plan.best
+    if first is not None:
+        yield from [_training(plan, first)] if first.training_s else []
+        yield from [compared(plan.measured, first)] if plan.measured else []
+        yield from _beside(plan, first)
     yield source(plan)
-    if plan.best is not None and plan.best.outside:
-        yield f"#1 is outside the measured range: {'; '.join(plan.best.outside)}"
+    if first is not None and first.outside:
+        yield f"#1 is outside the measured range: {'; '.join(first.outside)}"
     yield from approximated(plan.remarks)
     if plan.near_miss is not None:
         size = (plan.near_miss.peak_bytes or 0.0) / GIB
@@ -116,13 +118,12 @@ def _remarks(plan: PlanAnswer) -> Iterable[str]:
 
 def _training(plan: PlanAnswer, row: PlanRow) -> str:
     """What the whole training takes; its columns do not always have room."""
-    low, high = _days_range(row)
-    days = f"{_days(row):.1f} days (80%: {low} to {high})"
+    days = f"{_days(row):.1f} days (80%: {' to '.join(_days_range(row))})"
     cost = f", cost {row.cost:,.0f}" if row.cost is not None else ""
     lost = plan.training["lost_share"]
     share = f", of which {100 * lost:.3g}% are lost time" if lost else ""
-    took = f"{days}, {row.gpu_hours:,.0f} GPU-hours{cost}{share}"
-    return f"{counted(plan.training['steps'], 'step')} take {took}"
+    steps = counted(plan.training["steps"], "step")
+    return f"{steps} take {days}, {row.gpu_hours:,.0f} GPU-hours{cost}{share}"
 
 
 def _named(one: Alternative) -> str:
@@ -182,7 +183,7 @@ def _details(plan: PlanAnswer) -> Iterable[str]:
     if plan.deciding:
         named = "; ".join(f"{one} micro batch {one.micro_batch}" for one in plan.deciding)
         yield f"runs that would decide: {named}"
-    yield from _searched(plan)
+    yield from searched(plan)
     yield (
         f"ranked {plan.ranked_in_all:,}; the pipelines of the best {plan.played} were simulated "
         "event by event"
@@ -193,28 +194,10 @@ def _details(plan: PlanAnswer) -> Iterable[str]:
     )
 
 
-def _searched(plan: PlanAnswer) -> Iterable[str]:
-    axes = "; ".join(f"{name} {_values(values)}" for name, values in plan.axes.items())
-    refused = ", ".join(f"{name} {count:,}" for name, count in plan.refused.items())
-    yield f"searched {plan.candidates:,} points: {axes}"
-    yield (
-        f"rejected: {refused or 'none'}; legal: {plan.legal:,}, of which "
-        f"{plan.legal - plan.fitting:,} do not fit"
-    )
-    if plan.dropped_by_where:
-        yield f"excluded by --where: {plan.dropped_by_where:,}"
-
-
 def evidence(row: PlanRow) -> str:
     runs = [f"{name}: {counted(n, 'measured run')}" for name, n in row.evidence.items()]
     runs += [f"{text}: none" for text in row.outside]
     return "; ".join(runs) or "unknown to this calibration"
-
-
-def _values(values: list[Any]) -> str:
-    if len(values) > 4 and all(isinstance(value, int) for value in values):
-        return f"{len(values)} values {values[0]}-{values[-1]}"
-    return "/".join(str(value) for value in values)
 
 
 _ALWAYS: tuple[Column, ...] = (

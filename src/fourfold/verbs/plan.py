@@ -23,6 +23,7 @@ from fourfold.verbs.machine import (
     planned_calibration,
     planned_cluster,
 )
+from fourfold.verbs.measured import best_measured
 from fourfold.verbs.question import EXPORTED, resolved
 from fourfold.verbs.requests import PlanRequest
 
@@ -31,8 +32,9 @@ def plan(request: PlanRequest, *, on_event: OnEvent = ignore) -> PlanAnswer:
     """The best layouts, the first choice first, with intervals, memory and what the order rests on;
     where no engine is asked for, also the best of each."""
     query, counts = resolved(request, on_event)
+    measured = best_measured(request.measured, query) if request.measured else None
     ranking, tried = best_of(query, counts, least=request.top)
-    found = answer(ranking, top=request.top, tried=tried)
+    found = replace(answer(ranking, top=request.top, tried=tried), measured=measured)
     if request.stack or request.export:
         return found
     return replace(found, engines=_engines(request, found, on_event))

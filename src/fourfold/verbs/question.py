@@ -36,7 +36,16 @@ SEARCHED = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
 
 
 def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuery, list[int]]:
-    """(the question at the largest number of GPUs, all numbers of GPUs to try)."""
+    """(the question at the largest number of GPUs, all numbers of GPUs to try). How names were read
+    is told once all of it can be answered."""
+    said: list[Event] = []
+    query, counts = _resolved(request, said.append)
+    for one in said:
+        on_event(one)
+    return replace(query, on_event=on_event), counts
+
+
+def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[int]]:
     fixed = _fixed(request)
     cluster, remark = _machines(request, on_event)
     known = planned_calibration(request.calibration, request.profile, cluster)
@@ -71,7 +80,6 @@ def resolved(request: PlanRequest, on_event: OnEvent = ignore) -> tuple[PlanQuer
         tokens=request.tokens,
         lost=request.lost,
         convention=conventions.convention(request.convention).id,
-        on_event=on_event,
     )
     return query, counts
 
