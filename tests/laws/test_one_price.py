@@ -3,17 +3,25 @@ the same seconds and bytes to the last bit, whatever stack, machine and choices.
 
 from __future__ import annotations
 
+import json
 import random
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
 import fourfold
 from fourfold.cost.fit import calibration as calibrations
-from fourfold.cost.stacks import STACKS, year_of
+from fourfold.cost.stacks import STACKS, stack_rules, year_of
 from fourfold.errors import UserError
 from fourfold.page.plan import plan_data
+from fourfold.search import export as exports
 from fourfold.search.legal import Target, why_not
 from fourfold.search.predict import predict
 from fourfold.search.query import PlanQuery, entry_for, evidence_for, usual_cluster
@@ -138,6 +146,7 @@ def require_equal_doors(spec: RunSpec, stack: str, cluster: Cluster) -> None:
         stack=stack,
         explore=True,
     )
+    require_equal_export(request, spec, stack, cluster)
     try:
         answer = fourfold.plan(request)
     except UserError:  # the release of that name has no settings for it
@@ -157,6 +166,32 @@ def require_equal_doors(spec: RunSpec, stack: str, cluster: Cluster) -> None:
         Predictor(cluster=cluster, stack=stack).predictions([run])[0],
     ):
         assert (one.step_s, one.peak_bytes) == price, (stack, run)
+
+
+def require_equal_export(request: PlanRequest, run: RunSpec, stack: str, cluster: Cluster) -> None:
+    """The row that settings are written for has its own price, and their text says it; the policy
+    is left open, since releases have no settings for most sampled ones."""
+    request = replace(request, policy={}, explore=False)
+    engines = [one for one in exports.ENGINES if same_rules(exports.stack_of(one), stack)]
+    for engine in engines:
+        try:
+            exported = fourfold.export(replace(request, export=engine))
+        except UserError:  # an engine that was measured is not the release that we write for
+            continue
+        row = exported.choice
+        batch = replace(run.batch, micro_batch=row.micro_batch)
+        asked = replace(run, layout=row.layout, policy=row.policy, batch=batch)
+        alone = fourfold.predict(asked, stack, cluster=cluster)
+        assert (alone.step_s, alone.peak_bytes) == (row.step_s, row.peak_bytes), (engine, asked)
+        if exported.files:
+            seconds = f"{row.step_s_low:.3g} to {row.step_s_high:.3g} s per step"
+            gib = f"{row.peak_bytes_low / 2**30:.0f} to {row.peak_bytes_high / 2**30:.0f} GiB"
+            fits = f"{100 * row.fit_chance:.0f}% chance to fit"
+            assert f"predicted as {stack}: {seconds}; {fits}: {gib}" in exported.script
+
+
+def same_rules(one: str, other: str) -> bool:
+    return stack_rules(one).name == stack_rules(other).name
 
 
 def require_equal_row(spec: RunSpec, stack: str, cluster: Cluster, folder: Path) -> None:
@@ -218,3 +253,55 @@ def test_a_question_that_leaves_all_open_lists_rows_that_predict_repeats() -> No
         specs = [ranking.spec(i) for i in range(len(ranking))]
         alone = predict(specs, cluster=machine, stack=stack, release=release)
         assert alone == [ranking.predicted.one(i) for i in range(len(ranking))]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    """The address of a served planner."""
+    words = [sys.executable, "-m", "fourfold", "serve", "--port", "0"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        address = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
+        assert address is not None
+        yield address[0]
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def require_equal_served(address: str, seed: int) -> None:
+    """A question asked over HTTP, of the library, and its first row exported and predicted."""
+    rng = random.Random(seed)
+    engine = ("megatron", "torchtitan", "nanotron", "fourfold")[seed % 4]
+    model = "llama-2-7b" if engine == "nanotron" else rng.choice(MODELS)
+    gpus, batch = rng.choice((8, 16, 64)), rng.choice((64, 128, 192))
+    asked = {"model": model, "gpu": rng.choice(("h100-80gb", "h200", "b200")), "gpus": gpus,
+             "seq_len": 2048, "global_batch": batch, "stack": engine, "full": "1"}  # fmt: skip
+    with urllib.request.urlopen(f"{address}plan?{urlencode(asked)}") as answered:
+        text = answered.read().decode()
+    block = re.search(r'id="plan-data">(.*?)</script>', text)
+    assert block is not None, text
+    shown = json.loads(block[1])["rows"]
+    del asked["full"]
+    request = PlanRequest(**asked)
+    answer = fourfold.plan(request)
+    assert answer.best is not None
+    assert [(row["step_s"], row["peak_bytes"], row["fit_chance"]) for row in shown] == [
+        (row.step_s, row.peak_bytes, row.fit_chance) for row in answer.ranked
+    ]
+    run = RunSpec(
+        model=catalog.model(model), gpus=gpus, layout=answer.best.layout, policy=answer.best.policy,
+        batch=Batch(seq_len=2048, micro_batch=answer.best.micro_batch, global_batch=batch),
+    )  # fmt: skip
+    machine = usual_cluster(catalog.device(asked["gpu"]), gpus)
+    alone = fourfold.predict(run, answer.stack, cluster=machine)
+    assert (alone.step_s, alone.peak_bytes) == (answer.best.step_s, answer.best.peak_bytes)
+    decided = replace(request, layout=answer.best.layout.to_plain())
+    require_equal_export(decided, run, answer.stack, machine)
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 60), marks=pytest.mark.slow)])
+def test_the_served_planner_and_exports_say_the_same(served: str, seeds: range) -> None:
+    for seed in seeds:
+        require_equal_served(served, seed)

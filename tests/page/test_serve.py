@@ -307,6 +307,33 @@ def test_small_questions_come_first_and_each_client_has_its_share(monkeypatch) -
     assert begun == ["first", "large", "many-1", "other", "many-2", "late"]
 
 
+def test_equal_questions_are_answered_once(monkeypatch) -> None:
+    monkeypatch.setattr(planner, "PROCESSES", 1)
+    monkeypatch.setattr(planner, "MOST_KEPT", 2)
+    begun: list[int] = []
+
+    async def answer(self, ticket, gone) -> dict[str, int]:
+        begun.append(ticket.request.gpus)
+        await asyncio.sleep(0.01)
+        return {"gpus": ticket.request.gpus}
+
+    monkeypatch.setattr(Planner, "_answer", answer)
+
+    async def ask_all() -> list[list[int]]:
+        plans, seen = Planner(), []
+        for sizes in ((8, 8, 16, 8), (16, 32, 64), (64, 32), (8,)):
+            asked = [plans.plan(f"{i}", replace(LARGE, gpus=n), here) for i, n in enumerate(sizes)]
+            assert [one["gpus"] for one in await asyncio.gather(*asked)] == [*sizes]
+            seen.append(begun.copy())
+            begun.clear()
+        long = replace(LARGE, gpus=8, top=1000)
+        assert await plans.plan("long", long, here) == await plans.plan("long", long, here)
+        return [*seen, begun.copy()]
+
+    # Two are kept, those asked for last; an answer of a thousand rows is not.
+    assert awaited(ask_all()) == [[8, 16], [32, 64], [], [8], [8, 8]]
+
+
 @pytest.mark.parametrize(
     "change",
     [{"gpus": "720720"}, {"max_nodes": "90000", "gpus": ""}],

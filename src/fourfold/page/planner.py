@@ -1,5 +1,5 @@
-"""Plans in a few processes of their own, small questions first, so that a query that nobody waits
-for any more can be ended and a costly one keeps nobody else waiting."""
+"""Plans in a few processes of their own, small questions first, equal ones once, so that a query
+that nobody waits for any more can be ended and a costly one keeps nobody else waiting."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from fourfold.verbs.requests import PlanRequest
 # Plans that run at once; one place is kept for small questions.
 PROCESSES = min(8, max(2, os.cpu_count() or 1))
 MOST_WAITING, MOST_OF_CLIENT = 256, 64
+# Answers that are kept: some 50 KB each; longer tables are not.
+MOST_KEPT, _KEPT_ROWS = 256, 100
 # Layouts by policies that are tried: a small question takes about a CPU second, the largest that
 # is taken some twenty and a gigabyte.
 SMALL, MOST_WAYS = 100_000, 10_000_000
@@ -78,6 +80,7 @@ class Planner:
         self._context.set_forkserver_preload([__name__])
         self.waiting: list[Ticket] = []
         self.running: list[Ticket] = []
+        self.kept: dict[str, dict[str, Any]] = {}  # by question, the last asked for last
 
     async def plan(
         self,
@@ -89,6 +92,10 @@ class Planner:
         ways: int = 1,
     ) -> dict[str, Any]:
         """The data of a plan's view; `gone`: whether the client has left."""
+        question = repr(request)
+        if (known := self._known(question)) is not None:
+            self._supersede(view)
+            return known
         ticket = self._admit(view, client, request, ways)
         try:
             while not await _within(ticket.turn.wait(), _ASK_EVERY_S):
@@ -96,20 +103,38 @@ class Planner:
                     raise SupersededError
             if ticket.ended:
                 raise SupersededError
-            return await self._answer(ticket, gone)
+            # Somebody else may have asked the same meanwhile.
+            found = self._known(question) or await self._answer(ticket, gone)
+            if request.top <= _KEPT_ROWS:
+                self.kept[question] = found
+            return found
         finally:
             for places in (self.waiting, self.running):
                 if ticket in places:
                     places.remove(ticket)
             self._next()
 
-    def _admit(self, view: str, client: str, request: PlanRequest, ways: int) -> Ticket:
-        """A place in the queue: behind what is as costly and came before, and behind others'
-        questions where the client has some already."""
+    def _known(self, question: str) -> dict[str, Any] | None:
+        """The answer that is kept, which makes it the last to be forgotten."""
+        found = self.kept.pop(question, None)
+        if found is not None:
+            self.kept[question] = found
+        while len(self.kept) > MOST_KEPT:
+            del self.kept[next(iter(self.kept))]
+        return found
+
+    def _supersede(self, view: str) -> list[Ticket]:
+        """What waits or runs, once the view's question before is ended."""
         held = [*self.waiting, *self.running]
         for other in held:
             if other.view == view:
                 other.end()
+        return held
+
+    def _admit(self, view: str, client: str, request: PlanRequest, ways: int) -> Ticket:
+        """A place in the queue: behind what is as costly and came before, and behind others'
+        questions where the client has some already."""
+        held = self._supersede(view)
         of_client = Counter(one.client for one in held)[client]
         if len(self.waiting) >= MOST_WAITING or of_client >= MOST_OF_CLIENT:
             raise BusyError("too many questions are waiting here", hint="ask again in a while")
