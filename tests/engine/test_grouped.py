@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.engine.model.grouped import best_experts, grouped_experts
+from fourfold.engine.model.fast_router import best_experts, router_product
+from fourfold.engine.model.grouped import grouped_experts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: the kernels are Triton's"))]  # fmt: skip
@@ -57,3 +58,24 @@ def test_grouped_experts_are_a_loop_over_experts(
         assert theirs is not None
         off = (ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm()
         assert off < (2e-2 if device == "cuda" else 1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_routers_narrow_inputs_are_multiplied_as_in_fp32(device: str) -> None:
+    make = torch.Generator().manual_seed(3)
+    x, weight = (
+        torch.randn(*size, generator=make).to(device, torch.bfloat16).requires_grad_()
+        for size in ((4, 33, 512), (24, 512))
+    )
+    grad = torch.randn(4, 33, 24, generator=make).to(device)
+    exact = [each.detach().double().requires_grad_() for each in (x, weight)]
+    found, right = router_product(x, weight), F.linear(*exact)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-4)
+    found.backward(grad)
+    right.backward(grad.double())
+    for ours, theirs in zip((x, weight), exact, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        # As near as bf16 can say: gradients lose nothing before their last rounding.
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=2**-8, atol=1e-3)

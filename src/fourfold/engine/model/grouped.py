@@ -15,16 +15,10 @@ from torch import Tensor
 
 from fourfold.engine.model.decoder import Decoder
 from fourfold.engine.model.experts import Experts, MoeMlp, dispatch_local
+from fourfold.engine.model.fast_router import best_of, expert_kernels, power, router_product
 
 _ROWS = 128  # rows whose places one program of a GPU computes
 _WIDTH = 2048  # columns that it moves
-
-
-def expert_kernels() -> Any:
-    """triton comes with torch for GPUs only, so they are imported late."""
-    from fourfold.engine.model import triton_experts
-
-    return triton_experts
 
 
 def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -39,31 +33,6 @@ def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         return torch.cat([part @ each for part, each in zip(parts, right, strict=True)])
     pairs = zip(left.tensor_split(cuts, dim=1), right.tensor_split(cuts), strict=True)
     return torch.stack([one @ other for one, other in pairs])
-
-
-@torch.library.custom_op("fourfold::best_experts", mutates_args=())
-def best_experts(scores_NE: Tensor, count: int) -> Tensor:
-    """The `count` largest scores of each token, as int32; of equals the first."""
-    ranked = scores_NE.sort(dim=-1, descending=True, stable=True).indices
-    return ranked[:, :count].to(torch.int32)
-
-
-@best_experts.register_fake
-def _(scores_NE: Tensor, count: int) -> Tensor:
-    return scores_NE.new_empty((scores_NE.shape[0], count), dtype=torch.int32)
-
-
-@best_experts.register_kernel("cuda")
-def _(scores_NE: Tensor, count: int) -> Tensor:
-    tokens, experts = scores_NE.shape
-    ids = scores_NE.new_empty((tokens, count), dtype=torch.int32)
-    width = _power(experts)
-    block = max(1, 4096 // width)
-    grid = (-(-tokens // block),)
-    expert_kernels().best[grid](
-        scores_NE.contiguous(), ids, tokens, experts, K=count, E=width, TOKENS=block
-    )
-    return ids
 
 
 @torch.library.custom_op("fourfold::order_rows", mutates_args=())
@@ -87,7 +56,7 @@ def _(ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @order_rows.register_kernel("cuda")
 def _(ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows, width = ids_NK.numel(), _power(experts)
+    rows, width = ids_NK.numel(), power(experts)
     blocks = -(-rows // _ROWS)
     counts = ids_NK.new_empty((width, blocks), dtype=torch.int32)
     sizes = {"E": width, "ROWS": _ROWS}
@@ -165,7 +134,7 @@ def _(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
 def _(gate_up_RG: Tensor, scores_NK: Tensor, source_R: Tensor) -> Tensor:
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
     out = gate_up_RG.new_empty((rows, width))
-    block = min(_power(width), _WIDTH)
+    block = min(power(width), _WIDTH)
     expert_kernels().swiglu[(rows, -(-width // block))](
         gate_up_RG, scores_NK, source_R, out, width, BLOCK=block, num_warps=4
     )
@@ -205,7 +174,7 @@ def _(
     grad_scores = torch.empty_like(scores_NK)
     expert_kernels().swiglu_backward[(rows,)](
         gate_up_RG, scores_NK, source_R, grad_RF.contiguous(), grad, again, grad_scores, width,
-        BLOCK=_power(width), num_warps=4,
+        BLOCK=power(width), num_warps=4,
     )  # fmt: skip
     return grad, again, grad_scores
 
@@ -266,8 +235,5 @@ def apply_grouped(decoder: Decoder, dtype: torch.dtype) -> None:
         mlp = layer.mlp
         if dtype == torch.bfloat16 and isinstance(mlp, MoeMlp) and mlp.dispatch is dispatch_local:
             mlp.dispatch = dispatch_grouped
-
-
-def _power(number: int) -> int:
-    """The next power of two, which is what a block of a GPU kernel must be."""
-    return 1 << (number - 1).bit_length()
+            mlp.router.product = router_product
+            mlp.router.best = best_of

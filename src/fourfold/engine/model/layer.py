@@ -38,8 +38,14 @@ class Layer(nn.Module):
         return self.mlp if isinstance(self.mlp, Mlp) else self.mlp.shared
 
     def forward(self, x_BSD: Tensor, tables: Tables) -> Tensor:
+        x_BSD, seen_BSD = self.attend(x_BSD, tables)
+        y_BSD = self.mlp(seen_BSD)
+        return x_BSD + (self.mlp_norm(y_BSD) if self.norms_after else y_BSD)
+
+    def attend(self, x_BSD: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+        """What the MLP adds to, and what it sees."""
         if self.norms_after:
             x_BSD = x_BSD + self.attention_norm(self.attention(x_BSD, tables))
-            return x_BSD + self.mlp_norm(self.mlp(x_BSD))
+            return x_BSD, x_BSD
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), tables)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD, self.mlp_norm(x_BSD)

@@ -21,6 +21,14 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(_wide(x), _wide(weight))
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    return scores.topk(count, -1).indices
+
+
 def counted(ids: Tensor, kinds: int) -> Tensor:
     """How often each of 0 to `kinds` - 1 is there; unlike torch's own it does not wait."""
     ids = ids.long()
@@ -56,6 +64,8 @@ class Router(nn.Module):
 
     choice_bias: nn.Parameter | None
     load: nn.Parameter
+    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(wide_product)
+    best: Callable[[Tensor, int], Tensor] = staticmethod(best)
     sum_over_sequence: Callable[[Tensor], Tensor] = staticmethod(_same)
     loss_scale: Tensor | None = None
     forced_from: int | None = None
@@ -75,7 +85,7 @@ class Router(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """([T, K] experts, [T, K] scores)."""
-        logits = F.linear(_wide(x_BSD), _wide(self.weight)).flatten(0, 1)
+        logits = self.product(x_BSD, self.weight).flatten(0, 1)
         scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
         chosen = self._chosen(scores)
         taken = scores.gather(-1, chosen)
@@ -106,7 +116,7 @@ class Router(nn.Module):
             rank = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
         if self.watch_margin:
             self._note_margin(rank, self.top_k)
-        return rank.topk(self.top_k, -1).indices
+        return self.best(rank, self.top_k)
 
     def _note_margin(self, ranked: Tensor, chosen: int) -> None:
         """How much the last chosen was better than the first that was not."""

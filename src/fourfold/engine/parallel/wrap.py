@@ -3,6 +3,7 @@ and FSDP's hooks stay outside."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -56,10 +57,16 @@ def apply_compile(
     compat.allow_graphs(2 * shapes)
     compat.keep_rows_whole()
     compat.recompute_inside_functions()
+    fast = functools.partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
     for layer in decoder.blocks.values():
-        # Of a layer with experts attention alone: the number of an expert's rows is not static.
-        part = layer.attention if isinstance(layer.mlp, MoeMlp) else layer
-        part.forward = torch.compile(part.forward, backend=backend, fullgraph=True, dynamic=False)
+        if not isinstance(layer.mlp, MoeMlp):
+            layer.forward = fast(layer.forward)
+            continue
+        # Routed experts stay outside: the number of an expert's rows is not static, and routers
+        # count tokens while gradients are computed.
+        layer.attend = fast(layer.attend)
+        if layer.mlp.shared is not None:
+            layer.mlp.shared.forward = fast(layer.mlp.shared.forward)
 
 
 # Below this a transfer costs more than it frees. Real CPU ranks only prove: there everything goes.
