@@ -18,7 +18,7 @@ from fourfold.cost.table.reports import report_rows
 from fourfold.errors import UserError
 from fourfold.result.machine import process_born
 from fourfold.spec import catalog
-from fourfold.verbs.engines import engine_names, engine_template, filled
+from fourfold.verbs.engines import engine_template, filled
 
 TESTS = Path(__file__).parent.parent
 FAKE = TESTS / "samples" / "engine" / "fake.py"
@@ -194,7 +194,7 @@ def test_the_same_run_by_two_engines_is_two_rows_and_none_of_ours(tmp_path: Path
 # --- templates
 
 
-@pytest.mark.parametrize("name", engine_names())
+@pytest.mark.parametrize("name", catalog.engine_names())
 def test_shipped_templates_take_the_settings_that_are_exported(name: str, tmp_path: Path) -> None:
     found = engine_template(name)
     assert found.export == name

@@ -12,7 +12,7 @@ from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import FAMILIES
 from fourfold.spec.words import CP_KINDS, DTYPE_BYTES, PRECISIONS, RECOMPUTE_KINDS, SCHEDULES
 
-T = TypeVar("T", "EngineRules", "StackDefaults")
+T = TypeVar("T", "EngineRules", "StackDefaults", "ExportEngine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,19 @@ class StackDefaults:
         return self.grad_bytes, 2.0 if compute == "fp16" else self.acc_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportEngine:
+    """An engine that settings are written for. `before`: the newer one, which comes first where
+    both can run a layout."""
+
+    name: str
+    stack: str
+    writer: str = ""
+    release: str = ""
+    title: str = ""
+    before: str = ""
+
+
 def _read(cls: type[T], tables: dict[str, Any], known: dict[str, T]) -> dict[str, T]:
     """Entries by name. `like` takes over one that stands before, or one of `known`."""
     found: dict[str, T] = {}
@@ -119,6 +132,7 @@ _TABLES = catalog.data("stacks.toml")
 ENGINES: dict[str, EngineRules] = _read(EngineRules, _named(_TABLES["rules"]), {})
 # What a release lacks of that, by the engine that settings are written for (search/export).
 RELEASES: dict[str, EngineRules] = _read(EngineRules, _TABLES["releases"], ENGINES)
+EXPORTS: dict[str, ExportEngine] = _read(ExportEngine, _named(_TABLES["exports"]), {})
 # By the stack's name without its year; the longest matching prefix counts.
 STACKS: dict[str, StackDefaults] = _read(StackDefaults, _TABLES["stacks"], {})
 

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fourfold.logs.book import Book
-from fourfold.logs.composer import Composer
-from fourfold.logs.deepspeed import DeepSpeed
 from fourfold.logs.lines import Line, read_lines
-from fourfold.logs.megatron import Megatron
-from fourfold.logs.nanotron import Nanotron
 from fourfold.logs.series import StepLine
-from fourfold.logs.torchtitan import Torchtitan
+from fourfold.spec import catalog
 
-READERS: dict[str, Any] = {
-    "megatron": Megatron,
-    "torchtitan": Torchtitan,
-    "nanotron": Nanotron,
-    "llm-foundry": Composer,
-    "deepspeed": DeepSpeed,
-}
+# Name of a reader -> its file and class.
+READERS: dict[str, str] = catalog.data("stacks.toml")["readers"]
+
+
+def _reader(name: str) -> Any:
+    file, _, title = READERS[name].partition(".")
+    return getattr(importlib.import_module(f"fourfold.logs.{file}"), title)
 
 
 def step_words(reader: str = "") -> str:
     """What grep -E finds in every line, or block, that tells of a step; without a name, in those
     of any engine."""
-    return "|".join(READERS[name].steps for name in ([reader] if reader else READERS))
+    return "|".join(_reader(name).steps for name in ([reader] if reader else READERS))
 
 
 class LogReader:
@@ -37,8 +34,8 @@ class LogReader:
         self, engine: str = "", on_step: Callable[[StepLine], None] = lambda step: None
     ) -> None:
         names = [engine] if engine else list(READERS)
-        books = {name: Book(engine=READERS[name].name, on_step=on_step) for name in names}
-        self._readers = [READERS[name](book) for name, book in books.items()]
+        books = {name: Book(engine=_reader(name).name, on_step=on_step) for name in names}
+        self._readers = [_reader(name)(book) for name, book in books.items()]
         self.lines = self.cut = 0
 
     def begin(self) -> None:

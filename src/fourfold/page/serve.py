@@ -21,14 +21,13 @@ from fourfold.page.report import REPORT_SCRIPTS, report_data
 from fourfold.spec import catalog, check, codec, words
 from fourfold.spec.hf.shapes import shape_from_config
 from fourfold.units import count_from, counted
+from fourfold.verbs.question import EXPORTED
 from fourfold.verbs.requests import ClusterRequest, PlanRequest, ReportRequest, RunsRequest
 
 # Fields of the form; what is empty is left to the planner.
 _NUMBERS = ("gpus", "seq_len", "global_batch", "micro_batch", "max_nodes", "top")
 _TEXTS = ("cluster", "gpu", "stack", "layout")
 _POLICY = ("precision", "sharding", "recompute")
-# Short names of engines; 'fourfold plan --stack list' has all.
-STACKS = ("megatron", "torchtitan", "nanotron", "fourfold")
 _MOST_TEXT = 40_000  # letters of a config.json or a cluster file; a request has room for both
 
 
@@ -217,7 +216,7 @@ def home_page(settings: Served) -> str:
         "models": sorted(catalog.model_names()),
         "gpus": sorted(catalog.device_names()),
         "clusters": sorted(catalog.cluster_names()),
-        "stacks": list(STACKS),
+        "stacks": list(EXPORTED),
         "precisions": list(words.PRECISIONS),
         "recompute": list(words.RECOMPUTE),
         "has_runs": bool(settings.runs),

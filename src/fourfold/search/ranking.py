@@ -15,10 +15,10 @@ from fourfold.events import Bar
 from fourfold.search.candidates import Candidates, candidates
 from fourfold.search.cells import Cells, cells_of
 from fourfold.search.choice import sure_line
+from fourfold.search.export import runs_in
 from fourfold.search.fastest import fastest, timed
 from fourfold.search.listed import best_points, layout_numbers, listed, only, pool_of
 from fourfold.search.query import PlanQuery
-from fourfold.search.runs_in import runs_in
 from fourfold.search.space import Bools, Pool, Space, holding, may_fit, space_of, sure, unproven
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy

@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"(?!.*\.(json|toml)\Z)\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 @functools.cache
 def _data(name: str) -> dict[str, Any]:
-    return codec.parse_toml(_text(name))
+    return codec.parse_toml(text(name))
 
 
 def data(name: str) -> dict[str, Any]:
@@ -35,7 +35,8 @@ def data(name: str) -> dict[str, Any]:
     return _data(name)
 
 
-def _text(name: str) -> str:
+def text(name: str) -> str:
+    """The same as it is written."""
     with open(os.path.join(DATA, name), encoding="utf-8") as stream:
         return stream.read()
 
@@ -45,6 +46,11 @@ def _folder(name: str) -> dict[str, str]:
     """Stem -> file name of a data folder."""
     files = (os.path.splitext(file) for file in os.listdir(os.path.join(DATA, name)))
     return {stem: f"{name}/{stem}.toml" for stem, suffix in files if suffix == ".toml"}
+
+
+def engine_names() -> list[str]:
+    """Engines with a command template."""
+    return sorted(_folder("engines"))
 
 
 def model_names() -> dict[str, str]:
@@ -196,7 +202,7 @@ def profile_text(name: str) -> str:
     if _PATHLIKE.search(name):
         return ""
     file = f"profiles/{name.lower()}.json"
-    return _text(file) if os.path.isfile(os.path.join(DATA, file)) else ""
+    return text(file) if os.path.isfile(os.path.join(DATA, file)) else ""
 
 
 def _from_file(path: str, field: str, build: Callable[[Any], T]) -> T:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fourfold import files
 from fourfold.errors import UserError
@@ -16,7 +16,7 @@ from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
 from fourfold.logs.book import Book
 from fourfold.logs.collected import check_out, keep
-from fourfold.logs.log import read_log
+from fourfold.logs.log import READERS, read_log
 from fourfold.logs.mapping import ColumnMap, proposal, read_mapping
 from fourfold.logs.nodes import read_nodes
 from fourfold.logs.row import COLUMNS, EXTRA, Row, complete, require_column, row_of, text_of
@@ -46,8 +46,8 @@ class CollectRequest:
     side: str | None = flag(
         "fields that logs do not say, for all or by file name", "FIELDS.toml", names=("--fields",)
     )
-    reader: Literal["megatron", "torchtitan", "nanotron", "llm-foundry", "deepspeed"] | None = flag(
-        "read logs as this engine's (default: recognised)", rare=True
+    reader: str | None = flag(
+        "read logs as this engine's (default: recognised)", rare=True, choices=tuple(READERS)
     )
     force: bool = flag("overwrite even if fourfold did not write it", rare=True, default=False)
     fields: Mapping[str, str] = field(default_factory=dict)

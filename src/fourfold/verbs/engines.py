@@ -70,15 +70,11 @@ class EngineTemplate:
         return self.stack or (exports.stack_of(self.export) if self.export else "generic")
 
 
-def engine_names() -> list[str]:
-    return sorted(path.stem for path in _DATA.glob("*.toml"))
-
-
 def engine_template(name: str) -> EngineTemplate:
     """Of a name that comes along, or of a TOML file."""
     is_file = "/" in name or name.endswith(".toml")
-    if not is_file and name not in engine_names():
-        hint = f"{nearest(name, engine_names())}, or pass the path of a template"
+    if not is_file and name not in catalog.engine_names():
+        hint = f"{nearest(name, catalog.engine_names())}, or pass the path of a template"
         raise UserError("unknown engine", field="engine", value=name, hint=hint)
     path = name if is_file else str(_DATA / f"{name}.toml")
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fourfold.cost.count import flops as conventions
 from fourfold.cost.fit.calibration import Calibration
-from fourfold.cost.stacks import RELEASES, release_of, stack_rules, year_of
+from fourfold.cost.stacks import EXPORTS, RELEASES, release_of, stack_rules, year_of
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
@@ -30,7 +30,7 @@ from fourfold.verbs.machine import beyond_source, planned_calibration, planned_c
 from fourfold.verbs.requests import PlanRequest
 
 # Engines that are compared where none is named; the first that can run the model answers.
-EXPORTED = ("megatron", "torchtitan", "nanotron", "fourfold")
+EXPORTED = tuple(dict.fromkeys(engine.stack for engine in EXPORTS.values()))
 # Policy fields the search varies unless the request decides them.
 SEARCHED = ("sharding", "cp_kind", "schedule", "virtual_stages", "recompute")
 

@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Annotated, Any, Literal
 
 from fourfold.cost.count.flops import DEFAULT
+from fourfold.cost.stacks import EXPORTS
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
@@ -117,8 +118,7 @@ class PlanRequest:
         "risk that the first choice does not fit (default 10%)", "SHARE", rare=True, default=RISK
     )
     export: str | None = flag(
-        "write settings for megatron, torchtitan, torchtitan-0.2, nanotron or torchrun (our "
-        "own engine); implies --stack",
+        f"write settings for {', '.join(EXPORTS)} (our own engine); implies --stack",
         "ENGINE",
     )
     top: int = flag("number of layouts to list (default 10)", "N", default=10)

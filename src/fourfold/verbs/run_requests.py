@@ -12,6 +12,7 @@ from fourfold.cost.trace.steps import KINDS, Kind
 from fourfold.errors import UserError
 from fourfold.flag import flag
 from fourfold.result.report import OUTCOMES
+from fourfold.spec import catalog
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.layout import AXES, EXPERT_AXES
 from fourfold.spec.site import LOCAL
@@ -56,7 +57,7 @@ class MeasureRequest(Launch):
 
     runs: str = flag(*STORE, default="runs")
     engine: str | None = flag(
-        "run by another engine: megatron, torchtitan-0.2, nanotron, or a template file; in bench "
+        f"run by another engine: {', '.join(catalog.engine_names())}, or a template file; in bench "
         "also a list such as torchtitan-0.2,fourfold",
         "NAME",
     )

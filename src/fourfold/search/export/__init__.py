@@ -5,57 +5,88 @@ What an engine cannot do is refused by name, so that what was priced is what wil
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
 from typing import Any
 
+from fourfold.cost.stacks import EXPORTS, ExportEngine
 from fourfold.errors import UserError
-from fourfold.search.export import megatron, nanotron, torchtitan, torchtitan_02
 from fourfold.search.export.setup import Package, Setup, check_setup, folder, run_file, script
+from fourfold.search.legal import why_not_spec
 from fourfold.spec.model import ModelShape
+from fourfold.spec.run import RunSpec
 
-# engine -> its writer (None: our own, whose run file can hold any run), and the stack whose rules
-# and habits it stands for
-_WRITERS: dict[str, tuple[Any, str]] = {
-    "megatron": (megatron, "megatron"),
-    "torchtitan": (torchtitan, "torchtitan"),
-    "torchtitan-0.2": (torchtitan_02, "torchtitan"),
-    "nanotron": (nanotron, "nanotron"),
-    "torchrun": (None, "fourfold"),
-}
-ENGINES = tuple(_WRITERS)
+ENGINES = tuple(EXPORTS)
 
 
 def stack_of(engine: str) -> str:
     """Whose engine the numbers must be for, so that they are the exported run's."""
-    return _entry(engine)[1]
+    return _entry(engine).stack
 
 
 def check(engine: str, model: ModelShape) -> None:
-    writer, _ = _entry(engine)
-    if writer:
-        writer.check(model)
+    entry = _entry(engine)
+    if entry.writer:
+        _writer(entry).check(model, entry)
 
 
 def write(engine: str, setup: Setup) -> str:
-    """One file: a run file for our own engine, else a script that brings its parts along."""
-    if _entry(engine)[0] is None:
-        return run_file(setup)
-    return script(_package(engine, setup), setup)
+    """One file: a run file for our own engine, which can hold any run, else a script that brings
+    its parts along."""
+    entry = _entry(engine)
+    return script(_package(entry, setup), setup) if entry.writer else run_file(setup)
 
 
 def write_folder(engine: str, setup: Setup) -> dict[str, str]:
     """File name -> text: environment, launcher's and engine's arguments, and a script over them."""
-    return folder(_package(engine, setup), setup)
+    return folder(_package(_entry(engine), setup), setup)
 
 
-def _package(engine: str, setup: Setup) -> Package:
-    writer, _ = _entry(engine)
-    writer.check(setup.model)
-    check_setup(engine, setup, writer.CHOICES)
-    return writer.package(setup)
+def runs_in(spec: RunSpec, host_gpus: int) -> tuple[str, ...]:
+    """Titles of engines that can run a layout; an older release counts where the newer one cannot.
+    What one engine does by habit (compiling, its own sums) asks nothing of another."""
+    attention = "auto" if spec.policy.attention == "fused-softmax" else spec.policy.attention
+    policy = replace(
+        spec.policy, compile=False, async_tp=False, grad_dtype=None, reduce_dtype=None,
+        attention=attention,
+    )  # fmt: skip
+    spec = replace(spec, policy=policy)
+    found: dict[str, str] = {}
+    for engine in EXPORTS.values():
+        if engine.writer and engine.before not in found and _can_write(engine, spec, host_gpus):
+            found[engine.name] = engine.title or engine.name
+    return (*found.values(), *(["fourfold"] if not why_not_spec(spec) else []))
 
 
-def _entry(engine: str) -> tuple[Any, str]:
-    if engine not in _WRITERS:
+def _can_write(engine: ExportEngine, spec: RunSpec, host_gpus: int) -> bool:
+    setup = Setup(
+        model=spec.model,
+        layout=spec.layout,
+        batch=spec.batch,
+        policy=spec.policy,
+        host_gpus=host_gpus,
+        stack=engine.stack,
+    )
+    try:
+        _package(engine, setup)
+    except UserError:
+        return False
+    return True
+
+
+def _package(engine: ExportEngine, setup: Setup) -> Package:
+    writer = _writer(engine)
+    writer.check(setup.model, engine)
+    check_setup(engine.name, setup, writer.CHOICES)
+    return writer.package(setup, engine)
+
+
+def _writer(engine: ExportEngine) -> Any:
+    return importlib.import_module(f"{__name__}.{engine.writer}")
+
+
+def _entry(engine: str) -> ExportEngine:
+    if engine not in EXPORTS:
         hint = f"use one of {', '.join(ENGINES)}"
         raise UserError("unknown engine", field="export", value=engine, hint=hint)
-    return _WRITERS[engine]
+    return EXPORTS[engine]

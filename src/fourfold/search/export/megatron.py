@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fourfold.cost.count.params import end_layers
+from fourfold.cost.stacks import ExportEngine
 from fourfold.search.export.setup import Package, Setup, check_model, no_setting
 from fourfold.spec.batch import Batch
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 
 Flags = dict[str, str | int | float | None]
-RELEASE = "Megatron-LM with megatron-core 0.16"
 _CP = {"ring": "p2p", "allgather": "allgather", "ulysses": "a2a"}
 _SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
 _ATTENTION = {"auto": "auto", "flash": "flash", "cudnn": "fused", "unfused": "unfused"}
@@ -59,21 +59,21 @@ _LLAMA3 = (1.0, 4.0, 8192)
 _BLACKWELL = ("b100", "b200", "b300", "gb200", "gb300")
 
 
-def check(model: ModelShape) -> None:
-    check_model("megatron", model, _MODELS)
+def check(model: ModelShape, engine: ExportEngine) -> None:
+    check_model(engine.name, model, _MODELS)
     _check_biases(model)
     place = model.positions
     if place.kind == "rope" and place.theta != int(place.theta):
-        raise no_setting("megatron", "model.positions.theta", place.theta, "a whole number")
+        raise no_setting(engine.name, "model.positions.theta", place.theta, "a whole number")
     scaling = place.scaling
     if scaling is None:
         return
     built_in = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length)
     if scaling.kind == "llama3" and built_in != _LLAMA3:
         hint = "low_freq_factor 1, high_freq_factor 4, original_length 8192"
-        raise no_setting("megatron", "model.positions.scaling", scaling, hint)
+        raise no_setting(engine.name, "model.positions.scaling", scaling, hint)
     if scaling.kind == "linear" and scaling.factor != int(scaling.factor):
-        raise no_setting("megatron", "model.positions.scaling", scaling, "a whole factor")
+        raise no_setting(engine.name, "model.positions.scaling", scaling, "a whole factor")
 
 
 def _check_biases(model: ModelShape) -> None:
@@ -85,7 +85,7 @@ def _check_biases(model: ModelShape) -> None:
         raise no_setting("megatron", f"model.{odd[0]}", parts[odd[0]], hint)
 
 
-def package(setup: Setup) -> Package:
+def package(setup: Setup, engine: ExportEngine) -> Package:
     flags = _model(setup.model, setup.batch) | _axes(setup) | _stages(setup) | _batch(setup.batch)
     flags |= _precision(setup) | _data_parallel(setup) | _recompute(setup.policy)
     flags["--attention-backend"] = _ATTENTION[setup.policy.attention]
@@ -100,8 +100,7 @@ def package(setup: Setup) -> Package:
         for word in (name, *(() if value is None else str(value).split()))
     ]
     return Package(
-        engine="megatron",
-        release=RELEASE,
+        engine=engine,
         entry='"${PRETRAIN:-pretrain_gpt.py}"',
         env=_environment(setup),
         engine_args=tuple(words),

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from string import Template
 
 import numpy as np
 
 from fourfold.cost.count.params import passing_unit
+from fourfold.cost.stacks import ExportEngine
 from fourfold.cost.step.pipeline import passing_edges
-from fourfold.search.export.setup import LLAMA_SHAPE, MARK, Package, Setup, check_model, no_setting
+from fourfold.search.export.setup import (
+    LLAMA_SHAPE,
+    Package,
+    Setup,
+    check_model,
+    filled,
+    no_setting,
+)
 from fourfold.spec.model import ModelShape
 
-RELEASE = "nanotron 0.4"
 CHOICES = {
     "layout.replicate": (1,),
     "policy.attention": ("auto", "flash"),
@@ -23,93 +29,29 @@ _ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
 _DTYPES = {"bf16-mixed": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _THETA = 10000.0  # built in
 _SIZES = ("hidden", "ffn", "heads", "layers", "kv_heads", "norm_eps", "tied", "vocab")
-_CONFIG = Template("""$mark nanotron, for $release
-general:
-  project: "fourfold"
-  run: "run"
-  seed: 42
-parallelism:
-  dp: $dp
-  pp: $pp
-  tp: $tp
-  expert_parallel_size: 1
-  pp_engine: $pp_engine
-  tp_mode: $tp_mode
-  tp_linear_async_communication: $tp_linear_async
-tokens:
-  sequence_length: $seq_len
-  train_steps: 100
-  micro_batch_size: $micro_batch
-  batch_accumulation_per_replica: $micro_batches
-optimizer:
-  zero_stage: $zero
-  weight_decay: 0.1
-  clip_grad: 1.0
-  accumulate_grad_in_fp32: $accumulate_in_fp32
-  adam_eps: 1.0e-08
-  adam_beta1: 0.9
-  adam_beta2: 0.95
-  torch_adam_is_fused: true
-  learning_rate_scheduler:
-    learning_rate: 0.0003
-    lr_warmup_steps: 10
-    lr_warmup_style: "linear"
-    lr_decay_style: "cosine"
-    min_decay_lr: 3.0e-05
-tokenizer:
-  tokenizer_name_or_path: null
-data:
-  dataset: null
-  seed: 42
-  num_loading_workers: 1
-checkpoints:
-  checkpoints_path: "checkpoints"
-  checkpoint_interval: 1000
-logging:
-  log_level: "info"
-  iteration_step_info_interval: 1
-model:
-  dtype: $dtype
-  make_vocab_size_divisible_by: 1
-  init_method:
-    std: 0.02
-  model_config:
-    is_llama_config: true
-    hidden_act: "silu"
-    hidden_size: $hidden
-    intermediate_size: $ffn
-    max_position_embeddings: $positions
-    num_attention_heads: $heads
-    num_hidden_layers: $layers
-    num_key_value_heads: $kv_heads
-    rms_norm_eps: $norm_eps
-    tie_word_embeddings: $tied
-    vocab_size: $vocab
-""")
 
 
-def check(model: ModelShape) -> None:
-    check_model("nanotron", model, LLAMA_SHAPE)
+def check(model: ModelShape, engine: ExportEngine) -> None:
+    check_model(engine.name, model, LLAMA_SHAPE)
     place = model.positions
     if place.kind != "rope":
-        raise no_setting("nanotron", "model.positions.kind", place.kind, "rope")
+        raise no_setting(engine.name, "model.positions.kind", place.kind, "rope")
     if place.theta != _THETA or place.scaling is not None:
         value = f"theta {place.theta:g}" + (", scaled" if place.scaling else "")
         hint = "rope with theta 10000 and no scaling, as in Llama 2 (release 0.4)"
-        raise no_setting("nanotron", "model.positions", value, hint)
+        raise no_setting(engine.name, "model.positions", value, hint)
     if model.head_size * model.heads != model.hidden:
-        raise no_setting("nanotron", "model.head_dim", model.head_dim, "hidden / heads")
+        raise no_setting(engine.name, "model.head_dim", model.head_dim, "hidden / heads")
 
 
-def package(setup: Setup) -> Package:
+def package(setup: Setup, engine: ExportEngine) -> Package:
     if setup.policy.zero > 1:  # legal where one data rank has nothing to divide, but not written
-        raise no_setting("nanotron", "policy.sharding", setup.policy.sharding, "zero0 or zero1")
+        raise no_setting(engine.name, "policy.sharding", setup.policy.sharding, "zero0 or zero1")
     return Package(
-        engine="nanotron",
-        release=RELEASE,
+        engine=engine,
         entry='"${RUN_TRAIN:-run_train.py}" --config-file "$here/config.yaml"',
         env={"CUDA_DEVICE_MAX_CONNECTIONS": "1", **setup.env},
-        files={"config.yaml": _config(setup)},
+        files={"config.yaml": _config(setup, engine)},
         own="data, tokenizer, optimizer's numbers, train_steps and checkpoints, all in config.yaml",
         about=_about(setup.model, setup.layout.pp),
     )
@@ -130,7 +72,7 @@ def _about(model: ModelShape, pp: int) -> tuple[str, ...]:
     return (f"this release splits the layers into stages of {counts}, as timed here",)
 
 
-def _config(setup: Setup) -> str:
+def _config(setup: Setup, engine: ExportEngine) -> str:
     layout, batch, policy, model = setup.layout, setup.batch, setup.policy, setup.model
     values = {
         "pp_engine": _ENGINES[policy.schedule],
@@ -147,7 +89,7 @@ def _config(setup: Setup) -> str:
         **{name: getattr(model, name) for name in _SIZES},
     }
     texts = {name: _scalar(value) for name, value in values.items()}
-    return _CONFIG.substitute(texts, mark=MARK, release=RELEASE)
+    return filled("nanotron-config.yaml.txt", engine, texts)
 
 
 def _scalar(value: object) -> str:

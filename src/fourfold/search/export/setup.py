@@ -10,12 +10,13 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter
+from string import Template
 from typing import Any
 
-from fourfold.cost.stacks import StackDefaults, stack_defaults
+from fourfold.cost.stacks import ExportEngine, StackDefaults, stack_defaults
 from fourfold.errors import UserError
 from fourfold.search.legal import Target, why_not
-from fourfold.spec import codec
+from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch
 from fourfold.spec.layout import AXES, Layout
 from fourfold.spec.model import ModelShape
@@ -101,8 +102,7 @@ class Package:
     """`entry` is shell text: the program and what it needs besides engine.args, where `$here` is
     the folder of the files. `own` names what the user still has to add."""
 
-    engine: str
-    release: str
+    engine: ExportEngine
     entry: str
     env: dict[str, str]
     engine_args: tuple[str, ...] = ()
@@ -110,6 +110,12 @@ class Package:
     python_path: bool = False
     own: str = ""
     about: tuple[str, ...] = ()  # sentences on what this release does
+
+
+def filled(name: str, engine: ExportEngine, values: Mapping[str, object]) -> str:
+    """A file for an engine, of its template in data/engines."""
+    text = Template(catalog.text(f"engines/{name}"))
+    return text.substitute(values, mark=MARK, release=engine.release)
 
 
 def no_setting(engine: str, field: str, value: object, hint: str) -> UserError:
@@ -152,7 +158,7 @@ def _comments(package: Package, setup: Setup) -> list[str]:
     batch, policy = setup.batch, setup.policy
     where = f"{counted(setup.hosts, 'host')} of {counted(setup.per_host, 'GPU')}"
     lines = [
-        f"{MARK} {package.engine}, for {package.release}",
+        f"{MARK} {package.engine.name}, for {package.engine.release}",
         f"{setup.model_name or setup.model.name}, {setup.layout} on {where}"
         f" ({setup.device or 'any'}); sequences of {batch.seq_len}, global"
         f" batch {batch.global_batch}, micro batch {batch.micro_batch}, {policy.precision},"

@@ -1,19 +1,25 @@
-"""torchtitan's configuration: of 0.3 a Python function that its --module and --config name; and
-what release 0.2 shares, words for axes, schedules and formats."""
+"""torchtitan's configuration. Of 0.3 a Python function that its --module and --config name; of 0.2
+--section.option flags, with the model in a module that it imports. Both share words for axes,
+schedules and formats."""
 
 from __future__ import annotations
 
-from string import Template
 from typing import Any
 
-from fourfold.search.export.setup import LLAMA_SHAPE, MARK, Package, Setup, check_model, no_setting
-from fourfold.spec.model import ModelShape
+from fourfold.cost.stacks import ExportEngine
+from fourfold.search.export.setup import (
+    LLAMA_SHAPE,
+    Package,
+    Setup,
+    check_model,
+    filled,
+    no_setting,
+)
+from fourfold.spec.model import ModelShape, Positions
 from fourfold.spec.policy import Policy
 
-RELEASE = "torchtitan 0.3.0"
 CHOICES = {"policy.reduce_dtype": (None, "fp32"), "policy.attention": ("auto", "flash")}
-OWN = "tokenizer (hf_assets_path), data, learning rate and number of steps"
-_ENGINE = "torchtitan"
+_OWN = "tokenizer (hf_assets_path), data, learning rate and number of steps"
 _SCHEDULES = {
     "1f1b": "1F1B",
     "gpipe": "GPipe",
@@ -51,149 +57,56 @@ _RECOMPUTE = {
     "full": "FullAC.Config()",
 }
 _FP8_IMPORT = "from torchtitan.components.quantization import Float8LinearConverter\n"
-_CONFIG = Template("""$mark torchtitan, for $release
-from functools import partial
-
-import torch.nn as nn
-from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.optimizer import default_adamw
-${fp8_import}from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models.common import Embedding, Linear, RMSNorm, ${rope}
-from torchtitan.models.common.config_utils import (
-    get_attention_config,
-    make_ffn_config,
-    make_gqa_config,
-)
-from torchtitan.models.common.param_init import depth_scaled_std, skip_param_init
-from torchtitan.models.${package}.model import ${model}, ${block}
-from torchtitan.models.${package}.parallelize import ${parallelize}
-from torchtitan.models.${package}.state_dict_adapter import ${adapter}
-from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.trainer import Trainer
-
-HIDDEN, VOCAB, TIED = $hidden, $vocab, $tied
+_SCALING_IMPORT = "from torchtitan.models.llama3.model.args import RoPEScalingArgs\n"
+# Release 0.2: its arguments of a model, and its converter to fp8.
+_ARGUMENTS = {"llama3": "TransformerModelArgs", "qwen3": "Qwen3ModelArgs"}
+_FP8 = "quantize.linear.float8"
+_SIZES = ("hidden", "vocab", "tied", "heads", "kv_heads", "head_size", "ffn", "layers")
 
 
-def normal(std):
-    return {"weight": partial(nn.init.trunc_normal_, std=std), "bias": nn.init.zeros_}
-
-
-def norm(width=HIDDEN):
-    init = {"weight": nn.init.ones_}
-    return RMSNorm.Config(normalized_shape=width, eps=$eps, param_init=init)
-
-
-def layer(number):
-    deep = normal(depth_scaled_std(0.02, number))
-    return ${block}.Config(
-        attention_norm=norm(),
-        ffn_norm=norm(),
-        attention=make_gqa_config(
-            dim=HIDDEN,
-            n_heads=$heads,
-            n_kv_heads=$kv_heads,
-            head_dim=$head_size,
-            fuse_qkv=True,
-            wqkv_param_init=normal(0.02),
-            wo_param_init=deep,
-            inner_attention=get_attention_config("flex"),
-            qk_norm=$qk_norm,
-            rope=${rope}.Config(
-$rope_fields            ),
-        ),
-        feed_forward=make_ffn_config(
-            dim=HIDDEN,
-            hidden_dim=$ffn,
-            w1_param_init=normal(0.02),
-            w2w3_param_init=deep,
-        ),
-    )
-
-
-def model():
-    first = skip_param_init if TIED else partial(nn.init.normal_, std=1.0)
-    return ${model}.Config(
-        dim=HIDDEN,
-        vocab_size=VOCAB,
-        enable_weight_tying=TIED,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=VOCAB, embedding_dim=HIDDEN, param_init={"weight": first}
-        ),
-        norm=norm(),
-        lm_head=Linear.Config(
-            in_features=HIDDEN, out_features=VOCAB, param_init=normal(HIDDEN**-0.5)
-        ),
-        layers=[layer(number) for number in range($layers)],
-    )
-
-
-def pretrain():
-    return Trainer.Config(
-        model_spec=ModelSpec(
-            name="${package}",
-            flavor="fourfold",
-            model=$converted,
-            parallelize_fn=${parallelize},
-            pipelining_fn=pipeline_llm,
-            post_optimizer_build_fn=None,
-            state_dict_adapter=${adapter},
-        ),
-        loss=CrossEntropyLoss.Config(global_vocab_size=VOCAB),
-        optimizer=default_adamw(lr=3e-4),
-        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
-        training=TrainingConfig(
-$training        ),
-        parallelism=ParallelismConfig(
-$parallelism        ),
-        activation_checkpoint=$recompute,
-        compile=CompileConfig(
-$compile        ),
-    )
-""")
-
-
-def is_qwen3(model: ModelShape) -> bool:
+def _is_qwen3(model: ModelShape) -> bool:
     return model.qk_norm == "head"
 
 
-def check_shape(engine: str, model: ModelShape) -> None:
-    check_model(engine, model, _SHAPES)
+def _names(model: ModelShape) -> dict[str, str]:
+    return _QWEN if _is_qwen3(model) else _LLAMA
+
+
+def check(model: ModelShape, engine: ExportEngine) -> None:
+    check_model(engine.name, model, _SHAPES)
     place = model.positions
     if place.kind != "rope":
-        raise no_setting(engine, "model.positions.kind", place.kind, "rope")
-    if place.scaling and (place.scaling.kind != "llama3" or is_qwen3(model)):
-        hint = "none" if is_qwen3(model) else "llama3, or none"
-        raise no_setting(engine, "model.positions.scaling", place.scaling.kind, hint)
+        raise no_setting(engine.name, "model.positions.kind", place.kind, "rope")
+    if place.scaling and (place.scaling.kind != "llama3" or _is_qwen3(model)):
+        hint = "none" if _is_qwen3(model) else "llama3, or none"
+        raise no_setting(engine.name, "model.positions.scaling", place.scaling.kind, hint)
+    if not engine.before or _is_qwen3(model):
+        return
+    if model.tied:
+        raise no_setting(engine.name, "model.tied", True, "release 0.3 (--export torchtitan)")
+    if model.attention_width != model.hidden:
+        raise no_setting(engine.name, "model.head_dim", model.head_dim, "hidden / heads")
 
 
-def check(model: ModelShape) -> None:
-    check_shape(_ENGINE, model)
-
-
-def check_async_tp(engine: str, policy: Policy) -> None:
+def package(setup: Setup, engine: ExportEngine) -> Package:
+    policy = setup.policy
     if policy.async_tp and not policy.compile:
-        raise no_setting(engine, "policy.async_tp", True, "compile = true, which it needs")
-
-
-def package(setup: Setup) -> Package:
-    check_async_tp(_ENGINE, setup.policy)
+        raise no_setting(engine.name, "policy.async_tp", True, "compile = true, which it needs")
+    if engine.before:
+        return _flags_package(setup, engine)
     return Package(
-        engine=_ENGINE,
-        release=RELEASE,
+        engine=engine,
         entry="-m torchtitan.train",
         env=setup.env,
         engine_args=("--module", "fourfold_config", "--config", "pretrain"),
-        files={"fourfold_config.py": _config(setup)},
+        files={"fourfold_config.py": _config(setup, engine)},
         python_path=True,
-        own=f"{OWN} (in fourfold_config.py, or as arguments of run.sh)",
-        about=_ABOUT_FP8 if setup.policy.precision == "fp8" else (),
+        own=f"{_OWN} (in fourfold_config.py, or as arguments of run.sh)",
+        about=_ABOUT_FP8 if policy.precision == "fp8" else (),
     )
 
 
-def parallelism(setup: Setup) -> dict[str, Any]:
+def _parallelism(setup: Setup) -> dict[str, Any]:
     """Fields of its parallelism section; both releases have them."""
     layout, policy = setup.layout, setup.policy
     plain = policy.zero == 0
@@ -218,7 +131,7 @@ def parallelism(setup: Setup) -> dict[str, Any]:
     }
 
 
-def training(setup: Setup) -> dict[str, Any]:
+def _training(setup: Setup) -> dict[str, Any]:
     """A pipeline takes a rank's whole share and cuts it; else micro batches are accumulated."""
     batch = setup.batch
     share = batch.global_batch // setup.layout.dp
@@ -232,28 +145,25 @@ def training(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _config(setup: Setup) -> str:
+def _config(setup: Setup, engine: ExportEngine) -> str:
     model, policy = setup.model, setup.policy
     # Captured graphs know no pipeline, and are not what was priced.
-    trained = training(setup) | {"disable_cuda_graphs": True}
-    parallel = parallelism(setup) | {"enable_sequence_parallel": policy.sequence_parallel}
+    trained = _training(setup) | {"disable_cuda_graphs": True}
+    parallel = _parallelism(setup) | {"enable_sequence_parallel": policy.sequence_parallel}
     compiled = {"enable": policy.compile, "enable_async_tensor_parallel": policy.async_tp}
-    sizes = ("hidden", "vocab", "tied", "heads", "kv_heads", "head_size", "ffn", "layers")
-    return _CONFIG.substitute(
-        _QWEN if is_qwen3(model) else _LLAMA,
-        **{name: getattr(model, name) for name in sizes},
-        mark=MARK,
-        release=RELEASE,
-        eps=repr(model.norm_eps),
-        fp8_import=_FP8_IMPORT if policy.precision == "fp8" else "",
-        qk_norm=f"norm({model.head_size})" if is_qwen3(model) else "None",
-        converted=_converted(policy),
-        recompute=_RECOMPUTE[policy.recompute],
-        rope_fields=_arguments(_rope(setup), 4),
-        training=_arguments(trained, 3),
-        parallelism=_arguments(parallel, 3),
-        compile=_arguments(compiled, 3),
-    )
+    values = {
+        "eps": repr(model.norm_eps),
+        "fp8_import": _FP8_IMPORT if policy.precision == "fp8" else "",
+        "qk_norm": f"norm({model.head_size})" if _is_qwen3(model) else "None",
+        "converted": _converted(policy),
+        "recompute": _RECOMPUTE[policy.recompute],
+        "rope_fields": _arguments(_rope(setup), 4),
+        "training": _arguments(trained, 3),
+        "parallelism": _arguments(parallel, 3),
+        "compile": _arguments(compiled, 3),
+    }
+    sizes = {name: getattr(model, name) for name in _SIZES}
+    return filled("torchtitan-config.py.txt", engine, {**_names(model), **sizes, **values})
 
 
 def _arguments(fields: dict[str, Any], depth: int) -> str:
@@ -276,12 +186,93 @@ def _rope(setup: Setup) -> dict[str, Any]:
         "max_seq_len": max(setup.batch.seq_len, place.length or 0),
         "theta": place.theta,
     }
-    if place.scaling is None:
-        return fields
-    return fields | {
-        "scaling": "llama",
-        "scaling_factor": place.scaling.factor,
-        "low_freq_factor": place.scaling.low_freq_factor,
-        "high_freq_factor": place.scaling.high_freq_factor,
-        "original_max_position_embeddings": place.scaling.original_length,
+    return fields | ({"scaling": "llama"} | _scaling(place) if place.scaling else {})
+
+
+_SCALED = (
+    "scaling_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+
+
+def _scaling(place: Positions) -> dict[str, Any]:
+    """Both releases have these names; {} without any."""
+    scaling = place.scaling
+    if scaling is None:
+        return {}
+    values = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor)
+    return dict(zip(_SCALED, (*values, scaling.original_length), strict=True))
+
+
+def _flags_package(setup: Setup, engine: ExportEngine) -> Package:
+    """Of release 0.2."""
+    model, policy = setup.model, setup.policy
+    if _is_qwen3(model) and setup.layout.pp > 1:
+        hint = "pp = 1 for a Qwen, or release 0.3"
+        raise no_setting(engine.name, "layout.pp", setup.layout.pp, hint)
+    words = [word for name, value in _options(setup).items() for word in (f"--{name}", str(value))]
+    words += ["--compile.enable"] if policy.compile else []
+    words += ["--parallelism.enable_async_tensor_parallel"] if policy.async_tp else []
+    if policy.precision == "fp8" and policy.zero > 0:  # as in its published runs
+        words += [f"--{_FP8}.enable_fsdp_float8_all_gather"]
+        words += [f"--{_FP8}.precompute_float8_dynamic_scale_for_fsdp"]
+    return Package(
+        engine=engine,
+        entry="-m torchtitan.train",
+        env=setup.env,
+        engine_args=tuple(words),
+        files={
+            "fourfold_model.py": filled("torchtitan-model.py.txt", engine, _arguments_02(setup)),
+            # For benchmarks: its packages come without a dataset and a tokenizer.
+            "fourfold_random.py": filled("torchtitan-random.py.txt", engine, {}),
+        },
+        python_path=True,
+        own=f"{_OWN} (as arguments of run.sh)",
+    )
+
+
+def _options(setup: Setup) -> dict[str, object]:
+    policy = setup.policy
+    options: dict[str, object] = {
+        "model.name": "fourfold",
+        "model.flavor": "model",
+        "experimental.custom_import": "fourfold_model",
+    }
+    options |= {f"parallelism.{name}": value for name, value in _parallelism(setup).items()}
+    if setup.layout.cp > 1:
+        options["parallelism.context_parallel_rotate_method"] = "allgather"
+    options |= {f"training.{name}": value for name, value in _training(setup).items()}
+    kind, _, every = policy.recompute.partition("-")
+    options["activation_checkpoint.mode"] = "selective" if every else kind
+    if every or kind == "selective":  # with a number it recomputes each N-th layer whole
+        options["activation_checkpoint.selective_ac_option"] = every or "op"
+    if policy.precision == "fp8":
+        options |= {"model.converters": _FP8, f"{_FP8}.filter_fqns": "output"}
+    return options
+
+
+def _arguments_02(setup: Setup) -> dict[str, object]:
+    """Of its model. A Llama's MLP width is a rounded multiple: one multiple, as wide as asked; a
+    factor of 1 leaves the frequencies as they are."""
+    model, place, package = setup.model, setup.model.positions, _names(setup.model)["package"]
+    if _is_qwen3(model):
+        more = {"head_dim": model.head_size, "hidden_dim": model.ffn, "qk_norm": True}
+        more["enable_weight_tying"] = model.tied
+        text = _arguments(more, 1)
+    else:
+        scaled = _scaling(place) or dict(zip(_SCALED, (1.0, 1.0, 4.0, 8192), strict=True))
+        multiplier = 0.5 * model.ffn / (2 * 4 * model.hidden // 3)
+        text = _arguments({"multiple_of": model.ffn, "ffn_dim_multiplier": multiplier}, 1)
+        text += f"    rope_scaling_args=RoPEScalingArgs(\n{_arguments(scaled, 2)}    ),\n"
+    return {
+        "package": package,
+        "arguments": _ARGUMENTS[package],
+        "imports": "" if _is_qwen3(model) else _SCALING_IMPORT,
+        "eps": repr(model.norm_eps),
+        "theta": repr(place.theta),
+        "length": max(setup.batch.seq_len, place.made_for or 0),
+        "more": text,
+        **{name: getattr(model, name) for name in _SIZES},
     }
