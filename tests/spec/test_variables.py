@@ -14,12 +14,14 @@ from fourfold.spec import codec
 from fourfold.spec.policy import Policy
 from fourfold.spec.variables import (
     MAX_VALUE_CHARS,
-    PLAIN,
     is_plain,
     parse_assignments,
+    plain_forms,
     require_form,
     require_plain,
 )
+
+PLAIN = plain_forms()
 
 # Each of these loads code, picks an interpreter or a compiler, or writes a file where it says.
 NAMES = """
