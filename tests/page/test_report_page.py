@@ -12,6 +12,7 @@ import pytest
 import fourfold
 from fourfold import cli
 from fourfold.result.files.store import Store
+from fourfold.spec import catalog
 from fourfold.verbs.requests import ReportRequest
 
 from .reading import Axis, name_at, same
@@ -361,6 +362,8 @@ def test_collected_rows_have_memory_predictions_and_failures(view, tmp_path: Pat
     assert sum(predicted is not None for predicted, _, _ in data) >= 6
     assert all(peak == memory for _, peak, memory in data)
     assert len(shown.marks("memory")["bars"]) > 8
+    limits = shown.page.evaluate("F.rows.map((row) => row.predicted_limit_bytes)")
+    assert {*limits} == {catalog.device("a100-80gb").memory_bytes}
     assert shown.marks("predicted")["points"]
     assert why in shown.text("#outcomes .note")
     headings = [cell.inner_text() for cell in shown.page.locator("#grid th").all()]

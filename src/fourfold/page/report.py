@@ -7,6 +7,7 @@ The library has worked out every number; the page's scripts choose, sort and dra
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fourfold.page import document
 from fourfold.page.run_details import run_details
 from fourfold.result.record import KINDS, Record
 from fourfold.result.report import OUTCOMES
+from fourfold.spec import catalog
 from fourfold.spec.layout import AXES, MODEL_AXES
 from fourfold.tables.derive import derive
 from fourfold.tables.styles import MPT, TOPOLOGY, Column
@@ -50,7 +52,7 @@ def report_page(answer: Report, *, command: str = "", title: str = "") -> str:
 
 
 def report_title(answer: Report) -> str:
-    models = list(dict.fromkeys(r.label or r.model for r in answer.records if r.label or r.model))
+    models = list(dict.fromkeys(r.label or r.model or "custom" for r in answer.records))
     more = f" and {len(models) - 3} more" if len(models) > 3 else ""
     named = f": {', '.join(models[:3])}{more}" if models else ""
     count = len(answer.records)
@@ -59,7 +61,7 @@ def report_title(answer: Report) -> str:
 
 def report_data(answer: Report, *, command: str = "", title: str = "") -> dict[str, Any]:
     """What the page holds, as plain data."""
-    full = [derive(record, answer.convention) for record in answer.records]
+    full = [_limited(derive(record, answer.convention)) for record in answer.records]
     columns = style_columns(answer.style, full)
     environments: list[dict[str, str]] = []
     return {
@@ -86,6 +88,14 @@ def report_data(answer: Report, *, command: str = "", title: str = "") -> dict[s
         "details": run_details(answer, environments),
         "environments": environments,
     }
+
+
+def _limited(record: Record) -> Record:
+    """With its GPU's memory as the limit, where none was set or predicted for it."""
+    if record.predicted_limit_bytes or (record.hardware or "") not in catalog.device_names():
+        return record
+    memory = catalog.device(record.hardware or "").memory_bytes
+    return dataclasses.replace(record, predicted_limit_bytes=memory)
 
 
 def _value(record: Record, column: Column) -> Any:
