@@ -20,7 +20,7 @@ import fourfold
 from fourfold import files
 from fourfold.errors import UserError
 from fourfold.events import Event
-from fourfold.logs import collected, metrics, tables
+from fourfold.logs import metrics, tables
 from fourfold.logs.book import Book
 from fourfold.logs.mapping import propose
 from fourfold.logs.nemo import Summary
@@ -49,7 +49,7 @@ def _charts(size: int) -> None:
 
 def _names(size: int) -> None:
     rows = [Row({"row_id": "same", "log": "a.csv"}) for _ in range(size // 10)]
-    collected._name(rows, set())
+    tables._name(rows, set())
     assert len({row["row_id"] for row in rows}) == len(rows)
 
 
@@ -200,11 +200,11 @@ def test_two_collects_into_one_file_lose_no_row(
     out = tmp_path / "all.csv"
     rows = {name: [Row({"log": f"{name}.log", "step_s": "1"})] for name in "ab"}
     first = threading.Thread(
-        target=collected.keep, args=(rows["a"], str(out)), kwargs={"force": False}
+        target=tables.keep, args=(rows["a"], str(out)), kwargs={"force": False}
     )
     first.start()
     started.wait()
-    assert collected.keep(rows["b"], str(out), force=False) == 2
+    assert tables.keep(rows["b"], str(out), force=False) == 2
     first.join()
     written = csv.DictReader(out.read_text().splitlines())
     assert [row["row_id"] for row in written] == ["a", "b"]

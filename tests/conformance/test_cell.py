@@ -7,9 +7,8 @@ import itertools
 import pytest
 
 from fourfold.conformance.cell import Cell, candidates
-from fourfold.conformance.matrix import COLUMNS
 from fourfold.conformance.ranks.adapters import adapter_file
-from fourfold.conformance.verdicts import known_reports, resembling
+from fourfold.conformance.verdicts import COLUMNS, known_reports, resembling
 
 
 def test_words_are_read_back() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.launch.command import stop_signals
 from fourfold.launch.local import run_job
-from fourfold.launch.stop import stop_signals
 from fourfold.result.files.stored import unseal
 from fourfold.result.job import Beat, Job, JobReport, beat_file, read_beat
 from fourfold.spec import codec

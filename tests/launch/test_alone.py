@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from fourfold.launch.alone import measuring, said_if_not_alone
+from fourfold.launch.permit import measuring, said_if_not_alone
 
 
 def test_a_second_measurement_is_said_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,11 @@ from fourfold.cost.memory.peak import memory
 from fourfold.cost.run import IDLE_W, mean_power_w
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
-from fourfold.search.front import STEP, memory_front
 from fourfold.search.ranking import rank_layouts
 from fourfold.spec import catalog
 from fourfold.spec.batch import Ramp
 from fourfold.units import share_from
-from fourfold.verbs.front import _fits, _longer, _wider
+from fourfold.verbs.front import STEP, _fits, _longer, _wider, memory_front
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 

@@ -20,6 +20,7 @@ from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.search import export
 from fourfold.search.answer import training
+from fourfold.search.beside import deciding, reversals
 from fourfold.search.candidates import MICRO_BATCHES, candidates
 from fourfold.search.explain import explain
 from fourfold.search.export.setup import Setup
@@ -35,7 +36,6 @@ from fourfold.search.query import (
 )
 from fourfold.search.ranking import rank_layouts
 from fourfold.search.rules.case import divisors
-from fourfold.search.sensitivity import deciding, reversals
 from fourfold.show.plan import page
 from fourfold.spec import catalog, codec
 from fourfold.spec.batch import Batch, Ramp

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from fourfold.errors import UserError
 from fourfold.launch.batch_script import BatchJob, script
-from fourfold.launch.node_script import node_script
 from fourfold.launch.outcomes import JobScene, fallen
 from fourfold.launch.slurm import Slurm, Submitted, submitted
+from fourfold.launch.slurm_command import node_script
 from fourfold.launch.slurm_ranks import SlurmRanks, State
 from fourfold.logs.log import step_words
 from fourfold.result.job import PORT_VARIABLE, Job

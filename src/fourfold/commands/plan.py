@@ -17,8 +17,7 @@ from fourfold.events import Event, OnEvent, notes
 from fourfold.options import option
 from fourfold.output import Output
 from fourfold.show import plan as shown
-from fourfold.show.explain import explain_page
-from fourfold.show.front import front_page, largest_page
+from fourfold.show.explain import explain_page, front_page, largest_page
 from fourfold.show.machines import stacks_page
 from fourfold.show.pictures import must_be_picture
 from fourfold.show.schedule_picture import SUFFIXES, picture

@@ -36,9 +36,8 @@ def run(args: Any, show: OnEvent) -> Output:
         import uvicorn
     except ImportError as error:
         raise UserError(f"needs {error.name}", hint="pip install 'fourfold[serve]'") from None
-    from fourfold.page.connections import BACKLOG, protocol
     from fourfold.page.document import plotly_script
-    from fourfold.page.guard import Served, listening
+    from fourfold.page.guard import BACKLOG, Served, listening, protocol
     from fourfold.page.serve import app
 
     plotly_script("serve")

@@ -11,8 +11,9 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,10 +21,62 @@ from typing import Protocol
 from fourfold.errors import UserError
 from fourfold.launch.identity import VARIABLE, end_leftovers, new_mark
 from fourfold.launch.outcomes import kernel_kills
-from fourfold.launch.stop import stop_signals
 from fourfold.result.job import LOG_FILE, LOG_FILES
 from fourfold.result.report import Outcome
 from fourfold.units import counted
+
+_SAME_REQUEST_S = 1.0  # signals closer together are one request
+
+
+class _StopRequests:
+    """With a `stop_file` the first signal makes that file and only a later one raises; SIGUSR1 asks
+    and never raises. Slurm sends SIGUSR1 before a time limit and SIGTERM at it, `timeout` sends its
+    signal twice at once: neither may cut off the save that is under way."""
+
+    def __init__(self, stop_file: Path | None) -> None:
+        self._file = stop_file
+        self._asked_at: float | None = None
+
+    def stop(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        asked = self._asked_at is not None and now - self._asked_at > _SAME_REQUEST_S
+        if self._file is None or asked:
+            raise KeyboardInterrupt
+        self._asked_at = self._asked_at or now
+        self.ask(number, _)
+
+    def ask(self, number: int, _: object) -> None:
+        assert self._file is not None
+        what = "saving after this step, then stopping"
+        try:
+            self._file.touch()
+        except OSError as error:  # a full disk: must not end the ranks without a word
+            what = f"cannot ask the ranks to save ({error.strerror}); send it again to stop at once"
+        # Not print: a handler may interrupt one.
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{signal.Signals(number).name}: {what}\n".encode())
+
+
+@contextlib.contextmanager
+def stop_signals(stop_file: Path | None) -> Iterator[None]:
+    """SIGTERM acts like Ctrl-C while ranks run. Only the main thread may set handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    requests = _StopRequests(stop_file)
+    handlers = {signal.SIGTERM: requests.stop}
+    if stop_file is not None:
+        handlers |= {signal.SIGINT: requests.stop, signal.SIGUSR1: requests.ask}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background jobs so: the keyboard's Ctrl-C is not meant for them.
+        handlers.pop(signal.SIGINT, None)
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 _POLL_S, _END_S, _SAY_EVERY_S = 0.2, 5.0, 2.0
 _CHUNK_BYTES = 2**20

@@ -1,10 +1,15 @@
-"""What a job may do on this host: what it has room for, and what the command line allows beyond."""
+"""What a job may do on this host: what it has room for, what the command line allows beyond, and
+whether others measure here meanwhile, which makes the seconds of both too high."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fourfold.errors import UserError
 from fourfold.result.job import Job
@@ -91,3 +96,43 @@ def most_ranks() -> tuple[int, str]:
         room = f"{show_bytes(memory_bytes)} of memory, and a rank takes {show_bytes(RANK_BYTES)}"
         return by_memory, f"{room} before its model"
     return by_cores, f"{counted(cores, 'core')} and {counted(gpus, 'GPU')}"
+
+
+T = TypeVar("T")
+_LOCK = "fourfold-measures.lock"
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[bool]:
+    """Whether this process is the only one of the host that measures; of whichever user."""
+    path = os.path.join(tempfile.gettempdir(), _LOCK)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle, is_alone = -1, True
+    try:
+        with contextlib.suppress(FileExistsError):  # another user's cannot be created again
+            os.close(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644))
+        handle = os.open(path, flags)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_alone = False
+    except OSError:  # no folder for temporary files, or one without locks: nobody can know
+        pass
+    try:
+        yield is_alone
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def said_if_not_alone(run: Callable[..., T], warn: Callable[[str], None]) -> Callable[..., T]:
+    """`run`, with a word when another command measures at the same time; once is enough."""
+    said: list[bool] = []
+
+    def watched(*args: object) -> T:
+        with measuring() as is_alone:
+            if not is_alone and not said:
+                said.append(True)
+                warn("another fourfold command measures on this host: seconds of both are too high")
+            return run(*args)
+
+    return watched

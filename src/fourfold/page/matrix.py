@@ -5,8 +5,7 @@ from __future__ import annotations
 from html import escape
 
 import fourfold
-from fourfold.conformance.matrix import COLUMNS
-from fourfold.conformance.verdicts import WORDS, Verdict
+from fourfold.conformance.verdicts import COLUMNS, WORDS, Verdict
 from fourfold.page.document import MARK, content_hash
 from fourfold.show.conformance import said_of
 from fourfold.verbs.conformance import Conformance

@@ -6,21 +6,25 @@ text = plan_page(fourfold.plan(request), request)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import fourfold
 from fourfold.events import OnEvent
 from fourfold.page import document
 from fourfold.page.command import plan_command
-from fourfold.page.plan_words import facts, words_of
 from fourfold.page.run_details import MOST_EVENTS, timeline_data
 from fourfold.search.plan_answer import plain
 from fourfold.show import plan as shown
 from fourfold.show.table import Grid, Part
+from fourfold.spec.cluster import Cluster
+from fourfold.spec.model import ModelShape
+from fourfold.spec.words import SHARDINGS
+from fourfold.units import counted
 from fourfold.verbs.export import Exported, NotExported, export_all
 from fourfold.verbs.front import FrontPoint, front
 from fourfold.verbs.plan import best_timeline
+from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
 
 if TYPE_CHECKING:
@@ -124,3 +128,106 @@ def _compared(row: PlanRow) -> dict[str, Any]:
              "tflops_gpu", "mfu_pct", "gpu_hours", "training_s", "cost")  # fmt: skip
     policy = {"sharding": row.policy.sharding, "recompute": row.policy.recompute}
     return {"name": str(row)} | policy | {name: getattr(row, name) for name in names}
+
+
+_SHARDED = (
+    "nothing is sharded: every rank has weights, gradients and optimizer state whole",
+    "optimizer state is sharded over the ranks of dp",
+    "optimizer state and gradients are sharded over the ranks of dp",
+    "weights, gradients and optimizer state are sharded over the ranks of dp (FSDP)",
+)
+_RECOMPUTE = {
+    "none": "activations are kept until the backward pass",
+    "full": "activations of every layer are computed again in the backward pass",
+    "selective": "attention is computed again in the backward pass",
+}
+
+
+def facts(answer: PlanAnswer, request: PlanRequest) -> list[tuple[str, str]]:
+    """(what, its value) of the model, the machines and the training."""
+    query, _ = resolved(request)
+    return [
+        ("Model", _model(query.model, answer.params)),
+        ("Machines", _machines(query.cluster, answer)),
+        ("Network", _network(query.cluster, answer.gpus)),
+        ("A step", f"{answer.global_batch:,} sequences of {answer.seq_len:,} tokens, "
+                   f"{answer.seq_len * answer.global_batch / 1e6:.3g} million tokens"),
+        ("Arithmetic", answer.precision),
+        ("Engine", "not chosen" if answer.stack == "generic" else answer.stack),
+        *_training(answer, request, query.cluster.price_per_gpu_hour),
+    ]  # fmt: skip
+
+
+def _model(model: ModelShape, params: int) -> str:
+    heads = f"{model.heads} heads" + (
+        f" on {model.kv_heads} of keys and values" if model.kv_heads != model.heads else ""
+    )
+    sizes = f"{model.layers} layers, hidden {model.hidden:,}, MLP {model.ffn:,}, {heads}"
+    return f"{model.name}, {params / 1e9:.3g} billion parameters: {sizes}, {model.vocab:,} tokens"
+
+
+def _machines(cluster: Cluster, answer: PlanAnswer) -> str:
+    hosts = -(-answer.gpus // cluster.host_gpus)
+    each = f"{hosts} hosts of {cluster.host_gpus}" if hosts > 1 else "one host of"
+    memory = f"{cluster.device.memory_bytes / 2**30:.0f} GiB each"
+    of = "" if cluster.name == cluster.device.id else f" ({cluster.name})"
+    return f"{counted(answer.gpus, 'GPU')}, {each} x {cluster.device.name}, {memory}{of}"
+
+
+def _network(cluster: Cluster, gpus: int) -> str:
+    inner = [link for link in cluster.links if link.ranks <= cluster.host_gpus]
+    outer = [link for link in cluster.links if link.ranks > cluster.host_gpus]
+    said = [f"{link.bytes_per_s / 1e9:.0f} GB/s per GPU within {link.name}" for link in inner]
+    if gpus > cluster.host_gpus:
+        said += [
+            f"{8 * link.bytes_per_s * cluster.host_gpus / 1e9:,.0f} Gbit/s per host ({link.name})"
+            for link in outer[:1]
+        ]
+    return ", ".join(said) or "one GPU"
+
+
+def _training(
+    answer: PlanAnswer, request: PlanRequest, price: float | None
+) -> Iterator[tuple[str, str]]:
+    best = answer.best
+    if best is None or best.training_s is None:
+        return
+    slow, quick = best.step_s_high / best.step_s, best.step_s_low / best.step_s
+    days = best.training_s / 86400.0
+    took = f"{days:.3g} days (80%: {days * quick:.3g} to {days * slow:.3g})"
+    lost = f", {100 * request.lost:.3g}% of them lost to restarts" if request.lost else ""
+    tokens = f"{(request.tokens or 0) / 1e9:,.4g} billion tokens"
+    yield "Training", f"{tokens}, {counted(answer.training['steps'], 'step')}: {took}{lost}"
+    hours = best.gpu_hours
+    span = f"80%: {hours * quick:,.0f} to {hours * slow:,.0f}"
+    yield "GPU-hours", f"{hours:,.0f} ({span})"
+    if best.cost is not None and price is not None:
+        span = f"80%: {best.cost * quick:,.0f} to {best.cost * slow:,.0f}"
+        at = f"in the currency of the price, {price:g} per GPU-hour"
+        yield "Cost", f"{best.cost:,.0f} ({span}), {at}"
+
+
+def words_of(row: PlanRow) -> list[tuple[str, str]]:
+    """(a word of the first layout, what it means there)."""
+    layout, policy = row.layout, row.policy
+    copies = f", in {layout.replicate} groups that hold copies" if layout.replicate > 1 else ""
+    said = [
+        (f"pp{layout.pp}", "pipeline: " + (
+            f"the layers are cut into {layout.pp} stages" if layout.pp > 1 else "layers are not cut"
+        )),
+        (f"dp{layout.dp}", f"data: {layout.dp} ranks train on different sequences{copies}"),
+        (f"cp{layout.cp}", "context: " + (
+            f"each sequence is cut into {layout.cp} parts" if layout.cp > 1
+            else "sequences are not cut"
+        )),
+        (f"tp{layout.tp}", "tensor: " + (
+            f"every matrix is cut over {layout.tp} GPUs" if layout.tp > 1 else "matrices are whole"
+        )),
+        (f"micro batch {row.micro_batch}",
+         f"sequences that a rank computes at once: {row.micro_batch}"),
+    ]  # fmt: skip
+    by_name = zip(SHARDINGS, _SHARDED, strict=True)
+    sharding = next((text for name, text in by_name if name in policy.sharding), "")
+    recompute = _RECOMPUTE.get(policy.recompute, "parts of the layers are computed again")
+    said += [(policy.sharding, sharding)] if sharding else []
+    return [*said, (f"recompute {policy.recompute}", recompute)]

@@ -18,16 +18,24 @@ from fourfold.cost.predict import predictions
 from fourfold.cost.run import mean_power_w
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.traffic import crosses
-from fourfold.search.beside import alternative, evidence, faster, near_miss, outside, unproven_best
+from fourfold.search.beside import (
+    alternative,
+    deciding,
+    evidence,
+    faster,
+    near_miss,
+    outside,
+    reversals,
+    unproven_best,
+)
 from fourfold.search.choice import sure_line
 from fourfold.search.export import runs_in
+from fourfold.search.fixes import ways_out
 from fourfold.search.legal import why_not
 from fourfold.search.listed import only
 from fourfold.search.plan_answer import Alternative, CalibrationFacts, Choice, PlanAnswer, PlanRow
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking
-from fourfold.search.sensitivity import deciding, reversals
-from fourfold.search.way_out import ways_out
 from fourfold.spec.layout import Layout
 from fourfold.spec.run import chosen_layout, chosen_policy
 from fourfold.spec.supported import remarks

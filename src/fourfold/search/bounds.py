@@ -27,8 +27,7 @@ from fourfold.cost.step.layer import layer_times, ops_s
 from fourfold.cost.step.pipeline import StageTimes
 from fourfold.cost.step.rates import beside_s
 from fourfold.search.candidates import Ints, Places, row_numbers
-from fourfold.search.cores import on_cores
-from fourfold.search.peaks import blocks
+from fourfold.search.peaks import blocks, on_cores
 from fourfold.search.query import PlanQuery
 from fourfold.spec.layout import MODEL_AXES
 

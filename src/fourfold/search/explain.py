@@ -15,12 +15,12 @@ from fourfold.cost.predict import Predictions, chunk_times
 from fourfold.cost.schedule import Timeline, play
 from fourfold.errors import UserError
 from fourfold.search.answer import answer
+from fourfold.search.beside import tie_width
 from fourfold.search.candidates import candidates
 from fourfold.search.legal import Refusal, why_not
 from fourfold.search.plan_answer import CalibrationFacts, PlanRow, plain
 from fourfold.search.query import PlanQuery
 from fourfold.search.ranking import Ranking, rank_layouts
-from fourfold.search.sensitivity import tie_width
 from fourfold.spec.layout import AXES, SIZES, Layout
 from fourfold.spec.run import chosen_policy
 from fourfold.spec.supported import remarks

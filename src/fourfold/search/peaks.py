@@ -6,9 +6,11 @@ bound a point from below and from above, and only what that leaves open is count
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +28,32 @@ from fourfold.cost.memory.stage import around_bytes, stages
 from fourfold.cost.memory.walk import layer_bytes
 from fourfold.cost.stacks import stack_defaults
 from fourfold.search.candidates import Ints, Places, row_numbers
-from fourfold.search.cores import CHUNK, on_cores
 from fourfold.search.query import PlanQuery
 from fourfold.spec.layout import MODEL_AXES
+
+OnProgress = Callable[[float], None]  # hears what share of some work is done
+T = TypeVar("T")
+R = TypeVar("R")
+MOST_THREADS = 8  # more wait for each other more than they help
+CHUNK = 16384  # points at a time: what they need stays in a core's cache
+
+
+def no_progress(share: float) -> None:
+    """Short work tells nobody."""
+
+
+def on_cores(
+    work: Callable[[T], R], pieces: Iterable[T], tell: OnProgress = no_progress
+) -> list[R]:
+    """work(piece) of each, in their order; NumPy lets threads run side by side."""
+    todo = list(pieces)
+    done: list[R] = []
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for one in pool.map(work, todo) if len(todo) > 1 else map(work, todo):
+            done.append(one)
+            tell(len(done) / len(todo))
+    return done
+
 
 SLACK = 1e-9  # rounding between a bound and the count
 

@@ -27,8 +27,7 @@ from fourfold.cost.memory.peak import (
 from fourfold.cost.stacks import stack_defaults
 from fourfold.events import Bar
 from fourfold.search.candidates import Candidates, Ints, Places, row_numbers
-from fourfold.search.cores import CHUNK, OnProgress, no_progress, on_cores
-from fourfold.search.peaks import WaysTable, blocks, peaks
+from fourfold.search.peaks import CHUNK, OnProgress, WaysTable, blocks, no_progress, on_cores, peaks
 from fourfold.search.query import PlanQuery
 from fourfold.spec.expression import Expression, in_gib
 from fourfold.spec.layout import MODEL_AXES

@@ -1,4 +1,5 @@
-"""One layout explained as a page: why it is illegal or too large, or what it takes."""
+"""Pages beside a plan: one layout explained (why it is illegal or too large, or what it takes), and
+seconds against memory or GPUs."""
 
 from __future__ import annotations
 
@@ -7,13 +8,24 @@ from typing import TYPE_CHECKING
 
 from fourfold.cost.listing import whole_units
 from fourfold.errors import sentence
-from fourfold.show.plan import GIB, approximated, evidence, interval_s, layouts_table, short_s
+from fourfold.show.plan import (
+    GIB,
+    approximated,
+    evidence,
+    interval_s,
+    layouts_table,
+    page,
+    short_s,
+    source,
+)
 from fourfold.show.table import Grid, Part, or_dash
+from fourfold.units import counted, show_count
 
 if TYPE_CHECKING:
     from fourfold.cost.listing import OpRow
     from fourfold.search.explain import Explanation
     from fourfold.search.plan_answer import PlanRow
+    from fourfold.verbs.front import Front, Largest
 
 
 def explain_page(answer: Explanation) -> list[Part]:
@@ -91,3 +103,43 @@ def _explained(answer: Explanation, row: PlanRow, best: PlanRow) -> list[Part]:
         f"evidence: {evidence(row)}",
         *(["", operations_table(answer.operations)] if answer.operations else []),
     ]
+
+
+def front_page(front: Front) -> list[Part]:
+    if not front.points:
+        return [f"No layout to rank: {front.asked.reason}"]
+    first, last = front.points[0], front.points[-1]
+    what = {
+        "memory": "the fastest layouts for less and less memory",
+        "gpus": "the first choice on fewer and fewer GPUs",
+    }[front.against]
+    slower = f"{last.row.step_s / first.row.step_s:.3g} times as long"
+    grid = layouts_table([one.row for one in front.points])
+    # Layouts of a front are not rivals: each is the best of its kind.
+    shown = [i for i, name in enumerate(grid.headings) if i and name != "near best"]
+    headings = ["GPUs", *(grid.headings[i] for i in shown)]
+    rows = [
+        [f"{one.gpus}", *(cells[i] for i in shown)]
+        for one, cells in zip(front.points, grid.rows, strict=True)
+    ]
+    return [
+        f"{front.asked.model}: {what}; the last takes {slower}.",
+        "",
+        Grid(headings, rows),
+        "",
+        source(front.asked),
+    ]
+
+
+def largest_page(found: Largest) -> list[Part]:
+    shape = f"{counted(found.model.layers, 'layer')} of {found.model.hidden}"
+    best = found.plan.best
+    # Sizes are tried until none more likely fits than not, or none surely does.
+    sure = f"fits with a chance of {100 * best.fit_chance:.0f}%" if best is not None else "fits"
+    sequences = f"{found.plan.global_batch} sequence{'s' * (found.plan.global_batch > 1)}"
+    what = (
+        f"The longest sequence is {found.seq_len:,} tokens ({sequences} per step); it {sure}"
+        if found.of == "sequence"
+        else f"The largest model has {show_count(found.params)} parameters ({shape}); it {sure}"
+    )
+    return [f"{what}.", "", *page(found.plan)]

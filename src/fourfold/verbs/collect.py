@@ -15,12 +15,10 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.flag import flag
 from fourfold.logs.book import Book
-from fourfold.logs.collected import check_out, keep
-from fourfold.logs.log import READERS, read_log
+from fourfold.logs.log import READERS, read_log, read_nodes
 from fourfold.logs.mapping import ColumnMap, proposal, read_mapping
-from fourfold.logs.nodes import read_nodes
 from fourfold.logs.row import COLUMNS, EXTRA, Row, complete, require_column, row_of, text_of
-from fourfold.logs.tables import is_table, read_table
+from fourfold.logs.tables import check_out, is_table, keep, read_table
 from fourfold.spec import catalog, check, codec, nccl_tests
 from fourfold.units import counted
 from fourfold.verbs import Answer

@@ -14,8 +14,7 @@ from fourfold.conformance import repro
 from fourfold.conformance.cell import Cell, candidates
 from fourfold.conformance.install import OURS, Release, engines_folder, find, install, installed
 from fourfold.conformance.lab import Lab
-from fourfold.conformance.matrix import COLUMNS
-from fourfold.conformance.verdicts import Verdict, examine
+from fourfold.conformance.verdicts import COLUMNS, Verdict, examine
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore, notes
 from fourfold.flag import flag

@@ -12,15 +12,13 @@ from pathlib import Path
 
 from fourfold import files
 from fourfold.events import OnEvent, progress, warnings
-from fourfold.launch.alone import said_if_not_alone
 from fourfold.launch.campaign import Campaign, Say, launch_run
 from fourfold.launch.command import Ended, Watch, run_command
-from fourfold.launch.node_script import node_script
 from fourfold.launch.outcomes import tail
-from fourfold.launch.permit import Permit
+from fourfold.launch.permit import Permit, said_if_not_alone
 from fourfold.launch.queue import Queue, Work
 from fourfold.launch.slurm import Slurm
-from fourfold.launch.slurm_command import follow_command
+from fourfold.launch.slurm_command import follow_command, node_script
 from fourfold.logs.log import step_words
 from fourfold.result.files.store import Store
 from fourfold.result.files.stored import seal

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from fourfold.cost.count.params import model_params
+from fourfold.cost.memory.peak import fit_chance
+from fourfold.cost.predict import predictions
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search.answer import answer
-from fourfold.search.front import memory_front
+from fourfold.search.fastest import fastest
 from fourfold.search.plan_answer import PlanAnswer, PlanRow, plain
-from fourfold.search.ranking import rank_layouts
+from fourfold.search.ranking import Ranking, rank_layouts
 from fourfold.search.shapes import best_of, shapes_near
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
@@ -22,6 +26,31 @@ from fourfold.verbs import Answer
 from fourfold.verbs.plan import plan
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest
+
+# Of the device: what two neighbours of a front differ by at least.
+STEP = 0.02
+
+
+def memory_front(ranking: Ranking, most: int) -> Ranking:
+    """The ranked points that no other undercuts in both seconds (closed form) and bytes, fastest
+    first, each smaller than the one before by 2% of the device or more."""
+    space, mask = ranking.cells.space, ranking.ranked.copy()
+    peak_bytes = np.full(mask.size, np.inf)
+    members = np.flatnonzero(mask)
+    peak_bytes[members] = space.peak_bytes(members)
+    step = STEP * ranking.query.cluster.device.memory_bytes
+    front: list[int] = []
+    while mask.any() and len(front) < most:
+        index, step_s = fastest(ranking.cells, mask, keep=1, variants=1)
+        best = int(index[np.lexsort((peak_bytes[index], step_s))[0]])
+        front.append(best)
+        mask &= (peak_bytes < peak_bytes[best] - step).reshape(mask.shape)
+    points = space.points(np.array(front, dtype=np.intp))
+    points["peak_bytes"] = peak_bytes[front]
+    predicted = predictions(ranking.query.columns(points), ranking.query.entry)
+    fits = fit_chance(predicted.columns, ranking.query.entry)
+    return replace(ranking, points=points, predicted=predicted, fits=fits, fastest={})
+
 
 Against = Literal["memory", "gpus"]
 Of = Literal["sequence", "model"]
