@@ -28,7 +28,7 @@ from fourfold.verbs.engine_runs import TemplateRuns
 from fourfold.verbs.engines import EngineTemplate
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import BenchRequest
-from fourfold.verbs.where import left_to, submission, work_folder
+from fourfold.verbs.sites import left_to, submission, work_folder
 
 COMMANDS = {
     "sbatch": 'number=$(($(ls {jobs} | wc -l) + 101)); echo PENDING >{jobs}/$number; echo $number',

@@ -11,7 +11,7 @@ from fourfold.cli import main
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.search import advise
-from fourfold.search.shapes import TOLERANCE, shapes_near
+from fourfold.search.compare import TOLERANCE, shapes_near
 from fourfold.spec import catalog
 
 SHAPE = advise.LayerShape(

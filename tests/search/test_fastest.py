@@ -41,7 +41,7 @@ from fourfold.spec.batch import Batch
 from fourfold.spec.expression import parse
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
-from tests.result.test_host_profile import host_point, profile
+from tests.result.test_cpu_profile import host_point, profile
 from tests.sampling import examples
 
 SHIPPED = calibrations.shipped()

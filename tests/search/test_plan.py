@@ -19,8 +19,8 @@ from fourfold.cost.stacks import RELEASES
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.search import export
+from fourfold.search.alternatives import deciding, reversals
 from fourfold.search.answer import training
-from fourfold.search.beside import deciding, reversals
 from fourfold.search.candidates import MICRO_BATCHES, candidates
 from fourfold.search.explain import explain
 from fourfold.search.export.setup import Setup

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fourfold.show.machines import profile_page
-from tests.result.test_host_profile import profile
+from tests.result.test_cpu_profile import profile
 
 
 @pytest.mark.parametrize(("unsteady", "says"), [((0.1, 0.1, 0.1), False), ((0.1, 0.42, 0.1), True)])

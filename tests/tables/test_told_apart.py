@@ -82,7 +82,7 @@ def test_tables_have_a_row_for_each_and_no_two_say_the_same(style: str) -> None:
     for block in blocks:
         if isinstance(block, Text):
             above = " ".join(block.lines)
-            assert "before" not in above  # the older figure of a repeat
+            assert "earlier" not in above  # the figure of a repeat
             continue
         kept = [i for i, heading in enumerate(block.headings) if heading not in RESULTS]
         settings += [(above, *(row.cells[i] for i in kept)) for row in block.data]

@@ -20,7 +20,7 @@ from fourfold.cost.fit import calibration as calibrations
 from fourfold.errors import UserError
 from fourfold.page.command import layout_table, plan_command
 from fourfold.page.plan import plan_data
-from fourfold.search.shapes import WORTH_TRYING
+from fourfold.search.compare import WORTH_TRYING
 from fourfold.spec.layout import AXES, SIZES
 from fourfold.verbs.question import EXPORTED, resolved
 from fourfold.verbs.requests import PlanRequest

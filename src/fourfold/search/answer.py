@@ -18,7 +18,7 @@ from fourfold.cost.predict import predictions
 from fourfold.cost.run import mean_power_w
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.traffic import crosses
-from fourfold.search.beside import (
+from fourfold.search.alternatives import (
     alternative,
     deciding,
     evidence,

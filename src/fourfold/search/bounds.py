@@ -25,7 +25,7 @@ from fourfold.cost.step.estimate import (
 )
 from fourfold.cost.step.layer import layer_times, ops_s
 from fourfold.cost.step.pipeline import StageTimes
-from fourfold.cost.step.rates import beside_s
+from fourfold.cost.step.rates import overlapped_s
 from fourfold.search.candidates import Ints, Places, row_numbers
 from fourfold.search.peaks import blocks, on_cores
 from fourfold.search.query import PlanQuery
@@ -34,7 +34,7 @@ from fourfold.spec.layout import MODEL_AXES
 LAYOUT = (*MODEL_AXES, "cp_kind")  # what makes two rows the same layout; dp follows
 
 
-def once_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
+def per_step_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
     """Seconds that every way to run a row pays for gradients and updates, with the waiting that
     they add to a step."""
     coef, found = query.entry.coefficients, []
@@ -101,8 +101,8 @@ class Pipes:
             place = (first + np.searchsorted(self.sizes, size)) * len(self.kinds) + kind
             layer = self.layer_s.take(place)
             if move is not None:
-                beside = beside_s(c, coef, busy=self.busy_s.take(place), move=move)
-                layer = np.maximum(layer, beside)
+                overlapped = overlapped_s(c, coef, busy=self.busy_s.take(place), move=move)
+                layer = np.maximum(layer, overlapped)
             ends = self.head_s.take(place), self.embed_s.take(place)
             sent = ops_s(handover(c, size.astype(np.float64)), rates_of(c, coef))
             return stage_times(c, layer, *ends, sent)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.cost.columns import Floats
-from fourfold.search.bounds import LAYOUT, Pipes, gathering_s, once_s, pipes_of
+from fourfold.search.bounds import LAYOUT, Pipes, gathering_s, per_step_s, pipes_of
 from fourfold.search.candidates import Places, repeats, row_numbers
 from fourfold.search.space import Bools, Space
 from fourfold.spec.words import SHARDINGS
@@ -28,7 +28,7 @@ class Cells:
     layouts: Places  # a number from 0 for the layout of each group
     least_s: Floats
     more_s: Floats  # of each row: how much more than its group it pays at least
-    once_s: Floats  # of each row, at least, for gradients and updates
+    per_step_s: Floats  # of each row, at least, for gradients and updates
     move_s: Floats  # of each row, for the gathers of one layer
     pipe: Places  # of each row
     pipes: Pipes
@@ -60,7 +60,7 @@ class Cells:
         """Seconds that points do not undercut, with the weights that each gathers."""
         row, way = np.divmod(index, self.least_s.shape[1])
         least_s = self.pipes.bound_s(self.pipe[row], way, self.move_s[row])
-        return least_s * (1.0 - SLACK) + self.once_s[row]
+        return least_s * (1.0 - SLACK) + self.per_step_s[row]
 
 
 def _some(mask: Bools, order: Places, starts: Places) -> Bools:
@@ -87,7 +87,7 @@ def cells_of(space: Space, asked: Bools | None = None) -> Cells:
     held = _some(space.legal if asked is None else asked, order, pipe_starts)
     columns = {name: column[first] for name, column in space.rows.items()}
     pipes = pipes_of(space.query, columns, space.ways)
-    once = once_s(space.query, space.rows) * (1.0 - SLACK)
+    once = per_step_s(space.query, space.rows) * (1.0 - SLACK)
     least_once = np.minimum.reduceat(once[order], starts) if len(starts) else once
     more_s = np.empty_like(once)
     more_s[order] = once[order] - np.repeat(least_once, counts)
@@ -99,7 +99,7 @@ def cells_of(space: Space, asked: Bools | None = None) -> Cells:
         layouts=layouts.reshape(-1)[order[starts]],
         least_s=(pipes.least_s(held) * (1.0 - SLACK))[of_group] + least_once[:, None],
         more_s=more_s,
-        once_s=once,
+        per_step_s=once,
         move_s=gathering_s(space.query, space.rows),
         pipe=pipe,
         pipes=pipes,

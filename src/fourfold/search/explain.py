@@ -14,8 +14,8 @@ from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import Predictions, chunk_times
 from fourfold.cost.schedule import Timeline, play
 from fourfold.errors import UserError
+from fourfold.search.alternatives import tie_width
 from fourfold.search.answer import answer
-from fourfold.search.beside import tie_width
 from fourfold.search.candidates import candidates
 from fourfold.search.legal import Refusal, why_not
 from fourfold.search.plan_answer import CalibrationFacts, PlanRow, plain

@@ -24,7 +24,7 @@ from fourfold.verbs.facts import run_facts
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import OURS, BenchRequest, Start
 from fourfold.verbs.runs import TRIAL_TAG
-from fourfold.verbs.where import Submission, site_of, submission
+from fourfold.verbs.sites import Submission, site_of, submission
 
 MOST_TRIALS = 6
 

@@ -29,7 +29,7 @@ from fourfold.spec.run import RunSpec
 from fourfold.units import counted
 from fourfold.verbs import Answer
 from fourfold.verbs.run_requests import CalibrateRequest
-from fourfold.verbs.where import Submission, launcher_of, left_to, site_of, work_folder
+from fourfold.verbs.sites import Submission, launcher_of, left_to, site_of, work_folder
 
 _QUICK_S, _WHOLE_S = 11.0, 130.0
 CPU_RANKS = 4

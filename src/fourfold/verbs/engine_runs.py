@@ -41,7 +41,7 @@ from fourfold.verbs.engines import (
 )
 from fourfold.verbs.machine import Predictor, predictor, read_calibration
 from fourfold.verbs.run_requests import MeasureRequest, SweepRequest
-from fourfold.verbs.where import launcher_of, site_of
+from fourfold.verbs.sites import launcher_of, site_of
 
 _ENDS_ITSELF_S = 60.0
 

@@ -12,10 +12,10 @@ from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search import export as exports
 from fourfold.search.answer import answer
+from fourfold.search.compare import best_of
 from fourfold.search.export.setup import Setup
 from fourfold.search.plan_answer import PlanRow
 from fourfold.search.ranking import Ranking
-from fourfold.search.shapes import best_of
 from fourfold.spec import check
 from fourfold.units import counted
 from fourfold.verbs.question import resolved

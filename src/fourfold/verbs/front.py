@@ -15,10 +15,10 @@ from fourfold.cost.predict import predictions
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search.answer import answer
+from fourfold.search.compare import best_of, shapes_near
 from fourfold.search.fastest import fastest
 from fourfold.search.plan_answer import PlanAnswer, PlanRow, plain
 from fourfold.search.ranking import Ranking, rank_layouts
-from fourfold.search.shapes import best_of, shapes_near
 from fourfold.spec import catalog
 from fourfold.spec.model import ModelShape
 from fourfold.units import counted

@@ -10,11 +10,11 @@ from fourfold.cost.schedule import Timeline
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent, ignore
 from fourfold.search.answer import answer
+from fourfold.search.compare import best_of
 from fourfold.search.explain import Explanation, explain_ranking, timeline, ways_to_run
 from fourfold.search.plan_answer import EngineBest, PlanAnswer
 from fourfold.search.query import PlanQuery, listed
 from fourfold.search.ranking import rank_layouts
-from fourfold.search.shapes import best_of
 from fourfold.spec.layout import Layout
 from fourfold.verbs import Answer
 from fourfold.verbs.machine import (

@@ -20,8 +20,8 @@ from fourfold.verbs.bench import choose_micro_batch, permit_of
 from fourfold.verbs.engine_runs import campaign_of
 from fourfold.verbs.machine import Predictor
 from fourfold.verbs.run_requests import SweepRequest
+from fourfold.verbs.sites import Submission, submission
 from fourfold.verbs.sweep_source import Prepared, Source, predictions, prepared
-from fourfold.verbs.where import Submission, submission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

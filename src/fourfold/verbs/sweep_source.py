@@ -11,8 +11,8 @@ from fourfold.cost.memory.peak import USABLE
 from fourfold.errors import UserError
 from fourfold.events import Event, OnEvent
 from fourfold.result.report import Prediction
+from fourfold.search.compare import best_of
 from fourfold.search.ranking import Ranking
-from fourfold.search.shapes import best_of
 from fourfold.spec import check, codec
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.expression import in_gib, parse
@@ -33,7 +33,7 @@ from fourfold.verbs.machine import Predictor
 from fourfold.verbs.question import resolved
 from fourfold.verbs.requests import PlanRequest, decided
 from fourfold.verbs.run_requests import MptSweep, PlanSweep, SweepRequest
-from fourfold.verbs.where import site_of
+from fourfold.verbs.sites import site_of
 
 _MAX_EXPONENT, _GPUS_PER_NODE = 30, 8
 # Fields of a run that the plan decides.

@@ -29,6 +29,7 @@ from fourfold.units import counted, show_seconds
 from fourfold.verbs import Answer
 from fourfold.verbs.bench import permit_of, tokens_of
 from fourfold.verbs.run_requests import TrainRequest
+from fourfold.verbs.sites import Submission, described_job, launcher_of, site_of, submission_of
 from fourfold.verbs.train_start import (
     described,
     end_killed,
@@ -37,7 +38,6 @@ from fourfold.verbs.train_start import (
     must_have_packages,
     prepared,
 )
-from fourfold.verbs.where import Submission, described_job, launcher_of, site_of, submission_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from fourfold.verbs import Answer, verify_cases
 from fourfold.verbs.bench import permit_of
 from fourfold.verbs.facts import micro_words
 from fourfold.verbs.run_requests import VerifyRequest
+from fourfold.verbs.sites import Submission, launcher_of, left_to, site_of, work_folder
 from fourfold.verbs.verify_cases import TINY, USUAL, Wish, describe
-from fourfold.verbs.where import Submission, launcher_of, left_to, site_of, work_folder
 
 _MAX_WORLD = 1024  # ranks are processes of this machine, which has its own bound
 

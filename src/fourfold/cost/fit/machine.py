@@ -7,7 +7,7 @@ from math import hypot, log1p
 
 from fourfold.cost.fit.calibration import Calibration, FittedStack
 from fourfold.cost.fit.coefficients import BY_NAME, defaults
-from fourfold.result.host_profile import host_coefficients, point_of
+from fourfold.result.cpu_profile import host_coefficients, point_of
 from fourfold.result.profile import HardwareProfile, coefficients_of
 from fourfold.spec.catalog import generation_of
 from fourfold.spec.cluster import Cluster

@@ -115,7 +115,7 @@ class Rates:
 
     def together(self, busy: Floats, move: Floats, launch: Floats) -> tuple[Floats, Floats]:
         """Of a layer: (with what ZeRO-3 moves beside it, with launches that it may wait for)."""
-        gathered = beside_s(self.c, self.coef, busy=busy, move=move) if np.any(move) else busy
+        gathered = overlapped_s(self.c, self.coef, busy=busy, move=move) if np.any(move) else busy
         return gathered, floor(gathered, launch)
 
     def reduced(self, reduce: Op, gather: Op, window: Floats) -> Floats:
@@ -128,7 +128,7 @@ class Rates:
         return usual
 
 
-def beside_s(c: Columns, coef: Coefficients, *, busy: Floats, move: Floats) -> Floats:
+def overlapped_s(c: Columns, coef: Coefficients, *, busy: Floats, move: Floats) -> Floats:
     """What both take; grows with either."""
     together = (busy**4 + move**4) ** 0.25 + 0.2 * coef["dp_exposed"] * move
     return np.where(c.prefetch > 0, together, busy + move)

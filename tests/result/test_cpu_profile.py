@@ -14,7 +14,7 @@ from fourfold.cost.fit.coefficients import HOST
 from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.run import columns_of
 from fourfold.cost.step.estimate import estimate
-from fourfold.result.host_profile import host_coefficients, product_costs
+from fourfold.result.cpu_profile import host_coefficients, product_costs
 from fourfold.result.profile import (
     AttentionPoint,
     CollectivePoint,
