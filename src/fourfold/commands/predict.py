@@ -1,10 +1,12 @@
 """Predict step time, memory and fit of every row of a table in the reference schema.
 
 Writes one line per row: row_id,step_s,step_s_low,step_s_high,tokens_s_gpu,tflops_gpu,mfu_pct,
-mem_gb,fits,fit_chance,reason. The interval contains 80% of measured runs. A row that cannot be
-predicted keeps its line, empty except for the reason. mem_gb is in GiB, for the rank the stack
-prints (rank 0 for nanotron, the fullest elsewhere); fits is decided by the fullest stage: a chance
-of at least a half.
+mem_gb,fits,fit_chance,reason,provenance. The interval contains 80% of measured runs. A row that
+cannot be predicted keeps its line, empty except for the reason. mem_gb is in GiB, for the rank the
+stack prints (rank 0 for nanotron, the fullest elsewhere); fits is decided by the fullest stage: a
+chance of at least a half. provenance: measured (this stack, this machine, within measured sizes),
+near (beyond those sizes, or machines like it), blended (its engine elsewhere, or other engines on
+such GPUs) or physics.
 """
 
 from __future__ import annotations

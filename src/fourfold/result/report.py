@@ -185,7 +185,8 @@ class Prediction:
     """Seconds of a step with the interval that should hold 80% of runs, bytes of the fullest rank.
 
     `limit_bytes`: what a rank might use (0: unknown). `basis`: which calibration, cluster or
-    profile said it.
+    profile said it; `provenance` what that rests on: measured, near, blended or physics ('' in
+    older files).
     """
 
     step_s: float
@@ -194,6 +195,7 @@ class Prediction:
     peak_bytes: float
     limit_bytes: float = 0.0
     basis: str = ""
+    provenance: str = ""
 
     @property
     def fits(self) -> bool | None:

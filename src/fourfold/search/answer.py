@@ -12,7 +12,7 @@ import numpy as np
 from fourfold.cost.columns import Columns, Floats
 from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
-from fourfold.cost.fit.interval import why_wide
+from fourfold.cost.fit.interval import provenance, why_wide
 from fourfold.cost.memory.peak import fit_chance, memory_bounds
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import mean_power_w
@@ -206,6 +206,7 @@ def _row(ranking: Ranking, train: Training, i: int) -> PlanRow:
         ramp_s=float(train.ramp_s[i]) if train.stages and i < len(train.ramp_s) else None,
         cost=hours * price if price is not None else None,
         evidence=evidence(query, c),
+        provenance=provenance(c, query.entry)[0],
         outside=tuple(outside(query, c)),
     )
 

@@ -12,7 +12,7 @@ from fourfold.spec import codec
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 
-_SHOWN = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule", "virtual_stages",
+SHOWN_OF_POLICY = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule", "virtual_stages",
           "recompute", "attention")  # fmt: skip
 
 
@@ -41,7 +41,7 @@ class PlanRow(Choice):
     """One ranked layout. `exposed_s` are seconds by part that nothing hides; `fit_chance` is of its
     memory; `note`: why it stands lower than its seconds say, and what is unusual about it;
     `runs_in`: engines that we write settings for and that can run it; `wide`: why its interval is
-    wide, '' where it is not."""
+    wide, '' where it is not; `provenance`: what its seconds rest on (cost/fit/calibration.py)."""
 
     rank: int
     step_s: float
@@ -70,6 +70,7 @@ class PlanRow(Choice):
     cost: float | None
     evidence: dict[str, int]
     outside: tuple[str, ...]
+    provenance: str
 
     @property
     def surely_fits(self) -> bool:
@@ -88,6 +89,7 @@ class PlanRow(Choice):
             **{name: getattr(self, name) for name in numbers},
             **{f"{name}_s": seconds for name, seconds in self.exposed_s.items()},
             **{name: getattr(self, name) for name in ("training_s", "gpu_hours", "cost")},
+            "provenance": self.provenance,
         }
 
 
@@ -229,7 +231,7 @@ def plain(value: Any) -> Any:
     """Answers as plain data: layouts as texts, of a policy what the search decides."""
     if isinstance(value, Policy):
         encoded = codec.encode(value)
-        return {name: encoded[name] for name in _SHOWN}
+        return {name: encoded[name] for name in SHOWN_OF_POLICY}
     if isinstance(value, Layout):
         return str(value)
     if is_dataclass(value):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from fourfold.cost.fit import calibration as calibrations
 from fourfold.cost.fit import coefficients
 from fourfold.cost.fit.calibration import Calibration
+from fourfold.cost.fit.interval import provenance
 from fourfold.cost.fit.machine import calibration_of
 from fourfold.cost.memory.peak import memory
 from fourfold.cost.predict import predictions
@@ -61,9 +62,9 @@ def predict(
         asked = [_as_planned(specs[at], stack, engine) for at in places]
         writes = release or release_of(stack)
         c = columns_of(asked, cluster=machine, stack=engine, release=writes)
-        many = predictions(c, entry)
+        many, words = predictions(c, entry), provenance(c, entry)
         for i, at in enumerate(places):
-            one = many.one(i)
+            one = replace(many.one(i), provenance=words[i])
             if named is None and profile is None:
                 low_s, high_s = one.step_s / _GUESS_FACTOR, one.step_s * _GUESS_FACTOR
                 one = replace(one, step_s_low=low_s, step_s_high=high_s)

@@ -163,6 +163,8 @@ def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[F
     """(coefficients, why they are not this machine's own: '' when they are, or a twin's)."""
     like = twin(calibration, stack, cluster) or cluster.name
     entry, why = calibration.entry(stack, like, generation_of(cluster.device))
+    if like != cluster.name and not why:
+        entry = replace(entry, basis="near")
     own = own_entry(stack, cluster.device.id) if why else None
     if own is not None and cluster.gpus == 1:
         entry, why = own, ""
@@ -172,6 +174,7 @@ def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[F
         )
     if not why and not entry.rows_time:
         why = f"calibration '{calibration.name}' has kernels and links but no runs"
+        entry = replace(entry, basis="physics")
     if cluster.device.id.startswith("cpu"):
         # No CUDA context, no communicator buffers: only tensors count there.
         entry = replace(entry, coefficients={**entry.coefficients, "base_gib": 0.0})

@@ -90,6 +90,8 @@ def _speed_rows(plain: dict[str, Any], convention: str) -> list[list[str]]:
 def _predicted_rows(plain: dict[str, Any]) -> list[list[str]]:
     predicted = plain["predicted"]
     note = f"{show_seconds(predicted['step_s_low'])} to {show_seconds(predicted['step_s_high'])}"
+    if predicted.get("provenance"):
+        note += f" ({predicted['provenance']})"
     if "step_s" in plain:
         note += f"; off by {100 * (predicted['step_s'] / plain['step_s'] - 1):+.0f}%"
     return [

@@ -28,6 +28,26 @@ from fourfold.verbs import Answer
 from fourfold.verbs.machine import GUESS, Machine, known_cluster, predictor, read_calibration
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedRun:
+    """What a line about a run begins with."""
+
+    model: str
+    gpus: int
+    layout: str
+    micro_batch: int
+    global_batch: int
+    seq_len: int
+
+
+def _named(spec: RunSpec) -> NamedRun:
+    batch = spec.batch
+    return NamedRun(
+        model=spec.model.name, gpus=spec.gpus, layout=str(spec.layout),
+        micro_batch=batch.micro_batch, global_batch=batch.global_batch, seq_len=batch.seq_len,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Predicted(Answer):
     specs: tuple[RunSpec, ...]
@@ -38,16 +58,7 @@ class Predicted(Answer):
 
     def rows(self) -> list[dict[str, Any]]:
         return [
-            {
-                "model": spec.model.name,
-                "gpus": spec.gpus,
-                "layout": str(spec.layout),
-                "micro_batch": spec.batch.micro_batch,
-                "global_batch": spec.batch.global_batch,
-                "seq_len": spec.batch.seq_len,
-                **asdict(one),
-                "fits": one.fits,
-            }
+            {**asdict(_named(spec)), **asdict(one), "fits": one.fits}
             for spec, one in zip(self.specs, self.predictions, strict=True)
         ]
 
@@ -110,7 +121,7 @@ class PredictedTable:
             for yes, is_known in zip(rows.fits.tolist(), known, strict=True)
         ]
         chances = ["" if v != v else f"{v:.2f}" for v in rows.fit_chance.tolist()]
-        return zip(self.row_ids, *texts, verdicts, chances, rows.reasons, strict=True)
+        return zip(self.row_ids, *texts, verdicts, chances, rows.reasons, rows.provenance, strict=True)
 
 
 def predict_table(

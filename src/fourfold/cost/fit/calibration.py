@@ -13,7 +13,7 @@ import tomllib
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from math import exp, sqrt
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -32,6 +32,10 @@ WIDEST_FACTOR = 1e6
 # Half of an 80% interval (log) of a stack that nobody measured here: its engine was, on another
 # machine; or neither was. Measured on folds that leave out as much (docs/accuracy.md).
 ELSEWHERE, NOWHERE = 0.21, 0.24
+# What a prediction rests on: runs of this stack on this machine; on one like it, or of other sizes;
+# of this engine elsewhere, or of others on this generation of GPU; formulas and data sheets.
+Provenance = Literal["measured", "near", "blended", "physics"]
+PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class FittedStack:
     `informed` says of each coefficient that was fitted how much the rows narrowed its prior (0
     nothing, 1 all); `noise` is the spread of log(measured / predicted) that no coefficient
     explains, or, without rows, of what is unknown; `ranges` what was measured of each axis (log2);
-    `counts` the rows behind each choice (fit/interval.py).
+    `counts` the rows behind each choice (fit/interval.py); `basis` what all of it rests on.
     """
 
     stack: str
@@ -55,6 +59,7 @@ class FittedStack:
     ranges: Ranges = field(default_factory=dict)
     errors_pct: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    basis: Provenance = "measured"
 
     @property
     def key(self) -> str:
@@ -72,6 +77,7 @@ class FittedStack:
         """As files have it: coefficients are `knobs` there, and what is empty is left out."""
         plain = _rounded(asdict(self))
         plain["knobs"] = plain.pop("coefficients")
+        del plain["basis"]  # of a file's entries it is always the same
         return {name: value for name, value in plain.items() if value not in ({}, 0)}
 
     @classmethod
@@ -120,8 +126,10 @@ class Calibration:
         blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
         family = family_of(stack)
         elsewhere = [e for e in self.entries if e.rows_time and family_of(e.stack) == family != ""]
+        alike = any(e.rows_time and e.generation == generation for e in self.entries)
         wide = replace(
             blended,
+            basis="blended" if elsewhere or alike else "physics",
             coefficients=_half_lean(blended.coefficients),
             noise=ELSEWHERE if elsewhere else NOWHERE,
             ranges=joined_ranges([entry.ranges for entry in self.entries]),

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats
-from fourfold.cost.fit.calibration import FittedStack
+from fourfold.cost.fit.calibration import FittedStack, Provenance
 from fourfold.cost.fit.ranges import offsets
 from fourfold.cost.step.estimate import Times, estimate
 from fourfold.cost.step.traffic import crosses
@@ -86,6 +86,15 @@ def open_network(c: Columns, entry: FittedStack, times: Times) -> list[str]:
         if before != after:
             found[i] = f"network not stated: stating it would narrow {before} to {after}"
     return found
+
+
+def provenance(c: Columns, entry: FittedStack) -> list[Provenance]:
+    """What the prediction of each run rests on."""
+    if entry.basis != "measured":
+        return [entry.basis] * len(c)
+    away = offsets(c, entry.ranges).values()
+    is_beyond = np.any([one != 0.0 for one in away], axis=0) if away else np.zeros(len(c))
+    return ["near" if beyond else "measured" for beyond in is_beyond]
 
 
 def choices(c: Columns) -> dict[str, Bools]:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.count.flops import ALIASES, CONVENTIONS, DEFAULT, FlopsQuery
-from fourfold.cost.fit.calibration import Calibration, FittedStack
-from fourfold.cost.fit.interval import open_network
+from fourfold.cost.fit.calibration import Calibration, FittedStack, Provenance
+from fourfold.cost.fit.interval import open_network, provenance
 from fourfold.cost.fit.ranges import offsets
 from fourfold.cost.memory.peak import GIB, REFUSED, fit_chance
 from fourfold.cost.predict import predictions
@@ -26,7 +26,7 @@ from fourfold.spec.catalog import generation_of
 CHUNK = 8192
 FIELDS = (
     "row_id", "step_s", "step_s_low", "step_s_high", "tokens_s_gpu", "tflops_gpu", "mfu_pct",
-    "mem_gb", "fits", "fit_chance", "reason",
+    "mem_gb", "fits", "fit_chance", "reason", "provenance",
 )  # fmt: skip
 
 
@@ -46,6 +46,7 @@ class RowPredictions:
     fits: NDArray[np.bool_]
     fit_chance: Floats
     reasons: list[str]
+    provenance: list[str]
 
 
 # (stack, cluster, hardware, GPUs) -> coefficients, and why they are not this machine's own
@@ -59,19 +60,21 @@ def predict(rows: Rows, calibration: Calibration, find: Finder | None = None) ->
         for name in ("step", "low", "high", "mem", "worst", "chance", "beyond")
     }
     unstated = _unstated(rows.table)
-    reasons = list(rows.reasons)
+    reasons, words = list(rows.reasons), [""] * n
     for index, entry, why in entries_of(rows, calibration, find):
         for start in range(0, len(index), CHUNK):
             part = index[start : start + CHUNK]
-            for i, text in zip(part, _answer(rows, part, entry, out), strict=True):
-                reasons[i] = "; ".join(word for word in (reasons[i], why, text) if word)
+            for i, text, word in zip(part, *_answer(rows, part, entry, out), strict=True):
+                reasons[i] = "; ".join(said for said in (reasons[i], why, text) if said)
+                words[i] = word
     _finish_reasons(rows, out, reasons)
+    words = [word if step == step else "" for word, step in zip(words, out["step"], strict=True)]
     tokens = rows.columns.batch * rows.columns.seq / (rows.columns.gpus * out["step"])
     tflops, mfu = _rates(rows, tokens)
     chance = np.where(unstated, np.maximum(out["chance"], REFUSED), out["chance"])
     return RowPredictions(
         out["step"], out["low"], out["high"], tokens, tflops, mfu, out["mem"], out["worst"],
-        np.nan_to_num(chance) >= 0.5, chance, reasons,
+        np.nan_to_num(chance) >= 0.5, chance, reasons, words,
     )  # fmt: skip
 
 
@@ -108,8 +111,8 @@ def entries_of(
 
 def _answer(
     rows: Rows, part: NDArray[np.intp], entry: FittedStack, out: dict[str, Floats]
-) -> list[str]:
-    """Fills in these rows; returns what to say of their networks."""
+) -> tuple[list[str], list[Provenance]]:
+    """Fills in these rows; returns what to say of their networks, and what they rest on."""
     c = rows.columns.take(part)
     found = predictions(c, entry)
     room, rank0 = found.room, stack_defaults(entry.stack).reports_rank0
@@ -119,7 +122,7 @@ def _answer(
     out["chance"][part] = fit_chance(c, entry)
     away = offsets(c, entry.ranges).values()
     out["beyond"][part] = sum((np.abs(one) for one in away), np.zeros(len(c)))
-    return open_network(c, entry, found.times)
+    return open_network(c, entry, found.times), provenance(c, entry)
 
 
 def _finish_reasons(rows: Rows, out: dict[str, Floats], reasons: list[str]) -> None:
