@@ -24,7 +24,10 @@ ALLOWED = {
     "conformance": {"conformance"},
     "verbs": COST | {"search", "launch", "tables", "logs", "conformance", "verbs"},
     "page": COST | {"search", "tables", "conformance", "verbs", "show", "options", "page"},
-    "commands": SPEC | {"verbs", "show", "page", "options", "output", "commands"} | _UNSORTED,
+    "agents": COST | {"search", "verbs", "page", "agents"},
+    "commands": SPEC
+    | {"verbs", "show", "page", "agents", "options", "output", "commands"}
+    | _UNSORTED,
 }
 # Top-level modules that have a direction of their own; the library's face names verbs and types.
 TOP = {
@@ -49,7 +52,7 @@ SHARED = {"door", "errors", "flag", "units", "files", "escape", "events", "__ini
 # The exported names themselves: `fourfold.plan`.
 FACE = {"__version__"}
 # Imported where they are used, never while a module loads: they cost 0.1 to 6 s.
-LATE = {"numpy", "rich", "plotly", "matplotlib", "starlette", "torch", "uvicorn"}
+LATE = {"anyio", "mcp", "numpy", "rich", "plotly", "matplotlib", "starlette", "torch", "uvicorn"}
 # The vectorised cost model and search are reached only through commands that need NumPy anyway.
 NUMPY_FOLDERS = {"cost", "search", "verbs"}
 

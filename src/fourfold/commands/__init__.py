@@ -17,6 +17,7 @@ GROUPS = {
     "plan": {
         "plan": "find the fastest layout for a model on these GPUs, and whether it fits",
         "serve": "plan in a browser, and watch runs and trainings live",
+        "mcp": "answer coding agents: plan, predict, explain and check as tools over MCP",
         "predict": "predict seconds, memory and fit for a table of runs",
         "advise": "find hidden sizes, heads, vocabularies and micro batches that suit a GPU",
         "models": "list model presets and their sizes",

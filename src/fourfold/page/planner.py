@@ -35,7 +35,7 @@ MOST_KEPT, _KEPT_ROWS = 256, 100
 SMALL, MOST_WAYS = 100_000, 10_000_000
 _LEAST_WAYS = 50_000  # what each number of GPUs costs, however few its layouts
 _WAYS_A_SECOND = 500_000.0
-_MOST_CPU_S, _MOST_BYTES = 120, 4 * 2**30
+MOST_CPU_S, MOST_BYTES = 120, 4 * 2**30
 # How often a waiting query asks whether its client is still there.
 _ASK_EVERY_S = 0.2
 # Left open, these multiply the layouts by about so much; a first look does without them.
@@ -200,7 +200,7 @@ def _ended(code: int | None, ticket: Ticket) -> Exception:
     if ticket.ended:
         return SupersededError()
     if code == -signal.SIGXCPU:
-        return too_much(ticket.request, f"{_MOST_CPU_S} CPU seconds")
+        return too_much(ticket.request, f"{MOST_CPU_S} CPU seconds")
     return UserError("planning failed", hint="the server's log says why")
 
 
@@ -256,8 +256,8 @@ def _products(number: int, factors: int) -> int:
 
 def _work(answer: Connection, request: PlanRequest, large: bool) -> None:
     """In the plan's own process, which ends where it takes too much."""
-    resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S + 5))
-    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     if large:
         os.nice(10)
     try:
@@ -266,7 +266,7 @@ def _work(answer: Connection, request: PlanRequest, large: bool) -> None:
     except UserError as error:
         answer.send((False, str(error)))
     except MemoryError:
-        answer.send((False, str(too_much(request, f"{_MOST_BYTES / 2**30:.0f} GiB"))))
+        answer.send((False, str(too_much(request, f"{MOST_BYTES / 2**30:.0f} GiB"))))
 
 
 calibrations.shipped()  # read once, for every copy of this process

@@ -186,7 +186,7 @@ class Prediction:
 
     `limit_bytes`: what a rank might use (0: unknown). `basis`: which calibration, cluster or
     profile said it; `provenance` what that rests on: measured, near, blended or physics ('' in
-    older files).
+    older files); `fit_chance`: of its memory, where the machine is known.
     """
 
     step_s: float
@@ -196,6 +196,7 @@ class Prediction:
     limit_bytes: float = 0.0
     basis: str = ""
     provenance: str = ""
+    fit_chance: float | None = None
 
     @property
     def fits(self) -> bool | None:

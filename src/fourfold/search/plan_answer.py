@@ -12,8 +12,8 @@ from fourfold.spec import codec
 from fourfold.spec.layout import Layout
 from fourfold.spec.policy import Policy
 
-SHOWN_OF_POLICY = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule", "virtual_stages",
-          "recompute", "attention")  # fmt: skip
+SHOWN_OF_POLICY = ("precision", "sharding", "sequence_parallel", "cp_kind", "schedule",
+                   "virtual_stages", "recompute", "attention")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

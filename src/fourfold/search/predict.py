@@ -11,7 +11,7 @@ from fourfold.cost.fit import coefficients
 from fourfold.cost.fit.calibration import Calibration
 from fourfold.cost.fit.interval import provenance
 from fourfold.cost.fit.machine import calibration_of
-from fourfold.cost.memory.peak import memory
+from fourfold.cost.memory.peak import fit_chance, memory
 from fourfold.cost.predict import predictions
 from fourfold.cost.run import columns_of
 from fourfold.cost.stacks import release_of, year_of
@@ -62,9 +62,10 @@ def predict(
         asked = [_as_planned(specs[at], stack, engine) for at in places]
         writes = release or release_of(stack)
         c = columns_of(asked, cluster=machine, stack=engine, release=writes)
-        many, words = predictions(c, entry), provenance(c, entry)
+        many, words, chances = predictions(c, entry), provenance(c, entry), fit_chance(c, entry)
         for i, at in enumerate(places):
-            one = replace(many.one(i), provenance=words[i])
+            chance = float(chances[i]) if named is not None else None
+            one = replace(many.one(i), provenance=words[i], fit_chance=chance)
             if named is None and profile is None:
                 low_s, high_s = one.step_s / _GUESS_FACTOR, one.step_s * _GUESS_FACTOR
                 one = replace(one, step_s_low=low_s, step_s_high=high_s)

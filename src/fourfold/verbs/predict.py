@@ -121,7 +121,9 @@ class PredictedTable:
             for yes, is_known in zip(rows.fits.tolist(), known, strict=True)
         ]
         chances = ["" if v != v else f"{v:.2f}" for v in rows.fit_chance.tolist()]
-        return zip(self.row_ids, *texts, verdicts, chances, rows.reasons, rows.provenance, strict=True)
+        return zip(
+            self.row_ids, *texts, verdicts, chances, rows.reasons, rows.provenance, strict=True
+        )
 
 
 def predict_table(

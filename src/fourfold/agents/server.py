@@ -1,0 +1,154 @@
+"""The tools over MCP on stdin and stdout. Each call has a process of its own, confined to the
+folder and to so much time and memory: what is asked cannot take the server with it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import fourfold
+from fourfold.agents import fence, tools
+from fourfold.errors import UserError
+from fourfold.escape import json_text
+from fourfold.page.planner import MOST_BYTES, MOST_CPU_S, PROCESSES
+
+MOST_WAITING = 64
+MOST_LETTERS = 2**18  # of the arguments of a call
+_INSTRUCTIONS = (
+    "Plans, predicts and checks layouts of language-model pretraining (tensor, pipeline, data, "
+    "context parallelism) on GPUs. Numbers are in base units: seconds, bytes, FLOPs. An interval "
+    "(step_s_low, step_s_high) holds 80% of measured runs; fit_chance is the chance that the run "
+    "does not go out of memory: take 0.9 and more. provenance says what a prediction rests on: "
+    "measured, near, blended or physics. Files are read and written below one folder only."
+)
+
+
+class Server:
+    """`root`: the only folder that clients' files may be in."""
+
+    def __init__(self, root: Path) -> None:
+        import anyio
+
+        self.root = root
+        self._context = multiprocessing.get_context("forkserver")
+        # Imported once: a call's process is a copy that begins at once.
+        self._context.set_forkserver_preload([__name__])
+        self._places = anyio.CapacityLimiter(PROCESSES)
+
+    async def answer(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the tool says; raises UserError where it refuses."""
+        if name not in tools.TOOLS:
+            raise UserError("unknown tool", field="name", value=name,
+                            hint=f"use {', '.join(tools.TOOLS)}")  # fmt: skip
+        if len(json.dumps(given)) > MOST_LETTERS:
+            raise UserError(f"must have at most {MOST_LETTERS:,} letters", field="arguments")
+        fence.check(given, self.root)
+        if self._places.statistics().tasks_waiting >= MOST_WAITING:
+            raise UserError("too many questions are waiting here", hint="ask again in a while")
+        async with self._places:
+            return await self._in_process(name, given)
+
+    async def _in_process(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        import anyio
+
+        ours, theirs = self._context.Pipe(duplex=False)
+        target = (theirs, name, dict(given), self.root)
+        process = self._context.Process(target=_work, args=target, daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            good, said = await anyio.to_thread.run_sync(ours.recv, abandon_on_cancel=True)
+        except EOFError:
+            process.join()
+            raise _ended(process.exitcode) from None
+        finally:
+            process.kill()  # of a call that was cancelled
+            process.join()
+            ours.close()
+        if not good:
+            raise UserError(said)
+        return said
+
+
+def _ended(code: int | None) -> UserError:
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        rule = f"the question takes more than the {MOST_CPU_S} CPU seconds of a call here"
+        return UserError(rule, hint="fix some axes, such as layout 'tp8 pp4', or fewer GPUs")
+    return UserError("the call failed", hint="the server's standard error says why")
+
+
+def _work(answer: Connection, name: str, given: Mapping[str, Any], root: Path) -> None:
+    """In the call's own process."""
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    os.environ["HOME"] = str(root)
+    fence.confine(root)
+    try:
+        answer.send((True, json.loads(json_text(tools.called(name, given)))))
+    except UserError as error:
+        answer.send((False, str(error)))
+    except MemoryError:
+        answer.send((False, f"the question takes more than {MOST_BYTES >> 30} GiB"))
+
+
+def listed() -> list[dict[str, Any]]:
+    """The tools as the protocol has them."""
+    answers = tools.answers_schema()
+    return [
+        {
+            "name": name,
+            "description": tool.about,
+            "inputSchema": tools.input_schema(name),
+            "outputSchema": _closed(answers, f"{name}_answer"),
+            "annotations": {"readOnlyHint": not tool.writes, "openWorldHint": False},
+        }
+        for name, tool in tools.TOOLS.items()
+    ]
+
+
+def _closed(answers: dict[str, Any], name: str) -> dict[str, Any]:
+    """One definition with those that it needs."""
+    parts = answers["$defs"]
+    needed, left = {}, [name]
+    while left:
+        one = left.pop()
+        if one not in needed:
+            needed[one] = parts[one]
+            text = json.dumps(parts[one])
+            left += [other for other in parts if f'"#/$defs/{other}"' in text]
+    return {**needed.pop(name), "$defs": needed}
+
+
+async def serve(root: Path) -> None:
+    """Until the client closes its end."""
+    from mcp import types
+    from mcp.server import Server as Protocol
+    from mcp.server.stdio import stdio_server
+
+    server = Server(root)
+
+    async def list_tools(_: Any, __: Any) -> types.ListToolsResult:
+        return types.ListToolsResult.model_validate({"tools": listed()})
+
+    async def call_tool(_: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+        try:
+            found = await server.answer(params.name, params.arguments or {})
+        except UserError as error:
+            text = types.TextContent(type="text", text=str(error))
+            return types.CallToolResult(content=[text], is_error=True)
+        text = types.TextContent(type="text", text=json.dumps(found))
+        return types.CallToolResult(content=[text], structured_content=found)
+
+    protocol = Protocol(
+        "fourfold", version=fourfold.__version__, instructions=_INSTRUCTIONS,
+        on_list_tools=list_tools, on_call_tool=call_tool,
+    )  # fmt: skip
+    async with stdio_server() as (read, write):
+        await protocol.run(read, write, protocol.create_initialization_options())

@@ -1,0 +1,252 @@
+"""The tools: a name, a typed request in, the JSON of a verb out (as `--format json` has it)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+import fourfold
+from fourfold.agents import schema
+from fourfold.agents.schema import Schema
+from fourfold.errors import UserError
+from fourfold.flag import flag
+from fourfold.page.planner import count_ways
+from fourfold.result.report import Prediction
+from fourfold.search.explain import Explanation
+from fourfold.search.plan_answer import PlanAnswer
+from fourfold.spec import check, codec
+from fourfold.spec.batch import Batch
+from fourfold.spec.layout import Layout
+from fourfold.spec.model import ModelShape
+from fourfold.spec.policy import Policy
+from fourfold.spec.run import RunSpec
+from fourfold.verbs.collect import CollectRequest
+from fourfold.verbs.fit_check import FitChecked, fit_check
+from fourfold.verbs.flops import Flops, FlopsRequest
+from fourfold.verbs.machine import planned_cluster
+from fourfold.verbs.predict import NamedRun
+from fourfold.verbs.requests import CALIBRATION, PlanRequest, Rate
+
+# Of the answers' schema: a field more is the same version, a field less or another type the next.
+VERSION = 1
+MOST_RUNS, MOST_LISTED, LISTED = 256, 50, 5
+_NOT_OF_PLAN = ("export",)
+_OF_PREDICT: Schema = {
+    "type": "object",
+    "properties": {"runs": {"type": "array", "items": {"allOf": [NamedRun, Prediction]}}},
+    "required": ["runs"],
+}
+_OF_COLLECT: Schema = {
+    "type": "object",
+    "properties": {
+        "rows": {"type": "array", "items": {"type": "object"}},
+        "out": {"type": "string"},
+        "usable": {"type": "integer"},
+        "incomplete": {"type": "integer"},
+        "files": {"type": "array", "items": {"type": "object"}},
+    },
+    "required": ["rows", "out", "usable", "incomplete", "files"],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTable:
+    """A run as tables have it; what is left out has its default."""
+
+    model: str | ModelShape = flag("", default=MISSING)
+    gpus: int = flag("", default=MISSING)
+    layout: Layout = field(default_factory=Layout)
+    batch: Batch = field(default_factory=lambda: Batch(seq_len=2048))
+    policy: Policy = field(default_factory=Policy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictTool:
+    """Runs, and where and by which engine they would run."""
+
+    runs: tuple[RunTable, ...]
+    cluster: str | None = flag("a known cluster, or a file of the folder")
+    gpu: str | None = flag("instead of a cluster: GPUs of this kind in typical hosts")
+    network: Rate | None = flag("rate of a host's network, with gpu (default: typical)")
+    stack: str = flag("engine to predict (default fourfold)", default="fourfold")
+    calibration: str | None = flag(*CALIBRATION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    explain: str = flag("the layout in question, such as 'tp8 pp4 dp16'", default=MISSING)
+
+
+def _plan(given: Mapping[str, Any]) -> Any:
+    request = _of(PlanRequest, {"top": LISTED, **given})
+    check.whole(1, MOST_LISTED, top=request.top)
+    count_ways(request)
+    return fourfold.plan(request).plain()
+
+
+def _explain(given: Mapping[str, Any]) -> Any:
+    return fourfold.explain(*_with_layout(given)).explanation.plain()
+
+
+def _fit_check(given: Mapping[str, Any]) -> Any:
+    return fit_check(*_with_layout(given)).plain()
+
+
+def _with_layout(given: Mapping[str, Any]) -> tuple[PlanRequest, str]:
+    rest = dict(given)
+    layout = rest.pop("explain", "")
+    check.that(isinstance(layout, str) and layout, "explain", layout, "must be a layout",
+               "such as 'tp8 pp4 dp16'")  # fmt: skip
+    return _of(PlanRequest, rest), layout
+
+
+def _predict(given: Mapping[str, Any]) -> Any:
+    rest, runs = dict(given), given.get("runs")
+    rule = f"must be a list of 1 to {MOST_RUNS} runs"
+    check.that(isinstance(runs, list) and 0 < len(runs) <= MOST_RUNS, "runs", runs, rule)
+    asked = _of(PredictTool, rest | {"runs": []})
+    specs = [_spec(run, f"runs[{at}]") for at, run in enumerate(runs)]  # type: ignore[arg-type]
+    machines = {"cluster": asked.cluster, "gpu": asked.gpu, "profile": None}
+    place = planned_cluster(
+        **machines, network=asked.network, gpus=max(spec.gpus for spec in specs)
+    )
+    answer = fourfold.predict(specs, asked.stack, cluster=place, calibration=asked.calibration)
+    return {"runs": answer.rows()}
+
+
+def _spec(run: object, path: str) -> RunSpec:
+    known = {one.name for one in fields(RunTable)}
+    check.that(isinstance(run, dict) and {*run} <= known, path, run,
+               f"must be a table of {', '.join(sorted(known))}")  # fmt: skip
+    try:
+        return codec.load(RunSpec, run)
+    except UserError as error:
+        raise error.within(path) from None
+
+
+def _flops(given: Mapping[str, Any]) -> Any:
+    names = {one.name for one in fields(FlopsRequest)}
+    own = {name: value for name, value in given.items() if name in names}
+    run = {name: value for name, value in given.items() if name not in names}
+    return fourfold.flops(run, _of(FlopsRequest, own)).plain()
+
+
+def _collect(given: Mapping[str, Any]) -> Any:
+    return fourfold.collect(_of(CollectRequest, given)).plain()
+
+
+def _of(cls: Any, given: Mapping[str, Any]) -> Any:
+    """A request as a program would make it; codec reads what has one type, with its units."""
+    hints, values = codec.type_hints(cls), dict(given)
+    names = {one.name for one in fields(cls)}
+    for name, value in values.items():
+        if name not in names or name in _NOT_OF_PLAN:
+            raise UserError("unknown field", field=name, hint=f"use {', '.join(sorted(names))}")
+        if name == "global_batch":  # the request reads it, with its unit
+            continue
+        if not schema.has_many_types(hints[name]):
+            values[name] = codec.decode_value(hints[name], value, name)
+        elif not isinstance(value, str | dict):
+            raise UserError("must be a text or a table", field=name, value=value)
+    missing = {one.name for one in fields(cls) if schema.is_required(one)} - {*values}
+    if missing:
+        raise UserError("is required", field=", ".join(sorted(missing)))
+    return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """`about` is what an agent chooses by; `writes`: a file of the folder."""
+
+    about: str
+    requests: tuple[type, ...]
+    call: Callable[[Mapping[str, Any]], Any]
+    answer: type | Schema
+    without: tuple[str, ...] = ()
+    writes: bool = False
+
+
+TOOLS = {
+    "plan": Tool(
+        about="Rank layouts (tp, pp, dp, cp, sharding, recompute, micro batch) for pretraining a "
+        "model on GPUs: seconds per step with an 80% interval, memory, chance to fit. Base units: "
+        "seconds, bytes, tokens/s. Use the first row unless told otherwise.",
+        requests=(PlanRequest,), call=_plan, answer=PlanAnswer, without=_NOT_OF_PLAN,
+    ),
+    "explain": Tool(
+        about="All about one layout: which rules it breaks and what is legal near it, or its "
+        "seconds and bytes by part, its rank, and what makes the best one faster.",
+        requests=(Explained, PlanRequest), call=_explain, answer=Explanation, without=_NOT_OF_PLAN,
+    ),
+    "fit_check": Tool(
+        about="Whether one layout fits in memory: chance, peak bytes with interval and by part, "
+        "and the way to run it that needs least.",
+        requests=(Explained, PlanRequest), call=_fit_check, answer=FitChecked, without=_NOT_OF_PLAN,
+    ),
+    "predict": Tool(
+        about="Seconds and memory of runs whose layouts are given, to compare them; `provenance` "
+        "says what each rests on: measured, near, blended or physics.",
+        requests=(PredictTool,), call=_predict, answer=_OF_PREDICT,
+    ),
+    "flops": Tool(
+        about="FLOPs per token of a model and, of a measured speed, TFLOP/s, MFU and HFU by every "
+        "published convention.",
+        requests=(RunTable, FlopsRequest), call=_flops, answer=Flops,
+    ),
+    "collect": Tool(
+        about="Turn logs and tables of training engines in the folder into measured rows.",
+        requests=(CollectRequest,), call=_collect, answer=_OF_COLLECT, writes=True,
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def input_schema(name: str) -> Schema:
+    tool = TOOLS[name]
+    return schema.of_request(*tool.requests, without=tool.without)
+
+
+@functools.cache
+def answers_schema() -> Schema:
+    """Of every tool's answer: the file data/answers.schema.json."""
+    parts: dict[str, Schema] = {}
+    for name, tool in TOOLS.items():
+        parts[f"{name}_answer"] = _enveloped(name, _answered(tool.answer, parts))
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"Answers of fourfold's tools, version {VERSION}",
+        "oneOf": [{"$ref": f"#/$defs/{name}_answer"} for name in TOOLS],
+        "$defs": parts,
+    }
+
+
+def schema_text() -> str:
+    """As the file has it: a line for each definition."""
+    whole = answers_schema()
+    parts = ",\n".join(f"{json.dumps(n)}: {json.dumps(d)}" for n, d in whole["$defs"].items())
+    head = "".join(f"{json.dumps(n)}: {json.dumps(v)},\n" for n, v in whole.items() if n != "$defs")
+    return f'{{\n{head}"$defs": {{\n{parts}\n}}\n}}\n'
+
+
+def _enveloped(name: str, answer: Schema) -> Schema:
+    return {
+        "type": "object",
+        "properties": {"schema": {"const": VERSION}, "tool": {"const": name}, "answer": answer},
+        "required": ["schema", "tool", "answer"],
+    }
+
+
+def _answered(answer: Any, parts: dict[str, Schema]) -> Any:
+    if isinstance(answer, type):
+        return schema.of_answer(answer, parts)
+    if isinstance(answer, dict):
+        return {name: _answered(value, parts) for name, value in answer.items()}
+    return [_answered(one, parts) for one in answer] if isinstance(answer, list) else answer
+
+
+def called(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of a tool, in its envelope."""
+    return {"schema": VERSION, "tool": name, "answer": TOOLS[name].call(given)}
