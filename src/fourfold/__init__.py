@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.dryrun import dryrun
     from fourfold.verbs.export import export
     from fourfold.verbs.fit import fit, score, suggest_runs
+    from fourfold.verbs.fit_check import fit_check
     from fourfold.verbs.flops import FlopsRequest, flops
     from fourfold.verbs.front import front, largest
     from fourfold.verbs.one_rank import one_rank
@@ -86,6 +87,7 @@ _MODULES = {
     "verbs.dryrun": "dryrun",
     "verbs.export": "export",
     "verbs.fit": "fit score suggest_runs",
+    "verbs.fit_check": "fit_check",
     "verbs.flops": "FlopsRequest flops",
     "verbs.front": "front largest",
     "verbs.one_rank": "one_rank",
