@@ -76,7 +76,7 @@ class PredictTool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explained:
+class OneLayout:
     explain: str = flag("the layout in question, such as 'tp8 pp4 dp16'", default=MISSING)
 
 
@@ -179,12 +179,12 @@ TOOLS = {
     "explain": Tool(
         about="All about one layout: which rules it breaks and what is legal near it, or its "
         "seconds and bytes by part, its rank, and what makes the best one faster.",
-        requests=(Explained, PlanRequest), call=_explain, answer=Explanation, without=_NOT_OF_PLAN,
+        requests=(OneLayout, PlanRequest), call=_explain, answer=Explanation, without=_NOT_OF_PLAN,
     ),
     "fit_check": Tool(
         about="Whether one layout fits in memory: chance, peak bytes with interval and by part, "
         "and the way to run it that needs least.",
-        requests=(Explained, PlanRequest), call=_fit_check, answer=FitChecked, without=_NOT_OF_PLAN,
+        requests=(OneLayout, PlanRequest), call=_fit_check, answer=FitChecked, without=_NOT_OF_PLAN,
     ),
     "predict": Tool(
         about="Seconds and memory of runs whose layouts are given, to compare them; `provenance` "
