@@ -11,19 +11,21 @@ SOURCE = Path(__file__).parent.parent / "src" / "fourfold"
 SPEC = {"spec"}
 RESULT = SPEC | {"result"}
 COST = RESULT | {"cost"}
-_UNSORTED = COST | {"search", "launch", "tables", "logs", "conformance"}
+_UNSORTED = COST | {"search", "launch", "tables", "logs", "conformance", "traces"}
 ALLOWED = {
     "spec": SPEC,
     "result": RESULT,
     "cost": COST,
     "search": COST | {"search"},
-    "show": COST | {"search", "conformance", "verbs", "show"},  # pages of typed answers
+    "show": COST | {"search", "conformance", "traces", "verbs", "show"},  # pages of typed answers
     "launch": RESULT | {"launch"},
     "tables": COST | {"tables", "show"},  # one renderer of tables
     "logs": COST | {"logs"},
     "conformance": {"conformance"},
-    "verbs": COST | {"search", "launch", "tables", "logs", "conformance", "verbs"},
-    "page": COST | {"search", "tables", "conformance", "verbs", "show", "options", "page"},
+    "traces": COST | {"traces"},
+    "verbs": COST | {"search", "launch", "tables", "logs", "conformance", "traces", "verbs"},
+    "page": COST
+    | {"search", "tables", "conformance", "traces", "verbs", "show", "options", "page"},
     "agents": COST | {"search", "verbs", "page", "agents"},
     "commands": SPEC
     | {"verbs", "show", "page", "agents", "options", "output", "commands"}
@@ -54,7 +56,7 @@ FACE = {"__version__"}
 # Imported where they are used, never while a module loads: they cost 0.1 to 6 s.
 LATE = {"anyio", "mcp", "numpy", "rich", "plotly", "matplotlib", "starlette", "torch", "uvicorn"}
 # The vectorised cost model and search are reached only through commands that need NumPy anyway.
-NUMPY_FOLDERS = {"cost", "search", "verbs"}
+NUMPY_FOLDERS = {"cost", "search", "verbs", "traces"}
 
 
 def _modules() -> list[tuple[str, Path]]:

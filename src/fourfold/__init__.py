@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         install_engines,
         matrix,
     )
+    from fourfold.verbs.diagnose import diagnose
     from fourfold.verbs.dryrun import dryrun
     from fourfold.verbs.export import export
     from fourfold.verbs.fit import fit, score, suggest_runs
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from fourfold.verbs.sweep import plan_sweep, submit_sweep, sweep
     from fourfold.verbs.tokens import make_tokens, show_tokens
     from fourfold.verbs.trace import trace
+    from fourfold.verbs.trace_requests import DiagnoseRequest
     from fourfold.verbs.train import show_training, submit_train, train
     from fourfold.verbs.verify import submit_verify, verify
     from fourfold.verbs.weights import export_weights
@@ -84,6 +86,7 @@ _MODULES = {
     "verbs.calibrate": "calibrate demo submit_calibrate",
     "verbs.clusters": "new_cluster",
     "verbs.collect": "CollectRequest collect",
+    "verbs.diagnose": "diagnose",
     "verbs.dryrun": "dryrun",
     "verbs.export": "export",
     "verbs.fit": "fit score suggest_runs",
@@ -104,6 +107,7 @@ _MODULES = {
     "verbs.sweep": "plan_sweep submit_sweep sweep",
     "verbs.tokens": "make_tokens show_tokens",
     "verbs.trace": "trace",
+    "verbs.trace_requests": "DiagnoseRequest",
     "verbs.train": "show_training submit_train train",
     "verbs.verify": "submit_verify verify",
     "verbs.weights": "export_weights",

@@ -33,6 +33,7 @@ GROUPS = {
         "verify": "check that layouts compute what one process computes",
         "engines": "install other engines and make the matrix of 'verify --engine'",
         "calibrate": "measure this machine's kernels and links, for plan and predict",
+        "diagnose": "tell from a profiler's trace why a run is slower than it should be",
         "collect": "turn logs and tables of other engines into measured rows",
         "fit": "fit the cost model to measured runs, or suggest which runs to measure",
         "score": "score predictions against measured runs",

@@ -97,14 +97,15 @@ def policy(scripts: list[str], styles: list[str], connect: bool) -> str:
     )
 
 
-def check_page(path: str, *, force: bool, field: str = "html") -> None:
-    """A page's name, what would be replaced, and the charting library."""
+def check_page(path: str, *, force: bool, field: str = "html", charts: bool = True) -> None:
+    """A page's name, what would be replaced, and (`charts`) the charting library."""
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise UserError(
             "must end in .html", field=field, value=path, hint="use a name like runs.html"
         )
     files.require_mine(path, mark=MARK, force=force, field=field)
-    plotly_script(field)
+    if charts:
+        plotly_script(field)
 
 
 def write_page(path: str, text: str, *, on_event: OnEvent, browser: bool = False) -> None:

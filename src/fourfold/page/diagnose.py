@@ -1,0 +1,193 @@
+"""A diagnosis as one HTML file without scripts: measured and expected step as bars, a timeline of
+one step with its gaps, ranks side by side. Nothing is fetched, and every text is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import NamedTuple
+
+import fourfold
+from fourfold.page.document import MARK, asset, content_hash
+from fourfold.show.diagnose import part_cells
+from fourfold.traces import parts
+from fourfold.traces.examined import Examined
+from fourfold.traces.timeline import Stretch
+from fourfold.verbs.diagnosis import Diagnosis
+
+# Kinds of parts share a colour (core.js has the same ones).
+_COLORS = (
+    ("products", "#4477aa"), (parts.ATTENTION, "#ee6677"), (parts.ELEMENTWISE, "#228833"),
+    (parts.LOSS, "#c8a415"), (parts.OPTIMIZER, "#aa3377"), (parts.COPIES, "#3fa7c4"),
+    (parts.ROUTING, "#6a5acd"), (parts.EMBEDDING, "#2aa198"), ("communication", "#e07b39"),
+    ("waiting", "#c0392b"), (parts.BETWEEN, "#c9ced6"),
+)  # fmt: skip
+_OTHER = "#8c8c8c"
+_WIDE, _HIGH = 1200.0, 34.0
+# More rectangles say no more; shorter ones than a thousandth of the step are joined.
+_MOST_SPANS = 4000
+_STYLE = """
+@media (prefers-color-scheme: dark) { :root { --bg: #0e1217; --panel: #171c23; --text: #e5eaf0;
+  --muted: #a0abb8; --line: #333c47; --code: #10151b; --shadow: none; color-scheme: dark; } }
+svg { width: 100%; height: auto; display: block; margin-top: 8px }
+svg text { fill: var(--text); font-size: 13px }
+.legend span { display: inline-block; margin: 4px 14px 0 0; font-size: 13px }
+.legend svg { width: 12px; height: 12px; display: inline-block; margin: 0 5px 0 0;
+  vertical-align: -1px }
+main > section { margin-top: 16px } li { margin: .5rem 0 } footer { padding-bottom: 24px }
+"""
+
+
+class _Bar(NamedTuple):
+    label: str
+    pieces: Sequence[tuple[str, float]]
+
+
+def diagnosis_page(answer: Diagnosis) -> str:
+    style = asset("page.css") + _STYLE
+    policy = f"default-src 'none'; style-src {content_hash(style)}"
+    title = f"{answer.model}: {answer.verdict}"
+    settings = ", ".join(f"{one.name} {one.value}" for one in answer.settings.values())
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+{MARK}
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><style>{style}</style></head><body>
+<header><div class="head"><h1>{escape(answer.model)}</h1>
+<p class="sub">{escape(settings)}</p></div></header><main>
+<p class="answer">{escape(answer.verdict)}</p>
+{_section("Measured and expected step", _bars(_steps(answer)) + _legend(answer))}
+{_section("Causes and remedies", _causes(answer))}
+{_section("One step on the device", _timeline(answer.found))}
+{_ranks(answer)}
+{_section("Parts", _table(answer))}
+</main><footer><p class="note">fourfold {fourfold.__version__}; {escape(answer.basis)}</p></footer>
+</body></html>
+"""
+
+
+def _section(title: str, inner: str) -> str:
+    return f'<section class="card"><h2>{escape(title)}</h2>{inner}</section>'
+
+
+def _color(part: str) -> str:
+    return next((color for word, color in _COLORS if part.startswith(word)), _OTHER)
+
+
+def _steps(answer: Diagnosis) -> list[_Bar]:
+    """Parts in one order, so that bars can be compared."""
+    order = [row.name for row in answer.rows_of]
+    measured = answer.found.parts
+    bars = [_Bar("measured", [(name, measured.get(name, 0.0)) for name in order])]
+    if answer.expected is not None:
+        bars.append(_Bar("expected", [(name, answer.expected.mid(name)) for name in order]))
+    if answer.fixed is not None:
+        bars.append(_Bar("with remedies", [("step", answer.fixed.step.mid)]))
+    return bars
+
+
+def _bars(bars: Sequence[_Bar]) -> str:
+    longest = max(sum(s for _, s in bar.pieces) for bar in bars) or 1.0
+    shapes = []
+    for row, bar in enumerate(bars):
+        x, y = 110.0, row * (_HIGH + 10.0)
+        total = sum(s for _, s in bar.pieces)
+        shapes.append(f'<text x="0" y="{y + 22:.0f}">{escape(bar.label)}</text>')
+        for name, seconds in bar.pieces:
+            wide = seconds / longest * (_WIDE - 220.0)
+            shapes.append(_rect(x, y, wide, _HIGH, _color(name), f"{name}: {1e3 * seconds:.1f} ms"))
+            x += wide
+        shapes.append(f'<text x="{x + 8:.1f}" y="{y + 22:.0f}">{1e3 * total:.1f} ms</text>')
+    return _svg(len(bars) * (_HIGH + 10.0), shapes, "seconds by part")
+
+
+def _rect(x: float, y: float, wide: float, high: float, color: str, words: str) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(wide, 0.0):.2f}" height="{high:.0f}" '
+        f'fill="{color}"><title>{escape(words)}</title></rect>'
+    )
+
+
+def _svg(high: float, shapes: Iterable[str], label: str) -> str:
+    box = f'viewBox="0 0 {_WIDE:.0f} {high:.0f}" role="img" aria-label="{escape(label)}"'
+    return f"<svg {box}>{''.join(shapes)}</svg>"
+
+
+def _legend(answer: Diagnosis) -> str:
+    seen = {row.name for row in answer.rows_of if row.seconds > 0.0005 * answer.step_s}
+    kinds = [(word, color) for word, color in _COLORS if any(n.startswith(word) for n in seen)]
+    marks = (
+        f'<span><svg viewBox="0 0 12 12">{_rect(0, 0, 12, 12, color, word)}</svg>'
+        f"{escape(word)}</span>"
+        for word, color in kinds
+    )
+    return f'<p class="legend">{"".join(marks)}</p>'
+
+
+def _causes(answer: Diagnosis) -> str:
+    if not answer.causes:
+        return f"<p>{escape(answer.verdict)}.</p>"
+    items = (
+        f"<li><b>{escape(cause.name)}</b>: {1e3 * cause.seconds:.1f} ms "
+        f"({'measured' if cause.sure == 'measured' else 'likely'}). {escape(cause.evidence)}. "
+        f"<b>Remedy:</b> {escape(cause.remedy)}.</li>"
+        for cause in answer.causes
+    )
+    return f"<ol>{''.join(items)}</ol>"
+
+
+def _timeline(found: Examined) -> str:
+    """Of the last step: computation and communication above, waits below."""
+    last = found.times[-1]
+    spans = _joined(last.spans, last.seconds / _MOST_SPANS)
+    start = last.spans[0].start if last.spans else 0.0
+    scale = _WIDE / max(last.seconds, 1e-12)
+    shapes = []
+    for span in spans:
+        is_gap = span.part in parts.IDLE and span.part != parts.BETWEEN
+        y = 44.0 if is_gap else 4.0
+        words = f"{span.part} {span.what}".strip()
+        words += f": {1e3 * span.seconds:.3f} ms at {1e3 * (span.start - start):.2f} ms"
+        wide = max(span.seconds * scale, 0.8 if is_gap else 0.0)
+        shapes.append(_rect((span.start - start) * scale, y, wide, _HIGH, _color(span.part), words))
+    for tick in range(6):
+        at = last.seconds * tick / 5
+        anchor = "start" if tick == 0 else "end" if tick == 5 else "middle"
+        text = f"{1e3 * at:.0f} ms"
+        shapes.append(f'<text x="{at * scale:.0f}" y="98" text-anchor="{anchor}">{text}</text>')
+    note = "Above: what runs. Below: gaps of more than 10 us, by what the device waits for."
+    return f'<p class="note">{note}</p>{_svg(104.0, shapes, "timeline of one step")}'
+
+
+def _joined(spans: Sequence[Stretch], least_s: float) -> list[Stretch]:
+    """Neighbours of one part are one rectangle; short ones join those before them."""
+    found: list[Stretch] = []
+    for span in spans:
+        last = found[-1] if found else None
+        short = span.seconds < least_s and span.part not in parts.IDLE
+        if last is not None and (last.part == span.part or short or span.part == parts.BETWEEN):
+            found[-1] = Stretch(last.part, last.start, span.end, last.what)
+        else:
+            found.append(span)
+    return found
+
+
+def _ranks(answer: Diagnosis) -> str:
+    if len(answer.ranks) < 2:
+        return ""
+    bars = []
+    for row in answer.ranks:
+        rest = max(0.0, row.step_s - row.busy_s - row.exposed_s - row.waiting_s)
+        pieces = [("products", row.busy_s), ("communication", row.exposed_s)]
+        bars.append(_Bar(f"rank {row.rank}", [*pieces, ("waiting", row.waiting_s), ("rest", rest)]))
+    return _section("Ranks: computing, exposed communication, waiting", _bars(bars))
+
+
+def _table(answer: Diagnosis) -> str:
+    grid = part_cells(answer)
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in grid.headings)
+    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in grid.rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'

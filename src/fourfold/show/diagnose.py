@@ -1,0 +1,164 @@
+"""A diagnosis on one screen: the verdict, causes with remedies, parts, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from textwrap import wrap
+
+from fourfold.show.table import Grid, Part, or_dash, table
+from fourfold.spec.layout import AXES
+from fourfold.traces import parts
+from fourfold.traces.cause import Cause
+from fourfold.traces.what_if import WhatIf
+from fourfold.verbs.diagnosis import Diagnosis, PartRow
+
+_WIDE = 100
+# Of the settings these are told in a line; --settings shows all.
+_TOLD = (
+    "seq_len",
+    "micro_batch",
+    "micro_batches",
+    "precision",
+    "weights",
+    "recompute",
+    "attention",
+)
+
+
+def page(answer: Diagnosis, *, settings: bool = False) -> Iterator[Part]:
+    yield from _head(answer)
+    yield ""
+    yield from _causes(answer)
+    yield ""
+    yield part_cells(answer)
+    yield ""
+    yield from _foot(answer)
+    for one in (*answer.what_ifs, *([answer.fixed] if answer.fixed else [])):
+        yield _what_if(one)
+    if len(answer.ranks) > 1:
+        yield ""
+        yield _ranks(answer)
+    if settings:
+        yield ""
+        yield _settings(answer)
+
+
+def _ms(seconds: float) -> str:
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if abs(ms) >= 1000 else f"{ms:.1f}"
+
+
+def _head(answer: Diagnosis) -> Iterator[str]:
+    value = {name: one.value for name, one in answer.settings.items()}
+    engine = value.get("engine", "unknown engine")
+    compiled = "compiled" if value.get("compile") else "not compiled"
+    gpu = value.get("gpu", "unknown GPU")
+    ranks = f"{value['gpus']} GPUs" if value.get("gpus", 1) > 1 else "1 GPU"
+    yield f"{answer.model}, {engine}, {compiled}, {gpu}, {ranks}"
+    shape = [
+        f"{value[n]} {word}" for n, word in (("layers", "layers"), ("hidden", "wide")) if n in value
+    ]
+    if "vocab" in value:
+        tied = "tied" if value.get("tied") else "untied"
+        shape.append(f"vocabulary {value['vocab']:,} {tied}")
+    if "experts" in value:
+        shape.append(f"{value['top_k']} of {value['experts']} experts")
+    told = [f"{name.replace('_', ' ')} {value[name]}" for name in _TOLD if name in value]
+    yield from wrap(", ".join(shape + told + _axes(value)), _WIDE)
+    doubts = [
+        f"{one.name} {one.value}: {one.doubt}" for one in answer.settings.values() if one.doubt
+    ]
+    for doubt in doubts:
+        yield from wrap(f"doubt: {doubt}", _WIDE)
+
+
+def _axes(value: dict[str, object]) -> list[str]:
+    sizes = [f"{axis}{value[axis]}" for axis in (*AXES, "ep") if value.get(axis, 1) != 1]
+    return [" ".join(sizes)] if sizes else []
+
+
+def _causes(answer: Diagnosis) -> Iterator[Part]:
+    speed = f", {answer.tokens_s:,.0f} tokens/s/GPU" if answer.tokens_s else ""
+    line = f"step {_ms(answer.step_s)} ms measured{speed}"
+    if answer.expected is not None:
+        step = answer.expected.step
+        line += f"; {_ms(step.mid)} ms expected ({_ms(step.low)} to {_ms(step.high)})"
+    yield line
+    if not answer.causes:
+        yield f"{answer.verdict}."
+        return
+    for number, cause in enumerate(answer.causes[:5], 1):
+        yield from _cause(number, cause, answer.step_s)
+
+
+def _cause(number: int, cause: Cause, step_s: float) -> Iterator[str]:
+    share = 100.0 * cause.seconds / step_s
+    sure = "" if cause.sure == "measured" else " (likely)"
+    yield f"{number}. {cause.name}{sure}: {_ms(cause.seconds)} ms, {share:.0f}% of the step"
+    yield from wrap(cause.evidence, _WIDE, initial_indent="   ", subsequent_indent="   ")
+    remedy = f"remedy: {cause.remedy}"
+    yield from wrap(remedy, _WIDE, initial_indent="   ", subsequent_indent="   ")
+
+
+def part_cells(answer: Diagnosis) -> Grid:
+    rows = [row for row in answer.rows_of if row.seconds > 0.0005 * answer.step_s]
+    return table(
+        rows,
+        ("part", lambda row: row.name),
+        ("ms", lambda row: _ms(row.seconds)),
+        ("%", lambda row: f"{100 * row.share:.1f}"),
+        ("expected", lambda row: _ms(row.expected.mid) if row.expected else "-"),
+        ("80% interval", _interval),
+        ("outside", _outside),
+    )
+
+
+def _interval(row: PartRow) -> str:
+    return f"{_ms(row.expected.low)} to {_ms(row.expected.high)}" if row.expected else "-"
+
+
+def _outside(row: PartRow) -> str:
+    if row.expected is None:
+        return _ms(row.seconds) if row.name in parts.IDLE else "-"
+    return "-" if abs(row.outside_s) < 5e-5 else f"{1e3 * row.outside_s:+.1f}"
+
+
+def _foot(answer: Diagnosis) -> Iterator[str]:
+    found, total = answer.found, sum(answer.found.parts.values())
+    left = f", {found.steps.left_out} of warm-up left out" if found.steps.left_out else ""
+    steps = f"{len(found.steps.steps)} steps by {found.steps.found_by}{left}"
+    yield (
+        f"{steps}; parts sum to {100 * total / answer.step_s:.1f}% of the step, "
+        f"{100 * answer.unplaced_share:.1f}% of it unplaced"
+    )
+    if answer.basis:
+        yield f"expected by {answer.basis}"
+    if answer.stored:
+        yield f"stored in {answer.stored}"
+
+
+def _what_if(one: WhatIf) -> str:
+    text = f"{one.words}: {_ms(one.step.mid)} ms ({_ms(one.step.low)} to {_ms(one.step.high)})"
+    gain = 100.0 * (one.speedup - 1.0) if one.speedup else 0.0
+    speed = f", {one.tokens[1] / one.step.mid:,.0f} tokens/s/GPU" if one.tokens[1] else ""
+    return f"what if {text}{speed}, {gain:+.1f}% speed"
+
+
+def _ranks(answer: Diagnosis) -> Grid:
+    return table(
+        answer.ranks,
+        ("rank", lambda row: str(row.rank)),
+        ("step ms", lambda row: _ms(row.step_s)),
+        ("computes", lambda row: _ms(row.busy_s)),
+        ("exposed communication", lambda row: _ms(row.exposed_s)),
+        ("waits", lambda row: _ms(row.waiting_s)),
+    )
+
+
+def _settings(answer: Diagnosis) -> Grid:
+    return table(
+        answer.settings.values(),
+        ("setting", lambda one: one.name),
+        ("value", lambda one: or_dash(None, "") if one.value is None else str(one.value)),
+        ("evidence", lambda one: one.evidence[:60]),
+    )

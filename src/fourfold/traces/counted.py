@@ -1,0 +1,147 @@
+"""How often each weight is multiplied in a step: layers, micro batches, what is computed again."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from fourfold.traces import parts
+from fourfold.traces.linked import Linked
+from fourfold.traces.placing import Placed
+from fourfold.traces.shapes import Shapes
+from fourfold.traces.steps import TracedSteps
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Seconds of a step that go into computing something once more, by part, and the share of
+    layers that do it (0: none, 1: all)."""
+
+    seconds: dict[str, float]
+    share: float
+    attention_share: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of a step. `forwards` and `backwards` of attention are calls of its operator."""
+
+    micro_batches: int
+    layers: int
+    ffn: int
+    gated: bool
+    forwards: int
+    backwards: int
+    again: Again
+
+
+def count(linked: Linked, placed: Placed, shapes: Shapes, steps: TracedSteps) -> Counts:
+    calls: Counter[tuple[str, str]] = Counter()
+    for at, one in placed.weighed.items():
+        calls[placed.part[at], one.of] += 1
+    n = len(steps.steps)
+    forwards, backwards = _attention_calls(linked, placed, n)
+    micros = _micro_batches(placed, shapes, n)
+    out = calls[parts.OUT, "weights"] or calls[parts.OUT, "forward"]
+    layers = round((backwards or out / n or forwards) / max(1, micros))
+    down = Counter(one.ins for at, one in placed.weighed.items() if placed.part[at] == parts.DOWN)
+    ffn = down.most_common(1)[0][0] if down else 0
+    up = sum(
+        one.outs for at, one in placed.weighed.items()
+        if placed.part[at] == parts.UP and one.of == "weights"
+    )  # fmt: skip
+    return Counts(
+        micro_batches=micros,
+        layers=layers,
+        ffn=ffn,
+        gated=up > 1.5 * n * micros * max(1, layers) * max(1, ffn),
+        forwards=forwards,
+        backwards=backwards,
+        again=_again(linked, placed, forwards, backwards, n),
+    )
+
+
+def _micro_batches(placed: Placed, shapes: Shapes, n: int) -> int:
+    """Rows that the head multiplied against the tokens of a micro batch."""
+    rows = sum(
+        one.product.m
+        for at, one in placed.weighed.items()
+        if placed.part[at] == parts.HEAD and one.of == "forward"
+    )
+    found = round(rows / n / shapes.tokens) if shapes.tokens else 0
+    return max(1, found)
+
+
+def _attention_calls(linked: Linked, placed: Placed, n: int) -> tuple[int, int]:
+    ops: dict[bool, set[int]] = {True: set(), False: set()}
+    for at, part in placed.part.items():
+        if part == parts.ATTENTION and linked.op[at] >= 0:
+            op, kernel = linked.op_name(at).lower(), linked.kernel_name(at).lower()
+            back = "backward" in op or "bwd" in kernel or "bprop" in kernel
+            ops[back].add(int(linked.op[at]))
+    return round(len(ops[False]) / n), round(len(ops[True]) / n)
+
+
+def _again(linked: Linked, placed: Placed, forwards: int, backwards: int, n: int) -> Again:
+    """A weight has as many forward products as gradients unless some are computed again; attention
+    likewise. Of what is done over memory the forward share goes with them."""
+    seconds: dict[str, float] = defaultdict(float)
+    by_weight: dict[tuple[str, int, int], dict[str, list[float]]] = {}
+    for at, one in placed.weighed.items():
+        part, ins, outs = placed.part[at], one.ins, one.outs
+        if part == parts.EXPERTS:  # which way they go is not known
+            ins, outs = sorted((ins, outs))
+        passes = by_weight.setdefault((part, ins, outs), defaultdict(list))
+        passes[one.of].append(float(linked.kernels.seconds[at]))
+    shares = []
+    for (part, _, _), passes in by_weight.items():
+        forward, weights = passes.get("forward", []), passes.get("weights", [])
+        if part == parts.HEAD or not weights or not forward:
+            continue
+        needed = (2 if part == parts.EXPERTS else 1) * len(weights)
+        more = max(0.0, len(forward) - needed)
+        seconds[part] += more * sum(forward) / len(forward) / n
+        shares.append((sum(forward), min(1.0, more / len(weights))))
+    core = max(0, forwards - backwards) if backwards else 0
+    if core:
+        spent = _attention_forward_s(linked, placed) / n
+        seconds[parts.ATTENTION] += spent * core / forwards
+    known = sum(weight for weight, _ in shares)
+    share = sum(weight * one for weight, one in shares) / known if known else 0.0
+    if share > 0.05:
+        seconds[parts.ELEMENTWISE] += _elementwise_again_s(linked, placed, share) / n
+    core_share = core / backwards if backwards else 0.0
+    return Again({part: s for part, s in seconds.items() if s > 0}, share, core_share)
+
+
+def _attention_forward_s(linked: Linked, placed: Placed) -> float:
+    spent = 0.0
+    for at, part in placed.part.items():
+        if part == parts.ATTENTION:
+            op, kernel = linked.op_name(at).lower(), linked.kernel_name(at).lower()
+            if not ("backward" in op or "bwd" in kernel or "bprop" in kernel):
+                spent += float(linked.kernels.seconds[at])
+    return spent
+
+
+def _elementwise_again_s(linked: Linked, placed: Placed, share: float) -> float:
+    """Kernels of the backward pass that the forward pass has by the same name, at most the share of
+    the forward pass: autograd launches from a thread of its own, and what is fused with gradients
+    costs little more."""
+    threads: Counter[int] = Counter()
+    for at, one in placed.weighed.items():
+        if one.of == "forward" and placed.part[at] == parts.HEAD:
+            threads[int(linked.thread[at])] += 1
+    main = threads.most_common(1)[0][0] if threads else None
+    spent: dict[bool, dict[str, float]] = {True: defaultdict(float), False: defaultdict(float)}
+    for at, part in placed.part.items():
+        if part == parts.ELEMENTWISE:
+            name = linked.kernel_name(at).rstrip("_0123456789")
+            spent[bool(linked.thread[at] == main)][name] += float(linked.kernels.seconds[at])
+    forward = sum(spent[True].values())
+    alike = sum(s for name, s in spent[False].items() if name in spent[True])
+    return min(share * forward, alike)

@@ -1,0 +1,242 @@
+"""A trace as columns: kernels, calls of the driver, operators and marks of the host."""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.errors import UserError
+from fourfold.traces.chrome import ChromeReader
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+# Kineto's categories, and those of older releases.
+_KINDS = {
+    "kernel": "kernel", "gpu_memcpy": "kernel", "memcpy": "kernel", "gpu_memset": "kernel",
+    "memset": "kernel", "cuda_runtime": "call", "cuda_driver": "call", "runtime": "call",
+    "cpu_op": "op", "operator": "op", "user_annotation": "mark", "gpu_user_annotation": "device",
+}  # fmt: skip
+_NUMBERS = {int, float}
+# Half of the operators of an eager run: they make views and buffers.
+_NEVER_LAUNCH = {
+    f"aten::{name}"
+    for name in (
+        "t", "transpose", "as_strided", "view", "_unsafe_view", "reshape", "_reshape_alias",
+        "empty", "empty_like", "empty_strided", "expand", "detach", "select", "slice", "narrow",
+        "unsqueeze", "squeeze", "permute", "alias", "resize_", "result_type", "is_pinned", "numel",
+        "unbind", "split", "chunk", "resolve_conj", "resolve_neg", "view_as_complex",
+        "view_as_real", "unflatten", "flatten",
+    )
+} | {"detach"}  # fmt: skip
+# Operators that multiply matrices; where their two operands stand among the inputs.
+PRODUCT_OPS = {
+    "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1,
+    "aten::_scaled_mm": 0, "aten::_grouped_mm": 0, "aten::_scaled_grouped_mm": 0,
+    "aten::_addmm_activation": 1,
+}  # fmt: skip
+_COMM = (
+    "Collective name", "Process Group Description", "Process Group Name", "Group size",
+    "In msg nelems", "Out msg nelems", "dtype",
+)  # fmt: skip
+
+
+class NamedRange(NamedTuple):
+    """A range that the program named; seconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Columns of one kind of event, by start. Seconds; `name`, `shape`, `types` and `detail` (of a
+    product its strides, of a collective its group) are numbers of texts; `external` and
+    `correlation` link kernels, calls and operators; -1: none."""
+
+    start: Floats
+    end: Floats
+    name: Ints
+    thread: Ints
+    external: Ints
+    correlation: Ints
+    shape: Ints
+    types: Ints
+    detail: Ints
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def seconds(self) -> Floats:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """One rank. `texts`: names and shapes by number. `device_marks`: ranges as the device saw
+    them."""
+
+    path: str
+    meta: dict[str, Any]
+    texts: list[str]
+    kernels: Spans
+    calls: Spans
+    ops: Spans
+    marks: tuple[NamedRange, ...]
+    device_marks: tuple[NamedRange, ...]
+
+    @property
+    def rank(self) -> int:
+        told = self.meta.get("fourfold") or self.meta.get("distributedInfo") or {}
+        rank = told.get("rank", 0) if isinstance(told, dict) else 0
+        return rank if isinstance(rank, int) else 0
+
+
+@dataclass(slots=True)
+class _Table:
+    start: array[float] = field(default_factory=lambda: array("d"))
+    end: array[float] = field(default_factory=lambda: array("d"))
+    whole: array[int] = field(default_factory=lambda: array("q"))  # seven numbers of each event
+
+    def spans(self, base: float) -> Spans:
+        start = (np.frombuffer(self.start, dtype=np.float64) - base) / 1e6
+        end = (np.frombuffer(self.end, dtype=np.float64) - base) / 1e6
+        whole = np.frombuffer(self.whole, dtype=np.int64).reshape(-1, 7)
+        order = np.argsort(start, kind="stable")
+        columns = (np.ascontiguousarray(whole[order, i]) for i in range(7))
+        return Spans(start[order], end[order], *columns)
+
+
+class Builder:
+    """Keeps of events what a diagnosis needs; times in microseconds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._numbers: dict[str, int] = {}
+        self._tables = {kind: _Table() for kind in ("kernel", "call", "op")}
+        self._marks: dict[str, list[tuple[str, float, float]]] = {"mark": [], "device": []}
+        self._number = self._numbers.setdefault  # (text, the next number) -> its number
+
+    def add(self, events: list[dict[str, Any]]) -> None:
+        """One loop without calls of its own: a large trace has millions of events."""
+        kinds, marks, span = _KINDS, self._marks, self.span
+        for event in events:
+            if event.get("ph") != "X":
+                continue
+            cat = str(event.get("cat"))
+            kind = kinds.get(cat) or kinds.get(cat.lower())
+            name = event.get("name")
+            if kind is None or name in _NEVER_LAUNCH:
+                continue
+            start: Any = event.get("ts")
+            lasts: Any = event.get("dur", 0)
+            if type(start) not in _NUMBERS or type(lasts) not in _NUMBERS:
+                self._refuse(start if type(start) not in _NUMBERS else lasts)
+            if type(name) is not str:
+                name = str(name)
+            if kind in marks:
+                marks[kind].append((name, start, start + lasts))
+                continue
+            args = event.get("args")
+            thread = event.get("tid")
+            span(kind, start, start + lasts, name, thread, args if type(args) is dict else {})
+
+    def span(
+        self, kind: str, start: float, end: float, name: str, thread: Any, args: dict[str, Any]
+    ) -> None:
+        table, number = self._tables[kind], self._number
+        try:
+            table.start.append(start)
+            table.end.append(end)
+        except OverflowError:
+            self._refuse(start)
+        shape = types = detail = -1
+        if kind == "op":
+            told = args.get("Input Dims")
+            if told is not None:
+                shape = number(repr(told), len(self._numbers))
+            told = args.get("Input type")
+            if told is not None:
+                types = number(repr(told), len(self._numbers))
+            told = args.get("Input Strides")
+            if told is not None and name in PRODUCT_OPS:
+                detail = number(repr(told), len(self._numbers))
+        elif kind == "kernel" and ("Collective name" in args or "Process Group Name" in args):
+            told = {key: args[key] for key in _COMM if key in args}
+            detail = number(repr(told), len(self._numbers))
+        external, correlation = args.get("External id"), args.get("correlation")
+        if type(external) is not int or type(correlation) is not int or type(thread) is not int:
+            external = _whole(args.get("external id") if external is None else external)
+            correlation = _whole(correlation)
+            thread = thread if type(thread) is int else number(str(thread), len(self._numbers))
+        whole = (number(name, len(self._numbers)), thread, external, correlation, shape, types)
+        try:
+            table.whole.extend((*whole, detail))
+        except OverflowError:
+            self._refuse(max(whole, key=abs))
+
+    def _refuse(self, value: Any) -> NoReturn:
+        rule = f"has an event with {str(value)[:40]!r} where a time or a number belongs"
+        raise UserError(rule, field="trace", value=str(self.path), hint="profile again")
+
+    def mark(self, kind: str, name: str, start: float, end: float) -> None:
+        self._marks[kind].append((name, start, end))
+
+    def trace(self, meta: dict[str, Any]) -> Trace:
+        tables = self._tables
+        times = [np.frombuffer(t.start) for t in tables.values()]
+        for column in (*times, *(np.frombuffer(t.end) for t in tables.values())):
+            strange = column[~(np.abs(column) < 1e18)]
+            if len(strange):
+                self._refuse(strange[0])
+        if not tables["kernel"].start and not tables["op"].start:
+            rule = "has neither kernels nor operators of a profiler"
+            hint = "profile with activities CPU and CUDA"
+            raise UserError(rule, field="trace", value=str(self.path), hint=hint)
+        base = min(float(column.min()) for column in times if len(column))
+        marks = {
+            kind: tuple(
+                NamedRange(name, (start - base) / 1e6, (end - base) / 1e6)
+                for name, start, end in sorted(many, key=lambda one: one[1])
+            )
+            for kind, many in self._marks.items()
+        }
+        return Trace(
+            path=str(self.path),
+            meta=meta,
+            texts=list(self._numbers),
+            kernels=tables["kernel"].spans(base),
+            calls=tables["call"].spans(base),
+            ops=tables["op"].spans(base),
+            marks=marks["mark"],
+            device_marks=marks["device"],
+        )
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**62:
+        return value
+    if isinstance(value, str) and value.isdecimal() and len(value) < 18:
+        return int(value)
+    return -1
+
+
+def read_chrome(path: Path) -> Trace:
+    reader, builder = ChromeReader(path), Builder(path)
+    was_on = gc.isenabled()
+    gc.disable()  # looking for circles among millions of events takes as long as reading them
+    try:
+        for events in reader.events():
+            builder.add(events)
+    finally:
+        if was_on:
+            gc.enable()
+    meta = reader.meta if isinstance(reader.meta, dict) else {}
+    return builder.trace(meta)

@@ -1,0 +1,146 @@
+"""What the host did while the device waited: a call that blocks, memory, data, its own launches."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from fourfold.traces import parts
+from fourfold.traces.events import Ints
+from fourfold.traces.linked import Linked
+from fourfold.traces.steps import TracedStep
+
+SYNCS = re.compile(
+    r"^(cuda|hip|cu)(Device|Stream|Event|Ctx)?Synchronize|^cudaMemcpy$|^hipMemcpy$|^cuMemcpyDtoH_v2"
+)
+MEMORY_CALLS = re.compile(
+    r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostRegister|MallocAsync|FreeAsync)"
+    r"|^cuMem(Create|Map|Unmap|Release|AddressReserve|AddressFree|SetAccess)"
+)
+# A launch so long before its kernel began did not hold it up.
+_AHEAD_S = 100e-6
+# Calls shorter than this block nobody.
+_BLOCKS_S = 20e-6
+_DATA_MARK = re.compile(
+    r"dataloader|__next__|data_?load|get_?batch|next_batch|batch_generator", re.I
+)
+
+
+class HostCalls:
+    """The host's calls in a form to be asked about gaps of the device: sorted, so that a question
+    costs as little in a trace of a million kernels."""
+
+    def __init__(self, linked: Linked) -> None:
+        trace = linked.trace
+        self.linked, self.calls, self._texts = linked, trace.calls, trace.texts
+        self.sync, self.memory = self._chosen(SYNCS), self._chosen(MEMORY_CALLS)
+        blocking = np.concatenate([self.sync, self.memory])
+        blocking = blocking[self.calls.seconds[blocking] > _BLOCKS_S]
+        self._blocking = blocking[np.argsort(self.calls.end[blocking], kind="stable")]
+        self._waits = [mark for mark in trace.marks if _DATA_MARK.search(mark.name)]
+        self._busy = _union(
+            np.concatenate([trace.ops.start, trace.calls.start]),
+            np.concatenate([trace.ops.end, trace.calls.end]),
+        )
+        known = np.flatnonzero(linked.call >= 0)
+        order = known[np.argsort(linked.launch_s[known], kind="stable")]
+        self._launches = linked.launch_s[order]
+        self._leads = linked.kernels.start[order] - self._launches
+        self._early: dict[int, float] = {}
+
+    def _chosen(self, pattern: re.Pattern[str]) -> Ints:
+        """Calls by name, in the order of their starts."""
+        texts, names = self.linked.trace.texts, self.calls.name
+        good = [i for i in np.unique(names).tolist() if pattern.search(texts[i])]
+        return np.flatnonzero(np.isin(names, good)) if good else np.zeros(0, np.int64)
+
+    def within(self, chosen: Ints, start: float, end: float) -> Ints:
+        """Those that overlap a span; a call lasts at most a minute."""
+        starts = self.calls.start[chosen]
+        near = chosen[np.searchsorted(starts, start - 60.0) : np.searchsorted(starts, end)]
+        return near[self.calls.end[near] > start]
+
+    def _overlap(self, chosen: Ints, start: float, end: float) -> float:
+        low = np.maximum(self.calls.start[chosen], start)
+        high = np.minimum(self.calls.end[chosen], end)
+        return float(np.maximum(high - low, 0.0).sum())
+
+    def busy_share(self, start: float, end: float) -> float:
+        """Of a span: in operators or calls."""
+        starts, ends = self._busy
+        first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(starts, end)
+        low, high = np.maximum(starts[first:last], start), np.minimum(ends[first:last], end)
+        return float(np.maximum(high - low, 0.0).sum()) / max(end - start, 1e-12)
+
+    def name(self, call: int) -> str:
+        return self._texts[self.calls.name[call]]
+
+    def waited_for(
+        self, start: float, end: float, kernel: int, step: TracedStep
+    ) -> tuple[str, str]:
+        """(the part, what is to be named) of a gap that ends with `kernel`."""
+        linked = self.linked
+        launch = float(linked.launch_s[kernel])
+        if linked.on_host or linked.call[kernel] < 0:
+            return (parts.OUTSIDE, "") if linked.on_host else (parts.BETWEEN, "")
+        memory = self.within(self.memory, start, end)
+        if self._overlap(memory, start, end) > 0.3 * (end - start):
+            return parts.MEMORY, self._longest(memory)
+        if launch < start - _AHEAD_S:  # it was there; the device itself held it up
+            return parts.BETWEEN, "another stream"
+        quiet = self.busy_share(start, min(launch, end)) < 0.5
+        if quiet and (self._is_first(kernel, step) or self._in_data_mark(start, end)):
+            return parts.DATA, "host idle before the step's first kernel"
+        return self._late(start, end, kernel, quiet=quiet)
+
+    def _late(self, start: float, end: float, kernel: int, *, quiet: bool) -> tuple[str, str]:
+        """The host launched too late: since a call that blocked it, or since it is slow."""
+        blocked = self._blocked_since(kernel)
+        if blocked is not None:
+            is_memory = bool(MEMORY_CALLS.search(self.name(blocked)))
+            return (parts.MEMORY if is_memory else parts.SYNC), self.name(blocked)
+        if quiet and end - start > 1e-3:
+            return parts.OUTSIDE, "host outside of torch"
+        return parts.LAUNCHES, ""
+
+    def _blocked_since(self, kernel: int) -> int | None:
+        """The last call that blocked the host before this launch, if the host has not been ahead of
+        the device again since."""
+        launch = float(self.linked.launch_s[kernel])
+        ends = self.calls.end[self._blocking]
+        place = int(np.searchsorted(ends, launch, side="right")) - 1
+        if place < 0:
+            return None
+        call = int(self._blocking[place])
+        first, last = np.searchsorted(self._launches, (self.calls.end[call], launch))
+        leads = self._leads[first:last]
+        return None if len(leads) and float(leads.max()) > 5 * _AHEAD_S else call
+
+    def _longest(self, calls: Ints) -> str:
+        return self.name(int(calls[np.argmax(self.calls.seconds[calls])]))
+
+    def _is_first(self, kernel: int, step: TracedStep) -> bool:
+        """Among the first kernels that the host launched in this step."""
+        key = step.kernels[0]
+        if key not in self._early:
+            launched = np.sort(self.linked.launch_s[np.array(step.kernels)])
+            self._early[key] = float(launched[min(4, len(launched) - 1)])
+        return float(self.linked.launch_s[kernel]) <= self._early[key]
+
+    def _in_data_mark(self, start: float, end: float) -> bool:
+        over = sum(max(0.0, min(end, m.end) - max(start, m.start)) for m in self._waits)
+        return over > 0.5 * (end - start)
+
+
+def _union(starts: Any, ends: Any) -> tuple[Any, Any]:
+    """Spans without overlaps, by start."""
+    if not len(starts):
+        return np.zeros(0), np.zeros(0)
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    begins = np.concatenate([[True], starts[1:] > ends[:-1]])
+    places = np.flatnonzero(begins)
+    finals = np.concatenate([places[1:] - 1, [len(ends) - 1]])
+    return starts[places], ends[finals]

@@ -1,0 +1,263 @@
+"""The settings of a traced run, each with the evidence for it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fourfold.spec import catalog
+from fourfold.spec.layout import AXES
+from fourfold.traces import parts
+from fourfold.traces.counted import Counts
+from fourfold.traces.groups import axis_sizes, descriptions, world_size
+from fourfold.traces.linked import Linked
+from fourfold.traces.placing import Placed
+from fourfold.traces.shapes import Shapes
+
+_DTYPES = {
+    "c10::BFloat16": "bf16", "float": "fp32", "c10::Half": "fp16", "double": "fp64",
+    "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8",
+}  # fmt: skip
+# Words in names of groups, operators and marks -> the engine.
+_ENGINES = (
+    ("torchtitan", r"mesh_(efsdp|etp|dp_replicate|loss|batch)|torchtitan"),
+    ("megatron", r"TENSOR_MODEL_PARALLEL_GROUP|megatron|DATA_PARALLEL_GROUP_WITH_CP"),
+    ("deepspeed", r"deepspeed|DeepSpeed"),
+    ("nanotron", r"nanotron"),
+    ("fsdp2", r"FSDP::(pre|post)|fsdp::"),
+    ("ddp", r"DistributedDataParallel"),
+)  # fmt: skip
+_KERNELS = (
+    ("cudnn", r"cudnn"), ("flash3", r"flash.*(sm90|hopper|fa3)|flash_attn_3"),
+    ("flash2", r"flash_(fwd|bwd)|pytorch_flash|flash_attn"),
+    ("efficient", r"fmha_cutlass|efficient"),
+    ("flex", r"flex_attention"), ("unfused", r"softmax"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`doubt`: what in the trace, or in what was given, says otherwise."""
+
+    name: str
+    value: Any
+    evidence: str
+    doubt: str = ""
+
+    def overruled(self, value: Any, by: str) -> Setting:
+        if value == self.value:
+            return replace(self, evidence=f"{by}; {self.evidence}")
+        return Setting(self.name, value, by, f"the trace says {self.value}: {self.evidence}")
+
+
+def infer(
+    linked: Linked, placed: Placed, shapes: Shapes, counts: Counts, steps: int
+) -> dict[str, Setting]:
+    """`steps`: how many the trace has."""
+    found: list[Setting] = []
+
+    def say(name: str, value: Any, evidence: str, doubt: str = "") -> None:
+        if value not in (0, "", None):
+            found.append(Setting(name, value, evidence, doubt))
+
+    say("gpu", _gpu(linked), "the trace's device")
+    say("engine", *_engine(linked))
+    rank_layers = (
+        f"{counts.backwards} backward passes of attention in {counts.micro_batches} micro batches"
+    )
+    say("layers", counts.layers, rank_layers)
+    say("hidden", shapes.hidden, "rows of the embedding, and all products")
+    say("ffn", counts.ffn, "inputs of the product before the residual")
+    sizes = (shapes.sequences, shapes.heads, shapes.length, shapes.head_dim)
+    shape = f"{shapes.attention_op} {list(sizes)}"
+    say("heads", shapes.heads, shape)
+    say("kv_heads", shapes.kv_heads, shape)
+    say("head_dim", shapes.head_dim, shape)
+    say("vocab", shapes.vocab, "the embedding and the head's product")
+    if shapes.vocab:
+        found.append(Setting("tied", *_tied(linked, shapes, counts, steps)))
+    found += _experts(shapes)
+    say("seq_len", shapes.length, shape)
+    say("micro_batch", shapes.sequences, shape)
+    say("micro_batches", counts.micro_batches, "products of the head in a step")
+    say("precision", *_precision(linked, placed))
+    say("weights", *_masters(linked))
+    found.append(Setting("recompute", *_recompute(counts)))
+    say("attention", *_attention(linked, placed))
+    found.append(Setting("compile", *_compiled(linked)))
+    found += _layout(linked)
+    return {one.name: one for one in found}
+
+
+def _experts(shapes: Shapes) -> list[Setting]:
+    if not shapes.experts:
+        return []
+    rows = f"{shapes.expert_rows:,} rows of grouped products for {shapes.tokens:,} tokens"
+    top_k = shapes.expert_rows // max(1, shapes.tokens)
+    return [
+        Setting("experts", shapes.experts, f"groups of products: {rows}"),
+        Setting("top_k", top_k, rows),
+        Setting("expert_ffn", shapes.expert_ffn, "width between grouped products"),
+    ]
+
+
+def _gpu(linked: Linked) -> str:
+    told = linked.trace.meta.get("deviceProperties")
+    first = told[0] if isinstance(told, list) and told else {}
+    return str(first.get("name", "")) if isinstance(first, dict) else ""
+
+
+def _engine(linked: Linked) -> tuple[str, str]:
+    trace = linked.trace
+    if isinstance(trace.meta.get("fourfold"), dict):
+        return "fourfold", "the trace says so"
+    for names, where in (
+        (list(descriptions(trace).values()), "process groups"),
+        ([mark.name for mark in trace.marks[:2000]], "marks"),
+        (trace.texts, "operators"),
+    ):
+        for engine, pattern in _ENGINES:
+            hit = next((name for name in names if re.search(pattern, name)), None)
+            if hit is not None:
+                return engine, f"{where}: {hit[:40]}"
+    return "", ""
+
+
+def _tied(linked: Linked, shapes: Shapes, counts: Counts, steps: int) -> tuple[bool, str]:
+    """The gradients of both ends meet in an addition of two tables; so do, of each table apart,
+    those of successive micro batches."""
+    table = (shapes.vocab, shapes.hidden)
+    ops, texts = linked.trace.ops, linked.trace.texts
+    adds = {i for i, text in enumerate(texts) if text in ("aten::add", "aten::add_")}
+    seen = 0
+    for at in range(len(ops)) if adds else ():
+        if int(ops.name[at]) in adds:
+            dims = linked.parsed(int(ops.shape[at]))
+            seen += len(dims) >= 2 and dims[0] == dims[1] == table
+    if seen >= steps * (2 * counts.micro_batches - 1):
+        return True, "gradients of embedding and head are added"
+    return False, "gradients of embedding and head are not added"
+
+
+def _precision(linked: Linked, placed: Placed) -> tuple[str, str]:
+    spent: Counter[str] = Counter()
+    for at, one in placed.weighed.items():
+        types = [_DTYPES.get(name, "") for name in linked.types(at)]
+        kind = next((name for name in types if name), "")
+        spent[kind] += int(one.product.flops / 1e6)
+    if not spent or not spent.most_common(1)[0][0]:
+        return "", ""
+    kind, flops = spent.most_common(1)[0]
+    share = 100.0 * flops / max(1, sum(spent.values()))
+    return kind, f"{share:.0f}% of the products' FLOPs"
+
+
+def _masters(linked: Linked) -> tuple[str, str]:
+    """What the optimizer updates."""
+    for text in linked.trace.texts:
+        if "Adam" in text and "Functor<" in text:
+            for name, kind in (("BFloat16", "bf16"), ("Half", "fp16"), ("float", "fp32")):
+                if re.search(rf"Adam\w*Functor<(c10::)?{name}", text):
+                    return kind, f"the optimizer's kernel works on {kind}"
+    return "", ""
+
+
+def _recompute(counts: Counts) -> tuple[str, str]:
+    again = counts.again
+    if again.share > 0.8 and again.attention_share > 0.5:
+        word = "full"
+    elif again.share > 0.1 or again.attention_share > 0.1:
+        word = "selective" if again.share < 0.5 else "full"
+    else:
+        return "none", "as many forward products as gradients"
+    core = f"{100 * again.attention_share:.0f}% of attention"
+    return word, f"{100 * again.share:.0f}% of the products and {core} run forwards twice"
+
+
+def _attention(linked: Linked, placed: Placed) -> tuple[str, str]:
+    spent: Counter[str] = Counter()
+    for at, part in placed.part.items():
+        if part == parts.ATTENTION:
+            spent[linked.kernel_name(at)] += int(1e9 * linked.kernels.seconds[at])
+    if not spent:
+        return "", ""
+    name = spent.most_common(1)[0][0]
+    for kind, pattern in _KERNELS:
+        if re.search(pattern, name, re.I):
+            return kind, name[:48]
+    return "other", name[:48]
+
+
+def _compiled(linked: Linked) -> tuple[bool, str]:
+    names = linked.trace.texts
+    fused = sum(1 for name in names if name.startswith(("triton_poi", "triton_red", "triton_per")))
+    marked = any("CompiledFxGraph" in mark.name or "Torch-Compiled" in mark.name
+                 for mark in linked.trace.marks)  # fmt: skip
+    if fused or marked:
+        return True, f"{fused} kinds of kernels that torch.compile made"
+    return False, "no kernels that torch.compile made"
+
+
+def _layout(linked: Linked) -> list[Setting]:
+    trace = linked.trace
+    world, sizes = world_size(trace), axis_sizes(trace)
+    found = []
+    for axis in (*AXES, "ep"):
+        if axis != "dp" and sizes.get(axis, 1) >= 1:
+            size = sizes.get(axis, 1)
+            found.append(
+                Setting(axis, size, f"process groups of {size}" if axis in sizes else "no group")
+            )
+    used = 1
+    for one in found:
+        used *= one.value if one.name in AXES else 1
+    dp = max(1, world // used)
+    doubt = "" if dp * used == world else f"{used} ranks of other axes do not divide {world}"
+    told = sizes.get("dp", dp)
+    cp = sizes.get("cp", 1)
+    if told > 1 and told not in (dp, dp * cp) and not doubt:
+        doubt = f"its largest group has {told} ranks"
+    found.append(Setting("dp", dp, f"{world} ranks in all", doubt))
+    found.append(Setting("gpus", world, "distributedInfo" if world > 1 else "one rank"))
+    return found
+
+
+def preset_of(settings: dict[str, Setting]) -> tuple[str, str]:
+    """(a preset of the catalogue with these widths, '' or how it differs)."""
+    asked = {name: settings[name].value for name in _SHAPE if name in settings}
+    asked = {name: _whole(name, value, settings) for name, value in asked.items()}
+    best: tuple[int, str, str] | None = None
+    if not {"hidden", "heads", "vocab"} <= asked.keys():
+        return "", ""
+    for name in catalog.model_names():
+        shape = catalog.model(name)
+        has = {
+            "hidden": shape.hidden, "heads": shape.heads, "kv_heads": shape.kv_heads,
+            "vocab": shape.vocab, "experts": shape.experts, "ffn": shape.ffn,
+            "expert_ffn": shape.moe.ffn if shape.moe else 0,
+        }  # fmt: skip
+        skip = {"ffn"} if shape.moe else set()
+        if any(has[key] != value for key, value in asked.items() if key not in skip):
+            continue
+        if shape.experts and "experts" not in asked:
+            continue
+        layers, tied = settings.get("layers"), settings.get("tied")
+        off = [f"{layers.value} layers"] if layers and layers.value != shape.layers else []
+        off += ["tied" if tied.value else "untied"] if tied and tied.value != shape.tied else []
+        if best is None or len(off) < best[0]:
+            best = (len(off), name, ", ".join(off))
+    return (best[1], best[2]) if best else ("", "")
+
+
+_SHAPE = ("hidden", "heads", "kv_heads", "vocab", "experts", "ffn", "expert_ffn")
+
+
+def _whole(name: str, value: int, settings: dict[str, Setting]) -> int:
+    """Of the model, where a rank sees its tensor rank's part."""
+    tp = settings["tp"].value if "tp" in settings else 1
+    ep = settings["ep"].value if "ep" in settings else 1
+    if name in ("heads", "kv_heads", "ffn", "vocab"):
+        return value * tp
+    return value * ep if name == "experts" else value

@@ -1,0 +1,138 @@
+"""What diagnose answers: parts, causes, settings, ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.spec import codec
+from fourfold.traces import parts
+from fourfold.traces.cause import Cause
+from fourfold.traces.examined import Examined
+from fourfold.traces.expect import Expected, Interval
+from fourfold.traces.settings import Setting, preset_of
+from fourfold.traces.what_if import WhatIf
+from fourfold.verbs import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class PartRow:
+    """`expected` None: nothing is known of it."""
+
+    name: str
+    seconds: float
+    share: float
+    expected: Interval | None
+
+    @property
+    def outside_s(self) -> float:
+        """Beyond the interval: above it, or (negative) below."""
+        if self.expected is None:
+            return 0.0
+        above, below = self.seconds - self.expected.high, self.seconds - self.expected.low
+        return above if above > 0 else min(0.0, below)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    rank: int
+    file: str
+    step_s: float
+    busy_s: float
+    exposed_s: float
+    waiting_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis(Answer):
+    """Of the slowest rank, `found`; `ranks` has all of them."""
+
+    found: Examined
+    settings: dict[str, Setting]
+    expected: Expected | None
+    basis: str
+    rows_of: tuple[PartRow, ...]
+    causes: tuple[Cause, ...]
+    ranks: tuple[RankRow, ...]
+    what_ifs: tuple[WhatIf, ...]
+    fixed: WhatIf | None
+    stored: str = ""
+
+    @property
+    def step_s(self) -> float:
+        return self.found.steps.seconds
+
+    @property
+    def unplaced_share(self) -> float:
+        return self.found.parts.get(parts.UNPLACED, 0.0) / self.step_s
+
+    @property
+    def tokens_s(self) -> float:
+        """Per GPU."""
+        spec = self.found.spec
+        return spec.batch.tokens / spec.gpus / self.step_s if spec is not None else 0.0
+
+    @property
+    def model(self) -> str:
+        name, differs = preset_of(self.settings)
+        if not name:
+            return self.found.spec.model.name if self.found.spec else "unknown"
+        return f"{name} ({differs})" if differs else name
+
+    @property
+    def verdict(self) -> str:
+        if self.causes:
+            first = self.causes[0]
+            return f"{first.name}: {1e3 * first.seconds:.0f} ms of {1e3 * self.step_s:.0f} ms"
+        if self.expected is None:
+            return "no cause was found in the trace alone; what to expect is not known"
+        return "nothing stands out"
+
+    def plain(self) -> dict[str, Any]:
+        expected = self.expected.step if self.expected else None
+        return {
+            "file": self.found.linked.trace.path,
+            "rank": self.found.rank,
+            "steps": len(self.found.steps.steps),
+            "steps_found_by": self.found.steps.found_by,
+            "warmup_steps": self.found.steps.left_out,
+            "step_s": self.step_s,
+            "expected_step_s": codec.encode(expected) if expected else None,
+            "basis": self.basis,
+            "tokens_s_gpu": self.tokens_s or None,
+            "unplaced_share": self.unplaced_share,
+            "verdict": self.verdict,
+            "model": self.model,
+            "settings": {
+                name: {k: v for k, v in codec.encode(one).items() if k != "name" and v != ""}
+                for name, one in self.settings.items()
+            },
+            "parts": self.rows(),
+            "causes": [codec.encode(cause) for cause in self.causes],
+            "ranks": [codec.encode(rank) for rank in self.ranks],
+            "what_if": [_what_if_plain(one) for one in self.what_ifs],
+            "fix_all": _what_if_plain(self.fixed) if self.fixed else None,
+            "stored": self.stored or None,
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "part": row.name,
+                "seconds": row.seconds,
+                "share": row.share,
+                "expected_s": row.expected.mid if row.expected else None,
+                "expected_low_s": row.expected.low if row.expected else None,
+                "expected_high_s": row.expected.high if row.expected else None,
+                "outside_s": row.outside_s,
+            }
+            for row in self.rows_of
+        ]
+
+
+def _what_if_plain(one: WhatIf) -> dict[str, Any]:
+    tokens = {"tokens_before": one.tokens[0], "tokens_after": one.tokens[1]}
+    return {
+        "what": one.words, "step_s": one.step.mid, "step_s_low": one.step.low,
+        "step_s_high": one.step.high, "speedup": one.speedup, **tokens, "changed_s": one.changed,
+    }  # fmt: skip
