@@ -1,4 +1,4 @@
-"""How much of a product a test takes: all of it in `./test --all`, a tenth in `./test`, less in
+"""How much of a product a test takes: all of it in `./test --all`, a twentieth in `./test`, less in
 `./test --quick`. Cases of a list that only `--all` needs are marked slow instead."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 PROFILE = os.environ.get("FOURFOLD_TEST_PROFILE", "sample")
-SHARE = {"all": 1.0, "sample": 0.1, "quick": 0.05}[PROFILE]
+SHARE = {"all": 1.0, "sample": 0.05, "quick": 0.02}[PROFILE]
 _LEAST = 10
 
 

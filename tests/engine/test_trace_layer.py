@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from dataclasses import replace
@@ -39,6 +40,7 @@ def spec_of(name: str = "llama-3.1-8b", tokens: int = TOKENS, **changes: object)
     return spec
 
 
+@functools.cache
 def trace(spec: RunSpec, rank: int = 0) -> Steps:
     compat.quiet()
     counts = count_layer(spec, rank), count_layer(stretched_sizes(spec), rank)

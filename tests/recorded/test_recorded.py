@@ -81,7 +81,14 @@ def _same(then: Any, now: Any) -> bool:
     return then == now
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+# A minute of a core: what it counts is compared with the planner in tests/engine.
+SLOW = {"dryrun-3b"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in COMMANDS],
+)
 def test_the_answer_is_the_recorded_one(name: str) -> None:
     recorded = json.loads((FOLDER / "answers" / f"{name}.json").read_text())
     differing = differences(recorded, answer_of(name))

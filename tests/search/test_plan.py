@@ -70,7 +70,11 @@ def ask(model: str = "llama-3.1-8b", gpus: int = 8, stack: str = "generic", **ch
     return replace(base, **changed)
 
 
-@pytest.mark.parametrize("stack", ["fourfold", "megatron", "torchtitan", "nanotron", "llm-foundry"])
+@pytest.mark.parametrize(
+    "stack",
+    ["fourfold", "megatron"]
+    + [pytest.param(s, marks=pytest.mark.slow) for s in ("torchtitan", "nanotron", "llm-foundry")],
+)
 def test_the_grid_holds_exactly_what_why_not_allows(stack: str) -> None:
     """Against a plain enumeration of 6 ranks, asked one run at a time."""
     one = ask(gpus=6, stack=stack, model="llama-3.2-1b", policy=Policy())

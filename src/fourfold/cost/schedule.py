@@ -91,9 +91,10 @@ def _with_late_weights(actions: list[Action], *, delay: int) -> list[Action]:
     return late + waiting
 
 
+@lru_cache(maxsize=32)  # engines compared side by side, and intervals, ask for the same ones
 def global_order(
     schedule: Schedule, *, stages: int, virtual_stages: int, micros: int
-) -> list[tuple[int, Action]]:
+) -> tuple[tuple[int, Action], ...]:
     """(rank, action) of all ranks in an order in which every input exists when it is needed.
 
     Every rank keeps its own order; a circle of waits would be a bug and is asserted against.
@@ -124,7 +125,7 @@ def global_order(
                 place += 1
             places[rank] = place
         assert len(order) > before, f"{schedule} p={stages} v={virtual_stages} m={micros} waits"
-    return order
+    return tuple(order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
