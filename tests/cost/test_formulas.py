@@ -14,7 +14,8 @@ from fourfold.cost.count.flops import CONVENTIONS, FlopsQuery
 from fourfold.cost.count.params import layer_matmul_params, model_params
 from fourfold.cost.fit.coefficients import COEFFICIENTS, defaults
 from fourfold.cost.memory.peak import memory
-from fourfold.cost.run import clock_share, device_facts, fabric_facts, model_facts
+from fourfold.cost.power import clock_share
+from fourfold.cost.run import device_facts, fabric_facts, model_facts
 from fourfold.cost.step.estimate import PARTS, estimate
 from fourfold.cost.step.kernels import attention_s, gemm_s, misalignment, tile_waves
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s

@@ -22,6 +22,8 @@ RUNS = [
     {"layout": "pp4 dp4 tp4", "policy": {"recompute": "full", "sequence_parallel": False}},
     {"layout": "dp16 cp4", "policy": {"sharding": "zero3", "recompute": "selective"}},
     {"layout": "pp2 dp8 tp4", "policy": {"compute_dtype": "fp8", "compile": True}},
+    {"layout": "pp2 dp16 tp2 ep16", "model": "deepseek-v2-lite", "policy": {"recompute": "moe"}},
+    {"layout": "dp32 tp2 ep4 etp2", "model": "mixtral-8x7b", "policy": {"sharding": "zero3"}},
 ]
 
 

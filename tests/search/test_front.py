@@ -12,7 +12,7 @@ import pytest
 import fourfold
 from fourfold.cli import main
 from fourfold.cost.memory.peak import memory
-from fourfold.cost.run import IDLE_W, mean_power_w
+from fourfold.cost.power import IDLE_W, mean_power_w
 from fourfold.cost.step.estimate import estimate
 from fourfold.errors import UserError
 from fourfold.search.ranking import rank_layouts

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fourfold.cost.dispatch import DISPATCHERS
 from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION, SCHEDULES
 
 Floats = NDArray[np.float64]
@@ -35,6 +36,18 @@ class Columns:
     gated: Annotated[Floats, 1]
     window: Annotated[Floats, 0]  # tokens that a sliding window looks back; 0: none
     local: Annotated[Floats, 0]  # share of layers with that window, 0..1
+    values: Floats  # heads x size of a head's values; equals width but in latent attention
+    latent: Annotated[Floats, 0]  # numbers a token's keys and values come from; 0: plain attention
+    q_latent: Annotated[Floats, 0]  # ... and its queries; 0: from the hidden state
+    shared_key: Annotated[Floats, 0]  # channels of a latent key that all heads share
+    mtp: Annotated[Floats, 0]  # layers that predict further tokens, counted among `layers`
+    # experts: of `routed` layers (their share, 0..1), each `expert_ffn` wide; shared ones in all
+    experts: Annotated[Floats, 0]
+    top_k: Annotated[Floats, 0]
+    expert_ffn: Annotated[Floats, 0]
+    shared_ffn: Annotated[Floats, 0]
+    routed: Annotated[Floats, 0]
+    expert_bias: Annotated[Floats, 0]  # 1: each expert adds its own vectors, and clips its gate
     # batch
     seq: Floats
     micro: Floats
@@ -47,6 +60,8 @@ class Columns:
     vpp: Annotated[Floats, 1]
     dp: Floats
     shard: Floats
+    ep: Annotated[Floats, 1]
+    etp: Annotated[Floats, 1]
     # policy
     zero: Annotated[Floats, 1]
     sp: Annotated[Floats, 1]
@@ -55,6 +70,15 @@ class Columns:
     attn_ckpt: Annotated[Floats, 0]  # 1 when only the attention core is recomputed
     norm_ckpt: Annotated[Floats, 0]  # 1: outputs of norms and of the activation are recomputed
     mlp_ckpt: Annotated[Floats, 0]  # 1: the first product of the MLP is, too
+    moe_ckpt: Annotated[Floats, 0]  # 1: routing, exchange and experts are recomputed
+    moe_act_ckpt: Annotated[Floats, 0]  # 1: the experts' activation is
+    latent_ckpt: Annotated[Floats, 0]  # 1: keys and values are made of the latent again
+    dispatcher: Annotated[Floats, DISPATCHERS.index("alltoall")]  # index in DISPATCHERS
+    hides_exchange: Annotated[Floats, 0]  # 1: under another micro batch's compute
+    # Of tokens per expert: standard deviation over mean; 0: forced even.
+    imbalance: Annotated[Floats, 0]
+    dropped_above: Annotated[Floats, 0]  # an expert's most tokens, in even shares; 0: no limit
+    graphed: Annotated[Floats, 0]  # 1: parts of layers with experts are CUDA graphs
     attention: Annotated[Floats, PRICED_ATTENTION.index("flash")]  # index in PRICED_ATTENTION
     split_inputs: Annotated[Floats, 0]  # 1: saved inputs of layers are divided over tp
     fused_norm: Annotated[Floats, 1]
@@ -123,13 +147,77 @@ class Columns:
     @property
     def qkv_width(self) -> Floats:
         """Columns of queries, keys and values together."""
-        return self.width + 2.0 * self.kv_width
+        plain = self.width + 2.0 * self.kv_width
+        return np.where(self.latent > 0, 2.0 * self.width + self.values, plain)
+
+    @property
+    def core_width(self) -> Floats:
+        """Mean of the widths of scores and of their product with values."""
+        return (self.width + self.values) / 2.0
+
+    @property
+    def latent_width(self) -> Floats:
+        """Columns of keys without positions and of values, which come from the latent."""
+        return self.width - self.heads * self.shared_key + self.values
+
+    @property
+    def attention_weights(self) -> Floats:
+        plain = 2.0 * self.hidden * self.width + 2.0 * self.hidden * self.kv_width
+        if not np.any(self.latent > 0):
+            return plain
+        narrow = self.q_latent * (self.hidden + self.width)
+        queries = np.where(self.q_latent > 0, narrow, self.hidden * self.width)
+        keys = self.hidden * (self.latent + self.shared_key) + self.latent * self.latent_width
+        return np.where(self.latent > 0, queries + keys + self.hidden * self.values, plain)
 
     @property
     def layer_weights(self) -> Floats:
-        """Weights of one layer that take part in a matrix product, over all tensor ranks."""
-        attention = 2.0 * self.hidden * self.width + 2.0 * self.hidden * self.kv_width
-        return attention + (2.0 + self.gated) * self.hidden * self.ffn
+        """Weights of one layer's products over all tensor ranks, mean over layers; routed experts'
+        apart."""
+        mlp = (2.0 + self.gated) * self.hidden
+        dense = self.attention_weights + mlp * self.ffn
+        if not np.any(self.experts > 0):
+            return dense
+        own = self.attention_weights + mlp * self.shared_ffn + self.hidden * self.experts
+        return (1.0 - self.routed) * dense + self.routed * own
+
+    @property
+    def expert_weights(self) -> Floats:
+        """Of all routed experts of one layer, mean over layers."""
+        each = (2.0 + self.gated) * self.hidden * self.expert_ffn
+        return self.routed * self.experts * each
+
+    @property
+    def rank_expert_weights(self) -> Floats:
+        """Those that one rank holds."""
+        return self.expert_weights / (self.ep * self.etp)
+
+    @property
+    def active_weights(self) -> Floats:
+        """Of one layer, that a token meets."""
+        return self.layer_weights + self.expert_weights * self.top_k / np.maximum(1, self.experts)
+
+    @property
+    def expert_copies(self) -> Floats:
+        """Ranks that hold the same slice of the same experts, and see other tokens."""
+        return self.dp * self.cp * self.tp / (self.ep * self.etp)
+
+    @property
+    def expert_shard(self) -> Floats:
+        """... over which ZeRO divides experts."""
+        return np.maximum(1.0, self.shard * self.tp / (self.ep * self.etp))
+
+    @property
+    def fullest(self) -> Floats:
+        """Tokens of the fullest rank's experts against the mean: the largest of ep sums over the
+        experts of a rank, by the tail of a normal distribution."""
+        if not np.any(self.imbalance > 0):
+            return np.ones(())
+        local = np.maximum(1.0, self.experts / self.ep)
+        spread = self.imbalance * np.sqrt(2.0 * np.log(np.maximum(1.0, self.ep)) / local)
+        most = np.minimum(self.ep, 1.0 + spread)
+        kept = np.where(self.dropped_above > 0, np.minimum(most, self.dropped_above), most)
+        return np.where(self.experts > 0, kept, 1.0)
 
     @property
     def rank_layer_weights(self) -> Floats:
@@ -197,6 +285,7 @@ def columns(n: int | None, **facts: ArrayLike) -> Columns:
         full = {k: np.ascontiguousarray(np.broadcast_to(v, (n,))) for k, v in full.items()}
     full.setdefault("kv_heads", full["heads"])
     full.setdefault("width", full["hidden"])
+    full.setdefault("values", full["width"])
     full.setdefault("shard", full["dp"] * full["cp"])
     full.setdefault("domain", full["node"])
     full.setdefault("peak_low", full["peak"])

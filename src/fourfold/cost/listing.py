@@ -11,11 +11,11 @@ import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns
 from fourfold.cost.memory.walk import kept_bytes
-from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
+from fourfold.cost.ops.ends import embedding, handover, head
 from fourfold.cost.ops.layer import decoder_layer
 from fourfold.cost.ops.op import Op
 from fourfold.cost.step.cpu_rates import rates_of
-from fourfold.cost.step.estimate import first_stage_params
+from fourfold.cost.step.estimate import once_ops
 from fourfold.cost.step.layer import part_of
 
 # What no operation does, and what a step shows of it.
@@ -68,7 +68,8 @@ def _alone(c: Columns, coef: Coefficients) -> list[OpRow]:
     """Every operation, forwards, computed again and backwards."""
     rates, micros = rates_of(c, coef), _one(c.share / c.micro)
     stages, layers = _one(c.pp), _one(c.layers)
-    once = [*reduction(c, first_stage_params(c)[0]), *update(c, *first_stage_params(c))]
+    reductions, updates = once_ops(c)
+    once = [*(op for both in reductions for op in both), *updates]
     lists: list[tuple[str, Iterable[Op], float]] = [
         ("head", embedding(c, c.micro), micros / stages),
         ("", decoder_layer(c, c.micro), micros * layers / stages),
@@ -79,8 +80,9 @@ def _alone(c: Columns, coef: Coefficients) -> list[OpRow]:
     rows = []
     for part, ops, count in lists:
         for op in ops:
-            own = part or {"dp": "dp_comm", "": "optimizer"}.get(op.axis if op in once else "-", "")
-            seconds = _one(_dp_s(c, op) if op.axis == "dp" else rates.seconds(op))
+            axis = op.axis.partition(" ")[0]
+            own = part or {"dp": "dp_comm", "": "optimizer"}.get(axis if op in once else "-", "")
+            seconds = _one(_dp_s(c, op) if axis == "dp" else rates.seconds(op))
             again = _one(op.again) if op.phase == "forward" else 0.0
             row = _row(op, own or part_of(op), count, seconds)
             rows.append(row if part else replace(row, keeps=_one(kept_bytes(c, [op], coef))))
@@ -104,8 +106,8 @@ def _row(op: Op, part: str, count: float, seconds: float) -> OpRow:
         axis=op.axis,
         part=part,
         shape=shape,
-        times=count,
-        flops=2.0 * float(np.prod(shape)) if shape else 0.0,
+        times=count * _one(op.share),
+        flops=2.0 * float(np.prod(shape)) * _one(op.groups) if shape else 0.0,
         bytes=_one(op.bytes * op.halves),
         keeps=0.0,
         alone_s=count * seconds,

@@ -4,12 +4,13 @@ over a million layouts as for one run. What a spec says overrides the defaults o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import sqrt
 from typing import Any
 
 import numpy as np
 
-from fourfold.cost.columns import OPTIMIZERS, Columns, columns
+from fourfold.cost import experts
+from fourfold.cost.columns import DEFAULTS, OPTIMIZERS, Columns, columns
+from fourfold.cost.power import clock_share
 from fourfold.cost.stacks import RELEASES, StackDefaults, stack_defaults
 from fourfold.cost.step.pipeline import BY_COST
 from fourfold.spec.catalog import generation_of
@@ -18,7 +19,6 @@ from fourfold.spec.layout import MODEL_AXES
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec, chosen, running_schedule
-from fourfold.spec.supported import require_priced
 from fourfold.spec.words import (
     AROUND,
     DTYPE_BYTES,
@@ -29,19 +29,12 @@ from fourfold.spec.words import (
     SCHEDULES,
 )
 
-IDLE_W = 100.0
-BURST = 0.85  # share of the data-sheet peak a large GEMM reaches at the boost clock
-# Joule per 16-bit FLOP. The first from an H200, which ran one GEMM at 814 TFLOP/s in a cool burst
-# and at 672 sustained at 690 W (an A100 stays under its limit with it); the second from B200 runs
-# near 1.7 PFLOP/s at 1 kW. A part with fp4 units is of the second kind.
-JOULE_PER_FLOP = 1.09e-12
-JOULE_PER_FLOP_FP4_ERA = 0.75e-12
 _NORM_KINDS = [RECOMPUTE_KINDS.index(kind) for kind in ("norm+act", "norm+mlp")]
 
 
 def model_facts(model: ModelShape) -> dict[str, float]:
-    require_priced(model)
     return {
+        **experts.model_facts(model),
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,
@@ -57,32 +50,13 @@ def model_facts(model: ModelShape) -> dict[str, float]:
         "gated": float(model.gated),
         "window": float(model.window or 0),
         "local": model.local_share,
+        "values": model.value_width,
     }
 
 
 def learned_rows(model: ModelShape) -> float:
     """Rows of the table of positions, -1 for as many as tokens; 0 where they are computed."""
     return float(model.positions.length or -1) if model.positions.kind == "learned" else 0.0
-
-
-def clock_share(device: Device) -> float:
-    """Sustained against boost clock under the device's own power limit. Power of a GEMM = idle +
-    energy per FLOP x rate; near the top it grows with the square of the clock."""
-    peaks = device.peak_flops_per_s
-    rate = peaks.bf16 or peaks.fp16 or peaks.fp32
-    if rate is None:
-        return 1.0
-    needed_w = IDLE_W + _joule_per_flop(device) * BURST * rate
-    return min(1.0, sqrt(device.power_w / needed_w))
-
-
-def _joule_per_flop(device: Device) -> float:
-    return JOULE_PER_FLOP if device.peak_flops_per_s.fp4 is None else JOULE_PER_FLOP_FP4_ERA
-
-
-def mean_power_w(device: Device, flops_per_s: float) -> float:
-    """Of a GPU with so many 16-bit FLOP/s on average, never above its limit; the GPU alone."""
-    return min(device.power_w, IDLE_W + _joule_per_flop(device) * flops_per_s)
 
 
 def device_facts(device: Device, precision: str) -> dict[str, float]:
@@ -254,6 +228,7 @@ def run_facts(
         "shard": run["shard"] * run["cp"],
         "vpp": run["virtual_stages"],
         "zero": run["zero"],
+        **experts.run_facts(spec, stack, run),
         "cp_kind": run["cp_kind"],
         "schedule": _RUNNING[np.greater(run["virtual_stages"], 1) * 1, run["schedule"]],
         **_recompute_facts(spec, run),
@@ -281,8 +256,9 @@ def columns_of(
     specs: Sequence[RunSpec], *, cluster: Cluster, stack: str, release: str = ""
 ) -> Columns:
     facts = [run_facts(spec, cluster, stack, release=release) for spec in specs]
-    names = facts[0] if facts else {}
-    return columns(len(facts), **{name: [fact[name] for fact in facts] for name in names})
+    names = {name: None for fact in facts for name in fact}
+    values = {name: [fact.get(name, DEFAULTS.get(name)) for fact in facts] for name in names}
+    return columns(len(facts), **values)
 
 
 def varied_columns(

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fourfold.cost.dispatch import DISPATCHERS
 from fourfold.errors import UserError
 from fourfold.spec import catalog, codec
 from fourfold.spec.layout import MODEL_AXES
@@ -52,6 +53,7 @@ class EngineRules:
     compiles_zero_bubble: bool = True
     fp8_multiple: int = 1  # of which sides of a product in fp8 must be a multiple
     splits_fp8: bool = True  # zero-bubble's divided backward in fp8
+    dispatchers: tuple[str, ...] = DISPATCHERS
     is_ours: bool = False  # src/fourfold/engine, whose gaps are rules too
 
 
@@ -90,6 +92,9 @@ class StackDefaults:
     selective_mlp: bool = False  # "selective" recomputes the MLP, not the attention core
     shard_group: int = 0  # ZeRO-3 group on large jobs; 0 = all data-parallel ranks
     reports_rank0: bool = False  # printed memory is rank 0's, not the fullest rank's
+    dispatcher: str = "alltoall"  # of experts on other ranks, where a policy leaves it open
+    tests_vocab: int = 0  # of the tests that an engine publishes, where they do not say
+    graphs_experts: bool = False  # parts of layers with experts are CUDA graphs
     flash2: bool = False  # attention by FlashAttention 2 on every GPU, not by the GPU's fastest
 
     def gradient_bytes(self, compute: str) -> tuple[float, float]:
@@ -145,12 +150,12 @@ def _matches(stack: str, name: str) -> bool:
 
 def stack_defaults(stack: str) -> StackDefaults:
     """Of the longest known name that a stack's begins with; of `generic` where nobody knows it."""
-    names = [name for name in STACKS if _matches(stack.lower(), name)]
+    names = [name for name in STACKS if _matches(without_experts(stack.lower()), name)]
     return STACKS[max(names, key=len, default="generic")]
 
 
 def is_known(stack: str) -> bool:
-    return any(_matches(stack.lower(), name) for name in STACKS)
+    return any(_matches(without_experts(stack.lower()), name) for name in STACKS)
 
 
 def stack_rules(stack: str) -> EngineRules:
@@ -167,11 +172,30 @@ def release_of(stack: str) -> str:
     return name if name in RELEASES else ""
 
 
+_EXPERTS = " with experts"
+
+
+def with_experts(stack: str) -> str:
+    """What runs with experts are calibrated as: layers with experts are another program. Releases
+    of an engine have few of them each, and differ by less than layouts do: they are one."""
+    return family_of(stack) + _EXPERTS
+
+
+def has_experts(stack: str) -> bool:
+    return stack.endswith(_EXPERTS)
+
+
+def without_experts(stack: str) -> str:
+    return stack.removesuffix(_EXPERTS)
+
+
 def family_of(stack: str) -> str:
-    """'nemo-2024' -> 'nemo': the engine without its year."""
-    return re.sub(r"-20\d\d.*", "", stack)
+    """'nemo-2024' -> 'nemo', 'megatron-bridge-26.04' -> 'megatron-bridge': the engine without its
+    year."""
+    return re.sub(r"-(20\d\d|v?\d\d?\.\d).*", "", without_experts(stack))
 
 
 def year_of(stack: str) -> int | None:
-    year = re.search(r"20\d\d", stack)
-    return int(year[0]) if year else None
+    """By its name, or by its release: 26.04 is of 2026."""
+    year = re.search(r"20\d\d|-v?2\d(?=\.\d\d)", stack)
+    return int(year[0][-2:]) + 2000 if year else None

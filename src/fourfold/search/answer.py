@@ -14,8 +14,8 @@ from fourfold.cost.count.flops import FlopsQuery, convention
 from fourfold.cost.count.params import model_params
 from fourfold.cost.fit.interval import provenance, why_wide
 from fourfold.cost.memory.peak import fit_chance, memory_bounds
+from fourfold.cost.power import mean_power_w
 from fourfold.cost.predict import predictions
-from fourfold.cost.run import mean_power_w
 from fourfold.cost.step.estimate import estimate
 from fourfold.cost.step.traffic import crosses
 from fourfold.search.alternatives import (

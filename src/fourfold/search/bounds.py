@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Floats
 from fourfold.cost.ops.ends import handover
-from fourfold.cost.ops.layer import weights
+from fourfold.cost.ops.weights import weights
 from fourfold.cost.step.cpu_rates import is_cpu, rates_of
 from fourfold.cost.step.estimate import (
     end_of_step_s,
@@ -29,9 +29,9 @@ from fourfold.cost.step.rates import overlapped_s
 from fourfold.search.candidates import Ints, Places, row_numbers
 from fourfold.search.peaks import blocks, on_cores
 from fourfold.search.query import PlanQuery
-from fourfold.spec.layout import MODEL_AXES
+from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
-LAYOUT = (*MODEL_AXES, "cp_kind")  # what makes two rows the same layout; dp follows
+LAYOUT = (*MODEL_AXES, *EXPERT_AXES, "cp_kind")  # what makes two rows the same layout; dp follows
 
 
 def per_step_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
@@ -54,7 +54,7 @@ def gathering_s(query: PlanQuery, rows: dict[str, Ints]) -> Floats:
         return np.zeros(len(rows["zero"]))
     one = {"micro_batch": np.ones(1, np.int64), "recompute": np.zeros(1, np.int64)}
     c = query.columns(rows | one, is_open=True)
-    gathers = [op for op in weights(c, c.rank_layer_weights) if op.axis]
+    gathers = [op for op in weights(c) if op.axis]
     move = ops_s(gathers, rates_of(c, query.entry.coefficients))
     return np.broadcast_to(move, rows["zero"].shape)
 

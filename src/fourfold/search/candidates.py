@@ -12,9 +12,16 @@ from numpy.typing import NDArray
 from fourfold.search.legal import REASONS, RULES, case_of
 from fourfold.search.query import PlanQuery
 from fourfold.search.rules.case import RuleCase, divisors
-from fourfold.spec.layout import MODEL_AXES, SIZES, Layout
+from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES, SIZES, Layout
 from fourfold.spec.run import running_schedule
-from fourfold.spec.words import CP_KINDS, RECOMPUTE, RECOMPUTE_KINDS, SCHEDULES, SHARDINGS
+from fourfold.spec.words import (
+    CP_KINDS,
+    MOE_RECOMPUTE,
+    RECOMPUTE,
+    RECOMPUTE_KINDS,
+    SCHEDULES,
+    SHARDINGS,
+)
 
 Ints = NDArray[np.int64]
 Places = NDArray[np.intp]
@@ -127,10 +134,11 @@ def _legal_micros(
 
 
 def _grid(query: PlanQuery) -> dict[str, Ints]:
-    """Layouts x kinds of context parallelism x virtual stages x sharding."""
+    """Layouts x places of experts x kinds of context parallelism x virtual stages x sharding."""
     kinds = np.array(_decided(query, "cp_kind", range(3), CP_KINDS.index))
     zeros = np.array(_decided(query, "sharding", range(4), SHARDINGS.index))
     sizes = np.array(_layouts(query), dtype=np.int64).reshape(-1, 5)
+    sizes = _with_experts(query, sizes)
     row, place = repeats(np.where(sizes[:, 3] > 1, len(kinds), 1))
     sizes, kind = sizes[row], kinds[place]
     stages = divisors(query.gpus)
@@ -140,7 +148,7 @@ def _grid(query: PlanQuery) -> dict[str, Ints]:
     row, place = repeats(counts[at])
     looped = np.concatenate(virtual)[(np.cumsum(counts) - counts)[at][row] + place]
     table = np.column_stack([sizes[row], kind[row], looped])
-    names = (*SIZES, "cp_kind", "virtual_stages")
+    names = (*SIZES, *EXPERT_AXES, "cp_kind", "virtual_stages")
     grid = {name: np.repeat(table[:, i], len(zeros)) for i, name in enumerate(names)}
     grid["zero"] = np.tile(zeros, len(table))
     # ZeRO has nothing to divide over one rank, and zero0 divides nothing: one point, not four.
@@ -152,6 +160,26 @@ def _grid(query: PlanQuery) -> dict[str, Ints]:
     codes = [SCHEDULES.index(name) for name in (looped, plain, "1f1b")]
     in_pipe = np.where(grid["virtual_stages"] > 1, codes[0], codes[1])
     return grid | {"schedule": np.where(grid["pp"] > 1, in_pipe, codes[2])}
+
+
+def _with_experts(query: PlanQuery, sizes: Ints) -> Ints:
+    """Each layout with every number of ranks that experts can be divided over, and with slices of
+    experts as wide as tensor parallelism or whole, unless asked for."""
+    shape = query.model
+    asked_ep, asked_etp = query.fixed.get("ep"), query.fixed.get("etp")
+    if shape.moe is None:
+        both = [asked_ep or 1, asked_etp or 1]
+        return np.column_stack([sizes, np.tile(np.array([both], np.int64), (len(sizes), 1))])
+    parts = []
+    for ep in [asked_ep] if isinstance(asked_ep, int) else divisors(shape.experts):
+        for etp in [asked_etp] if isinstance(asked_etp, int) else (1, 0):
+            slices = np.where(etp > 0, etp, sizes[:, 4])
+            ranks = sizes[:, 2] * sizes[:, 3] * sizes[:, 4]
+            some = (ranks % (ep * slices) == 0) | (asked_ep is not None)
+            some &= (etp != 0) | (slices > 1)
+            both = np.column_stack([np.full(len(sizes), ep), slices])
+            parts.append(np.column_stack([sizes, both])[some])
+    return np.concatenate(parts)
 
 
 def repeats(counts: NDArray[np.int_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -231,16 +259,18 @@ def _micro_batches(query: PlanQuery) -> Ints:
 def _recompute_kinds(query: PlanQuery) -> Ints:
     asked = str(query.fixed["recompute"]) if "recompute" in query.fixed else None
     if asked is None:
-        names = tuple(kind for kind in RECOMPUTE if kind in query.target.rules.recompute)
+        known = RECOMPUTE if query.model.moe is None else (*RECOMPUTE, *MOE_RECOMPUTE)
+        names = tuple(kind for kind in known if kind in query.target.rules.recompute)
     else:
-        names = (asked.partition("-")[0],)
+        names = (asked if asked in RECOMPUTE_KINDS else asked.partition("-")[0],)
     return np.array([RECOMPUTE_KINDS.index(name) for name in names], dtype=np.int64)
 
 
 def _values(grid: dict[str, Ints], micros: Ints, kinds: Ints) -> dict[str, tuple[int | str, ...]]:
     """What was tried on each axis, for the report."""
     dp = grid["replicate"] * grid["shard"]
-    axes = {**{axis: grid[axis] for axis in MODEL_AXES}, "dp": dp,
+    routed = {axis: grid[axis] for axis in EXPERT_AXES if grid[axis].max(initial=1) > 1}
+    axes = {**{axis: grid[axis] for axis in MODEL_AXES}, **routed, "dp": dp,
             "dp copies": grid["replicate"], "virtual stages": grid["virtual_stages"],
             "micro batch": micros}  # fmt: skip
     values: dict[str, tuple[int | str, ...]] = {

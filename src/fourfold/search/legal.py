@@ -69,8 +69,6 @@ def case_of(
         batch_sizes=tuple(size for size, _ in batch.stages()),
         sequence_parallel=int(policy.sequence_parallel),
         runs=target.runs,
-        ep=layout.ep,
-        etp=layout.etp,
     )
 
 

@@ -16,7 +16,7 @@ from fourfold.search.cells import Cells
 from fourfold.search.choice import order
 from fourfold.search.fastest import fastest
 from fourfold.search.space import Bools, Places, Pool
-from fourfold.spec.layout import MODEL_AXES, SIZES
+from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES, SIZES
 from fourfold.spec.run import CHOSEN
 
 # The best by closed form, whose pipelines are then played event by event; of one layout a few, so
@@ -132,19 +132,22 @@ def _priced(cells: Cells, index: Places, step_s: NDArray[np.float64], new: Bools
     return cells.space.points(index) | found | {"unproven": new[np.divmod(index, new.shape[1])]}
 
 
+_KEYS = ("cp", "tp", *EXPERT_AXES, "cp_kind")
+
+
 def layout_numbers(points: Pool) -> NDArray[np.int64]:
     """One number for what `_layout_keys` tells apart; dp follows from the other axes."""
-    sizes = (points[name].astype(np.int64) for name in ("cp_kind", *MODEL_AXES[::-1]))
+    axes = ("cp_kind", *EXPERT_AXES, *MODEL_AXES[::-1])
     number = np.zeros(_size(points), dtype=np.int64)
-    for size in sizes:
-        number = (number << 20) + size
+    for name in axes:  # sizes are far below the factor, or their products are
+        number = number * 1_000_003 + points[name].astype(np.int64)
     return number
 
 
 def _layout_keys(points: Pool) -> list[tuple[int, ...]]:
     """What makes two points the same layout: the sizes of the axes and the kind of cp."""
     dp = points["replicate"] * points["shard"]
-    columns = (points["pp"], dp, points["cp"], points["tp"], points["cp_kind"])
+    columns = (points["pp"], dp, *(points[name] for name in _KEYS))
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -152,7 +155,7 @@ def best_points(pool: Pool, keep: int, variants: int) -> Pool:
     """The fastest points, at most `variants` of each layout. Splits of dp into copies that change
     nothing else are one point: the faster, then the smaller, then the plainer stands for all."""
     order = np.lexsort((pool["replicate"], pool["peak_bytes"], pool["step_s"]))
-    rest = [name for name in CHOSEN if name not in SIZES]
+    rest = [name for name in CHOSEN if name not in (*SIZES, *EXPERT_AXES)]
     chosen: list[int] = []
     seen: set[tuple[int, ...]] = set()
     used: dict[tuple[int, ...], int] = {}

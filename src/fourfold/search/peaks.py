@@ -29,7 +29,7 @@ from fourfold.cost.memory.walk import layer_bytes
 from fourfold.cost.stacks import stack_defaults
 from fourfold.search.candidates import Ints, Places, row_numbers
 from fourfold.search.query import PlanQuery
-from fourfold.spec.layout import MODEL_AXES
+from fourfold.spec.layout import EXPERT_AXES, MODEL_AXES
 
 OnProgress = Callable[[float], None]  # hears what share of some work is done
 T = TypeVar("T")
@@ -99,7 +99,9 @@ def _groups(rows: dict[str, Ints], *more: str) -> tuple[Places, Places]:
     """(a row of each group, the group of each row): of rows that differ in how the state is
     sharded."""
     known = rows | {"dp": rows["replicate"] * rows["shard"]}
-    number = row_numbers(known, (*MODEL_AXES, "dp", "virtual_stages", "schedule", *more))
+    number = row_numbers(
+        known, (*MODEL_AXES, *EXPERT_AXES, "dp", "virtual_stages", "schedule", *more)
+    )
     _, first, group = np.unique(number, return_index=True, return_inverse=True)
     return first, group.reshape(-1)
 
@@ -204,7 +206,7 @@ def _halves(table: WaysTable, coef: Coefficients) -> _Halves:
     first, group = _groups(rows)
     shape = (len(first), len(ways["recompute"]))
     beside = (np.full(shape, np.inf), np.full(shape, np.inf), np.full(shape, np.inf))
-    params = np.zeros((len(first), 3))
+    params = np.zeros((2, len(first), 3))
 
     def fill(some: Places) -> None:
         row = first[some]
@@ -216,11 +218,14 @@ def _halves(table: WaysTable, coef: Coefficients) -> _Halves:
         for i, (weights, activations, loss) in enumerate(stage_loads(c, coef)):
             held = np.where(exists[i], activations + loss, -np.inf)
             beside[i][cross] = np.where(may_run, held, np.inf)
-            params[some, i] = np.broadcast_to(weights, (len(some), 1))[:, 0]
+            for kind, count in enumerate(weights):
+                params[kind, some, i] = np.broadcast_to(count, (len(some), 1))[:, 0]
 
     on_cores(fill, blocks(asked[first]))
     one = {"micro_batch": ways["micro_batch"][:1], "recompute": ways["recompute"][:1]}
     c = table.query.columns(rows | one, is_open=True)
-    each = (weight_bytes(c) * coef["state"])[:, None] * params[group]
+    each = np.zeros((len(group), 3))
+    for count, bytes_each in zip(params, weight_bytes(c), strict=True):
+        each += (bytes_each * coef["state"])[:, None] * count[group]
     other = gathered_bytes(c) + coef["base_gib"] * GIB
     return _Halves(group, each + other[:, None], beside, _fewest(beside))

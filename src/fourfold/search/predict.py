@@ -49,16 +49,16 @@ def predict(
     of cost/stacks.py). `cluster` may depend on a run's ranks; `cores` is this host's. Whether it
     fits is the caller's to add."""
     answers: dict[int, Prediction] = {}
-    by_ranks: dict[int, list[int]] = {}
+    by_ranks: dict[tuple[int, bool], list[int]] = {}
     for at, spec in enumerate(specs):
-        by_ranks.setdefault(spec.gpus, []).append(at)
-    for ranks, places in by_ranks.items():
+        by_ranks.setdefault((spec.gpus, spec.model.moe is not None), []).append(at)
+    for (ranks, has_experts), places in by_ranks.items():
         named = cluster(specs[places[0]]) if callable(cluster) else cluster
         machine = named or (cluster_of(profile, ranks) if profile else rough_cpu(ranks, cores))
         known = calibration or (calibration_of(profile, machine) if profile else None)
         known = known or calibrations.shipped()
         engine = match_stack(stack, machine, known)
-        entry, _ = entry_for(known, engine, machine)
+        entry, _ = entry_for(known, engine, machine, experts=has_experts)
         asked = [_as_planned(specs[at], stack, engine) for at in places]
         writes = release or release_of(stack)
         c = columns_of(asked, cluster=machine, stack=engine, release=writes)

@@ -14,7 +14,7 @@ from fourfold.cost.count.flops import DEFAULT
 from fourfold.cost.fit.calibration import Calibration, FittedStack, own_entry
 from fourfold.cost.memory.peak import USABLE
 from fourfold.cost.run import varied_columns
-from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, year_of
+from fourfold.cost.stacks import STACKS, stack_defaults, stack_rules, with_experts, year_of
 from fourfold.errors import UserError, nearest
 from fourfold.events import OnEvent, ignore
 from fourfold.search.choice import RISK
@@ -159,8 +159,12 @@ def usual_policy(
     return summed(stack, replace(policy, **changes), recipe=recipe)
 
 
-def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[FittedStack, str]:
-    """(coefficients, why they are not this machine's own: '' when they are, or a twin's)."""
+def entry_for(
+    calibration: Calibration, stack: str, cluster: Cluster, *, experts: bool = False
+) -> tuple[FittedStack, str]:
+    """(coefficients, why they are not this machine's own: '' when they are, or a twin's); of a
+    model with `experts` or of others."""
+    stack = with_experts(stack) if experts else stack
     like = twin(calibration, stack, cluster) or cluster.name
     entry, why = calibration.entry(stack, like, generation_of(cluster.device))
     if like != cluster.name and not why:
@@ -184,7 +188,8 @@ def entry_for(calibration: Calibration, stack: str, cluster: Cluster) -> tuple[F
 def twin(calibration: Calibration, stack: str, cluster: Cluster) -> str:
     """The cluster of the catalogue with the same GPUs and links on which most runs of this stack
     were measured; '' where there is none, or runs of this very cluster are known."""
-    measured = {e.cluster: e.rows_time for e in calibration.entries if e.stack == stack}
+    every = (*calibration.entries, *calibration.routed)
+    measured = {e.cluster: e.rows_time for e in every if e.stack == stack}
     alike = () if cluster.name in measured else _alike(cluster)
     known = [name for name in alike if measured.get(name)]
     return max(known, key=lambda name: measured[name], default="")

@@ -77,7 +77,10 @@ class Policy:
     )
     attention: words.Attention = "auto"
     dispatcher: words.Dispatcher = flag(
-        "how tokens reach experts: local, alltoall or allgather", "X", rare=True, default="auto"
+        "how tokens reach experts: local, alltoall, allgather, deepep, hybridep or ncclep",
+        "X",
+        rare=True,
+        default="auto",
     )
     routing: words.Routing = flag(
         "natural, or forced: experts in turn, all with as many tokens",
@@ -85,6 +88,13 @@ class Policy:
         rare=True,
         default="natural",
     )
+    imbalance: float | None = flag(
+        "standard deviation over mean of the experts' tokens (default: 1, forced 0)",
+        "X",
+        rare=True,
+        default=None,
+    )
+    overlap_exchange: bool = False
     optimizer: Literal["adamw", "adamw-plain"] = "adamw"
     compile: bool = False
     cuda_graph: bool = False
@@ -101,6 +111,9 @@ class Policy:
     def __post_init__(self) -> None:
         check.whole(1, 1024, virtual_stages=self.virtual_stages, loss_chunks=self.loss_chunks)
         check.whole(0, 64, prefetch=self.prefetch)
+        spread = self.imbalance
+        fair = spread is None or 0 <= spread <= 100
+        check.that(fair, "imbalance", spread, "must be from 0 (even) to 100")
         known = _RECOMPUTE.fullmatch(self.recompute) is not None
         hint = f"use {', '.join(words.RECOMPUTE)}, every-2, block-4, ..."
         check.that(known, "recompute", self.recompute, "is not a recompute mode", hint)

@@ -190,13 +190,13 @@ def fill_dp(layout: Layout, gpus: int) -> Layout:
     return replace(layout, replicate=1, shard=gpus // used)
 
 
-CHOSEN = (*SIZES, "cp_kind", "virtual_stages", "schedule", "zero", "recompute",
+CHOSEN = (*SIZES, *EXPERT_AXES, "cp_kind", "virtual_stages", "schedule", "zero", "recompute",
           "micro_batch")  # fmt: skip
 
 
 def chosen(layout: Layout, batch: Batch, policy: Policy) -> dict[str, int]:
     """The fields of CHOSEN as whole numbers; a micro batch of 0 ('auto') is taken as 1."""
-    return {name: getattr(layout, name) for name in SIZES} | {
+    return {name: getattr(layout, name) for name in (*SIZES, *EXPERT_AXES)} | {
         "cp_kind": CP_KINDS.index(policy.cp_kind),
         "virtual_stages": policy.virtual_stages,
         "schedule": SCHEDULES.index(policy.schedule),
@@ -208,8 +208,8 @@ def chosen(layout: Layout, batch: Batch, policy: Policy) -> dict[str, int]:
 
 def chosen_layout(points: Mapping[str, Any], i: int) -> Layout:
     """The layout of one of many points."""
-    pp, replicate, shard, cp, tp = (int(points[name][i]) for name in SIZES)
-    return Layout(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
+    sizes: dict[str, Any] = {name: int(points[name][i]) for name in (*SIZES, *EXPERT_AXES)}
+    return Layout(**sizes)
 
 
 def chosen_policy(policy: Policy, points: Mapping[str, Any], i: int) -> Policy:

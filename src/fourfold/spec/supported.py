@@ -49,19 +49,17 @@ def _experts_not_run(model: ModelShape, moe: Moe) -> tuple[tuple[bool, str], ...
     )
 
 
-def require_priced(model: ModelShape) -> None:
-    """Refuse what the cost model has no seconds and bytes for."""
+def require_traced(model: ModelShape) -> None:
+    """Refuse what the trace has no list of messages for."""
     lacking = "experts" if model.moe else "latent attention" if model.latent else ""
-    rule = f"has {lacking}, whose seconds and memory are not predicted yet"
-    hint = "models and flops count it; bench, train and verify run it"
+    rule = f"has {lacking}, whose messages are not traced yet"
+    hint = "plan and predict price it; bench, train and verify run it"
     check.that(not lacking, "model", model.name, rule, hint)
 
 
 def remarks(model: ModelShape, seq_len: int) -> tuple[str, ...]:
     """Sentences for what a prediction of seconds and memory leaves out or takes for something else;
     parameters are exact all the same."""
-    if model.moe or model.latent:
-        return ("seconds and memory are not predicted yet",)
     sentences = []
     if windowed(model, seq_len):
         layers = "all layers" if model.local_layers is None else f"{model.local_layers} layers"
@@ -72,6 +70,8 @@ def remarks(model: ModelShape, seq_len: int) -> tuple[str, ...]:
     if model.block != "sequential":
         sentences.append("parallel attention and MLP are timed as sequential")
     untimed = [VARIANTS[variant] for variant in model.variants]
+    if model.mtp:
+        untimed.insert(0, f"{model.mtp} layers that predict further tokens")
     if model.norms == "around":
         untimed.insert(0, "norms after attention and MLP")
     if model.qk_norm != "none":

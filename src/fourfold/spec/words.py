@@ -65,7 +65,8 @@ NUMBERED_RECOMPUTE = ("every", "block")
 MOE_RECOMPUTE = ("moe", "moe-act")
 RECOMPUTE_KINDS = (*RECOMPUTE, *NUMBERED_RECOMPUTE, *MOE_RECOMPUTE)
 # How tokens reach experts of other ranks. auto: local where all experts are at hand, else alltoall.
-Dispatcher = Literal["auto", "local", "alltoall", "allgather"]
+# The last three are libraries whose kernels send a token once to each node, which are priced only.
+Dispatcher = Literal["auto", "local", "alltoall", "allgather", "deepep", "hybridep", "ncclep"]
 # forced: every token goes to the next experts in turn, so that all have as many.
 Routing = Literal["natural", "forced"]
 

@@ -234,8 +234,6 @@ def choose_micro_batch(
 
 def _first_guess(spec: RunSpec, sizes: list[int], known: Predictor) -> int:
     """Place of the largest size whose predicted memory fits; the smallest when none does."""
-    if spec.model.moe is not None:
-        return 0  # not predicted: trials begin with the smallest
     predictions = known.predictions([with_micro(spec, size) for size in sizes])
     return max((at for at, one in enumerate(predictions) if one.fits), default=0)
 

@@ -219,7 +219,7 @@ class Predictor:
     def too_large(self, spec: RunSpec) -> str:
         """Why a run surely does not fit the hardware, whatever its limit: weights, gradients and
         moments alone are more than there is. '' where it may fit, or nobody knows."""
-        if self._is_elsewhere(spec) or spec.model.moe is not None:
+        if self._is_elsewhere(spec):
             return ""
         state, host = state_bytes(spec), self.cluster_of(spec)
         if host is not None and not host.device.id.startswith("cpu"):

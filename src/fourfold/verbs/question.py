@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from fourfold.spec import catalog, codec, words
 from fourfold.spec.batch import Batch
 from fourfold.spec.cluster import Cluster
 from fourfold.spec.expression import parse
-from fourfold.spec.layout import AXES, MODEL_AXES, Layout
+from fourfold.spec.layout import AXES, EXPERT_AXES, MODEL_AXES, Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import fill_dp, gpu_counts_near, wrong_size
@@ -56,7 +57,7 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
     if not (request.stack or request.export) and not _is_measured(cluster, known):
         request = replace(request, stack=_usual_engine(request, model, batch, policy))
     stack = _stack(request, cluster, known, on_event)
-    entry, why = queries.entry_for(known, stack, cluster)
+    entry, why = queries.entry_for(known, stack, cluster, experts=model.moe is not None)
     policy = _with_habits(request, stack, policy)
     query = PlanQuery(
         model=model,
@@ -76,7 +77,7 @@ def _resolved(request: PlanRequest, on_event: OnEvent) -> tuple[PlanQuery, list[
         explore=request.explore,
         safe=request.safe,
         risk=request.risk,
-        like=queries.twin(known, stack, cluster),
+        like=queries.twin(known, entry.stack, cluster),
         tokens=request.tokens,
         lost=request.lost,
         convention=conventions.convention(request.convention).id,
@@ -180,14 +181,19 @@ def named_axes(layout: str | Mapping[str, Any]) -> tuple[Layout, set[str]]:
     """The layout, and the axes that it names; the others are left open."""
     if isinstance(layout, Mapping):
         return Layout.from_plain(dict(layout), "layout"), set(layout)
-    named = {axis for axis in AXES if axis in layout.lower()}
+    named = {
+        axis
+        for axis in (*AXES, *EXPERT_AXES)
+        if re.search(rf"(?<![a-wyz]){axis}", layout.lower())  # 'etp2' does not name tp
+    }
     return (Layout.parse(layout) if layout.strip() else Layout()), named
 
 
 def _fixed(request: PlanRequest) -> dict[str, Any]:
     """What is decided: axes, micro batch and searched policy fields."""
     layout, named = named_axes(request.layout)
-    fixed: dict[str, Any] = {ax: layout.size(ax) for ax in MODEL_AXES if ax in named}
+    axes = (*MODEL_AXES, *EXPERT_AXES)
+    fixed: dict[str, Any] = {ax: getattr(layout, ax) for ax in axes if ax in named}
     if {"dp", "shard", "replicate"} & named:
         fixed |= {"dp": layout.dp, "replicate": layout.replicate}
     if request.micro_batch:
@@ -204,7 +210,8 @@ def _release(
     """Whose release will run it: of --export, or of a --stack without a year; refuses a model or a
     policy that it has no settings for, whatever the layout."""
     engine = request.export or release_of(request.stack or "")
-    if engine:
+    # Experts are priced for engines whose settings of them are not written.
+    if engine and (request.export or model.moe is None):
         one = replace(batch, micro_batch=1)
         plain = replace(policy, schedule="1f1b", virtual_stages=1)  # one rank has no pipeline
         setup = Setup(

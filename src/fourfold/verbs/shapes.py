@@ -141,12 +141,10 @@ def model(run: Mapping[str, Any], *, rank: int | None = None) -> Model:
 
 
 def _described(shape: ModelShape, seq_len: int) -> dict[str, Any]:
-    priced = not (shape.moe or shape.latent)
-    about, said = ("plan approximates", "planned") if priced else ("plan", "counted")
-    notes = [f"{about}: {words}" for words in remarks(shape, seq_len)]
+    notes = [f"plan approximates: {words}" for words in remarks(shape, seq_len)]
     lacking = not_run(shape, seq_len)
     if lacking:
-        notes.append(f"{said}, not run here (at {seq_len} tokens): {', '.join(lacking)}")
+        notes.append(f"planned, not run here (at {seq_len} tokens): {', '.join(lacking)}")
     active = active_params(shape, seq_len)
     experts = {
         "active_params": active.all,

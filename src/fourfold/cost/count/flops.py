@@ -74,14 +74,14 @@ class FlopsQuery:
         return cls(
             layers=c.layers,
             hidden=c.hidden,
-            width=c.width,
+            width=c.core_width,
             vocab=c.vocab,
             seq_len=c.seq,
             reach=c.reach,
-            params=c.layers * (c.layer_weights + small)
+            params=c.layers * (c.layer_weights + c.expert_weights + small)
             + ends
             + learned_positions * c.seq * c.hidden,
-            layer_weights=c.layer_weights,
+            layer_weights=c.active_weights - c.routed * c.hidden * c.experts,
             tp=c.tp,
             pp=c.pp,
             recompute_share=c.full_ckpt,

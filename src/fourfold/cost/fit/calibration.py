@@ -21,7 +21,7 @@ from fourfold import files
 from fourfold.cost.columns import Floats
 from fourfold.cost.fit.coefficients import BY_NAME, COEFFICIENTS, HOST, LEAN, MEMORY, TIME
 from fourfold.cost.fit.ranges import Ranges, joined_ranges
-from fourfold.cost.stacks import family_of, year_of
+from fourfold.cost.stacks import family_of, has_experts, year_of
 from fourfold.errors import UserError, shorten
 from fourfold.spec import check, codec
 
@@ -109,30 +109,33 @@ class FittedStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Entries by key."""
+    """Entries by key; `routed`: of runs with experts, which learn from all and teach no others."""
 
     name: str
     sources: tuple[str, ...]
     entries: tuple[FittedStack, ...]
+    routed: tuple[FittedStack, ...] = ()
 
     def __post_init__(self) -> None:
         check.name(name=self.name)
 
     def entry(self, stack: str, cluster: str, generation: str) -> tuple[FittedStack, str]:
         """The entry of a key and a reason; an unknown key gets a blend of the nearest ones."""
-        for known in self.entries:
+        every = (*self.entries, *self.routed)
+        for known in every:
             if known.stack == stack and known.cluster == cluster:
                 return known, ""
-        blended = blend(self.entries, stack=stack, cluster=cluster, generation=generation)
+        blended = blend(every, stack=stack, cluster=cluster, generation=generation)
         family = family_of(stack)
-        elsewhere = [e for e in self.entries if e.rows_time and family_of(e.stack) == family != ""]
-        alike = any(e.rows_time and e.generation == generation for e in self.entries)
+        kin = [e for e in every if e.rows_time and has_experts(e.stack) == has_experts(stack)]
+        elsewhere = [e for e in kin if family_of(e.stack) == family != ""]
+        alike = any(e.generation == generation for e in kin)
         wide = replace(
             blended,
             basis="blended" if elsewhere or alike else "physics",
             coefficients=_half_lean(blended.coefficients),
             noise=ELSEWHERE if elsewhere else NOWHERE,
-            ranges=joined_ranges([entry.ranges for entry in self.entries]),
+            ranges=joined_ranges([entry.ranges for entry in kin]),
         )
         return wide, "no measured runs of this stack here, estimated from other stacks and clusters"
 
@@ -164,6 +167,8 @@ def blend(
     better by the year, so each coefficient may have a small slope over the years.
     """
     kin = [entry for entry in entries if (entry.stack, entry.cluster) != (stack, cluster)]
+    if not has_experts(stack):  # what they teach beside experts is blurred by these
+        kin = [entry for entry in kin if not has_experts(entry.stack)]
     like = [similarity(e, stack=stack, cluster=cluster, generation=generation) for e in kin]
     year, years = year_of(stack), [year_of(entry.stack) for entry in kin]
     ages = np.array([0.0, *(float(other - year) if year and other else 0.0 for other in years)])
@@ -266,9 +271,14 @@ def load(path: str) -> Calibration:
     return from_json(files.read_text(path, field="calibration"), path)
 
 
+@functools.cache
 def shipped() -> Calibration:
     """The calibration that comes with the package."""
-    return _of_package("shipped.json")
+    plain = _of_package("shipped.json")
+    routed = _read("experts.json").entries
+    every = (*plain.entries, *routed)
+    filled = (replace(e, coefficients=_of_others(e, every) | e.coefficients) for e in routed)
+    return replace(plain, routed=tuple(filled))
 
 
 def own_entry(stack: str, device: str) -> FittedStack | None:
@@ -279,5 +289,10 @@ def own_entry(stack: str, device: str) -> FittedStack | None:
 
 @functools.cache
 def _of_package(name: str) -> Calibration:
+    found = _read(name)
+    return replace(found, entries=completed(found.entries))
+
+
+def _read(name: str) -> Calibration:
     file = resources.files("fourfold").joinpath("data", "calibrations", name)
-    return from_json(file.read_text(encoding="utf-8"), name)
+    return codec.load(Calibration, codec.parse_json(file.read_text(encoding="utf-8")))

@@ -21,11 +21,14 @@ from fourfold.cost.fit.interval import TWO_SIDED_80
 from fourfold.cost.memory.moments import stage_peak
 from fourfold.cost.memory.stage import around_bytes, stages
 from fourfold.cost.memory.walk import kept_bytes, layer_bytes
+from fourfold.cost.ops.experts import ExpertSizes
 from fourfold.cost.ops.layer import decoder_layer, scores
 from fourfold.cost.ops.op import Sizes
 from fourfold.cost.step.pipeline import in_flight, stage_layers
 
 GIB = 2.0**30
+# Parameters of a rank, or bytes of one: all but experts', and experts'.
+Params = tuple[Floats, Floats]
 # The driver and the CUDA context leave about 98.8% of the nominal size (79.1 of 80 GiB).
 USABLE = 0.988
 # Half width (log) that no fit removes: 8 of 10 held-out runs of bloom are within 7.5%. Of our own
@@ -57,20 +60,26 @@ class Memory:
         return Memory(first, last, worst, parts)
 
 
-def state_bytes(c: Columns, coef: Coefficients, *, params: Floats) -> Floats:
-    """Weights, gradients and optimizer of `params` parameters, divided as ZeRO says."""
-    return params * weight_bytes(c) * coef["state"]
+def state_bytes(c: Columns, coef: Coefficients, *, params: Params) -> Floats:
+    """Weights, gradients and optimizer of parameters, divided as ZeRO says."""
+    each = zip(params, weight_bytes(c), strict=True)
+    return sum((count * bytes_each for count, bytes_each in each), np.zeros(())) * coef["state"]
 
 
-def weight_bytes(c: Columns) -> Floats:
+def weight_bytes(c: Columns) -> Params:
     """Of one parameter: itself, its gradient and its optimizer's state, divided as ZeRO says."""
-    parted = [np.where(c.zero >= stage, c.shard, 1.0) for stage in (1, 2, 3)]
-    return c.opt_bytes / parted[0] + c.acc_bytes / parted[1] + 2.0 / parted[2]
+
+    def over(ranks: Floats) -> Floats:
+        parted = [np.where(c.zero >= stage, ranks, 1.0) for stage in (1, 2, 3)]
+        return c.opt_bytes / parted[0] + c.acc_bytes / parted[1] + 2.0 / parted[2]
+
+    return over(c.shard), over(c.expert_shard)
 
 
 def gathered_bytes(c: Columns) -> Floats:
     """Whole weights that ZeRO-3 holds for a moment."""
-    per_layer, embed = c.rank_layer_weights, c.vocab * c.hidden / c.tp
+    per_layer = c.rank_layer_weights + c.rank_expert_weights
+    embed = c.vocab * c.hidden / c.tp
     return np.where(c.zero >= 3, c.gather_bytes * (2.0 * per_layer + embed), 0.0)
 
 
@@ -132,6 +141,10 @@ def _working_bytes(c: Columns, kept: Floats) -> Floats:
     again = np.where(c.mlp_ckpt > 0, (1.0 + c.gated) * c.act_bytes, 0.0) + c.saved_bytes
     working = np.where(c.full_ckpt > 0, kept, 0.0)
     working = working + np.where(c.norm_ckpt > 0, c.tokens * again * c.ffn / c.tp, 0.0)
+    if np.any(c.moe_ckpt > 0):
+        e = ExpertSizes(c, Sizes(c, c.micro))
+        rows = e.rows * c.act_bytes * (c.hidden + e.wide + e.ffn)
+        working = working + np.where(c.moe_ckpt > 0, rows, 0.0)
     return working + np.where(c.attn_ckpt > 0, scores(c, Sizes(c, c.micro)), 0.0)
 
 
@@ -146,10 +159,11 @@ def _loss_bytes(c: Columns, coef: Coefficients) -> Floats:
     return c.tokens * c.vocab * each / c.loss_chunks + head
 
 
-def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Floats, Floats, Floats]]:
+def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Params, Floats, Floats]]:
     """(parameters, bytes of activations, bytes at the loss) of the first stage, of the second or
     the fullest one between, and of the last; how the state is sharded does not enter."""
-    per_layer, embed = c.rank_layer_weights, c.vocab * c.hidden / c.tp
+    per_layer, per_routed = c.rank_layer_weights, c.rank_expert_weights
+    embed = c.vocab * c.hidden / c.tp
     split, flight = stage_layers(c), in_flight(c, c.micros)
     kept = kept_bytes(c, decoder_layer(c, c.micro), coef)
     layer_kept = c.full_ckpt * saved_input_bytes(c) + (1.0 - c.full_ckpt) * kept
@@ -164,11 +178,10 @@ def stage_loads(c: Columns, coef: Coefficients) -> list[tuple[Floats, Floats, Fl
         split.last * waiting,
     ]
     first, middle, last = (bytes_held + working for bytes_held in held)
-    return [
-        (split.first * per_layer + ends, first, np.where(alone, loss, 0.0)),
-        (split.middle * per_layer, middle, np.zeros(len(c))),
-        (split.last * per_layer + embed, last, loss),
-    ]
+    held_by = zip((split.first, split.middle, split.last), (ends, 0.0, embed), strict=True)
+    params = [(layers * per_layer + end, layers * per_routed) for layers, end in held_by]
+    losses = np.where(alone, loss, 0.0), np.zeros(len(c)), loss
+    return list(zip(params, (first, middle, last), losses, strict=True))
 
 
 def _fitted(c: Columns, coef: Coefficients) -> Memory:

@@ -119,7 +119,7 @@ class Weights:
 
 
 def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
-    one, n = c.rank_layer_weights, stage.layers
+    one, n = c.rank_layer_weights + c.rank_expert_weights, stage.layers
     embed = np.ceil(c.vocab / c.tp) * c.hidden
     head = stage.last * embed
     own_head = np.where((c.tied > 0) & (stage.first > 0), 0.0, head)
@@ -127,6 +127,8 @@ def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
     root = stage.first * (embed + rows * c.hidden) + own_head
     z, a, g, p = c.shards, c.act_bytes, c.acc_bytes, c.param_bytes
     whole = n * one + root
+    # Experts are divided over ranks of their own.
+    apart = c.rank_expert_weights * (1.0 / np.where(c.zero >= 1, c.expert_shard, 1.0) - 1.0 / z)
     # Without a depth of ours, FSDP2 gathers the next layer of the backward pass by itself.
     depth = np.minimum(np.maximum(c.prefetch, 1.0), np.maximum(np.ceil(n / c.vpp) - 1.0, 0.0))
     ahead = np.where(z > 1, depth * one * a, 0.0)
@@ -141,7 +143,7 @@ def stage_weights(c: Columns, stage: Stage, micros: Floats) -> Weights:
         head=head,
         all=whole,
         shards=z,
-        state=whole / z * (p + c.moment_bytes),
+        state=(whole / z + n * apart) * (p + c.moment_bytes),
         unsharded=np.where(third, (root + c.vpp * one) * a, whole * a),
         later=np.where(third, (root + chunks * one) * a, whole * a),
         ahead=np.where(third, ahead, 0.0),

@@ -32,20 +32,22 @@ def kept_bytes(c: Columns, ops: Iterable[Op], coef: Coefficients) -> Floats:
     if np.all(c.own > 0):
         return _counted(c, ops)
     habits = {"": 1.0, **{name: coef[name] for name in ("kept_hidden", "gathered")}}
-    return sum((op.keeps * habits[op.habit] for op in ops), np.zeros(())) * coef["act"]
+    kept = (op.keeps * op.share * habits[op.habit] for op in ops)
+    return sum(kept, np.zeros(())) * coef["act"]
 
 
 def _counted(c: Columns, ops: Iterable[Op]) -> Floats:
     share = np.where(c.attn_ckpt > 0, c.selective_share, 1.0)
-    return sum((op.keeps for op in ops), np.zeros(())) * share
+    return sum((op.keeps * op.share for op in ops), np.zeros(())) * share
 
 
 def layer_bytes(c: Columns) -> LayerBytes:
     ops = [op for op in decoder_layer(c, c.micro) if op.phase == "forward"]
-    products = [op for op in ops if op.kind == "product"]
+    products = [op for op in ops if op.kind.endswith("product")]
     whole = c.tokens * c.hidden * c.act_bytes
     between = whole / c.split
-    late = sum((_input(c, op) + op.m * op.n * c.act_bytes for op in products), np.zeros(()))
+    late = sum((_input(c, op) + op.m * op.n * op.groups * c.act_bytes for op in products),
+               np.zeros(()))  # fmt: skip
     return LayerBytes(
         between=between,
         whole=whole,
@@ -57,7 +59,7 @@ def layer_bytes(c: Columns) -> LayerBytes:
 
 
 def _input(c: Columns, op: Op) -> Floats:
-    return op.m * op.k * c.act_bytes
+    return op.m * op.k * op.groups * c.act_bytes
 
 
 def _most(c: Columns, ops: list[Op], *, is_split: bool) -> Floats:
@@ -66,13 +68,14 @@ def _most(c: Columns, ops: list[Op], *, is_split: bool) -> Floats:
     weights and keeps inputs and gradients of its products."""
     most = live = given = np.zeros(())
     for op in reversed(ops):
-        stays = is_split and op.kind == "product"
-        weights = 0.0 if is_split else op.n * op.k * c.act_bytes
-        most = np.maximum(most, live + op.gives + op.holds + weights)
-        live = live + op.gives + weights
+        stays = is_split and op.kind.endswith("product")
+        weights = 0.0 if is_split else op.n * op.k * op.groups * c.act_bytes
+        gives = op.share * op.gives
+        most = np.maximum(most, live + gives + op.share * (op.holds + weights))
+        live = live + gives + op.share * weights
         if not stays:
-            live = live - given - op.keeps
-        given = op.gives
+            live = live - given - op.share * op.keeps
+        given = gives
     return most
 
 

@@ -32,8 +32,9 @@ def embedding(c: Columns, micro: Floats) -> list[Op]:
 
 def head(c: Columns, micro: Floats) -> list[Op]:
     """The last norm; logits and loss, always in 16 bits. In chunks logits are computed twice, but
-    by the lean loss. They are read for their sums, and read and written as their own gradient."""
-    s, wide = Sizes(c, micro), np.ceil(c.vocab / c.tp)
+    by the lean loss. They are read for their sums, and read and written as their own gradient.
+    Layers that predict further tokens have logits of their own."""
+    s, wide = Sizes(c, micro), np.ceil(c.vocab / c.tp) * (1.0 + c.mtp)
     twice = np.where((c.loss_chunks > 1) & (c.lean_loss < 1), 1.0, 0.0)
     exact = np.where(c.own_kernels + c.lean_loss > 0, 1.0, 0.0)
     counted = np.where(c.own_kernels > 0, 3.0 * c.act_bytes, _EAGER_LEAN_BYTES)
@@ -62,33 +63,45 @@ def handover(c: Columns, micro: Floats) -> list[Op]:
     ]
 
 
-def reduction(c: Columns, params: Floats) -> tuple[Op, Op]:
+def reduction(c: Columns, params: Floats, whose: str = "") -> tuple[Op, Op]:
     """Once a step below ZeRO-3: gradients summed over all ranks that see other tokens, or
     scattered; weights that ZeRO-1 divides gathered."""
-    size = c.dp * c.cp
-    is_whole = (c.zero < 1) | (c.shard < size)  # every rank needs the whole sum: an all-reduce
+    size, shards = reduced_ranks(c, whose)
+    is_whole = (c.zero < 1) | (shards < size)  # every rank needs the whole sum: an all-reduce
     reduced = np.where((size > 1) & (c.zero < 3), 1.0, 0.0)
-    gathered = reduced * np.where((c.zero >= 1) & (c.shard > 1), 1.0, 0.0)
-    once = partial(Op, kind="collective", axis="dp")
+    gathered = reduced * np.where((c.zero >= 1) & (shards > 1), 1.0, 0.0)
+    once = partial(Op, kind="collective", axis=f"dp{whose}")
     return (
         once(
-            name="gradients, reduce",
+            name=f"gradients{whose}, reduce",
             phase="weights",
             bytes=params * c.grad_bytes,
             halves=np.where(is_whole, 2.0, 1.0),
             times=reduced,
         ),
-        once(name="weights, gather", phase="update", bytes=params * c.act_bytes, times=gathered),
+        once(
+            name=f"weights{whose}, gather",
+            phase="update",
+            bytes=params * c.act_bytes,
+            times=gathered,
+        ),
     )
 
 
-def update(c: Columns, params: Floats, counted_params: Floats) -> list[Op]:
+def reduced_ranks(c: Columns, whose: str) -> tuple[Floats, Floats]:
+    """(ranks whose gradients are summed, those over which ZeRO divides them): of all weights but
+    experts', or of `whose`."""
+    return (c.expert_copies, c.expert_shard) if whose else (c.dp * c.cp, c.shard)
+
+
+def update(c: Columns, params: Floats, counted_params: Floats, whose: str = "") -> list[Op]:
     """Counted: weights and moments are read and written, gradients read for their norm and for the
     update, the copies that layers compute with written."""
     sums = np.where(c.is_alone & (c.micros < 2), c.act_bytes, c.acc_bytes)
     copies = np.where(c.is_alone & (c.param_bytes != c.act_bytes), c.act_bytes, 0.0)
     each = 2.0 * (c.param_bytes + c.moment_bytes) + 2.0 * sums + copies
     ours = c.own_kernels > 0
-    moved = np.where(ours, each * counted_params, c.update_traffic * params) / c.shards
-    mine = counted_params / c.shards
-    return [Op(name="optimizer", kind="copy", phase="update", bytes=moved, m=mine)]
+    shards = np.where(c.zero >= 1, reduced_ranks(c, whose)[1], 1.0)
+    moved = np.where(ours, each * counted_params, c.update_traffic * params) / shards
+    mine = counted_params / shards
+    return [Op(name=f"optimizer{whose}", kind="copy", phase="update", bytes=moved, m=mine)]

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from fourfold.cost.columns import Columns, Floats
+from fourfold.cost.ops.experts import experts, shared_out
 from fourfold.cost.ops.op import NONE, Kind, Op, Phase, Sizes
+from fourfold.cost.ops.weights import casts, weights
 from fourfold.spec.words import CP_KINDS, DTYPES, PRICED_ATTENTION
 
-_FP8, _FP4 = DTYPES.index("fp8"), DTYPES.index("fp4")
+_FP8 = DTYPES.index("fp8")
 _ALLGATHER, _ULYSSES = CP_KINDS.index("allgather"), CP_KINDS.index("ulysses")
 _FUSED, _UNFUSED = (PRICED_ATTENTION.index(kind) for kind in ("fused-softmax", "unfused"))
 # Products that keep what a norm made, of which engines keep more or less.
@@ -25,16 +27,16 @@ def decoder_layer(c: Columns, micro: Floats) -> Iterator[Op]:
     """x + attention(norm(x)), then x + mlp(norm(x)); its casts, its weights, its launches."""
     s = Sizes(c, micro)
     yield from attention(c, s)
-    yield from mlp(c, s)
+    yield from (mlp(c, s) if not np.any(c.experts > 0) else routed_mlp(c, s))
     yield from casts(c, s)
-    yield from weights(c, c.rank_layer_weights)
+    yield from weights(c)
     yield Op(name="launches", kind="host")
 
 
 def attention(c: Columns, s: Sizes) -> Iterator[Op]:
     yield from norm(c, s, "attention_norm", s.norm_again)
     yield from gathered(c, s, "attention.input_comm", s.all_again)
-    yield from linear(c, s, "attention.qkv", s.qkv, c.hidden, s.all_again, keeps=block_input(c, s))
+    yield from projections(c, s)
     yield from rotate(c, s)
     yield from context(c, s)
     yield from core(c, s)
@@ -42,6 +44,48 @@ def attention(c: Columns, s: Sizes) -> Iterator[Op]:
     yield from linear(c, s, "attention.out", c.hidden, s.width, s.all_again, keeps=kept)
     yield from summed(c, s, "attention.out, sum")
     yield from residual(c, s, "attention.out, add")
+
+
+def projections(c: Columns, s: Sizes) -> Iterator[Op]:
+    """Queries, keys and values: of the hidden state, or of latents, the ways down to which are
+    whole on every tensor rank."""
+    qkv = linear(c, s, "attention.qkv", s.qkv, c.hidden, s.all_again, keeps=block_input(c, s))
+    if not np.any(c.latent > 0):
+        yield from qkv
+        return
+    is_latent = np.where(c.latent > 0, 1.0, 0.0)
+    yield from shared_out(qkv, 1.0 - is_latent)
+    up_again = c.full_ckpt + (1.0 - c.full_ckpt) * c.latent_ckpt
+    down, ranks = c.q_latent + c.latent + c.shared_key, c.q_latent + c.latent
+    kept = {"keeps": s.tokens * ranks * c.saved_bytes}
+    first = np.where(c.q_latent > 0, c.q_latent, c.hidden)
+    made = (
+        linear(c, s, "attention.down", down, c.hidden, s.all_again, keeps=block_input(c, s)),
+        linear(c, s, "attention.q", c.width / c.tp, first, up_again, **kept),
+        linear(c, s, "attention.kv", c.latent_width / c.tp, c.latent, up_again),
+    )
+    for ops in made:
+        yield from shared_out(ops, is_latent)
+
+
+def routed_mlp(c: Columns, s: Sizes) -> Iterator[Op]:
+    """Experts in `routed` of the layers, with a shared one where the model has any; one MLP in the
+    others."""
+    yield from shared_out(mlp(c, s), s.dense)
+    yield from shared_out(norm(c, s, "mlp_norm", s.norm_again), c.routed)
+    yield from shared_out(experts(c, s), c.routed)
+    has_shared = c.routed * np.where(c.shared_ffn > 0, 1.0, 0.0)
+    if np.any(has_shared):
+        wide, ffn = ((1.0 + c.gated) * c.shared_ffn / c.tp, c.shared_ffn / c.tp)
+        again, kept = s.up_again + (1.0 - s.up_again) * c.moe_ckpt, s.tokens * ffn
+        beside = (
+            *gathered(c, s, "mlp.shared.input_comm", s.up_again),
+            *linear(c, s, "mlp.shared.gate_up", wide, c.hidden, again, keeps=kept * c.act_bytes),
+            *linear(c, s, "mlp.shared.down", c.hidden, ffn, again, keeps=2.0 * kept * c.act_bytes),
+            *summed(c, s, "mlp.shared.down, sum"),
+        )
+        yield from shared_out(beside, has_shared)
+    yield from shared_out(residual(c, s, "mlp, add"), c.routed)
 
 
 def mlp(c: Columns, s: Sizes) -> Iterator[Op]:
@@ -249,42 +293,3 @@ def _tp(
 ) -> Op:
     return Op(name=name, kind="collective", phase=phase, axis="tp", bytes=s.message, halves=halves,
               again=again, **memory)  # fmt: skip
-
-
-def casts(c: Columns, s: Sizes) -> Iterator[Op]:
-    """Operands of products in fp8 or fp4: read, written with their transpose; scales per block need
-    a second look. Counted: each is read for its largest value, read again and written, inputs and
-    weights once more in the backward pass."""
-    low = np.where((c.precision == _FP8) | (c.precision == _FP4), 1.0, 0.0)
-    if not low.any():
-        return
-    usual = s.tokens * (2.0 * s.between + s.width + s.ffn) * low * (4.0 + 2.0 * c.block_scale)
-    ins = s.tokens * (2.0 * c.hidden + s.width + s.ffn)
-    outs = s.tokens * (s.qkv + 2.0 * c.hidden + s.wide)
-    fp8, ours = np.where(c.precision == _FP8, 1.0, 0.0), c.own_kernels > 0
-    there = fp8 * 5.0 * (ins + c.rank_layer_weights)
-    back = fp8 * (3.0 * (ins + c.rank_layer_weights) + 6.0 * outs)
-    cast = partial(Op, name="casts", kind="cast", counted=c.own_kernels)
-    yield cast(bytes=np.where(ours, there, usual), again=s.norm_again)
-    yield cast(phase="inputs", bytes=np.where(ours, back, 2.0 * usual))
-
-
-def weights(c: Columns, params: Floats) -> Iterator[Op]:
-    """ZeRO-3 gathers a layer before either pass and scatters its gradients; they are added up over
-    micro batches."""
-    sharded = np.where((c.zero >= 3) & (c.shard > 1), 1.0, 0.0)
-    if sharded.any():
-        gather = partial(Op, kind="collective", axis="shard", times=sharded)
-        whole = partial(gather, name="weights, gather", bytes=params * c.gather_bytes)
-        yield whole()
-        yield whole(phase="inputs")
-        yield gather(name="gradients, scatter", phase="weights", bytes=params * c.grad_bytes)
-    yield Op(name="gradients, add", kind="copy", phase="weights", bytes=_added_bytes(c, params))
-
-
-def _added_bytes(c: Columns, params: Floats) -> Floats:
-    """Mean over micro batches; counted, without FSDP the first one's gradients are the sum."""
-    micros = c.micros
-    share = np.where(c.is_alone, (micros - 1.0) / np.maximum(micros, 1.0), 1.0)
-    counted = params * (c.act_bytes + 2.0 * c.acc_bytes) * share
-    return np.where(c.own_kernels > 0, counted, 10.0 * params)

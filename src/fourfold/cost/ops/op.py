@@ -27,8 +27,9 @@ class Op:
     """`m, n, k`: of a product; of attention `m` is the sequences. `bytes`: read and written by a
     kernel, or the whole buffer of a message. `axis`: of a message; `halves`: how many gathers or
     scatters it is worth (an all-reduce: 2). `again`: the share of layers whose backward pass does
-    it once more. `counted`: 1 where bytes are those of our kernels, 0 where they are the usual ones
-    of an engine. `narrow`: in the precision that was asked for, else in 16 bits.
+    it once more, `share` of those that have it at all. `groups`: products of a grouped one.
+    `counted`: 1 where bytes are those of our kernels, 0 where they are the usual ones of an engine.
+    `narrow`: in the precision that was asked for, else in 16 bits.
 
     Bytes of memory stand with the forward pass: `keeps` until its backward pass is over (`habit`:
     the coefficient of engines that keep more or less of it); there it `gives` a gradient of its
@@ -46,6 +47,8 @@ class Op:
     halves: Floats = _ONE
     times: Floats = _ONE
     again: Floats = NONE
+    share: Floats = _ONE
+    groups: Floats = _ONE
     counted: Floats = NONE
     narrow: bool = True
     keeps: Floats = NONE
@@ -65,10 +68,11 @@ class Sizes:
         self.message = self.each * c.hidden  # what a tensor group exchanges
         self.between = c.hidden / c.split  # values of a token between blocks
         self.qkv = c.qkv_width / c.tp
-        self.width = c.width / c.tp
+        self.width = c.values / c.tp
         self.wide = (1.0 + c.gated) * c.ffn / c.tp
         self.ffn = c.ffn / c.tp
         self.kv = np.maximum(c.kv_width / c.tp, c.width / c.heads)
+        self.dense = 1.0 - c.routed  # share of layers with an MLP in place of experts
         self.parted = (c.sp > 0) & (c.tp > 1)  # sequences, between blocks
         # Gathering along the sequence needs a second copy of more than one.
         self.copied = np.where(self.parted & (micro > 1), self.message, 0.0)

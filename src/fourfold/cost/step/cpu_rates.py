@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.ops.ends import reduced_ranks
 from fourfold.cost.ops.op import Op
 from fourfold.cost.step.rates import Rates
 from fourfold.result.points import CPU_FLASH
@@ -30,6 +31,9 @@ class CpuRates(Rates):
         multiply = 2.0 * op.m * op.n * op.k / (self.c.peak * self.coef["cpu_product"])
         return multiply + operands * self.coef["cpu_operand_s"]
 
+    def grouped_product(self, op: Op) -> Floats:
+        return op.groups * self.product(op)
+
     def copy(self, op: Op) -> Floats:
         if op.phase == "update":
             each = self.c.param_bytes * self.coef["cpu_element_s"] + self.coef["cpu_update_s"]
@@ -50,13 +54,23 @@ class CpuRates(Rates):
     def shard(self, op: Op) -> Floats:
         """FSDP copies into its buffers and out of them."""
         copied = 2.0 * op.bytes * self.coef["cpu_element_s"] + self.coef["cpu_wrap_s"]
-        return op.times * (self._collective(op, self.c.shard, op.halves) + copied)
+        size = self.c.shard if op.axis == "shard" else self.c.expert_shard
+        return op.times * (self._collective(op, size, op.halves) + copied)
+
+    def ep(self, op: Op) -> Floats:
+        """Rows of tokens, one for each chosen expert, and their counts."""
+        c = self.c
+        return self._collective(op, c.ep, 2.0 * op.halves, data=op.bytes * c.top_k * c.fullest)
+
+    def etp(self, op: Op) -> Floats:
+        return self._collective(op, self.c.etp, op.halves)
 
     def reduced(self, reduce: Op, gather: Op, window: Floats) -> Floats:
         """Layer by layer, and the ends."""
         c, took = self.c, np.zeros(())
         calls = c.layers / c.pp + 1.0
-        for op, size in ((reduce, c.dp * c.cp), (gather, c.shard)):
+        ranks, shards = reduced_ranks(c, reduce.axis.removeprefix("dp"))
+        for op, size in ((reduce, ranks), (gather, shards)):
             copied = 2.0 * op.bytes * self.coef["cpu_element_s"] + calls * self.coef["cpu_wrap_s"]
             took = took + op.times * (self._collective(op, size, calls) + copied)
         return took

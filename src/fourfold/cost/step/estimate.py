@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.ops.ends import embedding, handover, head, reduction, update
+from fourfold.cost.ops.op import Op
 from fourfold.cost.step.cpu_rates import rates_of
 from fourfold.cost.step.layer import LayerTimes, layer_times, ops_s
 from fourfold.cost.step.pipeline import StageTimes, pipeline_s, stage_layers
 
-LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "fsdp_comm",
-               "host")  # fmt: skip
+LAYER_PARTS = ("gemm", "attention", "elementwise", "recompute", "tp_comm", "cp_comm", "ep_comm",
+               "fsdp_comm", "host")  # fmt: skip
 PARTS = (*LAYER_PARTS, "head", "pp_comm", "bubble", "dp_comm", "optimizer", "fixed", "jitter")
 _OWN_FIXED = 0.1  # of what other engines do once per step: logging, clipping, waiting for a number
 
@@ -101,18 +102,31 @@ def last_rounds(c: Columns) -> Floats:
 
 
 def first_stage_params(c: Columns) -> tuple[Floats, Floats]:
-    """(its layers and the embedding: tied or not, the head's weights are as large; all weights)."""
+    """(its layers and the embedding: tied or not, the head's weights are as large; all weights);
+    experts apart."""
     embed = c.vocab * c.hidden / c.tp
     params = c.layers / c.pp * c.rank_layer_weights + embed
     return params, params + np.where((c.tied < 1) & (c.pp == 1), embed, 0.0)
 
 
+def once_ops(c: Columns) -> tuple[list[tuple[Op, Op]], list[Op]]:
+    """(reductions of gradients with gathers of weights, updates) of a step: of experts apart, which
+    have ranks of their own."""
+    params, weights = first_stage_params(c)
+    reduced, updated = [reduction(c, params)], update(c, params, weights)
+    if np.any(c.experts > 0):
+        mine = c.layers / c.pp * c.rank_expert_weights
+        reduced.append(reduction(c, mine, " experts"))
+        updated += update(c, mine, mine, " experts")
+    return reduced, updated
+
+
 def end_of_step_s(c: Columns, coef: Coefficients, *, window: Floats) -> tuple[Floats, Floats]:
     """(gradients' traffic, update); `window`: seconds of a backward pass that hide traffic."""
-    params, weights = first_stage_params(c)
+    reductions, updates = once_ops(c)
     rates = rates_of(c, coef)
-    reduced = rates.reduced(*reduction(c, params), window)
-    return reduced, ops_s(update(c, params, weights), rates)
+    reduced = sum((rates.reduced(*both, window) for both in reductions), np.zeros(()))
+    return reduced, ops_s(updates, rates)
 
 
 def _whole_step(

@@ -8,6 +8,7 @@ from functools import reduce
 import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.ops.op import Op
 from fourfold.result.points import BLOCK_ROWS, FLASH2, NEWER_FLASH, FlashShape
 from fourfold.spec.words import CP_KINDS, PRICED_ATTENTION
 
@@ -64,10 +65,30 @@ def gemm_s(
     coef: Coefficients,
 ) -> Floats:
     """Seconds of one product at `rate` FLOP/s for a perfect shape; never faster than memory."""
+    k = np.maximum(k, 1.0)  # of a product that only other runs have
     skew = misalignment(n) + misalignment(k)
     shape = (k / (k + 128.0)) * np.maximum(0.25, 1.0 - coef["align"] * skew)
     busy = tile_waves(m, n, sms=sms, wave=coef["wave"]) * k / (rate * shape)
     return np.maximum(busy, 2.0 * (m * k + n * k + m * n) / hbm)
+
+
+# Rows per expert at which half of a grouped product's rate is lost: whole tiles of 128 rows, and
+# experts that have more than others. On an H200 (torch 2.13, six shapes, 4 to 128 experts) 40 where
+# all have as many and 200 where not; Transformer Engine on a B200 270, A100 140; gradients of
+# weights, whose rows are summed over, about twice that.
+HALF_ROWS, HALF_ROWS_WEIGHTS = 150.0, 300.0
+# Of the memory's rate that weights are read with where rows are few; and its launch.
+GROUPED_MEMORY, GROUPED_START_S = 0.6, 1e-5
+
+
+def grouped_s(op: Op, *, rate: Floats | float, hbm: Floats, is_weights: bool) -> Floats:
+    """Seconds of products that run as one kernel, one for each expert of a rank."""
+    rows, half = (op.k, HALF_ROWS_WEIGHTS) if is_weights else (op.m, HALF_ROWS)
+    lost = 1.0 if is_weights else 1.0 + 128.0 / np.maximum(op.k, 1.0)
+    flops = 2.0 * op.groups * op.m * op.n * op.k
+    busy = flops * (1.0 + half / np.maximum(rows, 1.0)) * lost / rate
+    moved = 2.0 * op.groups * (op.m * op.k + op.n * op.k + op.m * op.n)
+    return np.maximum(busy, moved / (GROUPED_MEMORY * hbm)) + GROUPED_START_S
 
 
 def attention_s(
@@ -78,7 +99,7 @@ def attention_s(
     Context parallelism leaves each rank s/c queries and s keys, however they travel. Kernels lose
     what their kind does to the shape of their work, unless another `shape` is given.
     """
-    head = c.width / c.heads
+    head = c.core_width / c.heads
     queries = micro * (c.seq / c.cp) * c.heads / c.tp
     pairs, blocks = queries * c.reach, queries / BLOCK_ROWS
     losses = shape or _flash_shape(c)

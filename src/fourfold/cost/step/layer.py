@@ -17,7 +17,7 @@ from fourfold.cost.step.rates import Rates
 PART_OF = {
     "product": "gemm", "grouped product": "gemm", "attention": "attention", "norm": "elementwise",
     "elementwise": "elementwise", "cast": "elementwise", "copy": "elementwise", "tp": "tp_comm",
-    "cp": "cp_comm", "shard": "fsdp_comm", "host": "host",
+    "cp": "cp_comm", "shard": "fsdp_comm", "ep": "ep_comm", "etp": "ep_comm", "host": "host",
 }  # fmt: skip
 _ZERO: Floats = np.zeros(())
 
@@ -32,6 +32,7 @@ class LayerTimes:
     recompute: Floats
     tp_comm: Floats
     cp_comm: Floats
+    ep_comm: Floats
     fsdp_comm: Floats
     host: Floats
     total: Floats
@@ -39,7 +40,7 @@ class LayerTimes:
 
 
 def part_of(op: Op) -> str:
-    return PART_OF[op.axis if op.kind == "collective" else op.kind]
+    return PART_OF[op.axis.partition(" ")[0] if op.kind == "collective" else op.kind]
 
 
 def sums(ops: Iterable[Op], rates: Rates) -> dict[str, Floats]:

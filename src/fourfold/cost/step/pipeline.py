@@ -62,7 +62,7 @@ def stage_layers(c: Columns) -> StageLayers:
 
 def head_layers(c: Columns) -> Floats:
     """What our engine takes the head for, in layers, when it cuts a model into stages."""
-    return np.round(c.vocab * c.hidden / (c.layer_weights + c.width * c.reach), 6)
+    return np.round(c.vocab * c.hidden / (c.active_weights + c.core_width * c.reach), 6)
 
 
 def map_unique(
@@ -123,7 +123,7 @@ def chunk_layers(c: Columns, chunks: int) -> Floats:
 
 def _last_with_head(c: Columns, stages: Floats | float) -> Floats:
     """Layers that a balanced last stage keeps beside the head, which counts as some."""
-    head = c.vocab * c.hidden / c.layer_weights
+    head = c.vocab * c.hidden / c.active_weights
     return np.maximum(0.0, np.round((c.layers + head) / stages - head))
 
 

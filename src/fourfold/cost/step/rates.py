@@ -9,7 +9,8 @@ import numpy as np
 
 from fourfold.cost.columns import Coefficients, Columns, Floats
 from fourfold.cost.ops.op import Op, Phase
-from fourfold.cost.step.kernels import attention_s, gemm_s
+from fourfold.cost.step.kernels import attention_s, gemm_s, grouped_s
+from fourfold.cost.step.tokens import tokens_s
 from fourfold.cost.step.traffic import (
     context_s,
     floor,
@@ -44,14 +45,23 @@ class Rates:
     def seconds(self, op: Op) -> Floats:
         """A method for each kind of kernel, and for each axis of messages."""
         kind = op.axis.partition(" ")[0] if op.kind == "collective" else op.kind
-        return getattr(self, kind.replace(" ", "_"))(op)
+        return op.share * getattr(self, kind.replace(" ", "_"))(op)
 
     def product(self, op: Op) -> Floats:
         c = self.c
-        if op.narrow not in self._known:
-            self._known[op.narrow] = self._product_rate(op.narrow)
-        rate = self._known[op.narrow]
+        rate = self._rate(op.narrow)
         return gemm_s(op.m, op.n, op.k, rate=rate, hbm=c.hbm, sms=c.sms, coef=self.coef)
+
+    def grouped_product(self, op: Op) -> Floats:
+        """One kernel for all experts of a rank."""
+        rate = self._rate(op.narrow) * self.coef["grouped"]
+        is_weights = op.phase == "weights"
+        return grouped_s(op, rate=rate, hbm=self.c.hbm, is_weights=is_weights)
+
+    def _rate(self, narrow: bool) -> Floats:
+        if narrow not in self._known:
+            self._known[narrow] = self._product_rate(narrow)
+        return self._known[narrow]
 
     def _product_rate(self, narrow: bool) -> Floats:
         c, coef = self.c, self.coef
@@ -102,9 +112,20 @@ class Rates:
         return context_s(self.c, self.coef, op.bytes, op.halves, attention=attention)
 
     def shard(self, op: Op) -> Floats:
-        c, coef, size = self.c, self.coef, self.c.shard
-        move = op.bytes * (size - 1.0) / size / group_rate(c, coef, size, c.tp)
-        return op.times * (move + 0.25 * ring_s(c, coef, size, c.tp))
+        c, coef, size, apart = self.c, self.coef, self.c.shard, self.c.tp
+        if op.axis != "shard":  # experts: the same one is so far away
+            size, apart = c.expert_shard, c.ep * c.etp
+        move = op.bytes * (size - 1.0) / size / group_rate(c, coef, size, apart)
+        return op.times * (move + 0.25 * ring_s(c, coef, size, apart))
+
+    def ep(self, op: Op) -> Floats:
+        """Tokens to experts of other ranks, or back."""
+        return tokens_s(self.c, self.coef, op.bytes)
+
+    def etp(self, op: Op) -> Floats:
+        """Rows to all ranks that hold slices of an expert."""
+        c, near = self.c, np.ones_like(self.c.tp)
+        return half_collective_s(c, self.coef, op.bytes, size=c.etp, stride=near)
 
     def send(self, op: Op) -> Floats:
         rate = p2p_rate(self.c, self.coef, self.c.gpus / self.c.pp)

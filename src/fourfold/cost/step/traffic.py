@@ -6,7 +6,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fourfold.cost import dispatch
 from fourfold.cost.columns import Coefficients, Columns, Floats
+from fourfold.cost.ops.ends import reduced_ranks
 from fourfold.cost.ops.op import Op
 from fourfold.spec.words import CP_KINDS
 
@@ -17,6 +19,7 @@ USUAL_NET = 0.65  # of the data sheet, by a collective: `net` where nobody measu
 HEALTHY = 1.0 / 3.0  # of the data sheet: a measured rate below holds between two nodes, too
 PAIR = 2.0
 BUCKET_BYTES = 100e6  # gradient reducers use 25 to 400 MB; this explains nanotron best
+GRAPHED = 0.5  # of the launches of a layer with experts, where its router and attention are graphs
 NEAR_HOP = 0.2  # a hop over NVLink against one over the network
 
 
@@ -150,26 +153,27 @@ def context_s(
     return np.where(c.cp > 1, paid, 0.0)
 
 
-def _ring_hops(c: Columns, size: Floats) -> Floats:
+def _ring_hops(c: Columns, size: Floats, apart: Floats) -> Floats:
     """Of a data-parallel group, in hops across the network."""
-    far = far_hops(c, size, c.tp)
+    far = far_hops(c, size, apart)
     return far + NEAR_HOP * (size - 1.0 - far)
 
 
 def gradient_s(c: Columns, coef: Coefficients, reduce: Op, gather: Op, *, window: Floats) -> Floats:
     """Exposed seconds of the gradient reduction (and ZeRO-1's weight gather) of a step; `window`:
     seconds of backward under which an overlapping engine hides it."""
-    size, shards = c.dp * c.cp, c.shard
+    whose = reduce.axis.removeprefix("dp")
+    (size, shards), apart = reduced_ranks(c, whose), c.ep * c.etp if whose else c.tp
     # An all-reduce goes up a tree, bucket by bucket, but around a ring when the fabric is in its
     # slow state; ZeRO scatters and gathers layer by layer around rings.
-    ring, turns = _ring_hops(c, size), _ring_hops(c, shards)
-    up = np.log2(np.maximum(size, 1.0)) * np.where(crosses(c, size, c.tp), 1.0, NEAR_HOP)
+    ring, turns = _ring_hops(c, size, apart), _ring_hops(c, shards, apart)
+    up = np.log2(np.maximum(size, 1.0)) * np.where(crosses(c, size, apart), 1.0, NEAR_HOP)
     tree = np.where(c.slow > 0, 2.0 * ring, 2.0 * up)
     per_stage = c.layers / c.pp
     hops = np.where(reduce.halves > 1, tree * reduce.bytes / BUCKET_BYTES, ring * per_stage)
     hop = coef["dp_hop_s"] * np.where(c.slow > 0, coef["slow_hop"], 1.0)
-    moved = reduce.halves * reduce.bytes * (size - 1.0) / size / group_rate(c, coef, size, c.tp)
-    back = gather.bytes * (shards - 1.0) / shards / group_rate(c, coef, shards, c.tp)
+    moved = reduce.halves * reduce.bytes * (size - 1.0) / size / group_rate(c, coef, size, apart)
+    back = gather.bytes * (shards - 1.0) / shards / group_rate(c, coef, shards, apart)
     move = moved + hops * hop + np.where(gather.times > 0, back + turns * per_stage * hop, 0.0)
     paid = coef["dp_exposed"] * move
     hidden = np.maximum(0.1 * paid, paid - 0.6 * window)
@@ -181,6 +185,9 @@ def host_layer_s(c: Columns, coef: Coefficients) -> Floats:
     """Launch time of one layer, forward and backward."""
     slow = c.slow > 0
     launch = coef["host_s"] * np.where(slow, coef["slow_host"], 1.0)
+    if np.any(c.experts > 0):  # routing and exchange are many small kernels, some of them awaited
+        kind = dispatch.fact(c.dispatcher, "host") * np.where(c.graphed > 0, GRAPHED, 1.0)
+        launch = (1.0 - c.routed) * launch + c.routed * coef["moe_host_s"] * kind
     launch = launch * np.select([c.fused_host > 1, c.fused_host > 0], [0.0, 0.5], 1.0)
     launch = launch * (1.0 + c.full_ckpt / 3.0) * (1.0 + 0.15 * (c.cp - 1.0))
     far = np.where(crosses(c, c.tp, np.ones_like(c.tp)), coef["slow_far"], 1.0)

@@ -48,6 +48,7 @@ class NoteWords:
         rate = int(network[1] or 1) * int(network[2]) / 8e-9 if network else 0.0
         per_node = network is not None and network[3] == "node"
         self.flash1 = "flash_attentionv1" in note
+        self.two_matrices = "MLP of two matrices" in note
         self.plain_norm = "kernel:" in note and "RMS kernel" not in note
         self.slow_network = has(r"\bnetwork slow\b")
         self.pure = has(r"\bpure\b")
@@ -73,7 +74,14 @@ def _stated(note: str, yes: str, no: str) -> bool | None:
     return False if re.search(no, note) else None
 
 
-SCHEMA = tuple(REFERENCE_COLUMNS)
+# Of models with experts; blank of others.
+EXPERT_COLUMNS = (
+    "head_dim", "attn_kind", "q_lora_rank", "kv_lora_rank", "qk_rope_dim", "v_head_dim", "experts",
+    "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers", "moe_every", "mtp_layers",
+    "ep", "etp", "dispatcher", "a2a_overlap", "routing", "capacity_factor", "recompute_modules",
+    "cuda_graph",
+)  # fmt: skip
+SCHEMA = (*REFERENCE_COLUMNS, *EXPERT_COLUMNS)
 T = TypeVar("T")
 BATCH = 4096
 PLAIN_BYTES = 2**20

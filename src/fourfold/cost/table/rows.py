@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from fourfold.cost.columns import Columns, Floats, columns
 from fourfold.cost.run import device_facts, fabric_facts
-from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults
-from fourfold.cost.table.check import check_layout, check_values
+from fourfold.cost.stacks import StackDefaults, is_known, stack_defaults, with_experts
+from fourfold.cost.table import experts
+from fourfold.cost.table.check import check_layout, check_values, check_vocab
 from fourfold.cost.table.kernels import attention, choice, kernels
 from fourfold.cost.table.open_fields import (
     blank,
@@ -69,10 +70,12 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
     draft.refuse(lacks, "the run is incomplete; 'fourfold collect' names its missing fields")
     words = Distinct(table.column("note"), NoteWords)
     no_layout = open_layouts(table)
+    stack = Distinct(table.column("stack"), stack_defaults)
+    check_vocab(draft, stack)
     _model(draft, words)
     _layout(draft, no_layout)
-    stack = Distinct(table.column("stack"), stack_defaults)
     _policy(draft, words, stack, no_layout)
+    experts.layout(draft, stack)
     _hardware(draft, words, clusters or {})
     check_values(draft)
     fill_layouts(draft, no_layout)
@@ -88,14 +91,13 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
         else "; ".join(draft.assumed.get(i, ()))
         for i in range(table.length)
     ]
-    text = {name: np.array(table.column(name), dtype=str) for name in ("stack", "cluster")}
     return Rows(
         table=table,
         columns=columns(table.length, **draft.facts),
         usable=usable,
         reasons=reasons,
-        stack=text["stack"],
-        cluster=text["cluster"],
+        stack=_stacks(draft),
+        cluster=np.array(table.column("cluster"), dtype=str),
         hardware=np.array(each(table.column("hardware"), str.lower), dtype=str),
         step_s=measured(table.column("step_s")),
         mem_gb=measured(table.column("mem_gb")),
@@ -103,14 +105,19 @@ def parse(table: RowTable, clusters: Mapping[str, Cluster] | None = None) -> Row
     )
 
 
+def _stacks(draft: Draft) -> NDArray[np.str_]:
+    stacks = zip(draft.table.column("stack"), draft.facts["experts"] > 0, strict=True)
+    return np.array([with_experts(name) if has else name for name, has in stacks], dtype=str)
+
+
 def _model(draft: Draft, words: Distinct[NoteWords]) -> None:
     need = draft.need
     need("layers", "n_layers")
     hidden = need("hidden", "d_model")
     heads = need("heads", "n_heads")
-    need("vocab", "vocab")
     families = Distinct(draft.table.column("family"), str)
     gated = families.array(lambda family: family not in UNGATED)
+    gated = np.where(words.mask(lambda w: w.two_matrices), 0.0, gated)
     draft.facts["gated"] = gated
     size = words.array(lambda w: w.head_size)
     draft.facts["width"] = np.where(size > 0, heads * size, hidden)
@@ -119,6 +126,7 @@ def _model(draft: Draft, words: Distinct[NoteWords]) -> None:
     draft.fill("ffn", "d_ff", usual, "taken as the family's usual")
     tied = families.array(lambda family: family in ("mpt", "gpt"))
     draft.fill("tied", "tied", tied, "")
+    experts.shape(draft)
 
 
 def _layout(draft: Draft, no_layout: Bools) -> None:

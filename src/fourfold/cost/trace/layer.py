@@ -18,7 +18,7 @@ from fourfold.spec.layout import Layout
 from fourfold.spec.model import ModelShape
 from fourfold.spec.policy import Policy
 from fourfold.spec.run import RunSpec
-from fourfold.spec.supported import not_run, require_priced
+from fourfold.spec.supported import not_run, require_traced
 from fourfold.spec.words import AROUND, CpKind, Dtype, Sharding
 
 SHARDS = "dpxcp"
@@ -37,7 +37,7 @@ def layer_spec(
 ) -> RunSpec:
     """A run with one sequence a rank, of which a middle layer is traced: what an end of the model
     has does not matter, and a head is turned whole, which takes more room than a part of it."""
-    require_priced(model)
+    require_traced(model)
     model = replace(model, layers=3, local_layers=None, head_bias=False)
     note = ""
     if "rotary" in " ".join(not_run(model, tokens)):

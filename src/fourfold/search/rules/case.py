@@ -52,8 +52,8 @@ class RuleCase:
     recompute: Whole
     sequence_parallel: Whole
     runs: bool = True  # False: only planned, so what our engine lacks is no obstacle
-    ep: int = 1
-    etp: int = 1
+    ep: Whole = 1
+    etp: Whole = 1
     dp: Whole = field(init=False)
 
     def __post_init__(self) -> None:

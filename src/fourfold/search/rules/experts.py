@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fourfold.search.rules.case import Rule, RuleCase, Truth, Words, divisors, few
+from fourfold.search.rules.case import Rule, RuleCase, Truth, Words, choice, divisors, few
 from fourfold.spec.words import MOE_RECOMPUTE, RECOMPUTE_KINDS
 
 _MOE_KINDS = tuple(RECOMPUTE_KINDS.index(kind) for kind in MOE_RECOMPUTE)
@@ -76,11 +76,18 @@ def _shared_width_words(c: RuleCase) -> Words:
 def _dispatcher(c: RuleCase) -> Truth:
     spread = c.ep * c.etp > 1
     alone = c.policy.dispatcher == "local"
-    return (spread & alone) | (spread & c.policy.cuda_graph)
+    waits = c.policy.cuda_graph & c.stack.is_ours
+    return (spread & (alone | waits)) | ((c.ep > 0) & _lacks_dispatcher(c))
+
+
+def _lacks_dispatcher(c: RuleCase) -> bool:
+    return c.policy.dispatcher not in ("auto", *c.stack.dispatchers)
 
 
 def _dispatcher_words(c: RuleCase) -> Words:
-    if c.policy.cuda_graph:
+    if _lacks_dispatcher(c):
+        return choice(c, "policy.dispatcher", c.policy.dispatcher, ("auto", *c.stack.dispatchers))
+    if c.policy.cuda_graph and c.stack.is_ours:
         rule = "needs a step without host waits, but tokens are exchanged by counts (ep x etp > 1)"
         return "policy.cuda_graph", True, rule, "use cuda_graph = false, or ep = 1"
     rule = f"keeps tokens on their rank, but ep={c.ep} x etp={c.etp} spreads experts"

@@ -1,0 +1,60 @@
+"""Kinds of dispatchers: data/dispatchers.toml; and the copies of a token that each sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.spec import catalog, codec
+
+Floats = NDArray[np.float64]
+# What is sent of a token: nothing; one copy for each chosen expert; one for each rank that has any
+# of them; one for each node, and from there to ranks; one to everybody.
+Copies = Literal["none", "choice", "rank", "node", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatcherKind:
+    """`passes` over the copies in memory, both ways together; `sms` that its kernels take from
+    others while they run; `calls` for each way; `host`: time to launch it against the usual;
+    `rate` of its messages likewise."""
+
+    copies: Copies
+    passes: float
+    sms: float = 0.0
+    calls: float = 0.0
+    host: float = 1.0
+    rate: float = 1.0
+
+
+KINDS: dict[str, DispatcherKind] = {
+    name: codec.decode(DispatcherKind, table, name)
+    for name, table in catalog.data("dispatchers.toml").items()
+}
+DISPATCHERS: tuple[str, ...] = tuple(KINDS)
+
+
+def fact(index: Floats, name: str) -> Floats:
+    """A number of each run's kind."""
+    each = np.array([getattr(kind, name) for kind in KINDS.values()], dtype=np.float64)
+    return each[np.asarray(index, dtype=np.intp)]
+
+
+def is_kind(index: Floats, copies: Copies) -> NDArray[np.bool_]:
+    each = np.array([kind.copies == copies for kind in KINDS.values()])
+    return each[np.asarray(index, dtype=np.intp)]
+
+
+def parts_met(parts: Any, experts: Any, top_k: Any) -> Floats:
+    """Of so many equal parts of the experts, how many hold a token's choice, in the mean:
+    n (1 - C(E - E/n, k) / C(E, k))."""
+    parts, experts, top_k = np.broadcast_arrays(*map(np.asarray, (parts, experts, top_k)))
+    missed = np.ones(parts.shape)
+    rest = experts - experts / np.maximum(parts, 1.0)
+    for i in range(int(top_k.max(initial=0))):
+        left = np.maximum(0.0, rest - i) / np.maximum(1.0, experts - i)
+        missed = missed * np.where(i < top_k, left, 1.0)
+    return parts * (1.0 - missed)

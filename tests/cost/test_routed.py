@@ -1,0 +1,153 @@
+"""Layers with experts: what is sent, who waits for whom, what the fullest rank keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fourfold.cost.columns import Columns
+from fourfold.cost.count.params import model_params
+from fourfold.cost.dispatch import DISPATCHERS, parts_met
+from fourfold.cost.fit.calibration import blend, shipped
+from fourfold.cost.fit.coefficients import defaults
+from fourfold.cost.memory.peak import memory
+from fourfold.cost.ops.layer import decoder_layer
+from fourfold.cost.run import columns_of
+from fourfold.cost.step.estimate import estimate
+from fourfold.cost.step.tokens import copies
+from fourfold.cost.table.reference import SCHEMA, read_table
+from fourfold.cost.table.rows import parse
+from fourfold.search.query import usual_cluster
+from fourfold.spec import catalog, codec
+from fourfold.spec.run import RunSpec
+from fourfold.verbs.plan import plan
+from fourfold.verbs.requests import PlanRequest
+
+MODELS = ("mixtral-8x7b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "llama4-maverick")
+
+
+def run(model: str, layout: str, gpus: int, gpu: str = "h100-80gb", **policy: object) -> Columns:
+    fields = {
+        "model": model, "gpus": gpus, "layout": layout, "policy": policy,
+        "batch": {"seq_len": 4096, "micro_batch": 1, "global_batch": 4 * gpus},
+    }  # fmt: skip
+    spec = codec.load(RunSpec, fields)
+    cluster = usual_cluster(catalog.device(gpu), gpus)
+    return columns_of([spec], cluster=cluster, stack="megatron-bridge")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_those_that_are_counted(name: str) -> None:
+    c, model = run(name, "dp8", 8), catalog.model(name)
+    layers = float((c.layers * (c.layer_weights + c.expert_weights))[0])
+    ends = 2 * model.vocab * model.hidden
+    assert layers + ends == pytest.approx(model_params(model, 4096), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_are_those_a_token_meets(name: str) -> None:
+    c = run(name, "dp8 ep8", 8, routing="forced")
+    products = [op for op in decoder_layer(c, c.micro) if op.kind.endswith("product")]
+    flops = sum(
+        2.0 * float(np.sum(op.m * op.n * op.k * op.groups * op.share))
+        for op in products
+        if op.phase == "forward"
+    )
+    assert flops == pytest.approx(2.0 * 4096 * float(c.active_weights[0]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "gpus", "each", "once"),
+    [
+        ("deepseek-v3", "dp64 ep64", 64, 7.00, 4.63),
+        ("qwen3-235b-a22b", "dp32 ep32", 32, 6.00, 2.72),
+        ("qwen3-30b-a3b", "dp16 ep16", 16, 4.00, 1.00),
+    ],
+)
+def test_copies_of_a_token_that_cross_the_network(name, layout, gpus, each, once) -> None:
+    """Eight GPUs a node: one for each choice on another node, or one for each other node."""
+    for dispatcher, wanted in (("alltoall", each), ("deepep", once)):
+        _, far = copies(run(name, layout, gpus, dispatcher=dispatcher))
+        assert float(far[0]) == pytest.approx(wanted, abs=0.006)
+
+
+def test_a_rack_is_one_domain() -> None:
+    near, far = copies(run("deepseek-v3", "dp64 ep64", 64, gpu="gb200", dispatcher="hybridep"))
+    assert float(far[0]) == 0.0 < float(near[0])
+    assert float(parts_met(1, 256, 8)) == 1.0
+
+
+def test_natural_routing_takes_longer_and_more_memory_than_forced() -> None:
+    even = run("qwen3-235b-a22b", "pp4 dp8 ep8", 32, routing="forced")
+    spread = [run("qwen3-235b-a22b", "pp4 dp8 ep8", 32, imbalance=x) for x in (0.5, 1.0, 2.0)]
+    seconds = [float(estimate(c, defaults()).step_s[0]) for c in (even, *spread)]
+    room = [float(memory(c, defaults()).worst_bytes[0]) for c in (even, *spread)]
+    assert seconds == sorted(set(seconds))
+    assert room == sorted(set(room))
+    assert float(np.max(even.fullest)) == 1.0
+    # 8 ranks with 16 of 128 experts each: 1 + sqrt(2 ln 8 / 16).
+    assert float(spread[1].fullest[0]) == pytest.approx(1.51, abs=0.01)
+    cut = replace(spread[2], dropped_above=np.array([1.25]))
+    assert float(cut.fullest[0]) == 1.25
+
+
+def test_the_host_launches_many_kernels_but_not_of_a_whole_graph() -> None:
+    c = run("qwen3-30b-a3b", "dp16 ep8", 16)
+    coef = defaults() | {"moe_host_s": 0.05}
+    slow = estimate(c, coef).parts["host"][0]
+    assert slow > 10.0 * estimate(replace(c, fused_host=np.array([2.0])), coef).parts["host"][0]
+
+
+def test_every_dispatcher_is_priced_and_local_ranks_send_nothing() -> None:
+    alone = estimate(run("mixtral-8x7b", "dp16", 16), defaults())
+    assert alone.parts["ep_comm"][0] == 0.0
+    for name in DISPATCHERS[1:]:
+        found = estimate(run("mixtral-8x7b", "dp16 ep8", 16, dispatcher=name), defaults())
+        assert found.parts["ep_comm"][0] > 0.0
+
+
+ROW = {
+    "row_id": "a", "stack": "megatron-bridge-26.02", "hardware": "gb200", "n_layers": "61",
+    "d_model": "7168", "n_heads": "128", "n_kv_heads": "128", "d_ff": "18432", "vocab": "129280",
+    "seq_len": "4096", "n_gpus": "256", "tp": "1", "pp": "4", "mbs": "1", "gbs": "4096",
+    "head_dim": "192", "q_lora_rank": "1536", "kv_lora_rank": "512", "qk_rope_dim": "64",
+    "v_head_dim": "128", "experts": "256", "experts_per_token": "8", "expert_ffn": "2048",
+    "shared_ffn": "2048", "dense_layers": "3", "ep": "64", "dispatcher": "hybridep",
+    "routing": "forced", "precision": "fp8", "recompute_modules": "mla_up_proj",
+}  # fmt: skip
+
+
+def test_a_row_says_where_its_experts_lie(tmp_path) -> None:
+    impossible = ROW | {"ep": "48"}
+    lines = [",".join(SCHEMA)]
+    lines += [",".join(row.get(name, "") for name in SCHEMA) for row in (ROW, impossible)]
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    rows = parse(read_table(tmp_path / "rows.csv"))
+    assert rows.usable.tolist() == [True, False]
+    assert "ep x etp does not divide" in rows.reasons[1]
+    assert rows.stack[0] == "megatron-bridge with experts"
+    c = rows.columns
+    assert (c.ep[0], c.latent_ckpt[0], c.imbalance[0]) == (64, 1, 0)
+    total = float((c.layers * (c.layer_weights + c.expert_weights))[0]) + 2 * 129280 * 7168
+    assert total == pytest.approx(671.0e9, rel=2e-3)
+
+
+def test_runs_with_experts_teach_no_others() -> None:
+    known = shipped()
+    assert known.routed
+    assert not any("experts" in entry.stack for entry in known.entries)
+    where = {"stack": "nemo-2031", "cluster": "elsewhere", "generation": "h"}
+    with_all = blend((*known.entries, *known.routed), **where)
+    assert with_all.coefficients == blend(known.entries, **where).coefficients
+
+
+def test_a_plan_places_experts() -> None:
+    asked = {"model": "mixtral-8x7b", "gpu": "h100-80gb", "gpus": 16, "seq_len": 4096,
+             "global_batch": 64, "stack": "megatron"}  # fmt: skip
+    first = plan(PlanRequest(**asked)).ranked[0]
+    held = plan(PlanRequest(**asked, layout="pp1 tp1 ep4")).ranked
+    assert first.step_s <= min(row.step_s for row in held)
+    assert {row.layout.ep for row in held} == {4}
+    assert {row.layout.tp for row in held} == {1}
